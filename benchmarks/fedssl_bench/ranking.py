@@ -1,8 +1,7 @@
-"""Which rows differ by more than chance: ranks and differences, paired over seeds.
+"""Ranks of rows, and significance of their differences, paired over seeds.
 
-Runs of one seed share the division, the initial weights and the labelled images, so that rows are compared within
-seeds. Friedman's test asks whether rows differ at all; a t-test of the differences from one row, whether one differs
-from it, with Holm's correction for as many rows as are compared.
+Runs of one seed share the partition, the initial weights and the labeled images, so rows are compared within seeds:
+Friedman's test for all rows, and paired t-tests against a reference with Holm's correction.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +16,12 @@ Values = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True)
 class Difference:
-    """A row's difference from another one, over seeds.
+    """Difference of a row from the reference over seeds.
 
     Attributes
     ----------
     mean, spread : float
-        Mean and standard deviation (divisor n - 1) of the differences.
+        Mean and standard deviation (divisor n - 1).
     p : float
         Of the two-sided paired t-test, after Holm's correction.
     """
@@ -33,12 +32,12 @@ class Difference:
 
 
 def ranks(values: Values) -> dict[str, float]:
-    """Mean rank over seeds, 1 for the best; equal numbers share their ranks.
+    """Return the mean rank over seeds; 1 is best, and equal values share their ranks.
 
     Parameters
     ----------
     values : mapping
-        Row to one number per seed, in the same order of seeds, larger being better.
+        Row to one value per seed, in the same order of seeds. Higher is better.
     """
     table = np.array(list(values.values()))  # (rows, seeds)
     within = stats.rankdata(-table, axis=0)
@@ -46,9 +45,9 @@ def ranks(values: Values) -> dict[str, float]:
 
 
 def friedman(values: Values) -> float | None:
-    """The chance of ranks that differ as much where rows do not differ.
+    """Return the p-value of Friedman's test.
 
-    None below three rows or two seeds, and where all rows share their ranks with every seed.
+    None for fewer than three rows or two seeds, and if all rows are equal.
     """
     if len(values) < 3 or len(next(iter(values.values()))) < 2 or len(set(map(tuple, values.values()))) == 1:
         return None
@@ -56,29 +55,29 @@ def friedman(values: Values) -> float | None:
 
 
 def differences(values: Values, *, reference: str) -> dict[str, Difference]:
-    """Every other row beside ``reference``; none below two seeds."""
+    """Return the difference of every other row from ``reference``; empty for fewer than two seeds."""
     base = values[reference]
     if len(base) < 2:
         return {}
-    found = {
-        name: [one - other for one, other in zip(row, base, strict=True)]
+    paired = {
+        name: [value - other for value, other in zip(row, base, strict=True)]
         for name, row in values.items()
         if name != reference
     }
-    p = holm({name: _p(each) for name, each in found.items()})
-    return {name: Difference(mean(each), stdev(each), p[name]) for name, each in found.items()}
+    p = holm({name: _p(each) for name, each in paired.items()})
+    return {name: Difference(mean(each), stdev(each), p[name]) for name, each in paired.items()}
 
 
 def holm(p: Mapping[str, float]) -> dict[str, float]:
-    """Holm's correction: the k-th smallest of m times m - k + 1, never below the one before, at most 1."""
+    """Apply Holm's correction: multiply the k-th smallest of m by m - k + 1, keep the order, and clip at 1."""
     corrected, largest = {}, 0.0
-    for place, name in enumerate(sorted(p, key=lambda name: p[name])):
-        largest = max(largest, min(1.0, (len(p) - place) * p[name]))
+    for index, name in enumerate(sorted(p, key=p.__getitem__)):
+        largest = max(largest, min(1.0, (len(p) - index) * p[name]))
         corrected[name] = largest
     return corrected
 
 
 def _p(each: Sequence[float]) -> float:
-    if stdev(each) == 0:  # all differences alike: none at all, or no chance
+    if stdev(each) == 0:  # all differences are equal
         return 1.0 if each[0] == 0 else 0.0
     return float(stats.ttest_1samp(each, 0.0).pvalue)

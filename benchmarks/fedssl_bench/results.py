@@ -1,4 +1,4 @@
-"""Results of a suite: one JSON file, which others can extend, and the page that is made of it."""
+"""Results of a suite: one JSON file, which users can extend, and the page that is generated from it."""
 
 import json
 import platform
@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from benchmarks.fedssl_bench.ranking import differences, friedman, ranks
-from benchmarks.fedssl_bench.suites import BOUNDS, IDLE, Suite
+from benchmarks.fedssl_bench.suites import BOUNDS, UNTRAINED, Suite
 from fedssl.atomic_files import write_text
 from fedssl.evaluation.scores import as_scores
 from fedssl.report.text_table import markdown
@@ -30,9 +30,9 @@ class BenchResult:
     suite, rule, method : str
     seed : int
     results, untrained : dict
-        Protocol to accuracy in [0, 1], of the federated encoder and of the one before training.
+        Protocol to accuracy in [0, 1] of the federated encoder, and of the encoder before training.
     bytes_up : float
-        What a client sent in all rounds.
+        Uploaded by one client in all rounds.
     machine, date : str
     versions : dict
         Package to version.
@@ -51,24 +51,24 @@ class BenchResult:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """Which run it is; there is one entry for each."""
+        """Return the run; there is one entry per run."""
         return self.suite, self.rule, self.method, self.seed
 
 
 def collect(suite: Suite, folder: Path) -> list[BenchResult]:
-    """Entries of a suite's finished runs, which lie in ``folder`` as ``<row>/<seed>``."""
-    found = []
+    """Return the entries of a suite's finished runs. Their folders are ``folder/<row>/<seed>``."""
+    entries = []
     for row in suite.rows:
         for seed in suite.seeds:
-            place = folder / row.place / str(seed)
-            summary = read_run(place).summary if place.is_dir() else None
+            run = folder / row.folder / str(seed)
+            summary = read_run(run).summary if run.is_dir() else None
             if summary is None or summary["status"] != "finished":
                 continue
             accuracies = {
                 name: {key: score.value for key, score in as_scores(scores, summary["units"]).items()}
                 for name, scores in summary["final"].items()
             }
-            found.append(
+            entries.append(
                 BenchResult(
                     suite=suite.name,
                     rule=row.rule,
@@ -78,34 +78,34 @@ def collect(suite: Suite, folder: Path) -> list[BenchResult]:
                     untrained=accuracies["untrained"],
                     bytes_up=summary["client"]["bytes_up"],
                     machine=machine(),
-                    date=date.fromtimestamp((place / "summary.json").stat().st_mtime).isoformat(),
+                    date=date.fromtimestamp((run / "summary.json").stat().st_mtime).isoformat(),
                     versions=summary["versions"],
                 )
             )
-    return found
+    return entries
 
 
 def read(file: Path) -> list[BenchResult]:
-    """The entries of a file, to which others may have added theirs; none if it is not there."""
-    found = []
+    """Return the entries of a file; exit if one is invalid. A missing file has none."""
+    entries = []
     for number, entry in enumerate(json.loads(file.read_text())["results"] if file.exists() else []):
         try:
-            found.append(BenchResult(**entry))
+            entries.append(BenchResult(**entry))
         except TypeError as error:
-            sys.exit(f"{file}: entry {number} is not as the others: {error}; correct it")
-    return found
+            sys.exit(f"{file}: entry {number} has other keys than the rest: {error}; correct it")
+    return entries
 
 
 def merge(file: Path, entries: Iterable[BenchResult]) -> list[BenchResult]:
-    """Write the file's entries and these, of which one replaces another of the same run; return all of them."""
+    """Add entries to the file, where they replace those of the same runs. Return all entries."""
     by_key = {entry.key: entry for entry in [*read(file), *entries]}
-    together = [by_key[key] for key in sorted(by_key)]
-    write_text(file, json.dumps({"results": [asdict(entry) for entry in together]}, indent=1) + "\n")
-    return together
+    merged = [by_key[key] for key in sorted(by_key)]
+    write_text(file, json.dumps({"results": [asdict(entry) for entry in merged]}, indent=1) + "\n")
+    return merged
 
 
 def machine() -> str:
-    """The processor, by its name where the system tells it."""
+    """Return the name of the processor."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -113,32 +113,34 @@ def machine() -> str:
 
 
 def page(suite: Suite, entries: Sequence[BenchResult]) -> str:
-    """The suite's part of ``docs/results.md``: a table for each method, and what differs by more than chance."""
-    own = [entry for entry in entries if entry.suite == suite.name]
+    """Return the suite's part of ``docs/results.md``: a table and the significant differences for each method."""
+    entries = [entry for entry in entries if entry.suite == suite.name]
     lines = [f"## Suite `{suite.name}`", ""]
     for method in dict.fromkeys(row.method for row in suite.rows):
-        of_method = _by_rule(suite, [entry for entry in own if entry.method == method])
+        of_method = _by_rule(suite, [entry for entry in entries if entry.method == method])
         if of_method:
             seeds = ", ".join(str(entry.seed) for entry in next(iter(of_method.values())))
-            lines += [f"### `method={method}`, seeds {seeds}", "", _table(of_method), *_verdict(of_method), ""]
-    return "\n".join(lines if own else [*lines, "Not run yet.", ""])
+            lines += [f"### `method={method}`, seeds {seeds}", "", _table(of_method), *_significance(of_method), ""]
+    return "\n".join(lines if entries else [*lines, "Not run yet.", ""])
 
 
 def _by_rule(suite: Suite, entries: Sequence[BenchResult]) -> dict[str, list[BenchResult]]:
-    """Rows that have run, in the order of the suite, with the seeds that all of them have."""
+    """Return the entries of each rule in the order of the suite, for the seeds that all rules have."""
     rules = dict.fromkeys(row.rule for row in suite.rows)
-    found = {rule: [entry for entry in entries if entry.rule == rule] for rule in rules}
-    found = {rule: each for rule, each in found.items() if each}
-    common = set(suite.seeds).intersection(*({entry.seed for entry in each} for each in found.values()))
-    return {rule: [entry for entry in each if entry.seed in common] for rule, each in found.items()} if common else {}
+    by_rule = {rule: [entry for entry in entries if entry.rule == rule] for rule in rules}
+    by_rule = {rule: each for rule, each in by_rule.items() if each}
+    common = set(suite.seeds).intersection(*({entry.seed for entry in each} for each in by_rule.values()))
+    if not common:
+        return {}
+    return {rule: [entry for entry in each if entry.seed in common] for rule, each in by_rule.items()}
 
 
 def _values(rows: Mapping[str, Sequence[BenchResult]], protocol: str) -> dict[str, list[float]]:
-    """Accuracy in per cent of every row that is ranked, in the order of seeds."""
+    """Return the accuracies in % of all ranked rows, in the order of seeds."""
     return {
         rule: [100 * entry.results[protocol] for entry in sorted(each, key=lambda entry: entry.seed)]
         for rule, each in rows.items()
-        if rule not in (*BOUNDS, IDLE)
+        if rule not in (*BOUNDS, UNTRAINED)
     }
 
 
@@ -148,7 +150,7 @@ def _table(rows: Mapping[str, Sequence[BenchResult]]) -> str:
     beside = differences(values, reference=REFERENCE) if REFERENCE in values else {}
     body = []
     for rule, each in rows.items():
-        cells = [_middle([100 * entry.results[name] for entry in each]) for name in PROTOCOLS]
+        cells = [_median_and_range([100 * entry.results[name] for entry in each]) for name in PROTOCOLS]
         gain = mean(100 * (entry.results[_RANKED] - entry.untrained[_RANKED]) for entry in each)
         difference = beside.get(rule)
         cells += [
@@ -158,25 +160,25 @@ def _table(rows: Mapping[str, Sequence[BenchResult]]) -> str:
             f"{rank[rule]:.1f}" if rule in rank else "",
             f"{median(entry.bytes_up for entry in each) / 1e6:.0f}",
         ]
-        body.append([f"({rule})" if rule in (*BOUNDS, IDLE) else rule, *cells])
+        body.append([f"({rule})" if rule in (*BOUNDS, UNTRAINED) else rule, *cells])
     heads = ["strategy", "linear, %", "kNN, %", "above untrained", f"beside {REFERENCE}", "p", "rank", "MB up"]
     return markdown([heads, *body], left=1)
 
 
-def _middle(numbers: Sequence[float]) -> str:
+def _median_and_range(numbers: Sequence[float]) -> str:
     spread = f" ({min(numbers):.1f} to {max(numbers):.1f})" if len(numbers) > 1 else ""
     return f"{median(numbers):.1f}{spread}"
 
 
-def _verdict(rows: Mapping[str, Sequence[BenchResult]]) -> list[str]:
+def _significance(rows: Mapping[str, Sequence[BenchResult]]) -> list[str]:
     values = _values(rows, _RANKED)
-    chance = friedman(values)
+    p = friedman(values)
     beside = differences(values, reference=REFERENCE) if REFERENCE in values else {}
-    sure = [rule for rule, difference in beside.items() if difference.p < 0.05]
+    significant = [rule for rule, difference in beside.items() if difference.p < 0.05]
     lines = []
-    if chance is not None:
-        lines.append(f"Friedman's test over the {len(values)} strategies: p = {chance:.2g}.")
+    if p is not None:
+        lines.append(f"Friedman's test over the {len(values)} strategies: p = {p:.2g}.")
     if beside:
-        named = ", ".join(f"`{rule}`" for rule in sure) if sure else "none"
-        lines.append(f"Different from `{REFERENCE}` by more than chance (p < 0.05 after Holm's correction): {named}.")
+        named = ", ".join(f"`{rule}`" for rule in significant) if significant else "none"
+        lines.append(f"Significantly different from `{REFERENCE}` (p < 0.05 after Holm's correction): {named}.")
     return ["", " ".join(lines)] if lines else []

@@ -1,4 +1,4 @@
-"""Runs as processes beside each other, within a time: those that are finished stay, those that are not go on."""
+"""Parallel runs as processes within a time limit. A later call skips finished runs and resumes the others."""
 
 import shutil
 import subprocess
@@ -14,23 +14,13 @@ from fedssl.config.overrides import quote_value
 from fedssl.runs.run import read_summary
 
 COMMAND = (str(Path(sys.executable).with_name("fedssl")),)
-_STEP = 0.2  # seconds between two looks at a process
-_GRACE = 60  # seconds for a run that is asked to end
+_POLL_SECONDS = 0.2
+_GRACE_SECONDS = 60  # between SIGTERM and SIGKILL
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run.
-
-    Attributes
-    ----------
-    name : str
-    folder : Path
-    words : tuple of str
-        Of the command line.
-    cost : float
-        Its time in any unit, beside that of other jobs.
-    """
+    """A run. ``cost`` is its time relative to other jobs."""
 
     name: str
     folder: Path
@@ -39,7 +29,7 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        """Whether it ran to its end."""
+        """Return whether the run is complete."""
         summary = read_summary(self.folder / "summary.json")
         return summary is not None and summary["status"] == "finished"
 
@@ -49,38 +39,42 @@ class Runner:
 
     Parameters
     ----------
-    beside : int
-        How many run at a time.
+    jobs : int
+        Number of concurrent runs.
     seconds : float
-        After these, running jobs are asked to end; they keep their finished rounds and go on the next time.
+        Time limit. Unfinished runs are then stopped. They keep their completed rounds and can be resumed.
     command : sequence of str
-        What is started with a job's words.
+        Started with a job's overrides.
     """
 
-    def __init__(self, *, beside: int, seconds: float, command: Sequence[str] = COMMAND) -> None:
-        self.beside, self.command = beside, tuple(command)
+    def __init__(self, *, jobs: int, seconds: float, command: Sequence[str] = COMMAND) -> None:
+        self.jobs, self.command = jobs, tuple(command)
         self.end = time.monotonic() + seconds
         self._over = threading.Event()
 
     def run(self, jobs: Iterable[Job]) -> int:
-        """Run them in their order and tell of each; returns how many are not finished."""
+        """Run jobs in order, print the outcome of each, and return the number of unfinished jobs."""
         waiting = [job for job in jobs if not job.finished]
-        with ThreadPoolExecutor(self.beside) as pool:
+        with ThreadPoolExecutor(self.jobs) as pool:
             try:
-                return sum(not done for done in pool.map(self._one, waiting))
+                return sum(not done for done in pool.map(self._run_job, waiting))
             except KeyboardInterrupt:
                 self._over.set()
                 raise
 
-    def _one(self, job: Job) -> bool:
-        if self._over.is_set() or time.monotonic() >= self.end:
+    def _run_job(self, job: Job) -> bool:
+        if self._ended():
             return False
         start = time.monotonic()
         log = job.folder.parent / f"{job.folder.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
             process = subprocess.Popen(
-                [*self.command, *_words(job)], stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
+                [*self.command, *_arguments(job)],
+                stdout=out,
+                stderr=out,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
             self._wait(process)
         minutes = (time.monotonic() - start) / 60
@@ -93,18 +87,18 @@ class Runner:
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
         while process.poll() is None and not self._ended():
-            time.sleep(_STEP)
+            time.sleep(_POLL_SECONDS)
         if process.poll() is None:
-            process.terminate()  # which a run takes as Ctrl-C, also where that is ignored
+            process.terminate()  # handled like Ctrl-C
             try:
-                process.wait(_GRACE)
+                process.wait(_GRACE_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
 
 
-def _words(job: Job) -> list[str]:
-    """A run that has a finished round goes on; one without begins anew."""
+def _arguments(job: Job) -> list[str]:
+    """Resume a run with a completed round, and start any other again."""
     if any((job.folder / "checkpoints").glob("*")):
         return [f"resume={quote_value(str(job.folder))}"]
     shutil.rmtree(job.folder, ignore_errors=True)

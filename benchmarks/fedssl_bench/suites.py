@@ -1,4 +1,4 @@
-"""What FedSSL-Bench runs: suites of rows, each with some seeds, on divisions that files list."""
+"""The suites of FedSSL-Bench: rows, seeds, and recorded partitions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,44 +6,42 @@ from pathlib import Path
 
 from fedssl.config.overrides import quote_value
 
-PARTITIONS = Path(__file__).parent / "partitions"
-
 RULES = (
     *("fedavg", "loss_weighted", "l_dawa", "m_dawa", "fedu", "l_dawa_fedu", "fedema", "eua", "euc", "fedprox", "fedbn"),
     *("per_ssl", "featarc", "clustered", "gossip", "median", "trimmed_mean", "krum"),
 )
-VARIANTS = {  # rows whose name is no choice of strategy
+VARIANTS = {  # rows whose name is not a choice of strategy
     "l_dawa by examples": ("strategy=l_dawa", "strategy.weighting=examples"),
     "l_dawa by loss": ("strategy=l_dawa", "strategy.weighting=loss"),
 }
 TABLE_1 = ("fedavg", "m_dawa", "l_dawa")  # of L-DAWA
 TABLE_2 = ("loss_weighted", "fedu", "euc", "l_dawa_fedu", *VARIANTS)
-SINGLE, ALL, IDLE = "single client", "centralised", "untrained, batch norm"
+SINGLE, ALL, UNTRAINED = "single client", "centralised", "untrained, batch norm"
 BOUNDS = {
     SINGLE: ("strategy=local_only",),
     ALL: ("strategy=fedavg", "partition=iid", "num_clients=1"),
 }
-_COST = {"byol": 1.4, "moco_v3": 1.4, "barlow_twins": 1.1}  # training, beside SimCLR's
+_COST = {"byol": 1.4, "moco_v3": 1.4, "barlow_twins": 1.1}  # training time relative to SimCLR
 _DOUBLE = ("per_ssl",)  # trains two models
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table.
+    """A row of the table.
 
     Attributes
     ----------
     rule : str
-        The strategy, or the name of a bound.
+        The strategy, or the name of a baseline.
     method : str
-    words : tuple of str
-        Of the command line, behind the suite's.
+    overrides : tuple of str
+        Added to those of the suite.
     stage : int
         Rows of a lower stage run first.
     cost : float
-        Time of a run, beside FedAvg with SimCLR.
-    shared : bool
-        Whether several clients hold the images, as the suite's files divide them.
+        Time of a run relative to FedAvg with SimCLR.
+    partitioned : bool
+        Whether the run uses the recorded partition.
     """
 
     rule: str
@@ -51,11 +49,11 @@ class Row:
     overrides: tuple[str, ...]
     stage: int
     cost: float
-    shared: bool = True
+    partitioned: bool = True
 
     @property
-    def place(self) -> str:
-        """A name for folders."""
+    def folder(self) -> str:
+        """Return the name of the row's folder."""
         return f"{self.method}-{self.rule}".replace(",", "").replace(" ", "_")
 
 
@@ -66,17 +64,17 @@ class Suite:
     Attributes
     ----------
     name : str
-    words : tuple of str
-        Of the command line, for all rows.
+    overrides : tuple of str
+        Of all rows.
     rows : tuple of Row
     seeds : tuple of int
-        A row's runs are compared with another row's of the same seed.
+        Rows are compared within seeds.
     num_images, clients : int
-        What the files in `PARTITIONS` divide.
+        Of the partitions.
     alpha : float
-        Of the Dirichlet distribution from which the divisions were drawn.
-    beside : int or None
-        How many runs at a time; None: as many as there are cores.
+        Dirichlet concentration of the partitions.
+    jobs : int or None
+        Number of concurrent runs; None: one per core.
     """
 
     name: str
@@ -86,50 +84,51 @@ class Suite:
     num_images: int
     clients: int
     alpha: float
-    beside: int | None = None
+    jobs: int | None = None
 
-    def division(self, seed: int) -> Path:
-        """The file that lists who holds what in the runs of this seed."""
-        return PARTITIONS / f"cifar10-{self.num_images}-{self.clients}clients-alpha{self.alpha:g}-{seed}.csv"
+    def partition(self, seed: int) -> str:
+        """Return the name of the partition of a seed."""
+        return f"cifar10-{self.num_images}-{self.clients}clients-alpha{self.alpha:g}-{seed}"
 
     def data(self, path: str) -> list[str]:
-        """Words of the command line for the images."""
+        """Return the overrides that select the images. ``path`` is ``dataset.path``."""
         return [f"dataset.path={quote_value(path)}", f"dataset.limit={self.num_images}"]
 
-    def arguments(self, row: Row, seed: int, data: str) -> list[str]:
-        """Words of the command line for one run, on images that ``data`` names (``dataset.path``)."""
-        divided = ["partition=file", f"partition.file={quote_value(str(self.division(seed)))}"] if row.shared else []
-        return [*self.overrides, *self.data(data), *divided, *row.overrides, f"seed={seed}"]
+    def arguments(self, row: Row, seed: int, data: str, partitions: Path) -> list[str]:
+        """Return the overrides of a run. The folder ``partitions`` contains the CSV files."""
+        file = quote_value(str(partitions / f"{self.partition(seed)}.csv"))
+        partition = ["partition=file", f"partition.file={file}"] if row.partitioned else []
+        return [*self.overrides, *self.data(data), *partition, *row.overrides, f"seed={seed}"]
 
 
 def rows(stages: Sequence[Sequence[str]], methods: Mapping[str, Sequence[str]], both: Sequence[str]) -> tuple[Row, ...]:
-    """All rows: rules with SimCLR, stage by stage, then every method with the rules ``both``, and the bounds.
+    """Return all rows: rules with SimCLR by stage, then every method with the rules ``both``, and the baselines.
 
-    ``methods`` has the words of each.
+    ``methods`` has the overrides of each method.
     """
-    own = tuple(methods["simclr"])
-    made = [
-        Row(rule, "simclr", (*_words(rule), *own), stage, 2.0 if rule in _DOUBLE else 1.0)
+    simclr = tuple(methods["simclr"])
+    result = [
+        Row(rule, "simclr", (*_overrides(rule), *simclr), stage, 2.0 if rule in _DOUBLE else 1.0)
         for stage, rules in enumerate(stages)
         for rule in rules
     ]
     last = len(stages) - 1
-    idle = (*_words("fedavg"), *own, "rounds=1", "local_epochs=2", "optimizer.lr=0")
-    made.append(Row(IDLE, "simclr", idle, last, 0.1))
+    untrained = (*_overrides("fedavg"), *simclr, "rounds=1", "local_epochs=2", "optimizer.lr=0")
+    result.append(Row(UNTRAINED, "simclr", untrained, last, 0.1))
     for method, overrides in methods.items():
         cost, stage = _COST.get(method, 1.0), last + int(method != "simclr")
         if method != "simclr":
-            made += [Row(rule, method, (*_words(rule), *overrides), stage, cost) for rule in both]
+            result += [Row(rule, method, (*_overrides(rule), *overrides), stage, cost) for rule in both]
         for name, bound in BOUNDS.items():
-            made.append(Row(name, method, (*bound, *overrides), stage, cost, shared=name != ALL))
-    return tuple(made)
+            result.append(Row(name, method, (*bound, *overrides), stage, cost, partitioned=name != ALL))
+    return tuple(result)
 
 
-def _words(rule: str) -> tuple[str, ...]:
+def _overrides(rule: str) -> tuple[str, ...]:
     return VARIANTS.get(rule, (f"strategy={rule}",))
 
 
-# What a method needs beyond the settings of all; docs/learning.md tells why.
+# Settings that a method needs in addition, see docs/learning.md.
 _BYOL, _SIMSIAM = (
     ("method=byol", "method.projector.last_batch_norm=true"),
     ("method=simsiam", "method.projector.num_layers=1"),
@@ -173,6 +172,6 @@ SUITES = {
         num_images=50000,
         clients=10,
         alpha=0.1,
-        beside=1,
+        jobs=1,
     ),
 }

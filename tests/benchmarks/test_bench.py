@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from benchmarks import bench
-from benchmarks.fedssl_bench import results, suites
+from benchmarks.fedssl_bench import partitions, results
 from benchmarks.fedssl_bench.ranking import differences, friedman, holm, ranks
 from benchmarks.fedssl_bench.results import BenchResult, merge, page
 from benchmarks.fedssl_bench.running import Job, Runner
-from benchmarks.fedssl_bench.suites import ALL, IDLE, RULES, SINGLE, SUITES, VARIANTS, Suite
+from benchmarks.fedssl_bench.suites import ALL, RULES, SINGLE, SUITES, UNTRAINED, VARIANTS
 from fedssl.config.load import compose
 from fedssl.config.overrides import config_groups
 from fedssl.datasets.base import ImageData
@@ -47,7 +47,7 @@ def command(tmp_path: Path) -> tuple[str, ...]:
 
 def test_what_is_finished_stays_what_fails_is_tried_again_and_what_was_stopped_goes_on(tmp_path, command, capsys):
     jobs = [Job(name, tmp_path / "runs" / name, (name,), 1.0) for name in ("good", "bad", "slow")]
-    runner = Runner(beside=3, seconds=600, command=command)
+    runner = Runner(jobs=3, seconds=600, command=command)
 
     def end() -> None:
         while not (jobs[2].folder / "checkpoints" / "1").exists() or not jobs[0].finished:
@@ -60,30 +60,29 @@ def test_what_is_finished_stays_what_fails_is_tried_again_and_what_was_stopped_g
     assert "good: finished" in said
     assert "slow: to be continued" in said
     again = [Job(job.name, job.folder, (), 1.0) for job in jobs]
-    assert Runner(beside=1, seconds=600, command=command).run(again) == 0
+    assert Runner(jobs=1, seconds=600, command=command).run(again) == 0
     order = (tmp_path / "runs" / "order").read_text().split("\n")
     assert order[-3:] == ["bad output_dir", "slow resume", ""]
     assert order.count("good output_dir") == 1
 
 
 def test_what_fails_is_told_and_counted(tmp_path, command, capsys):
-    assert Runner(beside=1, seconds=600, command=command).run([Job("bad", tmp_path / "bad", ("bad",), 1.0)]) == 1
+    assert Runner(jobs=1, seconds=600, command=command).run([Job("bad", tmp_path / "bad", ("bad",), 1.0)]) == 1
     assert f"bad: failed, see {tmp_path / 'bad.log'}" in capsys.readouterr().out
 
 
-def test_any_path_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command) -> None:
+def test_any_path_is_read_unchanged(tmp_path: Path, command) -> None:
     place = tmp_path / "my, data=1 (of 2)"
-    monkeypatch.setattr(suites, "PARTITIONS", place)
     suite = SUITES["cpu"]
-    settings = compose(suite.arguments(suite.rows[0], 0, f"{place}/*.parquet"))
+    settings = compose(suite.arguments(suite.rows[0], 0, f"{place}/*.parquet", place))
     assert settings.data.reader.values["path"] == f"{place}/*.parquet"
-    assert settings.partition.rule.values["file"] == str(suite.division(0))
+    assert settings.partition.rule.values["file"] == str(place / f"{suite.partition(0)}.csv")
     job = Job("good", place / "good", ("good",), 1.0)
-    assert Runner(beside=1, seconds=600, command=command).run([job]) == 0
+    assert Runner(jobs=1, seconds=600, command=command).run([job]) == 0
 
 
 def test_nothing_begins_after_the_time(tmp_path, command):
-    assert Runner(beside=1, seconds=0, command=command).run([Job("good", tmp_path / "good", ("good",), 1.0)]) == 1
+    assert Runner(jobs=1, seconds=0, command=command).run([Job("good", tmp_path / "good", ("good",), 1.0)]) == 1
     assert not (tmp_path / "good").exists()
 
 
@@ -137,7 +136,7 @@ def test_the_file_keeps_what_others_have_put_there(tmp_path: Path) -> None:
 def test_an_entry_that_lacks_something_is_one_sentence(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     file.write_text(json.dumps({"results": [{"suite": "cpu", "rule": "theirs"}]}))
-    with pytest.raises(SystemExit, match=r"results.json: entry 0 is not as the others: .*'method'"):
+    with pytest.raises(SystemExit, match=r"results.json: entry 0 has other keys than the rest: .*'method'"):
         results.read(file)
 
 
@@ -154,32 +153,32 @@ def test_the_page_ranks_rows_over_the_seeds_that_all_have() -> None:
     fewer = page(SUITES["cpu"], [*entries, entry("krum", 0, 0.5), entry("krum", 1, 0.5)])
     assert "### `method=simclr`, seeds 0, 1\n" in fewer  # the third is not there yet
     assert "| krum | 50.0 (50.0 to 50.0) |" in fewer
-    assert "by more than chance (p < 0.05 after Holm's correction): none." in said
+    assert "Significantly different from `fedavg` (p < 0.05 after Holm's correction): none." in said
 
 
-KINDS = [("fedavg", "byol"), (SINGLE, "simsiam"), (ALL, "moco_v3"), (IDLE, "simclr")]
+KINDS = [("fedavg", "byol"), (SINGLE, "simsiam"), (ALL, "moco_v3"), (UNTRAINED, "simclr")]
 
 
 @pytest.mark.parametrize(("name", "keys"), [("cpu", KINDS), ("gpu", [("l_dawa by loss", "simclr")])])
-def test_rows_compose_and_divide_as_on_record(name, keys) -> None:
+def test_rows_compose_and_use_the_recorded_partitions(name, keys, tmp_path) -> None:
     suite = SUITES[name]
-    bench.check_divisions(suite)
+    partitions.write_csv(map(suite.partition, suite.seeds), tmp_path)
     rows = {(row.rule, row.method): row for row in suite.rows}
     assert len(rows) == len(suite.rows)
-    assert {rule for rule, method in rows if method == "simclr"} - set(VARIANTS) == {*RULES, SINGLE, ALL, IDLE}
+    assert {rule for rule, method in rows if method == "simclr"} - set(VARIANTS) == {*RULES, SINGLE, ALL, UNTRAINED}
     assert {method for rule, method in rows if rule == "l_dawa"} == {method for _, method in rows}
     assert set(RULES) <= set(config_groups()["strategy"])
     image_data = ImageData(torch.zeros(suite.num_images, 3, 1, 1, dtype=torch.uint8), None)
     for key in keys:
-        settings = compose(suite.arguments(rows[key], 0, "/no/such"))
-        assert settings.num_clients == (suite.clients if rows[key].shared else 1)
+        settings = compose(suite.arguments(rows[key], 0, "/no/such", tmp_path))
+        assert settings.num_clients == (suite.clients if rows[key].partitioned else 1)
         assert settings.data.limit == suite.num_images
         assert sum(map(len, make_partition(settings.partition, image_data).client_indices)) == suite.num_images
         assert set(results.PROTOCOLS) <= set(settings.evaluation.final_protocol.values["protocols"])
 
 
 def test_the_gpu_begins_with_the_tables_of_l_dawa(tmp_path: Path) -> None:
-    first = [job.name for job in bench.jobs(SUITES["gpu"], "/no/such", tmp_path)][:9]
+    first = [job.name for job in bench.make_jobs(SUITES["gpu"], "/no/such", tmp_path)][:9]
     assert [name.removesuffix(", seed 0").removeprefix("simclr-") for name in first] == [
         *(
             "fedavg",
@@ -195,23 +194,33 @@ def test_the_gpu_begins_with_the_tables_of_l_dawa(tmp_path: Path) -> None:
     ]
 
 
-def test_a_division_that_was_changed_is_refused(tmp_path, monkeypatch):
-    suite = SUITES["cpu"]
-    file = tmp_path / "changed.csv"
-    file.write_text("client\n0\n")
-    monkeypatch.setattr(Suite, "division", lambda self, seed: file)
-    with pytest.raises(SystemExit, match=r"changed.csv.*not the division on record"):
-        bench.check_divisions(suite)
-    assert hashlib.sha256(b"client\n0\n").hexdigest() == bench.digests(suite)["changed.csv"]
+def test_partitions_are_the_recorded_ones(tmp_path):
+    names = [suite.partition(seed) for suite in SUITES.values() for seed in suite.seeds]
+    partitions.write_csv(names, tmp_path)
+    texts = {name: (tmp_path / f"{name}.csv").read_text() for name in names}
+    for copy in ("one", "two"):
+        partitions.write_parquet(texts, tmp_path / copy)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    assert {name: partitions.read_csv(name, tmp_path / "one") for name in names} == texts
+    recorded = dict(reversed(line.split()) for line in partitions.DIGESTS.read_text().splitlines())
+    assert recorded.keys() == {partitions.FILE.name, *(f"{name}.csv" for name in names)}
+    assert recorded[partitions.FILE.name] == hashlib.sha256(partitions.FILE.read_bytes()).hexdigest()
+
+
+def test_a_changed_partition_is_rejected(tmp_path):
+    partitions.write_parquet({"p": "client,label\n0,1\n"}, tmp_path / "file")
+    (tmp_path / "digests").write_text(f"{hashlib.sha256(b'client,label').hexdigest()}  p.csv\n")
+    with pytest.raises(SystemExit, match="p in .*file differs from the partition recorded in .*digests; restore"):
+        partitions.write_csv(["p"], tmp_path / "out", file=tmp_path / "file", digests=tmp_path / "digests")
 
 
 def test_cheap_rows_first_rules_before_methods_seeds_one_after_the_other(tmp_path: Path) -> None:
-    found = [(job.name, job.cost) for job in bench.jobs(SUITES["cpu"], "/no/such", tmp_path)]
+    found = [(job.name, job.cost) for job in bench.make_jobs(SUITES["cpu"], "/no/such", tmp_path)]
     of_seed = found[: len(found) // 3]
     assert all(name.endswith("seed 0") for name, _ in of_seed)
     assert of_seed[0] == ("simclr-untrained_batch_norm, seed 0", 0.1)
     done = {entry("fedavg", 1, 0.4).key}
-    fewer = [job.name for job in bench.jobs(SUITES["cpu"], "/no/such", tmp_path, done=done)]
+    fewer = [job.name for job in bench.make_jobs(SUITES["cpu"], "/no/such", tmp_path, done=done)]
     assert fewer == [name for name, _ in found if name != "simclr-fedavg, seed 1"]
     methods = [name.partition("-")[0] for name, _ in of_seed]
     assert methods.index("barlow_twins") > max(place for place, name in enumerate(methods) if name == "simclr")
