@@ -90,7 +90,7 @@ def test_what_devices_reach_is_the_fleet_api_alone(tmp_path):
             simulate(words)  # the ServerApp said so
         words[1] = f"engine.address=127.0.0.1:{one.public}"
         with pytest.raises(
-            InputError, match=r"refuses the run \(status 403\); set engine.address to the SuperLink's own"
+            InputError, match=r"rejects the run \(status 403\); set engine.address to the port of the Control API"
         ):
             simulate(words)
         refused(one)
