@@ -1,4 +1,4 @@
-"""Errors and exit statuses of the commands, which are the same for all of them."""
+"""Error messages and exit statuses of all commands."""
 
 import os
 import sys
@@ -14,8 +14,8 @@ def run_command(name: str, command: Callable[[], int | None]) -> int:
     Returns
     -------
     int
-        What the command returns, or 0; 1 if it failed, 2 if the user has to correct something, 130 after Ctrl-C. A
-        reader of the output that stops early, as in ``fedssl-report ... | head``, is no failure.
+        Of the command, or 0; 1 if it failed, 2 if the user has to correct something, 130 after Ctrl-C. A closed pipe,
+        as in ``fedssl-report ... | head``, is not a failure.
     """
     try:
         status = command()

@@ -13,12 +13,14 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-import numpy as np
 import yaml
 
 from fedssl.errors import InputError
+
+if TYPE_CHECKING:  # commands that only read settings start without NumPy
+    import numpy as np
 
 MAX_TEXT_BYTES = 2**22  # bytes of a file with settings or a summary
 MAX_LINES_BYTES = 2**30  # of a file with one line per round, client or image
@@ -146,8 +148,10 @@ def check_tensors_like(tensors: Mapping[str, Any], template: Mapping[str, Any]) 
             raise ValueError(f"{name} has values that are not finite")
 
 
-def read_arrays(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> dict[str, np.ndarray]:
+def read_arrays(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> "dict[str, np.ndarray]":
     """Read arrays of numbers and strings that `numpy.savez` wrote; raises as `read_tensors` does."""
+    import numpy as np
+
     with open_regular_file(file, max_bytes=max_bytes) as stream, _archive(stream) as archive:
         for entry in archive.infolist():
             with archive.open(entry) as member:

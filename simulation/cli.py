@@ -1,7 +1,7 @@
 """The command ``fedssl``: a run, or a sweep with ``-m``.
 
-Hydra parses the command line (``-m``, ``--cfg job``, ``--help``). Exit status: 0 if all runs finished, 1 if one failed,
-2 for an invalid setting, 130 after Ctrl-C.
+The command line has Hydra's syntax. Exit status: 0 if all runs finished, 1 if a run failed, 2 for an invalid setting,
+130 after Ctrl-C.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import TextIO
 
 from fedssl.machine.threads import OPENMP_ENV
 
-# Before flwr is imported: a run sends no telemetry.
+# before flwr is imported: no telemetry
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported
@@ -26,24 +26,22 @@ os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from fedssl.atomic_files import new_run_folder, write_text
 from fedssl.command_line import run_command
-from fedssl.config.compose import validate_names
+from fedssl.config.compose import compose_unresolved, validate_names
 from fedssl.config.load import compose, load_settings
-from fedssl.config.overrides import CONF, parse, quote_value
+from fedssl.config.overrides import CONF, config_groups, parse, quote_value
 from fedssl.config.settings import Settings
-from fedssl.config.targets import SEARCHPATH_KEY, expand_config_dir_flag
+from fedssl.config.targets import SEARCHPATH_KEY, expand_config_dir_flag, search_folders
 from fedssl.errors import InputError, RunError
 from fedssl.runs.run import acquire_lock, is_locked, read_summary
 from fedssl.untrusted import sanitize
 
 
 class SweepState:
-    """Outcome of the run, or of the jobs of a sweep.
-
-    Hydra discards the results of a sweep and prints a traceback if a job raises.
+    """Outcome of a run or sweep. Hydra discards the results of jobs, and prints a traceback if a job raises.
 
     Attributes
     ----------
@@ -51,7 +49,7 @@ class SweepState:
         Folders of the jobs of a sweep.
     errors : list of Exception
     lock : TextIO or None
-        Lock on the folder of a running sweep, for readers that wait for further jobs.
+        Lock on the folder of a running sweep, for readers that wait for more jobs.
     """
 
     def __init__(self) -> None:
@@ -60,7 +58,7 @@ class SweepState:
         self.lock: TextIO | None = None
 
     def run_job(self, hydra_settings: DictConfig) -> None:
-        """Run, or run one job of a sweep, whose failure must not end the others."""
+        """Execute the run, or a job of a sweep. A failed job does not end the sweep."""
         chosen = HydraConfig.get().overrides
         overrides = [
             *(override for override in chosen.hydra if override.startswith(f"{SEARCHPATH_KEY}=")),
@@ -76,7 +74,7 @@ class SweepState:
         existed = (folder / "config.yaml").exists()
         try:
             run([*overrides, f"output_dir={quote_value(str(folder))}"] if sweep else overrides)
-        except Exception as error:  # failed jobs are listed at the end
+        except Exception as error:  # errors are reported at the end
             self.errors.append(error)
             if sweep:
                 print(f"[job {folder.name}] failed: {sanitize(error)}", flush=True)
@@ -95,13 +93,21 @@ def main() -> None:
 
 
 def _run_all(state: SweepState) -> int:
-    """Run the command line, and return the exit status of a sweep."""
-    sys.argv[1:] = expand_config_dir_flag(sys.argv[1:])
-    validate_names(_overrides(sys.argv[1:]))
-    if {"-m", "--multirun"} & set(sys.argv[1:]) and {"--cfg", "-c"} & set(sys.argv[1:]):
+    """Execute the command line, and return the exit status of a sweep."""
+    arguments = sys.argv[1:] = expand_config_dir_flag(sys.argv[1:])
+    overrides = _overrides(arguments)
+    validate_names(overrides)
+    # Hydra's own code for these two flags composes the config again.
+    if arguments in (["--help", *overrides], ["-h", *overrides], [*overrides, "--help"], [*overrides, "-h"]):
+        print(_help_text(overrides), end="")
+        return 0
+    if arguments in (["--cfg", "job", *overrides], [*overrides, "--cfg", "job"]):
+        print(OmegaConf.to_yaml(compose_unresolved(overrides)[0]), end="")
+        return 0
+    if {"-m", "--multirun"} & set(arguments) and {"--cfg", "-c"} & set(arguments):
         raise InputError("--cfg shows the settings of one run; remove -m and the swept values")
 
-    def job(hydra_settings: DictConfig) -> None:  # a function of this file, by which Hydra names the application
+    def job(hydra_settings: DictConfig) -> None:  # Hydra names the application after this file
         state.run_job(hydra_settings)
 
     hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
@@ -116,6 +122,28 @@ def _run_all(state: SweepState) -> int:
     return 0
 
 
+def _help_text(overrides: Sequence[str]) -> str:
+    config, _ = compose_unresolved(overrides)
+    groups = [(group, name) for group, names in config_groups(search_folders(overrides)).items() for name in names]
+    choices: dict[str, list[str]] = {}
+    for group, name in groups:
+        folder, _, choice = f"{group}/{name}".rpartition("/")
+        choices.setdefault(folder, []).append(choice)
+    lines = "\n".join(f"{folder}: {', '.join(choices[folder])}" for folder in sorted(choices))
+    return f"""fedssl [-m] [group=choice ...] [key=value ...]
+
+-m runs every combination of choices and values that are separated by commas. --cfg job prints the settings of a run.
+--hydra-help lists the other flags of Hydra (https://hydra.cc).
+
+== Groups and their choices ==
+
+{lines}
+
+== Settings ==
+
+{OmegaConf.to_yaml(config)}"""
+
+
 def run(overrides: Sequence[str]) -> None:
     """Run on the engine of the settings."""
     settings = compose(overrides) if _is_remote_resume(overrides) else load_settings(overrides)
@@ -124,7 +152,7 @@ def run(overrides: Sequence[str]) -> None:
 
         run_deployment(overrides, engine=settings.engine)
         return
-    settings.recording.tracker.instantiate()  # a missing package is an error before any work
+    settings.recording.tracker.instantiate()  # reports a missing package before any work
     given = settings.recording.folder
     fresh = given is None or not given.exists()
     folder = given or new_run_folder()
@@ -138,8 +166,8 @@ def run(overrides: Sequence[str]) -> None:
         done = _rounds_done(folder)
         if not done:
             raise
-        goes_on = f"continue with: fedssl {shlex.quote(f'resume={folder}')}"
-        raise KeyboardInterrupt(f" after round {done}; {goes_on}") from stop
+        resume = shlex.quote(f"resume={folder}")
+        raise KeyboardInterrupt(f" after round {done}; continue with: fedssl {resume}") from stop
 
 
 def _rounds_done(folder: Path) -> int:
@@ -148,14 +176,14 @@ def _rounds_done(folder: Path) -> int:
 
 
 def _run_here(settings: Settings, folder: Path) -> None:
-    """Run into this folder, on this machine or a Ray cluster."""
+    """Run on this machine or a Ray cluster, and write into ``folder``."""
     overrides = [*settings.recording.overrides, f"output_dir={quote_value(str(folder))}"]
     data = {"dataset": settings.data}
     if settings.calibration is not None and settings.calibration.has_own_dataset:
         data["calibration.dataset"] = settings.calibration.data
-    for key, settings_of_data in data.items():
-        path = settings_of_data.reader.values.get("path")
-        if path:  # absolute, because Ray and resumed runs have another working directory
+    for key, images in data.items():
+        path = images.reader.values.get("path")
+        if path:  # Ray and resumed runs have another working directory
             overrides = [override for override in overrides if override.partition("=")[0] != f"{key}.path"]
             overrides.append(f"{key}.path={quote_value(path)}")
     engine, concurrency = settings.engine.name, settings.clients_per_round
@@ -183,14 +211,14 @@ def _run_here(settings: Settings, folder: Path) -> None:
 
 
 def _is_remote_resume(overrides: Sequence[str]) -> bool:
-    """Return whether the run to resume is on the machine of a SuperLink, which alone has its folder."""
+    """Return whether the folder of the run to resume is on the machine of a SuperLink."""
     explicit = {override.key_or_group: override.value() for override in parse(overrides)}
     folder = explicit.get("resume")
     return folder is not None and explicit.get("engine") == "deployment" and not Path(str(folder)).exists()
 
 
 def print_table(folders: Sequence[Path]) -> None:
-    """Print the table of a sweep, and write it as CSV and Markdown into the folder of the sweep."""
+    """Print the table of a sweep, and write it to the folder of the sweep as CSV and Markdown."""
     from fedssl.report.accuracy_table import sweep_table
 
     table = sweep_table(folders)
@@ -202,14 +230,14 @@ def print_table(folders: Sequence[Path]) -> None:
 
 
 def _overrides(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments that are settings, without Hydra's flags (``-m``, ``--cfg``) and their values (``job``)."""
+    """Return the arguments without Hydra's flags and their values."""
     flags_with_value = ("--cfg", "-c", "--package", "-p", "--config-name", "-cn", "--info", "-i")
     pairs = zip(["", *arguments], arguments, strict=False)
     return [argument for before, argument in pairs if not argument.startswith("-") and before not in flags_with_value]
 
 
 def _complete_summary(folder: Path, overrides: Sequence[str], *, status: str, reason: str) -> None:
-    """Write how the run ended into its summary, if the run did not start or could not write it."""
+    """Write the outcome into the summary of a run that could not do so itself."""
     summary = folder / "summary.json"
     content = read_summary(summary) or {"overrides": list(overrides), "rounds": 0}
     folder.mkdir(parents=True, exist_ok=True)

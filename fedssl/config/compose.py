@@ -218,7 +218,17 @@ def diff(left: DictConfig, right: DictConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def compose_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
-    """Return the resolved config, and the choice of every group.
+    """Return the resolved config, and the choice of every group."""
+    config, choices = compose_unresolved(overrides)
+    try:
+        OmegaConf.resolve(config)
+    except OmegaConfBaseException as error:
+        raise InputError(" ".join(str(error).split())) from error
+    return config, choices
+
+
+def compose_unresolved(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
+    """Return the config with interpolations, and the choice of every group.
 
     Hydra composes the chosen files, which is slow, and then sets the values. The composition is cached by its choices.
     """
@@ -233,7 +243,6 @@ def compose_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]
         cached, choices = _composed.__wrapped__(lines) if changeable else _composed(lines)
         config = copy.deepcopy(cached)
         apply_overrides(values, config)
-        OmegaConf.resolve(config)
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(" ".join(str(error).split())) from error
     names = config_groups(folders)
