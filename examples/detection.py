@@ -44,22 +44,17 @@ def pyramid(encoder: Encoder, *, size: int, out_channels: int = 256) -> tuple[Ba
     Parameters
     ----------
     encoder : Encoder
-        Encoder whose stages return maps ``(batch, channels, height, width)``; used in place, not copied.
+        Used in place, not copied. Its stages return maps ``(batch, channels, height, width)``.
     size : int
         Height and width of an image in pixels.
     out_channels : int
-        Channels of each level.
+        Of each level.
 
     Returns
     -------
     tuple
         Backbone, names of the stages' levels, and pixels per position of all levels. The last level, "pool", has no
-        stage: it is the previous one at half the resolution.
-
-    Raises
-    ------
-    InputError
-        If the stages return tokens (a vision transformer).
+        stage. It is the previous one at half the resolution.
     """
     if encoder.patch_embedding is not None:
         raise InputError(
@@ -81,29 +76,21 @@ def pyramid(encoder: Encoder, *, size: int, out_channels: int = 256) -> tuple[Ba
 
 
 def faster_rcnn(encoder: Encoder, *, num_classes: int, out_channels: int = 256, regions: int = 512) -> FasterRCNN:
-    """Build Faster R-CNN (arXiv 1506.01497) on a trained encoder.
+    """Build Faster R-CNN (arXiv 1506.01497) on a trained encoder, which is trained further.
+
+    The detector scales images to the encoder's size (``transform.min_size``) and standardizes them by its statistics.
+    Anchors of a level are squares of four positions, and two rectangles of the same area.
 
     Parameters
     ----------
     encoder : Encoder
-        Encoder from `fedssl.export.load_encoder`; it is trained further.
+        From `fedssl.export.load_encoder`.
     num_classes : int
-        Number of classes, including the background.
+        Including the background.
     out_channels : int
-        Channels of the feature pyramid.
+        Of the feature pyramid.
     regions : int
-        Number of regions per image on which the second stage is trained. Small images need fewer.
-
-    Returns
-    -------
-    FasterRCNN
-        Detector that scales images to the encoder's size (``transform.min_size``) and standardizes them by its
-        statistics. Anchors of a level are squares of four positions, and two rectangles of the same area.
-
-    Raises
-    ------
-    InputError
-        If the encoder returns no maps, or was not loaded from a file.
+        Regions per image on which the second stage is trained. Small images need fewer.
     """
     return FasterRCNN(**_parts(encoder, num_classes, out_channels, regions)[0])
 
@@ -119,12 +106,11 @@ def _parts(encoder: Encoder, num_classes: int, out_channels: int, regions: int) 
     if preprocess is None:
         raise InputError("the encoder has no preprocessing statistics; load it by load_encoder(FILE)")
     backbone, levels, strides = pyramid(encoder, size=preprocess.size, out_channels=out_channels)
+    anchors = AnchorGenerator(tuple((4 * stride,) for stride in strides), (_ASPECT_RATIOS,) * len(strides))
     parts = {
         "backbone": backbone,
         "num_classes": num_classes,
-        "rpn_anchor_generator": AnchorGenerator(
-            tuple((4 * stride,) for stride in strides), (_ASPECT_RATIOS,) * len(strides)
-        ),
+        "rpn_anchor_generator": anchors,
         "box_roi_pool": MultiScaleRoIAlign(levels, output_size=7, sampling_ratio=2),
         "image_mean": list(preprocess.mean),
         "image_std": list(preprocess.std),

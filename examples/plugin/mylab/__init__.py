@@ -1,1 +1,1 @@
-"""A lab's own parts for fedssl: one module for each kind of part; the settings are in ``../conf``."""
+"""Components of a lab for fedssl, one module for each kind. Their settings are in ``../conf``."""

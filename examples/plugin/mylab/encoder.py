@@ -1,4 +1,4 @@
-"""A perceptron with two hidden layers, for small images. Each layer is a stage, so layer-wise training works too."""
+"""A perceptron with two hidden layers, for small images. Each layer is a stage for layer-wise training."""
 
 from torch import Tensor, nn
 

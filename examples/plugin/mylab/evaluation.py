@@ -1,4 +1,4 @@
-"""The class whose mean representation is nearest."""
+"""Nearest-mean classification of representations."""
 
 import torch
 
@@ -8,7 +8,7 @@ from fedssl.evaluation.scores import ACCURACY
 
 
 class NearestMean(EvaluationProtocol):
-    """Accuracy of the class whose mean is nearest, as ``nearest_mean``."""
+    """Accuracy of the class with the nearest mean, as ``nearest_mean``."""
 
     def result_units(self, num_classes: int) -> dict[str, str]:
         return {"nearest_mean": ACCURACY}

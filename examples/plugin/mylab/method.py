@@ -1,4 +1,4 @@
-"""Alignment and uniformity (Wang & Isola, ICML 2020): views of an image meet, all images spread over the sphere."""
+"""Alignment and uniformity (Wang & Isola, ICML 2020)."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from fedssl.methods.heads import MLP
 
 
 def align_uniform(z1: Tensor, z2: Tensor, *, spread: float) -> Tensor:
-    """The loss of projections ``(batch, dim)`` of two views, a scalar; ``spread`` 0 turns uniformity off."""
+    """Return the scalar loss of projections ``(batch, dim)`` of two views; ``spread`` weights uniformity."""
     z1, z2 = F.normalize(z1, dim=1), F.normalize(z2, dim=1)
     alignment = (z1 - z2).square().sum(dim=1).mean()
     uniformity = sum(torch.pdist(z).square().mul(-2).exp().mean().log() for z in (z1, z2)) / 2

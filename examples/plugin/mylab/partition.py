@@ -8,19 +8,7 @@ from fedssl.seeding import numpy_generator
 
 
 def growing(data: PartitionInput, *, factor: float) -> list[np.ndarray]:
-    """Draw the sorted int64 indices of every client's images at random.
-
-    Parameters
-    ----------
-    data : PartitionInput
-    factor : float
-        Ratio of the sizes of a client and the previous one; 1 gives equal sizes.
-
-    Raises
-    ------
-    InputError
-        If a client would have fewer than two images.
-    """
+    """Draw the sorted int64 indices of every client's images; ``factor`` is the ratio of sizes, 1 for equal sizes."""
     num_images, num_clients = data.num_images, data.num_clients
     shares = float(factor) ** np.arange(num_clients)
     cuts = np.rint(num_images * shares.cumsum() / shares.sum()).astype(int)[:-1]

@@ -1,4 +1,4 @@
-"""Representations of length 1."""
+"""A regularizer toward representations of length 1."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from fedssl.regularizers.base import Regularizer, RegularizerInput
 
 
 class UnitLength(Regularizer):
-    """``weight`` times the mean of ``(|h| - 1)^2`` over both views is added to the loss; 0 turns it off."""
+    """Adds ``weight`` times the mean of ``(|h| - 1)^2`` over both views; 0 disables it."""
 
     part = "encoder"
 
@@ -15,6 +15,6 @@ class UnitLength(Regularizer):
         self.weight = weight
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
-        assert step.z1 is not None  # what `part` promises
+        assert step.z1 is not None  # guaranteed by `part`
         assert step.z2 is not None
         return loss + self.weight * (torch.cat((step.z1, step.z2)).norm(dim=1) - 1).square().mean()

@@ -1,16 +1,15 @@
-"""Two teams: clients with an even number share one model, those with an odd number another; at times they all mix."""
+"""Two teams: clients with even and odd ids share one model each. The models are mixed at intervals."""
 
 from fedssl.errors import InputError
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.interfaces import ServerState
 from strategies.weighted_sum import WeightedSum
 
-TEAMS = ("even", "odd")
-"""Names of the two models."""
+TEAMS = ("even", "odd")  # names of the models
 
 
 class Teams(ServerStrategy):
-    """The server side: whose update goes into which model."""
+    """Server side: selects the models that an update is added to."""
 
     def __init__(self, *, mix_every: int) -> None:
         super().__init__(WeightedSum)
@@ -25,20 +24,11 @@ class Teams(ServerStrategy):
 
 
 class TwoTeams(FedSSLStrategy):
-    """Two models instead of one.
-
-    Parameters
-    ----------
-    mix_every : int
-        Rounds from one in which every update goes into both models to the next; 0: the teams never mix.
-
-    Raises
-    ------
-    InputError
-        ``mix_every`` is negative.
-    """
+    """Two models. Every ``mix_every`` rounds all updates are added to both; 0 keeps the teams separate."""
 
     def __init__(self, *, mix_every: int) -> None:
         if mix_every < 0:
-            raise InputError(f"strategy.mix_every={mix_every} must not be negative; 0 keeps the teams apart")
+            raise InputError(
+                f"strategy.mix_every={mix_every} must not be negative; set it to 0 to keep the teams separate"
+            )
         super().__init__(Teams(mix_every=mix_every))

@@ -1,4 +1,4 @@
-"""Drawn images of stripes, in three classes: horizontal, vertical, checked."""
+"""Generated images of stripes in three classes: horizontal, vertical, checked."""
 
 import numpy as np
 import torch
@@ -10,17 +10,9 @@ COUNTS = {"train": 600, "test": 150}
 
 
 def read(split: str, *, channels: int, size: int, limit: int | None, noise: float) -> ImageData | None:
-    """Images of one split, always the same ones; None if there is no such split.
+    """Return the images of a split, the same in every call; None if the split does not exist.
 
-    Parameters
-    ----------
-    split : {"train", "test"}
-    channels, size : int
-        Form of the images.
-    limit : int or None
-        Use only so many images.
-    noise : float
-        Standard deviation of what is added to every pixel, in gray levels of 0 to 255; 0 turns it off.
+    ``limit`` subsamples them. ``noise`` is the standard deviation of each pixel's noise in gray levels (0 to 255).
     """
     if split not in COUNTS:
         return None
