@@ -1,4 +1,4 @@
-"""Prints the share of lines that the tests run, and the modules of which they run less than 90%."""
+"""Print the coverage of the tests, and the modules with less than 90%."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ MIN_COVERAGE = 90
 
 
 def main() -> None:
-    """Read the report that the command line names."""
+    """Read the report at the path of the first argument."""
     report = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     shares = {name: file["summary"]["percent_covered"] for name, file in report["files"].items()}
     print(f"coverage: {report['totals']['percent_covered']:.1f}% of the lines")

@@ -1,13 +1,12 @@
-"""A private place for foreign processes: whatever is started in it ends with it, and nothing of it stays on disk.
+"""A sandbox for foreign processes: all processes started in it end with it, and it leaves no files.
 
-Ray and Flower's SuperLink start daemons that start daemons, in sessions of their own, so neither a process group nor
-the tree of parents finds them all. What they inherit is the working directory and the environment: every process whose
-working directory or ``FLWR_HOME`` lies in the private directory belongs to the place. Both are needed: a process may go
-elsewhere, and Ray's workers overwrite their environment with a title.
+Ray and Flower's SuperLink start daemons in new sessions, so neither a process group nor the process tree contains all
+of them. They inherit the working directory and the environment: a process belongs to the sandbox if its working
+directory or ``FLWR_HOME`` is inside. Both are needed, because a process may change its directory, and Ray's workers
+overwrite their environment with a title.
 
-The clean-up is done by a small guard process that waits for the end of its standard input. It therefore happens in
-every case: the run ended, it failed, Ctrl-C, SIGTERM, and also when the process that made the place was killed with
-SIGKILL. The guard is this very file run as a script, which is why only the standard library is imported here.
+A guard process waits for the end of its standard input and then cleans up, whether the run ended, failed, or was
+killed, even by SIGKILL. The guard is this file run as a script, so it imports only the standard library.
 """
 
 import os
@@ -23,34 +22,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-TERMINATE_GRACE_SECONDS = 2.0  # seconds between SIGTERM and SIGKILL
-MAX_TERMINATE_SECONDS = 10.0  # after which a process that survives even SIGKILL (it waits for a dead disk) is given up
+TERMINATE_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
+MAX_TERMINATE_SECONDS = 10.0  # then processes that survive SIGKILL (waiting for a dead disk) are ignored
 
 
 @dataclass
 class ProcessSandbox:
-    """A private directory and the processes that were started in it; made by `process_sandbox`."""
+    """A private directory and the processes started in it; created by `process_sandbox`."""
 
     path: Path
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @property
     def home(self) -> Path:
-        """The folder for Flower's state."""
+        """Return the folder for Flower's state."""
         return self.path / "home"
 
     @property
     def work(self) -> Path:
-        """The neutral, empty working directory of the processes."""
+        """Return the empty working directory of the processes."""
         return self.path / "work"
 
     def start(
         self, command: Sequence[str], *, environment: Mapping[str, str], stdout: IO[str] | int
     ) -> subprocess.Popen[str]:
-        """Start a command; both its outputs go to ``stdout``.
-
-        It gets a session of its own, so that Ctrl-C in the terminal reaches only the owner of the place.
-        """
+        """Start a command in a new session, which Ctrl-C does not reach. All output goes to ``stdout``."""
         process = subprocess.Popen(
             command,
             env={**environment, "FLWR_HOME": str(self.home)},
@@ -69,14 +65,14 @@ class ProcessSandbox:
 
 @contextmanager
 def process_sandbox() -> Iterator[ProcessSandbox]:
-    """Make a place; at the end of the block its processes have ended and its directory is gone.
+    """Yield a sandbox. At the end of the block, its processes have ended and its directory is deleted.
 
-    The directory lies in ``/tmp`` or where ``RAY_TMPDIR`` says, under a short name, because Ray makes Unix sockets
-    below it, whose paths are limited to 107 bytes.
+    The directory is in ``/tmp`` or ``RAY_TMPDIR``. Its name is short, because Ray creates Unix sockets in it, whose
+    paths are limited to 107 bytes.
     """
     directory = tempfile.mkdtemp(prefix="fssl-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))
     sandbox = ProcessSandbox(Path(directory).resolve())
-    # -I -S: neither the environment nor site-packages can change what the guard does, and it starts in 20 ms.
+    # -I -S: independent of the environment and of site-packages; starts in 20 ms.
     guard = subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, str(sandbox.path)],
         stdin=subprocess.PIPE,
@@ -95,13 +91,13 @@ def process_sandbox() -> Iterator[ProcessSandbox]:
 
 
 def sandbox_pids(sandbox: Path, *, spared_group: int | None = None) -> set[int]:
-    """Return the ids of all processes that belong to the place at this path, whoever their parents are.
+    """Return the ids of all processes in the sandbox.
 
-    ``spared_group``: process group of the owner, whose members belong to the place only if they themselves say so.
+    ``spared_group`` is the process group of the owner, whose members count only if their environment matches.
     """
     if sys.platform == "linux":
         return {int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _is_in(entry, sandbox)}
-    # macOS tells no working directories; a process that has lost its environment still has its process group.
+    # macOS does not report working directories; a process without its environment still has its process group.
     listing = subprocess.run(["ps", "-axwwE", "-o", "pid=,pgid=,command="], capture_output=True, errors="replace")
     rows = [line.split() for line in listing.stdout.splitlines()]
     marked = {row[0]: row[1] for row in rows if f"FLWR_HOME={sandbox / 'home'}" in row}
@@ -114,28 +110,28 @@ def _is_in(entry: Path, sandbox: Path) -> bool:
         if sandbox in (entry / "cwd").readlink().parents:
             return True
         return f"FLWR_HOME={sandbox / 'home'}" in (entry / "environ").read_text(errors="replace").split("\0")
-    except OSError:  # it has ended, or belongs to another user
+    except OSError:  # the process has ended, or belongs to another user
         return False
 
 
 def terminate(sandbox: Path, *, spared_group: int) -> None:
-    """End the processes of a place: SIGTERM, and SIGKILL for those that remain after the grace period."""
+    """Send SIGTERM to all processes of a sandbox, and SIGKILL after the grace period."""
     start = time.monotonic()
-    asked: set[int] = set()
+    signaled: set[int] = set()
     while (pids := sandbox_pids(sandbox, spared_group=spared_group)) and (
         waited := time.monotonic() - start
     ) < MAX_TERMINATE_SECONDS:
-        for pid in pids if waited > TERMINATE_GRACE_SECONDS else pids - asked:
+        for pid in pids if waited > TERMINATE_GRACE_SECONDS else pids - signaled:
             try:
                 os.kill(pid, signal.SIGKILL if waited > TERMINATE_GRACE_SECONDS else signal.SIGTERM)
             except ProcessLookupError:
                 continue
-        asked |= pids
+        signaled |= pids
         time.sleep(0.05)
 
 
 def run_guard(path: Path) -> None:
-    """Wait, as the guard, until the standard input ends; end the processes of the place and remove it."""
+    """Wait for the end of standard input, terminate the processes of the sandbox and delete it."""
     owner = os.getpgid(os.getppid())
     sys.stdin.buffer.read()
     terminate(path, spared_group=owner)

@@ -86,10 +86,10 @@ def test_what_is_there_stays_and_what_is_missing_is_made(made):
 @pytest.mark.parametrize(
     ("gone", "words", "sentence"),
     [
-        (None, ["--server", "other.org"], "server.crt is for other names than other.org, localhost, 127.0.0.1"),
+        (None, ["--server", "other.org"], "server.crt has other names than other.org, localhost, 127.0.0.1"),
         (None, ["--nodes", "../x"], "node '../x' cannot name a file; use letters, digits"),
-        ("ca.key", ["--nodes", "roof"], "ca.crt is there but"),
-        ("nodes/garden.key", ["--nodes", "garden"], "garden.pub is there but"),
+        ("ca.key", ["--nodes", "roof"], "ca.crt exists but"),
+        ("nodes/garden.key", ["--nodes", "garden"], "garden.pub exists but"),
     ],
 )
 def test_nothing_is_replaced_unseen(made, gone, words, sentence):
