@@ -2,25 +2,25 @@
 
     uv run --group benchmarks python benchmarks/augmentation.py [--size 32] [--batch 128] [--threads 2]
 
-Random images, the recipe ``simclr``: crop and flip, jitter, grey, blur, normalise. The ways are timed in turn in one
-process and the medians compared: fedssl (targets: at least 6x the DataLoader and 2.5x kornia, at 32x32 on two cores);
-the usual DataLoader with two workers, which are started before the clock and kept; kornia's batched augmentation, left
-out where it is not installed. The peers blur in their fastest way: PIL's filter, and a 5x5 kernel in kornia, where
-fedssl's is 13x13. With a GPU, fedssl and kornia are timed there as well. Both have the settings of a run.
+Random images and the recipe ``simclr``: crop and flip, jitter, grayscale, blur, normalization. The candidates are timed
+in turn, and the medians are compared: fedssl (targets: at least 6 times faster than the DataLoader and 2.5 times faster
+than kornia, at 32x32 on two cores), a DataLoader with two workers that are started before the measurement, and kornia's
+batched augmentation, if it is installed. The others blur in their fastest way: PIL's filter, and a 5x5 kernel in
+kornia, where fedssl's is 13x13. On a GPU, fedssl and kornia are timed again. All have the settings of a run.
 """
 
-import argparse
 import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from benchmarks.common import make_parser, time_in_turn
 from fedssl.machine.threads import OPENMP_ENV, tune_allocator
 
-if __name__ == "__main__":  # not where others take the usual client from here
+if __name__ == "__main__":  # not if training.py imports this module
     os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported, as the command fedssl does
 
 import torch
@@ -40,7 +40,7 @@ def pil_blur(image: Image.Image) -> Image.Image:
 
 
 class PilViews(Dataset):
-    """Two torchvision views of one PIL image at a time: the usual client."""
+    """Two torchvision views of one PIL image at a time, as in a usual client."""
 
     def __init__(self, images: Tensor) -> None:
         self.images = images.permute(0, 2, 3, 1).contiguous().numpy()
@@ -108,32 +108,24 @@ def pil_epoch(images: Tensor, batch: int) -> Callable[[], None]:
     return epoch
 
 
-def in_turn(ways: Mapping[str, Callable[[], object]], *, turns: int) -> dict[str, list[float]]:
-    """Seconds of each way, one number per turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(turns + 1):
-        for name, epoch in ways.items():
-            start = time.perf_counter()
-            epoch()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            if turn > 0:  # the first one warms up
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
+def clock() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
-def compare(title: str, ways: dict[str, Callable[[], None]], *, num_images: int, repeats: int) -> None:
-    """Time the ways in turn and print the median rates; the first way is the one compared with the others."""
-    seconds = in_turn(ways, turns=repeats)
+def compare(title: str, candidates: dict[str, Callable[[], None]], *, num_images: int, repeats: int) -> None:
+    """Print the median rates of all candidates, and the speed of the first relative to the others."""
+    seconds = time_in_turn(candidates, turns=repeats, clock=clock)
     median = {name: statistics.median(values) for name, values in seconds.items()}
-    own = next(iter(median.values()))
+    ours = next(iter(median.values()))
     print(title)
     for name, value in median.items():
-        print(f"  {name:34s} {num_images / value:9.0f} images/s   fedssl is {value / own:5.2f}x as fast")
+        print(f"  {name:34s} {num_images / value:9.0f} images/s   fedssl is {value / ours:5.2f}x as fast")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Speed of making two views of a batch of images.")
+    parser = make_parser(__doc__)
     parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--num-images", type=int, default=1024)
@@ -145,22 +137,22 @@ def main() -> None:
     shape = (options.num_images, 3, options.size, options.size)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
-    ways = {
+    candidates = {
         "fedssl": fedssl_epoch(images, options.batch),
         "torchvision/PIL DataLoader 2 workers": pil_epoch(images, options.batch),
     }
     with_kornia = find_spec("kornia") is not None
     if with_kornia:
-        ways["kornia"] = kornia_epoch(images, options.batch)
+        candidates["kornia"] = kornia_epoch(images, options.batch)
     else:
-        print("kornia is not installed and left out: uv sync --group benchmarks")
-    compare(f"CPU, {options.size}x{options.size}", ways, num_images=options.num_images, repeats=options.repeats)
+        print("kornia is not installed: uv sync --group benchmarks")
+    compare(f"CPU, {options.size}x{options.size}", candidates, num_images=options.num_images, repeats=options.repeats)
     if torch.cuda.is_available():
         on_gpu = images.cuda()
-        ways = {"fedssl": fedssl_epoch(on_gpu, options.batch)}
+        candidates = {"fedssl": fedssl_epoch(on_gpu, options.batch)}
         if with_kornia:
-            ways["kornia"] = kornia_epoch(on_gpu, options.batch)
-        compare(torch.cuda.get_device_name(), ways, num_images=options.num_images, repeats=options.repeats)
+            candidates["kornia"] = kornia_epoch(on_gpu, options.batch)
+        compare(torch.cuda.get_device_name(), candidates, num_images=options.num_images, repeats=options.repeats)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,22 @@
-"""Local training: images per second, against bare forward and backward passes and against the usual client.
+"""Local training: images per second, relative to bare forward and backward passes and to a usual client.
 
     uv run python benchmarks/training.py [--encoders conv_small] [--methods simclr byol] [--batch 256] [--quick]
 
-Random images of 32x32; method, augmentation and optimiser come from conf/ and are built as a client builds them.
-Four parts (``--parts``), in which everything is timed in turn and medians count; ``*`` marks a missed target:
+Random images of 32x32. Method, augmentation and optimizer are those of a client. Everything is timed in turn, and
+medians are compared. ``*`` marks a missed target. Parts (``--parts``):
 
-speed   ours:  `fedssl.training.train`, with augmentation, optimiser and moving averages;
-        bare:  forward and backward passes of the same network and loss, on views made before the clock (ours: at most
+speed   ours:  `fedssl.training.train`, with augmentation, optimizer and moving averages;
+        bare:  forward and backward passes of the same network and loss on precomputed views (target: ours needs at most
                1.15 times as long);
         usual: fp32, two torchvision views of one PIL image at a time, a DataLoader with two workers, and the standard
-               loop (ours: at least 3.5 times as fast in bf16, at least twice in fp32).
-losses  After the same steps from the same weights, ours differs from the usual client's by no more than seeds do.
-fur     A step of SimCLR with FUR against one without (at batch 128 at most 1.10 times as long).
-gpu     The settings that are there for GPUs, one after the other and together, and where the time of an epoch of the
-        first method goes. Only if asked for: on a CPU they are no matter.
+               loop (target: ours is at least 3.5 times as fast in bf16, and twice in fp32).
+losses  After the same steps from the same weights, ours differs from the usual client's by no more than between seeds.
+fur     A step of SimCLR with FUR relative to one without (target: at most 1.10 times as long at batch 128).
+gpu     The settings for GPUs, one by one and combined, and a profile of an epoch of the first method. Off by default.
 
-bf16 is left out where the device would only imitate it. Ours and bare have the settings of a run: threads that wait
-soon sleep, and freed memory is kept. The usual client has a process of its own with torch's defaults, and makes its
-DataLoader anew for each turn, as Flower's clients do for each round; ``--tuned-usual`` gives it our settings and a
-DataLoader that lasts, whose workers are started before the clock.
+bf16 is omitted on devices that emulate it. Ours and bare have the settings of a run: waiting threads soon sleep, and
+freed memory is kept. The usual client runs in a separate process with torch's defaults and creates its DataLoader for
+each turn, as Flower's clients do for each round. ``--tuned-usual`` gives it our settings and a persistent DataLoader.
 """
 
 import argparse
@@ -36,10 +34,11 @@ if __name__ == "__main__":  # not in the process of the usual client
     os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported, as the command fedssl does
 
 import torch
-from augmentation import PilViews, in_turn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.augmentation import PilViews
+from benchmarks.common import make_parser, time_in_turn
 from fedssl.config.load import compose
 from fedssl.machine.devices import select_device
 from fedssl.methods.build import build_method
@@ -56,7 +55,7 @@ BARE, FASTER, FUR = 1.15, {"fp32": 2.0, "bf16": 3.5}, 1.10  # targets
 
 FUSED = ["optimizer.fused=true"]
 GPU_SETTINGS = {
-    "as it is": [],
+    "default": [],
     "fused": FUSED,
     "triton": ["gpu_augmentation=triton"],
     "graphs": [*FUSED, "cuda_graphs=true"],
@@ -67,7 +66,7 @@ Epoch = Callable[[], float]
 
 
 def precisions(device: torch.device) -> list[str]:
-    """fp32, and bf16 where the device computes in it; by what torch finds out about the device."""
+    """Return fp32, and bf16 if the device supports it natively."""
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -76,7 +75,7 @@ def precisions(device: torch.device) -> list[str]:
 
 
 class Client:
-    """A client at the start of a round: its images, and the method with all that trains it."""
+    """A client at the start of a round: images, method and trainer."""
 
     def __init__(self, overrides: Sequence[str], *, num_images: int, device: torch.device, seed: int = 0) -> None:
         self.settings = compose(["dataset=cifar10", *overrides])
@@ -92,11 +91,10 @@ class Client:
         self.generator = torch.Generator().manual_seed(seed)
 
     def loss(self, view1: Tensor, view2: Tensor, labels: Tensor) -> Tensor:
-        """The method's loss on a batch."""
         return self.method.loss(view1, view2, *([labels] if self.method.uses_labels else []))
 
     def views(self) -> list[tuple[Tensor, Tensor]]:
-        """Two views of each batch of an epoch."""
+        """Return two views of each batch."""
         batches = self.images.split(self.training.batch_size)
         return [self.training.augment(batch, self.generator) for batch in batches]
 
@@ -138,7 +136,7 @@ def bare(client: Client) -> Epoch:
 
 
 class LabelledPilViews(Dataset):
-    """Two views of an image, and its label."""
+    """Two views of an image and its label."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.views, self.labels = PilViews(images.cpu()), labels.cpu()
@@ -150,7 +148,7 @@ class LabelledPilViews(Dataset):
         return *self.views[index], self.labels[index]
 
 
-def usual(client: Client, *, lasting: bool) -> Epoch:
+def usual(client: Client, *, persistent: bool) -> Epoch:
     def make_loader() -> DataLoader:
         return DataLoader(
             LabelledPilViews(client.images, client.labels),
@@ -158,7 +156,7 @@ def usual(client: Client, *, lasting: bool) -> Epoch:
             shuffle=True,
             num_workers=2,
             multiprocessing_context="fork",  # Linux's way; a process that was spawned would spawn its own
-            persistent_workers=lasting,
+            persistent_workers=persistent,
             pin_memory=client.images.is_cuda,
             generator=client.generator,
         )
@@ -167,7 +165,7 @@ def usual(client: Client, *, lasting: bool) -> Epoch:
 
     def epoch() -> float:
         losses = []
-        for batch in loader if lasting else make_loader():
+        for batch in loader if persistent else make_loader():
             client.training.optimizer.zero_grad()
             loss = client.loss(*(tensor.to(client.images.device) for tensor in batch))
             loss.backward()
@@ -180,7 +178,7 @@ def usual(client: Client, *, lasting: bool) -> Epoch:
 
 
 class UsualClients:
-    """Usual clients in a process of their own, one at a time."""
+    """Usual clients in a separate process, one at a time."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.connection, theirs = multiprocessing.Pipe()
@@ -204,7 +202,7 @@ class UsualClients:
 
 
 def serve(connection: Connection, device: torch.device, threads: int, tuned: bool) -> None:
-    """Make a client or run an epoch of it, as asked for, until None comes."""
+    """Create clients and run epochs as requested, until None is received."""
     torch.set_num_threads(threads)
     if tuned:
         tune_allocator()
@@ -214,7 +212,7 @@ def serve(connection: Connection, device: torch.device, threads: int, tuned: boo
             connection.send(epoch())
         else:
             overrides, num_images = request
-            epoch = usual(Client(overrides, num_images=num_images, device=device), lasting=tuned)
+            epoch = usual(Client(overrides, num_images=num_images, device=device), persistent=tuned)
 
 
 def ratio(above: list[float], below: list[float]) -> float:
@@ -222,7 +220,6 @@ def ratio(above: list[float], below: list[float]) -> float:
 
 
 def overrides(encoder: str, method: str, precision: str, batch: int) -> list[str]:
-    """Settings as on the command line of a run."""
     return [f"encoder={encoder}", f"method={method}", f"precision={precision}", f"batch_size={batch}"]
 
 
@@ -235,11 +232,11 @@ def speed(encoder: str, options: argparse.Namespace) -> None:
             ways = {"usual": usual_clients(overrides(encoder, method, "fp32", options.batch), num_images=num_images)}
             for precision in options.precisions:
                 for way in (ours, bare, augmentation):
-                    # Each has a client of its own, so that none finds the other's weights in the cache.
+                    # Separate clients, so that no candidate finds the weights of another one in the cache.
                     chosen = overrides(encoder, method, precision, options.batch)
                     client = Client(chosen, num_images=num_images, device=options.device)
                     ways[f"{way.__name__} {precision}"] = way(client)
-            report_speed(method, in_turn(ways, turns=options.turns[encoder]), num_images=num_images)
+            report_speed(method, time_in_turn(ways, turns=options.turns[encoder]), num_images=num_images)
 
 
 def report_speed(method: str, seconds: dict[str, list[float]], *, num_images: int) -> None:
@@ -261,19 +258,19 @@ def report_speed(method: str, seconds: dict[str, list[float]], *, num_images: in
 def losses(encoder: str, options: argparse.Namespace) -> None:
     num_images = LOSS_IMAGES[encoder]
     print(f"losses: {encoder}, {LOSS_EPOCHS} epochs of {num_images} images, batch {LOSS_BATCH}, {SEEDS} seeds")
-    print("method        usual fp32             ours (how many standard deviations of a seed it is away)")
+    print("method        usual fp32             ours (distance in standard deviations over seeds)")
     for method in options.methods:
-        found = {}
+        results = {}
         for precision in ["usual", *options.precisions]:
             chosen = overrides(encoder, method, "fp32" if precision == "usual" else precision, LOSS_BATCH)
             last = []
             for seed in range(SEEDS):
                 client = Client(chosen, num_images=num_images, device=options.device, seed=seed)
-                epoch = usual(client, lasting=True) if precision == "usual" else ours(client)
+                epoch = usual(client, persistent=True) if precision == "usual" else ours(client)
                 last.append([epoch() for _ in range(LOSS_EPOCHS)][-1])
-            found[precision] = statistics.mean(last), statistics.stdev(last)
-        mean, deviation = found.pop("usual")
-        compared = [f"{p} {m:9.4f} ({abs(m - mean) / max(deviation, d):.1f})" for p, (m, d) in found.items()]
+            results[precision] = statistics.mean(last), statistics.stdev(last)
+        mean, deviation = results.pop("usual")
+        compared = [f"{p} {m:9.4f} ({abs(m - mean) / max(deviation, d):.1f})" for p, (m, d) in results.items()]
         print(f"{method:13s} {mean:9.4f} +- {deviation:7.4f}   {'   '.join(compared)}", flush=True)
 
 
@@ -286,7 +283,7 @@ def fur(encoder: str, options: argparse.Namespace) -> None:
         for regularizer in ("none", "fur"):
             chosen = [*overrides(encoder, "simclr", precision, options.batch), f"regularizer={regularizer}"]
             ways[regularizer] = ours(Client(chosen, num_images=num_images, device=options.device))
-        seconds = in_turn(ways, turns=4 * options.turns[encoder])
+        seconds = time_in_turn(ways, turns=4 * options.turns[encoder])
         none, with_fur = (num_images / statistics.median(seconds[name]) for name in ("none", "fur"))
         cost = ratio(seconds["fur"], seconds["none"])
         print(f"{precision:9s} {none:10.0f} {with_fur:12.0f} {cost:7.2f}{'*' if cost > FUR else ''}", flush=True)
@@ -301,11 +298,11 @@ def gpu(encoder: str, options: argparse.Namespace) -> None:
             chosen, ways = overrides(encoder, method, precision, options.batch), {}
             for name, added in GPU_SETTINGS.items():
                 ways[name] = ours(Client([*chosen, *added], num_images=num_images, device=options.device))
-            seconds = in_turn(ways, turns=options.turns[encoder])
+            seconds = time_in_turn(ways, turns=options.turns[encoder])
             rates = (num_images / statistics.median(seconds[name]) for name in GPU_SETTINGS)
             print(f"{method:13s}" + "".join(f" {rate:15.0f}" for rate in rates), flush=True)
             if options.device.type == "cuda" and method == options.methods[0]:
-                for name in ("as it is", "graphs, triton"):
+                for name in ("default", "graphs, triton"):
                     with torch.profiler.profile() as profile:
                         ways[name]()
                     table = profile.key_averages().table(sort_by="self_device_time_total", row_limit=12)
@@ -313,17 +310,21 @@ def gpu(encoder: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Speed of local training.")
+    parser = make_parser(__doc__)
     parts = {part.__name__: part for part in (speed, losses, fur, gpu)}
     parser.add_argument("--parts", nargs="+", choices=parts, default=["speed", "losses", "fur"])
     parser.add_argument("--encoders", nargs="+", choices=ENCODERS, default=ENCODERS)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: all native ones")
+    parser.add_argument(
+        "--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: all that are native"
+    )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--tuned-usual", action="store_true", help="our settings and a lasting DataLoader for it")
-    parser.add_argument("--quick", action="store_true", help="one short turn: whether it runs, not how fast")
+    parser.add_argument(
+        "--tuned-usual", action="store_true", help="our settings and a persistent DataLoader for the usual client"
+    )
+    parser.add_argument("--quick", action="store_true", help="one short turn, to test the script")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.device = select_device(options.device)
@@ -334,7 +335,7 @@ def main() -> None:
     if options.quick:
         options.batch, options.steps, options.turns = 16, dict.fromkeys(ENCODERS, 1), dict.fromkeys(ENCODERS, 1)
     name = torch.cuda.get_device_name() if options.device.type == "cuda" else f"CPU, {options.threads} threads"
-    print(f"torch {torch.__version__}, {name}, native: {', '.join(native)}, memory kept: {tune_allocator()}")
+    print(f"torch {torch.__version__}, {name}, native: {', '.join(native)}, freed memory kept: {tune_allocator()}")
     for encoder in options.encoders:
         for part in options.parts:
             print()
