@@ -1,23 +1,22 @@
-"""What a training step asks of a GPU, counted without one: launches, copies from the host, and waits for the device.
+"""Launches, copies from the host and waits in a training step on a GPU, counted without a GPU.
 
     uv run python benchmarks/launches.py [--encoders resnet18] [--methods simclr byol] [--precision bf16]
 
-`fedssl.training.train` runs on the CPU, which stands in for a GPU: decisions that depend on the kind of device fall as
-on one. A tensor is on the device if it came from pinned memory, or if an operation made it of such a tensor; what is
-made of nothing is on the device unless it is random. Counted is the difference between an epoch of three steps and one
-of two, and beside it what an epoch asks for once.
+`fedssl.training.train` runs on the CPU, and all decisions that depend on the device are those for a GPU. A tensor is on
+the device if it came from pinned memory, or if an operation computed it from such a tensor; a tensor without inputs is
+on the device unless it is random. The counts are the difference between epochs of three and of two steps, and the rest
+of an epoch.
 
-launches  operations that compute: aten's, forward and backward, without those that only look at memory in another way
-          or allocate it. Operations on lists of tensors count as often as their kernels hold tensors and blocks.
-          Convolutions count their backward kernels, and a copy wherever their weights are not laid out as images are.
-copies    from the host.
-waits     for a number that the host needs.
+launches  Operations of aten that compute, forward and backward, without views and allocations. Operations on lists of
+          tensors count one launch for as many tensors and blocks as their kernels can hold. Convolutions count their
+          backward kernels, and a copy if the weights have another memory format than the images.
+copies    From the host.
+waits     For a number that the host reads.
 
-It is a lower bound: some operations launch several kernels (a sort, a factorisation, batch normalisation). With
-``--overrides cuda_graphs=true optimizer.fused=true`` what a recorded step does is one launch.
+The counts are lower bounds: some operations launch several kernels (sorting, factorization, batch normalization). With
+``--overrides cuda_graphs=true optimizer.fused=true`` a recorded step is one launch.
 """
 
-import argparse
 import math
 import weakref
 from collections import Counter
@@ -32,6 +31,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.common import make_parser
 from fedssl.config.load import compose
 from fedssl.machine import cuda_graphs, devices
 from fedssl.methods.build import build_method
@@ -41,27 +41,33 @@ from fedssl.training import LocalTrainer, train
 METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "orchestra", "supervised")
 ALLOCATE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "_unsafe_view")
 WAIT = ("_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero")
-HOST = ("rand", "randn", "randint", "randperm", "scalar_tensor", "promote_types")  # made of nothing, but on the host
+HOST = ("rand", "randn", "randint", "randperm", "scalar_tensor", "promote_types")  # without inputs, but on the host
 HOST += ("_record_function_enter_new", "_record_function_exit")
-LISTS_OF_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # torch's kernels: most tensors per list, by number of lists
-BLOCKS, BLOCK = 320, 65536  # most blocks of a kernel, and numbers in a block
+LISTS_OF_TENSORS = {
+    1: 110,
+    2: 64,
+    3: 48,
+    4: 36,
+    5: 30,
+}  # torch's kernels: maximum number of tensors per list, by number of lists
+BLOCKS, BLOCK = 320, 65536  # blocks per kernel, and elements per block
 REGULARIZERS = ("prox", "decorr", "alignment", "fur")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What was asked of the device."""
+class Requests:
+    """Requests to the device."""
 
     launches: int
     copies: int
     waits: int
 
-    def __sub__(self, other: "Asked") -> "Asked":
-        return Asked(*(own - others for own, others in zip(astuple(self), astuple(other), strict=True)))
+    def __sub__(self, other: "Requests") -> "Requests":
+        return Requests(*(own - others for own, others in zip(astuple(self), astuple(other), strict=True)))
 
 
 class Device(TorchDispatchMode):
-    """Follows which tensors are on the device, and counts what is asked of it."""
+    """Tracks the tensors on the device, and counts requests."""
 
     def __init__(self, resident: list[Tensor]) -> None:
         super().__init__()
@@ -71,11 +77,10 @@ class Device(TorchDispatchMode):
         for tensor in resident:
             self._keep(tensor)
 
-    def asked(self) -> Asked:
-        return Asked(sum(self.operations.values()), self.copies, self.waits)
+    def requests(self) -> Requests:
+        return Requests(sum(self.operations.values()), self.copies, self.waits)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """What comes to the device."""
         self.copies += 1
         copied = tensor.clone()
         self._keep(copied)
@@ -112,37 +117,29 @@ class Device(TorchDispatchMode):
 
 
 def kernels(name: str, args: Any) -> int:
-    """Launches of one operation."""
+    """Return the launches of an operation."""
     if name.startswith(("_foreach_", "_fused_")):
         lists = [arg for arg in args if isinstance(arg, list) and arg and isinstance(arg[0], Tensor)]
         blocks = sum(math.ceil(tensor.numel() / BLOCK) for tensor in lists[0])
         return max(math.ceil(len(lists[0]) / LISTS_OF_TENSORS[min(len(lists), 5)]), math.ceil(blocks / BLOCKS))
     if name == "convolution":
-        return 1 + unlike(args[0], args[1])
+        return 1 + formats_differ(args[0], args[1])
     if name == "convolution_backward":
         to_images, to_weights, to_bias = args[-1]
-        # Weights are brought into the other layout for the gradient of the images. That their own gradient comes in
-        # the images' layout and is copied when it is kept, one sees on a CPU as well.
-        return to_images + to_weights + to_bias + unlike(args[1], args[2]) * to_images
+        # The gradient of the images needs the weights in the images' memory format. The copy of the weights' gradient
+        # also happens on a CPU.
+        return to_images + to_weights + to_bias + formats_differ(args[1], args[2]) * to_images
     return 1
 
 
-def unlike(images: Tensor, weights: Tensor) -> bool:
-    """Whether images have their channels side by side and weights have not."""
+def formats_differ(images: Tensor, weights: Tensor) -> bool:
+    """Return whether the images are channels-last and the weights are not."""
     last = torch.channels_last
     return images.is_contiguous(memory_format=last) and not weights.is_contiguous(memory_format=last)
 
 
 class Client:
-    """A client on the CPU as a GPU: images, and a method with all that trains it.
-
-    Parameters
-    ----------
-    settings : sequence of str
-        Words as on the command line of a run.
-    batch : int
-        Images of a step.
-    """
+    """A client whose CPU is treated as a GPU. ``settings`` are overrides."""
 
     def __init__(self, settings: Sequence[str], *, batch: int) -> None:
         composed = compose(["dataset=cifar10", f"batch_size={batch}", *settings])
@@ -154,56 +151,44 @@ class Client:
         with patch.object(devices, "GPU", "cpu"), patch.object(cuda_graphs, "capture_on_gpu", lambda: self._record):
             self.training = replace(LocalTrainer.build(composed.training, self.method), epochs=1)
         for group in self.training.optimizer.param_groups:
-            group["foreach"] = not group["fused"]  # as torch chooses on a GPU
+            group["foreach"] = not group["fused"]  # torch's default on a GPU
 
     def epoch(self, steps: int) -> Device:
-        """What an epoch asks for."""
         labels = torch.zeros(len(self.images), dtype=torch.int64) if self.method.uses_labels else None
-        kept = (
-            self.images,
-            labels,
-            self.method.state_dict(),
-            list(self.training.optimizer.state.values()),
-            self._results,
-        )
+        optimizer_state = list(self.training.optimizer.state.values())
+        kept = (self.images, labels, self.method.state_dict(), optimizer_state, self._results)
         self._device = device = Device([leaf for leaf in tree_leaves(kept) if isinstance(leaf, Tensor)])
         arrival = patch.object(Tensor, "pin_memory", lambda tensor: device.copy(tensor))
         with patch.object(devices, "GPU", "cpu"), arrival, device:
-            train(
-                self.method,
-                self.images,
-                torch.arange(steps * self.batch),
-                training=self.training,
-                generator=torch_generator(0, "launches"),
-                labels=labels,
-            )
+            generator, indices = torch_generator(0, "launches"), torch.arange(steps * self.batch)
+            train(self.method, self.images, indices, training=self.training, generator=generator, labels=labels)
         return device
 
     def _record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """A recorded step, which asks for one launch, and whose numbers do not matter."""
+        """Return a recorded step, which is one launch. Its values do not matter."""
         self._results.append(step())
         return lambda: self._device.operations.update(graph=1), self._results[-1]
 
 
-def count(*settings: str, batch: int = 8) -> tuple[Asked, Asked, Counter[str]]:
-    """What a step asks for; what an epoch asks for beside its steps; and the operations of a step."""
+def count(*settings: str, batch: int = 8) -> tuple[Requests, Requests, Counter[str]]:
+    """Return the requests of a step, the other requests of an epoch, and the operations of a step."""
     client = Client(settings, batch=batch)
     for _ in range(cuda_graphs.WARMUP_STEPS + 1 if client.training.graphs else 1):
-        client.epoch(1)  # after these there is all that stays from step to step
+        client.epoch(1)  # creates all tensors that persist between steps
     two, three = client.epoch(2), client.epoch(3)
-    step = three.asked() - two.asked()
-    return step, two.asked() - step - step, three.operations - two.operations
+    step = three.requests() - two.requests()
+    return step, two.requests() - step - step, three.operations - two.operations
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a training step asks of a GPU.")
+    parser = make_parser(__doc__)
     parser.add_argument("--encoders", nargs="+", default=["resnet18", "conv_small", "vit_tiny"])
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=METHODS)
     parser.add_argument("--regularizers", nargs="*", choices=REGULARIZERS, default=REGULARIZERS)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--overrides", nargs="*", default=[], help="further settings, as on the command line of a run")
-    parser.add_argument("--operations", action="store_true", help="list a step's operations too")
+    parser.add_argument("--overrides", nargs="*", default=[], help="further settings")
+    parser.add_argument("--operations", action="store_true", help="also list the operations of a step")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print("                                      a step: launches copies waits   once an epoch: launches copies waits")

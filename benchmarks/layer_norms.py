@@ -1,14 +1,13 @@
-"""What aggregation does to the norms of layers: tables and a figure from run folders that kept all their checkpoints.
+"""Effect of aggregation on the norms of layers: tables and a figure from runs that kept all checkpoints.
 
     uv run python benchmarks/layer_norms.py RUNS... --figure docs/layer_norms.png
 
-Layers are of three kinds. Those that batch normalisation follows (convolutions, and linear layers inside of a head) can
-be scaled without changing what the network computes: a smaller norm only makes the same optimiser step turn them
-further. For scales of batch norm and the last layer of a head a smaller norm is a smaller output, and shifts (biases)
-begin at or near 0 and are learned slowly. docs/l_dawa.md says what comes of it.
+There are three kinds of layers. Layers before batch normalization (convolutions, and linear layers inside a head) can
+be scaled without changing the network's output; with a smaller norm, the same optimizer step changes their direction
+more. For scales of batch normalization and the last layer of a head, a smaller norm means a smaller output. Shifts
+(biases) start at or near 0 and are learned slowly. docs/l_dawa.md discusses the results.
 """
 
-import argparse
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.common import make_parser
 from fedssl.arrays import Layers
 from fedssl.config.load import compose
 from fedssl.methods.base import SSLMethod
@@ -31,21 +31,21 @@ FREE, SCALES, SHIFTS = KINDS = "before batch norm", "scales and last layer", "sh
 
 
 def kinds(method: SSLMethod) -> dict[str, str]:
-    """Kind of every trained layer that travels."""
-    found = {}
+    """Return the kind of every trained layer."""
+    result = {}
     modules = [(name, module) for name, module in method.named_modules() if not list(module.children())]
     followers = [*(module for _, module in modules[1:]), None]
     for (name, module), follower in zip(modules, followers, strict=True):
-        normalised = isinstance(follower, nn.BatchNorm1d | nn.BatchNorm2d) and not isinstance(
+        before_norm = isinstance(follower, nn.BatchNorm1d | nn.BatchNorm2d) and not isinstance(
             module, nn.BatchNorm1d | nn.BatchNorm2d
         )
         for parameter, _ in module.named_parameters():
-            found[f"{name}.{parameter}"] = FREE if normalised else SHIFTS if parameter == "bias" else SCALES
-    return found
+            result[f"{name}.{parameter}"] = FREE if before_norm else SHIFTS if parameter == "bias" else SCALES
+    return result
 
 
 def norms(layers: Layers, kind: dict[str, str]) -> dict[str, float]:
-    """Norm of all layers of each kind as one vector."""
+    """Return the norm of each kind of layers as one vector."""
     squares: dict[str, float] = defaultdict(float)
     for name, array in layers.items():
         if name in kind:
@@ -53,33 +53,27 @@ def norms(layers: Layers, kind: dict[str, str]) -> dict[str, float]:
     return {name: square**0.5 for name, square in squares.items()}
 
 
-class Followed:
-    """What a run's checkpoints and lines tell of its layers.
-
-    Parameters
-    ----------
-    run : Run
-        With a checkpoint for every round.
+class RunHistory:
+    """Norms, cosines and results of a run with a checkpoint for every round.
 
     Attributes
     ----------
     norms : dict of list
-        By kind, those of the untrained model and then of every round's.
+        By kind: of the untrained model and of every round.
     knn : list of (int, float)
         Round and accuracy in %.
     cosines : dict of float
         By kind, the mean over clients and layers in the last round.
     spread : dict of float
-        By kind, how much clients differ in the last round: standard deviation of their cosines in % of the mean, as a
-        mean over layers.
+        By kind, the standard deviation of the clients' cosines in % of their mean, averaged over layers, in the last
+        round.
     results : dict of float
         Of the last evaluation, in %.
     """
 
     def __init__(self, run: Run) -> None:
-        method = build_method(
-            compose([f"{key}={value}" for key, value in run.overrides.items() if key != "output_dir"]).model
-        )
+        overrides = [f"{key}={value}" for key, value in run.overrides.items() if key != "output_dir"]
+        method = build_method(compose(overrides).model)
         kind = kinds(method)
         history = [norms(exchanged_layers(method), kind)]
         history += [norms(layers, kind) for layers in _checkpoints(run.folder / "checkpoints")]
@@ -101,30 +95,27 @@ class Followed:
 
 
 def rule(run: Run) -> str:
-    """What the tables call a run's rule."""
+    """Return the name of a run's rule in the tables."""
     return run.value("strategy") + (" normalize" if run.value("strategy.normalize").lower() == "true" else "")
 
 
-def tables(groups: dict[tuple[str, str], list[Followed]]) -> Iterable[str]:
-    """Lines of two Markdown tables with a row for every rule and number of local epochs: accuracy, and what layers do.
-
-    Means and standard deviations over seeds.
-    """
+def tables(groups: dict[tuple[str, str], list[RunHistory]]) -> Iterable[str]:
+    """Yield two Markdown tables of means and standard deviations over seeds: accuracies, and statistics of layers."""
     yield from _table(groups, {"kNN": (1, _result("knn")), "linear": (1, _result("linear"))}, seeds=True)
     yield ""
-    columns = {f"norm, {kind}": (2, lambda one, kind=kind: one.norms[kind][-1]) for kind in KINDS}
-    columns |= {f"cosine, {kind}": (3, lambda one, kind=kind: one.cosines[kind]) for kind in KINDS}
-    columns |= {f"clients differ by %, {kind}": (1, lambda one, kind=kind: one.spread[kind]) for kind in KINDS}
+    columns = {f"norm, {kind}": (2, lambda run, kind=kind: run.norms[kind][-1]) for kind in KINDS}
+    columns |= {f"cosine, {kind}": (3, lambda run, kind=kind: run.cosines[kind]) for kind in KINDS}
+    columns |= {f"clients' deviation in %, {kind}": (1, lambda run, kind=kind: run.spread[kind]) for kind in KINDS}
     yield from _table(groups, columns, seeds=False)
 
 
-def _result(protocol: str) -> Callable[[Followed], float]:
-    return lambda one: one.results[protocol]
+def _result(protocol: str) -> Callable[[RunHistory], float]:
+    return lambda run: run.results[protocol]
 
 
 def _table(
-    groups: dict[tuple[str, str], list[Followed]],
-    columns: Mapping[str, tuple[int, Callable[[Followed], float]]],
+    groups: dict[tuple[str, str], list[RunHistory]],
+    columns: Mapping[str, tuple[int, Callable[[RunHistory], float]]],
     *,
     seeds: bool,
 ) -> Iterable[str]:
@@ -133,24 +124,24 @@ def _table(
     yield "|---|---|" + "---:|" * (len(heads) - 2)
     for (epochs, name), runs in groups.items():
         cells = [f"{epochs} x {len(runs[0].norms[FREE]) - 1}", name]
-        cells += [_spread([read(one) for one in runs], digits) for digits, read in columns.values()]
+        cells += [_spread([read(run) for run in runs], digits) for digits, read in columns.values()]
         yield f"| {' | '.join([*cells, *([str(len(runs))] if seeds else [])])} |"
 
 
-def draw(groups: dict[tuple[str, str], list[Followed]], file: Path) -> None:
-    """Norms of both kinds and accuracy over rounds; a row for each number of local epochs, means over seeds."""
-    all_epochs, names = (list(dict.fromkeys(key[place] for key in groups)) for place in (0, 1))
+def draw(groups: dict[tuple[str, str], list[RunHistory]], file: Path) -> None:
+    """Plot norms and accuracy over rounds, averaged over seeds, with a row for each number of local epochs."""
+    all_epochs, names = (list(dict.fromkeys(key[index] for key in groups)) for index in (0, 1))
     figure = new_figure(height=2.6 * len(all_epochs), width=12)
     axes = figure.subplots(len(all_epochs), 4, squeeze=False)
-    colours = dict(zip(names, ("#0072B2", "#D55E00", "#009E73", "#CC79A7"), strict=False))  # for colour-blind eyes too
+    colors = dict(zip(names, ("#0072B2", "#D55E00", "#009E73", "#CC79A7"), strict=False))  # for color-blind readers
     for (epochs, name), runs in groups.items():
         row = axes[all_epochs.index(epochs)]
-        for place, kind in enumerate(KINDS):
-            row[place].plot(np.mean([each.norms[kind] for each in runs], axis=0), label=name, color=colours[name])
-            row[place].set_title(f"{epochs} local epochs: norm of\n{kind}", fontsize=9)
+        for column, kind in enumerate(KINDS):
+            row[column].plot(np.mean([each.norms[kind] for each in runs], axis=0), label=name, color=colors[name])
+            row[column].set_title(f"{epochs} local epochs: norm of\n{kind}", fontsize=9)
         rounds = [point[0] for point in runs[0].knn]
         accuracies = np.mean([[point[1] for point in each.knn] for each in runs], axis=0)
-        row[3].plot(rounds, accuracies, color=colours[name])
+        row[3].plot(rounds, accuracies, color=colors[name])
         row[3].set_title(f"{epochs} local epochs: \nkNN accuracy in %", fontsize=9)
     for each in axes.flat:
         each.set_xlabel("round")
@@ -159,7 +150,7 @@ def draw(groups: dict[tuple[str, str], list[Followed]], file: Path) -> None:
 
 
 def _checkpoints(folder: Path) -> Iterable[Layers]:
-    """The global layers after each round."""
+    """Yield the global layers after each round."""
     for file in sorted(folder.glob("round-*.pt")):
         saved = torch.load(file, weights_only=True)["models"]["global"]["layers"]
         yield {name: tensor.numpy() for name, tensor in saved.items()}
@@ -171,14 +162,14 @@ def _spread(numbers: list[float], digits: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--figure", type=Path)
     arguments = parser.parse_args()
-    groups: dict[tuple[str, str], list[Followed]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[RunHistory]] = defaultdict(list)
     for run in find_runs(arguments.runs):
         if run.finished:
-            groups[run.value("local_epochs"), rule(run)].append(Followed(run))
+            groups[run.value("local_epochs"), rule(run)].append(RunHistory(run))
     groups = dict(sorted(groups.items(), key=lambda item: int(item[0][0])))
     print("\n".join(tables(groups)))
     if arguments.figure:

@@ -103,14 +103,12 @@ def ours(client: Client) -> Epoch:
     training = replace(client.training, epochs=1)
 
     def epoch() -> float:
-        return train(
-            client.method,
-            client.images,
-            torch.arange(len(client.images)),
-            training=training,
-            generator=client.generator,
-            labels=client.labels if client.method.uses_labels else None,
-        ).loss
+        labels = client.labels if client.method.uses_labels else None
+        indices = torch.arange(len(client.images))
+        result = train(
+            client.method, client.images, indices, training=training, generator=client.generator, labels=labels
+        )
+        return result.loss
 
     return epoch
 
@@ -155,7 +153,7 @@ def usual(client: Client, *, persistent: bool) -> Epoch:
             batch_size=client.training.batch_size,
             shuffle=True,
             num_workers=2,
-            multiprocessing_context="fork",  # Linux's way; a process that was spawned would spawn its own
+            multiprocessing_context="fork",  # default on Linux, except in a spawned process
             persistent_workers=persistent,
             pin_memory=client.images.is_cuda,
             generator=client.generator,
@@ -223,20 +221,23 @@ def overrides(encoder: str, method: str, precision: str, batch: int) -> list[str
     return [f"encoder={encoder}", f"method={method}", f"precision={precision}", f"batch_size={batch}"]
 
 
+def make_client(encoder: str, method: str, precision: str, options: argparse.Namespace, *extra: str) -> Client:
+    chosen = [*overrides(encoder, method, precision, options.batch), *extra]
+    return Client(chosen, num_images=options.batch * options.steps[encoder], device=options.device)
+
+
 def speed(encoder: str, options: argparse.Namespace) -> None:
     print(f"speed: {encoder}, batch {options.batch}, {options.turns[encoder]} turns of {options.steps[encoder]} steps")
     print("method        precision   ours/s   bare/s  ours/bare  augmentation  usual/s  ours/usual")
     num_images = options.batch * options.steps[encoder]
     with closing(UsualClients(options)) as usual_clients:
         for method in options.methods:
-            ways = {"usual": usual_clients(overrides(encoder, method, "fp32", options.batch), num_images=num_images)}
+            jobs = {"usual": usual_clients(overrides(encoder, method, "fp32", options.batch), num_images=num_images)}
             for precision in options.precisions:
-                for way in (ours, bare, augmentation):
-                    # Separate clients, so that no candidate finds the weights of another one in the cache.
-                    chosen = overrides(encoder, method, precision, options.batch)
-                    client = Client(chosen, num_images=num_images, device=options.device)
-                    ways[f"{way.__name__} {precision}"] = way(client)
-            report_speed(method, time_in_turn(ways, turns=options.turns[encoder]), num_images=num_images)
+                for job in (ours, bare, augmentation):
+                    # Separate clients, so that no job finds the weights of another one in the cache.
+                    jobs[f"{job.__name__} {precision}"] = job(make_client(encoder, method, precision, options))
+            report_speed(method, time_in_turn(jobs, turns=options.turns[encoder]), num_images=num_images)
 
 
 def report_speed(method: str, seconds: dict[str, list[float]], *, num_images: int) -> None:
@@ -279,32 +280,33 @@ def fur(encoder: str, options: argparse.Namespace) -> None:
     print("precision  without/s   with FUR/s   ratio")
     num_images = options.batch * options.steps[encoder]
     for precision in options.precisions:
-        ways = {}
-        for regularizer in ("none", "fur"):
-            chosen = [*overrides(encoder, "simclr", precision, options.batch), f"regularizer={regularizer}"]
-            ways[regularizer] = ours(Client(chosen, num_images=num_images, device=options.device))
-        seconds = time_in_turn(ways, turns=4 * options.turns[encoder])
-        none, with_fur = (num_images / statistics.median(seconds[name]) for name in ("none", "fur"))
+        jobs = {
+            name: ours(make_client(encoder, "simclr", precision, options, f"regularizer={name}"))
+            for name in ("none", "fur")
+        }
+        seconds = time_in_turn(jobs, turns=4 * options.turns[encoder])
+        none, with_fur = (num_images / statistics.median(seconds[name]) for name in jobs)
         cost = ratio(seconds["fur"], seconds["none"])
         print(f"{precision:9s} {none:10.0f} {with_fur:12.0f} {cost:7.2f}{'*' if cost > FUR else ''}", flush=True)
 
 
 def gpu(encoder: str, options: argparse.Namespace) -> None:
-    num_images = options.batch * options.steps[encoder]
     for precision in options.precisions:
         print(f"gpu: {encoder}, batch {options.batch}, {precision}; images per second")
         print(f"{'':13s}" + "".join(f" {name:>15s}" for name in GPU_SETTINGS))
         for method in options.methods:
-            chosen, ways = overrides(encoder, method, precision, options.batch), {}
-            for name, added in GPU_SETTINGS.items():
-                ways[name] = ours(Client([*chosen, *added], num_images=num_images, device=options.device))
-            seconds = time_in_turn(ways, turns=options.turns[encoder])
+            jobs = {
+                name: ours(make_client(encoder, method, precision, options, *extra))
+                for name, extra in GPU_SETTINGS.items()
+            }
+            seconds = time_in_turn(jobs, turns=options.turns[encoder])
+            num_images = options.batch * options.steps[encoder]
             rates = (num_images / statistics.median(seconds[name]) for name in GPU_SETTINGS)
             print(f"{method:13s}" + "".join(f" {rate:15.0f}" for rate in rates), flush=True)
             if options.device.type == "cuda" and method == options.methods[0]:
                 for name in ("default", "graphs, triton"):
                     with torch.profiler.profile() as profile:
-                        ways[name]()
+                        jobs[name]()
                     table = profile.key_averages().table(sort_by="self_device_time_total", row_limit=12)
                     print(f"an epoch, {name}:\n{table}", flush=True)
 
@@ -317,13 +319,9 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument(
-        "--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: all that are native"
-    )
+    parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: all native")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--tuned-usual", action="store_true", help="our settings and a persistent DataLoader for the usual client"
-    )
+    parser.add_argument("--tuned-usual", action="store_true", help="our settings for the usual client")
     parser.add_argument("--quick", action="store_true", help="one short turn, to test the script")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -1,7 +1,7 @@
-"""The app that `ray_engine.py` compares with: empty rounds, and rounds of the usual client under Flower's FedAvg.
+"""The app that `ray_engine.py` compares with: empty rounds, and rounds of a usual client under Flower's FedAvg.
 
-The usual client makes everything anew for each message: the model, the data set from a file, a DataLoader with two
-workers. It fetches one batch and takes no optimiser step, so that only the overhead is timed.
+For each message, the usual client creates the model, loads the data set from a file and starts a DataLoader with two
+workers. It fetches one batch and takes no optimizer step, so that only the overhead is measured.
 """
 
 import json
@@ -24,7 +24,7 @@ server = ServerApp()
 
 
 def model() -> torch.nn.Module:
-    """A ResNet-18 for small images."""
+    """Return a ResNet-18 for small images."""
     network = resnet18(num_classes=128)
     network.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
     return network
@@ -32,13 +32,13 @@ def model() -> torch.nn.Module:
 
 @client.query()
 def empty(message: Message, context: Context) -> Message:
-    """Answer nothing."""
+    """Return an empty reply."""
     return Message(RecordDict(), reply_to=message)
 
 
 @client.train()
 def usual(message: Message, context: Context) -> Message:
-    """All that surrounds the training of one client."""
+    """Run the overhead of a client's training."""
     network = model()
     network.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
     images = torch.load(str(message.content.config_records["config"]["images"]))
@@ -50,7 +50,7 @@ def usual(message: Message, context: Context) -> Message:
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the rounds and write their seconds into ``summary.json``."""
+    """Run the rounds, and write their seconds to ``summary.json``."""
     overrides = dict(word.split("=", 1) for word in shlex.split(str(context.run_config["overrides"])))
     clients = int(overrides["num_clients"])
     while len(nodes := list(grid.get_node_ids())) < clients:
@@ -66,7 +66,7 @@ def main(grid: Grid, context: Context) -> None:
         seconds["empty"].append(time.monotonic() - start)
     for round in rounds:
         start = time.monotonic()
-        # The part of Flower's own `Strategy.start` that trains.
+        # the training part of Flower's `Strategy.start`
         config = ConfigRecord({"images": overrides["images"]})
         replies = list(grid.send_and_receive(strategy.configure_train(round, arrays, config, grid), timeout=600))
         assert len(replies) == clients
