@@ -7,7 +7,7 @@ ResNet-18 (11 M weights). Overhead is the time of a round without training.
 2. round: a complete round against a bare PyTorch loop with the same optimizer steps on the same images, without
    messages, aggregation or client state (target: at most 1.05x).
 3. state: overhead per client that keeps a target network (BYOL: 46 MB): in memory with files written in the background,
-   in files only, as on Ray, and in files written by ``torch.save``, as in earlier versions.
+   and in files only, as on Ray.
 4. memory: a round of 100 clients without training, and the peak memory of the process (target: under 3 s and 1 GB).
 """
 
@@ -32,7 +32,6 @@ from benchmarks.common import make_parser
 from client_app.app import app as client_app
 from client_app.state_store import FILE_STORE, StateStore, WriteBehind
 from client_app.worker import worker_for
-from fedssl.atomic_files import atomic_write, round_file, saved_rounds
 from fedssl.config.load import compose, parse_client_config
 from fedssl.training import batches
 from server_app.app import build_run
@@ -97,20 +96,6 @@ def complete_round(repeats: int = 5) -> None:
     print(f"round, 4 clients: {ours:.2f} s, bare loop {bare:.2f} s, ratio {ratio:.3f}x")
 
 
-class PickledStore:
-    """Client state in files of earlier versions."""
-
-    def load(self, folder: Path, *, before: int, template: Mapping[str, torch.Tensor]) -> ClientState | None:
-        rounds = [round for round in saved_rounds(folder) if round < before]
-        return torch.load(round_file(folder, rounds[-1]), weights_only=True) if rounds else None
-
-    def save(self, folder: Path, state: ClientState, *, round: int, keep_from: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        atomic_write(round_file(folder, round), lambda partial: torch.save(state, partial))
-        for version in [version for version in saved_rounds(folder) if version <= keep_from][:-1]:
-            round_file(folder, version).unlink()
-
-
 class SelectedStore:
     """The store that is selected at the moment, so that one federation can use several in turn."""
 
@@ -132,7 +117,7 @@ def client_state(repeats: int = 9) -> None:
     selected = SelectedStore()
     federation = Federation("local_epochs=0", "method=byol", "num_clients=4", store=selected)
     with WriteBehind() as behind:
-        stores: dict[str, StateStore] = {"background": behind, "files": FILE_STORE, "torch.save": PickledStore()}
+        stores: dict[str, StateStore] = {"background": behind, "files": FILE_STORE}
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in stores}
         for _ in range(repeats + 2):
             for name, selected.store in stores.items():

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import make_parser
-from fedssl.config.settings import EngineSettings, MachineSettings
+from fedssl.config.load import compose
 from simulation.ray_grid import run_ray
 from tests.flower import flwr_run
 
@@ -82,15 +82,9 @@ def ours(folder: Path, *, address: str | None = None) -> list[float]:
     overrides = [f"rounds={rounds}", "encoder=resnet18", "strategy=l_dawa", "local_epochs=0", "threads=1", "device=cpu"]
     overrides += ["partition=iid", f"num_clients={CLIENTS}", f"output_dir={folder}", f"checkpoint_every={rounds}"]
     overrides += ["evaluation=none", "final_evaluation=none", "collapse_images=0"]
+    overrides += ["engine=ray", "engine.client_cpus=1", *([f"engine.address={address}"] if address else [])]
     with redirect_stdout(sys.stderr):
-        run_ray(
-            overrides,
-            num_clients=CLIENTS,
-            concurrency=2,
-            folder=folder,
-            engine=EngineSettings(name="ray", address=address, client_cpus=1, client_gpus=None),
-            machine=MachineSettings(device="cpu", threads=1, keep_freed_memory=True, compile_encoder=False),
-        )
+        run_ray(overrides, compose(overrides), concurrency=2, folder=folder)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(line["clients"] == CLIENTS for line in lines)
     return [line["seconds"] for line in lines][WARM_UP:]

@@ -10,7 +10,9 @@ from flwr.common.constant import ErrorCode
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-__all__ = ["Run", "assign_message_id", "error_reply", "set_task_identity"]
+__all__ = ["RUN_ID", "SERVER_NODE", "Run", "assign_message_id", "error_reply", "set_task_identity"]
+
+RUN_ID, SERVER_NODE = 1, 1  # of a simulation
 
 
 def error_reply(message: Message, reason: str) -> Message:
@@ -18,9 +20,9 @@ def error_reply(message: Message, reason: str) -> Message:
     return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
 
 
-def set_task_identity(*, run_id: int = 1, node_id: int = 1) -> None:
-    """Set the run and the node of this process, which Flower's messages contain."""
-    TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = run_id, run_id, node_id
+def set_task_identity() -> None:
+    """Set the run and the node of this process, a simulation, which Flower's messages contain."""
+    TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = RUN_ID, RUN_ID, SERVER_NODE
 
 
 def assign_message_id(message: Message) -> str:

@@ -43,13 +43,7 @@ from fedssl.untrusted import sanitize
 class SweepState:
     """Outcome of a run or sweep. Hydra discards the results of jobs, and prints a traceback if a job raises.
 
-    Attributes
-    ----------
-    jobs : list of Path
-        Folders of the jobs of a sweep.
-    errors : list of Exception
-    lock : TextIO or None
-        Lock on the folder of a running sweep, for readers that wait for more jobs.
+    ``jobs`` are the folders of a sweep's jobs. ``lock`` locks its folder for readers that wait for more jobs.
     """
 
     def __init__(self) -> None:
@@ -60,10 +54,8 @@ class SweepState:
     def run_job(self, hydra_settings: DictConfig) -> None:
         """Execute the run, or a job of a sweep. A failed job does not end the sweep."""
         chosen = HydraConfig.get().overrides
-        overrides = [
-            *(override for override in chosen.hydra if override.startswith(f"{SEARCHPATH_KEY}=")),
-            *chosen.task,
-        ]
+        searchpath = [override for override in chosen.hydra if override.startswith(f"{SEARCHPATH_KEY}=")]
+        overrides = [*searchpath, *chosen.task]
         sweep = HydraConfig.get().mode == RunMode.MULTIRUN
         folder = Path(HydraConfig.get().runtime.output_dir).resolve()
         if sweep:
@@ -124,11 +116,11 @@ def _run_all(state: SweepState) -> int:
 
 def _help_text(overrides: Sequence[str]) -> str:
     config, _ = compose_unresolved(overrides)
-    groups = [(group, name) for group, names in config_groups(search_folders(overrides)).items() for name in names]
     choices: dict[str, list[str]] = {}
-    for group, name in groups:
-        folder, _, choice = f"{group}/{name}".rpartition("/")
-        choices.setdefault(folder, []).append(choice)
+    for group, names in config_groups(search_folders(overrides)).items():
+        for name in names:
+            folder, _, choice = f"{group}/{name}".rpartition("/")
+            choices.setdefault(folder, []).append(choice)
     lines = "\n".join(f"{folder}: {', '.join(choices[folder])}" for folder in sorted(choices))
     return f"""fedssl [-m] [group=choice ...] [key=value ...]
 
@@ -196,14 +188,7 @@ def _run_here(settings: Settings, folder: Path) -> None:
     if engine == "ray":
         from simulation.ray_grid import run_ray
 
-        run_ray(
-            overrides,
-            num_clients=settings.num_clients,
-            concurrency=concurrency,
-            folder=folder,
-            engine=settings.engine,
-            machine=settings.machine,
-        )
+        run_ray(overrides, settings, concurrency=concurrency, folder=folder)
     else:
         from simulation.grid import run_local
 

@@ -26,15 +26,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> None:
-    """Submit a run, print its log, and print where its results are. Ctrl-C stops the run.
-
-    Raises
-    ------
-    InputError
-        The SuperLink is not available or rejects the run, or the ServerApp rejects the settings.
-    RunError
-        The run failed or was stopped, or the connection to the SuperLink was lost.
-    """
+    """Submit a run, print its log, and print where its results are. Ctrl-C stops the run."""
     with control_api(engine) as control, _http_errors(engine.address):
         run_id = compat.start_run(control, APP, overrides=shlex.join(overrides))
         print(f"run {run_id} of the SuperLink {engine.address}", flush=True)

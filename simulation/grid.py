@@ -11,13 +11,11 @@ from flwr.serverapp import Grid
 
 from client_app.simulated import MARKER_KEY, SimulationMarker
 from client_app.state_store import WriteBehind
-from fedssl.compat import Run, assign_message_id, error_reply, set_task_identity
+from fedssl.compat import RUN_ID, SERVER_NODE, Run, assign_message_id, error_reply, set_task_identity
 from fedssl.config.settings import MachineSettings
 from fedssl.machine.devices import select_device
 
 log = logging.getLogger("fedssl")
-
-RUN_ID, SERVER_NODE = 1, 1
 
 
 class SimulatedGrid(Grid):
@@ -25,7 +23,7 @@ class SimulatedGrid(Grid):
 
     def __init__(self, *, num_clients: int) -> None:
         self.num_clients = num_clients
-        set_task_identity(run_id=RUN_ID, node_id=SERVER_NODE)
+        set_task_identity()
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of all nodes in the order of their partitions."""
@@ -89,15 +87,8 @@ def run_server_app(
 ) -> None:
     """Run the ServerApp in this process.
 
-    Parameters
-    ----------
-    grid : Grid
-    overrides : sequence of str
-        Of the command line.
-    terminal : bool
-        Whether the ServerApp may draw a progress bar, because nothing else writes to standard output.
-    client_cores : int or None
-        Number of cores of this machine that clients use; None if unknown.
+    ``terminal``: it may draw a progress bar, because nothing else writes to standard output. ``client_cores``: number
+    of cores of this machine that clients use, None if unknown.
     """
     from server_app.app import app as server_app
     from server_app.console import INTERACTIVE_KEY
@@ -117,15 +108,7 @@ def run_server_app(
 
 
 class LocalGrid(SimulatedGrid):
-    """Nodes whose clients run one after the other in this process.
-
-    Parameters
-    ----------
-    client_app : ClientApp
-    num_clients : int
-    store : WriteBehind, optional
-        Store of client state in memory; None: files only.
-    """
+    """Nodes whose clients run one after the other in this process. ``store`` has client state in memory."""
 
     def __init__(self, client_app: ClientApp, *, num_clients: int, store: WriteBehind | None = None) -> None:
         super().__init__(num_clients=num_clients)

@@ -21,17 +21,9 @@ from flwr.clientapp import ClientApp
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from fedssl.compat import assign_message_id, error_reply, set_task_identity
-from fedssl.config.settings import EngineSettings, MachineSettings
+from fedssl.config.settings import Settings
 from fedssl.errors import RunError
-from simulation.grid import (
-    RUN_ID,
-    SERVER_NODE,
-    SimulatedGrid,
-    load_client_app,
-    make_context,
-    run_client_app,
-    run_server_app,
-)
+from simulation.grid import SimulatedGrid, load_client_app, make_context, run_client_app, run_server_app
 from simulation.ray_session import check_hosts, ray_session
 from simulation.resources import ClientResources, plan_client_resources
 
@@ -47,7 +39,7 @@ class ClientActor:
     """A process that runs one client at a time."""
 
     def __init__(self, client_app: ClientApp | None = None) -> None:
-        set_task_identity(run_id=RUN_ID, node_id=SERVER_NODE)
+        set_task_identity()
         self._client_app = client_app or load_client_app()
 
     def ready(self) -> None:
@@ -60,19 +52,10 @@ class ClientActor:
 
 
 class RayGrid(SimulatedGrid):
-    """Nodes whose clients run in parallel in Ray actors.
+    """Nodes whose clients run in parallel in Ray actors, each with the resources ``client``.
 
     Queries are answered in this process. A client that runs out of GPU memory is retried without other clients.
-
-    Parameters
-    ----------
-    num_clients : int
-    actors : int
-        Number of clients that run at once.
-    client : ClientResources
-        Resources of an actor.
-    client_app : ClientApp, optional
-        Default: the one of this project, imported by each actor.
+    ``client_app`` defaults to the one of this project, which each actor imports.
     """
 
     def __init__(
@@ -115,13 +98,7 @@ class RayGrid(SimulatedGrid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the next replies to these messages, after at most `POLL_SECONDS`.
-
-        Raises
-        ------
-        RunError
-            An actor cannot be started.
-        """
+        """Return the next replies to these messages, after at most `POLL_SECONDS`."""
         wanted = set(message_ids)
         replies = list(self._replies)
         self._replies.clear()
@@ -219,44 +196,18 @@ class _PendingCall:
     is_retry: bool = False
 
 
-def run_ray(
-    overrides: Sequence[str],
-    *,
-    num_clients: int,
-    concurrency: int,
-    folder: Path,
-    engine: EngineSettings,
-    machine: MachineSettings,
-) -> None:
-    """Run the app, with the server in this process and the clients in Ray's.
+def run_ray(overrides: Sequence[str], settings: Settings, *, concurrency: int, folder: Path) -> None:
+    """Run the app, with the server in this process and the clients in Ray's, at most ``concurrency`` at once.
 
-    Parameters
-    ----------
-    overrides : sequence of str
-        Of the command line. Paths must be absolute, because actors have another working directory.
-    num_clients : int
-    concurrency : int
-        Maximum number of clients at once, the clients of a round.
-    folder : Path
-        Of the run.
-    engine : EngineSettings
-        Resources of a client.
-    machine : MachineSettings
-        Device and threads of a client.
-
-    Raises
-    ------
-    InputError
-        The machine lacks the requested resources, or the cluster does not exist.
-    RunError
-        Ray's processes cannot be started.
+    Paths in ``overrides`` must be absolute, because actors have another working directory.
     """
-    own_gpus = 0 if machine.device == "cpu" and engine.address is None else None
-    with ray_session(gpus=own_gpus, address=engine.address) as hosts:
+    engine, machine = settings.engine, settings.machine
+    gpus = 0 if machine.device == "cpu" and engine.address is None else None
+    with ray_session(gpus=gpus, address=engine.address) as hosts:
         if engine.address is not None:
             check_hosts(folder)
         client, actors = plan_client_resources(hosts, engine=engine, machine=machine, max_clients=concurrency)
-        grid = RayGrid(num_clients=num_clients, actors=actors, client=client)
+        grid = RayGrid(num_clients=settings.num_clients, actors=actors, client=client)
         run_server_app(grid, overrides, client_cores=actors * client.cpus)  # assumes that all are on this host
 
 

@@ -134,17 +134,7 @@ def _environment(directory: Path, environment: Mapping[str, str]) -> Iterator[No
 
 @dataclass(frozen=True)
 class HostInfo:
-    """Properties that all hosts of a run must share.
-
-    Attributes
-    ----------
-    code : str
-        Fingerprint of fedssl's source files.
-    python, torch, flwr : str
-        Versions.
-    folder : bool
-        Whether the host can access the run folder.
-    """
+    """Properties that all hosts of a run must share: code fingerprint, versions, and access to the run folder."""
 
     code: str
     python: str
@@ -160,19 +150,9 @@ def host_info(probe_file: Path) -> HostInfo:
 
 
 def check_hosts(folder: Path) -> None:
-    """Check all hosts of the cluster that this process has joined.
+    """Raise `InputError` if a host of the cluster has other code or versions, or cannot access the run folder.
 
-    A client may train on another host in each round, and its state is in the run folder.
-
-    Parameters
-    ----------
-    folder : Path
-        Of the run; need not exist yet.
-
-    Raises
-    ------
-    InputError
-        A host has other code or versions, or cannot access the folder.
+    A client may train on another host in each round, and its state is in ``folder``, which need not exist yet.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

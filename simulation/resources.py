@@ -38,11 +38,6 @@ def auto_engine(settings: Settings) -> EngineChoice:
     cores (``threads`` per client), by the clients of a round, and by memory, where a client needs the peak of this
     process after a training step. Ray is selected if, by the time of that step, it saves more than its start costs.
     A run of a few steps uses ``local`` without a measurement.
-
-    Raises
-    ------
-    InputError
-        The images, the method or the strategy cannot be used.
     """
     import torch
 
@@ -135,15 +130,6 @@ def fit_clients(
         None: one per thread, or 1 if the client uses a GPU.
     client_gpus : float or None
         None: an equal share, so that every GPU runs the same number of clients, at most 4.
-    threads : int
-        Of a client.
-    max_clients : int
-        Maximum number of clients at once.
-
-    Raises
-    ------
-    InputError
-        No host has the requested resources.
     """
     cores, gpus = max(host.cpus for host in hosts), max(host.gpus for host in hosts)
     if client_gpus is not None and (client_gpus < 0 or (client_gpus > 1 and client_gpus != int(client_gpus))):

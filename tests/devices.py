@@ -7,8 +7,8 @@ from flwr.app import Context, Message, RecordDict
 from PIL import Image
 
 from client_app.app import app as client_app
-from fedssl.compat import set_task_identity
-from simulation.grid import RUN_ID, LocalGrid
+from fedssl.compat import RUN_ID, set_task_identity
+from simulation.grid import LocalGrid
 
 
 def write_images(folder: Path, number: int, *, seed: int = 0, size: int = 8) -> Path:
