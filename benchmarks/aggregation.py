@@ -124,10 +124,8 @@ def report_in_memory(layers: Layers, updates: list[ClientUpdate], repetitions: i
         repetitions,
     )
     passes = (len(updates) + 2) / 2
-    floor = Seconds(
-        passes * min(seconds["copy"].median, seconds["copy, threads"].median),
-        passes * min(seconds["copy"].minimum, seconds["copy, threads"].minimum),
-    )
+    copies = seconds["copy"], seconds["copy, threads"]
+    floor = Seconds(passes * min(each.median for each in copies), passes * min(each.minimum for each in copies))
     print(f"\nK={len(updates)}, in memory{'':20}ms {'passes':>18} {'authors/ours':>18}")
     print(f"{'one pass':24}{floor}")
     slowest = seconds["L-DAWA, authors' form"]

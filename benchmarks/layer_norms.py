@@ -54,21 +54,11 @@ def norms(layers: Layers, kind: dict[str, str]) -> dict[str, float]:
 
 
 class RunHistory:
-    """Norms, cosines and results of a run with a checkpoint for every round.
+    """Statistics of a run with a checkpoint for every round.
 
-    Attributes
-    ----------
-    norms : dict of list
-        By kind: of the untrained model and of every round.
-    knn : list of (int, float)
-        Round and accuracy in %.
-    cosines : dict of float
-        By kind, the mean over clients and layers in the last round.
-    spread : dict of float
-        By kind, the standard deviation of the clients' cosines in % of their mean, averaged over layers, in the last
-        round.
-    results : dict of float
-        Of the last evaluation, in %.
+    ``norms``: by kind, of the untrained model and of every round. ``knn``: rounds and accuracies in %. ``cosines``: by
+    kind, means over clients and layers in the last round. ``spread``: by kind, standard deviation of the clients'
+    cosines in % of their mean, averaged over layers, in the last round. ``results``: of the last evaluation, in %.
     """
 
     def __init__(self, run: Run) -> None:

@@ -16,29 +16,15 @@ Values = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of a row from the reference over seeds.
-
-    Attributes
-    ----------
-    mean, spread : float
-        Mean and standard deviation (divisor n - 1).
-    p : float
-        Of the two-sided paired t-test, after Holm's correction.
-    """
+    """Difference of a row from the reference over seeds."""
 
     mean: float
-    spread: float
-    p: float
+    spread: float  # standard deviation with divisor n - 1
+    p: float  # of the two-sided paired t-test, after Holm's correction
 
 
 def ranks(values: Values) -> dict[str, float]:
-    """Return the mean rank over seeds; 1 is best, and equal values share their ranks.
-
-    Parameters
-    ----------
-    values : mapping
-        Row to one value per seed, in the same order of seeds. Higher is better.
-    """
+    """Return the mean rank of each row over its values, one per seed; 1 is the highest, and ties share their ranks."""
     table = np.array(list(values.values()))  # (rows, seeds)
     within = stats.rankdata(-table, axis=0)
     return dict(zip(values, within.mean(axis=1).tolist(), strict=True))

@@ -23,28 +23,15 @@ _RANKED = "linear"
 
 @dataclass(frozen=True)
 class BenchResult:
-    """The result of one run.
-
-    Attributes
-    ----------
-    suite, rule, method : str
-    seed : int
-    results, untrained : dict
-        Protocol to accuracy in [0, 1] of the federated encoder, and of the encoder before training.
-    bytes_up : float
-        Uploaded by one client in all rounds.
-    machine, date : str
-    versions : dict
-        Package to version.
-    """
+    """The result of one run. ``results`` and ``untrained`` map protocols to accuracies in [0, 1]."""
 
     suite: str
     rule: str
     method: str
     seed: int
     results: dict[str, float]
-    untrained: dict[str, float]
-    bytes_up: float
+    untrained: dict[str, float]  # of the encoder before training
+    bytes_up: float  # uploaded by one client in all rounds
     machine: str
     date: str
     versions: dict[str, str]

@@ -35,16 +35,9 @@ class Job:
 
 
 class Runner:
-    """Runs jobs until all are finished or the time is over.
+    """Runs at most ``jobs`` at once, until all are finished or ``seconds`` are over.
 
-    Parameters
-    ----------
-    jobs : int
-        Number of concurrent runs.
-    seconds : float
-        Time limit. Unfinished runs are then stopped. They keep their completed rounds and can be resumed.
-    command : sequence of str
-        Started with a job's overrides.
+    Unfinished runs are then stopped. They keep their completed rounds and can be resumed.
     """
 
     def __init__(self, *, jobs: int, seconds: float, command: Sequence[str] = COMMAND) -> None:

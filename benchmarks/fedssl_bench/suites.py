@@ -27,29 +27,14 @@ _DOUBLE = ("per_ssl",)  # trains two models
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes
-    ----------
-    rule : str
-        The strategy, or the name of a baseline.
-    method : str
-    overrides : tuple of str
-        Added to those of the suite.
-    stage : int
-        Rows of a lower stage run first.
-    cost : float
-        Time of a run relative to FedAvg with SimCLR.
-    partitioned : bool
-        Whether the run uses the recorded partition.
-    """
-
-    rule: str
+    rule: str  # the strategy, or the name of a baseline
     method: str
-    overrides: tuple[str, ...]
-    stage: int
-    cost: float
-    partitioned: bool = True
+    overrides: tuple[str, ...]  # added to those of the suite
+    stage: int  # rows of a lower stage run first
+    cost: float  # time of a run relative to FedAvg with SimCLR
+    partitioned: bool = True  # whether the run uses the recorded partition
 
     @property
     def folder(self) -> str:
@@ -59,32 +44,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Suite:
-    """A protocol and its rows.
-
-    Attributes
-    ----------
-    name : str
-    overrides : tuple of str
-        Of all rows.
-    rows : tuple of Row
-    seeds : tuple of int
-        Rows are compared within seeds.
-    num_images, clients : int
-        Of the partitions.
-    alpha : float
-        Dirichlet concentration of the partitions.
-    jobs : int or None
-        Number of concurrent runs; None: one per core.
-    """
+    """A protocol and its rows. Rows are compared within seeds."""
 
     name: str
-    overrides: tuple[str, ...]
+    overrides: tuple[str, ...]  # of all rows
     rows: tuple[Row, ...]
     seeds: tuple[int, ...]
     num_images: int
     clients: int
-    alpha: float
-    jobs: int | None = None
+    alpha: float  # Dirichlet concentration of the partitions
+    jobs: int | None = None  # number of concurrent runs; None: one per core
 
     def partition(self, seed: int) -> str:
         """Return the name of the partition of a seed."""
