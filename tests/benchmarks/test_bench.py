@@ -1,4 +1,4 @@
-"""FedSSL-Bench without training: what runs, in which order, what is kept, and what the page says of made-up results."""
+"""FedSSL-Bench without training: order of runs, results, and the page."""
 
 import hashlib
 import json
@@ -45,7 +45,7 @@ def command(tmp_path: Path) -> tuple[str, ...]:
     return sys.executable, str(tmp_path / "program.py")
 
 
-def test_what_is_finished_stays_what_fails_is_tried_again_and_what_was_stopped_goes_on(tmp_path, command, capsys):
+def test_finished_runs_are_kept_failed_ones_repeated_and_stopped_ones_resumed(tmp_path, command, capsys):
     jobs = [Job(name, tmp_path / "runs" / name, (name,), 1.0) for name in ("good", "bad", "slow")]
     runner = Runner(jobs=3, seconds=600, command=command)
 
@@ -66,7 +66,7 @@ def test_what_is_finished_stays_what_fails_is_tried_again_and_what_was_stopped_g
     assert order.count("good output_dir") == 1
 
 
-def test_what_fails_is_told_and_counted(tmp_path, command, capsys):
+def test_failures_are_printed_and_counted(tmp_path, command, capsys):
     assert Runner(jobs=1, seconds=600, command=command).run([Job("bad", tmp_path / "bad", ("bad",), 1.0)]) == 1
     assert f"bad: failed, see {tmp_path / 'bad.log'}" in capsys.readouterr().out
 
@@ -81,7 +81,7 @@ def test_any_path_is_read_unchanged(tmp_path: Path, command) -> None:
     assert Runner(jobs=1, seconds=600, command=command).run([job]) == 0
 
 
-def test_nothing_begins_after_the_time(tmp_path, command):
+def test_no_run_starts_after_the_time_limit(tmp_path, command):
     assert Runner(jobs=1, seconds=0, command=command).run([Job("good", tmp_path / "good", ("good",), 1.0)]) == 1
     assert not (tmp_path / "good").exists()
 
@@ -125,7 +125,7 @@ def entry(rule: str, seed: int, linear: float, method: str = "simclr") -> BenchR
     )
 
 
-def test_the_file_keeps_what_others_have_put_there(tmp_path: Path) -> None:
+def test_other_entries_of_the_file_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     merge(file, [entry("fedavg", 0, 0.4), entry("theirs", 0, 0.5)])
     together = merge(file, [entry("fedavg", 0, 0.6)])
@@ -133,14 +133,14 @@ def test_the_file_keeps_what_others_have_put_there(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["results"][1]["rule"] == "theirs"
 
 
-def test_an_entry_that_lacks_something_is_one_sentence(tmp_path: Path) -> None:
+def test_an_incomplete_entry_is_rejected_in_one_sentence(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     file.write_text(json.dumps({"results": [{"suite": "cpu", "rule": "theirs"}]}))
     with pytest.raises(SystemExit, match=r"results.json: entry 0 has other keys than the rest: .*'method'"):
         results.read(file)
 
 
-def test_the_page_ranks_rows_over_the_seeds_that_all_have() -> None:
+def test_the_page_ranks_rows_over_common_seeds() -> None:
     numbers = {"fedavg": (0.40, 0.42, 0.44), "eua": (0.41, 0.44, 0.47), ALL: (0.6, 0.6, 0.6)}
     entries = [entry(rule, seed, one) for rule, each in numbers.items() for seed, one in enumerate(each)]
     said = page(SUITES["cpu"], entries)
@@ -177,7 +177,7 @@ def test_rows_compose_and_use_the_recorded_partitions(name, keys, tmp_path) -> N
         assert set(results.PROTOCOLS) <= set(settings.evaluation.final_protocol.values["protocols"])
 
 
-def test_the_gpu_begins_with_the_tables_of_l_dawa(tmp_path: Path) -> None:
+def test_the_gpu_suite_starts_with_the_tables_of_l_dawa(tmp_path: Path) -> None:
     first = [job.name for job in bench.make_jobs(SUITES["gpu"], "/no/such", tmp_path)][:9]
     assert [name.removesuffix(", seed 0").removeprefix("simclr-") for name in first] == [
         *(
@@ -214,7 +214,7 @@ def test_a_changed_partition_is_rejected(tmp_path):
         partitions.write_csv(["p"], tmp_path / "out", file=tmp_path / "file", digests=tmp_path / "digests")
 
 
-def test_cheap_rows_first_rules_before_methods_seeds_one_after_the_other(tmp_path: Path) -> None:
+def test_order_of_runs(tmp_path: Path) -> None:
     found = [(job.name, job.cost) for job in bench.make_jobs(SUITES["cpu"], "/no/such", tmp_path)]
     of_seed = found[: len(found) // 3]
     assert all(name.endswith("seed 0") for name, _ in of_seed)

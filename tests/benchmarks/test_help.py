@@ -1,4 +1,4 @@
-"""Every script in benchmarks/ describes itself."""
+"""Every script in benchmarks/ has a help text."""
 
 import os
 import runpy

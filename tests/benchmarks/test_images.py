@@ -1,4 +1,4 @@
-"""Very many images are trained on without being in the memory of the process."""
+"""Training on many images, which are not in the memory of the process."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a training step asks of a GPU, counted on a CPU that stands in for one: kept as low as it is."""
+"""Launches of a training step on a GPU, counted on a CPU, must not increase."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from benchmarks.launches import count
         (["method=byol", "regularizer=fur", "cuda_graphs=true", "optimizer.fused=true"], 90),
     ],
 )
-def test_launches_of_a_step_and_nothing_between_steps(overrides, max_launches):
+def test_launches_of_a_step_and_of_an_epoch(overrides, max_launches):
     step, epoch, _ = count("precision=bf16", *overrides)
     assert step.launches <= max_launches
     assert (step.copies, step.waits) == (0, 0)

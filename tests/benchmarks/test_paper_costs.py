@@ -100,7 +100,7 @@ def test_ratios_of_communication_of_the_paper(moco):
     assert f"{sum(paper_bytes(moco, SCHEDULES['progressive'])) / whole:.2f}" == "0.54"
 
 
-def test_the_method_is_left_with_all_of_it_trained(moco):
+def test_the_method_is_unchanged_afterwards(moco):
     trained = [name for name, parameter in moco.named_parameters() if parameter.requires_grad]
     paper_flops(moco, SCHEDULES["layer_wise"], image=IMAGE)
     assert [name for name, parameter in moco.named_parameters() if parameter.requires_grad] == trained == moco.trainable

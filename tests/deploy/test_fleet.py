@@ -1,4 +1,4 @@
-"""Real fleets on this machine: TLS, node keys and a proxy, SuperNodes with images of their own, and what breaks."""
+"""Real fleets on this machine with TLS, node keys, a proxy and local images, and their failures."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def equal(one, other):
 
 @pytest.fixture
 def places(tmp_path):
-    """Folders of images of three owners, of whom each has another number."""
+    """Folders with different numbers of images for three owners."""
     return {
         name: write_images(tmp_path / "images" / name, 9 + place, seed=place)
         for place, name in enumerate(("a", "b", "c"))
@@ -41,14 +41,14 @@ def places(tmp_path):
 
 
 def partitions(run):
-    """Which owner has which number in a simulation: owners are told by how many images they have."""
+    """Return the owner of each partition, identified by the number of images."""
     table = (run / "partition.csv").read_text().splitlines()[1:]
     sizes = [int(line.split(",")[1]) for line in table]
     return {"abc"[size - 9]: number for number, size in enumerate(sizes)}
 
 
 def post(port, path, keys):
-    """The status with which the port answers a request."""
+    """Return the status of the reply to a request."""
     context = ssl.create_default_context(cafile=str(keys / "ca.crt"))
     request = urllib.request.Request(f"https://127.0.0.1:{port}{path}", data=b"", method="POST")
     try:
@@ -59,7 +59,7 @@ def post(port, path, keys):
 
 
 @pytest.mark.heavy
-def test_a_fleet_with_tls_and_keys_has_the_bits_of_the_simulation(places, tmp_path):
+def test_a_fleet_and_the_simulation_are_bit_identical(places, tmp_path):
     words = [*SMALL, "strategy=fedu", "method=byol", "rounds=2"]
     own = [f"dataset.path={tmp_path / 'images'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]
     simulate([*words, *own, f"output_dir={tmp_path / 'simulation'}"])
@@ -81,7 +81,7 @@ def test_a_fleet_with_tls_and_keys_has_the_bits_of_the_simulation(places, tmp_pa
 
 
 @pytest.mark.slow
-def test_what_devices_reach_is_the_fleet_api_alone(tmp_path):
+def test_devices_reach_only_the_fleet_api(tmp_path):
     with fleet("a") as one:
         check_the_public_port(one)
         one.start_node("stranger", data_path=tmp_path)
@@ -97,7 +97,7 @@ def test_what_devices_reach_is_the_fleet_api_alone(tmp_path):
 
 
 def check_the_public_port(one):
-    """What devices reach can neither register keys nor submit runs; what the operator reaches can."""
+    """Only the operator's port can register keys and submit runs."""
     for path in ("start-run", "register-node", "stop-run", "list-runs"):
         for public in (f"/v1/control/{path}", f"/v1/fleet/../control/{path}", f"/v1/fleet/%2e%2e/control/{path}"):
             assert post(one.public, public, one.keys) == 403
@@ -107,7 +107,7 @@ def check_the_public_port(one):
 
 
 def refused(one):
-    """A node that is not registered is refused, and ends."""
+    """An unregistered node is rejected and ends."""
     assert one.nodes["stranger"].wait(timeout=PATIENCE) == 1
     assert "Failed to activate SuperNode" in one.log("stranger")
 
@@ -116,18 +116,18 @@ def refused(one):
 
 
 def rows(run, name="metrics.jsonl"):
-    """What a file of the run folder holds so far."""
+    """Return the lines of a file of the run folder."""
     text = (run / name).read_text() if (run / name).exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def took_part(run, client, *, after):
-    """Whether an update of the client was used in a round after this one."""
+    """Return whether an update of the client was used in a later round."""
     return any(row["client"] == client and row["round"] > after for row in rows(run, "clients.jsonl"))
 
 
 @pytest.mark.heavy
-def test_a_run_outlives_what_its_devices_do(places, tmp_path):
+def test_a_run_survives_failures_of_its_devices(places, tmp_path):
     run = tmp_path / "run"
     words = [*SMALL, "num_clients=3", "rounds=1000", f"output_dir={run}", "aggregation.min_updates=1"]
     words += ["aggregation.round_deadline=60", "aggregation.max_retries=50"]
@@ -182,7 +182,7 @@ def test_a_run_outlives_what_its_devices_do(places, tmp_path):
 
 
 @pytest.mark.heavy
-def test_a_run_goes_on_after_its_superlink_and_its_serverapp_were_killed(places, tmp_path):
+def test_a_run_is_resumed_after_its_superlink_and_serverapp_were_killed(places, tmp_path):
     run, simulation = tmp_path / "run", tmp_path / "simulation"
     words = [*SMALL, "strategy=fedu", "method=byol", "rounds=5"]
     own = [f"dataset.path={tmp_path / 'images'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]

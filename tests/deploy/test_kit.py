@@ -1,4 +1,4 @@
-"""Keys and certificates, and what units, containers and nginx agree about."""
+"""Keys and certificates, and the consistency of units, containers and nginx."""
 
 import re
 import shlex
@@ -69,7 +69,7 @@ def test_python_itself_trusts_the_certificate_strictly(made):
     assert ends[0].getpeercert()["subject"] == ((("commonName", "fed.example.org"),),)
 
 
-def test_what_is_there_stays_and_what_is_missing_is_made(made):
+def test_existing_files_are_kept_and_missing_files_created(made):
     before = contents(made)
     status, said = keys(made, "--server", "fed.example.org", "203.0.113.7", "--nodes", "garden", "roof")
     assert status == 0
@@ -92,7 +92,7 @@ def test_what_is_there_stays_and_what_is_missing_is_made(made):
         ("nodes/garden.key", ["--nodes", "garden"], "garden.pub exists but"),
     ],
 )
-def test_nothing_is_replaced_unseen(made, gone, words, sentence):
+def test_no_file_is_replaced_silently(made, gone, words, sentence):
     if gone:
         (made / gone).unlink()
     before = contents(made)
@@ -116,7 +116,7 @@ def test_units_and_containers_start_the_same_superlink():
     assert sorted(line.split()) == sorted(re.sub(r":-\}", "}", command).split())
 
 
-def test_nginx_lets_the_fleet_api_out_and_nothing_else():
+def test_nginx_exposes_only_the_fleet_api():
     text = (DEPLOY / "nginx.conf").read_text()
     blocks = dict(re.findall(r"location (\S+) \{(.*?)\n    \}", text, flags=re.DOTALL))
     assert list(blocks) == ["/v1/fleet/", "/"]

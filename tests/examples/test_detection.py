@@ -78,7 +78,7 @@ def test_the_command_prints_recall_and_precision(detector, encoder, monkeypatch,
 
 
 @pytest.mark.heavy
-def test_it_learns(encoder) -> None:
+def test_a_detector_learns(encoder) -> None:
     torch.manual_seed(0)
     image_shape = {"channels": 3, "size": 32}
     detector = detection.faster_rcnn(load_encoder(encoder), num_classes=4, out_channels=32, regions=32)

@@ -1,4 +1,4 @@
-"""examples/plugin: the commands of its README, made small, in a copy of the folder."""
+"""examples/plugin: the commands of its README with small settings, in a copy of the folder."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def fedssl(*overrides: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The example, somewhere else."""
+    """A copy of the example in another folder."""
     copy = tmp_path_factory.mktemp("example") / "plugin"
     shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns("__pycache__", "runs", "multirun"))
     return copy
@@ -55,7 +55,7 @@ def summary(run_folder):
     return json.loads((run_folder / "summary.json").read_text())
 
 
-def test_all_parts_work_together(run_folder):
+def test_all_components_work_together(run_folder):
     found = summary(run_folder)
     assert (found["status"], found["rounds"]) == ("finished", 2)
     assert set(found["final"]["federated"]) == {"nearest_mean", "nearest_mean_std"}
@@ -91,7 +91,7 @@ def test_the_other_commands(folder):
 
 
 @pytest.mark.heavy
-def test_the_encoder_is_evaluated_with_the_folder_that_has_it(run_folder, folder):
+def test_the_encoder_is_evaluated_with_its_config_folder(run_folder, folder):
     overrides = [word.replace("RUN", str(run_folder)) for word in commands()[-1]]
     evaluated = call("fedssl.evaluation.cli", *overrides, folder=folder)
     assert evaluated.returncode == 0, evaluated.stderr
@@ -101,7 +101,7 @@ def test_the_encoder_is_evaluated_with_the_folder_that_has_it(run_folder, folder
     assert "mylab.encoder.Perceptron, which is not part of fedssl" in refused.stderr
 
 
-def test_a_package_that_is_not_there_is_one_sentence(folder, tmp_path):
+def test_a_missing_package_is_reported_in_one_sentence(folder, tmp_path):
     refused = call("simulation.cli", "--config-dir", str(folder / "conf"), "strategy=two_teams", folder=tmp_path)
     assert refused.returncode == 2
     assert re.fullmatch(r"fedssl: strategy._target_=mylab.* there is no module mylab; install .*\n", refused.stderr)
@@ -109,7 +109,7 @@ def test_a_package_that_is_not_there_is_one_sentence(folder, tmp_path):
 
 
 @pytest.mark.heavy
-def test_on_ray_the_numbers_are_the_same(run_folder, folder):
+def test_ray_gives_the_same_results(run_folder, folder):
     one_actor = ["engine=ray", f"engine.client_cpus={available_cores()}"]
     fedssl(*commands()[0], *SMALL, *one_actor, "rounds=1", "final_evaluation=none", "output_dir=ray", folder=folder)
     rest = {"seconds": 0, "client_seconds": 0, "bytes_down": 0}  # the folder's path is part of what travels down

@@ -48,7 +48,7 @@ def test_supervised_features_by_hand():
 
 
 def test_supervised_features_are_those_of_the_two_layer_network():
-    """The problem of section 4.2 as it stands, over both layers, by a general solver."""
+    """The problem of section 4.2 over both layers, by a general solver."""
     generator = np.random.default_rng(1)
     images, labels = generator.normal(size=(6, 4)), np.array([0, 0, 1, 1, 2, 2])
     classes, width = 3, 3
@@ -85,7 +85,7 @@ def test_supervised_features_are_those_of_the_two_layer_network():
     np.testing.assert_allclose(features.T @ features, slow.T @ slow, atol=5e-3)
 
 
-def test_classes_that_overlap_are_one_sentence():
+def test_overlapping_classes_are_rejected():
     with pytest.raises(InputError, match=r"the classes of 6 images in 1 dimensions overlap; raise --dims"):
         theory.supervised(np.array([[1.0], [2], [3], [4], [5], [6]]), np.array([0, 1, 2, 0, 1, 2]))
 
@@ -133,6 +133,6 @@ def test_what_the_paper_proves(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("words", [["--sources", "1"], ["--dims", "8"], ["--seeds", "0"], ["--folder", "/no/such"]])
-def test_bad_settings_are_one_sentence(words, capsys):
+def test_invalid_settings_are_rejected_in_one_sentence(words, capsys):
     assert theory.main(words) == 2
     assert capsys.readouterr().err.startswith("theory: --sources ")

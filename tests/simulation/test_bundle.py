@@ -21,7 +21,7 @@ def bundle(tmp_path_factory):
     return folder / "app"
 
 
-def test_holds_exactly_what_is_needed(bundle):
+def test_contains_exactly_the_needed_files(bundle):
     packages = ("client_app", "fedssl", "server_app", "strategies")
     expected = {file for package in packages for file in (ROOT / package).rglob("*.py")}
     expected |= set((ROOT / "conf").rglob("*.yaml"))

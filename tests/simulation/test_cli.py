@@ -1,4 +1,4 @@
-"""The command: what it does with a run that goes on."""
+"""The command ``fedssl`` with a run to resume."""
 
 import pytest
 
@@ -9,8 +9,8 @@ QUICK = ["num_clients=3", "local_epochs=1", "dataset.limit=60", "encoder.width=4
 QUICK += ["evaluate_every=0", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
 
 
-def test_a_run_in_phases_keeps_its_length_and_another_does_not(tmp_path):
-    """The length decides which phase a round belongs to."""
+def test_only_a_run_without_phases_can_change_its_length(tmp_path):
+    """The phase of a round depends on the number of rounds."""
     for name, schedule in (("staged", "layer_wise"), ("whole", "end_to_end")):
         run([*QUICK, "rounds=4", f"schedule={schedule}", f"output_dir={tmp_path / name}"])
     with pytest.raises(InputError, match=r"was run with rounds=4 \(now 5\); keep the number") as caught:

@@ -1,4 +1,4 @@
-"""Every file of a real run folder, damaged in many ways: each reader is right, or answers with one sentence."""
+"""Every file of a run folder, damaged in many ways: each reader succeeds or reports one sentence."""
 
 import json
 import random
@@ -55,7 +55,7 @@ def folder(whole, tmp_path):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """What is drawn does not matter here."""
+    """The content of figures does not matter here."""
     monkeypatch.setattr(Figure, "savefig", lambda figure, stream, **style: stream.write(b"\x89PNG"))
     monkeypatch.setattr("fedssl.plots.embeddings.tsne", lambda h, *, seed: np.zeros((*h.shape[:2], 2)))
 
@@ -98,23 +98,23 @@ DAMAGES = {
 
 
 def reported(folder):
-    """What ``fedssl-report --figures`` prints."""
+    """Return the output of ``fedssl-report --figures``."""
     report.figures([folder], [], into=None, settings=[])
     report.report([folder], out=None)
 
 
 def evaluated(folder):
-    """What ``fedssl-evaluate`` prints."""
+    """Return the output of ``fedssl-evaluate``."""
     return evaluate.run([f"run={folder}", "evaluation=knn"])
 
 
 def composed(folder):
-    """The settings of a resumed run."""
+    """Return the settings of a resumed run."""
     return load_settings([f"resume={folder}"])
 
 
 def restored(folder, settings=None):
-    """Read what else a resumed run reads, and write what it writes; ``settings`` are those of a copy."""
+    """Read and write the other files of a resumed run; ``settings`` are of a copy."""
     settings = settings or composed(folder)
     recorder = Recorder(replace(settings.recording, folder=folder), rounds=settings.rounds, screen=PlainConsole())
     with recorder.locked(), log_to(recorder.folder, PlainConsole()):
@@ -137,11 +137,11 @@ READERS = {
         **dict.fromkeys([*SETTINGS, *FIGURES[:1], *OTHERS], FEW),
     },
 }
-"""How each reader's files are damaged; what it only writes can have something else in its place."""
+"""Kinds of damage to the files of each reader; files that are only written may be replaced by something else."""
 
 
 def answer_of(reader, *arguments):
-    """The sentence of the reader; None: it could go on."""
+    """Return the sentence of the reader, None if it succeeds."""
     try:
         reader(*arguments)
     except InputError as error:
@@ -149,7 +149,7 @@ def answer_of(reader, *arguments):
     return None
 
 
-def test_no_file_is_forgotten(folder):
+def test_all_files_are_covered(folder):
     reported(folder)  # draws what a run itself does not
     found = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     drawn = {str(Path(name).with_suffix(end)) for name in FIGURES for end in (".pdf", ".csv")}
@@ -157,13 +157,13 @@ def test_no_file_is_forgotten(folder):
     assert drawn <= found
 
 
-def test_what_is_whole_is_read(folder):
+def test_undamaged_files_are_read(folder):
     for reader in READERS:
         reader(folder)
 
 
 def cases():
-    """Every reader with every file; the report, which draws figures each time, with few damages unless --heavy."""
+    """Every reader with every file; the slow report has few kinds of damage without --heavy."""
     for reader, names in READERS.items():
         for name, kinds in names.items():
             slow = reader is reported and kinds is DAMAGES
@@ -173,7 +173,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("reader", "name", "kinds"), list(cases()))
-def test_a_damaged_file_is_no_traceback(whole, settings, tmp_path, reader, name, kinds):
+def test_a_damaged_file_causes_no_traceback(whole, settings, tmp_path, reader, name, kinds):
     for kind in kinds:
         copy = Path(shutil.copytree(whole, tmp_path / kind))
         (copy / name).touch()  # t-SNE and sphere are drawn by the report only
@@ -186,7 +186,7 @@ def test_a_damaged_file_is_no_traceback(whole, settings, tmp_path, reader, name,
     ("name", "kind"),
     [("config.yaml", "random"), ("metrics.jsonl", "folder"), ("checkpoints/round-000002.pt", "loop")],
 )
-def test_the_command_line_says_it_in_one_sentence(folder, monkeypatch, capsys, name, kind):
+def test_the_command_prints_one_sentence(folder, monkeypatch, capsys, name, kind):
     DAMAGES[kind](folder / name)
     monkeypatch.setattr(sys, "argv", ["fedssl", f"resume={folder}"])
     with pytest.raises(SystemExit, match="2"):
@@ -196,7 +196,7 @@ def test_the_command_line_says_it_in_one_sentence(folder, monkeypatch, capsys, n
     assert said.count("\n") == 1
 
 
-def test_a_last_line_that_a_kill_cut_short_counts_as_not_written(folder):
+def test_an_incomplete_last_line_is_ignored(folder):
     for name in LINES:
         file = folder / name
         lines = file.read_text().splitlines(keepends=True)
@@ -207,7 +207,7 @@ def test_a_last_line_that_a_kill_cut_short_counts_as_not_written(folder):
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_values_that_no_run_writes_are_named(folder, name):
+def test_invalid_values_are_reported(folder, name):
     file = folder / name
     lines = file.read_text().splitlines()
     kinds = SCHEMAS[file.stem]
@@ -220,7 +220,7 @@ def test_values_that_no_run_writes_are_named(folder, name):
                     read_jsonl(file)
 
 
-def test_a_report_prints_nothing_that_a_terminal_obeys(folder, capsys):
+def test_a_report_prints_no_control_characters(folder, capsys):
     summary = json.loads((folder / "summary.json").read_text())
     failed = {**summary, "status": "failed", "reason": "no\x1b[2J GPU", "overrides": ["dataset.limit=\x1b]0;x\x07"]}
     other = Path(shutil.copytree(folder, folder.parent / "other"))

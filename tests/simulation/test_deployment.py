@@ -1,4 +1,4 @@
-"""``fedssl engine=deployment``: what is refused before anything is submitted; tests/deploy has real fleets."""
+"""``fedssl engine=deployment``: rejections before submission; tests/deploy has real fleets."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from simulation.cli import run
 from tests.flower import free_port
 
 
-def test_the_engine_brings_what_devices_need_and_words_win():
+def test_the_engine_sets_defaults_for_devices_which_overrides_replace():
     settings = compose(["engine=deployment"])
     assert settings.data.name == "image_folder"
     assert (
@@ -34,20 +34,20 @@ def test_the_engine_brings_what_devices_need_and_words_win():
         (["method=nothing"], "method=nothing does not exist"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_submitted(overrides, sentence, tmp_path):
+def test_invalid_settings_are_rejected_before_submission(overrides, sentence, tmp_path):
     (tmp_path / "file").write_text("no certificate")
     with pytest.raises(InputError, match=sentence):
         run(["engine=deployment", *(word.format(file=tmp_path / "file") for word in overrides)])
 
 
-def test_a_superlink_that_is_not_there_is_named():
+def test_an_unreachable_superlink_is_reported():
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(InputError, match=f"no SuperLink answers at engine.address={address} .*; start it, or set"):
         run(["engine=deployment", f"engine.address={address}"])
 
 
 @pytest.mark.parametrize("word", ["engine=deployment", "engine.root_certificates=/some/file"])
-def test_a_run_folder_does_not_choose_the_fleet_that_goes_on_with_it(word, tmp_path):
+def test_a_run_folder_cannot_select_the_fleet_that_resumes_it(word, tmp_path):
     settings = compose(["engine=deployment", f"output_dir={tmp_path}"])
     save_run(settings.recording, tmp_path)
     (tmp_path / "overrides.yaml").write_text(f"- {word}\n")

@@ -1,4 +1,4 @@
-"""The same settings and seed give the same numbers on both engines; a busy machine only takes longer."""
+"""The same settings and seed give the same results on both engines."""
 
 import json
 from contextlib import nullcontext
@@ -30,7 +30,7 @@ def lines(file):
         ),
     ],
 )
-def test_local_and_ray_agree_to_the_last_bit(tmp_path, overrides, beside):
+def test_local_and_ray_are_bit_identical(tmp_path, overrides, beside):
     run([*WORDS, *overrides, "engine=local", f"output_dir={tmp_path / 'local'}"])
     with beside():
         run([*WORDS, *overrides, "engine=ray", f"output_dir={tmp_path / 'ray'}"])

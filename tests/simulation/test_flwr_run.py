@@ -1,4 +1,4 @@
-"""Plain ``flwr run .`` on Flower's own runtime: no option is needed, and a busy machine only takes longer."""
+"""Plain ``flwr run .`` on Flower's runtime, without options."""
 
 import json
 from contextlib import nullcontext
@@ -17,7 +17,7 @@ WORDS += " measure_resources=false"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("beside", [nullcontext, pytest.param(busy_machine, marks=pytest.mark.heavy)])
-def test_without_options_the_federation_says_how_many_clients_there_are(tmp_path, beside):
+def test_without_options_the_federation_sets_the_number_of_clients(tmp_path, beside):
     with beside():
         # Beside what keeps it short there is nothing: the two SuperNodes are Flower's own default.
         flat = f"num-server-rounds=1 local-epochs=1 strategy='fedavg' partition-alpha=0.5 output-dir='{tmp_path}/run'"

@@ -1,4 +1,4 @@
-"""Damaged run folders by the hundred: they are used or refused in one sentence, and nothing else is touched.
+"""Hundreds of damaged run folders are used or rejected in one sentence, and no other file changes.
 
 ``--heavy`` takes all of them; without it the first of each kind of damage is taken.
 """
@@ -51,7 +51,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def place(whole, tmp_path, monkeypatch):
-    """A copy of the run to be damaged, what must stay as it is, and a module that must not be imported."""
+    """A copy of the run to damage, files that must not change, and a module that must not be imported."""
     shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "sentinel").mkdir()
     (tmp_path / "sentinel" / "file").write_text("as it was")
@@ -117,7 +117,7 @@ def bomb(run, sentinel, draw):
 
 
 def put(value, draw):
-    """The same data with one value of it, at any depth, replaced."""
+    """Return the data with one value replaced, at any depth."""
     places = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
     if not places or draw.random() < 0.1:
         return draw.choice(VALUES)
@@ -178,7 +178,7 @@ def wrong_line(run, sentinel, draw):
 
 
 def wrong_tensor(value, draw):
-    """The same data with one tensor of it, or another value, replaced."""
+    """Return the data with one tensor or another value replaced."""
     if isinstance(value, torch.Tensor):
         kinds = [value.double(), value[None], value.flatten()[:0], torch.full((3,), float("nan")), "word", None, 10**30]
         kinds += [value.float() * float("nan"), torch.ones(1).expand(10**12), torch.ones(2, 2).to_sparse()]
@@ -242,7 +242,7 @@ def evaluated(run):
 
 
 def ended_well(use, run):
-    """Whether it could be used; every other end is one sentence."""
+    """Return whether the folder can be used; any other outcome must be one sentence."""
     said = ""
     try:
         use(run)
@@ -253,7 +253,7 @@ def ended_well(use, run):
 
 
 def outside(place):
-    """What lies beside the run."""
+    """Return the files next to the run."""
     return {
         str(file.relative_to(place)): (file.stat().st_mtime_ns, file.read_bytes())
         for file in sorted(place.rglob("*"))
@@ -265,7 +265,7 @@ def outside(place):
     "case",
     [pytest.param(case, marks=[] if case < len(DAMAGES) else [pytest.mark.heavy]) for case in range(CASES)],
 )
-def test_a_damaged_folder_is_used_or_refused_in_one_sentence(place, case, capfd, caplog):
+def test_a_damaged_folder_is_used_or_rejected_in_one_sentence(place, case, capfd, caplog):
     draw = random.Random(case)
     damage = DAMAGES[case % len(DAMAGES)]
     damage(place / "run", place / "sentinel", draw)
@@ -281,6 +281,6 @@ def test_a_damaged_folder_is_used_or_refused_in_one_sentence(place, case, capfd,
     assert "\x1b" not in printed
 
 
-def test_the_folder_as_it_is_can_be_used(place):
+def test_the_undamaged_folder_can_be_used(place):
     assert all(ended_well(use, place / "run") for use in (evaluated, reported, resumed))
     assert load_settings([f"resume={place / 'run'}", "rounds=3"]).rounds == 3

@@ -1,4 +1,4 @@
-"""The in-process grid under Flower's own strategy, and what becomes of a client that fails."""
+"""The in-process grid with Flower's strategies and with failing clients."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from simulation.grid import LocalGrid
 
 
 def adding_app(*, fails=()):
-    """A ClientApp that adds its partition id to the global array and remembers how often it was called."""
+    """A ClientApp that adds its partition id to the global array and counts its calls."""
     app = ClientApp()
 
     @app.train()
@@ -40,7 +40,7 @@ def adding_app(*, fails=()):
     return app
 
 
-def test_flowers_own_strategy_runs_on_it_unchanged():
+def test_flowers_strategies_run_unchanged():
     grid = LocalGrid(adding_app(), num_clients=3)
     strategy = FedAvg(fraction_train=1.0, fraction_evaluate=0.0)
     result = strategy.start(grid, ArrayRecord([np.zeros(2)]), num_rounds=2)
@@ -55,21 +55,21 @@ def train_messages(grid):
     return [Message(record, node, "train") for node in grid.get_node_ids()]
 
 
-def test_a_failed_client_answers_with_its_reason():
+def test_a_failed_client_replies_with_the_reason():
     grid = LocalGrid(adding_app(fails={1}), num_clients=3)
     replies = list(receive(grid, train_messages(grid), timeout=60))
     assert [reply.has_error() for reply in replies] == [False, True, False]
     assert replies[1].error.reason == "ValueError: no camera"
 
 
-def test_a_client_runs_only_when_its_reply_is_asked_for():
+def test_a_client_runs_only_when_its_reply_is_pulled():
     grid = LocalGrid(adding_app(fails={1}), num_clients=3)
     replies = receive(grid, train_messages(grid), timeout=60)
     assert not next(replies).has_error()
     assert len(grid._queue) == 2
 
 
-def test_no_reply_after_the_time_is_up():
+def test_no_reply_after_the_timeout():
     grid = LocalGrid(adding_app(), num_clients=2)
     assert list(receive(grid, train_messages(grid), timeout=0)) == []
 
@@ -83,13 +83,13 @@ def test_too_few_nodes(monkeypatch):
         discover_clients(grid, 10, timeout=60)
 
 
-def test_nodes_come_in_the_order_of_their_partitions():
+def test_nodes_are_in_the_order_of_partitions():
     grid = LocalGrid(adding_app(), num_clients=4)
     nodes = discover_clients(grid, 4, timeout=60).nodes
     assert [grid._contexts[node].node_config["partition-id"] for node in nodes.values()] == [0, 1, 2, 3]
 
 
-def test_a_reply_takes_no_longer_in_a_large_federation():
+def test_the_time_of_a_reply_does_not_depend_on_the_federation():
     grid = LocalGrid(adding_app(), num_clients=1000)
     ids = list(grid.push_messages(train_messages(grid)))
     for number in range(3):

@@ -1,4 +1,4 @@
-"""Engine ``ray``: a grid over real actors, and that nothing of a run stays behind."""
+"""Engine ``ray`` with real actors. A run leaves no processes and files."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def hosts():
 
 
 def adding_app():
-    """A ClientApp that adds its partition id to the global array, and does what a message asks for besides."""
+    """A ClientApp that adds its partition id to the global array and does what the message requests."""
     app = ClientApp()
 
     @app.train()
@@ -66,7 +66,7 @@ def adding_app():
 
 @pytest.fixture
 def make_grid(hosts):
-    """Makes grids over two actors; their actors end with the test."""
+    """Create grids with two actors, which end with the test."""
     grids = []
 
     def make(num_clients=3, client=None, client_app=None, actors=2):
@@ -86,7 +86,7 @@ def make_grid(hosts):
 
 
 def ask(grid, *, timeout=60.0, array=None, **asked):
-    """One message for every node, all with the same content; the replies by node."""
+    """Send the same content to every node, and return the replies by node."""
     arrays = ArrayRecord([np.zeros(1)]) if array is None else arrays_to_record({"w": array})
     content = RecordDict({"arrays": arrays, "asked": MetricRecord(asked)}) if asked else RecordDict({"arrays": arrays})
     messages = [Message(content, node, "train") for node in grid.get_node_ids()]
@@ -98,7 +98,7 @@ def facts(replies, name):
 
 
 @pytest.mark.slow
-def test_flowers_own_strategy_runs_on_it_unchanged(make_grid):
+def test_flowers_strategies_run_unchanged(make_grid):
     strategy = FedAvg(fraction_train=1.0, fraction_evaluate=0.0)
     result = strategy.start(make_grid(), ArrayRecord([np.zeros(2)]), num_rounds=2)
     # Each round adds the mean of the partition ids 0, 1, 2, which is 1.
@@ -116,7 +116,7 @@ def test_flowers_own_strategy_runs_on_it_unchanged(make_grid):
         (4, 1.0),
     ],
 )
-def test_all_actors_work_and_every_gpu_is_used(make_grid, hosts, gpus, fraction):
+def test_all_actors_and_gpus_are_used(make_grid, hosts, gpus, fraction):
     assert hosts[0].gpus == 4
     client, actors = fit_clients([Host(4, gpus)], client_cpus=None, client_gpus=None, threads=4, max_clients=100)
     assert (client.gpus, actors) == (fraction, 4)
@@ -130,8 +130,8 @@ def test_all_actors_work_and_every_gpu_is_used(make_grid, hosts, gpus, fraction)
     assert set(facts(replies, "gpu")) == set(range(gpus))
 
 
-def test_sigterm_is_not_taken_over_by_ray():
-    """Ray sets a handler of its own, which would end a run without a word."""
+def test_ray_does_not_replace_the_sigterm_handler():
+    """Ray's handler would end a run without a message."""
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with _environment(Path.cwd(), {}):
@@ -142,17 +142,17 @@ def test_sigterm_is_not_taken_over_by_ray():
 
 
 @pytest.mark.slow
-def test_clients_stand_back_behind_no_other_process(make_grid):
+def test_clients_have_normal_priority(make_grid):
     assert set(facts(ask(make_grid()), "nice")) == {os.nice(0)}
 
 
 @pytest.mark.slow
-def test_without_a_share_of_a_gpu_no_gpu_is_seen(make_grid):
+def test_a_client_without_a_gpu_share_sees_no_gpu(make_grid):
     assert set(facts(ask(make_grid()), "gpu")) == {-1}
 
 
 @pytest.mark.slow
-def test_what_clients_share_travels_once_and_is_read_in_place(make_grid, monkeypatch):
+def test_shared_contents_are_stored_once_and_read_without_a_copy(make_grid, monkeypatch):
     puts, put = [], ray.put
     monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or put(value))
     grid = make_grid(6)
@@ -168,7 +168,7 @@ def test_what_clients_share_travels_once_and_is_read_in_place(make_grid, monkeyp
 
 
 @pytest.mark.slow
-def test_a_client_that_fails_or_kills_its_process_costs_nobody_else_anything(make_grid, caplog):
+def test_a_failed_client_or_process_does_not_affect_others(make_grid, caplog):
     grid = make_grid(5)
     first = ask(grid, **{"fail-1": 1, "die-3": 1})
     reasons = {node - 2: reply.error.reason for node, reply in first.items() if reply.has_error()}
@@ -183,7 +183,7 @@ def test_a_client_that_fails_or_kills_its_process_costs_nobody_else_anything(mak
 
 
 @pytest.mark.slow
-def test_a_client_that_hangs_does_not_keep_its_place(make_grid):
+def test_the_actor_of_a_hanging_client_is_replaced(make_grid):
     grid = make_grid(2)
     while grid._starting:
         list(grid.pull_messages([]))
@@ -194,7 +194,7 @@ def test_a_client_that_hangs_does_not_keep_its_place(make_grid):
 
 
 def filling_app(folder, *, full):
-    """A ClientApp whose client 1 finds the GPU full the first times, and fails if others are at work after that."""
+    """A ClientApp whose client 1 first finds a full GPU, and later fails if other clients run."""
     app = ClientApp()
 
     class OutOfMemoryError(RuntimeError):  # of torch, which takes seconds to import
@@ -221,7 +221,7 @@ def filling_app(folder, *, full):
 
 
 @pytest.mark.slow
-def test_a_client_that_finds_a_full_gpu_runs_once_more_alone(make_grid, caplog, tmp_path):
+def test_a_client_without_gpu_memory_is_retried_alone(make_grid, caplog, tmp_path):
     grid = make_grid(5, client_app=filling_app(tmp_path, full=1))
     replies = ask(grid)
     assert len(replies) == 5
@@ -231,7 +231,7 @@ def test_a_client_that_finds_a_full_gpu_runs_once_more_alone(make_grid, caplog, 
 
 
 @pytest.mark.slow
-def test_a_gpu_too_small_for_one_client_costs_that_client(make_grid, tmp_path):
+def test_a_gpu_too_small_for_a_client_fails_only_that_client(make_grid, tmp_path):
     replies = ask(make_grid(3, client_app=filling_app(tmp_path, full=2)))
     (reason,) = [reply.error.reason for reply in replies.values() if reply.has_error()]
     assert reason.startswith("OutOfMemoryError")
@@ -240,7 +240,7 @@ def test_a_gpu_too_small_for_one_client_costs_that_client(make_grid, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_reason_why_no_actor_starts(hosts):
+def test_a_failed_start_of_an_actor_is_reported(hosts):
     class Broken:
         def __reduce__(self):
             return _burn, ()
@@ -262,13 +262,13 @@ TINY += ["final_evaluation=none", "collapse_images=0", "measure_resources=false"
 
 @contextmanager
 def own_temporary_folder():
-    """A short path under which nobody else makes places; Ray's sockets need it short."""
+    """A private folder for sandboxes, whose path is short enough for Ray's sockets."""
     with tempfile.TemporaryDirectory(prefix="f", dir="/tmp") as folder:
         yield Path(folder)
 
 
 def start(folder, *overrides):
-    """The command line in a session of its own; its places are made in ``folder``."""
+    """Start the command in a new session; its sandboxes are in ``folder``."""
     command = [sys.executable, "-c", "from simulation.cli import main; main()", *TINY, *overrides]
     environment = os.environ | {"RAY_TMPDIR": str(folder), "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
@@ -301,7 +301,7 @@ def gone(folder, place):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.heavy)])
-def test_an_end_in_mid_round_leaves_nothing(number):
+def test_an_interrupted_round_leaves_no_processes_or_files(number):
     with own_temporary_folder() as folder:
         process = start(folder, "rounds=1000", f"engine.client_cpus={available_cores()}", "output_dir=run")
         read_until(process, "round 2/1000")
@@ -333,7 +333,7 @@ def wait_until(condition, *, seconds):
 STUBBORN = "trap '' TERM; env -i setsid sleep 1000 & (cd /; exec sleep 1000) & while :; do sleep 1; done"
 
 
-def test_processes_of_a_place_end_with_it(tmp_path):
+def test_processes_end_with_their_sandbox(tmp_path):
     with process_sandbox() as place, (tmp_path / "out").open("w") as out:
         place.start(["sh", "-c", STUBBORN], environment=os.environ, stdout=out)
         other = subprocess.Popen(["sleep", "1000"])
@@ -347,7 +347,7 @@ def test_processes_of_a_place_end_with_it(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_processes_of_a_place_end_with_its_owner(number):
+def test_processes_end_with_the_owner_of_the_sandbox(number):
     script = (
         "import os, subprocess\n"
         "from simulation.sandbox import process_sandbox\n"

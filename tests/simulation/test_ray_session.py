@@ -1,4 +1,4 @@
-"""A Ray cluster of two hosts, made up on this machine, with two made-up GPUs each."""
+"""A Ray cluster of two simulated hosts on this machine, with two simulated GPUs each."""
 
 import json
 import os
@@ -26,7 +26,7 @@ HOST = {"num_cpus": 2, "num_gpus": 2, "object_store_memory": 200 * 2**20}
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Two hosts, all of whose processes have ended after the tests."""
+    """Two hosts, whose processes end with the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")  # as the owner of a cluster may set it; other tests run beside
         patch.setenv("PYTHONPATH", str(REPOSITORY))  # stands for fedssl, which is installed on every host
@@ -37,7 +37,7 @@ def cluster():
 
 
 def telling_app():
-    """A ClientApp that tells where it runs, after as many seconds as it is asked to take."""
+    """A ClientApp that returns its host and GPU after the requested seconds."""
     app = ClientApp()
 
     @app.train()
@@ -51,13 +51,13 @@ def telling_app():
 
 
 def ask(grid, *, seconds):
-    """Start to ask every node; the replies follow as they come."""
+    """Send a message to every node, and return the replies in order of arrival."""
     content = RecordDict({"asked": MetricRecord({"seconds": seconds})})
     return receive(grid, [Message(content, node, "train") for node in grid.get_node_ids()], timeout=120)
 
 
 @pytest.mark.slow
-def test_a_run_joins_the_cluster_and_leaves_it_as_it_was(cluster, tmp_path):
+def test_a_run_joins_a_cluster_and_leaves_it_unchanged(cluster, tmp_path):
     overrides = ["engine=ray", f"engine.address={cluster.address}", "num_clients=2", "rounds=1", "local_epochs=1"]
     overrides += [
         "dataset.limit=60",
@@ -81,7 +81,7 @@ def test_a_run_joins_the_cluster_and_leaves_it_as_it_was(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_all_gpus_of_all_hosts_are_used_and_a_lost_host_costs_its_clients_of_one_round(cluster, tmp_path):
+def test_all_gpus_of_all_hosts_are_used_and_a_lost_host_fails_its_clients_of_one_round(cluster, tmp_path):
     with ray_session(gpus=None, address=cluster.address) as hosts:
         assert hosts == [Host(2, 2), Host(2, 2)]
         check_hosts(tmp_path / "run")
@@ -126,7 +126,7 @@ HERE = HostInfo(code="aa", python="3.11.7", torch="2.11.0", flwr="1.41.0", folde
         ({"folder": False}, "host there cannot access /shared, .* set output_dir to a folder that all hosts share"),
     ],
 )
-def test_a_host_that_cannot_take_part_is_named(change, message):
+def test_a_host_that_differs_is_reported(change, message):
     with pytest.raises(InputError, match=message):
         check_host("there", replace(HERE, **change), HERE, Path("/shared/run"))
     check_host("there", HERE, HERE, Path("/shared/run"))
@@ -142,6 +142,6 @@ def test_a_host_that_cannot_take_part_is_named(change, message):
         ),
     ],
 )
-def test_no_cluster_there(address, message):
+def test_a_missing_cluster_is_reported(address, message):
     with pytest.raises(InputError, match=message), ray_session(gpus=None, address=address):
         pass

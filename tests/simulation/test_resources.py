@@ -1,4 +1,4 @@
-"""Which engine ``engine=auto`` is, and what of the hosts a client gets."""
+"""The engine of ``engine=auto``, and the resources of a client."""
 
 import json
 import sys
@@ -43,7 +43,7 @@ def test_steps_by_hand():
         (1, 1, 100.0, EngineChoice("local", 1, "fewer than two clients fit on this machine at once")),
     ],
 )
-def test_ray_where_it_saves_more_than_its_start(monkeypatch, cores, threads, step, expected):
+def test_ray_is_selected_if_it_saves_more_than_its_start(monkeypatch, cores, threads, step, expected):
     monkeypatch.setattr(resources, "available_cores", lambda: cores)
     monkeypatch.setattr(resources, "seconds_per_step", lambda settings: step)
     assert auto_engine(compose([*WORDS, f"threads={threads}", "device=cpu"])) == expected
@@ -63,7 +63,7 @@ def test_ray_where_it_saves_more_than_its_start(monkeypatch, cores, threads, ste
         (None, EngineChoice("ray", 3, "about 60 s of training, clients at once: 3")),
     ],
 )
-def test_no_more_at_a_time_than_memory_has_place_for(monkeypatch, free, expected):
+def test_memory_limits_the_concurrency(monkeypatch, free, expected):
     for name, value in {"available_cores": 16, "available_memory": free, "peak_memory": 1_000_000_000}.items():
         monkeypatch.setattr(resources, name, lambda value=value: value)
     monkeypatch.setattr(resources, "seconds_per_step", lambda settings: 1.0)
@@ -103,7 +103,7 @@ def test_a_step_is_measured():
     assert seconds_per_step(compose(["num_clients=50", "dataset.limit=100", "method=barlow_twins"])) == 0
 
 
-def test_the_choice_changes_no_number(tmp_path):
+def test_the_engine_does_not_change_results(tmp_path):
     overrides = ["num_clients=2", "rounds=1", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
     overrides += ["final_evaluation=none", "collapse_images=0", "measure_resources=false", "method=byol"]
     for engine in ("auto", "local"):
@@ -113,7 +113,7 @@ def test_the_choice_changes_no_number(tmp_path):
     assert auto | rest == local | rest
 
 
-def test_what_a_strategy_refuses_is_refused_before_anything_is_measured(monkeypatch):
+def test_a_strategy_rejects_settings_before_the_measurement(monkeypatch):
     monkeypatch.setattr(resources, "available_cores", lambda: 2)
     monkeypatch.setattr(resources, "seconds_per_step", lambda settings: pytest.fail("it was measured"))
     with pytest.raises(InputError, match="strategy.topology=rin is not a choice"):
@@ -153,7 +153,7 @@ def test_what_a_strategy_refuses_is_refused_before_anything_is_measured(monkeypa
         ([Host(8, 1), Host(8, 3)], {"threads": 4, "client_gpus": 2}, (ClientResources(1, 2), 1)),
     ],
 )
-def test_what_a_client_gets(hosts, wishes, expected):
+def test_resources_of_a_client(hosts, wishes, expected):
     assert fit_clients(hosts, **{"client_cpus": None, "client_gpus": None, "max_clients": 100, **wishes}) == expected
 
 
@@ -168,7 +168,7 @@ def test_what_a_client_gets(hosts, wishes, expected):
         ({"client_gpus": 3}, "engine.client_gpus=3 but clients can use 2 GPUs; set engine.client_gpus=0"),
     ],
 )
-def test_what_a_machine_has_not_is_refused(wishes, sentence):
+def test_missing_resources_are_rejected(wishes, sentence):
     with pytest.raises(InputError, match=sentence):
         fit_clients(
             [Host(4, 2)], **{"client_cpus": None, "client_gpus": None, "threads": 1, "max_clients": 100, **wishes}
@@ -191,7 +191,7 @@ def settings(*, device="auto", threads=1, client_gpus=None):
         ({"device": "cpu", "threads": 2}, "2 clients at once, each on 2 of 4 CPUs", False),
     ],
 )
-def test_gpus_that_clients_do_not_get_are_said(wishes, said, warned, capsys, caplog):
+def test_unused_gpus_are_reported(wishes, said, warned, capsys, caplog):
     plan_client_resources([Host(4, 2)], **settings(**wishes))
     assert capsys.readouterr().out == said + "\n"
     assert ("although there are GPUs" in caplog.text) == warned

@@ -33,13 +33,13 @@ def test_slow_imports_are_avoided(arguments, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_a_closed_pipe_is_no_error():
+def test_a_closed_pipe_is_not_an_error():
     shell = f"{sys.executable} -c 'from simulation.cli import main; main()' --help | true"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
     assert done.stderr == ""
 
 
-def test_settings_are_shown_as_hydra_shows_them():
+def test_cfg_job_prints_the_same_as_hydra():
     def show(*flag):
         arguments = ["strategy=fedu", "method=byol", "encoder.width=8", *flag]
         command = [sys.executable, "-c", "from simulation.cli import main; main()", *arguments]
