@@ -1,4 +1,4 @@
-"""Names of Flower that its documentation does not have: the client side of SecAgg+. They are those of flwr<1.42."""
+"""Undocumented names of Flower 1.41: the client side of SecAgg+."""
 
 import numpy as np
 from flwr.app import Message

@@ -1,6 +1,6 @@
-"""Names of Flower that its documentation does not have, for simulations and error replies. They are those of flwr<1.42.
+"""Undocumented names of Flower 1.41 for simulations and error replies.
 
-`client_app.compat`, `server_app.compat` and `simulation.compat` have those whose import is slow.
+`client_app.compat`, `server_app.compat` and `simulation.compat` contain the names whose import is slow.
 """
 
 import uuid

@@ -1,4 +1,4 @@
-"""Names of Flower that its documentation does not have: the server side of SecAgg+. They are those of flwr<1.42."""
+"""Undocumented names of Flower 1.41: the server side of SecAgg+."""
 
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.common import FitIns, Parameters, parameters_to_ndarrays

@@ -1,7 +1,6 @@
-"""Names of Flower that its documentation does not have: its Control API. They are those of flwr<1.42.
+"""Undocumented names of Flower 1.41: its Control API, behind ``flwr run``, ``log``, ``list`` and ``stop``.
 
-They do the work of ``flwr run``, ``flwr log``, ``flwr list`` and ``flwr stop``. ``flwr run`` itself exits with 0 if a
-run fails.
+The command ``flwr run`` itself cannot be used, because it exits with 0 if a run fails.
 """
 
 import hashlib

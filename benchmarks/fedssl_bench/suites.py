@@ -49,10 +49,10 @@ class Suite:
     name: str
     overrides: tuple[str, ...]  # of all rows
     rows: tuple[Row, ...]
-    seeds: tuple[int, ...]
     num_images: int
-    clients: int
-    alpha: float  # Dirichlet concentration of the partitions
+    seeds: tuple[int, ...] = (0, 1, 2)
+    clients: int = 10
+    alpha: float = 0.1  # Dirichlet concentration of the partitions
     jobs: int | None = None  # number of concurrent runs; None: one per core
 
     def partition(self, seed: int) -> str:
@@ -97,50 +97,31 @@ def _overrides(rule: str) -> tuple[str, ...]:
     return VARIANTS.get(rule, (f"strategy={rule}",))
 
 
-# Settings that a method needs in addition, see docs/learning.md.
-_BYOL, _SIMSIAM = (
-    ("method=byol", "method.projector.last_batch_norm=true"),
-    ("method=simsiam", "method.projector.num_layers=1"),
-)
+METHODS = {  # with the settings that a method needs in addition, see docs/learning.md
+    "simclr": [],
+    "byol": ["method=byol", "method.projector.last_batch_norm=true"],
+    "simsiam": ["method=simsiam", "method.projector.num_layers=1"],
+    "moco_v3": ["method=moco_v3"],
+    "barlow_twins": ["method=barlow_twins"],
+}
+_OTHERS = [rule for rule in RULES if rule not in (*TABLE_1, *TABLE_2)]
 
 SUITES = {
     "cpu": Suite(
         name="cpu",
         overrides=("experiment=bench_cpu", "threads=1", "engine=local"),
-        rows=rows(
-            [RULES],
-            {
-                "simclr": ["method.temperature=0.2"],
-                "byol": _BYOL,
-                "simsiam": _SIMSIAM,
-                "moco_v3": ["method=moco_v3"],
-                "barlow_twins": ["method=barlow_twins"],
-            },
-            ["fedavg", "l_dawa"],
-        ),
-        seeds=(0, 1, 2),
+        rows=rows([RULES], METHODS | {"simclr": ["method.temperature=0.2"]}, ["fedavg", "l_dawa"]),
         num_images=5000,
-        clients=10,
-        alpha=0.1,
     ),
     "gpu": Suite(
         name="gpu",
         overrides=("experiment=bench_gpu", "device=cuda", "engine=local"),
         rows=rows(
-            [TABLE_1, TABLE_2, [rule for rule in RULES if rule not in (*TABLE_1, *TABLE_2)]],
-            {
-                "simclr": [],
-                "byol": _BYOL,
-                "simsiam": _SIMSIAM,
-                "moco_v3": ["method=moco_v3"],
-                "barlow_twins": ["method=l_dawa/barlow_twins"],
-            },
+            [TABLE_1, TABLE_2, _OTHERS],
+            METHODS | {"barlow_twins": ["method=l_dawa/barlow_twins"]},
             ["fedavg", "l_dawa"],
         ),
-        seeds=(0, 1, 2),
         num_images=50000,
-        clients=10,
-        alpha=0.1,
         jobs=1,
     ),
 }

@@ -1,4 +1,4 @@
-"""Names of Hydra that its documentation does not have. They are those of Hydra 1.3."""
+"""Undocumented names of Hydra 1.3: parsing and applying overrides."""
 
 from collections.abc import Sequence
 
