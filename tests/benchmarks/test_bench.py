@@ -21,7 +21,7 @@ from fedssl.config.overrides import config_groups
 from fedssl.datasets.base import ImageData
 from fedssl.partition import make_partition
 
-# A stand-in for `fedssl`: the first word says what it does; its folder is the last one.
+# A substitute for `fedssl`: the first argument selects its behavior, the last one its folder.
 PROGRAM = """
 import json, pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
@@ -56,9 +56,9 @@ def test_finished_runs_are_kept_failed_ones_repeated_and_stopped_ones_resumed(tm
 
     threading.Thread(target=end, daemon=True).start()
     assert runner.run(jobs) == 2
-    said = capsys.readouterr().out
-    assert "good: finished" in said
-    assert "slow: to be continued" in said
+    output = capsys.readouterr().out
+    assert "good: finished" in output
+    assert "slow: to be continued" in output
     again = [Job(job.name, job.folder, (), 1.0) for job in jobs]
     assert Runner(jobs=1, seconds=600, command=command).run(again) == 0
     order = (tmp_path / "runs" / "order").read_text().split("\n")
@@ -143,17 +143,17 @@ def test_an_incomplete_entry_is_rejected_in_one_sentence(tmp_path: Path) -> None
 def test_the_page_ranks_rows_over_common_seeds() -> None:
     numbers = {"fedavg": (0.40, 0.42, 0.44), "eua": (0.41, 0.44, 0.47), ALL: (0.6, 0.6, 0.6)}
     entries = [entry(rule, seed, one) for rule, each in numbers.items() for seed, one in enumerate(each)]
-    said = page(SUITES["cpu"], entries)
-    table = [line.split("|")[1:-1] for line in said.splitlines() if "|" in line]
+    output = page(SUITES["cpu"], entries)
+    table = [line.split("|")[1:-1] for line in output.splitlines() if "|" in line]
     cells = {name.strip(): [cell.strip() for cell in each] for name, *each in table}
     assert cells["fedavg"][:3] == ["42.0 (40.0 to 44.0)", "32.0 (30.0 to 34.0)", "+12.0"]
-    # Beside FedAvg 1, 2, 3 points: as in the test above, but a single row needs no correction.
+    # Differences from FedAvg of 1, 2, 3 points, as in the test above, but a single row needs no correction.
     assert cells["eua"][3:] == ["+2.0 ± 1.0", "0.07", "1.0", "2"]
     assert cells[f"({ALL})"][5] == ""  # no rank for a bound
     fewer = page(SUITES["cpu"], [*entries, entry("krum", 0, 0.5), entry("krum", 1, 0.5)])
     assert "### `method=simclr`, seeds 0, 1\n" in fewer  # the third is not there yet
     assert "| krum | 50.0 (50.0 to 50.0) |" in fewer
-    assert "Significantly different from `fedavg` (p < 0.05 after Holm's correction): none." in said
+    assert "Significantly different from `fedavg` (p < 0.05 after Holm's correction): none." in output
 
 
 KINDS = [("fedavg", "byol"), (SINGLE, "simsiam"), (ALL, "moco_v3"), (UNTRAINED, "simclr")]

@@ -85,7 +85,7 @@ def test_flops_by_hand(moco):
     ],
 )
 def test_communication_of_the_paper(moco, schedule, calibrated, down, up):
-    # A block: two normalisations of 2 * 192, and the weights of four linear layers with their biases.
+    # A block: two normalizations of 2 * 192, and the weights of four linear layers with their biases.
     block = 2 * 2 * 192 + (192 + 1) * 3 * 192 + (192 + 1) * 192 + (192 + 1) * 768 + (768 + 1) * 192
     assert block == 444_864
     whole = 180 * 12 * 4 * block

@@ -71,10 +71,10 @@ def test_a_fleet_and_the_simulation_are_bit_identical(places, tmp_path):
             )
         one.start_node("stranger", data_path=places["a"])
         one.wait_for_nodes(3)
-        status, said = one.run(*words, "num_clients=3", f"output_dir={tmp_path / 'fleet'}")
-        assert status == 0, said
-        assert f"the run folder is {tmp_path / 'fleet'}\n" in said
-        refused(one)  # so nobody trained on the stranger
+        status, output = one.run(*words, "num_clients=3", f"output_dir={tmp_path / 'fleet'}")
+        assert status == 0, output
+        assert f"the run folder is {tmp_path / 'fleet'}\n" in output
+        refused(one)  # no client trained on its images
         check_the_public_port(one)
     assert equal(layers(tmp_path / "simulation"), layers(tmp_path / "fleet"))
     assert json.loads((tmp_path / "fleet" / "devices.json").read_text()) == numbers
@@ -87,7 +87,7 @@ def test_devices_reach_only_the_fleet_api(tmp_path):
         one.start_node("stranger", data_path=tmp_path)
         words = [*one.engine, *SMALL, "resume=/not/here"]
         with pytest.raises(InputError, match="resume=/not/here is not a run folder: config.yaml"):
-            simulate(words)  # the ServerApp said so
+            simulate(words)  # the ServerApp output so
         words[1] = f"engine.address=127.0.0.1:{one.public}"
         with pytest.raises(
             InputError, match=r"rejects the run \(status 403\); set engine.address to the port of the Control API"
@@ -172,8 +172,8 @@ def test_a_run_survives_failures_of_its_devices(places, tmp_path):
 
         until(restarted, "a takes part again after its SuperNode was killed")
         fedssl.send_signal(signal.SIGINT)
-        said = fedssl.communicate()[0]
-        assert fedssl.returncode == 130, said
+        output = fedssl.communicate()[0]
+        assert fedssl.returncode == 130, output
         listed = one.flwr("list", "fleet", "--format", "json")
         assert json.loads(listed[listed.index("{") :])["runs"][0]["status"] == "finished:stopped"
 
@@ -197,9 +197,9 @@ def test_a_run_is_resumed_after_its_superlink_and_serverapp_were_killed(places, 
         until(lambda: len(rows(run)) >= 1, "a round has ended", fedssl)
         one.kill("superlink")
         one.start_superlink()
-        said = fedssl.communicate()[0]
-        assert fedssl.returncode == 1, said
-        assert f"; continue with fedssl {' '.join(one.engine)} resume={run}\n" in said
+        output = fedssl.communicate()[0]
+        assert fedssl.returncode == 1, output
+        assert f"; continue with fedssl {' '.join(one.engine)} resume={run}\n" in output
         one.wait_for_nodes(3)
         before = len(rows(run))
         assert before < 5
@@ -207,10 +207,10 @@ def test_a_run_is_resumed_after_its_superlink_and_serverapp_were_killed(places, 
         until(lambda: len(rows(run)) > before, "a round has ended", fedssl)
         (server,) = one.working("flwr-serverapp", "superlink")
         os.kill(server, signal.SIGKILL)
-        said = fedssl.communicate()[0]
-        assert fedssl.returncode == 1, said
+        output = fedssl.communicate()[0]
+        assert fedssl.returncode == 1, output
         assert len(rows(run)) < 5
-        status, said = one.run(f"resume={run}")
-        assert status == 0, said
+        status, output = one.run(f"resume={run}")
+        assert status == 0, output
     assert equal(layers(simulation), layers(run))
     assert [row["round"] for row in rows(run)] == [1, 2, 3, 4, 5]

@@ -48,7 +48,7 @@ def test_keys_are_private_and_certificates_hold(made):
 
 
 def test_python_itself_trusts_the_certificate_strictly(made):
-    # What Python 3.13 asks for by default: the extensions of RFC 5280.
+    # Required by Python 3.13 by default: the extensions of RFC 5280.
     client, server = (
         ssl.create_default_context(purpose) for purpose in (ssl.Purpose.SERVER_AUTH, ssl.Purpose.CLIENT_AUTH)
     )
@@ -71,12 +71,12 @@ def test_python_itself_trusts_the_certificate_strictly(made):
 
 def test_existing_files_are_kept_and_missing_files_created(made):
     before = contents(made)
-    status, said = keys(made, "--server", "fed.example.org", "203.0.113.7", "--nodes", "garden", "roof")
+    status, output = keys(made, "--server", "fed.example.org", "203.0.113.7", "--nodes", "garden", "roof")
     assert status == 0
     after = contents(made)
     assert {file.name for file in after.keys() - before.keys()} == {"roof.key", "roof.pub"}
     assert all(after[file] == content for file, content in before.items())
-    assert f"kept {made / 'server.crt'}, valid until " in said
+    assert f"kept {made / 'server.crt'}, valid until " in output
     (made / "server.crt").unlink()  # as one does when it ends
     assert keys(made, "--server", "fed.example.org")[0] == 0
     assert contents(made)[made / "server.key"] == before[made / "server.key"]
@@ -96,9 +96,9 @@ def test_no_file_is_replaced_silently(made, gone, words, sentence):
     if gone:
         (made / gone).unlink()
     before = contents(made)
-    status, said = keys(made, *words)
+    status, output = keys(made, *words)
     assert status == 1
-    assert sentence in said
+    assert sentence in output
     assert contents(made) == before
 
 

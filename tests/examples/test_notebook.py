@@ -17,7 +17,7 @@ def test_the_notebook_runs_from_the_first_cell_to_the_last(tmp_path: Path, monke
     command = next(cell for cell in notebook.cells if "experiment=digits_methods" in cell.source)
     command.source = command.source.replace("evaluate_every=0", 'rounds=1", "local_epochs=1')
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
-    said = notebook.cells[-1].outputs[0].text
-    assert "federated" in said
-    assert "pixels" in said
+    output = notebook.cells[-1].outputs[0].text
+    assert "federated" in output
+    assert "pixels" in output
     assert (tmp_path / "run" / "encoder.pt").exists()

@@ -9,7 +9,7 @@ from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
 from tests.busy import busy_machine
 
-# BYOL keeps state at the clients, and stages are frozen; two of three clients a round, so that who trains matters.
+# BYOL has client state, stages are frozen, and two of three clients train in a round, so that the sampling matters.
 WORDS = ["num_clients=3", "clients_per_round=2", "rounds=5", "local_epochs=1", "dataset.limit=60", "encoder.width=4"]
 WORDS += ["threads=1", "method=byol", "evaluate_every=2", "final_evaluation=knn"]
 STAGES = ["strategy=l_dawa", "schedule=layer_wise", "regularizer=alignment", "calibration=auxiliary"]
@@ -43,7 +43,7 @@ def test_local_and_ray_are_bit_identical(tmp_path, overrides, beside):
             assert (array == ray.models[name].layers[layer]).all(), (name, layer)
     for file in ("metrics.jsonl", "clients.jsonl"):
         for one, other in zip(lines(tmp_path / "local" / file), lines(tmp_path / "ray" / file), strict=True):
-            # The path of the folder is part of what travels down, and time is time.
+            # Messages contain the path of the folder, and times differ.
             rest = {"seconds": 0, "client_seconds": 0, "bytes_down": 0}
             assert one | rest == other | rest
     finals = [json.loads((tmp_path / engine / "summary.json").read_text())["final"] for engine in ("local", "ray")]

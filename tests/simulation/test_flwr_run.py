@@ -19,7 +19,7 @@ WORDS += " measure_resources=false"
 @pytest.mark.parametrize("beside", [nullcontext, pytest.param(busy_machine, marks=pytest.mark.heavy)])
 def test_without_options_the_federation_sets_the_number_of_clients(tmp_path, beside):
     with beside():
-        # Beside what keeps it short there is nothing: the two SuperNodes are Flower's own default.
+        # Only options that shorten the run. The two SuperNodes are Flower's default.
         flat = f"num-server-rounds=1 local-epochs=1 strategy='fedavg' partition-alpha=0.5 output-dir='{tmp_path}/run'"
         outcome = flwr_run(REPOSITORY, "--run-config", f'{flat} overrides="{WORDS}"')
     assert outcome.status == "finished:completed", outcome.log

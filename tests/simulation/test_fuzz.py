@@ -64,7 +64,7 @@ def place(whole, tmp_path, monkeypatch):
     return tmp_path
 
 
-# --- damages: each takes the run folder, the sentinel's folder and a generator ---
+# --- kinds of damage: functions of the run folder, the sentinel's folder and a generator ---
 
 
 def some_file(run, draw, *ends):
@@ -224,7 +224,7 @@ DAMAGES = [flip, cut, grow, swap, other_kind, folder_elsewhere, bomb, wrong_sett
 DAMAGES += [wrong_archive, wrong_state, wrong_arrays]
 
 
-# --- what is done with the folder ---
+# --- uses of the folder ---
 
 
 def resumed(run):
@@ -243,13 +243,13 @@ def evaluated(run):
 
 def ended_well(use, run):
     """Return whether the folder can be used; any other outcome must be one sentence."""
-    said = ""
+    output = ""
     try:
         use(run)
     except (InputError, RunError) as error:
-        said = str(error)
-    assert "\n" not in said
-    return not said
+        output = str(error)
+    assert "\n" not in output
+    return not output
 
 
 def outside(place):

@@ -30,7 +30,7 @@ from simulation.sandbox import process_sandbox, sandbox_pids
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-# --- a grid over real actors, on a machine with four GPUs that are made up ---
+# --- a grid over real actors, on a machine with four simulated GPUs ---
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_all_actors_and_gpus_are_used(make_grid, hosts, gpus, fraction):
     replies = ask(grid, **{f"sleep-{client}": 0.5 for client in range(4)})
     assert len(set(facts(replies, "pid"))) == 4
     assert os.getpid() not in facts(replies, "pid")
-    # Ray fills one GPU before it takes the next, so that of the four a host with fewer would have had all.
+    # Ray fills a GPU before it uses the next one, so with larger shares all four are used.
     assert set(facts(replies, "gpu")) == set(range(gpus))
 
 
@@ -284,12 +284,12 @@ def start(folder, *overrides):
 
 
 def read_until(process, overrides):
-    said = ""
+    output = ""
     for line in process.stdout:
-        said += line
+        output += line
         if overrides in line:
-            return said
-    pytest.fail(f"{overrides!r} was not said but:\n{said}")
+            return output
+    pytest.fail(f"{overrides!r} was not output but:\n{output}")
 
 
 def gone(folder, place):
@@ -311,15 +311,15 @@ def test_an_interrupted_round_leaves_no_processes_or_files(number):
             os.killpg(process.pid, number)
         else:
             process.send_signal(number)
-        said = process.communicate(timeout=120)[0]
-        assert process.returncode == (-9 if number == signal.SIGKILL else 130), said
+        output = process.communicate(timeout=120)[0]
+        assert process.returncode == (-9 if number == signal.SIGKILL else 130), output
         assert gone(folder, place)
         if number != signal.SIGKILL:
             assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "interrupted"
-            assert "Traceback" not in said
+            assert "Traceback" not in output
 
 
-# --- places ---
+# --- sandboxes ---
 
 
 def wait_until(condition, *, seconds):
@@ -329,7 +329,7 @@ def wait_until(condition, *, seconds):
     return condition()
 
 
-# A daemon without the environment, a process that went elsewhere, and one that ignores SIGTERM.
+# A daemon without the environment, a process in another directory, and a process that ignores SIGTERM.
 STUBBORN = "trap '' TERM; env -i setsid sleep 1000 & (cd /; exec sleep 1000) & while :; do sleep 1; done"
 
 

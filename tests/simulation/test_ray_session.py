@@ -113,7 +113,7 @@ def test_all_gpus_of_all_hosts_are_used_and_a_lost_host_fails_its_clients_of_one
         assert len({(told["host"], told["gpu"]) for told in (dict(reply.content["where"]) for reply in third)}) == 2
 
 
-# --- what is refused ---
+# --- rejections ---
 
 HERE = HostInfo(code="aa", python="3.11.7", torch="2.11.0", flwr="1.41.0", folder=True)
 

@@ -35,7 +35,7 @@ def test_steps_by_hand():
 @pytest.mark.parametrize(
     ("cores", "threads", "step", "expected"),
     [
-        # 60 steps of 1 s; a client more at a time saves 60 (1 - 1/n) s.
+        # 60 steps of 1 s; n concurrent clients save 60 (1 - 1/n) s.
         (2, 1, 1.0, EngineChoice("ray", 2, "about 60 s of training, clients at once: 2")),
         (2, 1, 0.3, EngineChoice("local", 2, "about 18 s of training, clients at once: 2")),  # saves 9 s
         (16, 1, 0.3, EngineChoice("ray", 3, "about 18 s of training, clients at once: 3")),  # saves 12 s
@@ -123,13 +123,13 @@ def test_a_strategy_rejects_settings_before_the_measurement(monkeypatch):
 @pytest.mark.parametrize(
     ("hosts", "wishes", "expected"),
     [
-        # Without GPUs: as many CPUs as threads; no more clients than take part in a round.
+        # Without GPUs: one CPU per thread; at most the clients of a round.
         ([Host(16, 0)], {"threads": 4}, (ClientResources(4, 0), 4)),
         ([Host(16, 0)], {"threads": 1, "max_clients": 10}, (ClientResources(1, 0), 10)),
         ([Host(2, 0)], {"threads": 4}, (ClientResources(2, 0), 1)),
         ([Host(16, 0)], {"threads": 1, "client_cpus": 5}, (ClientResources(5, 0), 3)),
-        # With GPUs: every GPU gets as many clients as another. Ray fills one GPU before it takes the next, so that
-        # shares must be as large as they can be.
+        # With GPUs: every GPU has the same number of clients. Ray fills a GPU before it uses the next one, so shares
+        # must be as large as possible.
         ([Host(16, 1)], {"threads": 4}, (ClientResources(1, 0.25), 4)),
         ([Host(4, 4)], {"threads": 4}, (ClientResources(1, 1.0), 4)),
         ([Host(4, 2)], {"threads": 1}, (ClientResources(1, 0.5), 4)),
@@ -137,13 +137,13 @@ def test_a_strategy_rejects_settings_before_the_measurement(monkeypatch):
         ([Host(64, 8)], {"threads": 4, "max_clients": 5}, (ClientResources(1, 1.0), 5)),
         ([Host(6, 2)], {"threads": 4}, (ClientResources(1, 0.3333), 6)),
         ([Host(5, 2)], {"threads": 4}, (ClientResources(1, 0.5), 4)),
-        # As the user says.
+        # Settings of the user.
         ([Host(16, 2)], {"threads": 4, "client_gpus": 0.5}, (ClientResources(1, 0.5), 4)),
         ([Host(16, 4)], {"threads": 4, "client_gpus": 2}, (ClientResources(1, 2), 2)),
         ([Host(16, 2)], {"threads": 4, "client_gpus": 0.75}, (ClientResources(1, 0.75), 2)),
         ([Host(16, 2)], {"threads": 4, "client_gpus": 0}, (ClientResources(4, 0), 4)),
         ([Host(16, 2)], {"threads": 4, "client_cpus": 8}, (ClientResources(8, 1.0), 2)),
-        # Several hosts: a client is on one of them, and what it gets is alike on all.
+        # Several hosts: a client is on one of them, with the same resources on all hosts.
         ([Host(3, 0), Host(5, 0)], {"threads": 2}, (ClientResources(2, 0), 3)),
         ([Host(2, 0), Host(8, 0)], {"threads": 4}, (ClientResources(4, 0), 2)),
         ([Host(2, 2), Host(2, 2)], {"threads": 4}, (ClientResources(1, 1.0), 4)),
@@ -184,14 +184,14 @@ def settings(*, device="auto", threads=1, client_gpus=None):
 
 
 @pytest.mark.parametrize(
-    ("wishes", "said", "warned"),
+    ("wishes", "output", "warned"),
     [
         ({}, "4 clients at once, each on 1 of 4 CPUs and 0.5 of 2 GPUs", False),
         ({"client_gpus": 0}, "4 clients at once, each on 1 of 4 CPUs", True),
         ({"device": "cpu", "threads": 2}, "2 clients at once, each on 2 of 4 CPUs", False),
     ],
 )
-def test_unused_gpus_are_reported(wishes, said, warned, capsys, caplog):
+def test_unused_gpus_are_reported(wishes, output, warned, capsys, caplog):
     plan_client_resources([Host(4, 2)], **settings(**wishes))
-    assert capsys.readouterr().out == said + "\n"
+    assert capsys.readouterr().out == output + "\n"
     assert ("although there are GPUs" in caplog.text) == warned
