@@ -26,6 +26,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 
 from fedssl.machine.threads import OPENMP_ENV, tune_allocator
@@ -35,7 +36,7 @@ if __name__ == "__main__":  # not in the process of the usual client
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, StackDataset
 
 from benchmarks.augmentation import PilViews
 from benchmarks.common import make_parser, time_in_turn
@@ -133,39 +134,26 @@ def bare(client: Client) -> Epoch:
     return epoch
 
 
-class LabelledPilViews(Dataset):
-    """Two views of an image and its label."""
-
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        self.views, self.labels = PilViews(images.cpu()), labels.cpu()
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        return *self.views[index], self.labels[index]
-
-
 def usual(client: Client, *, persistent: bool) -> Epoch:
-    def make_loader() -> DataLoader:
-        return DataLoader(
-            LabelledPilViews(client.images, client.labels),
-            batch_size=client.training.batch_size,
-            shuffle=True,
-            num_workers=2,
-            multiprocessing_context="fork",  # default on Linux, except in a spawned process
-            persistent_workers=persistent,
-            pin_memory=client.images.is_cuda,
-            generator=client.generator,
-        )
-
+    dataset = StackDataset(PilViews(client.images.cpu()), client.labels.cpu())
+    make_loader = partial(
+        DataLoader,
+        dataset,
+        batch_size=client.training.batch_size,
+        shuffle=True,
+        num_workers=2,
+        multiprocessing_context="fork",  # default on Linux, except in a spawned process
+        persistent_workers=persistent,
+        pin_memory=client.images.is_cuda,
+        generator=client.generator,
+    )
     loader = make_loader()
 
     def epoch() -> float:
         losses = []
-        for batch in loader if persistent else make_loader():
+        for views, labels in loader if persistent else make_loader():
             client.training.optimizer.zero_grad()
-            loss = client.loss(*(tensor.to(client.images.device) for tensor in batch))
+            loss = client.loss(*(tensor.to(client.images.device) for tensor in (*views, labels)))
             loss.backward()
             client.training.optimizer.step()
             client.method.on_step_end()

@@ -126,7 +126,7 @@ def test_all_actors_and_gpus_are_used(make_grid, hosts, gpus, fraction):
     replies = ask(grid, **{f"sleep-{client}": 0.5 for client in range(4)})
     assert len(set(facts(replies, "pid"))) == 4
     assert os.getpid() not in facts(replies, "pid")
-    # Ray fills a GPU before it uses the next one, so with larger shares all four are used.
+    # Ray fills a GPU before it uses the next one, so four such shares occupy the first `gpus` GPUs.
     assert set(facts(replies, "gpu")) == set(range(gpus))
 
 
