@@ -111,9 +111,9 @@ def apply_and_test(mutation: Mutation, copy: Path, *, timeout: float) -> dict[st
 def run_all(mutations: Sequence[Mutation], *, jobs: int, timeout: float) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         copies: queue.Queue[Path] = queue.Queue()
-        for number in range(jobs):
-            copy_repository(Path(folder).resolve() / str(number))
-            copies.put(Path(folder).resolve() / str(number))
+        for copy in (Path(folder).resolve() / str(number) for number in range(jobs)):
+            copy_repository(copy)
+            copies.put(copy)
 
         def run_one(mutation: Mutation) -> dict[str, Any]:
             copy = copies.get()
