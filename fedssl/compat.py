@@ -1,16 +1,32 @@
-"""Undocumented names of Flower 1.41 for simulations and error replies.
+"""Undocumented names of Flower 1.41 for simulations, error replies and the server side of SecAgg+.
 
-`client_app.compat`, `server_app.compat` and `simulation.compat` contain the names whose import is slow.
+`client_app.compat` and `simulation.compat` contain the names that only they need.
 """
 
 import uuid
 
-from flwr.app import Error, Message
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.common import FitIns, Parameters, parameters_to_ndarrays
 from flwr.common.constant import ErrorCode
+from flwr.server.workflow import SecAggPlusWorkflow
+from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD, Key
+from flwr.server.workflow.secure_aggregation.secaggplus_workflow import WorkflowState
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-__all__ = ["RUN_ID", "SERVER_NODE", "Run", "assign_message_id", "error_reply", "set_task_identity"]
+__all__ = [
+    "RUN_ID",
+    "SERVER_NODE",
+    "Run",
+    "SecAggPlusWorkflow",
+    "WorkflowState",
+    "assign_message_id",
+    "empty_instructions",
+    "error_reply",
+    "parameters_to_ndarrays",
+    "set_task_identity",
+    "workflow_records",
+]
 
 RUN_ID, SERVER_NODE = 1, 1  # of a simulation
 
@@ -29,3 +45,15 @@ def assign_message_id(message: Message) -> str:
     """Assign a unique id to a message, and return it."""
     message.metadata.__dict__["_message_id"] = str(uuid.uuid4())
     return message.metadata.message_id
+
+
+def workflow_records(round: int) -> RecordDict:
+    """Return the state that the workflow expects in its context."""
+    return RecordDict(
+        {MAIN_CONFIGS_RECORD: ConfigRecord({Key.CURRENT_ROUND: round}), MAIN_PARAMS_RECORD: ArrayRecord()}
+    )
+
+
+def empty_instructions() -> FitIns:
+    """Return instructions without parameters. The plan is sent separately."""
+    return FitIns(Parameters([], ""), {})

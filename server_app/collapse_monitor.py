@@ -183,7 +183,7 @@ class CollapseMonitor:
         numbers: dict[str, Any] = {}
         if all(vectors.isfinite().all() for vectors in found):
             # The images of `CollapseMetrics` are others: they may give no spectrum.
-            with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]  # torch does not say it exports it
+            with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]  # missing in its `__all__`
                 numbers = {**self._health.measure(self._method.encoder)}
         if not all(map(math.isfinite, numbers.values())) or not numbers:
             log.warning("%s has representations that are NaN or infinite: its training has diverged", name)

@@ -14,6 +14,13 @@ import numpy as np
 from flwr.app import Message, RecordDict
 
 from fedssl.arrays import Layers
+from fedssl.compat import (
+    SecAggPlusWorkflow,
+    WorkflowState,
+    empty_instructions,
+    parameters_to_ndarrays,
+    workflow_records,
+)
 from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.errors import RunError
 from fedssl.secure_aggregation import MIN_CLIENTS, SECAGG_PARAMETERS, summed_names
@@ -61,11 +68,9 @@ def secure_mean_delta(
     TooFewParticipants
         Too few clients took part in all stages.
     """
-    from server_app import compat  # slow import
-
     if len(contents) < MIN_CLIENTS:
         raise TooFewParticipants(f"{len(contents)} clients are available, and secure aggregation needs {MIN_CLIENTS}")
-    workflow = compat.SecAggPlusWorkflow(
+    workflow = SecAggPlusWorkflow(
         1.0,
         settings.threshold,
         max_weight=SECAGG_PARAMETERS["max_weight"],
@@ -75,10 +80,10 @@ def secure_mean_delta(
         timeout=timeout,
     )
     stages, part = _GridAdapter(exchange, timeout=timeout, deadline=deadline), _StrategyStub(list(contents))
-    records = compat.workflow_records(round)
+    records = workflow_records(round)
     context: Any = SimpleNamespace(state=records, strategy=part, client_manager=part, history=None)
     grid: Any = stages
-    state = compat.WorkflowState()
+    state = WorkflowState()
     with _quiet("flwr"):
         try:
             ok = workflow.setup_stage(grid, context, state)
@@ -96,7 +101,7 @@ def secure_mean_delta(
     if not ok:
         reasons = "; ".join(stages.reasons) or "no reply in time"
         raise TooFewParticipants(f"too few clients completed secure aggregation ({reasons})")
-    (delta,) = compat.parameters_to_ndarrays(part.found)
+    (delta,) = parameters_to_ndarrays(part.found)
     return SecureMean(delta, nodes, stages.bytes_down, stages.bytes_up)
 
 
@@ -127,8 +132,6 @@ class _StrategyStub:
     found: Any = None
 
     def configure_fit(self, *_: object) -> list[tuple[SimpleNamespace, Any]]:
-        from server_app.compat import empty_instructions
-
         return [(SimpleNamespace(node_id=node), empty_instructions()) for node in self.nodes]
 
     def aggregate_fit(self, round: int, results: list[tuple[Any, Any]], failures: object) -> tuple[None, None]:
