@@ -11,7 +11,6 @@ import argparse
 import compileall
 import json
 import os
-import queue
 import shutil
 import subprocess
 import sys
@@ -54,11 +53,10 @@ def problems(mutations: Sequence[Mutation]) -> list[str]:
     for mutation in mutations:
         path = ROOT / mutation.file
         count = path.read_text(encoding="utf-8").count(mutation.before) if path.is_file() else 0
-        if count != 1 or mutation.before == mutation.after:
+        if count != 1:
             found.append(f"{mutation.file}: {mutation.before!r} occurs {count} times instead of once")
         found += [f"{mutation.file}: {test} does not exist" for test in mutation.tests if not (ROOT / test).is_file()]
-    repeated = [key for key, n in Counter((m.file, m.before, m.after) for m in mutations).items() if n > 1]
-    return found + [f"{file}: {before!r} is listed twice" for file, before, _ in repeated]
+    return found
 
 
 def copy_repository(target: Path) -> None:
@@ -77,15 +75,15 @@ def copy_repository(target: Path) -> None:
 
 
 def _environment(copy: Path) -> dict[str, str]:
-    # Without bytecode of mutated files, a file that is restored is never confused with its mutation.
+    # No bytecode of a mutated file is saved, so that it is never used for the restored one.
     return {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def run_tests(copy: Path, tests: Sequence[str], *, timeout: float) -> tuple[str, str]:
     """Return the outcome of these tests in a copy, and the end of their output."""
-    process = subprocess.Popen(
-        [*PYTEST, *tests], cwd=copy, env=_environment(copy), stdout=-1, stderr=-2, text=True, start_new_session=True
-    )
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command, environment = [*PYTEST, *tests], _environment(copy)
+    process = subprocess.Popen(command, cwd=copy, env=environment, start_new_session=True, **pipes)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -105,24 +103,24 @@ def apply_and_test(mutation: Mutation, copy: Path, *, timeout: float) -> dict[st
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     seconds = round(time.monotonic() - start, 1)
     print(f"{outcome:9}{seconds:6} s  {mutation.file}: {mutation.before!r}", flush=True)
-    return {**asdict(mutation), "outcome": outcome, "seconds": seconds, "output": "" if outcome == "killed" else output}
+    return {**asdict(mutation), "outcome": outcome, "seconds": seconds, "output": output}
 
 
 def run_all(mutations: Sequence[Mutation], *, jobs: int, timeout: float) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        copies: queue.Queue[Path] = queue.Queue()
-        for copy in (Path(folder).resolve() / str(number) for number in range(jobs)):
+        copies = [Path(folder).resolve() / str(number) for number in range(jobs)]
+        for copy in copies:
             copy_repository(copy)
-            copies.put(copy)
+        tests = dict.fromkeys(test for mutation in mutations for test in mutation.tests)
+        outcome, output = run_tests(copies[0], list(tests), timeout=len(tests) * timeout)
+        if outcome != "survived":
+            raise SystemExit(f"without a fault the tests do not pass ({outcome}):\n{output}")
 
-        def run_one(mutation: Mutation) -> dict[str, Any]:
-            copy = copies.get()
-            try:
-                return apply_and_test(mutation, copy, timeout=timeout)
-            finally:
-                copies.put(copy)
+        def run_share(copy: Path, share: Sequence[Mutation]) -> list[dict[str, Any]]:
+            return [apply_and_test(mutation, copy, timeout=timeout) for mutation in share]
 
-        return list(pool.map(run_one, mutations))
+        shares = [mutations[number::jobs] for number in range(jobs)]
+        return [result for results in pool.map(run_share, copies, shares) for result in results]
 
 
 def main() -> int:

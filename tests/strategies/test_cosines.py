@@ -66,6 +66,13 @@ def test_values_that_are_not_finite_are_found(name, value, position):
         l_dawa(start, [update(4, bad)])
 
 
+def test_a_squared_norm_above_1e20_is_invalid():
+    start = ReferenceLayers({"fc.weight": np.ones(4, dtype=np.float32)})
+    for value, expected in ((4.9e9, None), (5.1e9, "fc.weight")):  # 4 * (5e9)^2 = 1e20
+        layers = {"fc.weight": np.full(4, value, dtype=np.float32)}
+        assert start.cosines_of(layers).first_invalid == expected
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e-20, 1, 1e15, 1e30])
 def test_cosines_of_very_large_and_small_layers(size):
     random = np.random.default_rng(0)
