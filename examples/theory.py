@@ -39,8 +39,8 @@ from threadpoolctl import threadpool_limits
 from fedssl.atomic_files import write_text
 from fedssl.errors import InputError
 from fedssl.plots.style import new_figure, write_png
-from fedssl.report.text_table import align, to_csv
 from fedssl.seeding import numpy_generator
+from fedssl.text_table import align, to_csv
 
 RARE = 2  # images of each class of other sources
 HARD = 1e3  # penalty of the margins, large enough for hard margins

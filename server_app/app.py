@@ -17,10 +17,9 @@ from fedssl.config.overrides import parse, quote_value
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import why_not_evaluable
-from fedssl.evaluation.scores import mean_over_models
+from fedssl.evaluation.scores import format_table, mean_over_models
 from fedssl.methods.build import build_method
 from fedssl.model_arrays import exchanged_layers, load_layers
-from fedssl.report.accuracy_table import format_table
 from fedssl.run_report import RunReport
 from fedssl.schedule.stages import set_active_stages
 from fedssl.wire.records import encode_arrays, record_bytes

@@ -18,11 +18,10 @@ import numpy as np
 from fedssl.atomic_files import append_text, saved_rounds, write_text
 from fedssl.config.load import save_run
 from fedssl.config.settings import RecordingSettings
-from fedssl.evaluation.scores import Score, mean_over_models, to_flat_dict, units_of
+from fedssl.evaluation.scores import Score, format_table, mean_over_models, to_flat_dict, units_of
 from fedssl.plots.partition import save_partition_plot
 from fedssl.plots.registry import write_final_plots
-from fedssl.report.accuracy_table import format_table
-from fedssl.report.cost_table import sum_costs
+from fedssl.runs.costs import sum_costs
 from fedssl.runs.jsonl import read_jsonl
 from server_app.build import ClientData
 from server_app.checkpoint import StateSchema

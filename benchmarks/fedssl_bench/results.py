@@ -13,8 +13,8 @@ from benchmarks.fedssl_bench.ranking import differences, friedman, ranks
 from benchmarks.fedssl_bench.suites import BOUNDS, UNTRAINED, Suite
 from fedssl.atomic_files import write_text
 from fedssl.evaluation.scores import as_scores
-from fedssl.report.text_table import markdown
 from fedssl.runs.run import read_run
+from fedssl.text_table import markdown
 
 REFERENCE = "fedavg"
 PROTOCOLS = ("linear", "knn")  # ranked by the first

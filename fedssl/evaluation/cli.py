@@ -25,10 +25,9 @@ from fedssl.config.settings import DataSettings, Settings
 from fedssl.config.targets import expand_config_dir_flag, user_encoder
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import EvaluationInput, evaluate, make_evaluation_input, why_not_evaluable
-from fedssl.evaluation.scores import Score, to_flat_dict, units_of
+from fedssl.evaluation.scores import Score, format_table, to_flat_dict, units_of
 from fedssl.export import load_encoder, saved_target
 from fedssl.machine.devices import select_device
-from fedssl.report.accuracy_table import format_table
 from fedssl.untrusted import sanitize
 
 USAGE = (

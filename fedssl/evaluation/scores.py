@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
+from fedssl.text_table import align
+
 ACCURACY = "accuracy"  # unit of a share of correct predictions in [0, 1], displayed in percent
 
 _STD_SUFFIX = "_std"
@@ -92,3 +94,18 @@ def to_flat_dict(scores: Mapping[str, Score]) -> dict[str, float]:
 def units_of(scores: Mapping[str, Score]) -> dict[str, str]:
     """Return the unit of every score."""
     return {name: score.unit for name, score in scores.items()}
+
+
+def format_table(results: Mapping[str, Mapping[str, Score]]) -> str:
+    """Format scores as a text table: a column for each key of ``results``, a row for each protocol with its unit."""
+    units = {name: unit for column in results.values() for name, unit in units_of(column).items()}
+    if not units:
+        return "nothing was evaluated: there is no protocol"
+    body = [
+        [
+            name if unit == ACCURACY else column_title(name, unit),
+            *(column[name].number if name in column else "-" for column in results.values()),
+        ]
+        for name, unit in units.items()
+    ]
+    return align([["accuracy in %" if ACCURACY in units.values() else "", *results], *body], left=1)

@@ -14,13 +14,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fedssl.evaluation.scores import as_scores
+from fedssl.evaluation.scores import as_scores, format_table
 from fedssl.export.encoder_file import Preprocess, load_encoder
 from fedssl.export.source import ExportSource, represent
 from fedssl.export.timm_weights import TimmModel, has_timm, timm_model, timm_weights
 from fedssl.export.weights import write_safetensors, write_weights
 from fedssl.plots.partition import read_partition_table
-from fedssl.report.accuracy_table import format_table
 from fedssl.runs.run import Run
 from fedssl.untrusted import sanitize
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from fedssl.atomic_files import write_text
-from fedssl.evaluation.scores import ACCURACY, Score, column_title, units_of
-from fedssl.report.text_table import TableCell, TableData, TextTable, align, text_cell, to_csv
+from fedssl.evaluation.scores import ACCURACY, Score, column_title
 from fedssl.runs.groups import MAIN, compared_settings, first_of_each_seed, group_runs, score_over_seeds, varying
 from fedssl.runs.run import Run, read_run
+from fedssl.text_table import TableCell, TableData, TextTable, text_cell, to_csv
 
 # Settings, and groups of them, that say what is to be learned and how it is spread: across these nothing is best.
 COMPARISON_KEYS = ("dataset", "partition", "num_clients", "unseen_clients", "experiment")
@@ -42,29 +42,6 @@ def best_rows(values: Sequence[Sequence[float]], tasks: Sequence[Hashable]) -> s
         if min(len(first), len(second)) > 1 and mean(first) - mean(second) > max(stdev(first), stdev(second)):
             found.add(rows[0])
     return found
-
-
-def format_table(results: Mapping[str, Mapping[str, Score]]) -> str:
-    """Put scores side by side: a column for each key of ``results``, a row for each protocol.
-
-    Accuracies are in per cent; a protocol of another unit has it behind its name.
-
-    Parameters
-    ----------
-    results : mapping
-        What was evaluated (``"federated"``) to protocol (``"knn"``) to score.
-    """
-    units = {name: unit for column in results.values() for name, unit in units_of(column).items()}
-    if not units:
-        return "nothing was evaluated: there is no protocol"
-    body = [
-        [
-            name if unit == ACCURACY else column_title(name, unit),
-            *(_cell(column.get(name)) for column in results.values()),
-        ]
-        for name, unit in units.items()
-    ]
-    return align([["accuracy in %" if ACCURACY in units.values() else "", *results], *body], left=1)
 
 
 @dataclass

@@ -23,8 +23,8 @@ from fedssl.errors import InputError
 from fedssl.report.accuracy_table import run_table
 from fedssl.report.cost_table import cost_table
 from fedssl.report.paper_table import paper_table, read_table
-from fedssl.report.text_table import TextTable
 from fedssl.runs.run import Run, find_runs, is_locked
+from fedssl.text_table import TextTable
 from fedssl.untrusted import sanitize
 
 FORMATS = (".md", ".csv", ".tex", ".html")

@@ -3,15 +3,16 @@
 Memory and FLOPs are those of `fedssl.step_cost`, bytes those of the messages, heads included.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from statistics import mean
 from typing import Any
 
-from fedssl.report.text_table import TableCell, TableData, TextTable, text_cell, to_csv
+from fedssl.runs.costs import CostTotals, sum_costs
 from fedssl.runs.groups import IGNORED, compared_settings, first_of_each_seed, group_runs, varying
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import Run
+from fedssl.text_table import TableCell, TableData, TextTable, text_cell, to_csv
 
 BASELINE = "end_to_end"
 HARDWARE = {"device", "threads", "engine"}  # change no result, but what it costs
@@ -23,56 +24,6 @@ COLUMNS = {
     "communication": "down + up",
     "seconds": "seconds",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class CostTotals:
-    """What a client that takes part in every round of a run has to bear.
-
-    A round costs it as much as it cost the clients of that round on average.
-
-    Attributes
-    ----------
-    memory : float or None
-        Bytes, at the worst moment of a training step; None: it was not measured.
-    flops : float or None
-        Of all training steps.
-    bytes_down, bytes_up : float
-        Of the messages.
-    seconds : float or None
-        That it works; None: clients did not report it.
-    round_seconds : float
-        That the rounds last, in which clients take turns or work at the same time.
-    """
-
-    memory: float | None
-    flops: float | None
-    bytes_down: float
-    bytes_up: float
-    seconds: float | None
-    round_seconds: float
-
-    @property
-    def communication(self) -> float:
-        """Bytes in both directions."""
-        return self.bytes_down + self.bytes_up
-
-
-def sum_costs(rounds: Sequence[Mapping[str, Any]]) -> CostTotals:
-    """Add up the lines of ``metrics.jsonl``."""
-    costs = [line.get("cost") for line in rounds]
-    seconds = [line.get("client_seconds") for line in rounds]
-    measured = [cost for cost in costs if cost is not None]
-    known = [value for value in seconds if value is not None]
-    complete = len(measured) == len(rounds) > 0
-    return CostTotals(
-        memory=max(cost["peak_memory"] for cost in measured) if complete else None,
-        flops=sum(cost["flops"] for cost in measured) if complete else None,
-        bytes_down=sum(line["bytes_down"] / line["clients"] for line in rounds),
-        bytes_up=sum(line["bytes_up"] / line["clients"] for line in rounds),
-        seconds=sum(known) if len(known) == len(rounds) > 0 else None,
-        round_seconds=sum(line["seconds"] for line in rounds),
-    )
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from xml.etree import ElementTree
 
 from fedssl.plots.registry import PLOTS
 from fedssl.plots.style import sanitize_texts
-from fedssl.report.text_table import TableCell, TableData, TextTable, text_cell
 from fedssl.runs.groups import OWN_KEYS, group_by_seed
 from fedssl.runs.run import Run
+from fedssl.text_table import TableCell, TableData, TextTable, text_cell
 from fedssl.untrusted import sanitize
 
 if TYPE_CHECKING:

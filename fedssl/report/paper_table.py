@@ -19,9 +19,9 @@ from fedssl.config.compose import flatten, resolve_config
 from fedssl.config.overrides import did_you_mean
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY, Score
-from fedssl.report.text_table import TableCell, TableData, TextTable, text_cell, to_csv
 from fedssl.runs.groups import IGNORED, first_of_each_seed, group_runs, is_ignored, same_value, score_over_seeds
 from fedssl.runs.run import Run, flatten_settings
+from fedssl.text_table import TableCell, TableData, TextTable, text_cell, to_csv
 from fedssl.untrusted import read_yaml, sanitize
 
 PAPERS_FOLDER = Path(__file__).parent / "papers"

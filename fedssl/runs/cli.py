@@ -18,7 +18,6 @@ from typing import Any
 from fedssl.command_line import run_command
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import column_title, to_flat_dict, units_of
-from fedssl.report.text_table import align
 from fedssl.runs.catalog import (
     DEFAULT_FOLDERS,
     RankedRuns,
@@ -31,6 +30,7 @@ from fedssl.runs.catalog import (
 )
 from fedssl.runs.groups import IGNORED, compared_settings, varying
 from fedssl.runs.run import RUN_MARKERS
+from fedssl.text_table import align
 from fedssl.untrusted import sanitize
 
 _COLUMNS = ("strategy", "method", "partition", "partition.alpha", "num_clients")

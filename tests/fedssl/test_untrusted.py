@@ -13,7 +13,7 @@ import torch
 
 from fedssl.atomic_files import atomic_write, make_subfolder, reject_symlinks, remove_partial_files, write_text
 from fedssl.errors import InputError
-from fedssl.report.text_table import escape_markdown, to_csv
+from fedssl.text_table import escape_markdown, to_csv
 from fedssl.untrusted import open_regular_file, read_arrays, read_tensors, read_text, read_yaml, sanitize
 
 

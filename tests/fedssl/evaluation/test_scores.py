@@ -5,7 +5,15 @@ import math
 
 import pytest
 
-from fedssl.evaluation.scores import Score, as_scores, column_title, mean_over_models, to_flat_dict, units_of
+from fedssl.evaluation.scores import (
+    Score,
+    as_scores,
+    column_title,
+    format_table,
+    mean_over_models,
+    to_flat_dict,
+    units_of,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,3 +57,34 @@ def test_results_over_models_are_means_and_deviations():
     assert (length.value, length.std, length.unit) == (2, pytest.approx(math.sqrt(2)), "m")
     assert mean_over_models([{"few": Score(0.2, std=0.01)}]) == {"few": Score(0.2, std=0.01)}
     assert mean_over_models([{}, {}]) == {}
+
+
+def test_format_table():
+    table = format_table(
+        {
+            "untrained": {"linear_2_per_class": Score(0.5, std=0.05), "knn": Score(0.6666)},
+            "federated": {"linear_2_per_class": Score(0.875, std=0.0123), "knn": Score(1.0)},
+            "pixels": {"knn": Score(0.0)},
+        }
+    )
+    assert table.split("\n") == [
+        "accuracy in %        untrained   federated  pixels",
+        "linear_2_per_class  50.0 ± 5.0  87.5 ± 1.2       -",
+        "knn                       66.7       100.0     0.0",
+    ]
+
+
+def test_format_table_names_other_units():
+    nll = {"nll": Score(2.34567, "nats", 0.5), "epochs": Score(30.0, "")}
+    assert format_table({"federated": {"knn": Score(0.5), **nll}, "pixels": {"knn": Score(0.25)}}).split("\n") == [
+        "accuracy in %    federated  pixels",
+        "knn                   50.0    25.0",
+        "nll (nats)     2.346 ± 0.5       -",
+        "epochs                  30       -",
+    ]
+    assert format_table({"federated": nll}).split("\n")[0].split() == ["federated"]
+
+
+@pytest.mark.parametrize("results", [{}, {"federated": {}, "pixels": {}}])
+def test_format_table_without_results_says_so(results: dict[str, dict[str, Score]]):
+    assert "nothing was evaluated" in format_table(results)

@@ -11,8 +11,7 @@ from omegaconf import OmegaConf
 
 from fedssl.config.overrides import CONF
 from fedssl.errors import InputError
-from fedssl.evaluation.scores import Score
-from fedssl.report.accuracy_table import best_rows, comparison_key, format_table, run_table, sweep_table
+from fedssl.report.accuracy_table import best_rows, comparison_key, run_table, sweep_table
 from fedssl.runs.run import find_runs, read_run
 
 
@@ -23,40 +22,6 @@ def job(folder: Path, overrides: str, status: str = "finished", reason: str | No
         summary["final"] = {"untrained": {"knn": 0.1}, "federated": federated, "pixels": {"knn": 0.2}}
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
-
-
-# --- encoders side by side ---
-
-
-def test_format_table():
-    table = format_table(
-        {
-            "untrained": {"linear_2_per_class": Score(0.5, std=0.05), "knn": Score(0.6666)},
-            "federated": {"linear_2_per_class": Score(0.875, std=0.0123), "knn": Score(1.0)},
-            "pixels": {"knn": Score(0.0)},
-        }
-    )
-    assert table.split("\n") == [
-        "accuracy in %        untrained   federated  pixels",
-        "linear_2_per_class  50.0 ± 5.0  87.5 ± 1.2       -",
-        "knn                       66.7       100.0     0.0",
-    ]
-
-
-def test_format_table_names_other_units():
-    nll = {"nll": Score(2.34567, "nats", 0.5), "epochs": Score(30.0, "")}
-    assert format_table({"federated": {"knn": Score(0.5), **nll}, "pixels": {"knn": Score(0.25)}}).split("\n") == [
-        "accuracy in %    federated  pixels",
-        "knn                   50.0    25.0",
-        "nll (nats)     2.346 ± 0.5       -",
-        "epochs                  30       -",
-    ]
-    assert format_table({"federated": nll}).split("\n")[0].split() == ["federated"]
-
-
-@pytest.mark.parametrize("results", [{}, {"federated": {}, "pixels": {}}])
-def test_format_table_without_results_says_so(results: dict[str, dict[str, Score]]):
-    assert "nothing was evaluated" in format_table(results)
 
 
 # --- sweeps ---

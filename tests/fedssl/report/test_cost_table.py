@@ -10,7 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from fedssl.config.overrides import CONF
-from fedssl.report.cost_table import CostTotals, cost_table, sum_costs
+from fedssl.report.cost_table import cost_table
+from fedssl.runs.costs import CostTotals, sum_costs
 from fedssl.runs.run import read_run
 
 GIB = 2**30

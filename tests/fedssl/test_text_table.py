@@ -1,6 +1,6 @@
 """Tables as text, written by hand."""
 
-from fedssl.report.text_table import align, escape_latex, latex, markdown, text_cell, to_csv
+from fedssl.text_table import align, escape_latex, latex, markdown, text_cell, to_csv
 
 LINES = [["strategy", "n", "knn"], ["fedavg|2", "10", "9.5"]]
 

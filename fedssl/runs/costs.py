@@ -1,0 +1,53 @@
+"""Costs of a client over a run, from the lines of ``metrics.jsonl``."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostTotals:
+    """Costs of a client that takes part in every round: in each, the mean over the clients of the round.
+
+    Attributes
+    ----------
+    memory : float or None
+        Peak bytes of a training step; None if not measured.
+    flops : float or None
+        Of all training steps; None if not measured.
+    bytes_down, bytes_up : float
+        Of the messages.
+    seconds : float or None
+        Of training; None if clients did not report it.
+    round_seconds : float
+        Duration of all rounds, in which clients train one after another or in parallel.
+    """
+
+    memory: float | None
+    flops: float | None
+    bytes_down: float
+    bytes_up: float
+    seconds: float | None
+    round_seconds: float
+
+    @property
+    def communication(self) -> float:
+        """Return the bytes in both directions."""
+        return self.bytes_down + self.bytes_up
+
+
+def sum_costs(rounds: Sequence[Mapping[str, Any]]) -> CostTotals:
+    """Add up the lines of ``metrics.jsonl``."""
+    costs = [line.get("cost") for line in rounds]
+    seconds = [line.get("client_seconds") for line in rounds]
+    measured = [cost for cost in costs if cost is not None]
+    known = [value for value in seconds if value is not None]
+    complete = len(measured) == len(rounds) > 0
+    return CostTotals(
+        memory=max(cost["peak_memory"] for cost in measured) if complete else None,
+        flops=sum(cost["flops"] for cost in measured) if complete else None,
+        bytes_down=sum(line["bytes_down"] / line["clients"] for line in rounds),
+        bytes_up=sum(line["bytes_up"] / line["clients"] for line in rounds),
+        seconds=sum(known) if len(known) == len(rounds) > 0 else None,
+        round_seconds=sum(line["seconds"] for line in rounds),
+    )
