@@ -45,6 +45,18 @@ def test_no_batch_is_smaller_than_what_the_method_learns_from(num_images, batch_
     assert [len(batch) for batch in epoch] == sizes
 
 
+def test_the_learning_rate_of_a_round_is_that_of_the_first_times_its_factor():
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([{"params": [weight], "lr": 0.4}], momentum=0.9)
+    training = local_training(optimizer)
+    weight.sum().backward()
+    optimizer.step()
+    for factor, lr in ((0.5, 0.2), (0.25, 0.1), (1.0, 0.4)):  # always times 0.4
+        training.reset_optimizer(lr_factor=factor)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(lr)
+        assert not optimizer.state
+
+
 NONE = Regularizer()
 
 

@@ -14,7 +14,15 @@ import torch
 from fedssl.atomic_files import atomic_write, make_subfolder, reject_symlinks, remove_partial_files, write_text
 from fedssl.errors import InputError
 from fedssl.text_table import escape_markdown, to_csv
-from fedssl.untrusted import open_regular_file, read_arrays, read_tensors, read_text, read_yaml, sanitize
+from fedssl.untrusted import (
+    check_tensors_like,
+    open_regular_file,
+    read_arrays,
+    read_tensors,
+    read_text,
+    read_yaml,
+    sanitize,
+)
 
 
 def saved(path, content):
@@ -122,6 +130,14 @@ def test_every_byte_is_looked_at(tmp_path):
     path.write_bytes(content)
     with pytest.raises(Exception, match=r"."):
         read_tensors(path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_tensors_must_be_finite(value):
+    template = {"weight": torch.ones(2)}
+    check_tensors_like({"weight": torch.zeros(2)}, template)
+    with pytest.raises(ValueError, match="weight has values that are not finite"):
+        check_tensors_like({"weight": torch.tensor([0.0, value])}, template)
 
 
 def test_only_regular_files_are_opened_and_none_is_waited_for(tmp_path):
