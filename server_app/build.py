@@ -114,13 +114,7 @@ class RunComponents:
 
 
 def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, int] | None = None) -> RunComponents:
-    """Build and validate all components. ``known_client_ids`` are the ids of edge clients of a resumed run.
-
-    Raises
-    ------
-    InputError
-        Settings conflict with each other, the data or the federation.
-    """
+    """Build and validate all components. ``known_client_ids`` are the ids of edge clients of a resumed run."""
     device = configure_process(settings.machine)
     clients = discover_clients(
         grid, settings.num_clients, timeout=settings.reply_timeout, known_client_ids=known_client_ids
@@ -311,13 +305,7 @@ def load_client_images(settings: Settings, method: SSLMethod) -> ImageData:
 
 
 def load_teacher(method: SSLMethod, file: Path | None, *, data: DataSettings) -> None:
-    """Load the teacher from its file into the server's method. Clients receive its weights once, and no path.
-
-    Raises
-    ------
-    InputError
-        The method uses no teacher, needs one, or the file does not match.
-    """
+    """Load the teacher from its file into the server's method. Clients receive its weights once, and no path."""
     name = type(method).__name__
     if TEACHER not in method.static_parts:
         if file is not None:

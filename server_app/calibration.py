@@ -45,11 +45,6 @@ class Calibration:
     ----------
     when : {"start", "end"}
         Of every round.
-
-    Raises
-    ------
-    InputError
-        The method needs labels, ``calibration.when`` is unknown, or the auxiliary images have another shape.
     """
 
     def __init__(

@@ -36,11 +36,6 @@ def adapt_to_edge_clients(settings: Settings, clients: ClientDirectory) -> Setti
 
     The number of clients is that of available devices. All take part in a round unless ``clients_per_round`` is set.
     The data set is the server's, for evaluation. Without an explicit one there is none.
-
-    Raises
-    ------
-    InputError
-        Fewer devices are available than train in a round, or calibration has no images.
     """
     number, explicit = len(clients.nodes), _explicit_keys(settings)
     of_all = "clients_per_round" not in explicit and settings.clients_per_round == settings.num_clients

@@ -64,12 +64,6 @@ def discover_clients(
         slow on a busy machine.
     known_client_ids : mapping of str to int, optional
         Ids of edge clients of a resumed run.
-
-    Raises
-    ------
-    InputError
-        The number of nodes of a simulation is not ``num_clients``, a node does not reply or has a wrong partition,
-        nodes are of both kinds, or names of edge clients are not unique.
     """
     nodes = _wait_for_nodes(grid, num_clients, timeout=timeout)
     replies = _Replies(missing=dict.fromkeys(nodes))
@@ -95,13 +89,7 @@ def discover_clients(
 
 
 def federation_size(grid: Grid, *, timeout: float) -> int | None:
-    """Return the number of partitions that the first node reports; None if it is a device.
-
-    Raises
-    ------
-    InputError
-        No node replies, or none can start.
-    """
+    """Return the number of partitions that the first node reports; None if it is a device."""
     nodes = _wait_for_nodes(grid, 1, timeout=timeout)
     error = ""
     for _, reply in _identify(grid, nodes, timeout=timeout):

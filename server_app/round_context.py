@@ -74,11 +74,6 @@ class RoundContext:
         See `fedssl.wire.wire_format`.
     extract_features : callable
         Returns features of the server's images under a model, for strategies that compare models.
-
-    Raises
-    ------
-    InputError
-        A metric is unknown.
     """
 
     strategy: FedSSLStrategy

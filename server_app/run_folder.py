@@ -59,11 +59,6 @@ class RunFolder:
     ----------
     folder : Path
     checkpoints : Path
-
-    Raises
-    ------
-    InputError
-        The folder cannot be written, or contains another run.
     """
 
     def __init__(self, settings: RecordingSettings, *, rounds: int) -> None:
@@ -109,13 +104,7 @@ class RunFolder:
             yield
 
     def devices(self) -> dict[str, int]:
-        """Return the stored ids of edge clients by name. Empty in a new run or a simulation.
-
-        Raises
-        ------
-        InputError
-            The file is damaged.
-        """
+        """Return the stored ids of edge clients by name. Empty in a new run or a simulation."""
         file = self.folder / DEVICE_NUMBERS_FILE
         client_ids = read_yaml(file, dict) or {}
         if not all(
@@ -149,11 +138,6 @@ class RunFolder:
         """Return the state of the newest valid checkpoint, and remove everything that was written after it.
 
         Partial files of a killed process are removed as well. ``schema`` is as in `latest_checkpoint`.
-
-        Raises
-        ------
-        InputError
-            The run has completed more than ``rounds`` rounds, or there is no valid checkpoint.
         """
         remove_partial_files(self.folder)
         state = latest_checkpoint(self.checkpoints, schema) or ServerState()

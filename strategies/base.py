@@ -41,11 +41,6 @@ class ServerStrategy:
     ----------
     num_comparison_images : int
         Number of server images on which `on_round_end` compares models; 0 needs none.
-
-    Raises
-    ------
-    InputError
-        The aggregator rejects its options.
     """
 
     num_comparison_images: int = 0

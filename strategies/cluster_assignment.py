@@ -141,11 +141,6 @@ class ClusteredServer(DelegatingServer):
         Server side of the algorithm within each cluster.
     clusters : int
         C, at least 1.
-
-    Raises
-    ------
-    InputError
-        ``clusters`` is below 1.
     """
 
     def __init__(self, base_strategy: ServerStrategy, *, clusters: int) -> None:

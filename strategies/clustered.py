@@ -50,11 +50,6 @@ class Clustered(FedSSLStrategy):
         Number of images on which losses are compared, at least 2.
     cluster_round : int
         Round in which updates are clustered, for ``assign_by="update_cosine"``.
-
-    Raises
-    ------
-    InputError
-        A value is invalid.
     """
 
     def __init__(

@@ -24,11 +24,6 @@ def distance_names(method: SSLMethod, *, distance: str) -> list[str]:
     "squared_l2": all trained weights of the encoder. "mean_conv_l2": the convolution kernels among them, or all of them
     without any kernel. Kernels of shortcuts ("downsample") are excluded, as in the authors' code (17 kernels in a
     ResNet-18), and so is a patch embedding, which is a convolution only in its implementation.
-
-    Raises
-    ------
-    InputError
-        No part of the encoder is trained.
     """
     parameters = method.encoder.named_parameters(prefix="encoder")
     trained = [name for name, parameter in parameters if parameter.requires_grad]

@@ -156,11 +156,6 @@ class EUCServer(ServerStrategy):
         phi, at least 1; 1 is plain averaging.
     weighting : {"examples", "uniform"}
         Weights of the average and of the discrepancy: n_k / sum n, or 1/K.
-
-    Raises
-    ------
-    InputError
-        ``interval`` is below 1, or ``weighting`` is unknown.
     """
 
     def __init__(self, *, interval: int, weighting: str) -> None:

@@ -38,11 +38,6 @@ class FeatARC(FedSSLStrategy):
         Number of images on which models are compared, at least 2.
     weighting : {"uniform", "examples"}
         Weights of the members of a cluster: equal, or their numbers of images.
-
-    Raises
-    ------
-    InputError
-        A value is invalid.
     """
 
     def __init__(

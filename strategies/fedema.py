@@ -73,11 +73,6 @@ class FedEMAClient(ClientStrategy):
         Share of its own weights in a client's second participation, at least 0; 0 always uses the global weights.
     distance : {"mean_conv_l2", "squared_l2"}
         d, see `strategies.encoder_divergence`.
-
-    Raises
-    ------
-    InputError
-        ``tau`` is negative, or ``distance`` is unknown.
     """
 
     def __init__(self, *, tau: float, distance: str) -> None:

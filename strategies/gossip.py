@@ -190,11 +190,6 @@ class Gossip(FedSSLStrategy):
         Probability of an edge, for erdos_renyi.
     file : str, optional
         Edge list, for file.
-
-    Raises
-    ------
-    InputError
-        The topology is unknown.
     """
 
     def __init__(

@@ -82,11 +82,6 @@ class WarmupServer(ServerStrategy):
         Returns the aggregator of the other rounds.
     rounds : int
         Number of warm-up rounds; 0 disables them.
-
-    Raises
-    ------
-    InputError
-        ``rounds`` is negative, or the aggregator has invalid options.
     """
 
     def __init__(self, make_aggregator: Callable[[], Aggregator], *, rounds: int) -> None:
@@ -144,11 +139,6 @@ class LDAWA(FedSSLStrategy):
         log contains the cosines of the scaled layers, i.e. absolute values.
     client : ClientStrategy, optional
         None uses that of federated averaging.
-
-    Raises
-    ------
-    InputError
-        An unknown option, or ``normalize`` with ``scale_at="client"``, where the server has no cosines.
     """
 
     def __init__(

@@ -72,11 +72,6 @@ class PersonalClient(ClientStrategy):
     ----------
     weight : float
         lambda, at least 0; 0 trains the personalized model independently.
-
-    Raises
-    ------
-    InputError
-        ``weight`` is negative.
     """
 
     trainings_per_round = 2

@@ -57,11 +57,6 @@ def make_graph(
         In (0, 1], for erdos_renyi.
     file : str or Path, optional
         For file: a text file with an edge "i j" per line; ``#`` starts a comment.
-
-    Raises
-    ------
-    InputError
-        There is no such graph, it is not connected, or the file is invalid.
     """
     import networkx as nx  # here: the import is slow, and few strategies need it
 
@@ -219,11 +214,6 @@ def read_edges(file: str | Path | None, num_clients: int) -> list[tuple[int, int
     """Return the edges of a file over the clients 0 to ``num_clients - 1``.
 
     A line contains an edge "i j". ``#`` starts a comment.
-
-    Raises
-    ------
-    InputError
-        The file is missing, a line is not a valid or a new edge, or the graph is not connected.
     """
     if file is None:
         raise InputError("strategy.topology=file needs strategy.file, a text file with an edge per line; name it")

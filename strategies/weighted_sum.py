@@ -65,11 +65,6 @@ class WeightedSum:
         Average running statistics, or scale them like weights.
     normalize : bool
         Divide the sum by that of beta |s| instead of that of beta.
-
-    Raises
-    ------
-    InputError
-        An option is unknown.
     """
 
     def __init__(
@@ -95,13 +90,7 @@ class WeightedSum:
         self._min_loss = math.inf
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
-        """Add an update that `ReferenceLayers.check` validated.
-
-        Raises
-        ------
-        InputError
-            The update lacks the metric of ``weighting``. The sum is unchanged.
-        """
+        """Add an update that `ReferenceLayers.check` validated."""
         self._fold([self._term(update, cosines)])
 
     def add_weighted(self, update: ClientUpdate, weight: float) -> None:
@@ -110,13 +99,7 @@ class WeightedSum:
         self._fold([_Term(update.layers, NO_COSINES, 1.0, weight)])
 
     def add_all(self, updates: Sequence[ClientUpdate]) -> None:
-        """Validate, compare and add several updates, each read in tiles that stay in the cache.
-
-        Raises
-        ------
-        InputError
-            An update does not fit the global layers, lacks a metric, or (if cosines are used) has a non-finite value.
-        """
+        """Validate, compare and add several updates, each read in tiles that stay in the cache."""
         check_updates(self._global, updates)
         if self.scale == "none":
             all_cosines = [NO_COSINES] * len(updates)

@@ -24,11 +24,6 @@ class MLflow:
         Name of the run. None: that of the run folder.
     uri : str or None
         MLflow tracking URI. None: ``mlflow.db`` in the run folder.
-
-    Raises
-    ------
-    InputError
-        The package is missing.
     """
 
     def __init__(self, *, experiment: str, run: str | None, uri: str | None) -> None:

@@ -25,11 +25,6 @@ class WandB:
     run : str or None
         Name of the run. None: that of the run folder.
     mode : {"offline", "online"}
-
-    Raises
-    ------
-    InputError
-        The package is missing, or the mode is unknown.
     """
 
     def __init__(self, *, project: str, run: str | None, mode: str) -> None:
