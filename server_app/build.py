@@ -60,7 +60,6 @@ class ClientData:
     ----------
     image_data : ImageData
         Of all clients together.
-    partition : Partition
     """
 
     image_data: ImageData
@@ -80,12 +79,8 @@ class RunComponents:
     ----------
     settings : Settings
         Of the run, completed by the data and the federation.
-    context : RoundContext
-    lr_schedule : LRSchedule
-    client_manager : ClientManager
     client_data : ClientData or None
         None if clients are edge clients, whose images are local.
-    evaluator : Evaluator
     monitor : CollapseMonitor or None
         None if it is turned off.
     costs : TrainingCostMeter or None

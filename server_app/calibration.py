@@ -29,17 +29,14 @@ class Calibration:
 
     Parameters
     ----------
-    settings : CalibrationSettings
     method : SSLMethod
         Global layers are loaded into it.
     training : LocalTrainer
         The clients' trainer. Its optimizer is used by this object only.
-    lr_schedule : LRSchedule
     data : DataSettings
         Of the run.
     device : torch.device
         Of the method.
-    seed : int
 
     Attributes
     ----------

@@ -100,7 +100,6 @@ def latest_checkpoint(folder: Path, schema: StateSchema | None = None) -> Server
 
     Parameters
     ----------
-    folder : Path
     schema : StateSchema or None
         The state is validated against it, unless it is None.
 

@@ -43,12 +43,10 @@ class ServerFeatureExtractor:
     ----------
     method : SSLMethod
         Models are loaded into it.
-    data : DataSettings
     num_images : int
         Maximum number of images, sampled by the seed.
     device : torch.device
         Of the method.
-    seed : int
     """
 
     def __init__(
@@ -97,14 +95,12 @@ class CollapseMonitor:
     ----------
     method : SSLMethod
         Models are loaded into it.
-    data : DataSettings
     num_images : int
         At least 2.
     augment : callable
         Returns the views.
     device : torch.device
         Of the method.
-    seed : int
     """
 
     def __init__(

@@ -29,7 +29,6 @@ class Privacy:
 
     Parameters
     ----------
-    settings : PrivacySettings
     clients : int
         K, the clients that train in a round.
     generator : callable

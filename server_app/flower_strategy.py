@@ -27,7 +27,6 @@ class FlowerStrategy(Strategy):
 
     Parameters
     ----------
-    context : RoundContext
     state : ServerState, optional
         To continue from. None if the federation starts.
 

@@ -19,7 +19,6 @@ class MessageExchange:
 
     Parameters
     ----------
-    grid : Grid
     keep_contents : bool
         Whether the contents of messages are kept until their replies arrive.
 
@@ -59,7 +58,6 @@ class MessageExchange:
 
         Parameters
         ----------
-        messages : iterable of Message
         timeout : float
             Seconds to wait for the next reply.
         deadline : float, optional

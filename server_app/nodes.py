@@ -56,7 +56,6 @@ def discover_clients(
 
     Parameters
     ----------
-    grid : Grid
     num_clients : int
         Number of nodes of a simulation. With edge clients, discovery waits until there are that many, or no more join.
     timeout : float
@@ -106,7 +105,6 @@ class ClientManager:
 
     Parameters
     ----------
-    grid : Grid
     clients : ClientDirectory
         At the start of the run.
     timeout : float

@@ -42,7 +42,6 @@ class PersonalizedResult:
 
     Attributes
     ----------
-    client : int
     model : str
         Name of the model that it was derived from.
     group : {"participants", "unseen clients", "adapted unseen clients"}
@@ -65,7 +64,6 @@ def evaluate_personalized(
 
     Parameters
     ----------
-    exchange : MessageExchange
     components : RunComponents
         Of a simulation whose images have labels.
     state : ServerState

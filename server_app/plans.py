@@ -23,7 +23,6 @@ class StartingModel:
 
     Attributes
     ----------
-    model : GlobalModel
     trainable, frozen : dict of str to ndarray
         The layers that clients train, and those that they only use.
     upload_names : tuple of str or None
@@ -45,14 +44,12 @@ class ClientSlot:
 
     Attributes
     ----------
-    client : int
     candidates : tuple of str
         Names of the models of which the client chooses its start. Usually there is one.
     start : str
         Name of the model that it starts from. The first candidate until the reply is read.
     downloaded : tuple of str
         Names of the trained layers that it receives.
-    bytes_down : int
     destinations : tuple of str
         Names of the models that its update goes into. Set when the reply is read.
     features : Tensor or None
@@ -73,8 +70,6 @@ class PlanBuilder:
 
     Parameters
     ----------
-    context : RoundContext
-    state : ServerState
     candidates : mapping of int to tuple of str
         For each client that trains, the names of the models of which it chooses its start.
     extra_models : iterable of str
@@ -84,7 +79,6 @@ class PlanBuilder:
 
     Attributes
     ----------
-    starts : dict of str to StartingModel
     slots : dict of int to ClientSlot
         By client, in order.
     messages : list of Message

@@ -48,8 +48,6 @@ class Round:
 
     Parameters
     ----------
-    context : RoundContext
-    state : ServerState
     keep_from : int
         Oldest round that a resumed run may go back to.
     attempt : int

@@ -42,7 +42,6 @@ class RoundContext:
 
     Attributes
     ----------
-    strategy : FedSSLStrategy
     method : SSLMethod
         Defines the layers; its server side aggregates parts.
     phases : sequence of Phase
@@ -53,17 +52,14 @@ class RoundContext:
         Node ids by client id. In a simulation a client id is a partition id.
     unseen_clients : frozenset of int
         Clients that never train.
-    seed, clients_per_round : int
     timeout : float
         Seconds without a reply after which missing clients are dropped.
     client_config, code_fingerprint : str
         For `TrainPlan`.
     metrics : tuple of str
         Metrics that clients report besides those of the aggregator. They report nothing else.
-    server_optimizer : ServerOptimizer
     lr_factor : callable
         Maps a round to the factor of the clients' learning rate.
-    calibration : Calibrator or None
     aggregation : AggregationSettings
         Which updates are accepted, and how long the server waits for them.
     privacy : Privacy or None

@@ -54,11 +54,6 @@ class RunFolder:
         With a folder.
     rounds : int
         Of the run.
-
-    Attributes
-    ----------
-    folder : Path
-    checkpoints : Path
     """
 
     def __init__(self, settings: RecordingSettings, *, rounds: int) -> None:

@@ -44,7 +44,6 @@ def can_evaluate_in_background(components: RunComponents, client_cores: int | No
 
     Parameters
     ----------
-    components : RunComponents
     client_cores : int or None
         Cores of this machine that clients occupy; None if unknown.
     """
@@ -67,10 +66,6 @@ class TrainingLoop:
 
     Parameters
     ----------
-    exchange : MessageExchange
-    components : RunComponents
-    state : ServerState
-    recorder : Recorder
     background : bool
         Whether rounds are evaluated while the next one runs.
 
@@ -162,14 +157,10 @@ class CompletedRound:
     ----------
     state : ServerState
         After the round.
-    result : RoundResult
     models : mapping of str to Layers
         By name. Empty if the round is not evaluated.
     depth : int or None
         Number of active stages of the encoder.
-    seconds : float
-    health : CollapseReport or None
-    cost : mapping of str to float, or None
     """
 
     state: ServerState
@@ -186,8 +177,6 @@ class BackgroundRecorder:
 
     Parameters
     ----------
-    components : RunComponents
-    recorder : Recorder
     state : ServerState
         Before the first round.
     background : bool
@@ -275,7 +264,6 @@ def run_round(
 
     Parameters
     ----------
-    exchange : MessageExchange
     current_context : callable
         Returns the context with the clients that are available.
     state, keep_from, observers

@@ -111,11 +111,8 @@ class UpdateReader:
 
     Parameters
     ----------
-    context : RoundContext
-    starts : mapping of str to StartingModel
     number : int
         Of the round.
-    required_metrics : collection of str
     """
 
     def __init__(

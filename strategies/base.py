@@ -114,7 +114,6 @@ class ServerStrategy:
         ----------
         model : GlobalModel
             The model before the round.
-        round : int
         layers : Layers
             The trained layers after the round.
         aggregator : Aggregator
@@ -231,7 +230,6 @@ class FedSSLStrategy:
 
     Parameters
     ----------
-    server : ServerStrategy
     client : ClientStrategy, optional
         None means that of federated averaging.
     """

@@ -23,12 +23,7 @@ from strategies.interfaces import (
 
 
 class DelegatingServer(ServerStrategy):
-    """Server strategy that forwards every hook to another one.
-
-    Parameters
-    ----------
-    base_strategy : ServerStrategy
-    """
+    """Server strategy that forwards every hook to another one."""
 
     def __init__(self, base_strategy: ServerStrategy) -> None:
         self.base_strategy = base_strategy
@@ -94,12 +89,7 @@ class DelegatingServer(ServerStrategy):
 
 
 class DelegatingClient(ClientStrategy):
-    """Client strategy that forwards every hook to another one.
-
-    Parameters
-    ----------
-    base_strategy : ClientStrategy
-    """
+    """Client strategy that forwards every hook to another one."""
 
     def __init__(self, base_strategy: ClientStrategy) -> None:
         self.base_strategy = base_strategy

@@ -98,7 +98,6 @@ class EUAAggregator:
 
     Parameters
     ----------
-    deviation, step : str
     server_lr : float
         As in `eua`.
 

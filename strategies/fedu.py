@@ -76,12 +76,7 @@ class FedUOptions:
 
 
 class FedUClient(ClientStrategy):
-    """Client side of FedU.
-
-    Parameters
-    ----------
-    options : FedUOptions
-    """
+    """Client side of FedU."""
 
     def __init__(self, options: FedUOptions) -> None:
         self.options = options

@@ -82,9 +82,6 @@ class GossipServer(ServerStrategy):
     ----------
     topology : str
         This and the others as in `strategies.topology.make_graph`.
-    degree : int or None
-    probability : float or None
-    file : str or None
     """
 
     def __init__(self, topology: str, *, degree: int | None, probability: float | None, file: str | None) -> None:

@@ -133,12 +133,8 @@ class StrategyContext:
 
     Attributes
     ----------
-    method : SSLMethod
-    clients_per_round, num_clients : int
     num_unseen_clients : int
         Clients that never train.
-    rounds : int
-    seed : int
     has_calibration : bool
         Whether the server calibrates models by training.
     server_optimizer : bool
@@ -167,7 +163,6 @@ class RoundOutcome:
 
     Attributes
     ----------
-    round : int
     destinations : mapping of int to tuple of str
         Models that each used update went into, by client.
     bytes_up : mapping of int to int

@@ -103,7 +103,6 @@ class LDAWAScalingClient(DelegatingClient):
 
     Parameters
     ----------
-    base_strategy : ClientStrategy
     buffers : {"average", "scale"}
         As in `l_dawa`.
     warmup_rounds : int

@@ -95,10 +95,6 @@ def _numbers(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, floa
 class SafeTracker:
     """Wraps the tracker of a run, whose failure must not end the run. It is disabled after the first failure.
 
-    Parameters
-    ----------
-    settings : RecordingSettings
-
     Raises
     ------
     InputError

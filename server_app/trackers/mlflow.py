@@ -19,7 +19,6 @@ class MLflow:
 
     Parameters
     ----------
-    experiment : str
     run : str or None
         Name of the run. None: that of the run folder.
     uri : str or None

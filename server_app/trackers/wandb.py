@@ -21,7 +21,6 @@ class WandB:
 
     Parameters
     ----------
-    project : str
     run : str or None
         Name of the run. None: that of the run folder.
     mode : {"offline", "online"}
