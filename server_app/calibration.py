@@ -85,11 +85,5 @@ class Calibration:
             place = (self._seed, "calibrate", round)
             seed_torch(derive_seed(*place), self._device)
             self._training.reset_optimizer(lr_factor=self._lr_schedule(round))
-            train(
-                self._method,
-                self._images,
-                self._rows,
-                training=self._training,
-                generator=torch_generator(*place),
-            )
+            train(self._method, self._images, self._rows, training=self._training, generator=torch_generator(*place))
             return {**layers, **exchanged_layers(self._method)}

@@ -94,12 +94,7 @@ def _length(coefficients: np.ndarray, gram: np.ndarray, lengths: np.ndarray) -> 
 
 
 class EUAAggregator:
-    """EUA for one round at a time. It keeps references to all updates, because d depends on all of them.
-
-    Parameters
-    ----------
-    server_lr : float
-        As in `eua`.
+    """EUA for one round at a time, with the options of `eua`. It keeps references to all updates, on which d depends.
 
     Attributes
     ----------
