@@ -71,6 +71,7 @@ NOT_PLAIN = [
     ("encoder.width", 1.5, "encoder.width=1.5 is not an integer"),
     ("encoder.width", True, "encoder.width=True is not an integer"),
     ("encoder.width", 2**20, "encoder.width is beyond 65536"),
+    ("encoder.width", -(2**20), "encoder.width is beyond 65536"),
     ("method.projector.num_layers", 1000, "method.projector.num_layers is beyond 256"),
     ("optimizer.lr", float("inf"), "optimizer.lr is inf, which is not finite"),
     ("clip_norm", "${x}", "clip_norm is not a plain string"),

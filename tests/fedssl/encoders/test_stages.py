@@ -1,0 +1,61 @@
+"""Which stages of an encoder run: active, frozen and skipped ones, in an encoder whose output lists them."""
+
+import pytest
+import torch
+from torch import nn
+
+from fedssl.encoders.base import Encoder
+
+
+class Digit(nn.Module):
+    def __init__(self, digit):
+        super().__init__()
+        self.digit = digit
+
+    def forward(self, x):
+        return 10 * x + self.digit
+
+
+class Digits(Encoder):
+    """Stage k appends the digit k: zero becomes 123 after three stages."""
+
+    def __init__(self, widths=(1, 1, 1)):
+        super().__init__()
+        self.feature_dim = 1
+        self.blocks = nn.Sequential(Digit(1), Digit(2), Digit(3))
+        self.define_stages(stages=("blocks.0", "blocks.1", "blocks.2"), widths=widths)
+
+    def pool(self, x):
+        return x.flatten(1)
+
+
+ZERO = torch.zeros(1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "depth", "of_frozen", "of_others"), [(0, 3, 0, 123), (0, 2, 0, 12), (1, 3, 1, 23), (2, 3, 12, 3)]
+)
+def test_frozen_stages_run_first_and_the_other_active_ones_in_forward(frozen, depth, of_frozen, of_others):
+    encoder = Digits()
+    encoder.active_stages.frozen, encoder.active_stages.depth = frozen, depth
+    assert encoder(ZERO).item() == of_others
+    (output,) = encoder.forward_frozen([ZERO], torch.Generator())
+    assert output.item() == of_frozen
+
+
+def test_depth_dropout_is_the_share_of_skipped_stages():
+    encoder = Digits()
+    encoder.active_stages.frozen, encoder.active_stages.depth_dropout = 2, 0.9
+    generator = torch.Generator().manual_seed(0)
+    outputs = [encoder.forward_frozen([ZERO], generator)[0].item() for _ in range(1000)]
+    # Each of two stages runs with probability 0.1; the standard deviation of 2000 draws is 0.0067.
+    assert sum(len(str(int(output)).replace("0", "")) for output in outputs) / 2000 == pytest.approx(0.1, abs=0.03)
+    assert set(outputs) == {0, 1, 2, 12}
+
+
+def test_only_the_last_active_stage_has_a_bridge():
+    encoder = Digits(widths=(2, 3, 1))
+    encoder.add_bridges()
+    ranges = {name: encoder.stage_range(f"{name}.weight")[:2] for name in ("bridges.1", "bridges.2")}
+    assert ranges == {"bridges.1": (1, 1), "bridges.2": (2, 2)}
+    assert list(encoder.bridges) == ["1", "2"]  # the third stage has the encoder's width
