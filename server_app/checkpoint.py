@@ -175,7 +175,6 @@ def _to_serializable(value: Any) -> Any:
 
 
 def _to_state(saved: dict[str, Any]) -> ServerState:
-    """Return the state of the output of `_to_serializable`."""
     values = _to_arrays(saved)
     return ServerState(**{**values, "models": {name: GlobalModel(**model) for name, model in values["models"].items()}})
 

@@ -82,7 +82,6 @@ def log_devices(settings: Settings, clients: ClientDirectory) -> None:
 
 
 def _explicit_keys(settings: Settings) -> set[str]:
-    """Return the keys of the user's overrides."""
     return {override.key_or_group for override in parse(settings.recording.overrides)}
 
 

@@ -80,7 +80,6 @@ class Evaluator:
         return evaluate(self._final_protocol, evaluation_input, seed=self._seed)
 
     def _evaluate(self, protocol: EvaluationProtocol, method: SSLMethod) -> dict[str, Score]:
-        """Run the protocol on the encoder, and test the classifier of a supervised method."""
         evaluation_input = self.evaluation_input(method)
         if evaluation_input is None:
             return {}

@@ -143,7 +143,6 @@ class ClientManager:
                 time.sleep(0.2)
 
     def _register_new_nodes(self, new: Sequence[int]) -> None:
-        """Request the info of new nodes, and assign their ids."""
         if not new:
             return
         self._asked.update(new)

@@ -116,7 +116,6 @@ class PlanBuilder:
         return StartingModel(model, trained, frozen, up, sent)
 
     def _plan_clients(self, candidates: Mapping[int, tuple[str, ...]], *, keep_from: int) -> list[Message]:
-        """Create the slot and the message of each client."""
         context, messages = self._context, []
         plan = TrainPlan(
             round=self._number,

@@ -235,12 +235,10 @@ def _by_model(results: Mapping[str, Mapping[str, Score]]) -> dict[str, Any]:
 
 
 def _kind(reason: str) -> str:
-    """Return the part of a reason before its details, to count reasons."""
     return reason.split(":")[0]
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean over the clients that have a value; None if none has one."""
     known = [value for value in values if value is not None]
     return float(np.mean(known)) if known else None
 

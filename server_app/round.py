@@ -178,7 +178,6 @@ class Round:
     # --- replies ---
 
     def _read_reply(self, client: int, reply: Message | str) -> ValidUpdate | None:
-        """Return the update of a reply to this round's plan. Drop the client if there is no valid one."""
         slot = self._slots[client]
         try:
             if isinstance(reply, str):
@@ -208,7 +207,6 @@ class Round:
     def _use(
         self, valid: ValidUpdate | None, collected: list[ValidUpdate] | None, observers: Sequence[UpdateObserver]
     ) -> None:
-        """Collect an update if all are compared first, else aggregate it."""
         if valid is None:
             return
         if collected is None:
@@ -240,7 +238,6 @@ class Round:
         log.warning("client %d dropped: %s", client, reason)
 
     def _accumulate(self, valid: ValidUpdate, observers: Sequence[UpdateObserver]) -> None:
-        """Add an update to the aggregators of its destinations."""
         slot, update, context = valid.slot, valid.update, self._context
         start = self._starts[slot.start]
         layers = {**start.frozen, **update.layers}
@@ -260,7 +257,6 @@ class Round:
     # --- the new state ---
 
     def _finalize(self) -> tuple[ServerState, RoundResult]:
-        """Return the new state; raises `TooFewUpdatesError`."""
         context, result = self._context, self._result
         if len(result.clients) < context.aggregation.min_updates:
             raise TooFewUpdatesError(self._too_few())
@@ -292,7 +288,6 @@ class Round:
         return replace(state, strategy_state=strategy_state), result
 
     def _aggregate(self, name: str) -> GlobalModel:
-        """Return the model after the round."""
         context, start, aggregation = self._context, self._starts[name], self._aggregations[name]
         model, layers = start.model, start.expected_upload.layers
         mean = aggregation.aggregator.finish()

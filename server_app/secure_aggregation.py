@@ -175,8 +175,6 @@ class _GridAdapter:
 
 
 class _quiet:
-    """Context that disables the log lines of a logger."""
-
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
 

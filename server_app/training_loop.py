@@ -108,7 +108,6 @@ class TrainingLoop:
         return self.state
 
     def _run_round(self) -> None:
-        """Run the next round and submit it to the background recorder."""
         components, recorder, number = self._components, self._recorder, self.state.round + 1
         start = time.monotonic()
         phase, due = components.lr_schedule.phase(number), components.evaluator.due(number)
@@ -142,7 +141,6 @@ class TrainingLoop:
         )
 
     def _current_context(self) -> RoundContext:
-        """Return the context with the clients that are available, once there are enough."""
         components = self._components
         clients = components.client_manager.wait_for(components.context.aggregation.min_updates)
         self._recorder.register(clients.client_ids)
@@ -298,7 +296,6 @@ def run_round(
 
 
 def _in_flight(exchange: MessageExchange, context: RoundContext) -> set[int]:
-    """Return the clients whose late updates will be used."""
     if not context.aggregation.buffered:
         return set()
     nodes = {message.metadata.dst_node_id for message in exchange.pending.values()}

@@ -146,7 +146,6 @@ class UpdateReader:
         return replace(valid, update=update, cosines=current.cosines_of(layers), staleness=staleness)
 
     def _validate(self, slot: ClientSlot, reply: Message, expected: ReferenceLayers, *, number: int) -> ValidUpdate:
-        """Read the reply to the plan of round ``number``; raises `InvalidUpdate`."""
         context = self._context
         # A shortened layer contains the change by training. Added to the server's own copy of the model, it is not
         # affected by the rounding of the download, and neither is its cosine.

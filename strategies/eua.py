@@ -142,7 +142,6 @@ class EUAAggregator:
 
 
 def _moved(weights: ReferenceLayers, models: Sequence[Layers], factors: np.ndarray) -> Layers:
-    """Return the new weights theta + sum_k c_k (theta_k - theta)."""
     used = [(model, float(factor)) for model, factor in zip(models, factors, strict=True) if factor]
     result: Layers = {}
 

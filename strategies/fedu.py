@@ -192,12 +192,10 @@ class FedU(FedSSLStrategy):
 
 
 def _targets(method: SSLMethod) -> dict[str, str]:
-    """Map the names of the online layers to those of the target networks."""
     return {name.removeprefix("target_"): name for name in local_names(method) if name.startswith("target_")}
 
 
 def _head(method: SSLMethod) -> str:
-    """Return the part on which DAPU decides."""
     parts = _parts(exchanged_names(method))
     return next((part for part in ("predictor", "projector", "classifier") if part in parts), "predictor")
 

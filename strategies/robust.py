@@ -134,7 +134,6 @@ def _trimmed(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta: fl
 
 
 def _mean_without_extremes(values: np.ndarray, cut: int) -> np.ndarray:
-    """Average over the first axis without the ``cut`` smallest and largest values."""
     last = len(values) - cut
     mean: np.ndarray = np.partition(values, (cut, last - 1), axis=0)[cut:last].mean(axis=0)
     return mean

@@ -131,7 +131,6 @@ class FedAdam(_MomentOptimizer):
         return [m, v], np.asarray(old + kind(self._rate(step)) * m / (np.sqrt(v) + kind(self.tau)))
 
     def _second_moment(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
-        """Return the new v."""
         return np.asarray(v + v.dtype.type(1 - self.beta_2) * (square - v))
 
     def _rate(self, step: int) -> float:

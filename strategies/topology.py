@@ -153,7 +153,6 @@ def grid_columns(num_clients: int) -> int:
 
 
 def _edges(topology: str, num_clients: int, *, file: str | Path | None) -> Iterator[tuple[int, int | str]]:
-    """Yield the edges of a deterministic graph."""
     last = num_clients - 1
     if topology == "ring":
         yield from ((client, client + 1) for client in range(last))
@@ -237,7 +236,6 @@ def read_edges(file: str | Path | None, num_clients: int) -> list[tuple[int, int
 
 
 def _edge(words: list[str], num_clients: int) -> tuple[int, int]:
-    """Return an edge, the smaller number first."""
     if len(words) != 2 or not all(word.isascii() and word.isdigit() and len(word) < 10 for word in words):
         found = sanitize(" ".join(words))[:50]
         raise InputError(f"{found!r} is no edge; write the numbers of two clients, such as 0 1")
