@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -53,8 +54,8 @@ class MessageExchange:
         timeout: float,
         deadline: float | None = None,
         min_replies: int | None = None,
-    ) -> Iterator[Message]:
-        """Yield replies as they arrive, until there are enough, all have arrived, or time is over.
+    ) -> Iterator[tuple[Message, Message]]:
+        """Yield messages with their replies as they arrive, until there are enough, all have arrived, or time is over.
 
         Parameters
         ----------
@@ -88,9 +89,10 @@ class MessageExchange:
                     id = reply.metadata.reply_to_message_id
                     if id in self.pending:
                         self.late_replies.append((self.pending.pop(id), reply))
+                    elif id in unanswered:
+                        yield unanswered.pop(id), reply
                     else:
-                        unanswered.pop(id, None)
-                        yield reply
+                        log.warning("an unexpected reply of node %d is ignored", reply.metadata.src_node_id)
                     del reply  # one model each
                 if min_replies is not None and good >= min_replies:
                     return
@@ -103,7 +105,12 @@ class MessageExchange:
 
 def receive(grid: Grid, messages: Iterable[Message], *, timeout: float) -> Iterator[Message]:
     """Return replies as they arrive, until all have arrived or none arrives for ``timeout`` seconds."""
-    return MessageExchange(grid).send_and_receive(messages, timeout=timeout)
+    return replies_of(MessageExchange(grid).send_and_receive(messages, timeout=timeout))
+
+
+def replies_of(pairs: Iterable[tuple[Message, Message]]) -> Iterator[Message]:
+    """Return the replies of (message, reply) pairs. Unlike a generator, it holds no reply, which is a whole model."""
+    return map(itemgetter(1), pairs)
 
 
 def ordered_by_client(

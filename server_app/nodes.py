@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 from fedssl.errors import InputError, RunError
 from fedssl.waiting import log_while_waiting, sanitize_line
 from fedssl.wire.messages import NodeInfo, read_node_info
-from server_app.messaging import receive
+from server_app.messaging import MessageExchange
 
 log = logging.getLogger("fedssl")
 
@@ -212,14 +212,10 @@ def _next_number(client_ids: Mapping[str, int]) -> int:
 def _identify(grid: Grid, nodes: Sequence[int], *, timeout: float) -> Iterator[tuple[int, NodeInfo | str]]:
     """Yield each node that replies, with its info or an error."""
     messages = [Message(RecordDict(), node, "query.node_info") for node in nodes]
-    asked: dict[str, int] = {}
     with log_while_waiting("no reply from clients yet: their processes are still starting"):
-        for reply in receive(grid, messages, timeout=timeout):
+        for message, reply in MessageExchange(grid).send_and_receive(messages, timeout=timeout):
             # An error that Flower itself creates has the server's node id, so only the message identifies the node.
-            asked = asked or {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
-            node = asked.get(reply.metadata.reply_to_message_id)
-            if node is None:
-                continue
+            node = message.metadata.dst_node_id
             if reply.has_error():
                 yield node, sanitize_line(reply.error.reason)
                 continue

@@ -123,8 +123,8 @@ def request_personalized_encoders(
         for plan in plans.messages
     ]
     client_of = {context.nodes[client]: client for client in clients}
-    for reply in exchange.send_and_receive(messages, timeout=context.timeout):
-        client = client_of.get(reply.metadata.src_node_id, -1)
+    for message, reply in exchange.send_and_receive(messages, timeout=context.timeout):
+        client = client_of[message.metadata.dst_node_id]
         try:
             if reply.has_error():
                 raise InvalidUpdate(reply.error.reason)

@@ -158,13 +158,11 @@ class _GridAdapter:
         for message in messages:
             self._count(self.bytes_down, message.metadata.dst_node_id, content_bytes(message.content))
         replies: dict[int, Message] = {}
-        asked: dict[str, int] = {}
-        for reply in self.exchange.send_and_receive(messages, timeout=self.timeout, deadline=self.deadline):
-            asked = asked or {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
-            node = asked.get(reply.metadata.reply_to_message_id)
+        for message, reply in self.exchange.send_and_receive(messages, timeout=self.timeout, deadline=self.deadline):
+            node = message.metadata.dst_node_id
             if reply.has_error():
                 self.reasons[reply.error.reason or "an error"] = None
-            elif node == reply.metadata.src_node_id and node not in replies:
+            elif node == reply.metadata.src_node_id:
                 replies[node] = reply
                 self._count(self.bytes_up, node, content_bytes(reply.content))
         return list(replies.values())

@@ -25,7 +25,7 @@ from fedssl.schedule.stages import set_active_stages
 from server_app.build import RunComponents
 from server_app.collapse_monitor import CollapseReport
 from server_app.evaluator import ResultsByModel
-from server_app.messaging import MessageExchange
+from server_app.messaging import MessageExchange, replies_of
 from server_app.recorder import Recorder
 from server_app.round import Round, TooFewUpdatesError, UpdateObserver
 from server_app.round_context import RoundContext
@@ -287,7 +287,7 @@ def run_round(
         try:
             if context.secure_aggregation:
                 return attempted.finish_secure(exchange, context.secure_aggregation)
-            return attempted.finish(replies, late_replies=exchange.late_replies, observers=observers)
+            return attempted.finish(replies_of(replies), late_replies=exchange.late_replies, observers=observers)
         except TooFewUpdatesError as reason:
             if attempt == settings.max_retries:
                 raise

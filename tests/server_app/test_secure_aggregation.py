@@ -61,10 +61,10 @@ class Watched(MessageExchange):
 
     def send_and_receive(self, messages, **options):
         self.stage += 1
-        for reply in super().send_and_receive(messages, **options):
+        for message, reply in super().send_and_receive(messages, **options):
             if self.stage < self._lost.get(reply.metadata.src_node_id, 99):
                 self.seen.append((self.stage, reply))
-                yield reply
+                yield message, reply
 
 
 def one_round(federation, exchange):
@@ -110,7 +110,7 @@ def test_a_client_that_is_lost_in_any_stage_costs_nothing_but_itself(tmp_path, s
     one = Round(plain.components.context, plain.state)
     replies = [
         reply
-        for reply in MessageExchange(plain.grid).send_and_receive(one.messages, timeout=60)
+        for _, reply in MessageExchange(plain.grid).send_and_receive(one.messages, timeout=60)
         if reply.metadata.src_node_id in {nodes[client] for client in used}
     ]
     expected, _ = one.finish(replies)
