@@ -56,13 +56,7 @@ def encoder_names(plan: TrainPlan) -> list[str]:
 
 
 class SelectByFeatures(ClientStrategy):
-    """Client that selects the model whose representations of its images are nearest to those of its own last model.
-
-    Parameters
-    ----------
-    num_images : int
-        Number of local images on which models are compared, at least 1.
-    """
+    """Client that selects the model whose representations of ``num_images`` images are nearest to its own last ones."""
 
     selects_by_state = True
 
@@ -72,11 +66,8 @@ class SelectByFeatures(ClientStrategy):
     def select_model(
         self, method: SSLMethod, plans: Sequence[TrainPlan], state: ClientState | None, local_data: LocalData
     ) -> int:
-        own = {
-            name.removeprefix(LAST_ENCODER_PREFIX): value.numpy()
-            for name, value in (state or {}).items()
-            if name.startswith(LAST_ENCODER_PREFIX)
-        }
+        kept = {name: value for name, value in (state or {}).items() if name.startswith(LAST_ENCODER_PREFIX)}
+        own = {name.removeprefix(LAST_ENCODER_PREFIX): value.numpy() for name, value in kept.items()}
         if not own:
             return 0
         encoders = [{name: plan.layers[name] for name in encoder_names(plan)} for plan in plans]
@@ -95,26 +86,15 @@ class SelectByFeatures(ClientStrategy):
         kept = super().state_to_save(method, plan, start=start, state=state)
         if not plan.candidate_arrays:
             return kept
-        return {
-            **kept,
-            **{
-                f"{LAST_ENCODER_PREFIX}{name}": value
-                for name, value in clone_tensors(method, encoder_names(plan)).items()
-            },
-        }
+        encoder = clone_tensors(method, encoder_names(plan))
+        return {**kept, **{f"{LAST_ENCODER_PREFIX}{name}": value for name, value in encoder.items()}}
 
     def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
         return replace(usual, local_state=", ".join([*method.local_parts, "own encoder"]))
 
 
 class SelectByLoss(ClientStrategy):
-    """Client that selects the model with the smallest training loss on its images (IFCA, Ghosh et al. 2020).
-
-    Parameters
-    ----------
-    num_images : int
-        Number of local images on which models are compared, at least 1.
-    """
+    """Client that selects the model with the smallest training loss on ``num_images`` images (IFCA)."""
 
     def __init__(self, *, num_images: int) -> None:
         self.num_images = num_images
@@ -135,12 +115,7 @@ ASSIGNMENTS = "members"  # in the strategy state: the model of each client
 class ClusteredServer(DelegatingServer):
     """Server with several models. Subclasses define how clients are assigned to them.
 
-    Parameters
-    ----------
-    base_strategy : ServerStrategy
-        Server side of the algorithm within each cluster.
-    clusters : int
-        C, at least 1.
+    ``base_strategy`` is the server side of the algorithm within each of the C ``clusters``.
     """
 
     def __init__(self, base_strategy: ServerStrategy, *, clusters: int) -> None:
@@ -213,11 +188,8 @@ class ClientAssignedClusters(ClusteredServer):
         usual = super().describe_communication(usual)
         if len(self.model_names) == 1:
             return usual
-        return replace(
-            usual,
-            download=f"{usual.download} of all {len(self.model_names)} models",
-            upload=f"{usual.upload}, model chosen",
-        )
+        download = f"{usual.download} of all {len(self.model_names)} models"
+        return replace(usual, download=download, upload=f"{usual.upload}, model chosen")
 
 
 class ServerAssignedClusters(ClusteredServer):
@@ -230,18 +202,14 @@ class ServerAssignedClusters(ClusteredServer):
     def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
         if len(self.model_names) == 1:
             return super().on_round_end(state, outcome)
-        views = {
-            name: outcome.extract_features(state.models[name].layers)
-            for name in self.model_names
-            if name in state.models
-        }
+        models = {name: state.models[name] for name in self.model_names if name in state.models}
+        views = {name: outcome.extract_features(model.layers) for name, model in models.items()}
         nearest = {}
         for client, names in outcome.destinations.items():
             # A client keeps its model if another one is equally near.
             order = [names[0], *(name for name in views if name != names[0])]
-            nearest[client] = order[
-                argmin([feature_distance(outcome.client_features[client], views[name]) for name in order])
-            ]
+            features = outcome.client_features[client]
+            nearest[client] = order[argmin([feature_distance(features, views[name]) for name in order])]
         return self._record_assignments(nearest, state)
 
     def validate(self, context: StrategyContext) -> None:
@@ -258,10 +226,7 @@ class OneShotClusters(ClusteredServer):
 
     Before that round all clients train the first model. A client that joins later is assigned to the largest cluster.
 
-    Parameters
-    ----------
-    cluster_round : int
-        The round, from 1.
+    ``cluster_round`` is the round, from 1.
     """
 
     def __init__(self, base_strategy: ServerStrategy, *, clusters: int, cluster_round: int) -> None:
@@ -277,20 +242,18 @@ class OneShotClusters(ClusteredServer):
         return max(self.model_names, key=list(members.values()).count)
 
     def models_to_cluster(self, state: ServerState, round: int) -> tuple[str, ...]:
-        return (
-            self.model_names
-            if len(self.model_names) > 1 and round >= self.cluster_round and ASSIGNMENTS not in state.strategy_state
-            else ()
-        )
+        if len(self.model_names) == 1 or round < self.cluster_round or ASSIGNMENTS in state.strategy_state:
+            return ()
+        return self.model_names
 
     def assign_clusters(self, deltas: Mapping[int, Layers]) -> Mapping[int, str]:
         labels = cluster_by_cosine(list(deltas.values()), clusters=len(self.model_names))
         return {client: self.model_names[label] for client, label in zip(deltas, labels, strict=True)}
 
     def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
-        return (
-            super().on_round_end(state, outcome) if outcome.round >= self.cluster_round else (state.strategy_state, {})
-        )
+        if outcome.round < self.cluster_round:
+            return state.strategy_state, {}
+        return super().on_round_end(state, outcome)
 
     def validate(self, context: StrategyContext) -> None:
         super().validate(context)
@@ -313,17 +276,8 @@ class OneShotClusters(ClusteredServer):
 def cluster_by_cosine(deltas: Sequence[Layers], *, clusters: int) -> list[int]:
     """Divide updates by average linkage on 1 - cosine (Briggs et al., IJCNN 2020, arXiv 2004.11791).
 
-    Parameters
-    ----------
-    deltas : sequence of Layers
-        Deltas of training. Only weights are compared. An update of length 0 is orthogonal to all others.
-    clusters : int
-        Number of clusters, at most the number of updates.
-
-    Returns
-    -------
-    list of int
-        Cluster of each update. Clusters are numbered in the order of their first updates.
+    Return the cluster of each update, numbered in the order of their first updates. Only weights are compared. An
+    update of length 0 is orthogonal to all others.
     """
     if len(deltas) < 2:
         return [0] * len(deltas)

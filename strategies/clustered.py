@@ -41,15 +41,14 @@ class Clustered(FedSSLStrategy):
     clusters : int
         Number of models, from 1 to the number of clients.
     assign_by : {"loss", "update_cosine"}
-        As in the module docstring.
     rule : str
-        Aggregation within a cluster: a key of `WEIGHTED_RULES` or `UNWEIGHTED_RULES`, with its default options.
+        A key of `WEIGHTED_RULES` or `UNWEIGHTED_RULES`, with its default options.
     weighting : str or None
         For rules in `WEIGHTED_RULES`; None uses their default.
     num_images : int
-        Number of images on which losses are compared, at least 2.
+        On which losses are compared, at least 2.
     cluster_round : int
-        Round in which updates are clustered, for ``assign_by="update_cosine"``.
+        Round in which updates are clustered, for "update_cosine".
     """
 
     def __init__(

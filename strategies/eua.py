@@ -88,7 +88,7 @@ def solve(gram: np.ndarray, *, deviation: str = "log", step: str = "normalized",
 
 
 def _length(coefficients: np.ndarray, gram: np.ndarray, lengths: np.ndarray) -> float:
-    """Return the length of the sum of vectors with these nonnegative coefficients, 0 if they cancel."""
+    """Return the length of a sum of vectors with nonnegative coefficients, 0 if they cancel."""
     square = coefficients @ gram @ coefficients
     return float(np.sqrt(square)) if square > _CANCELLED * (coefficients @ lengths) ** 2 else 0.0
 
@@ -119,9 +119,8 @@ class EUAAggregator:
         layers = global_layers.layers
         self._names = list(layers)
         self._weights = ReferenceLayers({name: array for name, array in layers.items() if is_weight(name, array)})
-        self._buffers.start(
-            ReferenceLayers({name: layers[name] for name in layers if name not in self._weights.layers})
-        )
+        buffers = {name: layers[name] for name in layers if name not in self._weights.layers}
+        self._buffers.start(ReferenceLayers(buffers))
         self._models: list[Layers] = []
         self.clients: list[int] = []
 
@@ -217,11 +216,8 @@ class EUAServer(ServerStrategy):
         assert isinstance(aggregator, EUAAggregator)
         solution = aggregator.solution
         weights = {str(client): float(p) for client, p in zip(aggregator.clients, solution.weights, strict=True)}
-        return model.strategy_state, {
-            "weights": weights,
-            "conflict_before": solution.before,
-            "conflict_after": solution.after,
-        }
+        metrics = {"weights": weights, "conflict_before": solution.before, "conflict_after": solution.after}
+        return model.strategy_state, metrics
 
 
 class EUA(FedSSLStrategy):

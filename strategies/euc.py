@@ -44,15 +44,8 @@ def is_deferrable(name: str, array: np.ndarray) -> bool:
 class DiscrepancySum:
     """Weighted sum that also measures the discrepancy between clients, layer by layer.
 
-    Parameters
-    ----------
-    inner : WeightedSum
-        The sum. The mean of the squares has the same weights, as the identity in the module docstring requires.
-
-    Attributes
-    ----------
-    discrepancy : dict of str to float
-        For every deferrable layer, the mean over clients of the squared distance from the average.
+    After `finish`, ``discrepancy`` has for every deferrable layer the mean over clients of the squared distance from
+    the average. This mean has the weights of the sum, as the identity in the module docstring requires.
     """
 
     def __init__(self, inner: WeightedSum) -> None:
@@ -60,7 +53,7 @@ class DiscrepancySum:
 
     @property
     def required_metrics(self) -> tuple[str, ...]:
-        """Return the names of the metrics that every client must report."""
+        """As in `WeightedSum`."""
         return self._sum.required_metrics
 
     def start(self, global_layers: ReferenceLayers) -> None:
@@ -113,22 +106,17 @@ def square_distance(x: np.ndarray, g: np.ndarray) -> float:
 
 
 def averaging_intervals(discrepancy: Mapping[str, float], sizes: Mapping[str, int], *, phi: int) -> dict[str, int]:
-    """Return the number of rounds between two averages of each layer.
+    """Return the number of rounds between two averages of each deferrable layer.
+
+    It is ``phi`` for the layers that save most for the least discrepancy, 1 for the others. All are 1 if no client
+    differs from the average.
 
     Parameters
     ----------
     discrepancy : mapping of str to float
-        d_l of the deferrable layers: squared distance of the clients from their average, per round. Not negative.
+        d_l: squared distance of the clients from their average, per round. Not negative.
     sizes : mapping of str to int
         Number of parameters of each of these layers.
-    phi : int
-        The longer interval.
-
-    Returns
-    -------
-    dict of str to int
-        phi for the layers that save most for the least discrepancy, 1 for the others. All are 1 if no client differs
-        from the average.
     """
     result = dict.fromkeys(discrepancy, 1)
     all_d, all_numbers = sum(discrepancy.values()), sum(sizes[name] for name in discrepancy)
@@ -150,12 +138,8 @@ class EUCServer(ServerStrategy):
     A model's strategy state contains the ``intervals`` of deferred layers, from the first adjustment on, and the round
     in which each layer was last ``averaged``.
 
-    Parameters
-    ----------
-    interval : int
-        phi, at least 1; 1 is plain averaging.
-    weighting : {"examples", "uniform"}
-        Weights of the average and of the discrepancy: n_k / sum n, or 1/K.
+    ``interval`` is phi, and 1 is plain averaging. ``weighting`` of the average and the discrepancy is "examples" or
+    "uniform".
     """
 
     def __init__(self, *, interval: int, weighting: str) -> None:

@@ -30,14 +30,13 @@ class FeatARC(FedSSLStrategy):
     Parameters
     ----------
     clusters : int
-        C, the number of models, from 1 to the number of clients.
+        C, from 1 to the number of clients.
     assign_at : {"client", "server"}
-        "client": every client downloads all models and compares on its own images. "server": the server compares on its
-        images.
+        Side that compares models, on its own images. "client": every client downloads all models.
     num_images : int
-        Number of images on which models are compared, at least 2.
+        On which models are compared, at least 2.
     weighting : {"uniform", "examples"}
-        Weights of the members of a cluster: equal, or their numbers of images.
+        Weights of the members of a cluster.
     """
 
     def __init__(

@@ -39,20 +39,10 @@ LAMBDA, DISTANCE = "fedema.lambda", "fedema.distance"  # keys of a client's stat
 
 
 def blend(received: Layers, own: Layers, *, mu: float) -> Layers:
-    """Return the layers from which a client starts.
+    """Return the layers from which a client starts: all of the global layers and of those in its state.
 
-    Parameters
-    ----------
-    received, own : Layers
-        The global layers, and those of the client's state: some of these, and possibly others (of target networks).
-    mu : float
-        Share of the own weights in [0, 1]; 0 is exactly ``received``, 1 exactly ``own``.
-
-    Returns
-    -------
-    Layers
-        All layers of both. Weights in both are mixed in new arrays. Statistics and counters in both are those of
-        ``own`` if mu > 0.5.
+    Weights in both are mixed in new arrays. Statistics and counters in both are those of ``own`` if mu > 0.5. ``mu`` is
+    the share of the own weights in [0, 1]; 0 is exactly ``received``, 1 exactly ``own``.
     """
     blended = own | received
     for name in own.keys() & received.keys():
@@ -65,15 +55,7 @@ def blend(received: Layers, own: Layers, *, mu: float) -> Layers:
 
 
 class FedEMAClient(ClientStrategy):
-    """Client side of FedEMA.
-
-    Parameters
-    ----------
-    tau : float
-        Share of its own weights in a client's second participation, at least 0; 0 always uses the global weights.
-    distance : {"mean_conv_l2", "squared_l2"}
-        d, see `strategies.encoder_divergence`.
-    """
+    """Client side of FedEMA. Options as in `FedEMA`."""
 
     def __init__(self, *, tau: float, distance: str) -> None:
         if tau < 0:
@@ -85,10 +67,8 @@ class FedEMAClient(ClientStrategy):
         distance_names(context.method, distance=self.distance)
 
     def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
-        return replace(
-            usual,
-            local_state=", ".join([f"own weights of {usual.download}", *method.local_parts, "distance and lambda"]),
-        )
+        parts = [f"own weights of {usual.download}", *method.local_parts, "distance and lambda"]
+        return replace(usual, local_state=", ".join(parts))
 
     def load_start(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> Layers:
         layers = plan.layers
@@ -123,9 +103,9 @@ class FedEMA(FedSSLStrategy):
     weighting : {"examples", "uniform"}
         As in `FedAvg`.
     tau : float
-        As in `FedEMAClient`.
-    distance : str
-        As in `FedEMAClient`.
+        Share of its own weights in a client's second participation, at least 0; 0 always uses the global weights.
+    distance : {"mean_conv_l2", "squared_l2"}
+        d, see `strategies.encoder_divergence`.
     """
 
     def __init__(self, *, weighting: str = "examples", tau: float = 0.7, distance: str = "mean_conv_l2") -> None:

@@ -35,14 +35,9 @@ if TYPE_CHECKING:
 
 
 class NeighborAverage:
-    """New model of one client: the weighted sum over itself and its present neighbors.
+    """New model of the client ``own``: the weighted sum over itself and its present neighbors.
 
-    Parameters
-    ----------
-    own : int
-        The client.
-    weights : mapping of int to float
-        W_ij of its neighbors. The weights of missing ones go to the client's own model.
+    ``weights`` are W_ij of its neighbors. The weights of missing ones go to the client's own model.
     """
 
     required_metrics: tuple[str, ...] = ()
@@ -77,11 +72,6 @@ class GossipServer(ServerStrategy):
     """Server side: a model for each client, and a graph that defines the mixing.
 
     `validate` makes the graph, because it depends on the number of clients and the seed.
-
-    Parameters
-    ----------
-    topology : str
-        This and the others as in `strategies.topology.make_graph`.
     """
 
     def __init__(self, topology: str, *, degree: int | None, probability: float | None, file: str | None) -> None:
@@ -105,12 +95,8 @@ class GossipServer(ServerStrategy):
         if self._star:
             return state.strategy_state, {}
         bytes_up = outcome.bytes_up
-        used = [
-            (one, other)
-            for one in bytes_up
-            for other in self._neighbor_weights(one)
-            if one < other and other in bytes_up
-        ]
+        pairs = ((one, other) for one in bytes_up for other in self._neighbor_weights(one))
+        used = [(one, other) for one, other in pairs if one < other and other in bytes_up]
         moved = sum(bytes_up[one] + bytes_up[other] for one, other in used)  # one model in each direction
         return state.strategy_state, {
             "edges": len(used),
@@ -177,16 +163,7 @@ def consensus_distance(models: Sequence[Layers]) -> float:
 class Gossip(FedSSLStrategy):
     """Averaging among neighbors.
 
-    Parameters
-    ----------
-    topology : {"ring", "grid", "star", "complete", "random_regular", "erdos_renyi", "file"}
-        See `strategies.topology.make_graph`.
-    degree : int, optional
-        Number of neighbors of a client, for random_regular.
-    probability : float, optional
-        Probability of an edge, for erdos_renyi.
-    file : str, optional
-        Edge list, for file.
+    ``topology`` and its options as in `strategies.topology.make_graph`.
     """
 
     def __init__(

@@ -32,15 +32,7 @@ log = logging.getLogger("fedssl")
 
 
 def krum(global_layers: Layers, updates: Sequence[ClientUpdate], *, malicious: int = 1, select: int = 1) -> Layers:
-    """Return the mean of the clients that are `closest` to the others.
-
-    Parameters
-    ----------
-    global_layers, updates
-        As in `strategies.fedavg.fedavg`.
-    malicious, select : int
-        As in `closest`.
-    """
+    """Return the mean of the clients that are `closest` to the others. Arguments as there."""
     chosen = closest(global_layers, updates, malicious=malicious, select=select)
     return weighted_sum(global_layers, chosen, aggregator=WeightedSum())
 
@@ -48,7 +40,7 @@ def krum(global_layers: Layers, updates: Sequence[ClientUpdate], *, malicious: i
 def closest(
     global_layers: Layers, updates: Sequence[ClientUpdate], *, malicious: int = 1, select: int = 1
 ) -> list[ClientUpdate]:
-    """Return the clients with the smallest sums of squared distances to their K - f - 2 nearest neighbors.
+    """Return the clients, by id, with the smallest sums of squared distances to their K - f - 2 nearest neighbors.
 
     Parameters
     ----------
@@ -58,11 +50,6 @@ def closest(
         f, the number of malicious clients, at least 0.
     select : int
         Number of selected clients, at most all; 1 is Krum, more is Multi-Krum.
-
-    Returns
-    -------
-    list of ClientUpdate
-        In order of partition id.
     """
     _check_krum(malicious, select)
     updates = validated(global_layers, updates)
@@ -73,19 +60,9 @@ def closest(
 
 
 def scores(gram: np.ndarray, *, malicious: int) -> np.ndarray:
-    """Return the sums of squared distances to the K - f - 2 nearest others, at least one. A single client scores 0.
+    """Return the sums (K,) of squared distances to the K - f - 2 nearest others, at least one.
 
-    Parameters
-    ----------
-    gram : ndarray
-        (K, K), inner products of the clients' deviations from any point.
-    malicious : int
-        f.
-
-    Returns
-    -------
-    ndarray
-        (K,), not negative.
+    ``gram`` (K, K) has the inner products of the clients' deviations from any point. A single client scores 0.
     """
     squares = np.diag(gram)
     distances = np.maximum(squares[:, None] + squares - 2 * gram, 0)  # rounding may make it negative
@@ -95,13 +72,7 @@ def scores(gram: np.ndarray, *, malicious: int) -> np.ndarray:
 
 
 class KrumAggregator(BatchAggregator):
-    """Krum for one round. ``malicious`` and ``select`` as in `krum`.
-
-    Attributes
-    ----------
-    chosen : list of int
-        Partition ids of the clients that the last `finish` selected.
-    """
+    """Krum for one round, with the options of `closest`. ``chosen`` are the clients that the last `finish` selected."""
 
     def __init__(self, *, malicious: int, select: int) -> None:
         super().__init__(self._closest)
@@ -134,9 +105,8 @@ class KrumServer(ServerStrategy):
         if context.clients_per_round < aggregator.min_safe_updates:
             raise InputError(
                 f"strategy=krum with malicious={aggregator.malicious} and select={aggregator.select} needs "
-                "clients_per_round of "
-                f"{aggregator.min_safe_updates} or more (2 malicious + 3, and select + malicious) but it is "
-                f"{context.clients_per_round}; raise it or lower these"
+                f"clients_per_round of {aggregator.min_safe_updates} or more (2 malicious + 3, and select + malicious) "
+                f"but it is {context.clients_per_round}; raise it or lower these"
             )
 
     def after_aggregation(

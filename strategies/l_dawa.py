@@ -74,15 +74,7 @@ def scale_layers(global_layers: Layers, layers: Layers, *, buffers: str = "avera
 
 
 class WarmupServer(ServerStrategy):
-    """Server whose first rounds are federated averaging weighted by examples.
-
-    Parameters
-    ----------
-    make_aggregator : callable
-        Returns the aggregator of the other rounds.
-    rounds : int
-        Number of warm-up rounds; 0 disables them.
-    """
+    """Server whose first ``rounds`` rounds are federated averaging weighted by examples."""
 
     def __init__(self, make_aggregator: Callable[[], Aggregator], *, rounds: int) -> None:
         super().__init__(make_aggregator)
@@ -99,15 +91,7 @@ class WarmupServer(ServerStrategy):
 
 
 class LDAWAScalingClient(DelegatingClient):
-    """Client that multiplies the layers it uploads by their cosines.
-
-    Parameters
-    ----------
-    buffers : {"average", "scale"}
-        As in `l_dawa`.
-    warmup_rounds : int
-        First rounds in which nothing is scaled.
-    """
+    """Client that multiplies the layers it uploads by their cosines after the warm-up. ``buffers`` as in `l_dawa`."""
 
     def __init__(self, base_strategy: ClientStrategy, *, buffers: str, warmup_rounds: int) -> None:
         super().__init__(base_strategy)
@@ -125,12 +109,8 @@ class LDAWA(FedSSLStrategy):
 
     Parameters
     ----------
-    weighting : {"uniform", "examples", "loss"}
-        As in `l_dawa`. With "uniform" clients report no metrics.
-    buffers : {"average", "scale"}
-        As in `l_dawa`.
-    normalize : bool
-        As in `l_dawa`.
+    weighting, buffers, normalize
+        As in `l_dawa`. With ``weighting="uniform"`` clients report no metrics.
     warmup_rounds : int
         First rounds that are FedAvg weighted by examples; 0 disables them (the paper), 3 is the authors' code.
     scale_at : {"server", "client"}

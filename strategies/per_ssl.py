@@ -38,15 +38,7 @@ PERSONAL = "personal."  # prefix of v_k's layers in a client's state
 
 
 class ProximalTo(Regularizer):
-    """Proximal term that pulls the trained weights to given layers.
-
-    Parameters
-    ----------
-    layers : Layers
-        w, with all trained weights.
-    weight : float
-        lambda; 0 disables it.
-    """
+    """Proximal term with ``weight`` lambda that pulls the trained weights to ``layers``; 0 disables it."""
 
     def __init__(self, layers: Layers, *, weight: float) -> None:
         self._layers, self._weight = layers, weight
@@ -66,13 +58,7 @@ class ProximalTo(Regularizer):
 
 
 class PersonalClient(ClientStrategy):
-    """Client with a personalized model.
-
-    Parameters
-    ----------
-    weight : float
-        lambda, at least 0; 0 trains the personalized model independently.
-    """
+    """Client with a personalized model. ``weight`` as in `PerSSL`."""
 
     trainings_per_round = 2
 
@@ -101,15 +87,10 @@ class PersonalClient(ClientStrategy):
         return personal
 
     def personalized_model(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> Layers:
-        personal = {
-            name.removeprefix(PERSONAL): value.numpy()
-            for name, value in (state or {}).items()
-            if name.startswith(PERSONAL)
-        }
         mine = {*exchanged_names(method), *local_names(method)}  # without parts of earlier stages
-        return load_and_start_round(
-            method, plan.layers | {name: array for name, array in personal.items() if name in mine}
-        )
+        keys = {PERSONAL + name: name for name in mine}
+        personal = {keys[key]: value.numpy() for key, value in (state or {}).items() if key in keys}
+        return load_and_start_round(method, plan.layers | personal)
 
 
 class PerSSL(FedSSLStrategy):
@@ -120,7 +101,7 @@ class PerSSL(FedSSLStrategy):
     weighting : {"examples", "uniform"}
         As in `FedAvg`.
     weight : float
-        As in `PersonalClient`.
+        lambda, at least 0; 0 trains the personalized model independently.
     """
 
     def __init__(self, *, weighting: str = "examples", weight: float = 0.1) -> None:

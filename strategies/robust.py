@@ -28,13 +28,7 @@ _NEARLY_HALF = 0.5 - 1e-9
 
 
 def median(global_layers: Layers, updates: Sequence[ClientUpdate]) -> Layers:
-    """Return the elementwise median over the clients; for an even number of clients, the mean of the middle two.
-
-    Parameters
-    ----------
-    global_layers, updates
-        As in `strategies.fedavg.fedavg`.
-    """
+    """Return the elementwise median over the clients; for an even number of clients, the mean of the middle two."""
     # Trimming just less than one half at each end leaves the middle one or two.
     return _trimmed(global_layers, updates, beta=_NEARLY_HALF)
 
@@ -53,13 +47,7 @@ def trimmed_mean(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta
 
 
 class BatchAggregator:
-    """Aggregator that collects all updates of a round.
-
-    Parameters
-    ----------
-    combine : callable
-        Returns the new global layers for the old ones and the updates.
-    """
+    """Aggregator that collects all updates of a round, and applies ``combine`` to the old layers and them."""
 
     required_metrics: tuple[str, ...] = ()
 

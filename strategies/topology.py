@@ -93,18 +93,9 @@ def make_graph(
 
 
 def metropolis_weights(graph: "nx.Graph") -> Weights:
-    """Return the mixing weights ``W_ij = 1 / (1 + max(d_i, d_j))``, ``W_ii = 1 - sum_j W_ij``.
+    """Return the mixing weights ``W_ij = 1 / (1 + max(d_i, d_j))``, ``W_ii = 1 - sum_j W_ij``, d the degrees.
 
-    Parameters
-    ----------
-    graph : networkx.Graph
-        On the nodes 0 to n - 1; d are the degrees.
-
-    Returns
-    -------
-    dict of int to dict of int to float
-        For each node, the weights of itself and its neighbors, in ascending order of nodes. They are positive and sum
-        to 1.
+    For each node, they are those of itself and its neighbors, in ascending order of nodes, positive, and sum to 1.
     """
     weights: Weights = {}
     for node in sorted(graph):
@@ -131,17 +122,10 @@ def weight_matrix(weights: Mapping[int, Mapping[int, float]]) -> np.ndarray:
 
 
 def second_eigenvalue(matrix: np.ndarray) -> float:
-    """Return the second largest absolute eigenvalue: the asymptotic factor of differences per mixing step.
+    """Return the second largest absolute eigenvalue in [0, 1]: the asymptotic factor of differences per mixing step.
 
-    Parameters
-    ----------
-    matrix : ndarray
-        Symmetric and doubly stochastic, ``(n, n)``.
-
-    Returns
-    -------
-    float
-        In [0, 1]. 0: all models are equal after one step. 1: the graph is not connected.
+    ``matrix`` ``(n, n)`` is symmetric and doubly stochastic. 0: all models are equal after one step. 1: the graph is
+    not connected.
     """
     ascending = np.linalg.eigvalsh(matrix)
     return float(np.abs(ascending[:-1]).max(initial=0.0))
