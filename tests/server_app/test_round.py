@@ -309,6 +309,15 @@ def test_an_update_of_absurd_size_is_dropped():
     assert list(report.dropped) == [1]
 
 
+def test_the_last_participation_of_a_dropped_client_is_forgotten():
+    """What it stored in the round is unknown, so that its next download must be complete."""
+    grid = make_grid([good, not_finite])
+    before = ServerState(round=4, last_participation={0: (2, GLOBAL), 1: (3, GLOBAL), 7: (1, GLOBAL)})
+    configured = Round(small_federation(grid, FedAvg()), before)
+    state, _ = configured.finish(receive(grid, configured.messages, timeout=60))
+    assert state.last_participation == {0: (5, GLOBAL), 7: (1, GLOBAL)}
+
+
 def test_another_dtype_is_dropped():
     def double(layers, partition):
         return {**layers, "encoder.weight": np.full(3, 1e100)}

@@ -15,7 +15,7 @@ from fedssl.methods.build import build_method
 from fedssl.model_arrays import load_layers
 from fedssl.plots import landscape
 from fedssl.plots.cka import centered_gram, cka_matrix, layer_outputs
-from fedssl.plots.forgetting import measure_forgetting
+from fedssl.plots.forgetting import ClientForgetting, mean_forgetting, measure_forgetting
 from fedssl.plots.partition import read_partition_table
 from fedssl.report.cli import main
 from fedssl.runs.loaded_run import LoadedRun, load_run_folder
@@ -140,6 +140,17 @@ def test_forgetting_is_that_of_the_models(folder: Path, opened: LoadedRun):
     # The evaluation of the run itself: all test images of the digits, by the same protocol.
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     assert [line["evaluation"]["knn"] for line in lines] == pytest.approx([found[0].global_all, found[2].global_all])
+
+
+def test_forgetting_is_the_accuracy_that_aggregation_takes_away():
+    def measured(round, client, local, after):
+        matched = {"local_matched": local, "global_matched": after}
+        return ClientForgetting(round=round, client=client, **matched, local_all=0.1, global_all=0.2)
+
+    # 0.75 - 0.5 = 0.25 and 0.5 - 0.75 = -0.25, whose mean is 0 and deviation 0.25; 1 - 0.25 = 0.75 alone.
+    found = [measured(2, 0, 1.0, 0.25), measured(1, 0, 0.75, 0.5), measured(1, 1, 0.5, 0.75)]
+    assert [one.forgetting for one in found] == [0.75, 0.25, -0.25]
+    assert mean_forgetting(found) == {1: (0.0, 0.25), 2: (0.75, 0.0)}
 
 
 def test_damaged_models_are_named(tmp_path: Path):
