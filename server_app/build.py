@@ -54,13 +54,7 @@ log = logging.getLogger("fedssl")
 
 @dataclass(frozen=True)
 class ClientData:
-    """Images of all simulated clients and their partition.
-
-    Attributes
-    ----------
-    image_data : ImageData
-        Of all clients together.
-    """
+    """Images of all simulated clients together, and their partition."""
 
     image_data: ImageData
     partition: Partition
@@ -78,15 +72,11 @@ class RunComponents:
     Attributes
     ----------
     settings : Settings
-        Of the run, completed by the data and the federation.
+        Completed by the data and the federation.
     client_data : ClientData or None
         None if clients are edge clients, whose images are local.
-    monitor : CollapseMonitor or None
-        None if it is turned off.
-    costs : TrainingCostMeter or None
-        None if costs are not measured.
-    device : torch.device
-        Of the method.
+    monitor, costs : CollapseMonitor, TrainingCostMeter, or None
+        None if turned off.
     evaluation_is_training_free : bool
         Whether the evaluation of a round trains no network.
     """

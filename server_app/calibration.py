@@ -1,9 +1,8 @@
 """Server-side calibration (LW-FedSSL, Tun et al., arXiv 2401.11647, Section 4.2): the server trains as well.
 
-In every round the server trains all stages of the encoder that there are so far, and the heads, on unlabeled auxiliary
-images of its own, as a client would ("we use the same settings as local training", Section 5.1). ``when="end"``: after
-the aggregation, as Section 4.2 has it; ``when="start"``: before clients begin, as Algorithm 1 has it, in which the last
-aggregation is not calibrated.
+In every round the server trains all current stages of the encoder, and the heads, on its unlabeled auxiliary images,
+with the settings of local training (Section 5.1). ``when="end"`` trains after the aggregation (Section 4.2), and
+``when="start"`` before clients train (Algorithm 1), where the last aggregation is not calibrated.
 """
 
 from dataclasses import replace
@@ -25,23 +24,9 @@ from fedssl.training import LocalTrainer, train
 
 
 class Calibration:
-    """Server-side training of a global model.
+    """Server-side training of a global model, at the "start" or "end" of every round.
 
-    Parameters
-    ----------
-    method : SSLMethod
-        Global layers are loaded into it.
-    training : LocalTrainer
-        The clients' trainer. Its optimizer is used by this object only.
-    data : DataSettings
-        Of the run.
-    device : torch.device
-        Of the method.
-
-    Attributes
-    ----------
-    when : {"start", "end"}
-        Of every round.
+    ``training`` is a trainer as on clients, with a separate optimizer. Global layers are loaded into ``method``.
     """
 
     def __init__(

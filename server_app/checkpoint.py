@@ -50,12 +50,8 @@ class StateSchema:
     def check(self, state: ServerState) -> None:
         """Raise `ValueError` for a state that no round of the run can produce."""
         for name, model in _require_mapping(state.models).items():
-            numbers = (
-                is_count(model.phase, minimum=1)
-                and model.phase <= self.phases
-                and is_count(model.num_updates, minimum=0)
-            )
-            if not isinstance(name, str) or not numbers:
+            valid_phase = is_count(model.phase, minimum=1) and model.phase <= self.phases
+            if not isinstance(name, str) or not valid_phase or not is_count(model.num_updates, minimum=0):
                 raise ValueError("a model's name, phase or number of updates is invalid")
             _check_layers(model.layers, self.untrained.layers, all_of_them=True)
             _check_layers(model.broadcast, self.untrained.broadcast, all_of_them=True)
@@ -96,12 +92,7 @@ def save_checkpoint(folder: Path, state: ServerState, *, keep: int) -> None:
 def latest_checkpoint(folder: Path, schema: StateSchema | None = None) -> ServerState | None:
     """Return the state of the newest valid checkpoint; None if there is no checkpoint.
 
-    A damaged checkpoint is logged, and the previous one is used.
-
-    Parameters
-    ----------
-    schema : StateSchema or None
-        The state is validated against it, unless it is None.
+    A checkpoint that is damaged or does not fit ``schema`` is logged, and the previous one is used.
 
     Raises
     ------

@@ -37,17 +37,7 @@ Found = tuple[dict[str, Any], list[np.ndarray]]  # numbers of health, and the un
 
 
 class ServerFeatureExtractor:
-    """Extractor of features of images of the split ``train``, never of test images.
-
-    Parameters
-    ----------
-    method : SSLMethod
-        Models are loaded into it.
-    num_images : int
-        Maximum number of images, sampled by the seed.
-    device : torch.device
-        Of the method.
-    """
+    """Extractor of features of at most ``num_images`` images of the split ``train``, never of test images."""
 
     def __init__(
         self, method: SSLMethod, *, data: DataSettings, num_images: int, device: torch.device, seed: int
@@ -69,15 +59,9 @@ class ServerFeatureExtractor:
 
 @dataclass(frozen=True)
 class CollapseReport:
-    """Collapse metrics of the global models and the clients' models of one round.
+    """Collapse metrics of the global models and then the clients' models of one round, and their representations.
 
-    Attributes
-    ----------
-    rows : list of dict
-        Numbers of health by name, for the global models and then for the clients': under ``client`` whose model it is,
-        or None and under ``model`` the name of the global model that it is.
-    representations : Representations
-        Of the same models, in the same order.
+    A row has the metrics by name, ``client`` (None for a global model), and ``model``, the name of a global model.
     """
 
     rows: list[dict[str, Any]]
@@ -90,17 +74,6 @@ class CollapseMonitor:
     Collapse metrics use images of the clients' split. Spectra and stored representations use test images, as in FedU2,
     or the clients' images if there are none. A spectrum uses two images per dimension, as far as available: with fewer
     images the representations would lack dimensions.
-
-    Parameters
-    ----------
-    method : SSLMethod
-        Models are loaded into it.
-    num_images : int
-        At least 2.
-    augment : callable
-        Returns the views.
-    device : torch.device
-        Of the method.
     """
 
     def __init__(

@@ -50,8 +50,6 @@ class ProgressSnapshot:
         Means over the round's clients; None if unknown.
     evaluation : mapping of str to Score
         Empty in rounds without evaluation.
-    dropped : int
-        Number of clients.
     seconds_per_round : float
         Mean over the last rounds.
     """
@@ -89,13 +87,7 @@ class ProgressSnapshot:
 
 
 class ProgressTracker:
-    """Tracks the progress of a run.
-
-    Parameters
-    ----------
-    rounds : int
-        Of the run.
-    """
+    """Tracks the progress of a run."""
 
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds
@@ -142,13 +134,7 @@ class PlainConsole:
 
 
 class ProgressBar(PlainConsole):
-    """Console with log lines, and a bar with rounds, time, loss and the latest results below them.
-
-    Parameters
-    ----------
-    console : Console
-        Of a terminal.
-    """
+    """Console of a terminal with log lines, and a bar with rounds, time, loss and the latest results below them."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -205,10 +191,7 @@ class _LogAboveBar(logging.Handler):
 def make_screen(*, terminal: bool) -> PlainConsole:
     """Return a progress bar if standard output is a terminal that can move its cursor, else a plain console.
 
-    Parameters
-    ----------
-    terminal : bool
-        Whether it may be one. False if the output is forwarded.
+    ``terminal=False`` if the output is forwarded.
     """
     if not terminal or not sys.stdout.isatty() or os.environ.get("CI"):
         return PlainConsole()

@@ -90,10 +90,9 @@ def epsilon(rounds: int, noise_multiplier: float, delta: float) -> float:
 
 def _delta(epsilon: float, mu: float) -> float:
     """Phi(mu / 2 - epsilon / mu) - exp(epsilon) Phi(-mu / 2 - epsilon / mu)."""
-    logs = torch.special.log_ndtr(
-        torch.tensor([mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu], dtype=torch.float64)
-    ).tolist()
-    return math.exp(logs[0]) - math.exp(epsilon + logs[1])
+    bounds = torch.tensor([mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu], dtype=torch.float64)
+    first, second = torch.special.log_ndtr(bounds).tolist()
+    return math.exp(first) - math.exp(epsilon + second)
 
 
 def _weights(layers: Layers) -> list[str]:

@@ -25,11 +25,6 @@ class FlowerStrategy(Strategy):
     The state contains the models. The arrays that Flower passes are the layers of one of them, for its evaluation
     function and its result. They change nothing.
 
-    Parameters
-    ----------
-    state : ServerState, optional
-        To continue from. None if the federation starts.
-
     Attributes
     ----------
     state : ServerState
@@ -63,7 +58,7 @@ class FlowerStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return no messages. Models are evaluated on the server."""
+        """Return no messages: models are evaluated on the server."""
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

@@ -18,10 +18,7 @@ log = logging.getLogger("fedssl")
 class MessageExchange:
     """Sends messages and receives replies, late ones included.
 
-    Parameters
-    ----------
-    keep_contents : bool
-        Whether the contents of messages are kept until their replies arrive.
+    With ``keep_contents`` the contents of messages are kept until their replies arrive.
 
     Attributes
     ----------
@@ -116,16 +113,9 @@ def replies_of(pairs: Iterable[tuple[Message, Message]]) -> Iterator[Message]:
 def ordered_by_client(
     replies: Iterable[Message], *, sent: Sequence[Message], clients: Mapping[int, int]
 ) -> Iterator[tuple[int, Message | str]]:
-    """Yield replies in order of the clients. A failed or missing reply is a reason, in any order.
+    """Yield replies to the messages ``sent`` in order of the clients, whose ids ``clients`` has by node id.
 
-    Parameters
-    ----------
-    replies : iterable of Message
-        As they arrive.
-    sent : sequence of Message
-        The messages that they reply to.
-    clients : mapping of int to int
-        Client ids by node id.
+    A failed or missing reply is a reason, in any order.
     """
     expected = sorted(clients.values())
     waiting: dict[int, Message] = {}

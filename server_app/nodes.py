@@ -31,9 +31,9 @@ class ClientDirectory:
     Attributes
     ----------
     nodes : mapping of int to int
-        Ids of available nodes by client id. In a simulation a client id is a partition id.
+        Ids of available nodes by client id, which in a simulation is a partition id.
     client_ids : mapping of str to int
-        Ids of edge clients by name, those of unavailable ones included. Empty in a simulation.
+        Ids of edge clients by name, also of unavailable ones. Empty in a simulation.
     """
 
     nodes: Mapping[int, int]
@@ -103,12 +103,7 @@ def federation_size(grid: Grid, *, timeout: float) -> int | None:
 class ClientManager:
     """Available clients from round to round: devices join and leave, simulated clients stay.
 
-    Parameters
-    ----------
-    clients : ClientDirectory
-        At the start of the run.
-    timeout : float
-        Seconds to wait for a device that is needed.
+    ``timeout`` is the time in seconds to wait for a device that is needed.
     """
 
     def __init__(self, grid: Grid, clients: ClientDirectory, *, timeout: float) -> None:
@@ -117,13 +112,7 @@ class ClientManager:
         self.clients = clients
 
     def wait_for(self, min_clients: int) -> ClientDirectory:
-        """Wait for at least ``min_clients`` clients, and return those available.
-
-        Raises
-        ------
-        RunError
-            There are fewer for longer than the timeout.
-        """
+        """Wait for ``min_clients`` clients, and return all that are available; raises `RunError` after the timeout."""
         if not self.clients.client_ids:
             return self.clients
         last = time.monotonic() + self._timeout
@@ -136,9 +125,8 @@ class ClientManager:
                     return replace(self.clients, nodes=nodes)
                 if time.monotonic() > last:
                     raise RunError(
-                        f"{len(nodes)} devices are available and {min_clients} are needed "
-                        "(aggregation.min_updates); start their "
-                        "SuperNodes, then resume the run"
+                        f"{len(nodes)} devices are available and {min_clients} are needed (aggregation.min_updates); "
+                        "start their SuperNodes, then resume the run"
                     )
                 time.sleep(0.2)
 
@@ -148,9 +136,8 @@ class ClientManager:
         self._asked.update(new)
         for node, info in _identify(self._grid, new, timeout=min(self._timeout, IDENTIFY_TIMEOUT)):
             if not isinstance(info, NodeInfo) or info.partitions is not None:
-                log.warning(
-                    "node %d does not take part: %s", node, info if isinstance(info, str) else "it is not a device"
-                )
+                reason = info if isinstance(info, str) else "it is not a device"
+                log.warning("node %d does not take part: %s", node, reason)
                 continue
             number = self.clients.client_ids.get(info.name, _next_number(self.clients.client_ids))
             former = self.clients.nodes.get(number)

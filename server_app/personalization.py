@@ -60,18 +60,9 @@ class PersonalizedResult:
 def evaluate_personalized(
     exchange: MessageExchange, components: RunComponents, state: ServerState, *, trained: Collection[int], epochs: int
 ) -> list[PersonalizedResult]:
-    """Request and evaluate the encoders of all clients, in order of the clients.
+    """Request and evaluate the encoders of all clients of a simulation with labels, in order of the clients.
 
-    Parameters
-    ----------
-    components : RunComponents
-        Of a simulation whose images have labels.
-    state : ServerState
-        After the last round.
-    trained : collection of int
-        Clients that took part in training; the others are unseen clients.
-    epochs : int
-        For how long unseen clients train.
+    Clients that are not among ``trained`` are unseen clients, which train for ``epochs``.
     """
     context, evaluator = components.context, PersonalizedEvaluator(components)
     unseen = sorted(context.nodes.keys() - set(trained))
@@ -84,11 +75,10 @@ def evaluate_personalized(
     for group, (clients, request) in requests.items():
         for client, model, layers in request_personalized_encoders(exchange, components, state, clients, request):
             global_test, local_test = evaluator(client, layers)
-            found.append(
-                PersonalizedResult(
-                    client=client, model=model, group=group, global_test=global_test, local_test=local_test
-                )
+            row = PersonalizedResult(
+                client=client, model=model, group=group, global_test=global_test, local_test=local_test
             )
+            found.append(row)
     return sorted(found, key=lambda one: (list(requests).index(one.group), one.client))
 
 
@@ -118,10 +108,8 @@ def request_personalized_encoders(
         client: context.strategy.server.candidate_models(state, state.round + 1, client) for client in clients
     }
     plans = PlanBuilder(context, state, candidates=candidates, extra_models=(), keep_from=0)
-    messages = [
-        Message(request.beside(plan.content), plan.metadata.dst_node_id, "train.personalized")
-        for plan in plans.messages
-    ]
+    sent = ((request.beside(plan.content), plan.metadata.dst_node_id) for plan in plans.messages)
+    messages = [Message(content, node, "train.personalized") for content, node in sent]
     client_of = {context.nodes[client]: client for client in clients}
     for message, reply in exchange.send_and_receive(messages, timeout=context.timeout):
         client = client_of[message.metadata.dst_node_id]

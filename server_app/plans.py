@@ -66,7 +66,7 @@ class ClientSlot:
 
 
 class PlanBuilder:
-    """Builder of the messages of the round that follows a state.
+    """Builder of the slots and messages of the round that follows a state, for each client in order.
 
     Parameters
     ----------
@@ -76,13 +76,6 @@ class PlanBuilder:
         Names of further models that updates go into.
     keep_from : int
         Oldest round that a resumed run may go back to.
-
-    Attributes
-    ----------
-    slots : dict of int to ClientSlot
-        By client, in order.
-    messages : list of Message
-        One for each client, in order.
     """
 
     def __init__(

@@ -41,15 +41,6 @@ VERSIONS = ("flwr", "flwr-datasets", "hydra-core", "numpy", "torch", "torchvisio
 class Recorder(RunFolder):
     """A run folder that records rounds.
 
-    Parameters
-    ----------
-    settings : RecordingSettings
-        With a folder.
-    rounds : int
-        Of the run.
-    screen : PlainConsole
-        Shows progress.
-
     Attributes
     ----------
     evaluations : list of (int, dict)

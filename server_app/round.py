@@ -44,7 +44,7 @@ class TooFewUpdatesError(RunError):
 
 
 class Round:
-    """The round that follows a state.
+    """The round that follows a state. ``number`` counts from 1, and ``messages`` has one for each client that trains.
 
     Parameters
     ----------
@@ -54,13 +54,6 @@ class Round:
         Number of earlier attempts at this round.
     in_flight : collection of int
         Clients that still train for an older plan. They are not sampled.
-
-    Attributes
-    ----------
-    number : int
-        From 1.
-    messages : list of Message
-        One for each client that trains.
     """
 
     def __init__(
@@ -106,19 +99,8 @@ class Round:
     ) -> tuple[ServerState, RoundResult]:
         """Aggregate the replies as they arrive, in order of the clients. Drop and report invalid updates.
 
-        Parameters
-        ----------
-        replies : iterable of Message
-            To `messages`.
-        late_replies : sequence of (Message, Message)
-            Plans of earlier rounds and the replies to them. Read after all ``replies``.
-        observers : sequence of callable
-            Called with every update that is used.
-
-        Raises
-        ------
-        TooFewUpdatesError
-            Fewer updates than needed are usable.
+        ``late_replies`` are plans of earlier rounds and the replies to them, read after all ``replies`` to `messages`.
+        Observers are called with every update that is used. Raises `TooFewUpdatesError`.
         """
         for name, aggregation in self._aggregations.items():
             aggregation.aggregator.start(self._starts[name].expected_upload)

@@ -26,19 +26,8 @@ PERSONALIZED_FILE = "personalized.json"
 
 # Files of a run, besides encoders, checkpoints and figures.
 RUN_FILES = (
-    *(
-        LOCK_FILE,
-        "run.log",
-        "config.yaml",
-        "overrides.yaml",
-        "choices.yaml",
-        DEVICE_NUMBERS_FILE,
-        "partition.csv",
-        "summary.json",
-    ),
-    *JSONL_FILES,
-    "representations.npz",
-    PERSONALIZED_FILE,
+    *(LOCK_FILE, "run.log", "config.yaml", "overrides.yaml", "choices.yaml", DEVICE_NUMBERS_FILE, "partition.csv"),
+    *("summary.json", *JSONL_FILES, "representations.npz", PERSONALIZED_FILE),
 )
 
 
@@ -47,13 +36,6 @@ class RunFolder:
 
     Only the server writes to it while rounds run, except for the states of clients of the same machine (``clients/``).
     The command line completes the summary of a run that could not, and ``fedssl-report`` draws the figures again.
-
-    Parameters
-    ----------
-    settings : RecordingSettings
-        With a folder.
-    rounds : int
-        Of the run.
     """
 
     def __init__(self, settings: RecordingSettings, *, rounds: int) -> None:
@@ -102,9 +84,7 @@ class RunFolder:
         """Return the stored ids of edge clients by name. Empty in a new run or a simulation."""
         file = self.folder / DEVICE_NUMBERS_FILE
         client_ids = read_yaml(file, dict) or {}
-        if not all(
-            isinstance(name, str) and type(number) is int and number >= 0 for name, number in client_ids.items()
-        ):
+        if not all(isinstance(name, str) and type(id) is int and id >= 0 for name, id in client_ids.items()):
             raise corrupt_file_error(file, "a name has no number")
         if len(set(client_ids.values())) < len(client_ids):
             raise corrupt_file_error(file, "two names have the same number")

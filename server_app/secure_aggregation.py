@@ -34,17 +34,7 @@ class TooFewParticipants(RunError):
 
 @dataclass(frozen=True)
 class SecureMean:
-    """Result of a round of secure aggregation.
-
-    Attributes
-    ----------
-    delta : ndarray
-        Mean over the clients, in the order of `fedssl.secure_aggregation.summed_names`.
-    nodes : list of int
-        Of the clients in the mean.
-    bytes_down, bytes_up : dict of int to int
-        By node.
-    """
+    """Mean over clients, in the order of `fedssl.secure_aggregation.summed_names`, their nodes, and bytes by node."""
 
     delta: np.ndarray
     nodes: list[int]
@@ -61,13 +51,7 @@ def secure_mean_delta(
     timeout: float,
     deadline: float | None,
 ) -> SecureMean:
-    """Run the four stages of the protocol with the nodes of ``contents``.
-
-    Raises
-    ------
-    TooFewParticipants
-        Too few clients took part in all stages.
-    """
+    """Run the four stages of the protocol with the nodes of ``contents``; raises `TooFewParticipants`."""
     if len(contents) < MIN_CLIENTS:
         raise TooFewParticipants(f"{len(contents)} clients are available, and secure aggregation needs {MIN_CLIENTS}")
     workflow = SecAggPlusWorkflow(
@@ -106,12 +90,9 @@ def secure_mean_delta(
 
 
 def apply_delta(layers: Layers, delta: np.ndarray) -> Layers:
-    """Add a delta of `fedssl.secure_aggregation.delta_of` to the layers. Counters are unchanged.
+    """Add a delta of `fedssl.secure_aggregation.delta_of` to the layers, without counters.
 
-    Raises
-    ------
-    TooFewParticipants
-        The delta has another length or is not finite.
+    Raises `TooFewParticipants` if it has another length or is not finite.
     """
     names = summed_names(layers)
     if delta.ndim != 1 or len(delta) != sum(layers[name].size for name in names) or not np.isfinite(delta).all():

@@ -34,18 +34,14 @@ from strategies.interfaces import ServerState
 
 log = logging.getLogger("fedssl")
 
-CLIENT_CORES_KEY = (
-    "fedssl-client-cores"  # in the ServerApp's node configuration: cores of this machine that clients occupy
-)
+# In the ServerApp's node configuration: cores of this machine that clients occupy.
+CLIENT_CORES_KEY = "fedssl-client-cores"
 
 
 def can_evaluate_in_background(components: RunComponents, client_cores: int | None) -> bool:
     """Return whether rounds may be evaluated while the next one runs.
 
-    Parameters
-    ----------
-    client_cores : int or None
-        Cores of this machine that clients occupy; None if unknown.
+    ``client_cores`` is the number of cores of this machine that clients occupy; None if unknown.
     """
     settings = components.settings
     if components.client_data is None:  # edge clients run elsewhere
@@ -62,18 +58,7 @@ def can_evaluate_in_background(components: RunComponents, client_cores: int | No
 
 
 class TrainingLoop:
-    """All rounds of a run after a state.
-
-    Parameters
-    ----------
-    background : bool
-        Whether rounds are evaluated while the next one runs.
-
-    Attributes
-    ----------
-    state : ServerState
-        After the last completed round.
-    """
+    """All rounds of a run after a state; with ``background`` each is evaluated while the next one runs."""
 
     def __init__(
         self,
@@ -89,10 +74,7 @@ class TrainingLoop:
         self._background_recorder = BackgroundRecorder(components, recorder, state, background=background)
 
     def run(self) -> ServerState:
-        """Run all rounds and return the last state.
-
-        If an exception ends them early, all evaluated rounds are in a checkpoint.
-        """
+        """Run all rounds and return the last state. An exception saves a checkpoint of all evaluated rounds."""
         settings, recorder = self._components.settings, self._recorder
         rule = settings.evaluation.early_stopping
         try:
@@ -153,8 +135,6 @@ class CompletedRound:
 
     Attributes
     ----------
-    state : ServerState
-        After the round.
     models : mapping of str to Layers
         By name. Empty if the round is not evaluated.
     depth : int or None
@@ -173,17 +153,8 @@ class CompletedRound:
 class BackgroundRecorder:
     """Evaluates and records rounds, in order. As a context manager it waits for the last one.
 
-    Parameters
-    ----------
-    state : ServerState
-        Before the first round.
-    background : bool
-        Whether rounds are evaluated in a thread, with a separate model.
-
-    Attributes
-    ----------
-    state : ServerState
-        After the last recorded round.
+    With ``background`` rounds are evaluated in a thread, with a separate model. ``state`` is that after the last
+    recorded round.
     """
 
     def __init__(self, components: RunComponents, recorder: Recorder, state: ServerState, *, background: bool) -> None:
@@ -260,17 +231,8 @@ def run_round(
 ) -> tuple[ServerState, RoundResult]:
     """Run the round after ``state``, and repeat it with other clients if it has too few usable updates.
 
-    Parameters
-    ----------
-    current_context : callable
-        Returns the context with the clients that are available.
-    state, keep_from, observers
-        As in `Round` and `Round.finish`.
-
-    Raises
-    ------
-    TooFewUpdatesError
-        All attempts had too few usable updates.
+    ``current_context`` returns the context with the clients that are available. The last attempt raises
+    `TooFewUpdatesError`.
     """
     attempt = 0
     while True:

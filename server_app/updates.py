@@ -65,8 +65,6 @@ class RoundResult:
         Clients that replied to an older plan and whose update was not used.
     privacy : dict
         Epsilon after this round, and its delta. Empty without differential privacy.
-    strategy_metrics : dict
-        Metrics of the strategy, ready for JSON.
     """
 
     round: int
@@ -107,13 +105,7 @@ class ValidUpdate:
 
 
 class UpdateReader:
-    """Reader of the replies of a round.
-
-    Parameters
-    ----------
-    number : int
-        Of the round.
-    """
+    """Reader of the replies of the round ``number``."""
 
     def __init__(
         self,
@@ -208,12 +200,8 @@ def check_update(
         The layers to send, as the client received them.
     gathered : ReferenceLayers
         The parts for the method's server side, to compare names, shapes and dtypes.
-    required_metrics : collection of str
-        Metrics that the update must have.
     plan : tuple of int and str
         Round and code fingerprint of the plan.
-    max_examples : int, optional
-        Upper bound of the number of images of a client.
 
     Raises
     ------
@@ -259,27 +247,21 @@ def _check_metrics(update: ClientUpdate, required_metrics: Collection[str], *, m
 
 
 def norm_outliers(norms_of: Mapping[int, tuple[float, float]], *, factor: float) -> dict[int, str]:
-    """Return the clients whose update norm is an outlier, with the reason.
+    """Return the clients whose update norm is more than ``factor`` times the median of the round, with the reason.
 
-    More than half of the clients must be honest. With fewer than three clients there are no outliers.
-
-    Parameters
-    ----------
-    norms_of : mapping of int to (float, float)
-        Relative change of weights and running statistics by client, see `fedssl.arrays.Cosines`.
-    factor : float
-        Largest allowed ratio to the median of the round.
+    More than half of the clients must be honest. With fewer than three clients there are no outliers. ``norms_of`` has
+    the relative change of weights and running statistics by client, see `fedssl.arrays.Cosines`.
     """
     outliers: dict[int, str] = {}
     for what, norms in zip(PARTS, zip(*norms_of.values(), strict=True), strict=False):
         median = statistics.median(norms)
         for client, norm in zip(norms_of, norms, strict=True):
             if norm > factor * median:
-                outliers.setdefault(
-                    client,
+                reason = (
                     f"its {what} moved {norm / median:.3g} times as far as the median of the round, of which "
-                    f"{factor:g} times are plausible (aggregation.max_norm_ratio)",
+                    f"{factor:g} times are plausible (aggregation.max_norm_ratio)"
                 )
+                outliers.setdefault(client, reason)
     return outliers
 
 
