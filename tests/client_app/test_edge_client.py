@@ -3,7 +3,6 @@
 import copy
 import json
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -16,6 +15,8 @@ from client_app.simulated import MARKER_KEY, is_simulated
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused
 from fedssl.wire.messages import CONFIG, ClientUpdate, NodeInfo, read_node_info
+from fedssl.wire.records import arrays_to_record
+from fedssl.wire.wire_format import WEIGHTS
 from server_app import nodes
 from server_app.build import build_run
 from server_app.round import Round
@@ -224,14 +225,27 @@ def test_limits_that_are_none(text, sentence, tmp_path):
         read_limits(tmp_path / "limits.yaml")
 
 
-def test_limits_by_default():
+def test_limits_by_default(monkeypatch):
     assert 0 < Limits().memory_bytes() < 10**13
     assert Limits(memory=1.5).memory_bytes() == 1_500_000_000
-    clock = Limits(minutes=0.001).make_deadline_check()
-    clock()
-    time.sleep(0.07)
-    with pytest.raises(RequestRefused, match="takes longer than the 0.001 minutes"):
-        clock()
+    now = [100.0]
+    monkeypatch.setattr(limits_module.time, "monotonic", lambda: now[0])
+    check = Limits(minutes=0.5).make_deadline_check()
+    now[0] += 29.9
+    check()
+    now[0] += 0.2  # after 30 seconds
+    with pytest.raises(RequestRefused, match="takes longer than the 0.5 minutes"):
+        check()
+
+
+def test_quantized_weights_count_as_float32():
+    """An array of 1000 bytes has 1128 with its header; decoded weights need 4 x 1128 = 4512."""
+    content = RecordDict({"arrays": arrays_to_record({"int8": np.zeros(1000, dtype=np.int8)})})
+    limits_module.check_message(content, Limits(memory=2e-6))
+    quantized = RecordDict({"arrays": arrays_to_record({WEIGHTS: np.zeros(1000, dtype=np.int8)})})
+    limits_module.check_message(quantized, Limits(memory=4.6e-6))
+    with pytest.raises(RequestRefused, match="the message brings"):
+        limits_module.check_message(quantized, Limits(memory=4.4e-6))
 
 
 # --- the node's configuration ---

@@ -8,6 +8,7 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from client_app import secure as client_side
+from fedssl.compat import set_task_identity
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused, RunError
 from fedssl.wire.messages import TrainPlan
@@ -174,6 +175,7 @@ SETUP = {
     [
         ({**SETUP, "threshold": 1}, "5 shares, 1 of which reveal a mask"),
         ({**SETUP, "threshold": 2}, "5 shares, 2 of which reveal a mask"),
+        ({**SETUP, "share_num": 4, "threshold": 2}, "4 shares, 2 of which reveal a mask"),  # not more than half
         ({**SETUP, "sample_num": 2, "share_num": 2, "threshold": 2}, "at least 3 clients"),
         ({**SETUP, "threshold": "3"}, "without saying for how many clients"),
         ({**SETUP, "mod_range": 2}, "mod_range=2 instead of 4294967296"),  # its masks are all 0
@@ -186,6 +188,7 @@ SETUP = {
     ],
 )
 def test_a_protocol_that_would_reveal_more_is_refused(configs, reason):
+    set_task_identity()
     message = Message(RecordDict({client_side.SECAGG_CONFIG_KEY: ConfigRecord(configs)}), 2, "train")
     state = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
     with pytest.raises((RequestRefused, ValueError), match=reason):

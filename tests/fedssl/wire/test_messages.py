@@ -175,6 +175,11 @@ def test_whatever_bytes_there_are_an_array_or_a_sentence_comes_out(noise, place)
     [
         ("extra", ConfigRecord({"a": 1}), "record extra was not asked for"),
         ("metrics", MetricRecord({"images": 3}), "metric images was not asked for"),
+        (
+            "metrics",
+            MetricRecord({"num-examples": 2.0**53}),
+            "metric num-examples is 9007199254740992.0, which is not a",
+        ),
         ("reply-config", ConfigRecord({"round": "one", "code-fingerprint": "x"}), "one instead of a number"),
     ],
 )

@@ -6,12 +6,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from fedssl.config.load import compose
 from fedssl.methods.build import build_method
 from fedssl.model_arrays import exchanged_layers
 from fedssl.wire.messages import ClientUpdate, TrainPlan
-from fedssl.wire.records import Array, LazyArrayRecord, arrays_to_record, content_bytes, decode_arrays, encode_arrays
+from fedssl.wire.records import (
+    Array,
+    LazyArrayRecord,
+    arrays_to_record,
+    content_bytes,
+    decode_arrays,
+    encode_arrays,
+    record_bytes,
+)
 from fedssl.wire.wire_format import TABLE, WIRE_DTYPES
 from tests.wire import arrived, message_of, objects
 
@@ -102,6 +111,13 @@ def test_small_messages_are_counted_to_the_object():
         content = replace(PLAN, layers=layers).to_content()
         sent = sum(map(len, objects(message_of(content)).values()))
         assert content_bytes(content) == pytest.approx(sent, abs=150)  # two empty records go once
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (0,), (3, 2**20)])  # an array with one chunk, none, and three
+def test_the_bytes_of_a_record_are_exact(shape):
+    record = arrays_to_record({"a": np.ones(shape, dtype=np.float32)})
+    sent = [one.deflate() for one in get_all_nested_objects(record).values()]
+    assert record_bytes(record) == sum(map(len, sent))
 
 
 def test_a_record_that_is_changed_is_packed_anew():
