@@ -1,0 +1,172 @@
+"""Assignment of clients to models: distances, clustering by cosine, and selection on the client, by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl.wire.messages import TrainPlan
+from strategies.base import ServerStrategy
+from strategies.cluster_assignment import (
+    ASSIGNMENTS,
+    LAST_ENCODER_PREFIX,
+    SelectByFeatures,
+    SelectByLoss,
+    ServerAssignedClusters,
+    argmin,
+    cluster_by_cosine,
+    feature_distance,
+)
+from strategies.featarc import FeatARC
+from strategies.fedavg import mean
+from strategies.interfaces import GlobalModel, RoundOutcome, ServerState
+from tests.server_app.small import LAYERS, Small
+
+# --- distances and clusters ---
+
+
+def test_feature_distance_by_hand():
+    """Cosines 1, 0, -1 and 24 / 25 (of (3, 4) and (4, 3)): minus their mean is -0.24; a vector of length 0 counts 0."""
+    one = torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0], [3.0, 4.0]])
+    other = torch.tensor([[5.0, 0.0], [3.0, 0.0], [-2.0, -2.0], [4.0, 3.0]])
+    assert feature_distance(one, other) == pytest.approx(-0.96 / 4)
+    assert feature_distance(one[:2], torch.zeros(2, 2)) == 0
+    assert feature_distance(one, one) == pytest.approx(-1)
+
+
+def test_argmin_is_the_first_of_equals():
+    assert argmin([0.5, -0.5, -0.5]) == 1
+    assert argmin([math.nan, 0.9, math.nan]) == 1  # NaN is never nearest
+    assert argmin([math.nan, math.nan]) == 0
+
+
+def delta(*numbers, statistics=0.0):
+    return {
+        "encoder.weight": np.array(numbers, dtype=np.float32),
+        "encoder.bn.running_mean": np.array([statistics], dtype=np.float32),
+    }
+
+
+def on_unit_circle(degrees):
+    return [math.cos(math.radians(degrees)), math.sin(math.radians(degrees))]
+
+
+def test_updates_are_clustered_by_their_angles():
+    """Two directions of any length. Statistics have no effect. Clusters are numbered by their first updates."""
+    deltas = [delta(0, 3), delta(1, 0.1), delta(0.1, 1, statistics=99), delta(50, 1, statistics=-99), delta(-0.1, 0.5)]
+    assert cluster_by_cosine(deltas, clusters=2) == [0, 1, 0, 1, 0]
+    assert cluster_by_cosine(deltas[1:], clusters=2) == [0, 1, 0, 1]
+    statistics = [delta(1, 0, statistics=99), delta(1, 0, statistics=-99), delta(0, 1, statistics=99), delta(0, 1)]
+    assert cluster_by_cosine(statistics, clusters=2) == [0, 0, 1, 1]
+    assert cluster_by_cosine(deltas, clusters=1) == [0] * 5
+    assert cluster_by_cosine(deltas, clusters=5) == [0, 1, 2, 3, 4]
+    assert cluster_by_cosine(deltas[:1], clusters=3) == [0]
+    assert cluster_by_cosine([delta(0, 0), delta(0, 1), delta(0, 2)], clusters=2) == [0, 1, 1]
+
+
+def test_average_linkage_by_hand():
+    """At 0, 50, 90 and 139 degrees 90 joins 50 at 1 - cos 40 = 0.234.
+
+    From these two 0 is at (0.357 + 1) / 2 = 0.679, and 139 at (1 - cos 89 + 1 - cos 49) / 2 = (0.983 + 0.344) / 2 =
+    0.663: it joins, and 0 stays alone.
+    """
+    deltas = [delta(*on_unit_circle(angle)) for angle in (0, 50, 90, 139)]
+    assert cluster_by_cosine(deltas, clusters=3) == [0, 1, 1, 2]
+    assert cluster_by_cosine(deltas, clusters=2) == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_clusters_do_not_depend_on_the_order_of_clients(seed):
+    rng = np.random.default_rng(seed)
+    deltas = [delta(*row) for row in rng.normal(size=(7, 6))]
+    order = rng.permutation(7)
+    labels = cluster_by_cosine(deltas, clusters=3)
+    permuted = cluster_by_cosine([deltas[index] for index in order], clusters=3)
+    groups = {frozenset(np.flatnonzero(np.array(labels) == one)) for one in range(3)}
+    assert groups == {frozenset(order[np.flatnonzero(np.array(permuted) == one)]) for one in range(3)}
+
+
+# --- selection on the client ---
+
+
+class FakeImages:
+    """Images whose features are the encoder's weights, each along a separate axis, and whose loss is their sum."""
+
+    def features(self, method, max_images):
+        return torch.diag(method.encoder.weight.detach())
+
+    def loss(self, method, number):
+        return float(method.encoder.weight.detach().sum())
+
+
+def plan(*weights):
+    layers = {**LAYERS, "encoder.weight": np.array(weights, dtype=np.float32)}
+    return TrainPlan(round=2, layers=layers, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="x")
+
+
+PLANS = [plan(-1, 1, 1), plan(1, 1, 1), plan(1, -1, -1)]
+
+
+def test_client_selects_the_model_with_the_nearest_features():
+    client, method = SelectByFeatures(num_images=8), Small()
+    own = {f"{LAST_ENCODER_PREFIX}encoder.weight": torch.tensor([3.0, -1.0, -2.0])}
+    assert client.select_model(method, PLANS, own, FakeImages()) == 2  # signs of all three agree
+    nearer = {f"{LAST_ENCODER_PREFIX}encoder.weight": torch.tensor([3.0, 1.0, -2.0])}
+    assert client.select_model(method, PLANS[:2], nearer, FakeImages()) == 1
+    assert client.select_model(method, PLANS, None, FakeImages()) == 0
+    other_state = {"encoder.weight": torch.ones(3)}
+    assert client.select_model(method, PLANS, other_state, FakeImages()) == 0
+
+
+def test_missing_encoder_layers_do_not_depend_on_earlier_values():
+    class Shifted(FakeImages):
+        def features(self, method, max_images):
+            return super().features(method, max_images) + method.encoder.bn.running_mean
+
+    client = SelectByFeatures(num_images=8)
+    own = {f"{LAST_ENCODER_PREFIX}encoder.weight": torch.tensor([3.0, -1.0, -2.0])}
+    for earlier in (0.0, 50.0, math.nan):
+        method = Small()
+        method.encoder.bn.running_mean.fill_(earlier)
+        assert client.select_model(method, PLANS, own, Shifted()) == 2
+
+
+def test_client_selects_the_model_with_the_smallest_loss():
+    assert SelectByLoss(num_images=8).select_model(Small(), PLANS, None, FakeImages()) == 2
+    assert SelectByLoss(num_images=8).select_model(Small(), [PLANS[1], PLANS[1]], None, FakeImages()) == 0
+
+
+# --- assignment on the server ---
+
+
+def test_the_server_compares_features():
+    """Models see the axes (1, 0) and (0, 1).
+
+    Clients at 30, 60 and 120 degrees are nearest to 0, 1 and 1, and one on the diagonal stays where it is.
+    """
+    server = ServerAssignedClusters(ServerStrategy(mean("uniform")), clusters=2, num_images=8)
+    seen = {client: torch.tensor([on_unit_circle(angle)]) for client, angle in ((3, 30), (5, 60), (9, 120))}
+    views = {"0": torch.tensor([[1.0, 0.0]]), "1": torch.tensor([[0.0, 1.0]])}
+    state = ServerState(round=1, models={name: GlobalModel(layers={"name": name}) for name in views})
+    seen[6] = torch.tensor([[1.0, 1.0]])
+    names = {3: ("1",), 5: ("1",), 6: ("0",), 9: ("1",)}
+    outcome = RoundOutcome(
+        round=1,
+        destinations=names,
+        bytes_up={},
+        client_features=seen,
+        extract_features=lambda layers: views[layers["name"]],
+    )
+    memory, strategy_metrics = server.on_round_end(state, outcome)
+    assert memory == {ASSIGNMENTS: {3: "0", 5: "1", 6: "0", 9: "1"}}
+    assert strategy_metrics == {"clusters": {"0": [3, 6], "1": [5, 9]}, "changed_cluster": 1}
+
+
+@pytest.mark.parametrize("state", [{"else": {}}, {ASSIGNMENTS: []}, {ASSIGNMENTS: {0: "7"}}, {ASSIGNMENTS: {"0": "0"}}])
+def test_invalid_assignments_in_a_checkpoint(state):
+    server = FeatARC().server
+    assert server.is_valid_strategy_state({})
+    assert server.is_valid_strategy_state({ASSIGNMENTS: {0: "0", 7: "1"}})
+    assert not server.is_valid_strategy_state(state)
+    assert not FeatARC(clusters=1).server.is_valid_strategy_state({ASSIGNMENTS: {0: "1"}})
