@@ -252,6 +252,8 @@ def test_buffered_rounds_take_what_is_there_and_late_updates_later():
         weight = weight + np.mean(ways)
         np.testing.assert_allclose(run.weight, weight, rtol=1e-5)
         ages.update((row.client, row.staleness) for row in report.clients)
+        for row in report.clients:  # a late client has what it stored in the round that it trained in
+            assert run.state.last_participation[row.client] == (report.round - row.staleness, GLOBAL)
         assert not report.dropped or set(report.dropped) == {2}
     assert {client for client, _ in ages} == {0, 1, 2}
     assert all(age == 0 for client, age in ages if client != 2)

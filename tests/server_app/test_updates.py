@@ -1,6 +1,23 @@
-"""Which updates are no honest client's, by how far they moved."""
+"""Which updates are no honest client's, by how far they moved and by their statistics."""
 
-from server_app.updates import norm_outliers
+import numpy as np
+import pytest
+
+from fedssl.arrays import ReferenceLayers
+from fedssl.wire.messages import ClientUpdate
+from server_app.updates import InvalidUpdate, check_update, norm_outliers
+
+
+def test_no_variance_is_negative():
+    def check(variance):
+        layers = {"bn.running_var": np.array(variance, dtype=np.float32)}
+        update = ClientUpdate(layers=layers, partition_id=0, plan_id=(1, "x"))
+        expected = ReferenceLayers({"bn.running_var": np.ones(2, dtype=np.float32)})
+        check_update(update, expected=expected, gathered=ReferenceLayers({}), required_metrics=(), plan=(1, "x"))
+
+    check([0.0, 1.0])
+    with pytest.raises(InvalidUpdate, match="layer bn.running_var has a negative variance"):
+        check([1.0, -0.001])
 
 
 def test_more_than_so_many_times_the_median():

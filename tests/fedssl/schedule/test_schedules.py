@@ -410,8 +410,6 @@ def test_calibration_alone_is_local_training(tmp_path):
     start = dict(still.layers)
     after = still.run(1)
     assert not np.array_equal(after["encoder.blocks.0.0.weight"], start["encoder.blocks.0.0.weight"])
-    regularized = Federation(tmp_path, *overrides, "local_epochs=0", "regularizer=fur").run(1)  # of clients only
-    np.testing.assert_array_equal(regularized["encoder.blocks.0.0.weight"], after["encoder.blocks.0.0.weight"])
     none = Federation(tmp_path, *overrides, "local_epochs=0", "calibration.epochs=0").run(1)
     np.testing.assert_allclose(none["encoder.blocks.0.0.weight"], start["encoder.blocks.0.0.weight"], rtol=1e-6)
 
