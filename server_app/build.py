@@ -161,9 +161,7 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
         client_data=client_data,
         evaluator=evaluator,
         monitor=make_monitor(settings, method, training, device),
-        costs=make_costs(
-            settings, method, training, client_data, device, trainings_per_round=strategy.client.trainings_per_round
-        ),
+        costs=make_costs(settings, method, training, client_data, device, strategy.client.trainings_per_round),
         device=device,
         evaluation_is_training_free=not evaluator.trains_network,
     )
@@ -224,7 +222,6 @@ def make_costs(
     training: LocalTrainer,
     client_data: ClientData | None,
     device: torch.device,
-    *,
     trainings_per_round: int,
 ) -> TrainingCostMeter | None:
     """Return the meter of costs; None if it is turned off, or the clients' images are unknown."""

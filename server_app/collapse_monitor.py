@@ -33,7 +33,7 @@ log = logging.getLogger("fedssl")
 # A representation below any of these has collapsed. Trained encoders are above 0.2, 5 and 2.5.
 COLLAPSE_THRESHOLDS = {"spread": 0.05, "effective_rank": 1.5, "covariance_rank": 2.0}
 
-Found = tuple[dict[str, Any], list[np.ndarray]]  # numbers of health, and the unit vectors that are kept
+Measurement = tuple[dict[str, Any], list[np.ndarray]]  # collapse metrics, and the unit vectors to store
 
 
 class ServerFeatureExtractor:
@@ -87,7 +87,7 @@ class CollapseMonitor:
         seed: int,
     ) -> None:
         self._method, self._device = method, device
-        self._measured: dict[int, Found] = {}
+        self._measured: dict[int, Measurement] = {}
         self._mean, self._std = data.mean, data.std
         federated = load_federated(data)
         self._health = CollapseMetrics(
@@ -125,7 +125,7 @@ class CollapseMonitor:
         clients, self._measured = self._measured, {}
         names = {name: "global model" if name == GLOBAL else f"model {name}" for name in models}
         measured = {name: self._measure(layers, f"the {names[name]}") for name, layers in models.items()}
-        healthy = {name: found for name, found in measured.items() if found is not None}
+        healthy = {name: one for name, one in measured.items() if one is not None}
         if not healthy:
             return None
         rows = [{"client": None, "model": name, **numbers} for name, (numbers, _) in healthy.items()]
@@ -145,25 +145,25 @@ class CollapseMonitor:
         """Return the names of the layers that are needed. Inactive stages are not."""
         return {name for name in exchanged_names(self._method) if name.split(".")[0] in self._parts}
 
-    def _measure(self, layers: Layers, name: str) -> Found | None:
+    def _measure(self, layers: Layers, name: str) -> Measurement | None:
         """Measure one model. Log a warning and return None if a metric is not finite."""
         load_layers(self._method, {layer: layers[layer] for layer in self._needed()})
-        found = self._vectors()
+        representations = self._vectors()
         numbers: dict[str, Any] = {}
-        if all(vectors.isfinite().all() for vectors in found):
-            # The images of `CollapseMetrics` are others: they may give no spectrum.
+        if all(vectors.isfinite().all() for vectors in representations):
+            # `CollapseMetrics` uses other images, whose spectrum may not exist.
             with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]  # missing in its `__all__`
                 numbers = {**self._health.measure(self._method.encoder)}
         if not all(map(math.isfinite, numbers.values())) or not numbers:
             log.warning("%s has representations that are NaN or infinite: its training has diverged", name)
             return None
         numbers["spectrum"] = {
-            "singular_values": spectrum(found[0])[:TOP].tolist(),
+            "singular_values": spectrum(representations[0])[:TOP].tolist(),
             "split": self._split,
-            "images": len(found[0]),
-            "dim": found[0].shape[1],
+            "images": len(representations[0]),
+            "dim": representations[0].shape[1],
         }
-        return numbers, [vectors[: self._kept].half().numpy() for vectors in found]
+        return numbers, [vectors[: self._kept].half().numpy() for vectors in representations]
 
     def _vectors(self) -> list[Tensor]:
         """Return unit vectors of the images: h, and z of the images that are stored."""
@@ -171,8 +171,8 @@ class CollapseMonitor:
         if len(self._parts) > 1:
             both = nn.Sequential(self._method.encoder, self._method.get_submodule("projector"))
             maps.append((both, self._images[: self._kept]))
-        found = [extract(part, images, mean=self._mean, std=self._std, device=self._device) for part, images in maps]
-        return [F.normalize(vectors.double(), dim=1) for vectors in found]
+        features = [extract(part, images, mean=self._mean, std=self._std, device=self._device) for part, images in maps]
+        return [F.normalize(vectors.double(), dim=1) for vectors in features]
 
 
 def summarize_health(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

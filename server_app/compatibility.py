@@ -114,16 +114,16 @@ def check_clients(parts: Sequence[np.ndarray], method: SSLMethod) -> None:
 
 def validate_aggregation(settings: Settings, *, is_deployment: bool) -> None:
     """Refuse settings of the aggregation that conflict with each other; raises `InputError`."""
-    aggregation, asked, clients = settings.aggregation, settings.clients_per_round, settings.num_clients
-    if aggregation.min_updates > asked:
+    aggregation, per_round, clients = settings.aggregation, settings.clients_per_round, settings.num_clients
+    if aggregation.min_updates > per_round:
         raise InputError(
-            f"aggregation.min_updates={aggregation.min_updates} but clients_per_round={asked}; lower the first "
+            f"aggregation.min_updates={aggregation.min_updates} but clients_per_round={per_round}; lower the first "
             "or raise the second"
         )
-    if not is_deployment and asked + aggregation.over_selection > clients:
+    if not is_deployment and per_round + aggregation.over_selection > clients:
         raise InputError(
-            f"aggregation.over_selection={aggregation.over_selection} but clients_per_round={asked} leaves "
-            f"{clients - asked} of num_clients={clients}; lower one of them"
+            f"aggregation.over_selection={aggregation.over_selection} but clients_per_round={per_round} leaves "
+            f"{clients - per_round} of num_clients={clients}; lower one of them"
         )
     if aggregation.buffered and not is_deployment:
         raise InputError(

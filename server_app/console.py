@@ -175,8 +175,6 @@ class ProgressBar(PlainConsole):
 
 
 class _LogAboveBar(logging.Handler):
-    """Handler that writes lines above the bar, without markup."""
-
     def __init__(self, console: Console) -> None:
         super().__init__()
         self._console = console

@@ -108,7 +108,7 @@ class ClientManager:
 
     def __init__(self, grid: Grid, clients: ClientDirectory, *, timeout: float) -> None:
         self._grid, self._timeout = grid, timeout
-        self._asked = set(clients.nodes.values())
+        self._requested = set(clients.nodes.values())
         self.clients = clients
 
     def wait_for(self, min_clients: int) -> ClientDirectory:
@@ -118,9 +118,9 @@ class ClientManager:
         last = time.monotonic() + self._timeout
         with log_while_waiting(f"fewer devices are available than the {min_clients} that a round needs"):
             while True:
-                there = list(self._grid.get_node_ids())
-                self._register_new_nodes([node for node in there if node not in self._asked])
-                nodes = {number: node for number, node in self.clients.nodes.items() if node in there}
+                available = list(self._grid.get_node_ids())
+                self._register_new_nodes([node for node in available if node not in self._requested])
+                nodes = {number: node for number, node in self.clients.nodes.items() if node in available}
                 if len(nodes) >= min_clients:
                     return replace(self.clients, nodes=nodes)
                 if time.monotonic() > last:
@@ -133,7 +133,7 @@ class ClientManager:
     def _register_new_nodes(self, new: Sequence[int]) -> None:
         if not new:
             return
-        self._asked.update(new)
+        self._requested.update(new)
         for node, info in _identify(self._grid, new, timeout=min(self._timeout, IDENTIFY_TIMEOUT)):
             if not isinstance(info, NodeInfo) or info.partitions is not None:
                 reason = info if isinstance(info, str) else "it is not a device"

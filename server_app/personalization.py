@@ -71,22 +71,22 @@ def evaluate_personalized(
         UNSEEN: (unseen, PersonalizedModelRequest(epochs=epochs)),
         UNSEEN_ADAPTED: (unseen if epochs else [], PersonalizedModelRequest(epochs=epochs, adapted=True)),
     }
-    found = []
+    results = []
     for group, (clients, request) in requests.items():
         for client, model, layers in request_personalized_encoders(exchange, components, state, clients, request):
             global_test, local_test = evaluator(client, layers)
             row = PersonalizedResult(
                 client=client, model=model, group=group, global_test=global_test, local_test=local_test
             )
-            found.append(row)
-    return sorted(found, key=lambda one: (list(requests).index(one.group), one.client))
+            results.append(row)
+    return sorted(results, key=lambda result: (list(requests).index(result.group), result.client))
 
 
-def mean_over_clients(found: Sequence[PersonalizedResult]) -> dict[str, dict[str, Score]]:
+def mean_over_clients(results: Sequence[PersonalizedResult]) -> dict[str, dict[str, Score]]:
     """Return means over clients with standard deviations, by group and test images."""
     columns: dict[str, list[Scores]] = {}
-    for one in found:
-        for name, scores in ((one.group, one.global_test), (f"{one.group}, local test", one.local_test)):
+    for row in results:
+        for name, scores in ((row.group, row.global_test), (f"{row.group}, local test", row.local_test)):
             if scores:
                 columns.setdefault(name, []).append(scores)
     return {name: mean_over_models(rows) for name, rows in columns.items()}
@@ -129,7 +129,6 @@ class NoCalibration:
     when = "never"
 
     def __call__(self, round: int, layers: Layers) -> Layers:
-        """Return the layers unchanged."""
         return layers
 
 

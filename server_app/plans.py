@@ -26,7 +26,7 @@ class StartingModel:
     trainable, frozen : dict of str to ndarray
         The layers that clients train, and those that they only use.
     upload_names : tuple of str or None
-        Names of the layers that clients send. None: all that they train.
+        Names of the layers that clients upload; None means all that they train.
     expected_upload : ReferenceLayers
         These layers, to validate updates against.
     """
@@ -45,7 +45,7 @@ class ClientSlot:
     Attributes
     ----------
     candidates : tuple of str
-        Names of the models of which the client chooses its start. Usually there is one.
+        Names of the models from which the client selects its start. Usually there is one.
     start : str
         Name of the model that it starts from. The first candidate until the reply is read.
     downloaded : tuple of str
@@ -71,7 +71,7 @@ class PlanBuilder:
     Parameters
     ----------
     candidates : mapping of int to tuple of str
-        For each client that trains, the names of the models of which it chooses its start.
+        For each client that trains, the names of the models from which it selects its start.
     extra_models : iterable of str
         Names of further models that updates go into.
     keep_from : int

@@ -147,15 +147,15 @@ class Recorder(RunFolder):
         """Return all clients of which an update was used."""
         return {line["client"] for line in read_jsonl(self.folder / "clients.jsonl", required=("client",))}
 
-    def personalized(self, found: Sequence[PersonalizedResult]) -> None:
+    def personalized(self, results: Sequence[PersonalizedResult]) -> None:
         """Write the results of personalized models, and log the means over clients."""
-        if not found:
+        if not results:
             log.warning("no client returned a personalized encoder")
             return
-        averages = mean_over_clients(found)
+        averages = mean_over_clients(results)
         rows = [
             {**asdict(one), "global_test": to_flat_dict(one.global_test), "local_test": to_flat_dict(one.local_test)}
-            for one in found
+            for one in results
         ]
         self._personalized = {name: to_flat_dict(scores) for name, scores in averages.items()}
         write_text(

@@ -63,9 +63,9 @@ def secure_mean_delta(
         clipping_range=float(settings.clipping_range),
         timeout=timeout,
     )
-    stages, part = _GridAdapter(exchange, timeout=timeout, deadline=deadline), _StrategyStub(list(contents))
+    stages, stub = _GridAdapter(exchange, timeout=timeout, deadline=deadline), _StrategyStub(list(contents))
     records = workflow_records(round)
-    context: Any = SimpleNamespace(state=records, strategy=part, client_manager=part, history=None)
+    context: Any = SimpleNamespace(state=records, strategy=stub, client_manager=stub, history=None)
     grid: Any = stages
     state = WorkflowState()
     with _quiet("flwr"):
@@ -75,8 +75,8 @@ def secure_mean_delta(
             state.nid_to_fitins = {node: RecordDict({**content}) for node, content in contents.items()}
             ok = ok and workflow.share_keys_stage(grid, context, state)
             # Flower would also request shares of clients that failed before they sent any.
-            state.sampled_node_ids = there = set(state.active_node_ids)
-            state.nid_to_neighbours = {node: found & there for node, found in state.nid_to_neighbours.items()}
+            state.sampled_node_ids = active = set(state.active_node_ids)
+            state.nid_to_neighbours = {node: others & active for node, others in state.nid_to_neighbours.items()}
             ok = ok and workflow.collect_masked_vectors_stage(grid, context, state)
             nodes = sorted(state.active_node_ids)
             ok = ok and workflow.unmask_stage(grid, context, state)
@@ -85,7 +85,7 @@ def secure_mean_delta(
     if not ok:
         reasons = "; ".join(stages.reasons) or "no reply in time"
         raise TooFewParticipants(f"too few clients completed secure aggregation ({reasons})")
-    (delta,) = parameters_to_ndarrays(part.found)
+    (delta,) = parameters_to_ndarrays(stub.result)
     return SecureMean(delta, nodes, stages.bytes_down, stages.bytes_up)
 
 
@@ -97,12 +97,12 @@ def apply_delta(layers: Layers, delta: np.ndarray) -> Layers:
     names = summed_names(layers)
     if delta.ndim != 1 or len(delta) != sum(layers[name].size for name in names) or not np.isfinite(delta).all():
         raise TooFewParticipants("the sum of secure aggregation does not fit the model")
-    found, start = dict(layers), 0
+    applied, start = dict(layers), 0
     for name in names:
         array = layers[name]
         part = delta[start : start + array.size].reshape(array.shape)
-        found[name], start = (array + part).astype(array.dtype), start + array.size
-    return found
+        applied[name], start = (array + part).astype(array.dtype), start + array.size
+    return applied
 
 
 @dataclass
@@ -110,13 +110,13 @@ class _StrategyStub:
     """Stub of the workflow's strategy and client manager."""
 
     nodes: list[int]
-    found: Any = None
+    result: Any = None
 
     def configure_fit(self, *_: object) -> list[tuple[SimpleNamespace, Any]]:
         return [(SimpleNamespace(node_id=node), empty_instructions()) for node in self.nodes]
 
     def aggregate_fit(self, round: int, results: list[tuple[Any, Any]], failures: object) -> tuple[None, None]:
-        self.found = results[0][1].parameters  # every client has the same, the mean
+        self.result = results[0][1].parameters  # every client has the same, the mean
         return None, None
 
     def num_available(self) -> int:

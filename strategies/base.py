@@ -50,7 +50,7 @@ class ServerStrategy:
         make_aggregator()  # invalid options raise here, before the run
 
     def starting_model(self, state: ServerState, round: int, client: int) -> str:
-        """Return the name of the model that a client starts from. A new name stands for the untrained model."""
+        """Return the name of the model that a client starts from. A new name refers to the untrained model."""
         return GLOBAL
 
     def candidate_models(self, state: ServerState, round: int, client: int) -> tuple[str, ...]:

@@ -257,7 +257,7 @@ class OneShotClusters(ClusteredServer):
 
     def validate(self, context: StrategyContext) -> None:
         super().validate(context)
-        asked, clients = context.clients_per_round, context.num_clients - context.num_unseen_clients
+        per_round, clients = context.clients_per_round, context.num_clients - context.num_unseen_clients
         if len(self.model_names) == 1:
             return
         if self.cluster_round > context.rounds:
@@ -265,11 +265,10 @@ class OneShotClusters(ClusteredServer):
                 f"strategy.cluster_round={self.cluster_round} is the round in which clients are sorted, and there are "
                 f"rounds={context.rounds}; lower strategy.cluster_round or raise rounds"
             )
-        if asked < clients:
+        if per_round < clients:
             raise InputError(
                 f"strategy.assign_by=update_cosine sorts all clients in round {self.cluster_round}, but "
-                f"clients_per_round={asked} of "
-                f"num_clients={clients} take part; set clients_per_round={clients}"
+                f"clients_per_round={per_round} of num_clients={clients} take part; set clients_per_round={clients}"
             )
 
 

@@ -221,8 +221,8 @@ def read_edges(file: str | Path | None, num_clients: int) -> list[tuple[int, int
 
 def _edge(words: list[str], num_clients: int) -> tuple[int, int]:
     if len(words) != 2 or not all(word.isascii() and word.isdigit() and len(word) < 10 for word in words):
-        found = sanitize(" ".join(words))[:50]
-        raise InputError(f"{found!r} is no edge; write the numbers of two clients, such as 0 1")
+        text = sanitize(" ".join(words))[:50]
+        raise InputError(f"{text!r} is no edge; write the numbers of two clients, such as 0 1")
     one, other = sorted(map(int, words))
     if other >= num_clients:
         raise InputError(f"there is no client {other}; the {num_clients} clients are 0 to {num_clients - 1}")

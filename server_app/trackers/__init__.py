@@ -1,1 +1,1 @@
-"""Experiment trackers, one per file: where a run's settings and numbers go beside its folder."""
+"""Experiment trackers, one per file. They log a run's settings and metrics in addition to its folder."""
