@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.common import make_parser, time_in_turn
 from fedssl.arrays import Layers, ReferenceLayers, is_weight
-from fedssl.machine.threads import default_threads, tune_allocator
+from fedssl.machine.process import default_threads, tune_allocator
 from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.records import arrays_to_record, record_to_arrays
 from strategies.eua import EUAAggregator, solve

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.common import make_parser, time_in_turn
-from fedssl.machine.threads import OPENMP_ENV, tune_allocator
+from fedssl.machine.process import OPENMP_ENV, tune_allocator
 
 if __name__ == "__main__":  # not if training.py imports this module
     os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported, as the command fedssl does

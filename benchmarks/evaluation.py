@@ -29,7 +29,7 @@ from fedssl.evaluation.features import accuracy
 from fedssl.evaluation.linear_probe import LinearProbe
 from fedssl.evaluation.protocol import EvaluationInput, LabeledImages, make_evaluation_input
 from fedssl.export import load_encoder
-from fedssl.machine.threads import tune_allocator
+from fedssl.machine.process import tune_allocator
 from fedssl.training import batches
 
 TIMES, POINTS = 80, 0.2  # targets

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.common import make_parser
 from fedssl.config.load import compose
 from fedssl.machine import cuda_graphs, devices
-from fedssl.methods.build import build_method
+from fedssl.methods.base import build_method
 from fedssl.seeding import torch_generator
 from fedssl.training import LocalTrainer, train
 

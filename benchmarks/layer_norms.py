@@ -20,8 +20,7 @@ from torch import nn
 from benchmarks.common import make_parser
 from fedssl.arrays import Layers
 from fedssl.config.load import compose
-from fedssl.methods.base import SSLMethod
-from fedssl.methods.build import build_method
+from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import exchanged_layers
 from fedssl.plots.style import new_figure, write_png
 from fedssl.runs.jsonl import read_jsonl

@@ -20,7 +20,7 @@ import statistics
 import time
 from dataclasses import dataclass, replace
 
-from fedssl.machine.threads import OPENMP_ENV, tune_allocator
+from fedssl.machine.process import OPENMP_ENV, tune_allocator
 
 os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported, as the command fedssl does
 
@@ -34,8 +34,7 @@ from fedssl.arrays import Layers
 from fedssl.config.load import compose
 from fedssl.config.settings import Settings
 from fedssl.machine.devices import select_device
-from fedssl.methods.base import SSLMethod
-from fedssl.methods.build import build_method
+from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import exchanged_layers
 from fedssl.schedule.phases import Phase, make_phases, phase_at
 from fedssl.schedule.stages import set_active_stages

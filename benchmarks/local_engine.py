@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedssl.machine.threads import OPENMP_ENV
+from fedssl.machine.process import OPENMP_ENV
 
 os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported, as the command fedssl does
 

@@ -29,7 +29,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 
-from fedssl.machine.threads import OPENMP_ENV, tune_allocator
+from fedssl.machine.process import OPENMP_ENV, tune_allocator
 
 if __name__ == "__main__":  # not in the process of the usual client
     os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported, as the command fedssl does
@@ -42,7 +42,7 @@ from benchmarks.augmentation import PilViews
 from benchmarks.common import make_parser, time_in_turn
 from fedssl.config.load import compose
 from fedssl.machine.devices import select_device
-from fedssl.methods.build import build_method
+from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_layers
 from fedssl.training import LocalTrainer, train
 from fedssl.wire.messages import TrainPlan

@@ -23,8 +23,8 @@ from benchmarks.common import make_parser, time_in_turn
 from fedssl.arrays import Layers
 from fedssl.compat import set_task_identity
 from fedssl.config.load import compose
-from fedssl.machine.threads import tune_allocator
-from fedssl.methods.build import build_method
+from fedssl.machine.process import tune_allocator
+from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_layers
 from fedssl.wire.records import arrays_to_record, encode_arrays
 from fedssl.wire.wire_format import WIRE_DTYPES, pack, unpack

@@ -21,8 +21,8 @@ from fedssl.compat import error_reply
 from fedssl.config.load import parse_client_config
 from fedssl.config.settings import LOSSLESS
 from fedssl.errors import RequestRefused
-from fedssl.fingerprint import code_fingerprint
-from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan, node_info_reply
+from fedssl.wire.identity import code_fingerprint, node_info_reply
+from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan
 
 log = logging.getLogger("fedssl")
 

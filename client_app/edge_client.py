@@ -35,10 +35,9 @@ from fedssl.config.settings import ClientSettings, Component
 from fedssl.config.targets import search_folders, searchpath_override
 from fedssl.datasets.image_folder import SUFFIXES
 from fedssl.errors import InputError, RequestRefused
-from fedssl.machine.threads import default_threads
-from fedssl.untrusted import read_text
-from fedssl.waiting import sanitize_line
-from fedssl.wire.messages import NodeInfo, check_device_name
+from fedssl.machine.process import default_threads
+from fedssl.untrusted import read_text, sanitize_line
+from fedssl.wire.identity import NodeInfo, check_device_name
 
 log = logging.getLogger("fedssl")
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fedssl.config.settings import ClientSettings
 from fedssl.errors import InputError, RequestRefused
 from fedssl.machine.memory import available_memory, gigabytes
-from fedssl.methods.build import build_method
+from fedssl.methods.base import build_method
 from fedssl.untrusted import read_yaml
 from fedssl.wire.messages import TrainPlan
 from fedssl.wire.wire_format import WEIGHTS

@@ -11,8 +11,8 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedssl.errors import RequestRefused
-from fedssl.secure_aggregation import MIN_CLIENTS, SECAGG_CONFIG_KEY, SECAGG_PARAMETERS, delta_of
 from fedssl.wire.messages import ClientUpdate, TrainPlan
+from fedssl.wire.secure_aggregation import MIN_CLIENTS, SECAGG_CONFIG_KEY, SECAGG_PARAMETERS, delta_of
 
 log = logging.getLogger("fedssl")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from client_app.state_store import FILE_STORE, StateStore
-from fedssl.wire.messages import NodeInfo
+from fedssl.wire.identity import NodeInfo
 
 MARKER_KEY = "fedssl-simulation"  # key of the node's configuration
 

@@ -17,7 +17,7 @@ from fedssl.datasets.base import load_federated
 from fedssl.errors import RequestRefused
 from fedssl.machine.devices import place_images
 from fedssl.machine.process import configure_process
-from fedssl.methods.build import build_method
+from fedssl.methods.base import build_method
 from fedssl.model_arrays import copy_layers, exchanged_names, load_layers, names_in_parts
 from fedssl.partition import client_indices
 from fedssl.regularizers.base import CombinedRegularizer, Regularizer

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fedssl.config.settings import TrainingSettings
 from fedssl.errors import InputError
-from fedssl.machine.compiler import optimizer_step
 from fedssl.machine.cuda_graphs import CudaGraphCache, check_fused
 from fedssl.machine.devices import is_gpu, to_device
+from fedssl.machine.process import optimizer_step
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 

@@ -44,6 +44,11 @@ def sanitize(text: object, *, lines: bool = False) -> str:
     return "".join(char if char.isprintable() or (lines and char == "\n") else " " for char in str(text))
 
 
+def sanitize_line(text: str | None, *, max_chars: int = 300) -> str:
+    """Return text without control characters, cut to ``max_chars``."""
+    return sanitize((text or "")[:max_chars])
+
+
 def open_regular_file(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> BufferedReader:
     """Open a regular file for reading; pipes, devices and folders are rejected without blocking.
 

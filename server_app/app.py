@@ -18,9 +18,9 @@ from fedssl.config.settings import Settings
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import why_not_evaluable
 from fedssl.evaluation.scores import format_table, mean_over_models
-from fedssl.methods.build import build_method
+from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_layers, load_layers
-from fedssl.run_report import RunReport
+from fedssl.runs.run_report import RunReport
 from fedssl.schedule.stages import set_active_stages
 from fedssl.wire.records import encode_arrays, record_bytes
 from fedssl.wire.wire_format import describe_wire_format

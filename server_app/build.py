@@ -16,10 +16,8 @@ from fedssl.config.settings import DataSettings, Settings
 from fedssl.datasets.base import ImageData, load_federated
 from fedssl.errors import InputError
 from fedssl.export import load_weights
-from fedssl.fingerprint import code_fingerprint
 from fedssl.machine.process import configure_process
-from fedssl.methods.base import TEACHER, SSLMethod
-from fedssl.methods.build import build_method
+from fedssl.methods.base import TEACHER, SSLMethod, build_method
 from fedssl.model_arrays import exchanged_layers
 from fedssl.partition import Partition, make_partition
 from fedssl.schedule.lr import LRSchedule
@@ -28,6 +26,7 @@ from fedssl.schedule.stages import check as check_phases
 from fedssl.seeding import numpy_generator
 from fedssl.step_cost import TrainingCostMeter
 from fedssl.training import LocalTrainer
+from fedssl.wire.identity import code_fingerprint
 from server_app.calibration import Calibration
 from server_app.collapse_monitor import CollapseMonitor, ServerFeatureExtractor
 from server_app.compatibility import (

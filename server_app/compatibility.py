@@ -11,8 +11,8 @@ from fedssl.config.load import with_num_clients
 from fedssl.config.overrides import parse
 from fedssl.config.settings import DataSettings, Settings
 from fedssl.datasets.base import ImageData
-from fedssl.early_stopping import check_monitor, check_threshold_unit
 from fedssl.errors import InputError
+from fedssl.evaluation.early_stopping import check_monitor, check_threshold_unit
 from fedssl.evaluation.protocol import why_not_evaluable
 from fedssl.evaluation.scores import ACCURACY
 from fedssl.methods.base import SSLMethod

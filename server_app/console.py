@@ -11,6 +11,8 @@ import errno
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ from fedssl.evaluation.scores import Score
 from fedssl.untrusted import sanitize
 
 log = logging.getLogger("fedssl")
+
+WAITING_INTERVAL = 30.0  # seconds between two warnings of a wait
 
 _RECENT = 5  # rounds of the mean time
 
@@ -263,3 +267,21 @@ def disk_error(folder: Path, error: OSError) -> RunError:
         f"{folder} cannot be written ({error.strerror or error}); free disk space, then continue with "
         f"fedssl resume={folder}"
     )
+
+
+@contextmanager
+def log_while_waiting(what: str) -> Iterator[None]:
+    """Log a warning at regular intervals while the block waits."""
+    start, done = time.monotonic(), threading.Event()
+
+    def warn() -> None:
+        while not done.wait(WAITING_INTERVAL):
+            log.warning("%s (waiting for %.0f s so far)", what, time.monotonic() - start)
+
+    thread = threading.Thread(target=warn, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -14,8 +14,9 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedssl.errors import InputError, RunError
-from fedssl.waiting import log_while_waiting, sanitize_line
-from fedssl.wire.messages import NodeInfo, read_node_info
+from fedssl.untrusted import sanitize_line
+from fedssl.wire.identity import NodeInfo, read_node_info
+from server_app.console import log_while_waiting
 from server_app.messaging import MessageExchange
 
 log = logging.getLogger("fedssl")

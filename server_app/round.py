@@ -14,7 +14,7 @@ from flwr.app import Message
 from fedssl.arrays import Layers
 from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.errors import RunError
-from fedssl.waiting import sanitize_line
+from fedssl.untrusted import sanitize_line
 from fedssl.wire.messages import ClientUpdate
 from server_app.compatibility import require_full_exchange, require_uniform_sum
 from server_app.messaging import NO_REPLY, MessageExchange, ordered_by_client

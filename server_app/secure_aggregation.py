@@ -23,8 +23,8 @@ from fedssl.compat import (
 )
 from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.errors import RunError
-from fedssl.secure_aggregation import MIN_CLIENTS, SECAGG_PARAMETERS, summed_names
 from fedssl.wire.records import content_bytes
+from fedssl.wire.secure_aggregation import MIN_CLIENTS, SECAGG_PARAMETERS, summed_names
 from server_app.messaging import MessageExchange
 
 
@@ -34,7 +34,7 @@ class TooFewParticipants(RunError):
 
 @dataclass(frozen=True)
 class SecureMean:
-    """Mean over clients, in the order of `fedssl.secure_aggregation.summed_names`, their nodes, and bytes by node."""
+    """Mean over clients, in the order of `summed_names`, their nodes, and bytes by node."""
 
     delta: np.ndarray
     nodes: list[int]
@@ -90,7 +90,7 @@ def secure_mean_delta(
 
 
 def apply_delta(layers: Layers, delta: np.ndarray) -> Layers:
-    """Add a delta of `fedssl.secure_aggregation.delta_of` to the layers, without counters.
+    """Add a delta of `delta_of` to the layers, without counters.
 
     Raises `TooFewParticipants` if it has another length or is not finite.
     """

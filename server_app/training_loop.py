@@ -16,10 +16,9 @@ import torch
 
 from fedssl.arrays import Layers
 from fedssl.atomic_files import saved_rounds
-from fedssl.early_stopping import stop_reason
-from fedssl.machine.threads import available_cores
-from fedssl.methods.base import SSLMethod
-from fedssl.methods.build import build_method
+from fedssl.evaluation.early_stopping import stop_reason
+from fedssl.machine.process import available_cores
+from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import load_layers
 from fedssl.schedule.stages import set_active_stages
 from server_app.build import RunComponents

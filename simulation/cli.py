@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from fedssl.machine.threads import OPENMP_ENV
+from fedssl.machine.process import OPENMP_ENV
 
 # before flwr is imported: no telemetry
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")

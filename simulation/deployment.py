@@ -14,8 +14,8 @@ import httpx
 
 from fedssl.config.settings import EngineSettings
 from fedssl.errors import InputError, RunError
-from fedssl.run_report import RunReport
-from fedssl.waiting import sanitize_line
+from fedssl.runs.run_report import RunReport
+from fedssl.untrusted import sanitize_line
 from simulation import compat
 
 APP = Path(__file__).resolve().parents[1]

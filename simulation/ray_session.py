@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from fedssl.errors import InputError, RunError
-from fedssl.fingerprint import code_fingerprint
-from fedssl.machine.threads import OPENMP_ENV, available_cores
-from fedssl.waiting import log_while_waiting
+from fedssl.machine.process import OPENMP_ENV, available_cores
+from fedssl.wire.identity import code_fingerprint
+from server_app.console import log_while_waiting
 from simulation.resources import Host
 from simulation.sandbox import ProcessSandbox, process_sandbox
 

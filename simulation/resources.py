@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fedssl.config.settings import EngineSettings, MachineSettings, Settings
 from fedssl.errors import InputError
 from fedssl.machine.memory import available_memory, gigabytes, peak_memory
-from fedssl.machine.threads import available_cores
+from fedssl.machine.process import available_cores
 
 log = logging.getLogger("fedssl")
 
@@ -81,7 +81,7 @@ def seconds_per_step(settings: Settings) -> float:
 
     from fedssl.datasets.base import load_federated
     from fedssl.machine.process import configure_process
-    from fedssl.methods.build import build_method
+    from fedssl.methods.base import build_method
     from fedssl.seeding import torch_generator
     from fedssl.training import LocalTrainer, train
 

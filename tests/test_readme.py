@@ -4,7 +4,7 @@ import pytest
 
 from fedssl.config.load import compose
 from fedssl.config.overrides import CONF
-from fedssl.methods.build import build_method
+from fedssl.methods.base import build_method
 
 TABLE = CONF.parent / "docs" / "strategies.md"
 STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))

@@ -22,7 +22,7 @@ from fedssl.config.renamed import check_renamed
 from fedssl.config.settings import WIRE_DTYPES
 from fedssl.config.targets import SEARCHPATH_KEY, add_import_path, check_targets, normalize_searchpath, search_folders
 from fedssl.errors import InputError
-from fedssl.machine.threads import default_threads
+from fedssl.machine.process import default_threads
 
 MINIMUM = {
     "seed": 0,

@@ -33,8 +33,8 @@ from fedssl.config.settings import (
     TrainingSettings,
 )
 from fedssl.config.targets import choice_targets, normalize_searchpath, search_folders
-from fedssl.early_stopping import EarlyStopping
 from fedssl.errors import InputError
+from fedssl.evaluation.early_stopping import EarlyStopping
 from fedssl.untrusted import corrupt_file_error
 
 log = logging.getLogger("fedssl")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fedssl.config.aggregation_settings import AggregationSettings, PrivacySettings, SecureAggregationSettings
-from fedssl.early_stopping import EarlyStopping
 from fedssl.errors import InputError
+from fedssl.evaluation.early_stopping import EarlyStopping
 
 LOSSLESS = "fp32"
 WIRE_DTYPES = (LOSSLESS, "fp16", "bf16", "int8")  # dtypes of exchanged layers, see `fedssl.wire.wire_format`

@@ -15,9 +15,8 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fedssl.errors import InputError
-from fedssl.machine.memory import available_memory, gigabytes
-from fedssl.machine.room import decode_slot
-from fedssl.machine.threads import available_cores
+from fedssl.machine.memory import available_memory, decode_slot, gigabytes
+from fedssl.machine.process import available_cores
 from fedssl.untrusted import open_regular_file, sanitize
 
 # Accepted image formats, regardless of the file's name: none of them runs a program or fetches a file.

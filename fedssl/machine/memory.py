@@ -1,10 +1,20 @@
-"""Memory available to a process, and memory limits for decoding large images."""
+"""Available memory, and slots of it for large images, which all processes of the user on a host share."""
 
+import fcntl
+import os
 import sys
-from contextlib import suppress
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _LIMIT = Path("/sys/fs/cgroup/memory.max")  # limit of a container
+
+SMALL = 2**26  # bytes that need no slot
+_MAX_SLOTS = 8  # images at a time, for any amount of memory
+_SHARE = 4  # large images use at most one part in four of the available memory
+_PATIENCE = 0.01  # seconds between two attempts
 
 
 def available_memory() -> int | None:
@@ -30,3 +40,42 @@ def peak_memory() -> int:
 def gigabytes(number: int) -> str:
     """Format bytes for people: ``12.3 GB``."""
     return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.1f} MB"
+
+
+@contextmanager
+def decode_slot(needed: int, *, largest: int) -> Iterator[None]:
+    """Wait until an image that needs this number of bytes may be decoded.
+
+    Slots are shared by all processes of the user on this host.
+
+    Parameters
+    ----------
+    needed : int
+        Bytes of the image; small ones do not wait.
+    largest : int
+        Bytes of the largest valid image; the number of slots is the number of such images that fit.
+    """
+    if needed <= SMALL:
+        yield
+        return
+    free = available_memory()
+    slots = _MAX_SLOTS if free is None else min(max(free // _SHARE // largest, 1), _MAX_SLOTS)
+    descriptor = _acquire_slot(slots)
+    try:
+        yield
+    finally:
+        os.close(descriptor)  # releases the lock
+
+
+def _acquire_slot(slots: int) -> int:
+    """Lock one of the slot files and return its descriptor."""
+    files = [Path(tempfile.gettempdir(), f"fedssl-{os.getuid()}-decoding-{number}") for number in range(slots)]
+    while True:
+        for file in files:
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor
+            except BlockingIOError:
+                os.close(descriptor)
+        time.sleep(_PATIENCE)

@@ -1,12 +1,16 @@
-"""Base class of self-supervised methods: an encoder, heads, and a loss on two views of the same images."""
+"""Self-supervised methods: an encoder, heads, and a loss on two views of the same images."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 
 from fedssl.arrays import Layers
+from fedssl.config.settings import ModelSettings
 from fedssl.encoders.base import Encoder
+from fedssl.schedule.phases import make_phases
+from fedssl.seeding import derive_seed
 
 TEACHER = "teacher"  # static part; the server reads its weights from the file of the setting `teacher`
 
@@ -128,3 +132,22 @@ class SSLMethod(nn.Module):
             Layers with the names, shapes and dtypes of ``broadcast``.
         """
         return broadcast
+
+
+def build_method(model: ModelSettings) -> SSLMethod:
+    """Build the method with its encoder and heads, initialized from the run's seed alone.
+
+    Raises
+    ------
+    InputError
+        If the settings of a part, or the schedule, are not valid.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(model.seed, "initialise"))
+        encoder = model.encoder.instantiate()
+        phases = make_phases(model.schedule, stages=len(encoder.stage_names))
+        if phases[0].depth < len(encoder.stage_names):
+            with torch.random.fork_rng(devices=[]):  # heads have the same initial weights under every schedule
+                encoder.add_bridges()
+        method: SSLMethod = model.method.instantiate(encoder=encoder)
+    return method

@@ -29,7 +29,7 @@ from fedssl.datasets.cache import MIN_SECONDS_TO_CACHE, cache_error, cache_folde
 from fedssl.errors import InputError
 from fedssl.evaluation.features import pixels
 from fedssl.export import load_encoder
-from fedssl.machine.threads import one_thread
+from fedssl.machine.process import one_thread
 from fedssl.partition.partition import ImageSubset, Partition, PartitionInput
 from fedssl.partition.partitioners import check_counts, check_shares, dirichlet
 from fedssl.seeding import derive_seed

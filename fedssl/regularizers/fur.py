@@ -25,7 +25,7 @@ from torch import Tensor
 from fedssl.errors import InputError
 from fedssl.losses import at_least_float32
 from fedssl.machine.devices import is_gpu
-from fedssl.machine.threads import one_thread
+from fedssl.machine.process import one_thread
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.regularizers.optimal_transport import coupling, penalties, unmatched

@@ -14,7 +14,7 @@ from fedssl.config.overrides import config_groups, did_you_mean
 from fedssl.config.renamed import check_renamed
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_scores
-from fedssl.machine.threads import default_threads
+from fedssl.machine.process import default_threads
 from fedssl.runs.groups import (
     OWN_KEYS,
     all_compared_settings,

@@ -17,8 +17,7 @@ from fedssl.config.settings import Settings
 from fedssl.datasets.base import load_split
 from fedssl.errors import InputError
 from fedssl.machine.process import configure_process
-from fedssl.methods.base import SSLMethod
-from fedssl.methods.build import build_method
+from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import copy_layers, exchanged_names, load_layers
 from fedssl.runs.snapshots import KeptRound, kept_rounds, read_layers
 from fedssl.schedule.phases import Phase, make_phases, phase_at

@@ -1,29 +1,21 @@
 """Messages of training: the server sends a `TrainPlan`, and a client replies with a `ClientUpdate`.
 
-Only this module defines the keys of Flower's records. Content from a network is untrusted: `fedssl.wire.records`
-validates the arrays, and unexpected records or metrics are rejected.
+Only this module and `fedssl.wire.identity` define the keys of Flower's records. Content from a network is untrusted:
+`fedssl.wire.records` validates the arrays, and unexpected records or metrics are rejected.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedssl.arrays import Layers
 from fedssl.config.settings import LOSSLESS
-from fedssl.errors import InputError
 from fedssl.wire.records import decode_arrays, encode_arrays
 from fedssl.wire.wire_format import check_wire_dtype
 
-ARRAYS, METHOD_BROADCAST, METHOD_UPLOAD, CONFIG, METRICS = (
-    "arrays",
-    "method-broadcast",
-    "method-upload",
-    "config",
-    "metrics",
-)
-REPLY_CONFIG, NODE_INFO, PERSONALIZED = "reply-config", "node-info", "personalized"
+ARRAYS, METHOD_BROADCAST, METHOD_UPLOAD = "arrays", "method-broadcast", "method-upload"
+CONFIG, METRICS, REPLY_CONFIG, PERSONALIZED = "config", "metrics", "reply-config", "personalized"
 NUM_EXAMPLES, TRAIN_LOSS, SECONDS = "num-examples", "train-loss", "seconds"
 CLIENT_METRICS = (NUM_EXAMPLES, TRAIN_LOSS, SECONDS)
 
@@ -267,7 +259,7 @@ class PersonalizedModelRequest:
     def from_content(cls, content: RecordDict) -> "PersonalizedModelRequest":
         """Read the request from a message's content."""
         asked = content.config_records[PERSONALIZED]
-        return cls(epochs=_as_count(asked["epochs"]), adapted=bool(asked["adapted"]))
+        return cls(epochs=as_count(asked["epochs"]), adapted=bool(asked["adapted"]))
 
 
 def parse_model_index(content: RecordDict, *, among: int) -> int:
@@ -280,69 +272,10 @@ def parse_model_index(content: RecordDict, *, among: int) -> int:
     """
     if among == 1:
         return 0
-    model_index = _as_count(content.config_records[REPLY_CONFIG]["model-index"])
+    model_index = as_count(content.config_records[REPLY_CONFIG]["model-index"])
     if model_index >= among:
         raise ValueError(f"it selected model {model_index} of {among}")
     return model_index
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeInfo:
-    """Identity of a node.
-
-    Attributes
-    ----------
-    partition : int or None
-        Partition of a simulated client; optional position of an edge client.
-    partitions : int or None
-        Number of partitions; None for an edge client.
-    name : str
-        Name of an edge client.
-    """
-
-    partition: int | None
-    partitions: int | None = None
-    name: str = ""
-
-
-def node_info_reply(message: Message, info: NodeInfo) -> Message:
-    """Return the reply to a node-info query."""
-    if info.partitions is None:
-        record = ConfigRecord({"name": info.name})
-        if info.partition is not None:
-            record["partition-id"] = info.partition
-        return Message(RecordDict({NODE_INFO: record}), reply_to=message)
-    assert info.partition is not None
-    metrics = MetricRecord({"partition-id": info.partition, "num-partitions": info.partitions})
-    return Message(RecordDict({METRICS: metrics}), reply_to=message)
-
-
-def read_node_info(message: Message) -> NodeInfo:
-    """Read the reply to a node-info query.
-
-    Raises
-    ------
-    KeyError, ValueError
-        The reply is invalid.
-    """
-    if NODE_INFO not in message.content.config_records:
-        record = message.content.metric_records[METRICS]
-        return NodeInfo(partition=_as_count(record["partition-id"]), partitions=_as_count(record["num-partitions"]))
-    about = message.content.config_records[NODE_INFO]
-    name = about["name"]
-    if not isinstance(name, str):
-        raise ValueError(f"{type(name).__name__} instead of a name")
-    check_device_name(name)
-    return NodeInfo(partition=_as_count(about["partition-id"]) if "partition-id" in about else None, name=name)
-
-
-def check_device_name(name: str) -> None:
-    """Raise `InputError` if the name of an edge client cannot name a folder."""
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,39}", name):
-        raise InputError(
-            f"client-name={name[:60]!r} is not a valid client name; use 1 to 40 letters, digits, _, - and ., beginning "
-            "with a letter, a digit or _"
-        )
 
 
 def _join_names(names: Sequence[str]) -> str:
@@ -361,7 +294,7 @@ def _number(value: object) -> float:
     return value
 
 
-def _as_count(value: object) -> int:
+def as_count(value: object) -> int:
     """Return a record value as a count."""
     number = _number(value)
     if not (isinstance(number, int) and 0 <= number < 2**31) or isinstance(number, bool):

@@ -7,7 +7,7 @@ from client_app.local_data import LocalDataSample
 from fedssl.config.load import compose
 from fedssl.datasets.base import load_federated
 from fedssl.errors import RequestRefused
-from fedssl.methods.build import build_method
+from fedssl.methods.base import build_method
 from fedssl.schedule.stages import set_active_stages
 from fedssl.training import LocalTrainer
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.machine.threads import available_cores
+from fedssl.machine.process import available_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "plugin"

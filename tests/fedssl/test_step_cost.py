@@ -9,7 +9,7 @@ import torch
 
 from fedssl.config.load import compose
 from fedssl.encoders import vit_tiny
-from fedssl.methods.build import build_method
+from fedssl.methods.base import build_method
 from fedssl.methods.heads import MLP
 from fedssl.methods.moco_v3 import MoCoV3
 from fedssl.methods.simclr import SimCLR

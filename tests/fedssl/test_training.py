@@ -7,8 +7,7 @@ from client_app import worker
 from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.machine import devices
-from fedssl.methods.base import SSLMethod
-from fedssl.methods.build import build_method
+from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import copy_layers, exchanged_names, local_names, move_layers_out
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.regularizers.prox import Proximal, proximal

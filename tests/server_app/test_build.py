@@ -8,7 +8,7 @@ import torch
 from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.export import save_encoder
-from fedssl.methods.build import build_method
+from fedssl.methods.base import build_method
 from server_app.build import load_teacher, make_lr_schedule
 from server_app.round import Round
 from tests.federation import Federation

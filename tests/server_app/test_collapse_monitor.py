@@ -10,7 +10,7 @@ from PIL import Image
 
 from fedssl.config.load import compose
 from fedssl.datasets.base import load
-from fedssl.methods.build import build_method
+from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_layers
 from fedssl.runs.representations import read_representations
 from fedssl.schedule.stages import set_active_stages

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from fedssl.wire.messages import NodeInfo
+from fedssl.wire.identity import NodeInfo
 from server_app import nodes
 from server_app.build import build_run
 from server_app.checkpoint import latest_checkpoint

@@ -17,7 +17,7 @@ from fedssl.errors import InputError
 from fedssl.evaluation.features import extract
 from fedssl.evaluation.protocol import CombinedProtocol, EvaluationProtocol
 from fedssl.evaluation.scores import ACCURACY, Score, mean_over_models
-from fedssl.methods.build import build_method
+from fedssl.methods.base import build_method
 from fedssl.report.accuracy_table import run_table, sweep_table
 from fedssl.runs.run import read_run
 from server_app.console import ProgressTracker

@@ -5,10 +5,9 @@ import time
 import pytest
 from flwr.app import Error, Message, MetricRecord, RecordDict
 
-from fedssl import waiting
 from fedssl.compat import assign_message_id
 from fedssl.errors import InputError
-from server_app import nodes
+from server_app import console, nodes
 from server_app.nodes import discover_clients, federation_size
 from simulation.grid import SimulatedGrid
 
@@ -50,7 +49,7 @@ class SlowGrid(SimulatedGrid):
 
 
 def test_late_nodes_and_late_answers_are_waited_for_and_it_is_said(monkeypatch, caplog):
-    monkeypatch.setattr(waiting, "LOG_INTERVAL", 0.1)
+    monkeypatch.setattr(console, "WAITING_INTERVAL", 0.1)
     grid = SlowGrid(there_after=0.35, answers_after=0.35)
     assert discover_clients(grid, 3, timeout=60).nodes == {0: 2, 1: 3, 2: 4}
     assert "fewer SuperNodes than clients yet (waiting for" in caplog.text

@@ -32,13 +32,13 @@ def test_contains_exactly_the_needed_files(bundle):
 
 def test_runs_from_the_bundle_alone(bundle):
     code = """
-import pathlib, client_app.app, server_app.app, fedssl.config.load, fedssl.fingerprint
+import pathlib, client_app.app, server_app.app, fedssl.config.load, fedssl.wire.identity
 settings = fedssl.config.load.compose(["strategy=l_dawa", "partition.alpha=0.1"])
 for module in (client_app.app, server_app.app, fedssl.config.load):
     assert pathlib.Path(module.__file__).is_relative_to(pathlib.Path.cwd()), module.__file__
-print(fedssl.fingerprint.code_fingerprint())
+print(fedssl.wire.identity.code_fingerprint())
 """
     ran = subprocess.run([sys.executable, "-c", code], cwd=bundle, check=True, capture_output=True, text=True)
-    from fedssl.fingerprint import code_fingerprint
+    from fedssl.wire.identity import code_fingerprint
 
     assert ran.stdout.strip() == code_fingerprint()

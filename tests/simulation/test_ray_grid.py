@@ -19,7 +19,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 from fedssl.errors import RunError
-from fedssl.machine.threads import available_cores
+from fedssl.machine.process import available_cores
 from fedssl.wire.records import arrays_to_record, record_to_arrays
 from server_app.messaging import receive
 from simulation.ray_grid import OUT_OF_MEMORY, RayGrid

@@ -12,8 +12,7 @@ from client_app.state_store import read_state
 from fedssl.config.load import compose
 from fedssl.config.overrides import config_groups
 from fedssl.encoders import Encoder, resnet18, vit_tiny
-from fedssl.methods.base import SSLMethod
-from fedssl.methods.build import build_method
+from fedssl.methods.base import SSLMethod, build_method
 from fedssl.methods.heads import MLP
 from fedssl.methods.moco_v3 import MoCoV3
 from fedssl.methods.simclr import SimCLR

@@ -10,7 +10,7 @@ from fedssl.config.load import compose, compose_evaluation, load_settings, save_
 from fedssl.config.overrides import CONF, quote_value
 from fedssl.config.settings import Component
 from fedssl.errors import InputError
-from fedssl.methods.build import build_method
+from fedssl.methods.base import build_method
 from strategies.interfaces import StrategyContext
 
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "experiment")

@@ -18,7 +18,7 @@ from PIL import Image, PngImagePlugin
 
 from fedssl.datasets import decoding, hub, image_folder
 from fedssl.errors import InputError
-from fedssl.machine import room
+from fedssl.machine import memory
 
 
 def make_image(value: int = 7, *, mode: str = "RGB", size: tuple[int, int] = (8, 8)) -> Image.Image:
@@ -172,12 +172,12 @@ def test_images_are_upright_whatever_their_orientation(orientation, kind):
 
 def test_large_images_wait_for_room_in_all_threads(tmp_path, monkeypatch):
     """Memory for two large images: further ones wait, small ones do not."""
-    monkeypatch.setattr(room.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(room, "available_memory", lambda: 2 * room._SHARE * 2**30)
+    monkeypatch.setattr(memory.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(memory, "available_memory", lambda: 2 * memory._SHARE * 2**30)
     lock, inside, most = threading.Lock(), [0], [0]
 
     def work():
-        with room.decode_slot(2**29, largest=2**30):
+        with memory.decode_slot(2**29, largest=2**30):
             with lock:
                 inside[0] += 1
                 most[0] = max(most[0], inside[0])
@@ -188,7 +188,7 @@ def test_large_images_wait_for_room_in_all_threads(tmp_path, monkeypatch):
     threads = [threading.Thread(target=work) for _ in range(6)]
     for thread in threads:
         thread.start()
-    with room.decode_slot(room.SMALL, largest=2**30):
+    with memory.decode_slot(memory.SMALL, largest=2**30):
         pass
     for thread in threads:
         thread.join()

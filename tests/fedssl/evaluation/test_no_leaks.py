@@ -11,7 +11,7 @@ from fedssl.config.overrides import CONF, config_groups
 from fedssl.config.settings import Component
 from fedssl.evaluation import few_labels, fine_tune, knn, linear_probe, sgd_linear_probe
 from fedssl.evaluation.protocol import LabeledImages, evaluate, make_evaluation_input
-from fedssl.methods.build import build_method
+from fedssl.methods.base import build_method
 
 SMALL = ["dataset.limit=80", "dataset.test_limit=60", "encoder.width=4"]
 MODULES = (few_labels, fine_tune, knn, linear_probe, sgd_linear_probe)

@@ -19,7 +19,7 @@ from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.linear_probe import LinearProbe
 from fedssl.evaluation.protocol import CombinedProtocol, EvaluationInput, LabeledImages, evaluate
 from fedssl.evaluation.scores import units_of
-from fedssl.methods.build import build_method
+from fedssl.methods.base import build_method
 from tests.fedssl.evaluation.made import Given, blobs, results
 
 FOLDER = Path(__file__).resolve().parents[3] / "conf" / "evaluation"

@@ -7,7 +7,7 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import evaluate, make_evaluation_input
 from fedssl.evaluation.transfer import Transfer
-from fedssl.methods.build import build_method
+from fedssl.methods.base import build_method
 
 OTHER = ["evaluation=transfer", "+dataset@evaluation.datasets.few=digits", "evaluation.datasets.few.limit=120"]
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused
 from fedssl.machine import cuda_graphs, devices
 from fedssl.machine.cuda_graphs import CudaGraphCache
-from fedssl.methods.build import build_method
+from fedssl.methods.base import build_method
 from fedssl.model_arrays import copy_layers
 from fedssl.regularizers import fur
 from fedssl.regularizers.base import CombinedRegularizer

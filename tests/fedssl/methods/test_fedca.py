@@ -15,7 +15,7 @@ from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.export import save_encoder
 from fedssl.losses import nt_xent
-from fedssl.methods.build import build_method
+from fedssl.methods.base import build_method
 from fedssl.methods.fedca import FedCA, enqueue, teacher_distance
 from fedssl.methods.heads import MLP
 from fedssl.methods.simclr import SimCLR

@@ -23,8 +23,7 @@ from fedssl.losses import (
     nt_xent_one_sided,
 )
 from fedssl.methods.barlow_twins import BarlowTwins
-from fedssl.methods.base import SSLMethod
-from fedssl.methods.build import build_method
+from fedssl.methods.base import SSLMethod, build_method
 from fedssl.methods.byol import BYOL
 from fedssl.methods.heads import MLP
 from fedssl.methods.moco_v3 import MoCoV3

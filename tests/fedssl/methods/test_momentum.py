@@ -7,7 +7,7 @@ from fedssl.arrays import Layers
 from fedssl.config.load import compose
 from fedssl.config.overrides import config_groups
 from fedssl.errors import InputError
-from fedssl.methods.build import build_method
+from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.wire.messages import ARRAYS, TrainPlan
 from fedssl.wire.records import record_to_arrays

@@ -13,9 +13,16 @@ from torch import Tensor
 
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
-from fedssl.methods.clustering import equal_clusters, farthest_points, global_centroids, sinkhorn_assignment
 from fedssl.methods.heads import MLP
-from fedssl.methods.orchestra import Orchestra, consistency, rotate_quarters
+from fedssl.methods.orchestra import (
+    Orchestra,
+    consistency,
+    equal_clusters,
+    farthest_points,
+    global_centroids,
+    rotate_quarters,
+    sinkhorn_assignment,
+)
 from fedssl.model_arrays import exchanged_names, local_names
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run

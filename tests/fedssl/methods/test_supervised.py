@@ -13,8 +13,7 @@ from fedssl.datasets.base import load
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.evaluation.features import extract
-from fedssl.methods.base import SSLMethod
-from fedssl.methods.build import build_method
+from fedssl.methods.base import SSLMethod, build_method
 from fedssl.methods.supervised import Supervised
 from fedssl.model_arrays import load_layers
 from fedssl.seeding import torch_generator

@@ -11,7 +11,7 @@ import torch
 
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from fedssl.methods.build import build_method
+from fedssl.methods.base import build_method
 from fedssl.model_arrays import load_layers
 from fedssl.plots import landscape
 from fedssl.plots.cka import centered_gram, cka_matrix, layer_outputs

@@ -12,7 +12,7 @@ from fedssl.config.overrides import CONF
 from fedssl.encoders import conv_small, resnet18, vit_tiny
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
-from fedssl.methods.build import build_method
+from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.schedule.phases import end_to_end, layer_wise, phase_at, progressive, split_rounds
 from fedssl.schedule.stages import Stages, frozen_names, set_active_stages

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedssl import messages as public
-from fedssl.wire.messages import ClientUpdate, NodeInfo, TrainPlan, node_info_reply, read_node_info
+from fedssl.wire.identity import NodeInfo, node_info_reply, read_node_info
+from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import Array, arrays_to_record, read_array, record_to_arrays
 
 LAYERS = {

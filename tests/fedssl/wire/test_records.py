@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from fedssl.config.load import compose
-from fedssl.methods.build import build_method
+from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_layers
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import (

@@ -3,8 +3,8 @@
 import pytest
 
 from fedssl.config.load import compose
-from fedssl.early_stopping import EarlyStopping, stop_reason
 from fedssl.errors import InputError
+from fedssl.evaluation.early_stopping import EarlyStopping, stop_reason
 
 
 def ends(values, **rule):

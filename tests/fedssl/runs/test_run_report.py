@@ -1,6 +1,6 @@
 import pytest
 
-from fedssl.run_report import RunReport
+from fedssl.runs.run_report import RunReport
 
 
 @pytest.mark.parametrize("report", [RunReport("/a folder/ü", None), RunReport(None, "two\nlines"), RunReport()])
