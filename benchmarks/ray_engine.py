@@ -84,7 +84,7 @@ def ours(folder: Path, *, address: str | None = None) -> list[float]:
     overrides += ["evaluation=none", "final_evaluation=none", "collapse_images=0"]
     overrides += ["engine=ray", "engine.client_cpus=1", *([f"engine.address={address}"] if address else [])]
     with redirect_stdout(sys.stderr):
-        run_ray(overrides, compose(overrides), concurrency=2, folder=folder)
+        run_ray(compose(overrides), concurrency=2)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(line["clients"] == CLIENTS for line in lines)
     return [line["seconds"] for line in lines][WARM_UP:]

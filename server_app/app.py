@@ -7,12 +7,13 @@ import logging
 import shlex
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
+from pathlib import Path
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedssl.atomic_files import new_run_folder
-from fedssl.config.load import load_settings
+from fedssl.config.load import load_settings, with_run_folder
 from fedssl.config.overrides import parse, quote_value
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError
@@ -27,14 +28,13 @@ from fedssl.wire.wire_format import describe_wire_format
 from server_app.build import RunComponents, build_run
 from server_app.checkpoint import StateSchema
 from server_app.compatibility import NO_SERVER_DATA
-from server_app.console import INTERACTIVE_KEY, disk_errors_as_run_error, log_to, make_screen
+from server_app.console import disk_errors_as_run_error, log_to, make_screen
 from server_app.evaluator import ResultsByModel
 from server_app.messaging import MessageExchange
 from server_app.nodes import federation_size
 from server_app.personalization import evaluate_personalized
 from server_app.recorder import Recorder
 from server_app.training_loop import (
-    CLIENT_CORES_KEY,
     TrainingLoop,
     arrays_by_model,
     can_evaluate_in_background,
@@ -44,8 +44,10 @@ from strategies.interfaces import ServerState
 
 log = logging.getLogger("fedssl")
 
-# Words without which the number of clients is that of the federation.
+# Without one of these overrides the federation defines the number of clients.
 SETS_NUM_CLIENTS = {"num_clients", "experiment", "resume"}
+
+RunConfig = Mapping[str, bool | float | int | str]
 
 app = ServerApp()
 
@@ -77,34 +79,54 @@ RUN_CONFIG_KEYS = {
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Compose the settings and run all rounds. The reason for an early end is in ``summary.json``."""
+    """Compose the settings from Flower's run config, and run. Reports are for the command that follows the log."""
+
+    def print_report(report: RunReport) -> None:
+        print(report.line(), flush=True)
+
     try:
-        _main(grid, context)
+        settings = load_run_config(grid, context.run_config)
+        execute(grid, settings, on_start=lambda folder: print_report(RunReport(run_folder=str(folder))))
     except InputError as error:
-        _print_report(context, RunReport(error=str(error)))
+        print_report(RunReport(error=str(error)))
         raise
 
 
-def _print_report(context: Context, report: RunReport) -> None:
-    """Print a report for the command that follows the log. The engines of this machine need none."""
-    if INTERACTIVE_KEY not in context.node_config:
-        print(report.line(), flush=True)
-
-
-def _main(grid: Grid, context: Context) -> None:
-    overrides = overrides_of(context.run_config)
+def load_run_config(grid: Grid, run_config: RunConfig) -> Settings:
+    """Return the settings of a run config; the federation defines the number of clients if no override does."""
+    overrides = overrides_of(run_config)
     settings = load_settings(overrides)
-    if not SETS_NUM_CLIENTS & {word.key_or_group for word in parse(overrides)}:
+    if not SETS_NUM_CLIENTS & {override.key_or_group for override in parse(overrides)}:
         size = federation_size(grid, timeout=settings.reply_timeout)
         if size not in (None, settings.num_clients):
-            overrides = [f"num_clients={size}", *overrides]
-            settings = load_settings(overrides)
+            settings = load_settings([f"num_clients={size}", *overrides])  # others depend on it
             log.warning("num_clients=%d, as many as the federation has nodes", size)
-    if settings.recording.folder is None:
-        settings = load_settings([*overrides, f"output_dir={quote_value(str(new_run_folder()))}"])
-    screen = make_screen(terminal=context.node_config.get(INTERACTIVE_KEY) is True)
-    cores = context.node_config.get(CLIENT_CORES_KEY)
-    client_cores = cores if isinstance(cores, int) else None
+    return settings if settings.recording.folder else with_run_folder(settings, new_run_folder())
+
+
+def execute(
+    grid: Grid,
+    settings: Settings,
+    *,
+    on_start: Callable[[Path], None] = lambda folder: None,
+    terminal: bool = False,
+    client_cores: int | None = None,
+) -> None:
+    """Run all rounds. The reason for an early end is in ``summary.json``.
+
+    Parameters
+    ----------
+    grid : Grid
+    settings : Settings
+        With a run folder.
+    on_start : callable, optional
+        Called with the run folder once all settings are valid.
+    terminal : bool
+        Whether the run may draw a progress bar, because nothing else writes to standard output.
+    client_cores : int, optional
+        Number of cores of this machine that clients use; None if unknown.
+    """
+    screen = make_screen(terminal=terminal)
     recorder = Recorder(settings.recording, rounds=settings.rounds, screen=screen)
     with disk_errors_as_run_error(recorder.folder), recorder.locked(), log_to(recorder.folder, screen), closing(screen):
         screen.open(settings.rounds)
@@ -114,7 +136,7 @@ def _main(grid: Grid, context: Context) -> None:
                 settings,
                 recorder,
                 client_cores=client_cores,
-                on_start=lambda: _print_report(context, RunReport(run_folder=str(recorder.folder))),
+                on_start=lambda: on_start(recorder.folder),
             )
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
@@ -219,8 +241,8 @@ def finish(
     }, results_by_model
 
 
-def overrides_of(run_config: Mapping[str, bool | float | int | str]) -> list[str]:
-    """The words that a run config stands for; those of ``overrides`` come last, so that they win."""
+def overrides_of(run_config: RunConfig) -> list[str]:
+    """Return the overrides of a run config. Those of its key ``overrides`` come last and take precedence."""
     flat = [
         f"{RUN_CONFIG_KEYS[key]}={quote_value(value) if isinstance(value, str) else value}"
         for key, value in run_config.items()

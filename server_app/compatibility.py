@@ -7,7 +7,7 @@ from itertools import chain
 
 import numpy as np
 
-from fedssl.config.load import with_num_clients
+from fedssl.config.load import with_values
 from fedssl.config.overrides import parse
 from fedssl.config.settings import DataSettings, Settings
 from fedssl.datasets.base import ImageData
@@ -53,7 +53,7 @@ def adapt_to_edge_clients(settings: Settings, clients: ClientDirectory) -> Setti
     data = server_data(settings)
     measured = settings.evaluation.collapse_images if data.train else 0
     return replace(
-        with_num_clients(settings, number, per_round=per_round),
+        with_values(settings, {"num_clients": number, "clients_per_round": per_round}),
         data=data,
         evaluation=replace(settings.evaluation, collapse_images=measured, measure_resources=False),
     )

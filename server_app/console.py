@@ -34,8 +34,6 @@ WAITING_INTERVAL = 30.0  # seconds between two warnings of a wait
 
 _RECENT = 5  # rounds of the mean time
 
-INTERACTIVE_KEY = "fedssl-interactive"  # in the ServerApp's node configuration: whether the output is interactive
-
 _PER_SECOND = 2  # refresh rate of the bar
 
 # Errors of a disk that cannot be written any more.

@@ -34,7 +34,6 @@ from strategies.interfaces import ServerState
 log = logging.getLogger("fedssl")
 
 # In the ServerApp's node configuration: cores of this machine that clients occupy.
-CLIENT_CORES_KEY = "fedssl-client-cores"
 
 
 def can_evaluate_in_background(components: RunComponents, client_cores: int | None) -> bool:

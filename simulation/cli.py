@@ -31,13 +31,15 @@ from omegaconf import DictConfig, OmegaConf
 from fedssl.atomic_files import new_run_folder, write_text
 from fedssl.command_line import run_command
 from fedssl.config.compose import compose_unresolved, validate_names
-from fedssl.config.load import compose, load_settings
+from fedssl.config.load import compose, load_settings, with_run_folder
 from fedssl.config.overrides import CONF, config_groups, parse, quote_value
 from fedssl.config.settings import Settings
 from fedssl.config.targets import SEARCHPATH_KEY, expand_config_dir_flag, search_folders
 from fedssl.errors import InputError, RunError
 from fedssl.runs.run import acquire_lock, is_locked, read_summary
 from fedssl.untrusted import sanitize
+
+DATASETS = ("dataset", "calibration.dataset")
 
 
 class SweepState:
@@ -149,7 +151,7 @@ def run(overrides: Sequence[str]) -> None:
     fresh = given is None or not given.exists()
     folder = given or new_run_folder()
     try:
-        _run_here(settings, folder)
+        _run_here(with_run_folder(settings, folder, paths=_dataset_paths(settings)))
     except InputError:
         if fresh and not _rounds_done(folder) and not is_locked(folder):  # by a concurrent run in the same folder
             shutil.rmtree(folder, ignore_errors=True)
@@ -167,17 +169,14 @@ def _rounds_done(folder: Path) -> int:
     return rounds if isinstance(rounds, int) else 0
 
 
-def _run_here(settings: Settings, folder: Path) -> None:
-    """Run on this machine or a Ray cluster, and write into ``folder``."""
-    overrides = [*settings.recording.overrides, f"output_dir={quote_value(str(folder))}"]
-    data = {"dataset": settings.data}
-    if settings.calibration is not None and settings.calibration.has_own_dataset:
-        data["calibration.dataset"] = settings.calibration.data
-    for key, images in data.items():
-        path = images.reader.values.get("path")
-        if path:  # Ray and resumed runs have another working directory
-            overrides = [override for override in overrides if override.partition("=")[0] != f"{key}.path"]
-            overrides.append(f"{key}.path={quote_value(path)}")
+def _dataset_paths(settings: Settings) -> dict[str, str]:
+    """Return the absolute paths of the data sets, because resumed runs may have another working directory."""
+    paths = {f"{key}.path": OmegaConf.select(settings.recording.config, f"{key}.path") for key in DATASETS}
+    return {key: path for key, path in paths.items() if path}
+
+
+def _run_here(settings: Settings) -> None:
+    """Run on this machine or a Ray cluster."""
     engine, concurrency = settings.engine.name, settings.clients_per_round
     if engine == "auto":
         from simulation.resources import auto_engine
@@ -188,11 +187,11 @@ def _run_here(settings: Settings, folder: Path) -> None:
     if engine == "ray":
         from simulation.ray_grid import run_ray
 
-        run_ray(overrides, settings, concurrency=concurrency, folder=folder)
+        run_ray(settings, concurrency=concurrency)
     else:
         from simulation.grid import run_local
 
-        run_local(overrides, num_clients=settings.num_clients, machine=settings.machine)
+        run_local(settings)
 
 
 def _is_remote_resume(overrides: Sequence[str]) -> bool:

@@ -1,8 +1,7 @@
 """Flower's ``Grid`` for simulations: the common part of the engines, and the engine ``local``, in one process."""
 
 import logging
-import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
@@ -12,7 +11,7 @@ from flwr.serverapp import Grid
 from client_app.simulated import MARKER_KEY, SimulationMarker
 from client_app.state_store import WriteBehind
 from fedssl.compat import RUN_ID, SERVER_NODE, Run, assign_message_id, error_reply, set_task_identity
-from fedssl.config.settings import MachineSettings
+from fedssl.config.settings import Settings
 from fedssl.machine.devices import select_device
 
 log = logging.getLogger("fedssl")
@@ -82,31 +81,6 @@ def load_client_app() -> ClientApp:
     return app
 
 
-def run_server_app(
-    grid: Grid, overrides: Sequence[str], *, terminal: bool = False, client_cores: int | None = None
-) -> None:
-    """Run the ServerApp in this process.
-
-    ``terminal``: it may draw a progress bar, because nothing else writes to standard output. ``client_cores``: number
-    of cores of this machine that clients use, None if unknown.
-    """
-    from server_app.app import app as server_app
-    from server_app.console import INTERACTIVE_KEY
-    from server_app.training_loop import CLIENT_CORES_KEY
-
-    cores = {} if client_cores is None else {CLIENT_CORES_KEY: client_cores}
-    server_app(
-        grid,
-        Context(
-            run_id=RUN_ID,
-            node_id=SERVER_NODE,
-            node_config={INTERACTIVE_KEY: terminal, **cores},
-            state=RecordDict(),
-            run_config={"overrides": shlex.join(overrides)},
-        ),
-    )
-
-
 class LocalGrid(SimulatedGrid):
     """Nodes whose clients run one after the other in this process. ``store`` has client state in memory."""
 
@@ -137,9 +111,11 @@ class LocalGrid(SimulatedGrid):
             self._store.flush()
 
 
-def run_local(overrides: Sequence[str], *, num_clients: int, machine: MachineSettings) -> None:
-    """Run the app in this process. ``machine`` has the device and the threads of clients."""
-    on_gpu = select_device(machine.device).type != "cpu"  # a process must not use it for two tasks at once
+def run_local(settings: Settings) -> None:
+    """Run server and clients in this process."""
+    from server_app.app import execute  # slow import
+
+    on_gpu = select_device(settings.machine.device).type != "cpu"  # a process must not use it for two tasks at once
     with WriteBehind() as store:
-        grid = LocalGrid(load_client_app(), num_clients=num_clients, store=store)
-        run_server_app(grid, overrides, terminal=True, client_cores=None if on_gpu else machine.threads)
+        grid = LocalGrid(load_client_app(), num_clients=settings.num_clients, store=store)
+        execute(grid, settings, terminal=True, client_cores=None if on_gpu else settings.machine.threads)

@@ -9,10 +9,9 @@ import copy
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -23,7 +22,8 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError
 from fedssl.compat import assign_message_id, error_reply, set_task_identity
 from fedssl.config.settings import Settings
 from fedssl.errors import RunError
-from simulation.grid import SimulatedGrid, load_client_app, make_context, run_client_app, run_server_app
+from server_app.app import execute
+from simulation.grid import SimulatedGrid, load_client_app, make_context, run_client_app
 from simulation.ray_session import check_hosts, ray_session
 from simulation.resources import ClientResources, plan_client_resources
 
@@ -196,19 +196,17 @@ class _PendingCall:
     is_retry: bool = False
 
 
-def run_ray(overrides: Sequence[str], settings: Settings, *, concurrency: int, folder: Path) -> None:
-    """Run the app, with the server in this process and the clients in Ray's, at most ``concurrency`` at once.
-
-    Paths in ``overrides`` must be absolute, because actors have another working directory.
-    """
-    engine, machine = settings.engine, settings.machine
+def run_ray(settings: Settings, *, concurrency: int) -> None:
+    """Run the app, with the server in this process and the clients in Ray's, at most ``concurrency`` at once."""
+    engine, machine, folder = settings.engine, settings.machine, settings.recording.folder
+    assert folder is not None
     gpus = 0 if machine.device == "cpu" and engine.address is None else None
     with ray_session(gpus=gpus, address=engine.address) as hosts:
         if engine.address is not None:
             check_hosts(folder)
         client, actors = plan_client_resources(hosts, engine=engine, machine=machine, max_clients=concurrency)
         grid = RayGrid(num_clients=settings.num_clients, actors=actors, client=client)
-        run_server_app(grid, overrides, client_cores=actors * client.cpus)  # assumes that all are on this host
+        execute(grid, settings, client_cores=actors * client.cpus)  # assumes that all are on this host
 
 
 def _reason(error: RayError) -> str:

@@ -1,13 +1,17 @@
 """Devices in this process: nodes with a configuration of their own and nothing of a simulation, and their images."""
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from flwr.app import Context, Message, RecordDict
+from flwr.serverapp import Grid
 from PIL import Image
 
 from client_app.app import app as client_app
 from fedssl.compat import RUN_ID, set_task_identity
+from server_app.app import app as server_app
 from simulation.grid import LocalGrid
 
 
@@ -32,6 +36,12 @@ def ask(content: RecordDict, device: Context, kind: str = "train") -> Message:
     """What the real ClientApp answers on a device."""
     set_task_identity()
     return client_app(Message(content, 2, kind), device)
+
+
+def run_server_app(grid: Grid, overrides: Sequence[str]) -> None:
+    """Run the ServerApp as Flower's runtime does, with overrides in its run config."""
+    run_config = {"overrides": shlex.join(overrides)}
+    server_app(grid, Context(run_id=RUN_ID, node_id=1, node_config={}, state=RecordDict(), run_config=run_config))
 
 
 class Devices(LocalGrid):

@@ -62,8 +62,7 @@ def make_task(settings: Settings) -> DeviceTask:
     InputError
         A setting cannot be part of a task, such as one that is in no file of ``conf/``.
     """
-    config = OmegaConf.create(settings.recording.resolved_yaml)
-    assert isinstance(config, DictConfig)
+    config = settings.recording.config
     values = {key: value for key, value in flatten(config) if _is_allowed_key(key)}
     task = DeviceTask({group: settings.recording.choices[group] for group in GROUPS}, values)
     own = search_folders(settings.recording.overrides)

@@ -1,10 +1,10 @@
 """Conversion of the config to typed settings, and the settings files of a run folder."""
 
+import copy
 import functools
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fedssl.atomic_files import write_text
 from fedssl.config.aggregation_settings import AggregationSettings, PrivacySettings, SecureAggregationSettings
 from fedssl.config.compose import RESUMABLE_KEYS, diff, resolve_config, validate_config
-from fedssl.config.overrides import check_run_id, parse, quote_value
+from fedssl.config.overrides import CONF, check_run_id, parse, quote_value
 from fedssl.config.saved_run import check_saved_overrides, read_overrides, read_settings
 from fedssl.config.settings import (
     AlgorithmSettings,
@@ -41,14 +41,6 @@ log = logging.getLogger("fedssl")
 
 DEVICE_NUMBERS_FILE = "devices.json"  # in the run folder: client ids of edge clients by name
 _LISTED = 8  # maximum number of settings in an error message
-
-# Settings of a simulated client, without engine, evaluation and tracking.
-CLIENT_SETTINGS = [
-    *("seed", "num_clients", "rounds", "dataset", "partition", "augmentation", "encoder", "method", "regularizer"),
-    *("schedule", "calibration", "optimizer", "strategy", "local_epochs", "batch_size", "clip_norm"),
-    *("precision", "channels_last", "gpu_augmentation", "cuda_graphs", "compile"),
-    *("device", "threads", "keep_freed_memory", "output_dir", "run_id"),
-]
 
 
 def compose(overrides: Sequence[str]) -> Settings:
@@ -132,16 +124,43 @@ def default_unlabeled_partition(settings: Settings) -> Settings:
     if recording.choices["partition"] != "dirichlet" or chosen & {"partition", "experiment"}:
         return settings
     log.info("partition=dirichlet needs labels, which the images lack; using partition=iid instead")
-    return load_settings([*recording.overrides, "partition=iid"])
+    iid = OmegaConf.load(CONF / "partition" / "iid.yaml")
+    overrides, choices = [*recording.overrides, "partition=iid"], {**recording.choices, "partition": "iid"}
+    return with_values(settings, {"partition": iid}, overrides=overrides, choices=choices)
 
 
-def with_num_clients(settings: Settings, number: int, *, per_round: int) -> Settings:
-    """Return settings with another number of clients, also in the recorded YAML."""
-    text = OmegaConf.create(settings.recording.resolved_yaml)
-    assert isinstance(text, DictConfig)
-    text.num_clients, text.clients_per_round = number, per_round
-    recording = replace(settings.recording, resolved_yaml=OmegaConf.to_yaml(text))
-    return replace(settings, num_clients=number, clients_per_round=per_round, recording=recording)
+def with_values(
+    settings: Settings,
+    values: Mapping[str, Any],
+    *,
+    overrides: Sequence[str] | None = None,
+    choices: Mapping[str, str] | None = None,
+) -> Settings:
+    """Return settings with other values of top-level keys.
+
+    Parameters
+    ----------
+    settings : Settings
+    values : mapping
+        Values by key; nothing is composed or validated again.
+    overrides, choices : optional
+        Recorded for resumed runs; None keeps those of ``settings``.
+    """
+    recording = settings.recording
+    config = copy.deepcopy(recording.config)
+    OmegaConf.set_readonly(config, False)
+    for key, value in values.items():
+        config[key] = value
+    overrides = recording.overrides if overrides is None else overrides
+    return _settings(config, choices or recording.choices, overrides=overrides, resumed=recording.resumed)
+
+
+def with_run_folder(settings: Settings, folder: Path, *, paths: Mapping[str, str] | None = None) -> Settings:
+    """Return settings with a run folder. ``paths`` are recorded as further overrides, for resumed runs elsewhere."""
+    recorded = {**(paths or {}), "output_dir": str(folder)}
+    overrides = [override for override in settings.recording.overrides if override.partition("=")[0] not in recorded]
+    overrides += [f"{key}={quote_value(value)}" for key, value in recorded.items()]
+    return with_values(settings, {"output_dir": str(folder)}, overrides=overrides)
 
 
 def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Settings:
@@ -195,7 +214,7 @@ def save_run(recording: RecordingSettings, folder: Path) -> None:
     """Write the overrides, the choice of every group, and the resolved config."""
     write_text(folder / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(list(recording.overrides))))
     write_text(folder / "choices.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(recording.choices))))
-    write_text(folder / "config.yaml", recording.resolved_yaml)
+    write_text(folder / "config.yaml", OmegaConf.to_yaml(recording.config))
 
 
 @functools.lru_cache(maxsize=4)
@@ -255,6 +274,7 @@ def _settings(
         config.run_id = f"r{uuid.uuid4().hex[:11]}"  # without the letter, YAML reads 12e4 as a number
     config.run_id = str(config.run_id)
     check_run_id(config.run_id)
+    OmegaConf.set_readonly(config, True)
     return Settings(
         seed=config.seed,
         num_clients=config.num_clients,
@@ -308,9 +328,8 @@ def _settings(
             tracker=_component(config.tracker),
             overrides=tuple(overrides),
             choices=choices,
-            resolved_yaml=OmegaConf.to_yaml(config),
+            config=config,
         ),
-        client_yaml=OmegaConf.to_yaml(OmegaConf.masked_copy(config, CLIENT_SETTINGS)),
     )
 
 

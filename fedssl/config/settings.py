@@ -6,12 +6,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from fedssl.config.aggregation_settings import AggregationSettings, PrivacySettings, SecureAggregationSettings
 from fedssl.errors import InputError
 from fedssl.evaluation.early_stopping import EarlyStopping
 
 LOSSLESS = "fp32"
 WIRE_DTYPES = (LOSSLESS, "fp16", "bf16", "int8")  # dtypes of exchanged layers, see `fedssl.wire.wire_format`
+
+# Settings of a simulated client, without engine, evaluation and tracking.
+CLIENT_SETTINGS = [
+    *("seed", "num_clients", "rounds", "dataset", "partition", "augmentation", "encoder", "method", "regularizer"),
+    *("schedule", "calibration", "optimizer", "strategy", "local_epochs", "batch_size", "clip_norm"),
+    *("precision", "channels_last", "gpu_augmentation", "cuda_graphs", "compile"),
+    *("device", "threads", "keep_freed_memory", "output_dir", "run_id"),
+]
 
 
 @dataclass(frozen=True)
@@ -275,8 +285,8 @@ class RecordingSettings:
         All overrides of the command line.
     choices : mapping of str to str
         Choice of every config group.
-    resolved_yaml : str
-        Resolved config as YAML.
+    config : DictConfig
+        Resolved config, from which the settings were made; read-only.
     """
 
     folder: Path | None
@@ -288,7 +298,7 @@ class RecordingSettings:
     tracker: Component
     overrides: tuple[str, ...]
     choices: Mapping[str, str]
-    resolved_yaml: str
+    config: DictConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,8 +352,6 @@ class Settings:
         Function of `fedssl.schedule.lr`, with its last arguments left open.
     teacher : Path or None
         Encoder file that the server sends to clients as a teacher; None for none.
-    client_yaml : str
-        Source of `ClientSettings` for simulated clients, see `fedssl.config.load.parse_client_config`.
     """
 
     seed: int
@@ -368,4 +376,8 @@ class Settings:
     machine: MachineSettings
     engine: EngineSettings
     recording: RecordingSettings
-    client_yaml: str
+
+    @property
+    def client_yaml(self) -> str:
+        """Return the source of `ClientSettings` for simulated clients, see `fedssl.config.load.parse_client_config`."""
+        return OmegaConf.to_yaml(OmegaConf.masked_copy(self.recording.config, CLIENT_SETTINGS))

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from fedssl.config.compose import flatten
 from fedssl.config.settings import RecordingSettings
@@ -108,7 +108,7 @@ class SafeTracker:
     def begin(self, settings: RecordingSettings, *, done: int) -> None:
         """Log all settings. ``done`` is the number of completed rounds of a resumed run."""
         assert settings.folder is not None
-        config = OmegaConf.create(settings.resolved_yaml)
+        config = settings.config
         assert isinstance(config, DictConfig)
         self._works = True
         run = TrackedRun(folder=settings.folder, run_id=settings.run_id, done=done, settings=dict(flatten(config)))

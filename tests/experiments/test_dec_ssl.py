@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from fedssl.config.load import compose
 from fedssl.schedule.lr import LRSchedule
@@ -17,14 +16,14 @@ DEC_SSL = (
 
 
 def resolved(*overrides):
-    return OmegaConf.create(compose(list(overrides)).recording.resolved_yaml)
+    return compose(list(overrides)).recording.config
 
 
 @pytest.mark.parametrize("name", some(DEC_SSL, default=("base", "figure2", "figure5", "table2_transfer")))
 def test_the_numbers_of_dec_ssl(name):
     """Sections 3.1 and 4.1 of arXiv 2210.10947 and the authors' code: 500 epochs in all, by Adam, E=50."""
     settings = compose([f"experiment=dec_ssl/{name}"])
-    config = OmegaConf.create(settings.recording.resolved_yaml)
+    config = settings.recording.config
     clients = {"figure4": 20, "figure13": 10, "figure15": 100}.get(name, 5)
     assert (config.num_clients, config.clients_per_round) == (clients, clients)
     assert config.local_epochs == (5 if name == "figure4" else 50)

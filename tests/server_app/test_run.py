@@ -262,7 +262,7 @@ def test_a_refused_run_leaves_nothing_of_its_own(tmp_path, overrides, monkeypatc
 def test_a_refused_run_takes_no_folder_from_another_that_began_there(tmp_path, monkeypatch):
     folder, others = tmp_path / "new", []
 
-    def meanwhile(settings, folder):
+    def meanwhile(settings):
         folder.mkdir()
         others.append(acquire_lock(folder))
         raise InputError("somebody else is at work there")

@@ -135,7 +135,7 @@ def test_cores_must_be_free(tmp_path, monkeypatch, there, threads_each, overlaps
         app, "can_evaluate_in_background", lambda *given: found.append(can_evaluate_in_background(*given)) or False
     )
     overrides = [*TINY, "rounds=1", "evaluate_every=0", f"threads={threads_each}", f"output_dir={tmp_path / 'run'}"]
-    run_local(overrides, num_clients=3, machine=compose(overrides).machine)
+    run_local(compose(overrides))
     assert found == [overlaps]
 
 

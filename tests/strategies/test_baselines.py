@@ -35,7 +35,7 @@ def lines(file):
 def resolved(*overrides):
     """All settings by their names in ``conf``."""
     settings = compose(["run_id=same", *overrides])
-    return OmegaConf.to_container(OmegaConf.create(settings.recording.resolved_yaml), resolve=True)
+    return OmegaConf.to_container(settings.recording.config, resolve=True)
 
 
 def test_the_experiments_change_who_holds_what_and_the_strategy_alone():

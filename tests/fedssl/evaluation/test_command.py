@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from fedssl.config.load import compose
 from fedssl.encoders import conv_small
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def finished_run(tmp_path: Path) -> Path:
     """The files of a run folder that the command needs: settings and encoder of a run on the digits."""
     settings = compose(["seed=7", "dataset=digits", "dataset.limit=300", "encoder=conv_small", "encoder.width=4"])
-    (tmp_path / "config.yaml").write_text(settings.recording.resolved_yaml)
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(settings.recording.config))
     write_encoder(tmp_path / "encoder.pt")
     return tmp_path
 
