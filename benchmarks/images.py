@@ -124,8 +124,8 @@ def peak_memory() -> Iterator[list[int]]:
         watcher.join()
 
 
-def measure(folder: Path) -> None:
-    """Print the bytes of part 2 for the images in ``folder/data``; runs in a new process."""
+def measure(folder: Path) -> int:
+    """Return the bytes of part 2 for the images in ``folder/data``."""
     import torch  # noqa: F401  # the memory of torch and the server is not counted
 
     import server_app.app  # noqa: F401
@@ -136,11 +136,11 @@ def measure(folder: Path) -> None:
     overrides += ["encoder.width=4", "device=cpu", "evaluate_every=1", "evaluation=none", "final_evaluation=none"]
     with peak_memory() as peak:
         run(overrides)
-    print(peak[0])
+    return peak[0]
 
 
 def memory(count: int, folder: Path) -> int:
-    """Return the bytes of part 2 for ``count`` images."""
+    """Return the bytes of part 2 for ``count`` images, measured in a new process."""
     write_images(folder / "data", count)
     measured = subprocess.run([sys.executable, __file__, "measure", folder], stdout=subprocess.PIPE, text=True)
     assert measured.returncode == 0
@@ -169,7 +169,7 @@ def main() -> None:
     elif options.part == "memory":
         print_memory(int(options.argument))
     else:
-        measure(Path(options.argument))
+        print(measure(Path(options.argument)))
 
 
 if __name__ == "__main__":

@@ -43,13 +43,8 @@ ALLOCATE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_stri
 WAIT = ("_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero")
 HOST = ("rand", "randn", "randint", "randperm", "scalar_tensor", "promote_types")  # without inputs, but on the host
 HOST += ("_record_function_enter_new", "_record_function_exit")
-LISTS_OF_TENSORS = {
-    1: 110,
-    2: 64,
-    3: 48,
-    4: 36,
-    5: 30,
-}  # torch's kernels: maximum number of tensors per list, by number of lists
+# torch's kernels: maximum number of tensors per list, by number of lists
+LISTS_OF_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 BLOCKS, BLOCK = 320, 65536  # blocks per kernel, and elements per block
 REGULARIZERS = ("prox", "decorr", "alignment", "fur")
 
@@ -144,7 +139,7 @@ class Client:
     def __init__(self, settings: Sequence[str], *, batch: int) -> None:
         composed = compose(["dataset=cifar10", f"batch_size={batch}", *settings])
         self.batch = batch
-        self.images = torch.randint(0, 256, (3 * batch, 3, 32, 32), dtype=torch.uint8)
+        self.images = torch.randint(0, 256, (3 * batch, 3, composed.data.size, composed.data.size), dtype=torch.uint8)
         self.method = build_method(composed.model)
         self.method.start_round(first=True)
         self._results: list[Tensor] = []

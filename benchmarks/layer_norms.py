@@ -9,7 +9,7 @@ more. For scales of batch normalization and the last layer of a head, a smaller 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import mean, pstdev, stdev
 
@@ -25,7 +25,9 @@ from fedssl.model_arrays import exchanged_layers
 from fedssl.plots.style import new_figure, write_png
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import Run, find_runs
+from fedssl.text_table import markdown
 
+Columns = dict[str, Callable[..., tuple[float, int]]]  # title to value and number of digits
 FREE, SCALES, SHIFTS = KINDS = "before batch norm", "scales and last layer", "shifts"
 
 
@@ -88,33 +90,25 @@ def rule(run: Run) -> str:
     return run.value("strategy") + (" normalize" if run.value("strategy.normalize").lower() == "true" else "")
 
 
-def tables(groups: dict[tuple[str, str], list[RunHistory]]) -> Iterable[str]:
-    """Yield two Markdown tables of means and standard deviations over seeds: accuracies, and statistics of layers."""
-    yield from _table(groups, {"kNN": (1, _result("knn")), "linear": (1, _result("linear"))}, seeds=True)
-    yield ""
-    columns = {f"norm, {kind}": (2, lambda run, kind=kind: run.norms[kind][-1]) for kind in KINDS}
-    columns |= {f"cosine, {kind}": (3, lambda run, kind=kind: run.cosines[kind]) for kind in KINDS}
-    columns |= {f"clients' deviation in %, {kind}": (1, lambda run, kind=kind: run.spread[kind]) for kind in KINDS}
-    yield from _table(groups, columns, seeds=False)
+def tables(groups: dict[tuple[str, str], list[RunHistory]]) -> str:
+    """Return two Markdown tables of means and standard deviations over seeds: accuracies, and statistics of layers."""
+    accuracies: Columns = {
+        "kNN": lambda run: (run.results["knn"], 1),
+        "linear": lambda run: (run.results["linear"], 1),
+    }
+    columns: Columns = {f"norm, {kind}": lambda run, kind=kind: (run.norms[kind][-1], 2) for kind in KINDS}
+    columns |= {f"cosine, {kind}": lambda run, kind=kind: (run.cosines[kind], 3) for kind in KINDS}
+    columns |= {f"clients' deviation in %, {kind}": lambda run, kind=kind: (run.spread[kind], 1) for kind in KINDS}
+    return "\n".join([_table(groups, accuracies, seeds=True), _table(groups, columns, seeds=False)])
 
 
-def _result(protocol: str) -> Callable[[RunHistory], float]:
-    return lambda run: run.results[protocol]
-
-
-def _table(
-    groups: dict[tuple[str, str], list[RunHistory]],
-    columns: Mapping[str, tuple[int, Callable[[RunHistory], float]]],
-    *,
-    seeds: bool,
-) -> Iterable[str]:
-    heads = ["epochs x rounds", "rule", *columns, *(["seeds"] if seeds else [])]
-    yield f"| {' | '.join(heads)} |"
-    yield "|---|---|" + "---:|" * (len(heads) - 2)
+def _table(groups: dict[tuple[str, str], list[RunHistory]], columns: Columns, *, seeds: bool) -> str:
+    lines = [["epochs x rounds", "rule", *columns, *(["seeds"] if seeds else [])]]
     for (epochs, name), runs in groups.items():
-        cells = [f"{epochs} x {len(runs[0].norms[FREE]) - 1}", name]
-        cells += [_spread([read(run) for run in runs], digits) for digits, read in columns.values()]
-        yield f"| {' | '.join([*cells, *([str(len(runs))] if seeds else [])])} |"
+        cells = [_mean_and_std([column(run) for run in runs]) for column in columns.values()]
+        rounds = len(runs[0].norms[FREE]) - 1
+        lines.append([f"{epochs} x {rounds}", name, *cells, *([str(len(runs))] if seeds else [])])
+    return markdown(lines, left=2)
 
 
 def draw(groups: dict[tuple[str, str], list[RunHistory]], file: Path) -> None:
@@ -145,9 +139,10 @@ def _checkpoints(folder: Path) -> Iterable[Layers]:
         yield {name: tensor.numpy() for name, tensor in saved.items()}
 
 
-def _spread(numbers: list[float], digits: int) -> str:
-    spread = f" ± {stdev(numbers):.{digits}f}" if len(numbers) > 1 else ""
-    return f"{mean(numbers):.{digits}f}{spread}"
+def _mean_and_std(values: list[tuple[float, int]]) -> str:
+    numbers, (digits, *_) = zip(*values, strict=True)
+    std = f" ± {stdev(numbers):.{digits}f}" if len(numbers) > 1 else ""
+    return f"{mean(numbers):.{digits}f}{std}"
 
 
 def main() -> None:
@@ -160,7 +155,7 @@ def main() -> None:
         if run.finished:
             groups[run.value("local_epochs"), rule(run)].append(RunHistory(run))
     groups = dict(sorted(groups.items(), key=lambda item: int(item[0][0])))
-    print("\n".join(tables(groups)))
+    print(tables(groups))
     if arguments.figure:
         draw(groups, arguments.figure)
 

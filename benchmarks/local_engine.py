@@ -57,7 +57,7 @@ class Federation:
         """Run a round, and return its seconds."""
         start = time.perf_counter()
         exchange = MessageExchange(self.grid)
-        self.state, _ = run_round(exchange, lambda: self.federation, self.state, keep_from=self.state.round)
+        self.state, _ = run_round(exchange, lambda: self.federation, self.state, oldest_resumable=self.state.round)
         exchange.flush()
         return time.perf_counter() - start
 
@@ -104,8 +104,8 @@ class SelectedStore:
     def load(self, folder: Path, *, before: int, template: Mapping[str, torch.Tensor]) -> ClientState | None:
         return self.store.load(folder, before=before, template=template)
 
-    def save(self, folder: Path, state: ClientState, *, round: int, keep_from: int) -> None:
-        self.store.save(folder, state, round=round, keep_from=keep_from)
+    def save(self, folder: Path, state: ClientState, *, round: int, oldest_resumable: int) -> None:
+        self.store.save(folder, state, round=round, oldest_resumable=oldest_resumable)
 
     def flush(self) -> None:
         if isinstance(self.store, WriteBehind):

@@ -4,8 +4,10 @@ It is the same on every engine. The node's own configuration defines its identit
 simulated is an edge client.
 """
 
+import functools
 import logging
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,42 +31,47 @@ log = logging.getLogger("fedssl")
 app = ClientApp()
 
 
+def errors_as_replies(handle: Callable[[Message, Context], Message]) -> Callable[[Message, Context], Message]:
+    """Return the handler with error replies instead of exceptions, so that the round continues without the client."""
+
+    @functools.wraps(handle)
+    def handle_safely(message: Message, context: Context) -> Message:
+        try:
+            return handle(message, context)
+        except Exception as error:  # the server needs a reply for any failure
+            return _failure_reply(message, context, error)
+
+    return handle_safely
+
+
 @app.query("node_info")
+@errors_as_replies
 def node_info(message: Message, context: Context) -> Message:
     """Return this node's identity."""
-    try:
-        return node_info_reply(message, _client(context).node_info)
-    except Exception as error:  # the server needs a reply for any failure
-        return _failure_reply(message, context, error)
-
-
-@app.train()
-def train(message: Message, context: Context) -> Message:
-    """Train one round on this node's images. A failure is returned as an error reply, so that the round continues."""
-    try:
-        return train_round(message, context)
-    except Exception as error:  # the server handles a failed client
-        return _failure_reply(message, context, error)
+    return node_info_reply(message, _client(context).node_info)
 
 
 @app.train("personalized")
+@errors_as_replies
 def personalized(message: Message, context: Context) -> Message:
     """Return the personalized encoder of a simulated client. Edge clients refuse."""
-    try:
-        client = _client(context)
-        if isinstance(client, EdgeClient):
-            raise RequestRefused("what a device uses itself stays on it")
-        plan, ask = TrainPlan.from_content(message.content), PersonalizedModelRequest.from_content(message.content)
-        settings = parse_client_config(plan.settings)
-        folder = settings.states / client.name
-        shown = worker_for(settings).personalized_encoder(plan, client.number, folder, ask=ask, store=client.store)
-        return Message(shown.to_content(replace(plan, wire_dtype=LOSSLESS)), reply_to=message)
-    except Exception as error:  # as for a failure of training
-        return _failure_reply(message, context, error)
+    client = _client(context)
+    if isinstance(client, EdgeClient):
+        raise RequestRefused("what a device uses itself stays on it")
+    plan = TrainPlan.from_content(message.content)
+    request = PersonalizedModelRequest.from_content(message.content)
+    settings = parse_client_config(plan.settings)
+    folder = settings.states / client.name
+    encoder = worker_for(settings).personalized_encoder(
+        plan, client.number, folder, request=request, store=client.store
+    )
+    return Message(encoder.to_content(replace(plan, wire_dtype=LOSSLESS)), reply_to=message)
 
 
-def train_round(message: Message, context: Context) -> Message:
-    """Unpack the plan, train and pack the update, or run the next stage of secure aggregation."""
+@app.train()
+@errors_as_replies
+def train(message: Message, context: Context) -> Message:
+    """Unpack the plan, train on this node's images and pack the update, or run a stage of secure aggregation."""
     if is_secure(message):
         return secagg_reply(message, context, _train)
     client = _client(context)
@@ -90,7 +97,7 @@ def _train(message: Message, context: Context) -> tuple[TrainPlan, ClientUpdate]
         check_plan(plan)
         settings, check_deadline = client.settings(plan.settings), client.limits.make_deadline_check()
     else:
-        settings, check_deadline = parse_client_config(plan.settings), _no_deadline
+        settings, check_deadline = parse_client_config(plan.settings), lambda: None
     folder = settings.states / client.name
     return plan, worker_for(settings).train(
         plan, client.number, folder, store=client.store, on_step_start=check_deadline
@@ -111,7 +118,3 @@ def _failure_reply(message: Message, context: Context, error: Exception) -> Mess
         log.error("%s", reason, exc_info=None if isinstance(error, RequestRefused) else error)
         reason = safe_error_message(error)
     return error_reply(message, reason)
-
-
-def _no_deadline() -> None:
-    """Set no time limit: a simulated client runs on the user's own machine."""

@@ -60,22 +60,9 @@ Value = bool | float | int | str
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeClient:
-    """An edge client by its configuration.
+    """An edge client by its configuration, see the module docstring.
 
-    Attributes
-    ----------
-    data_path, states : Path
-        Folder of the images; folder below which it writes.
-    name : str
-    partition : int or None
-    folders : tuple of Path
-        Folders of settings beside ``conf/``.
-    threads : int or None
-        None depends on the image size.
-    torch_device : {"auto", "cpu", "cuda"}
-    secure_aggregation_only : bool
-        Whether it participates only in secure aggregation.
-    limits : Limits
+    ``folders`` are folders of settings beside ``conf/``. ``threads`` None depends on the image size.
     """
 
     data_path: Path
@@ -93,11 +80,13 @@ class EdgeClient:
     def read(cls, node_config: Mapping[str, Value]) -> "EdgeClient":
         """Return the client of a node's configuration; raises `InputError`."""
         unknown = sorted(node_config.keys() - {*NODE_CONFIG_KEYS, *IGNORED_KEYS})
+        if "sums-only" in unknown:  # a name of earlier versions
+            raise InputError("sums-only in the node's configuration is now secure-aggregation-only")
         if unknown:
             raise InputError(f"the node's configuration has {unknown[0]}; known are {', '.join(NODE_CONFIG_KEYS)}")
         if not node_config.get("data-path"):
             raise InputError(
-                "this SuperNode does not say where its images are; start it with --node-config 'data-path=\"FOLDER\"'"
+                "this SuperNode has no folder of images; start it with --node-config 'data-path=\"FOLDER\"'"
             )
         partition = _number(node_config, "partition-id", minimum=0)
         name = str(node_config.get("client-name", "")) or _default_name(partition)
@@ -127,29 +116,19 @@ class EdgeClient:
 
     @property
     def node_info(self) -> NodeInfo:
-        """Return the reply to a node info query."""
         return NodeInfo(partition=self.partition, name=self.name)
 
     def settings(self, text: str) -> ClientSettings:
-        """Return the settings for a task, within the limits.
-
-        Raises
-        ------
-        RequestRefused
-            The task exceeds the limits or has unknown choices.
-        InputError
-            The client's own configuration is invalid.
-        """
+        """Return the settings for a task; raises `RequestRefused` for a task beyond the limits."""
         settings = self._with_local_settings(read_task(text, states=self.states, folders=self.folders))
         check_settings(settings, self.limits, num_images=self._count_images())
         _bind_run_to_task(settings.states, text)
         return settings
 
     def _with_local_settings(self, settings: ClientSettings) -> ClientSettings:
-        """Replace the settings of machine and images by the client's own."""
         threads = min(self.threads or default_threads(settings.data.size), self.limits.threads)
-        own = {"path": str(self.data_path), "cache": str(self.states / ".pictures"), "test_fraction": 0.0}
-        reader = Component({**settings.data.reader.values, **own})
+        local = {"path": str(self.data_path), "cache": str(self.states / ".pictures"), "test_fraction": 0.0}
+        reader = Component({**settings.data.reader.values, **local})
         return replace(
             settings,
             machine=replace(settings.machine, device=self.torch_device, threads=threads),
@@ -169,7 +148,7 @@ def safe_error_message(error: Exception) -> str:
     """
     text = str(error)
     if not isinstance(error, RequestRefused) and (not isinstance(error, InputError) or re.search(r"[/\\~]", text)):
-        text = f"{type(error).__name__}; the log of the device says more"
+        text = f"{type(error).__name__}; see the log of the device"
     return sanitize_line(text)
 
 

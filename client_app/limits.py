@@ -45,7 +45,6 @@ class Limits:
     minutes: float = 60.0
 
     def memory_bytes(self) -> int:
-        """Return the allowed memory in bytes."""
         if self.memory is not None:
             return int(self.memory * 1e9)
         available = available_memory()

@@ -1,6 +1,7 @@
 """Sample of a client's local images, on which it compares models before training."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from fedssl.config.settings import DataSettings
 from fedssl.evaluation.features import extract
 from fedssl.methods.base import SSLMethod
+from fedssl.model_arrays import check_loaded
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import LocalTrainer, batches, index_rows
 
@@ -21,12 +23,6 @@ class LocalDataSample:
         All images of the data set, uint8, ``(n, channels, height, width)``.
     indices : Tensor
         Indices of the client's images, int64, ``(m,)``.
-    data : DataSettings
-        Mean and standard deviation of pixels.
-    training : LocalTrainer
-        Augmentation and batch size.
-    place : tuple of int and str
-        Seed path of the client and the round, see `fedssl.seeding`.
     labels : Tensor or None
         Classes of all images, int64, ``(n,)``, for methods that use them.
     on_step_start : callable
@@ -40,28 +36,26 @@ class LocalDataSample:
         *,
         data: DataSettings,
         training: LocalTrainer,
-        place: tuple[int | str, ...],
+        seed_path: tuple[int | str, ...],
         labels: Tensor | None,
         on_step_start: Callable[[], None],
     ) -> None:
         self._images, self._indices, self._labels, self._on_step_start = images, indices, labels, on_step_start
         self._data, self._training = data, training
-        self._seed, self._path = int(place[0]), place[1:]
+        self._seed, self._path = int(seed_path[0]), seed_path[1:]
 
     def features(self, method: SSLMethod, max_images: int) -> Tensor:
         """Return the encoder's features of at most ``max_images`` images, float32 ``(n, feature_dim)``, on the CPU."""
         self._on_step_start()
-        device, span = next(method.parameters()).device, method.encoder.active_stages
+        device, encoder = next(method.parameters()).device, method.encoder
         images = index_rows(self._images, self._subset(max_images), device)
-        frozen, span.frozen = span.frozen, 0  # all active stages, including frozen ones
-        try:
-            return extract(method.encoder, images, mean=self._data.mean, std=self._data.std, device=device)
-        finally:
-            span.frozen = frozen
+        with encoder.run_stages(replace(encoder.active_stages, frozen=0)):  # the frozen stages included
+            return extract(encoder, images, mean=self._data.mean, std=self._data.std, device=device)
 
     @torch.no_grad()
     def loss(self, method: SSLMethod, max_images: int) -> float:
         """Return the mean loss of at most ``max_images`` images in training mode, without an optimizer step."""
+        check_loaded(method)
         device = next(method.parameters()).device
         generator, training = torch_generator(self._seed, *self._path, "views"), self._training
         seed_torch(derive_seed(self._seed, *self._path, "loss"), device)

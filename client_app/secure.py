@@ -29,10 +29,7 @@ def secagg_reply(
 ) -> Message:
     """Return the reply to one stage of the protocol. ``train`` is called in the collect stage.
 
-    Raises
-    ------
-    RequestRefused
-        The server's parameters would reveal more than a sum.
+    Raises `RequestRefused` if the server's parameters would reveal more than a sum.
     """
     from client_app.compat import delta_reply, secaggplus_mod  # slow import
 
@@ -71,7 +68,7 @@ def _check(configs: ConfigRecord) -> None:
             value for key in ("sample_num", "share_num", "threshold") if isinstance(value := values.get(key), int)
         ]
         if len(numbers) < 3:
-            raise RequestRefused("secure aggregation was proposed without saying for how many clients")
+            raise RequestRefused("secure aggregation was proposed without the number of clients")
         clients, shares, threshold = numbers
         if min(clients, shares) < MIN_CLIENTS or not shares < 2 * threshold <= 2 * shares:
             raise RequestRefused(

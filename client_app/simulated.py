@@ -18,13 +18,7 @@ MARKER_KEY = "fedssl-simulation"  # key of the node's configuration
 
 @dataclass(frozen=True)
 class SimulationMarker:
-    """Mark that the engines of this project set in the configuration of a node, under `MARKER_KEY`.
-
-    Attributes
-    ----------
-    store : StateStore
-        Store of client states.
-    """
+    """Mark that the engines of this project set in the configuration of a node, under `MARKER_KEY`."""
 
     store: StateStore = FILE_STORE
 
@@ -43,34 +37,21 @@ def _in_ray_actor() -> bool:
 
 @dataclass(frozen=True)
 class SimulatedClient:
-    """A simulated client.
+    """A simulated client."""
 
-    Attributes
-    ----------
-    number : int
-        Partition id.
-    partitions : int
-        Number of partitions.
-    store : StateStore
-        Store of client states.
-    """
-
-    number: int
+    number: int  # partition id
     partitions: int
     store: StateStore = FILE_STORE
 
     @classmethod
     def read(cls, node_config: Mapping[str, Any]) -> "SimulatedClient":
-        """Return the client of a node's configuration."""
         marker = node_config.get(MARKER_KEY, SimulationMarker())  # Flower's own runtime sets none
         return cls(int(node_config["partition-id"]), int(node_config["num-partitions"]), marker.store)
 
     @property
     def name(self) -> str:
-        """Return the name of its folder."""
         return str(self.number)
 
     @property
     def node_info(self) -> NodeInfo:
-        """Return the reply to a node info query."""
         return NodeInfo(partition=self.number, partitions=self.partitions)

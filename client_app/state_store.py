@@ -3,41 +3,43 @@
 Versions make a resumed run exact: a run that resumes after round r loads what each client had saved before round r + 1,
 even if the client has saved newer versions.
 
-A file is a header (`_HEADER`), a JSON list of the tensors, and their bytes, each tensor aligned to 64 bytes. It is
+Files have the format of https://github.com/huggingface/safetensors, with a checksum in the metadata. They are
 memory-mapped, so loading a state costs only the copy into the model, and no content is executed.
 """
 
 import json
 import logging
-import math
-import struct
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO
 
-import numpy as np
 import torch
+import xxhash
+from safetensors import safe_open
 
-from fedssl.atomic_files import atomic_write, mmap_bytes, round_file, saved_rounds
+from fedssl.atomic_files import atomic_write, round_file, saved_rounds
 from fedssl.machine.memory import available_memory
-from fedssl.untrusted import MAX_TENSORS_BYTES, check_tensors_like
+from fedssl.runs.manifest import STATE_SUFFIX
+from fedssl.untrusted import MAX_TENSORS_BYTES, check_tensors_like, open_regular_file
 from strategies.interfaces import ClientState
 
 log = logging.getLogger("fedssl")
 
-STATE_SUFFIX = "state"  # of file names
-_HEADER = struct.Struct("<8sQQ40x")  # magic number, bytes of the list, checksum of all that follows the header
-_MARK = b"fedssl 1"
-_ALIGNED = 64
+CHECKSUM = "checksum"  # key of the metadata
 _DTYPES = {
-    str(dtype): dtype
-    for dtype in (
-        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    )
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
 
 
@@ -59,52 +61,25 @@ def load_state(folder: Path, *, before: int, template: Mapping[str, torch.Tensor
     return None
 
 
-def save_state(folder: Path, state: ClientState, *, round: int, keep_from: int) -> None:
+def save_state(folder: Path, state: ClientState, *, round: int, oldest_resumable: int) -> None:
     """Write the state after ``round`` atomically, and delete versions that no resumed run can need.
 
-    Parameters
-    ----------
-    keep_from : int
-        Oldest round from which a run can be resumed. The newest version up to it stays, older ones are deleted.
+    A run can be resumed from the round ``oldest_resumable`` or later: the newest version up to it stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    listed = [(name, str(value.dtype), list(value.shape)) for name, value in state.items()]
-    text = _padded(np.frombuffer(json.dumps(listed).encode(), dtype=np.uint8))
-    pieces = [text, *(_padded(value.flatten().view(torch.uint8).numpy()) for value in state.values())]
-    header = _HEADER.pack(_MARK, len(text), sum(map(_sum, pieces)) % 2**64)
-
-    def write(stream: BinaryIO) -> None:
-        stream.write(header)
-        stream.writelines(piece.data for piece in pieces)
-
-    atomic_write(round_file(folder, round, STATE_SUFFIX), write)
-    reachable = [version for version in saved_rounds(folder, STATE_SUFFIX) if version <= keep_from]
+    atomic_write(round_file(folder, round, STATE_SUFFIX), lambda stream: _write(stream, state))
+    reachable = [version for version in saved_rounds(folder, STATE_SUFFIX) if version <= oldest_resumable]
     for version in reachable[:-1]:
         round_file(folder, version, STATE_SUFFIX).unlink(missing_ok=True)
 
 
 def read_state(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> ClientState:
-    """Read one file. The tensors are memory-mapped and read-only.
-
-    Raises
-    ------
-    OSError, ValueError
-        The file is incomplete, of another format, or larger than ``max_bytes``.
-    """
-    content = mmap_bytes(file, max_bytes=max_bytes)
-    mark, length, total = _HEADER.unpack_from(content.numpy().data)
-    body = content[_HEADER.size :]
-    if mark != _MARK or _sum(body.numpy()) != total:
-        raise ValueError("the checksum is wrong")
-    state, start = {}, length
-    for name, dtype, shape in json.loads(body[:length].numpy().tobytes().rstrip(b"\0")):
-        if not isinstance(name, str) or not all(isinstance(number, int) and number >= 0 for number in shape):
-            raise ValueError("the list of tensors is invalid")
-        size = _DTYPES[dtype].itemsize * math.prod(shape)
-        state[name] = body[start : start + size].view(_DTYPES[dtype]).reshape(shape)
-        start += -(-size // _ALIGNED) * _ALIGNED
-    if start != len(body):
-        raise ValueError("the list does not fit the length")
+    """Read one file; raises any exception if it is damaged. The tensors are memory-mapped."""
+    open_regular_file(file, max_bytes=max_bytes).close()
+    with safe_open(file, "pt") as stored:
+        state = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118, not a dictionary
+        if (stored.metadata() or {}).get(CHECKSUM) != _checksum(state):
+            raise ValueError("the checksum is wrong")
     return state
 
 
@@ -113,44 +88,47 @@ def _max_bytes(template: Mapping[str, torch.Tensor]) -> int:
     return 2**24 + 8 * sum(value.nbytes for value in template.values())
 
 
-def _padded(piece: np.ndarray) -> np.ndarray:
-    """Return the bytes, padded with zeros to a multiple of `_ALIGNED`."""
-    rest = -len(piece) % _ALIGNED
-    return np.pad(piece, (0, rest)) if rest else piece
+def _write(stream: BinaryIO, state: ClientState) -> None:
+    """Write a file without the two copies of all tensors that `safetensors.torch.save` makes."""
+    header: dict[str, Any] = {"__metadata__": {CHECKSUM: _checksum(state)}}
+    end, tensors = 0, sorted(state.items(), key=lambda item: (-item[1].itemsize, item[0]))  # aligns every tensor
+    for name, value in tensors:
+        start, end = end, end + value.nbytes
+        header[name] = {"dtype": _DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    stream.write(len(text).to_bytes(8, "little") + text)
+    stream.writelines(_bytes(value) for _, value in tensors)
 
 
-def _sum(piece: np.ndarray) -> int:
-    """Return the sum of the 64-bit words, a checksum at memory speed."""
-    return int(np.add.reduce(piece.view(np.uint64)))
+def _bytes(value: torch.Tensor) -> memoryview:
+    return value.flatten().view(torch.uint8).numpy().data
 
 
-class StateStore(Protocol):
-    """Loads and saves states like `load_state` and `save_state`."""
+def _checksum(state: ClientState) -> str:
+    """Return a checksum of names, dtypes, shapes and values, computed at memory speed."""
+    digest = xxhash.xxh3_64()
+    for name, value in sorted(state.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(_bytes(value))
+    return digest.hexdigest()
 
-    def load(self, folder: Path, *, before: int, template: Mapping[str, torch.Tensor]) -> ClientState | None: ...
 
-    def save(self, folder: Path, state: ClientState, *, round: int, keep_from: int) -> None: ...
-
-
-class FileStateStore:
-    """Store of files only. A saved state is on the disk."""
+class StateStore:
+    """Store of files only, see `load_state` and `save_state`. A saved state is on the disk."""
 
     def load(self, folder: Path, *, before: int, template: Mapping[str, torch.Tensor]) -> ClientState | None:
-        """Call `load_state`."""
         return load_state(folder, before=before, template=template)
 
-    def save(self, folder: Path, state: ClientState, *, round: int, keep_from: int) -> None:
-        """Call `save_state`."""
-        save_state(folder, state, round=round, keep_from=keep_from)
+    def save(self, folder: Path, state: ClientState, *, round: int, oldest_resumable: int) -> None:
+        save_state(folder, state, round=round, oldest_resumable=oldest_resumable)
 
 
-FILE_STORE: StateStore = FileStateStore()
+FILE_STORE = StateStore()
 
 
 @dataclass(frozen=True)
 class _PendingState:
-    """A state, its round, and the pending write of its file."""
-
     state: ClientState
     round: int
     written: Future[None]
@@ -160,16 +138,12 @@ class _PendingState:
         return sum(value.nbytes for value in self.state.values())
 
 
-class WriteBehind:
+class WriteBehind(StateStore):
     """Store of files with a cache in memory: a thread writes a saved state while the next client trains.
 
-    For folders to which only this process writes. As a context manager it waits for all writes.
-
-    Parameters
-    ----------
-    max_bytes : int, optional
-        Maximum size of the states in memory. The oldest are evicted after they are written. None is an eighth of the
-        available memory.
+    For folders to which only this process writes. As a context manager it waits for all writes. If the states in memory
+    are larger than ``max_bytes``, the oldest are evicted after they are written; None is an eighth of the available
+    memory.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
@@ -196,12 +170,12 @@ class WriteBehind:
                 pass  # as for a damaged file, use the previous version
         if saved is not None:
             saved.written.exception()  # waits
-        return load_state(folder, before=before, template=template)
+        return super().load(folder, before=before, template=template)
 
-    def save(self, folder: Path, state: ClientState, *, round: int, keep_from: int) -> None:
+    def save(self, folder: Path, state: ClientState, *, round: int, oldest_resumable: int) -> None:
         """Cache the state, which must not change afterwards, and write it in the background. See `save_state`."""
         self._forget(folder)
-        written = self._executor.submit(save_state, folder, state, round=round, keep_from=keep_from)
+        written = self._executor.submit(save_state, folder, state, round=round, oldest_resumable=oldest_resumable)
         self._saved[folder] = _PendingState(state, round, written)
         self._size += self._saved[folder].size
         while self._size > self._max_bytes:

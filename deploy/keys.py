@@ -39,7 +39,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 CA_DAYS, SERVER_DAYS = 3650, 825  # validity
-LOCAL = ("localhost", "127.0.0.1")  # for nginx and the operator on the server
+LOOPBACK_NAMES = ("localhost", "127.0.0.1")  # for nginx and the operator on the server
 
 
 def main() -> None:
@@ -57,13 +57,7 @@ def main() -> None:
 
 
 def create_all(folder: Path, *, server: Sequence[str], nodes: Sequence[str]) -> list[str]:
-    """Create missing files, and return a line for each file.
-
-    Raises
-    ------
-    ValueError
-        The name of a node is invalid, the server's certificate has other names, or a key is missing.
-    """
+    """Create missing files, and return a line for each file; `ValueError` if names or existing files do not fit."""
     for name in nodes:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
             raise ValueError(f"node {name!r} cannot name a file; use letters, digits, _, - and .")
@@ -74,7 +68,7 @@ def create_all(folder: Path, *, server: Sequence[str], nodes: Sequence[str]) -> 
     ca = _certificate(folder / "ca.crt", messages, names=["fedssl"], key=ca_key, signed_by=None)
     if server:
         key = _key(folder / "server.key", messages)
-        _certificate(folder / "server.crt", messages, names=[*server, *LOCAL], key=key, signed_by=(ca, ca_key))
+        _certificate(folder / "server.crt", messages, names=[*server, *LOOPBACK_NAMES], key=key, signed_by=(ca, ca_key))
     for name in nodes:
         public = _key(nodes_folder / f"{name}.key", messages, ssh=True).public_key()
         line = public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + f" {name}\n".encode()

@@ -49,22 +49,13 @@ KINDS = ("local SSL", "global SSL", "local SL")
 
 @dataclass(frozen=True)
 class Finding:
-    """Measurements of one kind of features in one draw of the data.
-
-    Attributes
-    ----------
-    dim, seed : int
-    kind : str
-        One of `KINDS`; local features are of the first source.
-    representability, correlation : ndarray
-        ``(sources,)``, of e_1, ..., e_K; the correlation is NaN for self-supervised features.
-    """
+    """Measurements of one kind of features in one draw of the data."""
 
     dim: int
     seed: int
-    kind: str
-    representability: np.ndarray
-    correlation: np.ndarray
+    kind: str  # one of `KINDS`; local features are of the first source
+    representability: np.ndarray  # (sources,), of e_1, ..., e_K
+    correlation: np.ndarray  # (sources,), NaN for self-supervised features
 
 
 def draw_source(
@@ -89,13 +80,7 @@ def self_supervised(sources: Sequence[np.ndarray], *, width: int) -> np.ndarray:
 
 
 def supervised(images: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Return features ``(rank, dim)`` of the smallest two-layer linear network with margins of 1 for all images.
-
-    Raises
-    ------
-    InputError
-        The images cannot be separated.
-    """
+    """Return features ``(rank, dim)`` of the smallest two-layer linear network with margins of 1 for all images."""
     from sklearn.svm import LinearSVC
 
     solver = LinearSVC(multi_class="crammer_singer", C=HARD, fit_intercept=False, tol=1e-6, max_iter=10**5)

@@ -1,1 +1,1 @@
-"""Federated self-supervised learning: the learning library, which knows nothing of servers and clients."""
+"""Federated self-supervised learning: the learning library, independent of servers and clients."""

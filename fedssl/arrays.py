@@ -95,7 +95,6 @@ class Cosines:
 
     @property
     def finite(self) -> bool:
-        """Whether all values of the client are finite."""
         return self.first_invalid is None
 
 

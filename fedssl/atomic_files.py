@@ -37,7 +37,7 @@ def atomic_write(file: Path, write: Callable[[BinaryIO], object]) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         partial.replace(file)
-        _sync_folder(file.parent)
+        fsync_folder(file.parent)
     except RuntimeError as error:
         if isinstance(error.__context__, OSError):  # torch hides the error of the file system
             raise error.__context__ from None
@@ -81,15 +81,7 @@ def reject_symlinks(folder: Path) -> None:
 
 
 def make_subfolder(folder: Path, name: str) -> Path:
-    """Create a subfolder if it does not exist.
-
-    Raises
-    ------
-    InputError
-        If it is a symbolic link, which would redirect writes.
-    OSError
-        If it cannot be created.
-    """
+    """Create a subfolder if it does not exist; `InputError` if it is a symbolic link, which would redirect writes."""
     inner = folder / name
     if inner.is_symlink():
         raise InputError(f"{inner} is a symbolic link; replace it by the folder it refers to")
@@ -143,7 +135,17 @@ def new_run_folder() -> Path:
     raise InputError(f"{base} and 999 more folders exist; set output_dir=...")
 
 
-def _sync_folder(folder: Path) -> None:
+def make_run_folder(folder: Path) -> None:
+    """Create the folder of a run if it is missing; raises `InputError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"output_dir={folder} cannot be written ({error.strerror}); choose a folder that you may write to"
+        ) from error
+
+
+def fsync_folder(folder: Path) -> None:
     """Flush the entries of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -1,11 +1,67 @@
-"""Error messages and exit statuses of all commands."""
+"""The five commands: entry points, signals, error messages and exit statuses."""
 
+import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
 
 from fedssl.errors import InputError, RunError
-from fedssl.untrusted import sanitize
+
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+_received: list[int] = []
+
+
+def fedssl() -> None:
+    """Run the command ``fedssl``."""
+    _main("fedssl", "simulation.cli")
+
+
+def fedssl_evaluate() -> None:
+    """Run the command ``fedssl-evaluate``."""
+    _main("fedssl-evaluate", "fedssl.evaluation.cli")
+
+
+def fedssl_export() -> None:
+    """Run the command ``fedssl-export``."""
+    _main("fedssl-export", "fedssl.export.cli")
+
+
+def fedssl_report() -> None:
+    """Run the command ``fedssl-report``."""
+    _main("fedssl-report", "fedssl.report.cli")
+
+
+def fedssl_runs() -> None:
+    """Run the command ``fedssl-runs``."""
+    _main("fedssl-runs", "fedssl.runs.cli")
+
+
+def _main(name: str, module: str) -> None:
+    """Handle signals, import the module of a command, which is slow, run it, and exit with its status."""
+    for number in _SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a background job of a script
+            signal.signal(number, _interrupt)
+
+    def command() -> int:
+        status: int = importlib.import_module(module).main()
+        for number in _SIGNALS:  # nothing is left to interrupt
+            signal.signal(number, signal.SIG_IGN)
+        return status
+
+    sys.exit(run_command(name, command))
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Interrupt the command at the first signal, and end the process at the second."""
+    if _received:
+        if sys.stdout.isatty():
+            os.write(sys.stdout.fileno(), b"\x1b[?25h")  # show the cursor, which a progress bar hides
+        os._exit(128 + number)
+    _received.append(number)
+    raise KeyboardInterrupt
 
 
 def run_command(name: str, command: Callable[[], int | None]) -> int:
@@ -14,24 +70,39 @@ def run_command(name: str, command: Callable[[], int | None]) -> int:
     Returns
     -------
     int
-        Of the command, or 0; 1 if it failed, 2 if the user has to correct something, 130 after Ctrl-C. A closed pipe,
-        as in ``fedssl-report ... | head``, is not a failure.
+        Of the command, or 0; 1 if it failed, 2 if the user has to correct something, 128 + the number of the signal
+        that stopped it (130 for Ctrl-C). A closed pipe, as in ``fedssl-report ... | head``, is not a failure.
     """
     try:
         status = command()
         sys.stdout.flush()
-    except InputError as error:
-        return _print_error(f"{name}: {error}", status=2)
-    except RunError as error:
-        return _print_error(f"{name}: {error}", status=1)
-    except KeyboardInterrupt as stop:
-        return _print_error(f"{name}: stopped{stop}", status=130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt) or _received:  # an import that was interrupted may raise any error
+            return _print_stop(name, str(error) if isinstance(error, KeyboardInterrupt) else "")
+        if isinstance(error, InputError | RunError):
+            return _print_error(f"{name}: {error}", status=2 if isinstance(error, InputError) else 1)
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        raise
     return status or 0
 
 
+def _print_stop(name: str, where: str) -> int:
+    number = _received[0] if _received else signal.SIGINT
+    cause = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
+    return _print_error(f"{name}: stopped{cause}{where}", status=128 + number)
+
+
 def _print_error(message: str, *, status: int) -> int:
-    print(sanitize(message), file=sys.stderr)
+    with suppress(OSError):  # the terminal may be closed
+        print(_sanitize(message), file=sys.stderr, flush=True)
     return status
+
+
+def _sanitize(message: str) -> str:
+    try:
+        from fedssl.untrusted import sanitize  # here: signals are handled before it is imported
+    except Exception:  # an import that was interrupted cannot be repeated
+        return message.encode("ascii", "backslashreplace").decode()
+    return sanitize(message)

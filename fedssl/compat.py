@@ -8,6 +8,8 @@ import uuid
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.common import FitIns, Parameters, parameters_to_ndarrays
 from flwr.common.constant import ErrorCode
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD, Key
 from flwr.server.workflow.secure_aggregation.secaggplus_workflow import WorkflowState
@@ -21,6 +23,8 @@ __all__ = [
     "SecAggPlusWorkflow",
     "WorkflowState",
     "assign_message_id",
+    "content_from_bytes",
+    "content_to_bytes",
     "empty_instructions",
     "error_reply",
     "parameters_to_ndarrays",
@@ -45,6 +49,17 @@ def assign_message_id(message: Message) -> str:
     """Assign a unique id to a message, and return it."""
     message.metadata.__dict__["_message_id"] = str(uuid.uuid4())
     return message.metadata.message_id
+
+
+def content_to_bytes(content: RecordDict) -> bytes:
+    """Serialize the content of a message."""
+    data: bytes = recorddict_to_proto(content).SerializeToString()
+    return data
+
+
+def content_from_bytes(data: bytes) -> RecordDict:
+    """Return the content of a message from `content_to_bytes`."""
+    return recorddict_from_proto(ProtoRecordDict.FromString(data))
 
 
 def workflow_records(round: int) -> RecordDict:

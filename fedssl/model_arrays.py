@@ -30,10 +30,10 @@ def names_in_parts(method: SSLMethod, parts: Iterable[str]) -> list[str]:
 
 
 def move_layers_out(method: SSLMethod, names: Iterable[str]) -> Layers:
-    """The named layers, taken out of the model.
+    """Move the named layers out of the model. `load_layers` must fill them before the model is used again.
 
-    On a CPU nothing is copied: the caller gets the model's memory and the model gets new memory with arbitrary numbers
-    in it, which `load_layers` has to fill before the model is used again.
+    On a CPU nothing is copied: the caller gets the model's memory, and the model gets new memory with arbitrary values.
+    Until it is filled, `check_loaded` rejects the model.
     """
     layers = {}
     for name in names:
@@ -41,7 +41,18 @@ def move_layers_out(method: SSLMethod, names: Iterable[str]) -> Layers:
         layers[name] = value.detach().contiguous().cpu().numpy()
         if value.device.type == "cpu":
             value.data = torch.empty_like(value)
+    method.moved_out.update(layers)
     return layers
+
+
+def check_loaded(method: SSLMethod, names: Iterable[str] | None = None) -> None:
+    """Raise `RuntimeError` if an active layer, or one of ``names``, was moved out of the model and not loaded since."""
+    used = method.named_tensors.keys() - method.inactive_names if names is None else set(names)
+    missing = method.moved_out & used
+    if missing:
+        raise RuntimeError(
+            f"{len(missing)} layers, such as {min(missing)}, were moved out of the model; load them before it is used"
+        )
 
 
 def clone_tensors(method: SSLMethod, names: Iterable[str]) -> dict[str, Tensor]:
@@ -70,7 +81,11 @@ def exchanged_names(method: SSLMethod) -> list[str]:
 def load_and_start_round(method: SSLMethod, layers: Layers) -> Layers:
     """Load layers, prepare the method for a client's local training, and return the layers."""
     load_layers(method, layers)
-    method.start_round(first=not layers.keys() >= set(local_names(method)))
+    local = set(local_names(method))
+    first = not layers.keys() >= local
+    method.start_round(first=first)
+    if first:  # the method initializes them
+        method.moved_out.difference_update(local)
     return layers
 
 
@@ -89,6 +104,7 @@ def load_layers(method: SSLMethod, layers: Layers) -> None:
             has = "no such layer" if tensor is None else tuple(tensor.shape)
             raise ValueError(f"layer {name} has shape {array.shape} but the model has {has}")
         tensor.copy_(torch.from_numpy(array))
+        method.moved_out.discard(name)
 
 
 def part_name(name: str) -> str:

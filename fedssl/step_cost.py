@@ -1,17 +1,14 @@
-"""What a client's training step costs, measured on the step itself: floating point operations and memory.
+"""FLOPs and peak memory of one training step, measured while `fedssl.training.train` trains a copy of the method.
 
-The step is that of `fedssl.training.train`, augmentation and optimiser included, on copies of all that it changes.
+FLOPs are those of torch's `FlopCounterMode`: 2 per multiplication of a matrix product, a convolution or attention,
+forward and backward. Normalization, softmax, activations and the optimizer count 0. The backward pass of attention
+computes the scores again, as memory-efficient kernels do.
 
-FLOPs are those of torch's `FlopCounterMode`: two for every multiplication of a matrix product, a convolution or an
-attention, forward and backward; all else (normalisation, softmax, activations, the optimiser) counts nothing. The
-backward pass of attention counts the scores anew, as memory-saving kernels compute them.
-
-Memory is that of tensors at the worst moment: weights and buffers, those out of use in the stage included, gradients,
-the optimiser's state, activations that wait for the backward pass, views, and what a regulariser or a method keeps of
-its own. On a GPU it is what torch's allocator says. On a CPU every operation's outputs are followed until their memory
-is freed, so what a kernel needs for itself while it runs is not in it. In neither is the data set, what a library
-holds outside torch's allocator (cuBLAS, oneDNN), the message that brought the layers, Python, and what an allocator
-keeps beyond what is in use.
+Peak memory is that of tensors: weights and buffers including inactive ones, gradients, the optimizer's state,
+activations saved for the backward pass, views, and what a regularizer or a method stores. On a GPU it is measured by
+torch's allocator. On a CPU the outputs of every operation are tracked until their memory is freed, without temporaries
+inside kernels. Neither includes the data set, memory outside of torch's allocator (cuBLAS, oneDNN), messages, Python,
+and the allocator's unused memory.
 """
 
 import copy
@@ -45,14 +42,12 @@ class StepCost:
 
     Attributes
     ----------
-    num_images : int
-        Of the step.
     flops : float
-        Forward and backward; with depth dropout the expected number.
+        Forward and backward; the expected number with depth dropout.
     peak_memory : int
-        Bytes at the worst moment; with depth dropout where no stage is left out.
+        Bytes; with depth dropout the peak of a step that skips no stage.
     trained_parameters, parameters_in_memory : int
-        How many numbers are trained, and how many are in use: trained, frozen, or of a target network.
+        Numbers of trained parameters, and of all active ones: trained, frozen, or of a target network.
     """
 
     num_images: int
@@ -63,7 +58,7 @@ class StepCost:
 
     @property
     def flops_per_image(self) -> float:
-        """FLOPs of an epoch, divided by its images."""
+        """FLOPs divided by the number of images."""
         return self.flops / self.num_images
 
 
@@ -74,17 +69,17 @@ def step_cost(
     training: LocalTrainer,
     labels: Tensor | None = None,
 ) -> StepCost:
-    """Measure a step of ``method`` in the stage it is in.
+    """Measure a step of ``method`` with its active stages.
 
-    Nothing changes by it: not the method, the optimiser, the regulariser, nor any random generator.
+    The method, the optimizer, the regularizer and all random generators remain unchanged.
 
     Parameters
     ----------
     images : Tensor
-        The images of the step, at least two, ``(batch, channels, height, width)``, uint8, on the method's device.
-        What is on them does not matter.
+        Images of the step, at least two, ``(batch, channels, height, width)``, uint8, on the method's device. Their
+        content has no effect.
     training : LocalTrainer
-        How the method is trained; epochs and batch size do not matter.
+        Training parts; epochs and batch size are ignored.
     labels : Tensor or None
         As in `fedssl.training.train`.
     """
@@ -92,20 +87,20 @@ def step_cost(
 
     def measure() -> tuple[int, int]:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), memory_of(device) as memory:
-            own, optimizer, regularizer = copy.deepcopy((method, training.optimizer, training.regularizer))
-            own_training = replace(training, optimizer=optimizer, regularizer=regularizer, epochs=1, graphs=None)
+            copied, optimizer, regularizer = copy.deepcopy((method, training.optimizer, training.regularizer))
+            one_epoch = replace(training, optimizer=optimizer, regularizer=regularizer, epochs=1, graphs=None)
 
             def step(num_images: int) -> None:
                 train(
-                    own,
+                    copied,
                     images,
                     torch.arange(num_images),
-                    training=replace(own_training, batch_size=num_images),
+                    training=replace(one_epoch, batch_size=num_images),
                     generator=torch_generator(0, "cost"),
                     labels=labels,
                 )
 
-            step(WARMUP_IMAGES)  # after it there is all that stays from step to step, such as the optimiser's state
+            step(WARMUP_IMAGES)  # creates what persists from step to step, such as the optimizer's state
             memory.reset_peak()
             flops = count_flops()
             with flops:
@@ -125,22 +120,22 @@ def step_cost(
 
 
 def count_flops() -> FlopCounterMode:
-    """Torch's counter, with a formula for every kernel of attention."""
+    """Return torch's counter with a formula for every kernel of attention."""
     aten: Any = torch.ops.aten
     formulas = {
-        # Older versions of torch count nothing for these two.
+        # Older versions of torch count 0 for these two.
         aten._scaled_dot_product_flash_attention_for_cpu: _attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-        # What torch takes in eval mode without gradients if the number of heads is even.
+        # Used in eval mode without gradients if the number of heads is even.
         aten._native_multi_head_attention: _attention_layer,
     }
     return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
 class TensorMemory(TorchDispatchMode):
-    """Bytes of all tensors that come into being while it is entered, as long as they live.
+    """Peak memory of all tensors that are created while the mode is active.
 
-    Tensors that share memory count once. Temporaries inside a kernel do not count, nor do tensors from before.
+    Tensors that share memory count once. Temporaries inside kernels and earlier tensors do not count.
     """
 
     def __init__(self) -> None:
@@ -149,18 +144,18 @@ class TensorMemory(TorchDispatchMode):
         self._now = self._peak = 0
 
     def reset_peak(self) -> None:
-        """Forget the worst moment so far."""
+        """Set the peak to the current memory."""
         self._peak = self._now
 
     def peak(self) -> int:
-        """Bytes at the worst moment."""
+        """Return the peak in bytes since the last reset."""
         return self._peak
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {key for key, _ in _storages((args, kwargs))}
+        inputs = {key for key, _ in _storages((args, kwargs))}
         for key, storage in _storages(out):
-            if key not in self._alive and key not in given:
+            if key not in self._alive and key not in inputs:
                 self._alive[key] = weakref.ref(storage, partial(self._freed, key, storage.nbytes()))
                 self._now += storage.nbytes()
         self._peak = max(self._peak, self._now)
@@ -172,23 +167,21 @@ class TensorMemory(TorchDispatchMode):
 
 
 class CudaMemory:
-    """What torch's allocator has given out on a GPU since the object was made."""
+    """Peak of torch's allocator on a GPU, relative to the memory at construction; interface as in `TensorMemory`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before = device, torch.cuda.memory_allocated(device)
 
     def reset_peak(self) -> None:
-        """Forget the worst moment so far."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
-        """Bytes at the worst moment."""
         return torch.cuda.max_memory_allocated(self._device) - self._before
 
 
 @contextmanager
 def memory_of(device: torch.device) -> Iterator[TensorMemory | CudaMemory]:
-    """Follow what tensors take on the device from here on."""
+    """Track the memory of tensors on the device inside the block."""
     if device.type == "cuda":
         yield CudaMemory(device)
     else:
@@ -197,7 +190,7 @@ def memory_of(device: torch.device) -> Iterator[TensorMemory | CudaMemory]:
 
 
 def _storages(tree: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:
-    """The memory of all tensors in nested containers, and its identity."""
+    """Yield key and storage of each tensor in nested containers."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
             storage = leaf.untyped_storage()
@@ -205,20 +198,18 @@ def _storages(tree: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:
 
 
 def _expected(method: SSLMethod, measure: Callable[[], tuple[int, int]]) -> tuple[float, int]:
-    """Mean FLOPs over the draws of depth dropout, and the peak memory without it.
+    """Return the expected FLOPs over the draws of depth dropout, and the peak memory without it.
 
-    A frozen stage costs the same whichever others are left out, so that what all and what none of them cost suffices.
+    Stages are skipped independently, so the FLOPs of no and of all skipped stages determine the expectation.
     """
-    span, dropout = method.encoder.active_stages, method.encoder.active_stages.depth_dropout
-    try:
-        span.depth_dropout = 0.0
+    active = method.encoder.active_stages
+    dropout = active.depth_dropout
+    with method.encoder.run_stages(replace(active, depth_dropout=0.0)):
         flops, peak = measure()
-        if not dropout:
-            return flops, peak
-        span.depth_dropout = 1.0
+    if not dropout:
+        return flops, peak
+    with method.encoder.run_stages(replace(active, depth_dropout=1.0)):
         return (1 - dropout) * flops + dropout * measure()[0], peak
-    finally:
-        span.depth_dropout = dropout
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
@@ -230,26 +221,23 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any,
 
 
 def _attention_layer(query: Any, key: Any, value: Any, width: int, heads: int, *args: Any, **kwargs: Any) -> int:
-    """Four linear layers of ``width``, and the attention of all heads, on tokens ``(batch, length, width)``."""
+    """Return the FLOPs of four linear layers and attention on tokens ``(batch, length, width)``."""
     batch, length, _ = query
     head = (batch, heads, length, width // heads)
     return int(2 * batch * length * 4 * width**2 + sdpa_flop_count(head, head, head))
 
 
 class TrainingCostMeter:
-    """Measures the cost of a training step once per phase, on the server's method, which is unchanged.
+    """Measures the cost of a training step once per phase, on the server's method, which remains unchanged.
 
     Parameters
     ----------
-    method : SSLMethod
     training : LocalTrainer
-        Of the clients.
-    image_data : ImageData
-        Of the federation.
+        Training of the clients.
     parts : sequence of ndarray
-        The images of each client.
+        Indices of each client's images in ``image_data``.
     device : torch.device
-        Where the method is.
+        Device of the method.
     trainings_per_round : int
         Number of trainings of a client in a round.
     """

@@ -15,6 +15,7 @@ from fedssl.machine.cuda_graphs import CudaGraphCache, check_fused
 from fedssl.machine.devices import is_gpu, to_device
 from fedssl.machine.process import optimizer_step
 from fedssl.methods.base import SSLMethod
+from fedssl.model_arrays import check_loaded
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 
 Augment = Callable[[Tensor, torch.Generator], tuple[Tensor, Tensor]]
@@ -47,8 +48,6 @@ class LocalTrainer:
         Optimizer of all parameters that the method trains in any phase.
     base_lrs : tuple of float
         Learning rates of the optimizer's groups, before any factor.
-    regularizer : Regularizer
-    epochs : int
     batch_size : int
         Maximum number of images per step; an epoch is split into batches of nearly equal size, see `batches`.
     precision : {"fp32", "bf16"}
@@ -74,19 +73,12 @@ class LocalTrainer:
 
     @classmethod
     def build(cls, settings: TrainingSettings, method: SSLMethod) -> "LocalTrainer":
-        """Build the parts for a method, whose weights are converted to the views' memory format on a GPU.
-
-        Raises
-        ------
-        InputError
-            If a setting is not valid, the regularizer needs a part that the method does not have, or steps to be
-            captured are not equal.
-        """
+        """Build the parts for a method, whose weights are converted to the views' memory format on a GPU."""
         regularizer: Regularizer = settings.regularizer.instantiate()
-        part = regularizer.resolve_part(method)
-        if part not in (None, *(name for name, _ in method.named_children())):
+        part_name = regularizer.resolve_part(method)
+        if part_name not in (None, *(name for name, _ in method.named_children())):
             raise InputError(
-                f"{type(regularizer).__name__} needs a {part}, which {type(method).__name__} does not "
+                f"{type(regularizer).__name__} needs a {part_name}, which {type(method).__name__} does not "
                 "have; set another regularizer or method"
             )
         device = next(method.parameters()).device
@@ -96,10 +88,10 @@ class LocalTrainer:
         base_lrs = tuple(group["lr"] for group in optimizer.param_groups)
         if settings.cuda_graphs:
             check_fused(optimizer)
-            for kind in (method, regularizer):
-                if not kind.cuda_graph_safe:
+            for part in (method, regularizer):
+                if not part.cuda_graph_safe:
                     raise InputError(
-                        f"cuda_graphs=true but the steps of {type(kind).__name__} differ with these settings; "
+                        f"cuda_graphs=true but the steps of {type(part).__name__} differ with these settings; "
                         "set cuda_graphs=false"
                     )
         return cls(
@@ -132,14 +124,9 @@ class LocalTrainer:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of local training.
+    """Mean loss per image over the last epoch, including the regularizer, and number of images of the client.
 
-    Attributes
-    ----------
-    loss : float
-        Mean loss per image over the last epoch, including the regularizer; NaN without epochs.
-    num_examples : int
-        Number of images of the client.
+    The loss is NaN without epochs.
     """
 
     loss: float
@@ -178,6 +165,7 @@ def train(
     Random parameters of views are drawn at the start of an epoch. The loss stays on the device until the end: one
     synchronization per call, unless the regularizer synchronizes.
     """
+    check_loaded(method)
     method.train()
     training.regularizer.on_train_start(method)
     step = partial(_step, method, training, generator)
@@ -187,10 +175,10 @@ def train(
     epoch_loss = torch.zeros((), device=device)
     for _ in range(training.epochs):
         epoch_loss.zero_()
-        cut = list(batches(indices, training.batch_size, generator=generator, min_batch_size=method.min_batch_size))
-        sizes = [len(batch) for batch in cut]
+        epoch = list(batches(indices, training.batch_size, generator=generator, min_batch_size=method.min_batch_size))
+        sizes = [len(batch) for batch in epoch]
         params = training.augment.sample_params(sizes, image_shape=images.shape[1:], device=device, generator=generator)
-        batch_indices = to_device(torch.cat(cut), images.device)
+        batch_indices = to_device(torch.cat(epoch), images.device)
         classes = () if labels is None else index_rows(labels, batch_indices, device).split(sizes)
         for number, (rows, batch_params) in enumerate(zip(batch_indices.split(sizes), params, strict=True)):
             on_step_start()

@@ -52,11 +52,6 @@ def sanitize_line(text: str | None, *, max_chars: int = 300) -> str:
 def open_regular_file(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> BufferedReader:
     """Open a regular file for reading; pipes, devices and folders are rejected without blocking.
 
-    Parameters
-    ----------
-    max_bytes : int
-        Maximum size in bytes.
-
     Raises
     ------
     OSError
@@ -74,13 +69,7 @@ def open_regular_file(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> Buff
 
 
 def read_text(file: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str | None:
-    """Read a text file, UTF-8; None if it does not exist.
-
-    Raises
-    ------
-    InputError
-        If it cannot be read, is too large, or is not text.
-    """
+    """Read a text file, UTF-8; None if it does not exist, `InputError` if it is not readable text."""
     try:
         with open_regular_file(file, max_bytes=max_bytes) as stream:
             return str(stream.read(max_bytes + 1), encoding="utf-8")  # the file may grow
@@ -93,19 +82,12 @@ def read_text(file: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str | None:
 
 
 def read_yaml(file: Path, kind: type) -> Any:
-    """Read plain data of this type from a YAML file; interpolations stay text. None if the file does not exist.
-
-    Raises
-    ------
-    InputError
-        If it cannot be read, or contains another type.
-    """
+    """Read plain data of this type from a YAML file; interpolations stay text. As `read_text` otherwise."""
     text = read_text(file)
     if text is None:
         return None
     try:
-        _check_events(text)
-        content = yaml.safe_load(text)
+        content = yaml.load(text, Loader=_PlainLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise corrupt_file_error(file, f"it is not valid YAML: {_reason(error)}") from error
     if not isinstance(content, kind):
@@ -142,14 +124,15 @@ def read_tensors(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> Any:
 
 def check_tensors_like(tensors: Mapping[str, Any], template: Mapping[str, Any]) -> None:
     """Raise a `ValueError` if a tensor differs in shape or dtype from that name's in ``template``, or is not finite."""
-    from torch import Tensor
+    from torch import Tensor, stack
 
     for name in tensors.keys() & template.keys():
         value, expected = tensors[name], template[name]
         if not isinstance(value, Tensor) or (value.shape, value.dtype) != (expected.shape, expected.dtype):
             actual = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{name} is {actual} instead of {expected.dtype} {tuple(expected.shape)}")
-        if not value.isfinite().all():
+        # `aminmax` propagates NaN and reads the tensor once, without the temporary tensors of `isfinite`.
+        if value.numel() and not stack(value.aminmax()).isfinite().all():
             raise ValueError(f"{name} has values that are not finite")
 
 
@@ -191,15 +174,21 @@ def _reason(error: Exception) -> str:
     return known or sanitize(" ".join(str(error).split())[:200]) or type(error).__name__
 
 
-def _check_events(text: str) -> None:
-    """Reject aliases, which expand a few lines to gigabytes, and unlimited depth."""
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        if isinstance(event, yaml.AliasEvent):
+class _PlainLoader(yaml.SafeLoader):
+    """Loader that rejects aliases, which expand a few lines to gigabytes, and unlimited depth."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
             raise ValueError("it contains an alias")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MAX_DEPTH:
+        nested = self.check_event(yaml.CollectionStartEvent)
+        self._depth += nested
+        if self._depth > _MAX_DEPTH:
             raise ValueError(f"it is nested more than {_MAX_DEPTH} levels deep")
+        node = super().compose_node(parent, index)
+        self._depth -= nested
+        return node
 
 
 def _archive(stream: IO[bytes]) -> zipfile.ZipFile:
@@ -227,8 +216,8 @@ def _check_tensors(content: Any, size: int, *, values: int) -> None:
     from torch import Tensor
 
     storages: dict[int, int] = {}
-    for number, value in enumerate(iter_leaves(content)):
-        if number > values:  # repeated references count each time
+    for count, value in enumerate(iter_leaves(content)):
+        if count > values:  # repeated references count each time
             raise ValueError("its values are referenced too often")
         if isinstance(value, Tensor):
             storage = value.untyped_storage()

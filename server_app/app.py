@@ -30,7 +30,7 @@ from server_app.checkpoint import StateSchema
 from server_app.compatibility import NO_SERVER_DATA
 from server_app.console import disk_errors_as_run_error, log_to, make_screen
 from server_app.evaluator import ResultsByModel
-from server_app.messaging import MessageExchange
+from server_app.messaging import DelayedExchange, MessageExchange
 from server_app.nodes import federation_size
 from server_app.personalization import evaluate_personalized
 from server_app.recorder import Recorder
@@ -114,17 +114,8 @@ def execute(
 ) -> None:
     """Run all rounds. The reason for an early end is in ``summary.json``.
 
-    Parameters
-    ----------
-    grid : Grid
-    settings : Settings
-        With a run folder.
-    on_start : callable, optional
-        Called with the run folder once all settings are valid.
-    terminal : bool
-        Whether the run may draw a progress bar, because nothing else writes to standard output.
-    client_cores : int, optional
-        Number of cores of this machine that clients use; None if unknown.
+    ``on_start`` is called with the run folder once all settings are valid. ``terminal`` allows a progress bar, because
+    nothing else writes to standard output. Clients use ``client_cores`` cores of this machine; None if unknown.
     """
     screen = make_screen(terminal=terminal)
     recorder = Recorder(settings.recording, rounds=settings.rounds, screen=screen)
@@ -173,8 +164,8 @@ def run(
                 untrained=context.initial_model(),
                 clients=max([settings.num_clients, *(number + 1 for number in client_ids.values())]),
                 phases=len(context.phases),
-                is_valid_model_state=context.strategy.server.is_valid_model_state,
-                is_valid_strategy_state=context.strategy.server.is_valid_strategy_state,
+                model_state_type=context.strategy.server.model_state_type,
+                strategy_state_type=context.strategy.server.strategy_state_type,
             )
         )
     recorder.start_run(settings.recording, components.client_data)
@@ -191,7 +182,8 @@ def run(
     problem = NO_SERVER_DATA if settings.data.federated is None else why_not_evaluable(settings.data)
     if problem:
         log.warning("nothing will be evaluated: %s", problem)
-    exchange = MessageExchange(grid, keep_contents=settings.aggregation.buffered)
+    exchange = make_exchange(grid, settings, is_deployment=components.client_data is None)
+    exchange.restore(state.in_flight)
     background = can_evaluate_in_background(components, client_cores)
     state = TrainingLoop(exchange, components, state, recorder, background=background).run()
     results_by_model = finish(components, state, settings, recorder)
@@ -200,6 +192,13 @@ def run(
         with set_active_stages(components.method, depth=components.context.phases[-1].depth):
             recorder.personalized(evaluate_personalized(exchange, components, state, trained=trained, epochs=epochs))
     return (*results_by_model, problem)
+
+
+def make_exchange(grid: Grid, settings: Settings, *, is_deployment: bool) -> MessageExchange:
+    """Return the exchange of messages, in which simulated clients are late if the aggregation is buffered."""
+    if settings.aggregation.buffered and not is_deployment:
+        return DelayedExchange(grid, sigma=settings.aggregation.delay_sigma, seed=settings.seed)
+    return MessageExchange(grid, keep_contents=settings.aggregation.buffered)
 
 
 def describe_exchange(components: RunComponents) -> str:

@@ -22,7 +22,7 @@ from fedssl.model_arrays import exchanged_layers
 from fedssl.partition import Partition, make_partition
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import Phase, make_phases
-from fedssl.schedule.stages import check as check_phases
+from fedssl.schedule.stages import check_phases
 from fedssl.seeding import numpy_generator
 from fedssl.step_cost import TrainingCostMeter
 from fedssl.training import LocalTrainer
@@ -60,31 +60,18 @@ class ClientData:
 
     @property
     def parts(self) -> list[np.ndarray]:
-        """Return the indices of each client's images."""
         return self.partition.client_indices
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunComponents:
-    """Validated components of a run.
+    """Validated components of a run; ``monitor`` and ``costs`` are None if they are turned off."""
 
-    Attributes
-    ----------
-    settings : Settings
-        Completed by the data and the federation.
-    client_data : ClientData or None
-        None if clients are edge clients, whose images are local.
-    monitor, costs : CollapseMonitor, TrainingCostMeter, or None
-        None if turned off.
-    evaluation_is_training_free : bool
-        Whether the evaluation of a round trains no network.
-    """
-
-    settings: Settings
+    settings: Settings  # completed by the data and the federation
     context: RoundContext
     lr_schedule: LRSchedule
     client_manager: ClientManager
-    client_data: ClientData | None
+    client_data: ClientData | None  # None if clients are edge clients, whose images are local
     evaluator: Evaluator
     monitor: CollapseMonitor | None
     costs: TrainingCostMeter | None
@@ -93,7 +80,6 @@ class RunComponents:
 
     @property
     def method(self) -> SSLMethod:
-        """Return the server's method, into which models are loaded."""
         return self.context.method
 
 

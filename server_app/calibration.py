@@ -63,12 +63,12 @@ class Calibration:
         self._training = replace(training, regularizer=Regularizer(), epochs=settings.epochs)
 
     def __call__(self, round: int, layers: Layers) -> Layers:
-        """Return the layers after calibration."""
         with set_active_stages(self._method, depth=self._lr_schedule.phase(round).depth):
             load_layers(self._method, layers)
             self._method.start_round(first=True)
-            place = (self._seed, "calibrate", round)
-            seed_torch(derive_seed(*place), self._device)
+            seed_path = (self._seed, "calibrate", round)
+            seed_torch(derive_seed(*seed_path), self._device)
             self._training.reset_optimizer(lr_factor=self._lr_schedule(round))
-            train(self._method, self._images, self._rows, training=self._training, generator=torch_generator(*place))
+            generator = torch_generator(*seed_path)
+            train(self._method, self._images, self._rows, training=self._training, generator=generator)
             return {**layers, **exchanged_layers(self._method)}

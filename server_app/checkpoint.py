@@ -1,24 +1,27 @@
 """Checkpoints: the server's state after a round, written atomically and validated when read."""
 
-import hashlib
 import logging
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
 
 from fedssl.arrays import Layers
-from fedssl.atomic_files import atomic_write, remove, round_file, saved_rounds, write_text
+from fedssl.atomic_files import atomic_write, remove, round_file, saved_rounds
 from fedssl.errors import InputError
-from fedssl.untrusted import MAX_TENSORS_BYTES, iter_leaves, open_regular_file, read_tensors, sanitize
-from strategies.interfaces import GlobalModel, ServerState
+from fedssl.runs.manifest import Manifest, Part, digest_of, read_manifest, write_manifest
+from fedssl.untrusted import MAX_TENSORS_BYTES, iter_leaves, read_tensors, sanitize
+from strategies.interfaces import GlobalModel, NoState, ServerState
 
 log = logging.getLogger("fedssl")
 
-FORMAT = 4  # of the run; 1 had one model and no name for it, 2 had what clients keep in another form, 3 had other names
+# Of the run. 1 had one model without a name, 2 another form of client states, 3 other names, 4 client states not in
+# safetensors and no manifests.
+FORMAT = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +34,15 @@ class StateSchema:
         Names, shapes and dtypes of all models.
     clients, phases : int
         Of the run. There is at most one model per client and a global one.
-    is_valid_model_state, is_valid_strategy_state : callable
-        Validate the strategy's state of a model, and of the run.
+    model_state_type, strategy_state_type : type
+        Types of the strategy's state of a model, and across models.
     """
 
     untrained: GlobalModel
     clients: int
     phases: int
-    is_valid_model_state: Callable[[Mapping[str, Any]], bool]
-    is_valid_strategy_state: Callable[[Mapping[str, Any]], bool]
+    model_state_type: type = NoState
+    strategy_state_type: type = NoState
 
     @property
     def max_bytes(self) -> int:
@@ -51,48 +54,59 @@ class StateSchema:
         """Raise `ValueError` for a state that no round of the run can produce."""
         for name, model in _require_mapping(state.models).items():
             valid_phase = is_count(model.phase, minimum=1) and model.phase <= self.phases
-            if not isinstance(name, str) or not valid_phase or not is_count(model.num_updates, minimum=0):
+            if not _is_model_name(name) or not valid_phase or not is_count(model.num_updates, minimum=0):
                 raise ValueError("a model's name, phase or number of updates is invalid")
             _check_layers(model.layers, self.untrained.layers, all_of_them=True)
             _check_layers(model.broadcast, self.untrained.broadcast, all_of_them=True)
             for moments in _require_mapping(model.server_optimizer_state).values():
                 _check_layers(moments, self.untrained.layers, same_dtype=False)
-            _check_memory(model.strategy_state, self.is_valid_model_state)
-        _check_memory(state.strategy_state, self.is_valid_strategy_state)
+            _check_typed_dict(model.strategy_state, self.model_state_type)
+        _check_typed_dict(state.strategy_state, self.strategy_state_type)
         if len(state.models) > self.clients + 1:
             raise ValueError(f"it has {len(state.models)} models")
         for client, place in _require_mapping(state.last_participation).items():
             fits = isinstance(place, tuple) and len(place) == 2 and is_count(place[0], minimum=1)
-            if not fits or not isinstance(place[1], str) or not is_count(client, minimum=0):
+            if not fits or not _is_model_name(place[1]) or not is_count(client, minimum=0):
                 raise ValueError("the last participation of its clients is invalid")
+        _check_in_flight(state.in_flight)
 
 
-def save_checkpoint(folder: Path, state: ServerState, *, keep: int) -> None:
-    """Write the state and its SHA-256 checksum, and delete all but the newest ``keep`` checkpoints."""
+def save_checkpoint(
+    folder: Path, state: ServerState, *, keep: int, parts: Sequence[Part] = (), recoveries: Sequence[str] = ()
+) -> None:
+    """Write the state and its manifest, and delete all but the newest ``keep`` checkpoints.
+
+    ``parts`` are the other files of the run folder without which the run cannot resume from here.
+    """
     folder.mkdir(exist_ok=True)
     file = round_file(folder, state.round)
 
     def write(stream: BinaryIO) -> None:
         torch.save({"format": FORMAT, **_to_serializable(state)}, stream)
         stream.flush()
-        write_text(_checksum_file(file), _digest(Path(stream.name)))
+        written = Path(stream.name)
+        own = Part(f"{folder.name}/{file.name}", written.stat().st_size, digest_of(written))
+        write_manifest(manifest_file(file), Manifest((own, *parts), tuple(recoveries)))
 
     try:
         atomic_write(file, write)
     except BaseException:
         if not file.exists():
-            _checksum_file(file).unlink(missing_ok=True)
+            manifest_file(file).unlink(missing_ok=True)
         raise
     for round in saved_rounds(folder)[:-keep]:
         old = round_file(folder, round)
         remove(old)
-        remove(_checksum_file(old))
+        remove(manifest_file(old))
 
 
-def latest_checkpoint(folder: Path, schema: StateSchema | None = None) -> ServerState | None:
+def latest_checkpoint(
+    folder: Path, schema: StateSchema | None = None, *, recoveries: list[str] | None = None
+) -> ServerState | None:
     """Return the state of the newest valid checkpoint; None if there is no checkpoint.
 
-    A checkpoint that is damaged or does not fit ``schema`` is logged, and the previous one is used.
+    A checkpoint that is damaged, lacks one of its parts or does not fit ``schema`` is logged and appended to
+    ``recoveries``, and the previous one is used.
 
     Raises
     ------
@@ -114,10 +128,13 @@ def latest_checkpoint(folder: Path, schema: StateSchema | None = None) -> Server
             raise
         except Exception as error:  # reading a foreign file can fail in any way
             problem = " ".join(sanitize(error).split())[:200] or type(error).__name__
-            log.warning("checkpoint %s is damaged (%s); trying the previous one", file, problem)
+            log.warning("checkpoint %s cannot be used (%s); trying the previous one", file, problem)
+            if recoveries is not None:
+                recoveries.append(f"the checkpoint of round {round} could not be used: {problem}")
     if rounds:
         raise InputError(
-            f"all checkpoints in {folder} are damaged ({len(rounds)} found; the first {problem}); start a new run"
+            f"no checkpoint in {folder} can be used ({len(rounds)} tried; of round {rounds[0]}: {problem}); "
+            "restore the file from a copy, or start a new run"
         )
     return None
 
@@ -127,32 +144,27 @@ def delete_checkpoints_after(folder: Path, round: int) -> None:
     for later in saved_rounds(folder):
         if later > round:
             remove(round_file(folder, later))
-            remove(_checksum_file(round_file(folder, later)))
+            remove(manifest_file(round_file(folder, later)))
 
 
-def _checksum_file(file: Path) -> Path:
-    return file.with_suffix(".sha256")
+def manifest_file(file: Path) -> Path:
+    """Return the file with the parts of a checkpoint."""
+    return file.with_suffix(".json")
 
 
 def _load(file: Path, *, max_bytes: int) -> ServerState:
     """Read a checkpoint; raises `InputError` for an earlier format, and any exception for an invalid file."""
-    with open_regular_file(_checksum_file(file), max_bytes=64) as stream:
-        if stream.read() != _digest(file, max_bytes=max_bytes).encode():
-            raise ValueError("its checksum is wrong")
-    saved = read_tensors(file, max_bytes=max_bytes)
-    version = saved.pop("format", 1)
-    if version in range(1, FORMAT):
+    if file.with_suffix(".sha256").exists():
         raise InputError(
             f"{file} has the format of an earlier version of fedssl; resume with that version, or start a new run"
         )
-    if version != FORMAT:
+    manifest = read_manifest(manifest_file(file))
+    if problems := manifest.problems(file.parent.parent):
+        raise ValueError(f"{problems[0]} and {len(problems) - 1} more" if problems[1:] else problems[0])
+    saved = read_tensors(file, max_bytes=max_bytes)
+    if saved.pop("format", None) != FORMAT or manifest.size(f"{file.parent.name}/{file.name}") == 0:
         raise ValueError("it is not a checkpoint")
     return _to_state(saved)
-
-
-def _digest(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> str:
-    with open_regular_file(file, max_bytes=max_bytes) as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _to_serializable(value: Any) -> Any:
@@ -176,12 +188,43 @@ def _to_arrays(value: Any) -> Any:
     return value.numpy() if isinstance(value, torch.Tensor) else value
 
 
-def _check_memory(memory: Any, is_valid: Callable[[Mapping[str, Any]], bool]) -> None:
-    for value in iter_leaves(_require_mapping(memory)):
-        if isinstance(value, np.ndarray | float) and not np.isfinite(value).all():
+def _check_in_flight(saved: Any) -> None:
+    """Raise `ValueError` unless messages in flight have the form of `server_app.messaging.DelayedExchange.snapshot`."""
+    if not _require_mapping(saved):
+        return
+    contents, messages = (_require_mapping(saved.get(key)) for key in ("contents", "messages"))
+    valid = isinstance(saved.get("clock"), float) and all(
+        isinstance(data, np.ndarray) and data.dtype == np.uint8 for data in contents.values()
+    )
+    for node, entry in messages.items():
+        fields = _require_mapping(entry)
+        texts = all(isinstance(fields.get(key), str) for key in ("type", "group", "content"))
+        valid &= texts and fields["content"] in contents and fields["group"].isdecimal()
+        valid &= isinstance(fields.get("due"), float) and isinstance(node, str) and node.isdecimal()
+    if not valid:
+        raise ValueError("its messages in flight are invalid")
+
+
+def _check_typed_dict(value: Any, kind: type) -> None:
+    types = get_type_hints(kind)
+    for key, inner in _require_mapping(value).items():
+        if key not in types or not _has_type(inner, types[key]):
+            raise ValueError(f"the state of the strategy has an invalid {key}")
+    for leaf in iter_leaves(value):
+        if isinstance(leaf, np.ndarray | float) and not np.isfinite(leaf).all():
             raise ValueError("the state of the strategy is not finite")
-    if not is_valid(memory):
-        raise ValueError("the state of the strategy is invalid")
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is dict:
+        key, item = get_args(kind)
+        return isinstance(value, dict) and all(_has_type(k, key) and _has_type(v, item) for k, v in value.items())
+    return type(value) is kind
+
+
+def _is_model_name(value: Any) -> bool:
+    """Return whether the value is the name of a model, which file names contain."""
+    return isinstance(value, str) and re.fullmatch(r"\w+", value) is not None
 
 
 def is_count(value: Any, *, minimum: int) -> bool:

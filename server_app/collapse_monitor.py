@@ -102,11 +102,11 @@ class CollapseMonitor:
         held_out = load_split(data, "test")
         if held_out is None:
             log.info("the data set has no test images: spectra and representations use the clients' images")
-        shown, self._split = (federated, "federated") if held_out is None else (held_out, "test")
-        order = torch.randperm(len(shown.images), generator=torch_generator(seed, "shown"))
-        self._images = shown.images[order[: max(num_images, 2 * method.encoder.feature_dim)]]
+        source, self._split = (federated, "federated") if held_out is None else (held_out, "test")
+        order = torch.randperm(len(source.images), generator=torch_generator(seed, "shown"))
+        self._images = source.images[order[: max(num_images, 2 * method.encoder.feature_dim)]]
         self._kept = min(num_images, len(self._images))
-        self._labels = None if shown.labels is None else shown.labels[order[: self._kept]].numpy()
+        self._labels = None if source.labels is None else source.labels[order[: self._kept]].numpy()
         # Stored are h, and z if it is on a sphere, which can be drawn directly.
         self._parts: tuple[str, ...] = ("encoder",)
         parts = dict(method.named_children())
@@ -125,13 +125,13 @@ class CollapseMonitor:
         clients, self._measured = self._measured, {}
         names = {name: "global model" if name == GLOBAL else f"model {name}" for name in models}
         measured = {name: self._measure(layers, f"the {names[name]}") for name, layers in models.items()}
-        healthy = {name: one for name, one in measured.items() if one is not None}
+        healthy = {name: measurement for name, measurement in measured.items() if measurement is not None}
         if not healthy:
             return None
         rows = [{"client": None, "model": name, **numbers} for name, (numbers, _) in healthy.items()]
         rows += [{"client": client, **numbers} for client, (numbers, _) in clients.items()]
         vectors = zip(*(vectors for _, vectors in (*healthy.values(), *clients.values())), strict=True)
-        kept = [np.stack(one) for one in vectors]
+        kept = [np.stack(part) for part in vectors]
         representations = Representations(
             names=np.array([*(names[name] for name in healthy), *(f"client {client}" for client in clients)]),
             globals=np.array(len(healthy)),
@@ -142,7 +142,6 @@ class CollapseMonitor:
         return CollapseReport(rows, representations)
 
     def _needed(self) -> set[str]:
-        """Return the names of the layers that are needed. Inactive stages are not."""
         return {name for name in exchanged_names(self._method) if name.split(".")[0] in self._parts}
 
     def _measure(self, layers: Layers, name: str) -> Measurement | None:

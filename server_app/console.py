@@ -31,9 +31,7 @@ from fedssl.untrusted import sanitize
 log = logging.getLogger("fedssl")
 
 WAITING_INTERVAL = 30.0  # seconds between two warnings of a wait
-
 _RECENT = 5  # rounds of the mean time
-
 _PER_SECOND = 2  # refresh rate of the bar
 
 # Errors of a disk that cannot be written any more.
@@ -42,19 +40,7 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressSnapshot:
-    """Progress of a run after a round.
-
-    Attributes
-    ----------
-    round, rounds : int
-        The completed round, and the number of rounds.
-    loss, cosine : float or None
-        Means over the round's clients; None if unknown.
-    evaluation : mapping of str to Score
-        Empty in rounds without evaluation.
-    seconds_per_round : float
-        Mean over the last rounds.
-    """
+    """Progress of a run after a round. ``loss`` and ``cosine`` are means over clients; None if unknown."""
 
     round: int
     rounds: int
@@ -66,17 +52,14 @@ class ProgressSnapshot:
 
     @property
     def results(self) -> list[str]:
-        """Return the results as text."""
         return [f"{name} {score.text}" for name, score in self.evaluation.items()]
 
     @property
     def eta(self) -> str:
-        """Return the estimated time of the remaining rounds."""
         return f"{_duration(self.seconds_per_round * (self.rounds - self.round))} left"
 
     @property
     def log_line(self) -> str:
-        """Return the line for the log."""
         parts = [f"round {self.round}/{self.rounds}"]
         if self.loss is not None:
             parts.append(f"loss {self.loss:.3f}")
@@ -119,7 +102,6 @@ class PlainConsole:
     """Console with log lines only."""
 
     def handler(self) -> logging.Handler:
-        """Return the handler of log lines."""
         return logging.StreamHandler(sys.stdout)
 
     def open(self, rounds: int) -> None:
@@ -261,10 +243,8 @@ def disk_errors_as_run_error(folder: Path) -> Iterator[None]:
 
 def disk_error(folder: Path, error: OSError) -> RunError:
     """Return the error of a run folder that cannot be written any more."""
-    return RunError(
-        f"{folder} cannot be written ({error.strerror or error}); free disk space, then continue with "
-        f"fedssl resume={folder}"
-    )
+    remedy = f"continue with fedssl resume={folder}" if (folder / "config.yaml").exists() else "start the run again"
+    return RunError(f"{folder} cannot be written ({error.strerror or error}); free disk space, then {remedy}")
 
 
 @contextmanager

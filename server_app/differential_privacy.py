@@ -19,7 +19,6 @@ import torch
 
 from fedssl.arrays import Layers, is_weight
 from fedssl.config.aggregation_settings import PrivacySettings
-from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 
@@ -67,7 +66,7 @@ class Privacy:
 
 def check_model(method: SSLMethod) -> None:
     """Refuse a model with running statistics, which are not released; raises `InputError`."""
-    if _has_statistics(method.encoder):
+    if any(name.endswith(("running_mean", "running_var")) for name, _ in method.encoder.named_buffers()):
         raise InputError(
             "privacy=central leaves running statistics out, which the encoder needs; set encoder.norm=group, or "
             "encoder=vit_tiny"
@@ -97,7 +96,3 @@ def _delta(epsilon: float, mu: float) -> float:
 
 def _weights(layers: Layers) -> list[str]:
     return [name for name, array in layers.items() if is_weight(name, array)]
-
-
-def _has_statistics(encoder: Encoder) -> bool:
-    return any(name.endswith(("running_mean", "running_var")) for name, _ in encoder.named_buffers())

@@ -52,11 +52,9 @@ class Evaluator:
 
     @property
     def trains_network(self) -> bool:
-        """Whether the evaluation of a round trains a network."""
         return self._protocol.trains_network and why_not_evaluable(self._data) is None
 
     def due(self, round: int) -> bool:
-        """Return whether models are evaluated after this round."""
         return self._every > 0 and (round % self._every == 0 or round == self._rounds)
 
     def evaluate(self, models: Iterable[tuple[str, SSLMethod]], *, final: bool = False) -> ResultsByModel:
@@ -76,7 +74,6 @@ class Evaluator:
         return make_evaluation_input(method.encoder, self._data, device=self._device)
 
     def evaluate_final(self, evaluation_input: EvaluationInput) -> dict[str, Score]:
-        """Return the results of the final protocol."""
         return evaluate(self._final_protocol, evaluation_input, seed=self._seed)
 
     def _evaluate(self, protocol: EvaluationProtocol, method: SSLMethod) -> dict[str, Score]:
@@ -85,7 +82,7 @@ class Evaluator:
             return {}
         results = evaluate(protocol, evaluation_input, seed=self._seed)
         if method.uses_labels:
-            with torch.inference_mode():
+            with torch.no_grad():
                 logits = method.classify(evaluation_input.features.test.to(self._device))
             if logits is not None:
                 results["classifier"] = Score(accuracy(logits.argmax(dim=1), evaluation_input.test.labels))

@@ -23,14 +23,7 @@ class FlowerStrategy(Strategy):
     """Rounds of a federation in Flower's loop.
 
     The state contains the models. The arrays that Flower passes are the layers of one of them, for its evaluation
-    function and its result. They change nothing.
-
-    Attributes
-    ----------
-    state : ServerState
-        After the last round.
-    result : RoundResult or None
-        Of the last round; None before the first.
+    function and its result. They change nothing. ``state`` and ``result`` are those of the last round.
     """
 
     def __init__(self, context: RoundContext, state: ServerState | None = None) -> None:
@@ -43,7 +36,7 @@ class FlowerStrategy(Strategy):
     ) -> Iterable[Message]:
         """Return one message for each client that trains."""
         # Nothing is resumed here, so clients need no states of earlier rounds.
-        self._round = Round(self._context, self.state, keep_from=self.state.round)
+        self._round = Round(self._context, self.state, oldest_resumable=self.state.round)
         return self._round.messages
 
     def aggregate_train(

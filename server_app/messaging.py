@@ -5,33 +5,53 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
+
+from fedssl.compat import content_from_bytes, content_to_bytes
+from fedssl.seeding import numpy_generator
+
+log = logging.getLogger("fedssl")
 
 NO_REPLY = "no reply in time"
 
 
-log = logging.getLogger("fedssl")
+@runtime_checkable
+class FlushableGrid(Protocol):
+    """Grid whose clients write their states in the background of this process."""
+
+    def flush(self) -> None: ...
 
 
 class MessageExchange:
     """Sends messages and receives replies, late ones included.
 
-    With ``keep_contents`` the contents of messages are kept until their replies arrive.
-
-    Attributes
-    ----------
-    pending : dict of str to Message
-        Messages of earlier exchanges without a reply, by message id.
-    late_replies : list of (Message, Message)
-        Messages of earlier exchanges and the replies to them that arrived during the newest one.
+    With ``keep_contents`` the contents of messages are kept until their replies arrive. ``is_reliable`` is whether
+    every reply arrives sometime, so that a client without one is not dropped.
     """
+
+    is_reliable = False
 
     def __init__(self, grid: Grid, *, keep_contents: bool = False) -> None:
         self._grid, self._keep_contents = grid, keep_contents
+        # Messages of earlier exchanges without a reply, by message id.
         self.pending: dict[str, Message] = {}
+        # Messages of earlier exchanges and the replies to them that arrived during the newest one.
         self.late_replies: list[tuple[Message, Message]] = []
+
+    def nodes_in_flight(self) -> set[int]:
+        """Return the nodes with a message of an earlier exchange without a reply."""
+        return {message.metadata.dst_node_id for message in self.pending.values()}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint saves of the messages in flight. Those of devices are not known to a new process."""
+        return {}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore a `snapshot`."""
 
     def expire(self, *, older_than: float) -> None:
         """Stop waiting for replies to messages that are more than ``older_than`` seconds old."""
@@ -40,9 +60,8 @@ class MessageExchange:
 
     def flush(self) -> None:
         """Wait until the states of clients of this process are in their files. Other clients wait themselves."""
-        settle = getattr(self._grid, "settle", None)
-        if settle is not None:
-            settle()
+        if isinstance(self._grid, FlushableGrid):
+            self._grid.flush()
 
     def send_and_receive(
         self,
@@ -54,14 +73,8 @@ class MessageExchange:
     ) -> Iterator[tuple[Message, Message]]:
         """Yield messages with their replies as they arrive, until there are enough, all have arrived, or time is over.
 
-        Parameters
-        ----------
-        timeout : float
-            Seconds to wait for the next reply.
-        deadline : float, optional
-            Seconds after which waiting ends.
-        min_replies : int, optional
-            Number of replies without errors, late ones included, after which waiting ends.
+        Waiting ends ``timeout`` seconds after the last reply, after ``deadline`` seconds, and after ``min_replies``
+        replies without errors, late ones included.
         """
         messages = list(messages)
         self.late_replies.clear()
@@ -98,6 +111,98 @@ class MessageExchange:
                 if not self._keep_contents:
                     message.content = RecordDict()
                 self.pending[id] = message
+
+
+class DelayedExchange(MessageExchange):
+    """Buffered aggregation in a simulation: replies arrive after virtual delays, in the order of their arrival times.
+
+    A client takes exp(sigma (u + v) / sqrt(2)) units of virtual time, with u of the client and v of client and round
+    from a standard normal distribution: some clients are always slow. An exchange ends with ``min_replies`` replies,
+    which are those with the earliest arrival times, late ones included. Only their clients run, so that the engine and
+    its order of replies do not matter; the others keep their messages.
+    """
+
+    is_reliable = True
+
+    def __init__(self, grid: Grid, *, sigma: float, seed: int) -> None:
+        super().__init__(grid, keep_contents=True)
+        self._sigma, self._seed = sigma, seed
+        self._clock = 0.0
+        self._held: dict[int, tuple[float, Message]] = {}  # arrival time and message by node
+
+    def nodes_in_flight(self) -> set[int]:
+        return set(self._held)
+
+    def delay(self, node: int, round: int) -> float:
+        """Return the virtual time from a message to its reply."""
+        draws = (numpy_generator(self._seed, "delay", *path).standard_normal() for path in ((node,), (node, round)))
+        return math.exp(self._sigma * sum(draws) / math.sqrt(2))
+
+    def send_and_receive(
+        self,
+        messages: Iterable[Message],
+        *,
+        timeout: float,
+        deadline: float | None = None,
+        min_replies: int | None = None,
+    ) -> Iterator[tuple[Message, Message]]:
+        """Yield messages with their replies, and collect those to earlier messages in ``late_replies``.
+
+        Without ``min_replies`` there are no delays.
+        """
+        if min_replies is None:
+            yield from super().send_and_receive(messages, timeout=timeout, deadline=deadline)
+            return
+        late: list[tuple[Message, Message]] = []
+        late_nodes = set(self._held)
+        for message in messages:
+            node, round = message.metadata.dst_node_id, int(message.metadata.group_id)
+            self._held[node] = self._clock + self.delay(node, round), message
+        good = 0
+        while self._held and good < min_replies:
+            order = sorted(self._held, key=lambda node: (self._held[node][0], node))
+            arriving = {node: self._held.pop(node) for node in order[: min_replies - good]}
+            self._clock = max(time for time, _ in arriving.values())
+            batch = [message for _, message in arriving.values()]
+            for message, reply in super().send_and_receive(batch, timeout=timeout):
+                good += not reply.has_error()
+                if message.metadata.dst_node_id in late_nodes:
+                    late.append((message, reply))
+                else:
+                    yield message, reply
+            self.pending.clear()
+        self.late_replies.extend(late)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the clock, and the messages in flight with their arrival times. Equal contents are saved once."""
+        contents = {id(message.content): message.content for _, message in self._held.values()}
+        index = {key: number for number, key in enumerate(contents)}
+        return {
+            "clock": self._clock,
+            "messages": {
+                str(node): {
+                    "due": due,
+                    "type": message.metadata.message_type,
+                    "group": message.metadata.group_id,
+                    "content": str(index[id(message.content)]),
+                }
+                for node, (due, message) in self._held.items()
+            },
+            "contents": {
+                str(index[key]): np.frombuffer(content_to_bytes(content), np.uint8) for key, content in contents.items()
+            },
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        if not saved:
+            return
+        contents = {key: content_from_bytes(data.tobytes()) for key, data in saved["contents"].items()}
+        self._clock = saved["clock"]
+        for node, entry in saved["messages"].items():
+            message = Message(
+                contents[entry["content"]], dst_node_id=int(node), message_type=entry["type"], group_id=entry["group"]
+            )
+            self._held[int(node)] = entry["due"], message
 
 
 def receive(grid: Grid, messages: Iterable[Message], *, timeout: float) -> Iterator[Message]:

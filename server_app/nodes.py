@@ -27,18 +27,10 @@ IDENTIFY_TIMEOUT = 60.0  # seconds in which a device that joins later must reply
 
 @dataclass(frozen=True, kw_only=True)
 class ClientDirectory:
-    """The clients of a run.
+    """The clients of a run. In a simulation a client id is a partition id."""
 
-    Attributes
-    ----------
-    nodes : mapping of int to int
-        Ids of available nodes by client id, which in a simulation is a partition id.
-    client_ids : mapping of str to int
-        Ids of edge clients by name, also of unavailable ones. Empty in a simulation.
-    """
-
-    nodes: Mapping[int, int]
-    client_ids: Mapping[str, int] = field(default_factory=dict)
+    nodes: Mapping[int, int]  # ids of available nodes by client id
+    client_ids: Mapping[str, int] = field(default_factory=dict)  # of edge clients by name, also of unavailable ones
 
 
 @dataclass(frozen=True)
@@ -55,15 +47,9 @@ def discover_clients(
 ) -> ClientDirectory:
     """Request the info of all nodes and return the clients.
 
-    Parameters
-    ----------
-    num_clients : int
-        Number of nodes of a simulation. With edge clients, discovery waits until there are that many, or no more join.
-    timeout : float
-        Seconds to wait for the next reply. Nodes of a simulation reply after their processes have started, which is
-        slow on a busy machine.
-    known_client_ids : mapping of str to int, optional
-        Ids of edge clients of a resumed run.
+    A simulation has ``num_clients`` nodes. With edge clients, discovery waits until there are that many, or no more
+    join. Nodes of a simulation reply after their processes have started, which is slow on a busy machine: ``timeout``
+    is the time in seconds to wait for the next reply. ``known_client_ids`` are the edge clients of a resumed run.
     """
     nodes = _wait_for_nodes(grid, num_clients, timeout=timeout)
     replies = _Replies(missing=dict.fromkeys(nodes))

@@ -38,23 +38,13 @@ Scores = Mapping[str, Score]
 
 @dataclass(frozen=True, kw_only=True)
 class PersonalizedResult:
-    """Results of a client's encoder.
-
-    Attributes
-    ----------
-    model : str
-        Name of the model that it was derived from.
-    group : {"participants", "unseen clients", "adapted unseen clients"}
-        Whether the client trained, or is unseen, before or after local epochs.
-    global_test, local_test : mapping of str to Score
-        On all test images, and on those with the client's class frequencies. The latter is empty if there are none.
-    """
+    """Results of a client's encoder."""
 
     client: int
-    model: str
-    group: str
-    global_test: Scores
-    local_test: Scores
+    model: str  # from which the encoder was derived
+    group: str  # PARTICIPANTS, UNSEEN or UNSEEN_ADAPTED
+    global_test: Scores  # on all test images
+    local_test: Scores  # on test images with the client's class frequencies; empty if there are none
 
 
 def evaluate_personalized(
@@ -68,8 +58,11 @@ def evaluate_personalized(
     unseen = sorted(context.nodes.keys() - set(trained))
     requests = {
         PARTICIPANTS: (sorted(context.nodes.keys() & set(trained)), PersonalizedModelRequest()),
-        UNSEEN: (unseen, PersonalizedModelRequest(epochs=epochs)),
-        UNSEEN_ADAPTED: (unseen if epochs else [], PersonalizedModelRequest(epochs=epochs, adapted=True)),
+        UNSEEN: (unseen, PersonalizedModelRequest(adaptation_epochs=epochs)),
+        UNSEEN_ADAPTED: (
+            unseen if epochs else [],
+            PersonalizedModelRequest(adaptation_epochs=epochs, after_adaptation=True),
+        ),
     }
     results = []
     for group, (clients, request) in requests.items():
@@ -107,8 +100,8 @@ def request_personalized_encoders(
     candidates = {
         client: context.strategy.server.candidate_models(state, state.round + 1, client) for client in clients
     }
-    plans = PlanBuilder(context, state, candidates=candidates, extra_models=(), keep_from=0)
-    sent = ((request.beside(plan.content), plan.metadata.dst_node_id) for plan in plans.messages)
+    plans = PlanBuilder(context, state, candidates=candidates, extra_models=(), oldest_resumable=0)
+    sent = ((request.attach_to(plan.content), plan.metadata.dst_node_id) for plan in plans.messages)
     messages = [Message(content, node, "train.personalized") for content, node in sent]
     client_of = {context.nodes[client]: client for client in clients}
     for message, reply in exchange.send_and_receive(messages, timeout=context.timeout):
@@ -118,7 +111,7 @@ def request_personalized_encoders(
                 raise InvalidUpdate(reply.error.reason)
             names = candidates[client]
             update = read_update(reply, client, sent_to=context.nodes[client])
-            yield client, names[read_model_index(reply, among=len(names))], update.layers
+            yield client, names[read_model_index(reply, num_models=len(names))], update.layers
         except InvalidUpdate as reason:
             log.warning("client %d returned no encoder: %s", client, reason)
 
@@ -154,7 +147,7 @@ class PersonalizedEvaluator:
             del self._inputs[next(iter(self._inputs))]
         if key not in self._global_test:
             self._global_test[key] = evaluator.evaluate_final(evaluation_input)
-        own = client_data.image_data.labels[torch.from_numpy(client_data.parts[client])]
+        labels = client_data.image_data.labels[torch.from_numpy(client_data.parts[client])]
         generator = torch_generator(self._components.settings.seed, "alike", client)
-        rows = sample_label_matched(evaluation_input.test.labels, own, generator=generator)
+        rows = sample_label_matched(evaluation_input.test.labels, labels, generator=generator)
         return self._global_test[key], evaluator.evaluate_final(subset(evaluation_input, rows)) if len(rows) else {}

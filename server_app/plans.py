@@ -19,63 +19,33 @@ from strategies.interfaces import GlobalModel, ServerState
 
 @dataclass(frozen=True)
 class StartingModel:
-    """A model at the start of a round.
-
-    Attributes
-    ----------
-    trainable, frozen : dict of str to ndarray
-        The layers that clients train, and those that they only use.
-    upload_names : tuple of str or None
-        Names of the layers that clients upload; None means all that they train.
-    expected_upload : ReferenceLayers
-        These layers, to validate updates against.
-    """
+    """A model at the start of a round."""
 
     model: GlobalModel
     trainable: Layers
-    frozen: Layers
-    upload_names: tuple[str, ...] | None
-    expected_upload: ReferenceLayers
+    frozen: Layers  # clients only use them
+    upload_names: tuple[str, ...] | None  # None means all trainable layers
+    expected_upload: ReferenceLayers  # these layers, to validate updates against
 
 
 @dataclass
 class ClientSlot:
-    """One client in a round.
-
-    Attributes
-    ----------
-    candidates : tuple of str
-        Names of the models from which the client selects its start. Usually there is one.
-    start : str
-        Name of the model that it starts from. The first candidate until the reply is read.
-    downloaded : tuple of str
-        Names of the trained layers that it receives.
-    destinations : tuple of str
-        Names of the models that its update goes into. Set when the reply is read.
-    features : Tensor or None
-        Features of the server's images under its model, if the strategy compares models.
-    """
+    """One client in a round. ``start`` and ``destinations`` are set when its reply is read."""
 
     client: int
-    candidates: tuple[str, ...]
-    start: str
-    downloaded: tuple[str, ...]
+    candidates: tuple[str, ...]  # names of the models from which it selects its start; usually there is one
+    start: str  # name of the model that it starts from; at first the first candidate
+    downloaded: tuple[str, ...]  # names of the trained layers that it receives
     bytes_down: int
-    destinations: tuple[str, ...] = ()
-    features: Tensor | None = None
+    destinations: tuple[str, ...] = ()  # names of the models that its update goes into
+    features: Tensor | None = None  # of the server's images under its model, if the strategy compares models
 
 
 class PlanBuilder:
     """Builder of the slots and messages of the round that follows a state, for each client in order.
 
-    Parameters
-    ----------
-    candidates : mapping of int to tuple of str
-        For each client that trains, the names of the models from which it selects its start.
-    extra_models : iterable of str
-        Names of further models that updates go into.
-    keep_from : int
-        Oldest round that a resumed run may go back to.
+    ``candidates`` are the models from which each client selects its start, and ``extra_models`` further models that
+    updates go into.
     """
 
     def __init__(
@@ -85,7 +55,7 @@ class PlanBuilder:
         *,
         candidates: Mapping[int, tuple[str, ...]],
         extra_models: Iterable[str],
-        keep_from: int,
+        oldest_resumable: int,
     ) -> None:
         self._context, self._state = context, state
         self._number = state.round + 1
@@ -96,7 +66,7 @@ class PlanBuilder:
         self._models: dict[tuple[str, tuple[str, ...]], Layers] = {}
         self._packed: dict[int, ArrayRecord] = {}  # by the ids of these models
         self.slots: dict[int, ClientSlot] = {}
-        self.messages = self._plan_clients(candidates, keep_from=keep_from)
+        self.messages = self._plan_clients(candidates, oldest_resumable=oldest_resumable)
 
     def _start(self, model: GlobalModel) -> StartingModel:
         context = self._context
@@ -108,14 +78,14 @@ class PlanBuilder:
         sent = ReferenceLayers(trained if up is None else {layer: trained[layer] for layer in up})
         return StartingModel(model, trained, frozen, up, sent)
 
-    def _plan_clients(self, candidates: Mapping[int, tuple[str, ...]], *, keep_from: int) -> list[Message]:
+    def _plan_clients(self, candidates: Mapping[int, tuple[str, ...]], *, oldest_resumable: int) -> list[Message]:
         context, messages = self._context, []
         plan = TrainPlan(
             round=self._number,
             layers={},
             settings=context.client_config,
             metrics=context.requested_metrics(self._number),
-            oldest_resumable_round=keep_from,
+            oldest_resumable_round=oldest_resumable,
             code_fingerprint=context.code_fingerprint,
             wire_dtype=context.wire_dtype,
             lr_factor=context.lr_factor(self._number),

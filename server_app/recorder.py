@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedssl.atomic_files import append_text, saved_rounds, write_text
+from fedssl.atomic_files import saved_rounds, write_text
 from fedssl.config.load import save_run
 from fedssl.config.settings import RecordingSettings
 from fedssl.evaluation.scores import Score, format_table, mean_over_models, to_flat_dict, units_of
@@ -39,19 +38,13 @@ VERSIONS = ("flwr", "flwr-datasets", "hydra-core", "numpy", "torch", "torchvisio
 
 
 class Recorder(RunFolder):
-    """A run folder that records rounds.
-
-    Attributes
-    ----------
-    evaluations : list of (int, dict)
-        Rounds with their results, those before a resume included.
-    """
+    """A run folder that records rounds."""
 
     def __init__(self, settings: RecordingSettings, *, rounds: int, screen: PlainConsole) -> None:
         super().__init__(settings, rounds=rounds)
         self._screen = screen
         self._start = time.monotonic()
-        self.evaluations: list[tuple[int, dict[str, float]]] = []
+        self.evaluations: list[tuple[int, dict[str, float]]] = []  # by round, those before a resume included
         self._stop_reason: str | None = None
         self._resumed_rounds = 0
         self._personalized: dict[str, dict[str, float]] = {}
@@ -121,10 +114,12 @@ class Recorder(RunFolder):
         if health:
             line["health"] = summarize_health(health.rows)
             warn_of_collapse(health.rows)
-            _append(self.folder / "health.jsonl", [{"round": report.round, **row} for row in health.rows])
+            self.lines["health.jsonl"].append([{"round": report.round, **row} for row in health.rows])
             health.representations.save(self.folder, round=report.round)
-        _append(self.folder / "clients.jsonl", [asdict(row) for row in report.clients])
-        _append(self.folder / "metrics.jsonl", [line])
+        self.lines["clients.jsonl"].append([asdict(row) for row in report.clients])
+        self.lines["metrics.jsonl"].append([line])
+        for lines in self.lines.values():
+            lines.end_round(report.round)
         self._tracking.round(line)
         snapshot = self._progress.after(line, overall)
         log.info(snapshot.log_line)
@@ -144,7 +139,6 @@ class Recorder(RunFolder):
         log.info("early_stopping: %s; the run stops after round %d of %d", reason, state.round, self._rounds)
 
     def trained_clients(self) -> set[int]:
-        """Return all clients of which an update was used."""
         return {line["client"] for line in read_jsonl(self.folder / "clients.jsonl", required=("client",))}
 
     def personalized(self, results: Sequence[PersonalizedResult]) -> None:
@@ -154,8 +148,8 @@ class Recorder(RunFolder):
             return
         averages = mean_over_clients(results)
         rows = [
-            {**asdict(one), "global_test": to_flat_dict(one.global_test), "local_test": to_flat_dict(one.local_test)}
-            for one in results
+            {**asdict(row), "global_test": to_flat_dict(row.global_test), "local_test": to_flat_dict(row.local_test)}
+            for row in results
         ]
         self._personalized = {name: to_flat_dict(scores) for name, scores in averages.items()}
         write_text(
@@ -213,6 +207,7 @@ class Recorder(RunFolder):
             "command": shlex.join(["fedssl", *repeat]),
             **results,
             "client": asdict(sum_costs(lines)),  # of a client that takes part in every round
+            "recoveries": self.recoveries,
             "dropped": dict(Counter(_kind(text) for line in lines for text in line["dropped"].values())),
             "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}},
         }
@@ -232,7 +227,3 @@ def _kind(reason: str) -> str:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return float(np.mean(known)) if known else None
-
-
-def _append(file: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    append_text(file, "".join(json.dumps(line) + "\n" for line in lines))

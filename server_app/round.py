@@ -46,14 +46,8 @@ class TooFewUpdatesError(RunError):
 class Round:
     """The round that follows a state. ``number`` counts from 1, and ``messages`` has one for each client that trains.
 
-    Parameters
-    ----------
-    keep_from : int
-        Oldest round that a resumed run may go back to.
-    attempt : int
-        Number of earlier attempts at this round.
-    in_flight : collection of int
-        Clients that still train for an older plan. They are not sampled.
+    ``attempt`` is the number of earlier attempts at this round. A resumed run may go back to ``oldest_resumable``.
+    Clients ``in_flight`` still train for an older plan and are not sampled.
     """
 
     def __init__(
@@ -61,7 +55,7 @@ class Round:
         context: RoundContext,
         state: ServerState,
         *,
-        keep_from: int = 0,
+        oldest_resumable: int = 0,
         attempt: int = 0,
         in_flight: Collection[int] = (),
     ) -> None:
@@ -75,7 +69,9 @@ class Round:
         targets = dict.fromkeys(self._cluster_models or (GLOBAL,) * context.aggregation.buffered)
         for client, names in candidates.items():
             targets |= dict.fromkeys(into for name in names for into in self._targets(client, name))
-        plans = PlanBuilder(context, state, candidates=candidates, extra_models=targets, keep_from=keep_from)
+        plans = PlanBuilder(
+            context, state, candidates=candidates, extra_models=targets, oldest_resumable=oldest_resumable
+        )
         self._starts, self._slots, self.messages = plans.starts, plans.slots, plans.messages
         self._aggregations = {name: _Aggregation(server.aggregator(self.number, name)) for name in targets}
         self._reader = UpdateReader(
@@ -96,11 +92,13 @@ class Round:
         *,
         late_replies: Sequence[tuple[Message, Message]] = (),
         observers: Sequence[UpdateObserver] = (),
+        drop_missing: bool = True,
     ) -> tuple[ServerState, RoundResult]:
         """Aggregate the replies as they arrive, in order of the clients. Drop and report invalid updates.
 
         ``late_replies`` are plans of earlier rounds and the replies to them, read after all ``replies`` to `messages`.
-        Observers are called with every update that is used. Raises `TooFewUpdatesError`.
+        Observers are called with every update that is used. Clients without a reply are dropped if ``drop_missing``.
+        Raises `TooFewUpdatesError`.
         """
         for name, aggregation in self._aggregations.items():
             aggregation.aggregator.start(self._starts[name].expected_upload)
@@ -109,6 +107,8 @@ class Round:
             collected = []  # these compare all updates before any of them is used
         nodes = {self._context.nodes[client]: client for client in self._slots}
         for client, reply in ordered_by_client(replies, sent=self.messages, clients=nodes):
+            if reply == NO_REPLY and not drop_missing:
+                continue
             valid = self._read_reply(client, reply)
             del reply  # a streamed update is a whole model: free it before the next one is created
             self._use(valid, collected, observers)

@@ -38,67 +38,35 @@ def raise_no_server_images(layers: Layers) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundContext:
-    """Context of all rounds of a run.
-
-    Attributes
-    ----------
-    method : SSLMethod
-        Defines the layers; its server side aggregates parts.
-    phases : sequence of Phase
-        Of all rounds.
-    initial_arrays : callable
-        Returns the untrained layers of a new model.
-    nodes : mapping of int to int
-        Node ids by client id. In a simulation a client id is a partition id.
-    unseen_clients : frozenset of int
-        Clients that never train.
-    timeout : float
-        Seconds without a reply after which missing clients are dropped.
-    client_config, code_fingerprint : str
-        For `TrainPlan`.
-    metrics : tuple of str
-        Metrics that clients report besides those of the aggregator. They report nothing else.
-    lr_factor : callable
-        Maps a round to the factor of the clients' learning rate.
-    aggregation : AggregationSettings
-        Which updates are accepted, and how long the server waits for them.
-    privacy : Privacy or None
-        None if no noise is added.
-    secure_aggregation : SecureAggregationSettings or None
-        None if the server receives single updates.
-    wire_dtype : str
-        See `fedssl.wire.wire_format`.
-    extract_features : callable
-        Returns features of the server's images under a model, for strategies that compare models.
-    """
+    """Context of all rounds of a run."""
 
     strategy: FedSSLStrategy
     method: SSLMethod
     phases: Sequence[Phase]
-    initial_arrays: Callable[[], Layers]
-    nodes: Mapping[int, int]
+    initial_arrays: Callable[[], Layers]  # returns the untrained layers of a new model
+    nodes: Mapping[int, int]  # node ids by client id, which in a simulation is a partition id
     seed: int
     clients_per_round: int
-    timeout: float
+    timeout: float  # seconds without a reply after which missing clients are dropped
     client_config: str
     code_fingerprint: str
-    metrics: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()  # that clients report besides those of the aggregator; they report nothing else
     server_optimizer: ServerOptimizer = field(default_factory=NoServerOptimizer)
-    lr_factor: Callable[[int], float] = lambda round: 1.0
+    lr_factor: Callable[[int], float] = lambda round: 1.0  # factor of the clients' learning rate in a round
     calibration: Calibrator | None = None
     aggregation: AggregationSettings = field(default_factory=AggregationSettings)
     privacy: Privacy | None = None
     secure_aggregation: SecureAggregationSettings | None = None
     wire_dtype: str = LOSSLESS
+    # Returns features of the server's images under a model, for strategies that compare models.
     extract_features: Callable[[Layers], Tensor] = raise_no_server_images
-    unseen_clients: frozenset[int] = frozenset()
+    unseen_clients: frozenset[int] = frozenset()  # they never train
 
     def __post_init__(self) -> None:
         check_metrics(self.metrics)
 
     @cached_property
     def stages(self) -> Stages:
-        """Return the stages of the encoder."""
         return Stages(self.method)
 
     @cached_property
@@ -112,7 +80,6 @@ class RoundContext:
         return len(self.phases) > 1 and self.calibration is None
 
     def initial_model(self) -> GlobalModel:
-        """Return the untrained model."""
         return GlobalModel(layers=self.initial_arrays(), broadcast=self._copied(self.method.broadcast_parts))
 
     def _copied(self, parts: tuple[str, ...]) -> Layers:
@@ -150,7 +117,6 @@ class RoundContext:
         return [client_ids[index] for index in indices]
 
     def requested_metrics(self, round: int) -> tuple[str, ...]:
-        """Return the metrics that clients report in a round."""
         return tuple(dict.fromkeys([*self.strategy.server.aggregator(round).required_metrics, *self.metrics]))
 
 

@@ -5,23 +5,45 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
-from fedssl.atomic_files import fsync_file, reject_symlinks, remove_partial_files, saved_rounds, write_text
+from fedssl.atomic_files import (
+    fsync_file,
+    fsync_folder,
+    reject_symlinks,
+    remove_partial_files,
+    round_file,
+    saved_rounds,
+    write_text,
+)
 from fedssl.config.load import DEVICE_NUMBERS_FILE
 from fedssl.config.settings import RecordingSettings, Settings
 from fedssl.errors import InputError
 from fedssl.export import save_encoder
 from fedssl.methods.base import SSLMethod
 from fedssl.plots.partition import partition_table
-from fedssl.runs.jsonl import read_jsonl
+from fedssl.runs.manifest import (
+    JSONL_FILES,
+    ClientStateParts,
+    LineFile,
+    Manifest,
+    read_manifest,
+    remove_later_states,
+    write_manifest,
+)
 from fedssl.runs.run import LOCK_FILE
-from fedssl.runs.snapshots import SnapshotWriter, forget_after
+from fedssl.runs.snapshots import SnapshotWriter, remove_later_snapshots
 from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text, read_yaml
 from server_app.build import ClientData
-from server_app.checkpoint import StateSchema, delete_checkpoints_after, latest_checkpoint, save_checkpoint
+from server_app.checkpoint import (
+    StateSchema,
+    delete_checkpoints_after,
+    latest_checkpoint,
+    manifest_file,
+    save_checkpoint,
+)
 from strategies.interfaces import ServerState, model_suffix
 
-JSONL_FILES = ("metrics.jsonl", "clients.jsonl", "health.jsonl")
 PERSONALIZED_FILE = "personalized.json"
 
 # Files of a run, besides encoders, checkpoints and figures.
@@ -43,6 +65,9 @@ class RunFolder:
         self.folder, self.checkpoints = settings.folder, settings.folder / "checkpoints"
         self._settings, self._rounds = settings, rounds
         self._client_ids: dict[str, int] = {}
+        self._client_states = ClientStateParts(self.folder)
+        self.recoveries: list[str] = []  # damage after which the run resumed from an earlier checkpoint
+        self.lines = {name: LineFile(self.folder / name) for name in JSONL_FILES}
         self._make_folder()
 
     def _make_folder(self) -> None:
@@ -102,7 +127,8 @@ class RunFolder:
         text = partition_table(
             client_data.parts, (image_data.labels, image_data.classes), (partition.groups, partition.names)
         )
-        if self._settings.resumed is not None and read_text(file, max_bytes=MAX_LINES_BYTES) not in (None, text):
+        saved = read_text(file, max_bytes=MAX_LINES_BYTES) if self._settings.resumed is not None else None
+        if saved is not None and saved.replace("\r\n", "\n") != text:
             raise InputError(
                 f"{file} differs from the partition of this run: the data, or the file of partition=file, have changed "
                 "since the run started; restore them, or start a new run"
@@ -115,15 +141,22 @@ class RunFolder:
         Partial files of a killed process are removed as well. ``schema`` is as in `latest_checkpoint`.
         """
         remove_partial_files(self.folder)
-        state = latest_checkpoint(self.checkpoints, schema) or ServerState()
+        state = latest_checkpoint(self.checkpoints, schema, recoveries=self.recoveries) or ServerState()
         done = state.round
         if done > self._rounds:
             raise InputError(f"rounds={self._rounds} but the run has completed {done}; set rounds={done} or more")
+        manifest = Manifest(())
+        if done:
+            file = manifest_file(round_file(self.checkpoints, done))
+            manifest = read_manifest(file)
+            self.recoveries = [*manifest.recoveries, *self.recoveries]
+            # The recoveries are stored first: without the later checkpoints, another resumption would not find them.
+            write_manifest(file, replace(manifest, recoveries=tuple(self.recoveries)))
+        remove_later_states(self.folder, done)
+        remove_later_snapshots(self.folder, done)
         delete_checkpoints_after(self.checkpoints, done)
-        forget_after(self.folder, done)
-        for name in JSONL_FILES:
-            lines = [line for line in read_jsonl(self.folder / name) if line["round"] <= done]
-            write_text(self.folder / name, "".join(json.dumps(line) + "\n" for line in lines))
+        for name, lines in self.lines.items():
+            lines.restore(manifest.size(name), round=done)
         return state
 
     def checkpoint(self, state: ServerState, *, ends: bool = False) -> None:
@@ -132,9 +165,19 @@ class RunFolder:
         if ends:
             due = state.round > max(saved_rounds(self.checkpoints), default=0)
         if due:
-            for name in JSONL_FILES:  # the lines of a checkpoint's rounds must be on the disk as well
-                fsync_file(self.folder / name)
-            save_checkpoint(self.checkpoints, state, keep=self._settings.keep_checkpoints)
+            for lines in self.lines.values():  # the lines of a checkpoint's rounds must be on the disk as well
+                fsync_file(lines.file)
+            fsync_folder(self.folder)  # and so must their names
+            save_checkpoint(
+                self.checkpoints,
+                state,
+                keep=self._settings.keep_checkpoints,
+                parts=[
+                    *(lines.part(state.round) for lines in self.lines.values()),
+                    *self._client_states.up_to(state.round),
+                ],
+                recoveries=self.recoveries,
+            )
 
     def encoder(self, name: str, method: SSLMethod, settings: Settings, *, rounds: int) -> None:
         """Export the encoder of the model of this name."""

@@ -5,7 +5,8 @@ Messages go through the `MessageExchange` of the run, with its deadline.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -153,13 +154,12 @@ class _GridAdapter:
         counts[node] = counts.get(node, 0) + number
 
 
-class _quiet:
-    def __init__(self, name: str) -> None:
-        self._logger = logging.getLogger(name)
-
-    def __enter__(self) -> None:
-        self._level = self._logger.level
-        self._logger.setLevel(logging.CRITICAL)
-
-    def __exit__(self, *_: object) -> None:
-        self._logger.setLevel(self._level)
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -33,8 +33,6 @@ from strategies.interfaces import ServerState
 
 log = logging.getLogger("fedssl")
 
-# In the ServerApp's node configuration: cores of this machine that clients occupy.
-
 
 def can_evaluate_in_background(components: RunComponents, client_cores: int | None) -> bool:
     """Return whether rounds may be evaluated while the next one runs.
@@ -97,9 +95,10 @@ class TrainingLoop:
                 self._exchange,
                 self._current_context,
                 self.state,
-                keep_from=min(saved_rounds(recorder.folder / "checkpoints"), default=0),
+                oldest_resumable=min(saved_rounds(recorder.folder / "checkpoints"), default=0),
                 observers=[observer.observe for observer in (monitor, snapshot_writer) if observer is not None],
             )
+            self.state = replace(self.state, in_flight=self._exchange.snapshot())
             self._exchange.flush()  # a run that resumes from this round's checkpoint needs the client states
             seconds = time.monotonic() - start
             clients = [row.client for row in result.clients]
@@ -129,20 +128,12 @@ class TrainingLoop:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletedRound:
-    """A round that is not recorded yet.
-
-    Attributes
-    ----------
-    models : mapping of str to Layers
-        By name. Empty if the round is not evaluated.
-    depth : int or None
-        Number of active stages of the encoder.
-    """
+    """A round that is not recorded yet."""
 
     state: ServerState
     result: RoundResult
-    models: Mapping[str, Layers]
-    depth: int | None
+    models: Mapping[str, Layers]  # empty if the round is not evaluated
+    depth: int | None  # number of active stages of the encoder
     seconds: float
     health: CollapseReport | None
     cost: Mapping[str, float] | None
@@ -224,7 +215,7 @@ def run_round(
     current_context: Callable[[], RoundContext],
     state: ServerState,
     *,
-    keep_from: int = 0,
+    oldest_resumable: int = 0,
     observers: Sequence[UpdateObserver] = (),
 ) -> tuple[ServerState, RoundResult]:
     """Run the round after ``state``, and repeat it with other clients if it has too few usable updates.
@@ -237,7 +228,9 @@ def run_round(
         context = current_context()
         settings = context.aggregation
         exchange.expire(older_than=context.timeout)
-        attempted = Round(context, state, keep_from=keep_from, attempt=attempt, in_flight=_in_flight(exchange, context))
+        attempted = Round(
+            context, state, oldest_resumable=oldest_resumable, attempt=attempt, in_flight=_in_flight(exchange, context)
+        )
         min_replies = settings.min_updates if settings.buffered else None
         if settings.over_selection:
             min_replies = context.clients_per_round
@@ -247,7 +240,12 @@ def run_round(
         try:
             if context.secure_aggregation:
                 return attempted.finish_secure(exchange, context.secure_aggregation)
-            return attempted.finish(replies_of(replies), late_replies=exchange.late_replies, observers=observers)
+            return attempted.finish(
+                replies_of(replies),
+                late_replies=exchange.late_replies,
+                observers=observers,
+                drop_missing=not exchange.is_reliable,
+            )
         except TooFewUpdatesError as reason:
             if attempt == settings.max_retries:
                 raise
@@ -258,5 +256,5 @@ def run_round(
 def _in_flight(exchange: MessageExchange, context: RoundContext) -> set[int]:
     if not context.aggregation.buffered:
         return set()
-    nodes = {message.metadata.dst_node_id for message in exchange.pending.values()}
+    nodes = exchange.nodes_in_flight()
     return {client for client, node in context.nodes.items() if node in nodes}

@@ -2,7 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +20,6 @@ from strategies.interfaces import GLOBAL
 
 # Ranges of metrics. Losses of methods and regularizers are far smaller.
 METRIC_RANGES = {TRAIN_LOSS: (-1e6, 1e6), SECONDS: (0.0, 1e7)}
-
 PARTS = ("weights", "running statistics")
 
 
@@ -53,25 +53,13 @@ class ClientMetrics:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """Outcome of a round.
-
-    Attributes
-    ----------
-    clients : list of ClientMetrics
-        One for each update that was used.
-    dropped : dict of int to str
-        The reason for each client without a usable update.
-    late : list of int
-        Clients that replied to an older plan and whose update was not used.
-    privacy : dict
-        Epsilon after this round, and its delta. Empty without differential privacy.
-    """
+    """Outcome of a round."""
 
     round: int
-    clients: list[ClientMetrics] = field(default_factory=list)
-    dropped: dict[int, str] = field(default_factory=dict)
-    late: list[int] = field(default_factory=list)
-    privacy: dict[str, float] = field(default_factory=dict)
+    clients: list[ClientMetrics] = field(default_factory=list)  # of the updates that were used
+    dropped: dict[int, str] = field(default_factory=dict)  # reasons of clients without a usable update
+    late: list[int] = field(default_factory=list)  # clients with an unused update for an older plan
+    privacy: dict[str, float] = field(default_factory=dict)  # epsilon after this round, and its delta
     strategy_metrics: dict[str, Any] = field(default_factory=dict)
 
 
@@ -86,7 +74,6 @@ class ValidUpdate:
     staleness: int = 0
 
     def metrics(self, round: int) -> ClientMetrics:
-        """Return the client's metrics in this round."""
         slot, update, cosines = self.slot, self.update, self.cosines
         return ClientMetrics(
             round=round,
@@ -120,7 +107,7 @@ class UpdateReader:
 
     def read(self, slot: ClientSlot, reply: Message) -> ValidUpdate:
         """Return the update of a reply to this round's plan, and set its start; raises `InvalidUpdate`."""
-        slot.start = slot.candidates[read_model_index(reply, among=len(slot.candidates))]
+        slot.start = slot.candidates[read_model_index(reply, num_models=len(slot.candidates))]
         return self._validate(slot, reply, self._starts[slot.start].expected_upload, number=self._number)
 
     def read_late(self, client: int, plan: Message, reply: Message) -> ValidUpdate:
@@ -156,14 +143,10 @@ class UpdateReader:
         return ValidUpdate(slot, update, cosines, content_bytes(reply.content))
 
 
-def read_model_index(reply: Message, *, among: int) -> int:
+def read_model_index(reply: Message, *, num_models: int) -> int:
     """Return the index of the model that the client started from; raises `InvalidUpdate`."""
-    try:
-        return parse_model_index(reply.content, among=among)
-    except KeyError as missing:
-        raise InvalidUpdate(f"record {missing} is missing") from missing
-    except Exception as error:  # whatever a peer may have put into a message
-        raise InvalidUpdate(f"the update cannot be read ({type(error).__name__}: {error})") from error
+    with _read_errors_as_invalid_update():
+        return parse_model_index(reply.content, num_models=num_models)
 
 
 def read_update(
@@ -175,8 +158,14 @@ def read_update(
     """
     if reply.metadata.src_node_id != sent_to:
         raise InvalidUpdate(f"node {reply.metadata.src_node_id} replied to what was sent to node {sent_to}")
-    try:
+    with _read_errors_as_invalid_update():
         return ClientUpdate.from_content(reply.content, client, wire_dtype=wire_dtype, start=start)
+
+
+@contextmanager
+def _read_errors_as_invalid_update() -> Iterator[None]:
+    try:
+        yield
     except KeyError as missing:
         raise InvalidUpdate(f"record {missing} is missing") from missing
     except Exception as error:  # whatever a peer may have put into a message
@@ -206,8 +195,7 @@ def check_update(
     Raises
     ------
     InvalidUpdate
-        The update answers another plan, a layer is missing, has another shape or is not finite, or a metric is missing
-        or out of range.
+        The message is the reason.
     """
     for what, answered, sent_out in zip(("round", "code"), update.plan_id or (None, None), plan, strict=True):
         if answered != sent_out:

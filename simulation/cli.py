@@ -1,38 +1,38 @@
 """The command ``fedssl``: a run, or a sweep with ``-m``.
 
 The command line has Hydra's syntax. Exit status: 0 if all runs finished, 1 if a run failed, 2 for an invalid setting,
-130 after Ctrl-C.
+128 + the number of a signal, e.g. 130 after Ctrl-C.
 """
 
 import json
 import os
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 from fedssl.machine.process import OPENMP_ENV
 
 # before flwr is imported: no telemetry
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+# before ray is imported: under `uv run --project DIR` it would require DIR to be the working directory
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from fedssl.atomic_files import new_run_folder, write_text
+from fedssl.atomic_files import make_run_folder, new_run_folder, write_text
 from fedssl.command_line import run_command
+from fedssl.config.compat import split_arguments
 from fedssl.config.compose import compose_unresolved, validate_names
 from fedssl.config.load import compose, load_settings, with_run_folder
-from fedssl.config.overrides import CONF, config_groups, parse, quote_value
+from fedssl.config.overrides import CONF, check_single, check_sweep, config_groups, parse, quote_value
 from fedssl.config.settings import Settings
 from fedssl.config.targets import SEARCHPATH_KEY, expand_config_dir_flag, search_folders
 from fedssl.errors import InputError, RunError
@@ -43,7 +43,7 @@ DATASETS = ("dataset", "calibration.dataset")
 
 
 class SweepState:
-    """Outcome of a run or sweep. Hydra discards the results of jobs, and prints a traceback if a job raises.
+    """Outcome of a sweep. Hydra discards the results of jobs, and prints a traceback if a job raises.
 
     ``jobs`` are the folders of a sweep's jobs. ``lock`` locks its folder for readers that wait for more jobs.
     """
@@ -53,67 +53,94 @@ class SweepState:
         self.errors: list[Exception] = []
         self.lock: TextIO | None = None
 
-    def run_job(self, hydra_settings: DictConfig) -> None:
-        """Execute the run, or a job of a sweep. A failed job does not end the sweep."""
-        chosen = HydraConfig.get().overrides
-        searchpath = [override for override in chosen.hydra if override.startswith(f"{SEARCHPATH_KEY}=")]
-        overrides = [*searchpath, *chosen.task]
-        sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-        folder = Path(HydraConfig.get().runtime.output_dir).resolve()
-        if sweep:
-            if not self.jobs:
-                self.lock = acquire_lock(folder.parent)
-            self.jobs.append(folder)
-            print(f"\n[job {folder.name}] {' '.join(chosen.task)}", flush=True)
-        existed = (folder / "config.yaml").exists()
+    def run_job(self) -> None:
+        """Execute a job of a sweep."""
+        hydra_config = HydraConfig.get()
+        # Without resolution of interpolations, which refer to the settings of the job.
+        overrides: Any = OmegaConf.to_container(hydra_config.overrides, resolve=False)
+        searchpath = [override for override in overrides["hydra"] if override.startswith(f"{SEARCHPATH_KEY}=")]
         try:
-            run([*overrides, f"output_dir={quote_value(str(folder))}"] if sweep else overrides)
+            self._run_sweep_job(searchpath, overrides["task"], Path(hydra_config.runtime.output_dir).resolve())
         except Exception as error:  # errors are reported at the end
             self.errors.append(error)
-            if sweep:
-                print(f"[job {folder.name}] failed: {sanitize(error)}", flush=True)
-                if not existed:
-                    with suppress(OSError):  # the disk may be full
-                        _complete_summary(folder, overrides, status="failed", reason=str(error))
+
+    def _run_sweep_job(self, searchpath: Sequence[str], task: Sequence[str], folder: Path) -> None:
+        if not self.jobs:
+            self.lock = acquire_lock(folder.parent)
+        self.jobs.append(folder)
+        print(f"\n[job {folder.name}] {' '.join(task)}", flush=True)
+        existed = (folder / "config.yaml").exists()
+        try:
+            run([*searchpath, *task, f"output_dir={quote_value(str(folder))}"])
+        except Exception as error:
+            print(f"[job {folder.name}] failed: {sanitize(error)}", flush=True)
+            if not existed:
+                with suppress(OSError):  # the disk may be full
+                    _write_failure(folder, [*searchpath, *task], reason=str(error))
+            raise
 
 
-def main() -> None:
-    """Entry point of the command line."""
-    signal.signal(signal.SIGTERM, _interrupt)
-    state = SweepState()
-    status = run_command("fedssl", lambda: _run_all(state))
-    if status or state.jobs:
-        sys.exit(status)
+def main() -> int:
+    """Run the command and return its exit status, see `run_command`."""
+    return run_command("fedssl", lambda: _run_all(SweepState()))
 
 
 def _run_all(state: SweepState) -> int:
     """Execute the command line, and return the exit status of a sweep."""
-    arguments = sys.argv[1:] = expand_config_dir_flag(sys.argv[1:])
-    overrides = _overrides(arguments)
+    flags, overrides = split_arguments(expand_config_dir_flag(sys.argv[1:]))
     validate_names(overrides)
     # Hydra's own code for these two flags composes the config again.
-    if arguments in (["--help", *overrides], ["-h", *overrides], [*overrides, "--help"], [*overrides, "-h"]):
+    if flags in (["--help"], ["-h"]):
         print(_help_text(overrides), end="")
         return 0
-    if arguments in (["--cfg", "job", *overrides], [*overrides, "--cfg", "job"]):
+    if flags == ["--cfg", "job"]:
         print(OmegaConf.to_yaml(compose_unresolved(overrides)[0]), end="")
         return 0
-    if {"-m", "--multirun"} & set(arguments) and {"--cfg", "-c"} & set(arguments):
+    is_sweep = bool({"-m", "--multirun"} & set(flags))
+    if is_sweep and {"--cfg", "-c"} & set(flags):
         raise InputError("--cfg shows the settings of one run; remove -m and the swept values")
+    if not is_sweep:
+        check_single(overrides)
+    if not flags:
+        _run_single(overrides)
+        return 0
+    if is_sweep:
+        check_sweep(overrides)
+        _make_sweep_folder(overrides)
+    sys.argv[1:] = [*flags, *overrides]
 
     def job(hydra_settings: DictConfig) -> None:  # Hydra names the application after this file
-        state.run_job(hydra_settings)
+        state.run_job()
 
     hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
     if state.jobs:
         print_table(state.jobs)
-        return 1 if state.errors else 0
-    if state.errors:
-        error = state.errors[0]
-        if isinstance(error, BrokenPipeError):  # the run did not finish
-            raise RunError("standard output was closed before the run had ended") from error
-        raise error
-    return 0
+    elif state.errors:
+        raise state.errors[0]
+    return 1 if state.errors else 0
+
+
+def _run_single(overrides: Sequence[str]) -> None:
+    for override in parse(overrides):
+        if override.key_or_group in ("hydra.run.dir", "hydra.sweep.dir"):
+            raise InputError(f"{override.input_line} is for sweeps; set output_dir=FOLDER for a single run")
+    try:
+        run(overrides)
+    except BrokenPipeError as error:  # the run did not finish
+        raise RunError("standard output was closed before the run had ended") from error
+
+
+def _make_sweep_folder(overrides: Sequence[str]) -> None:
+    """Create the folder of the sweep's jobs, as far as its name is fixed; `InputError` if that is impossible."""
+    names = [str(override.value()) for override in parse(overrides) if override.key_or_group == "hydra.sweep.dir"]
+    name = ["multirun", *names][-1]
+    folder = Path(name.partition("${")[0].rpartition("/")[0] or ".") if "${" in name else Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"hydra.sweep.dir={folder} cannot be written ({error.strerror}); choose a folder that you may write to"
+        ) from error
 
 
 def _help_text(overrides: Sequence[str]) -> str:
@@ -147,14 +174,19 @@ def run(overrides: Sequence[str]) -> None:
         run_deployment(overrides, engine=settings.engine)
         return
     settings.recording.tracker.instantiate()  # reports a missing package before any work
-    given = settings.recording.folder
-    fresh = given is None or not given.exists()
-    folder = given or new_run_folder()
+    chosen = settings.recording.folder
+    fresh = chosen is None or not chosen.exists()
+    folder = chosen or new_run_folder()
+    make_run_folder(folder)
     try:
         _run_here(with_run_folder(settings, folder, paths=_dataset_paths(settings)))
-    except InputError:
-        if fresh and not _rounds_done(folder) and not is_locked(folder):  # by a concurrent run in the same folder
+    except (InputError, RunError) as error:
+        # A concurrent run may have locked the folder.
+        if fresh and not is_locked(folder) and _is_removable(folder, rejected=isinstance(error, InputError)):
             shutil.rmtree(folder, ignore_errors=True)
+            if chosen is None:
+                with suppress(OSError):  # other runs are in it
+                    folder.parent.rmdir()
         raise
     except KeyboardInterrupt as stop:
         done = _rounds_done(folder)
@@ -162,6 +194,11 @@ def run(overrides: Sequence[str]) -> None:
             raise
         resume = shlex.quote(f"resume={folder}")
         raise KeyboardInterrupt(f" after round {done}; continue with: fedssl {resume}") from stop
+
+
+def _is_removable(folder: Path, *, rejected: bool) -> bool:
+    """Return whether a run was rejected before its first round, or failed before its settings were saved."""
+    return not _rounds_done(folder) if rejected else not (folder / "config.yaml").exists()
 
 
 def _rounds_done(folder: Path) -> int:
@@ -177,7 +214,11 @@ def _dataset_paths(settings: Settings) -> dict[str, str]:
 
 def _run_here(settings: Settings) -> None:
     """Run on this machine or a Ray cluster."""
+    from simulation.grid import run_local, validate
+
     engine, concurrency = settings.engine.name, settings.clients_per_round
+    if engine != "local":
+        validate(settings)
     if engine == "auto":
         from simulation.resources import auto_engine
 
@@ -189,8 +230,6 @@ def _run_here(settings: Settings) -> None:
 
         run_ray(settings, concurrency=concurrency)
     else:
-        from simulation.grid import run_local
-
         run_local(settings)
 
 
@@ -213,20 +252,9 @@ def print_table(folders: Sequence[Path]) -> None:
     print(f"\n{table.text()}\n\nresults.csv and results.md are in {folders[0].parent}")
 
 
-def _overrides(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments without Hydra's flags and their values."""
-    flags_with_value = ("--cfg", "-c", "--package", "-p", "--config-name", "-cn", "--info", "-i")
-    pairs = zip(["", *arguments], arguments, strict=False)
-    return [argument for before, argument in pairs if not argument.startswith("-") and before not in flags_with_value]
-
-
-def _complete_summary(folder: Path, overrides: Sequence[str], *, status: str, reason: str) -> None:
-    """Write the outcome into the summary of a run that could not do so itself."""
+def _write_failure(folder: Path, overrides: Sequence[str], *, reason: str) -> None:
+    """Write the reason into the summary of a run that could not do so itself."""
     summary = folder / "summary.json"
     content = read_summary(summary) or {"overrides": list(overrides), "rounds": 0}
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(summary, json.dumps({**content, "status": status, "reason": reason}, indent=2) + "\n")
-
-
-def _interrupt(signal_number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    write_text(summary, json.dumps({**content, "status": "failed", "reason": reason}, indent=2) + "\n")

@@ -4,10 +4,11 @@ The command ``flwr run`` itself cannot be used, because it exits with 0 if a run
 """
 
 import hashlib
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from flwr.cli.build import build_fab_from_disk
+from flwr.cli.build import build_fab_from_files
 from flwr.cli.cli_client_interceptor import CliClientHttpInterceptor
 from flwr.common.serde import fab_to_proto, user_config_to_proto
 from flwr.proto.control_pb2 import (
@@ -27,12 +28,9 @@ __all__ = ["ControlHttpClient", "RunStatus"]
 
 
 def connect(address: str, *, root_certificates: bytes | None) -> ControlHttpClient:
-    """Return a client of the Control API; without certificates it does not use TLS.
+    """Return a client of the Control API, without TLS if there are no certificates.
 
-    Raises
-    ------
-    OSError, ValueError
-        The certificates are invalid.
+    `OSError` or `ValueError` if the certificates are invalid.
     """
     return ControlHttpClient.from_server_address(
         server_address=address,
@@ -42,9 +40,21 @@ def connect(address: str, *, root_certificates: bytes | None) -> ControlHttpClie
     )
 
 
+def build_fab(app: Path) -> bytes:
+    """Return the bundle of the app, as `flwr build` does.
+
+    That command resolves the path of every file in the folder, of which a virtual environment has tens of thousands.
+    """
+    patterns = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["fab-include"]
+    files = [file for pattern in patterns for file in app.glob(pattern.removeprefix("/"))]
+    return build_fab_from_files({file.relative_to(app).as_posix(): file for file in (app / "pyproject.toml", *files)})[
+        0
+    ]
+
+
 def start_run(control: ControlHttpClient, app: Path, *, overrides: str) -> int:
     """Submit the app with ``overrides`` in its run config, and return the id of the run."""
-    fab = build_fab_from_disk(app)
+    fab = build_fab(app)
     request = StartRunRequest(
         fab=fab_to_proto(Fab(hashlib.sha256(fab).hexdigest(), fab, {})),
         override_config=user_config_to_proto({"overrides": overrides}),

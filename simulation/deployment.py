@@ -51,16 +51,16 @@ class _Run:
 
     def follow(self) -> compat.RunStatus:
         """Print the log until the run has ended, and return its status. Reconnect if the SuperLink restarts."""
-        answered = time.monotonic()
+        last_reply = time.monotonic()
         while True:
             try:
                 for part in compat.stream_logs(self._control, self.id, after=self._shown):
                     self._show(part.log_output)
                     self._shown = part.latest_timestamp
                 status = compat.run_status(self._control, self.id)
-                answered = time.monotonic()
+                last_reply = time.monotonic()
             except httpx.TransportError as error:
-                if time.monotonic() - answered > RECONNECT_TIMEOUT:
+                if time.monotonic() - last_reply > RECONNECT_TIMEOUT:
                     raise RunError(
                         f"the SuperLink has not answered for {RECONNECT_TIMEOUT:.0f} s ({error}); once it runs again, "
                         f"check `flwr list`, and continue with {self.resume_command}"
@@ -93,9 +93,9 @@ class _Run:
     @property
     def resume_command(self) -> str:
         address, certificates = self._engine.address, self._engine.root_certificates
-        trusted = f" engine.root_certificates={certificates}" if certificates else ""
+        tls = f" engine.root_certificates={certificates}" if certificates else ""
         folder = self.report.run_folder or "FOLDER"
-        return f"fedssl engine=deployment engine.address={address}{trusted} resume={folder}"
+        return f"fedssl engine=deployment engine.address={address}{tls} resume={folder}"
 
 
 def _raise_on_failure(status: compat.RunStatus, run: _Run) -> None:

@@ -9,7 +9,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from client_app.simulated import MARKER_KEY, SimulationMarker
-from client_app.state_store import WriteBehind
+from client_app.state_store import FILE_STORE, StateStore, WriteBehind
 from fedssl.compat import RUN_ID, SERVER_NODE, Run, assign_message_id, error_reply, set_task_identity
 from fedssl.config.settings import Settings
 from fedssl.machine.devices import select_device
@@ -49,8 +49,8 @@ class SimulatedGrid(Grid):
         return Message(*args, **kwargs)
 
 
-def make_context(node: int, *, num_clients: int, marker: SimulationMarker | None = None) -> Context:
-    """Return the context of a node. ``marker`` may contain the store of client state."""
+def make_context(node: int, *, num_clients: int, store: StateStore = FILE_STORE) -> Context:
+    """Return the context of a node, whose client state is in ``store``."""
     return Context(
         run_id=RUN_ID,
         node_id=node,
@@ -58,7 +58,7 @@ def make_context(node: int, *, num_clients: int, marker: SimulationMarker | None
         node_config={
             "partition-id": node - SERVER_NODE - 1,
             "num-partitions": num_clients,
-            MARKER_KEY: marker or SimulationMarker(),  # type: ignore[dict-item]
+            MARKER_KEY: SimulationMarker(store),  # type: ignore[dict-item]
         },
         state=RecordDict(),
         run_config={},
@@ -87,9 +87,9 @@ class LocalGrid(SimulatedGrid):
     def __init__(self, client_app: ClientApp, *, num_clients: int, store: WriteBehind | None = None) -> None:
         super().__init__(num_clients=num_clients)
         self._client_app, self._store = client_app, store
-        marker = SimulationMarker(store) if store else None
-        nodes = self.get_node_ids()
-        self._contexts = {node: make_context(node, num_clients=num_clients, marker=marker) for node in nodes}
+        self._contexts = {
+            node: make_context(node, num_clients=num_clients, store=store or FILE_STORE) for node in self.get_node_ids()
+        }
         self._queue: dict[str, Message] = {}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -105,10 +105,21 @@ class LocalGrid(SimulatedGrid):
                 return [run_client_app(self._client_app, message, self._contexts[message.metadata.dst_node_id])]
         return []
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Write the clients' state to files, and raise the errors of earlier writes."""
         if self._store:
             self._store.flush()
+
+
+def validate(settings: Settings) -> None:
+    """Build the components of a run, which rejects invalid settings before a measurement or Ray starts."""
+    from server_app.build import build_run  # slow import
+
+    log.disabled = True  # warnings are logged by the run
+    try:
+        build_run(LocalGrid(load_client_app(), num_clients=settings.num_clients), settings)
+    finally:
+        log.disabled = False
 
 
 def run_local(settings: Settings) -> None:

@@ -55,15 +55,8 @@ def ray_session(*, gpus: int | None, address: str | None = None) -> Iterator[lis
     address : str or None
         Of a cluster, or "auto" for the cluster of this machine. None starts a private Ray on this machine, which ends
         with the block or with this process.
-
-    Raises
-    ------
-    InputError
-        There is no cluster at the address, or the system is Windows, which cannot find Ray's processes again.
-    RunError
-        Ray does not start.
     """
-    if os.name != "posix":
+    if os.name != "posix":  # Ray's processes could not be found again
         raise InputError("engine=ray needs Linux or macOS; use engine=local")
     import ray
 
@@ -76,7 +69,7 @@ def ray_session(*, gpus: int | None, address: str | None = None) -> Iterator[lis
                 _join(ray, address)
         try:
             alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            yield [Host(cpus=int(there.get("CPU", 0)), gpus=int(there.get("GPU", 0))) for there in alive]
+            yield [Host(cpus=int(resources.get("CPU", 0)), gpus=int(resources.get("GPU", 0))) for resources in alive]
         finally:
             ray.shutdown()
 

@@ -92,8 +92,8 @@ def seconds_per_step(settings: Settings) -> float:
         return 0.0
     training = replace(LocalTrainer.build(settings.training, method), epochs=1)
     seconds = 0.0
-    for number in range(3):
-        start, generator = time.perf_counter(), torch_generator(settings.seed, "choice", number)
+    for repetition in range(3):
+        start, generator = time.perf_counter(), torch_generator(settings.seed, "choice", repetition)
         train(method, image_data.images, indices, training=training, generator=generator, labels=image_data.labels)
         seconds = time.perf_counter() - start
         if seconds > LONG_STEP_SECONDS:
@@ -120,12 +120,12 @@ class ClientResources:
 def fit_clients(
     hosts: Sequence[Host], *, client_cpus: int | None, client_gpus: float | None, threads: int, max_clients: int
 ) -> tuple[ClientResources, int]:
-    """Return the resources of a client, and the number of clients that run at once.
+    """Return the resources of a client, which runs on one host, and the number of clients that run at once.
 
     Parameters
     ----------
     hosts : sequence of Host
-        With 0 GPUs if clients train on CPUs. A client runs on one host.
+        With 0 GPUs if clients train on CPUs.
     client_cpus : int or None
         None: one per thread, or 1 if the client uses a GPU.
     client_gpus : float or None

@@ -22,6 +22,7 @@ from strategies.interfaces import (
     CommunicationSummary,
     GlobalModel,
     LocalData,
+    NoState,
     RoundOutcome,
     ServerState,
     StrategyContext,
@@ -41,9 +42,15 @@ class ServerStrategy:
     ----------
     num_comparison_images : int
         Number of server images on which `on_round_end` compares models; 0 needs none.
+    model_state_type, strategy_state_type : type
+        `typing.TypedDict` of the state of one model, which `after_aggregation` returns, and of the state across models,
+        which `on_round_end` returns. A checkpoint is validated against their annotations: plain types, arrays, and
+        ``dict`` of them. The initial states are empty.
     """
 
     num_comparison_images: int = 0
+    model_state_type: type = NoState
+    strategy_state_type: type = NoState
 
     def __init__(self, make_aggregator: Callable[[], Aggregator]) -> None:
         self._make_aggregator = make_aggregator
@@ -107,7 +114,7 @@ class ServerStrategy:
         *,
         aggregator: Aggregator,
         received: Mapping[int, tuple[str, ...]],
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> tuple[Any, dict[str, Any]]:
         """Return the model's new strategy state, and JSON-serializable metrics of the round.
 
         Parameters
@@ -123,20 +130,12 @@ class ServerStrategy:
         """
         return model.strategy_state, {}
 
-    def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
+    def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[Any, dict[str, Any]]:
         """Return the new strategy state across models, and JSON-serializable metrics of the round.
 
         ``state`` is the server state after the round, with the strategy state from before it.
         """
         return state.strategy_state, {}
-
-    def is_valid_model_state(self, strategy_state: Mapping[str, Any]) -> bool:
-        """Return whether the state of one model, read from an untrusted checkpoint, fits `after_aggregation`."""
-        return True
-
-    def is_valid_strategy_state(self, strategy_state: Mapping[str, Any]) -> bool:
-        """Return whether the state across models, read from an untrusted checkpoint, fits `on_round_end`."""
-        return not strategy_state
 
     def validate(self, context: StrategyContext) -> None:
         """Validate the run and store the properties that the algorithm needs; called first.

@@ -8,7 +8,7 @@ to the base strategy.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from sklearn.cluster import AgglomerativeClustering
 
 from fedssl.arrays import Layers, ReferenceLayers, is_weight
+from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, load_layers
@@ -109,7 +110,10 @@ class SelectByLoss(ClientStrategy):
         return argmin(losses)
 
 
-ASSIGNMENTS = "members"  # in the strategy state: the model of each client
+class ClusterState(TypedDict, total=False):
+    """Model that each client was assigned to, by client id."""
+
+    members: dict[int, str]
 
 
 class ClusteredServer(DelegatingServer):
@@ -119,14 +123,13 @@ class ClusteredServer(DelegatingServer):
     """
 
     def __init__(self, base_strategy: ServerStrategy, *, clusters: int) -> None:
-        if clusters < 1:
-            raise InputError(f"strategy.clusters={clusters} must be at least 1")
+        check_arguments("strategy", clusters=clusters)
         super().__init__(base_strategy)
+        self.strategy_state_type = ClusterState
         self.model_names = (GLOBAL,) if clusters == 1 else tuple(map(str, range(clusters)))
 
     def starting_model(self, state: ServerState, round: int, client: int) -> str:
-        members: Mapping[int, str] = state.strategy_state.get(ASSIGNMENTS, {})
-        return members.get(client, self.model_names[client % len(self.model_names)])
+        return self._members(state).get(client, self.model_names[client % len(self.model_names)])
 
     def candidate_models(self, state: ServerState, round: int, client: int) -> tuple[str, ...]:
         return (self.starting_model(state, round, client),)
@@ -134,27 +137,24 @@ class ClusteredServer(DelegatingServer):
     def destination_models(self, state: ServerState, round: int, client: int, start: str) -> tuple[str, ...]:
         return (start,)
 
-    def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
+    def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[ClusterState, dict[str, Any]]:
         return self._record_assignments({client: names[0] for client, names in outcome.destinations.items()}, state)
 
     def _record_assignments(
         self, assigned: Mapping[int, str], state: ServerState
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> tuple[ClusterState, dict[str, Any]]:
         """Return the strategy state with these assignments, and the clients of each model for the log."""
         if len(self.model_names) == 1:
-            return state.strategy_state, {}
-        before: Mapping[int, str] = state.strategy_state.get(ASSIGNMENTS, {})
+            return {}, {}
+        before = self._members(state)
         members = {name: sorted(client for client in assigned if assigned[client] == name) for name in self.model_names}
         moved = sum(self.starting_model(state, state.round, client) != name for client, name in assigned.items())
-        return {ASSIGNMENTS: {**before, **assigned}}, {"clusters": members, "changed_cluster": moved}
+        return {"members": {**before, **assigned}}, {"clusters": members, "changed_cluster": moved}
 
-    def is_valid_strategy_state(self, strategy_state: Mapping[str, Any]) -> bool:
-        members = strategy_state.get(ASSIGNMENTS, {})
-        return (
-            strategy_state.keys() <= {ASSIGNMENTS}
-            and isinstance(members, dict)
-            and all(isinstance(client, int) and name in self.model_names for client, name in members.items())
-        )
+    def _members(self, state: ServerState) -> dict[int, str]:
+        """Return the model of each assigned client. A checkpoint is untrusted: ignore models that do not exist."""
+        strategy_state: ClusterState = state.strategy_state
+        return {client: name for client, name in strategy_state.get("members", {}).items() if name in self.model_names}
 
     def validate(self, context: StrategyContext) -> None:
         super().validate(context)
@@ -199,7 +199,7 @@ class ServerAssignedClusters(ClusteredServer):
         super().__init__(base_strategy, clusters=clusters)
         self.num_comparison_images = num_images if clusters > 1 else 0
 
-    def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
+    def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[ClusterState, dict[str, Any]]:
         if len(self.model_names) == 1:
             return super().on_round_end(state, outcome)
         models = {name: state.models[name] for name in self.model_names if name in state.models}
@@ -231,18 +231,17 @@ class OneShotClusters(ClusteredServer):
 
     def __init__(self, base_strategy: ServerStrategy, *, clusters: int, cluster_round: int) -> None:
         super().__init__(base_strategy, clusters=clusters)
-        if cluster_round < 1:
-            raise InputError(f"strategy.cluster_round={cluster_round} must be the number of a round, from 1 on")
+        check_arguments("strategy", cluster_round=cluster_round)
         self.cluster_round = cluster_round
 
     def starting_model(self, state: ServerState, round: int, client: int) -> str:
-        members: Mapping[int, str] = state.strategy_state.get(ASSIGNMENTS, {})
+        members = self._members(state)
         if client in members:
             return members[client]
         return max(self.model_names, key=list(members.values()).count)
 
     def models_to_cluster(self, state: ServerState, round: int) -> tuple[str, ...]:
-        if len(self.model_names) == 1 or round < self.cluster_round or ASSIGNMENTS in state.strategy_state:
+        if len(self.model_names) == 1 or round < self.cluster_round or self._members(state):
             return ()
         return self.model_names
 
@@ -250,9 +249,9 @@ class OneShotClusters(ClusteredServer):
         labels = cluster_by_cosine(list(deltas.values()), clusters=len(self.model_names))
         return {client: self.model_names[label] for client, label in zip(deltas, labels, strict=True)}
 
-    def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
+    def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[ClusterState, dict[str, Any]]:
         if outcome.round < self.cluster_round:
-            return state.strategy_state, {}
+            return {}, {}
         return super().on_round_end(state, outcome)
 
     def validate(self, context: StrategyContext) -> None:

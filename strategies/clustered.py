@@ -12,17 +12,16 @@ views for all models. Briggs et al. cut their tree at a distance, here it is cut
 
 from collections.abc import Callable, Mapping
 
+from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
 from strategies.cluster_assignment import ClientAssignedClusters, OneShotClusters, SelectByLoss
 from strategies.eua import EUA
-from strategies.featarc import check_num_images
 from strategies.fedavg import FedAvg
 from strategies.l_dawa import LDAWA
 from strategies.loss import LossWeighted
 from strategies.m_dawa import MDAWA
 from strategies.robust import Median
-from strategies.weighted_sum import check_choice
 
 WEIGHTED_RULES: Mapping[str, Callable[..., FedSSLStrategy]] = {"fedavg": FedAvg, "l_dawa": LDAWA, "m_dawa": MDAWA}
 UNWEIGHTED_RULES: Mapping[str, Callable[..., FedSSLStrategy]] = {
@@ -30,7 +29,6 @@ UNWEIGHTED_RULES: Mapping[str, Callable[..., FedSSLStrategy]] = {
     "loss_weighted": LossWeighted,
     "median": Median,
 }
-CHOICES = ("loss", "update_cosine")
 
 
 class Clustered(FedSSLStrategy):
@@ -61,8 +59,7 @@ class Clustered(FedSSLStrategy):
         num_images: int = 512,
         cluster_round: int = 1,
     ) -> None:
-        check_choice("strategy.assign_by", assign_by, CHOICES)
-        check_num_images(num_images)
+        check_arguments("strategy", assign_by=assign_by, num_images=num_images)
         server: ServerStrategy
         client: ClientStrategy | None = None
         if assign_by == "update_cosine":
@@ -77,7 +74,7 @@ class Clustered(FedSSLStrategy):
 
 def base_strategy_of(rule: str, weighting: str | None) -> ServerStrategy:
     """Return the server side of a rule. Raises `InputError` for an unknown rule or weighting."""
-    check_choice("strategy.rule", rule, (*WEIGHTED_RULES, *UNWEIGHTED_RULES))
+    check_arguments("strategy", rule=rule)
     if weighting is None:
         return {**WEIGHTED_RULES, **UNWEIGHTED_RULES}[rule]().server
     if rule not in WEIGHTED_RULES:

@@ -28,6 +28,8 @@ class DelegatingServer(ServerStrategy):
     def __init__(self, base_strategy: ServerStrategy) -> None:
         self.base_strategy = base_strategy
         self.num_comparison_images = base_strategy.num_comparison_images
+        self.model_state_type = base_strategy.model_state_type
+        self.strategy_state_type = base_strategy.strategy_state_type
 
     def starting_model(self, state: ServerState, round: int, client: int) -> str:
         return self.base_strategy.starting_model(state, round, client)
@@ -66,17 +68,11 @@ class DelegatingServer(ServerStrategy):
         *,
         aggregator: Aggregator,
         received: Mapping[int, tuple[str, ...]],
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> tuple[Any, dict[str, Any]]:
         return self.base_strategy.after_aggregation(model, round, layers, aggregator=aggregator, received=received)
 
-    def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
+    def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[Any, dict[str, Any]]:
         return self.base_strategy.on_round_end(state, outcome)
-
-    def is_valid_model_state(self, strategy_state: Mapping[str, Any]) -> bool:
-        return self.base_strategy.is_valid_model_state(strategy_state)
-
-    def is_valid_strategy_state(self, strategy_state: Mapping[str, Any]) -> bool:
-        return self.base_strategy.is_valid_strategy_state(strategy_state)
 
     def validate(self, context: StrategyContext) -> None:
         self.base_strategy.validate(context)

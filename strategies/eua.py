@@ -25,15 +25,13 @@ import numpy as np
 import torch
 
 from fedssl.arrays import ROW, Cosines, Layers, ReferenceLayers, is_weight
+from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.interfaces import Aggregator, GlobalModel
 from strategies.update_geometry import deviation_gram, min_norm_weights
-from strategies.weighted_sum import WeightedSum, check_choice, check_updates
-
-DEVIATIONS = ("log", "unit")
-STEPS = ("normalized", "constant")
+from strategies.weighted_sum import WeightedSum, check_updates
 
 _MOVE_TILE = 64 * ROW  # elements per step; few enough for the cache, enough to hide the overhead of a call
 
@@ -107,10 +105,8 @@ class EUAAggregator:
     required_metrics: tuple[str, ...] = ()
 
     def __init__(self, *, deviation: str = "log", step: str = "normalized", server_lr: float = 1.0) -> None:
-        self.deviation = check_choice("strategy.deviation", deviation, DEVIATIONS)
-        self.step = check_choice("strategy.step", step, STEPS)
-        if not 0 < server_lr < np.inf:
-            raise InputError(f"strategy.server_lr={server_lr} must be positive; 1 moves as far as the clients' mean")
+        check_arguments("strategy", deviation=deviation, step=step, server_lr=server_lr)
+        self.deviation, self.step = deviation, step
         self.server_lr = server_lr
         self._buffers = WeightedSum()
 
@@ -212,7 +208,7 @@ class EUAServer(ServerStrategy):
         *,
         aggregator: Aggregator,
         received: Mapping[int, tuple[str, ...]],
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> tuple[Any, dict[str, Any]]:
         assert isinstance(aggregator, EUAAggregator)
         solution = aggregator.solution
         weights = {str(client): float(p) for client, p in zip(aggregator.clients, solution.weights, strict=True)}

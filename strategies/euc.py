@@ -21,11 +21,12 @@ The squares need one number per layer beside the sum: mean ||avg - x_k||^2 = mea
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
 from fedssl.arrays import TILE, Cosines, Layers, ReferenceLayers, is_weight
+from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names
@@ -132,19 +133,24 @@ def averaging_intervals(discrepancy: Mapping[str, float], sizes: Mapping[str, in
     return result
 
 
+class EUCState(TypedDict, total=False):
+    """Intervals of deferrable layers, from the first adjustment on, and the round of each layer's last average."""
+
+    intervals: dict[str, int]
+    averaged: dict[str, int]
+
+
 class EUCServer(ServerStrategy):
     """Server with an interval for each layer, see the module docstring.
-
-    A model's strategy state contains the ``intervals`` of deferred layers, from the first adjustment on, and the round
-    in which each layer was last ``averaged``.
 
     ``interval`` is phi, and 1 is plain averaging. ``weighting`` of the average and the discrepancy is "examples" or
     "uniform".
     """
 
+    model_state_type = EUCState
+
     def __init__(self, *, interval: int, weighting: str) -> None:
-        if interval < 1:
-            raise InputError(f"strategy.interval={interval} is below 1; 1 is plain averaging, the paper uses 2 and 4")
+        check_arguments("strategy", interval=interval)
         self.interval = interval
         super().__init__(mean(weighting))
 
@@ -154,7 +160,7 @@ class EUCServer(ServerStrategy):
         return DiscrepancySum(total) if self._is_adjustment_round(round) else total
 
     def upload_names(self, model: GlobalModel, round: int, layers: Layers) -> tuple[str, ...] | None:
-        intervals = model.strategy_state.get("intervals", {})
+        intervals = self._intervals(model)
         due = tuple(name for name in layers if round % intervals.get(name, 1) == 0)
         return None if len(due) == len(layers) else due
 
@@ -164,7 +170,8 @@ class EUCServer(ServerStrategy):
         if last is None:
             return None
         # The average of the client's last round was computed after its upload.
-        averaged = model.strategy_state.get("averaged", {})
+        state: EUCState = model.strategy_state
+        averaged = state.get("averaged", {})
         new = tuple(name for name in layers if averaged.get(name, math.inf) >= last)
         return None if len(new) == len(layers) else new
 
@@ -176,7 +183,7 @@ class EUCServer(ServerStrategy):
         *,
         aggregator: Aggregator,
         received: Mapping[int, tuple[str, ...]],
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> tuple[EUCState, dict[str, Any]]:
         due = self.upload_names(model, round, layers)
         names = tuple(layers) if due is None else due
         strategy_metrics: dict[str, Any] = {
@@ -186,8 +193,9 @@ class EUCServer(ServerStrategy):
                 "down": sum(_bytes_excluded(layers, some) for some in received.values()),
             },
         }
-        intervals_now = dict(model.strategy_state.get("intervals", {}))
-        averaged = {**model.strategy_state.get("averaged", {}), **dict.fromkeys(names, round)}
+        state: EUCState = model.strategy_state
+        intervals_now = self._intervals(model)
+        averaged = {**state.get("averaged", {}), **dict.fromkeys(names, round)}
         if self._is_adjustment_round(round):  # all layers were averaged
             assert isinstance(aggregator, DiscrepancySum)
             per_round = {name: d / intervals_now.get(name, 1) for name, d in aggregator.discrepancy.items()}
@@ -196,12 +204,6 @@ class EUCServer(ServerStrategy):
                 strategy_metrics["intervals"] = {name: phi for name, phi in new.items() if phi > 1}
             intervals_now = new
         return {"intervals": intervals_now, "averaged": averaged}, strategy_metrics
-
-    def is_valid_model_state(self, strategy_state: Mapping[str, Any]) -> bool:
-        return strategy_state.keys() <= {"intervals", "averaged"} and all(
-            isinstance(numbers, dict) and all(isinstance(number, int) and number >= 1 for number in numbers.values())
-            for numbers in strategy_state.values()
-        )
 
     def validate(self, context: StrategyContext) -> None:
         if self.interval > 1 and context.clients_per_round < 2:
@@ -219,6 +221,11 @@ class EUCServer(ServerStrategy):
             download=f"{usual.download}; of these the layers that were averaged since the client's last round",
             upload=f"{usual.upload}; of these some weights only every {self.interval} rounds",
         )
+
+    def _intervals(self, model: GlobalModel) -> dict[str, int]:
+        """Return the intervals of deferrable layers, which a checkpoint may have made 0."""
+        state: EUCState = model.strategy_state
+        return {name: max(interval, 1) for name, interval in state.get("intervals", {}).items()}
 
     def _is_adjustment_round(self, round: int) -> bool:
         return self.interval > 1 and round % self.interval == 0

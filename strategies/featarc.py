@@ -15,13 +15,10 @@ augmentation; a client keeps its model if another one is equally near. With ``as
 on its own images, so that a client downloads one model instead of C.
 """
 
-from fedssl.errors import InputError
+from fedssl.config.constraints import check_arguments
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.cluster_assignment import ClientAssignedClusters, SelectByFeatures, ServerAssignedClusters
 from strategies.fedavg import mean
-from strategies.weighted_sum import check_choice
-
-PLACES = ("client", "server")
 
 
 class FeatARC(FedSSLStrategy):
@@ -42,8 +39,7 @@ class FeatARC(FedSSLStrategy):
     def __init__(
         self, *, clusters: int = 2, assign_at: str = "client", num_images: int = 512, weighting: str = "uniform"
     ) -> None:
-        check_choice("strategy.assign_at", assign_at, PLACES)
-        check_num_images(num_images)
+        check_arguments("strategy", assign_at=assign_at, num_images=num_images)
         base_strategy = ServerStrategy(mean(weighting))
         if assign_at == "server":
             super().__init__(ServerAssignedClusters(base_strategy, clusters=clusters, num_images=num_images))
@@ -51,9 +47,3 @@ class FeatARC(FedSSLStrategy):
             super().__init__(
                 ClientAssignedClusters(base_strategy, clusters=clusters), SelectByFeatures(num_images=num_images)
             )
-
-
-def check_num_images(num_images: int) -> None:
-    """Refuse, by an `InputError`, too few images to compare models on."""
-    if num_images < 2:
-        raise InputError(f"strategy.num_images={num_images} must be at least 2, on which models are compared")

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from fedssl.arrays import Layers
+from fedssl.config.constraints import check_arguments
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
-from strategies.weighted_sum import WeightedSum, check_choice, weighted_sum
-
-WEIGHTINGS = ("examples", "uniform")
+from strategies.weighted_sum import WeightedSum, weighted_sum
 
 
 def fedavg(global_layers: Layers, updates: Sequence[ClientUpdate], *, weighting: str = "examples") -> Layers:
@@ -50,4 +49,5 @@ class FedAvg(FedSSLStrategy):
 
 def mean(weighting: str) -> Callable[[], WeightedSum]:
     """Return a factory of averaging aggregators. Raises `InputError` for an unknown weighting."""
-    return partial(WeightedSum, weighting=check_choice("strategy.weighting", weighting, WEIGHTINGS))
+    check_arguments("strategy", weighting=weighting)
+    return partial(WeightedSum, weighting=weighting)

@@ -25,15 +25,14 @@ from dataclasses import replace
 import torch
 
 from fedssl.arrays import Layers, is_weight
-from fedssl.errors import InputError
+from fedssl.config.constraints import check_arguments
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, load_and_start_round, local_names
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy, layers_in_state, upload_names_of
-from strategies.encoder_divergence import DISTANCES, distance_names, encoder_divergence
+from strategies.encoder_divergence import distance_names, encoder_divergence
 from strategies.fedavg import mean
 from strategies.interfaces import ClientState, CommunicationSummary, StrategyContext
-from strategies.weighted_sum import check_choice
 
 LAMBDA, DISTANCE = "fedema.lambda", "fedema.distance"  # keys of a client's state besides layers
 
@@ -58,10 +57,9 @@ class FedEMAClient(ClientStrategy):
     """Client side of FedEMA. Options as in `FedEMA`."""
 
     def __init__(self, *, tau: float, distance: str) -> None:
-        if tau < 0:
-            raise InputError(f"strategy.tau={tau} must not be negative; FedEMA uses 0.7, 0 takes the global weights")
+        check_arguments("strategy", tau=tau, distance=distance)
         self.tau = tau
-        self.distance = check_choice("strategy.distance", distance, DISTANCES)
+        self.distance = distance
 
     def validate(self, context: StrategyContext) -> None:
         distance_names(context.method, distance=self.distance)

@@ -26,15 +26,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from fedssl.arrays import Layers
+from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names, move_layers_out
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy, layers_in_state, upload_names_of
-from strategies.encoder_divergence import DISTANCES, distance_names, encoder_divergence
+from strategies.encoder_divergence import distance_names, encoder_divergence
 from strategies.fedavg import mean
 from strategies.interfaces import ClientState, CommunicationSummary, StrategyContext
-from strategies.weighted_sum import check_choice
 
 USE_GLOBAL_PREDICTOR, DISTANCE = "dapu.global", "dapu.distance"  # keys of a client's state besides layers
 
@@ -64,15 +64,14 @@ class FedUOptions:
     predictor_threshold: float = 0.4
 
     def __post_init__(self) -> None:
-        check_choice("strategy.aggregate", self.aggregate, ("online", "target"))
-        check_choice("strategy.update", self.update, ("online", "target", "both"))
-        check_choice("strategy.predictor", self.predictor, ("dapu", "global", "local"))
-        check_choice("strategy.distance", self.distance, DISTANCES)
-        if self.predictor_threshold < 0:
-            raise InputError(
-                f"strategy.predictor_threshold={self.predictor_threshold} must not be negative; "
-                "FedU uses 0.4, and 0 always keeps the client's own predictor"
-            )
+        check_arguments(
+            "strategy",
+            aggregate=self.aggregate,
+            update=self.update,
+            predictor=self.predictor,
+            distance=self.distance,
+            predictor_threshold=self.predictor_threshold,
+        )
 
 
 class FedUClient(ClientStrategy):
@@ -113,7 +112,7 @@ class FedUClient(ClientStrategy):
         up = {name.partition(".")[0]: source.partition(".")[0] for name, source in sources.items()}
         local_state = _parts(self._own(method, exchanged_names(method), local_head=options.predictor != "global"))
         if options.predictor == "dapu":
-            local_state = [f"{part} (if DAPU says so)" if part == _head(method) else part for part in local_state]
+            local_state = [f"{part} (if DAPU decides so)" if part == _head(method) else part for part in local_state]
             local_state += ["DAPU's distance and decision"]
         return replace(
             usual,

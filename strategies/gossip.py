@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedssl.arrays import Cosines, Layers, ReferenceLayers, is_weight
+from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.interfaces import GLOBAL, Aggregator, CommunicationSummary, RoundOutcome, ServerState, StrategyContext
-from strategies.topology import TOPOLOGIES, make_graph, metropolis_weights
+from strategies.topology import make_graph, metropolis_weights
 from strategies.topology_plot import plot_topology
-from strategies.weighted_sum import WeightedSum, check_choice
+from strategies.weighted_sum import WeightedSum
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -91,7 +92,7 @@ class GossipServer(ServerStrategy):
     def keeps_model(self, name: str, clients: Collection[int]) -> bool:
         return name != GLOBAL and int(name) not in clients
 
-    def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[dict[str, Any], dict[str, Any]]:
+    def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[Any, dict[str, Any]]:
         if self._star:
             return state.strategy_state, {}
         bytes_up = outcome.bytes_up
@@ -174,5 +175,5 @@ class Gossip(FedSSLStrategy):
         probability: float | None = None,
         file: str | None = None,
     ) -> None:
-        check_choice("strategy.topology", topology, TOPOLOGIES)
+        check_arguments("strategy", topology=topology, degree=degree, probability=probability)
         super().__init__(GossipServer(topology, degree=degree, probability=probability, file=file))

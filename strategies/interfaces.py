@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import torch
 
@@ -17,6 +17,10 @@ TrainAgain = Callable[[Regularizer], object]  # trains the method again with a f
 GLOBAL = "global"  # name of the model where there is only one
 
 
+class NoState(TypedDict):
+    """State of an algorithm that has none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GlobalModel:
     """One global model.
@@ -28,7 +32,7 @@ class GlobalModel:
     broadcast : Layers
         Parts that the method's server side computed for clients; see `fedssl.methods.base.SSLMethod`.
     strategy_state : dict
-        State of the algorithm: numbers, strings, arrays and dictionaries of them.
+        State of the algorithm, a `ServerStrategy.model_state_type`. Empty before the first round.
     server_optimizer_state : dict of str to Layers
         Moments of the server optimizer.
     phase : int
@@ -39,7 +43,7 @@ class GlobalModel:
 
     layers: Layers
     broadcast: Layers = field(default_factory=dict)
-    strategy_state: dict[str, Any] = field(default_factory=dict)
+    strategy_state: Any = field(default_factory=dict)
     server_optimizer_state: dict[str, Layers] = field(default_factory=dict)
     phase: int = 1
     num_updates: int = 0
@@ -58,13 +62,16 @@ class ServerState:
     last_participation : mapping of int to (int, str)
         Round of the client's last used update, and the model that it started from.
     strategy_state : dict
-        State of the algorithm across models: numbers, strings, arrays and dictionaries of them.
+        State of the algorithm across models, a `ServerStrategy.strategy_state_type`. Empty before the first round.
+    in_flight : dict
+        Messages to clients that train for an earlier round, of buffered aggregation in simulations.
     """
 
     round: int = 0
     models: Mapping[str, GlobalModel] = field(default_factory=dict)
     last_participation: Mapping[int, tuple[int, str]] = field(default_factory=dict)
-    strategy_state: dict[str, Any] = field(default_factory=dict)
+    strategy_state: Any = field(default_factory=dict)
+    in_flight: Mapping[str, Any] = field(default_factory=dict)
 
     def model_names(self) -> list[str]:
         """Return the names of the models, client 2 before client 10."""

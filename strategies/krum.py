@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from fedssl.arrays import Layers, ReferenceLayers, is_weight
+from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
@@ -51,7 +52,7 @@ def closest(
     select : int
         Number of selected clients, at most all; 1 is Krum, more is Multi-Krum.
     """
-    _check_krum(malicious, select)
+    check_arguments("strategy", malicious=malicious, select=select)
     updates = validated(global_layers, updates)
     weights = ReferenceLayers({name: array for name, array in global_layers.items() if is_weight(name, array)})
     gram = deviation_gram(weights, [update.layers for update in updates], exact=True)
@@ -76,7 +77,7 @@ class KrumAggregator(BatchAggregator):
 
     def __init__(self, *, malicious: int, select: int) -> None:
         super().__init__(self._closest)
-        _check_krum(malicious, select)
+        check_arguments("strategy", malicious=malicious, select=select)
         self.malicious, self.select = malicious, select
         self.chosen: list[int] = []
 
@@ -117,7 +118,7 @@ class KrumServer(ServerStrategy):
         *,
         aggregator: Aggregator,
         received: Mapping[int, tuple[str, ...]],
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> tuple[Any, dict[str, Any]]:
         assert isinstance(aggregator, KrumAggregator)
         return model.strategy_state, {"selected": aggregator.chosen}
 
@@ -127,10 +128,3 @@ class Krum(FedSSLStrategy):
 
     def __init__(self, *, malicious: int = 1, select: int = 1) -> None:
         super().__init__(KrumServer(partial(KrumAggregator, malicious=malicious, select=select)))
-
-
-def _check_krum(malicious: int, select: int) -> None:
-    if malicious < 0:
-        raise InputError(f"strategy.malicious={malicious} is negative; it is the number of clients to be safe from")
-    if select < 1:
-        raise InputError(f"strategy.select={select} is below 1; 1 is Krum, more is Multi-Krum")

@@ -23,13 +23,14 @@ from functools import partial
 import numpy as np
 
 from fedssl.arrays import Layers, ReferenceLayers
+from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
 from strategies.delegating import DelegatingClient
 from strategies.interfaces import GLOBAL, Aggregator, CommunicationSummary
-from strategies.weighted_sum import BUFFERS, WeightedSum, check_choice, weighted_sum
+from strategies.weighted_sum import WeightedSum, weighted_sum
 
 
 def l_dawa(
@@ -78,8 +79,7 @@ class WarmupServer(ServerStrategy):
 
     def __init__(self, make_aggregator: Callable[[], Aggregator], *, rounds: int) -> None:
         super().__init__(make_aggregator)
-        if rounds < 0:
-            raise InputError(f"strategy.warmup_rounds={rounds} is negative; 0 turns the warm-up off")
+        check_arguments("strategy", warmup_rounds=rounds)
         self.rounds = rounds
 
     def aggregator(self, round: int, name: str = GLOBAL) -> Aggregator:
@@ -130,8 +130,7 @@ class LDAWA(FedSSLStrategy):
         scale_at: str = "server",
         client: ClientStrategy | None = None,
     ) -> None:
-        check_choice("strategy.scale_at", scale_at, ("server", "client"))
-        check_choice("strategy.buffers", buffers, BUFFERS)
+        check_arguments("strategy", owner="LDAWA", scale_at=scale_at, buffers=buffers, weighting=weighting)
         if normalize and scale_at == "client":
             raise InputError(
                 "strategy.normalize=true needs the cosines on the server, which strategy.scale_at=client keeps from it;"

@@ -17,14 +17,13 @@ under ``method.target_init=reset`` in every round) and stages that were trained 
 centroids of Orchestra are the server's. No layer of v_k is uploaded.
 """
 
-import math
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fedssl.arrays import Layers
-from fedssl.errors import InputError
+from fedssl.config.constraints import check_arguments
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names
 from fedssl.regularizers.base import Regularizer, RegularizerInput
@@ -63,11 +62,7 @@ class PersonalClient(ClientStrategy):
     trainings_per_round = 2
 
     def __init__(self, *, weight: float) -> None:
-        if not 0 <= weight < math.inf:
-            raise InputError(
-                f"strategy.weight={weight} must be a number of at least 0; 0 trains personal models alone, and the "
-                "larger it is the nearer they stay to the global one"
-            )
+        check_arguments("strategy", weight=weight)
         self.weight = weight
 
     def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:

@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 
 from fedssl.arrays import TILE, Cosines, Layers, ReferenceLayers
+from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
@@ -43,7 +44,8 @@ def trimmed_mean(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta
     beta : float
         In (0, 0.5): of K clients, floor(beta K) are trimmed at each end.
     """
-    return _trimmed(global_layers, updates, beta=_share(beta))
+    check_arguments("strategy", beta=beta)
+    return _trimmed(global_layers, updates, beta=beta)
 
 
 class BatchAggregator:
@@ -81,7 +83,8 @@ class TrimmedServer(ServerStrategy):
     """Server side of the trimmed mean. ``beta`` as in `trimmed_mean`."""
 
     def __init__(self, *, beta: float) -> None:
-        self.beta = _share(beta)
+        check_arguments("strategy", beta=beta)
+        self.beta = beta
         super().__init__(partial(BatchAggregator, self._combine))
 
     def validate(self, context: StrategyContext) -> None:
@@ -133,9 +136,3 @@ def validated(global_layers: Layers, updates: Sequence[ClientUpdate]) -> list[Cl
         raise InputError("no client sent an update; at least one is needed")
     check_updates(ReferenceLayers(global_layers), updates)
     return sorted(updates, key=lambda update: update.partition_id)
-
-
-def _share(beta: float) -> float:
-    if not 0 < beta < 0.5:
-        raise InputError(f"strategy.beta={beta} must be above 0 and below 0.5; strategy=fedavg trims nobody")
-    return beta

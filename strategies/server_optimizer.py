@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from fedssl.arrays import Layers, is_weight
-from fedssl.errors import InputError
+from fedssl.config.constraints import check_arguments
 
 Moments = dict[str, Layers]  # by the name of the moment, an array for each layer
 
@@ -48,8 +48,7 @@ class _MomentOptimizer:
     is_active = True
 
     def __init__(self, *, lr: float) -> None:
-        if lr <= 0:
-            raise InputError(f"server_optimizer.lr={lr} must be positive; server_optimizer=none assigns the average")
+        check_arguments("server_optimizer", lr=lr)
         self.lr = lr
 
     def step(self, moments: Moments, step: int, old: Layers, aggregated: Layers) -> tuple[Moments, Layers]:
@@ -85,7 +84,8 @@ class FedAvgM(_MomentOptimizer):
 
     def __init__(self, *, lr: float = 1.0, momentum: float = 0.9) -> None:
         super().__init__(lr=lr)
-        self.momentum = _check_unit_interval("momentum", momentum)
+        check_arguments("server_optimizer", momentum=momentum)
+        self.momentum = momentum
 
     def _step_array(
         self, step: int, old: np.ndarray, aggregated: np.ndarray, moments: list[np.ndarray]
@@ -115,10 +115,8 @@ class FedAdam(_MomentOptimizer):
 
     def __init__(self, *, lr: float = 0.1, beta_1: float = 0.9, beta_2: float = 0.99, tau: float = 1e-3) -> None:
         super().__init__(lr=lr)
-        if tau <= 0:
-            raise InputError(f"server_optimizer.tau={tau} must be positive; Flower's default is 0.001")
-        self.beta_1, self.beta_2 = _check_unit_interval("beta_1", beta_1), _check_unit_interval("beta_2", beta_2)
-        self.tau = tau
+        check_arguments("server_optimizer", tau=tau, beta_1=beta_1, beta_2=beta_2)
+        self.beta_1, self.beta_2, self.tau = beta_1, beta_2, tau
 
     def _step_array(
         self, step: int, old: np.ndarray, aggregated: np.ndarray, moments: list[np.ndarray]
@@ -148,9 +146,3 @@ class FedYogi(FedAdam):
 
     def _rate(self, step: int) -> float:
         return self.lr
-
-
-def _check_unit_interval(name: str, value: float) -> float:
-    if not 0 <= value < 1:
-        raise InputError(f"server_optimizer.{name}={value} must be in [0, 1); 0 turns it off")
-    return value

@@ -19,24 +19,17 @@ import numpy as np
 import torch
 
 from fedssl.arrays import TILE, Cosines, Layers, ReferenceLayers, is_weight
+from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.wire.messages import NUM_EXAMPLES, TRAIN_LOSS, ClientUpdate
 
 # Layers in shared memory are read-only, and are only read here.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
-REQUIRED_METRICS = {"uniform": (), "examples": (NUM_EXAMPLES,), "loss": (TRAIN_LOSS,)}
 SCALES = ("none", "layer", "model")
-BUFFERS = ("average", "scale")
+REQUIRED_METRICS = {"uniform": (), "examples": (NUM_EXAMPLES,), "loss": (TRAIN_LOSS,)}
 
 NO_COSINES = Cosines(weights={}, statistics={}, model=1.0, first_invalid=None)
-
-
-def check_choice(setting: str, value: str, allowed: Sequence[str]) -> str:
-    """Return ``value`` if it is allowed, else raise `InputError`."""
-    if value not in allowed:
-        raise InputError(f"{setting}={value} is not a choice; allowed are {', '.join(allowed)}")
-    return value
 
 
 @dataclass(frozen=True)
@@ -70,9 +63,10 @@ class WeightedSum:
     def __init__(
         self, *, weighting: str = "uniform", scale: str = "none", buffers: str = "average", normalize: bool = False
     ) -> None:
-        self.weighting = check_choice("strategy.weighting", weighting, tuple(REQUIRED_METRICS))
-        self.scale = check_choice("scale", scale, SCALES)
-        self.buffers = check_choice("strategy.buffers", buffers, BUFFERS)
+        check_arguments("strategy", owner="LDAWA", weighting=weighting, buffers=buffers)
+        if scale not in SCALES:
+            raise InputError(f"scale={scale} must be {' or '.join(SCALES)}")
+        self.weighting, self.scale, self.buffers = weighting, scale, buffers
         self.normalize = normalize
 
     @property

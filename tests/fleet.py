@@ -96,7 +96,7 @@ class Fleet:
     def submit(self, *overrides: str) -> subprocess.Popen[str]:
         """``fedssl engine=deployment WORDS``; its output is a pipe."""
         return self._start(
-            [sys.executable, "-c", "from simulation.cli import main; main()", *self.engine, *overrides], None
+            [sys.executable, "-c", "from fedssl.command_line import fedssl; fedssl()", *self.engine, *overrides], None
         )
 
     def run(self, *overrides: str) -> tuple[int, str]:
@@ -111,8 +111,6 @@ class Fleet:
             name="deployment",
             address=f"127.0.0.1:{self.port}",
             root_certificates=str(self.keys / "ca.crt"),
-            client_cpus=None,
-            client_gpus=None,
         )
         with control_api(port) as control:
             return sum(node.status == "online" for node in control.ListNodes(ListNodesRequest()).nodes_info)

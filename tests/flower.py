@@ -1,7 +1,7 @@
 """Plain ``flwr run`` on a SuperLink of its own, which leaves neither processes nor files."""
 
-import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,9 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flwr.proto.control_pb2 import ListRunsRequest
+
+from fedssl.config.settings import EngineSettings
+from simulation.deployment import control_api
 from simulation.sandbox import ProcessSandbox, process_sandbox
 
 CONNECTION = '[superlink]\ndefault = "private"\n\n[superlink.private]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -42,6 +47,14 @@ class RoundOutcome:
     log: str
 
 
+def copy_app(target: Path) -> Path:
+    """Copy the repository without its environment, of whose 80,000 files Flower would resolve every path."""
+    ignored = shutil.ignore_patterns(".git", ".venv", "*cache*", "build", "data", "multirun", "runs")
+    # Packages have a folder `data` or `runs` of their own.
+    shutil.copytree(ROOT, target, ignore=lambda folder, names: ignored(folder, names) if Path(folder) == ROOT else ())
+    return target
+
+
 def flwr_run(app_dir: Path, *options: str, devices: Sequence[str] = ()) -> RoundOutcome:
     """``flwr run APP_DIR OPTIONS --stream``, to the end of the run.
 
@@ -64,13 +77,9 @@ def flwr_run(app_dir: Path, *options: str, devices: Sequence[str] = ()) -> Round
             stdout=subprocess.PIPE,
         )
         log = run.communicate()[0]
-        listed = sandbox.start(
-            [f"{bin_folder}/flwr", "list", "private", "--format", "json"],
-            environment=environment,
-            stdout=subprocess.PIPE,
-        ).communicate()[0]
-        runs = json.loads(listed)["runs"]
-        return RoundOutcome(runs[0]["status"] if runs else "refused", log)
+        with control_api(EngineSettings(name="deployment", address=f"127.0.0.1:{port}")) as control:
+            runs = list(control.ListRuns(ListRunsRequest()).run_dict.values())
+        return RoundOutcome(":".join([runs[0].status.status, runs[0].status.sub_status]) if runs else "refused", log)
 
 
 def free_port() -> int:

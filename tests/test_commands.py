@@ -28,18 +28,20 @@ PAGES = (ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in GUIDE))
 RUN = "runs/2026-11-21_14-03-07"  # the run folder that the pages take as an example
 PROGRAMS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 OTHERS = ("flwr", "flower-", "pip", "uv", "python", "mkdocs", "printf", "export")
-TINY = ("rounds=1", "local_epochs=1", "threads=1", "dataset.limit=400", "final_evaluation=knn", "collapse_images=0")
-# A command with the first of these words needs the others to be small.
+TINY = ("rounds=1", "local_epochs=1", "threads=1", "dataset.limit=200", "dataset.test_limit=100")
+TINY += ("final_evaluation=knn", "collapse_images=0", "measure_resources=false")
+# Additional overrides that make a command with these overrides short.
 SMALLER = {
-    "engine=ray": ("partition=iid",),
+    "num_clients=20": ("dataset.limit=400",),
+    "engine=ray": ("partition=iid", "dataset.limit=400"),
     "engine.client_gpus=0.25": ("engine.client_gpus=0", "dataset.path=data/cifar10"),
     "schedule=layer_wise": ("rounds=4", "dataset.limit=60"),
-    "secure_aggregation=secagg_plus": ("num_clients=3",),
-    "encoder=resnet18": ("num_clients=2", "measure_resources=false"),
+    "strategy=featarc": ("num_clients=5", "clients_per_round=3"),
+    "encoder=resnet18": ("num_clients=2",),
     "dataset=image_folder": ("num_clients=2",),
     "seed=0,1,2": ("dataset.limit=100",),
     "snapshot_every=1": ("rounds=3", "dataset.limit=100", f"hydra.sweep.dir=multirun/{Path(RUN).name}"),
-    "rounds=200": ("rounds=20", "dataset.limit=60"),
+    "rounds=200": ("rounds=4", "evaluate_every=1"),
 }
 
 
@@ -53,7 +55,7 @@ class Block:
 
     @property
     def commands(self) -> list[list[str]]:
-        """The words of its commands."""
+        """Return the arguments of its commands."""
         lines = (shlex.split(line, comments=True) for line in self.text.replace("\\\n", "").splitlines())
         return [overrides for overrides in lines if overrides]
 
@@ -73,7 +75,7 @@ OWN = [block for block in SCRIPTS if all(overrides[0] in PROGRAMS for overrides 
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the pages name: a finished run, its encoder, and images."""
     folder = tmp_path_factory.mktemp("newcomer")
     run([*TINY, "num_clients=3", "clients_per_round=3", "strategy=l_dawa", f"output_dir={folder / RUN}"])
@@ -89,15 +91,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def small(overrides: list[str], place: Path) -> list[str]:
-    """The command with places in ``place``, and so small that it is quick."""
-    overrides = [re.sub(r"(?<==)/(?=data/|my/|tmp/)", f"{place}/", word) for word in overrides]
+def small(overrides: list[str], workspace: Path) -> list[str]:
+    """Return a short version of the command, with paths in ``workspace``."""
+    overrides = [re.sub(r"(?<==)/(?=data/|my/|tmp/)", f"{workspace}/", override) for override in overrides]
     if overrides[0] != "fedssl":
         return overrides
-    if any(word.startswith("resume=") for word in overrides):
+    if any(override.startswith("resume=") for override in overrides):
         return [*overrides, "rounds=2"]
-    more = [word for key, value in SMALLER.items() if key in overrides for word in value]
-    return [*overrides, *TINY, *more]
+    more = [override for key, value in SMALLER.items() if key in overrides for override in value]
+    return ["fedssl", "num_clients=3", *overrides[1:], *TINY, *more]
 
 
 def call(overrides: list[str], patch: pytest.MonkeyPatch) -> None:
@@ -116,11 +118,11 @@ def marked(block: Block) -> object:
 
 
 @pytest.mark.parametrize("block", [marked(block) for block in {block.text: block for block in OWN}.values()])
-def test_a_block_of_our_programs_runs(block: Block, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+def test_a_block_of_our_programs_runs(block: Block, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workspace)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(workspace / "cache"))
     for overrides in block.commands:
-        call(small(overrides, place), monkeypatch)
+        call(small(overrides, workspace), monkeypatch)
 
 
 def test_every_command_is_run_by_a_test_here() -> None:
@@ -137,9 +139,9 @@ def test_every_command_is_run_by_a_test_here() -> None:
             ], str(block)
 
 
-def test_python_of_the_readme(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_of_the_readme(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (block,) = (block for block in BLOCKS if block.language == "python")
-    monkeypatch.chdir(place)
+    monkeypatch.chdir(workspace)
     names: dict[str, object] = {"images": torch.zeros(4, 1, 8, 8, dtype=torch.uint8)}
     exec(block.text, names)
     features = names["features"]
@@ -150,8 +152,8 @@ def test_python_of_the_readme(place: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_limits_of_the_devices_page(tmp_path: Path) -> None:
     (block,) = (block for block in BLOCKS if block.language == "yaml")
     (tmp_path / "limits.yaml").write_text(block.text)
-    said = Limits(memory=2.0, epochs=20, batch=256, size=128, threads=2, minutes=15)
-    assert read_limits(tmp_path / "limits.yaml") == said
+    limits = Limits(memory=2.0, epochs=20, batch=256, size=128, threads=2, minutes=15)
+    assert read_limits(tmp_path / "limits.yaml") == limits
 
 
 @pytest.mark.heavy
@@ -169,7 +171,7 @@ def test_plain_flwr_run_as_in_the_guide(tmp_path: Path) -> None:
     (overrides,) = next(block for block in SCRIPTS if "uv run flwr run" in block.text).commands
     at = overrides.index("--stream")
     assert overrides[:at] == ["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1", "uv", "run", "flwr", "run", "."]
-    options = [word.replace("/tmp/fedssl-", f"{tmp_path}/") for word in overrides[at + 1 :]]
+    options = [override.replace("/tmp/fedssl-", f"{tmp_path}/") for override in overrides[at + 1 :]]
     options[-1] += f' overrides="{" ".join(TINY)}"'
     outcome = flwr_run(ROOT, *options)
     assert outcome.status == "finished:completed", outcome.log
@@ -177,11 +179,11 @@ def test_plain_flwr_run_as_in_the_guide(tmp_path: Path) -> None:
 
 
 @pytest.mark.heavy
-def test_devices_on_one_machine_as_in_the_guide(place: Path, tmp_path: Path) -> None:
+def test_devices_on_one_machine_as_in_the_guide(workspace: Path, tmp_path: Path) -> None:
     text = next(block for block in SCRIPTS if "flower-superlink" in block.text).text
     for port in ("8000", "9094", "9095"):
         text = text.replace(port, str(free_port()))
-    text = text.replace("/tmp/fedssl-", f"{tmp_path}/").replace("/my/", f"{place}/my/")
+    text = text.replace("/tmp/fedssl-", f"{tmp_path}/").replace("/my/", f"{workspace}/my/")
     text = text.replace("dataset.size=32", "dataset.size=8 rounds=1 encoder.width=4")
     with process_sandbox() as own, (tmp_path / "log").open("w") as log:
         text = f"cd {shlex.quote(str(ROOT))}\n{text}".replace("~/.flwr", str(own.home))

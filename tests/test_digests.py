@@ -81,6 +81,15 @@ RUNS = {
     "simclr-bf16-adam": ["precision=bf16", "optimizer=adam", "channels_last=false"],
 }
 
+REPEATED = {
+    "eua-layer-wise-fedadam-byol",
+    "fedema-layer-wise-calibrated-start",
+    "local_only-layer-wise",
+    "local_only-orchestra",
+    "orchestra-layer-wise",
+}
+"""Runs over pairs of what other runs compose with something else."""
+
 
 def digest(arrays: Iterable[tuple[str, np.ndarray]]) -> str:
     """Of names, dtypes, shapes and bytes, whatever the order."""
@@ -152,7 +161,7 @@ def state_digests(folder: Path) -> dict[str, str]:
     """Of what each client keeps, its newest version."""
     found = {}
     for client in sorted((folder / "clients").glob("*")):
-        versions = sorted(client.glob("round-*.state"))
+        versions = sorted(client.glob("round-*.safetensors"))
         if versions:
             state = read_state(versions[-1])
             found[f"client {client.name}"] = digest(arrays_in(state))
@@ -167,7 +176,9 @@ def recorded(request: pytest.FixtureRequest) -> dict[str, dict[str, str]]:
     return records.get(arithmetic(), {})
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.heavy if name in REPEATED else []) for name in RUNS]
+)
 def test_the_numbers_of_a_run_are_those_on_record(name, recorded, request, tmp_path):
     run([*BASE, *RUNS[name], f"output_dir={tmp_path / 'run'}"])
     found = model_digests(tmp_path / "run") | state_digests(tmp_path / "run")

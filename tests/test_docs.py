@@ -1,12 +1,14 @@
-"""What the pages say can be done can be done: commands are accepted, choices exist, links lead somewhere."""
+"""The pages are correct: commands are accepted, choices and settings exist, links have a target."""
 
 import itertools
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fedssl.config.compose import validate_names
 from fedssl.config.overrides import CONF
@@ -15,7 +17,8 @@ from fedssl.config.renamed import RENAMED
 ROOT = CONF.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 GROUPS = {folder.name for folder in CONF.iterdir() if folder.is_dir()}
-EXAMPLES = {"NAME", "FILE", "mine"}  # names that stand for any
+EQUATIONS = ROOT / "docs" / "_site" / "equations"
+EXAMPLES = {"NAME", "FILE", "mine"}  # placeholders
 
 
 def code_blocks(page: Path) -> Iterator[str]:
@@ -25,7 +28,7 @@ def code_blocks(page: Path) -> Iterator[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """The lines that call ``fedssl``, in blocks of code."""
+    """Return the lines that call ``fedssl`` in blocks of code."""
     lines = (line for block in code_blocks(page) for line in block.splitlines())
     return [line.removeprefix("uv run ") for line in lines if re.match(r"(uv run )?fedssl( |$)", line)]
 
@@ -36,9 +39,27 @@ def inline_code(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub makes of the headings."""
+    """Return the anchors that GitHub makes of the headings."""
     headings = re.findall(r"^#+ (.*)", page.read_text(), flags=re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def nested_keys(settings: object, prefix: str = "") -> Iterator[str]:
+    if isinstance(settings, dict):
+        for key, value in settings.items():
+            yield f"{prefix}{key}"
+            yield from nested_keys(value, f"{prefix}{key}.")
+
+
+@cache
+def setting_keys() -> set[str]:
+    """Return the dotted keys of all settings, of every choice."""
+    keys = set(nested_keys(yaml.safe_load((CONF / "config.yaml").read_text())))
+    for group in GROUPS - {"experiment"}:
+        for file in (CONF / group).rglob("*.yaml"):
+            text = file.read_text()
+            keys |= set(nested_keys(yaml.safe_load(text), "" if "@package _global_" in text else f"{group}."))
+    return keys
 
 
 @pytest.mark.parametrize("command", sorted({command for page in PAGES for command in commands(page)}))
@@ -60,6 +81,17 @@ def test_choices_exist(page):
                 assert set(choices.split("|")) - EXAMPLES - old <= known, span
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "CHANGELOG"], ids=lambda page: page.stem)
+def test_settings_exist(page):
+    groups = "|".join([*GROUPS, "aggregation", "early_stopping"])
+    named = {
+        key for span in inline_code(page) for key in re.findall(rf"(?<![\w.@/])(?:{groups})(?:\.[a-z_]+)+(?==)", span)
+    }
+    bare = {span for span in inline_code(page) if re.fullmatch(rf"(?:{groups})(?:\.[a-z_]+)+", span)}
+    files = {"encoder.pt", "encoder.onnx", "encoder.preprocess"}
+    assert (named | bare) - files <= setting_keys()
+
+
 @pytest.mark.parametrize(
     ("page", "column"),
     [("README.md", "global model"), ("docs/strategies.md", "global model"), ("docs/strategies.md", "down")],
@@ -73,7 +105,7 @@ def test_tables_of_strategies_have_all_of_them_and_no_others(page, column):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_somewhere(page):
+def test_links_have_a_target(page):
     for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         if not link.startswith("https://"):
             name, _, anchor = link.partition("#")
@@ -82,20 +114,19 @@ def test_links_lead_somewhere(page):
             assert not anchor or anchor in anchors(target), link
 
 
-def test_equations_name_settings_that_there_are_and_have_a_command_that_is_accepted():
-    """Of every file: its command takes its choice, and so do the settings that its symbols are tied to."""
-    folder = ROOT / "docs" / "_site" / "equations"
-    for file in folder.rglob("*.md"):
-        group, _, name = file.relative_to(folder).with_suffix("").as_posix().partition("/")
-        (command,) = commands(file)
-        words = shlex.split(command)[1:]
-        names = {word.removeprefix("final_") for word in words}
-        assert f"{group}={name}" in names, file
-        validate_names(words)
-        keys = (re.fullmatch(r"(\w+)((?:\.\w+)+)(?:=.*)?", span) for span in inline_code(file))
-        own = [key[2] for key in keys if key and key[1] == group and "json" not in key[2]]
-        validate_names([f"{group}={name}", *(f"{group}{key}=0" for key in own)])
+@pytest.mark.parametrize(
+    "file", sorted(EQUATIONS.rglob("*.md")), ids=lambda file: file.relative_to(EQUATIONS).as_posix()
+)
+def test_equations_name_existing_settings_and_an_accepted_command(file):
+    """The command selects the choice, which has the settings beside the symbols."""
+    group, _, name = file.relative_to(EQUATIONS).with_suffix("").as_posix().partition("/")
+    (command,) = commands(file)
+    words = shlex.split(command)[1:]
+    (key,) = (word.partition("=")[0] for word in words if word.removeprefix("final_") == f"{group}={name}")
+    named = (re.fullmatch(r"(\w+)((?:\.\w+)+)(?:=.*)?", span) for span in inline_code(file))
+    own = [span[2] for span in named if span and span[1] == group and "json" not in span[2]]
+    validate_names([*words, *(f"{key}{setting}=0" for setting in own)])
 
 
-def test_the_first_page_stays_short():
+def test_readme_stays_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 170

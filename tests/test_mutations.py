@@ -9,6 +9,12 @@ def test_every_mutation_is_applicable() -> None:
     assert problems(read_mutations()) == []
 
 
+def test_every_planted_bug_is_applicable() -> None:
+    planted = read_mutations(ROOT / "tests/faults/planted.toml")
+    assert len(planted) >= 10
+    assert problems(planted) == []
+
+
 def test_every_package_has_three_mutations() -> None:
     packages = [*PACKAGES, *(f"fedssl/{file.parent.name}" for file in ROOT.glob("fedssl/*/__init__.py"))]
     counts = Counter(mutation.package for mutation in read_mutations())

@@ -1,9 +1,7 @@
-"""Run folders of an earlier version, in ``data/old_runs``: commands read them by the names of now, and none resumes
-them.
+"""Run folders of commit 3b69ec0, in ``data/old_runs``: all commands read them, and resuming them is rejected.
 
-They were made before settings, classes and checkpoints had the names of now: ``finished`` by ``strategy=loss
-partition=classes keep_models=2 'augmentation.views=[...]'`` and others, ``interrupted`` by ``method=byol
-strategy=fedu``.
+The names of settings, classes and checkpoints have changed since. ``finished`` has ``strategy=loss partition=classes
+keep_models=2 'augmentation.views=[...]'`` and others, ``interrupted`` has ``method=byol strategy=fedu``.
 """
 
 import shutil
@@ -34,7 +32,7 @@ def old(tmp_path):
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """Call a command; returns what it prints."""
+    """Call a command; return its exit status and output."""
 
     def call(main, *arguments):
         monkeypatch.setattr("sys.argv", ["command", *map(str, arguments)])
@@ -49,7 +47,7 @@ def command(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", ["finished", "interrupted"])
-def test_they_are_read_by_the_names_of_now(old, name):
+def test_settings_have_current_names(old, name):
     run, saved = read_run(old / name), read_settings(old / name / "config.yaml")
     for settings in (run.settings, saved):
         assert not {"transport", "updates", "stop_when", "secure"} & set(settings)
@@ -78,8 +76,8 @@ def test_runs_list_them(old, command):
     code, out = command(runs.main, "show", old / "finished")
     assert code == 0, out
     assert "early_stopping.monitor" in out
-    for word, new in ("updates.repeats=1", "aggregation.max_retries"), ("strategy=loss", "strategy=loss_weighted"):
-        code, out = command(runs.main, "list", old, word)
+    for override, new in ("updates.repeats=1", "aggregation.max_retries"), ("strategy=loss", "strategy=loss_weighted"):
+        code, out = command(runs.main, "list", old, override)
         assert code == 2
         assert f"is now {new}" in out
 
@@ -97,12 +95,12 @@ def test_their_encoders_are_evaluated_and_exported(old, command, tmp_path):
 def test_their_snapshots_are_loaded(old):
     loaded = load_run_folder(old / "finished", [])
     assert loaded.settings.algorithm.strategy.name == "LossWeighted"
-    with loaded.loaded(loaded.only_model(loaded.kept[-1], figure="a figure"), round=2) as method:
+    with loaded.loaded(loaded.only_model(loaded.snapshots[-1], figure="a figure"), round=2) as method:
         assert method is not None
 
 
 @pytest.mark.parametrize("name", ["finished", "interrupted"])
-def test_they_are_not_resumed(old, command, name):
+def test_resuming_is_rejected_with_one_sentence(old, command, name):
     rounds = "rounds=31" if name == "interrupted" else "rounds=3"
     assert load_settings([f"resume={old / name}", rounds]).recording.resumed  # the settings are the same
     code, out = command(cli.main, f"resume={old / name}", rounds)
@@ -111,6 +109,6 @@ def test_they_are_not_resumed(old, command, name):
     assert len(lines) == 1, out
 
 
-def test_an_old_name_beside_them_is_answered(old):
+def test_an_old_name_in_the_command_is_rejected(old):
     with pytest.raises(InputError, match=r"^updates\.repeats is now aggregation\.max_retries$"):
         load_settings([f"resume={old / 'finished'}", "updates.repeats=2"])

@@ -148,12 +148,12 @@ def _table(rows: Mapping[str, Sequence[BenchResult]]) -> str:
             f"{median(entry.bytes_up for entry in each) / 1e6:.0f}",
         ]
         body.append([f"({rule})" if rule in (*BOUNDS, UNTRAINED) else rule, *cells])
-    heads = ["strategy", "linear, %", "kNN, %", "above untrained", f"beside {REFERENCE}", "p", "rank", "MB up"]
+    heads = ["strategy", "linear, %", "kNN, %", "above untrained", f"difference to {REFERENCE}", "p", "rank", "MB up"]
     return markdown([heads, *body], left=1)
 
 
 def _median_and_range(numbers: Sequence[float]) -> str:
-    spread = f" ({min(numbers):.1f} to {max(numbers):.1f})" if len(numbers) > 1 else ""
+    spread = f" ({min(numbers):.1f}-{max(numbers):.1f})" if len(numbers) > 1 else ""
     return f"{median(numbers):.1f}{spread}"
 
 

@@ -16,7 +16,7 @@ VARIANTS = {  # rows whose name is not a choice of strategy
 }
 TABLE_1 = ("fedavg", "m_dawa", "l_dawa")  # of L-DAWA
 TABLE_2 = ("loss_weighted", "fedu", "euc", "l_dawa_fedu", *VARIANTS)
-SINGLE, ALL, UNTRAINED = "single client", "centralised", "untrained, batch norm"
+SINGLE, ALL, UNTRAINED = "single client", "centralized", "untrained, batch norm"
 BOUNDS = {
     SINGLE: ("strategy=local_only",),
     ALL: ("strategy=fedavg", "partition=iid", "num_clients=1"),

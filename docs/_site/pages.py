@@ -38,6 +38,7 @@ FIRST_PAGES = (
     "train.md",
     "data.md",
     "evaluate.md",
+    "settings.md",
     "sweep.md",
     "devices.md",
     "extend.md",

@@ -18,7 +18,7 @@ from fedssl.errors import InputError
 from fedssl.machine.devices import is_gpu, to_device
 
 CHUNK = 128  # images per block on a CPU: larger temporaries exceed the cache and cause page faults
-MATRICES = 2**26  # bytes of matrices that a GPU computes at a time
+MATRIX_BYTES = 2**26  # bytes of matrices that a GPU computes at a time
 KERNEL_SIZE, KERNEL_CHANNELS = 64, (1, 3)  # largest images of `fedssl.augmentation.kernel`, and their channels
 
 
@@ -35,11 +35,6 @@ class Augmentation:
         Two recipes: mappings of the fields of `fedssl.augmentation.recipe.View`.
     gpu_augmentation : {"torch", "triton"}
         Implementation on a GPU: torch operations, or `fedssl.augmentation.kernel`.
-
-    Raises
-    ------
-    InputError
-        If there are not exactly two views, a setting is out of range, or the kernel does not support such views.
     """
 
     def __init__(
@@ -95,11 +90,6 @@ class Augmentation:
             Device of the images.
         generator : torch.Generator
             CPU generator, the only source of randomness. The draws of a batch do not depend on later batches.
-
-        Raises
-        ------
-        InputError
-            If the number of channels differs from the length of ``mean``, or a border is as large as the images.
         """
         channels, height, width = image_shape
         self._check(channels, height, width, device)
@@ -131,7 +121,7 @@ class Augmentation:
         image_shape: Sequence[int],
     ) -> Iterator[AugmentationParams]:
         """Yield parameters with their matrices, which are computed for many batches at once."""
-        max_images = MATRICES // (
+        max_images = MATRIX_BYTES // (
             8 * self.size * (image_shape[1] + image_shape[2] + self.size)
         )  # images: two views, 4 bytes a number
         start = 0
@@ -149,7 +139,6 @@ class Augmentation:
     def _matrices(
         self, view: View, params: Parameters, image_shape: Sequence[int], cut: list[int]
     ) -> Iterator[Matrices]:
-        """Return the matrices of a view, batch by batch."""
         rows, columns = crop_matrices(view, params, height=image_shape[1], width=image_shape[2], size=self.size)
         blur = (
             blur_matrices(view, params.sigma, size=self.size).split(cut)

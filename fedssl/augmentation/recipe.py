@@ -70,7 +70,7 @@ class View:
 
 
 # Upper bounds of the fields that have one.
-LARGEST = {
+UPPER_BOUNDS = {
     "crop_scale": 1.0,
     "flip_prob": 1.0,
     "jitter_prob": 1.0,
@@ -90,11 +90,6 @@ def read_view(recipe: Mapping[str, Any], *, name: str) -> View:
         Some of the fields; the others keep their defaults.
     name : str
         Name of the recipe in the settings, for error messages.
-
-    Raises
-    ------
-    InputError
-        If a field is unknown or a value is out of range.
     """
     defaults = asdict(View())
     for key, value in recipe.items():
@@ -103,7 +98,7 @@ def read_view(recipe: Mapping[str, Any], *, name: str) -> View:
         if key not in defaults:
             near = get_close_matches(key, defaults) or list(defaults)
             raise InputError(f"{name}.{key} is not a setting of a view; use one of: {', '.join(near)}")
-        largest = LARGEST.get(key, math.inf)
+        largest = UPPER_BOUNDS.get(key, math.inf)
         limit = "" if largest == math.inf else f" and at most {largest:g}"
         if isinstance(defaults[key], tuple):
             if not (_is_pair(value) and 0 < value[0] <= value[1] <= largest):

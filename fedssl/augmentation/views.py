@@ -161,7 +161,6 @@ def apply_both(planes: Tensor, *, views: Sequence[View], params: AugmentationPar
 
 
 def _blur(planes: Tensor, matrices: Sequence[Matrices]) -> Tensor:
-    """Blur the views whose recipes enable it."""
     parts = [
         part if maps.blur is None else operations.separable(part, rows=maps.blur, columns=maps.blur)
         for part, maps in zip(planes.chunk(2, 1), matrices, strict=True)

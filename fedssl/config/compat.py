@@ -1,18 +1,37 @@
-"""Undocumented names of Hydra 1.3: parsing and applying overrides."""
+"""Undocumented names of Hydra 1.3: parsing the command line, and parsing and applying overrides."""
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override
 from omegaconf import DictConfig
 
-__all__ = ["ChoiceSweep", "Glob", "Override", "apply_overrides", "parse_overrides"]
+from fedssl.errors import InputError
+
+__all__ = ["ChoiceSweep", "Glob", "IntervalSweep", "Override", "apply_overrides", "parse_overrides", "split_arguments"]
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     """Parse overrides by Hydra's grammar; raise `HydraException` if one is invalid."""
     return OverridesParser.create().parse_overrides(list(overrides))
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the flags with their values, and the overrides, in any order; raise `InputError` for an unknown flag."""
+    parser = get_args_parser()
+
+    def raise_error(message: str) -> NoReturn:
+        raise InputError(f"{message}; `fedssl --hydra-help` lists all flags")
+
+    parser.error = raise_error  # type: ignore[method-assign]
+    overrides: list[str] = parser.parse_intermixed_args(list(arguments)).overrides
+    flags = list(arguments)
+    for override in overrides:
+        flags.remove(override)
+    return flags, overrides
 
 
 def apply_overrides(overrides: Sequence[Override], config: DictConfig) -> None:

@@ -13,19 +13,17 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from fedssl.config.compose import check_type, compose_config, flatten, validate_config
-from fedssl.config.load import client_settings, read_data, training_components
+from fedssl.config.compose import check_types, compose_config, flatten, validate_config
+from fedssl.config.constraints import check_channels
+from fedssl.config.load import client_settings, training_components
 from fedssl.config.overrides import check_run_id, config_groups, did_you_mean
 from fedssl.config.settings import ClientSettings, Settings
 from fedssl.config.targets import add_import_path, check_targets, search_folders, searchpath_override
-from fedssl.datasets.base import check as check_images
 from fedssl.errors import InputError, RequestRefused
 
 GROUPS = ("augmentation", "encoder", "method", "regularizer", "schedule", "optimizer", "strategy")
 ALLOWED_KEYS = ("run_id", "seed", "rounds", "local_epochs", "batch_size", "clip_norm", "precision", "channels_last")
-DATA_KEYS = tuple(
-    f"dataset.{key}" for key in ("channels", "size", "mean", "std")
-)  # properties of the images that a model needs
+DATA_KEYS = ("dataset.channels", "dataset.size", "dataset.mean", "dataset.std")  # what a model needs
 REQUIRED_KEYS = ("run_id", "seed", "rounds", "dataset.size")
 
 MAX_TEXT_LENGTH, MAX_LIST_LENGTH, MAX_WORD_LENGTH, MAX_DEPTH = 65_536, 4096, 64, 4
@@ -36,15 +34,7 @@ MAX_OTHER_VALUE = 2**16
 
 @dataclass(frozen=True)
 class DeviceTask:
-    """Choices and plain values of a task.
-
-    Attributes
-    ----------
-    choices : mapping of str to str
-        The choice in each of `GROUPS`.
-    values : mapping
-        Values by dotted key: numbers, booleans, null, strings, and lists and mappings of these.
-    """
+    """The choice in each of `GROUPS`, and plain values by dotted key."""
 
     choices: Mapping[str, str]
     values: Mapping[str, Any]
@@ -55,19 +45,12 @@ class DeviceTask:
 
 
 def make_task(settings: Settings) -> DeviceTask:
-    """Return the task of a run for edge clients.
-
-    Raises
-    ------
-    InputError
-        A setting cannot be part of a task, such as one that is in no file of ``conf/``.
-    """
+    """Return the task of a run for edge clients; `InputError` if a setting cannot be part of a task."""
     config = settings.recording.config
     values = {key: value for key, value in flatten(config) if _is_allowed_key(key)}
     task = DeviceTask({group: settings.recording.choices[group] for group in GROUPS}, values)
-    own = search_folders(settings.recording.overrides)
     try:
-        composed = compose_task(task.text(), own)
+        composed = compose_task(task.text(), search_folders(settings.recording.overrides))
     except RequestRefused as error:
         raise InputError(f"edge clients would reject this run: {error}") from error
     if training_components(composed) != training_components(config):
@@ -81,19 +64,8 @@ def make_task(settings: Settings) -> DeviceTask:
 def read_task(text: str, *, states: Path, folders: Sequence[Path] = ()) -> ClientSettings:
     """Return the client settings of a task, without those of the machine and its images.
 
-    Parameters
-    ----------
-    text, folders
-        As for `compose_task`.
-    states : Path
-        Folder of the client states of all runs.
-
-    Raises
-    ------
-    RequestRefused
-        As in `compose_task`.
-    InputError
-        A class in the edge client's config directory cannot be imported.
+    ``states`` is the folder of the client states of all runs. Otherwise as `compose_task`, with an `InputError` if a
+    class in the edge client's config directory cannot be imported.
     """
     config = compose_task(text, folders)
     if folders:
@@ -105,12 +77,7 @@ def read_task(text: str, *, states: Path, folders: Sequence[Path] = ()) -> Clien
 def compose_task(text: str, folders: Sequence[Path] = ()) -> DictConfig:
     """Compose the edge client's config with the choices and values of a task.
 
-    Parameters
-    ----------
-    text : str
-        Result of `DeviceTask.text`.
-    folders : sequence of Path
-        Config directories of the edge client.
+    ``text`` is the result of `DeviceTask.text`, and ``folders`` are the edge client's own config directories.
 
     Raises
     ------
@@ -126,15 +93,17 @@ def compose_task(text: str, folders: Sequence[Path] = ()) -> DictConfig:
         if key not in defaults:
             raise RequestRefused(f"there is no setting {key!r} that a server may set{did_you_mean(key, defaults)}")
         check_plain(key, value)
-        try:
-            check_type(key, value, defaults[key])
-        except InputError as error:
-            raise RequestRefused(str(error)) from error
         OmegaConf.update(config, key, value, merge=False)
     missing = [key for key in REQUIRED_KEYS if key not in task.values]
     if missing:
         raise RequestRefused(f"the task lacks {missing[0]}")
-    _check_ranges(config)
+    try:
+        check_run_id(config.run_id)
+        check_types(config, defaults)
+        validate_config(config)
+        check_channels(config.dataset)
+    except InputError as error:
+        raise RequestRefused(str(error)) from error
     return config
 
 
@@ -181,14 +150,14 @@ def _read(text: str) -> DeviceTask:
     if len(text) > MAX_TEXT_LENGTH:
         raise RequestRefused(f"the task is longer than {MAX_TEXT_LENGTH} characters")
     try:
-        found = json.loads(text)
+        task = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RequestRefused("the task is not JSON; an edge client accepts choices and plain values only") from error
-    if not isinstance(found, dict) or found.keys() != {"choices", "values"}:
+    if not isinstance(task, dict) or task.keys() != {"choices", "values"}:
         raise RequestRefused("the task must have the keys choices and values")
-    if not all(isinstance(part, dict) for part in found.values()):
+    if not all(isinstance(part, dict) for part in task.values()):
         raise RequestRefused("the task's choices and values must each be a mapping")
-    return DeviceTask(found["choices"], found["values"])
+    return DeviceTask(task["choices"], task["values"])
 
 
 def _check_choices(choices: Mapping[str, Any], known: Mapping[str, Sequence[str]]) -> None:
@@ -199,15 +168,3 @@ def _check_choices(choices: Mapping[str, Any], known: Mapping[str, Sequence[str]
             raise RequestRefused(
                 f"{group}={name} is not a choice of this edge client{did_you_mean(str(name), known[group])}"
             )
-
-
-def _check_ranges(config: DictConfig) -> None:
-    numbers = [*config.dataset.mean, *config.dataset.std]
-    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in numbers):
-        raise RequestRefused("dataset.mean and dataset.std must be lists of numbers")
-    try:
-        check_run_id(config.run_id)
-        validate_config(config)
-        check_images(read_data(config.dataset))
-    except InputError as error:
-        raise RequestRefused(str(error)) from error

@@ -5,16 +5,16 @@ import functools
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.atomic_files import write_text
 from fedssl.config.aggregation_settings import AggregationSettings, PrivacySettings, SecureAggregationSettings
-from fedssl.config.compose import RESUMABLE_KEYS, diff, resolve_config, validate_config
-from fedssl.config.overrides import CONF, check_run_id, parse, quote_value
+from fedssl.config.compose import RESUMABLE_KEYS, diff, flatten, resolve_config
+from fedssl.config.overrides import CONF, check_run_id, did_you_mean, parse, quote_value
 from fedssl.config.saved_run import check_saved_overrides, read_overrides, read_settings
 from fedssl.config.settings import (
     AlgorithmSettings,
@@ -32,28 +32,28 @@ from fedssl.config.settings import (
     Settings,
     TrainingSettings,
 )
-from fedssl.config.targets import choice_targets, normalize_searchpath, search_folders
+from fedssl.config.targets import normalize_searchpath
 from fedssl.errors import InputError
 from fedssl.evaluation.early_stopping import EarlyStopping
 from fedssl.untrusted import corrupt_file_error
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Group = TypeVar("Group", bound="DataclassInstance")
+
 log = logging.getLogger("fedssl")
 
 DEVICE_NUMBERS_FILE = "devices.json"  # in the run folder: client ids of edge clients by name
-_LISTED = 8  # maximum number of settings in an error message
+_RUN_KEYS = {"resume", "output_dir", "run_id"}
+_MAX_LISTED = 8  # settings in an error message
 
 
 def compose(overrides: Sequence[str]) -> Settings:
-    """Return the settings for overrides such as ``strategy=fedavg partition.alpha=0.1``.
-
-    Raises
-    ------
-    InputError
-        A name, choice or value is invalid, see `fedssl.config.compose.validate_config`.
-    """
+    """Return the settings for overrides such as ``strategy=fedavg partition.alpha=0.1``; `InputError` if invalid."""
     overrides = normalize_searchpath(overrides)
     config, choices = resolve_config(overrides)
-    return _settings(config, choices, overrides=overrides, resumed=None)
+    return make_settings(config, choices, overrides=overrides, resumed=None)
 
 
 def load_settings(overrides: Sequence[str]) -> Settings:
@@ -61,11 +61,6 @@ def load_settings(overrides: Sequence[str]) -> Settings:
 
     With ``resume=FOLDER`` the saved overrides of that run come first, and a new override replaces a saved one of the
     same key. Only `RESUMABLE_KEYS` may differ from that run.
-
-    Raises
-    ------
-    InputError
-        As in `compose`; or the folder has no run, or a run with other settings.
     """
     given = [override.value() for override in parse(overrides) if override.key_or_group == "resume"]
     if not given or given[-1] is None:
@@ -73,20 +68,17 @@ def load_settings(overrides: Sequence[str]) -> Settings:
     folder = Path(str(given[-1])).resolve()
     saved, saved_overrides = read_settings(folder / "config.yaml"), read_overrides(folder / "overrides.yaml")
     if saved is None or saved_overrides is None:
+        missing = " and ".join(name for name in ("config.yaml", "overrides.yaml") if not (folder / name).exists())
         raise InputError(
-            f"resume={folder} is not a run folder: config.yaml or overrides.yaml is missing; "
-            "set resume to a run folder, or start the run again"
+            f"resume={folder} is not a run folder: {missing} is missing; set resume to a run folder, or start the run "
+            "again"
         )
-    own, overrides = ("resume", "output_dir", "run_id"), normalize_searchpath(overrides)
-    # The number of edge clients is counted, not set.
-    counted = ("num_clients", "clients_per_round") if (folder / DEVICE_NUMBERS_FILE).exists() else ()
-    explicit = {override.partition("=")[0] for override in overrides}
-    check_saved_overrides(
-        [override for override in saved_overrides if override.partition("=")[0] not in explicit],
-        folder / "overrides.yaml",
-    )
-    newest = {override.partition("=")[0]: override for override in [*saved_overrides, *overrides]}
-    overrides = [override for key, override in newest.items() if key.lstrip("+~") not in own]
+    explicit = _by_key(normalize_searchpath(overrides))
+    # A new choice of a group, such as engine=local, replaces the saved one and its settings.
+    inherited = [override for override in saved_overrides if explicit.keys().isdisjoint(_key_and_group(override))]
+    check_saved_overrides(inherited, folder / "overrides.yaml")
+    merged = {**_by_key(inherited), **explicit}
+    overrides = [override for key, override in merged.items() if key.lstrip("+~") not in _RUN_KEYS]
     overrides += [f"output_dir={quote_value(str(folder))}", f"resume={quote_value(str(folder))}"]
     try:
         config, choices = resolve_config(overrides)
@@ -94,16 +86,29 @@ def load_settings(overrides: Sequence[str]) -> Settings:
         _recheck_saved(saved_overrides, folder / "overrides.yaml")
         raise
     config.run_id = saved.run_id
+    # The number of edge clients is counted, not set.
+    counted = {"num_clients", "clients_per_round"} if (folder / DEVICE_NUMBERS_FILE).exists() else set()
+    known = {key for key, _ in flatten(saved)}  # a setting that did not exist then has its default
     changed = {
         key: values
         for key, values in diff(saved, config).items()
-        if key not in (*own, *counted) and not {key, key.split(".")[0]} & RESUMABLE_KEYS
+        if not {key, key.split(".")[0]} & (RESUMABLE_KEYS | _RUN_KEYS | counted) and (key in known or key in explicit)
     }
     if changed:
-        listed = ", ".join(f"{key}={old} (now {new})" for key, (old, new) in list(changed.items())[:_LISTED])
-        listed += f" and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
+        listed = ", ".join(f"{key}={old} (now {new})" for key, (old, new) in list(changed.items())[:_MAX_LISTED])
+        listed += f" and {len(changed) - _MAX_LISTED} more" if len(changed) > _MAX_LISTED else ""
         raise InputError(f"resume={folder} was run with {listed}; keep the settings, or start a new run")
-    return _settings(config, choices, overrides=overrides, resumed=saved.rounds)
+    return make_settings(config, choices, overrides=overrides, resumed=saved.rounds)
+
+
+def _by_key(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the last override of every key."""
+    return {override.partition("=")[0]: override for override in overrides}
+
+
+def _key_and_group(override: str) -> set[str]:
+    key = override.partition("=")[0]
+    return {key, key.split(".")[0]}
 
 
 def _recheck_saved(overrides: Sequence[str], file: Path) -> None:
@@ -136,15 +141,9 @@ def with_values(
     overrides: Sequence[str] | None = None,
     choices: Mapping[str, str] | None = None,
 ) -> Settings:
-    """Return settings with other values of top-level keys.
+    """Return settings with other values of top-level keys; nothing is composed or validated again.
 
-    Parameters
-    ----------
-    settings : Settings
-    values : mapping
-        Values by key; nothing is composed or validated again.
-    overrides, choices : optional
-        Recorded for resumed runs; None keeps those of ``settings``.
+    ``overrides`` and ``choices`` are recorded for resumed runs; None keeps those of ``settings``.
     """
     recording = settings.recording
     config = copy.deepcopy(recording.config)
@@ -152,7 +151,7 @@ def with_values(
     for key, value in values.items():
         config[key] = value
     overrides = recording.overrides if overrides is None else overrides
-    return _settings(config, choices or recording.choices, overrides=overrides, resumed=recording.resumed)
+    return make_settings(config, choices or recording.choices, overrides=overrides, resumed=recording.resumed)
 
 
 def with_run_folder(settings: Settings, folder: Path, *, paths: Mapping[str, str] | None = None) -> Settings:
@@ -161,53 +160,6 @@ def with_run_folder(settings: Settings, folder: Path, *, paths: Mapping[str, str
     overrides = [override for override in settings.recording.overrides if override.partition("=")[0] not in recorded]
     overrides += [f"{key}={quote_value(value)}" for key, value in recorded.items()]
     return with_values(settings, {"output_dir": str(folder)}, overrides=overrides)
-
-
-def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Settings:
-    """Return the settings of an evaluation; data set and seed default to those of ``run``.
-
-    A run folder is untrusted and must not select code: its data set must be one of ``conf/`` or of the user's config
-    directories.
-
-    Raises
-    ------
-    InputError
-        An override is invalid, or no data set is given.
-    """
-    overrides = normalize_searchpath(overrides)
-    keys = [override.partition("=")[0] for override in overrides]
-    if run is None:
-        if "dataset" not in keys:
-            raise InputError("encoder=FILE needs a data set; add dataset=NAME, e.g. dataset=cifar10")
-        return compose(overrides)
-    saved = read_settings(run / "config.yaml")
-    if saved is None:
-        raise InputError(
-            f"{run / 'config.yaml'} does not exist; set run to a run folder, or use encoder=FILE dataset=NAME"
-        )
-    changes = [] if "dataset" in keys else [override for override in overrides if override.startswith("dataset.")]
-    overrides = [override for override in overrides if override not in changes]
-    config, choices = resolve_config(overrides)
-    if "dataset" not in keys:
-        reader = str(saved.dataset.get("_target_"))
-        if reader not in choice_targets("dataset", search_folders(overrides)):
-            raise InputError(
-                f"the data set of {run} is read by {reader}, which is not part of fedssl; name its config directory "
-                "with --config-dir, or another data set with dataset=NAME"
-            )
-        if "cache" in saved.dataset:
-            saved.dataset.cache = "auto"  # nor may a run folder select where files are written
-        try:
-            config.dataset = OmegaConf.merge(saved, OmegaConf.from_dotlist(changes)).dataset
-        except OmegaConfBaseException as error:
-            raise InputError(
-                f"{' '.join(changes)} does not fit the data set of {run}, which has the settings "
-                f"{', '.join(map(str, saved.dataset))}; add dataset=NAME for another data set"
-            ) from error
-    if "seed" not in keys:
-        config.seed = saved.seed
-    validate_config(config)
-    return _settings(config, choices, overrides=overrides, resumed=None)
 
 
 def save_run(recording: RecordingSettings, folder: Path) -> None:
@@ -267,9 +219,10 @@ def read_data(node: DictConfig) -> DataSettings:
     )
 
 
-def _settings(
+def make_settings(
     config: DictConfig, choices: Mapping[str, str], *, overrides: Sequence[str], resumed: int | None
 ) -> Settings:
+    """Convert a validated config, which becomes read-only. ``resumed`` are the rounds of the run that is resumed."""
     if config.run_id is None:
         config.run_id = f"r{uuid.uuid4().hex[:11]}"  # without the letter, YAML reads 12e4 as a number
     config.run_id = str(config.run_id)
@@ -295,14 +248,14 @@ def _settings(
         ),
         calibration=_calibration(config),
         teacher=None if config.teacher is None else Path(config.teacher),
-        aggregation=AggregationSettings(**config.aggregation),
+        aggregation=_group(AggregationSettings, config, "aggregation"),
         secure_aggregation=None
         if config.secure_aggregation.clipping_range is None
-        else SecureAggregationSettings(**config.secure_aggregation),
-        privacy=None if config.privacy.clip_norm is None else PrivacySettings(**config.privacy),
+        else _group(SecureAggregationSettings, config, "secure_aggregation"),
+        privacy=None if config.privacy.clip_norm is None else _group(PrivacySettings, config, "privacy"),
         evaluation=EvaluationSettings(
             every=config.evaluate_every,
-            early_stopping=EarlyStopping(**(config.early_stopping or {})),
+            early_stopping=_group(EarlyStopping, config, "early_stopping"),
             protocol=_component(config.evaluation),
             final_protocol=_component(config.final_evaluation),
             collapse_images=config.collapse_images,
@@ -311,13 +264,7 @@ def _settings(
             adaptation_epochs=config.adaptation_epochs,
         ),
         machine=_machine(config),
-        engine=EngineSettings(
-            name=config.engine.name,
-            address=config.engine.get("address"),
-            root_certificates=config.engine.get("root_certificates"),
-            client_cpus=config.engine.get("client_cpus"),
-            client_gpus=config.engine.get("client_gpus"),
-        ),
+        engine=_group(EngineSettings, config, "engine"),
         recording=RecordingSettings(
             folder=None if config.output_dir is None else Path(config.output_dir).resolve(),
             run_id=config.run_id,
@@ -380,9 +327,23 @@ def _calibration(config: DictConfig) -> CalibrationSettings | None:
     node = config.calibration
     if not node.when:
         return None
-    own = node.dataset is not None
-    data = read_data(node.dataset if own else config.dataset)
-    return CalibrationSettings(when=node.when, data=data, has_own_dataset=own, share=node.share, epochs=node.epochs)
+    return CalibrationSettings(
+        when=node.when,
+        data=read_data(node.dataset or config.dataset),
+        has_own_dataset=node.dataset is not None,
+        share=node.share,
+        epochs=node.epochs,
+    )
+
+
+def _group(kind: type[Group], config: DictConfig, key: str) -> Group:
+    """Convert a node to a dataclass with the same fields."""
+    values: dict[str, Any] = config[key] or {}
+    known = [field.name for field in fields(kind)]
+    for name in values:
+        if name not in known:
+            raise InputError(f"there is no setting {key}.{name}{did_you_mean(str(name), known)}; remove it")
+    return kind(**values)
 
 
 def _component(node: DictConfig, *, without: Sequence[str] = ()) -> Component:

@@ -4,13 +4,14 @@ The error for an unknown name or choice suggests the closest valid ones.
 """
 
 import difflib
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hydra.errors import HydraException
 
-from fedssl.config.compat import ChoiceSweep, Glob, Override, parse_overrides
+from fedssl.config.compat import ChoiceSweep, Glob, IntervalSweep, Override, parse_overrides
 from fedssl.config.renamed import check_renamed
 from fedssl.errors import InputError
 
@@ -36,23 +37,27 @@ def parse(overrides: Sequence[str]) -> list[Override]:
 def quote_value(text: str) -> str:
     """Quote a value for Hydra's grammar, whatever characters it has."""
     # In Hydra's quotes a backslash counts as an escape only before a quote.
-    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), text)
+    escaped = re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + match[2].replace("'", "\\'"), text)
     return f"'{escaped}'"
 
 
 def config_groups(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
-    """Return the choices of each config group; those in a subfolder are named like ``fedu/byol``.
+    """Return the choices of each config group in ``conf/`` and the user's config directories.
 
-    Parameters
-    ----------
-    folders : sequence of Path
-        Config directories of the user, with the same groups as ``conf/``.
+    Choices in a subfolder are named like ``fedu/byol``.
     """
-    found: dict[str, list[str]] = {}
-    for folder in (group for root in (CONF, *folders) for group in root.iterdir() if group.is_dir()):
-        names = (file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))
-        found[folder.name] = sorted({*found.get(folder.name, ()), *names})
-    return {group: names for group, names in found.items() if names}
+    choices = {group: list(names) for group, names in _groups_of(CONF).items()}
+    for root in folders:
+        for group, names in _groups_of.__wrapped__(root).items():
+            choices[group] = sorted({*choices.get(group, ()), *names})
+    return choices
+
+
+@functools.cache
+def _groups_of(root: Path) -> dict[str, list[str]]:
+    groups = [folder for folder in root.iterdir() if folder.is_dir()]
+    files = {folder.name: [file.relative_to(folder) for file in folder.rglob("*.yaml")] for folder in groups}
+    return {group: sorted(name.with_suffix("").as_posix() for name in names) for group, names in files.items() if names}
 
 
 def check_choices(override: Override, *, group: str, choices: Sequence[str]) -> None:
@@ -60,6 +65,8 @@ def check_choices(override: Override, *, group: str, choices: Sequence[str]) -> 
     value = override.value()
     names = value.list if isinstance(value, ChoiceSweep) else [value]
     listed = ", ".join(choices)
+    if not override.is_delete() and any(name is None or isinstance(name, list) for name in names):
+        raise InputError(f"{override.input_line} selects no choice of {group}; choose one of {listed}")
     unknown = [str(name) for name in names if isinstance(name, str) and name not in choices]
     for name in unknown:
         check_renamed(f"{group}={name}")
@@ -71,6 +78,34 @@ def check_choices(override: Override, *, group: str, choices: Sequence[str]) -> 
     idle = [pattern for pattern in patterns if not Glob(include=[pattern]).filter([c for c in choices if "/" not in c])]
     if idle:
         raise InputError(f"{group}=glob({idle[0]}) matches no choice outside subfolders; name some of {listed}")
+
+
+def check_single(overrides: Sequence[str]) -> None:
+    """Raise `InputError` if an override of a single run sweeps over values."""
+    for override in parse(overrides):
+        if override.is_sweep_override():
+            key, _, values = str(override.input_line).partition("=")
+            as_list = "" if "(" in values else f", or write {key}=[{values}] for a list"
+            raise InputError(f"{override.input_line} sweeps over values; add -m to run each{as_list}")
+
+
+def check_sweep(overrides: Sequence[str]) -> None:
+    """Raise `InputError` if the overrides of a sweep are not those of one."""
+    parsed = parse(overrides)
+    own_sweeper = any(override.key_or_group == "hydra/sweeper" for override in parsed)
+    for override in parsed:
+        value = override.value()
+        if override.key_or_group == "output_dir":
+            raise InputError(f"{override.input_line} is the folder of a single run; set hydra.sweep.dir for a sweep")
+        if not override.is_sweep_override() or own_sweeper:
+            continue
+        if isinstance(value, IntervalSweep):
+            raise InputError(f"{override.input_line} needs a sweeper that samples; list the values, or use range(0,5)")
+        if isinstance(value, Glob):
+            if override.key_or_group not in config_groups():
+                raise InputError(f"{override.input_line} selects choices of a group; list the values instead")
+        elif next(override.sweep_iterator(), None) is None:
+            raise InputError(f"{override.input_line} has no values; list them, or use e.g. range(0,5)")
 
 
 def check_run_id(name: object) -> None:

@@ -78,6 +78,7 @@ _EXPERIMENTS = {
     "dec_ssl": "dec_ssl/base",
     "dec_ssl_transfer": "dec_ssl/table2_transfer",
     "dec_ssl_clusters": "cifar_clusters",
+    "centralised": "centralized",
     "fedu2": "fedu2/base",
     **{
         name: f"lw_fedssl/{name}"
@@ -121,13 +122,7 @@ RENAMED = {
 
 
 def check_renamed(name: str) -> None:
-    """Reject a name of an earlier version, a key or ``key=value``.
-
-    Raises
-    ------
-    InputError
-        The name is of an earlier version. The message has the current one.
-    """
+    """Reject a name of an earlier version, a key or ``key=value``, with the current name."""
     if name in RENAMED:
         hint = [f"{old} is now {new}" for old, new in VALUES.get(SETTINGS.get(name, ""), {}).items()]
         raise InputError(f"{name} {RENAMED[name]}{', and its value ' if hint else ''}{', '.join(hint)}")
@@ -137,8 +132,8 @@ def check_renamed(name: str) -> None:
 
 def current_key(key: str) -> str:
     """Return the current name of a setting."""
-    if found := _VIEW_KEY.fullmatch(key):
-        return f"{found[1]}.{VIEW.get(found[2], found[2])}"
+    if match := _VIEW_KEY.fullmatch(key):
+        return f"{match[1]}.{VIEW.get(match[2], match[2])}"
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
         if new := SETTINGS.get(".".join(parts[:length])):
@@ -163,15 +158,7 @@ def is_earlier(settings: str) -> bool:
 
 
 def update(value: Any, key: str = "") -> Any:
-    """Return settings with current names.
-
-    Parameters
-    ----------
-    value : object
-        A setting's value, or a mapping or list of settings, to any depth.
-    key : str
-        Dotted key of the setting in the file; empty for a complete config.
-    """
+    """Return settings, to any depth, with current names. ``key`` is the dotted key of ``value``; empty for a config."""
     if isinstance(value, Mapping):
         inner = {name: f"{key}.{name}" if key else str(name) for name in value}
         return {

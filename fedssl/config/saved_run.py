@@ -36,9 +36,7 @@ def read_overrides(file: Path) -> list[str] | None:
 
 def update_overrides(overrides: Sequence[str], folder: Path) -> list[str]:
     """Return the overrides of a run folder; those of an earlier version get their current names."""
-    if is_of_earlier_version(folder):
-        return [update_override(override) for override in overrides]
-    return list(overrides)
+    return [update_override(override) for override in overrides] if is_of_earlier_version(folder) else list(overrides)
 
 
 def is_of_earlier_version(folder: Path) -> bool:
@@ -82,17 +80,9 @@ def _to_text(value: Any) -> str:
 
 
 def check_saved_overrides(overrides: Sequence[str], file: Path) -> None:
-    """Reject overrides of a run folder that point outside it.
+    """Reject overrides of ``file``, in a run folder, that point outside the folder.
 
-    Parameters
-    ----------
-    overrides : sequence of str
-        Overrides of ``file`` that the user's own command does not set.
-
-    Raises
-    ------
-    InputError
-        An override points outside the folder, or the file is damaged.
+    ``overrides`` are those that the user's own command does not set.
     """
     for text in overrides:
         try:
@@ -125,13 +115,13 @@ def _escapes_run_folder(override: Override, value: Any) -> bool:
 
 def read_settings(file: Path) -> DictConfig | None:
     """Read the saved config of a run as a struct, which rejects unknown keys; return None if there is no file."""
-    found = read_yaml(file, dict)
-    if found is None:
+    content = read_yaml(file, dict)
+    if content is None:
         return None
     try:
-        if any(isinstance(leaf, str) and "${" in leaf for leaf in iter_leaves(found)):
+        if any(isinstance(leaf, str) and "${" in leaf for leaf in iter_leaves(content)):
             raise corrupt_file_error(file, "it has an interpolation, ${...}, although runs save resolved values")
-        saved: DictConfig = OmegaConf.create(update(found) if is_of_earlier_version(file.parent) else found)
+        saved: DictConfig = OmegaConf.create(update(content) if is_of_earlier_version(file.parent) else content)
     except (OmegaConfBaseException, ValueError, RecursionError) as error:
         raise (
             error if isinstance(error, InputError) else corrupt_file_error(file, "it is not the YAML file of a run")

@@ -1,6 +1,8 @@
 """Typed settings of a run, one frozen dataclass for each part of the program. `fedssl.config.load` creates them."""
 
+import functools
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,13 +28,7 @@ CLIENT_SETTINGS = [
 
 @dataclass(frozen=True)
 class Component:
-    """Class or function with its arguments, from a config node with ``_target_``.
-
-    Attributes
-    ----------
-    values : mapping
-        ``_target_``, the dotted name, and the arguments: plain values or nested nodes.
-    """
+    """Class or function with its arguments, from a config node: ``_target_``, and plain values or nested nodes."""
 
     values: Mapping[str, Any]
 
@@ -50,25 +46,50 @@ class Component:
         return self.target.rpartition(".")[2]
 
     def instantiate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the target with further arguments.
-
-        Raises
-        ------
-        InputError
-            The target rejects its arguments. An `InputError` of the target is raised unchanged.
-        """
-        from hydra.errors import InstantiationException  # here: settings can be used without Hydra
-        from hydra.utils import instantiate
-
+        """Call the target with further arguments; `InputError` if it rejects its arguments."""
         try:
+            if self._is_plain:
+                return _instantiate(self.values, *args, **kwargs)
+            from hydra.utils import instantiate  # here: settings can be used without Hydra
+
             return instantiate(dict(self.values), *args, _convert_="all", **kwargs)
-        except InstantiationException as error:
+        except InputError:
+            raise
+        except Exception as error:
             cause: BaseException = error
             while cause.__cause__ is not None and not isinstance(cause, InputError):
                 cause = cause.__cause__
             if isinstance(cause, InputError):
                 raise cause from None
             raise InputError(f"{self.target} rejects its settings: {' '.join(str(cause).split())}") from error
+
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        """Return whether all targets are those of ``conf/``, without other keys of Hydra, which needs 2 ms for each."""
+        from fedssl.config.targets import installed_targets  # here: it needs Hydra
+
+        text = json.dumps(self.values)
+        targets = re.findall(r'"_target_": "([^"]*)"', text)
+        plain = text.count('"_') == len(targets) + text.count('"_partial_": ') and "${" not in text
+        return plain and installed_targets().issuperset(targets)
+
+
+def _instantiate(node: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the target of a node, and first those of its inner nodes."""
+    from fedssl.config.targets import locate  # here: it needs Hydra
+
+    arguments = {key: _value(value) for key, value in node.items() if key not in ("_target_", "_partial_")}
+    target = locate(node["_target_"])
+    call = functools.partial(target, *args, **arguments | kwargs)
+    return call if node.get("_partial_") else call()
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_value(item) for item in value]
+    if isinstance(value, dict):
+        return _instantiate(value) if "_target_" in value else {key: _value(item) for key, item in value.items()}
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +106,6 @@ class DataSettings:
         Names of the source's splits: the clients' images, the labeled training and test images of evaluations.
     limit, test_limit : int or None
         Maximum number of images; None uses all.
-    channels, size : int
-        Shape of the images.
     mean, std : tuple of float
         Per channel, of pixels in [0, 1].
     num_classes : int or None
@@ -113,13 +132,10 @@ class DataSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionSettings:
-    """Partition of the images among clients.
+    """Partition of the images among clients, by a function of `fedssl.partition`.
 
     Attributes
     ----------
-    rule : Component
-        Partition function of `fedssl.partition`.
-    num_clients, seed : int
     server_fraction : float or None
         Fraction of the images that only the server holds, for calibration; None holds out none.
     cache : str or None
@@ -135,15 +151,7 @@ class PartitionSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSettings:
-    """Training schedule.
-
-    Attributes
-    ----------
-    phases : Component
-        Function of `fedssl.schedule.phases`, with its last arguments left open.
-    rounds : int
-        Rounds of the run.
-    """
+    """Training schedule: a function of `fedssl.schedule.phases`, and the rounds of the run."""
 
     phases: Component
     rounds: int
@@ -176,16 +184,7 @@ class TrainingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineSettings:
-    """Use of the hardware. It changes results at most by rounding.
-
-    Attributes
-    ----------
-    device : {"auto", "cpu", "cuda"}
-    threads : int
-    keep_freed_memory : bool
-        Whether the allocator keeps freed memory.
-    compile_encoder : bool
-    """
+    """Use of the hardware. It changes results at most by rounding."""
 
     device: str
     threads: int
@@ -195,14 +194,7 @@ class MachineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSettings:
-    """Aggregation algorithm.
-
-    Attributes
-    ----------
-    strategy, server_optimizer : Component
-    reported_metrics : tuple of str
-        Metrics that clients report for the log, beyond those that the algorithm needs.
-    """
+    """Aggregation algorithm, and the metrics that clients report for the log beyond those that it needs."""
 
     strategy: Component
     server_optimizer: Component
@@ -217,8 +209,6 @@ class CalibrationSettings:
     ----------
     when : {"start", "end"}
         Before or after the aggregation of every round.
-    data : DataSettings
-        Data set of the images.
     has_own_dataset : bool
         Whether the data set is separate; otherwise the server holds a fraction of the run's images.
     share : float
@@ -242,10 +232,6 @@ class EvaluationSettings:
     ----------
     every : int
         Rounds between two evaluations; 0 evaluates only at the end.
-    early_stopping : EarlyStopping
-        Criterion that ends the run early.
-    protocol, final_protocol : Component
-        Protocol during the run, and at its end.
     collapse_images : int
         Number of images for collapse metrics; 0 disables them.
     measure_resources : bool
@@ -278,11 +264,6 @@ class RecordingSettings:
         Separates client states of different runs.
     resumed : int or None
         Total rounds of the run that is resumed; None for a new run.
-    checkpoint_every, keep_checkpoints, snapshot_every : int
-    tracker : Component
-        Experiment tracker, see ``conf/tracker``.
-    overrides : tuple of str
-        All overrides of the command line.
     choices : mapping of str to str
         Choice of every config group.
     config : DictConfig
@@ -306,10 +287,10 @@ class EngineSettings:
     """Engine that runs the clients, see ``conf/engine``."""
 
     name: str
-    address: str | None
+    address: str | None = None
     root_certificates: str | None = None
-    client_cpus: int | None
-    client_gpus: float | None
+    client_cpus: int | None = None
+    client_gpus: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,7 +299,6 @@ class ClientSettings:
 
     Attributes
     ----------
-    seed : int
     states : Path
         Folder of the client states, with a subfolder for each client.
     partition : PartitionSettings or None
@@ -341,7 +321,6 @@ class Settings:
 
     Attributes
     ----------
-    seed, num_clients, clients_per_round, rounds : int
     unseen_clients : int
         Number of clients that never train.
     reply_timeout : float

@@ -21,54 +21,38 @@ FLAGS = ("--config-dir", "-cd")
 
 
 def expand_config_dir_flag(arguments: Sequence[str]) -> list[str]:
-    """Return command-line arguments in which ``--config-dir DIR`` is an override before all others.
-
-    Raises
-    ------
-    InputError
-        The folder is missing.
-    """
+    """Return command-line arguments in which ``--config-dir DIR`` is an override before all others."""
     folders: list[str] = []
     others: list[str] = []
-    waiting = iter(arguments)
-    for argument in waiting:
+    remaining = iter(arguments)
+    for argument in remaining:
         flag, equals, value = argument.partition("=")
         if flag not in FLAGS:
             others.append(argument)
             continue
-        folder = value if equals else next(waiting, "")
+        folder = value if equals else next(remaining, "")
         if not folder:
             raise InputError(f"{flag} needs a folder; name the one with strategy/, method/ and so on")
         folders.append(folder)
     if not folders:
         return others
-    place = next((number for number, argument in enumerate(others) if _has_key(argument, SEARCHPATH_KEY)), None)
-    if place is not None:
-        folders += [str(folder) for folder in search_folders([others.pop(place)])]
-    place = next((number for number, argument in enumerate(others) if "=" in argument and argument[0] != "-"), 0)
-    return [*others[:place], searchpath_override([_existing(folder) for folder in folders]), *others[place:]]
+    folders += map(str, search_folders(others))
+    others = [argument for argument in others if not _has_key(argument, SEARCHPATH_KEY)]
+    first = next((index for index, argument in enumerate(others) if "=" in argument and argument[0] != "-"), 0)
+    return [*others[:first], searchpath_override([_existing(folder) for folder in folders]), *others[first:]]
 
 
 def normalize_searchpath(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with absolute config directories; raise `InputError` if one is missing."""
+    """Return the overrides with absolute config directories."""
     folders = search_folders(overrides)
     others = [override for override in overrides if not _has_key(override, SEARCHPATH_KEY)]
     return [searchpath_override(folders), *others] if folders else others
 
 
 def search_folders(overrides: Sequence[str]) -> list[Path]:
-    """Return the config directories that the overrides name, as absolute paths.
-
-    Raises
-    ------
-    InputError
-        A folder does not exist, is no config directory, or has a file of the same name as one of ``conf/``.
-    """
-    found = [
-        override.value()
-        for override in parse([override for override in overrides if _has_key(override, SEARCHPATH_KEY)])
-    ]
-    entries = found[-1] if found else []
+    """Return the config directories that the overrides name, as absolute paths; `InputError` if one is invalid."""
+    searchpaths = parse([override for override in overrides if _has_key(override, SEARCHPATH_KEY)])
+    entries = searchpaths[-1].value() if searchpaths else []
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise InputError(f"{SEARCHPATH_KEY}={entries} must be a list of folders; write --config-dir FOLDER instead")
     return [_existing(entry.removeprefix("file://")) for entry in entries]
@@ -95,19 +79,7 @@ def check_targets(node: Mapping[str, Any], *, prefix: str = "") -> None:
 
 
 def locate(target: str, *, key: str = "_target_") -> Any:
-    """Import the class or function with a dotted name.
-
-    Parameters
-    ----------
-    target : str
-    key : str
-        Setting to name in the error.
-
-    Raises
-    ------
-    InputError
-        It cannot be imported.
-    """
+    """Import the class or function with a dotted name, which is the value of the setting ``key``."""
     if (new := current_target(target)) != target:
         raise InputError(f"{key}={target} is now {new}; write that")
     module, _, name = target.rpartition(".")
@@ -129,14 +101,14 @@ def locate(target: str, *, key: str = "_target_") -> Any:
         raise InputError(
             f"{key}={target} cannot be imported, because {module} fails with {reason}; correct that"
         ) from error
-    found = vars(imported).get(name)
-    if not callable(found):
+    value = vars(imported).get(name)
+    if not callable(value):
         names = [public for public, value in vars(imported).items() if callable(value) and not public.startswith("_")]
         raise InputError(
             f"{key}={target} cannot be imported, because {module} has no class or "
             f"function {name}{did_you_mean(name, names)}; correct the name"
         )
-    return found
+    return value
 
 
 def user_encoder(target: str, overrides: Sequence[str]) -> Callable[..., Any] | None:
@@ -171,19 +143,19 @@ def _targets(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
         elif isinstance(value, Mapping):
             yield from _targets(value, f"{prefix}{key}.")
         elif isinstance(value, Sequence) and not isinstance(value, str):
-            inner = {f"{key}.{number}": one for number, one in enumerate(value) if isinstance(one, Mapping)}
+            inner = {f"{key}.{index}": item for index, item in enumerate(value) if isinstance(item, Mapping)}
             yield from _targets(inner, prefix)
 
 
-def _existing(entry: str) -> Path:
-    folder = Path(entry).expanduser().absolute()
+def _existing(name: str) -> Path:
+    folder = Path(name).expanduser().absolute()
     if not folder.is_dir():
         raise InputError(
             f"the config directory {folder} does not exist; set --config-dir to a folder with strategy/, method/ "
             "and so on"
         )
-    own = {file.relative_to(CONF) for file in CONF.rglob("*.yaml")}
-    both = sorted(str(name) for name in own if (folder / name).is_file())
+    installed = {file.relative_to(CONF) for file in CONF.rglob("*.yaml")}
+    both = sorted(str(name) for name in installed if (folder / name).is_file())
     if both and folder.resolve() != CONF:
         raise InputError(f"{folder / both[0]} has the name of a file in conf/, which takes precedence; rename it")
     return folder

@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from fedssl.config.constraints import check_arguments, check_channels
 from fedssl.config.settings import DataSettings
 from fedssl.errors import InputError
 from fedssl.seeding import numpy_generator
@@ -30,7 +31,6 @@ log = logging.getLogger("fedssl")
 
 # The test split and the limited subset depend on the data, not on the run's seed.
 _FIXED_SEED = 0
-_MAX_SIZE = 4096  # height and width of images in pixels
 
 
 @dataclass(frozen=True)
@@ -64,21 +64,7 @@ class ImageData:
 def load(data: DataSettings, split: Split) -> ImageData | None:
     """Return the images of one split; the same object for every caller in this process.
 
-    Parameters
-    ----------
-    data : DataSettings
-    split : {"federated", "train", "test"}
-        Images of the clients; labeled training images; labeled test images.
-
-    Returns
-    -------
-    ImageData or None
-        None if the data set has no such images, or if they have no labels and ``split`` is not "federated".
-
-    Raises
-    ------
-    InputError
-        If a setting, file or folder is invalid.
+    None if the data set has no such images, or if they have no labels and ``split`` is not "federated".
     """
     image_data = load_split(data, split)
     if split == "federated":
@@ -93,7 +79,7 @@ def load(data: DataSettings, split: Split) -> ImageData | None:
 
 def load_split(data: DataSettings, split: Split) -> ImageData | None:
     """Return the images of one split, labeled or not; None if the data set has none."""
-    check(data)
+    check_data_settings(data)
     source = source_split(data, split)
     return None if source is None else _read_split(data, source, data.test_limit if split == "test" else data.limit)
 
@@ -104,45 +90,17 @@ def source_split(data: DataSettings, split: Split) -> str | None:
 
 
 def load_federated(data: DataSettings) -> ImageData:
-    """Return the images of the clients; the same object for every caller in this process.
-
-    Raises
-    ------
-    InputError
-        If there are no such images, or a setting, file or folder is invalid.
-    """
+    """Return the images of the clients; the same object for every caller in this process."""
     image_data = load(data, "federated")
     assert image_data is not None  # `load` rejects a data set without them
     return image_data
 
 
-def check(data: DataSettings) -> None:
-    """Validate the settings of a data set, before an image is read.
-
-    Raises
-    ------
-    InputError
-        If the channels, the size, the statistics or a limit is invalid.
-    """
-    channels = data.channels
-    if channels not in (1, 3):
-        raise InputError(f"dataset.channels={channels} gives wrong channels; allowed are 1 (gray) and 3 (RGB)")
-    if not 1 <= data.size <= _MAX_SIZE:
-        raise InputError(f"dataset.size={data.size} must be at least 1 pixel and at most {_MAX_SIZE}")
-    if not len(data.mean) == len(data.std) == channels:
-        statistics = {"mean": data.mean, "std": data.std}
-        proposal = " ".join(f"dataset.{name}={_spread(values, channels)}" for name, values in statistics.items())
-        raise InputError(
-            f"dataset.mean has {len(data.mean)} and dataset.std {len(data.std)} values "
-            f"but dataset.channels={channels}; give one value per channel, e.g. {proposal}"
-        )
-    if not all(value > 0 for value in data.std):
-        raise InputError(f"dataset.std={list(data.std)} must be above 0 in every channel")
-    for name, limit in (("limit", data.limit), ("test_limit", data.test_limit)):
-        if limit is not None and (type(limit) is not int or limit < 1):
-            raise InputError(
-                f"dataset.{name}={limit} must be a whole number of images, at least 1, or null for all of them"
-            )
+def check_data_settings(data: DataSettings) -> None:
+    """Validate the settings of a data set, before an image is read."""
+    names = ("channels", "size", "mean", "std", "limit", "test_limit", "num_classes")
+    check_arguments("dataset", **{name: getattr(data, name) for name in names})
+    check_channels(data)
 
 
 def subsample_indices(count: int, limit: int | None) -> np.ndarray:
@@ -158,17 +116,7 @@ def stratified_holdout(labels: np.ndarray, *, fraction: float) -> tuple[np.ndarr
     The test set gets the floor of every class's share, then one more image of the classes with the largest remainders,
     up to ``round(n * fraction)`` images.
 
-    Parameters
-    ----------
-    labels : ndarray
-        ``(n,)``.
-    fraction : float
-        Share of the test set in [0, 1).
-
-    Returns
-    -------
-    tuple of ndarray
-        Sorted indices of the training and of the test images.
+    ``fraction`` is the share of the test set in [0, 1). Returns the sorted indices of training and test images.
     """
     _, codes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     shares = sizes * fraction
@@ -178,11 +126,6 @@ def stratified_holdout(labels: np.ndarray, *, fraction: float) -> tuple[np.ndarr
     members = [generator.permutation(np.flatnonzero(codes == code)) for code in range(len(sizes))]
     test = np.concatenate([indices[:size] for indices, size in zip(members, quota, strict=True)])
     return np.setdiff1d(np.arange(len(labels)), test), np.sort(test)
-
-
-def _spread(values: tuple[float, ...], channels: int) -> str:
-    """Write the mean of ``values`` once per channel, as on the command line."""
-    return "[" + ",".join([f"{sum(values) / len(values):.3f}"] * channels) + "]"
 
 
 @lru_cache(maxsize=4)

@@ -13,27 +13,15 @@ from PIL import Image
 
 from fedssl.datasets.base import ImageData, stratified_holdout, subsample_indices
 from fedssl.datasets.decoding import to_array
+from fedssl.errors import InputError
 
 TEST_FRACTION = 0.2  # of every class
 
 
 def read(split: str, *, channels: int, size: int, limit: int | None) -> ImageData:
-    """Read one split.
-
-    Parameters
-    ----------
-    split : {"train", "test"}
-        1,438 images or 359.
-    channels, size : int
-        Channels and size of the images; 1 and 8 in the source.
-    limit : int or None
-        Maximum number of images; the subset is always the same.
-
-    Returns
-    -------
-    ImageData
-        With labels and without owners.
-    """
+    """Read the split "train" or "test", with labels and without owners; the limited subset is always the same."""
+    if split not in ("train", "test"):
+        raise InputError(f"dataset=digits has no split {split!r}; set it to train or test")
     values, labels = _values_and_labels()
     train, test = stratified_holdout(labels, fraction=TEST_FRACTION)
     rows = test if split == "test" else train

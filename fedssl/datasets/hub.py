@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from fedssl.config.constraints import check_arguments
 from fedssl.datasets.base import ImageData, stratified_holdout, subsample_indices
 from fedssl.datasets.cache import CacheKey, open_buffer
 from fedssl.datasets.decoding import MAX_PIXELS, decode, unreadable_summary
@@ -49,10 +50,8 @@ def read(
     ----------
     split : str
         Name of the split on the Hub, or in the names of the local files.
-    channels, size : int
-        Form of the decoded images.
-    limit : int or None
-        Maximum number of images; the subset is always the same.
+    channels, size, limit, max_pixels, cache
+        As in `fedssl.datasets.image_folder.read`.
     path : str or None
         A parquet or arrow file, a folder of them or a pattern such as ``/data/cifar10-*.parquet``; the network is
         not used. None for the Hub.
@@ -65,22 +64,18 @@ def read(
     test_fraction : float
         Share of every class of labeled local training images, in [0, 1), that is held out if no file belongs to a
         test split; 0 holds nothing out.
-    max_pixels : int
-        Maximum number of pixels of an image; larger images count as unreadable.
-    cache : str or None
-        Folder of decoded images, see `fedssl.datasets.cache`.
 
     Returns
     -------
     ImageData or None
         None if ``path`` holds no file of this split.
-
-    Raises
-    ------
-    InputError
-        If the files or the Hub cannot be read.
     """
-    _check_fraction(test_fraction, path)
+    check_arguments("dataset", test_fraction=test_fraction)
+    if test_fraction and path is None:
+        raise InputError(
+            f"dataset.test_fraction={test_fraction} is for local files, but dataset.path is null and data sets of the "
+            "Hub have their own splits; give dataset.splits.test=NAME, or dataset.path"
+        )
     shared = path is not None and test_fraction > 0 and not any(local_files(path, name) for name in _HELD_OUT)
     held_out = shared and split in _HELD_OUT
     files = hub_files(hub, split) if path is None else local_files(path, "train" if held_out else split)
@@ -114,16 +109,6 @@ def read(
         warnings += unreadable_summary(buffer.unreadable, lambda i: f"row {rows[i]} {source}", count=len(rows))
     rows = rows[buffer.readable]
     return ImageData(buffer.images, _at(rows, labels), classes, _at(rows, owners), owner_names, warnings)
-
-
-def _check_fraction(test_fraction: float, path: str | None) -> None:
-    if not 0 <= test_fraction < 1:
-        raise InputError(f"dataset.test_fraction={test_fraction} must be at least 0 and below 1; 0 holds nothing out")
-    if test_fraction and path is None:
-        raise InputError(
-            f"dataset.test_fraction={test_fraction} is for local files, but dataset.path is null and data sets of the "
-            "Hub have their own splits; give dataset.splits.test=NAME, or dataset.path"
-        )
 
 
 def local_files(path: str, split: str) -> list[Path]:
@@ -221,6 +206,13 @@ def _schema(file: Path) -> pa.Schema:
     return opened.schema if isinstance(opened, pa.Table) else opened.schema_arrow
 
 
+def _require_column(file: Path, column: str, remedy: str) -> pa.Schema:
+    schema = _schema(file)
+    if column not in schema.names:
+        raise InputError(f"{file} has no column {column!r} (it has {schema.names}); {remedy}")
+    return schema
+
+
 def _values(files: Sequence[Path], column: str) -> list[Any]:
     # A list instead of pyarrow's conversion to NumPy, which imports pandas and is slower.
     return [value for file in files for batch in _column(file, column) for value in batch.to_pylist()]
@@ -256,14 +248,9 @@ def _class_names(schema: pa.Schema, column: str) -> tuple[str, ...]:
 
 def _owners(files: Sequence[Path], column: str) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return the owner index of every row ``(n,)`` and the owners' names, the sorted values of the column."""
+    remedy = "set dataset.owner to the column with the owners of the images, or dataset.owner=null if there is none"
     for file in files:
-        schema = _schema(file)
-        if column not in schema.names:
-            raise InputError(
-                f"{file} has no column {column!r} (it has {schema.names}); "
-                "set dataset.owner to the column with the owners of the images, or dataset.owner=null if there is none"
-            )
-        kind = schema.field(column).type
+        kind = _require_column(file, column, remedy).field(column).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             raise InputError(f"dataset.owner={column} is of type {kind}; an integer or string column is needed")
@@ -282,19 +269,13 @@ def _at(rows: np.ndarray, column: np.ndarray | None) -> torch.Tensor | None:
 
 
 def _encoded(files: Sequence[Path], column: str, rows: np.ndarray) -> Iterator[list[bytes]]:
-    """Yield the encoded images of the sorted ``rows`` in batches."""
     start = 0
     for file in files:
         end = start + _num_rows(file)
         if np.searchsorted(rows, start) == np.searchsorted(rows, end):  # no row of this file is needed
             start = end
             continue
-        schema = _schema(file)
-        if column not in schema.names:
-            raise InputError(
-                f"{file} has no column {column!r} (it has {schema.names}); "
-                "set dataset.path to files of this data set only, or dataset.image to its column"
-            )
+        _require_column(file, column, "set dataset.path to files of this data set only, or dataset.image to its column")
         for batch in _column(file, column):
             wanted = rows[np.searchsorted(rows, start) : np.searchsorted(rows, start + len(batch))] - start
             start += len(batch)

@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedssl.config.constraints import check_arguments
 from fedssl.datasets.base import ImageData, stratified_holdout, subsample_indices
 from fedssl.datasets.cache import CacheKey, open_buffer
 from fedssl.datasets.decoding import MAX_PIXELS, decode, unreadable_summary
 from fedssl.errors import InputError
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-FOLDERS = ("class", "owner", "owner/class")  # meanings of the subfolders
 _BATCH = 16  # images per task of a decoding thread; small, since images may be large
 
 
@@ -40,7 +40,6 @@ class FileList:
     owner_names: tuple[str, ...] = ()
 
     def at(self, indices: np.ndarray) -> "FileList":
-        """Return the files at ``indices``."""
         labels, owners = (None if column is None else column[indices] for column in (self.labels, self.owners))
         return FileList([self.files[index] for index in indices], labels, self.classes, owners, self.owner_names)
 
@@ -82,18 +81,10 @@ def read(
     -------
     ImageData or None
         None if there is no such split.
-
-    Raises
-    ------
-    InputError
-        If a setting or the folder is invalid, or no image is readable.
     """
     if path is None:
         raise InputError("dataset.path=null but image_folder needs a folder of images; give dataset.path=FOLDER")
-    if folders not in FOLDERS:
-        raise InputError(f"dataset.folders={folders} is unknown; choose one of {', '.join(FOLDERS)}")
-    if not 0 <= test_fraction < 1:
-        raise InputError(f"dataset.test_fraction={test_fraction} must be at least 0 and below 1; 0 holds nothing out")
+    check_arguments("dataset", folders=folders, test_fraction=test_fraction)
     file_list = _of_split(split, Path(path).expanduser(), folders=folders, test_fraction=test_fraction)
     if file_list is None or not file_list.files:
         return None
@@ -145,24 +136,9 @@ def _with_same_classes(folder: Path, other: Path, file_list: FileList, folders: 
 
 
 def list_images(folder: Path, *, folders: str = "class") -> FileList:
-    """List the image files of a folder, sorted by path.
+    """List the image files of a folder, sorted by path; without labels and owners if there is no subfolder.
 
-    Parameters
-    ----------
-    folder : Path
-        Holds images or subfolders.
-    folders : {"class", "owner", "owner/class"}
-        Meaning of the subfolders, see the module.
-
-    Returns
-    -------
-    FileList
-        Without labels and owners if there is no subfolder.
-
-    Raises
-    ------
-    InputError
-        If the folder does not exist, is empty, or has images in place of subfolders.
+    ``folders`` is the meaning of the subfolders, see the module.
     """
     if not folder.is_dir():
         raise InputError(f"dataset.path: {folder} is not a folder; give the folder that holds your images")

@@ -1,14 +1,18 @@
 """Base class of encoders: a sequence of stages, of which layer-wise training runs and trains a part."""
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fedssl.errors import InputError
+
+Network = TypeVar("Network", bound=nn.Module)
 
 
 class StageRange(NamedTuple):
@@ -22,9 +26,9 @@ class StageRange(NamedTuple):
     frozen_from: float
 
 
-@dataclass
+@dataclass(frozen=True)
 class ActiveStages:
-    """Stages that run; shared by an encoder and all copies of it (online, target, downloaded).
+    """Stages of an encoder that run, and that are trained.
 
     Attributes
     ----------
@@ -40,9 +44,12 @@ class ActiveStages:
     frozen: int = 0
     depth_dropout: float = 0.0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ActiveStages":
-        """Return the same object, so that a copy of an encoder shares it."""
-        return self
+
+class _StageState:
+    """Current stages of an encoder and of its copies by `frozen_copy`; only `Encoder.run_stages` changes them."""
+
+    def __init__(self, active: ActiveStages) -> None:
+        self.active = active
 
 
 class Encoder(nn.Module):
@@ -65,8 +72,6 @@ class Encoder(nn.Module):
         Name of the submodule that maps patches to tokens; None if there is none.
     stage_names : tuple of str
         Names of the stages among the submodules.
-    active_stages : ActiveStages
-        Stages that run, and stages that are trained.
     bridges : ModuleDict
         Linear maps from the output of earlier stages to representations, for layer-wise training of encoders whose
         stages differ in width; see `add_bridges`.
@@ -82,7 +87,6 @@ class Encoder(nn.Module):
     image_size: int | None = None
     patch_embedding: str | None = None
     stage_names: tuple[str, ...] = ()
-    active_stages: ActiveStages
     bridges: nn.ModuleDict
     stages_interchangeable = False
     return_feature_map = False
@@ -102,8 +106,22 @@ class Encoder(nn.Module):
         self.stage_names, self._widths = stages, widths
         self._stage_ranges = {name: StageRange(number, math.inf, number) for number, name in enumerate(stages, start=1)}
         self._stage_ranges |= dict.fromkeys(tail, StageRange(0, math.inf, math.inf))
-        self.active_stages = ActiveStages(depth=len(stages))
+        self._stage_state = _StageState(ActiveStages(depth=len(stages)))
         self.bridges = nn.ModuleDict()
+
+    @property
+    def active_stages(self) -> ActiveStages:
+        """Stages that run, and stages that are trained; `run_stages` changes them."""
+        return self._stage_state.active
+
+    @contextmanager
+    def run_stages(self, active: ActiveStages) -> Iterator[None]:
+        """Run these stages inside the block, also in copies by `frozen_copy`, and the previous ones after it."""
+        before, self._stage_state.active = self._stage_state.active, active
+        try:
+            yield
+        finally:
+            self._stage_state.active = before
 
     def check_image_shape(self, shape: Sequence[int]) -> None:
         """Reject images whose shape differs from the one that the encoder was built for.
@@ -112,11 +130,6 @@ class Encoder(nn.Module):
         ----------
         shape : sequence of int
             ``(..., channels, height, width)``.
-
-        Raises
-        ------
-        InputError
-            If channels or size differ.
         """
         channels, height, width = shape[-3:]
         if self.channels not in (None, channels):
@@ -172,12 +185,11 @@ class Encoder(nn.Module):
         list of Tensor
             Input of the first trained stage, for each batch.
         """
-        stages = self.stages()[: self.active_stages.frozen]
-        if self.active_stages.depth_dropout:
+        active = self.active_stages
+        stages = self.stages()[: active.frozen]
+        if active.depth_dropout:
             draws = torch.rand(len(stages), generator=generator).tolist()
-            stages = [
-                stage for stage, draw in zip(stages, draws, strict=True) if draw >= self.active_stages.depth_dropout
-            ]
+            stages = [stage for stage, draw in zip(stages, draws, strict=True) if draw >= active.depth_dropout]
         for batch in images:
             self.check_image_shape(batch.shape)
         with torch.no_grad():
@@ -196,7 +208,6 @@ class Encoder(nn.Module):
         return self
 
     def stages(self) -> list[nn.Module]:
-        """Return the stages in order."""
         return [self.get_submodule(name) for name in self.stage_names]
 
     def stage_range(self, name: str) -> StageRange:
@@ -212,3 +223,12 @@ class Encoder(nn.Module):
             if width != self.feature_dim:
                 self.bridges[str(number)] = nn.Linear(width, self.feature_dim)
                 self._stage_ranges[f"bridges.{number}"] = StageRange(number, number, math.inf)
+
+
+def frozen_copy(network: Network) -> Network:
+    """Return a copy without gradients, such as a target network, whose encoder runs the same stages as the original.
+
+    A copy by `copy.deepcopy` has separate active stages.
+    """
+    shared = [module._stage_state for module in network.modules() if isinstance(module, Encoder)]
+    return copy.deepcopy(network, {id(state): state for state in shared}).requires_grad_(False)

@@ -11,10 +11,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from fedssl.config.constraints import check_arguments
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
-
-_DEEPEST = 1000  # bounds the time to build an encoder from an untrusted file
 
 
 class ConvSmall(Encoder):
@@ -35,7 +34,6 @@ class ConvSmall(Encoder):
         self.define_stages(stages=tuple(f"blocks.{number}" for number in range(len(strides))), widths=widths[1:])
 
     def pool(self, x: Tensor) -> Tensor:
-        """Average over all positions."""
         return x.mean(dim=(2, 3))
 
 
@@ -47,11 +45,6 @@ def normalization(norm: str) -> Callable[[int], nn.Module]:
     norm : {"batch", "group"}
         "group": group normalization without running statistics (Wu and He, ECCV 2018, arXiv 1803.08494), with gcd(32,
         channels) groups.
-
-    Raises
-    ------
-    InputError
-        If ``norm`` is not a valid choice.
     """
     makers: dict[str, Callable[[int], nn.Module]] = {
         "batch": nn.BatchNorm2d,
@@ -79,15 +72,9 @@ def conv_small(*, channels: int, size: int, width: int = 32, norm: str = "batch"
     Encoder
         Encoder with ``feature_dim = 4 * width``. The blocks halve the image twice below 16 pixels, four times from 64
         pixels and three times in between, so that the widest blocks see 2x2 to 6x6 positions.
-
-    Raises
-    ------
-    InputError
-        If a number is not positive, or the images are smaller than 4x4.
     """
     _check_image_size("conv_small", channels=channels, size=size, smallest=4)
-    if width < 1:
-        raise InputError(f"encoder.width={width} but conv_small needs at least 1 channel; set encoder.width=32")
+    check_arguments("encoder", width=width)
     strides = (2 if size >= 64 else 1, 2, 2, 2 if size >= 16 else 1)
     return ConvSmall(widths=(channels, width, 2 * width, 4 * width, 4 * width), strides=strides, norm=norm)
 
@@ -104,11 +91,6 @@ def resnet18(*, channels: int, size: int, stem: str = "small", norm: str = "batc
         pooling, for images of about 100 pixels and more.
     norm : {"batch", "group"}
         As in `normalization`.
-
-    Raises
-    ------
-    InputError
-        If ``stem`` is not a valid choice or a number is not positive.
     """
     return _resnet("resnet18", channels=channels, size=size, stem=stem, norm=norm)
 
@@ -150,18 +132,10 @@ def vit_tiny(
     positions : {"sincos", "learned"}
         Position embedding: the fixed one of `fedssl.encoders.torchvision_encoders.sincos_position_embedding`, or
         trained weights as in torchvision. Encoder files of earlier versions have trained weights.
-
-    Raises
-    ------
-    InputError
-        If a number is not positive, ``patch`` does not divide ``size``, ``heads`` does not divide ``width``, ``pool``
-        or ``positions`` is not a valid choice, or ``width`` is not a multiple of 4, as "sincos" requires.
     """
-    _check_transformer(channels, size, patch=patch, depth=depth, width=width, heads=heads, pool=pool)
-    if positions not in ("sincos", "learned"):
-        raise InputError(
-            f"encoder.positions={positions} is unknown; set encoder.positions=sincos or encoder.positions=learned"
-        )
+    _check_image_size("vit_tiny", channels=channels, size=size, smallest=1)
+    check_arguments("encoder", patch=patch, depth=depth, width=width, heads=heads, pool=pool, positions=positions)
+    _check_divisible(size, patch=patch, width=width, heads=heads)
     if positions == "sincos" and width % 4:
         raise InputError(
             f"encoder.positions=sincos but encoder.width={width} is not a multiple of 4; set encoder.width to a "
@@ -183,8 +157,7 @@ def vit_tiny(
 
 def _resnet(name: str, *, channels: int, size: int, stem: str, norm: str) -> Encoder:
     _check_image_size(name, channels=channels, size=size, smallest=1)
-    if stem not in ("small", "imagenet"):
-        raise InputError(f"encoder.stem={stem} is unknown; set encoder.stem=small or encoder.stem=imagenet")
+    check_arguments("encoder", stem=stem)
 
     normalize = normalization(norm)
     from torchvision.models.resnet import BasicBlock, Bottleneck  # here: slow import, not needed by conv_small
@@ -205,23 +178,14 @@ def _resnet(name: str, *, channels: int, size: int, stem: str, norm: str) -> Enc
 
 
 def _check_image_size(name: str, *, channels: int, size: int, smallest: int) -> None:
-    if channels < 1:
-        raise InputError(f"{name}: the images have {channels} channels; dataset.channels must be at least 1")
+    check_arguments("encoder", channels=channels)
     if size < smallest:
         raise InputError(
             f"{name}: the images have {size}x{size} pixels but need at least {smallest}x{smallest}; raise dataset.size"
         )
 
 
-def _check_transformer(channels: int, size: int, *, patch: int, depth: int, width: int, heads: int, pool: str) -> None:
-    _check_image_size("vit_tiny", channels=channels, size=size, smallest=1)
-    if min(patch, depth, width, heads) < 1:
-        raise InputError(
-            f"encoder.patch={patch}, depth={depth}, width={width} and heads={heads} of vit_tiny must be at least 1; "
-            "the defaults are 4, 12, 192 and 3"
-        )
-    if depth > _DEEPEST:
-        raise InputError(f"encoder.depth={depth} but vit_tiny has at most {_DEEPEST} blocks; the default is 12")
+def _check_divisible(size: int, *, patch: int, width: int, heads: int) -> None:
     if size % patch:
         fitting = [divisor for divisor in range(1, size) if size % divisor == 0]
         raise InputError(
@@ -230,5 +194,3 @@ def _check_transformer(channels: int, size: int, *, patch: int, depth: int, widt
         )
     if width % heads:
         raise InputError(f"encoder.heads={heads} does not divide encoder.width={width}; set encoder.heads=1 or another")
-    if pool not in ("token", "mean"):
-        raise InputError(f"encoder.pool={pool} is unknown; set encoder.pool=token or encoder.pool=mean")

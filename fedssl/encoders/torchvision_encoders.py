@@ -46,12 +46,10 @@ class ResNetEncoder(Encoder, ResNet):
         )
 
     def stem(self, images: Tensor) -> Tensor:
-        """Apply the first convolution, normalization and pooling."""
         features: Tensor = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         return features
 
     def pool(self, x: Tensor) -> Tensor:
-        """Average over all positions."""
         return torch.flatten(self.avgpool(x), 1)
 
 
@@ -116,7 +114,6 @@ class ViTEncoder(Encoder, VisionTransformer):
         )
 
     def stem(self, images: Tensor) -> Tensor:
-        """Return tokens of the patches with their positions, and the class token if there is one."""
         tokens: Tensor = self._process_input(images)
         if self._pooling == "token":
             tokens = torch.cat((self.class_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
@@ -124,6 +121,5 @@ class ViTEncoder(Encoder, VisionTransformer):
         return placed
 
     def pool(self, x: Tensor) -> Tensor:
-        """Return the normalized class token, or the mean over the normalized tokens of the patches."""
         h: Tensor = self.encoder.ln(x[:, 0]) if self._pooling == "token" else self.encoder.ln(x).mean(dim=1)
         return h

@@ -17,10 +17,11 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from fedssl.augmentation import Augmentation
 from fedssl.augmentation.recipe import read_view
+from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.evaluation.features import extract
-from fedssl.evaluation.few_labels import check_shares
 from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
+from fedssl.evaluation.scores import ACCURACY
 from fedssl.machine.devices import to_device
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import batches
@@ -32,19 +33,7 @@ SeedPath = tuple[int, *tuple[int | str, ...]]  # of a training, see `fedssl.seed
 
 
 def warmup_cosine(optimizer: Optimizer, *, epochs: int, warmup: int) -> LRScheduler:
-    """Scale the learning rates by 1/w, 2/w, ..., 1 in the first w epochs, then by half a cosine down to 0.
-
-    Parameters
-    ----------
-    epochs : int
-    warmup : int
-        w, fewer than ``epochs``; 0 starts with the cosine.
-
-    Raises
-    ------
-    InputError
-        If ``warmup`` is out of range.
-    """
+    """Scale the learning rates by 1/w, 2/w, ..., 1 in the first w = ``warmup`` epochs, then by half a cosine to 0."""
     if not 0 <= warmup < epochs:
         raise InputError(f"warmup={warmup} must be at least 0 and fewer than the epochs={epochs} of training")
 
@@ -66,18 +55,12 @@ class ClassifierTraining(EvaluationProtocol):
         Name of the results.
     shares : sequence of float
         Shares of the labels of every class; one result for each.
-    epochs, batch_size : int
     optimizer : callable
         Makes the optimizer of parameter groups.
     lr_schedule : callable or None
         Makes the learning rate scheduler, which steps after every epoch. None keeps the learning rates.
     transform, view
         Augmentation, as in `Views`.
-
-    Raises
-    ------
-    InputError
-        If a setting is out of range.
     """
 
     trains_network = True
@@ -94,12 +77,9 @@ class ClassifierTraining(EvaluationProtocol):
 
     def __post_init__(self) -> None:
         self.shares = tuple(self.shares)
-        check_shares(self.shares)
+        check_arguments("evaluation", shares=self.shares, epochs=self.epochs, batch_size=self.batch_size)
         if not self.shares:
             raise InputError(f"shares=[] of {self.title} must have at least one share of the labels, e.g. [0.1,1.0]")
-        for name, value, minimum in (("epochs", self.epochs, 0), ("batch_size", self.batch_size, 2)):
-            if value < minimum:
-                raise InputError(f"{name}={value} of {self.title} must be at least {minimum}")
         read_view(self.view, name="view")
         groups = [{"params": [nn.Parameter(torch.zeros(1))], **settings} for settings in self.group_settings]
         try:
@@ -111,13 +91,19 @@ class ClassifierTraining(EvaluationProtocol):
                 f"optimizer or lr_schedule of {self.title} rejects its settings: {error}; change them"
             ) from error
 
+    def result_name(self, share: float) -> str:
+        """Return the name of the result with a share of the labels."""
+        return f"{self.name}_{100 * share:g}_percent"
+
+    def result_units(self, num_classes: int) -> dict[str, str]:
+        return {self.result_name(share): ACCURACY for share in self.shares}
+
     @property
     def group_settings(self) -> Sequence[Mapping[str, float]]:
         """Settings of each parameter group beside those of the optimizer."""
         return [{}]
 
     def views(self, evaluation_input: EvaluationInput, seed_path: SeedPath) -> "Views":
-        """Return the augmentation of one training."""
         return Views(evaluation_input, transform=self.transform, view=self.view, seed_path=seed_path)
 
     def fit(
@@ -168,14 +154,11 @@ class Views:
 
     Parameters
     ----------
-    evaluation_input : EvaluationInput
     transform : callable or None
         Applied to each uint8 image ``(channels, height, width)`` before the view, e.g. torchvision's ``RandAugment``;
         it draws from torch's global generator.
     view : mapping
         Fields of `fedssl.augmentation.recipe.View`; without fields images are not augmented.
-    seed_path : tuple
-        Seed path of the training.
     """
 
     def __init__(

@@ -17,12 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.atomic_files import make_subfolder, write_text
 from fedssl.command_line import run_command
-from fedssl.config.load import compose_evaluation
+from fedssl.config.compose import check_types, resolve_config, validate_config
+from fedssl.config.load import compose, make_settings
+from fedssl.config.saved_run import read_settings
 from fedssl.config.settings import DataSettings, Settings
-from fedssl.config.targets import expand_config_dir_flag, user_encoder
+from fedssl.config.targets import (
+    choice_targets,
+    expand_config_dir_flag,
+    normalize_searchpath,
+    search_folders,
+    user_encoder,
+)
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import EvaluationInput, evaluate, make_evaluation_input, why_not_evaluable
 from fedssl.evaluation.scores import Score, format_table, to_flat_dict, units_of
@@ -49,13 +59,7 @@ def main() -> int:
 
 
 def run(overrides: Sequence[str]) -> str:
-    """Evaluate an encoder by the overrides, write the JSON file, and return the text to print.
-
-    Raises
-    ------
-    InputError
-        If the encoder, the settings or the data set is invalid, or they do not fit each other.
-    """
+    """Evaluate an encoder by the overrides, write the JSON file, and return the text to print."""
     source = {key: value for key, _, value in map(_split, overrides) if key in ("run", "encoder")}
     others = [override for override in overrides if _split(override)[0] not in source]
     file = encoder_file(source)
@@ -72,6 +76,54 @@ def run(overrides: Sequence[str]) -> str:
     report = file.parent / "evaluation" / f"{chosen.replace('/', '_')}-{name}.json"
     _write(report, _content(file, settings, data, evaluation_input, results))
     return f"{format_table({name: results})}\nwritten to {report}"
+
+
+def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Settings:
+    """Return the settings of an evaluation; data set and seed default to those of ``run``.
+
+    A run folder is untrusted and must not select code: its data set must be one of ``conf/`` or of the user's config
+    directories.
+
+    Raises
+    ------
+    InputError
+        An override is invalid, or no data set is given.
+    """
+    overrides = normalize_searchpath(overrides)
+    keys = [override.partition("=")[0] for override in overrides]
+    if run is None:
+        if "dataset" not in keys:
+            raise InputError("encoder=FILE needs a data set; add dataset=NAME, e.g. dataset=cifar10")
+        return compose(overrides)
+    saved = read_settings(run / "config.yaml")
+    if saved is None:
+        raise InputError(
+            f"{run / 'config.yaml'} does not exist; set run to a run folder, or use encoder=FILE dataset=NAME"
+        )
+    changes = [] if "dataset" in keys else [override for override in overrides if override.startswith("dataset.")]
+    overrides = [override for override in overrides if override not in changes]
+    config, choices = resolve_config(overrides)
+    if "dataset" not in keys:
+        reader = str(saved.dataset.get("_target_"))
+        if reader not in choice_targets("dataset", search_folders(overrides)):
+            raise InputError(
+                f"the data set of {run} is read by {reader}, which is not part of fedssl; name its config directory "
+                "with --config-dir, or another data set with dataset=NAME"
+            )
+        if "cache" in saved.dataset:
+            saved.dataset.cache = "auto"  # nor may a run folder select where files are written
+        try:
+            config.dataset = OmegaConf.merge(saved, OmegaConf.from_dotlist(changes)).dataset
+        except OmegaConfBaseException as error:
+            raise InputError(
+                f"{' '.join(changes)} does not fit the data set of {run}, which has the settings "
+                f"{', '.join(map(str, saved.dataset))}; add dataset=NAME for another data set"
+            ) from error
+    if "seed" not in keys:
+        config.seed = saved.seed
+    check_types(config, {})
+    validate_config(config)
+    return make_settings(config, choices, overrides=overrides, resumed=None)
 
 
 def encoder_file(source: Mapping[str, str]) -> Path:
@@ -92,13 +144,7 @@ def encoder_file(source: Mapping[str, str]) -> Path:
 
 
 def match_encoder(encoder: Any, data: DataSettings, *, explicit_size: bool) -> DataSettings:
-    """Set the encoder's statistics, and its image size unless ``explicit_size``, in the settings of a data set.
-
-    Raises
-    ------
-    InputError
-        If the encoder needs another number of channels.
-    """
+    """Set the encoder's statistics, and its image size unless ``explicit_size``, in the settings of a data set."""
     if data.channels != encoder.channels:
         raise InputError(
             f"the encoder needs images with {encoder.channels} channel(s) but dataset.channels="

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedssl.evaluation.features import extract
+from fedssl.evaluation.features import eval_mode, extract
 from fedssl.seeding import torch_generator
 from fedssl.training import Augment
 
@@ -93,10 +93,6 @@ class CollapseMetrics:
         Makes the views for `alignment`.
     mean, std : sequence of float
         Statistics of the data set, per channel.
-    device : torch.device
-        Device of the encoders.
-    seed : int
-        Seed of the run.
     """
 
     def __init__(
@@ -118,7 +114,8 @@ class CollapseMetrics:
     def measure(self, encoder: nn.Module) -> dict[str, float]:
         """Return the measures above by name, without the spectrum."""
         h = extract(encoder, self._images, mean=self._mean, std=self._std, device=self._device)
-        h1, h2 = (_forward(encoder, view) for view in self._views)
+        with eval_mode(encoder):
+            h1, h2 = (encoder(view).float().cpu() for view in self._views)
         return {
             "effective_rank": effective_rank(h),
             "covariance_rank": covariance_rank(h),
@@ -126,11 +123,3 @@ class CollapseMetrics:
             "alignment": alignment(h1, h2),
             "uniformity": uniformity(h),
         }
-
-
-def _forward(encoder: nn.Module, images: Tensor) -> Tensor:
-    training = encoder.training
-    with torch.inference_mode():
-        h: Tensor = encoder.eval()(images).float().cpu()
-    encoder.train(training)
-    return h

@@ -26,11 +26,6 @@ class EarlyStopping:
         (accuracies are in [0, 1]).
     threshold : float or None
         The run ends when the result reaches this value; None: no threshold.
-
-    Raises
-    ------
-    InputError
-        If a value is not valid, or the values contradict each other.
     """
 
     monitor: str | None = None
@@ -41,12 +36,6 @@ class EarlyStopping:
     def __post_init__(self) -> None:
         if self.monitor is not None and not isinstance(self.monitor, str):
             raise InputError(f"early_stopping.monitor={self.monitor} must be the name of a result, e.g. knn, or null")
-        if self.patience is not None and (type(self.patience) is not int or self.patience < 1):
-            raise InputError(f"early_stopping.patience={self.patience} must be an integer of at least 1, or null")
-        if not self.min_delta >= 0:
-            raise InputError(f"early_stopping.min_delta={self.min_delta} must be at least 0")
-        if self.threshold is not None and type(self.threshold) not in (int, float):
-            raise InputError(f"early_stopping.threshold={self.threshold} must be a number, e.g. 0.5 for 50%, or null")
         has_criterion = self.patience is not None or self.threshold is not None
         if self.monitor is None and has_criterion:
             raise InputError(
@@ -67,11 +56,6 @@ def stop_reason(evaluations: Iterable[tuple[int, Mapping[str, float]]], rule: Ea
     ----------
     evaluations : iterable of (int, mapping)
         Rounds, in order, with their results by name.
-
-    Raises
-    ------
-    InputError
-        If an evaluation does not have the monitored result.
     """
     if rule.monitor is None:
         return None

@@ -5,7 +5,8 @@ code keeps batch normalization in training mode while it probes, which `fedssl.e
 EasyFL monitors the projection, which is not implemented.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -28,12 +29,6 @@ class Features:
         float32, ``(n_train, dim)`` and ``(n_test, dim)``.
     train_labels, test_labels : Tensor
         int64, ``(n_train,)`` and ``(n_test,)``, values in [0, num_classes).
-    num_classes : int
-
-    Raises
-    ------
-    InputError
-        If a feature is not finite.
     """
 
     train: Tensor
@@ -69,10 +64,6 @@ def extract(
         uint8, ``(n, channels, height, width)``.
     mean, std : sequence of float
         Per channel, of pixels in [0, 1].
-    device : torch.device or str
-        Device of the encoder.
-    batch_size : int
-        Number of images at a time.
 
     Returns
     -------
@@ -81,18 +72,28 @@ def extract(
     """
     encoder.to(device)
     center, scale = (torch.tensor(list(values), device=device).view(-1, 1, 1) for values in (mean, std))
-    modes = {module: module.training for module in encoder.modules()}
-    encoder.eval()
+    with eval_mode(encoder):
+        batches = [
+            encoder((batch.to(device).float() / 255 - center) / scale).float().cpu()
+            for batch in images.split(batch_size)
+        ]
+    return torch.cat(batches)
+
+
+@contextmanager
+def eval_mode(network: nn.Module) -> Iterator[None]:
+    """Set eval mode without gradients inside the block, and restore the mode of each module after it.
+
+    Gradients are disabled by ``no_grad``: an inference tensor that a network keeps could not be trained or copied.
+    """
+    modes = {module: module.training for module in network.modules()}
+    network.eval()
     try:
-        with torch.inference_mode():
-            batches = [
-                encoder((batch.to(device).float() / 255 - center) / scale).float().cpu()
-                for batch in images.split(batch_size)
-            ]
+        with torch.no_grad():
+            yield
     finally:
         for module, training in modes.items():
             module.training = training
-    return torch.cat(batches)  # outside of inference mode: autograd accepts the tensor
 
 
 def pixels(images: Tensor, *, max_values: int = MAX_PIXELS) -> Tensor:

@@ -10,41 +10,27 @@ labels are not used). Scaling each feature separately, as in the full probe, cos
 2 per class: 71% instead of 78%) and does not improve untrained encoders. One scale gives the best baselines.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import mean, stdev
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.evaluation.features import Features, accuracy
-from fedssl.evaluation.linear_probe import check_solver, softmax_regression
+from fedssl.evaluation.linear_probe import softmax_regression
 from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
 from fedssl.evaluation.scores import ACCURACY, Score
 from fedssl.seeding import numpy_generator
 
 
 def sample_per_class(labels: Tensor, *, per_class: int, num_classes: int, generator: np.random.Generator) -> Tensor:
-    """Draw the indices of ``per_class`` images of every class without replacement.
+    """Draw ``per_class`` images of every class without replacement.
 
-    Parameters
-    ----------
-    labels : Tensor
-        int64, ``(n,)``.
-    per_class, num_classes : int
-    generator : numpy.random.Generator
-
-    Returns
-    -------
-    Tensor
-        int64, ``(num_classes * per_class,)``, class after class.
-
-    Raises
-    ------
-    InputError
-        If a class has fewer than ``per_class`` images.
+    ``labels`` are int64, ``(n,)``. The indices are int64, ``(num_classes * per_class,)``, class after class.
     """
     check_labels_per_class(labels, per_class=per_class, num_classes=num_classes)
     classes = labels.cpu().numpy()
@@ -63,15 +49,9 @@ def check_labels_per_class(labels: Tensor, *, per_class: int, num_classes: int) 
 
 
 def stratified_sample(labels: Tensor, *, share: float, generator: np.random.Generator) -> Tensor:
-    """Draw the sorted indices (int64) of a share of every class without replacement, at least one image of each.
+    """Draw a share of every class without replacement, at least one image of each.
 
-    Parameters
-    ----------
-    labels : Tensor
-        int64, ``(n,)``.
-    share : float
-        Above 0 and at most 1.
-    generator : numpy.random.Generator
+    ``labels`` are int64, ``(n,)``, and ``share`` is in (0, 1]. The indices are int64 and sorted.
     """
     classes = labels.cpu().numpy()
     drawn = []
@@ -79,12 +59,6 @@ def stratified_sample(labels: Tensor, *, share: float, generator: np.random.Gene
         indices = np.flatnonzero(classes == name)
         drawn.append(generator.choice(indices, max(1, round(share * len(indices))), replace=False))
     return torch.from_numpy(np.sort(np.concatenate(drawn)))
-
-
-def check_shares(shares: Sequence[float]) -> None:
-    """Raise an `InputError` if a share of the labels is out of range."""
-    if not all(isinstance(share, int | float) and share is not True and 0 < share <= 1 for share in shares):
-        raise InputError(f"shares={list(shares)} of the labels must each be above 0 and at most 1, e.g. [0.01,0.1]")
 
 
 def center_and_scale(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,11 +86,6 @@ class FewLabels(EvaluationProtocol):
         encoders (digits, CIFAR-10), whose accuracies change by at most about a point between 1e-3 and 1e-4.
     max_iterations : int
         Maximum number of L-BFGS iterations.
-
-    Raises
-    ------
-    InputError
-        If a number is below 1 or ``l2`` below 0. When called, also if a class has too few images.
     """
 
     def __init__(
@@ -128,56 +97,39 @@ class FewLabels(EvaluationProtocol):
         l2: float = 1e-3,
         max_iterations: int = 300,
     ) -> None:
-        if min(labels_per_class, default=bool(shares)) < 1:
-            raise InputError(f"labels_per_class={list(labels_per_class)} needs numbers of at least 1, e.g. [2,5]")
-        check_shares(shares)
-        if draws < 1:
-            raise InputError(f"draws={draws} of the probe with few labels must be at least 1")
-        check_solver(l2=l2, max_iterations=max_iterations)
+        check_arguments("evaluation", labels_per_class=labels_per_class, shares=shares, draws=draws)
+        check_arguments("evaluation", l2=l2, max_iterations=max_iterations)
+        if not labels_per_class and not shares:
+            raise InputError("labels_per_class=[] and shares=[] give no result; set one of them, e.g. shares=[0.1]")
         self.labels_per_class, self.shares, self.draws = tuple(labels_per_class), tuple(shares), draws
         self.l2, self.max_iterations = l2, max_iterations
 
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
-        """Evaluate the encoder on the draws of this seed."""
         data = evaluation_input.features
         train, test = center_and_scale(data.train, data.test)
         scaled = replace(data, train=train, test=test)
         results = {}
-        for per_class in self.labels_per_class:
-            seed_paths = self._seed_paths(seed, per_class)
-            drawn = [self._sample(data, per_class, numpy_generator(*seed_path)) for seed_path in seed_paths]
-            results[f"linear_{per_class}_per_class"] = self._score(scaled, drawn)
+        for number in self.labels_per_class:
+            sample = partial(sample_per_class, data.train_labels, per_class=number, num_classes=data.num_classes)
+            results[f"linear_{number}_per_class"] = self._score(scaled, sample, (seed, "few labels", number))
         for share in self.shares:
-            drawn = [
-                stratified_sample(data.train_labels, share=share, generator=numpy_generator(*seed_path))
-                for seed_path in self._seed_paths(seed, f"{share:g}")
-            ]
-            results[f"linear_{100 * share:g}_percent"] = self._score(scaled, drawn)
+            sample = partial(stratified_sample, data.train_labels, share=share)
+            results[f"linear_{100 * share:g}_percent"] = self._score(scaled, sample, (seed, "few labels", f"{share:g}"))
         return results
 
     def result_units(self, num_classes: int) -> dict[str, str]:
-        """Return the unit of each number and share of labels."""
         names = [f"linear_{per_class}_per_class" for per_class in self.labels_per_class]
         return dict.fromkeys([*names, *(f"linear_{100 * share:g}_percent" for share in self.shares)], ACCURACY)
 
     def validate(self, evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
-        """Validate the number of images per class."""
         super().validate(evaluation_input, feature_dim=feature_dim)
         labels, num_classes = evaluation_input.train.labels, evaluation_input.num_classes
         for per_class in self.labels_per_class:
             check_labels_per_class(labels, per_class=per_class, num_classes=num_classes)
 
-    def _seed_paths(self, seed: int, setting: int | str) -> list[tuple[int, str, int | str, int]]:
-        return [(seed, "few labels", setting, draw) for draw in range(self.draws)]
-
-    def _sample(self, data: Features, per_class: int, generator: np.random.Generator) -> Tensor:
-        return sample_per_class(
-            data.train_labels, per_class=per_class, num_classes=data.num_classes, generator=generator
-        )
-
-    def _score(self, data: Features, drawn: Sequence[Tensor]) -> Score:
-        accuracies = [self._accuracy(data, rows) for rows in drawn]
-        return Score(mean(accuracies), std=stdev(accuracies) if self.draws > 1 else None)
+    def _score(self, data: Features, sample: Callable[..., Tensor], seed_path: tuple[int, str, int | str]) -> Score:
+        drawn = [sample(generator=numpy_generator(*seed_path, draw)) for draw in range(self.draws)]
+        return Score.over_draws([self._accuracy(data, rows) for rows in drawn])
 
     def _accuracy(self, data: Features, rows: Tensor) -> float:
         labels, rows = data.train_labels.to(data.train.device), rows.to(data.train.device)

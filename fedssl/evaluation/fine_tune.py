@@ -9,20 +9,19 @@ The result is that of the last epoch; test images have no influence on it.
 """
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, stdev
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fedssl.errors import InputError
+from fedssl.config.constraints import check_arguments
 from fedssl.evaluation.classifier import ClassifierTraining, SeedPath, make_classifier, predict
 from fedssl.evaluation.features import accuracy
 from fedssl.evaluation.few_labels import stratified_sample
 from fedssl.evaluation.protocol import EvaluationInput, LabeledImages
-from fedssl.evaluation.scores import ACCURACY, Score
+from fedssl.evaluation.scores import Score
 from fedssl.seeding import numpy_generator
 
 
@@ -30,12 +29,7 @@ from fedssl.seeding import numpy_generator
 class FineTune(ClassifierTraining):
     """Accuracy as ``<name>_<share>_percent``: mean and standard deviation over draws.
 
-    Attributes
-    ----------
-    draws : int
-        Number of draws of labeled images.
-    encoder_lr, head_lr : float
-        Initial learning rates of encoder and classifier.
+    ``encoder_lr`` and ``head_lr`` are the initial learning rates of encoder and classifier.
     """
 
     uses_features = False
@@ -46,16 +40,11 @@ class FineTune(ClassifierTraining):
     head_lr: float
 
     def __post_init__(self) -> None:
-        if self.draws < 1:
-            raise InputError(f"draws={self.draws} of fine-tuning must be at least 1")
-        for name, lr in (("encoder_lr", self.encoder_lr), ("head_lr", self.head_lr)):
-            if not 0 <= lr < math.inf:
-                raise InputError(f"{name}={lr} of fine-tuning must be a number of at least 0")
+        check_arguments("evaluation", draws=self.draws, encoder_lr=self.encoder_lr, head_lr=self.head_lr)
         super().__post_init__()
 
     @property
     def group_settings(self) -> Sequence[Mapping[str, float]]:
-        """Learning rates of encoder and classifier."""
         return [{"lr": self.encoder_lr}, {"lr": self.head_lr}]
 
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
@@ -66,22 +55,15 @@ class FineTune(ClassifierTraining):
         for share in self.shares:
             seed_paths = [(seed, "fine tune", f"{share:g}", draw) for draw in range(self.draws)]
             accuracies = [self._accuracy(evaluation_input, seed_path, share=share) for seed_path in seed_paths]
-            std = stdev(accuracies) if len(accuracies) > 1 else None
-            results[f"{self.name}_{100 * share:g}_percent"] = Score(mean(accuracies), std=std)
+            results[self.result_name(share)] = Score.over_draws(accuracies)
         return results
 
-    def result_units(self, num_classes: int) -> dict[str, str]:
-        """Return the unit of each share."""
-        return {f"{self.name}_{100 * share:g}_percent": ACCURACY for share in self.shares}
-
     def _accuracy(self, evaluation_input: EvaluationInput, seed_path: SeedPath, *, share: float) -> float:
-        predicted = evaluation_input.predict_once(
-            (self, *seed_path), lambda full: self._predict(full, seed_path, share=share)
-        )
-        return accuracy(predicted, evaluation_input.test.labels)
+        train_and_predict = partial(self._predict, seed_path=seed_path, share=share)
+        predictions = evaluation_input.predict_once((self, *seed_path), train_and_predict)
+        return accuracy(predictions, evaluation_input.test.labels)
 
     def _predict(self, evaluation_input: EvaluationInput, seed_path: SeedPath, *, share: float) -> Tensor:
-        """Train a copy of the encoder and a classifier, and return the classes of the test images."""
         train = evaluation_input.train
         rows = stratified_sample(train.labels, share=share, generator=numpy_generator(*seed_path))
         few = LabeledImages(train.images[rows], train.labels[rows])

@@ -1,4 +1,4 @@
-"""Weighted k-nearest-neighbour classification of frozen features.
+"""Weighted k-nearest-neighbor classification of frozen features.
 
 Wu et al. 2018 (Instance Discrimination, arXiv 1805.01978), section 3.4: the k training images with the largest cosine
 vote for their class with weight exp(cosine / temperature). EasyFL, FedU2, Dec-SSL and Orchestra use the same rule with
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedssl.errors import InputError
+from fedssl.config.constraints import check_arguments
 from fedssl.evaluation.features import Features, accuracy
 from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
 from fedssl.evaluation.scores import ACCURACY, Score
@@ -49,27 +49,16 @@ def knn_predict(features: Features, *, k: int, temperature: float) -> Tensor:
 
 
 class KNN(EvaluationProtocol):
-    """Accuracy of `knn_predict` as ``knn``.
-
-    Raises
-    ------
-    InputError
-        If ``k`` is below 1 or ``temperature`` is not above 0.
-    """
+    """Accuracy of `knn_predict` as ``knn``."""
 
     def __init__(self, *, k: int = 200, temperature: float = 0.1) -> None:
-        if k < 1:
-            raise InputError(f"k={k} of the kNN evaluation must be at least 1 neighbor; the papers use 200")
-        if not temperature > 0:
-            raise InputError(f"temperature={temperature} of the kNN evaluation must be above 0; the papers use 0.1")
+        check_arguments("evaluation", k=k, temperature=temperature)
         self.k, self.temperature = k, temperature
 
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
-        """Evaluate the encoder; nothing is drawn at random."""
         features = evaluation_input.features
         predictions = knn_predict(features, k=self.k, temperature=self.temperature)
         return {"knn": Score(accuracy(predictions, features.test_labels))}
 
     def result_units(self, num_classes: int) -> dict[str, str]:
-        """Return the unit of ``knn``."""
         return {"knn": ACCURACY}

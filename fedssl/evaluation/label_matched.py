@@ -11,14 +11,14 @@ from fedssl.evaluation.features import Features
 from fedssl.evaluation.protocol import EvaluationInput, LabeledImages
 
 
-def sample_label_matched(test: Tensor, own: Tensor, *, generator: torch.Generator) -> Tensor:
+def sample_label_matched(test: Tensor, local: Tensor, *, generator: torch.Generator) -> Tensor:
     """Draw the largest set of test images with the class frequencies of the client.
 
     Parameters
     ----------
     test : Tensor
         Classes of the test images, int64 ``(n,)``.
-    own : Tensor
+    local : Tensor
         Classes of the client's images, int64 ``(m,)``. Classes without test images are ignored.
     generator : torch.Generator
         On the CPU.
@@ -29,8 +29,8 @@ def sample_label_matched(test: Tensor, own: Tensor, *, generator: torch.Generato
         Sorted indices, int64; empty if no test image has a class of the client. A class with share p of the client's
         images gets floor(p N) images, where N is the size of the set without rounding.
     """
-    rows = {int(name): (test == name).nonzero().flatten() for name in own.unique()}
-    counts = {name: int((own == name).sum()) for name, indices in rows.items() if len(indices)}
+    rows = {int(name): (test == name).nonzero().flatten() for name in local.unique()}
+    counts = {name: int((local == name).sum()) for name, indices in rows.items() if len(indices)}
     if not counts:
         return torch.empty(0, dtype=torch.int64)
     # The scarcest class relative to its share contributes all its images. Integers avoid rounding errors.
@@ -51,12 +51,10 @@ class SubsetInput(EvaluationInput):
 
     @cached_property
     def features(self) -> Features:
-        """Features of all training images and of the subset of the test images."""
         features = self.full.features
         return replace(features, test=features.test[self.rows], test_labels=features.test_labels[self.rows])
 
     def predict_once(self, key: Hashable, predict: Callable[[EvaluationInput], Tensor]) -> Tensor:
-        """Return the predictions of the full input for the subset."""
         return self.full.predict_once(key, predict)[self.rows]
 
 

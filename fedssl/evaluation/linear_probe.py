@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedssl.errors import InputError
+from fedssl.config.constraints import check_arguments
 from fedssl.evaluation.features import Features, accuracy
 from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
 from fedssl.evaluation.scores import ACCURACY, Score
@@ -20,7 +20,7 @@ from fedssl.evaluation.scores import ACCURACY, Score
 def softmax_regression(
     x: Tensor, labels: Tensor, *, num_classes: int, l2: float, max_iterations: int = 300
 ) -> tuple[Tensor, Tensor]:
-    """Minimise mean cross-entropy + l2 / 2 * ||weight||^2 by L-BFGS, starting from zero.
+    """Minimize mean cross-entropy + l2 / 2 * ||weight||^2 by L-BFGS, starting from zero.
 
     With more images than features, L-BFGS runs in coordinates in which the second moment of the features is about the
     identity. The minimum is the same and needs a tenth of the iterations.
@@ -109,31 +109,16 @@ class LinearProbe(EvaluationProtocol):
         and has a solution for separable classes (digits), for which 0 has none.
     max_iterations : int
         Maximum number of L-BFGS iterations.
-
-    Raises
-    ------
-    InputError
-        If ``l2`` is below 0 or ``max_iterations`` below 1.
     """
 
     def __init__(self, *, l2: float = 1e-4, max_iterations: int = 300) -> None:
-        check_solver(l2=l2, max_iterations=max_iterations)
+        check_arguments("evaluation", l2=l2, max_iterations=max_iterations)
         self.l2, self.max_iterations = l2, max_iterations
 
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
-        """Evaluate the encoder; nothing is drawn at random."""
         features = evaluation_input.features
         predictions = linear_probe(features, l2=self.l2, max_iterations=self.max_iterations)
         return {"linear": Score(accuracy(predictions, features.test_labels))}
 
     def result_units(self, num_classes: int) -> dict[str, str]:
-        """Return the unit of ``linear``."""
         return {"linear": ACCURACY}
-
-
-def check_solver(*, l2: float, max_iterations: int) -> None:
-    """Raise an `InputError` if a setting of `softmax_regression` is out of range."""
-    if not l2 >= 0:
-        raise InputError(f"l2={l2} of the linear probe must be at least 0; 0 turns the penalty off")
-    if max_iterations < 1:
-        raise InputError(f"max_iterations={max_iterations} of the linear probe must be at least 1")

@@ -21,15 +21,7 @@ SPLITS: dict[Split, str] = {"train": "training", "test": "test"}
 
 @dataclass(frozen=True, eq=False)
 class LabeledImages:
-    """Images with labels.
-
-    Attributes
-    ----------
-    images : Tensor
-        uint8, ``(n, channels, height, width)``.
-    labels : Tensor
-        int64, ``(n,)``.
-    """
+    """Images, uint8 ``(n, channels, height, width)``, with labels, int64 ``(n,)``."""
 
     images: Tensor
     labels: Tensor
@@ -44,7 +36,6 @@ class EvaluationInput:
     encoder : nn.Module or None
         Maps standardized images to representations; None to evaluate raw pixels. It belongs to the run: a protocol that
         trains it uses a copy.
-    train, test : LabeledImages
     mean, std : tuple of float
         Per channel, of pixels in [0, 1].
     device : torch.device
@@ -197,14 +188,12 @@ class CombinedProtocol(EvaluationProtocol):
         self.uses_features = any(protocol.uses_features for protocol in self.protocols.values())
 
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
-        """Evaluate by all protocols."""
         results: dict[str, Score] = {}
         for protocol in self.protocols.values():
             results |= evaluate(protocol, evaluation_input, seed=seed)
         return results
 
     def result_units(self, num_classes: int) -> dict[str, str]:
-        """Return the units of all protocols."""
         return {
             name: unit
             for protocol in self.protocols.values()
@@ -212,6 +201,5 @@ class CombinedProtocol(EvaluationProtocol):
         }
 
     def validate(self, evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
-        """Validate by all protocols."""
         for protocol in self.protocols.values():
             protocol.validate(evaluation_input, feature_dim=feature_dim)

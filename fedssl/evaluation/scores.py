@@ -18,18 +18,18 @@ _STD_SUFFIX = "_std"
 class Score:
     """Result of an evaluation.
 
-    Attributes
-    ----------
-    value : float
-    unit : str
-        `ACCURACY`, or the displayed unit; empty if there is none.
-    std : float or None
-        Standard deviation over draws or models; None for one draw or model.
+    The unit is `ACCURACY` or the displayed one, empty if there is none. ``std`` is the standard deviation over draws or
+    models; None for one draw or model.
     """
 
     value: float
     unit: str = ACCURACY
     std: float | None = None
+
+    @classmethod
+    def over_draws(cls, values: Sequence[float], unit: str = ACCURACY) -> "Score":
+        """Return the mean and the standard deviation of values; one value has no standard deviation."""
+        return cls(mean(values), unit, stdev(values) if len(values) > 1 else None)
 
     @property
     def number(self) -> str:
@@ -74,11 +74,10 @@ def mean_over_models(results: Sequence[Mapping[str, Score]]) -> dict[str, Score]
     """Average results over models, with standard deviations; the results of one model are unchanged."""
     if len(results) == 1:
         return dict(results[0])
-    averaged = {}
-    for name, first in results[0].items():
-        values = [result[name].value for result in results]
-        averaged[name] = Score(mean(values), first.unit, stdev(values))
-    return averaged
+    return {
+        name: Score.over_draws([result[name].value for result in results], first.unit)
+        for name, first in results[0].items()
+    }
 
 
 def to_flat_dict(scores: Mapping[str, Score]) -> dict[str, float]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedssl.config.constraints import check_arguments
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.evaluation.classifier import (
@@ -32,7 +33,7 @@ from fedssl.evaluation.classifier import (
 from fedssl.evaluation.features import accuracy
 from fedssl.evaluation.few_labels import stratified_sample
 from fedssl.evaluation.protocol import EvaluationInput
-from fedssl.evaluation.scores import ACCURACY, Score
+from fedssl.evaluation.scores import Score
 from fedssl.machine.devices import to_device
 from fedssl.seeding import numpy_generator, torch_generator
 
@@ -47,11 +48,6 @@ class SGDLinearProbe(ClassifierTraining):
         Representations h, or the last stage's output before pooling, flattened.
     batch_norm_epochs : int
         Number of first epochs with batch normalization in training mode.
-
-    Raises
-    ------
-    InputError
-        If a setting is out of range. When called, also if the encoder has no feature map or training diverges.
     """
 
     title: ClassVar[str] = "a linear probe"
@@ -60,12 +56,7 @@ class SGDLinearProbe(ClassifierTraining):
     batch_norm_epochs: int
 
     def __post_init__(self) -> None:
-        if self.features not in ("pooled", "map"):
-            raise InputError(
-                f"features={self.features} of a linear probe is unknown; set features=pooled or features=map"
-            )
-        if self.batch_norm_epochs < 0:
-            raise InputError(f"batch_norm_epochs={self.batch_norm_epochs} of a linear probe must be at least 0")
+        check_arguments("evaluation", features=self.features, batch_norm_epochs=self.batch_norm_epochs)
         super().__post_init__()
         self.uses_features = self.features_cacheable
 
@@ -87,23 +78,17 @@ class SGDLinearProbe(ClassifierTraining):
             predictions = evaluation_input.predict_once(
                 (self, *seed_path), partial(train_and_predict, rows=rows, seed_path=seed_path)
             )
-            results[self._result_name(share)] = Score(accuracy(predictions, evaluation_input.test.labels))
+            results[self.result_name(share)] = Score(accuracy(predictions, evaluation_input.test.labels))
         return results
 
-    def result_units(self, num_classes: int) -> dict[str, str]:
-        """Return the unit of each share."""
-        return {self._result_name(share): ACCURACY for share in self.shares}
-
     def validate(self, evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
-        """Validate that the encoder has the features."""
         super().validate(evaluation_input, feature_dim=feature_dim)
         self._check_encoder(evaluation_input.encoder)
 
-    def _result_name(self, share: float) -> str:
-        return self.name if share == 1 else f"{self.name}_{100 * share:g}_percent"
+    def result_name(self, share: float) -> str:
+        return self.name if share == 1 else super().result_name(share)
 
     def _on_features(self, evaluation_input: EvaluationInput, rows: Tensor, seed_path: SeedPath) -> Tensor:
-        """Train a classifier of features that are computed once; return predictions for the test images."""
         features = evaluation_input.features
         train = features.train.to(evaluation_input.device)
         classifier = zero_classifier(train.shape[1], evaluation_input)
@@ -113,11 +98,10 @@ class SGDLinearProbe(ClassifierTraining):
             modules=[classifier],
             generator=torch_generator(*seed_path),
         )
-        with torch.inference_mode():
+        with torch.no_grad():
             return predicted_classes(classifier(features.test.to(evaluation_input.device)))
 
     def _on_images(self, evaluation_input: EvaluationInput, rows: Tensor, seed_path: SeedPath) -> Tensor:
-        """Train a classifier of features that are computed in every epoch; return predictions for the test images."""
         assert evaluation_input.encoder is not None
         encoder = self._copy(evaluation_input.encoder).to(evaluation_input.device)
         classifier = make_classifier(encoder, evaluation_input)

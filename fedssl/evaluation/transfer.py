@@ -31,11 +31,6 @@ class Transfer(EvaluationProtocol):
         A choice of the group ``evaluation``.
     datasets : mapping of str to mapping
         Choices of the group ``dataset`` by the names in the results.
-
-    Raises
-    ------
-    InputError
-        If there is no data set. When called, also if a data set has other channels or no labeled images.
     """
 
     def __init__(self, *, protocol: Mapping[str, Any], datasets: Mapping[str, Mapping[str, Any]]) -> None:
@@ -49,7 +44,6 @@ class Transfer(EvaluationProtocol):
         self.datasets = {name: read_data(OmegaConf.create(dict(node))) for name, node in datasets.items()}
 
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
-        """Evaluate the encoder on every data set."""
         results: dict[str, Score] = {}
         for name in self.datasets:
             scores = evaluate(self.protocol, self._on(name, evaluation_input), seed=seed)
@@ -57,12 +51,10 @@ class Transfer(EvaluationProtocol):
         return results
 
     def result_units(self, num_classes: int) -> dict[str, str]:
-        """Return the units of the protocol's results on every data set."""
         units = self.protocol.result_units(num_classes)
         return {f"{key}@{name}": unit for name in self.datasets for key, unit in units.items()}
 
     def validate(self, evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
-        """Validate every data set by the protocol."""
         for name in self.datasets:
             self.protocol.validate(self._on(name, evaluation_input), feature_dim=feature_dim)
 

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from fedssl.command_line import run_command
-from fedssl.config.load import compose_evaluation
 from fedssl.config.overrides import did_you_mean
 from fedssl.config.targets import SEARCHPATH_KEY, expand_config_dir_flag, user_encoder
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
-from fedssl.evaluation.cli import encoder_file, match_encoder
+from fedssl.evaluation.cli import compose_evaluation, encoder_file, match_encoder
 from fedssl.export.encoder_file import load_encoder, read_content, saved_target
 from fedssl.export.formats import FORMATS, TOLERANCE, check_target, export, export_int8
 from fedssl.export.onnx import BATCH, CALIBRATION, MEASURED, QuantizedModel, check_calibration_size
@@ -50,15 +49,7 @@ def main() -> int:
 
 
 def run(overrides: Sequence[str]) -> str:
-    """Export an encoder by the overrides, and return the text to print.
-
-    Raises
-    ------
-    InputError
-        If an override, the encoder or the data set is invalid, or they do not fit each other.
-    RunError
-        If the export gives other representations.
-    """
+    """Export an encoder by the overrides, and return the text to print."""
     options = {
         key: value for key, _, value in (override.partition("=") for override in overrides) if key in _EXPORT_KEYS
     }
@@ -92,6 +83,8 @@ def _format(options: Mapping[str, str]) -> str:
     listed = ", ".join(FORMATS)
     if "format" not in options:
         raise InputError(f"the format is missing; add format=NAME, one of {listed}")
+    if options["format"] == "torchscript":
+        raise InputError("format=torchscript was removed; choose format=torch_export, or format=onnx for C++ programs")
     if options["format"] not in FORMATS:
         near = did_you_mean(options["format"], FORMATS)
         raise InputError(f"format={options['format']} does not exist{near}; choose one of {listed}")

@@ -15,7 +15,7 @@ from fedssl.export.huggingface import run_huggingface, write_huggingface
 from fedssl.export.onnx import MEASURED, QuantizedModel, compare, quantize, run_onnx, write_onnx
 from fedssl.export.source import ExportSource, represent
 from fedssl.export.timm_weights import run_timm, write_timm
-from fedssl.export.torch_formats import run_torch_export, run_torchscript, write_torch_export, write_torchscript
+from fedssl.export.torch_formats import run_torch_export, write_torch_export
 from fedssl.export.weights import require_packages, write_safetensors
 
 TOLERANCE = 1e-5  # see `difference`
@@ -25,21 +25,12 @@ TOLERANCE = 1e-5  # see `difference`
 class Format:
     """An export format.
 
-    Attributes
-    ----------
-    ending : str
-        Suffix of its files' names; empty for a folder with any name.
-    packages : tuple of str
-        Packages that writing and reading need.
-    write : callable
-        Writes an `ExportSource` to a new path.
-    run : callable
-        Maps an `ExportSource`, a path and uint8 images ``(batch, channels, size, size)`` to representations ``(batch,
-        feature_dim)``, by the weights at the path.
+    ``write`` writes a source to a new path. ``run`` maps uint8 images ``(batch, channels, size, size)`` to
+    representations ``(batch, feature_dim)``, by the weights at the path.
     """
 
-    ending: str
-    packages: tuple[str, ...]
+    ending: str  # suffix of file names; empty for a folder with any name
+    packages: tuple[str, ...]  # required ones
     write: Callable[[ExportSource, Path], None]
     run: Callable[[ExportSource, Path, Tensor], Tensor]
 
@@ -61,12 +52,6 @@ FORMATS = {
         packages=("onnx", "onnxscript", "onnxruntime"),
         write=write_onnx,
         run=lambda source, file, images: run_onnx(file, images),
-    ),
-    "torchscript": Format(
-        ending=".torchscript",
-        packages=(),
-        write=write_torchscript,
-        run=lambda source, file, images: run_torchscript(file, images),
     ),
     "torch_export": Format(
         ending=".pt2",
@@ -93,13 +78,6 @@ def export(source: ExportSource, form: str, target: Path) -> float:
     -------
     float
         Maximum `difference`.
-
-    Raises
-    ------
-    InputError
-        If a package is missing, the format does not support the encoder, or the target cannot be written.
-    RunError
-        If the representations differ; the target is not written.
     """
     check_target(source, form, target)
     with staging_folder(target) as folder:
@@ -118,11 +96,6 @@ def export_int8(source: ExportSource, target: Path, images: Tensor) -> Quantized
         A file, which is replaced; `check_target` has checked it.
     images : Tensor
         uint8 ``(n, channels, size, size)``, ``CALIBRATION + MEASURED`` images.
-
-    Raises
-    ------
-    InputError, RunError
-        As `export`.
     """
     with staging_folder(target) as folder:
         exact, small = folder / "fp32.onnx", folder / target.name

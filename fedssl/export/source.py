@@ -14,24 +14,12 @@ from fedssl.seeding import torch_generator
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExportSource:
-    """An encoder to export.
+    """An encoder to export."""
 
-    Attributes
-    ----------
-    encoder : nn.Module
-        Encoder of `fedssl.export.load_encoder`.
-    content : mapping
-        Content of its file, see `fedssl.export.read_content`.
-    build : callable or None
-        Builds an encoder that is not one of fedssl's, see `fedssl.export.load_encoder`.
-    run : Run or None
-        None if only the file is known.
-    """
-
-    encoder: Any
-    content: Mapping[str, Any]
-    build: Callable[..., nn.Module] | None = None
-    run: Run | None = None
+    encoder: Any  # of `fedssl.export.load_encoder`
+    content: Mapping[str, Any]  # of its file, see `fedssl.export.read_content`
+    build: Callable[..., nn.Module] | None = None  # see `fedssl.export.load_encoder`
+    run: Run | None = None  # None if only the file is known
 
     @property
     def architecture(self) -> str:

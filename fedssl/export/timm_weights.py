@@ -35,20 +35,11 @@ _RENAMED = (  # names in a vision transformer: torchvision's and timm's
 
 @dataclass(frozen=True, kw_only=True)
 class TimmModel:
-    """The encoder's architecture in timm.
-
-    Attributes
-    ----------
-    name : str
-    arguments : dict
-        Further arguments of ``timm.create_model``.
-    small_stem : bool
-        Whether the first convolution and the pooling are those of the stem for small images.
-    """
+    """The encoder's architecture in timm."""
 
     name: str
-    arguments: dict[str, Any]
-    small_stem: bool
+    arguments: dict[str, Any]  # further arguments of ``timm.create_model``
+    small_stem: bool  # whether the first convolution and the pooling are those of the stem for small images
 
     def code(self, file: Path) -> str:
         """Return Python code that loads ``file`` as ``encoder``."""
@@ -80,13 +71,7 @@ def has_timm(source: ExportSource) -> bool:
 
 
 def timm_model(source: ExportSource) -> TimmModel:
-    """Return the encoder's architecture in timm.
-
-    Raises
-    ------
-    InputError
-        If timm does not have it.
-    """
+    """Return the encoder's architecture in timm."""
     name = source.architecture.rpartition(".")[2]
     if not has_timm(source):
         raise InputError(

@@ -24,8 +24,6 @@ Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 
 @dataclass(frozen=True)
 class _CapturedStep:
-    """Static inputs of a captured step, the function that replays it, and its static result."""
-
     inputs: list[Tensor]
     replay: Callable[[], None]
     result: Tensor
@@ -34,13 +32,8 @@ class _CapturedStep:
 class CudaGraphCache:
     """The captured steps of one method with one optimizer.
 
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        A fused optimizer, see `check_fused`. Its learning rates become tensors.
-    capture : callable, optional
-        Maps a step without arguments to a replay function and the static result tensor, and runs the step once. None: a
-        CUDA graph.
+    The optimizer must be fused, see `check_fused`; its learning rates become tensors. ``capture`` runs a step without
+    arguments once, and returns a function that replays it and its static result; the default is a CUDA graph.
     """
 
     def __init__(self, optimizer: Optimizer, capture: Capture | None = None) -> None:
@@ -72,13 +65,8 @@ class CudaGraphCache:
     def run(self, step: TrainStep, inputs: Sequence[Tensor]) -> Tensor:
         """Run a step; the result is valid until the next step.
 
-        Parameters
-        ----------
-        step : callable
-            Its operations may depend on the shapes and dtypes of the inputs only, until a `reset_optimizer` with other
-            trained parameters.
-        inputs : sequence of Tensor
-            Arguments of the step.
+        The operations of the step may depend on the shapes and dtypes of the inputs only, until a `reset_optimizer`
+        with other trained parameters.
         """
         kind = tuple((x.shape, x.dtype) for x in inputs)
         captured = self._captured.get(kind)

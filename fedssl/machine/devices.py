@@ -14,26 +14,12 @@ GPU = "cuda"  # type of devices that compute asynchronously
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Return whether the device computes asynchronously.
-
-    Such devices need few large operations without synchronization.
-    """
+    """Return whether the device computes asynchronously, and so needs few large operations without synchronization."""
     return device.type == GPU
 
 
 def select_device(name: str) -> torch.device:
-    """Select the device.
-
-    Parameters
-    ----------
-    name : {"auto", "cpu", "cuda"}
-        "auto" selects the GPU if there is one.
-
-    Raises
-    ------
-    InputError
-        If the device does not exist.
-    """
+    """Return the device of a name; "auto" is the GPU if there is one. `InputError` if the device does not exist."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise InputError("device=cuda but torch finds no GPU; use device=auto or device=cpu")

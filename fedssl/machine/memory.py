@@ -37,23 +37,17 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def gigabytes(number: int) -> str:
+def gigabytes(num_bytes: int) -> str:
     """Format bytes for people: ``12.3 GB``."""
-    return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.1f} MB"
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
 @contextmanager
 def decode_slot(needed: int, *, largest: int) -> Iterator[None]:
-    """Wait until an image that needs this number of bytes may be decoded.
+    """Wait until an image of ``needed`` bytes may be decoded; small ones do not wait.
 
-    Slots are shared by all processes of the user on this host.
-
-    Parameters
-    ----------
-    needed : int
-        Bytes of the image; small ones do not wait.
-    largest : int
-        Bytes of the largest valid image; the number of slots is the number of such images that fit.
+    Slots are shared by all processes of the user on this host. Their number is the number of images of ``largest``
+    bytes, the largest valid ones, that fit into memory.
     """
     if needed <= SMALL:
         yield

@@ -58,12 +58,7 @@ def tune_allocator() -> bool:
     Blocks over 32 MB are otherwise mapped anew on each use, and the page faults cost more than the arithmetic on them
     (batch augmentation 2.4x, training with large batches 1.5x). The price is resident memory that is not given back.
     Threads share one arena, since those that a second thread would get hold no block of that size (evaluation in a
-    thread 1.5x).
-
-    Returns
-    -------
-    bool
-        Whether it took effect (Linux with glibc).
+    thread 1.5x). Returns whether it took effect (Linux with glibc).
     """
     if sys.platform != "linux":
         return False

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
-from fedssl.errors import InputError
 from fedssl.losses import barlow_twins, barlow_twins_unbiased
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.heads import MLP
@@ -24,19 +24,12 @@ class BarlowTwins(SSLMethod):
 
     Parameters
     ----------
-    encoder : Encoder
-        Trained in place.
-    projector : callable
-        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden_dim=512, out_dim=512)``.
+    projector
+        As in `fedssl.methods.simclr.SimCLR`.
     lambd : float
         Weight of the redundancy term; 0 disables it.
     loss : {"standard", "l_dawa"}
         `fedssl.losses.barlow_twins`, or `fedssl.losses.barlow_twins_unbiased`.
-
-    Raises
-    ------
-    InputError
-        If ``lambd`` is negative or ``loss`` is not a valid choice.
     """
 
     min_batch_size = 3
@@ -44,10 +37,7 @@ class BarlowTwins(SSLMethod):
     def __init__(
         self, encoder: Encoder, *, projector: Callable[[int], MLP], lambd: float, loss: str = "standard"
     ) -> None:
-        if lambd < 0:
-            raise InputError(f"method.lambd={lambd} must not be negative; Barlow Twins uses 0.0051")
-        if loss not in LOSSES:
-            raise InputError(f"method.loss={loss} is unknown; set method.loss to one of {', '.join(LOSSES)}")
+        check_arguments("method", owner="BarlowTwins", lambd=lambd, loss=loss)
         super().__init__()
         self._loss = LOSSES[loss]
         self.encoder = encoder

@@ -73,6 +73,11 @@ class SSLMethod(nn.Module):
         return dict(self.state_dict(keep_vars=True))
 
     @cached_property
+    def moved_out(self) -> set[str]:
+        """Names of the layers that `fedssl.model_arrays.move_layers_out` moved out and nothing has loaded since."""
+        return set()
+
+    @cached_property
     def trainable(self) -> list[str]:
         """Names of the parameters that are trained if no encoder stage is frozen."""
         return [name for name, parameter in self.named_parameters() if parameter.requires_grad]
@@ -117,7 +122,7 @@ class SSLMethod(nn.Module):
         return None
 
     def aggregate_parts(self, uploaded: Sequence[Layers], broadcast: Layers) -> Layers:
-        """Compute the next broadcast parts on the server.
+        """Compute the next broadcast parts on the server, with the names, shapes and dtypes of the current ones.
 
         Parameters
         ----------
@@ -125,23 +130,12 @@ class SSLMethod(nn.Module):
             Uploaded parts of each client of the round, ordered by partition id; at least one.
         broadcast : Layers
             Current broadcast parts, at first the buffers of the newly built method.
-
-        Returns
-        -------
-        Layers
-            Layers with the names, shapes and dtypes of ``broadcast``.
         """
         return broadcast
 
 
 def build_method(model: ModelSettings) -> SSLMethod:
-    """Build the method with its encoder and heads, initialized from the run's seed alone.
-
-    Raises
-    ------
-    InputError
-        If the settings of a part, or the schedule, are not valid.
-    """
+    """Build the method with its encoder and heads, initialized from the run's seed alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(model.seed, "initialise"))
         encoder = model.encoder.instantiate()

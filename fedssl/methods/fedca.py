@@ -10,15 +10,13 @@ There is no public code. These choices are ours:
   few steps later. The last projections would come from models that have drifted apart, and training would then separate
   models instead of images (docs/learning.md).
 - The server keeps the newest projections in a queue (`enqueue`). With ``dictionary_capacity`` equal to
-clients_per_round times
-  ``sent_per_round`` the queue is the union of the last round; a longer queue also holds projections of older models.
+  ``clients_per_round`` times ``sent_per_round`` the queue is the union of the last round; a longer queue also holds
+  projections of older models.
 - A client's own entries are among its negatives, because the server does not know which client uploaded which entry.
 - The alignment is the squared distance of normalized representations of the same view of the client's own images.
 - The teacher has the architecture of the run's encoder and is downloaded once, see `SSLMethod.static_parts`.
 """
 
-import copy
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -27,13 +25,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedssl.arrays import Layers
+from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
+from fedssl.encoders.base import frozen_copy
 from fedssl.errors import InputError
 from fedssl.losses import at_least_float32, nt_xent
 from fedssl.methods.base import TEACHER, SSLMethod
 from fedssl.methods.heads import MLP
 
-LOCAL, GLOBAL = "local_dictionary", "dictionary"
+LOCAL_DICTIONARY, DICTIONARY = "local_dictionary", "dictionary"
 
 
 def teacher_distance(h: Tensor, teacher_features: Tensor) -> Tensor:
@@ -49,8 +49,8 @@ def teacher_distance(h: Tensor, teacher_features: Tensor) -> Tensor:
     Tensor
         Scalar in [0, 4]; 0 for equal directions.
     """
-    own, other = (F.normalize(at_least_float32(x), dim=1) for x in (h, teacher_features.detach()))
-    return (own - other).square().sum(dim=1).mean()
+    h, teacher = (F.normalize(at_least_float32(x), dim=1) for x in (h, teacher_features.detach()))
+    return (h - teacher).square().sum(dim=1).mean()
 
 
 def enqueue(queue: np.ndarray, newest: Sequence[np.ndarray]) -> np.ndarray:
@@ -79,29 +79,19 @@ class FedCA(SSLMethod):
     """FedCA: SimCLR's encoder and projector, a dictionary of additional negatives, and a teacher.
 
     Besides the networks its parts are ``local_dictionary`` ``(sent_per_round, dim)`` and ``dictionary``
-    ``(dictionary_capacity,
-    dim)`` (newest first), in which rows of zeros are empty, and ``teacher``, a frozen encoder in eval mode. Parts of a
-    disabled component do not exist. Both views are concatenated into one forward pass.
+    ``(dictionary_capacity, dim)`` (newest first), in which rows of zeros are empty, and ``teacher``, a frozen encoder
+    in eval mode. Parts of a disabled component do not exist. Both views are concatenated into one forward pass.
 
     Parameters
     ----------
-    encoder : Encoder
-        Trained in place.
-    projector : callable
-        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden_dim=512, out_dim=128)``.
-    temperature : float
-        Temperature of the contrastive loss; positive.
+    projector, temperature
+        As in `fedssl.methods.simclr.SimCLR`.
     sent_per_round : int
         Number of projections that a client uploads per round; 0 disables the dictionary.
     dictionary_capacity : int
         Length of the dictionary; at least ``sent_per_round``.
     alignment_weight : float
         Weight of `teacher_distance`, >= 0; 0 disables the teacher.
-
-    Raises
-    ------
-    InputError
-        If a number is out of range.
     """
 
     def __init__(
@@ -124,19 +114,18 @@ class FedCA(SSLMethod):
         self.dictionary: Tensor
         if sent_per_round:
             dim = self.projector.out_features
-            self.register_buffer(LOCAL, torch.zeros(sent_per_round, dim))
-            self.register_buffer(GLOBAL, torch.zeros(dictionary_capacity, dim))
-            self.uploaded_parts, self.broadcast_parts = (LOCAL,), (GLOBAL,)
+            self.register_buffer(LOCAL_DICTIONARY, torch.zeros(sent_per_round, dim))
+            self.register_buffer(DICTIONARY, torch.zeros(dictionary_capacity, dim))
+            self.uploaded_parts, self.broadcast_parts = (LOCAL_DICTIONARY,), (DICTIONARY,)
             self.cuda_graph_safe = False  # write position and number of negatives change from step to step
         self.teacher: nn.Module | None = None
         if alignment_weight:
-            self.teacher = copy.deepcopy(encoder).requires_grad_(False).eval()
+            self.teacher = frozen_copy(encoder).eval()
             self.broadcast_parts, self.static_parts = (*self.broadcast_parts, TEACHER), (TEACHER,)
         self._negatives: Tensor | None = None
         self._filled = 0
 
     def train(self, mode: bool = True) -> "FedCA":
-        """Set training mode of the trained networks; the teacher stays in eval mode."""
         super().train(mode)
         if self.teacher is not None:
             self.teacher.eval()
@@ -173,21 +162,23 @@ class FedCA(SSLMethod):
     def aggregate_parts(self, uploaded: Sequence[Layers], broadcast: Layers) -> Layers:
         if not self.uploaded_parts:
             return broadcast
-        return {**broadcast, GLOBAL: enqueue(broadcast[GLOBAL], [layers[LOCAL] for layers in uploaded])}
+        return {
+            **broadcast,
+            DICTIONARY: enqueue(broadcast[DICTIONARY], [layers[LOCAL_DICTIONARY] for layers in uploaded]),
+        }
 
 
 def _check(temperature: float, sent_per_round: int, dictionary_capacity: int, alignment_weight: float) -> None:
-    if not 0 < temperature < math.inf:
-        raise InputError(f"method.temperature={temperature} must be positive; SimCLR uses 0.1 to 0.5")
-    if sent_per_round < 0:
-        raise InputError(f"method.sent_per_round={sent_per_round} must not be negative; 0 disables the dictionary")
-    if dictionary_capacity < max(sent_per_round, 1):
+    check_arguments(
+        "method",
+        temperature=temperature,
+        sent_per_round=sent_per_round,
+        dictionary_capacity=dictionary_capacity,
+        alignment_weight=alignment_weight,
+    )
+    if dictionary_capacity < sent_per_round:
         raise InputError(
             f"method.dictionary_capacity={dictionary_capacity} must be at least "
-            f"method.sent_per_round={sent_per_round} and 1; "
+            f"method.sent_per_round={sent_per_round}; "
             "clients_per_round times sent_per_round holds the projections of one round"
-        )
-    if not 0 <= alignment_weight < math.inf:
-        raise InputError(
-            f"method.alignment_weight={alignment_weight} must be finite and at least 0; 0 disables the alignment"
         )

@@ -13,14 +13,14 @@ Differences from the authors' code:
 - The authors' heads have no batch normalization and their views no color jitter.
 """
 
-import copy
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
-from fedssl.errors import InputError
+from fedssl.encoders.base import frozen_copy
 from fedssl.losses import nt_xent, relational
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.heads import MLP
@@ -37,19 +37,10 @@ class FedX(SSLMethod):
 
     Parameters
     ----------
-    encoder : Encoder
-        Trained in place.
-    projector : callable
-        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden_dim=512, out_dim=256)``.
-    predictor : callable
-        Builds the predictor from the length of a projection, which must equal the length of its output.
+    projector, predictor
+        As in `fedssl.methods.simsiam.SimSiam`.
     temperature : float
         Temperature of all four terms; positive.
-
-    Raises
-    ------
-    InputError
-        If ``temperature`` is not positive, or the predictor's output has the wrong length.
     """
 
     min_batch_size = 3
@@ -62,17 +53,14 @@ class FedX(SSLMethod):
         predictor: Callable[[int], MLP],
         temperature: float,
     ) -> None:
-        if temperature <= 0:
-            raise InputError(f"method.temperature={temperature} must be positive; FedX uses 0.1")
+        check_arguments("method", temperature=temperature)
         super().__init__()
         self.encoder = encoder
         self.projector = projector(encoder.feature_dim)
         self.predictor = predictor_for(self.projector, predictor)
         self.temperature = temperature
         # torch ignores modules in a tuple: they are not in the state_dict and not among the parameters.
-        self.received = tuple(
-            copy.deepcopy(network).requires_grad_(False).eval() for network in (self.encoder, self.projector)
-        )
+        self.received = tuple(frozen_copy(network).eval() for network in (self.encoder, self.projector))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SSLMethod:
         for network in self.received:

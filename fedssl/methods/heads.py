@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from fedssl.errors import InputError
+from fedssl.config.constraints import check_arguments
 
 
 class MLP(nn.Sequential):
@@ -15,28 +15,14 @@ class MLP(nn.Sequential):
 
     Parameters
     ----------
-    in_features : int
-        Length of the input vectors.
-    hidden_dim : int
-        Length of the hidden vectors; unused with one layer.
-    out_dim : int
-        Length of the output vectors.
+    in_features, hidden_dim, out_dim : int
+        Lengths of the input, hidden and output vectors; ``hidden_dim`` is unused with one layer.
     num_layers : int
         Number of linear layers.
     batch_norm : bool
         Whether batch normalization follows every layer but the last; FedX's heads have none.
     last_batch_norm : bool
         Whether batch normalization without scale and shift follows the last layer.
-
-    Attributes
-    ----------
-    out_features : int
-        ``out_dim``, under the name that torch's own layers use.
-
-    Raises
-    ------
-    InputError
-        If a number is smaller than 1.
     """
 
     def __init__(
@@ -49,11 +35,7 @@ class MLP(nn.Sequential):
         batch_norm: bool = True,
         last_batch_norm: bool = False,
     ) -> None:
-        if min(hidden_dim, out_dim, num_layers) < 1:
-            raise InputError(
-                f"a head with hidden_dim={hidden_dim}, out_dim={out_dim} and num_layers={num_layers} cannot be built; "
-                "all three must be at least 1, e.g. method.projector.hidden_dim=512"
-            )
+        check_arguments("method", hidden_dim=hidden_dim, out_dim=out_dim, num_layers=num_layers)
         super().__init__()
         widths = [in_features, *[hidden_dim] * (num_layers - 1), out_dim]
         for before, after in pairwise(widths[:-1]):
@@ -63,4 +45,4 @@ class MLP(nn.Sequential):
         self.append(nn.Linear(widths[-2], out_dim, bias=not last_batch_norm))
         if last_batch_norm:
             self.append(nn.BatchNorm1d(out_dim, affine=False))
-        self.out_features = out_dim
+        self.out_features = out_dim  # as in torch's layers

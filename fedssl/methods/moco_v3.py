@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
-from fedssl.errors import InputError
 from fedssl.losses import info_nce
 from fedssl.methods.heads import MLP
 from fedssl.methods.momentum import EMAPredictorMethod
@@ -27,11 +27,6 @@ class MoCoV3(EMAPredictorMethod):
     train_patches : bool
         Whether the patch embedding of a vision transformer is trained. MoCo v3 keeps its random initialization for
         stability. No effect on other encoders.
-
-    Raises
-    ------
-    InputError
-        If ``temperature`` or ``loss_scale`` is not positive; see also `EMAPredictorMethod`.
     """
 
     def __init__(
@@ -46,13 +41,7 @@ class MoCoV3(EMAPredictorMethod):
         loss_scale: float | None = None,
         train_patches: bool = True,
     ) -> None:
-        if temperature <= 0:
-            raise InputError(f"method.temperature={temperature} must be positive; MoCo v3 uses 0.2")
-        if loss_scale is not None and (type(loss_scale) not in (int, float) or not loss_scale > 0):
-            raise InputError(
-                f"method.loss_scale={loss_scale} must be a positive number (LW-FedSSL: 1), or null for the "
-                "2 temperature of MoCo v3"
-            )
+        check_arguments("method", temperature=temperature, loss_scale=loss_scale)
         if not train_patches and encoder.patch_embedding is not None:
             encoder.get_submodule(encoder.patch_embedding).requires_grad_(False)
         super().__init__(

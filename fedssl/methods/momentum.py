@@ -6,19 +6,18 @@ network and therefore identical to it at every step. In the code of FedU2 target
 (``target_init="average"``); in LW-FedSSL's Algorithm 2 they are copied in every round (``target_init="reset"``).
 """
 
-import copy
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
+from fedssl.encoders.base import frozen_copy
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.heads import MLP
-
-TARGET_INITS = ("persist", "reset", "average")
 
 
 class EMATargetMethod(SSLMethod):
@@ -32,25 +31,17 @@ class EMATargetMethod(SSLMethod):
 
     Parameters
     ----------
-    encoder : Encoder
-        The online encoder, trained in place.
-    projector : callable
-        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden_dim=512, out_dim=128)``.
+    projector
+        As in `fedssl.methods.simclr.SimCLR`.
     ema_decay : float
         Weight of the previous target in each update, in [0, 1]. 0 copies the online network at every step, 1 never
         changes the target.
     target_init : {"persist", "reset", "average"}
         Target at the start of a round. "persist": the target of this client's last participation, and a copy of the
         online network in its first round. "reset": a copy of the online network in every round. "average": the
-        downloaded
-        target, which is exchanged and aggregated like all other layers and starts as a copy of the untrained online
-        network. If the encoder grows by stages, "persist" and "average" start with a copy of the online network in
-        every stage.
-
-    Raises
-    ------
-    InputError
-        If ``ema_decay`` is outside [0, 1] or ``target`` is not a valid choice.
+        downloaded target, which is exchanged and aggregated like all other layers and starts as a copy of the untrained
+        online network. If the encoder grows by stages, "persist" and "average" start with a copy of the online network
+        in every stage.
     """
 
     local_parts: tuple[str, ...] = ("target_encoder", "target_projector")
@@ -59,18 +50,12 @@ class EMATargetMethod(SSLMethod):
     def __init__(
         self, encoder: Encoder, *, projector: Callable[[int], MLP], ema_decay: float, target_init: str = "persist"
     ) -> None:
-        if not 0 <= ema_decay <= 1:
-            raise InputError(f"method.ema_decay={ema_decay} must be in [0, 1]; FedU uses 0.99")
-        if target_init not in TARGET_INITS:
-            raise InputError(
-                f"method.target_init={target_init} is unknown; set method.target_init to one of "
-                f"{', '.join(TARGET_INITS)}"
-            )
+        check_arguments("method", ema_decay=ema_decay, target_init=target_init)
         super().__init__()
         self.encoder = encoder
         self.projector = projector(encoder.feature_dim)
-        self.target_encoder = copy.deepcopy(self.encoder).requires_grad_(False)
-        self.target_projector = copy.deepcopy(self.projector).requires_grad_(False)
+        self.target_encoder = frozen_copy(self.encoder)
+        self.target_projector = frozen_copy(self.projector)
         self.ema_decay = ema_decay
         self._ema_pairs = self._pairs()
         self.target_init = target_init
@@ -89,7 +74,6 @@ class EMATargetMethod(SSLMethod):
         return self
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the trained online parameters and the corresponding target parameters."""
         pairs = [
             pair
             for network, follower in ((self.encoder, self.target_encoder), (self.projector, self.target_projector))
@@ -113,11 +97,6 @@ class EMAPredictorMethod(EMATargetMethod):
         Builds the predictor from the length of a projection, which must equal the length of its output.
     encoder, projector, ema_decay, target_init
         As in `EMATargetMethod`.
-
-    Raises
-    ------
-    InputError
-        As in `EMATargetMethod`, or if the predictor's output has the wrong length.
     """
 
     def __init__(
@@ -142,10 +121,10 @@ class EMAPredictorMethod(EMATargetMethod):
 
 def predictor_for(projector: MLP, predictor: Callable[[int], MLP]) -> MLP:
     """Build the predictor of a projector; raise `InputError` if its output has another length than its input."""
-    made = predictor(projector.out_features)
-    if made.out_features != projector.out_features:
+    head = predictor(projector.out_features)
+    if head.out_features != projector.out_features:
         raise InputError(
-            f"method.predictor.out_dim={made.out_features} must equal "
+            f"method.predictor.out_dim={head.out_features} must equal "
             f"method.projector.out_dim={projector.out_features}, because it predicts projections"
         )
-    return made
+    return head

@@ -40,12 +40,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedssl.arrays import Layers
+from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
 from fedssl.methods.heads import MLP
 from fedssl.methods.momentum import EMATargetMethod
 
-LOCAL, GLOBAL = "local_centroids", "centroids"
+LOCAL_CENTROIDS, CENTROIDS = "local_centroids", "centroids"
 
 
 def sinkhorn_assignment(similarity: Tensor, *, sharpness: float = 25.0, iterations: int = 10) -> Tensor:
@@ -171,23 +172,14 @@ def consistency(z: Tensor, target: Tensor, centroids: Tensor, *, temperature: fl
         Scalar >= 0; log(clusters) for centroids of zeros.
     """
     with torch.autocast(z.device.type, enabled=False):
-        own, other = (F.normalize(x.to(centroids.dtype), dim=1) @ centroids.T / temperature for x in (z, target))
-    return F.cross_entropy(own, other.detach().softmax(dim=1))
+        logits, target_logits = (
+            F.normalize(x.to(centroids.dtype), dim=1) @ centroids.T / temperature for x in (z, target)
+        )
+    return F.cross_entropy(logits, target_logits.detach().softmax(dim=1))
 
 
 def rotate_quarters(images: Tensor) -> Tensor:
-    """Rotate image i counter-clockwise by i modulo 4 quarter turns.
-
-    Parameters
-    ----------
-    images : Tensor
-        ``(batch, channels, size, size)``.
-
-    Returns
-    -------
-    Tensor
-        Images with the shape of ``images``.
-    """
+    """Rotate image i of ``(batch, channels, size, size)`` counter-clockwise by i modulo 4 quarter turns."""
     turned = images.clone()
     for quarters in (1, 2, 3):
         turned[quarters::4] = images[quarters::4].rot90(quarters, (2, 3))
@@ -210,16 +202,11 @@ class Orchestra(EMATargetMethod):
         Temperature of the cluster assignments; positive.
     encoder, projector, ema_decay, target_init
         As in `EMATargetMethod`.
-
-    Raises
-    ------
-    InputError
-        If a number is out of range.
     """
 
     local_parts = (*EMATargetMethod.local_parts, "memory")
-    uploaded_parts = (LOCAL,)
-    broadcast_parts = (GLOBAL,)
+    uploaded_parts = (LOCAL_CENTROIDS,)
+    broadcast_parts = (CENTROIDS,)
 
     def __init__(
         self,
@@ -242,8 +229,8 @@ class Orchestra(EMATargetMethod):
         self.local_centroids: Tensor
         self.centroids: Tensor
         self.register_buffer("memory", torch.zeros(queue_size, dim))
-        self.register_buffer("local_centroids", torch.zeros(local_clusters, dim))
-        self.register_buffer("centroids", torch.zeros(global_clusters, dim))
+        self.register_buffer(LOCAL_CENTROIDS, torch.zeros(local_clusters, dim))
+        self.register_buffer(CENTROIDS, torch.zeros(global_clusters, dim))
 
     def inputs(self, view1: Tensor, view2: Tensor) -> tuple[Tensor, ...]:
         return view1, view2, rotate_quarters(view1)
@@ -278,19 +265,20 @@ class Orchestra(EMATargetMethod):
             self.local_centroids.copy_(equal_clusters(projections, clusters=len(self.local_centroids)))
 
     def aggregate_parts(self, uploaded: Sequence[Layers], broadcast: Layers) -> Layers:
-        local = torch.from_numpy(np.concatenate([layers[LOCAL] for layers in uploaded]))
-        return {GLOBAL: global_centroids(local, old=torch.from_numpy(broadcast[GLOBAL])).numpy()}
+        local = torch.from_numpy(np.concatenate([layers[LOCAL_CENTROIDS] for layers in uploaded]))
+        return {CENTROIDS: global_centroids(local, old=torch.from_numpy(broadcast[CENTROIDS])).numpy()}
 
 
 def _check(local_clusters: int, global_clusters: int, queue_size: int, temperature: float) -> None:
-    if local_clusters < 1:
-        raise InputError(f"method.local_clusters={local_clusters} must be at least 1; the authors use 16")
-    if global_clusters < 2:
-        raise InputError(f"method.global_clusters={global_clusters} must be at least 2; the authors use 128")
+    check_arguments(
+        "method",
+        local_clusters=local_clusters,
+        global_clusters=global_clusters,
+        queue_size=queue_size,
+        temperature=temperature,
+    )
     if queue_size < local_clusters:
         raise InputError(
             f"method.queue_size={queue_size} must be at least method.local_clusters={local_clusters}; "
             "the authors use 128"
         )
-    if temperature <= 0:
-        raise InputError(f"method.temperature={temperature} must be positive; the authors use 0.1")

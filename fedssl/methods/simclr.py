@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
-from fedssl.errors import InputError
 from fedssl.losses import nt_xent, nt_xent_one_sided
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.heads import MLP
@@ -24,8 +24,6 @@ class SimCLR(SSLMethod):
 
     Parameters
     ----------
-    encoder : Encoder
-        Trained in place.
     projector : callable
         Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden_dim=512, out_dim=128)``.
     temperature : float
@@ -36,11 +34,6 @@ class SimCLR(SSLMethod):
         separate forward pass with its own statistics.
     loss : {"standard", "l_dawa"}
         `fedssl.losses.nt_xent`, or `fedssl.losses.nt_xent_one_sided`.
-
-    Raises
-    ------
-    InputError
-        If ``temperature`` is not positive or ``loss`` is not a valid choice.
     """
 
     def __init__(
@@ -52,10 +45,7 @@ class SimCLR(SSLMethod):
         concat_views: bool = True,
         loss: str = "standard",
     ) -> None:
-        if temperature <= 0:
-            raise InputError(f"method.temperature={temperature} must be positive; SimCLR uses 0.1 to 0.5")
-        if loss not in LOSSES:
-            raise InputError(f"method.loss={loss} is unknown; set method.loss to one of {', '.join(LOSSES)}")
+        check_arguments("method", owner="SimCLR", temperature=temperature, loss=loss)
         super().__init__()
         self._loss = LOSSES[loss]
         self.encoder = encoder

@@ -21,18 +21,11 @@ class SimSiam(SSLMethod):
 
     Parameters
     ----------
-    encoder : Encoder
-        Trained in place.
     projector : callable
         Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden_dim=512, out_dim=512,
         num_layers=3)``.
     predictor : callable
         Builds the predictor from the length of a projection, which must equal the length of its output.
-
-    Raises
-    ------
-    InputError
-        If the predictor's output has the wrong length.
     """
 
     min_batch_size = 3

@@ -19,15 +19,8 @@ class Supervised(SSLMethod):
 
     Parameters
     ----------
-    encoder : Encoder
-        Trained in place.
     num_classes : int or None
         Number of classes of the dataset. None, for datasets without this number, is rejected.
-
-    Raises
-    ------
-    InputError
-        If ``num_classes`` is None or smaller than 1.
     """
 
     uses_labels = True
@@ -48,6 +41,5 @@ class Supervised(SSLMethod):
         return F.cross_entropy(logits.float(), labels.repeat(2))
 
     def classify(self, h: Tensor) -> Tensor:
-        """Return the classifier's logits ``(batch, num_classes)``."""
         logits: Tensor = self.classifier(h)
         return logits

@@ -25,13 +25,14 @@ import numpy as np
 import torch
 
 from fedssl.atomic_files import atomic_write
+from fedssl.config.constraints import check_arguments
 from fedssl.datasets.cache import MIN_SECONDS_TO_CACHE, cache_error, cache_folder
 from fedssl.errors import InputError
 from fedssl.evaluation.features import pixels
 from fedssl.export import load_encoder
 from fedssl.machine.process import one_thread
 from fedssl.partition.partition import ImageSubset, Partition, PartitionInput
-from fedssl.partition.partitioners import check_counts, check_shares, dirichlet
+from fedssl.partition.partitioners import check_counts, dirichlet
 from fedssl.seeding import derive_seed
 
 MAX_VALUES = 1024  # pixel features per image: their covariance takes a second for 50,000 images
@@ -64,10 +65,8 @@ def feature_clusters(
         As in `cluster_images`.
     """
     check_counts(data)
-    check_shares(alpha, min_size)
+    check_arguments("partition", alpha=alpha, min_size=min_size, clusters=clusters, components=components)
     clusters = data.num_clients if clusters is None else clusters
-    if type(clusters) is not int:
-        raise InputError(f"partition.clusters={clusters} must be a whole number, or null for the number of clients")
     assigned = torch.from_numpy(
         cluster_images(data.images, clusters=clusters, encoder=encoder, components=components, seed=data.seed)
     )
@@ -82,31 +81,20 @@ def cluster_images(
 
     Parameters
     ----------
-    images : ImageSubset
     clusters : int
         From 1 to the number of images.
     encoder : str or None
         File of an encoder whose representations are clustered. None clusters the pixels.
     components : int
         Maximum number of principal components, at least 1.
-    seed : int
-        Seed of the run.
 
     Returns
     -------
     ndarray
         int64, ``(n,)``, from 0 to ``clusters - 1``.
-
-    Raises
-    ------
-    InputError
-        If a setting is out of range, the encoder needs other images, or there are fewer distinct images than
-        clusters.
     """
     if not 1 <= clusters <= len(images):
         raise InputError(f"partition.clusters={clusters} must be from 1 to the number of images, {len(images)}")
-    if components < 1:
-        raise InputError(f"partition.components={components} must be at least 1; Dec-SSL uses 30")
 
     def make() -> np.ndarray:
         log.info("clustering %s images by their features", f"{len(images):,}")
@@ -132,7 +120,7 @@ def encoder_features(images: ImageSubset, path: str) -> np.ndarray:
             f"partition.encoder={path} was trained on images with {encoder.channels} channels but these have "
             f"{channels}; choose an encoder for {channels} channels, or null for pixels"
         )
-    with torch.inference_mode():
+    with torch.no_grad():
         features = _in_chunks(images, lambda chunk: encoder(encoder.preprocess(chunk)))
     if not np.isfinite(features).all():
         raise InputError(f"partition.encoder={path} gives features that are NaN or infinite; choose another encoder")
@@ -173,13 +161,7 @@ def whitened(features: np.ndarray, *, components: int) -> np.ndarray:
 
 
 def k_means(points: np.ndarray, *, clusters: int, seed: int) -> np.ndarray:
-    """Assign points ``(n, dim)`` to the nearest of ``clusters`` centers, int64, ``(n,)``.
-
-    Raises
-    ------
-    InputError
-        If there are fewer distinct points than clusters.
-    """
+    """Assign points ``(n, dim)`` to the nearest of ``clusters`` centers, int64, ``(n,)``."""
     from sklearn.cluster import KMeans  # slow import, not needed by other partitions
     from threadpoolctl import threadpool_limits
 
@@ -217,7 +199,6 @@ def _bytes_of(encoder: str) -> bytes:
 
 
 def _cached(images: ImageSubset, settings: tuple[Any, ...], make: Callable[[], np.ndarray]) -> np.ndarray:
-    """Return the cached result for the same images and settings, or compute it."""
     if images.cache is None:
         return make()
     hashed = hashlib.sha256(repr((settings, images.source.shape, _versions())).encode())
@@ -229,16 +210,16 @@ def _cached(images: ImageSubset, settings: tuple[Any, ...], make: Callable[[], n
     if stored is not None:
         return stored
     begin = time.perf_counter()
-    made = make()
+    assigned = make()
     if time.perf_counter() - begin > MIN_SECONDS_TO_CACHE:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(file, lambda stream: np.save(stream, made))
+            atomic_write(file, lambda stream: np.save(stream, assigned))
         except OSError as error:
             if images.cache != "auto":
                 raise cache_error(file.parent, error) from error
             log.warning("%s cannot be written (%s): every process clusters the images", file, error.strerror)
-    return made
+    return assigned
 
 
 def _versions() -> list[str]:

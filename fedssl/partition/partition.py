@@ -55,8 +55,6 @@ class PartitionInput:
         The n images.
     num_clients : int
         Number of clients, each of which gets at least two images.
-    seed : int
-        Seed of the run.
     """
 
     labels: Tensor | None
@@ -67,7 +65,6 @@ class PartitionInput:
 
     @property
     def num_images(self) -> int:
-        """Number of images, n."""
         return len(self.images)
 
 
@@ -92,7 +89,6 @@ class Partition:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the groups."""
         return () if self.groups is None else tuple(f"{self.kind} {number}" for number in range(self.groups.max() + 1))
 
 
@@ -104,23 +100,8 @@ def client_indices(settings: PartitionSettings, image_data: ImageData) -> list[n
 def make_partition(settings: PartitionSettings, image_data: ImageData) -> Partition:
     """Partition the images among the clients, as a pure function of the run's settings.
 
-    The server's images for its calibration (see `server_indices`) belong to no client.
-
-    Parameters
-    ----------
-    settings : PartitionSettings
-    image_data : ImageData
-        Images of all clients.
-
-    Returns
-    -------
-    Partition
-        Indices and groups refer to ``image_data``.
-
-    Raises
-    ------
-    InputError
-        If the settings do not fit the images.
+    The server's images for its calibration (see `server_indices`) belong to no client. Indices and groups refer to
+    ``image_data``.
     """
     num_images = len(image_data.images)
     rows = np.arange(num_images)
@@ -136,8 +117,16 @@ def make_partition(settings: PartitionSettings, image_data: ImageData) -> Partit
         seed=settings.seed,
     )
     # Positional: Hydra would convert a dataclass among the keywords to a configuration.
-    made: list[np.ndarray] | Partition = settings.rule.instantiate(data)
-    partition = made if isinstance(made, Partition) else Partition(made)
+    try:
+        result: list[np.ndarray] | Partition = settings.rule.instantiate(data)
+    except InputError as error:
+        if settings.server_fraction is None:
+            raise
+        raise InputError(
+            f"calibration.share={settings.server_fraction:g} of {num_images} images leaves the clients {len(rows)}; "
+            f"lower it, or: {error}"
+        ) from error
+    partition = result if isinstance(result, Partition) else Partition(result)
     groups = partition.groups
     if groups is not None:
         groups = torch.full((num_images,), -1).index_copy(0, shared, groups)
@@ -145,27 +134,7 @@ def make_partition(settings: PartitionSettings, image_data: ImageData) -> Partit
 
 
 def server_indices(num_images: int, *, share: float, seed: int) -> np.ndarray:
-    """Draw the server's images for its calibration, as a pure function of the seed.
-
-    Parameters
-    ----------
-    num_images : int
-        Number of all images.
-    share : float
-        Share of the server, above 0 and at most 1.
-    seed : int
-        Seed of the run.
-
-    Returns
-    -------
-    ndarray
-        Sorted int64 indices.
-
-    Raises
-    ------
-    InputError
-        If ``share`` is out of range or leaves fewer than two images.
-    """
+    """Draw the sorted indices of the server's ``share`` of the images for its calibration, as a pure function."""
     size = round(share * num_images) if 0 < share <= 1 else 0
     if size < MIN_IMAGES:
         raise InputError(

@@ -26,11 +26,6 @@ def from_file(data: PartitionInput, *, file: str | Path | None) -> list[np.ndarr
         A CSV file with one line per image, in the order of the data set, and the column ``client``: the client's
         number, or empty for no client. An optional column ``label`` must equal the labels of the images. It detects
         other images and another order.
-
-    Raises
-    ------
-    InputError
-        If the file does not exist or has another format, belongs to other images, or leaves a client with too few.
     """
     check_counts(data)
     num_images, num_clients = data.num_images, data.num_clients

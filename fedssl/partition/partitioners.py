@@ -33,15 +33,14 @@ import math
 
 import numpy as np
 
+from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.partition import flwr_partitioners
 from fedssl.partition.partition import MIN_IMAGES, PartitionInput
 from fedssl.seeding import derive_seed, numpy_generator
 
 
-def iid(
-    data: PartitionInput,
-) -> list[np.ndarray]:
+def iid(data: PartitionInput) -> list[np.ndarray]:
     """Assign equal numbers of images at random."""
     check_counts(data)
     order = _order(data)
@@ -49,13 +48,7 @@ def iid(
     return _checked([order[rows] for rows in parts], data.num_images)
 
 
-def dirichlet(
-    data: PartitionInput,
-    *,
-    alpha: float,
-    min_size: int,
-    self_balancing: bool = False,
-) -> list[np.ndarray]:
+def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balancing: bool = False) -> list[np.ndarray]:
     """Divide each class among the clients by shares from Dir(alpha, ..., alpha).
 
     Parameters
@@ -69,14 +62,14 @@ def dirichlet(
         are divided in the order of their numbers.
     """
     check_counts(data)
-    check_shares(alpha, min_size)
+    check_arguments("partition", alpha=alpha, min_size=min_size)
     num_images, num_clients = data.num_images, data.num_clients
     order = _order(data)
-    column = _require_labels(data, "dirichlet")[order]
+    labels = _require_labels(data, "dirichlet")[order]
     parts = None
     if min_size * num_clients <= num_images:
         parts = flwr_partitioners.dirichlet(
-            column,
+            labels,
             num_clients=num_clients,
             alpha=alpha,
             min_size=min_size,
@@ -92,11 +85,7 @@ def dirichlet(
     return _checked([order[rows] for rows in parts], num_images)
 
 
-def pathological(
-    data: PartitionInput,
-    *,
-    classes_per_client: int,
-) -> list[np.ndarray]:
+def pathological(data: PartitionInput, *, classes_per_client: int) -> list[np.ndarray]:
     """Assign exactly ``classes_per_client`` classes to every client; the holders of a class share it equally.
 
     Classes are assigned in turn, in an order drawn by the seed. With 10 classes, 2 per client and 5 clients, each
@@ -135,11 +124,7 @@ def pathological(
     return _checked([order[np.concatenate(shards)] for shards in by_client], num_images)
 
 
-def skew(
-    data: PartitionInput,
-    *,
-    beta: float,
-) -> list[np.ndarray]:
+def skew(data: PartitionInput, *, beta: float) -> list[np.ndarray]:
     """Draw a share ``beta`` of every class uniformly; cut the rest, sorted by class, into one block per client.
 
     Parameters
@@ -148,25 +133,20 @@ def skew(
         In [0, 1]; 1 is IID, 0 gives every client a contiguous block of the class-sorted images.
     """
     check_counts(data)
-    num_clients = data.num_clients
-    if not 0 <= beta <= 1:
-        raise InputError(f"partition.beta={beta} must be from 0 (sorted by class) to 1 (IID)")
-    column = _require_labels(data, "skew")
-    order = _order(data)
-    of_class = [order[column[order] == name] for name in np.unique(column)]
+    check_arguments("partition", beta=beta)
+    labels, order = _require_labels(data, "skew"), _order(data)
+    of_class = [order[labels[order] == name] for name in np.unique(labels)]
     cuts = [round((1 - beta) * len(members)) for members in of_class]
     sorted_pool = np.concatenate([members[:cut] for members, cut in zip(of_class, cuts, strict=True)])
     uniform_pool = np.concatenate([members[cut:] for members, cut in zip(of_class, cuts, strict=True)])
     uniform_pool = numpy_generator(data.seed, "partition", "uniform").permutation(uniform_pool)
     # The first blocks and the last draws may have one image more, so that sizes differ by at most one.
-    blocks = np.array_split(sorted_pool, num_clients)
-    draws = np.array_split(uniform_pool, num_clients)[::-1]
+    blocks = np.array_split(sorted_pool, data.num_clients)
+    draws = np.array_split(uniform_pool, data.num_clients)[::-1]
     return _checked([np.concatenate(pair) for pair in zip(blocks, draws, strict=True)], data.num_images)
 
 
-def natural(
-    data: PartitionInput,
-) -> list[np.ndarray]:
+def natural(data: PartitionInput) -> list[np.ndarray]:
     """Assign all images of an owner to one client.
 
     Owners are assigned in turn, in an order drawn by the seed; their numbers per client differ by at most one.
@@ -200,14 +180,6 @@ def check_counts(data: PartitionInput) -> None:
             f"num_clients={num_clients} is too many for {num_images} images: a client needs at least "
             f"{MIN_IMAGES}; give num_clients={max(1, num_images // MIN_IMAGES)} or fewer"
         )
-
-
-def check_shares(alpha: float, min_size: int) -> None:
-    """Raise an `InputError` if ``alpha`` or ``min_size`` of `dirichlet` is out of range."""
-    if not (alpha > 0 and math.isfinite(alpha)):
-        raise InputError(f"partition.alpha={alpha} must be above 0 (0.1: few classes per client, 100: all alike)")
-    if min_size < MIN_IMAGES:
-        raise InputError(f"partition.min_size={min_size} must be at least {MIN_IMAGES}, the minimum for training")
 
 
 def _require_labels(data: PartitionInput, name: str) -> np.ndarray:

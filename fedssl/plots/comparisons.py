@@ -1,10 +1,9 @@
 """Plots that compare several runs; runs that differ only in their seed make one line, in the color of their strategy.
 
-- accuracy over rounds (L-DAWA, Figure 6), and over the bytes and the FLOPs that a client paid for it. Costs are counted
-  as in `fedssl.report.cost_table`; LW-FedSSL's Figure 5 has them without the accuracy
-- the mean cosine of clients' models with the global one over the rounds (L-DAWA, Figure 4); for a single run, and with
-  its layers, see `fedssl.plots.curves`
-- final accuracy over a setting that was swept: FedU2's Figure 6 (weight of FUR), FedU's Figure 5 (its threshold)
+- accuracy over rounds (L-DAWA, Figure 6), bytes and FLOPs of a client. Costs are those of `fedssl.report.cost_table`
+- the mean cosine of clients' models with the global one over rounds (L-DAWA, Figure 4); `fedssl.plots.curves` plots it
+  for a single run and its layers
+- final accuracy over a swept setting: FedU2's Figure 6 (weight of FUR), FedU's Figure 5 (threshold)
 """
 
 import math
@@ -29,18 +28,17 @@ COSTS = {"round": "round", "bytes": "sent and received by a client", "flops": "F
 
 
 def line_styles(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
-    """How the line of every group looks: colour and dashes of its rule, and a mark of its own among the same rule's."""
-    found: list[dict[str, Any]] = []
-    for number, one in enumerate(groups):
-        before = sum(other.strategy == one.strategy for other in groups[:number])
-        found.append(
-            {**line_style(one.strategy)._asdict(), "marker": MARKERS[before % len(MARKERS)], "label": one.label}
-        )
-    return found
+    """Return the line style of each group: color and dashes of its strategy, and different markers within it."""
+    styles: list[dict[str, Any]] = []
+    for index, group in enumerate(groups):
+        before = sum(other.strategy == group.strategy for other in groups[:index])
+        marker = MARKERS[before % len(MARKERS)]
+        styles.append({**line_style(group.strategy)._asdict(), "marker": marker, "label": group.label})
+    return styles
 
 
 def plot_line(axes: "Axes", x: Sequence[Any], points: np.ndarray, style: Mapping[str, Any]) -> None:
-    """Plot means with a band of one deviation to either side, ``(n, 2)``."""
+    """Plot means with a band of one standard deviation, ``(n, 2)``."""
     axes.plot(x, points[:, 0], markersize=4, **style)
     if points[:, 1].any():
         axes.fill_between(
@@ -50,54 +48,49 @@ def plot_line(axes: "Axes", x: Sequence[Any], points: np.ndarray, style: Mapping
 
 @dataclass(frozen=True)
 class EvaluationPoint:
-    """An evaluation of a run, and what a client that took part in every round had to bear until then.
-
-    Attributes
-    ----------
-    round : int
-    bytes : float
-        Down and up.
-    flops : float or None
-        None: they were not measured.
-    scores : dict of str to float
-        Accuracies by protocol, in [0, 1].
-    """
+    """Accuracies in [0, 1] by protocol, and the costs until then of a client that takes part in every round."""
 
     round: int
-    bytes: float
-    flops: float | None
+    bytes: float | None  # down and up; None if lines of earlier rounds are missing
+    flops: float | None  # None if not measured
     scores: dict[str, float]
 
 
 def evaluation_points(lines: Iterable[Mapping[str, Any]]) -> list[EvaluationPoint]:
-    """The evaluations in the lines of ``metrics.jsonl``; a round costs a client what it cost those of it on average."""
-    sent, flops, steps = 0.0, 0.0, []
-    measured = True
-    for line in lines:
+    """Return the evaluations in lines of ``metrics.jsonl``; the cost of a round is the mean over its clients."""
+    sent, flops, points = 0.0, 0.0, []
+    complete = measured = True
+    for round, line in enumerate(lines, start=1):
+        complete = complete and line["round"] == round
         sent += (line["bytes_down"] + line["bytes_up"]) / line["clients"]
-        measured = measured and "cost" in line
+        measured = measured and complete and "cost" in line
         flops += line["cost"]["flops"] if measured else 0.0
-        found = as_scores(line.get("evaluation", {}), line.get("units"))
-        scores = {name: score.value for name, score in found.items() if score.unit == ACCURACY}
+        results = as_scores(line.get("evaluation", {}), line.get("units"))
+        scores = {name: score.value for name, score in results.items() if score.unit == ACCURACY}
         if scores:
-            steps.append(EvaluationPoint(line["round"], sent, flops if measured else None, scores))
-    return steps
+            points.append(
+                EvaluationPoint(line["round"], sent if complete else None, flops if measured else None, scores)
+            )
+    return points
 
 
 def mean_over_seeds(
     runs: Sequence[Sequence[EvaluationPoint]], protocol: str
-) -> list[tuple[int, float, float | None, float, float]]:
-    """Round, bytes, FLOPs, and mean and standard deviation (divisor n) of an accuracy, where all runs have it."""
-    by_round = [{step.round: step for step in steps if protocol in step.scores} for steps in runs]
-    common = sorted(set.intersection(*map(set, by_round)))
+) -> list[tuple[int, float | None, float | None, float, float]]:
+    """Return round, bytes, FLOPs, mean and standard deviation (divisor n) of an accuracy for rounds of all runs."""
+    by_round = [{point.round: point for point in points if protocol in point.scores} for points in runs]
     rows = []
-    for round in common:
-        steps = [found[round] for found in by_round]
-        known = [step.flops for step in steps if step.flops is not None]
-        values = [step.scores[protocol] for step in steps]
-        flops = mean(known) if len(known) == len(steps) else None
-        rows.append((round, mean(step.bytes for step in steps), flops, mean(values), pstdev(values)))
+    for round in sorted(set.intersection(*map(set, by_round))):
+        points = [of_run[round] for of_run in by_round]
+        values = [point.scores[protocol] for point in points]
+        costs = _mean([point.bytes for point in points]), _mean([point.flops for point in points])
+        rows.append((round, *costs, mean(values), pstdev(values)))
     return rows
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return mean(known) if len(known) == len(values) else None
 
 
 def plot_accuracy(runs: Sequence[Run]) -> PlotData | None:
@@ -106,20 +99,22 @@ def plot_accuracy(runs: Sequence[Run]) -> PlotData | None:
 
     required = ("bytes_down", "bytes_up", "clients")
     groups = group_by_seed(runs)
-    steps = [
-        [evaluation_points(read_jsonl(run.folder / "metrics.jsonl", required=required)) for run in one.runs]
-        for one in groups
+    evaluations = [
+        [evaluation_points(read_jsonl(run.folder / "metrics.jsonl", required=required)) for run in group.runs]
+        for group in groups
     ]
-    protocols = list(dict.fromkeys(name for group in steps for run in group for one in run for name in one.scores))
+    protocols = list(
+        dict.fromkeys(name for group in evaluations for run in group for point in run for name in point.scores)
+    )
     if not protocols:
         return None
     figure = new_figure(height=3.2 * len(protocols) + 0.2 * len(groups), width=11.0)
     rows: list[list[object]] = [["run", "protocol", *COSTS, "accuracy", "deviation"]]
     for row, protocol in enumerate(protocols):
-        found = [mean_over_seeds(group, protocol) for group in steps]
+        means = [mean_over_seeds(group, protocol) for group in evaluations]
         for column, (cost, title) in enumerate(COSTS.items()):
             axes = figure.add_subplot(len(protocols), 3, 3 * row + column + 1, xlabel=title)
-            for style, points in zip(line_styles(groups), found, strict=True):
+            for style, points in zip(line_styles(groups), means, strict=True):
                 known = [point for point in points if point[column] is not None]
                 across = [point[column] for point in known]
                 plot_line(axes, across, 100 * np.array([point[3:] for point in known]).reshape(-1, 2), style)
@@ -129,14 +124,14 @@ def plot_accuracy(runs: Sequence[Run]) -> PlotData | None:
             else:
                 axes.xaxis.set_major_formatter(EngFormatter(unit="B" if cost == "bytes" else ""))
                 axes.xaxis.set_major_locator(MaxNLocator(5))
-        rows += [[one.label, protocol, *point] for one, points in zip(groups, found, strict=True) for point in points]
+        rows += [[group.label, protocol, *row] for group, points in zip(groups, means, strict=True) for row in points]
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", fontsize="small", frameon=False)
     return PlotData(figure, rows)
 
 
 def mean_cosines(lines: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-    """Mean over clients of the cosine of their model with the global one, by round: mu_delta of L-DAWA's Figure 4."""
+    """Return the mean over clients of their model's cosine by round: mu_delta of L-DAWA's Figure 4."""
     rounds: dict[int, list[float]] = {}
     for line in lines:
         if line.get("model_cosine") is not None:
@@ -145,80 +140,67 @@ def mean_cosines(lines: Iterable[Mapping[str, Any]]) -> dict[int, float]:
 
 
 def plot_divergence(runs: Sequence[Run]) -> PlotData:
-    """Plot the mean cosine of clients' models with the global one over rounds.
-
-    Raises
-    ------
-    InputError
-        No run has cosines.
-    """
+    """Plot the mean cosine of clients' models with the global one; raise an `InputError` if no run has cosines."""
     groups = group_by_seed(runs)
     cosines = [
-        [mean_cosines(read_jsonl(run.folder / "clients.jsonl", required=("client",))) for run in g.runs] for g in groups
+        [mean_cosines(read_jsonl(run.folder / "clients.jsonl", required=("client",))) for run in group.runs]
+        for group in groups
     ]
-    if not any(found for group in cosines for found in group):
-        raise InputError("no run has cosines of clients' models; they are there where weights travel, also with fedavg")
+    if not any(any(group) for group in cosines):
+        raise InputError("no run has cosines of clients' models; use a strategy that exchanges weights, e.g. fedavg")
     figure = new_figure(height=3.6)
     axes = axes_over_rounds(figure, (1, 1, 1), "mean cosine with the global model")
     rows: list[list[object]] = [["run", "round", "cosine", "deviation"]]
-    for one, style, found in zip(groups, line_styles(groups), cosines, strict=True):
-        common = sorted(set.intersection(*map(set, found)))
-        values = np.array([[own[round] for own in found] for round in common]).reshape(-1, len(found))
+    for group, style, runs_cosines in zip(groups, line_styles(groups), cosines, strict=True):
+        common = sorted(set.intersection(*map(set, runs_cosines)))
+        values = np.array([[of_run[round] for of_run in runs_cosines] for round in common])
+        values = values.reshape(-1, len(runs_cosines))
         points = np.stack([values.mean(axis=1), values.std(axis=1)], axis=1)
         plot_line(axes, common, points, style)
-        rows += [[one.label, round, *point] for round, point in zip(common, points.tolist(), strict=True)]
+        rows += [[group.label, round, *point] for round, point in zip(common, points.tolist(), strict=True)]
     axes.legend(fontsize="small")
     return PlotData(figure, rows)
 
 
 def swept_setting(groups: Sequence[RunGroup]) -> str:
-    """The only setting whose values are numbers and differ.
-
-    Raises
-    ------
-    InputError
-        There is none, or more than one.
-    """
-    keys = [key for key in (groups[0].settings if groups else {}) if all(_number(one.settings[key]) for one in groups)]
+    """Return the only numeric setting that varies; raise an `InputError` if there is none or several."""
+    keys = [
+        key for key in (groups[0].settings if groups else {}) if all(_number(each.settings[key]) for each in groups)
+    ]
     if len(keys) != 1:
-        found = f"{len(keys)} do ({', '.join(keys)})" if keys else "none does"
+        number = f"{len(keys)} do ({', '.join(keys)})" if keys else "none does"
         raise InputError(
-            f"sensitivity needs runs in which one number differs, and {found}; give the folder of a sweep such as "
+            f"sensitivity needs runs in which one number differs, and {number}; give the folder of a sweep such as "
             "fedssl -m regularizer.weight=0,0.1,0.5"
         )
     return keys[0]
 
 
 def plot_sensitivity(runs: Sequence[Run]) -> PlotData:
-    """Plot final accuracies over the value that was swept; values are evenly spaced.
-
-    Raises
-    ------
-    InputError
-        No run has finished with an accuracy, or not exactly one number differs.
-    """
+    """Plot final accuracies over the swept value, evenly spaced."""
     groups = group_by_seed([run for run in runs if run.finished])
     key = swept_setting(groups)
-    values = sorted({float(one.settings[key]) for one in groups})
-    scores = [{name: s for name, s in run.results.items() if s.unit == ACCURACY} for g in groups for run in g.runs]
-    protocols = list(dict.fromkeys(name for found in scores for name in found))
+    values = sorted({float(group.settings[key]) for group in groups})
+    results = [run.results for group in groups for run in group.runs]
+    protocols = list(dict.fromkeys(name for scores in results for name, s in scores.items() if s.unit == ACCURACY))
     if not protocols:
         raise InputError("no run has a final accuracy; run again with final_evaluation=probes")
     lines: dict[str, list[RunGroup]] = {}
-    for one in groups:
-        others = {name: value for name, value in one.settings.items() if name != key}
-        lines.setdefault(replace(one, settings=others).label, []).append(one)
+    for group in groups:
+        others = {name: value for name, value in group.settings.items() if name != key}
+        lines.setdefault(replace(group, settings=others).label, []).append(group)
     figure = new_figure(height=3.4, width=max(4.5, 3.6 * len(protocols)))
     rows: list[list[object]] = [["run", "protocol", key, "accuracy", "deviation", "runs"]]
     for column, protocol in enumerate(protocols, start=1):
         axes = figure.add_subplot(
             1, len(protocols), column, xlabel=key, ylabel=column_title(f"{protocol} accuracy", "%")
         )
-        for (label, members), style in zip(lines.items(), line_styles([one[0] for one in lines.values()]), strict=True):
-            found = final_scores(members, key, protocol)
-            points = 100 * np.array([point[1:3] for point in found]).reshape(-1, 2)
-            plot_line(axes, [values.index(point[0]) for point in found], points, {**style, "label": label})
-            rows += [[label, protocol, *point] for point in found]
+        styles = line_styles([members[0] for members in lines.values()])
+        for (label, members), style in zip(lines.items(), styles, strict=True):
+            scores = final_scores(members, key, protocol)
+            points = 100 * np.array([score[1:3] for score in scores]).reshape(-1, 2)
+            plot_line(axes, [values.index(score[0]) for score in scores], points, {**style, "label": label})
+            rows += [[label, protocol, *score] for score in scores]
         axes.set_xticks(range(len(values)), [f"{value:g}" for value in values])
         if column == 1:
             axes.legend(fontsize="small")
@@ -226,13 +208,13 @@ def plot_sensitivity(runs: Sequence[Run]) -> PlotData:
 
 
 def final_scores(groups: Sequence[RunGroup], key: str, protocol: str) -> list[tuple[float, float, float, int]]:
-    """Value of a setting, mean and deviation (divisor n) of a final accuracy over seeds, and runs; by the value."""
-    found = []
-    for one in groups:
-        results = [run.results[protocol].value for run in one.runs if protocol in run.results]
+    """Return setting, mean and standard deviation (divisor n) of a final accuracy over seeds, and number of runs."""
+    scores = []
+    for group in groups:
+        results = [run.results[protocol].value for run in group.runs if protocol in run.results]
         if results:
-            found.append((float(one.settings[key]), mean(results), pstdev(results), len(results)))
-    return sorted(found)
+            scores.append((float(group.settings[key]), mean(results), pstdev(results), len(results)))
+    return sorted(scores)
 
 
 def _number(text: str) -> bool:

@@ -1,6 +1,6 @@
 """Curves from the lines of a run folder: loss and accuracy, cosines (L-DAWA, Fig. 4), spectra (FedU2, Fig. 3).
 
-A run draws them at its end; ``fedssl-report --figures`` draws them again, also while it goes on.
+A run plots them at its end; ``fedssl-report --figures`` also while it is running.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,7 @@ import numpy as np
 
 from fedssl.evaluation.collapse_metrics import TOP, gaussian_spectrum
 from fedssl.evaluation.scores import as_scores
-from fedssl.plots.style import (
-    MARKERS,
-    PlotData,
-    axes_over_rounds,
-    new_figure,
-    strategy_color,
-)
+from fedssl.plots.style import MARKERS, PlotData, axes_over_rounds, new_figure, strategy_color
 from fedssl.runs.jsonl import read_jsonl
 
 if TYPE_CHECKING:
@@ -25,13 +19,13 @@ if TYPE_CHECKING:
 
 Points = list[tuple[int, float]]
 
-NAMED = 6  # global models that a legend names one by one; more get one line in it
+NAMED = 6  # global models with names in the legend; more share one entry
 
 
 def plot_metrics(folder: Path) -> PlotData | None:
-    """Plot the loss and the results of evaluations of a run over its rounds; None if it recorded neither.
+    """Plot the loss and the evaluation results of a run over its rounds; None if it has neither.
 
-    With several global models the results are means over them. Every unit has a panel of its own.
+    Results are means over global models. Each unit has a panel.
     """
     lines = read_jsonl(folder / "metrics.jsonl", required=("loss",))
     losses = [(line["round"], line["loss"]) for line in lines if line["loss"] is not None]
@@ -54,11 +48,10 @@ def plot_metrics(folder: Path) -> PlotData | None:
 
 
 def plot_cosines(folder: Path) -> PlotData | None:
-    """Plot how close the clients of a run stay to their global model; None if no cosines were recorded.
+    """Plot the cosines of clients' models with the global one; None if the run has no cosines.
 
-    Above L-DAWA's Fig. 4: the cosine of all weights as one vector, the line its mean over the clients of a round, the
-    band one standard deviation over them to either side. Below the cosines of single layers: thin lines are layers,
-    each the mean over clients, the thick one is the mean over layers by their size.
+    At the top L-DAWA's Fig. 4: the cosine of all weights as one vector, mean and standard deviation over clients. At
+    the bottom the cosines of layers: thin lines are means over clients, the thick one is the mean weighted by size.
     """
     lines = read_jsonl(folder / "clients.jsonl", required=("cosine",))
     lines = [line for line in lines if line.get("model_cosine") is not None and line["cosine"]]
@@ -71,7 +64,7 @@ def plot_cosines(folder: Path) -> PlotData | None:
     _plot_clients(axes_over_rounds(figure, (2, 1, 1), f"cosine with {reference}"), lines, color)
     _plot_layers(axes_over_rounds(figure, (2, 1, 2), "cosines of its layers"), lines, color)
     for axes in figure.axes:
-        axes.ticklabel_format(axis="y", useOffset=False)  # cosines are near 1, and to be read as they are
+        axes.ticklabel_format(axis="y", useOffset=False)  # cosines are near 1
         axes.legend()
     whole = [
         (line["round"], line["client"], key, line[key]) for line in lines for key in ("model_cosine", "layer_cosine")
@@ -106,54 +99,55 @@ def _plot_layers(axes: "Axes", lines: Sequence[Mapping[str, Any]], color: str) -
 
 
 def _by_round(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[list[float]]]:
-    """Rounds in which clients have this number, ascending, and the numbers of their clients."""
-    found: dict[int, list[float]] = {}
+    """Return the rounds with values of this key, ascending, and the values of their clients."""
+    values: dict[int, list[float]] = {}
     for line in lines:
         if line.get(key) is not None:
-            found.setdefault(line["round"], []).append(line[key])
-    return sorted(found), [found[round] for round in sorted(found)]
+            values.setdefault(line["round"], []).append(line[key])
+    return sorted(values), [values[round] for round in sorted(values)]
 
 
 def plot_spectra(folder: Path) -> PlotData | None:
-    """Plot the singular values of the covariance of representations (FedU2, Fig. 3); None if nothing was measured.
+    """Plot the singular values of the covariance of representations (FedU2, Fig. 3); None if there are none.
 
-    Those of every global model and of every client's, in the last round in which they were measured, and as a reference
-    those of as many Gaussian vectors, as base-10 logarithms. All vectors have length 1.
+    They are of all models in the last measured round, and of as many Gaussian vectors as a reference, as base-10
+    logarithms. All vectors are normalized.
     """
     lines = [line for line in read_jsonl(folder / "health.jsonl", required=("client",)) if "spectrum" in line]
     if not lines:
         return None
-    round, one = lines[-1]["round"], lines[-1]["spectrum"]
+    round, last = lines[-1]["round"], lines[-1]["spectrum"]
     lines = [line for line in lines if line["round"] == round]
     figure = new_figure(height=3.5)
     axes = figure.add_subplot(1, 1, 1, xlabel="index of the singular value", ylabel="log10 singular value")
-    axes.set_title(_spectrum_title(one), fontsize="medium")
+    axes.set_title(_spectrum_title(last), fontsize="medium")
     for line in lines:
         if line["client"] is not None:
             axes.plot(_logarithms(line["spectrum"]["singular_values"]), color="0.7", alpha=0.6, label="clients")
     models = [line for line in lines if line["client"] is None]
     _plot_models(axes, models, round=round, color=strategy_color(folder))
-    reference = gaussian_spectrum(one["images"], one["dim"])[:TOP].tolist()
+    reference = gaussian_spectrum(last["images"], last["dim"])[:TOP].tolist()
     axes.plot(_logarithms(reference), color="0.3", linestyle="--", label="Gaussian vectors")
     handles, labels = axes.get_legend_handles_labels()
     once = dict(zip(labels, handles, strict=True))
     axes.legend(once.values(), once.keys())
-    whose = [line["client"] if line["client"] is not None else line.get("model", "") for line in lines]
-    shown = [*zip(whose, (line["spectrum"]["singular_values"] for line in lines), strict=True), ("Gaussian", reference)]
-    rows = [[name, index, value] for name, values in shown for index, value in enumerate(values)]
+    names = [line["client"] if line["client"] is not None else line.get("model", "") for line in lines]
+    spectra = [*zip(names, (line["spectrum"]["singular_values"] for line in lines), strict=True)]
+    spectra.append(("Gaussian", reference))
+    rows = [[name, index, value] for name, values in spectra for index, value in enumerate(values)]
     header = ["client or model", "index", "singular value"]
     return PlotData(figure, [header, *rows])
 
 
 def _spectrum_title(spectrum: Mapping[str, Any]) -> str:
-    """Tell which images a spectrum is of, and whether there are too few for its dimensions."""
-    whose = "test images" if spectrum["split"] == "test" else "images of the clients (there are none for the test)"
+    """Return number and kind of the images, and whether they are too few for the dimensions."""
+    kind = "test images" if spectrum["split"] == "test" else "images of the clients (there are none for the test)"
     few = ", fewer than two for each" if spectrum["images"] < 2 * spectrum["dim"] else ""
-    return f"{spectrum['images']} {whose} in {spectrum['dim']} dimensions{few}"
+    return f"{spectrum['images']} {kind} in {spectrum['dim']} dimensions{few}"
 
 
 def _plot_models(axes: "Axes", lines: Sequence[Mapping[str, Any]], *, round: int, color: Any) -> None:
-    """Plot the spectra of global models: the only one in this colour, each with its name, or, of many, all alike."""
+    """Plot the spectra of global models: a single one in this color, up to `NAMED` with names, or all alike."""
     from matplotlib import colormaps
 
     for position, line in enumerate(lines):

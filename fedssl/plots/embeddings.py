@@ -1,11 +1,9 @@
-"""Figures of representations: global against local models in two dimensions, and on the sphere (FedU2, Figs. 5 and 4).
+"""Plots of representations of the same images by global and clients' models: t-SNE and sphere (FedU2, Figs. 5 and 4).
 
-Both show what the global model and the clients' models of one round make of the same images. FedU2 does not say how
-its sphere comes about. Here points lie on it as they are where the projector's output has 3 dimensions
-(``method.projector.out_dim=3``); else every model's representations are projected onto their 3 principal directions,
-and
-divided by their length. These directions are of the representations as they are, not of their deviations from the mean:
-one point for all images would otherwise be drawn as the noise around it.
+FedU2 does not define its sphere. Here projections are plotted unchanged if the projector's output has 3 dimensions
+(``method.projector.out_dim=3``); otherwise each model's representations are projected onto their 3 principal directions
+and normalized. The directions are of uncentered representations: centered ones would display noise for a collapsed
+model.
 """
 
 from collections.abc import Sequence
@@ -21,61 +19,52 @@ from fedssl.seeding import derive_seed
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MAX_POINTS = 1500  # of a t-SNE: six seconds on one core; with more models every model shows fewer images
-SPHERES = 6  # models that are drawn
-MARKERS = "os^DvP"  # of global models; where there are more of them, all have the first
+MAX_POINTS = 1500  # of a t-SNE, over all models: six seconds on one core
+SPHERES = 6  # maximum number of models
+MARKERS = "os^DvP"  # of global models; if there are more models, all have the first
 
 
 def plot_tsne(folder: Path) -> PlotData | None:
-    """Plot the t-SNE of a run's representations; None if it keeps no representations, or those of one image alone."""
-    kept = read_representations(folder)
-    if kept is None or kept[1].h[..., 0].size < 2:  # a point alone has no neighbours
+    """Plot the t-SNE of a run's representations; None if there are fewer than two."""
+    saved = read_representations(folder)
+    if saved is None or saved[1].h[..., 0].size < 2:
         return None
-    round, representations = kept
+    round, representations = saved
     points = tsne_points(representations)
     figure = tsne_figure(representations, points, round=round)
     return PlotData(figure, _rows(representations, points, "xy"))
 
 
 def plot_sphere(folder: Path) -> PlotData | None:
-    """Plot a run's representations on spheres; None if it keeps no representations."""
-    kept = read_representations(folder)
-    if kept is None:
+    """Plot a run's representations on spheres; None if there are none."""
+    saved = read_representations(folder)
+    if saved is None:
         return None
-    round, representations = kept
-    spheres = [on_sphere(vectors) for vectors in _on_spheres(representations)]
+    round, representations = saved
+    spheres = [on_sphere(vectors) for vectors in _sphere_vectors(representations)]
     figure = sphere_figure(representations, spheres, round=round)
     points = np.stack([points for points, _ in spheres])
     return PlotData(figure, _rows(representations, points, "xyz"))
 
 
 def _rows(representations: Representations, points: np.ndarray, axes: str) -> list[list[object]]:
-    """Points ``(models, n, axes)`` with their models and classes, under a header."""
+    """Return points ``(models, n, axes)`` with their models and classes, and a header."""
     labels = [""] * points.shape[1] if representations.labels is None else representations.labels.tolist()
     return [
         ["model", "image", "class", *axes],
         *(
-            [str(name), number, labels[number], *place]
-            for name, places in zip(representations.names, points.tolist(), strict=False)  # spheres are few
-            for number, place in enumerate(places)
+            [str(name), index, labels[index], *point]
+            for name, of_model in zip(representations.names, points.tolist(), strict=False)  # at most SPHERES
+            for index, point in enumerate(of_model)
         ),
     ]
 
 
 def tsne(h: np.ndarray, *, seed: int = 0) -> np.ndarray:
-    """t-SNE (van der Maaten and Hinton, 2008) of the representations of several models together.
+    """Compute the joint t-SNE (van der Maaten and Hinton, 2008) of several models' representations.
 
-    Parameters
-    ----------
-    h : ndarray
-        ``(models, n, dim)``, at least 2 points.
-    seed : int
-        The same one gives the same bits on one machine, with any number of cores.
-
-    Returns
-    -------
-    ndarray
-        float32, ``(models, n, 2)``.
+    ``h`` is ``(models, n, dim)`` with at least 2 points, the result float32 ``(models, n, 2)``. It does not depend on
+    the number of cores.
     """
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits
@@ -83,35 +72,30 @@ def tsne(h: np.ndarray, *, seed: int = 0) -> np.ndarray:
     points = h.reshape(-1, h.shape[-1]).astype(np.float32)
     reducer = TSNE(
         perplexity=min(30.0, (len(points) - 1) / 3),
-        # Points that all coincide have no principal directions to begin with.
+        # Equal points have no principal directions.
         init="pca" if np.ptp(points, axis=0).any() else "random",
         random_state=derive_seed(seed, "t-SNE") % 2**32,
     )
-    with threadpool_limits(limits=1):  # sums of several threads depend on who is first
+    with threadpool_limits(limits=1):  # sums of several threads depend on their order
         flat: np.ndarray = reducer.fit_transform(points)
     return flat.reshape(*h.shape[:2], 2)
 
 
 def on_sphere(h: np.ndarray) -> tuple[np.ndarray, float]:
-    """Representations of one model on the unit sphere of 3 dimensions.
-
-    Parameters
-    ----------
-    h : ndarray
-        ``(n, dim)``, each of length 1 or 0; with 3 dimensions they stay where they are.
+    """Project representations ``(n, dim)`` of length 1 or 0 to the unit sphere; 3 dimensions are unchanged.
 
     Returns
     -------
     tuple of ndarray and float
-        Points ``(n, 3)``, and how much of the squared lengths lies in these 3 directions, in [0, 1]. A point of which
-        nothing lies in them is in the centre.
+        Points ``(n, 3)``, and the share of the squared lengths in these 3 directions, in [0, 1]. Points without a
+        component in them are 0.
     """
     h = h.astype(np.float64)
     if h.shape[1] == 3:
         return h, 1.0
     _, _, directions = np.linalg.svd(h, full_matrices=False)
     points = h @ directions[:3].T
-    points *= np.where(points.sum(axis=0) < 0, -1, 1)  # a direction has no sign of its own: most points in front
+    points *= np.where(points.sum(axis=0) < 0, -1, 1)  # the sign is arbitrary: most points in front
     points = np.pad(points, ((0, 0), (0, 3 - points.shape[1])))  # fewer images than directions
     lengths = np.linalg.norm(points, axis=1, keepdims=True)
     share = float(np.sum(lengths**2) / max(np.sum(h**2), 1e-12))
@@ -119,15 +103,15 @@ def on_sphere(h: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def tsne_points(representations: Representations, *, seed: int = 0) -> np.ndarray:
-    """The t-SNE of all models together, of as many images as it can show, ``(models, images, 2)``."""
+    """Compute the t-SNE of all models for at most `MAX_POINTS` points, ``(models, images, 2)``."""
     models, n, _ = representations.h.shape
     return tsne(representations.h[:, : max(1, min(n, MAX_POINTS // models))], seed=seed)
 
 
 def tsne_figure(representations: Representations, points: np.ndarray, *, round: int) -> "Figure":
-    """Draw every image once for every model; colours are classes, or else models.
+    """Plot each image for each model; colors are classes if known, else models.
 
-    Global models are full marks, one kind for each where they are few, and clients' models are crosses.
+    Global models have filled markers, different ones if there are few, and clients' models have crosses.
     """
     from matplotlib.lines import Line2D
 
@@ -154,7 +138,7 @@ def tsne_figure(representations: Representations, points: np.ndarray, *, round: 
 
 
 def _marks(representations: Representations) -> list[tuple[str, str]]:
-    """Choose the mark of every model and what the legend says of it."""
+    """Return marker and legend label of every model."""
     names = [str(name) for name in representations.names]
     first = names[: int(representations.globals)]
     if len(first) <= len(MARKERS):
@@ -164,15 +148,14 @@ def _marks(representations: Representations) -> list[tuple[str, str]]:
     return marks + [("x", "clients' models")] * (len(names) - len(first))
 
 
-def _on_spheres(representations: Representations) -> np.ndarray:
-    """The vectors of the first models, global ones before clients'."""
+def _sphere_vectors(representations: Representations) -> np.ndarray:
     return (representations.h if representations.z is None else representations.z)[:SPHERES]
 
 
 def sphere_figure(
     representations: Representations, spheres: Sequence[tuple[np.ndarray, float]], *, round: int
 ) -> "Figure":
-    """Draw what `on_sphere` gives for each of the first models; much blank space is a collapse."""
+    """Plot the results of `on_sphere` for the first models; a mostly empty sphere is a collapse."""
     models = len(spheres)
     columns = min(3, models)
     rows = -(-models // columns)
@@ -180,7 +163,7 @@ def sphere_figure(
     shades = BLUE if representations.labels is None else _shades(representations.labels)
     shares = [share for _, share in spheres]
     for model, (points, _) in enumerate(spheres):
-        # mpl_toolkits adds this projection by being imported, which add_subplot does.
+        # add_subplot imports mpl_toolkits, which adds this projection.
         axes: Any = figure.add_subplot(
             rows, columns, model + 1, projection="3d", title=str(representations.names[model])
         )
@@ -189,7 +172,7 @@ def sphere_figure(
         axes.view_init(elev=15, azim=15)  # the first direction comes forward
         axes.set_box_aspect((1, 1, 1), zoom=1.6)
         axes.set_axis_off()
-    dim = _on_spheres(representations).shape[2]
+    dim = _sphere_vectors(representations).shape[2]
     how = (
         f"{'representations' if representations.z is None else 'projections'} as they are"
         if dim == 3
@@ -202,11 +185,10 @@ def sphere_figure(
 
 
 def _globe() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Circles of latitude and longitude on the unit sphere."""
+    """Return circles of latitude and longitude on the unit sphere."""
     latitude, longitude = np.meshgrid(np.linspace(0, np.pi, 13), np.linspace(0, 2 * np.pi, 25))
     return np.sin(latitude) * np.cos(longitude), np.sin(latitude) * np.sin(longitude), np.cos(latitude)
 
 
 def _shades(numbers: np.ndarray) -> np.ndarray:
-    """Give each number a colour, ``(n, 4)``: distinct ones up to 10, a scale beyond."""
     return class_colors(numbers, classes=int(numbers.max()) + 1)

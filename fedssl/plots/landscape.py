@@ -1,9 +1,9 @@
 """The loss around the trajectory of the global model, as in L-DAWA's Figure 2 (Rehman et al., arXiv 2307.07393).
 
 The plane is that of Li et al. (NeurIPS 2018, section 7.2): the two principal directions of the deviations of the global
-models of all rounds from the last one. L-DAWA does not say how its plane was found. Points of the plane differ in their
-weights; batch normalization takes the statistics of the batch, as in training. A target network that clients keep is a
-copy of the online one. The regularizer is left out: it depends on the client.
+models of all rounds from the last one. L-DAWA does not define its plane. Points of the plane differ in their weights;
+batch normalization uses the statistics of the batch, as in training. A target network that clients keep is a copy of
+the online one. The regularizer depends on the client and is omitted.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from fedssl.model_arrays import exchanged_names, load_layers
 from fedssl.plots.style import PlotData, new_figure, strategy_color
 from fedssl.runs.loaded_run import LoadedRun
 from fedssl.runs.run import strategy_of
-from fedssl.runs.snapshots import KeptRound
+from fedssl.runs.snapshots import SnapshotRound
 from fedssl.schedule.phases import phase_at
 from fedssl.schedule.stages import frozen_names, set_active_stages
 from fedssl.seeding import torch_generator
@@ -30,60 +30,37 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BLOCK = 2**20  # weights at a time
-MAX_ROUNDS = 25  # most models of a way: all of them are in memory, three times
-MAX_IMAGES = 256  # on which the loss is taken
-GRID_POINTS = 15  # of the grid, along either direction
-MARGIN = 0.25  # of the grid beyond the models, as a share of their extent
+MAX_ROUNDS = 25  # models of a trajectory, of which three copies are in memory
+MAX_IMAGES = 256  # for the loss
+GRID_POINTS = 15  # of the grid in each direction
+MARGIN = 0.25  # of the grid around the models, relative to their extent
 
 Loss = Callable[[np.ndarray], float]
 
 
 @dataclass(frozen=True, eq=False)
 class Plane:
-    """A plane in the space of weights.
+    """A plane in the space of weights."""
 
-    Attributes
-    ----------
-    origin : ndarray
-        ``(weights,)``.
-    directions : ndarray
-        ``(2, weights)``, of length 1 and at a right angle.
-    shares : tuple of float
-        How much of the squared deviations lies along either direction, in [0, 1].
-    """
-
-    origin: np.ndarray
-    directions: np.ndarray
-    shares: tuple[float, float]
+    origin: np.ndarray  # (weights,)
+    directions: np.ndarray  # (2, weights), orthonormal
+    shares: tuple[float, float]  # of the squared deviations along the directions, in [0, 1]
 
     def coordinates(self, weights: np.ndarray) -> np.ndarray:
-        """Coordinates ``(n, 2)`` of the points of the plane that are nearest to models ``(n, weights)``."""
-        found: np.ndarray = (weights - self.origin) @ self.directions.T
-        return found
+        """Project models ``(n, weights)`` to coordinates ``(n, 2)``."""
+        coordinates: np.ndarray = (weights - self.origin) @ self.directions.T
+        return coordinates
 
     def weights(self, x: float, y: float) -> np.ndarray:
-        """The model at a point of the plane, ``(weights,)``."""
-        moved: np.ndarray = self.origin + x * self.directions[0] + y * self.directions[1]
-        return moved
+        """Return the model at a point of the plane, ``(weights,)``."""
+        weights: np.ndarray = self.origin + x * self.directions[0] + y * self.directions[1]
+        return weights
 
 
 def principal_plane(models: np.ndarray) -> Plane:
-    """The plane through the last model along the principal directions of all deviations from it.
+    """Return the plane through the last of the models ``(n, weights)`` along the principal directions from it.
 
-    Parameters
-    ----------
-    models : ndarray
-        ``(n, weights)``.
-
-    Returns
-    -------
-    Plane
-        A direction is turned so that the model that lies farthest along it does so on its positive side.
-
-    Raises
-    ------
-    ValueError
-        The models lie on a line.
+    The model with the largest coordinate has a positive one. Raise a ValueError if the models lie on a line.
     """
     deviations = models - models[-1]
     squares, mixes = np.linalg.eigh(_products(deviations))  # n x n, however many weights
@@ -97,19 +74,16 @@ def principal_plane(models: np.ndarray) -> Plane:
 
 
 def _products(deviations: np.ndarray) -> np.ndarray:
-    """Inner products ``(n, n)``, float64: in float32 their rounding would make a plane of models on a line."""
+    """Return the inner products ``(n, n)`` in float64; rounding in float32 would turn a line into a plane."""
     products: np.ndarray = np.zeros((len(deviations),) * 2)
-    for start in range(0, deviations.shape[1], _BLOCK):  # never a float64 copy of all weights
+    for start in range(0, deviations.shape[1], _BLOCK):  # no float64 copy of all weights
         block = deviations[:, start : start + _BLOCK].astype(np.float64)
         products += block @ block.T
     return products
 
 
 def axes_around(coordinates: np.ndarray, *, points: int, margin: float) -> tuple[np.ndarray, np.ndarray]:
-    """Coordinates ``(points,)`` along either direction that leave a margin around the places ``(n, 2)``.
-
-    The margin is a share of the extent along that direction.
-    """
+    """Return grid coordinates ``(points,)`` in each direction, with a relative margin around ``(n, 2)`` coordinates."""
     low, high = coordinates.min(axis=0), coordinates.max(axis=0)
     pad = margin * (high - low)
     x, y = (np.linspace(*ends, points) for ends in zip(low - pad, high + pad, strict=True))
@@ -118,36 +92,19 @@ def axes_around(coordinates: np.ndarray, *, points: int, margin: float) -> tuple
 
 @dataclass(frozen=True, eq=False)
 class Landscape:
-    """The loss on a plane, and the models of some rounds on it.
-
-    Attributes
-    ----------
-    plane : Plane
-    x, y : ndarray
-        Coordinates of the grid, ``(points,)``.
-    grid : ndarray
-        Loss, ``(y, x)``.
-    rounds : list of int
-        0: the untrained model.
-    trajectory : ndarray
-        Coordinates of the global models, ``(rounds, 2)``.
-    losses : list of float
-        Of the global models themselves, which may lie beside the plane.
-    clients : dict of int to ndarray
-        Coordinates of the clients' models of the last round, ``(2,)``.
-    """
+    """The loss on a plane, and the models of some rounds on it."""
 
     plane: Plane
-    x: np.ndarray
+    x: np.ndarray  # coordinates of the grid, (points,)
     y: np.ndarray
-    grid: np.ndarray
-    rounds: list[int]
-    trajectory: np.ndarray
-    losses: list[float]
-    clients: dict[int, np.ndarray]
+    grid: np.ndarray  # loss, (y, x)
+    rounds: list[int]  # 0 is the untrained model
+    trajectory: np.ndarray  # coordinates of the global models, (rounds, 2)
+    losses: list[float]  # of the global models, which may not lie on the plane
+    clients: dict[int, np.ndarray]  # coordinates of the clients' models in the last round, (2,)
 
     def rows(self) -> list[list[object]]:
-        """All numbers, under a header."""
+        """Return all numbers with a header."""
         trajectory = zip(self.rounds, self.trajectory.tolist(), self.losses, strict=True)
         return [
             ["kind", "round", "client", "x", "y", "loss"],
@@ -165,7 +122,7 @@ class Landscape:
 
 
 def measure_landscape(loss: Loss, models: np.ndarray, clients: dict[int, np.ndarray], rounds: list[int]) -> Landscape:
-    """The loss around models ``(rounds, weights)``, with those of clients ``(weights,)``."""
+    """Compute the loss around models ``(rounds, weights)``, with those of clients ``(weights,)``."""
     plane = principal_plane(models)
     trajectory = plane.coordinates(models)
     coordinates = {client: plane.coordinates(weights[None])[0] for client, weights in clients.items()}
@@ -175,71 +132,63 @@ def measure_landscape(loss: Loss, models: np.ndarray, clients: dict[int, np.ndar
 
 
 def compute_landscape(run: LoadedRun) -> Landscape:
-    """The landscape of a run whose models of at least three rounds are kept, or of two and the untrained one.
-
-    Raises
-    ------
-    InputError
-        It keeps too few of them, it has several global models, or its loss cannot be computed from a model alone.
-    """
+    """Compute the landscape of a run with snapshots of at least three rounds, or of two and the untrained model."""
     method = run.method
     if method.uploaded_parts or method.broadcast_parts:
         raise InputError(
-            f"{run.folder}: the loss of {type(method).__name__} depends on what the server made of all clients, which "
-            "is not kept; choose another figure, or a run of another method"
+            f"{run.folder}: the loss of {type(method).__name__} depends on server state, which snapshots do not "
+            "have; choose another figure, or a run of another method"
         )
-    phase = phase_at(run.phases, run.kept[-1].round)
-    kept = subsample_rounds([one for one in run.kept if one.round >= phase.first])
+    phase = phase_at(run.phases, run.snapshots[-1].round)
+    snapshots = subsample_rounds([snapshot for snapshot in run.snapshots if snapshot.round >= phase.first])
     first = phase.number == 1
-    if len(kept) + first < 3:
+    if len(snapshots) + first < 3:
         raise InputError(
-            f"{run.folder} keeps the models of {len(kept)} round(s) in which the same stages are trained, and a plane "
-            f"needs {3 - first}; run it again with a smaller snapshot_every, e.g. snapshot_every=1"
+            f"{run.folder} has snapshots of {len(snapshots)} round(s) in which the same stages are trained, and a "
+            f"plane needs {3 - first}; run it again with a smaller snapshot_every, e.g. snapshot_every=1"
         )
     with set_active_stages(method, depth=phase.depth, frozen=phase.frozen):
-        last = run.layers(run.only_model(kept[-1], figure="the landscape"))
+        last = run.layers(run.only_model(snapshots[-1], figure="the landscape"))
         names = plane_names(method, last)
-        files = [run.only_model(one, figure="the landscape") for one in kept]
+        files = [run.only_model(snapshot, figure="the landscape") for snapshot in snapshots]
         models = [
             *([concat_weights(run.untrained(), names)] if first else []),
             *(concat_weights(run.layers(file), names) for file in files),
         ]
-        sent = {client: run.layers(file) for client, file in kept[-1].clients.items()}
+        sent = {client: run.layers(file) for client, file in snapshots[-1].clients.items()}
         clients = {
             client: concat_weights(layers, names) for client, layers in sent.items() if layers.keys() >= set(names)
         }
-        loss = loss_of(run, last, names)
-        return measure_landscape(
-            loss, np.stack(models), clients, [*([0] if first else []), *(one.round for one in kept)]
-        )
+        rounds = [*([0] if first else []), *(snapshot.round for snapshot in snapshots)]
+        return measure_landscape(loss_of(run, last, names), np.stack(models), clients, rounds)
 
 
-def subsample_rounds(kept: Sequence[KeptRound]) -> list[KeptRound]:
-    """At most `MAX_ROUNDS` of the rounds, evenly spread, the first and the last among them."""
-    indices = np.linspace(0, len(kept) - 1, min(len(kept), MAX_ROUNDS)).round().astype(int)
-    return [kept[index] for index in indices]
+def subsample_rounds(snapshots: Sequence[SnapshotRound]) -> list[SnapshotRound]:
+    """Return at most `MAX_ROUNDS` evenly spaced rounds with the first and the last."""
+    indices = np.linspace(0, len(snapshots) - 1, min(len(snapshots), MAX_ROUNDS)).round().astype(int)
+    return [snapshots[index] for index in indices]
 
 
 def plane_names(method: SSLMethod, layers: Layers) -> list[str]:
-    """Names of the layers that are trained at present and travel: what the plane is made of."""
+    """Return the names of the trained and exchanged layers, which span the plane."""
     frozen = set(frozen_names(method))
     return [name for name in exchanged_names(method) if name not in frozen and is_weight(name, layers[name])]
 
 
 def concat_weights(layers: Layers, names: Sequence[str]) -> np.ndarray:
-    """The named layers as one vector, float32."""
+    """Concatenate the named layers to one float32 vector."""
     return np.concatenate([layers[name].ravel() for name in names]).astype(np.float32, copy=False)
 
 
 def loss_of(run: LoadedRun, last: Layers, names: Sequence[str]) -> Loss:
-    """The method's loss as a function of the named weights, always on the same views of the same images."""
+    """Return the method's loss as a function of the named weights, on fixed views of fixed images."""
     method, settings = run.method, run.settings
     images, labels = run.images(MAX_IMAGES)
     generator = torch_generator(settings.seed, "landscape views")
     augment = settings.training.augmentation.instantiate()
     size = min(settings.training.batch_size, len(images))
     rows = torch.arange(len(images)).split(size)
-    rows = rows[: len(images) // size]  # whole batches: a contrastive loss depends on their size
+    rows = rows[: len(images) // size]  # full batches, because a contrastive loss depends on their size
     views = [augment(images[batch].to(run.device), generator) for batch in rows]
     known = [
         () if not method.uses_labels or labels is None else (index_rows(labels, batch, run.device),) for batch in rows
@@ -248,8 +197,8 @@ def loss_of(run: LoadedRun, last: Layers, names: Sequence[str]) -> Loss:
 
     def loss(weights: np.ndarray) -> float:
         parts = np.split(weights, np.cumsum([last[name].size for name in names])[:-1])
-        moved = {name: part.reshape(sizes[name]) for name, part in zip(names, parts, strict=True)}
-        load_layers(method, {**last, **moved})
+        replaced = {name: part.reshape(sizes[name]) for name, part in zip(names, parts, strict=True)}
+        load_layers(method, {**last, **replaced})
         method.start_round(first=True)
         method.train()
         with torch.no_grad():
@@ -265,39 +214,39 @@ def loss_of(run: LoadedRun, last: Layers, names: Sequence[str]) -> Loss:
 
 
 def plot_landscape(run: LoadedRun) -> PlotData:
-    """Plot what `compute_landscape` returns."""
-    found = compute_landscape(run)
+    """Plot the result of `compute_landscape`."""
+    landscape = compute_landscape(run)
     title = f"{strategy_of(run.folder)}, {type(run.method).__name__}"
-    figure = landscape_figure(found, title=title, color=strategy_color(run.folder))
-    return PlotData(figure, found.rows())
+    figure = landscape_figure(landscape, title=title, color=strategy_color(run.folder))
+    return PlotData(figure, landscape.rows())
 
 
-def landscape_figure(found: Landscape, *, title: str, color: str) -> "Figure":
-    """Draw the loss as colours and lines, the way of the global model from a circle to a star, clients as crosses."""
+def landscape_figure(landscape: Landscape, *, title: str, color: str) -> "Figure":
+    """Plot the loss as contours, the global model's trajectory from a circle to a star, and clients as crosses."""
     from matplotlib.ticker import MaxNLocator
 
     figure = new_figure(height=5.2, width=6.0)
     names = [
         f"direction {number} ({share:.0%} of the squared distances)"
-        for number, share in enumerate(found.plane.shares, start=1)
+        for number, share in enumerate(landscape.plane.shares, start=1)
     ]
     axes = figure.add_subplot(xlabel=names[0], ylabel=names[1], title=title)
     axes.xaxis.set_major_locator(MaxNLocator(6))
-    filled = axes.contourf(found.x, found.y, found.grid, levels=24, cmap="cividis")
-    axes.contour(found.x, found.y, found.grid, levels=12, colors="white", linewidths=0.4, alpha=0.6)
+    filled = axes.contourf(landscape.x, landscape.y, landscape.grid, levels=24, cmap="cividis")
+    axes.contour(landscape.x, landscape.y, landscape.grid, levels=12, colors="white", linewidths=0.4, alpha=0.6)
     figure.colorbar(filled, ax=axes, label="loss")
     axes.plot(
-        *found.trajectory.T, marker="o", markersize=3, linewidth=1.5, color="white", zorder=3, label="global model"
+        *landscape.trajectory.T, marker="o", markersize=3, linewidth=1.5, color="white", zorder=3, label="global model"
     )
-    ends = {"o": found.trajectory[0], "*": found.trajectory[-1]}
-    for (mark, coordinate), round in zip(ends.items(), (found.rounds[0], found.rounds[-1]), strict=True):
+    ends = {"o": landscape.trajectory[0], "*": landscape.trajectory[-1]}
+    for (mark, coordinate), round in zip(ends.items(), (landscape.rounds[0], landscape.rounds[-1]), strict=True):
         name = "untrained" if round == 0 else f"round {round}"
         size = 140 if mark == "*" else 50
         x, y = coordinate
         axes.scatter(x, y, marker=mark, s=size, color=color, edgecolor="white", zorder=4, label=name)
-    if found.clients:
-        x, y = np.stack(list(found.clients.values())).T
-        label = f"clients' models, round {found.rounds[-1]}"
+    if landscape.clients:
+        x, y = np.stack(list(landscape.clients.values())).T
+        label = f"clients' models, round {landscape.rounds[-1]}"
         axes.scatter(x, y, marker="X", s=50, color="0.85", edgecolor="black", linewidths=0.6, zorder=4, label=label)
     figure.legend(loc="outside lower center", ncols=4, facecolor="lightgrey", fontsize="small")
     return figure

@@ -1,4 +1,4 @@
-"""The table and the figure of who holds what."""
+"""Table and plot of the images of each client."""
 
 import csv
 from collections.abc import Sequence
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LEGEND = 10  # classes that a legend can name; more get a colour scale
+_LEGEND = 10  # classes in a legend; more get a color scale
 
 
 def partition_table(parts: Sequence[np.ndarray], *columns: tuple[torch.Tensor | None, Sequence[str]]) -> str:
-    """A CSV file ``client,examples,<class>...`` with the number of images per class; without labels no class columns.
+    """Return CSV text ``client,examples,<class>...`` with the number of images per class; no classes without labels.
 
     Parameters
     ----------
     parts : sequence of ndarray
-        Positions of each client's images.
+        Indices of each client's images.
     columns : tuple of Tensor or None, and sequence of str
-        Labels ``(n,)``, and the names of the classes; empty: their numbers. Further ones of other groups, such as
-        clusters.
+        Labels ``(n,)``, and names of the classes, by default their numbers. Further tuples are for other groups, such
+        as clusters.
     """
-    found = [_counts(parts, labels, classes) for labels, classes in columns]
-    counts = np.concatenate([counts for counts, _ in found], axis=1)
+    tables = [_counts(parts, labels, classes) for labels, classes in columns]
+    counts = np.concatenate([counts for counts, _ in tables], axis=1)
     rows = ([client, len(part), *counts[client]] for client, part in enumerate(parts))
-    return to_csv([["client", "examples", *(name for _, names in found for name in names)], *rows])
+    return to_csv([["client", "examples", *(name for _, names in tables for name in names)], *rows])
 
 
 def save_partition_plot(
@@ -44,10 +44,7 @@ def save_partition_plot(
     *,
     kind: str = "class",
 ) -> None:
-    """Draw one bar per client, divided by class, into the PNG file ``path``.
-
-    ``kind`` is what a class is called; the others are as in `partition_table`.
-    """
+    """Write a PNG file with one bar per client, divided by class; parameters as in `partition_table`."""
     counts, names = _counts(parts, labels, classes)
     if labels is None:
         counts = np.array([[len(part)] for part in parts])
@@ -55,22 +52,11 @@ def save_partition_plot(
 
 
 def plot_partition(folder: Path) -> PlotData | None:
-    """Plot the classes of every client from ``partition.csv`` of a run folder.
-
-    Returns
-    -------
-    PlotData or None
-        None without the table: the images are on devices.
-
-    Raises
-    ------
-    InputError
-        The table is damaged.
-    """
-    found = read_partition_table(folder / "partition.csv")
-    if found is None:
+    """Plot ``partition.csv`` of a run folder; None if it does not exist, because the images are on devices."""
+    table = read_partition_table(folder / "partition.csv")
+    if table is None:
         return None
-    counts, names = found
+    counts, names = table
     rows = [["client", *(names or ["examples"])], *([client, *row] for client, row in enumerate(counts.tolist()))]
     return PlotData(_figure(counts, names, "class"), rows)
 
@@ -116,12 +102,12 @@ def _figure(counts: np.ndarray, names: Sequence[str], kind: str) -> "Figure":
 
 
 def _draw_bars(axes: "Axes", counts: np.ndarray, shades: np.ndarray) -> None:
-    """Draw ``counts``, ``(clients, classes)``, in the classes' colours ``(classes, 4)``."""
+    """Plot ``counts``, ``(clients, classes)``, in the classes' colors ``(classes, 4)``."""
     from matplotlib.collections import PolyCollection
     from matplotlib.ticker import MaxNLocator
 
     num_clients = len(counts)
-    # One rectangle per client and class that it holds, all in one collection: 100 clients x 200 classes stay quick.
+    # All rectangles in one collection, which is fast for 100 clients x 200 classes.
     client, label = np.nonzero(counts)
     right = counts.cumsum(axis=1)[client, label]
     left, half = right - counts[client, label], 0.5 if num_clients > 40 else 0.42

@@ -1,4 +1,4 @@
-"""Plots by name, and writing those that were asked for: at the end of a run, by ``fedssl-report``, and for its page."""
+"""Plots by name, and functions that write them at the end of a run and for ``fedssl-report``."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,22 +18,11 @@ from fedssl.runs.run import Run
 
 
 class Plot(NamedTuple):
-    """A kind of plot.
-
-    Attributes
-    ----------
-    plot : callable
-        Takes the source; returns a figure with its numbers, or None if the source has nothing for it. Writes nothing.
-    source : {"run", "models", "runs"}
-        A run folder (`Path`); the models that a run keeps with ``snapshot_every=N`` (`LoadedRun`); several runs
-        together (a list of `Run`).
-    missing : str
-        The error where there is nothing to plot; empty: that is none.
-    """
+    """A kind of plot. Its function maps the source to a figure with its numbers, or to None without data."""
 
     plot: Callable[..., PlotData | None]
-    source: Literal["run", "models", "runs"]
-    missing: str = ""
+    source: Literal["run", "models", "runs"]  # a folder, a `LoadedRun` with snapshots, or a list of `Run`
+    missing: str = ""  # error message if there is no data; empty if that is no error
 
 
 PLOTS = {
@@ -55,24 +44,13 @@ PLOTS = {
     "divergence": Plot(plot_divergence, "runs"),
     "sensitivity": Plot(plot_sensitivity, "runs"),
 }
-AT_THE_END = ("metrics", "cosines", "spectrum")  # that a run writes by itself
+FINAL_PLOTS = ("metrics", "cosines", "spectrum")  # written at the end of a run
 
 
 def write_plot(
     name: str, source: Path | LoadedRun | Sequence[Run], folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS
 ) -> Path | None:
-    """Write a plot to ``figures/<name>.png`` of a folder, and in the other formats beside it.
-
-    Returns
-    -------
-    Path or None
-        The PNG file; None if the source has nothing to plot.
-
-    Raises
-    ------
-    InputError
-        The source lacks what the plot needs, its files are damaged, or the figure cannot be written.
-    """
+    """Write a plot to ``figures/<name>.png`` and the other formats; return the PNG file, or None without data."""
     kind = PLOTS[name]
     data = kind.plot(source)
     if data is None and kind.missing:
@@ -81,36 +59,29 @@ def write_plot(
 
 
 def write_final_plots(folder: Path) -> list[Path]:
-    """Write what a run plots at its end, as far as its folder has numbers for it; returns the files."""
-    files = [write_plot(name, folder, folder) for name in AT_THE_END]
+    """Write the plots of the end of a run for which its folder has data, and return the files."""
+    files = [write_plot(name, folder, folder) for name in FINAL_PLOTS]
     return [file for file in files if file is not None]
 
 
 def write_plots(
     runs: Sequence[Run], names: Sequence[str], *, into: Path, overrides: Sequence[str], log: Callable[[str], None]
 ) -> None:
-    """Write plots of every run into its ``figures/``, and those of all together into ``figures/`` of a folder.
+    """Write plots of every run to its ``figures/``, and those of several runs to ``figures/`` of ``into``.
 
     Parameters
     ----------
-    runs : sequence of Run
     names : sequence of str
-        Some of `PLOTS`; none: those of what every run writes.
-    into : Path
+        Keys of `PLOTS`; empty for all plots of run folders.
     overrides : sequence of str
-        The user's own settings, see `load_run_folder`.
+        See `load_run_folder`.
     log : callable
         Takes a line about every folder.
-
-    Raises
-    ------
-    InputError
-        There is no plot of that name, or a run lacks what it needs.
     """
     unknown = [name for name in names if name not in PLOTS]
     if unknown:
         raise InputError(
-            f"--figures {unknown[0]} is no figure; choose of {', '.join(PLOTS)} (folders come before --figures)"
+            f"--figures {unknown[0]} does not exist; choose from {', '.join(PLOTS)} (folders come before --figures)"
         )
     wanted = [name for name in PLOTS if name in names or (not names and PLOTS[name].source == "run")]
     of_models = any(PLOTS[name].source == "models" for name in wanted)
@@ -119,14 +90,14 @@ def write_plots(
         sources = {"run": run.folder, "models": loaded.get(run.folder)}
         kinds = [(name, sources[PLOTS[name].source]) for name in wanted if PLOTS[name].source in sources]
         if kinds:
-            log(_write(kinds, run.folder) or f"{run.folder}: nothing to draw")
+            log(_write(kinds, run.folder) or f"{run.folder}: no data for figures")
     together = [(name, runs) for name in wanted if PLOTS[name].source == "runs"]
     if together:
         log(_write(together, into))
 
 
 def _write(sources: Sequence[tuple[str, Path | LoadedRun | Sequence[Run] | None]], folder: Path) -> str:
-    """Write these plots; returns a line that names the files, empty if there is none."""
+    """Write plots, and return a line with the file names, empty without files."""
     written = [
         write_plot(name, source, folder, formats=PAPER_FORMATS) for name, source in sources if source is not None
     ]

@@ -1,7 +1,7 @@
-"""What all figures share: size, colours, how they are written, and axes over rounds.
+"""Size, colors and files of all figures, and axes over rounds.
 
-Colours are those of Okabe and Ito (Color Universal Design, 2008) for rules and models, and Paul Tol's "muted" ones for
-classes: people who confuse red and green tell them apart. A rule has the same colour and line in every figure.
+Colors are safe for color-blind readers: Okabe and Ito's (Color Universal Design, 2008) for strategies and models, and
+Paul Tol's "muted" ones for classes. A strategy has the same color and line style in every figure.
 """
 
 import hashlib
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_LONGEST = 200  # signs of a text in a figure
+_MAX_LENGTH = 200  # of a text in a figure
 
-SCREEN_FORMATS = ("png",)  # what a run draws at its end
-PAPER_FORMATS = ("png", "pdf", "csv")  # what the command draws: for the screen, for print, and the numbers themselves
+SCREEN_FORMATS = ("png",)  # at the end of a run
+PAPER_FORMATS = ("png", "pdf", "csv")  # of fedssl-report
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 COLORS = (BLACK, ORANGE, SKY, GREEN, BLUE, VERMILLION, PURPLE)  # Okabe and Ito's, without yellow: too light for a line
-MARKERS = "osD^vPX"  # of lines of one colour
+MARKERS = "osD^vPX"  # of lines of one color
 MUTED = ("#332288", "#88CCEE", "#44AA99", "#117733", "#999933", "#DDCC77", "#CC6677", "#882255", "#AA4499", "#BBBBBB")
 
 
 class LineStyle(NamedTuple):
-    """How the lines of a rule look."""
+    """Line style of a strategy."""
 
     color: str
     linestyle: str = "-"
 
 
-# By the names of the choices in conf/strategy; others get one by `line_style`.
+# By the choice in conf/strategy.
 STRATEGY_STYLES = {
     "fedavg": LineStyle(BLACK),
     "l_dawa": LineStyle(VERMILLION),
@@ -66,18 +66,18 @@ STRATEGY_STYLES = {
 
 
 def line_style(strategy: str) -> LineStyle:
-    """The look of a rule, the same everywhere; of an unknown one dotted, in a colour that its name gives."""
+    """Return the line style of a strategy: for an unknown one dotted, in a color derived from its name."""
     known = STRATEGY_STYLES.get(strategy)
     return known or LineStyle(COLORS[hashlib.sha256(strategy.encode()).digest()[0] % len(COLORS)], ":")
 
 
 def strategy_color(folder: Path) -> str:
-    """The color of the strategy of a run folder."""
+    """Return the color of the strategy of a run folder."""
     return line_style(strategy_of(folder)).color
 
 
 def class_colors(numbers: np.ndarray, *, classes: int) -> np.ndarray:
-    """Give every number of a class a colour, ``(n, 4)``: distinct ones up to 10 classes, a scale beyond."""
+    """Return the colors of class numbers, ``(n, 4)``: distinct ones up to 10 classes, else a scale."""
     from matplotlib import colormaps
     from matplotlib.colors import to_rgba_array
 
@@ -87,41 +87,22 @@ def class_colors(numbers: np.ndarray, *, classes: int) -> np.ndarray:
 
 
 class PlotData(NamedTuple):
-    """A figure, and the numbers that it shows, under a header."""
+    """A figure and its numbers, with a header."""
 
     figure: "Figure"
     rows: Iterable[Sequence[object]]
 
 
 def new_figure(*, height: float, width: float = 7.0) -> "Figure":
-    """Make an empty figure of this size in inches."""
-    # Not pyplot: it keeps figures and may look for a display. Imported here because it takes half a second.
+    """Return an empty figure of this size in inches."""
+    # Not pyplot, which keeps figures and may need a display. Imported here because it takes half a second.
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def save_figure(data: PlotData, folder: Path, name: str, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path:
-    """Write a figure to ``figures/<name>.png`` of a folder, and in the other formats beside it.
-
-    Parameters
-    ----------
-    data : PlotData
-        Its rows are for the format "csv".
-    folder : Path
-    name : str
-    formats : sequence of {"png", "pdf", "csv"}
-
-    Returns
-    -------
-    Path
-        The PNG file.
-
-    Raises
-    ------
-    InputError
-        It cannot be written.
-    """
+    """Write a figure to ``figures/<name>.png`` and the other formats "pdf" and "csv", and return the PNG file."""
     file = folder / "figures" / f"{name}.png"
     write_png(data.figure, file)
     try:
@@ -135,7 +116,7 @@ def save_figure(data: PlotData, folder: Path, name: str, *, formats: Sequence[st
 
 
 def write_png(figure: "Figure", file: Path, *, dpi: int = 150) -> None:
-    """Write the figure, whole or not at all; raises `InputError` if it cannot be written."""
+    """Write a figure atomically; raise an `InputError` if it cannot be written."""
     sanitize_texts(figure)
     try:
         make_subfolder(file.parent.parent, file.parent.name)
@@ -145,30 +126,30 @@ def write_png(figure: "Figure", file: Path, *, dpi: int = 150) -> None:
 
 
 def sanitize_texts(figure: "Figure") -> None:
-    """Make all texts of a figure, some of which may be words of others, plain, printable and not too long."""
+    """Make all texts of a figure printable and short, without formulas; some may be of other programs."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
-        text.set_text(sanitize(text.get_text(), lines=True)[:_LONGEST])
+        text.set_text(sanitize(text.get_text(), lines=True)[:_MAX_LENGTH])
         text.set_parse_math(False)
 
 
-def _write(figure: "Figure", file: Path, **how: Any) -> None:
+def _write(figure: "Figure", file: Path, **options: Any) -> None:
     from matplotlib import rc_context
 
-    with rc_context({"pdf.fonttype": 42}):  # letters as TrueType, which journals ask for
-        atomic_write(file, lambda stream: figure.savefig(stream, **how))
+    with rc_context({"pdf.fonttype": 42}):  # TrueType, as journals require
+        atomic_write(file, lambda stream: figure.savefig(stream, **options))
 
 
 def _unwritable(file: Path, error: OSError) -> InputError:
     return InputError(
-        f"the figure {file} cannot be written ({error.strerror}); make its folder a writable one, and remove what "
-        "has its name"
+        f"the figure {file} cannot be written ({error.strerror}); make its folder writable, and remove anything of "
+        "that name"
     )
 
 
 def axes_over_rounds(figure: "Figure", position: tuple[int, int, int], title: str) -> "Axes":
-    """Add axes over rounds, with whole numbers on the horizontal one."""
+    """Add axes over rounds, with integer ticks."""
     from matplotlib.ticker import MaxNLocator
 
     axes = figure.add_subplot(*position, xlabel="round", ylabel=title)

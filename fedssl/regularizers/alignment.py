@@ -7,12 +7,11 @@ image, which requires projections as long as representations. The paper and this
 with representations.
 """
 
-import copy
-
 import torch
 from torch import Tensor, nn
 
-from fedssl.errors import InputError
+from fedssl.config.constraints import check_arguments
+from fedssl.encoders.base import frozen_copy
 from fedssl.losses import info_nce, negative_cosine
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, RegularizerInput
@@ -58,23 +57,10 @@ class Alignment(Regularizer):
         As in `alignment`.
     temperature : float
         Temperature of InfoNCE; positive.
-
-    Raises
-    ------
-    InputError
-        If a number is out of range or ``distance`` is not a valid choice.
     """
 
     def __init__(self, *, weight: float = 0.01, distance: str = "info_nce", temperature: float = 0.2) -> None:
-        if weight < 0:
-            raise InputError(f"regularizer.weight={weight} must not be negative; LW-FedSSL uses 0.01, 0 disables it")
-        if distance not in ("info_nce", "cosine"):
-            raise InputError(
-                f"regularizer.distance={distance} is unknown; "
-                "set regularizer.distance=info_nce or regularizer.distance=cosine"
-            )
-        if temperature <= 0:
-            raise InputError(f"regularizer.temperature={temperature} must be positive; LW-FedSSL uses 0.2")
+        check_arguments("regularizer", weight=weight, distance=distance, temperature=temperature)
         self.part = "encoder" if weight else None
         self.weight = weight
         self.distance = distance
@@ -82,16 +68,14 @@ class Alignment(Regularizer):
         self.received: nn.Module | None = None
 
     def on_train_start(self, method: SSLMethod) -> None:
-        """Copy the current encoder."""
         if not self.weight:
             return
         if self.received is None:
-            self.received = copy.deepcopy(method.encoder).requires_grad_(False).eval()
+            self.received = frozen_copy(method.encoder).eval()
         else:
             self.received.load_state_dict(method.encoder.state_dict())
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
-        """Return the loss plus the weighted alignment term."""
         if self.received is None or step.z1 is None or step.z2 is None:
             return loss
         with torch.no_grad():

@@ -10,7 +10,7 @@ input of the classifier; FedU2's code decorrelates projections, as here.
 import torch
 from torch import Tensor
 
-from fedssl.errors import InputError
+from fedssl.config.constraints import check_arguments
 from fedssl.losses import at_least_float32
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 
@@ -50,25 +50,14 @@ class Decorrelation(Regularizer):
         beta; 0 disables the term.
     part : {"projector", "encoder"}
         Part of the method whose outputs are decorrelated; not named ``on``, which YAML parses as true.
-
-    Raises
-    ------
-    InputError
-        If ``weight`` is negative or ``part`` is not a valid choice.
     """
 
     def __init__(self, *, weight: float = 0.1, part: str = "projector") -> None:
-        if weight < 0:
-            raise InputError(f"regularizer.weight={weight} must not be negative; FedDecorr uses 0.1, 0 disables it")
-        if part not in ("projector", "encoder"):
-            raise InputError(
-                f"regularizer.part={part} is unknown; set regularizer.part=projector or regularizer.part=encoder"
-            )
+        check_arguments("regularizer", weight=weight, part=part)
         self.part = part if weight else None
         self.weight = weight
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
-        """Return the loss plus the weighted correlations of both views."""
         if step.z1 is None or step.z2 is None:
             return loss
         return loss + self.weight * (feature_decorrelation(step.z1) + feature_decorrelation(step.z2))

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedssl.errors import InputError
+from fedssl.config.constraints import check_arguments
 from fedssl.losses import at_least_float32
 from fedssl.machine.devices import is_gpu
 from fedssl.machine.process import one_thread
@@ -31,8 +31,8 @@ from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.regularizers.optimal_transport import coupling, penalties, unmatched
 
 TANGENT_SPACES = 6  # as in the authors' code
-LINES = 6  # projections in each tangent space
-BATCH = 128  # batch size of the paper
+LINES_PER_SPACE = 6  # projections in each tangent space
+PAPER_BATCH_SIZE = 128  # batch size of the paper
 
 
 def uot_uniformity(
@@ -134,11 +134,6 @@ class FUR(Regularizer):
     gpu_iter : int
         Number of solver steps on a GPU, independent of ``tolerance``, because checking convergence would synchronize
         with the GPU after every step. 0 checks convergence.
-
-    Raises
-    ------
-    InputError
-        If a number is out of range or another setting is not a valid choice.
     """
 
     def __init__(
@@ -155,25 +150,19 @@ class FUR(Regularizer):
         tolerance: float = 0.08,
         gpu_iter: int = 9,
     ) -> None:
-        if weight < 0:
-            raise InputError(f"regularizer.weight={weight} must not be negative; FedU2 uses 0.1, 0 disables it")
-        for name, choice, allowed in (
-            ("variant", variant, ("uot", "tangent_swd")),
-            ("part", part, ("projector", "encoder")),
-            ("reduction", reduction, ("mean", "sum")),
-        ):
-            if choice not in allowed:
-                choices = " or ".join(f"regularizer.{name}={valid}" for valid in allowed)
-                raise InputError(f"regularizer.{name}={choice} is unknown; set {choices}")
-        for name, number in (("cost_scale", cost_scale), ("tau_a", tau_a), ("tau_b", tau_b), ("max_iter", max_iter)):
-            if number <= 0:
-                raise InputError(f"regularizer.{name}={number} must be positive; see conf/regularizer/fur.yaml")
-        if tolerance < 0:
-            raise InputError(f"regularizer.tolerance={tolerance} must not be negative; 0 runs all steps")
-        if gpu_iter < 0:
-            raise InputError(
-                f"regularizer.gpu_iter={gpu_iter} must not be negative; 0 checks convergence at every step"
-            )
+        check_arguments(
+            "regularizer",
+            weight=weight,
+            variant=variant,
+            part=part,
+            reduction=reduction,
+            cost_scale=cost_scale,
+            tau_a=tau_a,
+            tau_b=tau_b,
+            max_iter=max_iter,
+            tolerance=tolerance,
+            gpu_iter=gpu_iter,
+        )
         self.part = part if weight else None
         self.weight = weight
         self.variant = variant
@@ -184,12 +173,10 @@ class FUR(Regularizer):
         self.cuda_graph_safe = bool(gpu_iter) or variant == "tangent_swd" or not weight
 
     def resolve_part(self, method: SSLMethod) -> str | None:
-        """Return the chosen part, or the encoder if the method has no projector."""
         parts = [name for name, _ in method.named_children()]
         return "encoder" if self.part == "projector" and "projector" not in parts else self.part
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
-        """Return the loss plus the weighted divergence of both views."""
         if step.z1 is None or step.z2 is None:
             return loss
         views = torch.stack((step.z1, step.z2))
@@ -200,10 +187,10 @@ class FUR(Regularizer):
                 terms = self._divergence(views, samples=samples, max_iter=max_iter, tolerance=tolerance)
         else:
             bases = _sphere(views, step.generator)
-            lines = _normal((*views.shape, LINES), views.device, step.generator)
+            lines = _normal((*views.shape, LINES_PER_SPACE), views.device, step.generator)
             spaces = zip(views, samples, bases, lines, strict=True)
             terms = torch.stack([tangent_swd(z, samples=s, bases=b, projections=p) for z, s, b, p in spaces])
-        weight = self.weight * BATCH / len(step.z1) if self.reduction == "mean" else self.weight
+        weight = self.weight * PAPER_BATCH_SIZE / len(step.z1) if self.reduction == "mean" else self.weight
         return loss + weight * terms.sum()  # Eq. 2
 
 

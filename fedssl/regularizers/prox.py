@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedssl.errors import InputError
+from fedssl.config.constraints import check_arguments
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 
@@ -53,24 +53,15 @@ class Proximal(Regularizer):
     ----------
     weight : float
         mu; 0 disables the term.
-
-    Raises
-    ------
-    InputError
-        If ``weight`` is negative.
     """
 
     def __init__(self, *, weight: float) -> None:
-        if weight < 0:
-            raise InputError(
-                f"regularizer.weight={weight} must not be negative; FedProx uses 0.001 to 1, 0 disables it"
-            )
+        check_arguments("regularizer", weight=weight)
         self.weight = weight
         self._trained: list[Tensor] = []
         self._start: list[Tensor] = []
 
     def on_train_start(self, method: SSLMethod) -> None:
-        """Copy the current trained parameters."""
         trained: list[Tensor] = [parameter for parameter in method.parameters() if parameter.requires_grad]
         if list(map(id, trained)) != list(map(id, self._trained)):
             self._trained, self._start = trained, [torch.empty_like(weights) for weights in trained]
@@ -78,5 +69,4 @@ class Proximal(Regularizer):
             torch._foreach_copy_(self._start, trained)
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
-        """Return the loss plus the proximal term."""
         return loss + proximal(self._trained, self._start, weight=self.weight)

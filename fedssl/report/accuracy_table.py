@@ -1,4 +1,4 @@
-"""Tables of results: encoders side by side, the jobs of a sweep, any runs."""
+"""Results of the jobs of a sweep or of any runs as a table: mean and standard deviation over seeds."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,56 +11,46 @@ from fedssl.runs.groups import MAIN, compared_settings, first_of_each_seed, grou
 from fedssl.runs.run import Run, read_run
 from fedssl.text_table import TableCell, TableData, TextTable, text_cell, to_csv
 
-# Settings, and groups of them, that say what is to be learned and how it is spread: across these nothing is best.
+# Settings and config groups that define the task: results are compared only if they agree.
 COMPARISON_KEYS = ("dataset", "partition", "num_clients", "unseen_clients", "experiment")
 MARK_CAPTION = (
-    "the best accuracy of all rows with the same data and clients, where its mean leads the second best by more than "
+    "the best accuracy of all rows with the same data and clients, if its mean exceeds the second best by more than "
     "the larger of their standard deviations over seeds; with one seed of either nothing is marked"
 )
 
 
 def comparison_key(settings: dict[str, str]) -> Hashable:
-    """What rows must agree in so that one can be better than another."""
+    """Return the settings that define the task."""
     return frozenset((key, value) for key, value in settings.items() if key.partition(".")[0] in COMPARISON_KEYS)
 
 
 def best_rows(values: Sequence[Sequence[float]], tasks: Sequence[Hashable]) -> set[int]:
-    """Positions of the rows that are best among those of their task, as `MARK_CAPTION` has it.
+    """Return the indices of the best rows of each task, see `MARK_CAPTION`.
 
     Parameters
     ----------
     values : sequence of sequence of float
-        The accuracies of every row, one for each seed; a row without any is passed over.
+        Accuracies of each row over seeds.
     tasks : sequence of hashable
-        One for each row.
+        Of each row, see `comparison_key`.
     """
-    found = set()
+    best = set()
     for task in set(tasks):
         rows = [row for row in range(len(tasks)) if tasks[row] == task and values[row]]
         rows.sort(key=lambda row: mean(values[row]), reverse=True)
         first, second = (values[row] for row in rows[:2]) if len(rows) > 1 else ([], [])
         if min(len(first), len(second)) > 1 and mean(first) - mean(second) > max(stdev(first), stdev(second)):
-            found.add(rows[0])
-    return found
+            best.add(rows[0])
+    return best
 
 
 @dataclass
 class Row:
-    """Runs that differ in nothing but the seed.
-
-    Attributes
-    ----------
-    settings : dict
-        Key to value, as on the command line.
-    metrics : dict
-        Protocol to one value per finished run.
-    runs, failed : int
-        Number of runs that finished, and of those that ended otherwise.
-    """
+    """Runs that differ only in their seed."""
 
     settings: dict[str, str]
-    metrics: dict[str, list[float]] = field(default_factory=dict)
-    runs: int = 0
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # protocol to one value per finished run
+    runs: int = 0  # finished
     failed: int = 0
 
 
@@ -68,24 +58,20 @@ class Row:
 class Table(TextTable):
     """Settings that vary, the federated encoder's results over seeds, and the runs that did not finish.
 
-    Standard deviations are those of a sample (divisor n - 1), and absent where there is one run.
+    Standard deviations have the divisor n - 1.
 
     Attributes
     ----------
-    rows : list of Row
-    failures : list of str
-        A line for each run that did not finish.
-    running : list of str
-        A line for each run that goes on.
+    failures, running, early : list of str
+        A line for each run that did not finish, is running, or was ended by early stopping.
     repeats : list of str
-        A line for each run that has the settings and the seed of another one: it is not counted, for it says nothing
-        of how results vary.
-    early : list of str
-        A line for each run that finished before its last round.
+        A line for each run with the settings and the seed of another one, which is not counted.
+    incomplete : list of str
+        A line for each file that lacks lines of its run.
     units : dict
         Protocol to the unit of its values, in the order in which protocols ran.
     always : tuple of str
-        Settings that are shown even if all rows agree in them, unless none has them.
+        Settings that are displayed even if they do not vary, unless no row has them.
     """
 
     rows: list[Row]
@@ -93,55 +79,53 @@ class Table(TextTable):
     running: list[str] = field(default_factory=list)
     repeats: list[str] = field(default_factory=list)
     early: list[str] = field(default_factory=list)
+    incomplete: list[str] = field(default_factory=list)
     units: dict[str, str] = field(default_factory=dict)
     always: tuple[str, ...] = ()
 
     @property
     def failed(self) -> int:
-        """Number of runs that did not finish."""
+        """Return the number of runs that did not finish."""
         return len(self.failures)
 
     @property
     def keys(self) -> list[str]:
-        """Settings that are shown: `always`, then those in which rows differ, in the order of the command line."""
+        """Return the displayed settings: `always`, then those that vary."""
         settings = [dict.fromkeys(self.always, "") | row.settings for row in self.rows]
-        hidden = {key for key in self.always if {one[key] for one in settings} == {""}}
-        shown = {*varying(settings), *self.always} - hidden
-        return [key for key in dict.fromkeys([*self.always, *(key for one in settings for key in one)]) if key in shown]
-
-    @property
-    def metrics(self) -> list[str]:
-        """Protocols, in the order in which they ran."""
-        return list(self.units)
+        hidden = {key for key in self.always if {values[key] for values in settings} == {""}}
+        keys = dict.fromkeys([*self.always, *(key for values in settings for key in values)])
+        displayed = {*varying(settings), *self.always} - hidden
+        return [key for key in keys if key in displayed]
 
     def data(self) -> TableData:
-        """The table as cells; accuracies in per cent."""
+        """Return the cells; accuracies in percent."""
         header = [*self.keys, *(column_title(name, unit) for name, unit in self.units.items()), "runs", "failed"]
-        best = {name: self._best(name) for name in self.metrics}
+        best = {name: self._best(name) for name in self.units}
         rows = [
             [
                 *map(text_cell, self._settings(row)),
-                *(_result(self._over_seeds(row, name), best=place in best[name]) for name in self.metrics),
+                *(_result(self._over_seeds(row, name), best=index in best[name]) for name in self.units),
                 *(text_cell(str(number)) for number in (row.runs, row.failed)),
             ]
-            for place, row in enumerate(self.rows)
+            for index, row in enumerate(self.rows)
         ]
         notes = {
-            "runs that go on:": self.running,
-            "runs that did not finish:": self.failures,
-            "runs that early_stopping ended:": self.early,
-            "runs that repeat another one, with the same settings and seed, and are not counted:": self.repeats,
+            "running:": self.running,
+            "not finished:": self.failures,
+            "ended by early_stopping:": self.early,
+            "not counted, because another run has the same settings and seed:": self.repeats,
+            "incomplete files:": self.incomplete,
         }
         notes = {title: lines for title, lines in notes.items() if lines}
         return TableData("Results", header, rows, left=len(self.keys), notes=notes, mark_caption=MARK_CAPTION)
 
     def csv(self) -> str:
-        """As comma-separated values; accuracies in [0, 1], in full precision."""
-        columns = [f"{name}_{kind}" for name in self.metrics for kind in ("mean", "std")]
+        """Return comma-separated values; accuracies in [0, 1], in full precision."""
+        columns = [f"{name}_{kind}" for name in self.units for kind in ("mean", "std")]
         lines: list[list[object]] = [[*self.keys, *columns, "runs", "failed"]]
         for row in self.rows:
-            scores = [self._over_seeds(row, name) for name in self.metrics]
-            numbers = [number for one in scores for number in ((one.value, one.std) if one else (None, None))]
+            scores = [self._over_seeds(row, name) for name in self.units]
+            numbers = [number for score in scores for number in ((score.value, score.std) if score else (None, None))]
             lines.append([*self._settings(row), *numbers, row.runs, row.failed])
         return to_csv(lines)
 
@@ -151,8 +135,8 @@ class Table(TextTable):
         write_text(folder / "results.md", self.markdown())
 
     def _best(self, name: str) -> set[int]:
-        """Positions of the rows that are marked; of what is no accuracy nobody knows whether more is better."""
-        if self.units[name] != ACCURACY:
+        """Return the indices of the marked rows."""
+        if self.units[name] != ACCURACY:  # more may be worse
             return set()
         return best_rows(
             [row.metrics.get(name, []) for row in self.rows], [comparison_key(row.settings) for row in self.rows]
@@ -167,12 +151,9 @@ class Table(TextTable):
 
 
 def sweep_table(folders: Sequence[Path]) -> Table:
-    """Make one table of the jobs of a sweep; jobs that differ only in their seed make one row.
+    """Return the table of the jobs of a sweep, with one row for jobs that differ only in their seed.
 
-    Parameters
-    ----------
-    folders : sequence of Path
-        Run folders with ``summary.json``. Without a readable one the job counts as failed.
+    Jobs whose folder has no readable ``summary.json`` count as failed.
     """
     return _table(
         [read_run(folder) for folder in folders],
@@ -181,16 +162,13 @@ def sweep_table(folders: Sequence[Path]) -> Table:
 
 
 def run_table(runs: Sequence[Run]) -> Table:
-    """Make one table of any runs: those that agree in `MAIN` and all settings that one of them was given make one row.
-
-    See `compared_settings`.
-    """
+    """Return the table of any runs, with one row for runs that agree in `compared_settings`."""
     return _table(runs, compared_settings(runs, always=MAIN), always=MAIN)
 
 
 def _table(runs: Sequence[Run], settings_of: Callable[[Run], dict[str, str]], *, always: tuple[str, ...] = ()) -> Table:
     rows: list[Row] = []
-    row_of: dict[Path, Row] = {}  # of runs that are counted
+    row_of: dict[Path, Row] = {}  # of counted runs
     repeated: dict[Path, Run] = {}
     for group in group_runs([run for run in runs if _is_known(run, settings_of(run))], settings_of):
         finished = [run for run in group.runs if run.finished]
@@ -199,7 +177,7 @@ def _table(runs: Sequence[Run], settings_of: Callable[[Run], dict[str, str]], *,
         rows.append(Row(group.settings, runs=len(counted), failed=ended))
         row_of |= {run.folder: rows[-1] for run in counted.values()}
         repeated |= {run.folder: counted[run.seed] for run in finished if counted[run.seed] is not run}
-    table = Table(rows, failures=[], always=always)
+    table = Table(rows, failures=[], always=always, incomplete=[line for run in runs for line in run.incomplete_files])
     for run in runs:
         if not run.finished:
             overrides = " ".join(f"{key}={value}" for key, value in run.overrides.items())
@@ -217,7 +195,7 @@ def _table(runs: Sequence[Run], settings_of: Callable[[Run], dict[str, str]], *,
 
 
 def _is_known(run: Run, settings: Mapping[str, str]) -> bool:
-    """Whether something tells what the run was."""
+    """Return whether the settings of the run are known."""
     if run.summary is None and run.settings is None:
         return False
     return run.finished or not settings or any(settings.values())
@@ -225,15 +203,11 @@ def _is_known(run: Run, settings: Mapping[str, str]) -> bool:
 
 def _add_results(run: Run, row: Row, units: dict[str, str]) -> None:
     for name, score in run.results.items():
-        if units.setdefault(name, score.unit) != score.unit:  # another program's protocol of the same name
+        if units.setdefault(name, score.unit) != score.unit:  # a protocol of another program
             name = f"{name}, {score.unit}"
             units.setdefault(name, score.unit)
         row.metrics.setdefault(name, []).append(score.value)
 
 
-def _cell(score: Score | None) -> str:
-    return "-" if score is None else score.number
-
-
 def _result(score: Score | None, *, best: bool) -> TableCell:
-    return TableCell(_cell(score), None if score is None else score.value, best)
+    return TableCell("-") if score is None else TableCell(score.number, score.value, best)

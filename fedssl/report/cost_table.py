@@ -1,21 +1,21 @@
-"""What runs cost a client, side by side: LW-FedSSL's Table 3 (Tun et al., arXiv 2401.11647) for any runs, as measured.
+"""Measured costs of a client in any runs: LW-FedSSL's Table 3 (Tun et al., arXiv 2401.11647).
 
 Memory and FLOPs are those of `fedssl.step_cost`, bytes those of the messages, heads included.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from statistics import mean
 from typing import Any
 
 from fedssl.runs.costs import CostTotals, sum_costs
 from fedssl.runs.groups import IGNORED, compared_settings, first_of_each_seed, group_runs, varying
-from fedssl.runs.jsonl import read_jsonl
+from fedssl.runs.jsonl import format_rounds, read_jsonl
 from fedssl.runs.run import Run
 from fedssl.text_table import TableCell, TableData, TextTable, text_cell, to_csv
 
 BASELINE = "end_to_end"
-HARDWARE = {"device", "threads", "engine"}  # change no result, but what it costs
+HARDWARE = {"device", "threads", "engine"}  # change costs but no result
 COLUMNS = {
     "memory": "peak memory",
     "flops": "FLOPs",
@@ -28,19 +28,9 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class CostRow:
-    """Runs that differ in nothing but the seed, and the means of what they cost.
+    """Mean costs of runs that differ only in their seed. Other rows are relative to the ``baseline``."""
 
-    Attributes
-    ----------
-    settings : dict
-        Key to value, as on the command line, of what differs between rows.
-    cost : CostTotals
-    baseline : bool
-        Whether all other rows are relative to this one.
-    runs : int
-    """
-
-    settings: dict[str, str]
+    settings: dict[str, str]  # that differ between rows
     cost: CostTotals
     baseline: bool
     runs: int
@@ -48,12 +38,13 @@ class CostRow:
 
 @dataclass(frozen=True)
 class CostTable(TextTable):
-    """Costs side by side, absolute and relative to the run that trains end to end, or to the first one."""
+    """Costs, absolute and relative to the run that trains end to end, or to the first one."""
 
     rows: list[CostRow]
+    incomplete: list[str] = field(default_factory=list)  # a line for each run that was left out
 
     def data(self) -> TableData:
-        """The table as cells: every cost, and behind it the same relative to the baseline."""
+        """Return the cells: every cost, and its ratio to the baseline's."""
         rows = [
             [
                 *map(text_cell, row.settings.values()),
@@ -63,13 +54,13 @@ class CostTable(TextTable):
             for row in self.rows
         ]
         header = [*self._keys, *COLUMNS.values(), "runs"]
-        return TableData("What a run costs a client", header, rows, left=len(self._keys))
+        notes = {"not counted, because metrics.jsonl lacks rounds:": self.incomplete} if self.incomplete else {}
+        return TableData("What a run costs a client", header, rows, left=len(self._keys), notes=notes)
 
     def csv(self) -> str:
-        """As comma-separated values: bytes, FLOPs and seconds in full precision, and each relative to the baseline."""
-        lines: list[list[object]] = [
-            [*self._keys, *(word for name in COLUMNS for word in (name, f"{name}_relative")), "runs"]
-        ]
+        """Return comma-separated values: costs in full precision, and their ratios to the baseline's."""
+        columns = [column for name in COLUMNS for column in (name, f"{name}_relative")]
+        lines: list[list[object]] = [[*self._keys, *columns, "runs"]]
         for row in self.rows:
             numbers = [number for name in COLUMNS for number in self._pair(row, name)]
             lines.append([*row.settings.values(), *numbers, row.runs])
@@ -80,25 +71,29 @@ class CostTable(TextTable):
         return list(self.rows[0].settings) if self.rows else []
 
     def _pair(self, row: CostRow, name: str) -> tuple[float | None, float | None]:
-        """Return a cost, and the same relative to the baseline's; None where it is not known."""
-        if name == "seconds" and any(one.cost.seconds is None for one in self.rows):
-            name = "round_seconds"  # runs whose clients reported no time can be compared by this only
-        value, base = (getattr(one.cost, name) for one in (row, next(one for one in self.rows if one.baseline)))
+        """Return a cost and its ratio to the baseline's, None if unknown."""
+        if name == "seconds" and any(other.cost.seconds is None for other in self.rows):
+            name = "round_seconds"  # known of all runs
+        baseline = next(other for other in self.rows if other.baseline)
+        value, base = (getattr(each.cost, name) for each in (row, baseline))
         return value, value / base if value is not None and base else None
 
 
 def cost_table(runs: Sequence[Run]) -> CostTable:
-    """Make a table of those runs that finished and have numbers of their rounds.
+    """Return the table of the finished runs with lines of their rounds.
 
-    Runs that differ only in their seed, and in settings that change neither a number nor a cost, make one row. All rows
-    are relative to the first one that trains end to end, or to the first one if none does.
+    Runs that differ only in their seed, and in settings that change neither results nor costs, make one row. The
+    baseline is the first row that trains end to end, or the first one if none does.
     """
     required = ("seconds", "clients", "bytes_down", "bytes_up")
     lines = {run.folder: read_jsonl(run.folder / "metrics.jsonl", required=required) for run in runs if run.finished}
-    runs = [run for run in runs if lines.get(run.folder)]
+    incomplete = [
+        f"{run.folder}: {format_rounds(run.missing_rounds)}" for run in runs if run.finished and run.missing_rounds
+    ]
+    runs = [run for run in runs if lines.get(run.folder) and not run.missing_rounds]
     groups = group_runs(runs, compared_settings(runs, ignored=IGNORED - HARDWARE))
     if not groups:
-        return CostTable([])
+        return CostTable([], incomplete)
     shown = varying([group.settings for group in groups])
     end_to_end = [number for number, group in enumerate(groups) if group.runs[0].value("schedule") == BASELINE]
     baseline = end_to_end[0] if end_to_end else 0
@@ -111,12 +106,13 @@ def cost_table(runs: Sequence[Run]) -> CostTable:
                 runs=len(first_of_each_seed(group.runs)),
             )
             for number, group in enumerate(groups)
-        ]
+        ],
+        incomplete,
     )
 
 
 def _mean(costs: Sequence[CostTotals]) -> CostTotals:
-    """Average every number over those that know it."""
+    """Average each cost over the runs that measured it."""
     known = {
         field.name: [number for cost in costs if (number := getattr(cost, field.name)) is not None]
         for field in fields(CostTotals)
@@ -138,7 +134,6 @@ def _cost(name: str, value: float | None, ratio: float | None) -> TableCell:
 
 
 def _size(value: float) -> str:
-    """Bytes for people."""
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:
             return f"{value:.4g} {unit}"

@@ -1,23 +1,23 @@
-"""The report as one page of HTML that needs nothing else: no network, no other file, and no script to be read.
+"""The report as one HTML page without external resources, readable without scripts.
 
-All words of run folders are escaped, and the page forbids the browser (Content-Security-Policy) to load anything and to
-run any script but the one that sorts tables.
+Text of run folders is escaped. The Content-Security-Policy allows only the script that sorts tables, by its hash, and
+images inside the page: figures are SVG images, which a browser isolates from the page.
 """
 
 import hashlib
 import io
-import re
+import itertools
 import time
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
-from xml.etree import ElementTree
 
+from fedssl.evaluation.scores import Score, column_title
 from fedssl.plots.registry import PLOTS
 from fedssl.plots.style import sanitize_texts
-from fedssl.runs.groups import OWN_KEYS, group_by_seed
+from fedssl.runs.groups import OWN_KEYS, RunGroup, group_by_seed, score_over_seeds
 from fedssl.runs.run import Run
 from fedssl.text_table import TableCell, TableData, TextTable, text_cell
 from fedssl.untrusted import sanitize
@@ -26,23 +26,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STYLE, SCRIPT = ((Path(__file__).parent / f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
-KEY_COLUMNS = (2, 4)  # min and max columns of words before the numbers; the others come after the numbers
-LONG_TEXT = 40  # signs of a text from which on it may be broken
-# Of one run: what a plot shows, and the file with its numbers.
+KEY_COLUMNS = (2, 4)  # minimum and maximum number of text columns before the numbers; the others follow the numbers
+LONG_TEXT = 40  # characters from which on a text may be broken
+# Caption of a run's plot, and the file with its numbers.
 RUN_PLOTS = {
     "metrics": ("loss and results over the rounds", "metrics.jsonl"),
     "cosines": ("cosines of clients' models with the global one", "clients.jsonl"),
-    "partition": ("who holds what", "partition.csv"),
+    "partition": ("images of each client", "partition.csv"),
 }
-_DRAWN: dict[tuple[Path, str], tuple[tuple[int, int], str]] = {}  # figures by file and name, for the next page
+ENCODERS = ("untrained", "federated", "pixels")
+_CACHE: dict[tuple[Path, str], tuple[tuple[int, int], str]] = {}  # figures by file and plot, for the next page
 _TARGET = "._target_"
-_NUMBER = re.compile(r"\d+\.\d+")
-_SPACES = re.compile(r"^\{.*\}")  # before a name: the place in which XML defines it
-_LEFT_OUT = ("metadata", "style")
 
 
 def page(runs: Sequence[Run], tables: Sequence[TextTable], *, again: float | None = None) -> str:
-    """Write the page.
+    """Return the page.
 
     Parameters
     ----------
@@ -50,12 +48,14 @@ def page(runs: Sequence[Run], tables: Sequence[TextTable], *, again: float | Non
     tables : sequence of TextTable
         The results.
     again : float or None
-        The page is written anew every so many seconds, and loads itself again; None: it is the last one.
+        Seconds after which the page reloads itself; None to reload never.
     """
+    encoders = encoder_table(runs)
     parts = [
         "<h1>Report of federated runs</h1>",
         f'<p class="faint">{text(_count(runs))}</p>',
         *(_section(*table.data().without_constants()) for table in tables),
+        _section(*encoders.without_constants()) if encoders.rows else "",
         *_figures("Figures", figures_of_all(runs)),
         _section(settings_table(runs)) if len(runs) > 1 else "",
         _section(status_table(runs)),
@@ -64,14 +64,14 @@ def page(runs: Sequence[Run], tables: Sequence[TextTable], *, again: float | Non
     return _document("\n".join(filter(None, parts)), again)
 
 
-def text(words: object) -> str:
-    """Words of anybody, which are no markup and no command."""
-    return escape(sanitize(words))
+def text(value: object) -> str:
+    """Return printable text without markup."""
+    return escape(sanitize(value))
 
 
 def _document(body: str, again: float | None) -> str:
     digest = b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     policy += "; base-uri 'none'; form-action 'none'"
     refresh = "" if again is None else f'<meta http-equiv="refresh" content="{max(1, round(again))}">\n'
     return (
@@ -84,16 +84,16 @@ def _document(body: str, again: float | None) -> str:
 
 
 def _count(runs: Sequence[Run]) -> str:
-    finished, running = (sum(found) for found in ((run.finished for run in runs), (run.running for run in runs)))
+    finished, running = sum(run.finished for run in runs), sum(run.running for run in runs)
     other = len(runs) - sum(run.finished or run.running for run in runs)
-    told = f"{finished} of {len(runs)} runs finished, {running} running, {other} ended otherwise"
-    return told + (f"; as of {time.strftime('%Y-%m-%d %H:%M:%S')}" if running else "")
+    counts = f"{finished} of {len(runs)} runs finished, {running} running, {other} ended otherwise"
+    return counts + (f"; as of {time.strftime('%Y-%m-%d %H:%M:%S')}" if running else "")
 
 
 def _section(data: TableData, same: Mapping[str, str] | None = None) -> str:
-    """A table under its title, and above it the settings that are the ``same`` in all rows."""
-    told = ", ".join(f"{key}={value}" for key, value in (same or {}).items())
-    head = f'<p class="faint">In all rows: {text(told)}.</p>\n' if told else ""
+    """Return a table with its title and the settings that are the ``same`` in all rows."""
+    constants = ", ".join(f"{key}={value}" for key, value in (same or {}).items())
+    head = f'<p class="faint">In all rows: {text(constants)}.</p>\n' if constants else ""
     rule = f'<p class="faint">Bold: {text(data.mark_caption)}.</p>' if data.mark_caption else ""
     notes = "".join(
         f"<h3>{text(title)}</h3>\n<ul>{''.join(f'<li>{text(line)}</li>' for line in lines)}</ul>\n"
@@ -105,7 +105,7 @@ def _section(data: TableData, same: Mapping[str, str] | None = None) -> str:
 
 def _table(data: TableData) -> str:
     kinds = ["" if column < data.left else ' class="number"' for column in range(len(data.header))]
-    first = _telling_apart(data)
+    first = _key_columns(data)
     order = sorted(range(len(kinds)), key=lambda column: column < data.left and column not in first)
     header = "".join(f'<th scope="col"{kinds[column]}>{text(data.header[column])}</th>' for column in order)
     rows = "".join(f"<tr>{''.join(_cell(row[column], kinds[column]) for column in order)}</tr>\n" for row in data.rows)
@@ -115,88 +115,116 @@ def _table(data: TableData) -> str:
     )
 
 
-def _telling_apart(data: TableData) -> set[int]:
-    """Columns of words that tell most rows apart together: the leftmost of those that tell most, one by one."""
+def _key_columns(data: TableData) -> set[int]:
+    """Select the text columns that distinguish most rows, greedily from the left."""
     min_columns, max_columns = KEY_COLUMNS
-    chosen: list[int] = []
+    selected: list[int] = []
 
-    def told(column: int) -> int:
-        return len({tuple(row[one].text for one in [*chosen, column]) for row in data.rows})
+    def num_distinct(column: int) -> int:
+        return len({tuple(row[index].text for index in [*selected, column]) for row in data.rows})
 
-    while len(chosen) < min(max_columns, data.left):
-        best = max((column for column in range(data.left) if column not in chosen), key=told)
-        if len(chosen) >= min_columns and told(best) == told(chosen[0]):
-            break  # no other tells more rows apart
-        chosen.append(best)
-    return set(chosen)
+    while len(selected) < min(max_columns, data.left):
+        best = max((column for column in range(data.left) if column not in selected), key=num_distinct)
+        if len(selected) >= min_columns and num_distinct(best) == num_distinct(selected[0]):
+            break  # no other column distinguishes more rows
+        selected.append(best)
+    return set(selected)
 
 
-def _cell(one: TableCell, kind: str) -> str:
-    value = "" if one.value is None else f' data-value="{one.value!r}"'
-    long = ' class="long"' if len(one.text) > LONG_TEXT else ""
-    words = text(one.text)
-    if one.text.startswith("fedssl "):
-        words = f"<code>{words}</code>"
-    elif one.best:
-        words = f"<strong>{words}</strong>"
-    return f"<td{kind or long}{value}>{words}</td>"
+def _cell(cell: TableCell, kind: str) -> str:
+    value = "" if cell.value is None else f' data-value="{cell.value!r}"'
+    long = ' class="long"' if len(cell.text) > LONG_TEXT else ""
+    content = text(cell.text)
+    if cell.text.startswith("fedssl "):
+        content = f"<code>{content}</code>"
+    elif cell.best:
+        content = f"<strong>{content}</strong>"
+    return f"<td{kind or long}{value}>{content}</td>"
 
 
 def _figures(title: str, figures: Sequence[tuple[str, str]]) -> list[str]:
-    """A section of figures: each its caption and its elements, closed but for a first one alone."""
+    """Return a section of captions and images, which are folded if there are several."""
     if not figures:
         return []
     opened = " open" if len(figures) == 1 else ""
-    shown = [
+    folded = [
         f"<details{opened}><summary>{text(caption)}</summary>\n"
-        f'<div class="scroll" tabindex="0">\n{svg}\n</div></details>'
-        for caption, svg in figures
+        f'<div class="scroll" tabindex="0">\n{element}\n</div></details>'
+        for caption, element in figures
     ]
-    return [f"<section>\n<h2>{text(title)}</h2>", *shown, "</section>"]
+    return [f"<section>\n<h2>{text(title)}</h2>", *folded, "</section>"]
 
 
 def figures_of_all(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Caption and element of the figures of all runs together; runs that go on only where no seed has finished."""
-    shown = [run for one in _groups(runs) for run in ([own for own in one if own.finished] or one)]
+    """Return caption and image of the figure of all runs; running ones only where no seed has finished."""
+    plotted = [run for group in _groups(runs) for run in ([run for run in group if run.finished] or group)]
     caption = "accuracy over rounds, over bytes and over FLOPs of a client"
-    data = PLOTS["accuracy"].plot(shown) if shown else None
-    return [(caption, inline(data.figure, name="all", label=caption, kind="wide"))] if data else []
+    data = PLOTS["accuracy"].plot(plotted) if plotted else None
+    return [(caption, image(data.figure, label=caption, kind="wide"))] if data else []
 
 
 def figures_of_each(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Caption and element of the figures of single runs: the first of those that differ only in their seed."""
-    found: list[tuple[str, str]] = []
-    for number, run in enumerate(one[0] for one in _groups(runs)):
-        for kind, (plot, (shows, file)) in enumerate(RUN_PLOTS.items()):
-            caption = f"{run.folder}: {shows}"
-            element = _drawn(run.folder / file, plot, name=f"run{number}-{kind}", label=caption)
-            if element:
-                found.append((caption, element))
-    return found
+    """Return captions and images of single runs: of the first of those that differ only in their seed."""
+    figures = [
+        (caption, _cached_image(run.folder / file, plot, label=caption))
+        for run, *_ in _groups(runs)
+        for plot, (title, file) in RUN_PLOTS.items()
+        for caption in [f"{run.folder}: {title}"]
+    ]
+    return [(caption, element) for caption, element in figures if element]
 
 
 def _groups(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs that finished or go on, those together that differ only in their seed; those that finished come first."""
+    """Group finished and running runs that differ only in their seed, finished ones first."""
     alive = [run for run in runs if run.finished or run.running]
-    return [one.runs for one in group_by_seed(sorted(alive, key=lambda run: not run.finished))]
+    return [group.runs for group in group_by_seed(sorted(alive, key=lambda run: not run.finished))]
 
 
-def _drawn(file: Path, plot: str, *, name: str, label: str) -> str:
-    """The figure of this file, drawn anew only if the file has changed; empty if there is nothing to draw."""
+def _cached_image(file: Path, plot: str, *, label: str) -> str:
+    """Plot the file if it has changed; return an empty text if there is nothing to plot."""
     if not file.is_file():
         return ""
-    found = file.stat()
-    stamp = (found.st_mtime_ns, found.st_size)
-    known = _DRAWN.get((file, name))
-    if known is None or known[0] != stamp:
+    status = file.stat()
+    stamp = (status.st_mtime_ns, status.st_size)
+    cached = _CACHE.get((file, plot))
+    if cached is None or cached[0] != stamp:
         data = PLOTS[plot].plot(file.parent)
-        known = (stamp, inline(data.figure, name=name, label=label) if data else "")
-        _DRAWN[file, name] = known
-    return known[1]
+        cached = _CACHE[file, plot] = (stamp, image(data.figure, label=label) if data else "")
+    return cached[1]
+
+
+def encoder_table(runs: Sequence[Run]) -> TableData:
+    """Compare the federated encoder with the untrained encoder and raw pixels, by the same protocols over seeds."""
+    rows: list[tuple[RunGroup, str, dict[str, list[Score]]]] = []
+    units: dict[str, str] = {}
+    groups = group_by_seed([run for run in runs if run.finished])
+    for group in groups:
+        for kind in ENCODERS:
+            scores: dict[str, list[Score]] = {}
+            for run in group.runs:
+                for name, score in run.results_of(kind).items():
+                    scores.setdefault(name, []).append(score)
+                    units.setdefault(name, score.unit)
+            rows.append((group, kind, scores))
+    header = [*(groups[0].settings if groups else []), "encoder", *itertools.starmap(column_title, units.items())]
+    if not any(scores for _, kind, scores in rows if kind != "federated"):
+        rows = []
+    cells = [
+        [*map(text_cell, group.settings.values()), TableCell(kind), *(_score_cell(scores.get(name)) for name in units)]
+        for group, kind, scores in rows
+    ]
+    return TableData("Encoders under the same protocols", header, cells, left=len(header) - len(units))
+
+
+def _score_cell(scores: Sequence[Score] | None) -> TableCell:
+    if not scores:
+        return TableCell("-")
+    score = score_over_seeds([score.value for score in scores], scores[0].unit)
+    return TableCell(score.number, score.value)
 
 
 def status_table(runs: Sequence[Run]) -> TableData:
-    """A row for each run: folder, state, rounds done, seed, the command that repeats it, and why it did not finish."""
+    """Return a row for each run: folder, state, rounds, seed, command, and why it did not finish."""
     rows = [
         [
             TableCell(str(run.folder)),
@@ -213,73 +241,43 @@ def status_table(runs: Sequence[Run]) -> TableData:
 
 
 def settings_table(runs: Sequence[Run]) -> TableData:
-    """Every setting in which runs differ, a column for each; with more settings than runs a column for each run.
+    """Return a column for each setting in which runs differ; with more settings than runs a column for each run.
 
-    What a run does not have is empty, which is no difference where nothing but its words is known. A class is left out
-    where the choice that stands for it differs as well.
+    Settings that a run does not have are empty. For a run without ``config.yaml``, of which only overrides are known,
+    they are no difference. A ``_target_`` is left out if the choice that sets it differs.
     """
     settings = [run.all_settings for run in runs]
-    whole = [run.settings is not None for run in runs]
-    keys = dict.fromkeys(key for one in settings for key in one if key not in OWN_KEYS)
+    complete = [run.settings is not None for run in runs]
+    keys = dict.fromkeys(key for values in settings for key in values if key not in OWN_KEYS)
     values = {
-        key: {one.get(key, "") for one, all_of_it in zip(settings, whole, strict=True) if all_of_it or key in one}
+        key: {of_run.get(key, "") for of_run, known in zip(settings, complete, strict=True) if known or key in of_run}
         for key in keys
     }
     differ = [key for key in keys if len(values[key]) > 1]
     differ = [key for key in differ if not (key.endswith(_TARGET) and key.removesuffix(_TARGET) in differ)]
     folders = [str(run.folder) for run in runs]
-    header, rows = ["setting", *folders], [[key, *(one.get(key, "") for one in settings)] for key in differ]
+    header, rows = ["setting", *folders], [[key, *(of_run.get(key, "") for of_run in settings)] for key in differ]
     if len(differ) <= len(runs):
         header, rows = ["run", *differ], [list(row) for row in zip(folders, *(row[1:] for row in rows), strict=True)]
     body = [[TableCell(first), *map(text_cell, others)] for first, *others in (rows if differ else [])]
     return TableData("Settings in which runs differ", header, body, left=len(header))
 
 
-def inline(figure: "Figure", *, name: str, label: str, kind: str = "plain") -> str:
-    """Write the figure as an element ``svg``, the same for the same figure, with its texts as text.
+def image(figure: "Figure", *, label: str, kind: str = "plain") -> str:
+    """Return an element ``img`` with the figure as SVG; equal figures give equal text.
 
     Parameters
     ----------
-    figure : Figure
-        Its texts are made plain, and nothing of it is cut off at the axes any more, for what cuts refers by an address.
-    name : str
-        Of letters and digits, which no other figure of the page has.
     label : str
-        What it shows, for those who cannot see it.
+        Alternative text.
     kind : str
-        The class of the element.
+        Class of the element.
     """
     from matplotlib import rc_context
 
     sanitize_texts(figure)
-    for artist in figure.findobj():
-        artist.set_clip_on(False)
     stream = io.BytesIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(stream, format="svg", transparent=True)
-    root = ElementTree.fromstring(stream.getvalue())
-    _tidy(root, name)
-    for key in ("width", "height", "version"):
-        root.attrib.pop(key, None)
-    root.attrib |= {"class": kind, "role": "img", "aria-label": sanitize(label)}
-    return ElementTree.tostring(root, encoding="unicode")
-
-
-def _tidy(root: ElementTree.Element, name: str) -> None:
-    """Drop what a page does not need, and put ``name`` before the names by which elements refer to each other."""
-    for parent in list(root.iter()):
-        for child in [child for child in parent if _SPACES.sub("", child.tag) in _LEFT_OUT]:
-            parent.remove(child)
-    for element in root.iter():
-        element.tag = _SPACES.sub("", element.tag)
-        element.attrib = {_SPACES.sub("", key): value for key, value in element.attrib.items()}
-    referred = {element.attrib["href"] for element in root.iter() if "href" in element.attrib}
-    for element in root.iter():
-        if "#" + (own := element.attrib.pop("id", "")) in referred:
-            element.attrib["id"] = f"{name}-{own}"
-        if "href" in element.attrib:
-            element.attrib["href"] = f"#{name}-{element.attrib['href'].removeprefix('#')}"
-        if "d" in element.attrib:  # a hundredth of a point is finer than any screen
-            element.attrib["d"] = " ".join(
-                _NUMBER.sub(lambda found: f"{float(found[0]):.2f}", element.attrib["d"]).split()
-            )
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedssl"}):
+        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+    data = b64encode(stream.getvalue()).decode()
+    return f'<img class="{kind}" alt="{text(label)}" src="data:image/svg+xml;base64,{data}">'

@@ -35,53 +35,35 @@ _ABSENT = "(none)"
 
 @dataclass(frozen=True)
 class RunEntry:
-    """A run as the list shows it.
-
-    Attributes
-    ----------
-    run : Run
-    date : str
-        When it began, by the name of its folder or of the sweep's; otherwise when its files were last written.
-    status : str
-        One of `STATUSES`.
-    done : int
-        Rounds.
-    results : dict
-        Final results of a finished run, of another one those of its last evaluation.
-    """
+    """A run in a list."""
 
     run: Run
-    date: str
-    status: str
-    done: int
-    results: dict[str, Score]
+    date: str  # of the start, in the name of the folder or of the sweep's; else of the earliest file
+    status: str  # one of `STATUSES`
+    rounds_done: int
+    results: dict[str, Score]  # final ones of a finished run, else those of the last evaluation
 
     @property
     def name(self) -> str:
-        """The folder, as it was found."""
+        """Return the path of the folder."""
         return str(self.run.folder)
 
     def value(self, key: str) -> str:
-        """Tell what a word of the command asks for: a setting, or ``status``, ``date`` and ``name``."""
-        own = {"status": self.status, "date": self.date, "name": self.name}
-        return own[key] if key in own else self.run.value(key)
+        """Return a setting of the run, or ``status``, ``date`` and ``name``."""
+        fields = {"status": self.status, "date": self.date, "name": self.name}
+        return fields[key] if key in fields else self.run.value(key)
 
 
 def find_entries(folders: Sequence[Path]) -> tuple[list[RunEntry], list[str]]:
-    """Find the runs at and below folders, newest first, and a sentence for each folder that cannot be read.
-
-    Raises
-    ------
-    InputError
-        A folder does not exist, or there is no run anywhere.
-    """
+    """Return the runs at and below folders, newest first, and a sentence for each file that cannot be read."""
     missing = [folder for folder in folders if not folder.is_dir()]
     if missing:
         raise InputError(f"there is no folder {missing[0]}; give folders of runs or of sweeps, e.g. runs multirun")
     entries, problems = [], []
-    for place in dict.fromkeys(place for folder in folders for place in run_folders(folder)):
+    for path in dict.fromkeys(path for folder in folders for path in run_folders(folder)):
         try:
-            entries.append(read_entry(place))
+            entries.append(read_entry(path))
+            problems += entries[-1].run.incomplete_files
         except InputError as error:
             problems.append(str(error))
     if not entries and not problems:
@@ -90,51 +72,38 @@ def find_entries(folders: Sequence[Path]) -> tuple[list[RunEntry], list[str]]:
 
 
 def read_entry(folder: Path) -> RunEntry:
-    """Read a run folder.
-
-    Raises
-    ------
-    InputError
-        It is damaged, or no run's.
-    """
+    """Read a run folder; raise an `InputError` if it is damaged or not of a run."""
     run = read_run(folder)
     if run.summary is None and run.settings is None:
         raise InputError(f"{folder} has no readable summary.json and no config.yaml; it is no run, or was none yet")
     results = run.results
     if not run.finished:
-        judged = [line for line in read_jsonl(folder / "metrics.jsonl") if "evaluation" in line]
-        results = as_scores(judged[-1]["evaluation"], judged[-1].get("units")) if judged else {}
+        evaluated = [line for line in read_jsonl(folder / "metrics.jsonl") if "evaluation" in line]
+        results = as_scores(evaluated[-1]["evaluation"], evaluated[-1].get("units")) if evaluated else {}
     return RunEntry(
         run,
         date=_date(folder),
         status=run.state,
-        done=run.rounds_done,
+        rounds_done=run.rounds_done,
         results={sanitize(name): score for name, score in results.items()},
     )
 
 
 def _date(folder: Path) -> str:
     for name in (folder.name, folder.parent.name):
-        found = _DATE.search(name)
-        if found:
-            return f"{found[1]} {found[2]}:{found[3]}:{found[4]}"
+        if match := _DATE.search(name):
+            return f"{match[1]} {match[2]}:{match[3]}:{match[4]}"
     times = [(folder / mark).stat().st_mtime for mark in RUN_MARKERS if (folder / mark).is_file()]
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(times, default=0)))
 
 
 def filter_entries(entries: Iterable[RunEntry], overrides: Sequence[str]) -> list[RunEntry]:
-    """Keep the entries that agree with all words, such as ``strategy=l_dawa,fedavg`` (either) and ``status=finished``.
-
-    Raises
-    ------
-    InputError
-        A word is none, no run has such a setting, or there is no such status.
-    """
+    """Select entries by filters such as ``strategy=l_dawa,fedavg`` (either) and ``status=finished``."""
     kept = list(entries)
-    for word in overrides:
-        key, said, values = word.partition("=")
-        if not said:
-            raise InputError(f"{word} is neither a folder nor a word such as strategy=l_dawa; correct it")
+    for override in overrides:
+        key, equals, values = override.partition("=")
+        if not equals:
+            raise InputError(f"{override} is neither a folder nor a filter such as strategy=l_dawa; correct it")
         if kept and not any(entry.value(key) for entry in kept):
             check_renamed(key)
             known = dict.fromkeys(key for entry in kept for key in (*entry.run.choices, *entry.run.overrides, "status"))
@@ -147,44 +116,23 @@ def filter_entries(entries: Iterable[RunEntry], overrides: Sequence[str]) -> lis
                 f"there is no status={unknown[0]}{did_you_mean(unknown[0], STATUSES)}; "
                 f"choose one of {', '.join(STATUSES)}"
             )
-        given = values.split(",")
-        kept = [entry for entry in kept if any(same_value(entry.value(key), value) for value in given)]
-        for value in () if kept else given:
+        allowed = values.split(",")
+        kept = [entry for entry in kept if any(same_value(entry.value(key), value) for value in allowed)]
+        for value in () if kept else allowed:
             check_renamed(f"{key}={value}")
     return kept
 
 
 @dataclass(frozen=True)
 class RankedRuns:
-    """Runs that differ in nothing but the seed, and what they are worth.
-
-    Attributes
-    ----------
-    entries : list of RunEntry
-        Best first.
-    score : Score
-        Mean over runs, and spread (divisor n - 1) where there are several.
-    """
+    """Runs that differ only in their seed, best first, and their score: mean and standard deviation."""
 
     entries: list[RunEntry]
     score: Score
 
 
 def rank_runs(entries: Iterable[RunEntry], metric: str, *, each: bool = False) -> list[RankedRuns]:
-    """Rank finished runs by a final result, the largest first.
-
-    Parameters
-    ----------
-    entries : iterable of RunEntry
-    metric : str
-    each : bool
-        Rank every run by itself; otherwise runs that differ only in their seed are one.
-
-    Raises
-    ------
-    InputError
-        No finished run has that result.
-    """
+    """Rank finished runs by a final result, the largest first; with ``each`` every seed by itself."""
     finished = [entry for entry in entries if entry.run.finished]
     entry_of = {entry.run.folder: entry for entry in finished if metric in entry.results}
     if not entry_of:
@@ -200,21 +148,20 @@ def rank_runs(entries: Iterable[RunEntry], metric: str, *, each: bool = False) -
         members.sort(key=lambda entry: entry.results[metric].value, reverse=True)
         values = [entry.results[metric].value for entry in members]
         ranked.append(RankedRuns(members, score_over_seeds(values, members[0].results[metric].unit)))
-    return sorted(ranked, key=lambda one: one.score.value, reverse=True)
+    return sorted(ranked, key=lambda group: group.score.value, reverse=True)
 
 
 def differences_from_defaults(run: Run) -> dict[str, tuple[Any, Any]]:
-    """Tell the choices and values of a run that are not the defaults, each with the default.
+    """Return the choices and settings of a run that differ from the defaults, each with the default.
 
-    A value is compared with that of the choices that the run made: ``strategy=fedavg`` differs as a choice, and of its
-    settings those that its file has otherwise. Choices that this version does not have, and experiments, which only set
-    values, are compared with the default choice.
+    The defaults of settings are those of the run's choices. For choices that this version does not have, and for
+    experiments, which only set values, they are those of the default choice.
     """
     known = config_groups()
     _, usual = compose_config([])
     made = {group: name for group, name in run.choices.items() if name in known.get(group, ())}
     nodes, _ = compose_config([f"{group}={name}" for group, name in made.items() if group != "experiment"])
-    found = {
+    differences = {
         group: (name, usual.get(group, _ABSENT)) for group, name in run.choices.items() if name != usual.get(group)
     }
     settings = run.settings or {}
@@ -223,7 +170,7 @@ def differences_from_defaults(run: Run) -> dict[str, tuple[Any, Any]]:
         plain["threads"] = default_threads(plain["dataset"]["size"])
     defaults, values = dict(iter_settings(plain)), dict(iter_settings(settings))
     for key in dict.fromkeys([*values, *defaults]) if settings else ():
-        one, other = values.get(key, _ABSENT), defaults.get(key, _ABSENT)
-        if one != other and key not in OWN_KEYS:
-            found[key] = (one, other)
-    return found
+        value, default = values.get(key, _ABSENT), defaults.get(key, _ABSENT)
+        if value != default and key not in OWN_KEYS:
+            differences[key] = (value, default)
+    return differences

@@ -1,12 +1,13 @@
-"""The command ``fedssl-runs``: which runs there are, which are best, and what one was.
+"""The command ``fedssl-runs``: list, rank, show and verify runs.
 
     fedssl-runs list [DIR...] [KEY=VALUE...] [--json]          all runs, newest first
     fedssl-runs best METRIC [DIR...] [KEY=VALUE...] [--seeds]  finished runs by a final result, the largest first
-    fedssl-runs show DIR [--json]                              one run: what was set, what came out, what repeats it
+    fedssl-runs show DIR [--json]                              settings, results, command and files of a run
+    fedssl-runs verify DIR [--json]                            damaged and missing files of a run; exit status 1 if any
 
-Folders are those of runs, or have runs below them; without any, ``runs`` and ``multirun``. Words keep the runs that
-agree with them: settings, choices, and ``status``. ``best`` takes runs that differ in nothing but the seed for one,
-with mean and standard deviation; with ``--seeds`` every run stands for itself.
+Folders are run folders or contain some; the default is ``runs`` and ``multirun``. Filters select runs by settings,
+choices, and ``status``. ``best`` shows mean and standard deviation over runs that differ only in their seed; with
+``--seeds`` each run.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from fedssl.runs.catalog import (
 )
 from fedssl.runs.groups import IGNORED, compared_settings, varying
 from fedssl.runs.run import RUN_MARKERS
+from fedssl.runs.verify import verify_run
 from fedssl.text_table import align
 from fedssl.untrusted import sanitize
 
@@ -40,58 +42,62 @@ _HEADS = ("strategy", "method", "partition", "alpha", "K")
 def main() -> int:
     """Entry point; returns the exit status, see `run_command`."""
     options = _parser().parse_args()
+    if options.command == "verify":
+        return run_command("fedssl-runs", lambda: verify(options))
     command = {"list": list_runs, "best": best_runs, "show": show_run}[options.command]
     return run_command("fedssl-runs", lambda: print(command(options)))
 
 
 def list_runs(options: argparse.Namespace) -> str:
-    """Make the list of the runs that the words keep."""
+    """Return the table of the selected runs."""
     entries, problems = _entries(options.overrides)
     if options.json:
         return _json({"runs": [_plain(entry) for entry in entries], "unreadable": problems})
     if not entries:
-        return "\n".join(["no run agrees with that", *map(sanitize, problems)])
+        return "\n".join(["no run matches the filters", *map(sanitize, problems)])
     head = ("date", "run", "status", "rounds", *_HEADS, "results")
     return _table(head, [_cells(entry) for entry in entries], problems)
 
 
 def best_runs(options: argparse.Namespace) -> str:
-    """Make the list of finished runs by a result."""
+    """Return the table of finished runs by a result."""
     entries, problems = _entries(options.overrides)
     ranked = rank_runs(entries, options.metric, each=options.seeds)
     if options.json:
-        told = [{**to_flat_dict({options.metric: one.score}), "runs": [*map(_plain, one.entries)]} for one in ranked]
-        return _json({"metric": options.metric, "unit": ranked[0].score.unit, "ranked": told, "unreadable": problems})
+        groups = [
+            {**to_flat_dict({options.metric: each.score}), "runs": [*map(_plain, each.entries)]} for each in ranked
+        ]
+        return _json({"metric": options.metric, "unit": ranked[0].score.unit, "ranked": groups, "unreadable": problems})
     differing = _differing(ranked)
     head = ("", column_title(options.metric, ranked[0].score.unit), "runs", "rounds", *_HEADS, *differing, "best run")
     rows: list[Sequence[str]] = []
-    for place, one in enumerate(ranked, start=1):
-        first = one.entries[0]
-        values = [first.run.value(key) for key in (*_COLUMNS, *differing)]
-        rows.append((str(place), one.score.number, str(len(one.entries)), str(first.done), *values, first.name))
+    for rank, group in enumerate(ranked, start=1):
+        best = group.entries[0]
+        values = [best.run.value(key) for key in (*_COLUMNS, *differing)]
+        rows.append((str(rank), group.score.number, str(len(group.entries)), str(best.rounds_done), *values, best.name))
     return _table(head, rows, problems)
 
 
 def show_run(options: argparse.Namespace) -> str:
-    """Tell of a run what was set, what came out, what repeats it, and which files there are."""
+    """Return the settings that differ from the defaults, the results, the command and the files of a run."""
     folder: Path = options.folder
     if not any((folder / mark).is_file() for mark in RUN_MARKERS):
-        raise InputError(f"{folder} is no folder of a run; `fedssl-runs list` shows the runs that there are")
+        raise InputError(f"{folder} is not a run folder; `fedssl-runs list` shows all runs")
     entry = read_entry(folder)
     differing = differences_from_defaults(entry.run)
     summary = entry.run.summary or {}
     files = sorted(file for file in folder.rglob("*") if file.is_file() and "clients" not in file.parts)
     sizes = {str(file.relative_to(folder)): file.stat().st_size for file in files}
     if options.json:
-        values = {key: {"value": one, "default": other} for key, (one, other) in differing.items()}
+        values = {key: {"value": value, "default": default} for key, (value, default) in differing.items()}
         rest = {"differs": values, "final": summary.get("final"), "command": summary.get("command"), "files": sizes}
         return _json(_plain(entry) | rest)
-    parts = [f"{entry.name}\n{entry.date}  {entry.status} after {entry.done} rounds"]
+    parts = [f"{entry.name}\n{entry.date}  {entry.status} after {entry.rounds_done} rounds"]
     reason = summary.get("reason") or (None if entry.run.finished else entry.run.failure_reason)
     parts[0] += f"  ({reason})" if reason else ""
     table = [
         ("setting", "value", "default"),
-        *((key, _text(one), _text(usual)) for key, (one, usual) in differing.items()),
+        *((key, _text(value), _text(default)) for key, (value, default) in differing.items()),
     ]
     parts.append(align(table, left=3) if differing else "all settings are the defaults")
     scores = [(name, score.text) for name, score in entry.results.items()]
@@ -102,10 +108,22 @@ def show_run(options: argparse.Namespace) -> str:
     return "\n\n".join(sanitize(part, lines=True) for part in parts)
 
 
+def verify(options: argparse.Namespace) -> int:
+    """Print what is wrong with a run folder and what can be recovered; return 1 if anything is wrong."""
+    result = verify_run(options.folder)
+    if options.json:
+        print(_json({"problems": result.problems, "intact_checkpoints": result.intact}))
+    elif result.problems:
+        print(sanitize("\n".join([*result.problems, result.recovery]), lines=True))
+    else:
+        print(f"{sanitize(options.folder)} is complete; {result.recovery}")
+    return int(bool(result.problems))
+
+
 def _entries(arguments: Sequence[str]) -> tuple[list[RunEntry], list[str]]:
-    """The runs that are asked for, by folders and words in any order; what exists is a folder."""
-    folders = [Path(one) for one in arguments if "=" not in one or Path(one).exists()]
-    overrides = [one for one in arguments if "=" in one and not Path(one).exists()]
+    """Select runs by folders and filters in any order; an argument that exists is a folder."""
+    folders = [Path(argument) for argument in arguments if "=" not in argument or Path(argument).exists()]
+    overrides = [argument for argument in arguments if "=" in argument and not Path(argument).exists()]
     folders = folders or [folder for folder in DEFAULT_FOLDERS if folder.is_dir()]
     if not folders:
         raise InputError("there is neither runs nor multirun here; give folders of runs or of sweeps")
@@ -114,25 +132,25 @@ def _entries(arguments: Sequence[str]) -> tuple[list[RunEntry], list[str]]:
 
 
 def _cells(entry: RunEntry) -> tuple[str, ...]:
-    rounds = f"{entry.done}/{entry.run.value('rounds') or '?'}"
+    rounds = f"{entry.rounds_done}/{entry.run.value('rounds') or '?'}"
     results = "  ".join(f"{name} {score.text}" for name, score in entry.results.items())
     return (entry.date, entry.name, entry.status, rounds, *map(entry.run.value, _COLUMNS), results)
 
 
 def _differing(ranked: Iterable[RankedRuns]) -> list[str]:
-    """Settings that were given to some of them, and that they do not agree in, beside those that are always shown."""
-    runs = [one.entries[0].run for one in ranked]
+    """Return the overridden settings that differ, besides those that are always shown."""
+    runs = [group.entries[0].run for group in ranked]
     settings_of = compared_settings(runs, ignored={*IGNORED, *_COLUMNS, "rounds", "experiment"})
     return varying([settings_of(run) for run in runs])
 
 
 def _plain(entry: RunEntry) -> dict[str, Any]:
-    """Tell an entry to scripts: accuracies in [0, 1], in full precision."""
+    """Return an entry as plain values: accuracies in [0, 1], in full precision."""
     return {
         "folder": entry.name,
         "date": entry.date,
         "status": entry.status,
-        "rounds": entry.done,
+        "rounds": entry.rounds_done,
         "seed": entry.run.seed,
         "choices": entry.run.choices,
         **{key: entry.run.value(key) for key in _COLUMNS},
@@ -142,7 +160,7 @@ def _plain(entry: RunEntry) -> dict[str, Any]:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], problems: Iterable[str]) -> str:
-    """Align columns without those that are empty, and put sentences below."""
+    """Return a table without empty columns, and the problems below it."""
     columns = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
     lines = list(zip(*columns, strict=True))
     return "\n".join([align(lines, left=len(lines[0])), *map(sanitize, problems)])
@@ -157,21 +175,20 @@ def _json(content: Any) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fedssl-runs", description="The runs that lie in folders.")
+    parser = argparse.ArgumentParser(prog="fedssl-runs", description="List, rank, show and verify runs.")
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("list", help="all runs, newest first")
     ranking = commands.add_parser("best", help="finished runs by a final result, the largest first")
     ranking.add_argument("metric", metavar="METRIC", help="a final result, e.g. knn")
-    ranking.add_argument("--seeds", action="store_true", help="every run for itself, not one row for all seeds")
-    for one in (listing, ranking):
-        one.add_argument(
-            "overrides",
-            metavar="DIR|KEY=VALUE",
-            nargs="*",
-            help="folders (runs and multirun), and what runs agree with",
+    ranking.add_argument("--seeds", action="store_true", help="one row per run instead of one for all seeds")
+    for command in (listing, ranking):
+        command.add_argument(
+            "overrides", metavar="DIR|KEY=VALUE", nargs="*", help="folders (default: runs and multirun) and filters"
         )
-    showing = commands.add_parser("show", help="one run: what was set, what came out, what repeats it")
-    showing.add_argument("folder", metavar="DIR", type=Path, help="the folder of a run")
-    for one in (listing, ranking, showing):
-        one.add_argument("--json", action="store_true", help="for scripts")
+    showing = commands.add_parser("show", help="settings, results, command and files of a run")
+    verifying = commands.add_parser("verify", help="damaged and missing files of a run")
+    for command in (showing, verifying):
+        command.add_argument("folder", metavar="DIR", type=Path, help="run folder")
+    for command in (listing, ranking, showing, verifying):
+        command.add_argument("--json", action="store_true", help="for scripts")
     return parser

@@ -7,28 +7,14 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class CostTotals:
-    """Costs of a client that takes part in every round: in each, the mean over the clients of the round.
+    """Costs of a client that takes part in every round: in each, the mean over the clients of the round."""
 
-    Attributes
-    ----------
-    memory : float or None
-        Peak bytes of a training step; None if not measured.
-    flops : float or None
-        Of all training steps; None if not measured.
-    bytes_down, bytes_up : float
-        Of the messages.
-    seconds : float or None
-        Of training; None if clients did not report it.
-    round_seconds : float
-        Duration of all rounds, in which clients train one after another or in parallel.
-    """
-
-    memory: float | None
-    flops: float | None
+    memory: float | None  # peak bytes of a training step; None if not measured
+    flops: float | None  # of all training steps; None if not measured
     bytes_down: float
     bytes_up: float
-    seconds: float | None
-    round_seconds: float
+    seconds: float | None  # of training; None if clients did not report it
+    round_seconds: float  # duration of all rounds, in which clients train one after another or in parallel
 
     @property
     def communication(self) -> float:

@@ -1,5 +1,6 @@
 """Group runs that differ only in their seed, and find the settings in which runs differ."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from statistics import mean, stdev
@@ -9,40 +10,31 @@ from fedssl.evaluation.scores import ACCURACY, Score
 from fedssl.runs.run import Run, iter_settings
 
 MAIN = ("strategy", "method", "encoder", "partition", "partition.alpha", "num_clients", "rounds")
-OWN_KEYS = {"output_dir", "resume", "run_id"}  # of every run another value
-# Settings, and groups of them, in which runs of one group may differ: they change no final number.
+OWN_KEYS = {"output_dir", "resume", "run_id"}  # differ between all runs
+# Settings and config groups in which runs of one group may differ, because they change no result.
 IGNORED = {"seed", *OWN_KEYS, *RESUMABLE_KEYS} - {"rounds", "early_stopping"}
 
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Runs with the same settings.
-
-    Attributes
-    ----------
-    settings : dict
-        Key to value, as on the command line: the settings by which runs were compared.
-    runs : list of Run
-        At least one, in the order in which they were found.
-    """
+    """Runs, at least one, with the same values of the compared settings."""
 
     settings: dict[str, str]
     runs: list[Run]
 
     @property
     def strategy(self) -> str:
-        """The name of the strategy."""
         return self.runs[0].value("strategy")
 
     @property
     def label(self) -> str:
-        """For a legend: the strategy, and its settings."""
+        """Return the legend label: the strategy and the other settings."""
         others = [f"{key}={value}" for key, value in self.settings.items() if key != "strategy" and value]
         return ", ".join([self.strategy, *others])
 
 
 def group_runs(runs: Iterable[Run], settings_of: Callable[[Run], dict[str, str]]) -> list[RunGroup]:
-    """Group the runs for which ``settings_of`` returns the same, in the order in which groups were found."""
+    """Group the runs for which ``settings_of`` returns the same, in the order of their first runs."""
     groups: dict[frozenset[tuple[str, str]], RunGroup] = {}
     for run in runs:
         settings = settings_of(run)
@@ -51,7 +43,7 @@ def group_runs(runs: Iterable[Run], settings_of: Callable[[Run], dict[str, str]]
 
 
 def group_by_seed(runs: Sequence[Run]) -> list[RunGroup]:
-    """Group runs that differ only in their seed, one for each seed; ``settings`` are those in which groups differ."""
+    """Group runs that differ only in their seed, one run per seed; ``settings`` are those in which groups differ."""
     groups = group_runs(runs, compared_settings(runs, always=MAIN))
     keys = varying([group.settings for group in groups])
     return [RunGroup({key: group.settings[key] for key in keys}, first_of_each_seed(group.runs)) for group in groups]
@@ -68,10 +60,10 @@ def first_of_each_seed(runs: Iterable[Run]) -> list[Run]:
 def compared_settings(
     runs: Iterable[Run], *, always: Iterable[str] = (), ignored: Set[str] = IGNORED
 ) -> Callable[[Run], dict[str, str]]:
-    """Make a function that returns the settings of a run by which it is compared with these runs.
+    """Return a function that maps a run to the settings by which it is compared with these runs.
 
-    Compared are ``always`` and all settings that one of the runs was given on the command line, by their values: it
-    does not matter whether a run was given a value or has it by default.
+    These are ``always`` and all settings that an override of any run sets. A default value equals the same value set by
+    an override.
     """
     given = (key for run in runs for key in run.overrides if not is_ignored(key, ignored))
     keys = list(dict.fromkeys([*always, *given]))
@@ -79,30 +71,30 @@ def compared_settings(
 
 
 def all_compared_settings(run: Run) -> dict[str, str]:
-    """Return all settings of a run that may change a result; for a run whose settings are unknown its folder."""
+    """Return all settings of a run that may change a result; its folder if the settings are unknown."""
     if not run.settings:
         return {"": str(run.folder)}
     return {key: repr(value) for key, value in iter_settings(run.settings) if not is_ignored(key)}
 
 
 def is_ignored(key: str, ignored: Set[str] = IGNORED) -> bool:
-    """Whether a setting, or its group, is one of those that are not compared."""
+    """Return whether a setting or its config group is not compared."""
     return not ignored.isdisjoint({key, key.partition(".")[0]})
 
 
 def varying(settings: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the keys whose values differ, in the order in which they are found; a missing value is empty."""
-    keys = dict.fromkeys(key for one in settings for key in one)
-    return [key for key in keys if len({one.get(key, "") for one in settings}) > 1]
+    """Return the keys whose values differ; a missing value is empty."""
+    keys = dict.fromkeys(itertools.chain.from_iterable(settings))
+    return [key for key in keys if len({values.get(key, "") for values in settings}) > 1]
 
 
 def score_over_seeds(values: Sequence[float], unit: str = ACCURACY) -> Score:
-    """Mean, and standard deviation (divisor n - 1) where there is more than one value."""
+    """Return the mean, and the standard deviation (divisor n - 1) of two values or more."""
     return Score(mean(values), unit, stdev(values) if len(values) > 1 else None)
 
 
 def same_value(one: str, other: str) -> bool:
-    """Whether two texts are the same value: 0.10 is 0.1, and True is true."""
+    """Return whether two texts are the same value: 0.10 is 0.1, and True is true."""
     try:
         return float(one) == float(other)
     except ValueError:

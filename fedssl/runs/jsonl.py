@@ -1,36 +1,85 @@
-"""Lines of a run folder's JSONL files, checked to be what a run writes: the folder may be damaged, or another's."""
+"""Read and validate the JSONL files of a run folder, which may be damaged or of another program."""
 
 import json
-from collections.abc import Callable, Collection
+import os
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text
+from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, open_regular_file, read_text
 
 Validator = Callable[[Any], bool]
 
 _MAX_ABS = 1e150
-MAX_SPECTRUM_SIZE = 10**8  # of images times dimensions of a spectrum: its reference is drawn from as many
+MAX_SPECTRUM_SIZE = 10**8  # images times dimensions; as many random numbers are drawn as reference
 
 
 def read_jsonl(file: Path, *, required: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Read the lines of ``metrics.jsonl``, ``clients.jsonl`` or ``health.jsonl``; none if there is no such file.
+    """Read the lines of ``metrics.jsonl``, ``clients.jsonl`` or ``health.jsonl``; none if the file does not exist.
 
-    A last line that has no end was cut short, e.g. by a kill, and counts as not written.
+    A last line without a line end, e.g. of a killed run, is not read (see `incomplete_files`).
 
     Parameters
     ----------
     file : Path
     required : collection of str
-        Keys that every line must have beside ``round``; others are checked where they are there.
+        Keys of every line besides ``round``; other keys are optional.
 
     Raises
     ------
     InputError
-        The file cannot be read, or a line in it is not one that a run writes.
+        The file cannot be read, a line is invalid, or rounds are repeated or out of order.
     """
     text = read_text(file, max_bytes=MAX_LINES_BYTES) or ""
-    return [_line(file, line_number, line, required) for line_number, line in enumerate(text.split("\n")[:-1], start=1)]
+    lines = [_line(file, number, line, required) for number, line in enumerate(text.split("\n")[:-1], start=1)]
+    step = 1 if file.stem == "metrics" else 0  # one line per round
+    for number, (line, following) in enumerate(pairwise(lines), start=2):
+        if following["round"] < line["round"] + step:
+            raise corrupt_file_error(file, f"line {number} has round {following['round']} after {line['round']}")
+    return lines
+
+
+def missing_rounds(folder: Path, *, rounds: int | None) -> list[int]:
+    """Return the rounds without a line in ``metrics.jsonl`` of a run that has completed ``rounds``; None: unknown."""
+    present = {line["round"] for line in read_jsonl(folder / "metrics.jsonl")}
+    return [round for round in range(1, (rounds or max(present, default=0)) + 1) if round not in present]
+
+
+def incomplete_files(folder: Path, *, rounds: int | None) -> list[str]:
+    """Return a line for every file of a run folder that lacks lines of a run that has completed ``rounds``."""
+    files = [folder / f"{name}.jsonl" for name in SCHEMAS]
+    problems = [f"{file}: 1 unreadable line" for file in files if _is_cut_off(file)]
+    if missing := missing_rounds(folder, rounds=rounds):
+        return [*problems, f"{folder / 'metrics.jsonl'}: no line of {format_rounds(missing)}"]
+    expected = sum(line.get("clients", 0) for line in read_jsonl(folder / "metrics.jsonl"))
+    if (count := _count_lines(folder / "clients.jsonl")) < expected:
+        problems.append(f"{folder / 'clients.jsonl'}: {count} of {expected} lines")
+    return problems
+
+
+def format_rounds(rounds: Sequence[int]) -> str:
+    """Return the first rounds of a list, as text."""
+    shown = ", ".join(map(str, rounds[:5])) + (f" and {len(rounds) - 5} more" if len(rounds) > 5 else "")
+    return f"round {shown}" if len(rounds) == 1 else f"rounds {shown}"
+
+
+def _is_cut_off(file: Path) -> bool:
+    """Return whether the last line has no line end."""
+    try:
+        with open_regular_file(file) as stream:
+            stream.seek(-1, os.SEEK_END)
+            return stream.read(1) != b"\n"
+    except OSError:  # missing or empty
+        return False
+
+
+def _count_lines(file: Path) -> int:
+    try:
+        with open_regular_file(file, max_bytes=MAX_LINES_BYTES) as stream:
+            return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(2**20), b""))
+    except OSError:
+        return 0
 
 
 def _line(file: Path, line_number: int, text: str, required: Collection[str]) -> dict[str, Any]:
@@ -52,39 +101,43 @@ def _line(file: Path, line_number: int, text: str, required: Collection[str]) ->
 
 
 def _rename_old_keys(line: dict[str, Any]) -> None:
-    """Give values the keys that a run writes today, in a line of an older run."""
     spectrum = line.get("spectrum")
     if isinstance(spectrum, dict) and "pictures" in spectrum:
         spectrum["images"] = spectrum.pop("pictures")
 
 
 def text(value: Any) -> bool:
-    """Whether it is text."""
+    """Accept text."""
     return isinstance(value, str)
 
 
 def finite_number(value: Any) -> bool:
-    """Whether it is a finite number, and one that arithmetic can go on with."""
+    """Return whether it is a finite number that is safe to add up."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MAX_ABS
 
 
+def amount(value: Any) -> bool:
+    """Return whether it is a finite number of at least zero."""
+    return finite_number(value) and value >= 0
+
+
 def count(minimum: int) -> Validator:
-    """Whether something is a whole number, no less than ``minimum``."""
+    """Accept integers of at least ``minimum``."""
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and minimum <= value < 2**53
 
 
 def optional(validator: Validator) -> Validator:
-    """Whether something is null or of this kind."""
+    """Accept null, too."""
     return lambda value: value is None or validator(value)
 
 
 def mapping_of(validator: Validator) -> Validator:
-    """Whether something is an object with values of this kind only."""
+    """Accept objects whose values are valid."""
     return lambda value: isinstance(value, dict) and all(map(validator, value.values()))
 
 
 def _cost(value: Any) -> bool:
-    return mapping_of(finite_number)(value) and {"peak_memory", "flops"} <= value.keys()
+    return mapping_of(amount)(value) and {"peak_memory", "flops"} <= value.keys()
 
 
 def _spectrum(value: Any) -> bool:
@@ -98,12 +151,13 @@ def _spectrum(value: Any) -> bool:
     )
 
 
-# What the values of keys are that somebody reads, by the name of the file.
+# By file name; other keys are not read.
 SCHEMAS: dict[str, dict[str, Validator]] = {
     "metrics": {
         "round": count(1),
-        **dict.fromkeys(("loss", "model_cosine", "layer_cosine", "client_seconds"), optional(finite_number)),
-        **dict.fromkeys(("seconds", "bytes_up", "bytes_down"), finite_number),
+        **dict.fromkeys(("loss", "model_cosine", "layer_cosine"), optional(finite_number)),
+        **dict.fromkeys(("seconds", "bytes_up", "bytes_down"), amount),
+        "client_seconds": optional(amount),
         "clients": count(1),
         "dropped": mapping_of(text),
         "cost": _cost,

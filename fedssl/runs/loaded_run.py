@@ -1,4 +1,4 @@
-"""A run folder opened again to look into its models: the settings, the method, and the models that it keeps."""
+"""Load the settings, the method and the snapshots of a run, for plots of its models."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,111 +19,91 @@ from fedssl.errors import InputError
 from fedssl.machine.process import configure_process
 from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import copy_layers, exchanged_names, load_layers
-from fedssl.runs.snapshots import KeptRound, kept_rounds, read_layers
+from fedssl.runs.snapshots import SnapshotRound, read_layers, snapshot_rounds
 from fedssl.schedule.phases import Phase, make_phases, phase_at
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
 
-# What a run folder may not choose for whoever looks into it: where decoded images are written, and an engine.
+# A run folder must not decide where decoded images are written, or which engine is used.
 RESUME_OVERRIDES = {"dataset.cache": "dataset.cache=auto", "engine": "engine=local"}
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedRun:
-    """A run whose models are looked into.
-
-    Attributes
-    ----------
-    folder : Path
-    settings : Settings
-    kept : list of KeptRound
-        At least one.
-    device : torch.device
-        Where its method is.
-    """
+    """A run with snapshots, at least one, and the device of its method."""
 
     folder: Path
     settings: Settings
-    kept: list[KeptRound]
+    snapshots: list[SnapshotRound]
     device: torch.device
 
     @cached_property
     def method(self) -> SSLMethod:
-        """The method, as it is before the first round."""
+        """Return the method as before the first round."""
         return build_method(self.settings.model).to(self.device)
 
     @cached_property
     def phases(self) -> Sequence[Phase]:
-        """Those of the run's schedule."""
+        """Return the phases of the run's schedule."""
         return make_phases(self.settings.model.schedule, stages=len(self.method.encoder.stage_names))
 
     def images(self, max_images: int) -> tuple[Tensor, Tensor | None]:
-        """Some images of the clients, or of the test where those are on devices, and their labels if they have any.
+        """Return the same sample of images in every call, and their labels if known.
 
-        uint8 ``(n, channels, height, width)``, and int64 ``(n,)``; always the same ones.
+        uint8 ``(n, channels, height, width)`` and int64 ``(n,)``, of the clients, or of the test set if the clients'
+        images are on devices.
         """
-        data = self.settings.data
-        found = load_split(data, "federated") or load_split(data, "test")
-        if found is None:
+        settings = self.settings
+        data = load_split(settings.data, "federated") or load_split(settings.data, "test")
+        if data is None:
             raise InputError(f"{self.folder}: the data set has no images here; choose another figure")
-        order = torch.randperm(len(found.images), generator=torch_generator(self.settings.seed, "figures"))[:max_images]
-        return found.images[order], None if found.labels is None else found.labels[order]
+        order = torch.randperm(len(data.images), generator=torch_generator(settings.seed, "figures"))[:max_images]
+        return data.images[order], None if data.labels is None else data.labels[order]
 
     def untrained(self) -> Layers:
-        """Layers of the model before the first round."""
+        """Return the layers of the model before the first round."""
         method = build_method(self.settings.model)
         return copy_layers(method, exchanged_names(method))
 
     def layers(self, file: Path) -> Layers:
-        """Layers of one of the models that are kept; raises `InputError` if the file is damaged."""
+        """Read the layers of a snapshot; raise an `InputError` if the file is damaged."""
         return read_layers(file, self.method.named_tensors)
 
-    def only_model(self, kept: KeptRound, *, figure: str) -> Path:
-        """The server's model after a round; raises `InputError` if there are several."""
-        if len(kept.models) > 1:
+    def only_model(self, snapshot: SnapshotRound, *, figure: str) -> Path:
+        """Return the file of the server's model; raise an `InputError` if there are several."""
+        if len(snapshot.models) > 1:
             raise InputError(
-                f"{self.folder} has {len(kept.models)} global models, and {figure} is of one; choose another figure, "
-                "or a run with one global model"
+                f"{self.folder} has {len(snapshot.models)} global models, and {figure} is of one; choose another "
+                "figure, or a run with one global model"
             )
-        return next(iter(kept.models.values()))
+        return next(iter(snapshot.models.values()))
 
     @contextmanager
     def loaded(self, file: Path, *, round: int) -> Iterator[SSLMethod]:
-        """The method with one of the models in it, with the stages of the encoder that ran in its round.
-
-        Raises
-        ------
-        InputError
-            The file is damaged, or lacks layers of the encoder, as where a strategy exchanges some of them only.
-        """
+        """Yield the method with the layers of a snapshot, and with the stages that were active in its round."""
         with set_active_stages(self.method, depth=phase_at(self.phases, round).depth):
             layers = self.layers(file)
             needed = {name for name in exchanged_names(self.method) if name.startswith("encoder.")}
             if not layers.keys() >= needed:
                 raise InputError(
-                    f"{file} has {len(needed & layers.keys())} of the {len(needed)} layers of the encoder, for the "
-                    "strategy exchanges no more; choose another figure, or a run of another strategy"
+                    f"{file} has {len(needed & layers.keys())} of the {len(needed)} layers of the encoder: the "
+                    "strategy exchanges no others; choose another figure, or a run of another strategy"
                 )
             load_layers(self.method, layers)
             yield self.method
 
 
 def load_run_folder(folder: Path, overrides: Sequence[str]) -> LoadedRun:
-    """Open a run folder that keeps models.
+    """Load a run folder with snapshots.
 
     Parameters
     ----------
     folder : Path
     overrides : sequence of str
-        The user's own, which name folders of settings that the run was made with.
-
-    Raises
-    ------
-    InputError
-        It keeps no models, or its settings cannot be used.
+        Of the user, for ``--config-dir``.
     """
-    kept = kept_rounds(folder)
-    saved = {word.partition("=")[0] for word in read_overrides(folder / "overrides.yaml") or []}
-    overrides = [*overrides, *(word for key, word in RESUME_OVERRIDES.items() if key in saved)]
+    snapshots = snapshot_rounds(folder)
+    saved = {override.partition("=")[0] for override in read_overrides(folder / "overrides.yaml") or []}
+    overrides = [*overrides, *(override for key, override in RESUME_OVERRIDES.items() if key in saved)]
     settings = load_settings([*overrides, f"resume={quote_value(str(folder.resolve()))}"])
-    return LoadedRun(folder, settings, kept, configure_process(settings.machine))
+    return LoadedRun(folder, settings, snapshots, configure_process(settings.machine))

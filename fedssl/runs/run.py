@@ -1,11 +1,11 @@
-"""Run folders as they lie on the disk: which there are, what their settings are called, and how they ended."""
+"""Find and read run folders: settings, status and results."""
 
 import fcntl
 import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,63 +16,44 @@ from fedssl.config.renamed import update, update_choices
 from fedssl.config.saved_run import is_of_earlier_version, read_overrides, update_overrides
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_scores
-from fedssl.runs.jsonl import finite_number, mapping_of, optional, read_jsonl, text
-from fedssl.untrusted import open_regular_file, read_text, read_yaml, sanitize
+from fedssl.runs.jsonl import finite_number, incomplete_files, mapping_of, missing_rounds, optional, read_jsonl, text
+from fedssl.untrusted import corrupt_file_error, open_regular_file, read_text, read_yaml, sanitize
 
-# Any of these makes a folder that of a run: one that was refused has the first only, one that was killed the others.
+# A run folder has any of these: a rejected run the first only, a killed run the others.
 RUN_MARKERS = ("summary.json", "config.yaml", "run.log")
-LOCK_FILE = ".lock"  # held by the process of a run, or of a sweep, as long as it goes on
+LOCK_FILE = ".lock"  # locked by the process of a run or a sweep
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run, finished or not.
-
-    Attributes
-    ----------
-    folder : Path
-    words : dict
-        Key to value, of the command line that gave the settings.
-    command_overrides : tuple of str
-        The same words as they were typed, with which the run can be repeated.
-    choices : dict
-        The choice in every group of the configuration, by whatever it was made; of a folder without ``choices.yaml``
-        only those among the words.
-    settings : dict or None
-        All settings, as plain values; None if it ended before they were found usable.
-    summary : dict or None
-        How it ended; None if it goes on, or was ended from outside.
-    running : bool
-        Whether a process of this host, or of one that shares its disk, is at work on it.
-    """
+    """A run in any status."""
 
     folder: Path
-    overrides: dict[str, str]
-    command_overrides: tuple[str, ...]
-    choices: dict[str, str]
-    settings: dict[str, Any] | None
-    summary: dict[str, Any] | None
-    running: bool
+    overrides: dict[str, str]  # by key
+    command_overrides: tuple[str, ...]  # as they were typed, to repeat the run
+    choices: dict[str, str]  # by config group; without ``choices.yaml`` only those among the overrides
+    settings: dict[str, Any] | None  # as plain values; None if they were rejected
+    summary: dict[str, Any] | None  # ``summary.json``; None for a run that is not over or was killed
+    running: bool  # whether a process of this host, or of one that shares its disk, has locked the folder
 
     @property
     def finished(self) -> bool:
-        """Whether all rounds ran and the results are there."""
         return self.summary is not None and self.summary["status"] == "finished"
 
     @property
     def results(self) -> dict[str, Score]:
-        """What the federated encoder is worth, by protocol; none without a finished evaluation."""
+        """Return the results of the federated encoder by protocol; none if the run is not finished."""
         return self.results_of("federated")
 
     def results_of(self, encoder_kind: str) -> dict[str, Score]:
-        """What ``encoder_kind`` is worth: the ``"federated"`` encoder, the ``"untrained"`` one or raw ``"pixels"``."""
+        """Return the results of the ``"federated"`` or the ``"untrained"`` encoder, or of raw ``"pixels"``."""
         if self.summary is None or not self.finished:
             return {}
         return as_scores(self.summary["final"].get(encoder_kind, {}), self.summary.get("units"))
 
     @property
     def failure_reason(self) -> str:
-        """Why there are no results, in one line."""
+        """Return why there are no results, in one line."""
         if self.running:
             return f"{self.progress} done"
         if self.summary is None:
@@ -81,25 +62,40 @@ class Run:
 
     @property
     def state(self) -> str:
-        """In one or two words: ``running``, how it ended, or that nobody knows."""
+        """Return the status in one or two words."""
         if self.running:
             return "running"
         return "ended from outside" if self.summary is None else sanitize(self.summary["status"])
 
     @cached_property
     def rounds_done(self) -> int:
-        """The rounds of a finished run, else the last one that it has written a line of; 0: none yet."""
-        said = self.summary.get("rounds") if self.summary and self.finished else None
-        if isinstance(said, int):
-            return said
+        """Return the number of completed rounds."""
+        rounds = self.summary.get("rounds") if self.summary and self.finished else None
+        if isinstance(rounds, int):
+            return rounds
         lines = read_jsonl(self.folder / "metrics.jsonl")
         return lines[-1]["round"] if lines else 0
 
     @property
     def progress(self) -> str:
-        """How many rounds are done, and of how many, if its settings tell."""
+        """Return the number of completed rounds, and of all if it is known."""
         total = self.value("rounds")
         return f"{self.rounds_done} of {total} rounds" if total else f"{self.rounds_done} rounds"
+
+    @cached_property
+    def incomplete_files(self) -> list[str]:
+        """Return a line for each file that lacks lines of the run, e.g. because it was cut short."""
+        return [] if self.running else incomplete_files(self.folder, rounds=self._recorded_rounds)
+
+    @cached_property
+    def missing_rounds(self) -> list[int]:
+        """Return the completed rounds without a line in ``metrics.jsonl``."""
+        return [] if self.running else missing_rounds(self.folder, rounds=self._recorded_rounds)
+
+    @property
+    def _recorded_rounds(self) -> int | None:
+        rounds = (self.summary or {}).get("rounds")
+        return rounds if isinstance(rounds, int) else None
 
     @property
     def ended_early(self) -> bool:
@@ -108,21 +104,21 @@ class Run:
 
     @property
     def command(self) -> str:
-        """The command that repeats it, for a shell."""
+        """Return the shell command that repeats the run."""
         return shlex.join(["fedssl", *map(sanitize, self.command_overrides)])
 
     @property
     def all_settings(self) -> dict[str, str]:
-        """All settings by dotted keys, and the choices by their names; of a run without settings the words alone."""
+        """Return settings by dotted keys and choices by group; only the overrides if the settings are unknown."""
         return {**self.overrides, **flatten_settings(self.settings or {}), **self.choices}
 
     @property
     def seed(self) -> str:
-        """The seed, which is 0 where nothing says another."""
+        """Return the seed; the default is 0."""
         return self.value("seed") or "0"
 
     def value(self, key: str) -> str:
-        """Tell a setting as on the command line, a choice by its name; empty where the run has no such setting."""
+        """Return a setting as on the command line, or the choice of a group; empty if the run has no such setting."""
         if key in self.choices:
             return self.choices[key]
         value: Any = self.settings
@@ -132,32 +128,32 @@ class Run:
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
-    """Find the runs that the folders are, or that lie below them, each once.
+    """Read the runs at or below folders, each once.
 
     Raises
     ------
     InputError
-        A folder does not exist, there is no run in it, or a run's files are damaged.
+        A folder does not exist or has no run, or files of a run are damaged.
     """
-    found: dict[Path, Run] = {}
+    runs: dict[Path, Run] = {}
     for folder in folders:
-        runs = run_folders(folder)
-        if not runs:
+        paths = run_folders(folder)
+        if not paths:
             problem = "there is no run in" if folder.is_dir() else "there is no folder"
             raise InputError(f"{problem} {folder}; give the folders of runs or of sweeps, e.g. runs/* or multirun/*")
-        found |= {run.resolve(): read_run(run) for run in runs if run.resolve() not in found}
-    return list(found.values())
+        runs |= {path.resolve(): read_run(path) for path in paths if path.resolve() not in runs}
+    return list(runs.values())
 
 
 def read_run(folder: Path) -> Run:
-    """Read what the files of a run folder tell; a summary that is missing or damaged counts as not written.
+    """Read a run folder; a damaged ``summary.json`` counts as missing.
 
     Raises
     ------
     InputError
         Another file is damaged.
     """
-    running = is_locked(folder)  # first: what let go of it before has written its summary
+    running = is_locked(folder)  # first: a process writes the summary before it releases the lock
     summary, settings = read_summary(folder / "summary.json"), read_yaml(folder / "config.yaml", dict)
     overrides = summary["overrides"] if summary else read_overrides(folder / "overrides.yaml") or []
     command_overrides = tuple(
@@ -167,7 +163,7 @@ def read_run(folder: Path) -> Run:
         key.lstrip("+"): value
         for key, _, value in (sanitize(override).partition("=") for override in command_overrides)
     }
-    choices = read_yaml(folder / "choices.yaml", dict)
+    choices = _read_choices(folder / "choices.yaml")
     if is_of_earlier_version(folder):
         settings, choices = update(settings), update_choices(choices or {})
     choices = choices or {key: value for key, value in own.items() if key in config_groups()}
@@ -175,22 +171,29 @@ def read_run(folder: Path) -> Run:
     return Run(folder, own, command_overrides, names, settings, summary, running)
 
 
+def _read_choices(file: Path) -> dict[Any, Any] | None:
+    if not (read_text(file) or "\n").endswith(("\n", "}")):  # valid YAML, but with another choice
+        raise corrupt_file_error(file, "its last line is cut off")
+    choices: dict[Any, Any] | None = read_yaml(file, dict)
+    return choices
+
+
 def is_locked(folder: Path) -> bool:
-    """Whether a process is at work on the run, or the sweep, of a folder."""
+    """Return whether a process works on the run or the sweep of a folder."""
     try:
         with open_regular_file(folder / LOCK_FILE) as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # let go of at the end of the block
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released at the end of the block
     except BlockingIOError:
         return True
-    except OSError:  # there is none, or it is of another kind
+    except OSError:  # missing, or not a regular file
         return False
     return False
 
 
 def acquire_lock(folder: Path) -> TextIO | None:
-    """Tell others by a lock that a process is at work on the sweep of a folder, until it ends or closes the file.
+    """Lock the folder of a sweep until the returned file is closed or this process ends.
 
-    None: the folder cannot be written, or somebody else holds it.
+    Return None if the folder cannot be written or is locked.
     """
     try:
         lock = (folder / LOCK_FILE).open("w")
@@ -201,7 +204,7 @@ def acquire_lock(folder: Path) -> TextIO | None:
 
 
 def iter_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of nested settings; what looks like an interpolation stays as it stands."""
+    """Yield dotted keys and values of nested settings; interpolations are not resolved."""
     for key, value in settings.items():
         if isinstance(value, dict):
             yield from iter_settings(value, f"{prefix}{key}.")
@@ -210,17 +213,17 @@ def iter_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tup
 
 
 def flatten_settings(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Dotted keys and values of nested settings as text."""
+    """Return dotted keys and values of nested settings as text."""
     return {sanitize(key): sanitize(value) for key, value in iter_settings(settings)}
 
 
 def strategy_of(folder: Path) -> str:
-    """The name of the strategy of a run folder; empty if nothing tells it."""
+    """Return the strategy of a run folder; empty if it is unknown."""
     return read_run(folder).value("strategy")
 
 
 def read_summary(file: Path) -> dict[str, Any] | None:
-    """Read what a run writes at its end; None if it is missing, damaged or another program's."""
+    """Read a run's ``summary.json``; return None if it is missing, damaged or of another program."""
     try:
         summary = json.loads(read_text(file) or "")
     except (ValueError, RecursionError):
@@ -245,16 +248,27 @@ def _is_text_list(value: Any) -> bool:
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """Run folders at or below ``folder``, in the order of their names; none within a run or a hidden folder."""
-    found = []
-    for place, inner, files in os.walk(folder):
-        inner[:] = [name for name in inner if not name.startswith(".")]
+    """Return the run folders at or below a folder by name; none within a run, a folder of settings or a hidden one."""
+    folders = []
+    for path, subfolders, files in os.walk(folder):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         if set(RUN_MARKERS) & set(files):
-            inner.clear()
-            found.append(Path(place))
-    return sorted(found, key=_natural)
+            subfolders.clear()
+            if not _is_settings_folder(Path(path), files):
+                folders.append(Path(path))
+    return sorted(folders, key=_natural)
+
+
+def _is_settings_folder(folder: Path, files: Sequence[str]) -> bool:
+    """Return whether this is a folder such as ``conf/``, whose ``config.yaml`` has a defaults list."""
+    if [name for name in RUN_MARKERS if name in files] != ["config.yaml"]:
+        return False
+    try:
+        return re.search("^defaults:", read_text(folder / "config.yaml") or "", re.MULTILINE) is not None
+    except InputError:
+        return False
 
 
 def _natural(path: Path) -> list[Any]:
-    """Sorts job 10 behind job 9."""
+    """Return a sort key that puts job 10 after job 9."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(path))]

@@ -9,18 +9,10 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class RunReport:
-    """What the command needs from a run on another machine.
+    """Report of a run on another machine to the command."""
 
-    Attributes
-    ----------
-    run_folder : str or None
-        None before the run has one.
-    error : str or None
-        Why the settings were rejected.
-    """
-
-    run_folder: str | None = None
-    error: str | None = None
+    run_folder: str | None = None  # None before it exists
+    error: str | None = None  # why the settings were rejected
 
     def line(self) -> str:
         """Return the report as one line of JSON."""

@@ -1,7 +1,7 @@
-"""Snapshots: models of single rounds, which a run saves if it is asked to (``snapshot_every``), for plots of them.
+"""Snapshots: models of single rounds, which a run saves with ``snapshot_every``, for plots.
 
-``models/round-000010/`` has what the server held after round 10, ``model-<name>.pt``, and what every client sent that
-was used, ``client-<number>.pt``. Models of the server come last: without them the round was not finished.
+``models/round-000010/`` has the server's models after round 10, ``model-<name>.pt``, and the updates that were used,
+``client-<number>.pt``. The server's models are written last: without them the round was not finished.
 """
 
 import re
@@ -24,70 +24,54 @@ _MODEL = re.compile(r"(model|client)-(.+)\.pt")
 
 
 def round_folder(folder: Path, round: int) -> Path:
-    """Where the models of a round are, or would be."""
+    """Return the folder of the models of a round."""
     return folder / FOLDER / f"round-{round:06d}"
 
 
 def save_layers(folder: Path, round: int, name: str, layers: Layers) -> None:
     """Write layers to ``models/round-<round>/<name>.pt`` of a run folder."""
-    place = make_subfolder(make_subfolder(folder, FOLDER), round_folder(folder, round).name)
+    path = make_subfolder(make_subfolder(folder, FOLDER), round_folder(folder, round).name)
     tensors = {layer: torch.from_numpy(np.asarray(array)) for layer, array in layers.items()}
-    atomic_write(place / f"{name}.pt", lambda stream: torch.save(tensors, stream))
+    atomic_write(path / f"{name}.pt", lambda stream: torch.save(tensors, stream))
 
 
-def forget_after(folder: Path, round: int) -> None:
-    """Remove the models of later rounds, which a resumed run does again."""
-    for number, place in _places(folder):
+def remove_later_snapshots(folder: Path, round: int) -> None:
+    """Remove the models of later rounds, which a resumed run repeats."""
+    for number, path in _round_folders(folder):
         if number > round:
-            for file in place.iterdir():
+            for file in path.iterdir():
                 remove(file)
-            place.rmdir()
+            path.rmdir()
 
 
 @dataclass(frozen=True)
-class KeptRound:
-    """Where the models of one round are.
-
-    Attributes
-    ----------
-    round : int
-    models : mapping of str to Path
-        Of the server after the round, by name.
-    clients : mapping of int to Path
-        As they were sent in the round.
-    """
+class SnapshotRound:
+    """Files of the server's models after a round, by name, and of the clients' updates in it."""
 
     round: int
     models: Mapping[str, Path]
     clients: Mapping[int, Path]
 
 
-def kept_rounds(folder: Path) -> list[KeptRound]:
-    """The finished rounds whose models a run folder keeps, ascending.
-
-    Raises
-    ------
-    InputError
-        It keeps none.
-    """
-    found = sorted((_kept(number, place) for number, place in _places(folder)), key=lambda one: one.round)
-    found = [one for one in found if one.models]
-    if not found:
+def snapshot_rounds(folder: Path) -> list[SnapshotRound]:
+    """Return the finished rounds with snapshots, ascending; raise an `InputError` if there are none."""
+    rounds = [_snapshot_round(number, path) for number, path in sorted(_round_folders(folder))]
+    finished = [snapshot for snapshot in rounds if snapshot.models]
+    if not finished:
         raise InputError(
-            f"{folder} keeps no models of its rounds, which this figure looks into; run it again with snapshot_every=1 "
-            "(or every how many rounds they are to be kept)"
+            f"{folder} has no snapshots of models, which this figure needs; run it again with snapshot_every=N (rounds)"
         )
-    return found
+    return finished
 
 
 def read_layers(file: Path, like: Mapping[str, torch.Tensor]) -> Layers:
-    """Read what `save_layers` wrote.
+    """Read a file of `save_layers`.
 
     Parameters
     ----------
     file : Path
     like : mapping of str to Tensor
-        The layers that a model may have: names, shapes and dtypes must be theirs.
+        All layers of the model, for names, shapes and dtypes.
 
     Raises
     ------
@@ -95,59 +79,51 @@ def read_layers(file: Path, like: Mapping[str, torch.Tensor]) -> Layers:
         The file is damaged, or of another model.
     """
     try:
-        found = read_tensors(file, max_bytes=2 * sum(tensor.nbytes for tensor in like.values()) + 2**24)
-    except Exception as error:  # there is no end to how reading a foreign file can fail
-        raise corrupt_file_error(file, "it does not hold layers") from error
-    if not isinstance(found, dict) or not found.keys() <= like.keys():
-        raise corrupt_file_error(file, "it does not hold layers of this run's model")
+        tensors = read_tensors(file, max_bytes=2 * sum(tensor.nbytes for tensor in like.values()) + 2**24)
+    except Exception as error:  # reading a foreign file can raise any exception
+        raise corrupt_file_error(file, "it does not contain layers") from error
     try:
-        check_tensors_like(found, like)
+        if not isinstance(tensors, dict) or not tensors.keys() <= like.keys():
+            raise ValueError("other names")
+        check_tensors_like(tensors, like)
     except ValueError as error:
-        raise corrupt_file_error(file, "it does not hold layers of this run's model") from error
-    return {name: tensor.numpy() for name, tensor in found.items()}
+        raise corrupt_file_error(file, "it does not contain layers of this run's model") from error
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
-def _places(folder: Path) -> list[tuple[int, Path]]:
-    """The rounds of which there are models, and where."""
-    places = [(match, place) for place in (folder / FOLDER).glob("*") if (match := _ROUND.fullmatch(place.name))]
-    for _, place in places:
-        if not place.is_dir():
-            raise InputError(f"{place} has the place of the models of a round, but is no folder; remove it")
-    return [(int(match[1]), place) for match, place in places]
+def _round_folders(folder: Path) -> list[tuple[int, Path]]:
+    matches = [(match, path) for path in (folder / FOLDER).glob("*") if (match := _ROUND.fullmatch(path.name))]
+    for _, path in matches:
+        if not path.is_dir():
+            raise InputError(f"{path} must be a folder of models; remove the file")
+    return [(int(match[1]), path) for match, path in matches]
 
 
-def _kept(round: int, place: Path) -> KeptRound:
-    found: dict[str, dict[str, Path]] = {"model": {}, "client": {}}
-    for file in place.iterdir():
+def _snapshot_round(round: int, path: Path) -> SnapshotRound:
+    files: dict[str, dict[str, Path]] = {"model": {}, "client": {}}
+    for file in path.iterdir():
         if match := _MODEL.fullmatch(file.name):
-            found[match[1]][match[2]] = file
-    clients = {int(name): file for name, file in found["client"].items() if name.isdecimal()}
-    models = dict(sorted(found["model"].items(), key=lambda pair: (len(pair[0]), pair[0])))
-    return KeptRound(round, models, dict(sorted(clients.items())))
+            files[match[1]][match[2]] = file
+    clients = {int(name): file for name, file in files["client"].items() if name.isdecimal()}
+    models = dict(sorted(files["model"].items(), key=lambda pair: (len(pair[0]), pair[0])))
+    return SnapshotRound(round, models, dict(sorted(clients.items())))
 
 
 class SnapshotWriter:
-    """Writes models of one round after the other into a run folder.
-
-    Parameters
-    ----------
-    folder : Path
-        The run folder.
-    round : int
-    """
+    """Writer of the models of a round into a run folder."""
 
     def __init__(self, folder: Path, round: int) -> None:
         self._folder, self._round = folder, round
 
     def observe(self, client: int, layers: Layers) -> None:
-        """Keep what a client sent."""
+        """Save the layers of a client's update."""
         save_layers(self._folder, self._round, f"client-{client}", layers)
 
     def finish(self, models: Mapping[str, Layers], *, used: Collection[int]) -> None:
-        """Keep the server's models after the round; ``used`` are the clients whose updates went into them."""
+        """Save the server's models after the round; remove updates of other clients than ``used``."""
         names = {f"client-{client}.pt" for client in used}
         for file in round_folder(self._folder, self._round).glob("client-*.pt"):
-            if file.name not in names:  # of an attempt that failed
+            if file.name not in names:  # of a failed attempt
                 remove(file)
         for name, layers in models.items():
             save_layers(self._folder, self._round, f"model-{name}", layers)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fedssl.errors import InputError
+from fedssl.config.constraints import check_arguments
 from fedssl.schedule.phases import Phase, phase_at
 
 
@@ -36,7 +36,6 @@ class LRSchedule:
         return self.factor(round, rounds=self.rounds, phase=self.phase(round))
 
     def phase(self, round: int) -> Phase:
-        """Return the phase of a round."""
         return phase_at(self.phases, round)
 
 
@@ -56,14 +55,8 @@ def cosine(round: int, *, rounds: int, phase: Phase, per_stage: bool = False, et
         Whether the decay restarts with each phase of the schedule (LW-FedSSL's "cyclic").
     eta_min_factor : float
         Final factor, in [0, 1].
-
-    Raises
-    ------
-    InputError
-        If ``eta_min_factor`` is out of range.
     """
-    if not 0 <= eta_min_factor <= 1:
-        raise InputError(f"lr_schedule.eta_min_factor={eta_min_factor} must be in [0, 1]; 0 decays to zero")
+    check_arguments("lr_schedule", eta_min_factor=eta_min_factor)
     done = (round - phase.first) / phase.rounds if per_stage else (round - 1) / rounds
     return eta_min_factor + (1 - eta_min_factor) * (1 + math.cos(math.pi * done)) / 2
 
@@ -77,15 +70,7 @@ def step(round: int, *, rounds: int, phase: Phase, milestones: Sequence[float], 
         Fractions of the run in (0, 1): 0.5 is the first round of its second half.
     factor : float
         In (0, 1].
-
-    Raises
-    ------
-    InputError
-        If a milestone or ``factor`` is out of range.
     """
-    if not all(0 < milestone < 1 for milestone in milestones):
-        raise InputError(f"lr_schedule.milestones={list(milestones)} must be fractions of the run, above 0 and below 1")
-    if not 0 < factor <= 1:
-        raise InputError(f"lr_schedule.factor={factor} must be above 0 and at most 1")
+    check_arguments("lr_schedule", milestones=milestones, factor=factor)
     done = round - 1 + 1e-9  # 0.55 * 100 is slightly more than 55 in floating point
     return float(factor ** sum(done >= milestone * rounds for milestone in milestones))

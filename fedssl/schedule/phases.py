@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from fedssl.config.constraints import check_arguments
 from fedssl.config.settings import ScheduleSettings
 from fedssl.errors import InputError
 
@@ -79,14 +80,8 @@ def layer_wise(
     depth_dropout : float
         In [0, 1): probability that a frozen stage is skipped in a training step, as in FLL (Guo et al., arXiv
         2309.05213), which uses 0.5.
-
-    Raises
-    ------
-    InputError
-        If a number is out of range, or there are too few rounds.
     """
-    if not 0 <= depth_dropout < 1:
-        raise InputError(f"schedule.depth_dropout={depth_dropout} must be at least 0 and below 1; 0 disables it")
+    check_arguments("schedule", depth_dropout=depth_dropout)
     return [
         Phase(
             number=s,
@@ -120,11 +115,6 @@ def split_rounds(rounds: int, stages: int, shares: str | Sequence[int]) -> list[
         "left_skewed": more rounds for later stages, "right_skewed": for earlier ones (Section 5.10). Each stage has at
         least one round; the remaining rounds are divided equally, or in proportion to 1, 2, ..., S (the paper shows its
         shares only as a figure). A sequence gives the rounds directly.
-
-    Raises
-    ------
-    InputError
-        If there are too few rounds, or ``shares`` is not valid.
     """
     if isinstance(shares, str):
         if shares not in SHARES:

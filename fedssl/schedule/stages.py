@@ -3,10 +3,9 @@
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from fedssl.arrays import Layers
-from fedssl.encoders.base import StageRange
+from fedssl.encoders.base import ActiveStages, StageRange
 from fedssl.errors import InputError
 from fedssl.methods.base import TEACHER, SSLMethod
 from fedssl.model_arrays import exchanged_names
@@ -46,18 +45,16 @@ def set_active_stages(
     if depth is None:
         yield
         return
-    active = method.encoder.active_stages
-    before = replace(active)
-    frozen_before, idle = method.frozen, method.inactive_names
-    trained = {name: method.named_tensors[name].requires_grad for name in method.trainable}
-    _enter(method, depth, frozen, depth_dropout)
-    try:
-        yield
-    finally:
-        active.depth, active.frozen, active.depth_dropout = before.depth, before.frozen, before.depth_dropout
-        method.frozen, method.inactive_names = frozen_before, idle
-        for name, was in trained.items():
-            method.named_tensors[name].requires_grad_(was)
+    before = method.frozen, method.inactive_names
+    trained_before = {name: method.named_tensors[name].requires_grad for name in method.trainable}
+    with method.encoder.run_stages(ActiveStages(depth, frozen, depth_dropout)):
+        _mark_layers(method, depth, frozen)
+        try:
+            yield
+        finally:
+            method.frozen, method.inactive_names = before
+            for name, trained in trained_before.items():
+                method.named_tensors[name].requires_grad_(trained)
 
 
 def frozen_names(method: SSLMethod) -> list[str]:
@@ -111,26 +108,19 @@ class Stages:
 
     def _transfer(self, layers: Layers, phase: Phase) -> Layers:
         before, new = self._names[phase.depth - 2], self._names[phase.depth - 1]
-        found = {new + name.removeprefix(before): array for name, array in layers.items() if name.startswith(before)}
+        copied = {new + name.removeprefix(before): array for name, array in layers.items() if name.startswith(before)}
         shapes = {name: array.shape for name, array in layers.items() if name.startswith(new)}
-        if {name: array.shape for name, array in found.items()} != shapes:
+        if {name: array.shape for name, array in copied.items()} != shapes:
             log.info("stage %d does not start with the weights of the previous stage: shapes differ", phase.depth)
             return layers
-        return {**layers, **{name: array.copy() for name, array in found.items()}}
+        return {**layers, **{name: array.copy() for name, array in copied.items()}}
 
     def _running(self, phase: Phase, names: Iterable[str]) -> Iterator[str]:
         return (name for name in names if _runs(self._stage_ranges[name], phase.depth))
 
 
-def check(method: SSLMethod, phases: Sequence[Phase]) -> None:
-    """Reject phases that the method or its encoder does not support.
-
-    Raises
-    ------
-    InputError
-        If depth dropout would skip stages that are not interchangeable, or a teacher, which is a whole encoder, is
-        combined with a growing encoder.
-    """
+def check_phases(method: SSLMethod, phases: Sequence[Phase]) -> None:
+    """Reject phases that the method or its encoder does not support."""
     if TEACHER in method.static_parts and len(phases) > 1:
         raise InputError(
             "the schedule trains parts of the encoder but the teacher is a whole encoder; set schedule=end_to_end, or "
@@ -143,15 +133,13 @@ def check(method: SSLMethod, phases: Sequence[Phase]) -> None:
         )
 
 
-def _enter(method: SSLMethod, depth: int, frozen: int, depth_dropout: float) -> None:
-    active = method.encoder.active_stages
-    active.depth, active.frozen, active.depth_dropout = depth, frozen, depth_dropout
+def _mark_layers(method: SSLMethod, depth: int, frozen: int) -> None:
     method.frozen = frozen
-    stage_ranges = {name: stage_range(method, name) for name in method.named_tensors}
-    runs = {name: _runs(found, depth) for name, found in stage_ranges.items()}
-    trained = {name: runs[name] and frozen < found.frozen_from for name, found in stage_ranges.items()}
+    ranges = {name: stage_range(method, name) for name in method.named_tensors}
+    runs = {name: _runs(layer_range, depth) for name, layer_range in ranges.items()}
+    trained = {name: runs[name] and frozen < layer_range.frozen_from for name, layer_range in ranges.items()}
     method.inactive_names = frozenset(
-        name for name in stage_ranges if not (trained[name] if name.startswith(TARGET_ENCODER) else runs[name])
+        name for name in ranges if not (trained[name] if name.startswith(TARGET_ENCODER) else runs[name])
     )
     for name in method.trainable:
         method.named_tensors[name].requires_grad_(trained[name])

@@ -19,7 +19,7 @@ PACKAGES = ("client_app", "fedssl", "server_app", "strategies")  # included in F
 
 @functools.cache
 def code_fingerprint() -> str:
-    """Return a hash of all source files of `PACKAGES`, 16 hexadecimal digits, by which different versions are found."""
+    """Return a hash of all source files of `PACKAGES`, 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for package in PACKAGES:
         for file in sorted((ROOT / package).rglob("*.py")):
@@ -36,9 +36,7 @@ class NodeInfo:
     partition : int or None
         Partition of a simulated client; optional position of an edge client.
     partitions : int or None
-        Number of partitions; None for an edge client.
-    name : str
-        Name of an edge client.
+        Number of partitions; None for an edge client, which has a name.
     """
 
     partition: int | None
@@ -59,22 +57,16 @@ def node_info_reply(message: Message, info: NodeInfo) -> Message:
 
 
 def read_node_info(message: Message) -> NodeInfo:
-    """Read the reply to a node-info query.
-
-    Raises
-    ------
-    KeyError, ValueError
-        The reply is invalid.
-    """
+    """Read the reply to a node-info query; `KeyError` or `ValueError` if it is invalid."""
     if NODE_INFO not in message.content.config_records:
-        record = message.content.metric_records[METRICS]
-        return NodeInfo(partition=as_count(record["partition-id"]), partitions=as_count(record["num-partitions"]))
-    about = message.content.config_records[NODE_INFO]
-    name = about["name"]
+        metrics = message.content.metric_records[METRICS]
+        return NodeInfo(partition=as_count(metrics["partition-id"]), partitions=as_count(metrics["num-partitions"]))
+    record = message.content.config_records[NODE_INFO]
+    name = record["name"]
     if not isinstance(name, str):
         raise ValueError(f"{type(name).__name__} instead of a name")
     check_device_name(name)
-    return NodeInfo(partition=as_count(about["partition-id"]) if "partition-id" in about else None, name=name)
+    return NodeInfo(partition=as_count(record["partition-id"]) if "partition-id" in record else None, name=name)
 
 
 def check_device_name(name: str) -> None:

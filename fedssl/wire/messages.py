@@ -28,8 +28,6 @@ class TrainPlan:
     ----------
     round : int
         Number of the round, from 1.
-    layers : Layers
-        Downloaded layers.
     broadcast : Layers
         Parts that the server side of the method computed for clients, see `fedssl.methods.base.SSLMethod`.
     settings : str
@@ -42,11 +40,11 @@ class TrainPlan:
     lr_factor : float
         Factor of the optimizer's learning rate in this round.
     code_fingerprint : str
-        Fingerprint of the server's source code; a client with other code rejects the plan.
+        Of the server's source code; a client with other code rejects the plan.
     wire_dtype : str
         Dtype of layers in both directions, see `fedssl.wire.wire_format`.
     upload_names : tuple of str or None
-        Names of the layers to upload; None uploads all exchanged layers.
+        Layers to upload; None uploads all exchanged layers.
     num_stages : int or None
         Number of active encoder stages, see `fedssl.schedule.phases`; None activates and trains all.
     num_frozen_stages : int
@@ -91,13 +89,9 @@ class TrainPlan:
         if self.upload_names is not None:
             plan["upload-names"] = _join_names(self.upload_names)
         if self.num_stages is not None:
-            plan.update(
-                {
-                    "num-stages": self.num_stages,
-                    "num-frozen-stages": self.num_frozen_stages,
-                    "cache-frozen": self.cache_frozen,
-                }
-            )
+            plan["num-stages"] = self.num_stages
+            plan["num-frozen-stages"] = self.num_frozen_stages
+            plan["cache-frozen"] = self.cache_frozen
             plan["depth-dropout"] = self.depth_dropout
         content = RecordDict(
             {ARRAYS: pack(self.layers, self.wire_dtype), METHOD_BROADCAST: encode_arrays(self.broadcast), CONFIG: plan}
@@ -111,14 +105,13 @@ class TrainPlan:
         """Read the plan from a message's content."""
         plan = content.config_records[CONFIG]
         wire_dtype = check_wire_dtype(plan["wire-dtype"])
-        candidate_arrays = [
-            content.array_records[f"{ARRAYS}-{number}"] for number in range(1, len(content.array_records) - 1)
-        ]
+        records = content.array_records
+        candidates = [records[f"{ARRAYS}-{number}"] for number in range(1, len(records) - 1)]
         return cls(
             round=int(_number(plan["round"])),
-            layers=decode_arrays(content.array_records[ARRAYS], wire_dtype),
-            candidate_arrays=tuple(decode_arrays(layers, wire_dtype) for layers in candidate_arrays),
-            broadcast=decode_arrays(content.array_records[METHOD_BROADCAST]),
+            layers=decode_arrays(records[ARRAYS], wire_dtype),
+            candidate_arrays=tuple(decode_arrays(record, wire_dtype) for record in candidates),
+            broadcast=decode_arrays(records[METHOD_BROADCAST]),
             wire_dtype=wire_dtype,
             settings=str(plan["settings"]),
             metrics=_split_names(plan["metrics"]),
@@ -139,8 +132,6 @@ class ClientUpdate:
 
     Attributes
     ----------
-    layers : Layers
-        The client's layers after local training.
     partition_id : int
         Client id, which the server sets; not sent.
     uploaded_parts : Layers
@@ -177,11 +168,10 @@ class ClientUpdate:
         plan_id = ConfigRecord({"round": plan.round, "code-fingerprint": plan.code_fingerprint})
         if plan.candidate_arrays:
             plan_id["model-index"] = self.model_index
+        start = (plan.layers, *plan.candidate_arrays)[self.model_index]
         return RecordDict(
             {
-                ARRAYS: encode_arrays(
-                    self.layers, plan.wire_dtype, start=(plan.layers, *plan.candidate_arrays)[self.model_index]
-                ),
+                ARRAYS: encode_arrays(self.layers, plan.wire_dtype, start=start),
                 METHOD_UPLOAD: encode_arrays(self.uploaded_parts),
                 METRICS: record,
                 REPLY_CONFIG: plan_id,
@@ -192,23 +182,14 @@ class ClientUpdate:
     def from_content(
         cls, content: RecordDict, partition_id: int, *, wire_dtype: str = LOSSLESS, start: Layers | None = None
     ) -> "ClientUpdate":
-        """Read the update from a reply's content.
+        """Read the update from a reply to a plan with this wire dtype.
 
-        Parameters
-        ----------
-        content : RecordDict
-        partition_id : int
-        wire_dtype : str
-            Wire dtype of the plan.
-        start : Layers, optional
-            Layers that the client downloaded, as on the server; differences are added to them.
+        ``start`` are the layers that the client downloaded, as on the server; differences are added to them.
 
         Raises
         ------
-        KeyError
-            A record is missing.
-        ValueError
-            A record or metric is unexpected, an array is invalid, or a metric or count is not a valid number.
+        KeyError, ValueError
+            A record is missing, or invalid.
         """
         unknown = content.keys() - {ARRAYS, METHOD_UPLOAD, METRICS, REPLY_CONFIG}
         if unknown:
@@ -237,44 +218,40 @@ class ClientUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class PersonalizedModelRequest:
-    """Request to a simulated client, beside a plan, for its personalized encoder.
+    """Request to a simulated client, with a plan, for its personalized encoder.
 
     Attributes
     ----------
-    epochs : int
+    adaptation_epochs : int
         Epochs that an unseen client trains for it; 0 for a participant.
-    adapted : bool
+    after_adaptation : bool
         Whether to return the encoder after these epochs or before them.
     """
 
-    epochs: int = 0
-    adapted: bool = False
+    adaptation_epochs: int = 0
+    after_adaptation: bool = False
 
-    def beside(self, plan: RecordDict) -> RecordDict:
+    def attach_to(self, plan: RecordDict) -> RecordDict:
         """Return the content of a message with the plan and this request."""
-        asked = ConfigRecord({"epochs": self.epochs, "adapted": self.adapted})
-        return RecordDict({**plan, PERSONALIZED: asked})
+        request = ConfigRecord({"adaptation-epochs": self.adaptation_epochs, "after-adaptation": self.after_adaptation})
+        return RecordDict({**plan, PERSONALIZED: request})
 
     @classmethod
     def from_content(cls, content: RecordDict) -> "PersonalizedModelRequest":
         """Read the request from a message's content."""
-        asked = content.config_records[PERSONALIZED]
-        return cls(epochs=as_count(asked["epochs"]), adapted=bool(asked["adapted"]))
+        request = content.config_records[PERSONALIZED]
+        return cls(
+            adaptation_epochs=as_count(request["adaptation-epochs"]), after_adaptation=bool(request["after-adaptation"])
+        )
 
 
-def parse_model_index(content: RecordDict, *, among: int) -> int:
-    """Read the index of the model that a client started from.
-
-    Raises
-    ------
-    KeyError, ValueError
-        The index is missing although there are several models, or out of range.
-    """
-    if among == 1:
+def parse_model_index(content: RecordDict, *, num_models: int) -> int:
+    """Read the index of the model that a client started from; `KeyError` or `ValueError` if it is invalid."""
+    if num_models == 1:
         return 0
     model_index = as_count(content.config_records[REPLY_CONFIG]["model-index"])
-    if model_index >= among:
-        raise ValueError(f"it selected model {model_index} of {among}")
+    if model_index >= num_models:
+        raise ValueError(f"it selected model {model_index} of {num_models}")
     return model_index
 
 
@@ -288,7 +265,6 @@ def _split_names(text: object) -> tuple[str, ...]:
 
 
 def _number(value: object) -> float:
-    """Return a record value as a number."""
     if not isinstance(value, int | float):
         raise ValueError(f"{value} instead of a number")
     return value

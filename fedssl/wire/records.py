@@ -93,13 +93,7 @@ def arrays_to_record(layers: Layers) -> ArrayRecord:
 
 
 def record_to_arrays(record: ArrayRecord) -> Layers:
-    """Return the arrays of a Flower record, which share its memory. Arrays from a network are read-only.
-
-    Raises
-    ------
-    ValueError
-        `read_array` rejects an array.
-    """
+    """Return the arrays of a Flower record, which share its memory. Arrays from a network are read-only."""
     return {
         name: array.numpy() if type(array) is Array else read_array(array.data, name=name)
         for name, array in record.items()
@@ -108,9 +102,9 @@ def record_to_arrays(record: ArrayRecord) -> Layers:
 
 def encode_arrays(layers: Layers, wire_dtype: str = LOSSLESS, *, start: Layers | None = None) -> ArrayRecord:
     """Encode layers as a record; parameters as in `fedssl.wire.wire_format.pack`."""
-    return (
-        LazyArrayRecord(layers) if wire_dtype == LOSSLESS else arrays_to_record(pack(layers, wire_dtype, start=start))
-    )
+    if wire_dtype == LOSSLESS:
+        return LazyArrayRecord(layers)
+    return arrays_to_record(pack(layers, wire_dtype, start=start))
 
 
 def decode_arrays(record: ArrayRecord, wire_dtype: str = LOSSLESS, *, start: Layers | None = None) -> Layers:
@@ -127,13 +121,7 @@ def decode_arrays(record: ArrayRecord, wire_dtype: str = LOSSLESS, *, start: Lay
 
 
 def read_array(data: bytes, *, name: str) -> np.ndarray:
-    """Read a numeric array from ``.npy`` bytes, without a copy or further memory.
-
-    Raises
-    ------
-    ValueError
-        The bytes are not in this format, or their number differs from the header.
-    """
+    """Read a numeric array from ``.npy`` bytes without a copy; `ValueError` if they do not match their header."""
     file = io.BytesIO(data)
     try:
         read_header = _HEADERS[np.lib.format.read_magic(file)]
@@ -141,10 +129,10 @@ def read_array(data: bytes, *, name: str) -> np.ndarray:
     except Exception as error:  # NumPy also raises errors of Python's tokenizer
         raise ValueError(f"array {name} is not in NumPy's format") from error
     if dtype.kind not in "fiub" or any(length < 0 for length in shape):
-        raise ValueError(f"array {name} holds {dtype} of shape {shape} instead of numbers")
-    held, announced = len(data) - file.tell(), math.prod(shape) * dtype.itemsize
-    if held != announced:
-        raise ValueError(f"array {name} has {held} bytes, but {announced} by its shape {shape}")
+        raise ValueError(f"array {name} has {dtype} of shape {shape} instead of numbers")
+    size, declared = len(data) - file.tell(), math.prod(shape) * dtype.itemsize
+    if size != declared:
+        raise ValueError(f"array {name} has {size} bytes, but {declared} by its shape {shape}")
     return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
 
 
@@ -172,9 +160,9 @@ def record_bytes(record: ArrayRecord) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _lazy_record_bytes(lines: tuple[tuple[str, str, tuple[int, ...]], ...]) -> int:
+def _lazy_record_bytes(rows: tuple[tuple[str, str, tuple[int, ...]], ...]) -> int:
     """Return the size of a `LazyArrayRecord` of these layers after packing; equal in every round."""
-    specs = [TensorSpec(*line) for line in lines]
+    specs = [TensorSpec(*row) for row in rows]
     flats = {**flat_layout(specs, LOSSLESS), TABLE: (np.dtype(np.uint8), len(table_text(specs, LOSSLESS)))}
     parts = sum(
         _array_bytes(str(dtype), (length,), _header_bytes(dtype, (length,)) + length * dtype.itemsize)
@@ -186,15 +174,15 @@ def _lazy_record_bytes(lines: tuple[tuple[str, str, tuple[int, ...]], ...]) -> i
 def _npy_bytes(array: FlowerArray) -> int:
     if type(array) is not Array:
         return len(array.data)
-    held = array.numpy()
-    return _header_bytes(held.dtype, held.shape) + held.nbytes
+    values = array.numpy()
+    return _header_bytes(values.dtype, values.shape) + values.nbytes
 
 
 def _array_bytes(dtype: str, shape: tuple[int, ...], data: int) -> int:
-    pieces = [min(CHUNK_BYTES, data - start) for start in range(0, data, CHUNK_BYTES)]
-    about = {"dtype": dtype, "shape": shape, "stype": "numpy.ndarray", "arraychunk_ids": list(range(len(pieces)))}
-    chunks = sum(_object_bytes("ArrayChunk", piece, parts=0) for piece in pieces)
-    return chunks + _object_bytes("Array", len(json.dumps(about)), parts=len(pieces))
+    chunks = [min(CHUNK_BYTES, data - start) for start in range(0, data, CHUNK_BYTES)]
+    body = {"dtype": dtype, "shape": shape, "stype": "numpy.ndarray", "arraychunk_ids": list(range(len(chunks)))}
+    size = sum(_object_bytes("ArrayChunk", chunk, parts=0) for chunk in chunks)
+    return size + _object_bytes("Array", len(json.dumps(body)), parts=len(chunks))
 
 
 def _reference_bytes(parts: Collection[str], kind: str) -> int:

@@ -38,7 +38,7 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 
 TABLE, WEIGHTS, SCALES = "table", "weights", "scales"  # names of flat arrays; the others have the name of their dtype
 
-LONGEST_TABLE = 1 << 20  # bytes, about 15,000 layers
+MAX_TABLE_BYTES = 1 << 20  # about 15,000 layers
 MAX_DIMENSIONS = 16
 
 _DTYPES: dict[str, np.dtype] = {
@@ -66,18 +66,18 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        """Return the number of elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def is_compressed(self) -> bool:
-        """Return whether wire dtypes other than ``fp32`` compress it."""
+        """Return whether wire dtypes other than ``fp32`` compress the tensor."""
         kernel = len(self.shape) > 1 and 0 not in self.shape
         return kernel and self.dtype == "float32" and self.name.rpartition(".")[2] not in STATISTICS
 
 
 def check_wire_dtype(wire_dtype: object) -> str:
-    """Return the wire dtype; raise `InputError` if it is unknown."""
+    """Return a valid wire dtype unchanged; otherwise raise `InputError`."""
     if wire_dtype not in WIRE_DTYPES:
         raise InputError(f"wire_dtype={wire_dtype} is not valid; choose one of {', '.join(WIRE_DTYPES)}")
     return str(wire_dtype)
@@ -97,19 +97,19 @@ def tensor_specs(layers: Layers) -> list[TensorSpec]:
 
 def flat_layout(specs: Sequence[TensorSpec], wire_dtype: str) -> Layout:
     """Return the layout of the flat arrays, in the order of their first use."""
-    found: Layout = {}
+    layout: Layout = {}
 
-    def more(key: str, dtype: np.dtype, numbers: int) -> None:
-        found[key] = dtype, found.get(key, (dtype, 0))[1] + numbers
+    def add(key: str, dtype: np.dtype, length: int) -> None:
+        layout[key] = dtype, layout.get(key, (dtype, 0))[1] + length
 
     for spec in specs:
         if wire_dtype == LOSSLESS or not spec.is_compressed:
-            more(spec.dtype, _DTYPES[spec.dtype], spec.size)
+            add(spec.dtype, _DTYPES[spec.dtype], spec.size)
             continue
-        more(WEIGHTS, _WIRE[wire_dtype], spec.size)
+        add(WEIGHTS, _WIRE[wire_dtype], spec.size)
         if wire_dtype == "int8":
-            more(SCALES, np.dtype(np.float32), spec.shape[0])
-    return found
+            add(SCALES, np.dtype(np.float32), spec.shape[0])
+    return layout
 
 
 def table_text(specs: Sequence[TensorSpec], wire_dtype: str) -> bytes:
@@ -121,12 +121,7 @@ def table_text(specs: Sequence[TensorSpec], wire_dtype: str) -> bytes:
 def pack(layers: Layers, wire_dtype: str, *, start: Layers | None = None) -> dict[str, np.ndarray]:
     """Encode layers as the table and flat arrays by name; an empty mapping for no layers.
 
-    Parameters
-    ----------
-    layers : Layers
-    wire_dtype : {"fp32", "fp16", "bf16", "int8"}
-    start : Layers, optional
-        Layers of the receiver. Compressed layers that it contains are sent as differences.
+    Compressed layers that ``start``, the layers of the receiver, contains are sent as differences.
 
     Raises
     ------
@@ -136,7 +131,7 @@ def pack(layers: Layers, wire_dtype: str, *, start: Layers | None = None) -> dic
     specs = tensor_specs(layers)
     if not specs:
         return {}
-    flats = {key: np.empty(numbers, dtype) for key, (dtype, numbers) in flat_layout(specs, wire_dtype).items()}
+    flats = {key: np.empty(length, dtype) for key, (dtype, length) in flat_layout(specs, wire_dtype).items()}
     cursor = _FlatCursor(flats)
     for spec, array in zip(specs, layers.values(), strict=True):
         if wire_dtype == LOSSLESS or not spec.is_compressed:
@@ -154,14 +149,7 @@ def pack(layers: Layers, wire_dtype: str, *, start: Layers | None = None) -> dic
 
 
 def unpack(arrays: Mapping[str, np.ndarray], wire_dtype: str, *, start: Layers | None = None) -> Layers:
-    """Decode layers. Uncompressed ones share the memory of the received arrays.
-
-    Parameters
-    ----------
-    arrays : mapping of str to ndarray
-        Result of `pack`, untrusted.
-    wire_dtype, start
-        Arguments of `pack`.
+    """Decode the result of `pack`, which is untrusted. Uncompressed layers share the memory of the received arrays.
 
     Raises
     ------
@@ -172,14 +160,14 @@ def unpack(arrays: Mapping[str, np.ndarray], wire_dtype: str, *, start: Layers |
         return {}
     specs = parse_table(arrays.get(TABLE), wire_dtype)
     expected = flat_layout(specs, wire_dtype)
-    odd = (arrays.keys() - {TABLE}) ^ expected.keys()
-    if odd:
-        here = min(odd) in arrays
-        raise ValueError(f"array {min(odd)} is {'not in the table of layers' if here else 'missing'}")
-    for key, (dtype, numbers) in expected.items():
-        found = arrays[key]
-        if found.dtype != dtype or found.shape != (numbers,):
-            raise ValueError(f"array {key} holds {found.dtype} of shape {found.shape} instead of {numbers} {dtype}")
+    unmatched = (arrays.keys() - {TABLE}) ^ expected.keys()
+    if unmatched:
+        name = min(unmatched)
+        raise ValueError(f"array {name} is {'not in the table of layers' if name in arrays else 'missing'}")
+    for key, (dtype, length) in expected.items():
+        array = arrays[key]
+        if array.dtype != dtype or array.shape != (length,):
+            raise ValueError(f"array {key} has {array.dtype} of shape {array.shape} instead of {length} {dtype}")
     if SCALES in expected and not ((arrays[SCALES] >= 0) & (arrays[SCALES] <= _LARGEST_SCALE)).all():
         raise ValueError(f"array {SCALES} has values that are negative, not finite or far too large")
     cursor = _FlatCursor(arrays)
@@ -195,39 +183,33 @@ def _unpacked(spec: TensorSpec, cursor: "_FlatCursor", wire_dtype: str, start: L
     else:
         x = numbers.view(_HALVES[wire_dtype]).to(torch.float32)
     if spec.name in start:
-        have = start[spec.name]
-        if have.shape != spec.shape:
-            raise ValueError(f"layer {spec.name} has shape {spec.shape} instead of {have.shape}")
-        x += torch.from_numpy(have)
+        base = start[spec.name]
+        if base.shape != spec.shape:
+            raise ValueError(f"layer {spec.name} has shape {spec.shape} instead of {base.shape}")
+        x += torch.from_numpy(base)
     array: np.ndarray = x.numpy()
     return array
 
 
 def parse_table(table: np.ndarray | None, wire_dtype: str) -> list[TensorSpec]:
-    """Parse a received table.
-
-    Raises
-    ------
-    ValueError
-        The table is missing or invalid, is for another wire dtype, or has a duplicate name.
-    """
+    """Parse a received table; `ValueError` if it is missing or invalid."""
     if table is None or table.dtype != np.uint8 or table.ndim != 1:
-        raise ValueError("the layers come without their table of names, dtypes and shapes")
-    if len(table) > LONGEST_TABLE:
-        raise ValueError(f"the table of layers has {len(table)} bytes, more than {LONGEST_TABLE}")
+        raise ValueError("the table of layers is missing")
+    if len(table) > MAX_TABLE_BYTES:
+        raise ValueError(f"the table of layers has {len(table)} bytes, more than {MAX_TABLE_BYTES}")
     try:
-        announced, lines = json.loads(table.tobytes())
-        specs = [_entry(*line) for line in lines]
+        announced, rows = json.loads(table.tobytes())
+        specs = [_parse_row(*row) for row in rows]
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError("the table of layers is damaged") from error
     if announced != wire_dtype:
-        raise ValueError(f"layers come by wire_dtype={str(announced)[:20]} instead of {wire_dtype}")
+        raise ValueError(f"layers have wire_dtype={str(announced)[:20]} instead of {wire_dtype}")
     if len({spec.name for spec in specs}) < len(specs):
         raise ValueError("the table of layers names a layer twice")
     return specs
 
 
-def _entry(name: object, dtype: object, shape: object) -> TensorSpec:
+def _parse_row(name: object, dtype: object, shape: object) -> TensorSpec:
     if not (isinstance(name, str) and name.isprintable() and isinstance(dtype, str) and dtype in _DTYPES):
         raise ValueError("a layer has no name, or no dtype of numbers")
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
@@ -254,8 +236,8 @@ def encode_int8(x: Tensor, *, out: Tensor, name: str) -> Tensor:
         raise ValueError(f"layer {name} has non-finite values, which wire_dtype=int8 cannot represent")
     scales[scales < _TINY] = 0  # a subnormal divisor has too few digits
     scales.clamp_(max=_LARGEST_SCALE)  # of which 127 are still finite
-    by = scales.masked_fill(scales == 0, 1 / _TINY)
-    out.view(rows.shape).copy_((rows / by[:, None]).round_())
+    divisors = scales.masked_fill(scales == 0, 1 / _TINY)
+    out.view(rows.shape).copy_((rows / divisors[:, None]).round_())
     return scales
 
 
@@ -267,13 +249,12 @@ def decode_int8(q: Tensor, scales: Tensor) -> Tensor:
 
 
 class _FlatCursor:
-    """Cursor over flat arrays: `next` returns the next slice."""
+    """Cursor over flat arrays: `next` returns a slice of ``length`` elements."""
 
     def __init__(self, flats: Mapping[str, np.ndarray]) -> None:
-        self._flats, self._at = flats, dict.fromkeys(flats, 0)
+        self._flats, self._offset = flats, dict.fromkeys(flats, 0)
 
-    def next(self, key: str, numbers: int) -> np.ndarray:
-        """The next so many numbers of one of them."""
-        begin = self._at[key]
-        self._at[key] = begin + numbers
-        return self._flats[key][begin : begin + numbers]
+    def next(self, key: str, length: int) -> np.ndarray:
+        start = self._offset[key]
+        self._offset[key] = start + length
+        return self._flats[key][start : start + length]

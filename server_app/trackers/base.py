@@ -27,24 +27,12 @@ _NON_SCALARS = ("round", "units", "dropped", "evaluation")  # keys of a line tha
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """Run, as a tracker receives it before the first round.
-
-    Attributes
-    ----------
-    folder : Path
-        The run folder.
-    run_id : str
-        The same after each resume.
-    done : int
-        Completed rounds of a resumed run; 0 for a new one.
-    settings : mapping
-        All settings by dotted key, as plain values.
-    """
+    """Run, as a tracker receives it before the first round."""
 
     folder: Path
-    run_id: str
-    done: int
-    settings: Mapping[str, Any]
+    run_id: str  # the same after each resume
+    done: int  # completed rounds of a resumed run; 0 for a new one
+    settings: Mapping[str, Any]  # all settings by dotted key, as plain values
 
 
 class Tracker(Protocol):
@@ -60,17 +48,8 @@ class Tracker(Protocol):
         """Log the final results of a run that is ``finished``, ``failed`` or ``interrupted`` after this round."""
 
 
-class NullTracker:
+class NullTracker(Tracker):
     """Tracker that does nothing."""
-
-    def begin(self, run: TrackedRun) -> None:
-        """Do nothing."""
-
-    def round(self, round: int, numbers: Mapping[str, float]) -> None:
-        """Do nothing."""
-
-    def end(self, status: str, *, round: int, final: Mapping[str, float]) -> None:
-        """Do nothing."""
 
 
 def scalars_of(line: Mapping[str, Any]) -> dict[str, float]:
@@ -93,13 +72,7 @@ def _numbers(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, floa
 
 
 class SafeTracker:
-    """Wraps the tracker of a run, whose failure must not end the run. It is disabled after the first failure.
-
-    Raises
-    ------
-    InputError
-        A requirement of the tracker is missing, e.g. its package.
-    """
+    """Wraps the tracker of a run, whose failure must not end the run. It is disabled after the first failure."""
 
     def __init__(self, settings: RecordingSettings) -> None:
         self._tracker: Tracker = settings.tracker.instantiate()

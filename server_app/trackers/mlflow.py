@@ -17,12 +17,7 @@ _ENDED = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 class MLflow:
     """A run with fedssl's run id as a tag, so that a resumed run continues it.
 
-    Parameters
-    ----------
-    run : str or None
-        Name of the run. None: that of the run folder.
-    uri : str or None
-        MLflow tracking URI. None: ``mlflow.db`` in the run folder.
+    ``run`` None is the name of the run folder, and the tracking URI ``uri`` None is ``mlflow.db`` in the run folder.
     """
 
     def __init__(self, *, experiment: str, run: str | None, uri: str | None) -> None:

@@ -17,14 +17,7 @@ MODES = ("offline", "online")
 
 
 class WandB:
-    """A run with fedssl's run id, so that a resumed run continues it.
-
-    Parameters
-    ----------
-    run : str or None
-        Name of the run. None: that of the run folder.
-    mode : {"offline", "online"}
-    """
+    """A run with fedssl's run id, so that a resumed run continues it. ``run`` None is the name of the run folder."""
 
     def __init__(self, *, project: str, run: str | None, mode: str) -> None:
         if mode not in MODES:

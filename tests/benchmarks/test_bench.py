@@ -146,13 +146,13 @@ def test_the_page_ranks_rows_over_common_seeds() -> None:
     output = page(SUITES["cpu"], entries)
     table = [line.split("|")[1:-1] for line in output.splitlines() if "|" in line]
     cells = {name.strip(): [cell.strip() for cell in each] for name, *each in table}
-    assert cells["fedavg"][:3] == ["42.0 (40.0 to 44.0)", "32.0 (30.0 to 34.0)", "+12.0"]
+    assert cells["fedavg"][:3] == ["42.0 (40.0-44.0)", "32.0 (30.0-34.0)", "+12.0"]
     # Differences from FedAvg of 1, 2, 3 points, as in the test above, but a single row needs no correction.
     assert cells["eua"][3:] == ["+2.0 ± 1.0", "0.07", "1.0", "2"]
     assert cells[f"({ALL})"][5] == ""  # no rank for a bound
     fewer = page(SUITES["cpu"], [*entries, entry("krum", 0, 0.5), entry("krum", 1, 0.5)])
     assert "### `method=simclr`, seeds 0, 1\n" in fewer  # the third is not there yet
-    assert "| krum | 50.0 (50.0 to 50.0) |" in fewer
+    assert "| krum | 50.0 (50.0-50.0) |" in fewer
     assert "Significantly different from `fedavg` (p < 0.05 after Holm's correction): none." in output
 
 

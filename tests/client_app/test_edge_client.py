@@ -95,7 +95,7 @@ def test_a_genuine_plan_is_trained(plan, node, tmp_path):
         "states",
         "states/mine",
         "states/mine/a",
-        "states/mine/a/round-000001.state",
+        "states/mine/a/round-000001.safetensors",
         "states/mine/.task.json",
     }
 
@@ -123,7 +123,10 @@ ATTEMPTS = {
         "encoder=evil is not a choice of this edge client",
     ),
     "a group": (lambda plan: with_task(plan, choices={"dataset": "digits"}), "the task must choose in"),
-    "a batch of nothing": (lambda plan: with_task(plan, batch_size=0), "batch_size=0 but it must be at least 2"),
+    "a batch of nothing": (
+        lambda plan: with_task(plan, batch_size=0),
+        "batch_size=0 must be an integer of at least 2; the default is 64",
+    ),
     "a large batch": (lambda plan: with_task(plan, batch_size=2048), "batch_size=2048 but this device allows 1024"),
     "many epochs": (lambda plan: with_task(plan, local_epochs=101), "local_epochs=101 but this device allows 100"),
     "large images": (lambda plan: with_task(plan, dataset__size=10**6), "dataset.size is beyond 65536"),
@@ -154,7 +157,7 @@ ATTEMPTS = {
         lambda plan: changed(plan, upload_names="\nencoder.nothing"),
         "layer 'encoder.nothing' was asked for",
     ),
-    "no plan": (lambda plan: RecordDict(), "KeyError; the log of the device says more"),
+    "no plan": (lambda plan: RecordDict(), "KeyError; see the log of the device"),
 }
 
 
@@ -166,13 +169,13 @@ def test_what_a_hostile_server_sends_is_refused_in_a_sentence(name, plan, node, 
     before, modules = everything_below(tmp_path), set(sys.modules)
     assert sentence in refusal(make(plan), node)
     written = [file for file in everything_below(tmp_path) if file not in before]
-    assert all(file.startswith("states") and not file.endswith(".state") for file in written)
+    assert all(file.startswith("states") and not file.endswith(".safetensors") for file in written)
     assert not {"antigravity", "numpy.testing"} & (set(sys.modules) - modules)
 
 
 def test_another_runs_states_are_never_read_or_dropped(plan, node, tmp_path):
     assert not ask(plan, context(**node)).has_error()
-    kept = tmp_path / "states" / "mine" / "a" / "round-000001.state"
+    kept = tmp_path / "states" / "mine" / "a" / "round-000001.safetensors"
     before = kept.read_bytes()
     # The same run under other settings, which would send up what FedBN keeps.
     reason = refusal(changed(with_task(plan, choices={"strategy": "fedavg"}), round=2, oldest_resumable_round=2), node)
@@ -265,21 +268,22 @@ def test_threads_and_the_device_are_the_nodes(plan, node, tmp_path):
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({}, "this SuperNode does not say where its images are; start it with --node-config 'data-path=\"FOLDER\"'"),
-        ({"partition-id": 0, "num-partitions": 2}, "this SuperNode does not say where its images are"),
+        ({}, "this SuperNode has no folder of images; start it with --node-config 'data-path=\"FOLDER\"'"),
+        ({"partition-id": 0, "num-partitions": 2}, "this SuperNode has no folder of images"),
         (
             {MARKER_KEY: True, "partition-id": 0, "num-partitions": 2},
             "the node's configuration has fedssl-simulation; known are",
         ),
+        ({"data-path": "x", "sums-only": True}, "sums-only in the node's configuration is now secure-aggregation-only"),
         ({"data-path": "x", "state": "y"}, "the node's configuration has state; known are data-path, client-name"),
-        ({"data-path": "x", "client-name": "../x"}, "InputError; the log of the device says more"),
+        ({"data-path": "x", "client-name": "../x"}, "InputError; see the log of the device"),
         ({"data-path": "x", "client-name": "a b"}, "client-name='a b' is not a valid client name"),
         (
             {"data-path": "x", "threads": 0},
             "threads=0 of the node's configuration must be an integer of at least 1",
         ),
         ({"data-path": "x", "device": "tpu"}, "device=tpu is unknown; choose one of auto, cpu, cuda"),
-        ({"data-path": "x", "limits": "/nowhere"}, "InputError; the log of the device says more"),
+        ({"data-path": "x", "limits": "/nowhere"}, "InputError; see the log of the device"),
     ],
 )
 def test_a_node_that_is_configured_wrongly_says_so(config, sentence, plan):
@@ -309,8 +313,8 @@ def test_what_is_a_simulation():
 
 
 def test_what_is_told_of_an_error():
-    assert safe_error_message(InputError("no /home/anna/images here")) == "InputError; the log of the device says more"
-    assert safe_error_message(ValueError("secret")) == "ValueError; the log of the device says more"
+    assert safe_error_message(InputError("no /home/anna/images here")) == "InputError; see the log of the device"
+    assert safe_error_message(ValueError("secret")) == "ValueError; see the log of the device"
     assert (
         safe_error_message(RequestRefused("method=fedu/byol\x1b[2J\n" + "x" * 500))
         == "method=fedu/byol [2J " + "x" * 279
@@ -319,7 +323,7 @@ def test_what_is_told_of_an_error():
 
 def test_images_that_cannot_be_used_are_named_on_the_device_alone(plan, node, tmp_path, caplog):
     bad = node | {"data_path": tmp_path / "nowhere"}
-    assert refusal(plan, bad) == "InputError; the log of the device says more"
+    assert refusal(plan, bad) == "InputError; see the log of the device"
     assert f"data-path={tmp_path / 'nowhere'} is not a folder" in caplog.text
 
 

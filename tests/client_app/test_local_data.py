@@ -14,7 +14,7 @@ from fedssl.training import LocalTrainer
 WORDS = ["dataset.limit=60", "encoder.width=4", "batch_size=16"]
 
 
-def sample(*overrides, place=(0, "choose", 1, 2), on_step_start=lambda: None):
+def sample(*overrides, seed_path=(0, "choose", 1, 2), on_step_start=lambda: None):
     settings = compose([*WORDS, *overrides])
     method = build_method(settings.model)
     images = load_federated(settings.data)
@@ -24,7 +24,7 @@ def sample(*overrides, place=(0, "choose", 1, 2), on_step_start=lambda: None):
         torch.arange(10, 50),
         data=settings.data,
         training=LocalTrainer.build(settings.training, method),
-        place=place,
+        seed_path=seed_path,
         labels=labels,
         on_step_start=on_step_start,
     )
@@ -45,7 +45,7 @@ def test_calls_see_the_same(name, frozen):
 
 
 def test_other_rounds_and_clients_see_others():
-    (one, method), (other, _) = sample(), sample(place=(0, "choose", 2, 2))
+    (one, method), (other, _) = sample(), sample(seed_path=(0, "choose", 2, 2))
     assert not one.features(method, 8).equal(other.features(method, 8))
     assert one.loss(method, 8) != other.loss(method, 8)
     assert len(one.features(method, 1000)) == 40  # all that there are

@@ -3,8 +3,10 @@ import signal
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 
-from client_app.state_store import load_state, save_state
+from client_app.state_store import load_state, read_state, save_state
 
 
 def state(value):
@@ -21,7 +23,7 @@ def test_nothing_kept_yet(tmp_path):
 
 def test_a_resumed_round_sees_what_was_kept_before_it(tmp_path):
     for round in (1, 2, 5):
-        save_state(tmp_path, state(round), round=round, keep_from=0)
+        save_state(tmp_path, state(round), round=round, oldest_resumable=0)
     for before, expected in ((2, 1), (3, 2), (5, 2), (6, 5)):
         assert load_state(tmp_path, before=before)["target.weight"][0] == expected
     assert load_state(tmp_path, before=1) is None
@@ -29,17 +31,17 @@ def test_a_resumed_round_sees_what_was_kept_before_it(tmp_path):
 
 def test_versions_that_no_resume_can_ask_for_are_dropped(tmp_path):
     for round in (1, 3, 4):
-        save_state(tmp_path, state(round), round=round, keep_from=0)
+        save_state(tmp_path, state(round), round=round, oldest_resumable=0)
     # A run that goes back to round 3 at the earliest needs the versions after 3 and 4, not the one after 1.
-    save_state(tmp_path, state(6), round=6, keep_from=3)
-    assert rounds(tmp_path) == ["round-000003.state", "round-000004.state", "round-000006.state"]
+    save_state(tmp_path, state(6), round=6, oldest_resumable=3)
+    assert rounds(tmp_path) == ["round-000003.safetensors", "round-000004.safetensors", "round-000006.safetensors"]
 
 
 def test_a_round_run_again_replaces_its_state(tmp_path):
-    save_state(tmp_path, state(1), round=1, keep_from=0)
-    save_state(tmp_path, state(9), round=1, keep_from=0)
+    save_state(tmp_path, state(1), round=1, oldest_resumable=0)
+    save_state(tmp_path, state(9), round=1, oldest_resumable=0)
     assert load_state(tmp_path, before=2)["target.weight"][0] == 9
-    assert rounds(tmp_path) == ["round-000001.state"]
+    assert rounds(tmp_path) == ["round-000001.safetensors"]
 
 
 ALL_KINDS = {
@@ -58,35 +60,41 @@ def bits(value):
     return value.contiguous().flatten().view(torch.uint8).tolist()
 
 
-def test_every_bit_name_and_shape_comes_back(tmp_path):
-    save_state(tmp_path, ALL_KINDS, round=1, keep_from=0)
-    back = load_state(tmp_path, before=2)
-    assert list(back) == list(ALL_KINDS)
+@pytest.mark.parametrize("read", [read_state, load_file])
+def test_every_bit_name_and_shape_comes_back(tmp_path, read):
+    """By this project and by the library."""
+    save_state(tmp_path, ALL_KINDS, round=1, oldest_resumable=0)
+    back = read(tmp_path / "round-000001.safetensors")
+    assert back.keys() == ALL_KINDS.keys()
     for name, value in ALL_KINDS.items():
         assert (back[name].dtype, back[name].shape, bits(back[name])) == (value.dtype, value.shape, bits(value))
 
 
-def test_a_flat_file_by_hand(tmp_path):
-    # 64 bytes of preface; the list, 27 characters, filled up to 64 bytes; two floats of 4 bytes, filled up to 64.
-    save_state(tmp_path, {"w": torch.tensor([1.0, -2.0])}, round=1, keep_from=0)
-    written = (tmp_path / "round-000001.state").read_bytes()
-    text = b'[["w", "torch.float32", [2]]]'
-    values = bytes.fromhex("0000803f 000000c0")  # IEEE 754, little endian
-    body = text.ljust(64, b"\0") + values.ljust(64, b"\0")
-    total = sum(int.from_bytes(body[at : at + 8], "little") for at in range(0, 128, 8)) % 2**64
-    preface = b"fedssl 1" + (64).to_bytes(8, "little") + total.to_bytes(8, "little")
-    assert written == preface.ljust(64, b"\0") + body
+def test_names_dtypes_and_shapes_are_part_of_the_checksum(tmp_path):
+    states = [
+        {"a": torch.zeros(4)},
+        {"b": torch.zeros(4)},
+        {"a": torch.zeros(2, 2)},
+        {"a": torch.zeros(4, dtype=torch.int32)},
+        {"a": torch.zeros(4), "b": torch.zeros(0)},
+    ]
+    checksums = set()
+    for round, state in enumerate(states, 1):
+        save_state(tmp_path, state, round=round, oldest_resumable=0)
+        with safe_open(tmp_path / f"round-{round:06d}.safetensors", "pt") as stored:
+            checksums.add(stored.metadata()["checksum"])
+    assert len(checksums) == len(states)
 
 
 def test_a_state_that_is_read_stays_as_it_was_when_its_file_is_replaced_or_dropped(tmp_path):
-    save_state(tmp_path, state(1), round=1, keep_from=0)
+    save_state(tmp_path, state(1), round=1, oldest_resumable=0)
     first = load_state(tmp_path, before=2)
-    save_state(tmp_path, state(9), round=1, keep_from=0)
+    save_state(tmp_path, state(9), round=1, oldest_resumable=0)
     assert first["target.weight"].tolist() == [1, 1]
     again = load_state(tmp_path, before=2)
-    save_state(tmp_path, state(3), round=3, keep_from=3)
-    save_state(tmp_path, state(4), round=4, keep_from=3)
-    assert rounds(tmp_path) == ["round-000003.state", "round-000004.state"]
+    save_state(tmp_path, state(3), round=3, oldest_resumable=3)
+    save_state(tmp_path, state(4), round=4, oldest_resumable=3)
+    assert rounds(tmp_path) == ["round-000003.safetensors", "round-000004.safetensors"]
     assert again["target.weight"].tolist() == [9, 9]
 
 
@@ -99,32 +107,40 @@ def flipped(content):
 
 
 def renamed(content):
-    return content.replace(b"target", b"parget")
+    return content.replace(b"target.weight", b"parget.weight")
 
 
 def longer(content):
     return content + bytes(64)
 
 
-def list_of_another_length(content):
-    return content[:8] + (192).to_bytes(8, "little") + content[16:]
+def header_of_another_length(content):
+    return (192).to_bytes(8, "little") + content[8:]
+
+
+def without_checksum(content):
+    return content.replace(b"checksum", b"checkmum")
 
 
 @pytest.mark.parametrize(
-    "damage", [cut, flipped, renamed, longer, list_of_another_length, lambda content: b"", lambda content: bytes(128)]
+    "damage",
+    [
+        *(cut, flipped, renamed, longer, header_of_another_length, without_checksum),
+        *(lambda content: b"", lambda content: bytes(128)),
+    ],
 )
 def test_a_damaged_state_is_named_and_the_one_before_used(tmp_path, caplog, damage):
     many = {"target.weight": torch.arange(1000.0), "target.bias": torch.zeros(3)}
-    save_state(tmp_path, state(1), round=1, keep_from=0)
-    save_state(tmp_path, many, round=2, keep_from=0)
-    file = tmp_path / "round-000002.state"
+    save_state(tmp_path, state(1), round=1, oldest_resumable=0)
+    save_state(tmp_path, many, round=2, oldest_resumable=0)
+    file = tmp_path / "round-000002.safetensors"
     file.write_bytes(damage(file.read_bytes()))
     assert load_state(tmp_path, before=3)["target.weight"].tolist() == [1, 1]
-    assert "round-000002.state is damaged" in caplog.text
+    assert "round-000002.safetensors is damaged" in caplog.text
 
 
 def test_what_keeps_a_state_from_being_written_reaches_the_caller_and_leaves_no_half(tmp_path):
-    save_state(tmp_path, state(1), round=1, keep_from=0)
+    save_state(tmp_path, state(1), round=1, oldest_resumable=0)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(
         signal.SIGXFSZ, signal.SIG_IGN
@@ -132,8 +148,8 @@ def test_what_keeps_a_state_from_being_written_reaches_the_caller_and_leaves_no_
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            save_state(tmp_path, {"target.weight": torch.zeros(10_000)}, round=2, keep_from=0)
+            save_state(tmp_path, {"target.weight": torch.zeros(10_000)}, round=2, oldest_resumable=0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, ignored)
-    assert rounds(tmp_path) == ["round-000001.state"]
+    assert rounds(tmp_path) == ["round-000001.safetensors"]

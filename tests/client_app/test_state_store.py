@@ -27,14 +27,9 @@ def value(found):
     return None if found is None else float(found["target.weight"][0])
 
 
-@pytest.fixture(autouse=True)
-def _no_drawing(monkeypatch):
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, stream, **style: stream.write(b"\x89PNG"))
-
-
 def contents(folder):
     """Of all files of states."""
-    return {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*.state")}
+    return {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*.safetensors")}
 
 
 def layers(folder):
@@ -65,7 +60,7 @@ def slow(monkeypatch):
 
 def test_what_is_saved_is_there_before_it_is_written(tmp_path, store, slow):
     held = state(3)
-    store.save(tmp_path / "0", held, round=3, keep_from=0)
+    store.save(tmp_path / "0", held, round=3, oldest_resumable=0)
     assert store.load(tmp_path / "0", before=4, template=LIKE) is held
     assert not (tmp_path / "0").exists()
     slow.set()
@@ -76,9 +71,9 @@ def test_what_is_saved_is_there_before_it_is_written(tmp_path, store, slow):
 def test_it_answers_as_files_do(tmp_path, store):
     """Any order of rounds: new ones, one that is run again, one before which nothing was kept, another client."""
     saved = [(0, 1, 0), (1, 1, 0), (0, 2, 0), (0, 5, 2), (0, 5, 2), (1, 6, 5)]
-    for step, (client, round, keep_from) in enumerate(saved):
+    for step, (client, round, oldest_resumable) in enumerate(saved):
         for kind, folder in ((store, tmp_path / "memory"), (FILE_STORE, tmp_path / "files")):
-            kind.save(folder / str(client), state(step), round=round, keep_from=keep_from)
+            kind.save(folder / str(client), state(step), round=round, oldest_resumable=oldest_resumable)
         for before in range(8):
             for asked in "012":
                 found = store.load(tmp_path / "memory" / asked, before=before, template=LIKE)
@@ -88,8 +83,8 @@ def test_it_answers_as_files_do(tmp_path, store):
 
 
 def test_what_is_not_finite_is_no_state(tmp_path, store):
-    store.save(tmp_path, state(1), round=1, keep_from=0)
-    store.save(tmp_path, state(float("nan")), round=2, keep_from=0)
+    store.save(tmp_path, state(1), round=1, oldest_resumable=0)
+    store.save(tmp_path, state(float("nan")), round=2, oldest_resumable=0)
     assert value(store.load(tmp_path, before=3, template=LIKE)) == 1
 
 
@@ -103,7 +98,7 @@ def test_memory_is_bounded_and_what_makes_room_is_written_first(tmp_path, monkey
     monkeypatch.setattr(module, "load_state", noted)
     with WriteBehind(max_bytes=2 * SIZE) as store:
         for client in range(4):
-            store.save(tmp_path / str(client), state(client), round=1, keep_from=0)
+            store.save(tmp_path / str(client), state(client), round=1, oldest_resumable=0)
         assert [value(store.load(tmp_path / str(client), before=2, template=LIKE)) for client in range(4)] == [
             0,
             1,
@@ -111,15 +106,15 @@ def test_memory_is_bounded_and_what_makes_room_is_written_first(tmp_path, monkey
             3,
         ]
         assert read == ["0", "1"]
-        store.save(tmp_path / "2", state(9), round=2, keep_from=0)  # takes the place of its own, and no other's
+        store.save(tmp_path / "2", state(9), round=2, oldest_resumable=0)  # replaces the state of this client only
         store.load(tmp_path / "3", before=2, template=LIKE)
         assert read == ["0", "1"]
 
 
 def test_one_that_is_larger_than_the_memory_is_in_its_file(tmp_path):
     with WriteBehind(max_bytes=SIZE - 1) as store:
-        store.save(tmp_path, state(1), round=1, keep_from=0)
-        assert (tmp_path / "round-000001.state").exists()
+        store.save(tmp_path, state(1), round=1, oldest_resumable=0)
+        assert (tmp_path / "round-000001.safetensors").exists()
         assert value(store.load(tmp_path, before=2, template=LIKE)) == 1
 
 
@@ -128,7 +123,7 @@ def test_a_disk_that_is_full_is_told_when_it_is_settled(tmp_path, store, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "save_state", full)
-    store.save(tmp_path, state(1), round=1, keep_from=0)
+    store.save(tmp_path, state(1), round=1, oldest_resumable=0)
     with pytest.raises(OSError, match="No space left"):
         store.flush()
 
@@ -142,7 +137,7 @@ def test_what_prevented_an_older_file_is_told_although_others_took_its_place(tmp
     monkeypatch.setattr(module, "save_state", fails_once)
     with WriteBehind(max_bytes=SIZE) as store:
         for client in range(3):
-            store.save(tmp_path / str(client), state(client), round=1, keep_from=0)
+            store.save(tmp_path / str(client), state(client), round=1, oldest_resumable=0)
         assert store.load(tmp_path / "0", before=2, template=LIKE) is None
         with pytest.raises(PermissionError):
             store.flush()
@@ -150,13 +145,13 @@ def test_what_prevented_an_older_file_is_told_although_others_took_its_place(tmp
 
 def test_the_end_waits_for_the_files(tmp_path, slow):
     with WriteBehind() as store:
-        store.save(tmp_path, state(1), round=1, keep_from=0)
+        store.save(tmp_path, state(1), round=1, oldest_resumable=0)
         threading.Timer(0.1, slow.set).start()
     assert value(load_state(tmp_path, before=2)) == 1
 
 
-RUN = ["method=byol", "strategy=fedu", "num_clients=3", "rounds=3", "local_epochs=1", "dataset.limit=60", "threads=1"]
-RUN += ["encoder.width=4", "evaluate_every=0", "final_evaluation=none", "engine=local"]
+RUN = ["method=byol", "strategy=fedu", "num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=45", "threads=1"]
+RUN += ["encoder.width=4", "evaluate_every=0", "final_evaluation=none", "engine=local", "measure_resources=false"]
 
 
 def test_a_checkpoint_finds_all_states_written(tmp_path, monkeypatch):
@@ -168,13 +163,13 @@ def test_a_checkpoint_finds_all_states_written(tmp_path, monkeypatch):
         save_state(folder, state, **given)
 
     def looks(self, state, **given):
-        found.append([(clients / client / f"round-{state.round:06d}.state").exists() for client in "012"])
+        found.append([(clients / client / f"round-{state.round:06d}.safetensors").exists() for client in "012"])
         checkpoint(self, state, **given)
 
     monkeypatch.setattr(module, "save_state", slow)
     monkeypatch.setattr(Recorder, "checkpoint", looks)
     run([*RUN, f"output_dir={tmp_path / 'run'}"])
-    assert found == [[True] * 3] * 3
+    assert found == [[True] * 3] * 2
 
 
 @pytest.mark.parametrize(
@@ -196,10 +191,10 @@ def test_the_numbers_are_those_of_files_alone(tmp_path, monkeypatch, overrides):
 
 
 def test_a_disk_that_is_full_ends_the_run_which_goes_on(tmp_path, monkeypatch):
-    def full(folder, state, *, round, keep_from):
+    def full(folder, state, *, round, oldest_resumable):
         if round == 2:
             raise OSError(28, "No space left on device")
-        save_state(folder, state, round=round, keep_from=keep_from)
+        save_state(folder, state, round=round, oldest_resumable=oldest_resumable)
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "save_state", full)

@@ -32,11 +32,11 @@ def equal(one, other):
 
 
 @pytest.fixture
-def places(tmp_path):
+def image_folders(tmp_path):
     """Folders with different numbers of images for three owners."""
     return {
-        name: write_images(tmp_path / "images" / name, 9 + place, seed=place)
-        for place, name in enumerate(("a", "b", "c"))
+        name: write_images(tmp_path / "images" / name, 9 + index, seed=index)
+        for index, name in enumerate(("a", "b", "c"))
     }
 
 
@@ -59,57 +59,57 @@ def post(port, path, keys):
 
 
 @pytest.mark.heavy
-def test_a_fleet_and_the_simulation_are_bit_identical(places, tmp_path):
-    words = [*SMALL, "strategy=fedu", "method=byol", "rounds=2"]
+def test_a_fleet_and_the_simulation_are_bit_identical(image_folders, tmp_path):
+    overrides = [*SMALL, "strategy=fedu", "method=byol", "rounds=2"]
     own = [f"dataset.path={tmp_path / 'images'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]
-    simulate([*words, *own, f"output_dir={tmp_path / 'simulation'}"])
+    simulate([*overrides, *own, f"output_dir={tmp_path / 'simulation'}"])
     numbers = partitions(tmp_path / "simulation")
-    with fleet(*places) as one:
-        for name, place in places.items():
-            one.start_node(
-                name, data_path=place, client_name=name, state_path=tmp_path / name, partition_id=numbers[name]
+    with fleet(*image_folders) as running:
+        for name, folder in image_folders.items():
+            running.start_node(
+                name, data_path=folder, client_name=name, state_path=tmp_path / name, partition_id=numbers[name]
             )
-        one.start_node("stranger", data_path=places["a"])
-        one.wait_for_nodes(3)
-        status, output = one.run(*words, "num_clients=3", f"output_dir={tmp_path / 'fleet'}")
+        running.start_node("stranger", data_path=image_folders["a"])
+        running.wait_for_nodes(3)
+        status, output = running.run(*overrides, "num_clients=3", f"output_dir={tmp_path / 'fleet'}")
         assert status == 0, output
         assert f"the run folder is {tmp_path / 'fleet'}\n" in output
-        refused(one)  # no client trained on its images
-        check_the_public_port(one)
+        refused(running)  # no client trained on its images
+        check_the_public_port(running)
     assert equal(layers(tmp_path / "simulation"), layers(tmp_path / "fleet"))
     assert json.loads((tmp_path / "fleet" / "devices.json").read_text()) == numbers
 
 
 @pytest.mark.slow
 def test_devices_reach_only_the_fleet_api(tmp_path):
-    with fleet("a") as one:
-        check_the_public_port(one)
-        one.start_node("stranger", data_path=tmp_path)
-        words = [*one.engine, *SMALL, "resume=/not/here"]
+    with fleet("a") as running:
+        check_the_public_port(running)
+        running.start_node("stranger", data_path=tmp_path)
+        overrides = [*running.engine, *SMALL, "resume=/not/here"]
         with pytest.raises(InputError, match="resume=/not/here is not a run folder: config.yaml"):
-            simulate(words)  # the ServerApp output so
-        words[1] = f"engine.address=127.0.0.1:{one.public}"
+            simulate(overrides)  # the ServerApp output so
+        overrides[1] = f"engine.address=127.0.0.1:{running.public}"
         with pytest.raises(
             InputError, match=r"rejects the run \(status 403\); set engine.address to the port of the Control API"
         ):
-            simulate(words)
-        refused(one)
+            simulate(overrides)
+        refused(running)
 
 
-def check_the_public_port(one):
+def check_the_public_port(running):
     """Only the operator's port can register keys and submit runs."""
     for path in ("start-run", "register-node", "stop-run", "list-runs"):
         for public in (f"/v1/control/{path}", f"/v1/fleet/../control/{path}", f"/v1/fleet/%2e%2e/control/{path}"):
-            assert post(one.public, public, one.keys) == 403
-        assert post(one.port, f"/v1/control/{path}", one.keys) != 403
-    assert post(one.public, "/v1/runtime/acquire-task", one.keys) == 403
-    assert post(one.public, "/v1/fleet/pull-messages", one.keys) != 403
+            assert post(running.public, public, running.keys) == 403
+        assert post(running.port, f"/v1/control/{path}", running.keys) != 403
+    assert post(running.public, "/v1/runtime/acquire-task", running.keys) == 403
+    assert post(running.public, "/v1/fleet/pull-messages", running.keys) != 403
 
 
-def refused(one):
+def refused(running):
     """An unregistered node is rejected and ends."""
-    assert one.nodes["stranger"].wait(timeout=PATIENCE) == 1
-    assert "Failed to activate SuperNode" in one.log("stranger")
+    assert running.nodes["stranger"].wait(timeout=PATIENCE) == 1
+    assert "Failed to activate SuperNode" in running.log("stranger")
 
 
 # --- devices that fail ---
@@ -127,24 +127,24 @@ def took_part(run, client, *, after):
 
 
 @pytest.mark.heavy
-def test_a_run_survives_failures_of_its_devices(places, tmp_path):
+def test_a_run_survives_failures_of_its_devices(image_folders, tmp_path):
     run = tmp_path / "run"
-    words = [*SMALL, "num_clients=3", "rounds=1000", f"output_dir={run}", "aggregation.min_updates=1"]
-    words += ["aggregation.round_deadline=60", "aggregation.max_retries=50"]
-    places["c"] = tmp_path / "nowhere"  # its ClientApp raises
-    with fleet(*places) as one:
-        start = {name: {"data_path": place, "client_name": name} for name, place in places.items()}
-        for name in places:
-            one.start_node(name, **start[name])
-        one.wait_for_nodes(3)
-        fedssl = one.submit(*words)
+    overrides = [*SMALL, "num_clients=3", "rounds=1000", f"output_dir={run}", "aggregation.min_updates=1"]
+    overrides += ["aggregation.round_deadline=60", "aggregation.max_retries=50"]
+    image_folders["c"] = tmp_path / "nowhere"  # its ClientApp raises
+    with fleet(*image_folders) as running:
+        start = {name: {"data_path": folder, "client_name": name} for name, folder in image_folders.items()}
+        for name in image_folders:
+            running.start_node(name, **start[name])
+        running.wait_for_nodes(3)
+        fedssl = running.submit(*overrides)
 
         def last():
             assert fedssl.poll() is None, fedssl.communicate()[0]
             return len(rows(run))
 
         def signal_clients(number):
-            for pid in one.working("flwr-clientapp", "a"):
+            for pid in running.working("flwr-clientapp", "a"):
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
 
@@ -153,28 +153,28 @@ def test_a_run_survives_failures_of_its_devices(places, tmp_path):
             return any("0" in row["dropped"] for row in rows(run))
 
         until(lambda: took_part(run, 0, after=0) and took_part(run, 1, after=0), "devices a and b took part")
-        told = "it failed with InputError; the log of the device says more"
-        until(lambda: any(row["dropped"].get("2") == told for row in rows(run)), "c has raised")
+        reason = "it failed with InputError; see the log of the device"
+        until(lambda: any(row["dropped"].get("2") == reason for row in rows(run)), "c has raised")
         until(missed, "a round ends without a, whose ClientApp hangs")
         signal_clients(signal.SIGKILL)
         before = last()
         until(lambda: took_part(run, 0, after=before), "a takes part again after its ClientApp was killed")
-        until(lambda: bool(one.working("flwr-clientapp", "a")), "a is in a round")
-        one.kill("a")
+        until(lambda: bool(running.working("flwr-clientapp", "a")), "a is in a round")
+        running.kill("a")
         before = last()
         until(lambda: last() > before + 1, "rounds end without the SuperNode of a")
         assert not took_part(run, 0, after=before + 1)
 
         def restarted():  # as systemd does it, every time that the SuperLink refuses it
-            if one.nodes["a"].poll() is not None:
-                one.start_node("a", **start["a"])
+            if running.nodes["a"].poll() is not None:
+                running.start_node("a", **start["a"])
             return took_part(run, 0, after=before + 1)
 
         until(restarted, "a takes part again after its SuperNode was killed")
         fedssl.send_signal(signal.SIGINT)
         output = fedssl.communicate()[0]
         assert fedssl.returncode == 130, output
-        listed = one.flwr("list", "fleet", "--format", "json")
+        listed = running.flwr("list", "fleet", "--format", "json")
         assert json.loads(listed[listed.index("{") :])["runs"][0]["status"] == "finished:stopped"
 
 
@@ -182,35 +182,35 @@ def test_a_run_survives_failures_of_its_devices(places, tmp_path):
 
 
 @pytest.mark.heavy
-def test_a_run_is_resumed_after_its_superlink_and_serverapp_were_killed(places, tmp_path):
+def test_a_run_is_resumed_after_its_superlink_and_serverapp_were_killed(image_folders, tmp_path):
     run, simulation = tmp_path / "run", tmp_path / "simulation"
-    words = [*SMALL, "strategy=fedu", "method=byol", "rounds=5"]
+    overrides = [*SMALL, "strategy=fedu", "method=byol", "rounds=5"]
     own = [f"dataset.path={tmp_path / 'images'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]
-    simulate([*words, *own, f"output_dir={simulation}"])
+    simulate([*overrides, *own, f"output_dir={simulation}"])
     numbers = partitions(simulation)
-    with fleet(*places) as one:
-        for name, place in places.items():
+    with fleet(*image_folders) as running:
+        for name, folder in image_folders.items():
             state = tmp_path / name
-            one.start_node(name, data_path=place, client_name=name, state_path=state, partition_id=numbers[name])
-        one.wait_for_nodes(3)
-        fedssl = one.submit(*words, "num_clients=3", f"output_dir={run}")
+            running.start_node(name, data_path=folder, client_name=name, state_path=state, partition_id=numbers[name])
+        running.wait_for_nodes(3)
+        fedssl = running.submit(*overrides, "num_clients=3", f"output_dir={run}")
         until(lambda: len(rows(run)) >= 1, "a round has ended", fedssl)
-        one.kill("superlink")
-        one.start_superlink()
+        running.kill("superlink")
+        running.start_superlink()
         output = fedssl.communicate()[0]
         assert fedssl.returncode == 1, output
-        assert f"; continue with fedssl {' '.join(one.engine)} resume={run}\n" in output
-        one.wait_for_nodes(3)
+        assert f"; continue with fedssl {' '.join(running.engine)} resume={run}\n" in output
+        running.wait_for_nodes(3)
         before = len(rows(run))
         assert before < 5
-        fedssl = one.submit(f"resume={run}")
+        fedssl = running.submit(f"resume={run}")
         until(lambda: len(rows(run)) > before, "a round has ended", fedssl)
-        (server,) = one.working("flwr-serverapp", "superlink")
+        (server,) = running.working("flwr-serverapp", "superlink")
         os.kill(server, signal.SIGKILL)
         output = fedssl.communicate()[0]
         assert fedssl.returncode == 1, output
         assert len(rows(run)) < 5
-        status, output = one.run(f"resume={run}")
+        status, output = running.run(f"resume={run}")
         assert status == 0, output
     assert equal(layers(simulation), layers(run))
     assert [row["round"] for row in rows(run)] == [1, 2, 3, 4, 5]

@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 from tests.fleet import DEPLOY
 
 
-def keys(folder, *words):
-    ran = subprocess.run([sys.executable, DEPLOY / "keys.py", folder, *words], capture_output=True, text=True)
+def keys(folder, *arguments):
+    ran = subprocess.run([sys.executable, DEPLOY / "keys.py", folder, *arguments], capture_output=True, text=True)
     return ran.returncode, ran.stdout + ran.stderr
 
 
@@ -84,7 +84,7 @@ def test_existing_files_are_kept_and_missing_files_created(made):
 
 
 @pytest.mark.parametrize(
-    ("gone", "words", "sentence"),
+    ("gone", "arguments", "sentence"),
     [
         (None, ["--server", "other.org"], "server.crt has other names than other.org, localhost, 127.0.0.1"),
         (None, ["--nodes", "../x"], "node '../x' cannot name a file; use letters, digits"),
@@ -92,11 +92,11 @@ def test_existing_files_are_kept_and_missing_files_created(made):
         ("nodes/garden.key", ["--nodes", "garden"], "garden.pub exists but"),
     ],
 )
-def test_no_file_is_replaced_silently(made, gone, words, sentence):
+def test_no_file_is_replaced_silently(made, gone, arguments, sentence):
     if gone:
         (made / gone).unlink()
     before = contents(made)
-    status, output = keys(made, *words)
+    status, output = keys(made, *arguments)
     assert status == 1
     assert sentence in output
     assert contents(made) == before
@@ -112,7 +112,7 @@ def test_units_and_containers_start_the_same_superlink():
     assert services["superlink"]["ports"] == ["443:443"]  # nginx's
     unit = (DEPLOY / "systemd" / "fedssl-supernode.service").read_text().replace("\\\n", " ")
     [line] = re.findall(r"^ExecStart=\S+/(.*)$", unit, flags=re.MULTILINE)
-    command = " ".join(word.replace("=", " ", 1) for word in services["node"]["command"])
+    command = " ".join(argument.replace("=", " ", 1) for argument in services["node"]["command"])
     assert sorted(line.split()) == sorted(re.sub(r":-\}", "}", command).split())
 
 

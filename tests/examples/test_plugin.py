@@ -12,10 +12,19 @@ from pathlib import Path
 import pytest
 
 from fedssl.machine.process import available_cores
+from simulation.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "plugin"
-SMALL = ["num_clients=4", "rounds=2", "local_epochs=1", "dataset.limit=60", "threads=1", "evaluate_every=1"]
+SMALL = [
+    "num_clients=4",
+    "rounds=2",
+    "local_epochs=1",
+    "dataset.limit=60",
+    "threads=1",
+    "evaluate_every=1",
+    "collapse_images=0",
+]
 
 
 def commands() -> list[list[str]]:
@@ -37,6 +46,19 @@ def fedssl(*overrides: str, folder: Path) -> str:
     return ran.stdout
 
 
+def fedssl_in_process(*overrides: str, folder: Path, status: int = 0) -> None:
+    """Run the command in this process, which does not import the package before and removes it afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [entry for entry in sys.path if entry])
+        patch.setattr(sys, "argv", ["fedssl", *overrides])
+        try:
+            assert main() == status
+        finally:
+            for name in [name for name in sys.modules if name.partition(".")[0] == "mylab"]:
+                del sys.modules[name]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A copy of the example in another folder."""
@@ -47,7 +69,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run_folder(folder):
-    fedssl(*commands()[0], *SMALL, "output_dir=run", folder=folder)
+    fedssl_in_process(*commands()[0], *SMALL, "output_dir=run", folder=folder)
     return folder / "run"
 
 
@@ -74,7 +96,7 @@ def test_the_saved_command_repeats_the_run(run_folder, folder):
 
 def test_it_resumes_with_the_flag(run_folder, folder):
     shutil.copytree(run_folder, folder / "longer")
-    fedssl("--config-dir", "conf", "resume=longer", "rounds=3", folder=folder)
+    fedssl_in_process("--config-dir", "conf", "resume=longer", "rounds=3", folder=folder)
     assert summary(folder / "longer")["rounds"] == 3
 
 
@@ -101,10 +123,10 @@ def test_the_encoder_is_evaluated_with_its_config_folder(run_folder, folder):
     assert "mylab.encoder.Perceptron, which is not part of fedssl" in refused.stderr
 
 
-def test_a_missing_package_is_reported_in_one_sentence(folder, tmp_path):
-    refused = call("simulation.cli", "--config-dir", str(folder / "conf"), "strategy=two_teams", folder=tmp_path)
-    assert refused.returncode == 2
-    assert re.fullmatch(r"fedssl: strategy._target_=mylab.* there is no module mylab; install .*\n", refused.stderr)
+def test_a_missing_package_is_reported_in_one_sentence(folder, tmp_path, capsys):
+    fedssl_in_process("--config-dir", str(folder / "conf"), "strategy=two_teams", folder=tmp_path, status=2)
+    errors = capsys.readouterr().err
+    assert re.fullmatch(r"fedssl: strategy._target_=mylab.* there is no module mylab; install .*\n", errors)
     assert list(tmp_path.iterdir()) == []
 
 

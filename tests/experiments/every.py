@@ -1,4 +1,4 @@
-"""All experiments: their names, the commands in their heads, and words that make one small."""
+"""All experiments: their names, the commands in their comments, and overrides for a short run."""
 
 import io
 import re
@@ -53,9 +53,9 @@ def write_images(folder: Path, *, splits: Mapping[str, int]) -> None:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of the lines ``# fedssl ...`` of a text, without ``-m``; lines that go on in plain English are none."""
+    """Return the overrides of every line ``# fedssl ...`` of a text, without ``-m``; other lines are skipped."""
     lines = [shlex.split(line) for line in re.findall(r"^# fedssl (?:-m )?(.*)$", text, flags=re.M)]
-    return [overrides for overrides in lines if all("=" in word for word in overrides)]
+    return [overrides for overrides in lines if all("=" in override for override in overrides)]
 
 
 def head(name: str) -> str:
@@ -70,7 +70,7 @@ def written(name: str) -> tuple[list[str], list[str], int]:
     -------
     experiments : list of str
         That it begins with.
-    words : list of str
+    overrides : list of str
         Its choices, as on the command line, and the keys that it sets, each with a value of no meaning.
     num_clients : int
         Of it, or of the experiment that it begins with.
@@ -85,30 +85,30 @@ def written(name: str) -> tuple[list[str], list[str], int]:
 
 
 def jobs(overrides: Iterable[str]) -> Iterator[list[str]]:
-    """The words of every run of a sweep, with the first value only of what is no choice of a group."""
+    """Yield the overrides of every run of a sweep; of a setting that is not a group, only the first value."""
     yield from map(list, product(*map(_values, parse(list(overrides)))))
 
 
-def _values(word: Override) -> list[str]:
-    value = word.value()
+def _values(override: Override) -> list[str]:
+    value = override.value()
     if isinstance(value, Glob):
-        names = value.filter([name for name in GROUPS[word.key_or_group] if "/" not in name])
-        return [f"{word.key_or_group}={name}" for name in names]
-    if not word.is_sweep_override():
-        return [str(word.input_line)]
-    values = [f"{word.key_or_group}={value}" for value in word.sweep_string_iterator()]
-    return values if word.key_or_group in GROUPS else values[:1]
+        names = value.filter([name for name in GROUPS[override.key_or_group] if "/" not in name])
+        return [f"{override.key_or_group}={name}" for name in names]
+    if not override.is_sweep_override():
+        return [str(override.input_line)]
+    values = [f"{override.key_or_group}={value}" for value in override.sweep_string_iterator()]
+    return values if override.key_or_group in GROUPS else values[:1]
 
 
 def check_saved_overrides(overrides: Iterable[str]) -> None:
     """Check that choices exist, and keys in a file of their group, without composing."""
     parsed = parse(list(overrides))
-    for word in parsed:
-        group = word.key_or_group.split("@")[0]
+    for override in parsed:
+        group = override.key_or_group.split("@")[0]
         if group in GROUPS:
-            check_choices(word, group=group, choices=GROUPS[group])
+            check_choices(override, group=group, choices=GROUPS[group])
         else:
-            assert word.key_or_group in KEYS, word.input_line
+            assert override.key_or_group in KEYS, override.input_line
 
 
 def _keys(node: Any, prefix: str) -> Iterator[str]:
@@ -135,10 +135,10 @@ def small(config: DictConfig, *, data: Path) -> list[str]:
     elif "conv_small" not in config.encoder._target_:
         overrides += ["encoder=conv_small", "encoder.width=4"]
     overrides += [f"method.{name}.hidden_dim=8" for name in ("projector", "predictor") if name in config.method]
-    return overrides + [word for key, _ in flatten(config) for word in _places(key, data)]
+    return overrides + [override for key, _ in flatten(config) for override in _paths(key, data)]
 
 
-def _places(key: str, data: Path) -> list[str]:
+def _paths(key: str, data: Path) -> list[str]:
     parts = key.split(".")
     if parts[-1] == "path" and ("dataset" in parts or "datasets" in parts):
         return [f"{key}={data}"]

@@ -117,7 +117,7 @@ def test_depth_dropout_counts_as_its_expectation():
 
 def test_parameters():
     method = moco()
-    # Two layer normalisations of 2 * 4, linear layers with biases.
+    # Two layer normalizations of 2 * 4, linear layers with biases.
     block = 2 * 2 * 4 + (4 + 1) * 12 + (4 + 1) * 4 + (4 + 1) * 16 + (16 + 1) * 4
     stem = (4 + 1) * 4 + 4 * 4  # patch embedding, positions
     last_batch_norm, projector, predictor = 2 * 4, 4 * 8 + 2 * 8 + (8 + 1) * 4, (4 + 1) * 4
@@ -199,9 +199,9 @@ def test_frozen_stages_keep_no_activations():
 
     def peak(depth, frozen):
         with set_active_stages(method, depth=depth, frozen=frozen):
-            return cost_of(method, images=make_images(64, size=16)).peak_memory
+            return cost_of(method, images=make_images(32, size=16)).peak_memory
 
-    stages = [peak(number, number - 1) for number in range(2, 7)]
+    stages = [peak(number, number - 1) for number in (2, 4, 6)]
     assert max(stages) < 1.01 * min(stages)
     growing = [peak(number, 0) for number in (2, 6)]
     assert growing[1] > 2.5 * growing[0]
@@ -223,7 +223,7 @@ def test_frozen_stages_of_a_resnet_save_memory_and_computation():
 # --- what is trained, and what travels ---
 
 
-def test_optimiser_state_exists_for_what_is_trained_only():
+def test_optimizer_state_exists_for_what_is_trained_only():
     method = moco(depth=3)
     optimizer = adam(method)
     with set_active_stages(method, depth=2, frozen=1):
@@ -238,7 +238,7 @@ def test_optimiser_state_exists_for_what_is_trained_only():
 
 
 def test_only_what_is_trained_is_serialised(tmp_path):
-    federation = Federation(tmp_path, "schedule=layer_wise", "rounds=8", "strategy=fedavg")
+    federation = Federation(tmp_path, "schedule=layer_wise", "rounds=8", "strategy=fedavg", "num_clients=2")
     federation.run(4)  # two rounds each of stages 1 and 2
     plan, update = federation.plans[-1].array_records[ARRAYS], federation.updates[-1].array_records[ARRAYS]
     assert {".".join(name.split(".")[:3]) for name in update if name.startswith("encoder.blocks")} == {
@@ -360,15 +360,15 @@ def test_the_layout_of_images_reaches_the_measurement(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu():
     settings = compose(["dataset=digits", "encoder.width=8", "method=moco_v3"])
-    found = {}
+    result = {}
     for device in ("cpu", "cuda"):
         method = build_method(settings.model).to(device)
         state = torch.cuda.get_rng_state()
-        found[device] = step_cost(
+        result[device] = step_cost(
             method,
             images=make_images(64, size=8).to(device),
             training=LocalTrainer.build(settings.training, method),
         )
         assert torch.equal(state, torch.cuda.get_rng_state())
-    assert found["cuda"].flops == found["cpu"].flops
-    assert found["cuda"].peak_memory > sum(tensor.nbytes for tensor in method.state_dict().values())
+    assert result["cuda"].flops == result["cpu"].flops
+    assert result["cuda"].peak_memory > sum(tensor.nbytes for tensor in method.state_dict().values())

@@ -141,7 +141,7 @@ def test_the_proximal_term_equals_its_equation():
     now, then = ([torch.randn(3, 2, dtype=torch.float64), torch.randn(5, dtype=torch.float64)] for _ in range(2))
     squares = sum(float(((a - b) ** 2).sum()) for a, b in zip(now, then, strict=True))
     assert proximal(now, then, weight=0.3).item() == pytest.approx(0.3 / 2 * squares, rel=1e-12)
-    with pytest.raises(InputError, match=r"regularizer.weight=-1 must not be negative"):
+    with pytest.raises(InputError, match="^regularizer.weight=-1 must be a number of at least 0$"):
         Proximal(weight=-1)
 
 

@@ -2,6 +2,7 @@
 
     uv run python -m tests.mutations.run [--package fedssl/methods] [--jobs 2] [--output results.json]
     uv run python -m tests.mutations.run --list    # only check that every mutation is applicable
+    uv run python -m tests.mutations.run --file tests/faults/planted.toml --heavy    # bugs that fault schedules find
 
 `mutations.toml` lists the faults: the text `before` occurs once in `file`, is replaced by `after`, and one of `tests`
 must fail. All of them take half an hour on two cores. The exit status is 1 if a mutation survived.
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "tests/mutations/mutations.toml"
 PACKAGES = ("fedssl", "strategies", "client_app", "server_app", "simulation")
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider")
 OUTCOMES = {0: "survived", 1: "killed"}  # by pytest's exit status; others are errors, e.g. of collection
@@ -42,8 +44,8 @@ class Mutation:
         return "/".join(Path(self.file).parent.parts[:2])
 
 
-def read_mutations() -> list[Mutation]:
-    tables = tomllib.loads((ROOT / "tests/mutations/mutations.toml").read_text(encoding="utf-8"))["mutation"]
+def read_mutations(file: Path = FILE) -> list[Mutation]:
+    tables = tomllib.loads(file.read_text(encoding="utf-8"))["mutation"]
     return [Mutation(**{**table, "tests": tuple(table["tests"])}) for table in tables]
 
 
@@ -79,10 +81,10 @@ def _environment(copy: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def run_tests(copy: Path, tests: Sequence[str], *, timeout: float) -> tuple[str, str]:
-    """Return the outcome of these tests in a copy, and the end of their output."""
+def run_tests(copy: Path, arguments: Sequence[str], *, timeout: float) -> tuple[str, str]:
+    """Return the outcome of pytest with these arguments in a copy, and the end of its output."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command, environment = [*PYTEST, *tests], _environment(copy)
+    command, environment = [*PYTEST, *arguments], _environment(copy)
     process = subprocess.Popen(command, cwd=copy, env=environment, start_new_session=True, **pipes)
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -92,12 +94,12 @@ def run_tests(copy: Path, tests: Sequence[str], *, timeout: float) -> tuple[str,
     return OUTCOMES.get(process.returncode, "error"), output[-2000:]
 
 
-def apply_and_test(mutation: Mutation, copy: Path, *, timeout: float) -> dict[str, Any]:
+def apply_and_test(mutation: Mutation, copy: Path, *, timeout: float, flags: Sequence[str]) -> dict[str, Any]:
     path, start = copy / mutation.file, time.monotonic()
     original, status = path.read_text(encoding="utf-8"), path.stat()
     path.write_text(original.replace(mutation.before, mutation.after), encoding="utf-8")
     try:
-        outcome, output = run_tests(copy, mutation.tests, timeout=timeout)
+        outcome, output = run_tests(copy, [*flags, *mutation.tests], timeout=timeout)
     finally:
         path.write_text(original, encoding="utf-8")
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -106,18 +108,18 @@ def apply_and_test(mutation: Mutation, copy: Path, *, timeout: float) -> dict[st
     return {**asdict(mutation), "outcome": outcome, "seconds": seconds, "output": output}
 
 
-def run_all(mutations: Sequence[Mutation], *, jobs: int, timeout: float) -> list[dict[str, Any]]:
+def run_all(mutations: Sequence[Mutation], *, jobs: int, timeout: float, flags: Sequence[str]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         copies = [Path(folder).resolve() / str(number) for number in range(jobs)]
         for copy in copies:
             copy_repository(copy)
         tests = dict.fromkeys(test for mutation in mutations for test in mutation.tests)
-        outcome, output = run_tests(copies[0], list(tests), timeout=len(tests) * timeout)
+        outcome, output = run_tests(copies[0], [*flags, *tests], timeout=len(tests) * timeout)
         if outcome != "survived":
             raise SystemExit(f"without a fault the tests do not pass ({outcome}):\n{output}")
 
         def run_share(copy: Path, share: Sequence[Mutation]) -> list[dict[str, Any]]:
-            return [apply_and_test(mutation, copy, timeout=timeout) for mutation in share]
+            return [apply_and_test(mutation, copy, timeout=timeout, flags=flags) for mutation in share]
 
         shares = [mutations[number::jobs] for number in range(jobs)]
         return [result for results in pool.map(run_share, copies, shares) for result in results]
@@ -130,13 +132,16 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=120, help="seconds of each mutation")
     parser.add_argument("--output", type=Path, help="write the results to this JSON file")
+    parser.add_argument("--file", type=Path, default=FILE, help="other mutations than those of mutations.toml")
+    parser.add_argument("--heavy", action="store_true", help="run heavy tests too")
     options = parser.parse_args()
-    mutations = [m for m in read_mutations() if options.package in (None, m.package)]
+    mutations = [m for m in read_mutations(options.file) if options.package in (None, m.package)]
     found = problems(mutations)
     print(*found, f"{len(mutations)} mutations, {len(found)} problems", sep="\n")
     if options.list or found:
         return int(bool(found))
-    results = run_all(mutations, jobs=options.jobs, timeout=options.timeout)
+    flags = ["--heavy"] if options.heavy else []
+    results = run_all(mutations, jobs=options.jobs, timeout=options.timeout, flags=flags)
     if options.output:
         options.output.write_text(json.dumps(results, indent=1), encoding="utf-8")
     print(

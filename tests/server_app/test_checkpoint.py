@@ -1,7 +1,6 @@
 """Checkpoints: what is written is read back, and damage is noticed."""
 
-import dataclasses
-import hashlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +9,8 @@ import torch
 from fedssl.atomic_files import saved_rounds
 from fedssl.errors import InputError
 from server_app.checkpoint import StateSchema, latest_checkpoint, save_checkpoint
-from strategies.euc import EUC
+from strategies.cluster_assignment import ClusterState
+from strategies.euc import EUCState
 from strategies.interfaces import GLOBAL, GlobalModel, ServerState
 
 
@@ -66,9 +66,10 @@ def test_round_trip_keeps_all_that_the_server_carries(tmp_path):
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path):
+    """Earlier versions wrote a checksum and no manifest."""
     file = tmp_path / "round-000001.pt"
-    torch.save({"round": 1, "layers": {"weight": torch.zeros(1)}}, file)
-    file.with_suffix(".sha256").write_text(hashlib.sha256(file.read_bytes()).hexdigest())
+    torch.save({"format": 4, "round": 1}, file)
+    file.with_suffix(".sha256").write_text("0" * 64)
     with pytest.raises(InputError, match="round-000001.pt has the format of an earlier version of fedssl; resume with"):
         latest_checkpoint(tmp_path)
 
@@ -84,7 +85,7 @@ def test_no_checkpoint_yet(tmp_path):
     assert latest_checkpoint(tmp_path / "missing") is None
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "lost sum"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "manifest"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path, caplog, damage):
     for round in (1, 2):
         save_checkpoint(tmp_path, checkpoint(round), keep=2)
@@ -96,15 +97,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path, caplog,
         data[len(data) // 2] ^= 1
         newest.write_bytes(data)
     else:
-        newest.with_suffix(".sha256").unlink()
+        newest.with_suffix(".json").unlink()
     assert latest_checkpoint(tmp_path).round == 1
-    assert "round-000002.pt is damaged" in caplog.text
+    assert "round-000002.pt cannot be used" in caplog.text
 
 
 def test_all_damaged_is_an_error_not_a_new_start(tmp_path):
     save_checkpoint(tmp_path, checkpoint(1), keep=2)
     (tmp_path / "round-000001.pt").write_bytes(b"nonsense")
-    with pytest.raises(InputError, match="all checkpoints .* damaged"):
+    with pytest.raises(InputError, match="no checkpoint .* can be used"):
         latest_checkpoint(tmp_path)
 
 
@@ -123,15 +124,13 @@ SCHEMA = StateSchema(
     untrained=GlobalModel(layers=LAYERS, broadcast=METHOD_BROADCAST),
     clients=2,
     phases=3,
-    is_valid_model_state=EUC(interval=2, weighting="uniform").server.is_valid_model_state,
-    is_valid_strategy_state=EUC(interval=2, weighting="uniform").server.is_valid_strategy_state,
+    model_state_type=EUCState,
+    strategy_state_type=ClusterState,
 )
 
 
 def state(**changes):
-    return ServerState(
-        round=2, models={GLOBAL: dataclasses.replace(GOOD, **changes)}, last_participation={1: (2, GLOBAL)}
-    )
+    return ServerState(round=2, models={GLOBAL: replace(GOOD, **changes)}, last_participation={1: (2, GLOBAL)})
 
 
 def with_weight(weight):
@@ -148,12 +147,18 @@ BAD = {
     "shared": state(broadcast={}),
     "moments": state(server_optimizer_state={"first": with_weight(np.ones(1))}),
     "moments no layers": state(server_optimizer_state={"first": 3}),
-    "memory": state(strategy_state={"intervals": {"weight": float("inf")}}),
-    "memory of another": state(strategy_state={"intervals": "often"}),
+    "infinite interval": state(strategy_state={"intervals": {"weight": float("inf")}}),
+    "interval no integer": state(strategy_state={"intervals": {"weight": True}}),
+    "intervals no mapping": state(strategy_state={"intervals": "often"}),
+    "state of another strategy": state(strategy_state={"sums": {}}),
+    "clusters": replace(state(), strategy_state={"members": {"0": "1"}}),
+    "clusters of another strategy": replace(state(), strategy_state={"intervals": {}}),
+    "model outside the folder": ServerState(round=2, models={"../x": GOOD}),
     "phase": state(phase=4),
     "phase no number": state(phase=True),
     "updates": state(num_updates=-1),
     "clients": ServerState(round=2, models={GLOBAL: GOOD}, last_participation={1: 2}),
+    "client of a path": ServerState(round=2, models={GLOBAL: GOOD}, last_participation={1: (2, "a/b")}),
     "models": ServerState(round=2, models={str(number): GOOD for number in range(4)}),
     "no models": ServerState(round=2, models=[]),
     "round": ServerState(round=7, models={GLOBAL: GOOD}),
@@ -161,26 +166,27 @@ BAD = {
 
 
 def test_a_state_of_the_run_is_valid(tmp_path):
-    save_checkpoint(tmp_path, state(), keep=2)
-    assert latest_checkpoint(tmp_path, SCHEMA).round == 2
+    valid = replace(state(), strategy_state={"members": {0: GLOBAL}})
+    save_checkpoint(tmp_path, valid, keep=2)
+    assert latest_checkpoint(tmp_path, SCHEMA).strategy_state == valid.strategy_state
 
 
 @pytest.mark.parametrize("kind", BAD)
 def test_an_invalid_state_is_skipped_for_the_previous_checkpoint(tmp_path, kind, caplog):
-    save_checkpoint(tmp_path, dataclasses.replace(state(), round=1), keep=3)
-    save_checkpoint(tmp_path, dataclasses.replace(BAD[kind], round=2), keep=3)
+    save_checkpoint(tmp_path, replace(state(), round=1), keep=3)
+    save_checkpoint(tmp_path, replace(BAD[kind], round=2), keep=3)
     if kind == "round":
-        for end in ("pt", "sha256"):
+        for end in ("pt", "json"):
             (tmp_path / f"round-000001.{end}").rename(tmp_path / f"round-000003.{end}")
     found = latest_checkpoint(tmp_path, SCHEMA)
     assert found.round == (2 if kind == "round" else 1)
-    assert "is damaged (" in caplog.text
+    assert "cannot be used (" in caplog.text
     assert caplog.text.count("\n") == 1
 
 
 def test_without_a_valid_checkpoint_the_run_is_refused(tmp_path):
     save_checkpoint(tmp_path, BAD["shape"], keep=1)
-    with pytest.raises(InputError, match=r"are damaged \(1 found; .*weight has another shape than in the model\)"):
+    with pytest.raises(InputError, match=r"\(1 tried; of round 2: weight has another shape than in the model\)"):
         latest_checkpoint(tmp_path, SCHEMA)
 
 
@@ -188,5 +194,5 @@ def test_a_checkpoint_larger_than_its_models_is_not_read(tmp_path):
     save_checkpoint(tmp_path, state(), keep=1)
     with (tmp_path / "round-000002.pt").open("r+b") as stream:
         stream.truncate(SCHEMA.max_bytes + 1)
-    with pytest.raises(InputError, match="bytes but the maximum is"):
+    with pytest.raises(InputError, match="round-000002.pt has .* bytes instead of"):
         latest_checkpoint(tmp_path, SCHEMA)

@@ -126,7 +126,6 @@ def test_a_bar_is_for_a_terminal_that_is_nobody_elses(terminal, monkeypatch):
 
 
 def test_a_run_on_a_terminal_leaves_its_log(terminal, tmp_path, monkeypatch):
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, stream, **style: stream.write(b"PNG"))
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", terminal[0])
         run([*QUICK, f"output_dir={tmp_path / 'run'}"])

@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 
 from fedssl.errors import InputError, RunError
-from server_app import recorder, run_folder
+from fedssl.runs import manifest
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
 
 WORDS = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=24", "dataset.test_limit=12", "encoder.width=2"]
 WORDS += ["threads=1", "method=byol", "partition=iid", "evaluate_every=1", "final_evaluation=knn", "collapse_images=6"]
 WORDS += ["measure_resources=false", "augmentation=none", "batch_size=8", "keep_checkpoints=1"]
-OLD = {".pt", ".sha256"}
 VARY = {"seconds", "client_seconds", "bytes_up", "bytes_down"}  # bytes: the name of the folder travels
 
 
@@ -33,10 +32,10 @@ class Fault:
 
     def __init__(self, monkeypatch):
         self.count, self.at, self.error = 0, -1, None
-        sync, append = os.fsync, recorder.append_text
+        sync, append = os.fsync, manifest.append_text
         monkeypatch.setattr(os, "fsync", lambda descriptor: self.step() or sync(descriptor))
         monkeypatch.setattr(
-            recorder, "append_text", lambda file, text: self.write_half(file, text) or append(file, text)
+            manifest, "append_text", lambda file, text: self.write_half(file, text) or append(file, text)
         )
 
     def step(self):
@@ -53,7 +52,6 @@ class Fault:
 
 @pytest.fixture
 def fault(monkeypatch):
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, stream, **style: stream.write(b"\x89PNG"))
     return Fault(monkeypatch)
 
 
@@ -70,11 +68,13 @@ def result(folder):
     layers = latest_checkpoint(folder / "checkpoints").models["global"].layers
     lines = [
         {key: value for key, value in json.loads(line).items() if key not in VARY}
-        for name in run_folder.JSONL_FILES
+        for name in manifest.JSONL_FILES
         for line in (folder / name).read_text().splitlines()
     ]
     # Beside the newest checkpoint the one before may be left.
-    files = sorted(str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file() and one.suffix not in OLD)
+    files = sorted(
+        str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file() and one.parent.name != "checkpoints"
+    )
     return {name: array.tobytes() for name, array in layers.items()}, lines, files
 
 

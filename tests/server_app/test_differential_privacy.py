@@ -105,6 +105,7 @@ def test_delta_is_the_largest_advantage_of_who_looks(epsilon_, mu):
 
 def test_a_run_tells_what_it_spent_and_repeats_itself(tmp_path):
     overrides = [*PRIVATE, *SMALL, "privacy.noise_multiplier=0.8", "final_evaluation=none", "evaluate_every=0"]
+    overrides += ["measure_resources=false", "collapse_images=0"]
     for name in ("a", "b"):
         run([*overrides, f"output_dir={tmp_path / name}"])
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())

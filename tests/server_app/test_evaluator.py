@@ -251,5 +251,5 @@ def test_test_images_change_nothing_but_what_is_evaluated(tmp_path):
     assert health[0] == health[1]
     assert shown[0] != shown[1]
     table = run_table([read_run(folder) for folder in folders])
-    assert table.metrics == ["linear_dec_ssl"]
+    assert list(table.units) == ["linear_dec_ssl"]
     assert "linear_dec_ssl (%)" in table.text()

@@ -10,8 +10,8 @@ from server_app.round import Round
 from strategies.interfaces import GLOBAL
 from tests.federation import Federation
 
-RULES = ["fedavg", "l_dawa", "m_dawa", "eua", "fedu", "fedema", "euc", "median", "local_only", "per_ssl"]
-SMALL = ["num_clients=3", "clients_per_round=3", "dataset.limit=90", "batch_size=16", "method=orchestra"]
+RULES = ["fedavg", "l_dawa", "eua", "euc", "median", "local_only", "per_ssl"]  # kinds of aggregation and of exchange
+SMALL = ["batch_size=16", "method=orchestra"]
 SMALL += ["method.local_clusters=3", "method.global_clusters=5", "method.queue_size=24"]
 SMALL += ["method.projector.hidden_dim=16", "method.projector.out_dim=8"]
 

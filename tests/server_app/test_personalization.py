@@ -58,11 +58,11 @@ def test_under_averaging_all_use_the_global_model(tmp_path):
     model = federation.state.models[GLOBAL].layers
     found = encoders(federation, [0, 1, 2, 3])
     assert all(name == GLOBAL and equal(layers, model) for name, layers in found.values())
-    adapted = encoders(federation, [3], PersonalizedModelRequest(epochs=1, adapted=True))[3][1]
+    adapted = encoders(federation, [3], PersonalizedModelRequest(adaptation_epochs=1, after_adaptation=True))[3][1]
     assert not equal(adapted, model)
-    assert equal(encoders(federation, [3], PersonalizedModelRequest(epochs=1))[3][1], model)
+    assert equal(encoders(federation, [3], PersonalizedModelRequest(adaptation_epochs=1))[3][1], model)
     assert equal(
-        adapted, encoders(federation, [3], PersonalizedModelRequest(epochs=1, adapted=True))[3][1]
+        adapted, encoders(federation, [3], PersonalizedModelRequest(adaptation_epochs=1, after_adaptation=True))[3][1]
     )  # nothing was kept
     judged = evaluate_personalized(
         MessageExchange(federation.grid), federation.components, federation.state, trained={0, 1, 2}, epochs=1
@@ -109,7 +109,7 @@ def test_a_newcomer_among_clusters_chooses_by_what_it_learns_first(tmp_path, mon
         return original(half, method, plans, state, local_data)
 
     monkeypatch.setattr(cluster_assignment.SelectByFeatures, "select_model", choose)
-    name, layers = encoders(federation, [3], PersonalizedModelRequest(epochs=1))[3]
+    name, layers = encoders(federation, [3], PersonalizedModelRequest(adaptation_epochs=1))[3]
     assert learned == [False, True]
     model = federation.state.models.get(name, federation.components.context.initial_model())
     assert equal(layers, model.layers)
@@ -120,7 +120,8 @@ def test_newcomers_learn_although_the_learning_rate_has_come_to_its_end(tmp_path
     federation.run(1)
     assert federation.components.context.lr_factor(2) == 0
     received, adapted = (
-        encoders(federation, [3], PersonalizedModelRequest(epochs=1, adapted=now))[3][1] for now in (False, True)
+        encoders(federation, [3], PersonalizedModelRequest(adaptation_epochs=1, after_adaptation=now))[3][1]
+        for now in (False, True)
     )
     assert any(not np.array_equal(received[name], adapted[name]) for name in received if received[name].ndim == 4)
 
@@ -160,7 +161,7 @@ def test_a_device_shows_nothing(tmp_path):
         round=1, layers={}, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="x"
     ).to_content()
     device = context(**{"data-path": str(write_images(tmp_path / "own", 4)), "state-path": str(tmp_path / "states")})
-    reply = asked_of(PersonalizedModelRequest().beside(plan), device, kind="train.personalized")
+    reply = asked_of(PersonalizedModelRequest().attach_to(plan), device, kind="train.personalized")
     assert reply.has_error()
     assert "what a device uses itself stays on it" in reply.error.reason
     assert federation.components.client_data is not None
@@ -169,12 +170,12 @@ def test_a_device_shows_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["unseen_clients=5"], "unseen_clients=5 of num_clients=5 never train; lower unseen_clients"),
+        (["unseen_clients=3"], "unseen_clients=3 of num_clients=3 never train; lower unseen_clients"),
         (
             ["unseen_clients=2"],
-            "clients_per_round=5 but unseen_clients=2 of num_clients=5 never train; set clients_per_round=3",
+            "clients_per_round=3 but unseen_clients=2 of num_clients=3 never train; set clients_per_round=1",
         ),
-        (["unseen_clients=-1"], "unseen_clients=-1 but it must be at least 0"),
+        (["unseen_clients=-1"], "unseen_clients=-1 must be an integer of at least 0; the default is 0"),
         (
             ["evaluate_personalized=true", "dataset.splits.test=null"],
             "evaluate_personalized=true needs labels; the data set has",
@@ -202,10 +203,12 @@ def test_an_unseen_client_selects_its_cluster_by_loss_without_training_first(tmp
 
     monkeypatch.setattr(cluster_assignment.SelectByLoss, "select_model", select)
     monkeypatch.setattr(ClientWorker, "_train", trains)
-    name, received = encoders(federation, [3], PersonalizedModelRequest(epochs=1))[3]
+    name, received = encoders(federation, [3], PersonalizedModelRequest(adaptation_epochs=1))[3]
     assert events == ["select"]
     events.clear()
-    adapted_from, adapted = encoders(federation, [3], PersonalizedModelRequest(epochs=1, adapted=True))[3]
+    adapted_from, adapted = encoders(
+        federation, [3], PersonalizedModelRequest(adaptation_epochs=1, after_adaptation=True)
+    )[3]
     assert events == ["select", "train"]
     assert adapted_from == name
     assert not equal(received, adapted)

@@ -177,7 +177,7 @@ SETUP = {
         ({**SETUP, "threshold": 2}, "5 shares, 2 of which reveal a mask"),
         ({**SETUP, "share_num": 4, "threshold": 2}, "4 shares, 2 of which reveal a mask"),  # not more than half
         ({**SETUP, "sample_num": 2, "share_num": 2, "threshold": 2}, "at least 3 clients"),
-        ({**SETUP, "threshold": "3"}, "without saying for how many clients"),
+        ({**SETUP, "threshold": "3"}, "without the number of clients"),
         ({**SETUP, "mod_range": 2}, "mod_range=2 instead of 4294967296"),  # its masks are all 0
         ({**SETUP, "target_range": 2**31}, "target_range=2147483648 instead of 4194304"),
         ({**SETUP, "max_weight": 1e-9}, "max_weight=1e-09 instead of 1.0"),

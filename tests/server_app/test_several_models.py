@@ -19,6 +19,7 @@ from simulation.cli import run
 from strategies.eua import eua
 from strategies.interfaces import GLOBAL, ServerState
 from tests.federation import Federation, model_of
+from tests.resuming import repeat_from
 from tests.server_app import algorithms
 
 PLUGGED = ["strategy=median", "strategy.reported_metrics=[train-loss,num-examples]"]
@@ -62,8 +63,8 @@ def separately(folder, group, *, rounds, overrides):
 def test_two_groups_are_two_separate_federations(tmp_path, overrides):
     overrides = [*FOUR, *overrides]
     federation = Federation(tmp_path / "both", *TWO_GROUPS, *overrides)
-    even = separately(tmp_path / "even", (0, 2), rounds=3, overrides=overrides)
-    odd = separately(tmp_path / "odd", (1, 3), rounds=3, overrides=overrides)
+    even = separately(tmp_path / "even", (0, 2), rounds=2, overrides=overrides)
+    odd = separately(tmp_path / "odd", (1, 3), rounds=2, overrides=overrides)
     for expected in zip(even, odd, strict=True):
         federation.run(1)
         assert federation.state.model_names() == ["odd", "even"]  # the shorter name first
@@ -104,7 +105,7 @@ def slow_cosine(one, other):
 
 
 def test_on_a_ring_every_model_is_the_mean_of_three_updates(tmp_path):
-    federation = Federation(tmp_path, *RING, "+strategy.clients=5", "method=byol")
+    federation = Federation(tmp_path, *RING, "+strategy.clients=5", "num_clients=5", "method=byol")
     start = copied(federation.layers)
     expected = dict.fromkeys(range(5), start)
     for round in range(1, 4):
@@ -202,7 +203,7 @@ def test_a_client_that_changes_its_model_receives_the_frozen_layers_again(tmp_pa
     assert all(frozen[5, client] == first for client in range(4))  # trained until now, frozen from now on
     assert [frozen[6, client] for client in range(4)] == [set(), first, set(), set()]  # client 1 came from "odd"
     assert [frozen[7, client] for client in range(4)] == [set(), first, set(), set()]  # and has gone back
-    held = read_state(tmp_path / "clients" / "1" / "frozen" / "round-000006.state")
+    held = read_state(tmp_path / "clients" / "1" / "frozen" / "round-000006.safetensors")
     even = federation.state.models["even"].layers
     assert held.keys() == first
     assert all(np.array_equal(value.numpy(), even[name]) for name, value in held.items())
@@ -269,12 +270,11 @@ def test_rows_are_by_model(whole):
         assert overall["knn"] == pytest.approx(mean)
 
 
-def test_a_resumed_run_has_the_same_bits(whole, tmp_path):
+def test_a_resumed_run_has_the_same_bits(whole):
     folder, overrides, names = whole
-    run([*overrides, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
     code = [word for word in overrides if "_target_" in word]  # a run folder names none
-    run([f"resume={tmp_path / 'parts'}", "rounds=4", *code])
-    one, other = (latest_checkpoint(place / "checkpoints") for place in (folder, tmp_path / "parts"))
+    again = repeat_from(3, folder, *code)
+    one, other = (latest_checkpoint(place / "checkpoints") for place in (folder, again))
     assert (one.round, one.last_participation) == (other.round, other.last_participation)
     assert other.model_names() == names
     for name in names:

@@ -7,15 +7,19 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from fedssl.wire.identity import code_fingerprint
+from simulation.compat import build_fab
+from tests.flower import ROOT, copy_app
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bundle")
     flwr = Path(sys.executable).with_name("flwr")
-    subprocess.run([flwr, "build", "--app", ROOT], cwd=folder, check=True, capture_output=True)
+    app = copy_app(folder / "repository")
+    subprocess.run([flwr, "build", "--app", app], cwd=folder, check=True, capture_output=True)
     (file,) = folder.glob("*.fab")
+    assert build_fab(ROOT) == file.read_bytes()
     with zipfile.ZipFile(file) as archive:
         archive.extractall(folder / "app")
     return folder / "app"
@@ -30,15 +34,25 @@ def test_contains_exactly_the_needed_files(bundle):
     assert {name for name in held if not name.startswith(".info")} == {str(file.relative_to(ROOT)) for file in expected}
 
 
-def test_runs_from_the_bundle_alone(bundle):
-    code = """
-import pathlib, client_app.app, server_app.app, fedssl.config.load, fedssl.wire.identity
-settings = fedssl.config.load.compose(["strategy=l_dawa", "partition.alpha=0.1"])
+PROGRAM = """
+import pathlib, sys, client_app.app, server_app.app, fedssl.config.load, fedssl.wire.identity
 for module in (client_app.app, server_app.app, fedssl.config.load):
     assert pathlib.Path(module.__file__).is_relative_to(pathlib.Path.cwd()), module.__file__
+
+import torch, fedssl.partition
+from fedssl.encoders import conv_small
+fedssl.config.load.compose(["strategy=l_dawa", "partition.alpha=0.1"])
+images = fedssl.partition.ImageSubset(torch.zeros(20, 1, 1, 1, dtype=torch.uint8), torch.arange(20))
+data = fedssl.partition.PartitionInput(labels=None, owners=None, images=images, num_clients=2, seed=0)
+fedssl.partition.iid(data)
+conv_small(channels=1, size=8)
+slow = {"datasets", "flwr_datasets", "matplotlib", "pandas", "ray", "sklearn", "torchvision"} & set(sys.modules)
+assert not slow, slow
 print(fedssl.wire.identity.code_fingerprint())
 """
-    ran = subprocess.run([sys.executable, "-c", code], cwd=bundle, check=True, capture_output=True, text=True)
-    from fedssl.wire.identity import code_fingerprint
 
+
+def test_apps_run_from_the_bundle_alone_without_slow_imports(bundle):
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], cwd=bundle, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip() == code_fingerprint()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from client_app.state_store import load_state
 from fedssl.config.load import load_settings
@@ -27,13 +26,13 @@ WORDS += ["measure_resources=false", "augmentation=none"]
 
 SETTINGS = ["config.yaml", "overrides.yaml", "choices.yaml", "summary.json"]
 LINES = ["metrics.jsonl", "clients.jsonl", "health.jsonl"]
-STATES = [f"checkpoints/round-000002.{end}" for end in ("pt", "sha256")]
-STATES += ["clients/0/round-000002.state"]
+STATES = [f"checkpoints/round-000002.{end}" for end in ("pt", "json")]
+STATES += ["clients/0/round-000002.safetensors"]
 DRAWN = ("metrics", "cosines", "spectrum", "tsne", "sphere", "cka", "partition")
 FIGURES = [f"figures/{name}.png" for name in DRAWN]
 OTHERS = ["representations.npz", "encoder.pt", "partition.csv", "run.log", ".lock"]
-ALIKE = [f"checkpoints/round-000001.{end}" for end in ("pt", "sha256")]  # as those above
-ALIKE += ["clients/0/round-000001.state", *(f"clients/1/round-00000{round}.state" for round in (1, 2))]
+ALIKE = [f"checkpoints/round-000001.{end}" for end in ("pt", "json")]  # as those above
+ALIKE += ["clients/0/round-000001.safetensors", *(f"clients/1/round-00000{round}.safetensors" for round in (1, 2))]
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +54,6 @@ def folder(whole, tmp_path):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """The content of figures does not matter here."""
-    monkeypatch.setattr(Figure, "savefig", lambda figure, stream, **style: stream.write(b"\x89PNG"))
     monkeypatch.setattr("fedssl.plots.embeddings.tsne", lambda h, *, seed: np.zeros((*h.shape[:2], 2)))
 
 
@@ -124,11 +121,11 @@ def restored(folder, settings=None):
         recorder.summary("finished", final={})
 
 
-FEW = ("random", "folder", "loop")
+FEW = ("random", "folder", "loop")  # of which a reader rejects the last two by the same line
 READERS = {
     reported: {
         **dict.fromkeys([*SETTINGS, *LINES, "representations.npz", "partition.csv"], DAMAGES),
-        **dict.fromkeys(FIGURES, FEW),
+        **dict.fromkeys(FIGURES[-2:], FEW),
     },
     evaluated: {"config.yaml": DAMAGES, "encoder.pt": DAMAGES},
     composed: {"config.yaml": DAMAGES, "overrides.yaml": DAMAGES},
@@ -151,10 +148,10 @@ def answer_of(reader, *arguments):
 
 def test_all_files_are_covered(folder):
     reported(folder)  # draws what a run itself does not
-    found = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    files = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     drawn = {str(Path(name).with_suffix(end)) for name in FIGURES for end in (".pdf", ".csv")}
-    assert found - drawn == {*SETTINGS, *LINES, *STATES, *ALIKE, *FIGURES, *OTHERS}
-    assert drawn <= found
+    assert files - drawn == {*SETTINGS, *LINES, *STATES, *ALIKE, *FIGURES, *OTHERS}
+    assert drawn <= files
 
 
 def test_undamaged_files_are_read(folder):
@@ -169,7 +166,7 @@ def cases():
             slow = reader is reported and kinds is DAMAGES
             yield pytest.param(reader, name, kinds, marks=pytest.mark.heavy if slow else ())
             if slow:
-                yield reader, name, FEW
+                yield reader, name, FEW[:2]
 
 
 @pytest.mark.parametrize(("reader", "name", "kinds"), list(cases()))
@@ -178,8 +175,8 @@ def test_a_damaged_file_causes_no_traceback(whole, settings, tmp_path, reader, n
         copy = Path(shutil.copytree(whole, tmp_path / kind))
         (copy / name).touch()  # t-SNE and sphere are drawn by the report only
         DAMAGES[kind](copy / name)
-        said = answer_of(reader, copy, *([settings] if reader is restored else []))
-        assert said is None or ("\n" not in said and str(copy) in said), (kind, said)
+        message = answer_of(reader, copy, *([settings] if reader is restored else []))
+        assert message is None or ("\n" not in message and str(copy) in message), (kind, message)
 
 
 @pytest.mark.parametrize(
@@ -189,11 +186,10 @@ def test_a_damaged_file_causes_no_traceback(whole, settings, tmp_path, reader, n
 def test_the_command_prints_one_sentence(folder, monkeypatch, capsys, name, kind):
     DAMAGES[kind](folder / name)
     monkeypatch.setattr(sys, "argv", ["fedssl", f"resume={folder}"])
-    with pytest.raises(SystemExit, match="2"):
-        fedssl.main()
-    said = capsys.readouterr().err
-    assert said.startswith(f"fedssl: {folder / name} ")
-    assert said.count("\n") == 1
+    assert fedssl.main() == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"fedssl: {folder / name} ")
+    assert message.count("\n") == 1
 
 
 def test_an_incomplete_last_line_is_ignored(folder):

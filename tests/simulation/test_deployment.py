@@ -37,7 +37,7 @@ def test_the_engine_sets_defaults_for_devices_which_overrides_replace():
 def test_invalid_settings_are_rejected_before_submission(overrides, sentence, tmp_path):
     (tmp_path / "file").write_text("no certificate")
     with pytest.raises(InputError, match=sentence):
-        run(["engine=deployment", *(word.format(file=tmp_path / "file") for word in overrides)])
+        run(["engine=deployment", *(override.format(file=tmp_path / "file") for override in overrides)])
 
 
 def test_an_unreachable_superlink_is_reported():
@@ -46,12 +46,12 @@ def test_an_unreachable_superlink_is_reported():
         run(["engine=deployment", f"engine.address={address}"])
 
 
-@pytest.mark.parametrize("word", ["engine=deployment", "engine.root_certificates=/some/file"])
-def test_a_run_folder_cannot_select_the_fleet_that_resumes_it(word, tmp_path):
+@pytest.mark.parametrize("override", ["engine=deployment", "engine.root_certificates=/some/file"])
+def test_a_run_folder_cannot_select_the_fleet_that_resumes_it(override, tmp_path):
     settings = compose(["engine=deployment", f"output_dir={tmp_path}"])
     save_run(settings.recording, tmp_path)
-    (tmp_path / "overrides.yaml").write_text(f"- {word}\n")
+    (tmp_path / "overrides.yaml").write_text(f"- {override}\n")
     with pytest.raises(
-        InputError, match=f"contains {word}, which points outside the run folder and is accepted only from your own"
+        InputError, match=f"contains {override}, which points outside the run folder and is accepted only from your own"
     ):
         run([f"resume={tmp_path}"])

@@ -2,15 +2,13 @@
 
 import json
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 
 from tests.busy import busy_machine
 from tests.devices import write_images
-from tests.flower import flwr_run
+from tests.flower import copy_app, flwr_run
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 WORDS = "dataset.limit=60 encoder.width=4 threads=1 evaluation=none final_evaluation=none collapse_images=0"
 WORDS += " measure_resources=false"
 
@@ -21,7 +19,7 @@ def test_without_options_the_federation_sets_the_number_of_clients(tmp_path, bes
     with beside():
         # Only options that shorten the run. The two SuperNodes are Flower's default.
         flat = f"num-server-rounds=1 local-epochs=1 strategy='fedavg' partition-alpha=0.5 output-dir='{tmp_path}/run'"
-        outcome = flwr_run(REPOSITORY, "--run-config", f'{flat} overrides="{WORDS}"')
+        outcome = flwr_run(copy_app(tmp_path / "app"), "--run-config", f'{flat} overrides="{WORDS}"')
     assert outcome.status == "finished:completed", outcome.log
     assert "num_clients=2, as many as the federation has nodes" in outcome.log
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -41,10 +39,10 @@ def test_supernodes_train_on_their_own_images(tmp_path):
     overrides = "num_clients=2 dataset.size=8 dataset.channels=1 dataset.mean=[0.5] dataset.std=[0.5]"
     overrides += " encoder.width=4 method=byol"
     flat = f"dataset='image_folder' num-server-rounds=2 local-epochs=1 output-dir='{tmp_path}/run'"
-    outcome = flwr_run(REPOSITORY, "--run-config", f'{flat} overrides="{overrides}"', devices=nodes)
+    outcome = flwr_run(copy_app(tmp_path / "app"), "--run-config", f'{flat} overrides="{overrides}"', devices=nodes)
     assert outcome.status == "finished:completed", outcome.log
     assert "devices: 0 garden, 1 roof" in outcome.log
     clients = (tmp_path / "run" / "clients.jsonl").read_text().splitlines()
     assert [json.loads(line)["client"] for line in clients] == [0, 1, 0, 1]
-    kept = sorted(str(file.relative_to(file.parents[1])) for file in (tmp_path / "states").glob("*/*/*.state"))
-    assert kept == [f"{name}/round-00000{round}.state" for name in ("garden", "roof") for round in (1, 2)]
+    kept = sorted(str(file.relative_to(file.parents[1])) for file in (tmp_path / "states").glob("*/*/*.safetensors"))
+    assert kept == [f"{name}/round-00000{round}.safetensors" for name in ("garden", "roof") for round in (1, 2)]

@@ -30,7 +30,7 @@ from simulation.sandbox import process_sandbox, sandbox_pids
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-# --- a grid over real actors, on a machine with four simulated GPUs ---
+# --- a grid over real actors, on a machine with four simulated GPUs; an actor takes seconds to start ---
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +39,31 @@ def hosts():
         yield hosts
 
 
-def adding_app():
-    """A ClientApp that adds its partition id to the global array and does what the message requests."""
+@pytest.fixture(scope="module")
+def grid(hosts, tmp_path_factory):
+    """Six clients on two actors without a GPU share."""
+    app = adding_app(tmp_path_factory.mktemp("app"))
+    return RayGrid(num_clients=6, actors=2, client=ClientResources(1, 0.0), client_app=app)
+
+
+def adding_app(folder):
+    """A ClientApp that adds its partition id to the global array and does what the message requests.
+
+    A client with ``full-ID`` finds a full GPU that often, and later fails if other clients run.
+    """
     app = ClientApp()
+
+    class OutOfMemoryError(RuntimeError):  # of torch, which takes seconds to import
+        pass
+
+    def fill(partition, times):
+        calls = folder / f"calls-{partition}"
+        before = calls.stat().st_size if calls.exists() else 0
+        calls.write_bytes(bytes(before + 1))
+        if before and len(list(folder.glob("working-*"))) > 1:
+            raise RuntimeError("others are at work")
+        if before < times:
+            raise OutOfMemoryError("CUDA out of memory")
 
     @app.train()
     def train(message, context):
@@ -52,6 +74,14 @@ def adding_app():
         if asked.get(f"fail-{partition}"):
             raise ValueError("no camera")
         time.sleep(asked.get(f"sleep-{partition}", 0))
+        working = folder / f"working-{os.getpid()}"
+        working.touch()
+        try:
+            time.sleep(asked.get("work", 0))
+            if f"full-{partition}" in asked:
+                fill(partition, asked[f"full-{partition}"])
+        finally:
+            working.unlink()
         calls = int(context.state.metric_records.get("calls", {"n": 0})["n"]) + 1
         context.state["calls"] = MetricRecord({"n": calls})
         (array,) = (array.numpy() for array in message.content.array_records["arrays"].values())
@@ -64,25 +94,9 @@ def adding_app():
     return app
 
 
-@pytest.fixture
-def make_grid(hosts):
-    """Create grids with two actors, which end with the test."""
-    grids = []
-
-    def make(num_clients=3, client=None, client_app=None, actors=2):
-        grid = RayGrid(
-            num_clients=num_clients,
-            actors=actors,
-            client=client or ClientResources(1, 0.0),
-            client_app=client_app or adding_app(),
-        )
-        grids.append(grid)
-        return grid
-
-    yield make
-    for grid in grids:
-        for actor in [*grid._idle, *grid._starting.values(), *(actor for actor, _ in grid._running.values())]:
-            ray.kill(actor)
+def wait_for_actors(grid):
+    while grid._starting:
+        list(grid.pull_messages([]))
 
 
 def ask(grid, *, timeout=60.0, array=None, **asked):
@@ -98,36 +112,31 @@ def facts(replies, name):
 
 
 @pytest.mark.slow
-def test_flowers_strategies_run_unchanged(make_grid):
+def test_flowers_strategies_run_unchanged(grid):
     strategy = FedAvg(fraction_train=1.0, fraction_evaluate=0.0)
-    result = strategy.start(make_grid(), ArrayRecord([np.zeros(2)]), num_rounds=2)
-    # Each round adds the mean of the partition ids 0, 1, 2, which is 1.
-    assert result.arrays.to_numpy_ndarrays()[0] == pytest.approx([2.0, 2.0])
+    result = strategy.start(grid, ArrayRecord([np.zeros(2)]), num_rounds=2)
+    # Each round adds the mean of the partition ids 0 to 5, which is 2.5.
+    assert result.arrays.to_numpy_ndarrays()[0] == pytest.approx([5.0, 5.0])
     # The state of a node survives from round to round.
-    assert result.train_metrics_clientapp[2]["calls"] == 2
+    first, second = (result.train_metrics_clientapp[round]["calls"] for round in (1, 2))
+    assert second == pytest.approx(first + 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("gpus", "fraction"),
-    [
-        pytest.param(1, 0.25, marks=pytest.mark.heavy),
-        pytest.param(2, 0.5, marks=pytest.mark.heavy),
-        (4, 1.0),
-    ],
-)
-def test_all_actors_and_gpus_are_used(make_grid, hosts, gpus, fraction):
+@pytest.mark.heavy
+@pytest.mark.parametrize(("gpus", "fraction"), [(1, 0.25), (2, 0.5), (4, 1.0)])
+def test_all_actors_and_gpus_are_used(hosts, tmp_path, gpus, fraction):
     assert hosts[0].gpus == 4
     client, actors = fit_clients([Host(4, gpus)], client_cpus=None, client_gpus=None, threads=4, max_clients=100)
     assert (client.gpus, actors) == (fraction, 4)
-    grid = make_grid(4, ClientResources(0, client.gpus), actors=actors)  # this machine may have fewer than four cores
-    while grid._starting:
-        list(grid.pull_messages([]))
+    client = ClientResources(0, client.gpus)  # this machine may have fewer than four cores
+    grid = RayGrid(num_clients=4, actors=actors, client=client, client_app=adding_app(tmp_path))
+    wait_for_actors(grid)
     replies = ask(grid, **{f"sleep-{client}": 0.5 for client in range(4)})
     assert len(set(facts(replies, "pid"))) == 4
-    assert os.getpid() not in facts(replies, "pid")
     # Ray fills a GPU before it uses the next one, so four such shares occupy the first `gpus` GPUs.
     assert set(facts(replies, "gpu")) == set(range(gpus))
+    for actor in grid._idle:
+        ray.kill(actor)
 
 
 def test_ray_does_not_replace_the_sigterm_handler():
@@ -142,22 +151,12 @@ def test_ray_does_not_replace_the_sigterm_handler():
 
 
 @pytest.mark.slow
-def test_clients_have_normal_priority(make_grid):
-    assert set(facts(ask(make_grid()), "nice")) == {os.nice(0)}
-
-
-@pytest.mark.slow
-def test_a_client_without_a_gpu_share_sees_no_gpu(make_grid):
-    assert set(facts(ask(make_grid()), "gpu")) == {-1}
-
-
-@pytest.mark.slow
-def test_shared_contents_are_stored_once_and_read_without_a_copy(make_grid, monkeypatch):
+def test_shared_contents_are_stored_once_and_read_without_a_copy(grid, monkeypatch):
     puts, put = [], ray.put
     monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or put(value))
-    grid = make_grid(6)
     array = np.zeros(1_000_000, np.float32)
-    replies = ask(grid, array=array)
+    wait_for_actors(grid)
+    replies = ask(grid, array=array, **{f"sleep-{client}": 0.2 for client in range(6)})
     assert len(puts) == 1
     assert set(facts(replies, "writable")) == {0}  # memory that all processes share
     for node, reply in replies.items():
@@ -165,78 +164,49 @@ def test_shared_contents_are_stored_once_and_read_without_a_copy(make_grid, monk
         np.testing.assert_array_equal(sum_of_both, node - 2)
     assert not grid._running
     assert not grid._pending
+    assert len(set(facts(replies, "pid")) - {os.getpid()}) == 2
+    assert set(facts(replies, "nice")) == {os.nice(0)}  # normal priority
+    assert set(facts(replies, "gpu")) == {-1}  # a client without a GPU share sees no GPU
 
 
 @pytest.mark.slow
-def test_a_failed_client_or_process_does_not_affect_others(make_grid, caplog):
-    grid = make_grid(5)
+def test_a_failed_client_or_process_does_not_affect_others(grid, caplog):
     first = ask(grid, **{"fail-1": 1, "die-3": 1})
     reasons = {node - 2: reply.error.reason for node, reply in first.items() if reply.has_error()}
     assert reasons.keys() == {1, 3}
     assert reasons[1] == "ValueError: no camera"
     assert "process died" in reasons[3]
     assert "is restarted" in caplog.text
-    second = ask(grid)  # by the new process too
+    wait_for_actors(grid)
+    second = ask(grid, **{f"sleep-{client}": 0.2 for client in range(6)})
     assert sorted(second) == list(grid.get_node_ids())
     assert not any(reply.has_error() for reply in second.values())
-    assert len(grid._idle) + len(grid._starting) == 2
+    assert len(set(facts(second, "pid"))) == 2  # by the new process too
+    assert len(grid._idle) == 2
 
 
 @pytest.mark.slow
-def test_the_actor_of_a_hanging_client_is_replaced(make_grid):
-    grid = make_grid(2)
-    while grid._starting:
-        list(grid.pull_messages([]))
-    assert list(ask(grid, timeout=1.0, **{"sleep-0": 1000})) == [3]
+def test_the_actor_of_a_hanging_client_is_replaced(grid):
+    wait_for_actors(grid)
+    assert sorted(ask(grid, timeout=2.0, **{"sleep-0": 1000})) == [3, 4, 5, 6, 7]
     again = ask(grid)
-    assert sorted(again) == [2, 3]
+    assert sorted(again) == [2, 3, 4, 5, 6, 7]
     assert not any(reply.has_error() for reply in again.values())
 
 
-def filling_app(folder, *, full):
-    """A ClientApp whose client 1 first finds a full GPU, and later fails if other clients run."""
-    app = ClientApp()
-
-    class OutOfMemoryError(RuntimeError):  # of torch, which takes seconds to import
-        pass
-
-    @app.train()
-    def train(message, context):
-        working, calls = folder / f"working-{os.getpid()}", folder / "calls"
-        working.touch()
-        try:
-            time.sleep(0.3)
-            if context.node_config["partition-id"] == 1:
-                before = calls.stat().st_size if calls.exists() else 0
-                calls.write_bytes(bytes(before + 1))
-                if before and len(list(folder.glob("working-*"))) > 1:
-                    raise RuntimeError("others are at work")
-                if before < full:
-                    raise OutOfMemoryError("CUDA out of memory")
-            return Message(RecordDict(), reply_to=message)
-        finally:
-            working.unlink()
-
-    return app
-
-
 @pytest.mark.slow
-def test_a_client_without_gpu_memory_is_retried_alone(make_grid, caplog, tmp_path):
-    grid = make_grid(5, client_app=filling_app(tmp_path, full=1))
-    replies = ask(grid)
-    assert len(replies) == 5
-    assert not any(reply.has_error() for reply in replies.values())
+def test_a_client_without_gpu_memory_is_retried_alone(grid, caplog):
+    """Client 1 finds a full GPU once; client 2 also finds it full when it is alone."""
+    wait_for_actors(grid)
+    replies = ask(grid, **{"full-1": 1, "full-2": 2, "work": 0.3})
+    assert len(replies) == 6
     assert "is retried alone" in caplog.text
-    assert len(grid._idle) + len(grid._starting) == 2
-
-
-@pytest.mark.slow
-def test_a_gpu_too_small_for_a_client_fails_only_that_client(make_grid, tmp_path):
-    replies = ask(make_grid(3, client_app=filling_app(tmp_path, full=2)))
-    (reason,) = [reply.error.reason for reply in replies.values() if reply.has_error()]
+    ((node, reason),) = [(node, reply.error.reason) for node, reply in replies.items() if reply.has_error()]
+    assert node - 2 == 2
     assert reason.startswith("OutOfMemoryError")
     assert reason.endswith("a smaller batch_size or a larger engine.client_gpus may help")
     assert torch.OutOfMemoryError.__name__ == OUT_OF_MEMORY
+    assert len(grid._idle) + len(grid._starting) == 2
 
 
 @pytest.mark.slow
@@ -245,7 +215,7 @@ def test_a_failed_start_of_an_actor_is_reported(hosts):
         def __reduce__(self):
             return _burn, ()
 
-    grid = RayGrid(num_clients=2, actors=1, client=ClientResources(1, 0.0), client_app=Broken())
+    grid = RayGrid(num_clients=2, actors=1, client=ClientResources(0, 0.0), client_app=Broken())
     with pytest.raises(RunError, match="could not be started: .*the bread is burnt"):
         ask(grid)
 
@@ -269,7 +239,7 @@ def own_temporary_folder():
 
 def start(folder, *overrides):
     """Start the command in a new session; its sandboxes are in ``folder``."""
-    command = [sys.executable, "-c", "from simulation.cli import main; main()", *TINY, *overrides]
+    command = [sys.executable, "-c", "from fedssl.command_line import fedssl; fedssl()", *TINY, *overrides]
     environment = os.environ | {"RAY_TMPDIR": str(folder), "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         command,
@@ -292,11 +262,11 @@ def read_until(process, overrides):
     pytest.fail(f"{overrides!r} was not output but:\n{output}")
 
 
-def gone(folder, place):
+def gone(folder, sandbox):
     deadline = time.monotonic() + 60
-    while (sandbox_pids(place) or list(folder.glob("fssl-*"))) and time.monotonic() < deadline:
+    while (sandbox_pids(sandbox) or list(folder.glob("fssl-*"))) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return not sandbox_pids(place) and not list(folder.glob("fssl-*"))
+    return not sandbox_pids(sandbox) and not list(folder.glob("fssl-*"))
 
 
 @pytest.mark.slow
@@ -305,17 +275,21 @@ def test_an_interrupted_round_leaves_no_processes_or_files(number):
     with own_temporary_folder() as folder:
         process = start(folder, "rounds=1000", f"engine.client_cpus={available_cores()}", "output_dir=run")
         read_until(process, "round 2/1000")
-        (place,) = folder.glob("fssl-*")
-        assert len(sandbox_pids(place)) >= 4  # Ray's daemons and an actor
+        (sandbox,) = folder.glob("fssl-*")
+        assert len(sandbox_pids(sandbox)) >= 4  # Ray's daemons and an actor
         if number == signal.SIGINT:  # as Ctrl-C in a terminal: everybody in the group hears it
             os.killpg(process.pid, number)
         else:
             process.send_signal(number)
         output = process.communicate(timeout=120)[0]
         assert process.returncode == (-9 if number == signal.SIGKILL else 130), output
-        assert gone(folder, place)
+        assert gone(folder, sandbox)
         if number != signal.SIGKILL:
-            assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "interrupted"
+            summary = json.loads((folder / "run" / "summary.json").read_text())
+            assert (summary["status"], summary["reason"]) == ("interrupted", "stopped by the user")
+            assert 1 <= summary["rounds"] < 1000
+            message = f"fedssl: stopped after round {summary['rounds']}; continue with: fedssl resume="
+            assert output.splitlines()[-1].startswith(message)
             assert "Traceback" not in output
 
 
@@ -334,13 +308,13 @@ STUBBORN = "trap '' TERM; env -i setsid sleep 1000 & (cd /; exec sleep 1000) & w
 
 
 def test_processes_end_with_their_sandbox(tmp_path):
-    with process_sandbox() as place, (tmp_path / "out").open("w") as out:
-        place.start(["sh", "-c", STUBBORN], environment=os.environ, stdout=out)
+    with process_sandbox() as sandbox, (tmp_path / "out").open("w") as out:
+        sandbox.start(["sh", "-c", STUBBORN], environment=os.environ, stdout=out)
         other = subprocess.Popen(["sleep", "1000"])
-        assert wait_until(lambda: len(sandbox_pids(place.path)) >= 4, seconds=60)
-        assert os.getpid() not in sandbox_pids(place.path)
-    assert sandbox_pids(place.path) == set()
-    assert not place.path.exists()
+        assert wait_until(lambda: len(sandbox_pids(sandbox.path)) >= 4, seconds=60)
+        assert os.getpid() not in sandbox_pids(sandbox.path)
+    assert sandbox_pids(sandbox.path) == set()
+    assert not sandbox.path.exists()
     assert other.poll() is None  # a stranger is left alone
     other.kill()
     other.wait()
@@ -351,16 +325,16 @@ def test_processes_end_with_the_owner_of_the_sandbox(number):
     script = (
         "import os, subprocess\n"
         "from simulation.sandbox import process_sandbox\n"
-        "with process_sandbox() as place:\n"
-        "    process = place.start(['sleep', '1000'], environment=os.environ, stdout=subprocess.DEVNULL)\n"
-        "    print(place.path, flush=True)\n"
+        "with process_sandbox() as sandbox:\n"
+        "    process = sandbox.start(['sleep', '1000'], environment=os.environ, stdout=subprocess.DEVNULL)\n"
+        "    print(sandbox.path, flush=True)\n"
         "    process.wait()\n"
     )
     owner = subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
-    place = Path(owner.stdout.readline().strip())
-    assert sandbox_pids(place)
+    sandbox = Path(owner.stdout.readline().strip())
+    assert sandbox_pids(sandbox)
     owner.send_signal(number)
     owner.communicate()
-    assert wait_until(lambda: not sandbox_pids(place), seconds=60)
-    assert wait_until(lambda: not place.exists(), seconds=60)
+    assert wait_until(lambda: not sandbox_pids(sandbox), seconds=60)
+    assert wait_until(lambda: not sandbox.exists(), seconds=60)

@@ -1,6 +1,7 @@
 """The engine of ``engine=auto``, and the resources of a client."""
 
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -80,8 +81,8 @@ def test_few_steps_are_not_measured(monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells it in a second way")
 def test_the_memory_of_this_process():
     status = Path("/proc/self/status").read_text().splitlines()
-    told = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
-    assert peak_memory() == pytest.approx(told, rel=0.01)
+    peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
+    assert peak_memory() == pytest.approx(peak, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +117,10 @@ def test_the_engine_does_not_change_results(tmp_path):
 def test_a_strategy_rejects_settings_before_the_measurement(monkeypatch):
     monkeypatch.setattr(resources, "available_cores", lambda: 2)
     monkeypatch.setattr(resources, "seconds_per_step", lambda settings: pytest.fail("it was measured"))
-    with pytest.raises(InputError, match="strategy.topology=rin is not a choice"):
-        auto_engine(compose([*WORDS, "threads=1", "device=cpu", "strategy=gossip", "strategy.topology=rin"]))
+    contradiction = ["strategy=l_dawa", "strategy.normalize=true", "strategy.scale_at=client"]
+    settings = compose([*WORDS, "threads=1", "device=cpu", *contradiction])
+    with pytest.raises(InputError, match="strategy.normalize=true needs the cosines on the server"):
+        auto_engine(settings)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +195,7 @@ def settings(*, device="auto", threads=1, client_gpus=None):
     ],
 )
 def test_unused_gpus_are_reported(wishes, output, warned, capsys, caplog):
+    caplog.set_level(logging.WARNING)  # libraries change the level of the root logger
     plan_client_resources([Host(4, 2)], **settings(**wishes))
     assert capsys.readouterr().out == output + "\n"
     assert ("although there are GPUs" in caplog.text) == warned

@@ -54,15 +54,15 @@ def test_metrics_that_are_missing_are_refused(rule, client, reason):
 
 def test_unknown_options_are_refused():
     for make in (partial(fedavg, GLOBAL, CLIENTS), FedAvg):
-        with pytest.raises(InputError, match="weighting=loss is not a choice; allowed are examples, uniform"):
+        with pytest.raises(InputError, match="^strategy.weighting=loss must be examples or uniform$"):
             make(weighting="loss")
     for make in (partial(l_dawa, GLOBAL, CLIENTS), LDAWA):
-        with pytest.raises(InputError, match="weighting=size is not a choice; allowed are uniform, examples, loss"):
+        with pytest.raises(InputError, match="^strategy.weighting=size must be examples or uniform or loss$"):
             make(weighting="size")
     for make in (partial(m_dawa, GLOBAL, CLIENTS), MDAWA, LDAWA):
-        with pytest.raises(InputError, match="buffers=drop is not a choice; allowed are average, scale"):
+        with pytest.raises(InputError, match="^strategy.buffers=drop must be average or scale$"):
             make(buffers="drop")
-    with pytest.raises(InputError, match="scale_at=phone is not a choice; allowed are server, client"):
+    with pytest.raises(InputError, match="^strategy.scale_at=phone must be server or client$"):
         LDAWA(scale_at="phone")
-    with pytest.raises(InputError, match="warmup_rounds=-1 is negative"):
+    with pytest.raises(InputError, match="^strategy.warmup_rounds=-1 must be an integer of at least 0$"):
         LDAWA(warmup_rounds=-1)

@@ -22,8 +22,10 @@ from simulation.cli import run
 from strategies.interfaces import GLOBAL
 from strategies.local_only import LocalOnly
 from tests.federation import Federation, model_of
+from tests.resuming import repeat_from
 
 FEDERATION = ["rounds=2", "local_epochs=2", "dataset.limit=60", "encoder.width=4", "threads=1", "batch_size=10"]
+FEDERATION += ["measure_resources=false", "collapse_images=0"]
 QUICK = [*FEDERATION, "evaluate_every=0", "final_evaluation=none", "engine=local"]  # which takes no trial step
 VIT = ["encoder=vit_tiny", "encoder.depth=2", "encoder.width=12", "encoder.patch=4"]  # its stages hand on weights
 
@@ -40,18 +42,18 @@ def resolved(*overrides):
 
 def test_the_experiments_change_who_holds_what_and_the_strategy_alone():
     usual = resolved("partition=iid", "strategy=fedavg")
-    centralised = resolved("experiment=centralised")
-    assert (centralised["num_clients"], centralised["clients_per_round"]) == (1, 1)
+    centralized = resolved("experiment=centralized")
+    assert (centralized["num_clients"], centralized["clients_per_round"]) == (1, 1)
     for key in usual:
         if key not in ("num_clients", "clients_per_round"):
-            assert centralised[key] == usual[key], key
+            assert centralized[key] == usual[key], key
     usual, alone = resolved(), resolved("experiment=single_client")
     assert [key for key in usual if alone[key] != usual[key]] == ["strategy"]
     assert isinstance(compose(["experiment=single_client"]).algorithm.strategy.instantiate(), LocalOnly)
 
 
 def test_every_image_is_seen_as_often_as_in_the_federation(tmp_path, monkeypatch):
-    """2 rounds of 2 epochs: 4 times; in steps of nearly 10 images: 60 * 4 / 10 steps if 10 divides all parts."""
+    """2 rounds of 2 epochs: 4 times; in steps of nearly 10 images: 30 * 4 / 10 steps if 10 divides all parts."""
     original, seen, steps = fedssl.training.batches, Counter(), Counter()
 
     def counted(*arguments, **options):
@@ -64,13 +66,13 @@ def test_every_image_is_seen_as_often_as_in_the_federation(tmp_path, monkeypatch
     clients = ["num_clients=3", "partition=iid"]
     for name, overrides in {
         "federated": clients,
-        "centralised": ["experiment=centralised"],
+        "centralized": ["experiment=centralized"],
         "alone": ["experiment=single_client", *clients],
     }.items():
         seen[name] = Counter()
-        run([*QUICK, *overrides, "measure_resources=false", f"output_dir={tmp_path / name}"])
-        assert seen[name] == dict.fromkeys(range(60), 4), name
-        assert steps[name] == 24
+        run([*QUICK, *overrides, "dataset.limit=30", f"output_dir={tmp_path / name}"])
+        assert seen[name] == dict.fromkeys(range(30), 4), name
+        assert steps[name] == 12
 
 
 def test_a_client_goes_on_from_its_own_model_and_from_nobody_elses(tmp_path):
@@ -123,11 +125,17 @@ def test_the_newest_model_of_every_client_is_evaluated(tmp_path):
         assert all((model[name] == array).all() for name, array in newest[client].items())
 
 
-@pytest.mark.parametrize(("schedule", "encoder"), [("end_to_end", []), ("layer_wise", VIT), ("progressive", VIT)])
-@pytest.mark.parametrize("method", ["byol", "orchestra"])
+@pytest.mark.parametrize(
+    ("method", "schedule", "encoder"),
+    [
+        ("orchestra", "end_to_end", []),
+        ("byol", "layer_wise", VIT),
+        *(pytest.param(method, "progressive", VIT, marks=pytest.mark.heavy) for method in ("byol", "orchestra")),
+    ],
+)
 def test_one_client_alone_is_all_images_in_one_place(tmp_path, method, schedule, encoder):
     """With a single client the two bounds are the same run, bit for bit, and so is the client's model as it is seen."""
-    one = [f"method={method}", "num_clients=1", "clients_per_round=1", "rounds=4", f"schedule={schedule}", *encoder]
+    one = [f"method={method}", "num_clients=1", "dataset.limit=40", "rounds=4", f"schedule={schedule}", *encoder]
     weighting = "strategy.weighting=uniform"  # multiplies by 1, so that nothing is rounded
     central = Federation(tmp_path / "central", *one, "strategy=fedavg", weighting)
     alone = Federation(tmp_path / "alone", *one, "strategy=local_only")
@@ -179,9 +187,8 @@ def test_a_run_of_clients_alone_reports_their_mean_and_exports_them_all(tmp_path
 def test_a_resumed_run_has_the_models_of_all_clients(tmp_path):
     overrides = ["experiment=single_client", *QUICK, "num_clients=4", "clients_per_round=2"]
     run([*overrides, "rounds=3", f"output_dir={tmp_path / 'whole'}"])
-    run([*overrides, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
-    run([f"resume={tmp_path / 'parts'}", "rounds=3"])
-    one, other = (layers(latest_checkpoint(tmp_path / name / "checkpoints")) for name in ("whole", "parts"))
+    folders = (tmp_path / "whole", repeat_from(2, tmp_path / "whole"))
+    one, other = (layers(latest_checkpoint(folder / "checkpoints")) for folder in folders)
     assert list(one) == list(other)
     assert len(one) > 2
     for client, model in one.items():
@@ -195,7 +202,7 @@ def test_the_federation_stands_between_its_bounds(tmp_path):
     for name, own in {
         "alone": ["experiment=single_client"],
         "federated": ["strategy=fedavg"],
-        "central": ["experiment=centralised"],
+        "central": ["experiment=centralized"],
     }.items():
         run([*overrides, *own, f"output_dir={tmp_path / name}"])
         found[name] = json.loads((tmp_path / name / "summary.json").read_text())["final"]["federated"]

@@ -9,7 +9,6 @@ import torch
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ServerStrategy
 from strategies.cluster_assignment import (
-    ASSIGNMENTS,
     LAST_ENCODER_PREFIX,
     SelectByFeatures,
     SelectByLoss,
@@ -20,7 +19,7 @@ from strategies.cluster_assignment import (
 )
 from strategies.featarc import FeatARC
 from strategies.fedavg import mean
-from strategies.interfaces import GlobalModel, RoundOutcome, ServerState
+from strategies.interfaces import GLOBAL, GlobalModel, RoundOutcome, ServerState
 from tests.server_app.small import LAYERS, Small
 
 # --- distances and clusters ---
@@ -158,15 +157,12 @@ def test_the_server_compares_features():
         client_features=seen,
         extract_features=lambda layers: views[layers["name"]],
     )
-    memory, strategy_metrics = server.on_round_end(state, outcome)
-    assert memory == {ASSIGNMENTS: {3: "0", 5: "1", 6: "0", 9: "1"}}
+    strategy_state, strategy_metrics = server.on_round_end(state, outcome)
+    assert strategy_state == {"members": {3: "0", 5: "1", 6: "0", 9: "1"}}
     assert strategy_metrics == {"clusters": {"0": [3, 6], "1": [5, 9]}, "changed_cluster": 1}
 
 
-@pytest.mark.parametrize("state", [{"else": {}}, {ASSIGNMENTS: []}, {ASSIGNMENTS: {0: "7"}}, {ASSIGNMENTS: {"0": "0"}}])
-def test_invalid_assignments_in_a_checkpoint(state):
-    server = FeatARC().server
-    assert server.is_valid_strategy_state({})
-    assert server.is_valid_strategy_state({ASSIGNMENTS: {0: "0", 7: "1"}})
-    assert not server.is_valid_strategy_state(state)
-    assert not FeatARC(clusters=1).server.is_valid_strategy_state({ASSIGNMENTS: {0: "1"}})
+def test_assignments_to_unknown_models_in_a_checkpoint_are_ignored():
+    state = ServerState(round=1, strategy_state={"members": {0: "1", 1: "../7"}})
+    assert [FeatARC(clusters=2).server.starting_model(state, 2, client) for client in (0, 1, 2)] == ["1", "1", "0"]
+    assert FeatARC(clusters=1).server.starting_model(state, 2, 0) == GLOBAL

@@ -134,14 +134,14 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("schedule", config_groups()["schedule"])
-@pytest.mark.parametrize(
-    "encoder",
-    [
-        pytest.param(name, marks=pytest.mark.heavy) if name in ("resnet34", "resnet50") else name
-        for name in config_groups()["encoder"]
-    ],
-)
+def encoders_and_schedules():
+    for encoder in config_groups()["encoder"]:
+        for schedule in config_groups()["schedule"]:
+            slow = encoder.startswith("resnet") and (encoder, schedule) != ("resnet18", "layer_wise")
+            yield pytest.param(encoder, schedule, marks=pytest.mark.heavy if slow else [])
+
+
+@pytest.mark.parametrize(("encoder", "schedule"), list(encoders_and_schedules()))
 def test_weights_that_move_are_seen_in_every_stage(encoder, schedule):
     overrides = [f"encoder={encoder}", f"schedule={schedule}", *SMALL.get(encoder, [])]
     settings = compose([*overrides, "method.projector.hidden_dim=8"]).model
@@ -185,6 +185,6 @@ def test_clients_of_a_transformer_see_their_divergence_in_every_stage(tmp_path):
     ]
     overrides += ["encoder=vit_tiny", *SMALL["vit_tiny"], "schedule=layer_wise", "strategy.predictor_threshold=1.0e-6"]
     run([*overrides, f"output_dir={tmp_path / 'run'}", "keep_checkpoints=4"])
-    states = [read_state(file) for file in (tmp_path / "run").glob("clients/*/round-*.state")]
+    states = [read_state(file) for file in (tmp_path / "run").glob("clients/*/round-*.safetensors")]
     assert len(states) == 6
     assert all(float(state["dapu.distance"]) > 0.001 and not state["dapu.global"] for state in states)

@@ -278,10 +278,10 @@ def test_the_number_of_threads_changes_nothing():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"deviation": "exp"}, "strategy.deviation=exp is not a choice; allowed are log, unit"),
-        ({"step": "long"}, "strategy.step=long is not a choice; allowed are normalized, constant"),
-        ({"server_lr": 0.0}, "strategy.server_lr=0.0 must be positive"),
-        ({"server_lr": float("inf")}, "strategy.server_lr=inf must be positive"),
+        ({"deviation": "exp"}, "^strategy.deviation=exp must be log or unit$"),
+        ({"step": "long"}, "^strategy.step=long must be normalized or constant$"),
+        ({"server_lr": 0.0}, "^strategy.server_lr=0.0 must be a number above 0$"),
+        ({"server_lr": float("inf")}, "^strategy.server_lr=inf must be a finite number above 0$"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(make, option, message):

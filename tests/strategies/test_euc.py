@@ -27,7 +27,7 @@ from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
 from strategies.euc import EUC, DiscrepancySum, averaging_intervals
 from strategies.fedavg import FedAvg
-from strategies.interfaces import GLOBAL, ServerState, StrategyContext
+from strategies.interfaces import GLOBAL, GlobalModel, ServerState, StrategyContext
 from strategies.server_optimizer import FedAvgM, NoServerOptimizer
 from strategies.weighted_sum import WeightedSum
 from tests.federation import Federation, model_of
@@ -435,9 +435,9 @@ def test_clients_start_at_every_process_from_files_alone(tmp_path):
 
 
 def test_settings_are_refused_with_the_reason():
-    with pytest.raises(InputError, match="strategy.interval=0 is below 1"):
+    with pytest.raises(InputError, match="^strategy.interval=0 must be an integer of at least 1$"):
         EUC(interval=0)
-    with pytest.raises(InputError, match="strategy.weighting=loss is not a choice; allowed are examples, uniform"):
+    with pytest.raises(InputError, match="^strategy.weighting=loss must be examples or uniform$"):
         EUC(weighting="loss")
     with pytest.raises(InputError, match="clients_per_round=1; 2 or more are needed"):
         EUC().validate(StrategyContext(method=Toy(), num_clients=10, clients_per_round=1))
@@ -453,3 +453,9 @@ def test_what_travels_in_words():
     assert EUC(interval=4).describe_communication(Toy()).required_metrics == ()
     assert EUC(interval=1).describe_communication(Toy()).upload == "encoder, projector"
     assert EUC(interval=1).describe_communication(Toy()).local_state == "target_encoder"
+
+
+def test_an_interval_of_0_in_a_checkpoint_counts_as_1():
+    layers = {"encoder.weight": np.ones((2, 2), dtype=np.float32)}
+    model = GlobalModel(layers=layers, strategy_state={"intervals": {"encoder.weight": 0}})
+    assert EUC(interval=2).server.upload_names(model, 3, layers) is None

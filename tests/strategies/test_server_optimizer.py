@@ -22,6 +22,7 @@ from strategies.interfaces import GLOBAL, GlobalModel, ServerState
 from strategies.l_dawa import l_dawa
 from strategies.server_optimizer import FedAdam, FedAvgM, FedYogi, NoServerOptimizer
 from tests.federation import Federation
+from tests.resuming import repeat_from
 
 every_optimizer = pytest.mark.parametrize("kind", [FedAvgM, FedAdam, FedYogi])
 
@@ -220,30 +221,36 @@ def test_any_rule_can_be_followed_by_an_optimizer(tmp_path, name, kind):
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["fedavgm", "lr=0"], r"server_optimizer.lr=0 must be positive; server_optimizer=none assigns the average"),
-        (["fedavgm", "lr=-1"], r"server_optimizer.lr=-1 must be positive"),
-        (["fedavgm", "momentum=1"], r"server_optimizer.momentum=1 must be in \[0, 1\); 0 turns it off"),
-        (["fedadam", "lr=0"], r"server_optimizer.lr=0 must be positive"),
-        (["fedadam", "beta_1=-0.1"], r"server_optimizer.beta_1=-0.1 must be in \[0, 1\)"),
-        (["fedadam", "tau=0"], r"server_optimizer.tau=0 must be positive"),
-        (["fedyogi", "beta_2=1.5"], r"server_optimizer.beta_2=1.5 must be in \[0, 1\)"),
+        (["fedavgm", "lr=0"], "server_optimizer.lr=0 must be a number above 0; the default is 1.0"),
+        (["fedavgm", "lr=-1"], "server_optimizer.lr=-1 must be a number above 0; the default is 1.0"),
+        (
+            ["fedavgm", "momentum=1"],
+            "server_optimizer.momentum=1 must be a number of at least 0 and below 1; the default is 0.9",
+        ),
+        (["fedadam", "lr=0"], "server_optimizer.lr=0 must be a number above 0; the default is 0.1"),
+        (
+            ["fedadam", "beta_1=-0.1"],
+            "server_optimizer.beta_1=-0.1 must be a number of at least 0 and below 1; the default is 0.9",
+        ),
+        (["fedadam", "tau=0"], "server_optimizer.tau=0 must be a number above 0; the default is 0.001"),
+        (
+            ["fedyogi", "beta_2=1.5"],
+            "server_optimizer.beta_2=1.5 must be a number of at least 0 and below 1; the default is 0.99",
+        ),
     ],
 )
 def test_settings_out_of_range_are_refused_in_one_sentence(overrides, reason):
     name, setting = overrides
-    with pytest.raises(InputError, match=f"^{reason}") as refusal:
+    with pytest.raises(InputError, match=f"^{reason}$") as refusal:
         compose([f"server_optimizer={name}", f"server_optimizer.{setting}"]).algorithm.server_optimizer.instantiate()
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", [pytest.param("fedavgm", marks=pytest.mark.heavy), "fedadam"])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, name):
-    overrides = ["num_clients=2", "local_epochs=1", "dataset.limit=40", "threads=1", "strategy=fedavg", "rounds=4"]
-    overrides += ["final_evaluation=none", "evaluate_every=0", "partition=iid", f"server_optimizer={name}"]
-    run([*overrides, f"output_dir={tmp_path}/whole"])
-    run([*overrides, f"output_dir={tmp_path}/again"])
-    for file in sorted((tmp_path / "again" / "checkpoints").glob("*"))[-2:]:  # the newest and its sum
-        file.unlink()
-    run([f"resume={tmp_path}/again"])
-    one, other = (load_encoder(tmp_path / folder / "encoder.pt").state_dict() for folder in ("whole", "again"))
+    overrides = ["num_clients=2", "local_epochs=1", "dataset.limit=40", "threads=1", "strategy=fedavg", "rounds=3"]
+    overrides += ["final_evaluation=none", "evaluate_every=0", "partition=iid", "measure_resources=false"]
+    run([*overrides, f"server_optimizer={name}", f"output_dir={tmp_path}/whole"])
+    folders = (tmp_path / "whole", repeat_from(2, tmp_path / "whole"))
+    one, other = (load_encoder(folder / "encoder.pt").state_dict() for folder in folders)
     assert all(torch.equal(one[key], other[key]) for key in one)

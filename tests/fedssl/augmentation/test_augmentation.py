@@ -121,7 +121,7 @@ def test_the_way_of_a_gpu_makes_the_same_views(monkeypatch, recipe, channels, he
     expected = [make(batch, source) for batch in images]
     monkeypatch.setattr(devices, "GPU", "cpu")
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
-    monkeypatch.setattr(module, "MATRICES", 10 * 8 * size * (height + width + size))  # ten images
+    monkeypatch.setattr(module, "MATRIX_BYTES", 10 * 8 * size * (height + width + size))  # ten images
     drawn = list(
         make.sample_params(sizes, image_shape=(channels, height, width), device=torch.device("cpu"), generator=draws)
     )

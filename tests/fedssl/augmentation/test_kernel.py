@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed; PyTorch for CUDA brings it")
 @pytest.mark.parametrize("forms", ["some", pytest.param("all", marks=pytest.mark.heavy)])
 def test_views_of_the_kernel_are_those_of_a_cpu(forms):
-    """All recipes within 1e-5; in a process of its own, because Triton asks for its interpreter when it is imported."""
+    """Compare within 1e-5, in a new process, because Triton selects its interpreter when it is imported."""
     result = subprocess.run(
         [sys.executable, "-m", "tests.fedssl.augmentation.by_kernel", forms],
         cwd=ROOT,

@@ -1,30 +1,55 @@
-"""The ranges of the numbers of privacy and secure aggregation: which of their ends are allowed."""
+"""The ranges of the numbers of aggregation, privacy and secure aggregation: which of their ends are allowed."""
 
-import math
+import re
 
 import pytest
 
-from fedssl.config.aggregation_settings import AggregationSettings, PrivacySettings, SecureAggregationSettings
+from fedssl.config.load import compose
 from fedssl.errors import InputError
 
-PRIVATE = {"clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}
-SECURE = {"clipping_range": 1.0, "threshold": 0.6}
+CHOICES = {"privacy": ["privacy=central"], "secure_aggregation": ["secure_aggregation=secagg_plus"], "aggregation": []}
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "key", "allowed", "refused"),
+    ("key", "allowed", "refused", "sentence"),
     [
-        (PrivacySettings, PRIVATE, "clip_norm", (1e-9, 1e9), (0, -1, math.inf, math.nan, True)),
-        (PrivacySettings, PRIVATE, "delta", (0.999,), (0, 1)),
-        (SecureAggregationSettings, SECURE, "threshold", (0.501, 1), (0.5, 1.001)),
-        (AggregationSettings, {}, "max_norm_ratio", (1, None), (0.999,)),
-        (AggregationSettings, {}, "min_updates", (1,), (0, 1.0)),
-        (AggregationSettings, {}, "over_selection", (0,), (-1,)),
+        ("privacy.clip_norm", [1e-9, 1e9], ["0", "-1", "inf", "nan", "true"], "a number above 0, or null"),
+        ("privacy.noise_multiplier", [1e-9, 1e6], ["0", "inf", "null"], "a number above 0"),
+        ("privacy.delta", [1e-9, 0.999], ["0", "1"], "a number above 0 and below 1"),
+        ("secure_aggregation.clipping_range", [1e-9, 1e6], ["0", "inf"], "a number above 0, or null"),
+        ("secure_aggregation.threshold", [0.501, 1], ["0.5"], "a number above 0.5 and at most 1"),
+        ("secure_aggregation.threshold", [], ["1.001"], "at most 1"),
+        ("aggregation.max_norm_ratio", [1, None], ["0.999"], "a number of at least 1, or null"),
+        ("aggregation.round_deadline", [1e-9, None], ["0"], "a number above 0, or null"),
+        ("aggregation.min_updates", [1], ["0", "1.0"], "an integer of at least 1"),
+        ("aggregation.max_retries", [0], ["-1"], "an integer of at least 0"),
+        ("aggregation.over_selection", [0], ["-1"], "an integer of at least 0"),
+        ("aggregation.max_examples", [1, None], ["0"], "an integer of at least 1, or null"),
     ],
 )
-def test_the_ends_of_the_ranges(kind, settings, key, allowed, refused):
+def test_the_ends_of_the_ranges(key, allowed, refused, sentence):
+    group, name = key.split(".")
+    default = getattr(getattr(compose(CHOICES[group]), group), name)
     for value in allowed:
-        assert vars(kind(**{**settings, key: value}))[key] == value
-    for value in refused:
-        with pytest.raises(InputError, match=f"{key}={value} must be"):
-            kind(**{**settings, key: value})
+        settings = compose([*CHOICES[group], f"{key}={'null' if value is None else value}"])
+        assert vars(getattr(settings, group))[name] == value
+    for text in refused:
+        expected = sentence.replace("a number", "a finite number") if text in ("inf", "nan") else sentence
+        expected = f"{key}={text} must be {expected}; the default is {'null' if default is None else default}"
+        with pytest.raises(InputError, match=f"^{re.escape(expected)}$"):
+            compose([*CHOICES[group], f"{key}={text}"])
+
+
+@pytest.mark.parametrize(
+    ("group", "choice", "key"),
+    [
+        ("privacy", "central", "clip_norm"),
+        ("secure_aggregation", "secagg_plus", "clipping_range"),
+        ("calibration", "auxiliary", "when"),
+    ],
+)
+def test_a_chosen_protection_is_not_turned_off_by_a_missing_value(group, choice, key):
+    with pytest.raises(
+        InputError, match=rf"^{group}.{key}=null disables {group}={choice}; set a value, or {group}=none$"
+    ):
+        compose([f"{group}={choice}", f"{group}.{key}=null"])

@@ -67,9 +67,9 @@ def test_what_devices_cannot_be_told_is_refused_by_the_server(overrides, sentenc
 
 NOT_PLAIN = [
     ("encoder.width", "${oc.env:HOME}", "encoder.width is not a plain string"),
-    ("encoder.width", "wide", "encoder.width=wide is not an integer"),
-    ("encoder.width", 1.5, "encoder.width=1.5 is not an integer"),
-    ("encoder.width", True, "encoder.width=True is not an integer"),
+    ("encoder.width", "wide", "encoder.width=wide must be an integer from 1 to 65536; the default is 32"),
+    ("encoder.width", 1.5, "encoder.width=1.5 must be an integer from 1 to 65536; the default is 32"),
+    ("encoder.width", True, "encoder.width=true must be an integer from 1 to 65536; the default is 32"),
     ("encoder.width", 2**20, "encoder.width is beyond 65536"),
     ("encoder.width", -(2**20), "encoder.width is beyond 65536"),
     ("method.projector.num_layers", 1000, "method.projector.num_layers is beyond 256"),
@@ -84,9 +84,9 @@ NOT_PLAIN = [
     ),
     ("augmentation.views", [[[[[[1]]]]]], "nested more than 4 deep"),
     ("augmentation.views", [0] * 5000, "augmentation.views is longer than 4096 values"),
-    ("dataset.mean", ["a", "b", "c"], "dataset.mean and dataset.std must be lists of numbers"),
-    ("dataset.std", [0, 1, 1], "must be above 0 in every channel"),
-    ("dataset.channels", 4, "dataset.channels=4 gives wrong channels"),
+    ("dataset.mean", ["a", "b", "c"], r"dataset.mean=\['a', 'b', 'c'\] must be a list of numbers; the default is"),
+    ("dataset.std", [0, 1, 1], r"dataset.std=\[0, 1, 1\] must be a list of numbers above 0; the default is"),
+    ("dataset.channels", 4, "dataset.channels=4 must be 1 or 3; the default is 3"),
     ("dataset.path", "/etc", "there is no setting 'dataset.path' that a server may set"),
     ("dataset._target_", "os.mkdir", "there is no setting 'dataset._target_'"),
     ("augmentation._target_", "os.mkdir", "there is no setting 'augmentation._target_'"),
@@ -97,11 +97,11 @@ NOT_PLAIN = [
     ("encoder", {"_target_": "os.mkdir"}, "there is no setting 'encoder'"),
     ("run_id", "../x", "run_id='../x' is not a valid run id"),
     ("run_id", 5, "run_id='5' is not a valid run id"),
-    ("batch_size", 0, "batch_size=0 but it must be at least 2"),
-    ("local_epochs", -1, "local_epochs=-1 but it must be at least 0"),
+    ("batch_size", 0, "batch_size=0 must be an integer of at least 2; the default is 64"),
+    ("local_epochs", -1, "local_epochs=-1 must be an integer of at least 0; the default is 5"),
     ("rounds", 10**7, "rounds is beyond 1000000"),
-    ("seed", -1, "seed=-1 but it must be at least 0"),
-    ("precision", "fp8", "precision=fp8 is not valid"),
+    ("seed", -1, "seed=-1 must be an integer of at least 0; the default is 0"),
+    ("precision", "fp8", "precision=fp8 must be fp32 or bf16; the default is fp32"),
 ]
 
 

@@ -6,10 +6,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from fedssl.config.compose import resolve_config, validate_names
-from fedssl.config.load import compose, compose_evaluation, load_settings, save_run
+from fedssl.config.load import compose, load_settings, save_run
 from fedssl.config.overrides import CONF, quote_value
 from fedssl.config.settings import Component
 from fedssl.errors import InputError
+from fedssl.evaluation.cli import compose_evaluation
 from fedssl.methods.base import build_method
 from strategies.interfaces import StrategyContext
 
@@ -28,8 +29,8 @@ def choices():
         for group in GROUPS
     }
     together = itertools.zip_longest(*(files[group] for group in sorted(FREE)))
-    alone = ([word] for group in GROUPS if group not in FREE for word in files[group])
-    return [*([word for word in overrides if word] for overrides in together), *alone]
+    alone = ([override] for group in GROUPS if group not in FREE for override in files[group])
+    return [*([override for override in overrides if override] for overrides in together), *alone]
 
 
 @pytest.mark.parametrize("overrides", choices(), ids=" ".join)
@@ -38,9 +39,14 @@ def test_every_file_composes(overrides):
     recording = compose([*overrides, *extra]).recording
     config = recording.config
     assert not OmegaConf.missing_keys(config)
-    for group, name in (word.split("=") for word in overrides):
+    for group, name in (override.split("=") for override in overrides):
         assert recording.choices[group] == name
         assert group in config
+
+
+def test_the_rounds_of_every_stage_may_be_a_list():
+    settings = compose(["schedule=layer_wise", "schedule.rounds_per_stage=[1,2,3,2]", "rounds=8"])
+    assert settings.model.schedule.phases.values["rounds_per_stage"] == [1, 2, 3, 2]
 
 
 def test_the_embedded_default():
@@ -57,29 +63,51 @@ def test_the_embedded_default():
     [
         (["rouns=3"], r"no setting 'rouns'; did you mean rounds"),
         (["partition.alpa=0.1"], r"no setting 'partition.alpa'; did you mean partition.alpha"),
+        (
+            ["+aggregation.min_update=2"],
+            r"no setting aggregation.min_update; did you mean min_updates",
+        ),
         (["strategy=fedvag"], r"strategy=fedvag does not exist; did you mean fedavg .*; choose one of .*l_dawa"),
         (["strategy=fedavg,l_dwa"], r"strategy=l_dwa does not exist; did you mean l_dawa"),
         (["method=glob(fedu/*)"], r"method=glob\(fedu/\*\) matches no choice .* name some of .*fedu/byol"),
         (["method=glob([sim*,nix*])"], r"method=glob\(nix\*\) matches no choice"),
-        (["rounds=many"], r"rounds=many is not an integer"),
-        (["rounds=1.5"], r"rounds=1.5 is not an integer"),
-        (["partition.alpha=true"], r"partition.alpha=True is not a number"),
-        (["rounds=0"], r"rounds=0 but it must be at least 1"),
+        (["rounds=many"], r"rounds=many must be an integer of at least 1; the default is 20"),
+        (["rounds=1.5"], r"rounds=1.5 must be an integer of at least 1; the default is 20"),
+        (["dataset=null"], r"dataset=null selects no choice of dataset; choose one of .*digits"),
+        (["engine=null"], r"engine=null selects no choice of engine; choose one of auto"),
+        (["strategy=[fedavg,l_dawa]"], r"strategy=\[fedavg,l_dawa\] selects no choice of strategy; choose one of"),
+        (["seed={a:1}"], r"seed={'a': 1} must be an integer of at least 0; the default is 0"),
+        (["aggregation=null"], r"aggregation=null deletes a group of settings; set each of them"),
+        (["early_stopping=null"], r"early_stopping=null deletes a group of settings; set each of them"),
+        (["optimizer.lr=nan"], r"optimizer.lr=nan must be a finite number of at least 0; the default is 0.03"),
+        (["optimizer.lr=inf"], r"optimizer.lr=inf must be a finite number of at least 0; the default is 0.03"),
+        (["dataset.mean=[nan]"], r"dataset.mean=\[nan\] must be a list of numbers; the default is \[0.3053\]"),
+        (
+            ["regularizer=prox", "regularizer.weight=nan"],
+            r"regularizer.weight=nan must be a finite number of at least 0; the default is 0.01",
+        ),
+        (["output_dir="], r"output_dir is empty; set a folder, or null"),
+        (["rounds=${nothing}"], r"Interpolation key 'nothing' not found"),
+        (["partition.alpha=true"], r"partition.alpha=true must be a number above 0; the default is 0.5"),
+        (["rounds=0"], r"rounds=0 must be an integer of at least 1; the default is 20"),
         (["clients_per_round=11"], r"clients_per_round=11 is more than num_clients=10"),
-        (["precision=fp8"], r"precision=fp8 is not valid; choose one of fp32, bf16"),
-        (["threads=0"], r"threads=0 but it must be"),
+        (["precision=fp8"], r"precision=fp8 must be fp32 or bf16; the default is fp32"),
+        (["threads=0"], r"threads=0 must be an integer from 1 to 1024, or null; the default is null"),
         (["calibration.when=end"], r"calibration.when=end needs calibration=auxiliary"),
         (["privacy.clip_norm=1"], r"privacy.clip_norm=1 needs privacy=central; add it"),
         (
             ["secure_aggregation.clipping_range=8"],
             r"secure_aggregation.clipping_range=8 needs secure_aggregation=secagg_plus; add it",
         ),
-        (["clip_norm=0"], r"clip_norm=0 must be a positive number"),
-        (["clip_norm=long"], r"clip_norm=long must be a positive number"),
+        (["clip_norm=0"], r"clip_norm=0 must be a number above 0, or null; the default is null"),
+        (["clip_norm=long"], r"clip_norm=long must be a number above 0, or null; the default is null"),
         (["aggregation.max_norm_ratio=0.5"], r"aggregation.max_norm_ratio=0.5 must be a number of at least 1, or null"),
-        (["aggregation.max_norm_ratio=nan"], r"aggregation.max_norm_ratio=nan must be a number of at least 1, or null"),
+        (
+            ["aggregation.max_norm_ratio=nan"],
+            r"aggregation.max_norm_ratio=nan must be a finite number of at least 1, or null",
+        ),
         (["aggregation.max_examples=0"], r"aggregation.max_examples=0 must be an integer of at least 1"),
-        (["seed=-1"], r"seed=-1 but it must be at least 0"),
+        (["seed=-1"], r"seed=-1 must be an integer of at least 0; the default is 0"),
         (["~strategy"], r"~strategy deletes a required setting"),
         (["strategy=["], r"the command line cannot be parsed"),
         (["rounds=2", "foo"], r"foo does not have the form key=value; write e.g. rounds=5"),
@@ -92,14 +120,14 @@ def test_wrong_words_get_one_sentence(overrides, sentence):
 
 
 @pytest.mark.parametrize(
-    ("word", "sentence"),
+    ("override", "sentence"),
     [
         ("calibration=auxiliary", r"calibration=auxiliary trains .* set calibration=none"),
         ("server_optimizer=fedadam", r"they share none; set server_optimizer=none"),
     ],
 )
-def test_what_needs_a_shared_model_is_refused_by_clients_that_share_none(word, sentence):
-    settings = compose(["strategy=local_only", word])
+def test_what_needs_a_shared_model_is_refused_by_clients_that_share_none(override, sentence):
+    settings = compose(["strategy=local_only", override])
     context = StrategyContext(
         method=build_method(settings.model),
         clients_per_round=settings.clients_per_round,
@@ -163,6 +191,13 @@ class TestResume:
         assert settings.recording.folder == folder
         assert settings.recording.run_id == OmegaConf.load(folder / "config.yaml").run_id
         assert load_settings(settings.recording.overrides) == settings
+
+    def test_a_new_engine_replaces_the_settings_of_the_saved_one(self, tmp_path):
+        save_run(compose(["engine=ray", "engine.client_cpus=1"]).recording, tmp_path)
+        settings = load_settings([f"resume={tmp_path}", "engine=local"])
+        assert settings.engine.name == "local"
+        assert not [override for override in settings.recording.overrides if override.startswith("engine.")]
+        assert load_settings([f"resume={tmp_path}"]).engine.client_cpus == 1
 
     def test_may_be_made_longer(self, folder):
         settings = load_settings([f"resume={folder}", "rounds=6"])

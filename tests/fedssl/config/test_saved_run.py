@@ -57,8 +57,8 @@ def test_words_are_a_list_of_text(file, text):
     ],
 )
 def test_settings_of_the_wrong_kind_are_refused(file, old, new, reason):
-    place = GOOD.index(old, GOOD.index("\ndataset:") if old.startswith(" ") else 0)
-    file.write_text(GOOD[:place] + new + GOOD[place + len(old) :])
+    start = GOOD.index(old, GOOD.index("\ndataset:") if old.startswith(" ") else 0)
+    file.write_text(GOOD[:start] + new + GOOD[start + len(old) :])
     with pytest.raises(InputError, match=reason):
         read_settings(file)
 
@@ -72,7 +72,7 @@ def test_a_run_id_is_no_path(file, run_id):
 
 
 @pytest.mark.parametrize(
-    "word",
+    "override",
     [
         "hydra.searchpath=[file:///tmp]",
         "hydra.run.dir=/tmp/x",
@@ -93,12 +93,12 @@ def test_a_run_id_is_no_path(file, run_id):
         "tracker.mode=online",
     ],
 )
-def test_words_that_reach_out_of_the_folder_are_for_the_user_to_say(file, word):
+def test_words_that_reach_out_of_the_folder_are_for_the_user_to_say(file, override):
     with pytest.raises(
         InputError, match="points outside the run folder and is accepted only from your own command"
-    ) as found:
-        check_saved_overrides([word], file)
-    assert word in str(found.value)
+    ) as caught:
+        check_saved_overrides([override], file)
+    assert override in str(caught.value)
 
 
 def test_words_that_choose_by_name_are_taken(file):
@@ -120,6 +120,6 @@ def test_words_that_choose_by_name_are_taken(file):
 
 
 def test_words_that_are_none_are_damage(file):
-    for word in ("seed=[[[[", "a=b c=d", "seed='", "[" * 5000):
+    for override in ("seed=[[[[", "a=b c=d", "seed='", "[" * 5000):
         with pytest.raises(InputError, match="cannot be used"):
-            check_saved_overrides([word], file)
+            check_saved_overrides([override], file)

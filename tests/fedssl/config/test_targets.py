@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from fedssl.config.compose import validate_names
-from fedssl.config.load import compose, compose_evaluation, load_settings, save_run
+from fedssl.config.load import compose, load_settings, save_run
 from fedssl.config.overrides import CONF, config_groups, quote_value
 from fedssl.config.renamed import RENAMED
 from fedssl.config.targets import (
@@ -18,6 +18,7 @@ from fedssl.config.targets import (
     user_encoder,
 )
 from fedssl.errors import InputError
+from fedssl.evaluation.cli import compose_evaluation
 
 MODULE = """
 from strategies.fedavg import FedAvg
@@ -62,11 +63,11 @@ class TestTheFlag:
     def test_becomes_a_word_with_the_whole_path(self, tmp_path, monkeypatch, flag):
         (tmp_path / "conf").mkdir()
         monkeypatch.chdir(tmp_path)
-        word = f"{SEARCHPATH_KEY}=['file://{tmp_path}/conf']"
+        override = f"{SEARCHPATH_KEY}=['file://{tmp_path}/conf']"
         # Words stand together, as Hydra wants them, whatever stands between.
-        assert expand_config_dir_flag([*flag, "-m", "a=1", "b=2"]) == ["-m", word, "a=1", "b=2"]
-        assert expand_config_dir_flag(["--cfg", "job", "a=1", *flag]) == ["--cfg", "job", word, "a=1"]
-        assert expand_config_dir_flag([*flag, "--help"]) == [word, "--help"]
+        assert expand_config_dir_flag([*flag, "-m", "a=1", "b=2"]) == ["-m", override, "a=1", "b=2"]
+        assert expand_config_dir_flag(["--cfg", "job", "a=1", *flag]) == ["--cfg", "job", override, "a=1"]
+        assert expand_config_dir_flag([*flag, "--help"]) == [override, "--help"]
 
     def test_joins_the_word(self, tmp_path, monkeypatch):
         for name in ("one", "two"):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ def cache_all_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def location(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
@@ -58,16 +59,16 @@ def settings(name: str, **changes: object) -> DataSettings:
     return read_data(node)
 
 
-def folder_of(images: Path, place: Path | None, **changes: object) -> DataSettings:
-    return settings("image_folder", path=str(images), size=8, cache=place and str(place), **changes)
+def folder_of(images: Path, location: Path | None, **changes: object) -> DataSettings:
+    return settings("image_folder", path=str(images), size=8, cache=location and str(location), **changes)
 
 
 def read(data: DataSettings, split: str = "federated") -> ImageData:
     """Read without the data sets that this process has loaded."""
     base._read_split.cache_clear()
-    found = load_split(data, split)
-    assert found is not None
-    return found
+    result = load_split(data, split)
+    assert result is not None
+    return result
 
 
 def same(one: ImageData, other: ImageData) -> bool:
@@ -90,35 +91,35 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return seen
 
 
-def only(place: Path) -> Path:
-    (folder,) = place.iterdir()
+def only(location: Path) -> Path:
+    (folder,) = location.iterdir()
     return folder
 
 
-def test_a_folder_has_the_same_bits_with_and_without_a_file(images, place, decoded):
+def test_a_folder_has_the_same_bits_with_and_without_a_file(images, location, decoded):
     without = read(folder_of(images, None))
-    assert not place.exists()
-    first = read(folder_of(images, place))
+    assert not location.exists()
+    first = read(folder_of(images, location))
     assert len(decoded) == 2 * len(without.images) + 2 * 2  # a fifth of the 60, and one of the bad ones, is held out
-    again = read(folder_of(images, place))
+    again = read(folder_of(images, location))
     assert len(decoded) == 2 * len(without.images) + 2 * 2
     assert same(first, without)
     assert same(again, without)
     assert again.classes == ("class0", "class1")
-    assert {file.name for file in only(place).iterdir()} == {"lock", "pixels", "about.npz"}
-    assert only(place).name.startswith("images-train-8px-")
+    assert {file.name for file in only(location).iterdir()} == {"lock", "pixels", "about.npz"}
+    assert only(location).name.startswith("images-train-8px-")
 
 
-def test_unreadable_images_are_logged_by_every_process(images, place, caplog):
+def test_unreadable_images_are_logged_by_every_process(images, location, caplog):
     for _ in range(2):
         caplog.clear()
-        read(folder_of(images, place, test_fraction=0))
+        read(folder_of(images, location, test_fraction=0))
         (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
         assert record.getMessage().startswith("3 of 60 images cannot be read, the rest is used: ")
 
 
 @pytest.mark.parametrize("limit", [None, 30])
-def test_parquet_files_have_the_same_bits_with_and_without_a_file(tmp_path, place, decoded, limit):
+def test_parquet_files_have_the_same_bits_with_and_without_a_file(tmp_path, location, decoded, limit):
     random = np.random.default_rng(0)
     (tmp_path / "data").mkdir()
     for shard in range(2):
@@ -132,24 +133,24 @@ def test_parquet_files_have_the_same_bits_with_and_without_a_file(tmp_path, plac
     changes = {"path": str(tmp_path / "data"), "size": 8, "owner": "who", "test_fraction": 0.2, "limit": limit}
     for split in ("federated", "test"):
         without = read(settings("cifar10", cache=None, **changes), split)
-        first = read(settings("cifar10", cache=str(place), **changes), split)
+        first = read(settings("cifar10", cache=str(location), **changes), split)
         number = len(decoded)
         assert same(first, without)
-        assert same(read(settings("cifar10", cache=str(place), **changes), split), without)
+        assert same(read(settings("cifar10", cache=str(location), **changes), split), without)
         assert len(decoded) == number
-    assert len(list(place.iterdir())) == 2
+    assert len(list(location.iterdir())) == 2
 
 
-def test_small_sets_need_no_file(images, place, monkeypatch):
+def test_small_sets_need_no_file(images, location, monkeypatch):
     monkeypatch.setattr(cache, "MIN_SECONDS_TO_CACHE", 1.0)
-    read(folder_of(images, place))
-    assert not place.exists()
+    read(folder_of(images, location))
+    assert not location.exists()
 
 
-def test_the_cache_key_covers_all_that_pixels_depend_on(images, place, decoded, monkeypatch):
+def test_the_cache_key_covers_all_that_pixels_depend_on(images, location, decoded, monkeypatch):
     def number(**changes: object) -> int:
         before = len(decoded)
-        read(folder_of(images, place, **changes))
+        read(folder_of(images, location, **changes))
         return len(decoded) - before
 
     assert number()
@@ -184,23 +185,23 @@ def lose(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("damage", [cut, flip, lose])
 @pytest.mark.parametrize("name", ["pixels", "about.npz"])
-def test_a_damaged_file_is_made_again(images, place, decoded, caplog, damage, name):
+def test_a_damaged_file_is_made_again(images, location, decoded, caplog, damage, name):
     whole = read(folder_of(images, None))
-    read(folder_of(images, place))
+    read(folder_of(images, location))
     number = len(decoded) // 2
-    damage(only(place), name)
-    assert same(read(folder_of(images, place)), whole)
+    damage(only(location), name)
+    assert same(read(folder_of(images, location)), whole)
     assert len(decoded) == 3 * number
     assert ("is damaged" in caplog.text) == (damage is not lose)
-    assert same(read(folder_of(images, place)), whole)
+    assert same(read(folder_of(images, location)), whole)
     assert len(decoded) == 3 * number
 
 
-def test_images_in_use_survive_another_decoding(images, place):
-    first = read(folder_of(images, place))
+def test_images_in_use_survive_another_decoding(images, location):
+    first = read(folder_of(images, location))
     before = first.images.clone()
-    flip(only(place), "about.npz")
-    second = read(folder_of(images, place))
+    flip(only(location), "about.npz")
+    second = read(folder_of(images, location))
     assert torch.equal(first.images, before)
     assert torch.equal(second.images, before)
 
@@ -218,15 +219,17 @@ def slow(source, **form):
     return original(source, **form)
 decoding.read_image = slow
 form = dict(channels=3, size=8, limit=None, test_fraction=0)
-images = image_folder.read("train", path="{images}", cache="{place}", **form)
 import hashlib
-print(hashlib.sha256(images.images.numpy().tobytes()).hexdigest(), images.labels.sum().item(), flush=True)
+for location in sys.argv[1:]:
+    images = image_folder.read("train", path="{images}", cache=location, **form)
+    print(hashlib.sha256(images.images.numpy().tobytes()).hexdigest(), images.labels.sum().item(), flush=True)
 """
 
 
-def start(images: Path, place: Path, log: Path, *, pause: float) -> subprocess.Popen[str]:
-    code = CHILD.format(images=images, place=place, log=log, pause=pause)
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+def start(images: Path, *locations: Path, log: Path, pause: float) -> subprocess.Popen[str]:
+    """Start a process that decodes the images into each location."""
+    code = CHILD.format(images=images, log=log, pause=pause)
+    return subprocess.Popen([sys.executable, "-c", code, *locations], stdout=subprocess.PIPE, text=True)
 
 
 def wait_for(condition, *, seconds: float = 60) -> None:
@@ -236,33 +239,33 @@ def wait_for(condition, *, seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
-def done(place: Path) -> int:
+def done(location: Path) -> int:
     """Number of decoded images by the note."""
-    notes = list(place.glob("*/note.json"))
+    notes = list(location.glob("*/note.json"))
     return json.loads(notes[0].read_text())["done"] if notes else 0
 
 
 @pytest.mark.heavy
-def test_decoding_resumes_after_a_kill(images, place, tmp_path):
+def test_decoding_resumes_after_a_kill(images, location, tmp_path):
     log = tmp_path / "log"
     expected = read(folder_of(images, None, test_fraction=0))
-    killed = start(images, place, log, pause=0.02)
-    wait_for(lambda: done(place) >= 30)
+    killed = start(images, location, log=log, pause=0.02)
+    wait_for(lambda: done(location) >= 30)
     killed.kill()
     killed.wait()
-    noted, decoded = done(place), len(log.read_text().splitlines())
+    noted, decoded = done(location), len(log.read_text().splitlines())
     assert 30 <= noted <= decoded < 60
-    assert not (only(place) / "about.npz").exists()
+    assert not (only(location) / "about.npz").exists()
     log.write_text("")
-    found = read_in_child(images, place, log)
-    assert found == digest(expected)
+    result = read_in_child(images, location, log)
+    assert result == digest(expected)
     again = log.read_text().splitlines()
     assert len(again) == 60 - noted
     assert len({*again}) == len(again)
 
 
-def read_in_child(images: Path, place: Path, log: Path) -> str:
-    child = start(images, place, log, pause=0)
+def read_in_child(images: Path, location: Path, log: Path) -> str:
+    child = start(images, location, log=log, pause=0)
     return child.communicate(timeout=60)[0].strip()
 
 
@@ -270,31 +273,39 @@ def digest(images: ImageData) -> str:
     return f"{hashlib.sha256(images.images.numpy().tobytes()).hexdigest()} {images.labels.sum().item()}"
 
 
-def test_one_of_two_processes_decodes_and_the_other_waits(images, place, tmp_path, caplog):
-    log = tmp_path / "log"
-    other = start(images, place, log, pause=0.02)
-    wait_for(lambda: done(place) >= 10)
-    caplog.set_level(logging.INFO)
-    found = read(folder_of(images, place, test_fraction=0))
-    assert "another process decodes the images of" in caplog.text
-    assert other.communicate(timeout=60)[0].strip() == digest(found)
-    assert len(log.read_text().splitlines()) == 60
-
-
 @pytest.mark.slow
-def test_a_waiting_process_resumes_decoding_when_the_other_dies(images, place, tmp_path, decoded):
-    log = tmp_path / "log"
-    other = start(images, place, log, pause=0.05)
-    wait_for(lambda: done(place) >= 10)
-    waiting = start(images, place, tmp_path / "second", pause=0)
-    wait_for(lambda: done(place) >= 30)
-    assert not (tmp_path / "second").exists()
-    other.send_signal(signal.SIGKILL)
-    other.wait()
-    noted = done(place)
-    expected = read(folder_of(images, None, test_fraction=0))
-    assert waiting.communicate(timeout=60)[0].strip() == digest(expected)
-    assert len((tmp_path / "second").read_text().splitlines()) == 60 - noted
+def test_one_of_two_processes_waits_and_resumes_decoding_when_the_other_dies(images, tmp_path, decoded, caplog):
+    log, locations = tmp_path / "log", (tmp_path / "first", tmp_path / "second")
+    expected = digest(read(folder_of(images, None, test_fraction=0)))
+    decoded.clear()
+    caplog.set_level(logging.INFO)
+    other = start(images, *locations, log=log, pause=0.05)
+
+    wait_for(lambda: done(locations[0]) >= 10)
+    assert digest(read(folder_of(images, locations[0], test_fraction=0))) == expected
+    assert "another process decodes the images of" in caplog.text
+    assert other.stdout.readline().strip() == expected
+    assert decoded == []
+
+    caplog.clear()
+
+    def kill() -> tuple[int, int]:
+        """Return the numbers of images that were decoded there and here."""
+        wait_for(lambda: done(locations[1]) >= 30)
+        other.send_signal(signal.SIGSTOP)
+        wait_for(lambda: "another process decodes the images of" in caplog.text)
+        numbers = done(locations[1]), len(decoded)
+        other.kill()
+        other.wait()
+        return numbers
+
+    with ThreadPoolExecutor(1) as pool:
+        numbers = pool.submit(kill)
+        assert digest(read(folder_of(images, locations[1], test_fraction=0))) == expected
+    there, here = numbers.result()
+    assert here == 0
+    assert len(decoded) == 60 - there
+    assert len(log.read_text().splitlines()) >= 60 + there
 
 
 def stop_after(number: int, monkeypatch: pytest.MonkeyPatch, seen: list[object]) -> None:
@@ -310,24 +321,24 @@ def stop_after(number: int, monkeypatch: pytest.MonkeyPatch, seen: list[object])
 
 
 @pytest.mark.parametrize("note", ["whole", "damaged"])
-def test_interrupted_decoding_resumes(images, place, decoded, note):
+def test_interrupted_decoding_resumes(images, location, decoded, note):
     expected = read(folder_of(images, None, test_fraction=0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(image_folder, "_BATCH", 2)
         patch.setattr(decoding, "THREADS", 1)  # with several, one that sleeps may hold the count back
         stop_after(30, patch, decoded)
         with pytest.raises(KeyboardInterrupt):
-            read(folder_of(images, place, test_fraction=0))
-    noted, number = done(place), len(decoded)
+            read(folder_of(images, location, test_fraction=0))
+    noted, number = done(location), len(decoded)
     assert 28 <= noted <= 30  # without the batch that was begun
     if note == "damaged":
-        (only(place) / "note.json").write_text("{")
+        (only(location) / "note.json").write_text("{")
         noted = 0
-    assert same(read(folder_of(images, place, test_fraction=0)), expected)
+    assert same(read(folder_of(images, location, test_fraction=0)), expected)
     assert len(decoded) - number == 60 - noted
 
 
-def test_long_decoding_logs_its_progress(images, place, monkeypatch, caplog):
+def test_long_decoding_logs_its_progress(images, location, monkeypatch, caplog):
     original = decoding.read_image
 
     def slow(source: Path, *, channels: int, size: int, max_pixels: int) -> np.ndarray:
@@ -337,22 +348,22 @@ def test_long_decoding_logs_its_progress(images, place, monkeypatch, caplog):
     monkeypatch.setattr(decoding, "read_image", slow)
     monkeypatch.setattr(decoding, "DECODE_LOG_INTERVAL", 0.05)
     caplog.set_level(logging.INFO)
-    read(folder_of(images, place, test_fraction=0))
+    read(folder_of(images, location, test_fraction=0))
     assert "decoding 60 images into " in caplog.text
     assert any(" of 60 images, " in line and line.endswith(" s left") for line in caplog.messages)
 
 
-def test_a_full_disk_is_one_sentence(images, place, monkeypatch):
+def test_a_full_disk_is_one_sentence(images, location, monkeypatch):
     def full(descriptor: int, start: int, size: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(InputError, match=r"has no room for the decoded images \(No space left on device\): they need"):
-        read(folder_of(images, place))
-    assert not (only(place) / "partial").exists()
+        read(folder_of(images, location))
+    assert not (only(location) / "partial").exists()
     monkeypatch.undo()
     monkeypatch.setattr(cache, "MIN_SECONDS_TO_CACHE", 0)
-    read(folder_of(images, place))
+    read(folder_of(images, location))
 
 
 @pytest.mark.parametrize("kind", ["file", "below a file"])
@@ -362,9 +373,9 @@ def test_a_folder_that_cannot_be_made(images, tmp_path, monkeypatch, caplog, kin
         read(folder_of(images, tmp_path / "x"))
     # Without an explicit folder, as with a read-only home, images are decoded into memory.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    found = read(settings("image_folder", path=str(images), size=8))
+    result = read(settings("image_folder", path=str(images), size=8))
     assert "images are decoded into memory" in caplog.text
-    assert same(found, read(folder_of(images, None)))
+    assert same(result, read(folder_of(images, None)))
 
 
 def test_the_folder_of_auto_is_that_of_the_user(images, tmp_path, monkeypatch):
@@ -373,15 +384,15 @@ def test_the_folder_of_auto_is_that_of_the_user(images, tmp_path, monkeypatch):
     assert only(tmp_path / "mine" / "fedssl").name.startswith("images-train")
 
 
-def test_a_complete_cache_needs_no_lock_and_no_write_permission(images, place):
-    whole = read(folder_of(images, place))
-    with (only(place) / "lock").open("w") as lock:
+def test_a_complete_cache_needs_no_lock_and_no_write_permission(images, location):
+    whole = read(folder_of(images, location))
+    with (only(location) / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert same(read(folder_of(images, place)), whole)
-    only(place).chmod(0o500)
-    place.chmod(0o500)
+        assert same(read(folder_of(images, location)), whole)
+    only(location).chmod(0o500)
+    location.chmod(0o500)
     try:
-        assert same(read(folder_of(images, place)), whole)
+        assert same(read(folder_of(images, location)), whole)
     finally:
-        place.chmod(0o700)
-        only(place).chmod(0o700)
+        location.chmod(0o700)
+        only(location).chmod(0o700)

@@ -8,6 +8,7 @@ import torch
 
 from fedssl.datasets import base, digits
 from fedssl.datasets.base import load, stratified_holdout
+from fedssl.errors import InputError
 from tests.fedssl.datasets.made import settings_of
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
@@ -55,3 +56,8 @@ def test_digits_in_another_form() -> None:
     assert wide.images.shape == (50, 3, 16, 16)
     assert torch.equal(wide.images[:, 0], wide.images[:, 2])
     assert len(load(settings, "test").images) == 7
+
+
+def test_an_unknown_split_is_rejected():
+    with pytest.raises(InputError, match="dataset=digits has no split 'tset'; set it to train or test"):
+        digits.read("tset", channels=1, size=8, limit=None)

@@ -91,11 +91,11 @@ def read(path: Path, **settings: object):
 def test_malicious_images_are_left_out(folder, monkeypatch):
     monkeypatch.setattr("subprocess.Popen", lambda *overrides, **how: pytest.fail(f"{overrides} was started"))
     start = time.monotonic()
-    found = read(folder)
+    result = read(folder)
     assert time.monotonic() - start < 20
-    assert len(found.images) == len(HARMLESS)
-    assert (found.images.int() - 7).abs().max() <= 2
-    (notice,) = found.warnings
+    assert len(result.images) == len(HARMLESS)
+    assert (result.images.int() - 7).abs().max() <= 2
+    (notice,) = result.warnings
     assert notice.startswith(f"{len(HARMFUL)} of {len(HARMFUL) + len(HARMLESS)} images cannot be read, the rest is ")
     assert f"and {len(HARMFUL) - 5} more" in notice
 
@@ -114,11 +114,11 @@ def test_malicious_images_in_parquet_files_are_left_out(tmp_path, caplog):
     rows = [*harmful, *HARMLESS.values(), None]
     pq.write_table(pa.table({"img": rows, "label": list(range(len(rows)))}), tmp_path / "train.parquet")
     settings = {"path": str(tmp_path), "hub": "x", "image": "img", "label": "label"}
-    found = hub.read("train", channels=3, size=8, limit=None, **settings)
+    result = hub.read("train", channels=3, size=8, limit=None, **settings)
     kept = range(len(harmful), len(rows) - 1)
-    assert found.labels.tolist() == list(kept)
-    assert found.warnings[0].startswith(f"{len(harmful) + 1} of {len(rows)} images cannot be read, the rest is used: ")
-    assert "row 0 of the split 'train' in" in found.warnings[0]
+    assert result.labels.tolist() == list(kept)
+    assert result.warnings[0].startswith(f"{len(harmful) + 1} of {len(rows)} images cannot be read, the rest is used: ")
+    assert "row 0 of the split 'train' in" in result.warnings[0]
 
 
 def test_only_regular_files_are_opened(tmp_path):
@@ -200,5 +200,5 @@ def test_turned_images_and_plain_ones_are_as_pillow_gives_them():
     torch.manual_seed(0)
     pixels = torch.randint(256, (8, 8, 3), dtype=torch.uint8).numpy()
     for kind in ("PNG", "BMP", "PPM", "TIFF"):
-        found = decoding.read_image(encoded(Image.fromarray(pixels), kind), channels=3, size=8)
-        assert np.array_equal(found, pixels.transpose(2, 0, 1))
+        result = decoding.read_image(encoded(Image.fromarray(pixels), kind), channels=3, size=8)
+        assert np.array_equal(result, pixels.transpose(2, 0, 1))

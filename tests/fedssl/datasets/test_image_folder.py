@@ -111,7 +111,7 @@ def test_a_fifth_of_every_class_is_held_out_regardless_of_owners(tmp_path: Path)
 @pytest.mark.parametrize(
     ("folders", "files", "message"),
     [
-        ("classes", ["a/1.png"], r"dataset\.folders=classes is unknown; choose one of class, owner, owner/class"),
+        ("classes", ["a/1.png"], r"^dataset\.folders=classes must be class or owner or owner/class$"),
         ("owner", ["1.png", "2.png"], r"2 loose images but dataset\.folders=owner needs.*\(one per owner\)$"),
         ("owner", ["1.png", "ann/2.png"], r"1 loose images beside the subfolders \['ann'\].*\(one per owner\)$"),
         (

@@ -204,7 +204,10 @@ def test_a_share_that_cannot_be_held_out(tmp_path: Path) -> None:
     assert load(data, "test") is None
     assert len(load(data, "federated").images) == 2
     for changes, message in (
-        ({"test_fraction": 1.0, "path": str(tmp_path)}, r"dataset\.test_fraction=1\.0 must be at least 0 and below 1"),
+        (
+            {"test_fraction": 1.0, "path": str(tmp_path)},
+            r"^dataset\.test_fraction=1\.0 must be a number of at least 0 and below 1$",
+        ),
         ({"test_fraction": 0.2}, r"dataset\.test_fraction=0\.2 is for local files, but dataset\.path is null"),
     ):
         with pytest.raises(InputError, match=message):

@@ -1,10 +1,12 @@
 """Which stages of an encoder run: active, frozen and skipped ones, in an encoder whose output lists them."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
-from fedssl.encoders.base import Encoder
+from fedssl.encoders.base import ActiveStages, Encoder, frozen_copy
 
 
 class Digit(nn.Module):
@@ -37,20 +39,43 @@ ZERO = torch.zeros(1, 1, 1, 1)
 )
 def test_frozen_stages_run_first_and_the_other_active_ones_in_forward(frozen, depth, of_frozen, of_others):
     encoder = Digits()
-    encoder.active_stages.frozen, encoder.active_stages.depth = frozen, depth
-    assert encoder(ZERO).item() == of_others
-    (output,) = encoder.forward_frozen([ZERO], torch.Generator())
+    with encoder.run_stages(ActiveStages(depth, frozen)):
+        assert encoder(ZERO).item() == of_others
+        (output,) = encoder.forward_frozen([ZERO], torch.Generator())
     assert output.item() == of_frozen
 
 
 def test_depth_dropout_is_the_share_of_skipped_stages():
     encoder = Digits()
-    encoder.active_stages.frozen, encoder.active_stages.depth_dropout = 2, 0.9
     generator = torch.Generator().manual_seed(0)
-    outputs = [encoder.forward_frozen([ZERO], generator)[0].item() for _ in range(1000)]
+    with encoder.run_stages(ActiveStages(depth=3, frozen=2, depth_dropout=0.9)):
+        outputs = [encoder.forward_frozen([ZERO], generator)[0].item() for _ in range(1000)]
     # Each of two stages runs with probability 0.1; the standard deviation of 2000 draws is 0.0067.
     assert sum(len(str(int(output)).replace("0", "")) for output in outputs) / 2000 == pytest.approx(0.1, abs=0.03)
     assert set(outputs) == {0, 1, 2, 12}
+
+
+def test_active_stages_are_restored_after_an_error_and_cannot_be_assigned():
+    encoder = Digits()
+    with pytest.raises(KeyError), encoder.run_stages(ActiveStages(1)):
+        raise KeyError
+    assert encoder.active_stages == ActiveStages(3)
+    with pytest.raises(AttributeError):
+        encoder.active_stages = ActiveStages(1)
+    with pytest.raises(AttributeError):
+        encoder.active_stages.depth = 1
+
+
+def test_a_frozen_copy_runs_the_same_stages_and_another_copy_its_own():
+    encoder = Digits()
+    shared, independent = frozen_copy(encoder), copy.deepcopy(encoder)
+    with encoder.run_stages(ActiveStages(2)):
+        assert [network(ZERO).item() for network in (encoder, shared, independent, Digits())] == [12, 12, 123, 123]
+        # Copies that are made together share their stages with each other, not with the originals.
+        first, second = copy.deepcopy((encoder, shared))
+        with first.run_stages(ActiveStages(1)):
+            assert [network(ZERO).item() for network in (first, second, encoder)] == [1, 1, 12]
+    assert shared(ZERO).item() == 123
 
 
 def test_only_the_last_active_stage_has_a_bridge():

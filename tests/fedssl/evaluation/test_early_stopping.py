@@ -50,8 +50,9 @@ def test_what_was_decided_stays_so_whatever_follows():
 
 def test_without_a_metric_nothing_ends():
     assert stop_reason([(1, {"knn": 1.0})] * 99, EarlyStopping()) is None
-    for word in ("early_stopping=null", "seed=0"):
-        assert compose([word]).evaluation.early_stopping == EarlyStopping()
+    assert compose(["seed=0"]).evaluation.early_stopping == EarlyStopping()
+    with pytest.raises(InputError, match="early_stopping=null deletes a group of settings"):
+        compose(["early_stopping=null"])
 
 
 def test_settings():
@@ -65,10 +66,10 @@ def test_settings():
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ("monitor=knn patience=0", "must be an integer of at least 1"),
-        ("monitor=knn patience=1.5", "must be an integer of at least 1"),
-        ("monitor=knn patience=1 min_delta=-0.1", "must be at least 0"),
-        ("monitor=knn threshold=much", "must be a number"),
+        ("monitor=knn patience=0", "early_stopping.patience=0 must be an integer of at least 1, or null"),
+        ("monitor=knn patience=1.5", "early_stopping.patience=1.5 must be an integer of at least 1, or null"),
+        ("monitor=knn patience=1 min_delta=-0.1", "early_stopping.min_delta=-0.1 must be a number of at least 0; the"),
+        ("monitor=knn threshold=much", "early_stopping.threshold=much must be a number, or null"),
         ("monitor=3 threshold=0.5", "must be the name of a result"),
         ("patience=3", "early_stopping has a criterion but no monitor"),
         ("monitor=knn", "set early_stopping.patience=3"),

@@ -58,8 +58,8 @@ def test_extract_normalizes_each_channel_and_does_not_depend_on_the_batch_size()
         3, 1, 1
     )
     for batch_size in (2, 7, 100):
-        found = extract(nn.Flatten(), images, mean=mean, std=std, device="cpu", batch_size=batch_size)
-        torch.testing.assert_close(found.double(), expected.flatten(1), rtol=1e-5, atol=1e-6)
+        result = extract(nn.Flatten(), images, mean=mean, std=std, device="cpu", batch_size=batch_size)
+        torch.testing.assert_close(result.double(), expected.flatten(1), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_pixels_are_averaged_over_squares():
     image = torch.zeros(1, 1, 57, 57, dtype=torch.uint8)  # 57 * 57 > 3072: squares of 2, the last of width 1
     image[0, 0, :2, :2] = torch.tensor([[255, 0], [0, 51]])
     image[0, 0, 56, 56] = 255
-    found = pixels(image).view(29, 29)
-    assert found[0, 0].item() == pytest.approx((1 + 0.2) / 4)
-    assert found[28, 28].item() == pytest.approx(1.0)
-    assert found.sum().item() == pytest.approx(1.3)
+    result = pixels(image).view(29, 29)
+    assert result[0, 0].item() == pytest.approx((1 + 0.2) / 4)
+    assert result[28, 28].item() == pytest.approx(1.0)
+    assert result.sum().item() == pytest.approx(1.3)
     small = torch.tensor([[0, 51], [102, 255]], dtype=torch.uint8).view(1, 1, 2, 2)
     torch.testing.assert_close(pixels(small), torch.tensor([[0.0, 0.2, 0.4, 1.0]]))
 

@@ -75,10 +75,10 @@ def test_few_labels_draws_the_same_images_for_every_representation():
         data.train @ rotation * 50, data.train_labels, data.test @ rotation * 50, data.test_labels, data.num_classes
     )
     protocol = FewLabels(draws=4)
-    found = results(protocol, data, seed=3)
-    assert found == results(protocol, data, seed=3)
-    assert results(protocol, rotated, seed=3) == pytest.approx(found, abs=0.004)
-    assert abs(results(protocol, rotated, seed=4)["linear_2_per_class"] - found["linear_2_per_class"]) > 0.004
+    result = results(protocol, data, seed=3)
+    assert result == results(protocol, data, seed=3)
+    assert results(protocol, rotated, seed=3) == pytest.approx(result, abs=0.004)
+    assert abs(results(protocol, rotated, seed=4)["linear_2_per_class"] - result["linear_2_per_class"]) > 0.004
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

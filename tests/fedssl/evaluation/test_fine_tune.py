@@ -34,7 +34,7 @@ class Sum(Brightness):
         return super().forward(images).sum(dim=1, keepdim=True)
 
 
-def subject(encoder, *, n=60):
+def evaluation_input(encoder, *, n=60):
     """Bright upper halves are of class 1, bright lower halves of class 0."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(n) % 2
@@ -73,48 +73,51 @@ def test_a_share_of_every_class_is_drawn():
 def test_a_copy_of_the_encoder_is_trained():
     encoder = Brightness(1.0, 1.0)
     before = copy.deepcopy(encoder.state_dict())
-    found = evaluate(protocol(), subject(encoder), seed=0)
-    assert list(found) == ["fine_tune_10_percent", "fine_tune_100_percent"]
-    assert found["fine_tune_100_percent"].value == 1
-    assert found["fine_tune_10_percent"].std is not None
+    result = evaluate(protocol(), evaluation_input(encoder), seed=0)
+    assert list(result) == ["fine_tune_10_percent", "fine_tune_100_percent"]
+    assert result["fine_tune_100_percent"].value == 1
+    assert result["fine_tune_10_percent"].std is not None
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
     assert encoder.training
-    assert evaluate(protocol(), subject(Brightness(1.0, 1.0)), seed=0) == found
+    assert evaluate(protocol(), evaluation_input(Brightness(1.0, 1.0)), seed=0) == result
 
 
 def test_without_training_the_prediction_is_the_first_class():
     """The classifier is zero and predicts class 0, which is half of the images."""
-    found = evaluate(protocol(epochs=0, draws=1), subject(Brightness(1.0, 1.0)), seed=0)
-    assert {score.value for score in found.values()} == {0.5}
-    assert {score.std for score in found.values()} == {None}
+    result = evaluate(protocol(epochs=0, draws=1), evaluation_input(Brightness(1.0, 1.0)), seed=0)
+    assert {score.value for score in result.values()} == {0.5}
+    assert {score.std for score in result.values()} == {None}
 
 
 def test_the_encoder_learns_as_well():
     """The sum of both halves is the same for both classes until the encoder learns different weights."""
     frozen, trained = (
-        evaluate(protocol(encoder_lr=lr, shares=[1.0], epochs=30), subject(Sum(1.0, 1.0)), seed=0) for lr in (0.0, 0.3)
+        evaluate(protocol(encoder_lr=lr, shares=[1.0], epochs=30), evaluation_input(Sum(1.0, 1.0)), seed=0)
+        for lr in (0.0, 0.3)
     )
     assert frozen["fine_tune_100_percent"].value < 0.7
     assert trained["fine_tune_100_percent"].value > 0.9
 
 
 def test_raw_pixels_have_no_network():
-    assert evaluate(protocol(), subject(None), seed=0) == {}
+    assert evaluate(protocol(), evaluation_input(None), seed=0) == {}
 
 
 def test_a_linear_probe_on_shares():
-    found = evaluate(FewLabels(labels_per_class=[], shares=[0.1, 0.5], draws=3), subject(Brightness(1.0, 1.0)), seed=0)
-    assert list(found) == ["linear_10_percent", "linear_50_percent"]
-    assert found["linear_50_percent"].value == 1
+    result = evaluate(
+        FewLabels(labels_per_class=[], shares=[0.1, 0.5], draws=3), evaluation_input(Brightness(1.0, 1.0)), seed=0
+    )
+    assert list(result) == ["linear_10_percent", "linear_50_percent"]
+    assert result["linear_50_percent"].value == 1
 
 
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["evaluation.shares=[0]"], r"shares=\[0\] of the labels must each be above 0 and at most 1"),
-        (["evaluation.draws=0"], "draws=0 of fine-tuning must be at least 1"),
-        (["evaluation.batch_size=1"], "batch_size=1 of fine-tuning must be at least 2"),
-        (["evaluation.encoder_lr=-1"], "encoder_lr=-1 of fine-tuning must be a number of at least 0"),
+        (["evaluation.shares=[0]"], r"evaluation.shares=\[0\] must be a list of numbers above 0 and at most 1; the"),
+        (["evaluation.draws=0"], "evaluation.draws=0 must be an integer of at least 1; the default is 1"),
+        (["evaluation.batch_size=1"], "evaluation.batch_size=1 must be an integer of at least 2; the default is 128"),
+        (["evaluation.encoder_lr=-1"], "evaluation.encoder_lr=-1 must be a number of at least 0; the default is 0.001"),
     ],
 )
 def test_invalid_settings_are_one_sentence(overrides, sentence):
@@ -134,7 +137,7 @@ def test_subsets_of_the_test_images_share_one_training(monkeypatch):
     trainings = []
     fit = FineTune.fit
     monkeypatch.setattr(FineTune, "fit", lambda *args, **options: trainings.append(1) or fit(*args, **options))
-    whole, fine_tuning = subject(Brightness(1.0, 1.0)), protocol(epochs=1, shares=[0.1], draws=1)
+    whole, fine_tuning = evaluation_input(Brightness(1.0, 1.0)), protocol(epochs=1, shares=[0.1], draws=1)
     evaluate(fine_tuning, whole, seed=0)
     predicted = next(iter(whole._predictions.values()))
     for rows in (torch.tensor([0, 1, 5]), torch.tensor([2, 8])):

@@ -32,8 +32,8 @@ def slow_knn(data: Features, *, k: int, temperature: float) -> list[int]:
 def test_knn_equals_the_slow_loop(k: int, temperature: float, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(knn, "_SIMILARITIES", 200 * 30)  # several blocks, the last one smaller
     data = blobs()
-    found = knn_predict(data, k=k, temperature=temperature)
-    assert found.tolist() == slow_knn(data, k=k, temperature=temperature)
+    result = knn_predict(data, k=k, temperature=temperature)
+    assert result.tolist() == slow_knn(data, k=k, temperature=temperature)
 
 
 def test_knn_by_hand():

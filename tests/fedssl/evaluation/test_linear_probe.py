@@ -36,8 +36,8 @@ def test_softmax_regression_equals_scikit_learn(n: int, l2: float):
     reference = LogisticRegression(C=1 / (n * l2), tol=1e-10, max_iter=20_000).fit(
         x.double().numpy(), data.train_labels.numpy()
     )
-    found = torch.addmm(bias, x_test, weight).softmax(1).double().numpy()
-    np.testing.assert_allclose(found, reference.predict_proba(x_test.double().numpy()), atol=5e-3)
+    result = torch.addmm(bias, x_test, weight).softmax(1).double().numpy()
+    np.testing.assert_allclose(result, reference.predict_proba(x_test.double().numpy()), atol=5e-3)
 
 
 def test_linear_probe_equals_scikit_learn():
@@ -45,9 +45,9 @@ def test_linear_probe_equals_scikit_learn():
     scaler = StandardScaler().fit(data.train.double().numpy())
     reference = LogisticRegression(C=1 / (200 * 1e-2), tol=1e-10, max_iter=20_000)
     reference.fit(scaler.transform(data.train.double().numpy()), data.train_labels.numpy())
-    found = linear_probe(data, l2=1e-2)
+    result = linear_probe(data, l2=1e-2)
     expected = reference.predict(scaler.transform(data.test.double().numpy()))
-    assert (found.numpy() == expected).mean() >= 0.99  # a test image on a boundary may fall to either side
+    assert (result.numpy() == expected).mean() >= 0.99  # a test image on a boundary may fall to either side
 
 
 def test_linear_separates_separable_classes():
@@ -65,8 +65,8 @@ def test_linear_ignores_shift_and_scale_of_features():
     data = blobs()
     scale = torch.logspace(-3, 3, 8)
     other = Features(data.train * scale - 5, data.train_labels, data.test * scale - 5, data.test_labels, 4)
-    found = results(LinearProbe(), other, seed=0)["linear"]
-    assert found == pytest.approx(results(LinearProbe(), data, seed=0)["linear"], abs=0.01)
+    result = results(LinearProbe(), other, seed=0)["linear"]
+    assert result == pytest.approx(results(LinearProbe(), data, seed=0)["linear"], abs=0.01)
 
 
 def test_standardize_leaves_a_constant_feature_at_zero():
@@ -82,5 +82,5 @@ def test_standardize_leaves_a_constant_feature_at_zero():
 def test_a_collapsed_encoder_is_at_chance(protocol: KNN | LinearProbe | FewLabels):
     labels = torch.arange(40) % 4
     data = Features(torch.full((40, 8), 0.3), labels, torch.full((40, 8), 0.3), labels, num_classes=4)
-    found = protocol(Given(data), seed=0)
-    assert [score.value for score in found.values()] == [0.25] * (2 if isinstance(protocol, FewLabels) else 1)
+    result = protocol(Given(data), seed=0)
+    assert [score.value for score in result.values()] == [0.25] * (2 if isinstance(protocol, FewLabels) else 1)

@@ -17,6 +17,9 @@ SMALL = ["dataset.limit=80", "dataset.test_limit=60", "encoder.width=4"]
 MODULES = (few_labels, fine_tune, knn, linear_probe, sgd_linear_probe)
 QUICK = {"epochs": 4, "batch_size": 8, "draws": 1, "labels_per_class": [1], "shares": [1.0]}
 
+# Other numbers for the same code as another protocol.
+ALIKE = {"semi_supervised", "fedu/linear", "fedu2/linear", "l_dawa/labels", "fedu/fine_tune", "lw_fedssl/fine_tune"}
+
 
 def alone():
     """Choices of a single protocol on the run's own data."""
@@ -29,15 +32,15 @@ def alone():
 @pytest.fixture
 def predictions(monkeypatch):
     """Predictions for the test images, one for each score."""
-    found = []
+    result = []
     for module in MODULES:
 
         def noted(predicted, labels, *, real=module.accuracy):
-            found.append(predicted)
+            result.append(predicted)
             return real(predicted, labels)
 
         monkeypatch.setattr(module, "accuracy", noted)
-    return found
+    return result
 
 
 def made(name):
@@ -52,32 +55,36 @@ def made(name):
 
 
 @pytest.fixture(scope="module")
-def subject():
+def evaluation_input():
     settings = compose(SMALL)
     torch.manual_seed(0)
-    found = make_evaluation_input(build_method(settings.model).encoder, settings.data, device=torch.device("cpu"))
+    result = make_evaluation_input(build_method(settings.model).encoder, settings.data, device=torch.device("cpu"))
     with torch.no_grad():  # statistics of batch norm, so that features differ
         for _ in range(20):
-            found.encoder.train()((found.train.images.float() / 255 - found.mean[0]) / found.std[0])
-    return found
+            result.encoder.train()((result.train.images.float() / 255 - result.mean[0]) / result.std[0])
+    return result
 
 
-@pytest.mark.parametrize("name", alone())
-def test_predictions_do_not_depend_on_labels_or_other_test_images(name, subject, predictions):
-    test, protocol = subject.test, made(name)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.heavy if name in ALIKE else []) for name in alone()]
+)
+def test_predictions_do_not_depend_on_labels_or_other_test_images(name, evaluation_input, predictions):
+    test, protocol = evaluation_input.test, made(name)
 
     def evaluated(labels, rows=slice(None)):
         before = len(predictions)
-        scores = evaluate(protocol, replace(subject, test=LabeledImages(test.images[rows], labels[rows])), seed=0)
+        scores = evaluate(
+            protocol, replace(evaluation_input, test=LabeledImages(test.images[rows], labels[rows])), seed=0
+        )
         return list(scores.values()), predictions[before:]
 
-    _, found = evaluated(test.labels)
-    assert len(found[0].unique()) > 1  # or all were the same whatever is learned
+    _, result = evaluated(test.labels)
+    assert len(result[0].unique()) > 1  # or all were the same whatever is learned
     scores, again = evaluated(
-        found[0]
+        result[0]
     )  # labels equal to the predictions: the score is 1 and the predictions are unchanged
     assert scores[0].value == 1
     _, fewer = evaluated(test.labels, rows=slice(20))
-    for one, same, part in zip(found, again, fewer, strict=True):
+    for one, same, part in zip(result, again, fewer, strict=True):
         assert torch.equal(one, same)
         assert torch.equal(one[:20], part)

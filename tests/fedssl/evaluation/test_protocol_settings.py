@@ -28,7 +28,6 @@ TRANSFERS = ("transfer", "stl10", "table3", "four")  # they need data sets
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("slot", ["evaluation", "final_evaluation", "evaluation@final_evaluation"])
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
@@ -43,16 +42,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         ),
     ],
 )
-def test_every_yaml_works_in_both_groups(slot: str, name: str, keys: set[str]):
-    settings = compose([f"{slot}={name}"]).evaluation
-    component = settings.protocol if slot == "evaluation" else settings.final_protocol
+def test_every_yaml_works_in_both_groups(name: str, keys: set[str]):
+    component = compose([f"evaluation={name}"]).evaluation.protocol
+    for slot in ("final_evaluation", "evaluation@final_evaluation"):
+        assert compose([f"{slot}={name}"]).evaluation.final_protocol == component
     assert set(results(component.instantiate(), blobs(), seed=0)) == keys
 
 
 def test_probes_merge_their_results():
-    subject = Given(blobs())
-    merged = CombinedProtocol(protocols={"a": KNN(), "b": LinearProbe()})(subject, seed=0)
-    assert merged == {**KNN()(subject, seed=0), **LinearProbe()(subject, seed=0)}
+    evaluation_input = Given(blobs())
+    merged = CombinedProtocol(protocols={"a": KNN(), "b": LinearProbe()})(evaluation_input, seed=0)
+    assert merged == {**KNN()(evaluation_input, seed=0), **LinearProbe()(evaluation_input, seed=0)}
 
 
 @pytest.mark.parametrize(
@@ -91,12 +91,14 @@ def test_declarations_are_those_of_a_run_of_the_protocol(name: str):
     protocol, encoder = settings.evaluation.protocol.instantiate(), build_method(settings.model).encoder
     images = torch.randint(256, (60, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     labeled, device = LabeledImages(images, torch.arange(60) % 2), torch.device("cpu")
-    subject = EvaluationInput(encoder=encoder, train=labeled, test=labeled, mean=(0.5,), std=(0.5,), device=device)
+    evaluation_input = EvaluationInput(
+        encoder=encoder, train=labeled, test=labeled, mean=(0.5,), std=(0.5,), device=device
+    )
     for part in [protocol, *getattr(protocol, "protocols", {}).values()]:
         vars(part).update({"epochs": 0} if hasattr(part, "epochs") else {})
         vars(part).update({"lr_schedule": None} if hasattr(part, "lr_schedule") else {})
-    assert units_of(evaluate(protocol, subject, seed=0)) == protocol.result_units(2)
-    features = replace(subject)
+    assert units_of(evaluate(protocol, evaluation_input, seed=0)) == protocol.result_units(2)
+    features = replace(evaluation_input)
     vars(features)["features"] = Features(
         torch.zeros(60, 3), labeled.labels, torch.zeros(60, 3), labeled.labels, num_classes=2
     )
@@ -106,7 +108,7 @@ def test_declarations_are_those_of_a_run_of_the_protocol(name: str):
             evaluate(protocol, features, seed=0)
     finally:
         end.remove()
-    assert ("features" in vars(subject)) == protocol.uses_features
+    assert ("features" in vars(evaluation_input)) == protocol.uses_features
 
 
 def _network_ran(network: nn.Module, inputs: object) -> None:

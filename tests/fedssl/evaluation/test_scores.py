@@ -33,8 +33,8 @@ def test_scores_round_trip_through_files():
 
 
 def test_plain_numbers_are_accuracies():
-    found = as_scores({"mine": 0.5, "mine_std": 0.1, "low_std": 0.2, "loss": Score(1.0, "nats")})
-    assert found == {"mine": Score(0.5, "accuracy", 0.1), "low_std": Score(0.2), "loss": Score(1.0, "nats")}
+    result = as_scores({"mine": 0.5, "mine_std": 0.1, "low_std": 0.2, "loss": Score(1.0, "nats")})
+    assert result == {"mine": Score(0.5, "accuracy", 0.1), "low_std": Score(0.2), "loss": Score(1.0, "nats")}
 
 
 def test_displayed_scores():
@@ -48,11 +48,11 @@ def test_displayed_scores():
 
 
 def test_results_over_models_are_means_and_deviations():
-    found = mean_over_models(
+    result = mean_over_models(
         [{"few": Score(0.2, std=0.01), "l": Score(1, "m")}, {"few": Score(0.6), "l": Score(3, "m")}]
     )
     # Deviations from the means 0.4 and 2 are 0.2 and 1; with divisor 2 - 1 they give 0.2 * sqrt 2 and sqrt 2.
-    few, length = found["few"], found["l"]
+    few, length = result["few"], result["l"]
     assert (few.value, few.std, few.unit) == (pytest.approx(0.4), pytest.approx(0.2 * math.sqrt(2)), "accuracy")
     assert (length.value, length.std, length.unit) == (2, pytest.approx(math.sqrt(2)), "m")
     assert mean_over_models([{"few": Score(0.2, std=0.01)}]) == {"few": Score(0.2, std=0.01)}

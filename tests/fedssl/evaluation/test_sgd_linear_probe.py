@@ -34,7 +34,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def subject(encoder, *, n=60, m=20):
+def evaluation_input(encoder, *, n=60, m=20):
     """Bright upper halves are of class 1, bright lower halves of class 0."""
     generator = torch.Generator().manual_seed(0)
 
@@ -73,10 +73,10 @@ class Halves(nn.Module):
         self.seen = [0]  # one list for all copies
 
     def __deepcopy__(self, memo):
-        found = Halves()
-        found.load_state_dict(self.state_dict())
-        found.seen = self.seen
-        return found
+        result = Halves()
+        result.load_state_dict(self.state_dict())
+        result.seen = self.seen
+        return result
 
     def forward(self, images):
         self.seen[0] += len(images)
@@ -130,10 +130,10 @@ def test_batch_norm_in_training_mode_takes_the_statistics_of_the_images(epochs, 
     """With a much too high running mean all features are 0, and half of the predictions are correct."""
     encoder = Halves()
     encoder.norm.running_mean.fill_(100.0)
-    before, evaluated = copy.deepcopy(encoder.state_dict()), subject(encoder)
+    before, evaluated = copy.deepcopy(encoder.state_dict()), evaluation_input(encoder)
     # A view that changes nothing, so that all three run the encoder in every epoch.
-    found = evaluate(protocol(batch_norm_epochs=epochs, view={"flip_prob": 0.0}), evaluated, seed=0)
-    assert found["mine"].value == right
+    result = evaluate(protocol(batch_norm_epochs=epochs, view={"flip_prob": 0.0}), evaluated, seed=0)
+    assert result["mine"].value == right
     assert encoder.training
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
 
@@ -142,7 +142,7 @@ def test_features_are_computed_once_where_they_are_the_same_in_every_epoch():
     """60 + 20 images if computed once; otherwise 2 for the feature length, 60 in each of 5 epochs, 20 at the end."""
     for changes, seen in ({}, 80), ({"view": {"flip_prob": 0.5}}, 322), ({"batch_norm_epochs": 1}, 322):
         encoder = Halves()
-        evaluate(protocol(**changes), subject(encoder), seed=0)
+        evaluate(protocol(**changes), evaluation_input(encoder), seed=0)
         assert encoder.seen == [seen], changes
 
 
@@ -152,33 +152,36 @@ def test_with_a_share_of_the_labels_only_the_drawn_images_are_used():
     The encoder computes 2 images for the feature length, 6 in each of 5 epochs, and 20 at the end.
     """
     for changes, encoder in ({}, None), ({"view": {"flip_prob": 0.5}}, Halves()):
-        evaluated = subject(encoder)
-        place = (0, "linear probe", "mine", "0.1")
-        drawn = stratified_sample(evaluated.train.labels, share=0.1, generator=numpy_generator(*place))
+        evaluated = evaluation_input(encoder)
+        training_path = (0, "linear probe", "mine", "0.1")
+        drawn = stratified_sample(evaluated.train.labels, share=0.1, generator=numpy_generator(*training_path))
         others = torch.ones(60, dtype=torch.bool)
         others[drawn] = False
         evaluated.train.images[others] = evaluated.train.images[others].flip(2)
-        found = evaluate(protocol(shares=[0.1], **changes), evaluated, seed=0)
-        assert found == {"mine_10_percent": Score(1.0)}
+        result = evaluate(protocol(shares=[0.1], **changes), evaluated, seed=0)
+        assert result == {"mine_10_percent": Score(1.0)}
         assert encoder is None or encoder.seen == [52]
-        assert evaluate(protocol(shares=[1.0, 0.1], **changes), evaluated, seed=0) == {"mine": Score(0.0), **found}
+        assert evaluate(protocol(shares=[1.0, 0.1], **changes), evaluated, seed=0) == {"mine": Score(0.0), **result}
 
 
 def test_the_same_seed_gives_the_same_number_and_views_are_drawn_by_it():
     drop = torch.nn.Dropout(0.5)  # draws from torch's own chance
-    images = subject(None).train.images
+    images = evaluation_input(None).train.images
 
-    def view(place):
+    def view(training_path):
         made = Views(
-            subject(None), transform=lambda one: drop(one.float()).byte(), view={"flip_prob": 0.5}, seed_path=place
+            evaluation_input(None),
+            transform=lambda image: drop(image.float()).byte(),
+            view={"flip_prob": 0.5},
+            seed_path=training_path,
         )
         return made(images)
 
     assert torch.equal(view((0, "a")), view((0, "a")))
     assert not torch.equal(view((0, "a")), view((1, "a")))
-    untouched = Views(subject(None), transform=None, view={}, seed_path=(0,))(images)
+    untouched = Views(evaluation_input(None), transform=None, view={}, seed_path=(0,))(images)
     torch.testing.assert_close(untouched, (images.float() / 255 - 0.5) / 0.5)
-    flipped = Views(subject(None), transform=lambda one: one.flip(2), view={}, seed_path=(0,))(images)
+    flipped = Views(evaluation_input(None), transform=lambda image: image.flip(2), view={}, seed_path=(0,))(images)
     torch.testing.assert_close(flipped, untouched.flip(3))
 
 
@@ -189,9 +192,9 @@ def test_the_map_of_an_encoder_before_pooling():
     images = torch.randn(3, 1, 8, 8)
     h = encoder(images)
     encoder.return_feature_map = True
-    found = encoder(images)
-    assert found.shape == (3, 16 * 2 * 2)
-    torch.testing.assert_close(found.view(3, 16, -1).mean(2), h)
+    result = encoder(images)
+    assert result.shape == (3, 16 * 2 * 2)
+    torch.testing.assert_close(result.view(3, 16, -1).mean(2), h)
     encoder.return_feature_map = False
     seen = []
     encoder.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
@@ -201,12 +204,12 @@ def test_the_map_of_an_encoder_before_pooling():
     assert max(count for count, _ in seen) == 15  # of 30 training images: maps are those of a batch at a time
     assert torch.equal(encoder(images), h)
     with pytest.raises(InputError, match="features=map needs an encoder in stages and Halves is none"):
-        evaluate(protocol(features="map"), subject(Halves()), seed=0)
+        evaluate(protocol(features="map"), evaluation_input(Halves()), seed=0)
 
 
 def test_raw_pixels_are_evaluated_if_features_are_computed_once():
-    assert evaluate(protocol(), subject(None), seed=0)["mine"].value == 1
-    assert evaluate(protocol(batch_norm_epochs=1), subject(None), seed=0) == {}
+    assert evaluate(protocol(), evaluation_input(None), seed=0)["mine"].value == 1
+    assert evaluate(protocol(batch_norm_epochs=1), evaluation_input(None), seed=0) == {}
 
 
 def test_training_that_diverges_is_one_sentence():
@@ -214,7 +217,7 @@ def test_training_that_diverges_is_one_sentence():
         predicted_classes(torch.tensor([[0.0, math.nan]]))
     wild = protocol(optimizer=lambda groups: torch.optim.SGD(groups, lr=math.inf))
     with pytest.raises(InputError, match="diverged"):
-        evaluate(wild, subject(Halves()), seed=0)
+        evaluate(wild, evaluation_input(Halves()), seed=0)
 
 
 def noisy(n: int, *, dim: int = 8, classes: int = 4) -> tuple[Tensor, Tensor]:
@@ -264,8 +267,8 @@ def test_our_linear_probe_is_within_a_fifth_of_a_point_of_sgd_that_has_converged
 def test_settings_files_have_the_papers_values(choice, numbers, lr):
     made = compose([f"final_evaluation={choice}/linear"]).evaluation.final_protocol.instantiate()
     optimizer = made.optimizer([{"params": [nn.Parameter(torch.zeros(1))]}])
-    found = (made.features, made.batch_norm_epochs, made.epochs, made.batch_size, type(optimizer))
-    assert (made.name, made.shares, *found) == (f"linear_{choice}", (1.0,), *numbers)
+    result = (made.features, made.batch_norm_epochs, made.epochs, made.batch_size, type(optimizer))
+    assert (made.name, made.shares, *result) == (f"linear_{choice}", (1.0,), *numbers)
     assert optimizer.param_groups[0]["lr"] == lr
     assert made.features_cacheable == (choice in ("fedu", "fedu2"))
 
@@ -283,9 +286,12 @@ def test_settings_of_the_files_beside_numbers():
         name: compose([f"evaluation={name}/fine_tune"]).evaluation.protocol.instantiate()
         for name in ("fedu", "lw_fedssl")
     }
-    found = [(one.shares, one.epochs, one.batch_size, one.encoder_lr, one.head_lr) for one in tuned.values()]
-    assert found == [((0.01, 0.1), 100, 128, 0.001, 0.001), ((1.0,), 40, 256, 0.001, 0.001)]
-    assert [one.name for one in tuned.values()] == ["fine_tune_fedu", "fine_tune_lw_fedssl"]
+    result = [
+        (tuning.shares, tuning.epochs, tuning.batch_size, tuning.encoder_lr, tuning.head_lr)
+        for tuning in tuned.values()
+    ]
+    assert result == [((0.01, 0.1), 100, 128, 0.001, 0.001), ((1.0,), 40, 256, 0.001, 0.001)]
+    assert [image.name for image in tuned.values()] == ["fine_tune_fedu", "fine_tune_lw_fedssl"]
 
 
 def test_both_groups_have_the_same_choices():
@@ -300,13 +306,20 @@ def test_both_groups_have_the_same_choices():
     ("overrides", "sentence"),
     [
         (["evaluation.shares=[]"], "shares=.. of a linear probe must have at least one share"),
-        (["evaluation.shares=[2.0]"], "shares=.2.0. of the labels must each be above 0 and at most 1"),
-        (["evaluation.features=both"], "features=both of a linear probe is unknown; set features=pooled or"),
-        (["evaluation.batch_norm_epochs=-1"], "batch_norm_epochs=-1 of a linear probe must be at least 0"),
-        (["evaluation.epochs=-1"], "epochs=-1 of a linear probe must be at least 0"),
-        (["evaluation.batch_size=1"], "batch_size=1 of a linear probe must be at least 2"),
+        (
+            ["evaluation.shares=[2.0]"],
+            r"evaluation.shares=\[2.0\] must be a list of numbers above 0 and at most 1; the",
+        ),
+        (["evaluation.features=both"], "evaluation.features=both must be pooled or map; the default is pooled"),
+        (["evaluation.batch_norm_epochs=-1"], "evaluation.batch_norm_epochs=-1 must be an integer of at least 0; the"),
+        (["evaluation.epochs=-1"], "evaluation.epochs=-1 must be an integer of at least 0; the default is 50"),
+        (["evaluation.batch_size=1"], "evaluation.batch_size=1 must be an integer of at least 2; the default is 256"),
         (["evaluation.view={flip_prob: 2}"], "view.flip_prob=2 is out of range"),
-        (["evaluation.optimizer.lr=-1"], "optimizer or lr_schedule of a linear probe rejects its settings"),
+        (["evaluation.optimizer.lr=-1"], "evaluation.optimizer.lr=-1 must be a number of at least 0; the default is"),
+        (
+            ["+evaluation.optimizer.eps=-1"],
+            "optimizer or lr_schedule of a linear probe rejects its settings: Invalid eps",
+        ),
     ],
 )
 def test_invalid_settings_are_one_sentence(overrides, sentence):

@@ -16,20 +16,23 @@ CPU = torch.device("cpu")
 def test_the_results_are_those_of_the_protocol_on_the_other_images():
     settings = compose([*OTHER, "evaluation@evaluation.protocol=knn", "+dataset@evaluation.datasets.all=digits"])
     encoder = build_method(settings.model).encoder
-    subject = make_evaluation_input(encoder, settings.data, device=CPU)
-    found = evaluate(settings.evaluation.protocol.instantiate(), subject, seed=0)
+    evaluation_input = make_evaluation_input(encoder, settings.data, device=CPU)
+    result = evaluate(settings.evaluation.protocol.instantiate(), evaluation_input, seed=0)
     knn = compose(["evaluation=knn"]).evaluation.protocol.instantiate()
     few = make_evaluation_input(encoder, compose(["dataset.limit=120"]).data, device=CPU)
-    assert found == {"knn@few": evaluate(knn, few, seed=0)["knn"], "knn@all": evaluate(knn, subject, seed=0)["knn"]}
-    assert found["knn@few"] != found["knn@all"]
+    assert result == {
+        "knn@few": evaluate(knn, few, seed=0)["knn"],
+        "knn@all": evaluate(knn, evaluation_input, seed=0)["knn"],
+    }
+    assert result["knn@few"] != result["knn@all"]
 
 
 def test_pixels_are_evaluated_too():
     settings = compose(OTHER)
-    found = evaluate(
+    result = evaluate(
         settings.evaluation.protocol.instantiate(), make_evaluation_input(None, settings.data, device=CPU), seed=0
     )
-    assert found["linear@few"].value > 0.5
+    assert result["linear@few"].value > 0.5
 
 
 def test_a_data_set_without_labeled_test_images_is_refused():

@@ -100,26 +100,13 @@ def command(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
 # --- each format, by the reader that it is for ---
 
 
-def from_torchscript(file: Path) -> Any:
-    with pytest.warns(FutureWarning):
-        return torch.jit.load(file)
-
-
-READERS = {
-    "torchscript": from_torchscript,
-    "torch_export": lambda file: torch.export.load(file).module(),
-}
-
-
-@pytest.mark.parametrize("form", ["torchscript", "torch_export"])
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_torch_runs_the_program_on_uint8_images(form: str, run: Path, monkeypatch, capsys):
-    assert command(monkeypatch, f"run={run}", f"format={form}") == 0
-    file = run / f"encoder{FORMATS[form].ending}"
+def test_torch_runs_the_program_on_uint8_images(run: Path, monkeypatch, capsys):
+    assert command(monkeypatch, f"run={run}", "format=torch_export") == 0
+    file = run / "encoder.pt2"
     told = re.search(r"largest difference of representations: (\S+) ", capsys.readouterr().out)
     assert told is not None
     assert float(told[1]) <= 1e-5
-    encoder, program = load_encoder(run / "encoder.pt"), READERS[form](file)
+    encoder, program = load_encoder(run / "encoder.pt"), torch.export.load(file).module()
     for count in (1, 3):
         images = images_like(encoder, count)
         torch.testing.assert_close(program(images), ours(encoder, images), rtol=0, atol=1e-5)
@@ -285,7 +272,7 @@ def test_card_of_a_run_that_ended_early_and_of_one_whose_summary_is_damaged(run:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("form", ["onnx", "torchscript", "torch_export", "safetensors"])
+@pytest.mark.parametrize("form", ["onnx", "torch_export", "safetensors"])
 @pytest.mark.parametrize("settings", [VIT, {**VIT, "pool": "mean"}, RESNET], ids=["token", "mean", "resnet18"])
 def test_every_format_has_every_architecture(form: str, settings: dict[str, Any], tmp_path: Path):
     source = source_of(tmp_path, settings)
@@ -354,21 +341,20 @@ def test_int8_needs_images():
 
 
 @pytest.mark.parametrize("error", [1e-4, float("nan")])
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_an_export_that_differs_is_not_written(error: float, tmp_path: Path, monkeypatch, capsys):
-    source, file = source_of(tmp_path, SMALL), tmp_path / "encoder.torchscript"
+    source, file = source_of(tmp_path, SMALL), tmp_path / "encoder.safetensors"
     file.write_text("what was there before")
-    sound = FORMATS["torchscript"].run
+    sound = FORMATS["safetensors"].run
 
     def wrong(source: ExportSource, made: Path, images: Tensor) -> Tensor:
         return sound(source, made, images) + (error if len(images) == 1 else 0)
 
-    monkeypatch.setitem(FORMATS, "torchscript", dataclasses.replace(FORMATS["torchscript"], run=wrong))
+    monkeypatch.setitem(FORMATS, "safetensors", dataclasses.replace(FORMATS["safetensors"], run=wrong))
     with pytest.raises(RunError, match="differ by"):
-        export(source, "torchscript", file)
+        export(source, "safetensors", file)
     assert file.read_text() == "what was there before"
     assert {one.name for one in tmp_path.iterdir()} == {"encoder.pt", file.name}
-    assert command(monkeypatch, f"encoder={tmp_path / 'encoder.pt'}", "format=torchscript") == 1
+    assert command(monkeypatch, f"encoder={tmp_path / 'encoder.pt'}", "format=safetensors") == 1
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -377,6 +363,7 @@ def test_an_export_that_differs_is_not_written(error: float, tmp_path: Path, mon
     [
         (["format=onnx"], "give either run=DIR"),
         (["run={run}"], "the format is missing; add format=NAME, one of safetensors, onnx"),
+        (["run={run}", "format=torchscript"], "was removed; choose format=torch_export, or format=onnx"),
         (["run={run}", "format=onx"], "format=onx does not exist; did you mean onnx; choose one of"),
         (["run={run}/nowhere", "format=onnx"], "encoder.pt does not exist; give the folder"),
         (["run={run}", "format=onnx", "ouput=x"], "ouput=x has no effect on fedssl-export"),

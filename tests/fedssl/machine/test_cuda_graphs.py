@@ -41,12 +41,12 @@ class Client:
     def round(self, num_images=24, *, depth=None, frozen=0):
         images = torch.randint(256, (num_images, 1, 8, 8), dtype=torch.uint8, generator=torch_generator(0, "pictures"))
         labels = torch.arange(num_images) % 10 if self.method.uses_labels else None
-        place = (0, "round", self.rounds)
+        seed_path = (0, "round", self.rounds)
         seed_torch(self.rounds, torch.device("cpu"))
         with set_active_stages(self.method, depth=depth, frozen=frozen):
             self.method.start_round(first=self.rounds == 0 or depth is not None)
             self.training.reset_optimizer(lr_factor=0.5**self.rounds)
-            rows, generator = torch.arange(num_images), torch_generator(*place)
+            rows, generator = torch.arange(num_images), torch_generator(*seed_path)
             self.losses.append(
                 train(self.method, images, rows, training=self.training, generator=generator, labels=labels).loss
             )
@@ -58,7 +58,7 @@ class Client:
         return self.losses == other.losses and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def both_ways(*overrides, rounds=3, **how):
+def both_ways(*overrides, rounds=2, **how):
     """A client whose steps are recorded, the recorder, and a client whose steps are not."""
     recorder = Recorder()
     recorded, plain = Client(*overrides, record=recorder), Client(*overrides)
@@ -68,16 +68,11 @@ def both_ways(*overrides, rounds=3, **how):
     return recorded, recorder, plain
 
 
-@pytest.mark.parametrize(
-    ("method", "optimizer"),
-    [(method, "sgd") for method in METHODS]
-    + [("byol", "adam")]
-    + [pytest.param(method, "adam", marks=pytest.mark.heavy) for method in METHODS if method != "byol"],
-)
+@pytest.mark.parametrize(("method", "optimizer"), [*((method, "sgd") for method in METHODS), ("byol", "adam")])
 def test_a_captured_step_gives_the_same_bits_for_every_method(method, optimizer):
-    """3 rounds of 2 epochs of 3 batches are 18 steps: 3 as they are, the fourth is recorded, and 14 are done again."""
+    """Run 12 steps (2 rounds, 2 epochs, 3 batches): 3 run eagerly, the fourth is captured, and 8 are replayed."""
     recorded, recorder, plain = both_ways(f"method={method}", f"optimizer={optimizer}")
-    assert (recorder.recorded, recorder.replayed) == (1, 14)
+    assert (recorder.recorded, recorder.replayed) == (1, 8)
     assert recorded.is_like(plain)
 
 
@@ -97,7 +92,7 @@ def test_a_captured_step_gives_the_same_bits_for_every_method(method, optimizer)
     ids=" ".join,
 )
 def test_a_captured_step_gives_the_same_bits_with_all_that_belongs_to_it(overrides):
-    recorded, recorder, plain = both_ways(*overrides, rounds=2)
+    recorded, recorder, plain = both_ways(*overrides)
     assert (recorder.recorded, recorder.replayed) == (1, 8)
     assert recorded.is_like(plain)
 
@@ -106,18 +101,18 @@ def test_a_captured_step_gives_the_same_bits_with_all_that_belongs_to_it(overrid
 def test_fur_as_a_gpu_computes_it_can_be_captured(monkeypatch, variant):
     """A GPU takes a fixed number of steps and draws from torch's own generator, which goes on from step to step."""
     monkeypatch.setattr(fur, "is_gpu", lambda device: True)
-    recorded, recorder, plain = both_ways("regularizer=fur", f"regularizer.variant={variant}", rounds=2)
+    recorded, recorder, plain = both_ways("regularizer=fur", f"regularizer.variant={variant}")
     assert (recorder.recorded, recorder.replayed) == (1, 8)
     assert recorded.is_like(plain)
 
 
 def test_batches_of_another_size_are_captured_by_themselves(monkeypatch):
     """25 images are batches of 7, 6, 6 and 6: in 4 epochs 4 steps of the one kind and 12 of the other."""
-    recorded, recorder, plain = both_ways(num_images=25, rounds=2)
+    recorded, recorder, plain = both_ways(num_images=25)
     assert (recorder.recorded, recorder.replayed) == (2, 8)
     assert recorded.is_like(plain)
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 1)
-    recorded, recorder, plain = both_ways(num_images=25, rounds=2)
+    recorded, recorder, plain = both_ways(num_images=25)
     assert recorder.recorded == 3  # the 6, which made room for the 7 of the last epoch, and the 6 again
     assert recorded.is_like(plain)
 
@@ -182,7 +177,7 @@ def test_reading_a_number_off_the_device_ends_the_recording():
 
 def test_a_run_whose_clients_record_gives_the_same_bits(monkeypatch, tmp_path):
     """As on a GPU: all clients of a process use what one of them has recorded; Per-SSL trains a second model too."""
-    overrides = [*SMALL, "strategy=per_ssl", "method=byol", "num_clients=2"]
+    overrides = [*SMALL, "strategy=per_ssl", "method=byol", "num_clients=2", "dataset.limit=48"]
     monkeypatch.setattr(devices, "GPU", "cpu")
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     monkeypatch.setattr("client_app.worker.place_images", lambda images, device: images)
@@ -202,7 +197,7 @@ def test_a_run_whose_clients_record_gives_the_same_bits(monkeypatch, tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_gpu_records_its_steps(method):
     """Kernels of a GPU need not add in the same order in every step, so numbers are near, not equal."""
-    found = []
+    results = []
     for overrides in (["cuda_graphs=true"], []):
         settings = compose([*SMALL, f"method={method}", *overrides])
         training_on = build_method(settings.model).to("cuda")
@@ -212,9 +207,9 @@ def test_a_gpu_records_its_steps(method):
         training_on.start_round(first=True)
         training.reset_optimizer(lr_factor=1.0)
         rows, generator = torch.arange(24), torch_generator(0, "gpu")
-        found.append(train(training_on, images, rows, training=training, generator=generator, labels=labels).loss)
+        results.append(train(training_on, images, rows, training=training, generator=generator, labels=labels).loss)
         assert (training.graphs is not None) == bool(overrides)
-    assert found[0] == pytest.approx(found[1], rel=1e-2)
+    assert results[0] == pytest.approx(results[1], rel=1e-2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -26,7 +26,8 @@ from fedssl.methods.orchestra import (
 from fedssl.model_arrays import exchanged_names, local_names
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
-from tests.federation import Federation
+from tests.federation import TINY, Federation
+from tests.resuming import repeat_from
 
 WORDS = ["method=orchestra", "strategy=fedavg"]
 SMALL = ["method.projector.out_dim=8", "method.local_clusters=3", "method.global_clusters=6", "method.queue_size=32"]
@@ -96,8 +97,8 @@ def test_assignment_is_columns_and_rows_normalized_in_turn(iterations):
         columns = [sum(row[k] for row in share) for k in range(3)]
         share = [[row[k] / columns[k] for k in range(3)] for row in share]
         share = [[value / sum(row) for value in row] for row in share]
-    found = sinkhorn_assignment(similarity, sharpness=sharpness, iterations=iterations)
-    torch.testing.assert_close(found, torch.tensor(share, dtype=torch.float64))
+    result = sinkhorn_assignment(similarity, sharpness=sharpness, iterations=iterations)
+    torch.testing.assert_close(result, torch.tensor(share, dtype=torch.float64))
 
 
 def test_rows_of_an_assignment_sum_to_one_and_columns_to_equal_sizes():
@@ -131,10 +132,10 @@ def test_far_apart_by_hand():
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_groups_that_are_apart_are_found_in_any_order(seed):
     points = groups(5, 5, 5)
-    found = equal_clusters(points[torch.randperm(15, generator=torch.Generator().manual_seed(seed))], clusters=3)
+    result = equal_clusters(points[torch.randperm(15, generator=torch.Generator().manual_seed(seed))], clusters=3)
     parts = F.normalize(points, dim=1).split(5)
     expected = F.normalize(torch.stack([part.mean(dim=0) for part in parts]), dim=1)
-    torch.testing.assert_close(by_axis(found), expected)
+    torch.testing.assert_close(by_axis(result), expected)
 
 
 def test_sizes_are_nearly_equal_where_groups_are_not():
@@ -151,9 +152,9 @@ def test_sizes_are_nearly_equal_where_groups_are_not():
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_fewer_vectors_than_clusters(count):
     points = groups(*[1] * count)
-    found = equal_clusters(points, clusters=9)
-    assert found.shape == (9, 8)
-    similarity = found @ F.normalize(points, dim=1).T
+    result = equal_clusters(points, clusters=9)
+    assert result.shape == (9, 8)
+    similarity = result @ F.normalize(points, dim=1).T
     torch.testing.assert_close(similarity.amax(dim=1), torch.ones(9, dtype=torch.float64))  # each is one of them
     copies = (similarity > 1 - 1e-9).sum(dim=0)  # nor does any have a greater part than the others
     assert copies.max() - copies.min() <= 1
@@ -188,8 +189,8 @@ def test_consistency_by_hand():
     """Centroids (1, 0) and (0, 1), temperature 1/log 3: shares of (5, 0) are (3, 1)/4 and those of (0, 2) are (1, 3)/4,
     so the cross entropy is -(1/4 log 3/4 + 3/4 log 1/4) = log 4 - log(3)/4."""
     z, target = torch.tensor([[5.0, 0.0]]), torch.tensor([[0.0, 2.0]])
-    found = consistency(z, target, torch.eye(2), temperature=1 / math.log(3))
-    assert float(found) == pytest.approx(math.log(4) - math.log(3) / 4)
+    result = consistency(z, target, torch.eye(2), temperature=1 / math.log(3))
+    assert float(result) == pytest.approx(math.log(4) - math.log(3) / 4)
 
 
 def test_consistency_teaches_the_online_network_only():
@@ -335,10 +336,10 @@ def clusters_of(clients: Iterable[np.ndarray], old: np.ndarray) -> np.ndarray:
 def test_global_clusters_are_found_though_no_client_has_all():
     clients = [local(0, 1, 2), local(1, 2, 3), local(2, 3, 0), local(3, 0, 1)]
     for order in ([0, 1, 2, 3], [2, 0, 3, 1]):
-        found = clusters_of((clients[client] for client in order), np.zeros((4, 8), np.float32))
-        assert found.dtype == np.float32
-        np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-6)
-        np.testing.assert_allclose(found[found.argmax(axis=1).argsort()], np.eye(8)[:4], atol=0.1)
+        result = clusters_of((clients[client] for client in order), np.zeros((4, 8), np.float32))
+        assert result.dtype == np.float32
+        np.testing.assert_allclose(np.linalg.norm(result, axis=1), 1, rtol=1e-6)
+        np.testing.assert_allclose(result[result.argmax(axis=1).argsort()], np.eye(8)[:4], atol=0.1)
 
 
 def test_clients_without_centroids_change_nothing():
@@ -381,24 +382,24 @@ def shared_of(federation: Federation) -> np.ndarray:
 
 
 def test_a_federation_finds_centroids_and_sends_no_more_than_it_says(tmp_path):
-    federation = Federation(tmp_path, *WORDS, *SMALL, "clients_per_round=4")
-    found = []
+    federation = Federation(tmp_path, *WORDS, *SMALL, "clients_per_round=2")
+    result = []
     for _ in range(2):
         layers = federation.run(1)
         assert layers.keys().isdisjoint({"centroids", "local_centroids"})
-        found.append(shared_of(federation))
-        np.testing.assert_allclose(np.linalg.norm(found[-1], axis=1), 1, rtol=1e-6)
-    assert not np.array_equal(*found)
+        result.append(shared_of(federation))
+        np.testing.assert_allclose(np.linalg.norm(result[-1], axis=1), 1, rtol=1e-6)
+    assert not np.array_equal(*result)
     everything = set(exchanged_names(federation.method))
     for number, (plan, update) in enumerate(zip(federation.plans, federation.updates, strict=True)):
         assert set(plan["arrays"]) == set(update["arrays"]) == everything
         given = plan["method-broadcast"]["centroids"].numpy()
-        assert np.array_equal(given, found[0]) if number >= 4 else not given.any()
+        assert np.array_equal(given, result[0]) if number >= 2 else not given.any()
         norms = np.linalg.norm(update["method-upload"]["local_centroids"].numpy(), axis=1)
         np.testing.assert_allclose(norms, 1, rtol=1e-6)
     sent = [update["method-upload"]["local_centroids"].numpy() for update in federation.updates]
-    np.testing.assert_array_equal(found[0], clusters_of(sent[:4], np.zeros_like(found[0])))
-    np.testing.assert_array_equal(found[1], clusters_of(sent[4:], found[0]))
+    np.testing.assert_array_equal(result[0], clusters_of(sent[:2], np.zeros_like(result[0])))
+    np.testing.assert_array_equal(result[1], clusters_of(sent[2:], result[0]))
     communication = federation.strategy.describe_communication(federation.method)
     assert communication.download == "encoder, projector, rotation, centroids (made by the server side)"
     assert communication.upload == "encoder, projector, rotation, local_centroids (for the server side)"
@@ -408,7 +409,7 @@ def test_a_federation_finds_centroids_and_sends_no_more_than_it_says(tmp_path):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["dataset.limit=15", "method.local_clusters=4"],  # three images each: fewer than clusters
+        ["dataset.limit=9", "method.local_clusters=4"],  # three images each: fewer than clusters
         ["server_optimizer=fedadam"],
         ["method.target_init=reset"],
         ["precision=bf16"],
@@ -432,20 +433,10 @@ def test_without_training_nothing_changes(tmp_path):
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    overrides = [
-        *WORDS,
-        *SMALL,
-        "num_clients=3",
-        "clients_per_round=2",
-        "local_epochs=1",
-        "dataset.limit=60",
-        "threads=1",
-    ]
-    overrides += ["encoder.width=4", "evaluate_every=0", "final_evaluation=none"]
-    run([*overrides, "rounds=4", f"output_dir={tmp_path / 'whole'}"])
-    run([*overrides, "rounds=2", f"output_dir={tmp_path / 'parts'}"])
-    run([f"resume={tmp_path / 'parts'}", "rounds=4"])
-    models = [latest_checkpoint(tmp_path / name / "checkpoints").models["global"] for name in ("whole", "parts")]
+    overrides = [*WORDS, *SMALL, *TINY, "clients_per_round=2", "evaluate_every=0", "measure_resources=false"]
+    run([*overrides, "rounds=3", f"output_dir={tmp_path / 'whole'}"])
+    folders = (tmp_path / "whole", repeat_from(2, tmp_path / "whole"))
+    models = [latest_checkpoint(folder / "checkpoints").models["global"] for folder in folders]
     whole, parts = ({**model.layers, **model.broadcast} for model in models)
     assert whole.keys() == parts.keys()
     assert whole["centroids"].any()

@@ -70,9 +70,9 @@ def test_both_views_are_normalized_together_in_one_pass():
     assert method.local_parts == ()
 
 
-@pytest.mark.parametrize(("num_classes", "found"), [(None, "null"), (0, "0")])
-def test_an_unknown_number_of_classes_is_refused(num_classes, found):
-    with pytest.raises(InputError, match=rf"dataset.num_classes={found} .* set dataset.num_classes"):
+@pytest.mark.parametrize(("num_classes", "result"), [(None, "null"), (0, "0")])
+def test_an_unknown_number_of_classes_is_refused(num_classes, result):
+    with pytest.raises(InputError, match=rf"dataset.num_classes={result} .* set dataset.num_classes"):
         Supervised(Flat(), num_classes=num_classes)
 
 
@@ -109,7 +109,7 @@ def test_every_image_comes_with_its_own_label():
 def test_clients_learn_their_labels(tmp_path):
     # The training loss must fall well below log 10, that of a guess.
     overrides = ["method=supervised", "optimizer=adam", "optimizer.lr=0.01", "strategy=fedavg", "batch_size=10"]
-    federation = Federation(tmp_path, *overrides, "num_clients=2", "local_epochs=10")
+    federation = Federation(tmp_path, *overrides, "num_clients=2", "dataset.limit=100", "local_epochs=10")
     federation.run(3)
     assert max(row.loss for row in federation.report.clients) < 0.6 * math.log(10)
 
@@ -145,4 +145,4 @@ def test_the_final_comparison_has_the_accuracy_of_the_classifier(tmp_path):
 def test_dapu_decides_on_the_classifier(tmp_path):
     never = Federation(tmp_path, "method=supervised", "strategy=fedu", "strategy.predictor_threshold=0")
     communication = never.strategy.describe_communication(never.method)
-    assert communication.local_state.startswith("classifier (if DAPU says so)")
+    assert communication.local_state.startswith("classifier (if DAPU decides so)")

@@ -246,7 +246,7 @@ def test_a_damaged_file_is_one_sentence(tmp_path, content: bytes):
 )
 def test_arrays_that_do_not_fit_each_other_are_one_sentence(tmp_path, change: dict):
     replace(some(), **change).save(tmp_path, round=1)
-    with pytest.raises(InputError, match="it does not hold representations"):
+    with pytest.raises(InputError, match="it does not contain representations"):
         draw_embeddings(tmp_path)
 
 

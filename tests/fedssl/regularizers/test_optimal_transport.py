@@ -186,11 +186,11 @@ def test_the_gradient_is_right_where_representations_are_spread_and_where_they_c
     pi = proven_best(0.5 * torch.cdist(z, s).square())
     best = -pi @ s  # the derivative of 0.5 * (2 - 2 z s^T) at the best pi, on the sphere
     best = best - (best * z).sum(dim=1, keepdim=True) * z
-    found = gradient_of(z.float(), s.float())
-    assert (found - best).norm() < 2 * 0.08 * best.norm()  # what the solver stops by is an estimate
-    assert F.cosine_similarity(found.flatten(), best.flatten(), dim=0) > 0.99
-    assert found.norm().item() == pytest.approx(best.norm().item(), rel=0.02)
-    assert torch.equal(found, gradient_of(z.float(), s.float(), max_iter=11))
+    result = gradient_of(z.float(), s.float())
+    assert (result - best).norm() < 2 * 0.08 * best.norm()  # what the solver stops by is an estimate
+    assert F.cosine_similarity(result.flatten(), best.flatten(), dim=0) > 0.99
+    assert result.norm().item() == pytest.approx(best.norm().item(), rel=0.02)
+    assert torch.equal(result, gradient_of(z.float(), s.float(), max_iter=11))
     on_gpu = gradient_of(z.float(), s.float(), max_iter=9, tolerance=0)  # regularizer.gpu_iter
     assert F.cosine_similarity(on_gpu.flatten(), best.flatten(), dim=0) > 0.995
     assert on_gpu.norm().item() == pytest.approx(best.norm().item(), rel=0.005)

@@ -193,7 +193,7 @@ def test_decorrelation_equals_its_equation():
 def test_decorrelation_is_on_the_chosen_part():
     assert Decorrelation().part == "projector"
     assert Decorrelation(part="encoder").part == "encoder"
-    with pytest.raises(InputError, match="regularizer.part=head is unknown; set regularizer.part=projector or"):
+    with pytest.raises(InputError, match="^regularizer.part=head must be projector or encoder$"):
         Decorrelation(part="head")
 
 
@@ -312,12 +312,18 @@ VARIANTS = {
 }
 
 
+# With a target, with centroids, with classes in place of a projector; the others give a regularizer what byol does.
+KINDS = ("byol", "orchestra", "supervised")
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in KINDS else pytest.mark.heavy) for name in METHODS]
+)
 def test_every_regularizer_trains_with_every_method_the_same_bits_from_the_same_seed(name, variant):
     if name == "supervised" and variant == "decorr of projections":
         pytest.skip("supervised training has no projector")
-    for precision in ("fp32", "bf16"):
+    for precision in ("fp32", "bf16") if name == "byol" else ("fp32",):
         methods = [make(name) for _ in range(2)]
         losses = [fit(method, VARIANTS[variant](), precision=precision) for method in methods]
         assert math.isfinite(losses[0])
@@ -328,7 +334,7 @@ def test_every_regularizer_trains_with_every_method_the_same_bits_from_the_same_
         assert losses[0] != fit(make(name), Regularizer(), precision=precision)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["uot", "decorr of projections", "cosine"])
 def test_a_compiled_encoder_gives_regularizers_the_same_and_is_compiled_once(variant):
     """They take what the encoder puts out by a hook of their own for each step, and alignment copies the encoder."""
     compiled, plain = make("byol"), make("byol")
@@ -356,23 +362,23 @@ def test_a_weight_of_zero_turns_it_off_to_the_bit(kind):
 
 @pytest.mark.parametrize("kind", REGULARIZERS)
 def test_a_negative_weight_is_refused(kind):
-    with pytest.raises(InputError, match=r"^regularizer.weight=-0.1 must not be negative; .* 0 disables it$"):
+    with pytest.raises(InputError, match=r"^regularizer.weight=-0.1 must be a number of at least 0$"):
         REGULARIZERS[kind](weight=-0.1)
 
 
 @pytest.mark.parametrize(
     ("make_it", "message"),
     [
-        (lambda: FUR(variant="kl"), "regularizer.variant=kl is unknown; set regularizer.variant=uot or"),
-        (lambda: FUR(part="head"), "regularizer.part=head is unknown; set regularizer.part=projector or"),
-        (lambda: FUR(reduction="none"), "regularizer.reduction=none is unknown; set regularizer.reduction=mean or"),
-        (lambda: FUR(cost_scale=0), "regularizer.cost_scale=0 must be positive"),
-        (lambda: FUR(tau_b=-1), "regularizer.tau_b=-1 must be positive"),
-        (lambda: FUR(max_iter=0), "regularizer.max_iter=0 must be positive"),
-        (lambda: FUR(tolerance=-1), "regularizer.tolerance=-1 must not be negative"),
-        (lambda: FUR(gpu_iter=-1), "regularizer.gpu_iter=-1 must not be negative"),
-        (lambda: Alignment(distance="l2"), "regularizer.distance=l2 is unknown; set regularizer.distance=info_nce or"),
-        (lambda: Alignment(temperature=0), "regularizer.temperature=0 must be positive"),
+        (lambda: FUR(variant="kl"), "^regularizer.variant=kl must be uot or tangent_swd$"),
+        (lambda: FUR(part="head"), "^regularizer.part=head must be projector or encoder$"),
+        (lambda: FUR(reduction="none"), "^regularizer.reduction=none must be sum or mean$"),
+        (lambda: FUR(cost_scale=0), "^regularizer.cost_scale=0 must be a number above 0$"),
+        (lambda: FUR(tau_b=-1), "^regularizer.tau_b=-1 must be a number above 0$"),
+        (lambda: FUR(max_iter=0), "^regularizer.max_iter=0 must be an integer of at least 1$"),
+        (lambda: FUR(tolerance=-1), "^regularizer.tolerance=-1 must be a number of at least 0$"),
+        (lambda: FUR(gpu_iter=-1), "^regularizer.gpu_iter=-1 must be an integer of at least 0$"),
+        (lambda: Alignment(distance="l2"), "^regularizer.distance=l2 must be info_nce or cosine$"),
+        (lambda: Alignment(temperature=0), "^regularizer.temperature=0 must be a number above 0$"),
     ],
 )
 def test_other_bad_settings_are_refused(make_it, message):

@@ -1,7 +1,9 @@
 """Tables of results: of encoders, of a sweep, of any runs; and which row is marked as the best."""
 
 import csv
+import fcntl
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from omegaconf import OmegaConf
 from fedssl.config.overrides import CONF
 from fedssl.errors import InputError
 from fedssl.report.accuracy_table import best_rows, comparison_key, run_table, sweep_table
-from fedssl.runs.run import find_runs, read_run
+from fedssl.runs.run import LOCK_FILE, find_runs, read_run, run_folders
 
 
 def job(folder: Path, overrides: str, status: str = "finished", reason: str | None = None, **federated: float) -> Path:
@@ -21,6 +23,7 @@ def job(folder: Path, overrides: str, status: str = "finished", reason: str | No
     if status == "finished":
         summary["final"] = {"untrained": {"knn": 0.1}, "federated": federated, "pixels": {"knn": 0.2}}
     (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "metrics.jsonl").write_text('{"round": 1}\n{"round": 2}\n')
     return folder
 
 
@@ -46,7 +49,7 @@ def sweep(tmp_path: Path) -> list[Path]:
 def test_sweep_groups_by_everything_but_the_seed(sweep: list[Path]):
     table = sweep_table(sweep)
     assert table.keys == ["strategy"]  # the other settings do not vary
-    assert table.metrics == ["knn", "linear"]
+    assert list(table.units) == ["knn", "linear"]
     assert [(row.settings["strategy"], row.runs, row.failed) for row in table.rows] == [
         ("fedavg", 2, 0),
         ("l_dawa", 1, 1),
@@ -64,7 +67,7 @@ def test_sweep_text(sweep: list[Path], tmp_path: Path):
         "l_dawa           80.0        90.0     1       1",
         "m_dawa              -           -     0       1",
         "",
-        "runs that did not finish:",
+        "not finished:",
         "",
         f"  {tmp_path / '3'} (strategy=l_dawa partition.alpha=0.1 rounds=5 seed=1): loss is NaN | stop",
         f"  {tmp_path / '4'} (strategy=m_dawa partition.alpha=0.1 rounds=5 seed=0): interrupted",
@@ -103,7 +106,7 @@ def test_sweep_markdown(tmp_path: Path):
         "| --- | ---: | ---: | ---: |\n"
         "| fedavg,x\\|y | 50.0 | 1 | 0 |\n"
         "| l_dawa | - | 0 | 1 |\n"
-        "\nruns that did not finish:\n\n"
+        "\nnot finished:\n\n"
         f"- {tmp_path / '1'} (strategy=l_dawa seed=0): no GPU\n"
     )
 
@@ -121,7 +124,7 @@ def test_sweep_shows_other_units_as_plain_numbers(tmp_path: Path):
     ]
     # Sample deviation of 2 and 3: sqrt(2 * 0.5^2 / 1) = 0.7071.
     table = sweep_table(folders)
-    assert table.metrics == ["knn", "nll"]
+    assert list(table.units) == ["knn", "nll"]
     assert table.text() == "   knn (%)    nll (nats)  runs  failed\n50.0 ± 0.0  2.5 ± 0.7071     2       0"
     assert table.csv().splitlines()[0] == "knn_mean,knn_std,nll_mean,nll_std,runs,failed"
 
@@ -246,7 +249,7 @@ def test_the_same_run_counts_once(tmp_path: Path):
         f"{tmp_path / 'd'} repeats {tmp_path / 'c'}, with other results",
     ]
     notes = table.text().split("\n")[-4:]
-    assert notes[0] == "runs that repeat another one, with the same settings and seed, and are not counted:"
+    assert notes[0] == "not counted, because another run has the same settings and seed:"
     assert notes[2:] == [f"  {line}" for line in table.repeats]
     assert table.markdown().endswith(f"- {table.repeats[1]}\n")
     assert [row["runs"] for row in csv.DictReader(table.csv().splitlines())] == ["2", "1"]
@@ -338,6 +341,33 @@ def test_runs_are_found_below_folders_once_and_in_natural_order(tmp_path: Path):
         (tmp_path / place / "config.yaml").write_text("seed: 0")
     found = [run.folder for run in find_runs([tmp_path / "sweep", tmp_path / "sweep" / "9", tmp_path / "single"])]
     assert found == [tmp_path / "sweep" / "9", tmp_path / "sweep" / "10", tmp_path / "single"]
+
+
+def test_a_folder_of_settings_is_not_a_run(tmp_path: Path):
+    shutil.copytree(CONF, tmp_path / "conf")
+    assert run_folders(tmp_path) == []
+    (tmp_path / "conf" / "run.log").touch()  # a run in a strange folder
+    assert run_folders(tmp_path) == [tmp_path / "conf"]
+
+
+def test_unreadable_lines_are_reported(tmp_path: Path):
+    for name in ("metrics", "clients"):
+        folder = job(tmp_path / name, "strategy=eua", knn=0.5)
+        (folder / f"{name}.jsonl").write_text('{"round": 1}\n{"rou')
+    table = run_table(find_runs([tmp_path]))
+    lines = [f"{tmp_path / name / name}.jsonl: 1 unreadable line" for name in ("clients", "metrics")]
+    lines.append(f"{tmp_path}/metrics/metrics.jsonl: no line of round 2")
+    assert table.text().split("incomplete files:\n\n")[1].split("\n") == [f"  {line}" for line in lines]
+    with (tmp_path / "metrics" / LOCK_FILE).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the run may be writing the line
+        assert run_table(find_runs([tmp_path])).incomplete == lines[:1]
+
+
+def test_choices_that_were_cut_off_are_rejected(tmp_path: Path):
+    folder = job(tmp_path / "0", "strategy=l_dawa", knn=0.5)
+    (folder / "choices.yaml").write_text("method: simclr\nstrategy: l_da")  # valid YAML
+    with pytest.raises(InputError, match=r"choices.yaml cannot be used \(its last line is cut off\)"):
+        find_runs([tmp_path])
 
 
 @pytest.mark.parametrize(("name", "problem"), [("empty", "there is no run in"), ("missing", "there is no folder")])

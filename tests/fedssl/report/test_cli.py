@@ -67,7 +67,7 @@ def test_table_of_a_sweep(sweep: Path, command):
         "fedavg    byol    vit_tiny  dirichlet  0.1              5            3       60.0 ± 14.1     2       0",
         "eua       byol    vit_tiny  dirichlet  0.1              5            3                 -     0       1",
         "",
-        "runs that did not finish:",
+        "not finished:",
         "",
         f"  {sweep / '2'} (strategy=eua seed=0): no GPU",
     ]
@@ -121,7 +121,7 @@ def test_the_old_name_of_the_option_is_answered_by_the_new_one(sweep: Path, comm
     status, out, error = command(sweep, "--pictures")
     assert status == 2
     assert out == ""
-    assert error == "fedssl-report: --pictures is called --figures now; write fedssl-report DIR... --figures\n"
+    assert error == "fedssl-report: --pictures is now --figures; use fedssl-report DIR... --figures\n"
 
 
 def test_figures_need_no_end_of_the_run(tmp_path: Path, command):
@@ -134,7 +134,7 @@ def test_figures_need_no_end_of_the_run(tmp_path: Path, command):
     status, out, error = command(folder, other, "--figures")
     assert status == 0
     assert out.startswith(
-        f"{folder / 'figures'}: metrics.png, tsne.png, sphere.png, cka.png\n{other}: nothing to draw\n\nstrategy"
+        f"{folder / 'figures'}: metrics.png, tsne.png, sphere.png, cka.png\n{other}: no data for figures\n\nstrategy"
     )
     assert "was ended from outside" in out
     assert error == ""
@@ -147,18 +147,21 @@ def test_figures_need_no_end_of_the_run(tmp_path: Path, command):
     [
         (["missing"], "there is no folder missing; give the folders of runs"),
         (["."], "there is no run in .; give the folders of runs"),
-        ([], "no folder is given; write fedssl-report DIR... and --figures behind the folders"),
+        ([], "no folder is given; use fedssl-report DIR..., with --figures after the folders"),
         (["--figures", "sweep"], "no folder is given"),
-        (["sweep", "--figures", "landscap"], "--figures landscap is no figure; choose of partition, metrics,"),
-        (["sweep/0", "--figures", "landscape"], "sweep/0 keeps no models of its rounds, which this figure looks into"),
-        (["sweep/0", "sweep/1", "--figures", "accuracy"], "the figure accuracy is of all 2 folders; say where to with"),
-        (["sweep", "--figures", "accuracy", "--into", "no"], "--into no is no folder; make it, or name another one"),
-        (["sweep", "--out", "table.txt"], "--out table.txt ends in none of .md, .csv, .tex, .html; choose one"),
+        (["sweep", "--figures", "landscap"], "--figures landscap does not exist; choose from partition, metrics,"),
+        (["sweep/0", "--figures", "landscape"], "sweep/0 has no snapshots of models, which this figure needs"),
+        (["sweep/0", "sweep/1", "--figures", "accuracy"], "the figure accuracy is of all 2 folders; add --into FOLDER"),
+        (
+            ["sweep", "--figures", "accuracy", "--into", "no"],
+            "--into no is not a folder; create it",
+        ),
+        (["sweep", "--out", "table.txt"], "--out table.txt must end in one of .md, .csv, .tex, .html"),
         (
             ["sweep", "--out", "nowhere/table.md"],
-            "--out nowhere/table.md lies in no folder; make nowhere first, or name another place",
+            "--out nowhere/table.md: the folder nowhere does not exist; create it",
         ),
-        (["sweep", "--into", "sweep"], "--into sweep is for --figures NAME...; add it, or leave --into out"),
+        (["sweep", "--into", "sweep"], "--into sweep requires --figures NAME...; add it, or remove --into"),
         (["sweep/2"], "no run has finished, so there are no results (sweep/2: no GPU)"),
     ],
 )
@@ -226,7 +229,7 @@ def test_of_a_folder_without_choices_the_words_are_all_that_is_known(tmp_path: P
 
 
 def test_a_reader_who_stops_early_gets_no_traceback(sweep: Path):
-    command = [sys.executable, "-c", "import sys; from fedssl.report.cli import main; sys.exit(main())", str(sweep)]
+    command = [sys.executable, "-c", "from fedssl.command_line import fedssl_report; fedssl_report()", str(sweep)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.stderr.read() == b""

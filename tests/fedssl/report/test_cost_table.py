@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from fedssl.config.overrides import CONF
+from fedssl.errors import InputError
 from fedssl.report.cost_table import cost_table
 from fedssl.runs.costs import CostTotals, sum_costs
 from fedssl.runs.run import read_run
@@ -27,7 +28,8 @@ def job(folder: Path, overrides: str, *lines: dict[str, Any], status: str = "fin
     folder.mkdir()
     summary = {"status": status, "reason": "it was stopped", "overrides": overrides.split(), "final": {}}
     (folder / "summary.json").write_text(json.dumps(summary))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    numbered = [line | {"round": round} for round, line in enumerate(lines, start=1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in numbered))
     schedule = dict(word.split("=") for word in overrides.split()).get("schedule", "end_to_end")
     OmegaConf.save({"schedule": OmegaConf.load(CONF / "schedule" / f"{schedule}.yaml")}, folder / "config.yaml")
     (folder / "choices.yaml").write_text(json.dumps({"schedule": schedule}))  # JSON is YAML
@@ -124,3 +126,27 @@ def test_csv_has_full_precision(tmp_path: Path):
 def test_bytes_for_people(tmp_path: Path, memory: int, shown: str):
     table = table_of(job(tmp_path / "0", "rounds=1", line(memory=memory, flops=1)))
     assert table.text().split("\n")[1].strip().startswith(f"{shown} (1.00x)")
+
+
+def test_a_run_with_missing_rounds_has_no_totals(tmp_path: Path):
+    whole = job(tmp_path / "whole", "rounds=3", line(), line(), line())
+    table = table_of(whole, whole)
+    assert not table.incomplete
+    short = job(tmp_path / "short", "rounds=3 schedule=layer_wise", line(), line(), line())
+    lines = (short / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (short / "metrics.jsonl").write_text(lines[0] + lines[2])
+    table = table_of(whole, short)
+    assert len(table.rows) == 1
+    assert table.incomplete == [f"{short}: round 2"]
+    assert f"not counted, because metrics.jsonl lacks rounds:\n\n  {short}: round 2" in table.text()
+
+
+def test_lines_of_a_round_that_is_repeated_are_rejected(tmp_path: Path):
+    folder = job(tmp_path / "0", "rounds=2", line(), line())
+    with (folder / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps(line(clients=3) | {"round": 2}) + "\n")
+    with pytest.raises(InputError, match=r"metrics.jsonl cannot be used \(line 3 has round 2 after 2\)"):
+        table_of(folder)
+    (folder / "metrics.jsonl").write_text(json.dumps(line() | {"bytes_up": -1}) + "\n")
+    with pytest.raises(InputError, match="bytes_up in line 1 has a value that no run writes there"):
+        table_of(folder)

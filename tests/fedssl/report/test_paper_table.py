@@ -96,7 +96,7 @@ def test_the_table_in_every_form(runs, tmp_path, capsys):
     assert "10 l_dawa linear_l_dawa 69.34 69.0 -0.3 1" in lines  # the paper's own protocol, before others
     assert shown.count("not run") == 5
     assert shown.count("not evaluated") == 1
-    assert f"belong to no row of l_dawa.table1:\n\n  {runs / 'digits'}\n" in shown
+    assert f"match no row of l_dawa.table1:\n\n  {runs / 'digits'}\n" in shown
     rows = list(csv.DictReader((tmp_path / "table.csv").open()))
     row = next(row for row in rows if (row["strategy"], row["local_epochs"]) == ("l_dawa", "5"))
     assert (float(row["paper"]), float(row["ours"]), row["runs"]) == (65.44, pytest.approx(63), "2")

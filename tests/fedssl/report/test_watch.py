@@ -60,7 +60,7 @@ def test_a_sweep_is_followed_to_its_end(tmp_path: Path, monkeypatch, capsys):
     assert seen[1] == seen[2]
     assert "1 of 2 runs finished, 0 running, 1 ended otherwise" in out.read_text()
     printed = capsys.readouterr().out
-    assert f"runs that go on:\n\n  {folder}: 2 of 2 rounds done\n" in printed
+    assert f"running:\n\n  {folder}: 2 of 2 rounds done\n" in printed
     assert printed.count("knn (%)") == 2  # none at first, and what has not changed is not printed again
     assert f"{tmp_path / 'sweep' / '1'} (strategy=l_dawa): no GPU" in printed
 
@@ -93,13 +93,33 @@ def test_a_run_that_goes_on_is_no_result_yet(tmp_path: Path, monkeypatch, capsys
     )
 
 
+def test_a_folder_without_a_run_is_waited_for(tmp_path: Path, monkeypatch, capsys):
+    (tmp_path / "a").mkdir()
+    job(tmp_path / "b" / "0", "strategy=eua", knn=0.25)
+    waits = []
+
+    def wait(seconds: float) -> None:
+        waits.append(capsys.readouterr().out)
+        if len(waits) == 2:
+            job(tmp_path / "a" / "0", "strategy=fedavg", knn=0.5)
+
+    monkeypatch.setattr("time.sleep", wait)
+    report([tmp_path / "a", tmp_path / "b"], out=None, watch=EVERY)
+    assert waits[0].startswith(f"waiting for a run in {tmp_path / 'a'}\nstrategy ")
+    assert waits[1] == ""
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line]
+    assert names[:3] == ["strategy", "fedavg", "eua"]
+    monkeypatch.setattr(sys, "argv", ["fedssl-report", str(tmp_path / "missing"), "--watch", "30"])
+    assert main() == 2
+
+
 @pytest.mark.parametrize("seconds", ["0", "0.5", "-3", "nan", "inf"])
 def test_a_time_that_is_none_is_refused(tmp_path: Path, monkeypatch, capsys, seconds: str):
     job(tmp_path / "0", "strategy=fedavg")
     monkeypatch.setattr(sys, "argv", ["fedssl-report", str(tmp_path), f"--watch={seconds}"])
     assert main() == 2
     assert capsys.readouterr().err == (
-        f"fedssl-report: --watch {float(seconds):g} is no time to wait; give seconds, 1 or more, e.g. --watch 30\n"
+        f"fedssl-report: --watch {float(seconds):g} must be at least 1 second, e.g. --watch 30\n"
     )
 
 

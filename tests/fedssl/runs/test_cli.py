@@ -29,11 +29,14 @@ def job(folder: Path, *overrides: str, status: str | None = "finished", **result
     """A folder as runs leave it."""
     folder.mkdir(parents=True)
     save_run(compose(overrides).recording, folder)
-    summary = {"status": status, "reason": None if status == "finished" else "no GPU", "rounds": 20}
+    summary = {"status": status, "reason": None if status == "finished" else "no GPU"}
+    summary["rounds"] = rounds = 20 if status == "finished" else 0
     summary |= {"overrides": overrides, "command": " ".join(["fedssl", *overrides])}
     summary |= {"final": {"federated": results}} if status == "finished" else {}
     if status is not None:
         (folder / "summary.json").write_text(json.dumps(summary))
+    if rounds:
+        (folder / "metrics.jsonl").write_text("".join(f'{{"round": {round}}}\n' for round in range(1, rounds + 1)))
     return folder
 
 
@@ -83,7 +86,8 @@ def test_list(runs, command):
     assert lines[3].split()[5:] == ["l_dawa", "byol", "dirichlet", "0.1", "10", "knn", "70.0%", "norm", "350.0%"]
     assert lines[4].split()[:3] == ["2026-01-02", "03:04:05", f"{runs}/2026-01-02_03-04-05/1"]
     said = lines[7:]
-    assert len(said) == 3
+    assert len(said) == 4
+    assert f"{runs}/2026-01-05_00-00-00/metrics.jsonl: 1 unreadable line" in said
     assert any("damaged/config.yaml cannot be used (" in line for line in said)
     assert sum("no readable summary.json and no config.yaml" in line for line in said) == 2
 
@@ -139,6 +143,7 @@ def test_show(runs, command):
     assert [line.split()[0] for line in parts[4].splitlines()[1:]] == [
         "choices.yaml",
         "config.yaml",
+        "metrics.jsonl",
         "overrides.yaml",
         "summary.json",
     ]
@@ -161,7 +166,7 @@ def test_show(runs, command):
         ),
         (["list", "nowhere"], "there is no folder nowhere"),
         (["list"], "there is neither runs nor multirun here"),
-        (["show", "{runs}"], "is no folder of a run"),
+        (["show", "{runs}"], "is not a run folder"),
         (["show", "{runs}/damaged"], "cannot be used"),
         (["show", "{runs}/foreign"], "it is no run, or was none yet"),
     ],

@@ -20,7 +20,7 @@ from fedssl.plots.partition import read_partition_table
 from fedssl.report.cli import main
 from fedssl.runs.loaded_run import LoadedRun, load_run_folder
 from fedssl.runs.representations import read_representations
-from fedssl.runs.snapshots import SnapshotWriter, forget_after, kept_rounds, read_layers, save_layers
+from fedssl.runs.snapshots import SnapshotWriter, read_layers, remove_later_snapshots, save_layers, snapshot_rounds
 from fedssl.seeding import torch_generator
 from server_app.checkpoint import latest_checkpoint
 from server_app.compatibility import validate_aggregation
@@ -61,8 +61,8 @@ def test_every_figure_is_there_in_every_form(folder: Path):
 
 
 def test_kept_models_are_those_of_the_round(folder: Path, opened: LoadedRun):
-    assert [one.round for one in opened.kept] == [1, 2]
-    last = opened.kept[-1]
+    assert [one.round for one in opened.snapshots] == [1, 2]
+    last = opened.snapshots[-1]
     assert (list(last.models), list(last.clients)) == (["global"], [0, 1])
     model = opened.layers(last.models["global"])
     state = latest_checkpoint(folder / "checkpoints")
@@ -94,7 +94,7 @@ def test_landscape_has_the_loss_of_its_models(folder: Path, opened: LoadedRun):
     assert (kinds.count("client"), kinds.count("grid")) == (2, 9)
     # The loss of the last model, by the method itself, on the same views: one whole batch of 64 of the 120 images.
     method = build_method(opened.settings.model)
-    load_layers(method, opened.layers(opened.kept[-1].models["global"]))
+    load_layers(method, opened.layers(opened.snapshots[-1].models["global"]))
     images, _ = opened.images(landscape.MAX_IMAGES)
     views = opened.settings.training.augmentation.instantiate()(
         images[:64], torch_generator(opened.settings.seed, "landscape views")
@@ -115,7 +115,7 @@ def test_cka_is_that_of_the_representations(folder: Path):
 
 
 def test_cka_of_layers_is_that_of_their_outputs(folder: Path, opened: LoadedRun):
-    kept = opened.kept[-1]
+    kept = opened.snapshots[-1]
     images, _ = opened.images(256)
     outputs = []
     for client in (0, 1):
@@ -156,25 +156,25 @@ def test_forgetting_is_the_accuracy_that_aggregation_takes_away():
 def test_damaged_models_are_named(tmp_path: Path):
     like = {"encoder.weight": torch.zeros(2)}
     save_layers(tmp_path, 7, "model-global", {"encoder.weight": np.ones(2, dtype=np.float32)})
-    (kept,) = kept_rounds(tmp_path)
+    (kept,) = snapshot_rounds(tmp_path)
     assert kept.round == 7
     np.testing.assert_array_equal(read_layers(kept.models["global"], like)["encoder.weight"], [1, 1])
     bad = [{"encoder.weight": np.ones(3, dtype=np.float32)}, {"other": np.ones(2, dtype=np.float32)}]
     bad += [{"encoder.weight": np.ones(2)}, {"encoder.weight": np.array([1, np.nan], dtype=np.float32)}]
     for layers in bad:
         save_layers(tmp_path, 7, "model-global", layers)
-        with pytest.raises(InputError, match=r"model-global.pt cannot be used \(it does not hold layers of this run"):
+        with pytest.raises(InputError, match=r"model-global.pt cannot be used \(it does not contain layers of this"):
             read_layers(kept.models["global"], like)
     kept.models["global"].write_bytes(b"nothing")
-    with pytest.raises(InputError, match=r"model-global.pt cannot be used \(it does not hold layers\)"):
+    with pytest.raises(InputError, match=r"model-global.pt cannot be used \(it does not contain layers\)"):
         read_layers(kept.models["global"], like)
 
 
-@pytest.mark.parametrize("use", [kept_rounds, lambda folder: forget_after(folder, 0)])
+@pytest.mark.parametrize("use", [snapshot_rounds, lambda folder: remove_later_snapshots(folder, 0)])
 def test_a_file_in_the_place_of_models_is_named(tmp_path: Path, use):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "round-000001").touch()
-    with pytest.raises(InputError, match="round-000001 has the place of the models of a round, but is no folder"):
+    with pytest.raises(InputError, match="round-000001 must be a folder of models; remove the file"):
         use(tmp_path)
 
 
@@ -182,20 +182,20 @@ def test_only_what_was_used_of_a_finished_round_counts(tmp_path: Path):
     snapshot_writer, layers = SnapshotWriter(tmp_path, 3), {"encoder.weight": np.ones(2, dtype=np.float32)}
     snapshot_writer.observe(0, layers)
     snapshot_writer.observe(4, layers)
-    with pytest.raises(InputError, match="keeps no models of its rounds"):
-        kept_rounds(tmp_path)
+    with pytest.raises(InputError, match="has no snapshots of models"):
+        snapshot_rounds(tmp_path)
     snapshot_writer.finish({"global": layers}, used=[4])  # client 0 was in an attempt that failed
-    (kept,) = kept_rounds(tmp_path)
+    (kept,) = snapshot_rounds(tmp_path)
     assert list(kept.clients) == [4]
     SnapshotWriter(tmp_path, 5).finish({"global": layers}, used=[])
-    forget_after(tmp_path, 3)  # resumed behind round 3
-    assert [one.round for one in kept_rounds(tmp_path)] == [3]
+    remove_later_snapshots(tmp_path, 3)  # resumed behind round 3
+    assert [one.round for one in snapshot_rounds(tmp_path)] == [3]
     assert [place.name for place in (tmp_path / "models").iterdir()] == ["round-000003"]
 
 
 def test_few_rounds_give_no_plane(opened: LoadedRun):
-    alone = LoadedRun(opened.folder, opened.settings, opened.kept[-1:], opened.device)
-    with pytest.raises(InputError, match=r"keeps the models of 1 round\(s\) .* needs 2; run it again with a smaller"):
+    alone = LoadedRun(opened.folder, opened.settings, opened.snapshots[-1:], opened.device)
+    with pytest.raises(InputError, match=r"has snapshots of 1 round\(s\) .* needs 2; run it again with a smaller"):
         landscape.compute_landscape(alone)
 
 

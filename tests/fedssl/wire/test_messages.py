@@ -147,9 +147,9 @@ ONE = np.arange(4, dtype=np.float32)
         (npy(ONE)[:-1], r"array w has 15 bytes, but 16 by its shape \(4,\)"),
         (npy(ONE) + b"x", r"array w has 17 bytes, but 16 by its shape \(4,\)"),
         (npy(ONE, shape=(10**12,)), "array w has 16 bytes, but 4000000000000 by its shape"),
-        (npy(ONE, shape=(-2, -2)), r"array w holds float32 of shape \(-2, -2\) instead of numbers"),
-        (npy(ONE, descr="|O"), "array w holds object"),
-        (npy(ONE, descr="<c8"), "array w holds complex64"),
+        (npy(ONE, shape=(-2, -2)), r"array w has float32 of shape \(-2, -2\) instead of numbers"),
+        (npy(ONE, descr="|O"), "array w has object"),
+        (npy(ONE, descr="<c8"), "array w has complex64"),
         (npy(ONE, descr="|S4"), "instead of numbers"),
         (npy(ONE, descr=[("a", "<f4")]), "instead of numbers"),
     ],
@@ -163,9 +163,9 @@ def test_bytes_that_are_no_array_are_refused_before_anything_is_taken(data, reas
 
 
 @given(st.binary(max_size=200), st.integers(0, 200))
-def test_whatever_bytes_there_are_an_array_or_a_sentence_comes_out(noise, place):
+def test_whatever_bytes_there_are_an_array_or_a_sentence_comes_out(noise, start):
     data = npy(ONE)
-    for mixed in (noise, data[:place] + noise + data[place + len(noise) :]):
+    for mixed in (noise, data[:start] + noise + data[start + len(noise) :]):
         with suppress(ValueError):
             array = read_array(mixed, name="w")
             assert array.nbytes < len(mixed)

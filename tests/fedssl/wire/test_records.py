@@ -132,7 +132,7 @@ def test_a_record_that_is_changed_is_packed_anew():
 def test_one_array_per_layer_as_a_flower_peer_writes_them_is_read_too_but_not_where_layers_are_shortened():
     stock = ArrayRecord(dict(arrays_to_record(LAYERS)))
     assert same(decode_arrays(stock), LAYERS)
-    with pytest.raises(ValueError, match="the layers come without their table"):
+    with pytest.raises(ValueError, match="the table of layers is missing"):
         decode_arrays(stock, "int8")
 
 
@@ -149,7 +149,7 @@ def test_a_plan_that_names_another_transport_is_refused():
     with pytest.raises(ValueError, match="wire_dtype=zip is not valid; choose one of fp32, fp16, bf16, int8"):
         TrainPlan.from_content(content)
     content.config_records["config"]["wire-dtype"] = "int8"
-    with pytest.raises(ValueError, match="layers come by wire_dtype=fp32 instead of int8"):
+    with pytest.raises(ValueError, match="layers have wire_dtype=fp32 instead of int8"):
         TrainPlan.from_content(arrived(message_of(content)).content)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from fedssl.wire.wire_format import (
-    LONGEST_TABLE,
+    MAX_TABLE_BYTES,
     SCALES,
     TABLE,
     WEIGHTS,
@@ -171,9 +171,9 @@ GOOD = {WEIGHTS: np.array([1, 2, 3, 4], dtype=np.int8), SCALES: np.ones(2, dtype
 @pytest.mark.parametrize(
     ("arrived", "wire_dtype", "reason"),
     [
-        ({"float32": F4}, "fp32", "the layers come without their table"),
-        ({TABLE: F4, "float32": F4}, "fp32", "the layers come without their table"),
-        ({TABLE: np.zeros(LONGEST_TABLE + 1, dtype=np.uint8)}, "fp32", "the table of layers has 1048577 bytes"),
+        ({"float32": F4}, "fp32", "the table of layers is missing"),
+        ({TABLE: F4, "float32": F4}, "fp32", "the table of layers is missing"),
+        ({TABLE: np.zeros(MAX_TABLE_BYTES + 1, dtype=np.uint8)}, "fp32", "the table of layers has 1048577 bytes"),
         ({TABLE: np.frombuffer(b"[" * 100_000, np.uint8)}, "fp32", "the table of layers is damaged"),
         ({TABLE: np.frombuffer(b"\xff\xfe", np.uint8)}, "fp32", "the table of layers is damaged"),
         ({TABLE: table("fp32", 7)}, "fp32", "the table of layers is damaged"),
@@ -185,22 +185,22 @@ GOOD = {WEIGHTS: np.array([1, 2, 3, 4], dtype=np.int8), SCALES: np.ones(2, dtype
         ({TABLE: table("fp32", ["w", "float32", [1] * 17]), "float32": F4}, "fp32", "the table of layers is damaged"),
         ({TABLE: table("fp32", ["w", "float32", [2**40]]), "float32": F4}, "fp32", "the table of layers is damaged"),
         ({TABLE: table("fp32", W, W), "float32": F4}, "fp32", "names a layer twice"),
-        ({TABLE: table("fp32", W), "float32": F4}, "int8", "layers come by wire_dtype=fp32 instead of int8"),
-        ({TABLE: table("int8", W), **GOOD}, "fp32", "layers come by wire_dtype=int8 instead of fp32"),
+        ({TABLE: table("fp32", W), "float32": F4}, "int8", "layers have wire_dtype=fp32 instead of int8"),
+        ({TABLE: table("int8", W), **GOOD}, "fp32", "layers have wire_dtype=int8 instead of fp32"),
         (
             {TABLE: table("fp32", ["w", "float32", [2**30, 2**30]]), "float32": F4},
             "fp32",
-            r"array float32 holds float32 of shape \(4,\) instead of 1152921504606846976 float32",
+            r"array float32 has float32 of shape \(4,\) instead of 1152921504606846976 float32",
         ),
         ({TABLE: table("fp32", W), "float32": F4[:3]}, "fp32", "instead of 4 float32"),
         ({TABLE: table("fp32", W), "float32": F4.reshape(2, 2)}, "fp32", r"of shape \(2, 2\) instead of 4"),
-        ({TABLE: table("fp32", W), "float32": F4.astype(">f4")}, "fp32", "holds >f4"),
-        ({TABLE: table("fp32", W), "float32": F4.astype(np.float64)}, "fp32", "holds float64"),
+        ({TABLE: table("fp32", W), "float32": F4.astype(">f4")}, "fp32", "has >f4"),
+        ({TABLE: table("fp32", W), "float32": F4.astype(np.float64)}, "fp32", "has float64"),
         ({TABLE: table("fp32", W)}, "fp32", "array float32 is missing"),
         ({TABLE: table("fp32", W), "float32": F4, "x": F4}, "fp32", "array x is not in the table of layers"),
         ({TABLE: table("int8", W), WEIGHTS: GOOD[WEIGHTS]}, "int8", "array scales is missing"),
-        ({TABLE: table("int8", W), WEIGHTS: F4, SCALES: GOOD[SCALES]}, "int8", "array weights holds float32"),
-        ({TABLE: table("fp16", W), WEIGHTS: GOOD[WEIGHTS].astype(np.int16)}, "fp16", "array weights holds int16"),
+        ({TABLE: table("int8", W), WEIGHTS: F4, SCALES: GOOD[SCALES]}, "int8", "array weights has float32"),
+        ({TABLE: table("fp16", W), WEIGHTS: GOOD[WEIGHTS].astype(np.int16)}, "fp16", "array weights has int16"),
         *(
             (
                 {TABLE: table("int8", W), **GOOD, SCALES: np.array([1, bad], dtype=np.float32)},

@@ -1,0 +1,105 @@
+"""Write ``docs/settings.md``, the reference of all settings: ``uv run python docs/_site/settings_page.py``.
+
+Values are those of `fedssl.config.constraints`; defaults and descriptions are those of ``conf/``.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pages import CONF, GROUPS, ROOT, Setting, settings  # mkdocs loads it as a hook, not as a package
+
+from fedssl.config.constraints import find_constraint
+
+PAGE = ROOT / "docs" / "settings.md"
+_WITHOUT_SETTINGS = ("experiment", "augmentation")  # an augmentation has recipes, see fedssl/augmentation/recipe.py
+_NOT_OF_THE_GROUP = ("aggregation.", "protocols")  # prefixes of settings that are not those of the group
+_HEAD = """# Settings
+
+`fedssl --cfg job` prints all settings of a run, with your overrides. Set one with `key=value`, e.g.
+`fedssl rounds=10 optimizer.lr=0.01`. A value of another type or outside its range is rejected before the run starts.
+Where choices have different defaults, the table names each. A choice of a paper, such as `method=fedu/byol`, may have
+other defaults. `evaluation` and `final_evaluation` have the same settings.
+
+This page is generated from `conf/` and `fedssl/config/constraints.py`.
+"""
+
+
+def page() -> str:
+    """Return the text of the page."""
+    config = (CONF / "config.yaml").read_text()
+    rows = [row for row in settings(config[config.index("\nseed:") :]) if not row.key.startswith("hydra.")]
+    sections = [_section("All runs", [("", "", row) for row in rows])]
+    for group, title in GROUPS.items():
+        if group in _WITHOUT_SETTINGS:
+            continue
+        files = sorted((CONF / group).glob("*.yaml"))
+        of_group = [(group, file.stem, row) for file in files for row in settings(file.read_text())]
+        inner = [(group, choice, row) for group, choice, row in of_group if not row.key.startswith(_NOT_OF_THE_GROUP)]
+        if inner:
+            sections.append(_section(title, inner))
+    return "\n".join([_HEAD, *sections])
+
+
+def _section(title: str, rows: list[tuple[str, str, Setting]]) -> str:
+    lines = [f"## {title}", "", "| setting | value | default | |", "|---|---|---|---|"]
+    by_key: dict[str, list[tuple[str, Setting]]] = {}
+    for group, choice, row in rows:
+        by_key.setdefault(f"{group}.{row.key.removeprefix(f'{group}.')}".lstrip("."), []).append((choice, row))
+    for key, choices in by_key.items():
+        if all(row.default.startswith("#") for _, row in choices):  # a nested node
+            continue
+        values = " or ".join(dict.fromkeys(_values(key, choice, row) for choice, row in choices))
+        comments = dict.fromkeys(row.comment.rstrip(".") for _, row in choices if row.comment)
+        lines.append(f"| `{key}` | {_cell(values)} | {_defaults(choices)} | {_cell('; '.join(comments))} |")
+    return "\n".join([*lines, ""])
+
+
+def _values(key: str, choice: str, row: Setting) -> str:
+    """Return the type and the range of a setting."""
+    parts = key.split(".")
+    group = parts[0] if len(parts) > 1 else ""
+    if constraint := find_constraint(group, parts[-1], owner=_owner(group, choice)):
+        return str(constraint)
+    default = yaml.safe_load(row.default or "null")
+    names = {bool: "true or false", str: "a string", list: "a list", dict: "a mapping", int: "an integer"}
+    return names.get(type(default), "a string, or null")
+
+
+def _owner(group: str, choice: str) -> str:
+    """Return the name of the class of a choice."""
+    if not choice:
+        return ""
+    node: Mapping[str, Any] = yaml.safe_load((CONF / group / f"{choice}.yaml").read_text()) or {}
+    return str(node.get("_target_", "")).rpartition(".")[2]
+
+
+def _defaults(choices: list[tuple[str, Setting]]) -> str:
+    defaults: dict[str, list[str]] = {}
+    for choice, row in choices:
+        defaults.setdefault(row.default, []).append(choice)
+    if len(defaults) == 1:
+        return _code(next(iter(defaults)))
+    return ", ".join(f"{_code(default)} ({', '.join(names)})" for default, names in defaults.items())
+
+
+def _code(default: str) -> str:
+    return f"`{default.replace('|', '/')}`" if default else ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()

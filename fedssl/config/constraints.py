@@ -1,0 +1,385 @@
+"""Types and ranges of settings: one declaration for each, by config group and name.
+
+`fedssl.config.compose` validates the config by them before a run, and constructors validate their arguments.
+``docs/settings.md`` is generated from them. A class with another range for a name has its own entry.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from omegaconf import DictConfig
+
+from fedssl.config.settings import WIRE_DTYPES, DataSettings
+from fedssl.errors import InputError
+
+MAX_IMAGE_SIZE = 4096  # pixels, of height and width
+MIN_IMAGES = 2  # of a client: batch norm and contrastive losses need two images
+MAX_INTEGER = 2**31 - 1
+_LARGE = 1e6  # a larger weight, rate or noise overflows float32 within a round
+_NAMES = {int: ("an integer", "integers"), float: ("a number", "numbers"), bool: ("true or false", "true and false")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraint:
+    """Type and range of a setting.
+
+    Attributes
+    ----------
+    kind : type
+        int, float or bool. A float accepts integers.
+    choices : tuple
+        Allowed values in place of a type; empty for numbers.
+    minimum, above, below, maximum : float
+        Bounds: ``minimum <= value <= maximum`` and ``above < value < below``.
+    optional : bool
+        Whether null is allowed.
+    is_list : bool
+        Whether the value is a list, each item of which is constrained.
+    """
+
+    kind: type = float
+    choices: tuple[Any, ...] = ()
+    minimum: float = -math.inf
+    above: float = -math.inf
+    below: float = math.inf
+    maximum: float = math.inf
+    optional: bool = False
+    is_list: bool = False
+
+    def allows(self, value: Any) -> bool:
+        """Return whether a value is valid."""
+        if value is None:
+            return self.optional
+        if self.is_list:
+            return isinstance(value, list | tuple) and all(self._allows_item(item) for item in value)
+        return self._allows_item(value)
+
+    def _allows_item(self, value: Any) -> bool:
+        if self.choices:
+            return any(value == choice and type(value) is type(choice) for choice in self.choices)
+        if self.kind is bool or isinstance(value, bool):
+            return self.kind is bool and isinstance(value, bool)
+        if not isinstance(value, int if self.kind is int else int | float):
+            return False
+        return self.minimum <= value <= self.maximum and self.above < value < self.below and abs(value) < math.inf
+
+    def describe(self, value: Any) -> str:
+        """Return what an invalid value must be, e.g. ``a number above 0 and at most 1, or null``."""
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and not math.isfinite(value):
+            return str(self).replace("number", "finite number", 1)
+        return f"at most {int(self.maximum):,}" if is_number and value > self.maximum else str(self)
+
+    def __str__(self) -> str:
+        """Return the type and the range, without the technical limits of `MAX_INTEGER` and `_LARGE`."""
+        name = " or ".join(map(str, self.choices)) or _NAMES[self.kind][self.is_list]
+        bounds = {"of at least": self.minimum, "above": self.above, "below": self.below, "at most": self.maximum}
+        bounds |= {"at most": math.inf} if self.maximum >= _LARGE else {}
+        range_ = " and ".join(f"{bound} {value:g}" for bound, value in bounds.items() if abs(value) < math.inf)
+        range_ = re.sub(r"of at least (.*) and at most (.*)", r"from \1 to \2", range_)
+        return f"{'a list of ' * self.is_list}{name} {range_}".rstrip() + ", or null" * self.optional
+
+
+def _integer(minimum: float, maximum: float = MAX_INTEGER) -> Constraint:
+    return Constraint(kind=int, minimum=minimum, maximum=maximum)
+
+
+def _choice(*choices: Any) -> Constraint:
+    return Constraint(choices=choices)
+
+
+def _optional(constraint: Constraint) -> Constraint:
+    return replace(constraint, optional=True)
+
+
+def _list_of(constraint: Constraint) -> Constraint:
+    return replace(constraint, is_list=True)
+
+
+_BOOL = Constraint(kind=bool)
+_POSITIVE = Constraint(above=0, maximum=_LARGE)
+_NOT_NEGATIVE = Constraint(minimum=0, maximum=_LARGE)
+_FRACTION = Constraint(minimum=0, maximum=1)
+_BELOW_ONE = Constraint(minimum=0, below=1)
+_ABOVE_ZERO = Constraint(above=0, maximum=1)
+_PARTS = _choice("projector", "encoder")
+_WEIGHTING = _choice("examples", "uniform")
+_LOSS_WEIGHTING = _choice("examples", "uniform", "loss")
+_OPTIMIZER = {
+    "lr": Constraint(minimum=0),
+    "momentum": _FRACTION,
+    "weight_decay": _NOT_NEGATIVE,
+    "nesterov": _BOOL,
+    "fused": _optional(_BOOL),
+}
+
+CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
+    "": {
+        "seed": _integer(0, 2**63 - 1),
+        "num_clients": _integer(1),
+        "clients_per_round": _integer(1),
+        "unseen_clients": _integer(0),
+        "rounds": _integer(1),
+        "local_epochs": _integer(0),
+        "clip_norm": _optional(Constraint(above=0)),
+        "batch_size": _integer(2),
+        "device": _choice("auto", "cpu", "cuda"),
+        "precision": _choice("fp32", "bf16"),
+        "channels_last": _BOOL,
+        "gpu_augmentation": _choice("torch", "triton"),
+        "cuda_graphs": _BOOL,
+        "compile": _BOOL,
+        # More threads crash the process.
+        "threads": _optional(_integer(1, 1024)),
+        "keep_freed_memory": _BOOL,
+        "wire_dtype": _choice(*WIRE_DTYPES),
+        "reply_timeout": Constraint(minimum=1),
+        "evaluate_every": _integer(0),
+        "collapse_images": _integer(0),
+        "evaluate_personalized": _BOOL,
+        "adaptation_epochs": _integer(0),
+        "measure_resources": _BOOL,
+        "checkpoint_every": _integer(1),
+        "keep_checkpoints": _integer(1),
+        "snapshot_every": _integer(0),
+    },
+    "aggregation": {
+        "min_updates": _integer(1),
+        "max_retries": _integer(0),
+        "over_selection": _integer(0),
+        "round_deadline": _optional(Constraint(above=0)),
+        "buffered": _BOOL,
+        "delay_sigma": Constraint(minimum=0, maximum=10),
+        "max_norm_ratio": _optional(Constraint(minimum=1)),
+        "max_examples": _optional(_integer(1)),
+    },
+    "early_stopping": {
+        "patience": _optional(_integer(1)),
+        "min_delta": Constraint(minimum=0),
+        "threshold": _optional(Constraint()),
+    },
+    "privacy": {
+        "clip_norm": _optional(Constraint(above=0)),
+        "noise_multiplier": _POSITIVE,
+        "delta": Constraint(above=0, below=1),
+    },
+    "secure_aggregation": {
+        "clipping_range": _optional(_POSITIVE),
+        "threshold": Constraint(above=0.5, maximum=1),
+    },
+    "engine": {
+        "client_cpus": _optional(_integer(1)),
+        "client_gpus": _optional(Constraint(minimum=0)),
+    },
+    "calibration": {
+        "when": _optional(_choice("start", "end")),
+        "share": _ABOVE_ZERO,
+        "epochs": _integer(0),
+    },
+    "dataset": {
+        "channels": _choice(1, 3),
+        "size": _integer(1, MAX_IMAGE_SIZE),
+        "mean": _list_of(Constraint()),
+        "std": _list_of(Constraint(above=0)),
+        "limit": _optional(_integer(1)),
+        "test_limit": _optional(_integer(1)),
+        "num_classes": _optional(_integer(1)),
+        "max_pixels": _integer(1),
+        "test_fraction": _BELOW_ONE,
+        "folders": _choice("class", "owner", "owner/class"),
+    },
+    "partition": {
+        "alpha": Constraint(above=0, maximum=_LARGE),
+        "beta": _FRACTION,
+        "classes_per_client": _integer(1),
+        "clusters": _optional(_integer(1)),
+        "components": _integer(1),
+        "min_size": _integer(MIN_IMAGES),
+        "self_balancing": _BOOL,
+    },
+    "encoder": {
+        "channels": _integer(1),
+        "size": _integer(1, MAX_IMAGE_SIZE),
+        "width": _integer(1, 65_536),
+        "depth": _integer(1, 1000),
+        "heads": _integer(1, 65_536),
+        "patch": _integer(1, MAX_IMAGE_SIZE),
+        "norm": _choice("batch", "group"),
+        "stem": _choice("small", "imagenet"),
+        "pool": _choice("token", "mean"),
+        "positions": _choice("sincos", "learned"),
+    },
+    "method": {
+        "temperature": _POSITIVE,
+        "concat_views": _BOOL,
+        "lambd": _NOT_NEGATIVE,
+        "ema_decay": _FRACTION,
+        "target_init": _choice("persist", "reset", "average"),
+        "loss_scale": _optional(_POSITIVE),
+        "train_patches": _BOOL,
+        "hidden_dim": _integer(1, 1_048_576),
+        "out_dim": _integer(1, 1_048_576),
+        "num_layers": _integer(1, 1024),
+        "batch_norm": _BOOL,
+        "last_batch_norm": _BOOL,
+        "num_classes": _optional(_integer(1)),
+        "sent_per_round": _integer(0),
+        "dictionary_capacity": _integer(1),
+        "alignment_weight": _NOT_NEGATIVE,
+        "local_clusters": _integer(1),
+        "global_clusters": _integer(2),
+        "queue_size": _integer(1),
+    },
+    "SimCLR": {"loss": _choice("standard", "l_dawa")},
+    "BarlowTwins": {"loss": _choice("standard", "l_dawa")},
+    "regularizer": {
+        "weight": _NOT_NEGATIVE,
+        "temperature": _POSITIVE,
+        "distance": _choice("info_nce", "cosine"),
+        "part": _PARTS,
+        "variant": _choice("uot", "tangent_swd"),
+        "reduction": _choice("sum", "mean"),
+        "cost_scale": _POSITIVE,
+        "tau_a": _POSITIVE,
+        "tau_b": _POSITIVE,
+        "max_iter": _integer(1),
+        "tolerance": _NOT_NEGATIVE,
+        "gpu_iter": _integer(0),
+    },
+    "optimizer": _OPTIMIZER,
+    "lr_schedule": {
+        "eta_min_factor": _FRACTION,
+        "per_stage": _BOOL,
+        "factor": _ABOVE_ZERO,
+        "milestones": _list_of(Constraint(above=0, below=1)),
+    },
+    "schedule": {
+        "depth_dropout": _BELOW_ONE,
+        "weight_transfer": _BOOL,
+    },
+    "server_optimizer": {
+        "lr": _POSITIVE,
+        "momentum": _BELOW_ONE,
+        "beta_1": _BELOW_ONE,
+        "beta_2": _BELOW_ONE,
+        "tau": _POSITIVE,
+    },
+    "strategy": {
+        "weighting": _WEIGHTING,
+        "buffers": _choice("average", "scale"),
+        "distance": _choice("mean_conv_l2", "squared_l2"),
+        "aggregate": _choice("online", "target"),
+        "update": _choice("online", "target", "both"),
+        "predictor": _choice("dapu", "global", "local"),
+        "predictor_threshold": Constraint(minimum=0),
+        "tau": Constraint(minimum=0),
+        "beta": Constraint(above=0, below=0.5),
+        "rule": _choice("fedavg", "l_dawa", "m_dawa", "eua", "loss_weighted", "median"),
+        "assign_by": _choice("loss", "update_cosine"),
+        "assign_at": _choice("client", "server"),
+        "clusters": _integer(1),
+        "cluster_round": _integer(1),
+        "num_images": _integer(2),
+        "topology": _choice("ring", "grid", "star", "complete", "random_regular", "erdos_renyi", "file"),
+        "degree": _optional(_integer(1)),
+        "probability": _optional(_ABOVE_ZERO),
+        "interval": _integer(1),
+        "malicious": _integer(0),
+        "select": _integer(1),
+        "deviation": _choice("log", "unit"),
+        "step": _choice("normalized", "constant"),
+        "server_lr": _POSITIVE,
+        "weight": _NOT_NEGATIVE,
+        "normalize": _BOOL,
+        "scale_at": _choice("server", "client"),
+        "warmup_rounds": _integer(0),
+    },
+    "LDAWA": {"weighting": _LOSS_WEIGHTING},
+    "LDAWAFedU": {"weighting": _LOSS_WEIGHTING},
+    "Clustered": {"weighting": _optional(_LOSS_WEIGHTING)},
+    "evaluation": {
+        **_OPTIMIZER,
+        "k": _integer(1),
+        "temperature": _POSITIVE,
+        "l2": _NOT_NEGATIVE,
+        "max_iterations": _integer(1),
+        "labels_per_class": _list_of(_integer(1)),
+        "shares": _list_of(_ABOVE_ZERO),
+        "draws": _integer(1),
+        "epochs": _integer(0),
+        "batch_size": _integer(2),
+        "batch_norm_epochs": _integer(0),
+        "features": _choice("pooled", "map"),
+        "encoder_lr": _NOT_NEGATIVE,
+        "head_lr": _NOT_NEGATIVE,
+        "warmup": _integer(0),
+        "milestones": _list_of(_integer(0)),
+        "gamma": _FRACTION,
+        "T_max": _integer(0),
+        "num_ops": _integer(1, 64),
+        "magnitude": _integer(0, 30),
+    },
+}
+
+
+def find_constraint(group: str, name: str, *, owner: str = "") -> Constraint | None:
+    """Return the constraint of a setting, first that of its class ``owner``; None if it has none."""
+    own = CONSTRAINTS.get(owner, {}).get(name)
+    return own or CONSTRAINTS.get(group, {}).get(name)
+
+
+def check_arguments(group: str, *, owner: str = "", **values: Any) -> None:
+    """Raise `InputError` if an argument of a constructor violates the constraint of its name in the group."""
+    for name, value in values.items():
+        constraint = find_constraint(group, name, owner=owner)
+        assert constraint is not None, f"{group}.{name} has no constraint"
+        if not constraint.allows(value):
+            raise InputError(f"{group}.{name}={as_yaml(value)} must be {constraint.describe(value)}")
+
+
+def as_yaml(value: Any) -> Any:
+    """Return a value as YAML writes it, for an error message."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return list(value) if isinstance(value, tuple) else value
+
+
+def check_channels(dataset: DataSettings | DictConfig) -> None:
+    """Raise `InputError` unless a data set has a mean and a standard deviation for each channel."""
+    for name, values in (("mean", dataset.mean), ("std", dataset.std)):
+        if len(values) != dataset.channels:
+            raise InputError(
+                f"dataset.{name}={list(values)} has {len(values)} values but dataset.channels={dataset.channels}; "
+                "give one value per channel"
+            )
+
+
+def constraints_in(
+    node: Mapping[str, Any], *, installed: frozenset[str], group: str = "", prefix: str = "", owner: str = ""
+) -> Iterator[tuple[str, Any, Constraint]]:
+    """Yield key, value and constraint of each setting in a config that has one.
+
+    Arguments of the user's own classes, whose ``_target_`` is not ``installed``, have none.
+    """
+    target = str(node.get("_target_") or "")
+    owner = target.rpartition(".")[2] or owner
+    if target and target not in installed:
+        return
+    for key, value in node.items():
+        name = f"{prefix}{key}"
+        if constraint := find_constraint(group, str(key), owner=owner):
+            yield name, value, constraint
+        elif isinstance(value, Mapping):
+            yield from constraints_in(
+                value, installed=installed, group=_group_of(group, str(key)), prefix=f"{name}.", owner=owner
+            )
+
+
+def _group_of(group: str, key: str) -> str:
+    """Return the group of the settings in the node ``key`` of a group."""
+    if key in ("dataset", "datasets"):
+        return "dataset"
+    return group or ("evaluation" if key == "final_evaluation" else key)

@@ -1,0 +1,72 @@
+"""The worker's model between two clients: what one client uploads is moved out, and the next one has to load it."""
+
+import pytest
+import torch
+
+from fedssl.config.load import compose
+from fedssl.methods.base import build_method
+from fedssl.model_arrays import (
+    check_loaded,
+    exchanged_layers,
+    exchanged_names,
+    load_and_start_round,
+    load_layers,
+    local_names,
+    move_layers_out,
+)
+from fedssl.seeding import torch_generator
+from fedssl.training import LocalTrainer, train
+from strategies.base import ClientStrategy
+from tests.federation import Federation
+
+SMALL = ["encoder.width=4", "batch_size=4", "local_epochs=1"]
+MOVED_OUT = "were moved out of the model; load them before it is used"
+
+
+def make(*overrides):
+    settings = compose([*SMALL, *overrides])
+    method = build_method(settings.model)
+    images = torch.randint(256, (8, 1, 28, 28), dtype=torch.uint8, generator=torch_generator(0, "images"))
+    training = LocalTrainer.build(settings.training, method)
+    return method, lambda: train(method, images, torch.arange(8), training=training, generator=torch_generator(0))
+
+
+def test_moving_copies_nothing():
+    method, _ = make()
+    address = method.named_tensors["encoder.blocks.0.0.weight"].data_ptr()
+    layers = move_layers_out(method, exchanged_names(method))
+    assert layers["encoder.blocks.0.0.weight"].ctypes.data == address
+
+
+def test_a_model_is_not_used_before_all_its_layers_are_loaded():
+    method, run = make()
+    expected = exchanged_layers(method)
+    layers = move_layers_out(method, exchanged_names(method))
+    *most, last = layers
+    for names in ([], most):
+        load_layers(method, {name: layers[name] for name in names})
+        for use in (run, lambda: check_loaded(method, [last])):
+            with pytest.raises(RuntimeError, match=MOVED_OUT):
+                use()
+    load_layers(method, {last: layers[last]})
+    assert all((array == expected[name]).all() for name, array in exchanged_layers(method).items())
+    run()
+
+
+def test_local_parts_that_a_first_round_initializes_are_loaded():
+    """FedU may upload the target encoder. It is initialized from the online one at a client's first participation."""
+    method, run = make("method=byol")
+    online = exchanged_layers(method)
+    move_layers_out(method, [*online, *local_names(method)])
+    load_and_start_round(method, online)
+    run()
+
+
+def test_a_strategy_that_forgets_to_load_the_model_is_reported(tmp_path, monkeypatch):
+    """The first client trains the model as it was built, the others what a client before them has left."""
+    monkeypatch.setattr(ClientStrategy, "load_start", lambda self, method, plan, state: plan.layers)
+    federation = Federation(tmp_path, *SMALL, "num_clients=3", "aggregation.min_updates=1")
+    federation.run(1)
+    assert len(federation.report.clients) == 1
+    assert all(MOVED_OUT in reason for reason in federation.report.dropped.values())
+    assert len(federation.report.dropped) == 2

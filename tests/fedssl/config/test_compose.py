@@ -1,0 +1,50 @@
+"""Compositions without Hydra, for choices that set nothing outside their group, equal those of Hydra."""
+
+import pickle
+import random
+
+import pytest
+from omegaconf import OmegaConf
+
+from fedssl.config import compose
+from fedssl.config.overrides import config_groups
+
+CHOICES = [(f"{group}={name}",) for group, names in config_groups().items() for name in names]
+RANDOM = random.Random(0)
+CASES = [
+    ("strategy=fedavg", "method=byol", "encoder=vit_tiny"),
+    ("dataset=cifar10", "optimizer=adamw"),  # the default, digits, selects an augmentation
+    ("regularizer=prox", "strategy=featarc"),  # featarc selects a regularizer
+    ("strategy=featarc", "strategy=fedavg"),
+    ("strategy=fedavg", "strategy=featarc"),
+    ("engine=deployment", "method=byol"),  # sets another group
+    ("experiment=cifar_clusters", "partition=dirichlet", "method=byol"),
+    ("final_evaluation=knn", "method=lw_fedssl/byol", "schedule=layer_wise"),
+    ("calibration=auxiliary", "+dataset@calibration.dataset=digits", "strategy='fedavg'"),
+]
+
+
+def is_equal_to_hydras(overrides):
+    expected, expected_choices = compose._hydra_composed(overrides)
+    config, choices = pickle.loads(compose._composed(overrides))
+    assert list(choices.items()) == list(expected_choices.items())
+    assert OmegaConf.to_yaml(config) == OmegaConf.to_yaml(expected)  # in the same order
+    assert OmegaConf.is_struct(config)
+    assert config.encoder._get_flag("struct") == expected.encoder._get_flag("struct")
+
+
+@pytest.mark.parametrize("overrides", CASES)
+def test_a_composition_equals_hydras(overrides):
+    is_equal_to_hydras(overrides)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("overrides", [*CHOICES, *(sum(RANDOM.sample(CHOICES, 3), ()) for _ in range(200))])
+def test_the_composition_of_any_choices_equals_hydras(overrides):
+    is_equal_to_hydras(overrides)
+
+
+def test_most_choices_need_no_further_composition_by_hydra(monkeypatch):
+    compose._composed(())
+    monkeypatch.setattr(compose, "_hydra_composed", None)
+    compose._composed(("strategy=fedu", "method=simsiam", "optimizer=adamw", "encoder=resnet18"))

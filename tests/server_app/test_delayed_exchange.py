@@ -1,0 +1,97 @@
+"""Buffered aggregation (FedBuff) in simulations: virtual delays decide which updates a round uses."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedssl.errors import InputError
+from fedssl.seeding import numpy_generator
+from server_app.checkpoint import latest_checkpoint
+from server_app.messaging import DelayedExchange
+from simulation.cli import run
+from tests.resuming import repeat_from
+
+OVERRIDES = [
+    "num_clients=6",
+    "clients_per_round=4",
+    "rounds=6",
+    "local_epochs=1",
+    "dataset.limit=90",
+    "encoder.width=2",
+]
+OVERRIDES += ["threads=1", "evaluation=none", "final_evaluation=none", "measure_resources=false", "partition=iid"]
+OVERRIDES += ["aggregation.buffered=true", "aggregation.min_updates=2", "strategy=fedavg", "batch_size=8", "seed=3"]
+
+
+def participations(folder: Path) -> list[tuple[int, int, int]]:
+    lines = [json.loads(line) for line in (folder / "clients.jsonl").read_text().splitlines()]
+    return [(line["round"], line["client"], line["staleness"]) for line in lines]
+
+
+def layers(folder: Path) -> dict[str, bytes]:
+    model = latest_checkpoint(folder / "checkpoints").models["global"]
+    return {name: array.tobytes() for name, array in model.layers.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("buffered") / "run"
+    run([*OVERRIDES, "engine=local", "keep_checkpoints=9", f"output_dir={folder}"])
+    return folder
+
+
+def test_rounds_use_the_replies_that_arrive_first(folder: Path) -> None:
+    """The schedule by hand: a queue of arrival times, of which each round takes the two smallest."""
+    exchange = DelayedExchange(None, sigma=1.0, seed=3)
+    queue: dict[int, tuple[float, int]] = {}  # arrival time and round of the message by client
+    clock, expected = 0.0, []
+    for round in range(1, 7):
+        free = [client for client in range(6) if client not in queue]
+        sampled = numpy_generator(3, "clients", round).choice(len(free), size=4 - len(queue), replace=False)
+        for index in sampled:
+            client = free[index]
+            queue[client] = (clock + exchange.delay(client + 2, round), round)  # node ids start at 2
+        for client in sorted(queue, key=queue.__getitem__)[:2]:
+            clock, sent = queue.pop(client)
+            expected.append((round, client, round - sent))
+    assert sorted(participations(folder)) == sorted(expected)
+    assert any(staleness > 0 for _, _, staleness in expected)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["clients"], line["dropped"]) for line in lines] == [(2, {})] * 6
+
+
+def test_delays_are_log_normal_with_a_fixed_part_for_each_client() -> None:
+    # ln(delay) = sigma (u_k + v_kr) / sqrt(2): variance sigma^2, and covariance sigma^2 / 2 between rounds of a client.
+    exchange = DelayedExchange(None, sigma=0.8, seed=0)
+    logs = np.array([[math.log(exchange.delay(node, round)) for round in (1, 2)] for node in range(2000)])
+    assert logs.mean() == pytest.approx(0, abs=0.05)
+    assert logs.var() == pytest.approx(0.64, abs=0.05)
+    assert np.cov(logs.T)[0, 1] == pytest.approx(0.32, abs=0.05)
+    assert DelayedExchange(None, sigma=0.0, seed=0).delay(5, 1) == 1
+
+
+def test_a_resumed_run_has_the_same_bits_and_the_same_messages_in_flight(folder: Path) -> None:
+    copy = repeat_from(3, folder, "keep_checkpoints=9")
+    assert layers(copy) == layers(folder)
+    assert participations(copy) == participations(folder)
+
+
+def test_without_a_spread_nobody_is_late(tmp_path: Path) -> None:
+    run([*OVERRIDES, "aggregation.delay_sigma=0", "clients_per_round=2", "rounds=2", f"output_dir={tmp_path / 'run'}"])
+    assert [staleness for _, _, staleness in participations(tmp_path / "run")] == [0] * 4
+
+
+@pytest.mark.heavy
+def test_ray_gives_the_same_bits(folder: Path, tmp_path: Path) -> None:
+    run([*OVERRIDES, "engine=ray", f"output_dir={tmp_path / 'run'}"])
+    assert layers(tmp_path / "run") == layers(folder)
+
+
+def test_a_deadline_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match="round_deadline=5 is in seconds of devices, .* set aggregation.round_deadline=null"
+    ):
+        run([*OVERRIDES, "aggregation.round_deadline=5", f"output_dir={tmp_path / 'run'}"])

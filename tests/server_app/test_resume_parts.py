@@ -1,0 +1,144 @@
+"""A run resumes only from a checkpoint whose client states and lines are intact, and names what it lacks."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from fedssl.errors import InputError
+from fedssl.runs.cli import main
+from fedssl.runs.verify import Verification, verify_run
+from server_app.checkpoint import latest_checkpoint
+from simulation.cli import run
+
+OVERRIDES = ["num_clients=2", "rounds=3", "local_epochs=1", "dataset.limit=24", "encoder.width=2", "threads=1"]
+OVERRIDES += ["method=byol", "strategy=fedu", "partition=iid", "evaluate_every=0", "final_evaluation=none"]
+OVERRIDES += ["measure_resources=false", "augmentation=none", "batch_size=8"]
+STATE = "clients/0/round-000003.safetensors"
+
+
+@pytest.fixture(scope="module")
+def three_rounds(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "three"
+    run([*OVERRIDES, f"output_dir={folder}"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The result of a run of four rounds that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("run") / "four"
+    run([*OVERRIDES, "rounds=4", f"output_dir={folder}"])
+    return result(folder)
+
+
+def result(folder):
+    layers = latest_checkpoint(folder / "checkpoints").models["global"].layers
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    clients = [json.loads(line) for line in (folder / "clients.jsonl").read_text().splitlines()]
+    numbers = [(line["round"], line["loss"]) for line in lines], [(line["round"], line["client"]) for line in clients]
+    return {name: array.tobytes() for name, array in layers.items()}, numbers
+
+
+def contents(folder):
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.name != "run.log"}
+
+
+def flip(file, at):
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def replace_by_folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+def cut_lines(file, count):
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:count]))
+
+
+def repeat_last_line(file):
+    file.write_text(file.read_text() + file.read_text().splitlines(keepends=True)[-1])
+
+
+RECOVERABLE = {
+    "no state": (lambda run: (run / STATE).unlink(), f"{STATE} is missing"),
+    "flipped byte in a state": (lambda run: flip(run / STATE, -5), f"{STATE} is damaged"),
+    "folder in place of a state": (lambda run: replace_by_folder(run / STATE), f"{STATE} is "),
+    "no last line of a client": (lambda run: cut_lines(run / "clients.jsonl", 5), "clients.jsonl has"),
+    "doubled last line": (lambda run: repeat_last_line(run / "metrics.jsonl"), None),
+}
+
+
+@pytest.mark.parametrize("damage", RECOVERABLE)
+def test_a_damaged_part_costs_a_round_and_changes_no_number(tmp_path, three_rounds, expected, damage):
+    folder = shutil.copytree(three_rounds, tmp_path / "run")
+    action, problem = RECOVERABLE[damage]
+    assert verify_run(folder) == Verification((), (2, 3))
+    action(folder)
+    if problem:
+        found = verify_run(folder)
+        assert found.intact == (2,)
+        assert any(text.startswith(f"checkpoint of round 3: {problem}") for text in found.problems)
+    if "folder" in damage:
+        with pytest.raises(InputError, match=f"{STATE} .*; remove it"):
+            run([f"resume={folder}", "rounds=4"])
+        (folder / STATE).rmdir()
+    run([f"resume={folder}", "rounds=4"])
+    assert result(folder) == expected
+    recoveries = json.loads((folder / "summary.json").read_text())["recoveries"]
+    assert len(recoveries) == (2 if "folder" in damage else problem is not None)
+    assert all(text.startswith(f"the checkpoint of round 3 could not be used: {problem}") for text in recoveries)
+    run([f"resume={folder}", "rounds=5"])
+    assert json.loads((folder / "summary.json").read_text())["recoveries"] == recoveries  # for good
+
+
+FATAL = {
+    "no states": (
+        lambda run: shutil.rmtree(run / "clients"),
+        "clients/0/round-000002.safetensors is missing and 1 more",
+    ),
+    "no states of a client": (lambda run: shutil.rmtree(run / "clients/1"), "clients/1/round-.* is missing"),
+    "one line": (lambda run: cut_lines(run / "metrics.jsonl", 1), "metrics.jsonl has .* bytes instead of"),
+    "no lines": (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
+    "no manifests": (lambda run: [file.unlink() for file in run.glob("checkpoints/*.json")], "round-000002.json is"),
+    "changed number": (lambda run: flip(run / "metrics.jsonl", 12), "metrics.jsonl is damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", FATAL)
+def test_without_an_intact_checkpoint_the_run_is_refused_and_unchanged(tmp_path, three_rounds, damage):
+    folder = shutil.copytree(three_rounds, tmp_path / "run")
+    action, problem = FATAL[damage]
+    action(folder)
+    before = contents(folder)
+    found = verify_run(folder)
+    assert not found.intact
+    assert found.recovery == "no checkpoint is intact: the run cannot be resumed"
+    assert any(re.match(f"checkpoint of round 2: {problem.split(' and 1')[0]}", text) for text in found.problems)
+    with pytest.raises(InputError, match=rf"no checkpoint .* can be used \(2 tried; of round 2: {problem}") as error:
+        run([f"resume={folder}", "rounds=4"])
+    assert "restore the file from a copy, or start a new run" in str(error.value)
+    assert before == {
+        file: file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.name != "run.log"
+    }
+
+
+def test_the_command_prints_what_is_wrong_and_what_can_be_recovered(tmp_path, three_rounds, monkeypatch, capsys):
+    folder = shutil.copytree(three_rounds, tmp_path / "run")
+    monkeypatch.setattr("sys.argv", ["fedssl-runs", "verify", str(folder)])
+    assert main() == 0
+    assert capsys.readouterr().out == f"{folder} is complete; resume continues after round 3\n"
+    (folder / STATE).unlink()
+    (folder / "encoder.pt").write_bytes(b"damaged")
+    cut_lines(folder / "clients.jsonl", 5)
+    assert main() == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "clients.jsonl: 5 of 6 lines"
+    assert f"checkpoint of round 3: {STATE} is missing" in lines
+    assert any("encoder.pt" in line for line in lines)
+    assert lines[-1] == "resume continues after round 2"
