@@ -1,10 +1,28 @@
 """Tests run side by side, one per core: each keeps to one thread, which they would otherwise fight over."""
 
+import logging
 import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 import pytest
+
+RENDERED = (
+    "fedssl/plots",
+    "fedssl/report",
+    "fedssl/partition/test_partition.py",
+    "fedssl/runs/test_snapshots.py",
+    "examples/test_theory.py",
+    "strategies/test_gossip.py",
+    "strategies/test_topology.py",
+)
+"""Tests of figures. In all others a run draws no figures, which takes half the time of a small run."""
+
+
+REDUNDANT = frozenset((Path(__file__).parent / "redundant.txt").read_text().splitlines())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,9 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--heavy"):
+    if not (config.getoption("--heavy") or config.getoption("--record-digests")):
         for item in items:
-            if item.get_closest_marker("heavy"):
+            if item.get_closest_marker("heavy") or item.nodeid in REDUNDANT:
                 item.add_marker(pytest.mark.skip(reason="--heavy is not given"))
 
 
@@ -33,3 +51,39 @@ def cifar10(request: pytest.FixtureRequest) -> str:
     if not path:
         pytest.skip("--cifar10 names no files")
     return path
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Seed the generator that a test without one of its own uses."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _captured_log() -> None:
+    """Reset what servers in overlapping threads left behind: `log_to` redirects the log of the process."""
+    log = logging.getLogger("fedssl")
+    log.propagate, log.disabled = True, False
+    log.setLevel(logging.NOTSET)
+
+
+def _write_figure(file: Path) -> Path:
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(b"\x89PNG")
+    return file
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_rendering(request: pytest.FixtureRequest) -> Iterator[None]:
+    from fedssl.plots.registry import FINAL_PLOTS  # here: it imports torch, which only the workers need
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.path.relative_to(Path(__file__).parent).as_posix().startswith(RENDERED):
+            patch.setattr("matplotlib.figure.Figure.savefig", lambda figure, stream, **style: stream.write(b"\x89PNG"))
+            patch.setattr("server_app.recorder.save_partition_plot", lambda file, *args, **kwargs: _write_figure(file))
+            patch.setattr(
+                "server_app.recorder.write_final_plots",
+                lambda folder: [_write_figure(folder / "figures" / f"{name}.png") for name in FINAL_PLOTS],
+            )
+        yield
