@@ -135,13 +135,13 @@ def new_run_folder() -> Path:
     raise InputError(f"{base} and 999 more folders exist; set output_dir=...")
 
 
-def make_run_folder(folder: Path) -> None:
-    """Create the folder of a run if it is missing; raises `InputError`."""
+def make_output_folder(folder: Path, setting: str = "output_dir") -> None:
+    """Create the folder that ``setting`` names if it is missing; raises `InputError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"output_dir={folder} cannot be written ({error.strerror}); choose a folder that you may write to"
+            f"{setting}={folder} cannot be written ({error.strerror}); choose a folder that you may write to"
         ) from error
 
 

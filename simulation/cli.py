@@ -27,7 +27,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from fedssl.atomic_files import make_run_folder, new_run_folder, write_text
+from fedssl.atomic_files import make_output_folder, new_run_folder, write_text
 from fedssl.command_line import run_command
 from fedssl.config.compat import split_arguments
 from fedssl.config.compose import compose_unresolved, validate_names
@@ -135,12 +135,7 @@ def _make_sweep_folder(overrides: Sequence[str]) -> None:
     names = [str(override.value()) for override in parse(overrides) if override.key_or_group == "hydra.sweep.dir"]
     name = ["multirun", *names][-1]
     folder = Path(name.partition("${")[0].rpartition("/")[0] or ".") if "${" in name else Path(name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"hydra.sweep.dir={folder} cannot be written ({error.strerror}); choose a folder that you may write to"
-        ) from error
+    make_output_folder(folder, "hydra.sweep.dir")
 
 
 def _help_text(overrides: Sequence[str]) -> str:
@@ -177,7 +172,7 @@ def run(overrides: Sequence[str]) -> None:
     chosen = settings.recording.folder
     fresh = chosen is None or not chosen.exists()
     folder = chosen or new_run_folder()
-    make_run_folder(folder)
+    make_output_folder(folder)
     try:
         _run_here(with_run_folder(settings, folder, paths=_dataset_paths(settings)))
     except (InputError, RunError) as error:

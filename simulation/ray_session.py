@@ -38,6 +38,7 @@ ENVIRONMENT = {
     "RAY_COLOR_PREFIX": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a client without a GPU share sees no GPU
     "RAY_worker_niceness": "0",  # with Ray's 15, a client gets 3% of a core next to a busy process
+    "RAY_health_check_failure_threshold": "100",  # by default 5: a busy machine delays answers, and Ray drops the host
     "RAY_free_objects_period_milliseconds": "20",  # by default 1 s, in which dozens of models arrive
     **OPENMP_ENV,
 }

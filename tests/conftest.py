@@ -1,4 +1,4 @@
-"""Tests run side by side, one per core: each keeps to one thread, which they would otherwise fight over."""
+"""Tests run in parallel, one per core, and each uses one thread."""
 
 import logging
 import os
@@ -31,9 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="PATH",
         help="CIFAR-10, as dataset.path takes it: read it, and train every method on it (40 CPU minutes)",
     )
-    parser.addoption("--heavy", action="store_true", help="run what is marked heavy too ")
+    parser.addoption("--heavy", action="store_true", help="run tests that are marked heavy too")
     parser.addoption(
-        "--record-digests", action="store_true", help="put the numbers of this commit on record (test_digests.py, -n 0)"
+        "--record-digests", action="store_true", help="store the digests of this commit (test_digests.py, -n 0)"
     )
 
 
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def cifar10(request: pytest.FixtureRequest) -> str:
-    """Where CIFAR-10 is; without it the test is skipped."""
+    """Return the path of CIFAR-10; skip the test if none is given."""
     path = request.config.getoption("--cifar10")
     if not path:
         pytest.skip("--cifar10 names no files")
@@ -55,7 +55,7 @@ def cifar10(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    """Seed the generator that a test without one of its own uses."""
+    """Seed torch's global generator before each test."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
 

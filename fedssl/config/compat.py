@@ -23,6 +23,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the flags with their values, and the overrides, in any order; raise `InputError` for an unknown flag."""
     parser = get_args_parser()
 
+    # argparse's `error` prints the usage and exits, and has no hook
     def raise_error(message: str) -> NoReturn:
         raise InputError(f"{message}; `fedssl --hydra-help` lists all flags")
 

@@ -15,8 +15,8 @@ from omegaconf import DictConfig
 from fedssl.config.settings import WIRE_DTYPES, DataSettings
 from fedssl.errors import InputError
 
+MIN_IMAGES = 2  # of a client: contrastive losses and batch normalization need two images
 MAX_IMAGE_SIZE = 4096  # pixels, of height and width
-MIN_IMAGES = 2  # of a client: batch norm and contrastive losses need two images
 MAX_INTEGER = 2**31 - 1
 _LARGE = 1e6  # a larger weight, rate or noise overflows float32 within a round
 _NAMES = {int: ("an integer", "integers"), float: ("a number", "numbers"), bool: ("true or false", "true and false")}

@@ -6,13 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedssl.config.constraints import MIN_IMAGES
 from fedssl.config.settings import PartitionSettings
 from fedssl.datasets.base import ImageData
 from fedssl.errors import InputError
 from fedssl.seeding import numpy_generator
-
-# Contrastive losses and batch normalization need two images.
-MIN_IMAGES = 2
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedssl.config.constraints import MIN_IMAGES
 from fedssl.errors import InputError
-from fedssl.partition.partition import MIN_IMAGES, PartitionInput
+from fedssl.partition.partition import PartitionInput
 from fedssl.partition.partitioners import check_counts
 from fedssl.untrusted import MAX_LINES_BYTES, read_text, sanitize
 

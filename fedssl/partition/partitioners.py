@@ -33,10 +33,10 @@ import math
 
 import numpy as np
 
-from fedssl.config.constraints import check_arguments
+from fedssl.config.constraints import MIN_IMAGES, check_arguments
 from fedssl.errors import InputError
 from fedssl.partition import flwr_partitioners
-from fedssl.partition.partition import MIN_IMAGES, PartitionInput
+from fedssl.partition.partition import PartitionInput
 from fedssl.seeding import derive_seed, numpy_generator
 
 

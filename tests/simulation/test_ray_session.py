@@ -28,6 +28,7 @@ def cluster():
     """Two hosts, whose processes end with the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")  # as the owner of a cluster may set it; other tests run beside
+        patch.setenv("RAY_health_check_failure_threshold", "100")  # a busy machine delays a host's answers
         patch.setenv("PYTHONPATH", str(REPOSITORY))  # stands for fedssl, which is installed on every host
         head = {"num_cpus": 2, "num_gpus": 2, "include_dashboard": False, **MEMORY}
         cluster = Cluster(initialize_head=True, head_node_args=head)
