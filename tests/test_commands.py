@@ -4,6 +4,7 @@ import os
 import pkgutil
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
@@ -105,6 +106,7 @@ def small(overrides: list[str], workspace: Path) -> list[str]:
 def call(overrides: list[str], patch: pytest.MonkeyPatch) -> None:
     """Call a program of ours in this process."""
     patch.setattr(sys, "argv", overrides)
+    patch.setattr(signal, "signal", lambda number, handler: None)  # children would inherit ignored signals
     try:
         status = pkgutil.resolve_name(PROGRAMS[overrides[0]])()
     except SystemExit as end:

@@ -18,6 +18,9 @@ import pytest
 from fedssl.runs import manifest
 
 
+STATES = f".{manifest.STATE_SUFFIX}"
+
+
 class Killed(BaseException):
     """The process ends here."""
 
@@ -151,11 +154,9 @@ def damage(folder: Path, kind: str, number: int) -> Path:
     files = sorted(
         path
         for path in folder.rglob("*")
-        if path.is_file()
-        and path.suffix in (".pt", ".state", ".json", ".jsonl", ".csv", ".yaml")
-        and path.stat().st_size
+        if path.is_file() and path.suffix in (".pt", STATES, ".json", ".jsonl", ".csv", ".yaml") and path.stat().st_size
     )
-    states = [path for path in files if path.suffix == ".state"]
+    states = [path for path in files if path.suffix == STATES]
     files = states if states and number % 2 else files
     file = files[number // 2 % len(files)]
     content = file.read_bytes()

@@ -30,7 +30,7 @@ from server_app import app
 from server_app.checkpoint import latest_checkpoint
 from simulation import grid
 from simulation.cli import run
-from tests.faults.disk import DAMAGES, DISK_FULL, FAILED_WRITE, Disk, Killed, damage, remove
+from tests.faults.disk import DAMAGES, DISK_FULL, FAILED_WRITE, STATES, Disk, Killed, damage, remove
 from tests.faults.messages import FaultyGrid
 
 BASE = "num_clients=3 rounds=3 local_epochs=1 dataset.limit=36 dataset.test_limit=12 encoder.width=2 threads=1"
@@ -93,7 +93,7 @@ def make_schedule(number: int, *, seed: int = 0) -> Schedule:
         Disturbance(
             draw.choice(kinds),
             draw.random(),
-            draw.choice(DAMAGES) if draw.random() < 0.25 else "",
+            draw.choice(DAMAGES) if draw.random() < 0.4 else "",
             draw.randrange(2**31),
         )
         for _ in range(draw.randrange(1, 4))
@@ -151,6 +151,7 @@ class Clock:
 @dataclass(frozen=True)
 class Outcome:
     model: dict[str, bytes]
+    states: dict[str, bytes]
     lines: list[dict[str, Any]]
     files: list[str]
 
@@ -164,6 +165,7 @@ def outcome(folder: Path) -> Outcome:
         for layer, array in model.layers.items()
     }
     assert all(np.isfinite(array).all() for model in state.models.values() for array in model.layers.values())
+    states = {str(path.parent.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob(f"*{STATES}"))}
     lines = [
         {key: value for key, value in json.loads(line).items() if key not in VARYING}
         for name in JSONL_FILES
@@ -173,7 +175,9 @@ def outcome(folder: Path) -> Outcome:
     participations = [(line["round"], line["client"]) for line in lines if "client" in line and "num_examples" in line]
     assert len(participations) == len(set(participations))
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    return Outcome(models, lines, sorted(file for file in files if not file.startswith(("checkpoints/", "clients/"))))
+    return Outcome(
+        models, states, lines, sorted(file for file in files if not file.startswith(("checkpoints/", "clients/")))
+    )
 
 
 class Simulator:
@@ -249,6 +253,7 @@ def play(schedule: Schedule, folder: Path, *, base: Path) -> str:
     found = outcome(folder)
     assert found.lines == expected.lines
     assert found.model == expected.model
+    assert found.states == expected.states
     assert found.files == expected.files
     return "equal"
 

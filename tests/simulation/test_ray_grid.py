@@ -330,7 +330,13 @@ def test_processes_end_with_the_owner_of_the_sandbox(number):
         "    print(sandbox.path, flush=True)\n"
         "    process.wait()\n"
     )
-    owner = subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL),
+    )
     assert owner.stdout is not None
     sandbox = Path(owner.stdout.readline().strip())
     assert sandbox_pids(sandbox)
