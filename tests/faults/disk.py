@@ -17,7 +17,6 @@ import pytest
 
 from fedssl.runs import manifest
 
-
 STATES = f".{manifest.STATE_SUFFIX}"
 
 
