@@ -43,7 +43,15 @@ _DTYPES = {
 }
 
 
-def load_state(folder: Path, *, before: int, template: Mapping[str, torch.Tensor] | None = None) -> ClientState | None:
+@dataclass(frozen=True)
+class StoredState:
+    """A state and the round after which it was saved."""
+
+    tensors: ClientState
+    round: int
+
+
+def load_state(folder: Path, *, before: int, template: Mapping[str, torch.Tensor] | None = None) -> StoredState | None:
     """Return the state of the last round before round ``before``, or None if there is none.
 
     A damaged file is logged, and the previous one is used. A file is also damaged if a tensor is non-finite or differs
@@ -55,7 +63,7 @@ def load_state(folder: Path, *, before: int, template: Mapping[str, torch.Tensor
             try:
                 state = read_state(file, max_bytes=MAX_TENSORS_BYTES if template is None else _max_bytes(template))
                 check_tensors_like(state, template or {})
-                return state
+                return StoredState(state, round)
             except Exception as error:  # a damaged file can raise anything
                 log.warning("%s is damaged (%s); trying the previous one", file, error)
     return None
@@ -117,7 +125,7 @@ def _checksum(state: ClientState) -> str:
 class StateStore:
     """Store of files only, see `load_state` and `save_state`. A saved state is on the disk."""
 
-    def load(self, folder: Path, *, before: int, template: Mapping[str, torch.Tensor]) -> ClientState | None:
+    def load(self, folder: Path, *, before: int, template: Mapping[str, torch.Tensor]) -> StoredState | None:
         return load_state(folder, before=before, template=template)
 
     def save(self, folder: Path, state: ClientState, *, round: int, oldest_resumable: int) -> None:
@@ -128,14 +136,12 @@ FILE_STORE = StateStore()
 
 
 @dataclass(frozen=True)
-class _PendingState:
-    state: ClientState
-    round: int
+class _PendingState(StoredState):
     written: Future[None]
 
     @property
     def size(self) -> int:
-        return sum(value.nbytes for value in self.state.values())
+        return sum(value.nbytes for value in self.tensors.values())
 
 
 class WriteBehind(StateStore):
@@ -159,13 +165,13 @@ class WriteBehind(StateStore):
     def __exit__(self, *error: object) -> None:
         self._executor.shutdown()
 
-    def load(self, folder: Path, *, before: int, template: Mapping[str, torch.Tensor]) -> ClientState | None:
+    def load(self, folder: Path, *, before: int, template: Mapping[str, torch.Tensor]) -> StoredState | None:
         """Return the state of the last round before round ``before``, read-only. See `load_state`."""
         saved = self._saved.get(folder)
         if saved is not None and saved.round < before:
             try:
-                check_tensors_like(saved.state, template)
-                return saved.state
+                check_tensors_like(saved.tensors, template)
+                return saved
             except ValueError:
                 pass  # as for a damaged file, use the previous version
         if saved is not None:

@@ -38,6 +38,7 @@ class ClientRound:
     client: int  # partition id; for a client without a partition, its number in seeds
     indices: torch.Tensor  # of its images, int64, (n,)
     state: ClientState | None
+    state_round: int  # after which the state was saved; 0 without a state
     plans: tuple[TrainPlan, ...]  # one for each model among which it selects; they differ only in their layers
     model_index: int = 0  # of the selected plan
     on_step_start: Callable[[], None] = lambda: None
@@ -108,6 +109,7 @@ class ClientWorker:
                 num_examples=result.num_examples,
                 train_loss=result.loss,
                 seconds=time.perf_counter() - start,
+                state_rounds=(round.state_round, plan.round if state else round.state_round),
             )
 
     def personalized_encoder(
@@ -146,7 +148,10 @@ class ClientWorker:
             ]
             check_loaded(method, names)
             return ClientUpdate(
-                layers=copy_layers(method, names), partition_id=client, model_index=selected.model_index
+                layers=copy_layers(method, names),
+                partition_id=client,
+                model_index=selected.model_index,
+                state_rounds=(round.state_round, round.state_round),
             )
 
     def _active_stages(self, plan: TrainPlan) -> AbstractContextManager[None]:
@@ -164,7 +169,8 @@ class ClientWorker:
         on_step_start: Callable[[], None] = lambda: None,
     ) -> ClientRound:
         """Complete the plan by the layers that the client cached, and load broadcast parts."""
-        state = store.load(state_folder, before=plan.round, template=self.method.named_tensors)
+        stored = store.load(state_folder, before=plan.round, template=self.method.named_tensors)
+        state, state_round = (stored.tensors, stored.round) if stored else (None, 0)
         layers = plan.layers
         if plan.num_frozen_stages:
             layers = self._cached(plan, state_folder / "frozen") | layers
@@ -186,6 +192,7 @@ class ClientWorker:
             client=client,
             indices=self._indices(client),
             state=state,
+            state_round=state_round,
             plans=tuple(replace(plan, layers=model, broadcast=broadcast) for model in (layers, *plan.candidate_arrays)),
             on_step_start=on_step_start,
         )
@@ -207,8 +214,8 @@ class ClientWorker:
 
     def _cached(self, plan: TrainPlan, folder: Path) -> Layers:
         """Return the layers that the client cached in an earlier round."""
-        cached = load_state(folder, before=plan.round, template=self.method.named_tensors) or {}
-        return {name: value.numpy() for name, value in cached.items()}
+        cached = load_state(folder, before=plan.round, template=self.method.named_tensors)
+        return {name: value.numpy() for name, value in cached.tensors.items()} if cached else {}
 
     def _cache_layers(self, received: TrainPlan, plan: TrainPlan, state_folder: Path) -> None:
         """Cache layers that the server will not send again, if the received plan had some of them."""

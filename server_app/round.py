@@ -75,8 +75,13 @@ class Round:
         self._starts, self._slots, self.messages = plans.starts, plans.slots, plans.messages
         self._aggregations = {name: _Aggregation(server.aggregator(self.number, name)) for name in targets}
         self._reader = UpdateReader(
-            context, self._starts, number=self.number, required_metrics=server.aggregator(self.number).required_metrics
+            context,
+            self._starts,
+            number=self.number,
+            required_metrics=server.aggregator(self.number).required_metrics,
+            state_rounds=state.state_rounds,
         )
+        self._state_rounds = {**state.state_rounds}
         self._result = RoundResult(self.number)
         aggregators = {name: aggregation.aggregator for name, aggregation in self._aggregations.items()}
         if context.aggregation.buffered:
@@ -235,6 +240,8 @@ class Round:
         for observe in observers:
             observe(slot.client, layers)
         self._result.clients.append(valid.metrics(self.number))
+        if any(update.state_rounds):
+            self._state_rounds[slot.client] = update.state_rounds[1]
 
     # --- the new state ---
 
@@ -252,10 +259,17 @@ class Round:
         last_participation |= {row.client: (self.number - row.staleness, row.model) for row in result.clients}
         for client in result.dropped:  # its state is unknown
             last_participation.pop(client, None)
+            self._state_rounds.pop(client, None)
         if context.privacy:
             result.privacy.update(context.privacy.privacy_spent(self.number))
         models = {**self._state.models, **aggregated}
-        state = replace(self._state, round=self.number, models=models, last_participation=last_participation)
+        state = replace(
+            self._state,
+            round=self.number,
+            models=models,
+            last_participation=last_participation,
+            state_rounds=self._state_rounds,
+        )
         slots = {row.client: self._slots[row.client] for row in result.clients}
         outcome = RoundOutcome(
             round=self.number,

@@ -101,8 +101,9 @@ class UpdateReader:
         *,
         number: int,
         required_metrics: Collection[str],
+        state_rounds: Mapping[int, int],
     ) -> None:
-        self._context, self._starts = context, starts
+        self._context, self._starts, self._state_rounds = context, starts, state_rounds
         self._number, self._required_metrics = number, required_metrics
 
     def read(self, slot: ClientSlot, reply: Message) -> ValidUpdate:
@@ -132,6 +133,7 @@ class UpdateReader:
         update = read_update(
             reply, slot.client, sent_to=context.nodes[slot.client], wire_dtype=context.wire_dtype, start=downloaded
         )
+        check_state_round(update, self._state_rounds)
         cosines = check_update(
             update,
             expected=expected,
@@ -170,6 +172,13 @@ def _read_errors_as_invalid_update() -> Iterator[None]:
         raise InvalidUpdate(f"record {missing} is missing") from missing
     except Exception as error:  # whatever a peer may have put into a message
         raise InvalidUpdate(f"the update cannot be read ({type(error).__name__}: {error})") from error
+
+
+def check_state_round(update: ClientUpdate, state_rounds: Mapping[int, int]) -> None:
+    """Raise `InvalidUpdate` if the client has lost the state that it saved after the round in ``state_rounds``."""
+    saved = state_rounds.get(update.partition_id, 0)
+    if update.state_rounds[0] < saved:
+        raise InvalidUpdate(f"it has lost the state that it saved in round {saved}")
 
 
 def check_update(

@@ -61,6 +61,8 @@ class ServerState:
         Models by name. A model exists from its first update on.
     last_participation : mapping of int to (int, str)
         Round of the client's last used update, and the model that it started from.
+    state_rounds : mapping of int to int
+        Round after which the client saved its newest state; without clients that have none.
     strategy_state : dict
         State of the algorithm across models, a `ServerStrategy.strategy_state_type`. Empty before the first round.
     in_flight : dict
@@ -70,6 +72,7 @@ class ServerState:
     round: int = 0
     models: Mapping[str, GlobalModel] = field(default_factory=dict)
     last_participation: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+    state_rounds: Mapping[int, int] = field(default_factory=dict)
     strategy_state: Any = field(default_factory=dict)
     in_flight: Mapping[str, Any] = field(default_factory=dict)
 

@@ -144,6 +144,8 @@ class ClientUpdate:
         Duration of the round on the client.
     plan_id : tuple of int and str, optional
         Round and code fingerprint of the plan.
+    state_rounds : tuple of int and int
+        Rounds after which the client saved the state that it loaded, and the state that it has now; 0 without a state.
     model_index : int
         Index of the model that it started from: 0 for ``layers``, otherwise the position in ``candidate_arrays``, from
         1.
@@ -156,6 +158,7 @@ class ClientUpdate:
     train_loss: float | None = None
     seconds: float | None = None
     plan_id: tuple[int, str] | None = None
+    state_rounds: tuple[int, int] = (0, 0)
     model_index: int = 0
 
     def to_content(self, plan: TrainPlan) -> RecordDict:
@@ -166,6 +169,7 @@ class ClientUpdate:
         values = {NUM_EXAMPLES: self.num_examples, TRAIN_LOSS: self.train_loss, SECONDS: self.seconds}
         record = MetricRecord({name: value for name in plan.metrics if (value := values[name]) is not None})
         plan_id = ConfigRecord({"round": plan.round, "code-fingerprint": plan.code_fingerprint})
+        plan_id["state-rounds"] = list(self.state_rounds)
         if plan.candidate_arrays:
             plan_id["model-index"] = self.model_index
         start = (plan.layers, *plan.candidate_arrays)[self.model_index]
@@ -213,6 +217,7 @@ class ClientUpdate:
             train_loss=values.get(TRAIN_LOSS),
             seconds=values.get(SECONDS),
             plan_id=(int(_number(plan_id["round"])), str(plan_id["code-fingerprint"])),
+            state_rounds=_state_rounds(plan_id["state-rounds"]),
         )
 
 
@@ -268,6 +273,12 @@ def _number(value: object) -> float:
     if not isinstance(value, int | float):
         raise ValueError(f"{value} instead of a number")
     return value
+
+
+def _state_rounds(value: object) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError(f"the rounds of its state are {value}")
+    return as_count(value[0]), as_count(value[1])
 
 
 def as_count(value: object) -> int:

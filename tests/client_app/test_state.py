@@ -25,7 +25,7 @@ def test_a_resumed_round_sees_what_was_kept_before_it(tmp_path):
     for round in (1, 2, 5):
         save_state(tmp_path, state(round), round=round, oldest_resumable=0)
     for before, expected in ((2, 1), (3, 2), (5, 2), (6, 5)):
-        assert load_state(tmp_path, before=before)["target.weight"][0] == expected
+        assert load_state(tmp_path, before=before).tensors["target.weight"][0] == expected
     assert load_state(tmp_path, before=1) is None
 
 
@@ -40,7 +40,7 @@ def test_versions_that_no_resume_can_ask_for_are_dropped(tmp_path):
 def test_a_round_run_again_replaces_its_state(tmp_path):
     save_state(tmp_path, state(1), round=1, oldest_resumable=0)
     save_state(tmp_path, state(9), round=1, oldest_resumable=0)
-    assert load_state(tmp_path, before=2)["target.weight"][0] == 9
+    assert load_state(tmp_path, before=2).tensors["target.weight"][0] == 9
     assert rounds(tmp_path) == ["round-000001.safetensors"]
 
 
@@ -90,12 +90,12 @@ def test_a_state_that_is_read_stays_as_it_was_when_its_file_is_replaced_or_dropp
     save_state(tmp_path, state(1), round=1, oldest_resumable=0)
     first = load_state(tmp_path, before=2)
     save_state(tmp_path, state(9), round=1, oldest_resumable=0)
-    assert first["target.weight"].tolist() == [1, 1]
+    assert first.tensors["target.weight"].tolist() == [1, 1]
     again = load_state(tmp_path, before=2)
     save_state(tmp_path, state(3), round=3, oldest_resumable=3)
     save_state(tmp_path, state(4), round=4, oldest_resumable=3)
     assert rounds(tmp_path) == ["round-000003.safetensors", "round-000004.safetensors"]
-    assert again["target.weight"].tolist() == [9, 9]
+    assert again.tensors["target.weight"].tolist() == [9, 9]
 
 
 def cut(content):
@@ -135,7 +135,7 @@ def test_a_damaged_state_is_named_and_the_one_before_used(tmp_path, caplog, dama
     save_state(tmp_path, many, round=2, oldest_resumable=0)
     file = tmp_path / "round-000002.safetensors"
     file.write_bytes(damage(file.read_bytes()))
-    assert load_state(tmp_path, before=3)["target.weight"].tolist() == [1, 1]
+    assert load_state(tmp_path, before=3).tensors["target.weight"].tolist() == [1, 1]
     assert "round-000002.safetensors is damaged" in caplog.text
 
 

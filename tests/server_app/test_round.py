@@ -329,8 +329,8 @@ def test_another_dtype_is_dropped():
 @pytest.mark.parametrize(
     ("answers", "reason"),
     [
-        ({"round": 4, "code-fingerprint": "x"}, "it answers round 4 instead of round 1"),
-        ({"round": 1, "code-fingerprint": "older"}, "it answers code older instead of code x"),
+        ({"round": 4, "code-fingerprint": "x", "state-rounds": [0, 0]}, "it answers round 4 instead of round 1"),
+        ({"round": 1, "code-fingerprint": "older", "state-rounds": [0, 0]}, "it answers code older instead of code x"),
     ],
 )
 def test_an_answer_to_another_plan_is_dropped(answers, reason):

@@ -10,7 +10,6 @@ import torch
 from omegaconf import OmegaConf
 
 import fedssl.training
-from client_app.state_store import load_state
 from fedssl.config.load import compose
 from fedssl.evaluation.protocol import make_evaluation_input
 from fedssl.export import load_encoder
@@ -23,6 +22,7 @@ from strategies.interfaces import GLOBAL
 from strategies.local_only import LocalOnly
 from tests.federation import Federation, model_of
 from tests.resuming import repeat_from
+from tests.states import load_tensors
 
 FEDERATION = ["rounds=2", "local_epochs=2", "dataset.limit=60", "encoder.width=4", "threads=1", "batch_size=10"]
 FEDERATION += ["measure_resources=false", "collapse_images=0"]
@@ -84,7 +84,7 @@ def test_a_client_goes_on_from_its_own_model_and_from_nobody_elses(tmp_path):
     assert federation.state.model_names() == ["0", "1"]
     untrained = model_of(federation.components.context, federation.state, "2").layers
     assert all((untrained[name] == start[name]).all() for name in start)  # what a third client would begin with
-    states = [load_state(tmp_path / "clients" / str(client), before=2) for client in (0, 1)]
+    states = [load_tensors(tmp_path / "clients" / str(client), before=2) for client in (0, 1)]
     federation.run(1)
     for client, (own, state) in enumerate(zip(sent, states, strict=True)):
         plan = TrainPlan.from_content(federation.plans[2 + client])

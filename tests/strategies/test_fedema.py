@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from client_app.state_store import load_state, save_state
+from client_app.state_store import save_state
 from fedssl.arrays import is_weight
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
@@ -23,6 +23,7 @@ from strategies.fedu import FedUClient
 from strategies.interfaces import GLOBAL, StrategyContext
 from tests.federation import Federation
 from tests.resuming import repeat_from
+from tests.states import load_tensors
 
 HEAD = partial(MLP, hidden_dim=6, out_dim=4)
 
@@ -57,7 +58,7 @@ def snapshot(method):
 
 def participate(method, strategy, plan, folder, *, step):
     """One client's part in a round as `ClientWorker` plays it; training moves kernels by ``step`` and all else by 1."""
-    half, state = strategy.client, load_state(folder, before=plan.round)
+    half, state = strategy.client, load_tensors(folder, before=plan.round)
     start = half.load_start(method, plan, state)
     began = snapshot(method)
     assert all(np.array_equal(array, began[name]) for name, array in start.items())
@@ -160,7 +161,7 @@ def test_lambda_is_set_once_and_mu_is_by_the_d_of_the_round_before(tmp_path, mak
         began, ended = participate(shared_method, shared_strategy, plan, tmp_path / "shared", step=step)
         # In a process of its own a client does the same as among others.
         assert same(began, participate(make(), FedEMA(tau=0.6), plan, tmp_path / "fresh", step=step)[0])
-        state = load_state(tmp_path / "shared", before=round + 1)
+        state = load_tensors(tmp_path / "shared", before=round + 1)
         assert float(state[DISTANCE]) == pytest.approx(step * UNIT, rel=1e-4)
         assert float(state[LAMBDA]) == pytest.approx(0.6 / (0.5 * UNIT), rel=1e-5)
         for name, array in began.items():
@@ -180,7 +181,7 @@ def test_lambda_never_changes(tmp_path):
     method, strategy, found = make_byol(), FedEMA(), set()
     for round, step in enumerate((0.5, 0.125, 1.0), start=1):
         participate(method, strategy, make_plan(round, method, round), tmp_path, step=step)
-        found.add(float(load_state(tmp_path, before=round + 1)[LAMBDA]))
+        found.add(float(load_tensors(tmp_path, before=round + 1)[LAMBDA]))
     assert len(found) == 1
 
 
@@ -188,7 +189,7 @@ def test_without_training_the_global_model_is_taken(tmp_path):
     method, strategy, name = make_simclr(), FedEMA(), "encoder.blocks.0.0.weight"
     for round, step in {1: 0.0, 2: 0.0, 3: 0.5}.items():
         plan = make_plan(round, method, round)
-        before = load_state(tmp_path, before=round)
+        before = load_tensors(tmp_path, before=round)
         start = strategy.client.load_start(method, plan, before)
         assert same(snapshot(method), plan.layers)
         with torch.no_grad():
@@ -197,7 +198,7 @@ def test_without_training_the_global_model_is_taken(tmp_path):
         assert (LAMBDA in state) == (step > 0)  # set by the first d that is not 0
         save_state(tmp_path, state, round=round, oldest_resumable=0)
     ended, plan = snapshot(method), make_plan(4, method, 4)
-    strategy.client.load_start(method, plan, load_state(tmp_path, before=4))
+    strategy.client.load_start(method, plan, load_tensors(tmp_path, before=4))
     expected = 0.7 * ended[name].astype(float) + 0.3 * plan.layers[name].astype(float)
     np.testing.assert_allclose(snapshot(method)[name], expected, rtol=1e-5)
 
@@ -224,7 +225,7 @@ def test_tau_0_takes_the_global_weights_and_keeps_the_target(tmp_path):
 def test_clients_keep_no_more_than_they_need(tmp_path):
     method = make_byol()
     participate(method, FedEMA(), make_plan(1, method, 1), tmp_path, step=0.5)
-    kept = set(load_state(tmp_path, before=2))
+    kept = set(load_tensors(tmp_path, before=2))
     statistics = {
         name for name in method.named_tensors if name.startswith(("encoder.", "projector.")) and is_statistic(name)
     }

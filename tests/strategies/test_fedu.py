@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from client_app.state_store import load_state, read_state, save_state
+from client_app.state_store import read_state, save_state
 from fedssl.arrays import ReferenceLayers
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
@@ -24,6 +24,7 @@ from strategies.interfaces import GLOBAL, StrategyContext
 from strategies.l_dawa import l_dawa, scale_layers
 from strategies.l_dawa_fedu import LDAWAFedU
 from tests.resuming import repeat_from
+from tests.states import load_tensors
 
 HEAD = partial(MLP, hidden_dim=6, out_dim=4)
 
@@ -71,7 +72,7 @@ def train(method, *, step):
 
 def participate(method, strategy, plan, folder, *, step=0.25):
     """One client's part in a round as `ClientWorker` plays it; the layers it began with, ended with and sent."""
-    half, state = strategy.client, load_state(folder, before=plan.round)
+    half, state = strategy.client, load_tensors(folder, before=plan.round)
     start = half.load_start(method, plan, state)
     began = snapshot(method)
     assert all(np.array_equal(array, began[name]) for name, array in start.items())
@@ -187,7 +188,7 @@ def test_the_decision_of_one_round_holds_in_the_next_one(tmp_path, make, head, s
             else:
                 expected = plan.layers[name]
             np.testing.assert_array_equal(array, expected, err_msg=f"round {round}: {name}")
-        state = load_state(tmp_path, before=round + 1)
+        state = load_tensors(tmp_path, before=round + 1)
         assert float(state[DISTANCE]) == pytest.approx(step * unit, rel=1e-5)
         assert bool(state[USE_GLOBAL_PREDICTOR]) == (step == 0.125)
         # No more than the next participation needs.

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from client_app.state_store import load_state
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.methods.byol import BYOL
@@ -22,6 +21,7 @@ from strategies.interfaces import GLOBAL
 from strategies.per_ssl import PERSONAL, PersonalClient, PerSSL, ProximalTo
 from tests.federation import Federation
 from tests.resuming import repeat_from
+from tests.states import load_tensors
 
 HEAD = partial(MLP, hidden_dim=6, out_dim=4)
 NOTHING = torch.empty(0)
@@ -147,7 +147,7 @@ def test_own_of_other_strategies_is_what_they_would_train(tmp_path):
 
 
 def personal_layers(folder, client, *, before):
-    return personal_of(load_state(folder / "clients" / str(client), before=before))
+    return personal_of(load_tensors(folder / "clients" / str(client), before=before))
 
 
 @pytest.mark.parametrize("overrides", [["method=simclr", "regularizer=prox"], ["method=byol"], ["method=orchestra"]])
@@ -167,7 +167,7 @@ def test_without_the_term_personal_models_are_those_of_clients_that_train_alone(
         found = personal_layers(tmp_path / "personal", client, before=3)
         model = alone.state.models[str(client)].layers
         assert all(np.array_equal(found[name], array) for name, array in model.items())
-        kept = load_state(tmp_path / "alone" / "clients" / str(client), before=3) or {}
+        kept = load_tensors(tmp_path / "alone" / "clients" / str(client), before=3) or {}
         assert found.keys() == {*model, *kept}
         assert all(np.array_equal(found[name], value.numpy()) for name, value in kept.items())
 
