@@ -15,6 +15,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import xxhash
 import yaml
 
 from fedssl.errors import InputError
@@ -26,6 +27,7 @@ MAX_TEXT_BYTES = 2**22  # bytes of a file with settings or a summary
 MAX_LINES_BYTES = 2**30  # of a file with one line per round, client or image
 MAX_TENSORS_BYTES = 2**36  # of an archive with unknown content
 _MAX_PICKLE_BYTES = 2**24  # of the list of an archive's tensors
+CHECKSUM_COMMENT = "# xxh3 "  # begins the first line of settings that a run saved
 _MAX_DEPTH = 32  # of nested values
 
 # Globals in the pickle of `torch.save` for plain values and strided tensors.
@@ -81,11 +83,19 @@ def read_text(file: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str | None:
         raise corrupt_file_error(file, _reason(error)) from error
 
 
+def checksum_line(text: str) -> str:
+    """Return the first line of a file with this text, by which `read_yaml` detects damage."""
+    return CHECKSUM_COMMENT + xxhash.xxh3_64_hexdigest(text.encode())
+
+
 def read_yaml(file: Path, kind: type) -> Any:
     """Read plain data of this type from a YAML file; interpolations stay text. As `read_text` otherwise."""
     text = read_text(file)
     if text is None:
         return None
+    first, _, body = text.partition("\n")
+    if first.startswith(CHECKSUM_COMMENT) and first != checksum_line(body):
+        raise corrupt_file_error(file, "its checksum is wrong")
     try:
         content = yaml.load(text, Loader=_PlainLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -22,6 +22,7 @@ from fedssl.plots.partition import save_partition_plot
 from fedssl.plots.registry import write_final_plots
 from fedssl.runs.costs import sum_costs
 from fedssl.runs.jsonl import read_jsonl
+from fedssl.runs.run import write_summary
 from server_app.build import ClientData
 from server_app.checkpoint import StateSchema
 from server_app.collapse_monitor import CollapseReport, summarize_health, warn_of_collapse
@@ -211,7 +212,7 @@ class Recorder(RunFolder):
             "dropped": dict(Counter(_kind(text) for line in lines for text in line["dropped"].values())),
             "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}},
         }
-        write_text(self.folder / "summary.json", json.dumps(content, indent=2) + "\n")
+        write_summary(self.folder / "summary.json", content)
         self._tracking.end(content)
 
 

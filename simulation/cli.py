@@ -4,7 +4,6 @@ The command line has Hydra's syntax. Exit status: 0 if all runs finished, 1 if a
 128 + the number of a signal, e.g. 130 after Ctrl-C.
 """
 
-import json
 import os
 import shlex
 import shutil
@@ -27,7 +26,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from fedssl.atomic_files import make_output_folder, new_run_folder, write_text
+from fedssl.atomic_files import make_output_folder, new_run_folder
 from fedssl.command_line import run_command
 from fedssl.config.compat import split_arguments
 from fedssl.config.compose import compose_unresolved, validate_names
@@ -36,7 +35,7 @@ from fedssl.config.overrides import CONF, check_single, check_sweep, config_grou
 from fedssl.config.settings import Settings
 from fedssl.config.targets import SEARCHPATH_KEY, expand_config_dir_flag, search_folders
 from fedssl.errors import InputError, RunError
-from fedssl.runs.run import acquire_lock, is_locked, read_summary
+from fedssl.runs.run import acquire_lock, is_locked, read_summary, write_summary
 from fedssl.untrusted import sanitize
 
 DATASETS = ("dataset", "calibration.dataset")
@@ -252,4 +251,4 @@ def _write_failure(folder: Path, overrides: Sequence[str], *, reason: str) -> No
     summary = folder / "summary.json"
     content = read_summary(summary) or {"overrides": list(overrides), "rounds": 0}
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(summary, json.dumps({**content, "status": "failed", "reason": reason}, indent=2) + "\n")
+    write_summary(summary, {**content, "status": "failed", "reason": reason})

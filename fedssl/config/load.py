@@ -35,7 +35,7 @@ from fedssl.config.settings import (
 from fedssl.config.targets import normalize_searchpath
 from fedssl.errors import InputError
 from fedssl.evaluation.early_stopping import EarlyStopping
-from fedssl.untrusted import corrupt_file_error
+from fedssl.untrusted import checksum_line, corrupt_file_error
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -164,9 +164,13 @@ def with_run_folder(settings: Settings, folder: Path, *, paths: Mapping[str, str
 
 def save_run(recording: RecordingSettings, folder: Path) -> None:
     """Write the overrides, the choice of every group, and the resolved config."""
-    write_text(folder / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(list(recording.overrides))))
-    write_text(folder / "choices.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(recording.choices))))
-    write_text(folder / "config.yaml", OmegaConf.to_yaml(recording.config))
+    for name, content in (
+        ("overrides", OmegaConf.create(list(recording.overrides))),
+        ("choices", OmegaConf.create(dict(recording.choices))),
+        ("config", recording.config),
+    ):
+        text = OmegaConf.to_yaml(content)
+        write_text(folder / f"{name}.yaml", f"{checksum_line(text)}\n{text}")
 
 
 @functools.lru_cache(maxsize=4)

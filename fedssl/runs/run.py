@@ -11,6 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
+import xxhash
+
+from fedssl.atomic_files import write_text
 from fedssl.config.overrides import config_groups
 from fedssl.config.renamed import update, update_choices
 from fedssl.config.saved_run import is_of_earlier_version, read_overrides, update_overrides
@@ -222,6 +225,16 @@ def strategy_of(folder: Path) -> str:
     return read_run(folder).value("strategy")
 
 
+def write_summary(file: Path, summary: Mapping[str, Any]) -> None:
+    """Write a run's ``summary.json`` with a checksum, by which `read_summary` detects damage."""
+    content = json.loads(json.dumps(summary))  # keys and sequences as they will be read
+    write_text(file, json.dumps({**content, "checksum": _checksum(content)}, indent=2) + "\n")
+
+
+def _checksum(summary: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(summary, sort_keys=True).encode())
+
+
 def read_summary(file: Path) -> dict[str, Any] | None:
     """Read a run's ``summary.json``; return None if it is missing, damaged or of another program."""
     try:
@@ -229,6 +242,8 @@ def read_summary(file: Path) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     if not (isinstance(summary, dict) and _is_summary(summary)):
+        return None
+    if summary.pop("checksum", None) not in (None, _checksum(summary)):  # earlier versions stored none
         return None
     return summary | {"overrides": update_overrides(summary["overrides"], file.parent)}
 

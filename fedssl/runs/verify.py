@@ -1,10 +1,12 @@
-"""Complete verification of a run folder: settings, lines, checkpoints, client states, encoders, summary."""
+"""Complete verification of a run folder: settings, lines, checkpoints, client states, encoders, snapshots, summary."""
 
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedssl.atomic_files import round_file, saved_rounds
+from fedssl.config.saved_run import read_overrides
 from fedssl.errors import InputError
 from fedssl.runs.manifest import MANIFEST_SUFFIX, read_manifest
 from fedssl.runs.run import RUN_MARKERS, read_run
@@ -29,29 +31,37 @@ def verify_run(folder: Path) -> Verification:
     """Verify every file of a run folder that a command reads; `InputError` if it is no run folder.
 
     All files are read completely: digests of the checkpoints, of the client states and of the lines that belong to
-    them, the lines of every round and client, and the weights of the encoders.
+    them, the lines of every round and client, the weights of the encoders, snapshots and representations.
     """
     if not any((folder / name).exists() for name in RUN_MARKERS):
         raise InputError(f"{folder} is not a run folder; `fedssl-runs list` shows all runs")
-    try:
-        problems = _settings_problems(folder)
-    except InputError as error:
-        problems = [str(error)]
-    problems += _encoder_problems(folder)
+    problems = [*_settings_problems(folder)]
+    problems += [*_encoder_problems(folder), *_archive_problems(folder)]
     checkpoints = {round: list(_checkpoint_problems(folder, round)) for round in saved_rounds(folder / "checkpoints")}
     for round, found in checkpoints.items():
         problems += [f"checkpoint of round {round}: {problem}" for problem in found]
     return Verification(tuple(problems), tuple(round for round, found in checkpoints.items() if not found))
 
 
-def _settings_problems(folder: Path) -> list[str]:
-    run = read_run(folder)
-    problems = [] if run.settings else ["config.yaml is missing or empty"]
+def _settings_problems(folder: Path) -> Iterator[str]:
+    try:
+        read_overrides(folder / "overrides.yaml")  # those of the summary are the same
+    except InputError as error:
+        yield str(error)
+    try:
+        run = read_run(folder)
+        incomplete = run.incomplete_files
+    except InputError as error:
+        yield str(error)
+        return
+    if not run.settings:
+        yield "config.yaml is missing or empty"
     if run.summary is None and not run.running:
-        problems.append("summary.json is missing or damaged")
+        yield "summary.json is missing or damaged"
     if run.finished and not list(folder.glob("encoder*.pt")):
-        problems.append("encoder.pt is missing")
-    return problems + [problem.removeprefix(f"{folder}/") for problem in run.incomplete_files]
+        yield "encoder.pt is missing"
+    for problem in incomplete:
+        yield problem.removeprefix(f"{folder}/")
 
 
 def _checkpoint_problems(folder: Path, round: int) -> Iterator[str]:
@@ -71,3 +81,15 @@ def _encoder_problems(folder: Path) -> Iterator[str]:
             load_encoder(file)
         except InputError as error:
             yield str(error)
+
+
+def _archive_problems(folder: Path) -> Iterator[str]:
+    """Yield the snapshots and representations whose CRC-32 is wrong. No content is loaded."""
+    for file in sorted([*folder.glob("models/*/*.pt"), *folder.glob("representations.npz")]):
+        try:
+            with zipfile.ZipFile(file) as archive:
+                damaged = archive.testzip() is not None
+        except Exception:  # a damaged header can raise anything
+            damaged = True
+        if damaged:
+            yield f"{file.relative_to(folder)} is damaged"

@@ -153,15 +153,16 @@ def damage(folder: Path, kind: str, number: int) -> Path:
     files = sorted(
         path
         for path in folder.rglob("*")
-        if path.is_file() and path.suffix in (".pt", STATES, ".json", ".jsonl", ".csv", ".yaml") and path.stat().st_size
+        if path.is_file()
+        and "models" not in path.parts  # snapshots
+        and path.suffix in (".pt", STATES, ".json", ".jsonl", ".csv", ".yaml")
+        and path.stat().st_size
     )
     states = [path for path in files if path.suffix == STATES]
     files = states if states and number % 2 else files
     file = files[number // 2 % len(files)]
     content = file.read_bytes()
     at = number % len(content)
-    if file.suffix == ".yaml":  # another value of a setting is not damage
-        kind = "delete" if kind in ("delete", "folder") else "empty"
     if kind == "delete":
         file.unlink()
     elif kind == "folder":

@@ -4,10 +4,12 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 
 from fedssl.errors import InputError
 from fedssl.runs.cli import main
+from fedssl.runs.snapshots import save_layers
 from fedssl.runs.verify import Verification, verify_run
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
@@ -142,3 +144,28 @@ def test_the_command_prints_what_is_wrong_and_what_can_be_recovered(tmp_path, th
     assert f"checkpoint of round 3: {STATE} is missing" in lines
     assert any("encoder.pt" in line for line in lines)
     assert lines[-1] == "resume continues after round 2"
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "overrides.yaml", "choices.yaml", "summary.json"])
+def test_one_changed_bit_of_the_settings_or_the_summary_is_found(tmp_path, three_rounds, name):
+    folder = shutil.copytree(three_rounds, tmp_path / "run")
+    for at in range(30, (folder / name).stat().st_size, 97):
+        flip(folder / name, at)
+        assert any(name in problem for problem in verify_run(folder).problems), at
+        if name in ("config.yaml", "overrides.yaml"):
+            with pytest.raises(InputError, match=f"{name} cannot be used"):
+                run([f"resume={folder}", "rounds=4"])
+        flip(folder / name, at)
+    assert verify_run(folder).problems == ()
+
+
+def test_damaged_snapshots_are_found(tmp_path, three_rounds):
+    folder = shutil.copytree(three_rounds, tmp_path / "run")
+    weights = np.ones(50, dtype=np.float32)
+    save_layers(folder, 1, "client-0", {"encoder.weight": weights})
+    file = folder / "models/round-000001/client-0.pt"
+    assert verify_run(folder).problems == ()
+    flip(file, file.read_bytes().index(weights.tobytes()))
+    assert verify_run(folder).problems == ("models/round-000001/client-0.pt is damaged",)
+    replace_by_folder(file)
+    assert verify_run(folder).problems == ("models/round-000001/client-0.pt is damaged",)

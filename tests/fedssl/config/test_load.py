@@ -209,7 +209,11 @@ class TestResume:
 
     def test_refuses_a_folder_whose_settings_were_edited(self, folder):
         file = folder / "config.yaml"
-        file.write_text(file.read_text().replace("batch_size: 64", "batch_size: 32"))
+        text = file.read_text().replace("batch_size: 64", "batch_size: 32")
+        file.write_text(text)
+        with pytest.raises(InputError, match=r"config.yaml cannot be used \(its checksum is wrong\)"):
+            load_settings([f"resume={folder}"])
+        file.write_text(text.partition("\n")[2])  # of an earlier version
         with pytest.raises(InputError, match=r"was run with batch_size=32 \(now 64\)"):
             load_settings([f"resume={folder}"])
 
