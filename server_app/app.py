@@ -130,8 +130,10 @@ def execute(
                 on_start=lambda: on_start(recorder.folder),
             )
         except BaseException as error:
-            interrupted = isinstance(error, KeyboardInterrupt)
-            reason = "stopped by the user" if interrupted else str(error) or type(error).__name__
+            interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
+            reason = str(error) or type(error).__name__
+            if interrupted:  # Flower's process exits when the SuperLink stops the run
+                reason = "stopped by the " + ("user" if isinstance(error, KeyboardInterrupt) else "SuperLink")
             resumed = settings.recording.resumed is not None
             if not (
                 resumed and isinstance(error, InputError)

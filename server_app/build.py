@@ -42,7 +42,7 @@ from server_app.compatibility import (
 )
 from server_app.differential_privacy import Privacy, check_model
 from server_app.evaluator import Evaluator
-from server_app.nodes import ClientManager, discover_clients
+from server_app.nodes import ClientDirectory, ClientManager, discover_clients
 from server_app.round_context import RoundContext, raise_no_server_images
 from strategies.base import FedSSLStrategy
 from strategies.interfaces import StrategyContext
@@ -85,10 +85,20 @@ class RunComponents:
 
 def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, int] | None = None) -> RunComponents:
     """Build and validate all components. ``known_client_ids`` are the ids of edge clients of a resumed run."""
-    device = configure_process(settings.machine)
     clients = discover_clients(
         grid, settings.num_clients, timeout=settings.reply_timeout, known_client_ids=known_client_ids
     )
+    return build_components(grid, settings, clients)
+
+
+def build_components(
+    grid: Grid, settings: Settings, clients: ClientDirectory, *, reads_images: bool = True
+) -> RunComponents:
+    """Build and validate all components of a run with these clients. Nothing is sent to them.
+
+    Without ``reads_images`` nothing that needs the server's images can be used.
+    """
+    device = configure_process(settings.machine)
     task = make_task(settings).text() if clients.client_ids else None
     if task:
         settings = adapt_to_edge_clients(settings, clients)
@@ -99,7 +109,6 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
     validate_batch_size(settings, method)
     lr_schedule = make_lr_schedule(settings, method)
     load_teacher(method, settings.teacher, data=data)
-    evaluator.validate(method.encoder)
     strategy, server_optimizer = make_algorithm(settings, method, is_deployment=bool(task))
     method.encoder.check_image_shape((data.channels, data.size, data.size))
     validate_aggregation(settings, is_deployment=bool(task))
@@ -115,7 +124,10 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
         client_data = ClientData(image_data, make_partition(settings.partition, image_data))
         check_clients(client_data.parts, method)
     training = LocalTrainer.build(settings.training, method)
-    validate_early_stopping(settings, method, result_units=evaluator.result_units(), phases=len(lr_schedule.phases))
+    if reads_images:
+        evaluator.validate(method.encoder)
+        units = evaluator.result_units()
+        validate_early_stopping(settings, method, result_units=units, phases=len(lr_schedule.phases))
     context = RoundContext(
         strategy=strategy,
         method=method,
@@ -136,7 +148,9 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
         privacy=make_privacy(settings, method, is_deployment=bool(task)),
         wire_dtype=settings.wire_dtype,
         unseen_clients=frozenset(range(settings.num_clients - settings.unseen_clients, settings.num_clients)),
-        extract_features=make_feature_extractor(settings, method, strategy.server.num_comparison_images, device),
+        extract_features=make_feature_extractor(
+            settings, method, strategy.server.num_comparison_images if reads_images else 0, device
+        ),
     )
     return RunComponents(
         settings=settings,
@@ -145,7 +159,7 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
         client_manager=ClientManager(grid, clients, timeout=settings.reply_timeout),
         client_data=client_data,
         evaluator=evaluator,
-        monitor=make_monitor(settings, method, training, device),
+        monitor=make_monitor(settings, method, training, device) if reads_images else None,
         costs=make_costs(settings, method, training, client_data, device, strategy.client.trainings_per_round),
         device=device,
         evaluation_is_training_free=not evaluator.trains_network,

@@ -163,8 +163,10 @@ def run(overrides: Sequence[str]) -> None:
     """Run on the engine of the settings."""
     settings = compose(overrides) if _is_remote_resume(overrides) else load_settings(overrides)
     if settings.engine.name == "deployment":
-        from simulation.deployment import run_deployment
+        from simulation.deployment import run_deployment, validate
 
+        if not settings.recording.resumed:
+            validate(settings)
         run_deployment(overrides, engine=settings.engine)
         return
     settings.recording.tracker.instantiate()  # reports a missing package before any work

@@ -4,25 +4,53 @@ The ServerApp runs on the SuperLink's machine, so all paths are of that machine;
 working directory.
 """
 
+import logging
 import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 
-from fedssl.config.settings import EngineSettings
+from fedssl.config.settings import EngineSettings, Settings
 from fedssl.errors import InputError, RunError
 from fedssl.runs.run_report import RunReport
 from fedssl.untrusted import sanitize_line
 from simulation import compat
+
+log = logging.getLogger("fedssl")
 
 APP = Path(__file__).resolve().parents[1]
 RECONNECT_TIMEOUT = 120.0  # seconds in which a SuperLink may restart
 POLL_SECONDS = 1.0
 STOP_TIMEOUT = 30.0  # seconds
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+def validate(settings: Settings) -> None:
+    """Build the run for devices that do not exist, which rejects invalid settings before it is submitted.
+
+    Files of the SuperLink's machine are not read: its images, and a teacher that is not on this machine.
+    """
+    from server_app.build import build_components  # slow imports
+    from server_app.nodes import ClientDirectory
+    from server_app.round import Round
+    from simulation.grid import LocalGrid, load_client_app
+    from strategies.interfaces import ServerState
+
+    if settings.teacher is not None and not settings.teacher.exists():
+        return
+    grid = LocalGrid(load_client_app(), num_clients=settings.num_clients)
+    client_ids = {f"device-{number}": number for number in range(settings.num_clients)}
+    clients = ClientDirectory(nodes=dict(enumerate(grid.get_node_ids())), client_ids=client_ids)
+    here = replace(settings, machine=replace(settings.machine, device="cpu"))
+    log.disabled = True  # warnings are logged by the run
+    try:
+        Round(build_components(grid, here, clients, reads_images=False).context, ServerState())
+    finally:
+        log.disabled = False
 
 
 def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> None:
@@ -51,16 +79,16 @@ class _Run:
 
     def follow(self) -> compat.RunStatus:
         """Print the log until the run has ended, and return its status. Reconnect if the SuperLink restarts."""
-        last_reply = time.monotonic()
+        lost: float | None = None  # time at which the connection was lost
         while True:
             try:
                 for part in compat.stream_logs(self._control, self.id, after=self._shown):
                     self._show(part.log_output)
-                    self._shown = part.latest_timestamp
-                status = compat.run_status(self._control, self.id)
-                last_reply = time.monotonic()
+                    self._shown, lost = part.latest_timestamp, None
+                status, lost = compat.run_status(self._control, self.id), None
             except httpx.TransportError as error:
-                if time.monotonic() - last_reply > RECONNECT_TIMEOUT:
+                lost = time.monotonic() if lost is None else lost
+                if time.monotonic() - lost > RECONNECT_TIMEOUT:
                     raise RunError(
                         f"the SuperLink has not answered for {RECONNECT_TIMEOUT:.0f} s ({error}); once it runs again, "
                         f"check `flwr list`, and continue with {self.resume_command}"

@@ -1,9 +1,14 @@
 """``fedssl engine=deployment``: rejections before submission; tests/deploy has real fleets."""
 
+import httpx
 import pytest
+from flwr.proto.control_pb2 import StreamLogsResponse
+from flwr.proto.run_pb2 import RunStatus
 
 from fedssl.config.load import compose, save_run
-from fedssl.errors import InputError
+from fedssl.config.settings import EngineSettings
+from fedssl.errors import InputError, RunError
+from simulation import deployment
 from simulation.cli import run
 from tests.flower import free_port
 
@@ -40,6 +45,41 @@ def test_invalid_settings_are_rejected_before_submission(overrides, sentence, tm
         run(["engine=deployment", *(override.format(file=tmp_path / "file") for override in overrides)])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["secure_aggregation=secagg_plus"], "reveals only the sum of updates; set .*aggregation.max_norm_ratio=null"),
+        (
+            ["secure_aggregation=secagg_plus", "aggregation.max_norm_ratio=null"],
+            "needs a strategy that adds up the clients with equal weights: set strategy=fedavg",
+        ),
+        (["strategy=gossip"], "strategy=gossip is for simulations"),
+        (["evaluate_personalized=true"], "evaluate_personalized and unseen_clients are for simulations"),
+        (["method=supervised", "dataset.num_classes=10"], "Supervised needs labels, and edge clients share no list of classes"),
+        (["dataset=digits", "schedule=layer_wise", "rounds=4", "calibration=auxiliary"], "stay on the devices"),
+        (["encoder=vit_tiny", "dataset.size=30"], "30"),
+    ],
+)
+def test_conflicts_are_rejected_before_submission(overrides, sentence):
+    """No SuperLink runs: a run that is not rejected would be reported as unreachable."""
+    with pytest.raises(InputError, match=sentence):
+        run(["engine=deployment", f"engine.address=127.0.0.1:{free_port()}", *overrides])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["secure_aggregation=secagg_plus", "strategy.weighting=uniform"],
+        ["privacy=central", "strategy.weighting=uniform", "encoder.norm=group", "method.projector.batch_norm=false"],
+        ["strategy=featarc", "dataset=cifar10", "dataset.path=/only/on/the/server"],
+    ],
+)
+def test_valid_settings_for_devices_are_submitted(overrides):
+    overrides = ["strategy=fedavg", "aggregation.max_norm_ratio=null", *overrides]
+    with pytest.raises(InputError, match="no SuperLink answers"):
+        run(["engine=deployment", f"engine.address=127.0.0.1:{free_port()}", *overrides])
+
+
 def test_an_unreachable_superlink_is_reported():
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(InputError, match=f"no SuperLink answers at engine.address={address} .*; start it, or set"):
@@ -55,3 +95,43 @@ def test_a_run_folder_cannot_select_the_fleet_that_resumes_it(override, tmp_path
         InputError, match=f"contains {override}, which points outside the run folder and is accepted only from your own"
     ):
         run([f"resume={tmp_path}"])
+
+
+class Clock:
+    """``time`` of a module, whose ``sleep`` takes no time."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.mark.parametrize(("outage", "follows"), [(100, True), (125, False)])
+def test_the_superlink_may_restart_within_two_minutes_at_any_time_of_a_run(monkeypatch, capsys, outage, follows):
+    """The run lasts an hour before the SuperLink is lost, while one stream of the log is open."""
+    clock = Clock()
+    monkeypatch.setattr(deployment, "time", clock)
+
+    def stream_logs(control, run_id, *, after):
+        if clock.now == 0:
+            yield StreamLogsResponse(log_output="round 1\n", latest_timestamp=1.0)
+            clock.now = 3600.0
+        if clock.now < 3600 + outage:
+            raise httpx.ConnectError("refused")
+        yield StreamLogsResponse(log_output=f"after {after:g}\n", latest_timestamp=2.0)
+
+    monkeypatch.setattr(deployment.compat, "stream_logs", stream_logs)
+    monkeypatch.setattr(
+        deployment.compat, "run_status", lambda control, run_id: RunStatus(status="finished", sub_status="completed")
+    )
+    run = deployment._Run(None, 1, engine=EngineSettings(name="deployment", address="127.0.0.1:8000"))
+    if follows:
+        assert run.follow().sub_status == "completed"
+        assert capsys.readouterr().out == "round 1\nafter 1\n"
+    else:
+        with pytest.raises(RunError, match="the SuperLink has not answered for 120 s .*; once it runs again, check"):
+            run.follow()
