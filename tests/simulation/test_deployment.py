@@ -55,7 +55,10 @@ def test_invalid_settings_are_rejected_before_submission(overrides, sentence, tm
         ),
         (["strategy=gossip"], "strategy=gossip is for simulations"),
         (["evaluate_personalized=true"], "evaluate_personalized and unseen_clients are for simulations"),
-        (["method=supervised", "dataset.num_classes=10"], "Supervised needs labels, and edge clients share no list of classes"),
+        (
+            ["method=supervised", "dataset.num_classes=10"],
+            "Supervised needs labels, and edge clients share",
+        ),
         (["dataset=digits", "schedule=layer_wise", "rounds=4", "calibration=auxiliary"], "stay on the devices"),
         (["encoder=vit_tiny", "dataset.size=30"], "30"),
     ],

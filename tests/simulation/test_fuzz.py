@@ -170,10 +170,15 @@ def wrong_word(run, sentinel, draw):
 
 def wrong_line(run, sentinel, draw):
     file = some_file(run, draw, ".json", ".jsonl")
-    lines = [file.read_text()] if file.suffix == ".json" else file.read_text().splitlines()
+    digest, manifest = "", file.parent.name == "checkpoints"
+    if manifest:  # its first line is a digest
+        digest, _, text = file.read_text().partition("\n")
+        lines = [text]
+    else:
+        lines = [file.read_text()] if file.suffix == ".json" else file.read_text().splitlines()
     at = draw.randrange(len(lines))
     lines[at] = json.dumps(put(json.loads(lines[at]), draw))
-    file.write_text("\n".join(lines) + "\n")
+    file.write_text("\n".join([digest] * manifest + lines) + "\n")
 
 
 def wrong_tensor(value, draw):
