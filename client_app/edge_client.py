@@ -22,6 +22,7 @@ import logging
 import os
 import platform
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,7 +38,7 @@ from fedssl.datasets.image_folder import SUFFIXES
 from fedssl.errors import InputError, RequestRefused
 from fedssl.machine.process import default_threads
 from fedssl.untrusted import read_text, sanitize_line
-from fedssl.wire.identity import NodeInfo, check_device_name
+from fedssl.wire.identity import NodeInfo, check_device_name, installed_versions
 
 log = logging.getLogger("fedssl")
 
@@ -116,12 +117,24 @@ class EdgeClient:
 
     @property
     def node_info(self) -> NodeInfo:
-        return NodeInfo(partition=self.partition, name=self.name)
+        num_images, problem = self._count_images()
+        if problem:
+            log.error("this device %s (data-path=%s)", problem, self.data_path)
+        return NodeInfo(
+            partition=self.partition,
+            name=self.name,
+            num_images=None if self.secure_aggregation_only else num_images,
+            versions=installed_versions(),
+            problem=problem,
+        )
 
     def settings(self, text: str) -> ClientSettings:
         """Return the settings for a task; raises `RequestRefused` for a task beyond the limits."""
         settings = self._with_local_settings(read_task(text, states=self.states, folders=self.folders))
-        check_settings(settings, self.limits, num_images=self._count_images())
+        num_images, problem = self._count_images()
+        if problem:
+            raise RequestRefused(f"the device {problem}")
+        check_settings(settings, self.limits, num_images=num_images)
         _bind_run_to_task(settings.states, text)
         return settings
 
@@ -135,10 +148,17 @@ class EdgeClient:
             data=replace(settings.data, reader=reader, federated="train", train=None, test=None),
         )
 
-    def _count_images(self) -> int:
+    def _count_images(self) -> tuple[int, str]:
+        """Return the number of images, and why there are none; empty if there are."""
         if not self.data_path.is_dir():
-            raise InputError(f"data-path={self.data_path} is not a folder; name the folder of the device's images")
-        return sum(1 for file in self.data_path.rglob("*") if file.suffix.lower() in SUFFIXES)
+            return 0, "has no folder of images: its data-path is not a folder"
+        suffixes = Counter(file.suffix.lower() for file in self.data_path.rglob("*"))
+        num_images = sum(suffixes[suffix] for suffix in SUFFIXES)
+        if num_images:
+            return num_images, ""
+        if suffixes[".parquet"]:
+            return 0, "has parquet files in its data-path, but a device reads image files only"
+        return 0, f"has no images in its data-path ({', '.join(SUFFIXES)})"
 
 
 def safe_error_message(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """Undocumented names of Flower 1.41 for simulations, error replies and the server side of SecAgg+.
 
-`client_app.compat` and `simulation.compat` contain the names that only they need.
+`client_app.compat` and `fedssl.fleet.compat` contain the names that only they need.
 """
 
 import uuid

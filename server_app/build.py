@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,7 @@ from server_app.compatibility import (
 )
 from server_app.differential_privacy import Privacy, check_model
 from server_app.evaluator import Evaluator
-from server_app.nodes import ClientDirectory, ClientManager, discover_clients
+from server_app.nodes import ClientDirectory, ClientManager, NodeNames, discover_clients, no_registered_names
 from server_app.round_context import RoundContext, raise_no_server_images
 from strategies.base import FedSSLStrategy
 from strategies.interfaces import StrategyContext
@@ -86,7 +87,11 @@ class RunComponents:
 def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, int] | None = None) -> RunComponents:
     """Build and validate all components. ``known_client_ids`` are the ids of edge clients of a resumed run."""
     clients = discover_clients(
-        grid, settings.num_clients, timeout=settings.reply_timeout, known_client_ids=known_client_ids
+        grid,
+        settings.num_clients,
+        timeout=settings.reply_timeout,
+        known_client_ids=known_client_ids,
+        node_names=node_names(settings),
     )
     return build_components(grid, settings, clients)
 
@@ -156,7 +161,7 @@ def build_components(
         settings=settings,
         context=context,
         lr_schedule=lr_schedule,
-        client_manager=ClientManager(grid, clients, timeout=settings.reply_timeout),
+        client_manager=ClientManager(grid, clients, timeout=settings.reply_timeout, node_names=node_names(settings)),
         client_data=client_data,
         evaluator=evaluator,
         monitor=make_monitor(settings, method, training, device) if reads_images else None,
@@ -164,6 +169,18 @@ def build_components(
         device=device,
         evaluation_is_training_free=not evaluator.trains_network,
     )
+
+
+def node_names(settings: Settings) -> NodeNames:
+    """Return the function that requests registered names from the SuperLink, if it is on this machine."""
+    if settings.engine.name != "deployment":
+        return no_registered_names
+    from fedssl.fleet.control import LOOPBACK, registered_names  # slow import
+
+    if str(settings.engine.address).rpartition(":")[0] not in LOOPBACK:
+        log.warning("names of devices are not bound to keys: the SuperLink is on another machine")
+        return no_registered_names
+    return partial(registered_names, settings.engine)
 
 
 def make_algorithm(

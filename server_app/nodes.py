@@ -1,13 +1,14 @@
 """Discovery of clients: which node of the federation is which client.
 
 In a simulation a client is a partition, and the number of nodes must be ``num_clients``. An edge client has local
-images and a name. It gets an id for the whole run.
+images and a name: the one under which its key was registered, or else the one in its node configuration. It gets an id
+for the whole run.
 """
 
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from flwr.app import Message, RecordDict
@@ -15,7 +16,7 @@ from flwr.serverapp import Grid
 
 from fedssl.errors import InputError, RunError
 from fedssl.untrusted import sanitize_line
-from fedssl.wire.identity import NodeInfo, read_node_info
+from fedssl.wire.identity import NodeInfo, incompatibility, read_node_info
 from server_app.console import log_while_waiting
 from server_app.messaging import MessageExchange
 
@@ -23,6 +24,9 @@ log = logging.getLogger("fedssl")
 
 DISCOVERY_GRACE_SECONDS = 10.0  # seconds without a new node after which a federation is complete
 IDENTIFY_TIMEOUT = 60.0  # seconds in which a device that joins later must reply
+REJECTED_INTERVAL = 300.0  # seconds after which a device that cannot participate is asked again
+
+NodeNames = Callable[[], Mapping[int, str]]  # returns the names under which keys were registered, by node id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,8 @@ class ClientDirectory:
 
     nodes: Mapping[int, int]  # ids of available nodes by client id
     client_ids: Mapping[str, int] = field(default_factory=dict)  # of edge clients by name, also of unavailable ones
+    info: Mapping[int, NodeInfo] = field(default_factory=dict)  # of the nodes of edge clients
+    rejected: Mapping[int, str] = field(default_factory=dict)  # reasons of nodes that cannot participate
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,18 @@ class _Replies:
     missing: dict[int, None] = field(default_factory=dict)
 
 
+def no_registered_names() -> Mapping[int, str]:
+    """Return no names: of nodes without keys."""
+    return {}
+
+
 def discover_clients(
-    grid: Grid, num_clients: int, *, timeout: float, known_client_ids: Mapping[str, int] | None = None
+    grid: Grid,
+    num_clients: int,
+    *,
+    timeout: float,
+    known_client_ids: Mapping[str, int] | None = None,
+    node_names: NodeNames = no_registered_names,
 ) -> ClientDirectory:
     """Request the info of all nodes and return the clients.
 
@@ -59,19 +75,22 @@ def discover_clients(
             replies.info[node] = reply
         else:
             replies.errors[node] = reply
-    devices = {node: info for node, info in replies.info.items() if info.partitions is None}
-    if not devices:
+    num_devices = sum(info.partitions is None for info in replies.info.values())
+    if not num_devices:
         return ClientDirectory(nodes=_partition_directory(nodes, replies, num_clients, timeout=timeout))
-    if len(devices) < len(replies.info):
+    if num_devices < len(replies.info):
         raise InputError(
-            f"{len(devices)} nodes are devices and {len(replies.info) - len(devices)} are simulated clients; "
+            f"{num_devices} nodes are devices and {len(replies.info) - num_devices} are simulated clients; "
             "run either with devices or in a simulation"
         )
-    for node in replies.missing:
-        log.warning("node %d did not reply and does not take part", node)
-    for node, reason in replies.errors.items():
-        log.warning("node %d does not take part: %s", node, reason)
-    return _edge_directory(devices, known_client_ids or {})
+    errors = {node: f"failed: {reason}" for node, reason in replies.errors.items()}
+    errors |= dict.fromkeys(replies.missing, "did not reply")
+    directory = ClientDirectory(nodes={}, client_ids=known_client_ids or {})
+    directory = add_devices(directory, replies.info, errors, names=node_names())
+    if not directory.nodes:
+        reasons = "; ".join(f"node {node} {reason}" for node, reason in directory.rejected.items())
+        raise InputError(f"no device can participate: {reasons}")
+    return directory
 
 
 def federation_size(grid: Grid, *, timeout: float) -> int | None:
@@ -93,9 +112,16 @@ class ClientManager:
     ``timeout`` is the time in seconds to wait for a device that is needed.
     """
 
-    def __init__(self, grid: Grid, clients: ClientDirectory, *, timeout: float) -> None:
-        self._grid, self._timeout = grid, timeout
-        self._requested = set(clients.nodes.values())
+    def __init__(
+        self,
+        grid: Grid,
+        clients: ClientDirectory,
+        *,
+        timeout: float,
+        node_names: NodeNames = no_registered_names,
+    ) -> None:
+        self._grid, self._timeout, self._node_names = grid, timeout, node_names
+        self._retry_at = time.monotonic() + REJECTED_INTERVAL
         self.clients = clients
 
     def wait_for(self, min_clients: int) -> ClientDirectory:
@@ -103,10 +129,10 @@ class ClientManager:
         if not self.clients.client_ids:
             return self.clients
         last = time.monotonic() + self._timeout
-        with log_while_waiting(f"fewer devices are available than the {min_clients} that a round needs"):
+        with log_while_waiting(f"a round needs {min_clients} available devices"):
             while True:
                 available = list(self._grid.get_node_ids())
-                self._register_new_nodes([node for node in available if node not in self._requested])
+                self._add_new_nodes(available)
                 nodes = {number: node for number, node in self.clients.nodes.items() if node in available}
                 if len(nodes) >= min_clients:
                     return replace(self.clients, nodes=nodes)
@@ -117,24 +143,31 @@ class ClientManager:
                     )
                 time.sleep(0.2)
 
-    def _register_new_nodes(self, new: Sequence[int]) -> None:
+    def _add_new_nodes(self, available: Sequence[int]) -> None:
+        if time.monotonic() > self._retry_at:
+            self._retry_at = time.monotonic() + REJECTED_INTERVAL
+            self.clients = replace(self.clients, rejected={})
+        known = {*self.clients.nodes.values(), *self.clients.rejected}
+        new = [node for node in available if node not in known]
         if not new:
             return
-        self._requested.update(new)
-        for node, info in _identify(self._grid, new, timeout=min(self._timeout, IDENTIFY_TIMEOUT)):
-            if not isinstance(info, NodeInfo) or info.partitions is not None:
-                reason = info if isinstance(info, str) else "it is not a device"
-                log.warning("node %d does not take part: %s", node, reason)
-                continue
-            number = self.clients.client_ids.get(info.name, _next_number(self.clients.client_ids))
-            former = self.clients.nodes.get(number)
-            if former is not None and former in self._grid.get_node_ids():
-                log.warning("node %d does not take part: node %d has client-name=%s as well", node, former, info.name)
-                continue
-            log.info("device %d %s is available", number, info.name)
-            self.clients = ClientDirectory(
-                nodes={**self.clients.nodes, number: node}, client_ids={**self.clients.client_ids, info.name: number}
-            )
+        info: dict[int, NodeInfo] = {}
+        errors = dict.fromkeys(new, "did not reply")
+        for node, reply in _identify(self._grid, new, timeout=min(self._timeout, IDENTIFY_TIMEOUT)):
+            del errors[node]
+            if isinstance(reply, str):
+                errors[node] = f"failed: {reply}"
+            elif reply.partitions is not None:
+                errors[node] = "is not a device"
+            else:
+                info[node] = reply
+        offline = {number: node for number, node in self.clients.nodes.items() if node not in available}
+        before = replace(self.clients, nodes={n: node for n, node in self.clients.nodes.items() if n not in offline})
+        clients = add_devices(before, info, errors, names=self._node_names())
+        for name, number in clients.client_ids.items():
+            if number in clients.nodes and number not in before.nodes:
+                log.info("device %d %s is available", number, name)
+        self.clients = replace(clients, nodes={**offline, **clients.nodes})
 
 
 def _partition_directory(
@@ -162,21 +195,48 @@ def _partition_directory(
     return {partition: held[partition] for partition in range(num_clients)}
 
 
-def _edge_directory(devices: Mapping[int, NodeInfo], known_client_ids: Mapping[str, int]) -> ClientDirectory:
-    """Return the devices by id. New devices get the next ids, in order."""
-    for key, values in (
-        ("client-name", [info.name for info in devices.values()]),
-        ("partition-id", [info.partition for info in devices.values() if info.partition is not None]),
-    ):
-        value, count = Counter(values).most_common(1)[0] if values else (None, 0)
-        if count > 1:
-            raise InputError(f"{count} devices have {key}={value}; set a different one in each node's configuration")
-    named = {info.name: node for node, info in devices.items()}
-    order = {info.name: (info.partition is None, info.partition or 0, info.name) for info in devices.values()}
-    client_ids = dict(known_client_ids)
-    for name in sorted(named.keys() - known_client_ids.keys(), key=order.__getitem__):
+def add_devices(
+    directory: ClientDirectory,
+    info: Mapping[int, NodeInfo],
+    errors: Mapping[int, str],
+    *,
+    names: Mapping[int, str],
+) -> ClientDirectory:
+    """Return the directory with the nodes that replied. New devices get the next ids, in order.
+
+    ``names`` are the registered names by node id, which replace those that nodes report. A node is rejected if it
+    cannot participate, if its name is registered for the key of another node, or if another node has its name or
+    partition as well. ``errors`` are predicates of nodes without info, such as "did not reply".
+    """
+    found = {node: replace(one, name=names.get(node, one.name)) for node, one in info.items()}
+    others = [one for node, one in directory.info.items() if node in directory.nodes.values() and node not in found]
+    num_named = Counter(one.name for one in (*others, *found.values()))
+    partitions = Counter(one.partition for one in (*others, *found.values()))
+    owners = {name: node for node, name in names.items()}
+    rejected = dict(errors)
+    for node, one in found.items():
+        if owners.get(one.name, node) != node:
+            rejected[node] = f"has the name {one.name}, under which the key of node {owners[one.name]} is registered"
+        elif num_named[one.name] > 1 and node not in names:
+            rejected[node] = f"has client-name={one.name} like another node; set a different one in each"
+        elif partitions[one.partition] > 1 and one.partition is not None:
+            rejected[node] = f"has partition-id={one.partition} like another node; set a different one in each"
+        elif reason := one.problem or incompatibility(one.versions):
+            rejected[node] = reason
+    for node, reason in rejected.items():
+        name = names.get(node) or (found[node].name if node in found else "")
+        log.warning("node %d%s does not take part: it %s", node, f" {name}".rstrip(), reason)
+    accepted = {one.name: node for node, one in found.items() if node not in rejected}
+    order = {name: (found[node].partition is None, found[node].partition or 0, name) for name, node in accepted.items()}
+    client_ids = dict(directory.client_ids)
+    for name in sorted(accepted.keys() - client_ids.keys(), key=order.__getitem__):
         client_ids[name] = _next_number(client_ids)
-    return ClientDirectory(nodes={client_ids[name]: node for name, node in named.items()}, client_ids=client_ids)
+    return ClientDirectory(
+        nodes={**directory.nodes, **{client_ids[name]: node for name, node in accepted.items()}},
+        client_ids=client_ids,
+        info={**directory.info, **found},
+        rejected={**directory.rejected, **rejected},
+    )
 
 
 def _next_number(client_ids: Mapping[str, int]) -> int:

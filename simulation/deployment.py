@@ -7,18 +7,20 @@ working directory.
 import logging
 import shlex
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 
+from fedssl.config.overrides import quote_value
 from fedssl.config.settings import EngineSettings, Settings
 from fedssl.errors import InputError, RunError
+from fedssl.fleet import compat
+from fedssl.fleet.control import control_api
 from fedssl.runs.run_report import RunReport
 from fedssl.untrusted import sanitize_line
-from simulation import compat
 
 log = logging.getLogger("fedssl")
 
@@ -26,7 +28,6 @@ APP = Path(__file__).resolve().parents[1]
 RECONNECT_TIMEOUT = 120.0  # seconds in which a SuperLink may restart
 POLL_SECONDS = 1.0
 STOP_TIMEOUT = 30.0  # seconds
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 def validate(settings: Settings) -> None:
@@ -55,7 +56,15 @@ def validate(settings: Settings) -> None:
 
 def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> None:
     """Submit a run, print its log, and print where its results are. Ctrl-C stops the run."""
-    with control_api(engine) as control, _http_errors(engine.address):
+    if not (APP / "pyproject.toml").is_file():
+        raise InputError(
+            "engine=deployment submits the app from a clone of its repository, which this installation is not; install "
+            "fedssl from a clone with pip install -e"
+        )
+    if engine.root_certificates:  # the ServerApp has another working directory
+        file = Path(engine.root_certificates).absolute()
+        overrides = [*overrides, f"engine.root_certificates={quote_value(str(file))}"]
+    with control_api(engine) as control:
         run_id = compat.start_run(control, APP, overrides=shlex.join(overrides))
         print(f"run {run_id} of the SuperLink {engine.address}", flush=True)
         run = _Run(control, run_id, engine=engine)
@@ -141,52 +150,3 @@ def _run_folder_message(folder: str, engine: EngineSettings) -> str:
         if (Path(folder) / "config.yaml").is_file():
             return f"the run folder is {folder}"
     return f"the run folder is {folder} on the machine of the SuperLink {engine.address}; copy it from there"
-
-
-@contextmanager
-def control_api(engine: EngineSettings) -> Iterator[compat.ControlHttpClient]:
-    """Yield a client of the SuperLink's Control API."""
-    address, certificates = str(engine.address), engine.root_certificates
-    host, _, port = address.rpartition(":")
-    if not (host and port.isdigit()):
-        raise InputError(f"engine.address={address} is not the address of a SuperLink; set it to HOST:PORT")
-    if certificates is None and host not in LOOPBACK:
-        raise InputError(
-            f"engine.address={address} is another machine, and without TLS anybody in between could run code on all "
-            "devices; set engine.root_certificates=FILE to the certificate of its authority"
-        )
-    if not (APP / "pyproject.toml").is_file():
-        raise InputError(
-            "engine=deployment submits the app from a clone of its repository, which this installation is not; install "
-            "fedssl from a clone with pip install -e"
-        )
-    try:
-        root = None if certificates is None else Path(certificates).read_bytes()
-        control = compat.connect(address, root_certificates=root)
-    except (OSError, ValueError) as error:  # of ssl: OSError
-        raise InputError(
-            f"engine.root_certificates={certificates} cannot be used ({error}); set it to the file ca.crt of "
-            "deploy/keys.py"
-        ) from error
-    try:
-        yield control
-    finally:
-        control.close()
-
-
-@contextmanager
-def _http_errors(address: str | None) -> Iterator[None]:
-    """Raise HTTP errors as `InputError`."""
-    try:
-        yield
-    except httpx.HTTPStatusError as error:
-        reason = compat.error_message(error.response.text) or f"status {error.response.status_code}"
-        raise InputError(
-            f"the SuperLink at engine.address={address} rejects the run ({reason}); set engine.address to the port of "
-            "the Control API, not to that of the devices"
-        ) from error
-    except httpx.TransportError as error:
-        raise InputError(
-            f"no SuperLink answers at engine.address={address} ({error}); start it, or set engine.address to its "
-            "address, and engine.root_certificates if it has TLS"
-        ) from error

@@ -27,7 +27,7 @@ from urllib.parse import unquote, urlsplit
 from flwr.proto.control_pb2 import ListNodesRequest
 
 from fedssl.config.settings import EngineSettings
-from simulation.deployment import control_api
+from fedssl.fleet.control import control_api
 from simulation.sandbox import ProcessSandbox, process_sandbox
 from tests.flower import ENVIRONMENT, free_port
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from flwr.proto.control_pb2 import ListRunsRequest
 
 from fedssl.config.settings import EngineSettings
-from simulation.deployment import control_api
+from fedssl.fleet.control import control_api
 from simulation.sandbox import ProcessSandbox, process_sandbox
 
 CONNECTION = '[superlink]\ndefault = "private"\n\n[superlink.private]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'

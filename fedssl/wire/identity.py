@@ -2,16 +2,22 @@
 
 import functools
 import hashlib
+import platform
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedssl.errors import InputError
+from fedssl.untrusted import sanitize_line
 from fedssl.wire.messages import METRICS, as_count
 
 NODE_INFO = "node-info"
+
+COMPARED_PACKAGES = ("flwr", "torch", "torchvision")
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("client_app", "fedssl", "server_app", "strategies")  # included in Flower's app bundle
@@ -37,19 +43,50 @@ class NodeInfo:
         Partition of a simulated client; optional position of an edge client.
     partitions : int or None
         Number of partitions; None for an edge client, which has a name.
+    num_images : int or None
+        Number of images of an edge client; None if it participates in secure aggregation only.
+    versions : mapping of str to str
+        Installed versions of `COMPARED_PACKAGES` of an edge client.
+    problem : str
+        Why the edge client cannot participate, a predicate without paths; empty if it can.
     """
 
     partition: int | None
     partitions: int | None = None
     name: str = ""
+    num_images: int | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    problem: str = ""
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python and of `COMPARED_PACKAGES` here."""
+    return {"python": platform.python_version(), **{name: version(name) for name in COMPARED_PACKAGES}}
+
+
+def incompatibility(versions: Mapping[str, str]) -> str:
+    """Return why an edge client with these versions cannot participate; empty if it can.
+
+    Flower's protocol changes with its minor versions. The server sends this project's code with the run. Another torch
+    or Python may change the last bits of an update.
+    """
+    here = version("flwr")
+    there = versions.get("flwr", here)
+    if here.split(".")[:2] != there.split(".")[:2]:
+        return f"has flwr {there} but the server has flwr {here}; install the same minor version"
+    return ""
 
 
 def node_info_reply(message: Message, info: NodeInfo) -> Message:
     """Return the reply to a node-info query."""
     if info.partitions is None:
-        record = ConfigRecord({"name": info.name})
+        record = ConfigRecord({"name": info.name, "problem": info.problem})
         if info.partition is not None:
             record["partition-id"] = info.partition
+        if info.num_images is not None:
+            record["num-images"] = info.num_images
+        for package, installed in info.versions.items():
+            record[f"version-{package}"] = installed
         return Message(RecordDict({NODE_INFO: record}), reply_to=message)
     assert info.partition is not None
     metrics = MetricRecord({"partition-id": info.partition, "num-partitions": info.partitions})
@@ -62,11 +99,23 @@ def read_node_info(message: Message) -> NodeInfo:
         metrics = message.content.metric_records[METRICS]
         return NodeInfo(partition=as_count(metrics["partition-id"]), partitions=as_count(metrics["num-partitions"]))
     record = message.content.config_records[NODE_INFO]
-    name = record["name"]
-    if not isinstance(name, str):
-        raise ValueError(f"{type(name).__name__} instead of a name")
+    name = _text(record["name"])
     check_device_name(name)
-    return NodeInfo(partition=as_count(record["partition-id"]) if "partition-id" in record else None, name=name)
+    counts = {key: as_count(record[key]) for key in ("partition-id", "num-images") if key in record}
+    versions = {package: f"version-{package}" for package in ("python", *COMPARED_PACKAGES)}
+    return NodeInfo(
+        partition=counts.get("partition-id"),
+        name=name,
+        num_images=counts.get("num-images"),
+        versions={package: _text(record[key]) for package, key in versions.items() if key in record},
+        problem=_text(record.get("problem", "")),
+    )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{type(value).__name__} instead of a text")
+    return sanitize_line(value, max_chars=200)
 
 
 def check_device_name(name: str) -> None:

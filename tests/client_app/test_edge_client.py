@@ -14,7 +14,7 @@ from client_app.limits import Limits, read_limits
 from client_app.simulated import MARKER_KEY, is_simulated
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused
-from fedssl.wire.identity import NodeInfo, read_node_info
+from fedssl.wire.identity import NodeInfo, installed_versions, read_node_info
 from fedssl.wire.messages import CONFIG, ClientUpdate
 from fedssl.wire.records import arrays_to_record
 from fedssl.wire.wire_format import WEIGHTS
@@ -296,12 +296,18 @@ def test_who_a_device_is(tmp_path, monkeypatch):
     monkeypatch.setattr("platform.node", lambda: "-Büro 2.lan")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert EdgeClient.read({"data-path": "x"}).states == tmp_path / "fedssl"
+    images = write_images(tmp_path / "images", 3)
+    own = {"num_images": 3, "versions": installed_versions()}
     for config, who in (
-        ({}, NodeInfo(partition=None, name="B-ro-2.lan")),
-        ({"partition_id": 4}, NodeInfo(partition=4, name="B-ro-2.lan-4")),
-        ({"client_name": "roof", "partition_id": 4}, NodeInfo(partition=4, name="roof")),
+        ({}, NodeInfo(partition=None, name="B-ro-2.lan", **own)),
+        ({"partition_id": 4}, NodeInfo(partition=4, name="B-ro-2.lan-4", **own)),
+        ({"client_name": "roof", "partition_id": 4}, NodeInfo(partition=4, name="roof", **own)),
+        (
+            {"client_name": "roof", "secure_aggregation_only": True},
+            NodeInfo(partition=None, name="roof", **own | {"num_images": None}),
+        ),
     ):
-        assert read_node_info(ask(RecordDict(), context(data_path="x", **config), "query.node_info")) == who
+        assert read_node_info(ask(RecordDict(), context(data_path=images, **config), "query.node_info")) == who
     assert EdgeClient.read({"data-path": "x", "partition-id": 4}).number == 4
     assert EdgeClient.read({"data-path": "x", "client-name": "a"}).number > 2**31
 
@@ -323,8 +329,9 @@ def test_what_is_told_of_an_error():
 
 def test_images_that_cannot_be_used_are_named_on_the_device_alone(plan, node, tmp_path, caplog):
     bad = node | {"data_path": tmp_path / "nowhere"}
-    assert refusal(plan, bad) == "InputError; see the log of the device"
-    assert f"data-path={tmp_path / 'nowhere'} is not a folder" in caplog.text
+    assert refusal(plan, bad) == "the device has no folder of images: its data-path is not a folder"
+    ask(RecordDict(), context(**bad), "query.node_info")
+    assert f"its data-path is not a folder (data-path={tmp_path / 'nowhere'})" in caplog.text
 
 
 def test_layers_that_are_not_the_models(plan, node):

@@ -36,14 +36,14 @@ from tests.faults.messages import FaultyGrid
 BASE = "num_clients=3 rounds=3 local_epochs=1 dataset.limit=36 dataset.test_limit=12 encoder.width=2 threads=1"
 BASE += (
     " engine=local"
-    " partition=iid evaluate_every=1 final_evaluation=knn collapse_images=6 measure_resources=false augmentation=none"
+    " partition=iid evaluate_every=1 final_evaluation=knn collapse_images=0 measure_resources=false augmentation=none"
 )
 BASE += " batch_size=8"
 UNIFORM = "strategy=fedavg strategy.weighting=uniform"
 VARIANTS = (
-    "strategy=fedu method=byol",
+    "strategy=fedu method=byol collapse_images=6",
     "strategy=featarc strategy.num_images=4",
-    "strategy=gossip",
+    "strategy=gossip collapse_images=6",
     "strategy=per_ssl",
     "strategy=clustered strategy.num_images=4",
     "strategy=clustered strategy.assign_by=update_cosine",
@@ -55,8 +55,8 @@ VARIANTS = (
     "strategy=l_dawa method=orchestra",
     "strategy=fedavg method=fedca",
     "rounds=4 schedule=layer_wise calibration=auxiliary calibration.share=0.2",
-    "strategy=l_dawa wire_dtype=int8 snapshot_every=1",
-    f"{UNIFORM} privacy=central encoder.norm=group method.projector.batch_norm=false collapse_images=0",
+    "strategy=l_dawa wire_dtype=int8 snapshot_every=1 collapse_images=6",
+    f"{UNIFORM} privacy=central encoder.norm=group method.projector.batch_norm=false",
     "strategy=fedavg method=byol server_optimizer=fedavgm checkpoint_every=2",
     "strategy=fedprox aggregation.max_norm_ratio=10 aggregation.buffered=true aggregation.max_retries=9",
 )

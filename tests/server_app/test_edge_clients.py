@@ -15,7 +15,7 @@ from fedssl.wire.identity import NodeInfo
 from server_app import nodes
 from server_app.build import build_run
 from server_app.checkpoint import latest_checkpoint
-from server_app.nodes import ClientDirectory, discover_clients
+from server_app.nodes import discover_clients
 from simulation.cli import run as simulate
 from simulation.grid import LocalGrid
 from tests.devices import Devices, context, run_server_app, write_images
@@ -149,8 +149,8 @@ def test_a_device_that_cannot_take_part_is_left_out(places, tmp_path, caplog):
     good, bad = devices(places[:2], tmp_path)
     del bad.node_config["data-path"]
     found = discover_clients(Devices(good, bad), 2, timeout=60)
-    assert found == ClientDirectory(nodes={0: 2}, client_ids={"a": 0})
-    assert "node 3 does not take part: this SuperNode has no folder of images" in caplog.text
+    assert (found.nodes, found.client_ids) == ({0: 2}, {"a": 0})
+    assert "node 3 does not take part: it failed: this SuperNode has no folder of images" in caplog.text
     with pytest.raises(InputError, match="a client cannot start: this SuperNode has no folder of images"):
         discover_clients(Devices(bad), 1, timeout=60)
 
@@ -158,16 +158,78 @@ def test_a_device_that_cannot_take_part_is_left_out(places, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("others", "sentence"),
     [
-        ([{"client_name": "a"}, {"client_name": "a"}], "2 devices have client-name=a; set a different one"),
+        ([{"client_name": "b"}, {"client_name": "b"}], "has client-name=b like another node; set a different one"),
         (
-            [{"client_name": "a", "partition_id": 1}, {"client_name": "b", "partition_id": 1}],
-            "2 devices have partition-id=1; set a different one",
+            [{"client_name": "b", "partition_id": 1}, {"client_name": "c", "partition_id": 1}],
+            "has partition-id=1 like another node; set a different one",
         ),
     ],
 )
-def test_devices_that_cannot_be_told_apart(others, sentence):
-    with pytest.raises(InputError, match=sentence):
-        discover_clients(Devices(*(context(data_path="x", **one) for one in others)), 2, timeout=60)
+def test_devices_that_cannot_be_told_apart_are_left_out(others, sentence, places):
+    grid = Devices(*(context(data_path=places[0], **one) for one in ({"client_name": "a"}, *others)))
+    found = discover_clients(grid, 3, timeout=60)
+    assert found.client_ids == {"a": 0}
+    assert found.nodes == {0: 2}
+    assert found.rejected.keys() == {3, 4}
+    assert all(sentence in reason for reason in found.rejected.values())
+
+
+def test_a_registered_name_belongs_to_its_key(places, caplog):
+    """Node 3 calls itself garden, under which the key of node 2 is registered; node 4 has a key without a name."""
+    grid = Devices(
+        context(data_path=places[0], client_name="anything"),
+        context(data_path=places[1], client_name="garden"),
+        context(data_path=places[2], client_name="shed"),
+    )
+    found = discover_clients(grid, 3, timeout=60, node_names=lambda: {2: "garden"})
+    assert found.client_ids == {"garden": 0, "shed": 1}
+    assert found.nodes == {0: 2, 1: 4}
+    assert found.rejected == {3: "has the name garden, under which the key of node 2 is registered"}
+    assert "node 3 garden does not take part: it has the name garden, under which" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda folder: None, "has no folder of images: its data-path is not a folder"),
+        (lambda folder: folder.mkdir(), "has no images in its data-path (.bmp, .gif, "),
+        (
+            lambda folder: write_file(folder / "a.parquet"),
+            "has parquet files in its data-path, but a device reads image files only",
+        ),
+    ],
+)
+def test_a_device_without_images_is_found_before_the_first_round_and_comes_back(make, reason, places, monkeypatch):
+    folder = places[0].parent / "other"
+    make(folder)
+    grid = Devices(context(data_path=places[0], client_name="a"), context(data_path=folder, client_name="b"))
+    found = discover_clients(grid, 2, timeout=60)
+    assert found.nodes == {0: 2}
+    assert found.rejected[3].startswith(reason)
+    manager = nodes.ClientManager(grid, found, timeout=60)
+    shutil.rmtree(folder, ignore_errors=True)
+    write_images(folder, 3)
+    assert manager.wait_for(1).nodes == {0: 2}  # it is not asked in every round
+    monkeypatch.setattr(manager, "_retry_at", 0.0)
+    assert manager.wait_for(1).nodes == {0: 2, 1: 3}
+    assert manager.clients.info[3].num_images == 3
+
+
+def write_file(file):
+    file.parent.mkdir()
+    file.write_bytes(b"PAR1")
+
+
+@pytest.mark.parametrize(
+    ("flwr", "reason"), [("1.40.9", "has flwr 1.40.9 but the server has flwr 1.41"), ("1.41.7", "")]
+)
+def test_versions_of_flower_are_compared(flwr, reason):
+    records = [
+        {"node-info": ConfigRecord({"name": name, "version-flwr": of})} for name, of in (("a", "1.41.0"), ("b", flwr))
+    ]
+    found = discover_clients(answering(*records), 2, timeout=60)
+    assert found.rejected.get(3, "").startswith(reason)
+    assert (3 in found.nodes.values()) == (not reason)
 
 
 def answering(*records):

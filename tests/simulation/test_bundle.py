@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fedssl.fleet.compat import build_fab
 from fedssl.wire.identity import code_fingerprint
-from simulation.compat import build_fab
 from tests.flower import ROOT, copy_app
 
 

@@ -10,21 +10,26 @@ from pathlib import Path
 
 from flwr.cli.build import build_fab_from_files
 from flwr.cli.cli_client_interceptor import CliClientHttpInterceptor
+from flwr.common.constant import HEARTBEAT_PATIENCE
 from flwr.common.serde import fab_to_proto, user_config_to_proto
 from flwr.proto.control_pb2 import (
+    ListNodesRequest,
     ListRunsRequest,
+    RegisterNodeRequest,
     StartRunRequest,
     StopRunRequest,
     StreamLogsRequest,
     StreamLogsResponse,
+    UnregisterNodeRequest,
 )
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.proto.run_pb2 import RunStatus
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.error import FlowerError
 from flwr.supercore.fab import Fab
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
-__all__ = ["ControlHttpClient", "RunStatus"]
+__all__ = ["HEARTBEAT_PATIENCE", "ControlHttpClient", "NodeInfo", "RunStatus"]
 
 
 def connect(address: str, *, root_certificates: bytes | None) -> ControlHttpClient:
@@ -76,6 +81,21 @@ def stop_run(control: ControlHttpClient, run_id: int) -> None:
 def stream_logs(control: ControlHttpClient, run_id: int, *, after: float) -> Iterator[StreamLogsResponse]:
     """Yield the log after a timestamp, with the timestamp of every part."""
     return control.StreamLogs(StreamLogsRequest(run_id=run_id, after_timestamp=after))
+
+
+def list_nodes(control: ControlHttpClient) -> list[NodeInfo]:
+    """Return all nodes whose keys are or were registered."""
+    return list(control.ListNodes(ListNodesRequest()).nodes_info)
+
+
+def register_node(control: ControlHttpClient, public_key: bytes, *, name: str) -> int:
+    """Register the key of a node, in PEM format, under a name; return the id of the node, which stays the same."""
+    return int(control.RegisterNode(RegisterNodeRequest(public_key=public_key, name=name)).node_id)
+
+
+def unregister_node(control: ControlHttpClient, node_id: int) -> None:
+    """Remove a node. The SuperLink rejects all its further requests."""
+    control.UnregisterNode(UnregisterNodeRequest(node_id=node_id))
 
 
 def error_message(response: str) -> str | None:
