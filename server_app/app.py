@@ -171,7 +171,7 @@ def run(
             )
         )
     recorder.start_run(settings.recording, components.client_data)
-    recorder.register(components.client_manager.clients.client_ids)
+    recorder.register(components.client_manager.clients)
     components.context.strategy.server.plot(recorder.folder / "figures")
     images = f"{len(components.client_data.image_data.images)} images" if components.client_data else "their own images"
     log.info(

@@ -35,6 +35,7 @@ from server_app.compatibility import (
     check_clients,
     forbid_personalized_evaluation,
     log_devices,
+    trains_all_clients,
     validate_aggregation,
     validate_batch_size,
     validate_early_stopping,
@@ -78,6 +79,7 @@ class RunComponents:
     costs: TrainingCostMeter | None
     device: torch.device
     evaluation_is_training_free: bool
+    trains_new_devices: bool  # devices that join later train in every round as well
 
     @property
     def method(self) -> SSLMethod:
@@ -105,6 +107,8 @@ def build_components(
     """
     device = configure_process(settings.machine)
     task = make_task(settings).text() if clients.client_ids else None
+    # The noise of privacy=central is for a fixed number of clients.
+    trains_new_devices = bool(task) and trains_all_clients(settings) and settings.privacy is None
     if task:
         settings = adapt_to_edge_clients(settings, clients)
         log_devices(settings, clients)
@@ -168,6 +172,7 @@ def build_components(
         costs=make_costs(settings, method, training, client_data, device, strategy.client.trainings_per_round),
         device=device,
         evaluation_is_training_free=not evaluator.trains_network,
+        trains_new_devices=trains_new_devices,
     )
 
 

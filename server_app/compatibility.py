@@ -7,7 +7,7 @@ from itertools import chain
 
 import numpy as np
 
-from fedssl.config.load import with_values
+from fedssl.config.load import with_partition, with_values
 from fedssl.config.overrides import parse
 from fedssl.config.settings import DataSettings, Settings
 from fedssl.datasets.base import ImageData
@@ -37,9 +37,8 @@ def adapt_to_edge_clients(settings: Settings, clients: ClientDirectory) -> Setti
     The number of clients is that of available devices. All take part in a round unless ``clients_per_round`` is set.
     The data set is the server's, for evaluation. Without an explicit one there is none.
     """
-    number, explicit = len(clients.nodes), _explicit_keys(settings)
-    of_all = "clients_per_round" not in explicit and settings.clients_per_round == settings.num_clients
-    per_round = number if of_all else settings.clients_per_round
+    number = len(clients.nodes)
+    per_round = number if trains_all_clients(settings) else settings.clients_per_round
     if per_round > number:
         raise InputError(
             f"clients_per_round={per_round} but {number} devices are available; lower clients_per_round, or set "
@@ -53,10 +52,15 @@ def adapt_to_edge_clients(settings: Settings, clients: ClientDirectory) -> Setti
     data = server_data(settings)
     measured = settings.evaluation.collapse_images if data.train else 0
     return replace(
-        with_values(settings, {"num_clients": number, "clients_per_round": per_round}),
+        with_partition(with_values(settings, {"num_clients": number, "clients_per_round": per_round}), "natural"),
         data=data,
         evaluation=replace(settings.evaluation, collapse_images=measured, measure_resources=False),
     )
+
+
+def trains_all_clients(settings: Settings) -> bool:
+    """Return whether all available clients train in every round."""
+    return "clients_per_round" not in _explicit_keys(settings) and settings.clients_per_round == settings.num_clients
 
 
 def server_data(settings: Settings) -> DataSettings:

@@ -3,9 +3,10 @@
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from fedssl.atomic_files import (
     fsync_file,
@@ -31,7 +32,7 @@ from fedssl.runs.manifest import (
     remove_later_states,
     write_manifest,
 )
-from fedssl.runs.run import LOCK_FILE
+from fedssl.runs.run import FLEET_FILE, LOCK_FILE
 from fedssl.runs.snapshots import SnapshotWriter, remove_later_snapshots
 from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text, read_yaml
 from server_app.build import ClientData
@@ -42,14 +43,15 @@ from server_app.checkpoint import (
     manifest_file,
     save_checkpoint,
 )
+from server_app.nodes import ClientDirectory
 from strategies.interfaces import ServerState, model_suffix
 
 PERSONALIZED_FILE = "personalized.json"
 
 # Files of a run, besides encoders, checkpoints and figures.
 RUN_FILES = (
-    *(LOCK_FILE, "run.log", "config.yaml", "overrides.yaml", "choices.yaml", DEVICE_NUMBERS_FILE, "partition.csv"),
-    *("summary.json", *JSONL_FILES, "representations.npz", PERSONALIZED_FILE),
+    *(LOCK_FILE, "run.log", "config.yaml", "overrides.yaml", "choices.yaml", "partition.csv"),
+    *(DEVICE_NUMBERS_FILE, FLEET_FILE, "summary.json", *JSONL_FILES, "representations.npz", PERSONALIZED_FILE),
 )
 
 
@@ -64,7 +66,7 @@ class RunFolder:
         assert settings.folder is not None
         self.folder, self.checkpoints = settings.folder, settings.folder / "checkpoints"
         self._settings, self._rounds = settings, rounds
-        self._client_ids: dict[str, int] = {}
+        self._registered: dict[str, Any] = {}  # content of files about edge clients
         self._client_states = ClientStateParts(self.folder)
         self.recoveries: list[str] = []  # damage after which the run resumed from an earlier checkpoint
         self.lines = {name: LineFile(self.folder / name) for name in JSONL_FILES}
@@ -115,11 +117,21 @@ class RunFolder:
             raise corrupt_file_error(file, "two names have the same number")
         return client_ids
 
-    def register(self, client_ids: Mapping[str, int]) -> None:
-        """Store the ids of edge clients by name, so that a resumed run assigns the same ones."""
-        if client_ids != self._client_ids:
-            write_text(self.folder / DEVICE_NUMBERS_FILE, json.dumps(dict(client_ids), indent=2) + "\n")
-            self._client_ids = dict(client_ids)
+    def register(self, clients: ClientDirectory) -> None:
+        """Store edge clients: their ids by name, which a resumed run assigns again, and what they reported."""
+        if not clients.client_ids:
+            return
+        reported = {
+            "devices": {
+                info.name: {"node": node, "images": info.num_images, "versions": dict(info.versions)}
+                for node, info in clients.info.items()
+            },
+            "rejected": {str(node): reason for node, reason in clients.rejected.items()},
+        }
+        for name, content in ((DEVICE_NUMBERS_FILE, dict(clients.client_ids)), (FLEET_FILE, reported)):
+            if content != self._registered.get(name):
+                write_text(self.folder / name, json.dumps(content, indent=2) + "\n")
+                self._registered[name] = content
 
     def write_partition(self, client_data: ClientData) -> None:
         """Write ``partition.csv``; raises `InputError` if a resumed run has another partition."""

@@ -122,8 +122,9 @@ class TrainingLoop:
     def _current_context(self) -> RoundContext:
         components = self._components
         clients = components.client_manager.wait_for(components.context.aggregation.min_updates)
-        self._recorder.register(clients.client_ids)
-        return replace(components.context, nodes=clients.nodes)
+        self._recorder.register(clients)
+        context = replace(components.context, nodes=clients.nodes)
+        return replace(context, clients_per_round=len(clients.nodes)) if components.trains_new_devices else context
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,8 +86,8 @@ def load_settings(overrides: Sequence[str]) -> Settings:
         _recheck_saved(saved_overrides, folder / "overrides.yaml")
         raise
     config.run_id = saved.run_id
-    # The number of edge clients is counted, not set.
-    counted = {"num_clients", "clients_per_round"} if (folder / DEVICE_NUMBERS_FILE).exists() else set()
+    # The number of edge clients is counted, and their images are not partitioned.
+    counted = {"num_clients", "clients_per_round", "partition"} if (folder / DEVICE_NUMBERS_FILE).exists() else set()
     known = {key for key, _ in flatten(saved)}  # a setting that did not exist then has its default
     changed = {
         key: values
@@ -129,9 +129,13 @@ def default_unlabeled_partition(settings: Settings) -> Settings:
     if recording.choices["partition"] != "dirichlet" or chosen & {"partition", "experiment"}:
         return settings
     log.info("partition=dirichlet needs labels, which the images lack; using partition=iid instead")
-    iid = OmegaConf.load(CONF / "partition" / "iid.yaml")
-    overrides, choices = [*recording.overrides, "partition=iid"], {**recording.choices, "partition": "iid"}
-    return with_values(settings, {"partition": iid}, overrides=overrides, choices=choices)
+    return with_partition(settings, "iid", overrides=[*recording.overrides, "partition=iid"])
+
+
+def with_partition(settings: Settings, choice: str, *, overrides: Sequence[str] | None = None) -> Settings:
+    """Return settings with another choice of the partition. ``overrides`` are as in `with_values`."""
+    values, choices = OmegaConf.load(CONF / "partition" / f"{choice}.yaml"), settings.recording.choices
+    return with_values(settings, {"partition": values}, overrides=overrides, choices={**choices, "partition": choice})
 
 
 def with_values(

@@ -306,3 +306,40 @@ def test_a_damaged_file_of_numbers_is_named(places, tmp_path):
         (folder / "devices.json").write_text(text)
         with pytest.raises(InputError, match=r"devices.json cannot be used \("):
             run_server_app(Devices(*made[:1]), [f"resume={folder}", "rounds=2"])
+
+
+class Growing(Devices):
+    """Devices of which the last one joins after the first round has begun."""
+
+    begun = True
+
+    def __init__(self, *contexts):
+        super().__init__(*contexts)
+        self.begun = False
+
+    def get_node_ids(self):
+        ids = super().get_node_ids()
+        return ids if self.begun else ids[:-1]
+
+    def push_messages(self, messages):
+        self.begun |= any(message.metadata.message_type == "train" for message in messages)
+        return super().push_messages(messages)
+
+
+def test_a_device_that_joins_later_trains_in_every_round_and_the_operator_sees_it(places, tmp_path):
+    folder = tmp_path / "run"
+    run_server_app(Growing(*devices(places, tmp_path)), [*SMALL, "rounds=3", "num_clients=2", f"output_dir={folder}"])
+    trained = [(row["round"], row["client"]) for row in lines(folder / "clients.jsonl")]
+    assert trained == [(1, 0), (1, 1), *((round, client) for round in (2, 3) for client in (0, 1, 2))]
+    fleet = json.loads((folder / "fleet.json").read_text())
+    assert {name: (device["node"], device["images"]) for name, device in fleet["devices"].items()} == {
+        "a": (2, 9),
+        "b": (3, 10),
+        "c": (4, 11),
+    }
+    assert fleet["devices"]["c"]["versions"].keys() == {"python", "flwr", "torch", "torchvision"}
+    assert OmegaConf.load(folder / "choices.yaml").partition == "natural"  # devices have their own images
+    run_server_app(
+        Devices(*devices(places, tmp_path)), [f"resume={folder}", "rounds=4", "aggregation.round_deadline=77"]
+    )
+    assert [row["client"] for row in lines(folder / "clients.jsonl") if row["round"] == 4] == [0, 1, 2]
