@@ -38,23 +38,13 @@ WARMUP_IMAGES = 2  # images of the step before the one that is measured
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Cost of one training step.
-
-    Attributes
-    ----------
-    flops : float
-        Forward and backward; the expected number with depth dropout.
-    peak_memory : int
-        Bytes; with depth dropout the peak of a step that skips no stage.
-    trained_parameters, parameters_in_memory : int
-        Numbers of trained parameters, and of all active ones: trained, frozen, or of a target network.
-    """
+    """Cost of one training step."""
 
     num_images: int
-    flops: float
-    peak_memory: int
+    flops: float  # forward and backward; the expected number with depth dropout
+    peak_memory: int  # in bytes; with depth dropout the peak of a step that skips no stage
     trained_parameters: int
-    parameters_in_memory: int
+    parameters_in_memory: int  # all active ones: trained, frozen, or of a target network
 
     @property
     def flops_per_image(self) -> float:

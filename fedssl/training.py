@@ -38,38 +38,18 @@ class TwoViews(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTrainer:
-    """Training of a method; used by clients, calibration and cost measurement.
-
-    Attributes
-    ----------
-    augment : TwoViews
-        Computes two views of images.
-    optimizer : torch.optim.Optimizer
-        Optimizer of all parameters that the method trains in any phase.
-    base_lrs : tuple of float
-        Learning rates of the optimizer's groups, before any factor.
-    batch_size : int
-        Maximum number of images per step; an epoch is split into batches of nearly equal size, see `batches`.
-    precision : {"fp32", "bf16"}
-        bf16 runs the forward pass under autocast.
-    clip_norm : float or None
-        Maximum gradient norm (2-norm over all trained weights); None disables clipping.
-    channels_last : bool
-        Whether views are stored channels last, which is fastest for convolutions.
-    graphs : CudaGraphCache or None
-        Captures and replays the steps on a GPU; None: every step launches its kernels separately.
-    """
+    """Training of a method; used by clients, calibration and cost measurement."""
 
     augment: TwoViews
-    optimizer: torch.optim.Optimizer
-    base_lrs: tuple[float, ...]
+    optimizer: torch.optim.Optimizer  # of all parameters that the method trains in any phase
+    base_lrs: tuple[float, ...]  # of the optimizer's groups, before any factor
     regularizer: Regularizer
     epochs: int
-    batch_size: int
-    precision: str
-    clip_norm: float | None
-    channels_last: bool
-    graphs: CudaGraphCache | None = None
+    batch_size: int  # maximum number of images per step, see `batches`
+    precision: str  # "fp32" or "bf16"; bf16 runs the forward pass under autocast
+    clip_norm: float | None  # maximum gradient norm (2-norm over all trained weights); None disables clipping
+    channels_last: bool  # memory format of views, which is fastest for convolutions
+    graphs: CudaGraphCache | None = None  # replays the steps on a GPU; None launches every kernel separately
 
     @classmethod
     def build(cls, settings: TrainingSettings, method: SSLMethod) -> "LocalTrainer":

@@ -117,38 +117,20 @@ def _is_pair(value: object) -> bool:
 
 
 class Parameters(NamedTuple):
-    """Random parameters of one view, each ``(batch,)``; neutral values disable an operation for an image.
+    """Random parameters of one view, each ``(batch,)``; neutral values disable an operation for an image."""
 
-    Attributes
-    ----------
-    top, left, height, width : Tensor
-        The crop, in pixels of the image; top and left are negative in the border.
-    flip : Tensor
-        1 where the view is flipped, else 0.
-    brightness, contrast, saturation : Tensor
-        Factors of the color jitter; 1 changes nothing.
-    hue : Tensor
-        Rotation in full turns; 0 changes nothing.
-    color : Tensor
-        Saturation of the grayscale step; 0 is gray, 1 changes nothing.
-    sigma : Tensor
-        Standard deviation of the blur in pixels of the view; 0 changes nothing.
-    solarize : Tensor
-        1 where values of at least 0.5 are inverted, else 0.
-    """
-
-    top: Tensor
-    left: Tensor
+    top: Tensor  # crop in pixels of the image; negative in the border
+    left: Tensor  # crop in pixels of the image; negative in the border
     height: Tensor
     width: Tensor
-    flip: Tensor
-    brightness: Tensor
-    contrast: Tensor
-    saturation: Tensor
-    hue: Tensor
-    color: Tensor
-    sigma: Tensor
-    solarize: Tensor
+    flip: Tensor  # 1 where the view is flipped, else 0
+    brightness: Tensor  # factor; 1 changes nothing
+    contrast: Tensor  # factor; 1 changes nothing
+    saturation: Tensor  # factor; 1 changes nothing
+    hue: Tensor  # rotation in full turns; 0 changes nothing
+    color: Tensor  # saturation of the grayscale step; 0 is gray, 1 changes nothing
+    sigma: Tensor  # standard deviation of the blur in pixels of the view; 0 changes nothing
+    solarize: Tensor  # 1 where values of at least 0.5 are inverted, else 0
 
 
 def parameters(view: View, uniform: Tensor, *, height: int, width: int) -> Parameters:

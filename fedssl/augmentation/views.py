@@ -30,38 +30,20 @@ HUE = 3  # index among the jitter operations
 
 
 class Matrices(NamedTuple):
-    """Linear maps that depend only on the parameters of a view.
+    """Linear maps that depend only on the parameters of a view."""
 
-    Attributes
-    ----------
-    rows, columns : Tensor
-        Maps of crop, resize and flip, ``(batch, size, height)`` and ``(batch, size, width)``.
-    blur : Tensor or None
-        Map of blur for rows and columns, ``(batch, size, size)``; None if the recipe has no blur.
-    """
-
-    rows: Tensor
-    columns: Tensor
-    blur: Tensor | None
+    rows: Tensor  # crop, resize and flip, ``(batch, size, height)``
+    columns: Tensor  # crop, resize and flip, ``(batch, size, width)``
+    blur: Tensor | None  # blur of rows and columns, ``(batch, size, size)``; None if the recipe has no blur
 
 
 @dataclass(frozen=True)
 class AugmentationParams:
-    """Random parameters of a batch.
+    """Random parameters of a batch."""
 
-    Attributes
-    ----------
-    parameters : Tensor
-        Values of `Parameters` for both views, ``(12, 2, batch)``, on the device of the images.
-    jitter_orders : sequence of sequence of int
-        Order of the jitter operations of each view: 0 is brightness, 1 contrast, 2 saturation, 3 hue.
-    matrices : tuple of Matrices
-        Matrices of each view if they are precomputed, else empty.
-    """
-
-    parameters: Tensor
-    jitter_orders: Sequence[Sequence[int]]
-    matrices: tuple[Matrices, ...] = ()
+    parameters: Tensor  # values of `Parameters` for both views, ``(12, 2, batch)``, on the device of the images
+    jitter_orders: Sequence[Sequence[int]]  # of each view; 0 is brightness, 1 contrast, 2 saturation, 3 hue
+    matrices: tuple[Matrices, ...] = ()  # matrices of each view if they are precomputed, else empty
 
     def of(self, view: int, part: slice = slice(None)) -> Parameters:
         """Return the parameters of one view, for some of the images."""

@@ -49,24 +49,12 @@ log = logging.getLogger("fedssl")
 
 @dataclass(frozen=True)
 class CacheKey:
-    """Everything that the pixels of a data set depend on.
+    """Everything that the pixels of a data set depend on."""
 
-    Attributes
-    ----------
-    name : str
-        Readable part of the folder's name.
-    files : sequence of Path
-        Files with the encoded images.
-    num_images : int
-        Number of images in the files.
-    settings : mapping
-        All other settings, as JSON values.
-    """
-
-    name: str
-    files: Sequence[Path]
-    num_images: int
-    settings: Mapping[str, Any]
+    name: str  # readable part of the folder's name
+    files: Sequence[Path]  # files with the encoded images
+    num_images: int  # number of images in the files
+    settings: Mapping[str, Any]  # all other settings, as JSON values
 
 
 @contextmanager

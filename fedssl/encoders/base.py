@@ -28,21 +28,11 @@ class StageRange(NamedTuple):
 
 @dataclass(frozen=True)
 class ActiveStages:
-    """Stages of an encoder that run, and that are trained.
+    """Stages of an encoder that run, and that are trained."""
 
-    Attributes
-    ----------
-    depth : int
-        Number of stages that run, counted from the first.
-    frozen : int
-        Number of running stages that are frozen, counted from the first, together with the stem; 0: all are trained.
-    depth_dropout : float
-        Probability that a frozen stage is skipped in a step, drawn for each stage.
-    """
-
-    depth: int
-    frozen: int = 0
-    depth_dropout: float = 0.0
+    depth: int  # number of stages that run, counted from the first
+    frozen: int = 0  # number of these that are frozen, from the first, together with the stem; 0: all are trained
+    depth_dropout: float = 0.0  # probability that a frozen stage is skipped in a step, drawn for each stage
 
 
 class _StageState:

@@ -21,20 +21,12 @@ _CHUNK = 2048  # images converted to floats at a time
 
 @dataclass(frozen=True)
 class Features:
-    """Features of labeled training and test images, by an encoder or raw pixels.
+    """Features of labeled training and test images, by an encoder or raw pixels."""
 
-    Attributes
-    ----------
-    train, test : Tensor
-        float32, ``(n_train, dim)`` and ``(n_test, dim)``.
-    train_labels, test_labels : Tensor
-        int64, ``(n_train,)`` and ``(n_test,)``, values in [0, num_classes).
-    """
-
-    train: Tensor
-    train_labels: Tensor
-    test: Tensor
-    test_labels: Tensor
+    train: Tensor  # float32, ``(n_train, dim)``
+    train_labels: Tensor  # int64, ``(n_train,)``, values in [0, num_classes)
+    test: Tensor  # float32, ``(n_test, dim)``
+    test_labels: Tensor  # int64, ``(n_test,)``
     num_classes: int
 
     def __post_init__(self) -> None:

@@ -33,19 +33,11 @@ MAX_BYTES = 2**33  # of a file
 
 @dataclass(frozen=True)
 class Preprocess:
-    """The preprocessing of the encoder's images: scaled to [0, 1], resized if needed, standardized per channel.
+    """The preprocessing of the encoder's images: scaled to [0, 1], resized if needed, standardized per channel."""
 
-    Attributes
-    ----------
-    size : int
-        Height and width in pixels.
-    mean, std : tuple of float
-        Per channel, of pixels in [0, 1].
-    """
-
-    size: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    size: int  # height and width in pixels
+    mean: tuple[float, ...]  # per channel, of pixels in [0, 1]
+    std: tuple[float, ...]  # per channel, of pixels in [0, 1]
 
     def __call__(self, images: Tensor) -> Tensor:
         """Convert uint8 ``(batch, channels, height, width)`` to float32 ``(batch, channels, size, size)``.

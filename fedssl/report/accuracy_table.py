@@ -59,29 +59,17 @@ class Table(TextTable):
     """Settings that vary, the federated encoder's results over seeds, and the runs that did not finish.
 
     Standard deviations have the divisor n - 1.
-
-    Attributes
-    ----------
-    failures, running, early : list of str
-        A line for each run that did not finish, is running, or was ended by early stopping.
-    repeats : list of str
-        A line for each run with the settings and the seed of another one, which is not counted.
-    incomplete : list of str
-        A line for each file that lacks lines of its run.
-    units : dict
-        Protocol to the unit of its values, in the order in which protocols ran.
-    always : tuple of str
-        Settings that are displayed even if they do not vary, unless no row has them.
     """
 
     rows: list[Row]
-    failures: list[str]
-    running: list[str] = field(default_factory=list)
+    failures: list[str]  # a line for each run that did not finish
+    running: list[str] = field(default_factory=list)  # a line for each running run
+    # A line for each run with the settings and the seed of another one, which is not counted.
     repeats: list[str] = field(default_factory=list)
-    early: list[str] = field(default_factory=list)
-    incomplete: list[str] = field(default_factory=list)
-    units: dict[str, str] = field(default_factory=dict)
-    always: tuple[str, ...] = ()
+    early: list[str] = field(default_factory=list)  # a line for each run that early stopping ended
+    incomplete: list[str] = field(default_factory=list)  # a line for each file that lacks lines of its run
+    units: dict[str, str] = field(default_factory=dict)  # by protocol, in the order in which they ran
+    always: tuple[str, ...] = ()  # settings that are displayed even if they do not vary, unless no row has them
 
     @property
     def failed(self) -> int:

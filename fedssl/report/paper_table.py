@@ -34,21 +34,11 @@ Differences = dict[str, tuple[str, str]]  # key to the value in the runs and in 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperNumber:
-    """A number of a paper, in percent.
+    """A number of a paper, in percent."""
 
-    Attributes
-    ----------
-    settings : dict
-        Overrides that distinguish it in the table.
-    encoder_kind : str
-        ``"federated"`` or ``"untrained"``.
-    results : tuple of str
-        Names of the result in ``summary.json``: by the paper's own protocol, and by the common one.
-    """
-
-    settings: dict[str, str]
-    encoder_kind: str
-    results: tuple[str, ...]
+    settings: dict[str, str]  # overrides that distinguish it in the table
+    encoder_kind: str  # "federated" or "untrained"
+    results: tuple[str, ...]  # names in ``summary.json``: by the paper's own protocol, and by the common one
     value: float
     std: float | None
 

@@ -21,29 +21,16 @@ SHARES = ("uniform", "left_skewed", "right_skewed")
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Consecutive rounds in which the same stages of the encoder run and are trained.
+    """Consecutive rounds in which the same stages of the encoder run and are trained."""
 
-    Attributes
-    ----------
-    number : int
-        Number of the phase, from 1.
-    first, rounds : int
-        First round, and number of rounds.
-    depth, frozen : int
-        Number of stages that run, and number of these, counted from the first, that are frozen.
-    weight_transfer : bool
-        Whether the newest stage starts with the weights of the previous one (Section 5.1 and Appendix B.2).
-    depth_dropout : float
-        Probability that a frozen stage is skipped in a training step.
-    """
-
-    number: int
-    first: int
-    rounds: int
-    depth: int
-    frozen: int = 0
+    number: int  # from 1
+    first: int  # round
+    rounds: int  # number of rounds
+    depth: int  # number of stages that run
+    frozen: int = 0  # number of these, counted from the first, that are frozen
+    # Whether the newest stage starts with the weights of the previous one (Section 5.1 and Appendix B.2).
     weight_transfer: bool = False
-    depth_dropout: float = 0.0
+    depth_dropout: float = 0.0  # probability that a frozen stage is skipped in a training step
 
 
 def make_phases(settings: ScheduleSettings, *, stages: int) -> list[Phase]:

@@ -29,18 +29,10 @@ def code_fingerprint() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeInfo:
-    """Identity of a node.
+    """Identity of a node."""
 
-    Attributes
-    ----------
-    partition : int or None
-        Partition of a simulated client; optional position of an edge client.
-    partitions : int or None
-        Number of partitions; None for an edge client, which has a name.
-    """
-
-    partition: int | None
-    partitions: int | None = None
+    partition: int | None  # partition of a simulated client; optional position of an edge client
+    partitions: int | None = None  # number of partitions; None for an edge client, which has a name
     name: str = ""
 
 
