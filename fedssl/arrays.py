@@ -97,13 +97,7 @@ class ReferenceLayers:
         return {name: ww for name, (_, ww) in self._measure([self.layers])[0].items()}
 
     def check(self, layers: Layers) -> None:
-        """Compare names, shapes and dtypes with the global layers.
-
-        Raises
-        ------
-        InputError
-            If a layer is missing or unknown, or has another shape or dtype.
-        """
+        """Raise an `InputError` if a layer is missing or unknown, or has another shape or dtype than the global one."""
         for name, array in self.layers.items():
             if name not in layers:
                 raise InputError(f"layer {name} is missing")

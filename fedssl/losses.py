@@ -10,26 +10,14 @@ from torch import Tensor
 
 
 def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float, negatives: Tensor | None = None) -> Tensor:
-    """Return SimCLR's normalized temperature-scaled cross entropy (arXiv 2002.05709, Eq. 1).
+    """Return SimCLR's normalized temperature-scaled cross entropy (arXiv 2002.05709, Eq. 1), a scalar >= 0.
 
     With s the cosine divided by the temperature and j the other view of i among the ``2 * batch`` vectors, the loss is
     the mean over i of ``-log( exp(s_ij) / sum_{k != i} exp(s_ik) )``. Additional negatives d add ``sum_d exp(s_id)`` to
-    the denominator.
+    the denominator. A single image without them has the loss 0, without gradient.
 
-    Parameters
-    ----------
-    z1, z2 : Tensor
-        Projections of the two views, ``(batch, dim)``; normalized here. The gradient flows into both.
-    temperature : float
-        Positive; smaller values increase the weight of the most similar other images.
-    negatives : Tensor, optional
-        Vectors of images outside of the batch, ``(n, dim)``, none of them zero; normalized here. None or n = 0: no
-        additional negatives.
-
-    Returns
-    -------
-    Tensor
-        Scalar >= 0; 0 without gradient for a single image without additional negatives.
+    ``z1`` and ``z2`` are projections of the two views, ``(batch, dim)``, and ``negatives`` are vectors of other images,
+    ``(n, dim)``, none of them zero; all are normalized here. The gradient flows into both views.
     """
     batch = z1.shape[0]
     z = F.normalize(at_least_float32(torch.cat((z1, z2))), dim=1)
@@ -46,17 +34,7 @@ def nt_xent_one_sided(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
 
     With s the cosine divided by the temperature, i one of the ``batch`` vectors of view 1 and j its other view, the
     loss is the mean over i of ``-log( exp(s_ij) / sum_k exp(s_ik) )``, with k over all ``2 * batch`` vectors including
-    i.
-
-    Parameters
-    ----------
-    z1, z2, temperature
-        As in `nt_xent`.
-
-    Returns
-    -------
-    Tensor
-        Scalar >= log 2, the limit for equal views and distant other images.
+    i. It is at least log 2, the limit for equal views and distant other images. For the arguments see `nt_xent`.
     """
     z1, z2 = F.normalize(at_least_float32(z1), dim=1), F.normalize(at_least_float32(z2), dim=1)
     similarity = _product(z1 / temperature, torch.cat((z1, z2)).T)
@@ -68,22 +46,11 @@ def info_nce(q: Tensor, k: Tensor, *, temperature: float) -> Tensor:
     """Return InfoNCE with the other keys of the batch as negatives, in one direction (arXiv 2104.02057, Eq. 1).
 
     With s_ij the cosine of query i and key j divided by the temperature, the loss is the mean over i of ``-log(
-    exp(s_ii) / sum_j exp(s_ij) )``.
+    exp(s_ii) / sum_j exp(s_ij) )``, a scalar >= 0. Queries and keys are ``(batch, dim)`` and normalized here. The
+    gradient flows into both.
 
     MoCo v3 multiplies by ``2 * temperature`` and adds the other direction. The method does both, and computes keys
     without gradient.
-
-    Parameters
-    ----------
-    q, k : Tensor
-        Queries and keys, ``(batch, dim)``; normalized here. The gradient flows into both.
-    temperature : float
-        Positive.
-
-    Returns
-    -------
-    Tensor
-        Scalar >= 0.
     """
     q, k = F.normalize(at_least_float32(q), dim=1), F.normalize(at_least_float32(k), dim=1)
     return F.cross_entropy(_product(q / temperature, k.T), torch.arange(q.shape[0], device=q.device))  # Eq. 1
@@ -92,17 +59,7 @@ def info_nce(q: Tensor, k: Tensor, *, temperature: float) -> Tensor:
 def negative_cosine(p: Tensor, z: Tensor) -> Tensor:
     """Return the mean of ``-cos(p, z)`` with a stop-gradient on z (SimSiam, arXiv 2011.10566, Eq. 1 and 3).
 
-    Parameters
-    ----------
-    p : Tensor
-        Predictions from one view, ``(batch, dim)``.
-    z : Tensor
-        Projections of the other view, ``(batch, dim)``; without gradient.
-
-    Returns
-    -------
-    Tensor
-        Scalar in [-1, 1].
+    ``p`` are predictions from one view and ``z`` projections of the other, ``(batch, dim)``.
     """
     return -F.cosine_similarity(at_least_float32(p), at_least_float32(z.detach()), dim=1).mean()
 
@@ -110,42 +67,22 @@ def negative_cosine(p: Tensor, z: Tensor) -> Tensor:
 def byol(p1: Tensor, z2: Tensor, p2: Tensor, z1: Tensor) -> Tensor:
     """Return BYOL's loss (arXiv 2006.07733, Eq. 2): mean of ``2 - 2 cos(p1, z2)`` plus mean of ``2 - 2 cos(p2, z1)``.
 
-    Parameters
-    ----------
-    p1, p2 : Tensor
-        Predictions of the online network from view 1 and 2, ``(batch, dim)``.
-    z2, z1 : Tensor
-        Projections of the target network from view 2 and 1, ``(batch, dim)``; without gradient.
-
-    Returns
-    -------
-    Tensor
-        Scalar in [0, 8].
+    ``p1`` and ``p2`` are predictions of the online network from view 1 and 2, ``z1`` and ``z2`` projections of the
+    target network, without gradient; all are ``(batch, dim)``.
     """
     return (2 + 2 * negative_cosine(p1, z2)) + (2 + 2 * negative_cosine(p2, z1))  # Eq. 2, both directions
 
 
 def relational(z1: Tensor, z2: Tensor, anchors: Tensor, *, temperature: float) -> Tensor:
-    """Relational loss of FedX (arXiv 2207.09158): both views of an image have the same similarities to the others.
+    """Return the relational loss of FedX (arXiv 2207.09158): both views of an image are equally similar to the others.
 
     With s_ij the cosine of z1_i and anchor j divided by the temperature, p_i is the softmax of s_ij over all j != i,
-    q_i likewise from z2, and m = (p + q) / 2: the mean over i of their Jensen-Shannon divergence,
-    ``(KL(p_i, m_i) + KL(q_i, m_i)) / 2``.
+    q_i likewise from z2, and m = (p + q) / 2. The loss is the mean over i of their Jensen-Shannon divergence,
+    ``(KL(p_i, m_i) + KL(q_i, m_i)) / 2``, a scalar in [0, log 2]; 0 for fewer than three images, whose softmax has one
+    term at most.
 
-    Parameters
-    ----------
-    z1, z2 : Tensor
-        Vectors of the two views, ``(batch, dim)``; need not be normalized.
-    anchors : Tensor
-        One vector per image, to which the others' similarity is taken, ``(batch, dim)``. The gradient flows into all
-        three.
-    temperature : float
-        Positive.
-
-    Returns
-    -------
-    Tensor
-        Scalar in [0, log 2]; 0 for fewer than three images, whose softmax has one term at most.
+    ``z1``, ``z2`` and ``anchors``, one per image, are ``(batch, dim)`` and need not be normalized. The gradient flows
+    into all three.
     """
     z, a = F.normalize(at_least_float32(torch.stack((z1, z2))), dim=2), F.normalize(at_least_float32(anchors), dim=1)
     log_pq = F.log_softmax(_others(_product(z / temperature, a.T)), dim=2)
@@ -155,23 +92,13 @@ def relational(z1: Tensor, z2: Tensor, anchors: Tensor, *, temperature: float) -
 
 
 def barlow_twins(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
-    """Return Barlow Twins' redundancy reduction loss (arXiv 2103.03230, Eq. 1 and 2).
+    """Return Barlow Twins' redundancy reduction loss (arXiv 2103.03230, Eq. 1 and 2), a scalar >= 0.
 
     With C the cross-correlation of the two views' features over the batch, the loss is ``sum_i (1 - C_ii)^2 + lambd
     sum_{i != j} C_ij^2``. Features are standardized by the standard deviation of the batch (divisor ``batch``) with
     1e-5 added to the variance, as in the authors' code: a constant feature counts as uncorrelated.
 
-    Parameters
-    ----------
-    z1, z2 : Tensor
-        Projections of the two views, ``(batch, dim)``. The gradient flows into both.
-    lambd : float
-        Weight of the redundancy term, >= 0; 0 disables it.
-
-    Returns
-    -------
-    Tensor
-        Scalar >= 0.
+    ``z1`` and ``z2`` are projections of the two views, ``(batch, dim)``; the gradient flows into both.
     """
     return _redundancy_reduction(_standardized(z1), _standardized(z2), lambd)
 
@@ -179,18 +106,9 @@ def barlow_twins(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
 def barlow_twins_unbiased(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
     """Return Barlow Twins as in the code of L-DAWA (arXiv 2307.07393): the standard deviation has divisor batch - 1.
 
-    The correlation is still divided by ``batch``, so that its diagonal is at most ``(batch - 1) / batch``. Nothing is
-    added to the variance. A constant feature counts as uncorrelated here; in the authors' code it gives NaN.
-
-    Parameters
-    ----------
-    z1, z2, lambd
-        As in `barlow_twins`; at least two images.
-
-    Returns
-    -------
-    Tensor
-        Scalar >= ``dim / batch^2``.
+    The correlation is still divided by ``batch``, so that its diagonal is at most ``(batch - 1) / batch`` and the loss
+    at least ``dim / batch^2``. Nothing is added to the variance. A constant feature counts as uncorrelated here; in the
+    authors' code it gives NaN. For the arguments see `barlow_twins`; at least two images.
     """
     return _redundancy_reduction(_unbiased(z1), _unbiased(z2), lambd)
 

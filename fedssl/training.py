@@ -104,10 +104,7 @@ class LocalTrainer:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Mean loss per image over the last epoch, including the regularizer, and number of images of the client.
-
-    The loss is NaN without epochs.
-    """
+    """Mean loss per image over the last epoch (NaN without epochs), with the regularizer, and number of images."""
 
     loss: float
     num_examples: int
@@ -125,6 +122,9 @@ def train(
 ) -> TrainResult:
     """Train ``method`` in place.
 
+    Random parameters of views are drawn at the start of an epoch. The loss stays on the device until the end: one
+    synchronization per call, unless the regularizer synchronizes.
+
     Parameters
     ----------
     images : Tensor
@@ -139,11 +139,6 @@ def train(
         Classes of all images ``(n,)``, int64, on the method's device; required by methods that use them.
     on_step_start : callable
         Called before every step; an exception that it raises ends the training.
-
-    Notes
-    -----
-    Random parameters of views are drawn at the start of an epoch. The loss stays on the device until the end: one
-    synchronization per call, unless the regularizer synchronizes.
     """
     check_loaded(method)
     method.train()

@@ -162,19 +162,12 @@ def eua(
 ) -> Layers:
     """Step along the direction whose smallest change rate over clients is largest.
 
-    A client whose weights equal the global ones has no direction and contributes only to the means of statistics and
-    counters. If the deviations of the clients cancel (d = 0), the weights stay unchanged.
+    ``global_layers`` and ``updates`` as in `strategies.fedavg.fedavg`. A client whose weights equal the global ones
+    has no direction and contributes only to the means of statistics and counters. If the deviations of the clients
+    cancel (d = 0), the weights stay unchanged.
 
-    Parameters
-    ----------
-    global_layers, updates
-        As in `strategies.fedavg.fedavg`.
-    deviation : {"log", "unit"}
-        g_k = 2 delta_k / ||delta_k||^2 (Eq. 7), or 2 delta_k / ||delta_k|| as in the authors' code.
-    step : {"normalized", "constant"}
-        theta - server_lr ||mean_k delta_k|| d / ||d||, or theta - server_lr d.
-    server_lr : float
-        Positive.
+    The deviation "log" is g_k = 2 delta_k / ||delta_k||^2 (Eq. 7), "unit" is 2 delta_k / ||delta_k|| as in the authors'
+    code. The step "normalized" is theta - server_lr ||mean_k delta_k|| d / ||d||, "constant" is theta - server_lr d.
     """
     aggregator = EUAAggregator(deviation=deviation, step=step, server_lr=server_lr)
     reference = ReferenceLayers(global_layers)

@@ -25,17 +25,6 @@ def fedavg(global_layers: Layers, updates: Sequence[ClientUpdate], *, weighting:
         One per client, in any order. NaN in an update gives NaN in the result.
     weighting : {"examples", "uniform"}
         beta_k = n_k / sum n, or 1 / K for the K received updates.
-
-    Returns
-    -------
-    Layers
-        The new global layers.
-
-    Raises
-    ------
-    InputError
-        No updates, an invalid option, a layer that does not fit or has non-finite values that the rule cannot use, or a
-        missing metric.
     """
     return weighted_sum(global_layers, updates, aggregator=mean(weighting)())  # Eq. 1
 

@@ -162,10 +162,7 @@ def consensus_distance(models: Sequence[Layers]) -> float:
 
 
 class Gossip(FedSSLStrategy):
-    """Averaging among neighbors.
-
-    ``topology`` and its options as in `strategies.topology.make_graph`.
-    """
+    """Averaging among neighbors. ``topology`` and its options as in `strategies.topology.make_graph`."""
 
     def __init__(
         self,

@@ -43,14 +43,8 @@ def closest(
 ) -> list[ClientUpdate]:
     """Return the clients, by id, with the smallest sums of squared distances to their K - f - 2 nearest neighbors.
 
-    Parameters
-    ----------
-    global_layers, updates
-        As in `strategies.fedavg.fedavg`.
-    malicious : int
-        f, the number of malicious clients, at least 0.
-    select : int
-        Number of selected clients, at most all; 1 is Krum, more is Multi-Krum.
+    ``malicious`` is f, at least 0. ``select`` is the number of selected clients, at most all; 1 is Krum, more is
+    Multi-Krum. The others are as in `strategies.fedavg.fedavg`.
     """
     check_arguments("strategy", malicious=malicious, select=select)
     updates = validated(global_layers, updates)

@@ -17,11 +17,7 @@ from strategies.weighted_sum import WeightedSum, weighted_sum
 def loss_weighted(global_layers: Layers, updates: Sequence[ClientUpdate]) -> Layers:
     """Return the mean of the clients' models, weighted by the softmax of minus their training losses.
 
-    Parameters
-    ----------
-    global_layers, updates
-        As in `strategies.fedavg.fedavg`.
-        Each update has a ``train_loss``.
+    ``global_layers`` and ``updates`` as in `strategies.fedavg.fedavg`; each update has a ``train_loss``.
     """
     return weighted_sum(global_layers, updates, aggregator=WeightedSum(weighting="loss"))
 

@@ -16,13 +16,9 @@ from strategies.weighted_sum import WeightedSum, weighted_sum
 def m_dawa(global_layers: Layers, updates: Sequence[ClientUpdate], *, buffers: str = "average") -> Layers:
     """Return the mean over the K received updates of delta_k w_k, where delta_k is the cosine of the whole model.
 
-    Parameters
-    ----------
-    global_layers, updates
-        As in `strategies.fedavg.fedavg`.
-        ``num_examples`` and ``train_loss`` are not used.
-    buffers : {"average", "scale"}
-        Running statistics: plain mean, or scaled by delta_k like the weights.
+    ``global_layers`` and ``updates`` as in `strategies.fedavg.fedavg`; ``num_examples`` and ``train_loss`` are not
+    used. ``buffers``, the running statistics, are a plain mean ("average"), or scaled by delta_k like the weights
+    ("scale").
     """
     return weighted_sum(global_layers, updates, aggregator=WeightedSum(scale="model", buffers=buffers))  # Eq. 3
 

@@ -37,12 +37,8 @@ def median(global_layers: Layers, updates: Sequence[ClientUpdate]) -> Layers:
 def trimmed_mean(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta: float = 0.2) -> Layers:
     """Return the elementwise mean over the clients without the largest and the smallest values.
 
-    Parameters
-    ----------
-    global_layers, updates
-        As in `strategies.fedavg.fedavg`.
-    beta : float
-        In (0, 0.5): of K clients, floor(beta K) are trimmed at each end.
+    ``global_layers`` and ``updates`` as in `strategies.fedavg.fedavg`. Of K clients, floor(beta K) are trimmed at each
+    end; ``beta`` is in (0, 0.5).
     """
     check_arguments("strategy", beta=beta)
     return _trimmed(global_layers, updates, beta=beta)

@@ -82,15 +82,7 @@ UPPER_BOUNDS = {
 
 
 def read_view(recipe: Mapping[str, Any], *, name: str) -> View:
-    """Build a `View` from a mapping of its fields, after validation.
-
-    Parameters
-    ----------
-    recipe : mapping
-        Some of the fields; the others keep their defaults.
-    name : str
-        Name of the recipe in the settings, for error messages.
-    """
+    """Build a `View` from some of its fields, after validation; ``name`` is that of the recipe, for error messages."""
     defaults = asdict(View())
     for key, value in recipe.items():
         if key in VIEW:
@@ -134,21 +126,9 @@ class Parameters(NamedTuple):
 
 
 def parameters(view: View, uniform: Tensor, *, height: int, width: int) -> Parameters:
-    """Map uniform random numbers to the parameters of one view.
+    """Map independent uniform numbers in [0, 1), ``(batch, UNIFORMS)``, to the parameters of one view of each image.
 
-    Parameters
-    ----------
-    view : View
-        The recipe.
-    uniform : Tensor
-        ``(batch, UNIFORMS)``, independent uniform numbers in [0, 1).
-    height, width : int
-        Size of the images in pixels.
-
-    Returns
-    -------
-    params : Parameters
-        Parameters of each image.
+    ``height`` and ``width`` are those of the images in pixels.
     """
     boxes, others = uniform[:, :BOX_UNIFORMS], uniform[:, BOX_UNIFORMS:].unbind(1)
     flip, jitter, brightness, contrast, saturation, hue, gray, blur, sigma, solarize = others
@@ -177,23 +157,10 @@ def crop_boxes(
 
     The area is uniform in ``scale`` and the logarithm of width / height is uniform in that of ``ratio``. The box is the
     first of ten candidates that fits, at a uniform position, or else the largest center crop with an allowed ratio.
-    With a border, boxes have a uniform position in the padded image, as in ``RandomCrop``.
+    With a border of ``pad`` pixels, boxes have a uniform position in the padded image, as in ``RandomCrop``.
 
-    Parameters
-    ----------
-    uniform : Tensor
-        ``(batch, BOX_UNIFORMS)``, uniform numbers in [0, 1): areas, ratios, two positions.
-    height, width : int
-        Size of the images in pixels.
-    scale, ratio : sequence of float
-        Smallest and largest fraction of the area, and width / height.
-    pad : int
-        Width of the border in pixels, into which boxes may extend.
-
-    Returns
-    -------
-    tuple of Tensor
-        Top, left, height and width of the boxes in pixels, each ``(batch,)``, integers as floats.
+    ``uniform`` are numbers in [0, 1), ``(batch, BOX_UNIFORMS)``: areas, ratios, two positions. Return top, left, height
+    and width in pixels, each ``(batch,)``, integers as floats.
     """
     area = height * width * _between(uniform[:, :CANDIDATES], *scale)
     aspect = _between(uniform[:, CANDIDATES:-2], math.log(ratio[0]), math.log(ratio[1])).exp()

@@ -79,25 +79,10 @@ def jitter(planes: Tensor, *, view: View, params: Parameters, order: Sequence[in
 
 
 def apply_view(planes: Tensor, *, view: View, params: Parameters, order: Sequence[int], size: int) -> Tensor:
-    """Compute one view of each image; operations that the recipe disables are skipped.
+    """Compute one view of each image, ``(channels, batch, size, size)``; skip operations that the recipe disables.
 
-    Parameters
-    ----------
-    planes : Tensor
-        Images ``(channels, batch, height, width)`` with values in [0, 1].
-    view : View
-        The recipe.
-    params : Parameters
-        Random parameters of each image.
-    order : sequence of int
-        Order of the jitter operations, see `AugmentationParams`.
-    size : int
-        Height and width of the views in pixels.
-
-    Returns
-    -------
-    Tensor
-        ``(channels, batch, size, size)``.
+    ``planes`` are ``(channels, batch, height, width)`` with values in [0, 1]. ``order`` is that of the jitter
+    operations, see `AugmentationParams`.
     """
     rows, columns = crop_matrices(view, params, height=planes.shape[2], width=planes.shape[3], size=size)
     planes = operations.separable(planes, rows=rows, columns=columns)
@@ -116,12 +101,8 @@ def apply_view(planes: Tensor, *, view: View, params: Parameters, order: Sequenc
 def apply_both(planes: Tensor, *, views: Sequence[View], params: AugmentationParams) -> Tensor:
     """Compute both views at once with precomputed matrices; equals `apply_view` of each, in few launches.
 
-    Images without an operation have neutral parameters; selecting images would synchronize with the device.
-
-    Returns
-    -------
-    Tensor
-        View 1 of each image, then view 2, ``(channels, 2 * batch, size, size)``.
+    Images without an operation have neutral parameters; selecting images would synchronize with the device. Return view
+    1 of each image, then view 2, ``(channels, 2 * batch, size, size)``.
     """
     color = len(planes) == 3
     both = Parameters(*params.parameters.flatten(1))

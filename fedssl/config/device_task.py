@@ -75,14 +75,9 @@ def read_task(text: str, *, states: Path, folders: Sequence[Path] = ()) -> Clien
 
 
 def compose_task(text: str, folders: Sequence[Path] = ()) -> DictConfig:
-    """Compose the edge client's config with the choices and values of a task.
+    """Compose the edge client's config with a task, the result of `DeviceTask.text`; refuse an invalid one.
 
-    ``text`` is the result of `DeviceTask.text`, and ``folders`` are the edge client's own config directories.
-
-    Raises
-    ------
-    RequestRefused
-        The text is not a task, or a name or type is invalid.
+    ``folders`` are the edge client's own config directories.
     """
     task = _read(text)
     _check_choices(task.choices, config_groups(folders))

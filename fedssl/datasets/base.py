@@ -98,9 +98,8 @@ def stratified_holdout(labels: np.ndarray, *, fraction: float) -> tuple[np.ndarr
     """Split indices into training and test with equal shares of every class; the split is always the same.
 
     The test set gets the floor of every class's share, then one more image of the classes with the largest remainders,
-    up to ``round(n * fraction)`` images.
-
-    ``fraction`` is the share of the test set in [0, 1). Returns the sorted indices of training and test images.
+    up to ``round(n * fraction)`` images; ``fraction`` is in [0, 1). Return the sorted indices of training and test
+    images.
     """
     _, codes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     shares = sizes * fraction

@@ -61,20 +61,9 @@ class CacheKey:
 def open_buffer(location: str | None, cache_key: CacheKey, shape: tuple[int, int, int, int]) -> Iterator[PixelBuffer]:
     """Open the buffer of a data set's pixels; decode into it unless it is ``complete``.
 
-    Unreadable images are removed and the pixels are stored when the block ends without an exception.
-
-    Parameters
-    ----------
-    location : str or None
-        Folder of all caches, or "auto". None decodes into the memory of this process, as for small data sets.
-    cache_key : CacheKey
-    shape : tuple of int
-        ``(images to decode, channels, size, size)``.
-
-    Raises
-    ------
-    InputError
-        If the disk or the memory is too small, or the folder cannot be used.
+    Unreadable images are removed and the pixels are stored when the block ends without an exception. ``location`` is
+    the folder of all caches, or "auto"; None decodes into the memory of this process, as for small data sets. ``shape``
+    is ``(images to decode, channels, size, size)``. Raise an `InputError` if the disk or the memory is too small.
     """
     entry = None if location is None else _entry(location, cache_key, num_images=shape[0])
     stored = None if entry is None else entry.read()

@@ -136,10 +136,7 @@ def _with_same_classes(folder: Path, other: Path, file_list: FileList, folders: 
 
 
 def list_images(folder: Path, *, folders: str = "class") -> FileList:
-    """List the image files of a folder, sorted by path; without labels and owners if there is no subfolder.
-
-    ``folders`` is the meaning of the subfolders, see the module.
-    """
+    """List the image files of a folder, sorted by path; without labels and owners if there is no subfolder."""
     if not folder.is_dir():
         raise InputError(f"dataset.path: {folder} is not a folder; give the folder that holds your images")
     levels = folders.split("/")

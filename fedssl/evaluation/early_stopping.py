@@ -40,13 +40,7 @@ class EarlyStopping:
 
 
 def stop_reason(evaluations: Iterable[tuple[int, Mapping[str, float]]], rule: EarlyStopping) -> str | None:
-    """Return the reason to end a run; None: the run continues.
-
-    Parameters
-    ----------
-    evaluations : iterable of (int, mapping)
-        Rounds, in order, with their results by name.
-    """
+    """Return the reason to end a run, given the results of its evaluated rounds in order; None: the run continues."""
     if rule.monitor is None:
         return None
     best, best_round, since = float("-inf"), 0, 0

@@ -51,12 +51,8 @@ def column_title(name: str, unit: str) -> str:
 def as_scores(results: Mapping[str, Score | float], units: Mapping[str, str] | None = None) -> dict[str, Score]:
     """Convert the results of a protocol or a file to scores.
 
-    Parameters
-    ----------
-    results : mapping
-        Name to result. The standard deviation of a plain number is under its name with suffix ``_std``.
-    units : mapping or None
-        Name to unit of plain numbers; other numbers are accuracies.
+    The standard deviation of a plain number is under its name with suffix ``_std``. ``units`` are those of plain
+    numbers, by name; numbers without a unit are accuracies.
     """
     units = units or {}
     numbers = {name: result for name, result in results.items() if not isinstance(result, Score)}

@@ -88,14 +88,9 @@ def check_calibration_size(count: int) -> None:
 def quantize(exact: Path, small: Path, images: Tensor, *, dynamic: bool) -> None:
     """Quantize the graph ``exact`` to int8 and write it to ``small``.
 
-    Weights have 7 bits: sums of products of 8 bits saturate on x86 CPUs without VNNI instructions.
-
-    Parameters
-    ----------
-    images : Tensor
-        Calibration images, uint8 ``(n, channels, size, size)``; unused if ``dynamic``.
-    dynamic : bool
-        Whether to quantize only matrix products, with inputs quantized at run time.
+    Weights have 7 bits: sums of products of 8 bits saturate on x86 CPUs without VNNI instructions. ``dynamic``
+    quantizes only matrix products, with inputs quantized at run time; otherwise ``images``, uint8 ``(n, channels, size,
+    size)``, are for calibration.
     """
     from onnxruntime import quantization
 

@@ -43,15 +43,7 @@ class Regularizer:
         return self.part
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
-        """Return the loss with the term added, a scalar.
-
-        Parameters
-        ----------
-        loss : Tensor
-            Loss of the method, a scalar.
-        step : RegularizerInput
-            Values of the training step.
-        """
+        """Return the loss with the term added, a scalar."""
         return loss
 
 

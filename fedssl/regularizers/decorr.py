@@ -18,16 +18,8 @@ from fedssl.regularizers.base import Regularizer, RegularizerInput
 def feature_decorrelation(z: Tensor) -> Tensor:
     """Return the mean squared correlation of two different dimensions, times ``(batch - 1)^2 / batch``.
 
-    Parameters
-    ----------
-    z : Tensor
-        Representations or projections, ``(batch, dim)``.
-
-    Returns
-    -------
-    Tensor
-        Scalar from 0 to ``(batch - 1)^2 / batch``; 0 for one image or one dimension, which have no correlations. A
-        constant dimension counts as uncorrelated.
+    ``z`` are representations or projections, ``(batch, dim)``. The result is a scalar from 0 to ``(batch - 1)^2 /
+    batch``; 0 for one image or one dimension, which have no correlations. A constant dimension counts as uncorrelated.
     """
     batch, dim = z.shape
     if batch == 1 or dim == 1:

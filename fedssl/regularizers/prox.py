@@ -28,19 +28,9 @@ class _HalfSquaredDistance(torch.autograd.Function):
 
 
 def proximal(weights: list[Tensor], start: list[Tensor], *, weight: float) -> Tensor:
-    """Return the squared distance of all ``weights`` from ``start``, times ``weight / 2``.
+    """Return the squared distance of all ``weights`` from ``start``, times ``weight / 2``, a scalar.
 
-    Parameters
-    ----------
-    weights, start : list of Tensor
-        Tensors of equal shapes in equal order.
-    weight : float
-        mu; 0 gives 0.
-
-    Returns
-    -------
-    Tensor
-        Scalar >= 0.
+    Both lists have tensors of equal shapes in equal order. ``weight`` is mu.
     """
     distance: Tensor = _HalfSquaredDistance.apply(weight, start, *weights)
     return distance

@@ -27,12 +27,7 @@ def comparison_key(settings: dict[str, str]) -> Hashable:
 def best_rows(values: Sequence[Sequence[float]], tasks: Sequence[Hashable]) -> set[int]:
     """Return the indices of the best rows of each task, see `MARK_CAPTION`.
 
-    Parameters
-    ----------
-    values : sequence of sequence of float
-        Accuracies of each row over seeds.
-    tasks : sequence of hashable
-        Of each row, see `comparison_key`.
+    ``values`` are the accuracies of each row over seeds, ``tasks`` its `comparison_key`.
     """
     best = set()
     for task in set(tasks):

@@ -40,16 +40,7 @@ _TARGET = "._target_"
 
 
 def page(runs: Sequence[Run], tables: Sequence[TextTable], *, again: float | None = None) -> str:
-    """Return the page.
-
-    Parameters
-    ----------
-    runs : sequence of Run
-    tables : sequence of TextTable
-        The results.
-    again : float or None
-        Seconds after which the page reloads itself; None to reload never.
-    """
+    """Return the page of results. It reloads itself after ``again`` seconds; None: never."""
     encoders = encoder_table(runs)
     parts = [
         "<h1>Report of federated runs</h1>",
@@ -264,15 +255,7 @@ def settings_table(runs: Sequence[Run]) -> TableData:
 
 
 def image(figure: "Figure", *, label: str, kind: str = "plain") -> str:
-    """Return an element ``img`` with the figure as SVG; equal figures give equal text.
-
-    Parameters
-    ----------
-    label : str
-        Alternative text.
-    kind : str
-        Class of the element.
-    """
+    """Return an element ``img`` of the class ``kind`` with the figure as SVG; equal figures give equal text."""
     from matplotlib import rc_context
 
     sanitize_texts(figure)

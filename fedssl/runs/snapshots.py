@@ -65,18 +65,9 @@ def snapshot_rounds(folder: Path) -> list[SnapshotRound]:
 
 
 def read_layers(file: Path, like: Mapping[str, torch.Tensor]) -> Layers:
-    """Read a file of `save_layers`.
+    """Read a file of `save_layers`. ``like`` has all layers of the model, for names, shapes and dtypes.
 
-    Parameters
-    ----------
-    file : Path
-    like : mapping of str to Tensor
-        All layers of the model, for names, shapes and dtypes.
-
-    Raises
-    ------
-    InputError
-        The file is damaged, or of another model.
+    Raise an `InputError` if the file is damaged, or of another model.
     """
     try:
         tensors = read_tensors(file, max_bytes=2 * sum(tensor.nbytes for tensor in like.values()) + 2**24)

@@ -35,9 +35,7 @@ def constant(round: int, *, rounds: int, phase: Phase) -> float:
 
 
 def cosine(round: int, *, rounds: int, phase: Phase, per_stage: bool = False, eta_min_factor: float = 0.0) -> float:
-    """Decay from 1 in the first round to ``eta_min_factor`` along half a cosine.
-
-    Round R + 1, which does not run, would have the factor ``eta_min_factor``.
+    """Decay from 1 in the first round to ``eta_min_factor``, in round R + 1, which does not run, along half a cosine.
 
     Parameters
     ----------

@@ -94,14 +94,11 @@ def progressive(
 
 
 def split_rounds(rounds: int, stages: int, shares: str | Sequence[int]) -> list[int]:
-    """Return the number of rounds of each stage.
+    """Return the number of rounds of each stage; a sequence of ``shares`` gives them directly.
 
-    Parameters
-    ----------
-    shares : {"uniform", "left_skewed", "right_skewed"} or sequence of int
-        "left_skewed": more rounds for later stages, "right_skewed": for earlier ones (Section 5.10). Each stage has at
-        least one round; the remaining rounds are divided equally, or in proportion to 1, 2, ..., S (the paper shows its
-        shares only as a figure). A sequence gives the rounds directly.
+    "left_skewed": more rounds for later stages, "right_skewed": for earlier ones (Section 5.10). Each stage has at
+    least one round; the remaining rounds are divided equally ("uniform"), or in proportion to 1, 2, ..., S (the paper
+    shows its shares only as a figure).
     """
     if isinstance(shares, str):
         if shares not in SHARES:

@@ -139,14 +139,9 @@ class ClientUpdate:
     def from_content(
         cls, content: RecordDict, partition_id: int, *, wire_dtype: str = LOSSLESS, start: Layers | None = None
     ) -> "ClientUpdate":
-        """Read the update from a reply to a plan with this wire dtype.
+        """Read the update from a reply to a plan with this wire dtype; KeyError or ValueError if the reply is invalid.
 
         ``start`` are the layers that the client downloaded, as on the server; differences are added to them.
-
-        Raises
-        ------
-        KeyError, ValueError
-            A record is missing, or invalid.
         """
         unknown = content.keys() - {ARRAYS, METHOD_UPLOAD, METRICS, REPLY_CONFIG}
         if unknown:
