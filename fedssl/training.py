@@ -211,17 +211,11 @@ def capture_outputs(method: SSLMethod, part: str | None) -> Iterator[list[Tensor
 def batches(
     indices: Tensor, batch_size: int, *, generator: torch.Generator, min_batch_size: int = 2
 ) -> Iterator[Tensor]:
-    """Yield one epoch: the indices in random order, split into `number_of_batches` of nearly equal size.
-
-    Sizes differ by at most 1, so that each image is used in each epoch.
-    """
+    """Yield the indices in random order, split into `number_of_batches` batches whose sizes differ by at most 1."""
     order = indices[torch.randperm(len(indices), generator=generator)]
     yield from order.tensor_split(number_of_batches(len(order), batch_size, min_batch_size=min_batch_size))
 
 
 def number_of_batches(num_images: int, batch_size: int, *, min_batch_size: int = 2) -> int:
-    """Return ``ceil(num_images / batch_size)``, or fewer to avoid batches smaller than ``min_batch_size``.
-
-    With batches of 2, an odd number of images therefore gives one batch of 3.
-    """
+    """Return ``ceil(num_images / batch_size)``, or fewer to avoid batches smaller than ``min_batch_size``."""
     return max(1, min(-(-num_images // batch_size), num_images // min_batch_size))

@@ -50,10 +50,7 @@ def sanitize_line(text: str | None, *, max_chars: int = 300) -> str:
 
 
 def open_regular_file(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> BufferedReader:
-    """Open a regular file for reading; pipes, devices and folders are rejected without blocking.
-
-    Raise an OSError if it is not regular, not readable or larger than ``max_bytes``.
-    """
+    """Open a file for reading, without blocking; an OSError if it is not regular, not readable or too large."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.fstat(descriptor)
     problem = "it is not a regular file" if not stat.S_ISREG(status.st_mode) else None

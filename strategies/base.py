@@ -79,10 +79,7 @@ class ServerStrategy:
         return ()
 
     def assign_clusters(self, deltas: Mapping[int, Layers]) -> Mapping[int, str]:
-        """Return the model that each client's update goes into, by the deltas of its layers.
-
-        Called only if `models_to_cluster` returns names.
-        """
+        """Return the model that each client's update goes into, by its deltas, if `models_to_cluster` is not empty."""
         raise NotImplementedError
 
     def upload_names(self, model: GlobalModel, round: int, layers: Layers) -> tuple[str, ...] | None:

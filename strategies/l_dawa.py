@@ -62,10 +62,7 @@ def l_dawa(
 
 
 def scale_layers(global_layers: Layers, layers: Layers, *, buffers: str = "average") -> Layers:
-    """Return one client's layers, each multiplied by its cosine with the global layer (Eq. 2), as new arrays.
-
-    Their plain mean is `l_dawa`. ``buffers`` as there.
-    """
+    """Return copies of a client's layers, each times its cosine with the global layer (Eq. 2); as in `l_dawa`."""
     cosines = ReferenceLayers({name: global_layers[name] for name in layers}).cosines_of(layers)
     factors = cosines.weights | (cosines.statistics if buffers == "scale" else {})
     return {

@@ -101,10 +101,7 @@ def contrast(planes: Tensor, factor: Tensor) -> Tensor:
 
 
 def saturation(planes: Tensor, factor: Tensor) -> Tensor:
-    """Blend 3 channels with their gray value by ``factor`` ``(batch,)``: ``adjust_saturation``.
-
-    1 changes nothing, 0 is ``rgb_to_grayscale``.
-    """
+    """Blend 3 channels with their gray value by ``factor`` ``(batch,)``, as ``adjust_saturation``; 1: unchanged."""
     return torch.lerp(luminance(planes), planes, factor[:, None, None]).clamp_(0, 1)
 
 

@@ -126,10 +126,7 @@ class Parameters(NamedTuple):
 
 
 def parameters(view: View, uniform: Tensor, *, height: int, width: int) -> Parameters:
-    """Map independent uniform numbers in [0, 1), ``(batch, UNIFORMS)``, to the parameters of one view of each image.
-
-    ``height`` and ``width`` are those of the images in pixels.
-    """
+    """Map uniform numbers in [0, 1), ``(batch, UNIFORMS)``, to the parameters of a view of images of this size."""
     boxes, others = uniform[:, :BOX_UNIFORMS], uniform[:, BOX_UNIFORMS:].unbind(1)
     flip, jitter, brightness, contrast, saturation, hue, gray, blur, sigma, solarize = others
     jittered = jitter < view.jitter_prob

@@ -346,10 +346,7 @@ def check_channels(dataset: DataSettings | DictConfig) -> None:
 def constraints_in(
     node: Mapping[str, Any], *, installed: frozenset[str], group: str = "", prefix: str = "", owner: str = ""
 ) -> Iterator[tuple[str, Any, Constraint]]:
-    """Yield key, value and constraint of each setting in a config that has one.
-
-    Arguments of the user's own classes, whose ``_target_`` is not ``installed``, have none.
-    """
+    """Yield key, value and constraint of each setting that has one; classes that are not ``installed`` have none."""
     target = str(node.get("_target_") or "")
     owner = target.rpartition(".")[2] or owner
     if target and target not in installed:

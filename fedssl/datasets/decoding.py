@@ -206,7 +206,6 @@ class _Work:
         self._lock, self._open = Lock(), set[int]()
 
     def run(self) -> None:
-        """Decode batches until none is left."""
         while not self.stopped:
             with self._lock:
                 batch = next(self._batches, None)
@@ -234,7 +233,6 @@ class _Work:
             return min(self._open, default=self._next), dict(self._unreadable)
 
     def log_progress(self) -> None:
-        """Log the number of decoded images and the remaining time."""
         done, count = self.progress()[0], len(self._pixels)
         if done > self._start:
             seconds = (time.monotonic() - self._start_time) / (done - self._start) * (count - done)
@@ -243,5 +241,4 @@ class _Work:
 
     @staticmethod
     def failed(running: Sequence[Future[None]]) -> bool:
-        """Return whether a thread has raised an exception."""
         return any(future.done() and future.exception() is not None for future in running)

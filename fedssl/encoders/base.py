@@ -82,10 +82,7 @@ class Encoder(nn.Module):
     return_feature_map = False
 
     def define_stages(self, *, stages: tuple[str, ...], widths: tuple[int, ...], tail: tuple[str, ...] = ()) -> None:
-        """Declare the submodules that are the stages, in order, and the ``tail``, those that belong to `pool`.
-
-        ``widths`` are the lengths of the output of `pool` after each stage.
-        """
+        """Declare submodules as stages, with lengths of `pool`'s output after each, or as part of `pool` (``tail``)."""
         self.stage_names, self._widths = stages, widths
         self._stage_ranges = {name: StageRange(number, math.inf, number) for number, name in enumerate(stages, start=1)}
         self._stage_ranges |= dict.fromkeys(tail, StageRange(0, math.inf, math.inf))

@@ -66,10 +66,7 @@ def _cholesky_factor(x: Tensor, *, l2: float) -> Tensor:
 
 
 def standardize(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
-    """Shift and scale the features of both sets ``(n, dim)`` to mean 0 and standard deviation 1 of the training set.
-
-    A constant feature of the training set becomes 0 and is not scaled.
-    """
+    """Shift and scale features ``(n, dim)`` by the training set to mean 0 and std 1; constant ones become 0."""
     mean, std = train.mean(0), train.std(0, correction=0)
     std = torch.where(
         std > 1e-6 * mean.abs(), std, torch.ones_like(std)

@@ -16,19 +16,15 @@ _STD_SUFFIX = "_std"
 
 @dataclass(frozen=True)
 class Score:
-    """Result of an evaluation.
-
-    The unit is `ACCURACY` or the displayed one, empty if there is none. ``std`` is the standard deviation over draws or
-    models; None for one draw or model.
-    """
+    """Result of an evaluation."""
 
     value: float
-    unit: str = ACCURACY
-    std: float | None = None
+    unit: str = ACCURACY  # or the displayed one, empty if there is none
+    std: float | None = None  # over draws or models; None for one draw or model
 
     @classmethod
     def over_draws(cls, values: Sequence[float], unit: str = ACCURACY) -> "Score":
-        """Return the mean and the standard deviation of values; one value has no standard deviation."""
+        """Return the mean and the standard deviation (divisor n - 1) of draws or seeds; one value has no deviation."""
         return cls(mean(values), unit, stdev(values) if len(values) > 1 else None)
 
     @property

@@ -23,15 +23,12 @@ TOLERANCE = 1e-5  # see `difference`
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """An export format.
-
-    ``write`` writes a source to a new path. ``run`` maps uint8 images ``(batch, channels, size, size)`` to
-    representations ``(batch, feature_dim)``, by the weights at the path.
-    """
+    """An export format."""
 
     ending: str  # suffix of file names; empty for a folder with any name
     packages: tuple[str, ...]  # required ones
-    write: Callable[[ExportSource, Path], None]
+    write: Callable[[ExportSource, Path], None]  # to a new path
+    # From uint8 images ``(batch, channels, size, size)`` to representations ``(batch, feature_dim)``, by the file.
     run: Callable[[ExportSource, Path, Tensor], Tensor]
 
 
@@ -65,10 +62,7 @@ FORMATS = {
 
 
 def export(source: ExportSource, form: str, target: Path) -> float:
-    """Write the encoder in a format, a key of ``FORMATS``, and return the largest `difference` of its representations.
-
-    ``target`` is a file, which is replaced; for "huggingface" a new folder.
-    """
+    """Write the encoder in a format to a new folder ("huggingface") or a file; return the largest `difference`."""
     check_target(source, form, target)
     with staging_folder(target) as folder:
         staged = folder / target.name

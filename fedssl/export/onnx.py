@@ -37,15 +37,12 @@ _NUM_TIMINGS = 7
 
 @dataclass(frozen=True)
 class QuantizedModel:
-    """Comparison of an int8 graph with the same graph in fp32; pairs are fp32 and int8.
-
-    Cosines are between an image's representations in both graphs, minus the mean representation in fp32.
-    """
+    """Comparison of an int8 graph with the same graph in fp32; pairs are fp32 and int8."""
 
     difference: float  # of the fp32 graph from the encoder, see `fedssl.export.formats.difference`
     megabytes: tuple[float, float]  # file sizes
     seconds: tuple[float, float]  # median time per batch on one thread
-    mean_cosine: float
+    mean_cosine: float  # between an image's representations in both graphs, minus the mean representation in fp32
     min_cosine: float
 
 

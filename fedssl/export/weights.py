@@ -34,10 +34,7 @@ def write_weights(file: Path, weights: Mapping[str, Tensor], *, metadata: Mappin
 
 
 def read_safetensors(file: Path, *, max_bytes: int) -> dict[str, Any]:
-    """Read the content that `write_safetensors` wrote, up to ``max_bytes``, without validation.
-
-    Exceptions can have any type, except for an `InputError` if the package is missing.
-    """
+    """Read, without validation, what `write_safetensors` wrote, up to ``max_bytes``; exceptions can have any type."""
     require_packages(str(file), "safetensors")
     from safetensors import safe_open
 

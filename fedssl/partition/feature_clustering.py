@@ -180,7 +180,8 @@ def _bytes_of(encoder: str) -> bytes:
 def _cached(images: ImageSubset, settings: tuple[Any, ...], make: Callable[[], np.ndarray]) -> np.ndarray:
     if images.cache is None:
         return make()
-    hashed = hashlib.sha256(repr((settings, images.source.shape, _versions())).encode())
+    versions = [version(name) for name in ("numpy", "torch", "scikit-learn")]
+    hashed = hashlib.sha256(repr((settings, images.source.shape, versions)).encode())
     hashed.update(images.rows.numpy().data)
     for chunk in images.source.split(_CHUNK):
         hashed.update(chunk.contiguous().numpy().data)
@@ -199,10 +200,6 @@ def _cached(images: ImageSubset, settings: tuple[Any, ...], make: Callable[[], n
                 raise cache_error(file.parent, error) from error
             log.warning("%s cannot be written (%s): every process clusters the images", file, error.strerror)
     return assigned
-
-
-def _versions() -> list[str]:
-    return [version(name) for name in ("numpy", "torch", "scikit-learn")]
 
 
 def _read(file: Path, count: int, clusters: int) -> np.ndarray | None:

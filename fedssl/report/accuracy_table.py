@@ -7,7 +7,7 @@ from statistics import mean, stdev
 
 from fedssl.atomic_files import write_text
 from fedssl.evaluation.scores import ACCURACY, Score, column_title
-from fedssl.runs.groups import MAIN, compared_settings, first_of_each_seed, group_runs, score_over_seeds, varying
+from fedssl.runs.groups import MAIN, compared_settings, first_of_each_seed, group_runs, varying
 from fedssl.runs.run import Run, read_run
 from fedssl.text_table import TableCell, TableData, TextTable, text_cell, to_csv
 
@@ -25,10 +25,7 @@ def comparison_key(settings: dict[str, str]) -> Hashable:
 
 
 def best_rows(values: Sequence[Sequence[float]], tasks: Sequence[Hashable]) -> set[int]:
-    """Return the indices of the best rows of each task, see `MARK_CAPTION`.
-
-    ``values`` are the accuracies of each row over seeds, ``tasks`` its `comparison_key`.
-    """
+    """Return the indices of the best rows of each task (`MARK_CAPTION`), by each row's accuracies over seeds."""
     best = set()
     for task in set(tasks):
         rows = [row for row in range(len(tasks)) if tasks[row] == task and values[row]]
@@ -130,7 +127,7 @@ class Table(TextTable):
 
     def _over_seeds(self, row: Row, name: str) -> Score | None:
         values = row.metrics.get(name)
-        return score_over_seeds(values, self.units[name]) if values else None
+        return Score.over_draws(values, self.units[name]) if values else None
 
 
 def sweep_table(folders: Sequence[Path]) -> Table:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from fedssl.evaluation.scores import Score, column_title
 from fedssl.plots.registry import PLOTS
 from fedssl.plots.style import sanitize_texts
-from fedssl.runs.groups import OWN_KEYS, RunGroup, group_by_seed, score_over_seeds
+from fedssl.runs.groups import OWN_KEYS, RunGroup, group_by_seed
 from fedssl.runs.run import Run
 from fedssl.text_table import TableCell, TableData, TextTable, text_cell
 from fedssl.untrusted import sanitize
@@ -210,7 +210,7 @@ def encoder_table(runs: Sequence[Run]) -> TableData:
 def _score_cell(scores: Sequence[Score] | None) -> TableCell:
     if not scores:
         return TableCell("-")
-    score = score_over_seeds([score.value for score in scores], scores[0].unit)
+    score = Score.over_draws([score.value for score in scores], scores[0].unit)
     return TableCell(score.number, score.value)
 
 
