@@ -85,7 +85,7 @@ class Device(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if name not in HOST and (not given or any(self._holds(tensor) for tensor in given)):
+        if name not in HOST and (not given or any(tensor.untyped_storage()._cdata in self._here for tensor in given)):
             for leaf in tree_leaves(out):
                 if isinstance(leaf, Tensor):
                     self._keep(leaf)
@@ -97,9 +97,6 @@ class Device(TorchDispatchMode):
             self.waits += 1
         elif not func.is_view and name not in ALLOCATE:
             self.operations[name] += kernels(name, args)
-
-    def _holds(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._here
 
     def _keep(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

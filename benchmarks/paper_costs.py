@@ -44,18 +44,10 @@ class Piece:
 def paper_flops(
     method: SSLMethod, schedule: Sequence[Phase], *, image: Tensor, aligned: bool = False, views: int = 1
 ) -> int:
-    """Return the FLOPs of a client over all rounds.
+    """Return the FLOPs of a client over all rounds, for an ``image`` ``(1, channels, height, width)``.
 
-    Parameters
-    ----------
-    method : SSLMethod
-        With heads ``projector`` and optionally ``predictor``; left in eval mode.
-    image : Tensor
-        ``(1, channels, height, width)``.
-    aligned : bool
-        Whether clients align representations.
-    views : int
-        1, or 2 for SimCLR, which the paper counts without a target network.
+    ``method`` has the head ``projector`` and optionally ``predictor``, and is left in eval mode. ``aligned``: whether
+    clients align representations. ``views``: 1, or 2 for SimCLR, which the paper counts without a target network.
     """
     encoder, heads = _pieces(method, image)
     has_target = "target_encoder" in dict(method.named_children())

@@ -39,22 +39,11 @@ _MIN_IOU, _MIN_SCORE = 0.5, 0.5
 
 
 def pyramid(encoder: Encoder, *, size: int, out_channels: int = 256) -> tuple[BackboneWithFPN, list[str], list[int]]:
-    """Build a feature pyramid on the encoder's stages.
+    """Build a feature pyramid on the encoder's stages, which return maps ``(batch, channels, height, width)``.
 
-    Parameters
-    ----------
-    encoder : Encoder
-        Used in place, not copied. Its stages return maps ``(batch, channels, height, width)``.
-    size : int
-        Height and width of an image in pixels.
-    out_channels : int
-        Of each level.
-
-    Returns
-    -------
-    tuple
-        Backbone, names of the stages' levels, and pixels per position of all levels. The last level, "pool", has no
-        stage. It is the previous one at half the resolution.
+    The encoder is used in place, not copied. ``size`` is the side of an image in pixels, ``out_channels`` are those of
+    each level. Return the backbone, the names of the stages' levels, and the pixels per position of all levels. The
+    last level, "pool", has no stage: it is the previous one at half the resolution.
     """
     if encoder.patch_embedding is not None:
         raise InputError(
@@ -76,21 +65,12 @@ def pyramid(encoder: Encoder, *, size: int, out_channels: int = 256) -> tuple[Ba
 
 
 def faster_rcnn(encoder: Encoder, *, num_classes: int, out_channels: int = 256, regions: int = 512) -> FasterRCNN:
-    """Build Faster R-CNN (arXiv 1506.01497) on a trained encoder, which is trained further.
+    """Build Faster R-CNN (arXiv 1506.01497) on an encoder of `fedssl.export.load_encoder`, which is trained further.
 
     The detector scales images to the encoder's size (``transform.min_size``) and standardizes them by its statistics.
-    Anchors of a level are squares of four positions, and two rectangles of the same area.
-
-    Parameters
-    ----------
-    encoder : Encoder
-        From `fedssl.export.load_encoder`.
-    num_classes : int
-        Including the background.
-    out_channels : int
-        Of the feature pyramid.
-    regions : int
-        Regions per image on which the second stage is trained. Small images need fewer.
+    Anchors of a level are squares of four positions, and two rectangles of the same area. ``num_classes`` includes the
+    background, ``out_channels`` are those of the pyramid. The second stage is trained on ``regions`` per image; small
+    images need fewer.
     """
     return FasterRCNN(**_parts(encoder, num_classes, out_channels, regions)[0])
 

@@ -66,31 +66,17 @@ def cosine(wg: float, ww: float, gg: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Cosines:
-    """Cosines of one client's layers with their initial values.
+    """Cosines of one client's layers with their initial values."""
 
-    Attributes
-    ----------
-    weights : dict of str to float
-        Cosine of each weight, in [-1, 1]; 1: same direction.
-    statistics : dict of str to float
-        Cosine of each running statistic.
-    model : float
-        Cosine of all weights as one vector.
-    first_invalid : str or None
-        First layer that contains NaN or an infinite value.
-    mean : float or None
-        Mean cosine of the weights, weighted by their number of elements. Weights that are initially all zero (new
-        biases) are excluded; None if there are no others.
-    relative_change : tuple of float
-        Distance of the weights, and of the running statistics, from their initial values, each as one vector and
-        relative to the norm of the initial values. Values below 1e-3 are reported as 1e-3.
-    """
-
-    weights: dict[str, float]
-    statistics: dict[str, float]
-    model: float
-    first_invalid: str | None
+    weights: dict[str, float]  # cosine of each weight, in [-1, 1]; 1: same direction
+    statistics: dict[str, float]  # cosine of each running statistic
+    model: float  # cosine of all weights as one vector
+    first_invalid: str | None  # first layer that contains NaN or an infinite value
+    # Mean cosine of the weights, weighted by their number of elements. Weights that are initially all zero (new biases)
+    # are excluded; None if there are no others.
     mean: float | None = None
+    # Distance of the weights, and of the running statistics, from their initial values, each as one vector and relative
+    # to the norm of the initial values. Values below 1e-3 are reported as 1e-3.
     relative_change: tuple[float, float] = (0.0, 0.0)
 
     @property
@@ -111,13 +97,7 @@ class ReferenceLayers:
         return {name: ww for name, (_, ww) in self._measure([self.layers])[0].items()}
 
     def check(self, layers: Layers) -> None:
-        """Compare names, shapes and dtypes with the global layers.
-
-        Raises
-        ------
-        InputError
-            If a layer is missing or unknown, or has another shape or dtype.
-        """
+        """Raise an `InputError` if a layer is missing or unknown, or has another shape or dtype than the global one."""
         for name, array in self.layers.items():
             if name not in layers:
                 raise InputError(f"layer {name} is missing")

@@ -24,10 +24,9 @@ _PARTIAL = ".partial"  # suffix of incomplete files
 
 
 def atomic_write(file: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a temporary file by ``write`` and rename it to ``file``.
+    """Write a temporary file by ``write`` and rename it to ``file``; both are flushed to the disk before this returns.
 
-    Both are flushed to the disk before this returns, so that neither a crash nor a power failure leaves an incomplete
-    file.
+    Neither a crash nor a power failure leaves an incomplete file.
     """
     partial = file.with_name(f".{file.name}.{os.getpid()}{_PARTIAL}")
     try:

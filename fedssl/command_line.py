@@ -67,11 +67,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def run_command(name: str, command: Callable[[], int | None]) -> int:
     """Run a command, print its error as one sentence, and return the exit status.
 
-    Returns
-    -------
-    int
-        Of the command, or 0; 1 if it failed, 2 if the user has to correct something, 128 + the number of the signal
-        that stopped it (130 for Ctrl-C). A closed pipe, as in ``fedssl-report ... | head``, is not a failure.
+    The status is that of the command, or 0; 1 if it failed, 2 if the user has to correct something, 128 + the number of
+    the signal that stopped it (130 for Ctrl-C). A closed pipe, as in ``fedssl-report ... | head``, is not a failure.
     """
     try:
         status = command()

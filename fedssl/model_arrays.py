@@ -91,13 +91,7 @@ def load_and_start_round(method: SSLMethod, layers: Layers) -> Layers:
 
 @torch.no_grad()
 def load_layers(method: SSLMethod, layers: Layers) -> None:
-    """Copy layers into a method, in place.
-
-    Raises
-    ------
-    ValueError
-        If the method has no such layer, or has it with another shape.
-    """
+    """Copy layers into a method, in place. Raise a ValueError if it has no such layer, or with another shape."""
     for name, array in layers.items():
         tensor = method.named_tensors.get(name)
         if tensor is None or tensor.shape != array.shape:

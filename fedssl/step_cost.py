@@ -38,23 +38,13 @@ WARMUP_IMAGES = 2  # images of the step before the one that is measured
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Cost of one training step.
-
-    Attributes
-    ----------
-    flops : float
-        Forward and backward; the expected number with depth dropout.
-    peak_memory : int
-        Bytes; with depth dropout the peak of a step that skips no stage.
-    trained_parameters, parameters_in_memory : int
-        Numbers of trained parameters, and of all active ones: trained, frozen, or of a target network.
-    """
+    """Cost of one training step."""
 
     num_images: int
-    flops: float
-    peak_memory: int
+    flops: float  # forward and backward; the expected number with depth dropout
+    peak_memory: int  # in bytes; with depth dropout the peak of a step that skips no stage
     trained_parameters: int
-    parameters_in_memory: int
+    parameters_in_memory: int  # all active ones: trained, frozen, or of a target network
 
     @property
     def flops_per_image(self) -> float:
@@ -71,17 +61,9 @@ def step_cost(
 ) -> StepCost:
     """Measure a step of ``method`` with its active stages.
 
-    The method, the optimizer, the regularizer and all random generators remain unchanged.
-
-    Parameters
-    ----------
-    images : Tensor
-        Images of the step, at least two, ``(batch, channels, height, width)``, uint8, on the method's device. Their
-        content has no effect.
-    training : LocalTrainer
-        Training parts; epochs and batch size are ignored.
-    labels : Tensor or None
-        As in `fedssl.training.train`.
+    The method, the optimizer, the regularizer and all random generators remain unchanged. ``images`` are at least two,
+    ``(batch, channels, height, width)``, uint8, on the method's device; their content has no effect. Epochs and batch
+    size of ``training`` are ignored. ``labels`` as in `fedssl.training.train`.
     """
     device = images.device
 
@@ -230,16 +212,8 @@ def _attention_layer(query: Any, key: Any, value: Any, width: int, heads: int, *
 class TrainingCostMeter:
     """Measures the cost of a training step once per phase, on the server's method, which remains unchanged.
 
-    Parameters
-    ----------
-    training : LocalTrainer
-        Training of the clients.
-    parts : sequence of ndarray
-        Indices of each client's images in ``image_data``.
-    device : torch.device
-        Device of the method.
-    trainings_per_round : int
-        Number of trainings of a client in a round.
+    ``training`` is that of the clients, ``trainings_per_round`` of a client. ``parts`` are the indices of each client's
+    images in ``image_data``, and ``device`` is that of the method.
     """
 
     def __init__(

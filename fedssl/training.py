@@ -38,38 +38,18 @@ class TwoViews(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTrainer:
-    """Training of a method; used by clients, calibration and cost measurement.
-
-    Attributes
-    ----------
-    augment : TwoViews
-        Computes two views of images.
-    optimizer : torch.optim.Optimizer
-        Optimizer of all parameters that the method trains in any phase.
-    base_lrs : tuple of float
-        Learning rates of the optimizer's groups, before any factor.
-    batch_size : int
-        Maximum number of images per step; an epoch is split into batches of nearly equal size, see `batches`.
-    precision : {"fp32", "bf16"}
-        bf16 runs the forward pass under autocast.
-    clip_norm : float or None
-        Maximum gradient norm (2-norm over all trained weights); None disables clipping.
-    channels_last : bool
-        Whether views are stored channels last, which is fastest for convolutions.
-    graphs : CudaGraphCache or None
-        Captures and replays the steps on a GPU; None: every step launches its kernels separately.
-    """
+    """Training of a method; used by clients, calibration and cost measurement."""
 
     augment: TwoViews
-    optimizer: torch.optim.Optimizer
-    base_lrs: tuple[float, ...]
+    optimizer: torch.optim.Optimizer  # of all parameters that the method trains in any phase
+    base_lrs: tuple[float, ...]  # of the optimizer's groups, before any factor
     regularizer: Regularizer
     epochs: int
-    batch_size: int
-    precision: str
-    clip_norm: float | None
-    channels_last: bool
-    graphs: CudaGraphCache | None = None
+    batch_size: int  # maximum number of images per step, see `batches`
+    precision: str  # "fp32" or "bf16"; bf16 runs the forward pass under autocast
+    clip_norm: float | None  # maximum gradient norm (2-norm over all trained weights); None disables clipping
+    channels_last: bool  # memory format of views, which is fastest for convolutions
+    graphs: CudaGraphCache | None = None  # replays the steps on a GPU; None launches every kernel separately
 
     @classmethod
     def build(cls, settings: TrainingSettings, method: SSLMethod) -> "LocalTrainer":
@@ -124,10 +104,7 @@ class LocalTrainer:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Mean loss per image over the last epoch, including the regularizer, and number of images of the client.
-
-    The loss is NaN without epochs.
-    """
+    """Mean loss per image over the last epoch (NaN without epochs), with the regularizer, and number of images."""
 
     loss: float
     num_examples: int
@@ -145,6 +122,9 @@ def train(
 ) -> TrainResult:
     """Train ``method`` in place.
 
+    Random parameters of views are drawn at the start of an epoch. The loss stays on the device until the end: one
+    synchronization per call, unless the regularizer synchronizes.
+
     Parameters
     ----------
     images : Tensor
@@ -159,11 +139,6 @@ def train(
         Classes of all images ``(n,)``, int64, on the method's device; required by methods that use them.
     on_step_start : callable
         Called before every step; an exception that it raises ends the training.
-
-    Notes
-    -----
-    Random parameters of views are drawn at the start of an epoch. The loss stays on the device until the end: one
-    synchronization per call, unless the regularizer synchronizes.
     """
     check_loaded(method)
     method.train()
@@ -236,17 +211,11 @@ def capture_outputs(method: SSLMethod, part: str | None) -> Iterator[list[Tensor
 def batches(
     indices: Tensor, batch_size: int, *, generator: torch.Generator, min_batch_size: int = 2
 ) -> Iterator[Tensor]:
-    """Yield one epoch: the indices in random order, split into `number_of_batches` of nearly equal size.
-
-    Sizes differ by at most 1, so that each image is used in each epoch.
-    """
+    """Yield the indices in random order, split into `number_of_batches` batches whose sizes differ by at most 1."""
     order = indices[torch.randperm(len(indices), generator=generator)]
     yield from order.tensor_split(number_of_batches(len(order), batch_size, min_batch_size=min_batch_size))
 
 
 def number_of_batches(num_images: int, batch_size: int, *, min_batch_size: int = 2) -> int:
-    """Return ``ceil(num_images / batch_size)``, or fewer to avoid batches smaller than ``min_batch_size``.
-
-    With batches of 2, an odd number of images therefore gives one batch of 3.
-    """
+    """Return ``ceil(num_images / batch_size)``, or fewer to avoid batches smaller than ``min_batch_size``."""
     return max(1, min(-(-num_images // batch_size), num_images // min_batch_size))

@@ -52,13 +52,7 @@ def sanitize_line(text: str | None, *, max_chars: int = 300) -> str:
 
 
 def open_regular_file(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> BufferedReader:
-    """Open a regular file for reading; pipes, devices and folders are rejected without blocking.
-
-    Raises
-    ------
-    OSError
-        If it does not exist, is not readable, is not a regular file or is larger.
-    """
+    """Open a file for reading, without blocking; an OSError if it is not regular, not readable or too large."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.fstat(descriptor)
     problem = "it is not a regular file" if not stat.S_ISREG(status.st_mode) else None
@@ -108,12 +102,8 @@ def read_yaml(file: Path, kind: type) -> Any:
 def read_tensors(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> Any:
     """Read dictionaries, lists, plain values and tensors that `torch.save` wrote, on the CPU.
 
-    Raises
-    ------
-    OSError
-        If it cannot be opened, or is larger than ``max_bytes``.
-    ValueError, RuntimeError, and errors of reading an archive
-        If it contains anything else.
+    Raise an OSError if the file cannot be opened or is larger than ``max_bytes``; ValueError, RuntimeError, and errors
+    of reading an archive if it contains anything else.
     """
     import torch
 

@@ -79,10 +79,7 @@ class ServerStrategy:
         return ()
 
     def assign_clusters(self, deltas: Mapping[int, Layers]) -> Mapping[int, str]:
-        """Return the model that each client's update goes into, given the deltas of the clients' layers.
-
-        Called only if `models_to_cluster` returns names.
-        """
+        """Return the model that each client's update goes into, by its deltas, if `models_to_cluster` is not empty."""
         raise NotImplementedError
 
     def upload_names(self, model: GlobalModel, round: int, layers: Layers) -> tuple[str, ...] | None:
@@ -117,16 +114,8 @@ class ServerStrategy:
     ) -> tuple[Any, dict[str, Any]]:
         """Return the model's new strategy state, and JSON-serializable metrics of the round.
 
-        Parameters
-        ----------
-        model : GlobalModel
-            The model before the round.
-        layers : Layers
-            The trained layers after the round.
-        aggregator : Aggregator
-            The aggregator that computed them.
-        received : mapping of int to tuple of str
-            Names of the trained layers that each client of the model had downloaded.
+        ``model`` is that before the round, ``layers`` are its trained layers after it, which ``aggregator`` computed.
+        ``received`` has the names of the trained layers that each client of the model had downloaded.
         """
         return model.strategy_state, {}
 
@@ -138,13 +127,7 @@ class ServerStrategy:
         return state.strategy_state, {}
 
     def validate(self, context: StrategyContext) -> None:
-        """Validate the run and store the properties that the algorithm needs; called first.
-
-        Raises
-        ------
-        InputError
-            The algorithm does not support this run.
-        """
+        """Validate the run and store the properties that the algorithm needs; called first."""
 
     def plot(self, folder: Path) -> None:
         """Write figures of the algorithm into the folder, before the first round."""
@@ -225,13 +208,7 @@ class ClientStrategy:
 
 
 class FedSSLStrategy:
-    """Aggregation algorithm.
-
-    Parameters
-    ----------
-    client : ClientStrategy, optional
-        None means that of federated averaging.
-    """
+    """Aggregation algorithm, with the clients of federated averaging by default."""
 
     def __init__(self, server: ServerStrategy, client: ClientStrategy | None = None) -> None:
         self.server, self.client = server, client or ClientStrategy()

@@ -222,11 +222,9 @@ class ServerAssignedClusters(ClusteredServer):
 
 
 class OneShotClusters(ClusteredServer):
-    """The updates of one round are divided by the angles between them. Assignments do not change afterwards.
+    """Divides the updates of ``cluster_round``, from 1, by the angles between them. Assignments do not change later.
 
     Before that round all clients train the first model. A client that joins later is assigned to the largest cluster.
-
-    ``cluster_round`` is the round, from 1.
     """
 
     def __init__(self, base_strategy: ServerStrategy, *, clusters: int, cluster_round: int) -> None:

@@ -45,19 +45,9 @@ def distance_names(method: SSLMethod, *, distance: str) -> list[str]:
 def divergence(trained: Layers, start: Layers, *, distance: str) -> float:
     """Return the distance of trained weights from earlier ones, e.g. the downloaded global weights.
 
-    Parameters
-    ----------
-    trained : Layers
-        The weights named by `distance_names`, at least one.
-    start : Layers
-        The earlier weights. Layers that are not in ``trained`` are ignored.
-    distance : {"mean_conv_l2", "squared_l2"}
-        mean_l ||w_l - g_l||, or sum_l ||w_l - g_l||^2 (Eq. 3), g_l at the start.
-
-    Returns
-    -------
-    float
-        At least 0, or non-finite if a weight is.
+    It is mean_l ||w_l - g_l|| ("mean_conv_l2"), or sum_l ||w_l - g_l||^2 ("squared_l2", Eq. 3), g_l at the start: at
+    least 0, or non-finite if a weight is. ``trained`` are the weights named by `distance_names`, at least one; other
+    layers of ``start`` are ignored.
     """
     squares = []
     with np.errstate(over="ignore", invalid="ignore"):

@@ -43,21 +43,12 @@ _ACCURACY = 1e-6  # bound on the error of the Gram matrix of models, relative to
 
 @dataclass(frozen=True)
 class Solution:
-    """EUA's solution for the deviations of one round.
+    """EUA's solution for the deviations of one round."""
 
-    Attributes
-    ----------
-    weights : ndarray
-        (K,), p; 0 for a client equal to the global model, all 0 if every client is.
-    factors : ndarray
-        (K,), c: the new weights are theta + sum_k c_k (theta_k - theta).
-    before, after : float or None
-        Smallest change rate over clients (Eq. 7 with eta = 1) along the mean deviation, and along d. Negative if a
-        client is left behind, 0 if the direction vanishes, None if every client equals the global model.
-    """
-
-    weights: np.ndarray
-    factors: np.ndarray
+    weights: np.ndarray  # (K,), p; 0 for a client equal to the global model, all 0 if every client is
+    factors: np.ndarray  # (K,), c: the new weights are theta + sum_k c_k (theta_k - theta)
+    # Smallest change rate over clients (Eq. 7 with eta = 1) along the mean deviation, and along d. Negative if a client
+    # is left behind, 0 if the direction vanishes, None if every client equals the global model.
     before: float | None
     after: float | None
 

@@ -110,14 +110,8 @@ def averaging_intervals(discrepancy: Mapping[str, float], sizes: Mapping[str, in
     """Return the number of rounds between two averages of each deferrable layer.
 
     It is ``phi`` for the layers that save most for the least discrepancy, 1 for the others. All are 1 if no client
-    differs from the average.
-
-    Parameters
-    ----------
-    discrepancy : mapping of str to float
-        d_l: squared distance of the clients from their average, per round. Not negative.
-    sizes : mapping of str to int
-        Number of parameters of each of these layers.
+    differs from the average. ``discrepancy`` has d_l, the squared distance of the clients from their average, per
+    round, and ``sizes`` the number of parameters of each of these layers.
     """
     result = dict.fromkeys(discrepancy, 1)
     all_d, all_numbers = sum(discrepancy.values()), sum(sizes[name] for name in discrepancy)
@@ -141,11 +135,7 @@ class EUCState(TypedDict, total=False):
 
 
 class EUCServer(ServerStrategy):
-    """Server with an interval for each layer, see the module docstring.
-
-    ``interval`` is phi, and 1 is plain averaging. ``weighting`` of the average and the discrepancy is "examples" or
-    "uniform".
-    """
+    """Server with an interval for each layer, see the module docstring; ``interval``, phi, of 1 is plain averaging."""
 
     model_state_type = EUCState
 

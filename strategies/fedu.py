@@ -41,27 +41,16 @@ USE_GLOBAL_PREDICTOR, DISTANCE = "dapu.global", "dapu.distance"  # keys of a cli
 
 @dataclass(frozen=True, kw_only=True)
 class FedUOptions:
-    """Networks that a client of FedU uploads and uses.
+    """Networks that a client of FedU uploads and uses."""
 
-    Attributes
-    ----------
-    aggregate : {"online", "target"}
-        Encoder and projector that clients upload, under the names of the online ones.
-    update : {"online", "target", "both"}
-        Encoders and projectors that the downloaded ones overwrite. The others keep the client's values.
-    predictor : {"dapu", "global", "local"}
-        "global": the downloaded one. "local": the client's own. "dapu": global if d < ``predictor_threshold``.
-    distance : {"mean_conv_l2", "squared_l2"}
-        d, see `strategies.encoder_divergence`.
-    predictor_threshold : float
-        mu of Eq. 3, in the unit of d; 0 is always local.
-    """
-
+    # "online" or "target": encoder and projector that clients upload, under the names of the online ones.
     aggregate: str = "online"
+    # "online", "target" or "both": those that the downloaded ones overwrite. The others keep the client's values.
     update: str = "online"
+    # "global": the downloaded one. "local": the client's own. "dapu": global if d < ``predictor_threshold``.
     predictor: str = "dapu"
-    distance: str = "mean_conv_l2"
-    predictor_threshold: float = 0.4
+    distance: str = "mean_conv_l2"  # d, see `strategies.encoder_divergence`
+    predictor_threshold: float = 0.4  # mu of Eq. 3, in the unit of d; 0 is always local
 
     def __post_init__(self) -> None:
         check_arguments(

@@ -70,10 +70,7 @@ class NeighborAverage:
 
 
 class GossipServer(ServerStrategy):
-    """Server side: a model for each client, and a graph that defines the mixing.
-
-    `validate` makes the graph, because it depends on the number of clients and the seed.
-    """
+    """Server side: a model for each client, and a graph, which `validate` makes of number of clients and seed."""
 
     def __init__(self, topology: str, *, degree: int | None, probability: float | None, file: str | None) -> None:
         self._topology, self._degree, self._probability, self._file = topology, degree, probability, file
@@ -162,10 +159,7 @@ def consensus_distance(models: Sequence[Layers]) -> float:
 
 
 class Gossip(FedSSLStrategy):
-    """Averaging among neighbors.
-
-    ``topology`` and its options as in `strategies.topology.make_graph`.
-    """
+    """Averaging among neighbors. ``topology`` and its options as in `strategies.topology.make_graph`."""
 
     def __init__(
         self,

@@ -23,57 +23,28 @@ class NoState(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalModel:
-    """One global model.
+    """One global model."""
 
-    Attributes
-    ----------
-    layers : Layers
-        All exchanged layers.
-    broadcast : Layers
-        Parts that the method's server side computed for clients; see `fedssl.methods.base.SSLMethod`.
-    strategy_state : dict
-        State of the algorithm, a `ServerStrategy.model_state_type`. Empty before the first round.
-    server_optimizer_state : dict of str to Layers
-        Moments of the server optimizer.
-    phase : int
-        Phase of the schedule that its layers have reached, from 1.
-    num_updates : int
-        Number of rounds in which it received updates.
-    """
-
-    layers: Layers
-    broadcast: Layers = field(default_factory=dict)
-    strategy_state: Any = field(default_factory=dict)
-    server_optimizer_state: dict[str, Layers] = field(default_factory=dict)
-    phase: int = 1
-    num_updates: int = 0
+    layers: Layers  # all exchanged layers
+    broadcast: Layers = field(default_factory=dict)  # of the method's server side, see `SSLMethod`
+    strategy_state: Any = field(default_factory=dict)  # `ServerStrategy.model_state_type`; empty before the first round
+    server_optimizer_state: dict[str, Layers] = field(default_factory=dict)  # moments
+    phase: int = 1  # phase of the schedule that its layers have reached, from 1
+    num_updates: int = 0  # number of rounds in which it received updates
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerState:
-    """State of the server after a round.
+    """State of the server after a round."""
 
-    Attributes
-    ----------
-    round : int
-        Number of the round; 0 before the first.
-    models : mapping of str to GlobalModel
-        Models by name. A model exists from its first update on.
-    last_participation : mapping of int to (int, str)
-        Round of the client's last used update, and the model that it started from.
-    state_rounds : mapping of int to int
-        Round after which the client saved its newest state; without clients that have none.
-    strategy_state : dict
-        State of the algorithm across models, a `ServerStrategy.strategy_state_type`. Empty before the first round.
-    in_flight : dict
-        Messages to clients that train for an earlier round, of buffered aggregation in simulations.
-    """
-
-    round: int = 0
-    models: Mapping[str, GlobalModel] = field(default_factory=dict)
+    round: int = 0  # 0 before the first
+    models: Mapping[str, GlobalModel] = field(default_factory=dict)  # each from its first update on
+    # Round of the client's last used update, and the model that it started from.
     last_participation: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+    # Round after which the client saved its newest state; without clients that have none.
     state_rounds: Mapping[int, int] = field(default_factory=dict)
-    strategy_state: Any = field(default_factory=dict)
+    strategy_state: Any = field(default_factory=dict)  # `ServerStrategy.strategy_state_type`; empty before round 1
+    # Messages to clients that train for an earlier round, of buffered aggregation in simulations.
     in_flight: Mapping[str, Any] = field(default_factory=dict)
 
     def model_names(self) -> list[str]:
@@ -119,76 +90,41 @@ class Aggregator(Protocol):
 
 @dataclass(frozen=True)
 class CommunicationSummary:
-    """Description of what an algorithm exchanges, for logs and tables.
+    """Description of what an algorithm exchanges, for logs and tables."""
 
-    Attributes
-    ----------
-    download, upload : str
-        Layers that a client downloads and uploads.
-    required_metrics : tuple of str
-        Metrics that a client must report.
-    local_state : str
-        State that stays on the client between rounds.
-    """
-
-    download: str
-    upload: str
-    required_metrics: tuple[str, ...]
-    local_state: str
+    download: str  # layers that a client downloads
+    upload: str  # layers that it uploads
+    required_metrics: tuple[str, ...]  # that a client must report
+    local_state: str  # that stays on the client between rounds
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyContext:
-    """Properties of a run that an algorithm validates.
-
-    Attributes
-    ----------
-    num_unseen_clients : int
-        Clients that never train.
-    has_calibration : bool
-        Whether the server calibrates models by training.
-    server_optimizer : bool
-        Whether a server optimizer applies the aggregate.
-    is_deployment : bool
-        Whether clients are edge clients.
-    server_has_images : bool
-        Whether the server has images.
-    """
+    """Properties of a run that an algorithm validates."""
 
     method: SSLMethod
     clients_per_round: int
     num_clients: int
-    num_unseen_clients: int = 0
+    num_unseen_clients: int = 0  # that never train
     rounds: int = 2**31
     seed: int = 0
-    has_calibration: bool = False
-    server_optimizer: bool = False
-    is_deployment: bool = False
-    server_has_images: bool = True
+    has_calibration: bool = False  # whether the server calibrates models by training
+    server_optimizer: bool = False  # whether a server optimizer applies the aggregate
+    is_deployment: bool = False  # whether clients are edge clients
+    server_has_images: bool = True  # whether the server has images
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundOutcome:
-    """Result of a round, for `ServerStrategy.on_round_end`.
-
-    Attributes
-    ----------
-    destinations : mapping of int to tuple of str
-        Models that each used update went into, by client.
-    bytes_up : mapping of int to int
-        Bytes of each of these updates, by client.
-    client_features : mapping of int to Tensor
-        Features of the server's images under each of these clients' models, ``(images, dim)``. Empty if
-        ``num_comparison_images`` is 0.
-    extract_features : callable
-        Return the features of the same images under a model with the given layers.
-    """
+    """Result of a round, for `ServerStrategy.on_round_end`."""
 
     round: int
-    destinations: Mapping[int, tuple[str, ...]]
-    bytes_up: Mapping[int, int]
+    destinations: Mapping[int, tuple[str, ...]]  # models that each used update went into, by client
+    bytes_up: Mapping[int, int]  # of each of these updates, by client
+    # Features of the server's images under each of these clients' models, ``(images, dim)``. Empty if
+    # ``num_comparison_images`` is 0.
     client_features: Mapping[int, torch.Tensor]
-    extract_features: Callable[[Layers], torch.Tensor]
+    extract_features: Callable[[Layers], torch.Tensor]  # features of the same images under given layers
 
 
 class LocalData(Protocol):

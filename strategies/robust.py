@@ -37,12 +37,8 @@ def median(global_layers: Layers, updates: Sequence[ClientUpdate]) -> Layers:
 def trimmed_mean(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta: float = 0.2) -> Layers:
     """Return the elementwise mean over the clients without the largest and the smallest values.
 
-    Parameters
-    ----------
-    global_layers, updates
-        As in `strategies.fedavg.fedavg`.
-    beta : float
-        In (0, 0.5): of K clients, floor(beta K) are trimmed at each end.
+    ``global_layers`` and ``updates`` as in `strategies.fedavg.fedavg`. Of K clients, floor(beta K) are trimmed at each
+    end; ``beta`` is in (0, 0.5).
     """
     check_arguments("strategy", beta=beta)
     return _trimmed(global_layers, updates, beta=beta)
@@ -110,6 +106,8 @@ class TrimmedMean(FedSSLStrategy):
 def _trimmed(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta: float) -> Layers:
     updates = validated(global_layers, updates)
     result = {name: np.empty_like(array, order="C") for name, array in global_layers.items()}
+    cut = int(beta * len(updates))
+    last = len(updates) - cut
 
     def trim(name: str) -> None:
         new = result[name].reshape(-1)
@@ -117,17 +115,12 @@ def _trimmed(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta: fl
         step = max(TILE // len(clients), 1)  # of all clients together as many elements as fit into the cache
         for start in range(0, len(new), step):
             tile = slice(start, start + step)
-            mean = _mean_without_extremes(np.stack([values[tile] for values in clients]), int(beta * len(clients)))
+            partitioned = np.partition(np.stack([values[tile] for values in clients]), (cut, last - 1), axis=0)
+            mean = partitioned[cut:last].mean(axis=0)
             new[tile] = mean if new.dtype.kind == "f" else np.rint(mean)
 
     ReferenceLayers(global_layers).parallel_for(trim)
     return result
-
-
-def _mean_without_extremes(values: np.ndarray, cut: int) -> np.ndarray:
-    last = len(values) - cut
-    mean: np.ndarray = np.partition(values, (cut, last - 1), axis=0)[cut:last].mean(axis=0)
-    return mean
 
 
 def validated(global_layers: Layers, updates: Sequence[ClientUpdate]) -> list[ClientUpdate]:

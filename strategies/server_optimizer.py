@@ -17,13 +17,7 @@ Moments = dict[str, Layers]  # by the name of the moment, an array for each laye
 
 
 class ServerOptimizer(Protocol):
-    """Step on the global layers, which may depend on moments of previous steps.
-
-    Attributes
-    ----------
-    is_active : bool
-        Whether it changes the aggregated layers.
-    """
+    """Step on the global layers, which may depend on moments of previous steps."""
 
     is_active: bool
 

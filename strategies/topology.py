@@ -194,10 +194,7 @@ def _check_probability(probability: float | None) -> None:
 
 
 def read_edges(file: str | Path | None, num_clients: int) -> list[tuple[int, int]]:
-    """Return the edges of a file over the clients 0 to ``num_clients - 1``.
-
-    A line contains an edge "i j". ``#`` starts a comment.
-    """
+    """Return the edges of a file, "i j" per line, over the clients 0 to ``num_clients - 1``; ``#`` starts a comment."""
     if file is None:
         raise InputError("strategy.topology=file needs strategy.file, a text file with an edge per line; name it")
     text = read_text(Path(file))

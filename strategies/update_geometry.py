@@ -20,26 +20,15 @@ _BLOCK = 16  # rows of the Gram matrix in one product, so that little more than 
 
 
 def deviation_gram(weights: ReferenceLayers, models: Sequence[Layers], *, exact: bool = False) -> np.ndarray:
-    """Return the inner products of theta - theta_k, each over all layers of ``weights`` as one vector.
+    """Return the inner products of theta - theta_k, each over all layers of ``weights`` as one vector: float64, (K, K).
 
     The global model is subtracted before multiplication, tile by tile, because deviations are small: expanded products
     would lose them to rounding. The deviations are never in memory as a whole. One thread processes a layer, so that
     the results do not depend on the number of threads.
 
-    Parameters
-    ----------
-    weights : ReferenceLayers
-        theta: floating-point layers.
-    models : sequence of Layers
-        theta_k; each has at least these layers.
-    exact : bool
-        Compute products in float64, with errors of about 1e-15 of the product of the lengths. In float32, twice as
-        fast, they are below 1e-6 of it, and about 1e-8 for models with millions of weights.
-
-    Returns
-    -------
-    ndarray
-        (K, K), symmetric, float64.
+    ``weights`` are the floating-point layers theta, which each of the ``models`` theta_k has. ``exact`` computes
+    products in float64, with errors of about 1e-15 of the product of the lengths. In float32, twice as fast, they are
+    below 1e-6 of it, and about 1e-8 for models with millions of weights.
     """
     grams: dict[str, np.ndarray] = {}
 
@@ -77,26 +66,13 @@ def _lower_triangle(g: np.ndarray, clients: Sequence[np.ndarray], dtype: np.dtyp
 def min_norm_weights(gram: np.ndarray, *, accuracy: float = 1e-12) -> np.ndarray:
     """Return the weights of the shortest vector in a convex hull: argmin p^T G p over p >= 0, sum p = 1 (Eq. 10).
 
-    With x = s p, minimizing x^T G x + (sum x - 1)^2 is non-negative least squares: its minimum over the scale s is
-    f / (1 + f), f = p^T G p, which increases with f. Lawson and Hanson's algorithm solves it exactly. If several p
-    are optimal, equal vectors have equal weights.
+    With x = s p, minimizing x^T G x + (sum x - 1)^2 is non-negative least squares: its minimum over the scale s is f /
+    (1 + f), f = p^T G p, which increases with f. Lawson and Hanson's algorithm solves it exactly. If several p are
+    optimal, equal vectors have equal weights.
 
-    Parameters
-    ----------
-    gram : ndarray
-        (K, K), inner products of the K vectors, of any scale and rank. A vector of zeros gets all the weight.
-    accuracy : float
-        Error of the inner products relative to the lengths of both vectors. Vectors that differ by less are equal.
-
-    Returns
-    -------
-    ndarray
-        (K,) in float64, on the simplex.
-
-    Raises
-    ------
-    InputError
-        ``gram`` is not a square matrix of finite numbers.
+    ``gram`` has the inner products of the K vectors, (K, K), of any scale and rank; a vector of zeros gets all the
+    weight. ``accuracy`` is the error of the inner products relative to the lengths of both vectors; vectors that differ
+    by less are equal.
     """
     from scipy.optimize import nnls  # here: only EUA needs it, and the import is slow
 

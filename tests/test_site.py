@@ -102,6 +102,11 @@ def test_modules_have_pages_and_the_readme_is_the_first(site: Path) -> None:
     assert 'href="docs/' not in first
 
 
+def test_comments_describe_the_fields_of_a_class(site: Path) -> None:
+    page = text(site / "modules/fedssl.export.encoder_file.html")
+    assert "height and width in pixels" in page  # behind size of Preprocess
+
+
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     for page in (
         site / "index.html",

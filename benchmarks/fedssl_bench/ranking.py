@@ -31,10 +31,7 @@ def ranks(values: Values) -> dict[str, float]:
 
 
 def friedman(values: Values) -> float | None:
-    """Return the p-value of Friedman's test.
-
-    None for fewer than three rows or two seeds, and if all rows are equal.
-    """
+    """Return the p-value of Friedman's test; None for fewer than three rows or two seeds, or if all rows are equal."""
     if len(values) < 3 or len(next(iter(values.values()))) < 2 or len(set(map(tuple, values.values()))) == 1:
         return None
     return float(stats.friedmanchisquare(*values.values()).pvalue)

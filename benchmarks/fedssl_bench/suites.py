@@ -71,10 +71,7 @@ class Suite:
 
 
 def rows(stages: Sequence[Sequence[str]], methods: Mapping[str, Sequence[str]], both: Sequence[str]) -> tuple[Row, ...]:
-    """Return all rows: rules with SimCLR by stage, then every method with the rules ``both``, and the baselines.
-
-    ``methods`` has the overrides of each method.
-    """
+    """Return rules with SimCLR by stage, every method (with its overrides) with the rules ``both``, and baselines."""
     simclr = tuple(methods["simclr"])
     result = [
         Row(rule, "simclr", (*_overrides(rule), *simclr), stage, 2.0 if rule in _DOUBLE else 1.0)

@@ -128,7 +128,7 @@ def choice(group: str, name: str, text: str) -> str:
     rows = list(settings(text))
     if rows:
         lines += ["## Settings", "", "| setting | default | |", "|---|---|---|"]
-        lines += [f"| `{row.key}` | {_code(row.default)} | {_linked(_cell(row.comment), up)} |" for row in rows]
+        lines += [f"| `{row.key}` | {as_code(row.default)} | {_linked(_cell(row.comment), up)} |" for row in rows]
         lines.append("")
     target = re.search(r"^_target_: ([\w.]+)$", text, flags=re.MULTILINE)
     if target and target[1].split(".")[0] in PACKAGES:
@@ -196,6 +196,11 @@ def settings(text: str) -> Iterator[Setting]:
             yield Setting(key, match[3] or "", " ".join(filter(None, (comment, match[4]))))
 
 
+def as_code(text: str) -> str:
+    """Return the text as code of a table's cell; empty text stays empty."""
+    return f"`{text.replace('|', '/')}`" if text else ""
+
+
 def module_pages() -> Iterator[tuple[str, str]]:
     """Yield a page for every package and for each of its modules."""
     for package in PACKAGES:
@@ -226,7 +231,3 @@ def _linked(text: str, up: str) -> str:
 
 def _cell(text: str) -> str:
     return text if "\\" in text else _plain(text)
-
-
-def _code(text: str) -> str:
-    return f"`{text.replace('|', '/')}`" if text else ""

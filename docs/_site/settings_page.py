@@ -12,7 +12,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pages import CONF, GROUPS, ROOT, Setting, settings  # mkdocs loads it as a hook, not as a package
+from pages import CONF, GROUPS, ROOT, Setting, as_code, settings  # mkdocs loads it as a hook, not as a package
 
 from fedssl.config.constraints import find_constraint
 
@@ -84,12 +84,8 @@ def _defaults(choices: list[tuple[str, Setting]]) -> str:
     for choice, row in choices:
         defaults.setdefault(row.default, []).append(choice)
     if len(defaults) == 1:
-        return _code(next(iter(defaults)))
-    return ", ".join(f"{_code(default)} ({', '.join(names)})" for default, names in defaults.items())
-
-
-def _code(default: str) -> str:
-    return f"`{default.replace('|', '/')}`" if default else ""
+        return as_code(next(iter(defaults)))
+    return ", ".join(f"{as_code(default)} ({', '.join(names)})" for default, names in defaults.items())
 
 
 def _cell(text: str) -> str:

@@ -80,16 +80,8 @@ class Augmentation:
     ) -> Iterator[AugmentationParams]:
         """Draw parameters for batches of these sizes; all are copied to the device before the first is returned.
 
-        Parameters
-        ----------
-        sizes : sequence of int
-            Number of images of each batch.
-        image_shape : sequence of int
-            Channels, height and width of the images.
-        device : torch.device
-            Device of the images.
-        generator : torch.Generator
-            CPU generator, the only source of randomness. The draws of a batch do not depend on later batches.
+        ``image_shape`` is ``(channels, height, width)``, and ``device`` that of the images. The CPU ``generator`` is
+        the only source of randomness; the draws of a batch do not depend on later batches.
         """
         channels, height, width = image_shape
         self._check(channels, height, width, device)
@@ -150,21 +142,10 @@ class Augmentation:
     def apply(
         self, images: Tensor, params: AugmentationParams, *, layout: torch.memory_format = torch.contiguous_format
     ) -> tuple[Tensor, Tensor]:
-        """Compute two views of each image.
+        """Compute two views of each image, float32 ``(batch, channels, size, size)``, on the device of the images.
 
-        Parameters
-        ----------
-        images : Tensor
-            uint8, ``(batch, channels, height, width)``, on any device.
-        params : AugmentationParams
-            Result of `sample_params` for this batch size, image shape and device.
-        layout : torch.memory_format
-            Memory format of the views.
-
-        Returns
-        -------
-        tuple of Tensor
-            Two float32 tensors ``(batch, channels, size, size)`` on the device of ``images``.
+        ``images`` are uint8, ``(batch, channels, height, width)``, on any device. ``params`` are those of
+        `sample_params` for this batch size, image shape and device. ``layout`` is the memory format of the views.
         """
         batch, channels = images.shape[:2]
         if channels == 1:  # both layouts are equal; kernels choose by strides

@@ -24,18 +24,9 @@ def apply_views(
 ) -> None:
     """Compute both views of each image.
 
-    Parameters
-    ----------
-    images : Tensor
-        uint8, ``(batch, channels, height, width)``, 1 or 3 channels, contiguous.
-    numbers : Tensor
-        ``(ROWS, 2, batch)``, float32, contiguous.
-    views : sequence of View
-        The recipes.
-    mean, std : Tensor
-        One number per channel.
-    out : Tensor
-        Output: view 1 of each image, then view 2, ``(2 * batch, channels, size, size)``, float32, in any layout.
+    ``images`` are uint8, ``(batch, channels, height, width)``, with 1 or 3 channels, contiguous. ``numbers`` are
+    float32, ``(ROWS, 2, batch)``, contiguous. ``out`` receives view 1 of each image, then view 2: float32, ``(2 *
+    batch, channels, size, size)``, in any layout.
     """
     batch, channels, height, width = images.shape
     size = out.shape[-1]

@@ -15,19 +15,10 @@ LUMINANCE = (0.2989, 0.587, 0.114)  # red, green and blue in the gray value (ITU
 
 
 def separable(planes: Tensor, *, rows: Tensor, columns: Tensor) -> Tensor:
-    """Apply one linear map to the rows and one to the columns of each image.
+    """Apply one linear map to the rows and one to the columns of each image, ``(channels, batch, height, width)``.
 
-    Parameters
-    ----------
-    planes : Tensor
-        ``(channels, batch, height, width)``.
-    rows, columns : Tensor
-        ``(batch, new height, height)`` and ``(batch, new width, width)``.
-
-    Returns
-    -------
-    Tensor
-        ``(channels, batch, new height, new width)``.
+    ``rows`` are ``(batch, new height, height)``, ``columns`` ``(batch, new width, width)``; the result is ``(channels,
+    batch, new height, new width)``.
     """
     if is_gpu(planes.device):  # all channels in two products, to save launches
         channels, batch, _, width = planes.shape
@@ -41,25 +32,15 @@ def separable(planes: Tensor, *, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def crop_weights(start: Tensor, length: Tensor, *, size: int, out: int, flip: Tensor | None = None) -> Tensor:
-    """Return the weights of crop, bilinear resize and flip along one axis, one matrix per image.
+    """Return the weights of crop, bilinear resize and flip along one axis, ``(batch, out, size)``; rows sum to 1.
 
     Applied to both axes it equals ``resized_crop`` with its defaults (bilinear, antialias=True) and
     ``horizontal_flip``. An output pixel is the mean of the crop's pixels, weighted by a triangle that extends one pixel
     of the coarser grid to each side. Without downscaling the result equals antialias=False.
 
-    Parameters
-    ----------
-    start, length : Tensor
-        First pixel and number of pixels of the crop, ``(batch,)``, integers as floats.
-    size, out : int
-        Number of pixels before and after.
-    flip : Tensor, optional
-        ``(batch,)``, 1 where the axis is reversed and 0 elsewhere. None: no flips.
-
-    Returns
-    -------
-    Tensor
-        ``(batch, out, size)``; rows sum to 1.
+    The crop has the first pixel ``start`` and ``length`` pixels, ``(batch,)``, integers as floats. ``size`` and ``out``
+    are the numbers of pixels before and after. ``flip``, ``(batch,)``, is 1 where the axis is reversed and 0 elsewhere;
+    None: no flips.
     """
     step = (length / out)[:, None]
     center = (torch.arange(out, device=start.device) + 0.5) * step
@@ -72,16 +53,10 @@ def crop_weights(start: Tensor, length: Tensor, *, size: int, out: int, flip: Te
 
 
 def mirror(weights: Tensor, *, pad: int) -> Tensor:
-    """Fold the weights of a mirrored border into weights ``(batch, out, size)`` of the image.
+    """Fold weights of a mirrored border, ``(batch, out, size + 2 * pad)``, into ``(batch, out, size)`` of the image.
 
     Together with `separable` it equals ``pad`` with ``padding_mode="reflect"``: the outermost pixel is not repeated.
-
-    Parameters
-    ----------
-    weights : Tensor
-        ``(batch, out, size + 2 * pad)``.
-    pad : int
-        Width of the border in pixels, from 1 to ``size - 1``.
+    ``pad`` is from 1 to ``size - 1`` pixels.
     """
     inner = weights[:, :, pad:-pad].clone()
     inner[:, :, 1 : pad + 1] += weights[:, :, :pad].flip(2)
@@ -90,23 +65,10 @@ def mirror(weights: Tensor, *, pad: int) -> Tensor:
 
 
 def blur_weights(sigma: Tensor, *, size: int, radius: int) -> Tensor:
-    """Return the weights of Gaussian blur along one axis, with reflected borders, one matrix per image.
+    """Return the weights of Gaussian blur along one axis, with reflected borders, ``(batch, size, size)``.
 
-    Equals ``gaussian_blur`` with ``kernel_size = 2 * radius + 1``.
-
-    Parameters
-    ----------
-    sigma : Tensor
-        Standard deviation in pixels, ``(batch,)``; 0 disables blur.
-    size : int
-        Number of pixels.
-    radius : int
-        Radius of the kernel in pixels, less than ``size``.
-
-    Returns
-    -------
-    Tensor
-        ``(batch, size, size)``; rows sum to 1.
+    Rows sum to 1. Equals ``gaussian_blur`` with ``kernel_size = 2 * radius + 1``, for a ``radius`` less than ``size``.
+    ``sigma``, ``(batch,)``, is the standard deviation in pixels; 0 disables blur.
     """
     pixel = torch.arange(size, device=sigma.device)
     offset = torch.arange(-radius, radius + 1, device=sigma.device)
@@ -139,10 +101,7 @@ def contrast(planes: Tensor, factor: Tensor) -> Tensor:
 
 
 def saturation(planes: Tensor, factor: Tensor) -> Tensor:
-    """Blend 3 channels with their gray value by ``factor`` ``(batch,)``: ``adjust_saturation``.
-
-    1 changes nothing, 0 is ``rgb_to_grayscale``.
-    """
+    """Blend 3 channels with their gray value by ``factor`` ``(batch,)``, as ``adjust_saturation``; 1: unchanged."""
     return torch.lerp(luminance(planes), planes, factor[:, None, None]).clamp_(0, 1)
 
 

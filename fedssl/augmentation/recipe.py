@@ -82,15 +82,7 @@ UPPER_BOUNDS = {
 
 
 def read_view(recipe: Mapping[str, Any], *, name: str) -> View:
-    """Build a `View` from a mapping of its fields, after validation.
-
-    Parameters
-    ----------
-    recipe : mapping
-        Some of the fields; the others keep their defaults.
-    name : str
-        Name of the recipe in the settings, for error messages.
-    """
+    """Build a `View` from some of its fields, after validation; ``name`` is that of the recipe, for error messages."""
     defaults = asdict(View())
     for key, value in recipe.items():
         if key in VIEW:
@@ -117,57 +109,24 @@ def _is_pair(value: object) -> bool:
 
 
 class Parameters(NamedTuple):
-    """Random parameters of one view, each ``(batch,)``; neutral values disable an operation for an image.
+    """Random parameters of one view, each ``(batch,)``; neutral values disable an operation for an image."""
 
-    Attributes
-    ----------
-    top, left, height, width : Tensor
-        The crop, in pixels of the image; top and left are negative in the border.
-    flip : Tensor
-        1 where the view is flipped, else 0.
-    brightness, contrast, saturation : Tensor
-        Factors of the color jitter; 1 changes nothing.
-    hue : Tensor
-        Rotation in full turns; 0 changes nothing.
-    color : Tensor
-        Saturation of the grayscale step; 0 is gray, 1 changes nothing.
-    sigma : Tensor
-        Standard deviation of the blur in pixels of the view; 0 changes nothing.
-    solarize : Tensor
-        1 where values of at least 0.5 are inverted, else 0.
-    """
-
-    top: Tensor
-    left: Tensor
+    top: Tensor  # crop in pixels of the image; negative in the border
+    left: Tensor  # crop in pixels of the image; negative in the border
     height: Tensor
     width: Tensor
-    flip: Tensor
-    brightness: Tensor
-    contrast: Tensor
-    saturation: Tensor
-    hue: Tensor
-    color: Tensor
-    sigma: Tensor
-    solarize: Tensor
+    flip: Tensor  # 1 where the view is flipped, else 0
+    brightness: Tensor  # factor; 1 changes nothing
+    contrast: Tensor  # factor; 1 changes nothing
+    saturation: Tensor  # factor; 1 changes nothing
+    hue: Tensor  # rotation in full turns; 0 changes nothing
+    color: Tensor  # saturation of the grayscale step; 0 is gray, 1 changes nothing
+    sigma: Tensor  # standard deviation of the blur in pixels of the view; 0 changes nothing
+    solarize: Tensor  # 1 where values of at least 0.5 are inverted, else 0
 
 
 def parameters(view: View, uniform: Tensor, *, height: int, width: int) -> Parameters:
-    """Map uniform random numbers to the parameters of one view.
-
-    Parameters
-    ----------
-    view : View
-        The recipe.
-    uniform : Tensor
-        ``(batch, UNIFORMS)``, independent uniform numbers in [0, 1).
-    height, width : int
-        Size of the images in pixels.
-
-    Returns
-    -------
-    params : Parameters
-        Parameters of each image.
-    """
+    """Map uniform numbers in [0, 1), ``(batch, UNIFORMS)``, to the parameters of a view of images of this size."""
     boxes, others = uniform[:, :BOX_UNIFORMS], uniform[:, BOX_UNIFORMS:].unbind(1)
     flip, jitter, brightness, contrast, saturation, hue, gray, blur, sigma, solarize = others
     jittered = jitter < view.jitter_prob
@@ -195,23 +154,10 @@ def crop_boxes(
 
     The area is uniform in ``scale`` and the logarithm of width / height is uniform in that of ``ratio``. The box is the
     first of ten candidates that fits, at a uniform position, or else the largest center crop with an allowed ratio.
-    With a border, boxes have a uniform position in the padded image, as in ``RandomCrop``.
+    With a border of ``pad`` pixels, boxes have a uniform position in the padded image, as in ``RandomCrop``.
 
-    Parameters
-    ----------
-    uniform : Tensor
-        ``(batch, BOX_UNIFORMS)``, uniform numbers in [0, 1): areas, ratios, two positions.
-    height, width : int
-        Size of the images in pixels.
-    scale, ratio : sequence of float
-        Smallest and largest fraction of the area, and width / height.
-    pad : int
-        Width of the border in pixels, into which boxes may extend.
-
-    Returns
-    -------
-    tuple of Tensor
-        Top, left, height and width of the boxes in pixels, each ``(batch,)``, integers as floats.
+    ``uniform`` are numbers in [0, 1), ``(batch, BOX_UNIFORMS)``: areas, ratios, two positions. Return top, left, height
+    and width in pixels, each ``(batch,)``, integers as floats.
     """
     area = height * width * _between(uniform[:, :CANDIDATES], *scale)
     aspect = _between(uniform[:, CANDIDATES:-2], math.log(ratio[0]), math.log(ratio[1])).exp()

@@ -30,38 +30,20 @@ HUE = 3  # index among the jitter operations
 
 
 class Matrices(NamedTuple):
-    """Linear maps that depend only on the parameters of a view.
+    """Linear maps that depend only on the parameters of a view."""
 
-    Attributes
-    ----------
-    rows, columns : Tensor
-        Maps of crop, resize and flip, ``(batch, size, height)`` and ``(batch, size, width)``.
-    blur : Tensor or None
-        Map of blur for rows and columns, ``(batch, size, size)``; None if the recipe has no blur.
-    """
-
-    rows: Tensor
-    columns: Tensor
-    blur: Tensor | None
+    rows: Tensor  # crop, resize and flip, ``(batch, size, height)``
+    columns: Tensor  # crop, resize and flip, ``(batch, size, width)``
+    blur: Tensor | None  # blur of rows and columns, ``(batch, size, size)``; None if the recipe has no blur
 
 
 @dataclass(frozen=True)
 class AugmentationParams:
-    """Random parameters of a batch.
+    """Random parameters of a batch."""
 
-    Attributes
-    ----------
-    parameters : Tensor
-        Values of `Parameters` for both views, ``(12, 2, batch)``, on the device of the images.
-    jitter_orders : sequence of sequence of int
-        Order of the jitter operations of each view: 0 is brightness, 1 contrast, 2 saturation, 3 hue.
-    matrices : tuple of Matrices
-        Matrices of each view if they are precomputed, else empty.
-    """
-
-    parameters: Tensor
-    jitter_orders: Sequence[Sequence[int]]
-    matrices: tuple[Matrices, ...] = ()
+    parameters: Tensor  # values of `Parameters` for both views, ``(12, 2, batch)``, on the device of the images
+    jitter_orders: Sequence[Sequence[int]]  # of each view; 0 is brightness, 1 contrast, 2 saturation, 3 hue
+    matrices: tuple[Matrices, ...] = ()  # matrices of each view if they are precomputed, else empty
 
     def of(self, view: int, part: slice = slice(None)) -> Parameters:
         """Return the parameters of one view, for some of the images."""
@@ -97,25 +79,10 @@ def jitter(planes: Tensor, *, view: View, params: Parameters, order: Sequence[in
 
 
 def apply_view(planes: Tensor, *, view: View, params: Parameters, order: Sequence[int], size: int) -> Tensor:
-    """Compute one view of each image; operations that the recipe disables are skipped.
+    """Compute one view of each image, ``(channels, batch, size, size)``; skip operations that the recipe disables.
 
-    Parameters
-    ----------
-    planes : Tensor
-        Images ``(channels, batch, height, width)`` with values in [0, 1].
-    view : View
-        The recipe.
-    params : Parameters
-        Random parameters of each image.
-    order : sequence of int
-        Order of the jitter operations, see `AugmentationParams`.
-    size : int
-        Height and width of the views in pixels.
-
-    Returns
-    -------
-    Tensor
-        ``(channels, batch, size, size)``.
+    ``planes`` are ``(channels, batch, height, width)`` with values in [0, 1]. ``order`` is that of the jitter
+    operations, see `AugmentationParams`.
     """
     rows, columns = crop_matrices(view, params, height=planes.shape[2], width=planes.shape[3], size=size)
     planes = operations.separable(planes, rows=rows, columns=columns)
@@ -134,12 +101,8 @@ def apply_view(planes: Tensor, *, view: View, params: Parameters, order: Sequenc
 def apply_both(planes: Tensor, *, views: Sequence[View], params: AugmentationParams) -> Tensor:
     """Compute both views at once with precomputed matrices; equals `apply_view` of each, in few launches.
 
-    Images without an operation have neutral parameters; selecting images would synchronize with the device.
-
-    Returns
-    -------
-    Tensor
-        View 1 of each image, then view 2, ``(channels, 2 * batch, size, size)``.
+    Images without an operation have neutral parameters; selecting images would synchronize with the device. Return view
+    1 of each image, then view 2, ``(channels, 2 * batch, size, size)``.
     """
     color = len(planes) == 3
     both = Parameters(*params.parameters.flatten(1))

@@ -86,13 +86,7 @@ def _make_absolute(node: DictConfig, key: str) -> None:
 
 
 def validate_names(overrides: Sequence[str]) -> Mapping[str, Any]:
-    """Reject unknown keys and choices in overrides, including sweeps, without composing each job.
-
-    Returns
-    -------
-    Mapping of str to any
-        The default of every setting, by dotted key, for the chosen groups.
-    """
+    """Reject unknown keys and choices in overrides and sweeps; return the default of every setting by dotted key."""
     overrides = normalize_searchpath(overrides)
     parsed = parse(overrides)
     known_groups = config_groups(search_folders(overrides))

@@ -24,30 +24,16 @@ _NAMES = {int: ("an integer", "integers"), float: ("a number", "numbers"), bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """Type and range of a setting.
+    """Type and range of a setting."""
 
-    Attributes
-    ----------
-    kind : type
-        int, float or bool. A float accepts integers.
-    choices : tuple
-        Allowed values in place of a type; empty for numbers.
-    minimum, above, below, maximum : float
-        Bounds: ``minimum <= value <= maximum`` and ``above < value < below``.
-    optional : bool
-        Whether null is allowed.
-    is_list : bool
-        Whether the value is a list, each item of which is constrained.
-    """
-
-    kind: type = float
-    choices: tuple[Any, ...] = ()
-    minimum: float = -math.inf
-    above: float = -math.inf
-    below: float = math.inf
-    maximum: float = math.inf
-    optional: bool = False
-    is_list: bool = False
+    kind: type = float  # int, float (which accepts integers) or bool
+    choices: tuple[Any, ...] = ()  # allowed values in place of a type; empty for numbers
+    minimum: float = -math.inf  # ``minimum <= value``
+    above: float = -math.inf  # ``above < value``
+    below: float = math.inf  # ``value < below``
+    maximum: float = math.inf  # ``value <= maximum``
+    optional: bool = False  # whether null is allowed
+    is_list: bool = False  # whether the value is a list of constrained items
 
     def allows(self, value: Any) -> bool:
         """Return whether a value is valid."""
@@ -360,10 +346,7 @@ def check_channels(dataset: DataSettings | DictConfig) -> None:
 def constraints_in(
     node: Mapping[str, Any], *, installed: frozenset[str], group: str = "", prefix: str = "", owner: str = ""
 ) -> Iterator[tuple[str, Any, Constraint]]:
-    """Yield key, value and constraint of each setting in a config that has one.
-
-    Arguments of the user's own classes, whose ``_target_`` is not ``installed``, have none.
-    """
+    """Yield key, value and constraint of each setting that has one; classes that are not ``installed`` have none."""
     target = str(node.get("_target_") or "")
     owner = target.rpartition(".")[2] or owner
     if target and target not in installed:

@@ -75,15 +75,7 @@ def read_task(text: str, *, states: Path, folders: Sequence[Path] = ()) -> Clien
 
 
 def compose_task(text: str, folders: Sequence[Path] = ()) -> DictConfig:
-    """Compose the edge client's config with the choices and values of a task.
-
-    ``text`` is the result of `DeviceTask.text`, and ``folders`` are the edge client's own config directories.
-
-    Raises
-    ------
-    RequestRefused
-        The text is not a task, or a name or type is invalid.
-    """
+    """Compose the config of a task, with the edge client's own config ``folders``; refuse an invalid task."""
     task = _read(text)
     _check_choices(task.choices, config_groups(folders))
     overrides = [*([searchpath_override(folders)] if folders else []), "dataset=image_folder"]
@@ -139,7 +131,6 @@ def _check_single(key: str, value: Any) -> None:
 
 
 def _is_allowed_key(key: str) -> bool:
-    """Return whether a task may have this key."""
     first, *others = key.split(".")
     if any(part.startswith("_") for part in others) or key in ("strategy.reported_metrics", "strategy.file"):
         return False

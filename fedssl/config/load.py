@@ -120,10 +120,7 @@ def _recheck_saved(overrides: Sequence[str], file: Path) -> None:
 
 
 def default_unlabeled_partition(settings: Settings) -> Settings:
-    """Return settings with ``partition=iid`` if images have no labels and the default partition was not overridden.
-
-    An explicit partition stays, and is rejected later if it needs labels.
-    """
+    """Return settings with ``partition=iid`` if images have no labels and the partition was not overridden."""
     recording = settings.recording
     chosen = {override.key_or_group.partition(".")[0] for override in parse(recording.overrides)}
     if recording.choices["partition"] != "dirichlet" or chosen & {"partition", "experiment"}:

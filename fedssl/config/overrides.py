@@ -42,10 +42,7 @@ def quote_value(text: str) -> str:
 
 
 def config_groups(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
-    """Return the choices of each config group in ``conf/`` and the user's config directories.
-
-    Choices in a subfolder are named like ``fedu/byol``.
-    """
+    """Return the choices (e.g. ``fedu/byol``) of the config groups in ``conf/`` and the user's config directories."""
     choices = {group: list(names) for group, names in _groups_of(CONF).items()}
     for root in folders:
         for group, names in _groups_of.__wrapped__(root).items():

@@ -80,10 +80,7 @@ def _to_text(value: Any) -> str:
 
 
 def check_saved_overrides(overrides: Sequence[str], file: Path) -> None:
-    """Reject overrides of ``file``, in a run folder, that point outside the folder.
-
-    ``overrides`` are those that the user's own command does not set.
-    """
+    """Reject overrides of ``file``, except those that the user's command sets, that point outside its run folder."""
     for text in overrides:
         try:
             (override,) = parse([text])

@@ -94,36 +94,20 @@ def _value(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """Data set.
+    """Data set."""
 
-    Attributes
-    ----------
-    name : str
-        Display name: that of the Hub, or of the module that reads it.
-    reader : Component
-        Reader of a split. Its arguments are the location and the shape of the images.
-    federated, train, test : str or None
-        Names of the source's splits: the clients' images, the labeled training and test images of evaluations.
-    limit, test_limit : int or None
-        Maximum number of images; None uses all.
-    mean, std : tuple of float
-        Per channel, of pixels in [0, 1].
-    num_classes : int or None
-        None counts the labels.
-    """
-
-    name: str
-    reader: Component
-    federated: str | None
-    train: str | None
-    test: str | None
-    limit: int | None
-    test_limit: int | None
+    name: str  # display name: that of the Hub, or of the module that reads it
+    reader: Component  # of a split; its arguments are the location and the shape of the images
+    federated: str | None  # name of the source's split with the clients' images
+    train: str | None  # name of the split with labeled training images of evaluations
+    test: str | None  # name of the split with labeled test images of evaluations
+    limit: int | None  # maximum number of images; None uses all
+    test_limit: int | None  # maximum number of images; None uses all
     channels: int
     size: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    num_classes: int | None
+    mean: tuple[float, ...]  # per channel, of pixels in [0, 1]
+    std: tuple[float, ...]  # per channel, of pixels in [0, 1]
+    num_classes: int | None  # None counts the labels
 
     def resized(self, size: int) -> "DataSettings":
         """Return the settings of the same images with another height and width."""
@@ -132,21 +116,13 @@ class DataSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionSettings:
-    """Partition of the images among clients, by a function of `fedssl.partition`.
-
-    Attributes
-    ----------
-    server_fraction : float or None
-        Fraction of the images that only the server holds, for calibration; None holds out none.
-    cache : str or None
-        Cache folder of decoded images, for what a partition function computes from them; None disables it.
-    """
+    """Partition of the images among clients, by a function of `fedssl.partition`."""
 
     rule: Component
     num_clients: int
     seed: int
-    server_fraction: float | None
-    cache: str | None
+    server_fraction: float | None  # of the images, which only the server holds, for calibration; None: none
+    cache: str | None  # folder for what a partition function computes from the images; None disables it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,83 +179,43 @@ class AlgorithmSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationSettings:
-    """Training on the server (calibration).
+    """Training on the server (calibration)."""
 
-    Attributes
-    ----------
-    when : {"start", "end"}
-        Before or after the aggregation of every round.
-    has_own_dataset : bool
-        Whether the data set is separate; otherwise the server holds a fraction of the run's images.
-    share : float
-        Fraction of the images.
-    epochs : int
-        Epochs per round.
-    """
-
-    when: str
+    when: str  # "start" or "end": before or after the aggregation of every round
     data: DataSettings
-    has_own_dataset: bool
-    share: float
-    epochs: int
+    has_own_dataset: bool  # whether the data set is separate; otherwise the server holds a fraction of the run's images
+    share: float  # of the images
+    epochs: int  # per round
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """Evaluation and measurements.
+    """Evaluation and measurements."""
 
-    Attributes
-    ----------
-    every : int
-        Rounds between two evaluations; 0 evaluates only at the end.
-    collapse_images : int
-        Number of images for collapse metrics; 0 disables them.
-    measure_resources : bool
-        Whether to measure FLOPs and memory of a training step.
-    personalized : bool
-        Whether to evaluate the personalized model of every client at the end.
-    adaptation_epochs : int
-        Epochs that unseen clients train before that.
-    """
-
-    every: int
+    every: int  # rounds between two evaluations; 0 evaluates only at the end
     early_stopping: EarlyStopping
     protocol: Component
     final_protocol: Component
-    collapse_images: int
-    measure_resources: bool
-    personalized: bool
-    adaptation_epochs: int
+    collapse_images: int  # number of images for collapse metrics; 0 disables them
+    measure_resources: bool  # whether to measure FLOPs and memory of a training step
+    personalized: bool  # whether to evaluate the personalized model of every client at the end
+    adaptation_epochs: int  # epochs that unseen clients train before that
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingSettings:
-    """The run folder.
+    """The run folder."""
 
-    Attributes
-    ----------
-    folder : Path or None
-        None creates a new one.
-    run_id : str
-        Separates client states of different runs.
-    resumed : int or None
-        Total rounds of the run that is resumed; None for a new run.
-    choices : mapping of str to str
-        Choice of every config group.
-    config : DictConfig
-        Resolved config, from which the settings were made; read-only.
-    """
-
-    folder: Path | None
-    run_id: str
-    resumed: int | None
+    folder: Path | None  # None creates a new one
+    run_id: str  # separates client states of different runs
+    resumed: int | None  # total rounds of the run that is resumed; None for a new run
     checkpoint_every: int
     keep_checkpoints: int
     snapshot_every: int
     tracker: Component
     overrides: tuple[str, ...]
-    choices: Mapping[str, str]
-    config: DictConfig
+    choices: Mapping[str, str]  # choice of every config group
+    config: DictConfig  # resolved config, from which the settings were made; read-only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,20 +231,12 @@ class EngineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientSettings:
-    """Settings of a client.
-
-    Attributes
-    ----------
-    states : Path
-        Folder of the client states, with a subfolder for each client.
-    partition : PartitionSettings or None
-        None if the client holds all images.
-    """
+    """Settings of a client."""
 
     seed: int
-    states: Path
+    states: Path  # folder of the client states, with a subfolder for each client
     data: DataSettings
-    partition: PartitionSettings | None
+    partition: PartitionSettings | None  # None if the client holds all images
     model: ModelSettings
     training: TrainingSettings
     strategy: Component
@@ -317,37 +245,23 @@ class ClientSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a run.
-
-    Attributes
-    ----------
-    unseen_clients : int
-        Number of clients that never train.
-    reply_timeout : float
-        Seconds to wait for the next reply.
-    wire_dtype : str
-        Dtype of exchanged layers, see `fedssl.wire.wire_format`.
-    lr_schedule : Component
-        Function of `fedssl.schedule.lr`, with its last arguments left open.
-    teacher : Path or None
-        Encoder file that the server sends to clients as a teacher; None for none.
-    """
+    """Settings of a run."""
 
     seed: int
     num_clients: int
     clients_per_round: int
     rounds: int
-    unseen_clients: int
-    reply_timeout: float
-    wire_dtype: str
-    lr_schedule: Component
+    unseen_clients: int  # number of clients that never train
+    reply_timeout: float  # seconds to wait for the next reply
+    wire_dtype: str  # dtype of exchanged layers, see `fedssl.wire.wire_format`
+    lr_schedule: Component  # function of `fedssl.schedule.lr`, with its last arguments left open
     data: DataSettings
     partition: PartitionSettings
     model: ModelSettings
     training: TrainingSettings
     algorithm: AlgorithmSettings
     calibration: CalibrationSettings | None
-    teacher: Path | None
+    teacher: Path | None  # encoder file that the server sends to clients as a teacher; None for none
     aggregation: AggregationSettings
     privacy: PrivacySettings | None
     secure_aggregation: SecureAggregationSettings | None

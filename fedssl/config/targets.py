@@ -59,20 +59,14 @@ def search_folders(overrides: Sequence[str]) -> list[Path]:
 
 
 def add_import_path(overrides: Sequence[str]) -> None:
-    """Add the current folder to ``sys.path`` if the overrides name a config directory.
-
-    It comes last, so that no local file replaces an installed module.
-    """
+    """Add the current folder to ``sys.path``, behind installed modules, if the overrides name a config directory."""
     here = str(Path.cwd())
     if search_folders(overrides) and here not in sys.path:
         sys.path.append(here)
 
 
 def check_targets(node: Mapping[str, Any], *, prefix: str = "") -> None:
-    """Raise `InputError` if a ``_target_`` in the config cannot be imported.
-
-    Targets of ``conf/`` are valid and are not imported.
-    """
+    """Raise `InputError` if a ``_target_`` in the config cannot be imported. Those of ``conf/`` are not imported."""
     for key, target in _targets(node, prefix):
         if target not in installed_targets():
             locate(target, key=key)

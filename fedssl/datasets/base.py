@@ -35,30 +35,14 @@ _FIXED_SEED = 0
 
 @dataclass(frozen=True)
 class ImageData:
-    """Decoded images with their labels and owners, if known.
+    """Decoded images with their labels and owners, if known."""
 
-    Attributes
-    ----------
-    images : Tensor
-        uint8, ``(n, channels, height, width)``.
-    labels : Tensor or None
-        int64, ``(n,)``; None if the images have no labels.
-    classes : tuple of str
-        Names of the classes, ``classes[label]``; empty if unknown.
-    owners : Tensor or None
-        int64, ``(n,)``, owner of each image (a writer, a device, a hospital); None if unknown.
-    owner_names : tuple of str
-        Names of the owners, ``owner_names[owner]``; empty if unknown.
-    warnings : tuple of str
-        Warnings about the images, such as unreadable files; logged by every process that loads them.
-    """
-
-    images: torch.Tensor
-    labels: torch.Tensor | None
-    classes: tuple[str, ...] = ()
-    owners: torch.Tensor | None = None
-    owner_names: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    images: torch.Tensor  # uint8, ``(n, channels, height, width)``
+    labels: torch.Tensor | None  # int64, ``(n,)``; None if the images have no labels
+    classes: tuple[str, ...] = ()  # names, ``classes[label]``; empty if unknown
+    owners: torch.Tensor | None = None  # int64, ``(n,)``, such as writers, devices or hospitals; None if unknown
+    owner_names: tuple[str, ...] = ()  # ``owner_names[owner]``; empty if unknown
+    warnings: tuple[str, ...] = ()  # such as unreadable files; logged by every process that loads the images
 
 
 def load(data: DataSettings, split: Split) -> ImageData | None:
@@ -114,9 +98,8 @@ def stratified_holdout(labels: np.ndarray, *, fraction: float) -> tuple[np.ndarr
     """Split indices into training and test with equal shares of every class; the split is always the same.
 
     The test set gets the floor of every class's share, then one more image of the classes with the largest remainders,
-    up to ``round(n * fraction)`` images.
-
-    ``fraction`` is the share of the test set in [0, 1). Returns the sorted indices of training and test images.
+    up to ``round(n * fraction)`` images; ``fraction`` is in [0, 1). Return the sorted indices of training and test
+    images.
     """
     _, codes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     shares = sizes * fraction

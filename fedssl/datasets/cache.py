@@ -49,44 +49,21 @@ log = logging.getLogger("fedssl")
 
 @dataclass(frozen=True)
 class CacheKey:
-    """Everything that the pixels of a data set depend on.
+    """Everything that the pixels of a data set depend on."""
 
-    Attributes
-    ----------
-    name : str
-        Readable part of the folder's name.
-    files : sequence of Path
-        Files with the encoded images.
-    num_images : int
-        Number of images in the files.
-    settings : mapping
-        All other settings, as JSON values.
-    """
-
-    name: str
-    files: Sequence[Path]
-    num_images: int
-    settings: Mapping[str, Any]
+    name: str  # readable part of the folder's name
+    files: Sequence[Path]  # files with the encoded images
+    num_images: int  # number of images in the files
+    settings: Mapping[str, Any]  # all other settings, as JSON values
 
 
 @contextmanager
 def open_buffer(location: str | None, cache_key: CacheKey, shape: tuple[int, int, int, int]) -> Iterator[PixelBuffer]:
     """Open the buffer of a data set's pixels; decode into it unless it is ``complete``.
 
-    Unreadable images are removed and the pixels are stored when the block ends without an exception.
-
-    Parameters
-    ----------
-    location : str or None
-        Folder of all caches, or "auto". None decodes into the memory of this process, as for small data sets.
-    cache_key : CacheKey
-    shape : tuple of int
-        ``(images to decode, channels, size, size)``.
-
-    Raises
-    ------
-    InputError
-        If the disk or the memory is too small, or the folder cannot be used.
+    Unreadable images are removed and the pixels are stored when the block ends without an exception. ``location`` is
+    the folder of all caches, or "auto"; None decodes into the memory of this process, as for small data sets. ``shape``
+    is ``(images to decode, channels, size, size)``. Raise an `InputError` if the disk or the memory is too small.
     """
     entry = None if location is None else _entry(location, cache_key, num_images=shape[0])
     stored = None if entry is None else entry.read()

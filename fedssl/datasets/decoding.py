@@ -37,29 +37,11 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # th
 
 
 def to_array(image: Image.Image, *, channels: int, size: int) -> np.ndarray:
-    """Convert an image to the data set's channels and size.
+    """Convert an image to the data set's channels (1 or 3) and size: uint8, ``(channels, size, size)``.
 
     Gray becomes RGB by repetition, RGB becomes gray by the luma of ITU-R 601, transparency is dropped, and 16 bits
-    become the upper 8. Images of another size are resized by the shorter side and center-cropped.
-
-    Parameters
-    ----------
-    image : PIL.Image.Image
-        Any mode except 32-bit integers and floats, whose range is unknown.
-    channels : {1, 3}
-        Gray or RGB.
-    size : int
-        Height and width of the result in pixels.
-
-    Returns
-    -------
-    ndarray
-        uint8, ``(channels, size, size)``.
-
-    Raises
-    ------
-    InputError
-        If the channels cannot be converted.
+    become the upper 8. Images of another size are resized by the shorter side and center-cropped. 32-bit integers and
+    floats, whose range is unknown, are an `InputError`.
     """
     if image.mode in ("I", "F"):
         raise InputError(
@@ -79,10 +61,8 @@ def to_array(image: Image.Image, *, channels: int, size: int) -> np.ndarray:
 def read_image(source: bytes | Path, *, channels: int, size: int, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Decode the first frame of an image, upright by its EXIF orientation, as `to_array` returns it.
 
-    Raises
-    ------
-    Exception
-        Of any type: the file is not regular, damaged, of no format of `FORMATS`, or has more than ``max_pixels``.
+    Exceptions can have any type: the file is not regular, damaged, of no format of `FORMATS`, or has more than
+    ``max_pixels``.
     """
     stream = (
         BytesIO(source)
@@ -109,19 +89,8 @@ def read_image(source: bytes | Path, *, channels: int, size: int, max_pixels: in
 def unreadable_summary(unreadable: Mapping[int, str], name: Callable[[int], str], *, count: int) -> tuple[str, ...]:
     """Return one warning about unreadable images, with the first few and their reasons; empty if there are none.
 
-    Parameters
-    ----------
-    unreadable : mapping
-        Index of every unreadable image to the reason.
-    name : callable
-        Returns the name of the image at an index.
-    count : int
-        Number of all images.
-
-    Raises
-    ------
-    InputError
-        If all images are unreadable.
+    ``unreadable`` maps indices to reasons, ``name`` an index to the name of the image. Raise an `InputError` if all
+    ``count`` images are unreadable.
     """
     if not unreadable:
         return ()
@@ -201,22 +170,10 @@ def memory_buffer(shape: tuple[int, int, int, int]) -> PixelBuffer:
 def decode(batches: Iterable[Sequence[bytes | Path]], buffer: PixelBuffer, *, max_pixels: int = MAX_PIXELS) -> None:
     """Decode the images that are not in the buffer yet, with a pool of threads.
 
-    A thread fetches the next batch only when it is free, so that memory holds at most one batch per thread.
-    The progress is logged and saved every `DECODE_LOG_INTERVAL` seconds.
-
-    Parameters
-    ----------
-    batches : iterable
-        Batches of encoded images or files, from image ``buffer.done`` on.
-    buffer : PixelBuffer
-        Receives the pixels and the indices of unreadable images, whose pixels are arbitrary.
-    max_pixels : int
-        Maximum number of pixels of an image; larger images count as unreadable.
-
-    Raises
-    ------
-    InputError
-        If ``max_pixels`` is out of range.
+    A thread fetches the next batch only when it is free, so that memory holds at most one batch per thread. The
+    progress is logged and saved every `DECODE_LOG_INTERVAL` seconds. ``batches`` are encoded images or files from image
+    ``buffer.done`` on. Images with more than ``max_pixels`` count as unreadable, and the pixels of unreadable images
+    are arbitrary.
     """
     if not 1 <= max_pixels <= _MAX_PIXELS:
         raise InputError(f"dataset.max_pixels={max_pixels} must be from 1 to {_MAX_PIXELS}; most have 1 to 50 million")
@@ -249,7 +206,6 @@ class _Work:
         self._lock, self._open = Lock(), set[int]()
 
     def run(self) -> None:
-        """Decode batches until none is left."""
         while not self.stopped:
             with self._lock:
                 batch = next(self._batches, None)
@@ -277,7 +233,6 @@ class _Work:
             return min(self._open, default=self._next), dict(self._unreadable)
 
     def log_progress(self) -> None:
-        """Log the number of decoded images and the remaining time."""
         done, count = self.progress()[0], len(self._pixels)
         if done > self._start:
             seconds = (time.monotonic() - self._start_time) / (done - self._start) * (count - done)
@@ -286,5 +241,4 @@ class _Work:
 
     @staticmethod
     def failed(running: Sequence[Future[None]]) -> bool:
-        """Return whether a thread has raised an exception."""
         return any(future.done() and future.exception() is not None for future in running)

@@ -12,7 +12,7 @@ either layout. The setting ``folders`` gives the meaning of a subfolder:
 Images are sorted by path.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,7 +101,8 @@ def read(
     )
     with open_buffer(cache, cache_key, (count, channels, size, size)) as buffer:
         if not buffer.complete:
-            decode(_batches(files[buffer.done :]), buffer, max_pixels=max_pixels)
+            batches = (files[start : start + _BATCH] for start in range(buffer.done, count, _BATCH))
+            decode(batches, buffer, max_pixels=max_pixels)
         warnings = unreadable_summary(buffer.unreadable, lambda index: str(files[index]), count=count)
     return _image_data(buffer.images, file_list.at(buffer.readable), warnings)
 
@@ -136,10 +137,7 @@ def _with_same_classes(folder: Path, other: Path, file_list: FileList, folders: 
 
 
 def list_images(folder: Path, *, folders: str = "class") -> FileList:
-    """List the image files of a folder, sorted by path; without labels and owners if there is no subfolder.
-
-    ``folders`` is the meaning of the subfolders, see the module.
-    """
+    """List the image files of a folder, sorted by path; without labels and owners if there is no subfolder."""
     if not folder.is_dir():
         raise InputError(f"dataset.path: {folder} is not a folder; give the folder that holds your images")
     levels = folders.split("/")
@@ -199,8 +197,3 @@ def _image_data(images: torch.Tensor, file_list: FileList, warnings: tuple[str, 
         None if column is None else torch.from_numpy(column) for column in (file_list.labels, file_list.owners)
     )
     return ImageData(images, labels, file_list.classes, owners, file_list.owner_names, warnings)
-
-
-def _batches(files: list[Path]) -> Iterator[list[Path]]:
-    for start in range(0, len(files), _BATCH):
-        yield files[start : start + _BATCH]

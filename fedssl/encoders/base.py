@@ -28,21 +28,11 @@ class StageRange(NamedTuple):
 
 @dataclass(frozen=True)
 class ActiveStages:
-    """Stages of an encoder that run, and that are trained.
+    """Stages of an encoder that run, and that are trained."""
 
-    Attributes
-    ----------
-    depth : int
-        Number of stages that run, counted from the first.
-    frozen : int
-        Number of running stages that are frozen, counted from the first, together with the stem; 0: all are trained.
-    depth_dropout : float
-        Probability that a frozen stage is skipped in a step, drawn for each stage.
-    """
-
-    depth: int
-    frozen: int = 0
-    depth_dropout: float = 0.0
+    depth: int  # number of stages that run, counted from the first
+    frozen: int = 0  # number of these that are frozen, from the first, together with the stem; 0: all are trained
+    depth_dropout: float = 0.0  # probability that a frozen stage is skipped in a step, drawn for each stage
 
 
 class _StageState:
@@ -92,17 +82,7 @@ class Encoder(nn.Module):
     return_feature_map = False
 
     def define_stages(self, *, stages: tuple[str, ...], widths: tuple[int, ...], tail: tuple[str, ...] = ()) -> None:
-        """Declare which submodules are stages.
-
-        Parameters
-        ----------
-        stages : tuple of str
-            Names of the submodules that are the stages, in order.
-        widths : tuple of int
-            Length of the output of `pool` after each stage.
-        tail : tuple of str
-            Names of the submodules that belong to `pool`.
-        """
+        """Declare submodules as stages, with lengths of `pool`'s output after each, or as part of `pool` (``tail``)."""
         self.stage_names, self._widths = stages, widths
         self._stage_ranges = {name: StageRange(number, math.inf, number) for number, name in enumerate(stages, start=1)}
         self._stage_ranges |= dict.fromkeys(tail, StageRange(0, math.inf, math.inf))
@@ -124,13 +104,7 @@ class Encoder(nn.Module):
             self._stage_state.active = before
 
     def check_image_shape(self, shape: Sequence[int]) -> None:
-        """Reject images whose shape differs from the one that the encoder was built for.
-
-        Parameters
-        ----------
-        shape : sequence of int
-            ``(..., channels, height, width)``.
-        """
+        """Reject images ``(..., channels, height, width)`` of another shape than that of the encoder's images."""
         channels, height, width = shape[-3:]
         if self.channels not in (None, channels):
             raise InputError(
@@ -152,10 +126,7 @@ class Encoder(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return representations ``(batch, feature_dim)`` of images, or of frozen outputs if stages are frozen.
-
-        Frozen outputs are those of `forward_frozen`.
-        """
+        """Return representations ``(batch, feature_dim)`` of images, or of the output of the frozen stages, if any."""
         active = self.active_stages
         if not active.frozen:
             self.check_image_shape(x.shape)
@@ -169,21 +140,10 @@ class Encoder(nn.Module):
         return self.bridges[bridge](h) if bridge in self.bridges else h
 
     def forward_frozen(self, images: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
-        """Run the stem and the frozen stages on each batch of images, without gradient.
+        """Run the stem and the frozen stages on batches of images, without gradient.
 
-        Depth dropout skips the same stages for all batches.
-
-        Parameters
-        ----------
-        images : sequence of Tensor
-            Batches ``(batch, channels, size, size)``.
-        generator : torch.Generator
-            CPU generator of depth dropout.
-
-        Returns
-        -------
-        list of Tensor
-            Input of the first trained stage, for each batch.
+        Depth dropout, drawn by the CPU generator, skips the same stages for all batches. Return the input of the first
+        trained stage for each batch.
         """
         active = self.active_stages
         stages = self.stages()[: active.frozen]

@@ -38,13 +38,9 @@ class ConvSmall(Encoder):
 
 
 def normalization(norm: str) -> Callable[[int], nn.Module]:
-    """Return a function that builds the normalization of a number of channels.
+    """Return a function that builds the normalization of a number of channels: batch or group normalization.
 
-    Parameters
-    ----------
-    norm : {"batch", "group"}
-        "group": group normalization without running statistics (Wu and He, ECCV 2018, arXiv 1803.08494), with gcd(32,
-        channels) groups.
+    The latter has no running statistics (Wu and He, ECCV 2018, arXiv 1803.08494) and gcd(32, channels) groups.
     """
     makers: dict[str, Callable[[int], nn.Module]] = {
         "batch": nn.BatchNorm2d,

@@ -15,16 +15,9 @@ from fedssl.encoders.base import Encoder
 
 
 class ResNetEncoder(Encoder, ResNet):
-    """ResNet of torchvision; its four groups of blocks are the stages.
+    """ResNet of torchvision; its four groups of residual blocks are the stages.
 
-    Parameters
-    ----------
-    block : type
-        Class of the residual blocks.
-    layers : list of int
-        Number of blocks of each stage.
-    normalize : callable
-        Builds the normalization of a number of channels.
+    ``layers`` are the numbers of blocks of each stage; ``normalize`` builds the normalization of a number of channels.
     """
 
     conv1: nn.Conv2d

@@ -117,18 +117,10 @@ class ClassifierTraining(EvaluationProtocol):
     ) -> None:
         """Minimize the mean cross-entropy.
 
-        Parameters
-        ----------
-        logits : callable
-            Maps indices of training images, int64 ``(batch,)`` on the CPU, to scores ``(batch, num_classes)``.
-        labels : Tensor
-            Labels of all training images, int64 ``(n,)``, on the CPU.
-        modules : sequence of nn.Module
-            Trained modules, one per parameter group.
-        generator : torch.Generator
-            Draws the batches; on the CPU.
-        before_epoch : callable
-            Called with the number of every epoch, from 0.
+        ``logits`` maps indices of training images, int64 ``(batch,)`` on the CPU, to scores ``(batch, num_classes)``.
+        ``labels`` are those of all training images, int64 ``(n,)``, on the CPU. Each of ``modules`` is a parameter
+        group. The CPU ``generator`` draws the batches. ``before_epoch`` is called with the number of every epoch, from
+        0.
         """
         optimizer = self.optimizer(
             [
@@ -152,13 +144,9 @@ class ClassifierTraining(EvaluationProtocol):
 class Views:
     """Training views of images: augmented, standardized, on the device of the evaluation.
 
-    Parameters
-    ----------
-    transform : callable or None
-        Applied to each uint8 image ``(channels, height, width)`` before the view, e.g. torchvision's ``RandAugment``;
-        it draws from torch's global generator.
-    view : mapping
-        Fields of `fedssl.augmentation.recipe.View`; without fields images are not augmented.
+    ``transform`` is applied to each uint8 image ``(channels, height, width)`` before the view, e.g. torchvision's
+    ``RandAugment``; it draws from torch's global generator. ``view`` has fields of `fedssl.augmentation.recipe.View`;
+    without fields images are not augmented.
     """
 
     def __init__(

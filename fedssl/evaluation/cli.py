@@ -83,11 +83,6 @@ def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Setting
 
     A run folder is untrusted and must not select code: its data set must be one of ``conf/`` or of the user's config
     directories.
-
-    Raises
-    ------
-    InputError
-        An override is invalid, or no data set is given.
     """
     overrides = normalize_searchpath(overrides)
     keys = [override.partition("=")[0] for override in overrides]

@@ -32,10 +32,7 @@ def spectrum(h: Tensor) -> Tensor:
 
 
 def gaussian_spectrum(n: int, dim: int) -> Tensor:
-    """Return the `spectrum` of n fixed normalized Gaussian vectors, which have no collapse.
-
-    Its values are around 1 / dim; fewer vectors give a larger range.
-    """
+    """Return the `spectrum` of n fixed normalized Gaussian vectors, which have no collapse: values around 1 / dim."""
     vectors = torch.randn(n, dim, generator=torch_generator(0, "Gaussian spectrum"), dtype=torch.float64)
     return spectrum(F.normalize(vectors, dim=1))
 
@@ -83,16 +80,8 @@ def uniformity(h: Tensor) -> float:
 class CollapseMetrics:
     """The measures above for several encoders, on the same images and views.
 
-    Parameters
-    ----------
-    images : Tensor
-        Images of the data set, uint8, ``(n, channels, height, width)``.
-    num_images : int
-        Number of images used, at least 2.
-    augment : callable
-        Makes the views for `alignment`.
-    mean, std : sequence of float
-        Statistics of the data set, per channel.
+    ``images`` are those of the data set, uint8, ``(n, channels, height, width)``, of which ``num_images``, at least 2,
+    are used. ``augment`` makes the views for `alignment`. ``mean`` and ``std`` are per channel.
     """
 
     def __init__(

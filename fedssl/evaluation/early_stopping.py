@@ -13,25 +13,15 @@ from fedssl.evaluation.scores import ACCURACY
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
-    """Settings of early stopping.
+    """Settings of early stopping."""
 
-    Attributes
-    ----------
-    monitor : str or None
-        Name of a result of ``evaluation``; higher is better. None disables early stopping.
-    patience : int or None
-        Number of consecutive evaluations without improvement after which the run ends, at least 1; None: unlimited.
-    min_delta : float
-        Minimum increase over the best result that counts as an improvement; at least 0, in the unit of the result
-        (accuracies are in [0, 1]).
-    threshold : float or None
-        The run ends when the result reaches this value; None: no threshold.
-    """
-
-    monitor: str | None = None
+    monitor: str | None = None  # name of a result of ``evaluation``; higher is better. None disables early stopping
+    # Number of consecutive evaluations without improvement after which the run ends, at least 1; None: unlimited.
     patience: int | None = None
+    # Minimum increase over the best result that counts as an improvement; at least 0, in the unit of the result
+    # (accuracies are in [0, 1]).
     min_delta: float = 0.0
-    threshold: float | None = None
+    threshold: float | None = None  # the run ends when the result reaches this value; None: no threshold
 
     def __post_init__(self) -> None:
         if self.monitor is not None and not isinstance(self.monitor, str):
@@ -50,13 +40,7 @@ class EarlyStopping:
 
 
 def stop_reason(evaluations: Iterable[tuple[int, Mapping[str, float]]], rule: EarlyStopping) -> str | None:
-    """Return the reason to end a run; None: the run continues.
-
-    Parameters
-    ----------
-    evaluations : iterable of (int, mapping)
-        Rounds, in order, with their results by name.
-    """
+    """Return the reason to end a run, given the results of its evaluated rounds in order; None: the run continues."""
     if rule.monitor is None:
         return None
     best, best_round, since = float("-inf"), 0, 0

@@ -21,20 +21,12 @@ _CHUNK = 2048  # images converted to floats at a time
 
 @dataclass(frozen=True)
 class Features:
-    """Features of labeled training and test images, by an encoder or raw pixels.
+    """Features of labeled training and test images, by an encoder or raw pixels."""
 
-    Attributes
-    ----------
-    train, test : Tensor
-        float32, ``(n_train, dim)`` and ``(n_test, dim)``.
-    train_labels, test_labels : Tensor
-        int64, ``(n_train,)`` and ``(n_test,)``, values in [0, num_classes).
-    """
-
-    train: Tensor
-    train_labels: Tensor
-    test: Tensor
-    test_labels: Tensor
+    train: Tensor  # float32, ``(n_train, dim)``
+    train_labels: Tensor  # int64, ``(n_train,)``, values in [0, num_classes)
+    test: Tensor  # float32, ``(n_test, dim)``
+    test_labels: Tensor  # int64, ``(n_test,)``
     num_classes: int
 
     def __post_init__(self) -> None:
@@ -53,22 +45,11 @@ def extract(
     device: torch.device | str,
     batch_size: int = 256,
 ) -> Tensor:
-    """Compute the representations of images by a frozen encoder.
+    """Compute the representations of images by a frozen encoder: float32, ``(n, feature_dim)``, on the CPU.
 
-    Parameters
-    ----------
-    encoder : nn.Module
-        Maps ``(batch, channels, height, width)`` to ``(batch, feature_dim)``. It is moved to ``device``; the training
-        mode of its modules is restored.
-    images : Tensor
-        uint8, ``(n, channels, height, width)``.
-    mean, std : sequence of float
-        Per channel, of pixels in [0, 1].
-
-    Returns
-    -------
-    Tensor
-        float32, ``(n, feature_dim)``, on the CPU.
+    The encoder maps ``(batch, channels, height, width)`` to ``(batch, feature_dim)``. It is moved to ``device``; the
+    training mode of its modules is restored. ``images`` are uint8, ``(n, channels, height, width)``; ``mean`` and
+    ``std`` are per channel, of pixels in [0, 1].
     """
     encoder.to(device)
     center, scale = (torch.tensor(list(values), device=device).view(-1, 1, 1) for values in (mean, std))
@@ -97,21 +78,10 @@ def eval_mode(network: nn.Module) -> Iterator[None]:
 
 
 def pixels(images: Tensor, *, max_values: int = MAX_PIXELS) -> Tensor:
-    """Return raw pixels in [0, 1] as features, the baseline of representations.
+    """Return raw pixels in [0, 1] of uint8 images ``(n, channels, height, width)`` as features, float32 ``(n, dim)``.
 
-    Images with more than ``max_values`` values are averaged over the smallest squares that give no more than that.
-
-    Parameters
-    ----------
-    images : Tensor
-        uint8, ``(n, channels, height, width)``.
-    max_values : int
-        Maximum length of a feature.
-
-    Returns
-    -------
-    Tensor
-        float32, ``(n, dim)`` with ``dim`` at most ``max_values``.
+    They are the baseline of representations. Images with more than ``max_values`` values are averaged over the smallest
+    squares that give no more than that.
     """
     _, channels, height, width = images.shape
     side = 1

@@ -18,21 +18,10 @@ _SIMILARITIES = 2**24  # entries of a block of the similarity matrix: 64 MB
 
 
 def knn_predict(features: Features, *, k: int, temperature: float) -> Tensor:
-    """Predict for each test image the class with the largest vote.
+    """Predict for each test image the class with the largest vote: int64, ``(n_test,)``.
 
-    Parameters
-    ----------
-    features : Features
-        Only their directions count.
-    k : int
-        Number of neighbors that vote; all training images if there are fewer.
-    temperature : float
-        Above 0; a large temperature gives all neighbors the same weight.
-
-    Returns
-    -------
-    Tensor
-        int64, ``(n_test,)``.
+    Only the directions of features count. ``k`` neighbors vote, or all training images if there are fewer. A large
+    ``temperature`` gives all neighbors the same weight; it is above 0.
     """
     train = features.train
     bank = F.normalize(train, dim=1).T

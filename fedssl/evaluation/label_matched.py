@@ -12,22 +12,11 @@ from fedssl.evaluation.protocol import EvaluationInput, LabeledImages
 
 
 def sample_label_matched(test: Tensor, local: Tensor, *, generator: torch.Generator) -> Tensor:
-    """Draw the largest set of test images with the class frequencies of the client.
+    """Draw the largest set of test images with the class frequencies of the client; return its sorted indices, int64.
 
-    Parameters
-    ----------
-    test : Tensor
-        Classes of the test images, int64 ``(n,)``.
-    local : Tensor
-        Classes of the client's images, int64 ``(m,)``. Classes without test images are ignored.
-    generator : torch.Generator
-        On the CPU.
-
-    Returns
-    -------
-    Tensor
-        Sorted indices, int64; empty if no test image has a class of the client. A class with share p of the client's
-        images gets floor(p N) images, where N is the size of the set without rounding.
+    ``test`` and ``local`` are the classes of the test images and of the client's images, int64, ``(n,)`` and ``(m,)``.
+    Classes without test images are ignored; the set is empty if no test image has a class of the client. A class with
+    share p of the client's images gets floor(p N) images, where N is the size of the set without rounding.
     """
     rows = {int(name): (test == name).nonzero().flatten() for name in local.unique()}
     counts = {name: int((local == name).sum()) for name, indices in rows.items() if len(indices)}

@@ -23,24 +23,10 @@ def softmax_regression(
     """Minimize mean cross-entropy + l2 / 2 * ||weight||^2 by L-BFGS, starting from zero.
 
     With more images than features, L-BFGS runs in coordinates in which the second moment of the features is about the
-    identity. The minimum is the same and needs a tenth of the iterations.
+    identity. The minimum is the same and needs a tenth of the iterations, usually fewer than 100.
 
-    Parameters
-    ----------
-    x : Tensor
-        Features ``(n, dim)``.
-    labels : Tensor
-        int64, ``(n,)``, on the same device.
-    num_classes : int
-    l2 : float
-        Weight of the penalty; 0 turns it off. The bias is not penalized.
-    max_iterations : int
-        Maximum number of iterations; usually fewer than 100 are needed.
-
-    Returns
-    -------
-    tuple of Tensor
-        Weight ``(dim, num_classes)`` and bias ``(num_classes,)``.
+    ``x`` are features ``(n, dim)``, ``labels`` int64 ``(n,)`` on the same device. ``l2=0`` disables the penalty; the
+    bias is not penalized. Return the weight ``(dim, num_classes)`` and the bias ``(num_classes,)``.
     """
     dim = x.shape[1]
     u = x.new_zeros(dim, num_classes, requires_grad=True)
@@ -80,10 +66,7 @@ def _cholesky_factor(x: Tensor, *, l2: float) -> Tensor:
 
 
 def standardize(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
-    """Shift and scale the features of both sets ``(n, dim)`` to mean 0 and standard deviation 1 of the training set.
-
-    A constant feature of the training set becomes 0 and is not scaled.
-    """
+    """Shift and scale features ``(n, dim)`` by the training set to mean 0 and std 1; constant ones become 0."""
     mean, std = train.mean(0), train.std(0, correction=0)
     std = torch.where(
         std > 1e-6 * mean.abs(), std, torch.ones_like(std)

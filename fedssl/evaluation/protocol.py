@@ -29,25 +29,16 @@ class LabeledImages:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EvaluationInput:
-    """An encoder and labeled images to evaluate it.
+    """An encoder and labeled images to evaluate it."""
 
-    Attributes
-    ----------
-    encoder : nn.Module or None
-        Maps standardized images to representations; None to evaluate raw pixels. It belongs to the run: a protocol that
-        trains it uses a copy.
-    mean, std : tuple of float
-        Per channel, of pixels in [0, 1].
-    device : torch.device
-        Device of the encoder.
-    """
-
+    # Maps standardized images to representations; None to evaluate raw pixels. It belongs to the run: a protocol that
+    # trains it uses a copy.
     encoder: nn.Module | None
     train: LabeledImages
     test: LabeledImages
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    device: torch.device
+    mean: tuple[float, ...]  # per channel, of pixels in [0, 1]
+    std: tuple[float, ...]  # per channel, of pixels in [0, 1]
+    device: torch.device  # of the encoder
 
     @property
     def num_classes(self) -> int:

@@ -16,19 +16,15 @@ _STD_SUFFIX = "_std"
 
 @dataclass(frozen=True)
 class Score:
-    """Result of an evaluation.
-
-    The unit is `ACCURACY` or the displayed one, empty if there is none. ``std`` is the standard deviation over draws or
-    models; None for one draw or model.
-    """
+    """Result of an evaluation."""
 
     value: float
-    unit: str = ACCURACY
-    std: float | None = None
+    unit: str = ACCURACY  # or the displayed one, empty if there is none
+    std: float | None = None  # over draws or models; None for one draw or model
 
     @classmethod
     def over_draws(cls, values: Sequence[float], unit: str = ACCURACY) -> "Score":
-        """Return the mean and the standard deviation of values; one value has no standard deviation."""
+        """Return the mean and the standard deviation (divisor n - 1) of draws or seeds; one value has no deviation."""
         return cls(mean(values), unit, stdev(values) if len(values) > 1 else None)
 
     @property
@@ -51,12 +47,8 @@ def column_title(name: str, unit: str) -> str:
 def as_scores(results: Mapping[str, Score | float], units: Mapping[str, str] | None = None) -> dict[str, Score]:
     """Convert the results of a protocol or a file to scores.
 
-    Parameters
-    ----------
-    results : mapping
-        Name to result. The standard deviation of a plain number is under its name with suffix ``_std``.
-    units : mapping or None
-        Name to unit of plain numbers; other numbers are accuracies.
+    The standard deviation of a plain number is under its name with suffix ``_std``. ``units`` are those of plain
+    numbers, by name; numbers without a unit are accuracies.
     """
     units = units or {}
     numbers = {name: result for name, result in results.items() if not isinstance(result, Score)}

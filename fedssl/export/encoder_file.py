@@ -33,28 +33,14 @@ MAX_BYTES = 2**33  # of a file
 
 @dataclass(frozen=True)
 class Preprocess:
-    """The preprocessing of the encoder's images: scaled to [0, 1], resized if needed, standardized per channel.
+    """The preprocessing of the encoder's images: scaled to [0, 1], resized if needed, standardized per channel."""
 
-    Attributes
-    ----------
-    size : int
-        Height and width in pixels.
-    mean, std : tuple of float
-        Per channel, of pixels in [0, 1].
-    """
-
-    size: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    size: int  # height and width in pixels
+    mean: tuple[float, ...]  # per channel, of pixels in [0, 1]
+    std: tuple[float, ...]  # per channel, of pixels in [0, 1]
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Convert uint8 ``(batch, channels, height, width)`` to float32 ``(batch, channels, size, size)``.
-
-        Raises
-        ------
-        InputError
-            If the images are not uint8, not a batch, or have another number of channels.
-        """
+        """Convert uint8 ``(batch, channels, height, width)`` to float32 ``(batch, channels, size, size)``."""
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != len(self.mean):
             raise InputError(
                 f"images are {images.dtype} of shape {tuple(images.shape)}, but this encoder was trained on "
@@ -90,15 +76,6 @@ def save_encoder(
         Statistics of the standardization, per channel, of pixels in [0, 1].
     metadata : mapping
         Further information (method, strategy, round, dataset) as JSON values.
-
-    Raises
-    ------
-    InputError
-        If ``mean`` or ``std`` has another length than ``settings["channels"]``.
-    TypeError
-        If ``settings`` or ``metadata`` have a value that JSON does not support.
-    OSError
-        If the file cannot be written.
     """
     if not len(mean) == len(std) == settings["channels"]:
         raise InputError(
@@ -125,7 +102,8 @@ def save_encoder(
 def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = None) -> nn.Module:
     """Load the encoder that a run or :func:`save_encoder` wrote, in eval mode on the CPU.
 
-    Its parameters can be trained further; wrap feature extraction in ``torch.no_grad()``.
+    Its parameters can be trained further; wrap feature extraction in ``torch.no_grad()``. Raise an `InputError` if the
+    file is damaged or not an encoder's, or if ``build`` is needed.
 
     Parameters
     ----------
@@ -141,12 +119,6 @@ def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = N
         Maps ``(batch, channels, size, size)`` to ``(batch, feature_dim)``, with the attributes ``feature_dim``,
         ``channels``, ``size``, ``mean``, ``std`` (tuples, one number per channel), ``metadata`` (dict) and
         ``preprocess`` (a :class:`Preprocess`). Its ``state_dict`` has only the encoder's parameter names.
-
-    Raises
-    ------
-    InputError
-        If the file is missing, damaged or not an encoder's, if its weights do not fit its settings, or if ``build`` is
-        needed: the encoder is not one of ``fedssl.encoders``.
     """
     content = read_content(Path(path))
     settings = dict(content["encoder"])
@@ -181,18 +153,7 @@ def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = N
 
 
 def load_weights(path: str | Path, encoder: nn.Module) -> Mapping[str, Any]:
-    """Load the weights of an encoder's file into an existing encoder, in place.
-
-    Returns
-    -------
-    mapping
-        Image settings of the file: ``size``, ``mean`` and ``std``.
-
-    Raises
-    ------
-    InputError
-        If the file is missing, damaged, not an encoder's, or of another encoder.
-    """
+    """Load the weights of an encoder's file into an existing encoder; return its ``size``, ``mean`` and ``std``."""
     content = read_content(Path(path))
     try:
         check_tensors_like(content["weights"], encoder.state_dict())

@@ -23,15 +23,12 @@ TOLERANCE = 1e-5  # see `difference`
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """An export format.
-
-    ``write`` writes a source to a new path. ``run`` maps uint8 images ``(batch, channels, size, size)`` to
-    representations ``(batch, feature_dim)``, by the weights at the path.
-    """
+    """An export format."""
 
     ending: str  # suffix of file names; empty for a folder with any name
     packages: tuple[str, ...]  # required ones
-    write: Callable[[ExportSource, Path], None]
+    write: Callable[[ExportSource, Path], None]  # to a new path
+    # From uint8 images ``(batch, channels, size, size)`` to representations ``(batch, feature_dim)``, by the file.
     run: Callable[[ExportSource, Path, Tensor], Tensor]
 
 
@@ -65,20 +62,7 @@ FORMATS = {
 
 
 def export(source: ExportSource, form: str, target: Path) -> float:
-    """Write the encoder in a format, and check that the file gives the same representations.
-
-    Parameters
-    ----------
-    form : str
-        A key of ``FORMATS``.
-    target : Path
-        A file, which is replaced; for "huggingface" a new folder.
-
-    Returns
-    -------
-    float
-        Maximum `difference`.
-    """
+    """Write the encoder in a format to a new folder ("huggingface") or a file; return the largest `difference`."""
     check_target(source, form, target)
     with staging_folder(target) as folder:
         staged = folder / target.name
@@ -90,12 +74,8 @@ def export(source: ExportSource, form: str, target: Path) -> float:
 def export_int8(source: ExportSource, target: Path, images: Tensor) -> QuantizedModel:
     """Write the encoder as an int8 ONNX graph, quantized from a checked graph in fp32.
 
-    Parameters
-    ----------
-    target : Path
-        A file, which is replaced; `check_target` has checked it.
-    images : Tensor
-        uint8 ``(n, channels, size, size)``, ``CALIBRATION + MEASURED`` images.
+    The file ``target``, which `check_target` has checked, is replaced. ``images`` are uint8 ``(n, channels, size,
+    size)``, n = ``CALIBRATION + MEASURED``.
     """
     with staging_folder(target) as folder:
         exact, small = folder / "fp32.onnx", folder / target.name
@@ -133,14 +113,9 @@ def write_checked(source: ExportSource, form: str, path: Path) -> float:
 
 
 def difference(source: ExportSource, form: str, path: Path, *, count: int) -> float:
-    """Return the largest difference between the encoder's representations of random images and those of the file.
+    """Return the largest difference between the encoder's representations of ``count`` random images and the file's.
 
     It is relative to the largest value of the encoder's representations if that is above 1.
-
-    Parameters
-    ----------
-    count : int
-        Number of images in the batch.
     """
     images = source.random_images(count)
     ours = represent(source.encoder, source.encoder.preprocess, images)

@@ -137,13 +137,7 @@ def _preprocessing(source: ExportSource) -> dict[str, Any]:
 
 
 def model_card(source: ExportSource, *, in_timm: bool) -> str:
-    """Return the ``README.md`` of a model; the owner adds the license.
-
-    Parameters
-    ----------
-    in_timm : bool
-        Whether timm loads the folder instead of fedssl.
-    """
+    """Return the ``README.md`` of a model, which timm or fedssl loads; the owner adds the license."""
     encoder = source.encoder
     library = "timm" if in_timm else "fedssl"
     parts = [

@@ -37,15 +37,12 @@ _NUM_TIMINGS = 7
 
 @dataclass(frozen=True)
 class QuantizedModel:
-    """Comparison of an int8 graph with the same graph in fp32; pairs are fp32 and int8.
-
-    Cosines are between an image's representations in both graphs, minus the mean representation in fp32.
-    """
+    """Comparison of an int8 graph with the same graph in fp32; pairs are fp32 and int8."""
 
     difference: float  # of the fp32 graph from the encoder, see `fedssl.export.formats.difference`
     megabytes: tuple[float, float]  # file sizes
     seconds: tuple[float, float]  # median time per batch on one thread
-    mean_cosine: float
+    mean_cosine: float  # between an image's representations in both graphs, minus the mean representation in fp32
     min_cosine: float
 
 
@@ -88,14 +85,9 @@ def check_calibration_size(count: int) -> None:
 def quantize(exact: Path, small: Path, images: Tensor, *, dynamic: bool) -> None:
     """Quantize the graph ``exact`` to int8 and write it to ``small``.
 
-    Weights have 7 bits: sums of products of 8 bits saturate on x86 CPUs without VNNI instructions.
-
-    Parameters
-    ----------
-    images : Tensor
-        Calibration images, uint8 ``(n, channels, size, size)``; unused if ``dynamic``.
-    dynamic : bool
-        Whether to quantize only matrix products, with inputs quantized at run time.
+    Weights have 7 bits: sums of products of 8 bits saturate on x86 CPUs without VNNI instructions. ``dynamic``
+    quantizes only matrix products, with inputs quantized at run time; otherwise ``images``, uint8 ``(n, channels, size,
+    size)``, are for calibration.
     """
     from onnxruntime import quantization
 

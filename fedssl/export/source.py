@@ -45,10 +45,7 @@ def represent(model: nn.Module, preprocess: Preprocess, images: Tensor) -> Tenso
 
 
 class WithPreprocessing(nn.Module):
-    """An encoder with its standardization, so that exported models need no pre-processing but resizing.
-
-    Maps uint8 ``(batch, channels, size, size)`` to ``(batch, feature_dim)``.
-    """
+    """An encoder with its standardization, which maps uint8 ``(batch, channels, size, size)`` to representations."""
 
     mean: Tensor
     std: Tensor

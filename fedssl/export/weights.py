@@ -34,22 +34,7 @@ def write_weights(file: Path, weights: Mapping[str, Tensor], *, metadata: Mappin
 
 
 def read_safetensors(file: Path, *, max_bytes: int) -> dict[str, Any]:
-    """Read the content that `write_safetensors` wrote, without validation.
-
-    Parameters
-    ----------
-    max_bytes : int
-        Maximum size of the file.
-
-    Raises
-    ------
-    InputError
-        If the package is missing.
-    OSError
-        If the file cannot be opened or is larger.
-    Exception
-        Any exception of safetensors and JSON for other files.
-    """
+    """Read, without validation, what `write_safetensors` wrote, up to ``max_bytes``; exceptions can have any type."""
     require_packages(str(file), "safetensors")
     from safetensors import safe_open
 
@@ -60,15 +45,7 @@ def read_safetensors(file: Path, *, max_bytes: int) -> dict[str, Any]:
 
 
 def require_packages(feature: str, *packages: str) -> None:
-    """Raise an `InputError` if a package is not installed.
-
-    Parameters
-    ----------
-    feature : str
-        Feature that needs the packages, for the message.
-    packages : str
-        Import names.
-    """
+    """Raise an `InputError` if one of the packages, given by import names, is not installed; ``feature`` needs them."""
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
         remedy = f"install it: uv sync --extra export, or pip install {' '.join(missing)}"

@@ -101,11 +101,8 @@ class SSLMethod(nn.Module):
     def start_round(self, *, first: bool) -> None:
         """Prepare for local training after the layers were loaded.
 
-        Parameters
-        ----------
-        first : bool
-            Whether part of the client state was missing, because the client participates for the first time or the
-            active stages changed.
+        ``first``: whether part of the client state was missing, because the client participates for the first time or
+        the active stages changed.
         """
 
     def on_step_end(self) -> None:
@@ -115,21 +112,14 @@ class SSLMethod(nn.Module):
         """Run after local training, before client state and upload are read."""
 
     def classify(self, h: Tensor) -> Tensor | None:
-        """Return logits ``(batch, num_classes)`` of the method's classifier; None if it has none.
-
-        Called only for methods that use labels.
-        """
+        """Return logits ``(batch, num_classes)`` of the method's classifier, if it uses labels; None if it has none."""
         return None
 
     def aggregate_parts(self, uploaded: Sequence[Layers], broadcast: Layers) -> Layers:
         """Compute the next broadcast parts on the server, with the names, shapes and dtypes of the current ones.
 
-        Parameters
-        ----------
-        uploaded : sequence of Layers
-            Uploaded parts of each client of the round, ordered by partition id; at least one.
-        broadcast : Layers
-            Current broadcast parts, at first the buffers of the newly built method.
+        ``uploaded`` are the parts of each client of the round, ordered by partition id; at least one. ``broadcast`` are
+        at first the buffers of the newly built method.
         """
         return broadcast
 

@@ -37,17 +37,9 @@ LOCAL_DICTIONARY, DICTIONARY = "local_dictionary", "dictionary"
 
 
 def teacher_distance(h: Tensor, teacher_features: Tensor) -> Tensor:
-    """Return the mean squared distance of normalized representations, ``|h / |h| - t / |t||^2``.
+    """Return the mean squared distance of normalized representations, ``|h / |h| - t / |t||^2``, a scalar in [0, 4].
 
-    Parameters
-    ----------
-    h, teacher_features : Tensor
-        Representations of the same images, ``(batch, dim)``; normalized here. The gradient flows into ``h`` only.
-
-    Returns
-    -------
-    Tensor
-        Scalar in [0, 4]; 0 for equal directions.
+    Both are of the same images, ``(batch, dim)``, and normalized here. The gradient flows into ``h`` only.
     """
     h, teacher = (F.normalize(at_least_float32(x), dim=1) for x in (h, teacher_features.detach()))
     return (h - teacher).square().sum(dim=1).mean()
@@ -56,18 +48,8 @@ def teacher_distance(h: Tensor, teacher_features: Tensor) -> Tensor:
 def enqueue(queue: np.ndarray, newest: Sequence[np.ndarray]) -> np.ndarray:
     """Insert vectors at the front of a queue of unit vectors and drop the oldest from its end.
 
-    Parameters
-    ----------
-    queue : ndarray
-        ``(dictionary_capacity, dim)``; rows of zeros are empty.
-    newest : sequence of ndarray
-        Vectors of each client, ``(n, dim)``; normalized here, because clients are not trusted. Rows of zeros are
-        ignored.
-
-    Returns
-    -------
-    ndarray
-        Array with the shape and dtype of ``queue``.
+    ``queue`` is ``(dictionary_capacity, dim)``; rows of zeros are empty. ``newest`` are the vectors of each client,
+    ``(n, dim)``; normalized here, because clients are not trusted. Their rows of zeros are ignored.
     """
     rows = np.concatenate(newest).astype(np.float64)
     norms = np.linalg.norm(rows, axis=1, keepdims=True)

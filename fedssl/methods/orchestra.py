@@ -50,26 +50,12 @@ LOCAL_CENTROIDS, CENTROIDS = "local_centroids", "centroids"
 
 
 def sinkhorn_assignment(similarity: Tensor, *, sharpness: float = 25.0, iterations: int = 10) -> Tensor:
-    """Assign vectors softly to clusters of equal size (Sinkhorn-Knopp).
+    """Assign vectors softly to clusters of equal size (Sinkhorn-Knopp): ``(n, clusters)``, values in [0, 1].
 
     The result is the matrix closest to ``exp(sharpness * similarity)`` in relative entropy whose rows sum to 1 and
     whose columns sum to ``n / clusters``. Columns and rows are normalized in turn, in log space, so that any sharpness
-    is numerically stable.
-
-    Parameters
-    ----------
-    similarity : Tensor
-        Similarity of each vector to each centroid, ``(n, clusters)``.
-    sharpness : float
-        Positive; larger values give a harder assignment.
-    iterations : int
-        Number of normalizations of columns and rows. Row sums are exact; column sums become more accurate with each
-        iteration.
-
-    Returns
-    -------
-    Tensor
-        ``(n, clusters)``, values in [0, 1].
+    is numerically stable. Row sums are exact; column sums become more accurate with each of the ``iterations``. A
+    larger ``sharpness`` gives a harder assignment.
     """
     log_share = sharpness * similarity
     for _ in range(iterations):
@@ -78,21 +64,9 @@ def sinkhorn_assignment(similarity: Tensor, *, sharpness: float = 25.0, iteratio
 
 
 def farthest_points(points: Tensor, *, count: int) -> Tensor:
-    """Select vectors that are far from each other, starting with the one least similar to the mean.
+    """Select ``count`` unit vectors ``(n, dim)`` that are far from each other, from the least similar to the mean on.
 
-    Each further vector is the one least similar to all selected ones.
-
-    Parameters
-    ----------
-    points : Tensor
-        Unit vectors, ``(n, dim)``, n >= 1.
-    count : int
-        Number of vectors to select; with more than n the selection repeats.
-
-    Returns
-    -------
-    Tensor
-        ``(count, dim)``.
+    Each further vector is the one least similar to all selected ones. With a ``count`` above n the selection repeats.
     """
     chosen = [int((points @ points.mean(dim=0)).argmin())]
     nearest = points @ points[chosen[0]]
@@ -106,19 +80,9 @@ def farthest_points(points: Tensor, *, count: int) -> Tensor:
 def equal_clusters(points: Tensor, *, clusters: int, iterations: int = 5) -> Tensor:
     """Compute centroids of clusters of nearly equal size by spherical k-means with `sinkhorn_assignment`.
 
-    Parameters
-    ----------
-    points : Tensor
-        ``(n, dim)``, n >= 1; normalized here. With fewer than ``clusters`` vectors some centroids are equal.
-    clusters : int
-        At least 1.
-    iterations : int
-        Number of assignments, each followed by new centroids. An empty cluster keeps its centroid.
-
-    Returns
-    -------
-    Tensor
-        Unit vectors ``(clusters, dim)``, float64.
+    ``points`` are ``(n, dim)``, n >= 1; normalized here. With fewer than ``clusters`` vectors some centroids are equal.
+    Each of the ``iterations`` assigns the vectors and computes new centroids; an empty cluster keeps its own. Return
+    unit vectors ``(clusters, dim)``, float64.
     """
     points = F.normalize(points.double(), dim=1)
     centroids = farthest_points(points, count=clusters)
@@ -130,20 +94,11 @@ def equal_clusters(points: Tensor, *, clusters: int, iterations: int = 5) -> Ten
 
 
 def global_centroids(local: Tensor, *, old: Tensor) -> Tensor:
-    """Cluster the clients' local centroids into global ones of nearly equal size.
+    """Cluster the clients' local centroids into global ones of nearly equal size: unit vectors ``(clusters, dim)``.
 
-    Parameters
-    ----------
-    local : Tensor
-        Local centroids of all clients, ``(n, dim)``, on the CPU; rows of zeros are ignored.
-    old : Tensor
-        Current global centroids ``(clusters, dim)``, which define shape and dtype. They are returned unchanged if
-        ``local`` has no centroids. With fewer local centroids than clusters some of the new ones are equal.
-
-    Returns
-    -------
-    Tensor
-        Unit vectors, ``(clusters, dim)``.
+    ``local`` are those of all clients, ``(n, dim)``, on the CPU; rows of zeros are ignored. ``old`` defines shape and
+    dtype, and is returned unchanged if ``local`` has no centroids. With fewer local centroids than clusters some of the
+    new ones are equal.
     """
     points = local[local.any(dim=1)]
     return equal_clusters(points, clusters=len(old)).to(old.dtype) if len(points) else old
@@ -153,23 +108,10 @@ def consistency(z: Tensor, target: Tensor, centroids: Tensor, *, temperature: fl
     """Return the cross entropy of one view's cluster assignments with the target's assignments of the other view.
 
     With p(z) the softmax over the centroids c of ``cos(z, c) / temperature``, the loss is the mean over images of
-    ``-sum_c p(target)_c log p(z)_c``.
+    ``-sum_c p(target)_c log p(z)_c``, a scalar >= 0; log(clusters) for centroids of zeros.
 
-    Parameters
-    ----------
-    z : Tensor
-        Projections of the online network, ``(batch, dim)``; normalized here. The gradient flows into them only.
-    target : Tensor
-        Projections of the target network from the other view, ``(batch, dim)``; normalized here.
-    centroids : Tensor
-        Unit vectors, or all zeros, ``(clusters, dim)``.
-    temperature : float
-        Positive; small values make assignments hard.
-
-    Returns
-    -------
-    Tensor
-        Scalar >= 0; log(clusters) for centroids of zeros.
+    ``z`` and ``target`` are projections of the online and of the target network, ``(batch, dim)``; normalized here. The
+    gradient flows into ``z`` only. ``centroids`` are unit vectors, or all zeros, ``(clusters, dim)``.
     """
     with torch.autocast(z.device.type, enabled=False):
         logits, target_logits = (

@@ -77,21 +77,10 @@ def feature_clusters(
 def cluster_images(
     images: ImageSubset, *, clusters: int, encoder: str | None, components: int, seed: int
 ) -> np.ndarray:
-    """Assign every image to a cluster; results that take more than a second are cached in a file.
+    """Assign every image to a cluster, int64 ``(n,)``; results that take more than a second are cached in a file.
 
-    Parameters
-    ----------
-    clusters : int
-        From 1 to the number of images.
-    encoder : str or None
-        File of an encoder whose representations are clustered. None clusters the pixels.
-    components : int
-        Maximum number of principal components, at least 1.
-
-    Returns
-    -------
-    ndarray
-        int64, ``(n,)``, from 0 to ``clusters - 1``.
+    ``encoder`` is the file of an encoder whose representations are clustered; None clusters the pixels. There are from
+    1 to n ``clusters``, and at most ``components`` principal components.
     """
     if not 1 <= clusters <= len(images):
         raise InputError(f"partition.clusters={clusters} must be from 1 to the number of images, {len(images)}")
@@ -128,19 +117,9 @@ def encoder_features(images: ImageSubset, path: str) -> np.ndarray:
 
 
 def whitened(features: np.ndarray, *, components: int) -> np.ndarray:
-    """Return the principal components of the features, each with variance 1.
+    """Return the principal components of features ``(n, dim)``, each with variance 1: float64, ``(n, components)``.
 
-    Parameters
-    ----------
-    features : ndarray
-        ``(n, dim)``.
-    components : int
-        Maximum number; there are fewer if the features vary in fewer directions.
-
-    Returns
-    -------
-    ndarray
-        float64, ``(n, at most components)``; one column of zeros if the features do not vary.
+    There are fewer if the features vary in fewer directions; one column of zeros if they do not vary.
     """
     from threadpoolctl import threadpool_limits
 
@@ -201,7 +180,8 @@ def _bytes_of(encoder: str) -> bytes:
 def _cached(images: ImageSubset, settings: tuple[Any, ...], make: Callable[[], np.ndarray]) -> np.ndarray:
     if images.cache is None:
         return make()
-    hashed = hashlib.sha256(repr((settings, images.source.shape, _versions())).encode())
+    versions = [version(name) for name in ("numpy", "torch", "scikit-learn")]
+    hashed = hashlib.sha256(repr((settings, images.source.shape, versions)).encode())
     hashed.update(images.rows.numpy().data)
     for chunk in images.source.split(_CHUNK):
         hashed.update(chunk.contiguous().numpy().data)
@@ -220,10 +200,6 @@ def _cached(images: ImageSubset, settings: tuple[Any, ...], make: Callable[[], n
                 raise cache_error(file.parent, error) from error
             log.warning("%s cannot be written (%s): every process clusters the images", file, error.strerror)
     return assigned
-
-
-def _versions() -> list[str]:
-    return [version(name) for name in ("numpy", "torch", "scikit-learn")]
 
 
 def _read(file: Path, count: int, clusters: int) -> np.ndarray | None:

@@ -15,21 +15,11 @@ from fedssl.seeding import numpy_generator
 
 @dataclass(frozen=True, eq=False)
 class ImageSubset:
-    """Images to be partitioned. They may exceed the memory; load them in chunks.
+    """Images to be partitioned. They may exceed the memory; load them in chunks."""
 
-    Attributes
-    ----------
-    source : Tensor
-        uint8, ``(N, channels, height, width)``, all images of the data set; may be mapped from a file.
-    rows : Tensor
-        int64, ``(n,)``, indices of the images to be partitioned.
-    cache : str or None
-        Folder for slow computations on the images, as ``dataset.cache``. None stores nothing.
-    """
-
-    source: Tensor
-    rows: Tensor
-    cache: str | None = None
+    source: Tensor  # uint8, ``(N, channels, height, width)``, all images of the data set; may be mapped from a file
+    rows: Tensor  # int64, ``(n,)``, indices of the images to be partitioned
+    cache: str | None = None  # folder for slow computations on the images, as ``dataset.cache``. None stores nothing
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -41,24 +31,12 @@ class ImageSubset:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartitionInput:
-    """Input of a partitioner.
+    """Input of a partitioner."""
 
-    Attributes
-    ----------
-    labels : Tensor or None
-        int64, ``(n,)``; None if the data set has none.
-    owners : Tensor or None
-        int64, ``(n,)``, owner of each image; None if unknown.
-    images : ImageSubset
-        The n images.
-    num_clients : int
-        Number of clients, each of which gets at least two images.
-    """
-
-    labels: Tensor | None
-    owners: Tensor | None = None
+    labels: Tensor | None  # int64, ``(n,)``; None if the data set has none
+    owners: Tensor | None = None  # int64, ``(n,)``, owner of each image; None if unknown
     images: ImageSubset
-    num_clients: int
+    num_clients: int  # each gets at least two images
     seed: int
 
     @property
@@ -68,22 +46,13 @@ class PartitionInput:
 
 @dataclass(frozen=True)
 class Partition:
-    """Images of every client, and the groups by which a partitioner divides them.
+    """Images of every client, and the groups by which a partitioner divides them."""
 
-    Attributes
-    ----------
-    client_indices : list of ndarray
-        Sorted int64 indices of every client's images.
-    groups : Tensor or None
-        int64, ``(n,)``, group of each image, from 0; -1 for images of no client. None if the partitioner divides by
-        classes, owners or nothing.
-    kind : str
-        Name of a group in table and figure.
-    """
-
-    client_indices: list[np.ndarray]
+    client_indices: list[np.ndarray]  # sorted int64 indices of every client's images
+    # int64, ``(n,)``, group of each image, from 0; -1 for images of no client. None if the partitioner divides by
+    # classes, owners or nothing.
     groups: Tensor | None = None
-    kind: str = "group"
+    kind: str = "group"  # name of a group in table and figure
 
     @property
     def names(self) -> tuple[str, ...]:

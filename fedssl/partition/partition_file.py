@@ -55,15 +55,7 @@ def from_file(data: PartitionInput, *, file: str | Path | None) -> list[np.ndarr
 
 
 def write_partition(parts: Iterable[np.ndarray], labels: torch.Tensor) -> str:
-    """Return the text of the file that `from_file` reads.
-
-    Parameters
-    ----------
-    parts : iterable of ndarray
-        Indices of every client's images.
-    labels : Tensor
-        int64, ``(n,)``, of all images.
-    """
+    """Return the text of the file that `from_file` reads, from every client's indices and all labels ``(n,)``."""
     clients = np.full(len(labels), -1)
     for client, part in enumerate(parts):
         clients[part] = client

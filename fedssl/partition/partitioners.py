@@ -147,10 +147,7 @@ def skew(data: PartitionInput, *, beta: float) -> list[np.ndarray]:
 
 
 def natural(data: PartitionInput) -> list[np.ndarray]:
-    """Assign all images of an owner to one client.
-
-    Owners are assigned in turn, in an order drawn by the seed; their numbers per client differ by at most one.
-    """
+    """Assign all images of an owner to one client; owners are assigned in turn, in an order drawn by the seed."""
     check_counts(data)
     num_clients = data.num_clients
     if data.owners is None:

@@ -49,10 +49,7 @@ def cka_matrix(rows: Sequence[np.ndarray], columns: Sequence[np.ndarray]) -> np.
 
 
 def plot_cka(folder: Path) -> PlotData | None:
-    """Plot the CKA of the models of a round; None if the run has no ``representations.npz``.
-
-    Runs save normalized representations; the CKA of unnormalized ones differs.
-    """
+    """Plot the CKA of a round's models on normalized representations; None without ``representations.npz``."""
     saved = read_representations(folder)
     if saved is None:
         return None
@@ -103,10 +100,7 @@ def _collect(outputs: list[Tensor]) -> Callable[[nn.Module, object, Tensor], Non
 
 
 def between_clients(grams: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
-    """Compute the linear CKA of every layer between every two clients, ``(pairs, layers)``.
-
-    ``grams`` has the centered Gram matrices of each client's layers. Pairs have the order of `itertools.combinations`.
-    """
+    """Compute the linear CKA of each layer of every two clients, ``(pairs, layers)``, from their Gram matrices."""
     return np.array([list(map(linear_cka, *pair)) for pair in combinations(grams, 2)])
 
 

@@ -23,10 +23,7 @@ NAMED = 6  # global models with names in the legend; more share one entry
 
 
 def plot_metrics(folder: Path) -> PlotData | None:
-    """Plot the loss and the evaluation results of a run over its rounds; None if it has neither.
-
-    Results are means over global models. Each unit has a panel.
-    """
+    """Plot the loss and the evaluation results, means over models, with a panel for each unit; None without any."""
     lines = read_jsonl(folder / "metrics.jsonl", required=("loss",))
     losses = [(line["round"], line["loss"]) for line in lines if line["loss"] is not None]
     panels: dict[str, dict[str, Points]] = {"mean loss of the clients": {"loss": losses}} if losses else {}

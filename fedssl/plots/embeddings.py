@@ -84,11 +84,8 @@ def tsne(h: np.ndarray, *, seed: int = 0) -> np.ndarray:
 def on_sphere(h: np.ndarray) -> tuple[np.ndarray, float]:
     """Project representations ``(n, dim)`` of length 1 or 0 to the unit sphere; 3 dimensions are unchanged.
 
-    Returns
-    -------
-    tuple of ndarray and float
-        Points ``(n, 3)``, and the share of the squared lengths in these 3 directions, in [0, 1]. Points without a
-        component in them are 0.
+    Return points ``(n, 3)``, and the share of the squared lengths in these 3 directions, in [0, 1]. Points without a
+    component in them are 0.
     """
     h = h.astype(np.float64)
     if h.shape[1] == 3:

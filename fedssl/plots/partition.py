@@ -22,13 +22,8 @@ _LEGEND = 10  # classes in a legend; more get a color scale
 def partition_table(parts: Sequence[np.ndarray], *columns: tuple[torch.Tensor | None, Sequence[str]]) -> str:
     """Return CSV text ``client,examples,<class>...`` with the number of images per class; no classes without labels.
 
-    Parameters
-    ----------
-    parts : sequence of ndarray
-        Indices of each client's images.
-    columns : tuple of Tensor or None, and sequence of str
-        Labels ``(n,)``, and names of the classes, by default their numbers. Further tuples are for other groups, such
-        as clusters.
+    ``columns`` are labels ``(n,)``, and names of the classes, by default their numbers. Further tuples are for other
+    groups, such as clusters.
     """
     tables = [_counts(parts, labels, classes) for labels, classes in columns]
     counts = np.concatenate([counts for counts, _ in tables], axis=1)

@@ -69,14 +69,8 @@ def write_plots(
 ) -> None:
     """Write plots of every run to its ``figures/``, and those of several runs to ``figures/`` of ``into``.
 
-    Parameters
-    ----------
-    names : sequence of str
-        Keys of `PLOTS`; empty for all plots of run folders.
-    overrides : sequence of str
-        See `load_run_folder`.
-    log : callable
-        Takes a line about every folder.
+    ``names`` are keys of `PLOTS`; empty for all plots of run folders. For ``overrides`` see `load_run_folder`. ``log``
+    takes a line about every folder.
     """
     unknown = [name for name in names if name not in PLOTS]
     if unknown:

@@ -10,27 +10,14 @@ from fedssl.methods.base import SSLMethod
 
 @dataclass(frozen=True)
 class RegularizerInput:
-    """Values of one training step that a regularizer may use.
-
-    Attributes
-    ----------
-    method : SSLMethod
-        The trained method.
-    view1, view2 : Tensor
-        The two views of the batch, as passed to `SSLMethod.loss`.
-    z1, z2 : Tensor or None
-        Outputs of the part `Regularizer.resolve_part` for the two views, ``(batch, dim)``, with gradient; None without
-        a part.
-    generator : torch.Generator
-        CPU generator of all random numbers of local training.
-    """
+    """Values of one training step that a regularizer may use."""
 
     method: SSLMethod
-    view1: Tensor
+    view1: Tensor  # view 1 of the batch, as passed to `SSLMethod.loss`
     view2: Tensor
-    z1: Tensor | None
+    z1: Tensor | None  # `Regularizer.resolve_part` of view 1, ``(batch, dim)``, with gradient; None without a part
     z2: Tensor | None
-    generator: torch.Generator
+    generator: torch.Generator  # CPU generator of all random numbers of local training
 
 
 class Regularizer:
@@ -56,15 +43,7 @@ class Regularizer:
         return self.part
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
-        """Return the loss with the term added, a scalar.
-
-        Parameters
-        ----------
-        loss : Tensor
-            Loss of the method, a scalar.
-        step : RegularizerInput
-            Values of the training step.
-        """
+        """Return the loss with the term added, a scalar."""
         return loss
 
 

@@ -28,20 +28,7 @@ class _HalfSquaredDistance(torch.autograd.Function):
 
 
 def proximal(weights: list[Tensor], start: list[Tensor], *, weight: float) -> Tensor:
-    """Return the squared distance of all ``weights`` from ``start``, times ``weight / 2``.
-
-    Parameters
-    ----------
-    weights, start : list of Tensor
-        Tensors of equal shapes in equal order.
-    weight : float
-        mu; 0 gives 0.
-
-    Returns
-    -------
-    Tensor
-        Scalar >= 0.
-    """
+    """Return ``weight / 2`` times the squared distance of ``weights`` from ``start``, tensors of equal shapes."""
     distance: Tensor = _HalfSquaredDistance.apply(weight, start, *weights)
     return distance
 

@@ -7,7 +7,7 @@ from statistics import mean, stdev
 
 from fedssl.atomic_files import write_text
 from fedssl.evaluation.scores import ACCURACY, Score, column_title
-from fedssl.runs.groups import MAIN, compared_settings, first_of_each_seed, group_runs, score_over_seeds, varying
+from fedssl.runs.groups import MAIN, compared_settings, first_of_each_seed, group_runs, varying
 from fedssl.runs.run import Run, read_run
 from fedssl.text_table import TableCell, TableData, TextTable, text_cell, to_csv
 
@@ -25,15 +25,7 @@ def comparison_key(settings: dict[str, str]) -> Hashable:
 
 
 def best_rows(values: Sequence[Sequence[float]], tasks: Sequence[Hashable]) -> set[int]:
-    """Return the indices of the best rows of each task, see `MARK_CAPTION`.
-
-    Parameters
-    ----------
-    values : sequence of sequence of float
-        Accuracies of each row over seeds.
-    tasks : sequence of hashable
-        Of each row, see `comparison_key`.
-    """
+    """Return the indices of the best rows of each task (`MARK_CAPTION`), by each row's accuracies over seeds."""
     best = set()
     for task in set(tasks):
         rows = [row for row in range(len(tasks)) if tasks[row] == task and values[row]]
@@ -59,29 +51,17 @@ class Table(TextTable):
     """Settings that vary, the federated encoder's results over seeds, and the runs that did not finish.
 
     Standard deviations have the divisor n - 1.
-
-    Attributes
-    ----------
-    failures, running, early : list of str
-        A line for each run that did not finish, is running, or was ended by early stopping.
-    repeats : list of str
-        A line for each run with the settings and the seed of another one, which is not counted.
-    incomplete : list of str
-        A line for each file that lacks lines of its run.
-    units : dict
-        Protocol to the unit of its values, in the order in which protocols ran.
-    always : tuple of str
-        Settings that are displayed even if they do not vary, unless no row has them.
     """
 
     rows: list[Row]
-    failures: list[str]
-    running: list[str] = field(default_factory=list)
+    failures: list[str]  # a line for each run that did not finish
+    running: list[str] = field(default_factory=list)  # a line for each running run
+    # A line for each run with the settings and the seed of another one, which is not counted.
     repeats: list[str] = field(default_factory=list)
-    early: list[str] = field(default_factory=list)
-    incomplete: list[str] = field(default_factory=list)
-    units: dict[str, str] = field(default_factory=dict)
-    always: tuple[str, ...] = ()
+    early: list[str] = field(default_factory=list)  # a line for each run that early stopping ended
+    incomplete: list[str] = field(default_factory=list)  # a line for each file that lacks lines of its run
+    units: dict[str, str] = field(default_factory=dict)  # by protocol, in the order in which they ran
+    always: tuple[str, ...] = ()  # settings that are displayed even if they do not vary, unless no row has them
 
     @property
     def failed(self) -> int:
@@ -147,7 +127,7 @@ class Table(TextTable):
 
     def _over_seeds(self, row: Row, name: str) -> Score | None:
         values = row.metrics.get(name)
-        return score_over_seeds(values, self.units[name]) if values else None
+        return Score.over_draws(values, self.units[name]) if values else None
 
 
 def sweep_table(folders: Sequence[Path]) -> Table:

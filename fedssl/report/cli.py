@@ -49,17 +49,10 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def figures(folders: Sequence[Path], names: Sequence[str], *, into: Path | None, settings: Sequence[Path]) -> None:
-    """Write figures of the runs in folders.
+    """Write figures of the runs in folders; without ``names`` all figures of single runs.
 
-    Parameters
-    ----------
-    folders : sequence of Path
-    names : sequence of str
-        Empty for all figures of single runs.
-    into : Path or None
-        Folder for figures of several runs; None for the only one of ``folders``.
-    settings : sequence of Path
-        Folders for ``--config-dir``.
+    Figures of several runs go to ``into``, by default the only one of ``folders``. ``settings`` are folders for
+    ``--config-dir``.
     """
     # Imported here because they need torch and matplotlib.
     from fedssl.config.targets import expand_config_dir_flag
@@ -183,16 +176,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def watch_runs(folders: Sequence[Path], *, every: float, show: Callable[[Sequence[Run], bool], None]) -> None:
-    """Show the runs in folders at intervals of ``every`` seconds, and once more when all have ended.
+    """Show the runs in folders at intervals of ``every`` seconds, at least 1, and once more when all have ended.
 
-    Parameters
-    ----------
-    folders : sequence of Path
-        Folders without a run are waited for.
-    every : float
-        Seconds, at least 1.
-    show : callable
-        Takes the runs, and whether some are active.
+    Folders without a run are waited for. ``show`` takes the runs, and whether some are active.
     """
     if not (math.isfinite(every) and every >= 1):
         raise InputError(f"--watch {every:g} must be at least 1 second, e.g. --watch 30")

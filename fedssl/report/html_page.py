@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from fedssl.evaluation.scores import Score, column_title
 from fedssl.plots.registry import PLOTS
 from fedssl.plots.style import sanitize_texts
-from fedssl.runs.groups import OWN_KEYS, RunGroup, group_by_seed, score_over_seeds
+from fedssl.runs.groups import OWN_KEYS, RunGroup, group_by_seed
 from fedssl.runs.run import Run
 from fedssl.text_table import TableCell, TableData, TextTable, text_cell
 from fedssl.untrusted import sanitize
@@ -40,16 +40,7 @@ _TARGET = "._target_"
 
 
 def page(runs: Sequence[Run], tables: Sequence[TextTable], *, again: float | None = None) -> str:
-    """Return the page.
-
-    Parameters
-    ----------
-    runs : sequence of Run
-    tables : sequence of TextTable
-        The results.
-    again : float or None
-        Seconds after which the page reloads itself; None to reload never.
-    """
+    """Return the page of results. It reloads itself after ``again`` seconds; None: never."""
     encoders = encoder_table(runs)
     parts = [
         "<h1>Report of federated runs</h1>",
@@ -219,7 +210,7 @@ def encoder_table(runs: Sequence[Run]) -> TableData:
 def _score_cell(scores: Sequence[Score] | None) -> TableCell:
     if not scores:
         return TableCell("-")
-    score = score_over_seeds([score.value for score in scores], scores[0].unit)
+    score = Score.over_draws([score.value for score in scores], scores[0].unit)
     return TableCell(score.number, score.value)
 
 
@@ -264,15 +255,7 @@ def settings_table(runs: Sequence[Run]) -> TableData:
 
 
 def image(figure: "Figure", *, label: str, kind: str = "plain") -> str:
-    """Return an element ``img`` with the figure as SVG; equal figures give equal text.
-
-    Parameters
-    ----------
-    label : str
-        Alternative text.
-    kind : str
-        Class of the element.
-    """
+    """Return an element ``img`` of the class ``kind`` with the figure as SVG; equal figures give equal text."""
     from matplotlib import rc_context
 
     sanitize_texts(figure)

@@ -18,7 +18,7 @@ from fedssl.config.compose import flatten, resolve_config
 from fedssl.config.overrides import did_you_mean
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY, Score
-from fedssl.runs.groups import IGNORED, first_of_each_seed, group_runs, is_ignored, same_value, score_over_seeds
+from fedssl.runs.groups import IGNORED, first_of_each_seed, group_runs, is_ignored, same_value
 from fedssl.runs.run import Run, flatten_settings
 from fedssl.text_table import TableCell, TableData, TextTable, text_cell, to_csv
 from fedssl.untrusted import read_yaml, sanitize
@@ -34,21 +34,11 @@ Differences = dict[str, tuple[str, str]]  # key to the value in the runs and in 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperNumber:
-    """A number of a paper, in percent.
+    """A number of a paper, in percent."""
 
-    Attributes
-    ----------
-    settings : dict
-        Overrides that distinguish it in the table.
-    encoder_kind : str
-        ``"federated"`` or ``"untrained"``.
-    results : tuple of str
-        Names of the result in ``summary.json``: by the paper's own protocol, and by the common one.
-    """
-
-    settings: dict[str, str]
-    encoder_kind: str
-    results: tuple[str, ...]
+    settings: dict[str, str]  # overrides that distinguish it in the table
+    encoder_kind: str  # "federated" or "untrained"
+    results: tuple[str, ...]  # names in ``summary.json``: by the paper's own protocol, and by the common one
     value: float
     std: float | None
 
@@ -160,10 +150,7 @@ class PaperTable(TextTable):
 
 
 def paper_table(name: str, runs: Sequence[Run]) -> PaperTable:
-    """Compare the finished runs with a table of a paper; raise an `InputError` if it does not exist.
-
-    ``name`` is a paper and a table, such as ``l_dawa.table2``.
-    """
+    """Compare the finished runs with a paper's table, such as l_dawa.table2; an unknown name is an `InputError`."""
     experiment, finished = name.replace(".", "/"), [run for run in runs if run.finished and run.settings is not None]
     matched: dict[frozenset[tuple[str, str]], list[tuple[Differences, list[Run]]]] = {}
     lines = []
@@ -183,7 +170,7 @@ def _line(number: PaperNumber, differs: Differences, runs: Sequence[Run]) -> Pap
         scores = [run.results_of(number.encoder_kind).get(result) for run in runs]
         values = [score.value for score in scores if score is not None and score.unit == ACCURACY]
         if values:
-            ours = score_over_seeds(values)
+            ours = Score.over_draws(values)
             return PaperRow(number=number, result=result, differs=differs, runs=len(values), ours=ours)
     return PaperRow(number=number, result=number.results[0], differs=differs, runs=len(runs), ours=None)
 
@@ -205,15 +192,12 @@ def _groups(settings: Mapping[str, str], runs: Sequence[Run]) -> Iterator[tuple[
 def _differing_settings(settings: Mapping[str, Any], expected: Mapping[str, str]) -> dict[str, str]:
     """Return the settings of a run that differ from the expected ones, of those that both have."""
     ours = flatten_settings(settings)
+    compared = (key for key in expected if key in ours and key.rpartition(".")[2] not in ("path", "cache"))
     return {
         key: ours[key]
-        for key, value in expected.items()
-        if key in ours and not is_ignored(key, IGNORED_KEYS) and not _is_path(key) and not same_value(ours[key], value)
+        for key in compared
+        if not is_ignored(key, IGNORED_KEYS) and not same_value(ours[key], expected[key])
     }
-
-
-def _is_path(key: str) -> bool:
-    return key.rpartition(".")[2] in ("path", "cache")
 
 
 def _format_differences(differs: Differences, max_listed: int) -> str:

@@ -15,14 +15,7 @@ from fedssl.config.renamed import check_renamed
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_scores
 from fedssl.machine.process import default_threads
-from fedssl.runs.groups import (
-    OWN_KEYS,
-    all_compared_settings,
-    first_of_each_seed,
-    group_runs,
-    same_value,
-    score_over_seeds,
-)
+from fedssl.runs.groups import OWN_KEYS, all_compared_settings, first_of_each_seed, group_runs, same_value
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import RUN_MARKERS, Run, iter_settings, read_run, run_folders
 from fedssl.untrusted import sanitize
@@ -147,7 +140,7 @@ def rank_runs(entries: Iterable[RunEntry], metric: str, *, each: bool = False) -
         members = [entry_of[run.folder] for run in first_of_each_seed(group.runs)]
         members.sort(key=lambda entry: entry.results[metric].value, reverse=True)
         values = [entry.results[metric].value for entry in members]
-        ranked.append(RankedRuns(members, score_over_seeds(values, members[0].results[metric].unit)))
+        ranked.append(RankedRuns(members, Score.over_draws(values, members[0].results[metric].unit)))
     return sorted(ranked, key=lambda group: group.score.value, reverse=True)
 
 

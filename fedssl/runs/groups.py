@@ -3,10 +3,8 @@
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from statistics import mean, stdev
 
 from fedssl.config.compose import RESUMABLE_KEYS
-from fedssl.evaluation.scores import ACCURACY, Score
 from fedssl.runs.run import Run, iter_settings
 
 MAIN = ("strategy", "method", "encoder", "partition", "partition.alpha", "num_clients", "rounds")
@@ -86,11 +84,6 @@ def varying(settings: Sequence[Mapping[str, str]]) -> list[str]:
     """Return the keys whose values differ; a missing value is empty."""
     keys = dict.fromkeys(itertools.chain.from_iterable(settings))
     return [key for key in keys if len({values.get(key, "") for values in settings}) > 1]
-
-
-def score_over_seeds(values: Sequence[float], unit: str = ACCURACY) -> Score:
-    """Return the mean, and the standard deviation (divisor n - 1) of two values or more."""
-    return Score(mean(values), unit, stdev(values) if len(values) > 1 else None)
 
 
 def same_value(one: str, other: str) -> bool:

@@ -18,18 +18,9 @@ MAX_SPECTRUM_SIZE = 10**8  # images times dimensions; as many random numbers are
 def read_jsonl(file: Path, *, required: Collection[str] = ()) -> list[dict[str, Any]]:
     """Read the lines of ``metrics.jsonl``, ``clients.jsonl`` or ``health.jsonl``; none if the file does not exist.
 
-    A last line without a line end, e.g. of a killed run, is not read (see `incomplete_files`).
-
-    Parameters
-    ----------
-    file : Path
-    required : collection of str
-        Keys of every line besides ``round``; other keys are optional.
-
-    Raises
-    ------
-    InputError
-        The file cannot be read, a line is invalid, or rounds are repeated or out of order.
+    ``required`` are the keys of every line besides ``round``; other keys are optional. A last line without a line end,
+    e.g. of a killed run, is not read (see `incomplete_files`). Raise an `InputError` if the file cannot be read, a line
+    is invalid, or rounds are repeated or out of order.
     """
     text = read_text(file, max_bytes=MAX_LINES_BYTES) or ""
     lines = [_line(file, number, line, required) for number, line in enumerate(text.split("\n")[:-1], start=1)]

@@ -94,14 +94,7 @@ class LoadedRun:
 
 
 def load_run_folder(folder: Path, overrides: Sequence[str]) -> LoadedRun:
-    """Load a run folder with snapshots.
-
-    Parameters
-    ----------
-    folder : Path
-    overrides : sequence of str
-        Of the user, for ``--config-dir``.
-    """
+    """Load a run folder with snapshots. ``overrides`` are the user's, for ``--config-dir``."""
     snapshots = snapshot_rounds(folder)
     saved = {override.partition("=")[0] for override in read_overrides(folder / "overrides.yaml") or []}
     overrides = [*overrides, *(override for key, override in RESUME_OVERRIDES.items() if key in saved)]

@@ -26,21 +26,11 @@ _MTIME_RESOLUTION = 10**9  # nanoseconds, of any file system
 
 @dataclass(frozen=True)
 class Part:
-    """A file of a checkpoint.
+    """A file of a checkpoint."""
 
-    Attributes
-    ----------
-    path : str
-        Relative to the run folder.
-    size : int
-        Number of bytes. A file of lines may have grown since.
-    digest : str
-        XXH3 of these bytes, 128 bits.
-    """
-
-    path: str
-    size: int
-    digest: str
+    path: str  # relative to the run folder
+    size: int  # in bytes; a file of lines may have grown since
+    digest: str  # XXH3 of these bytes, 128 bits
 
     @property
     def grows(self) -> bool:

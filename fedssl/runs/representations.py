@@ -15,27 +15,13 @@ MAX_BYTES = 2**30  # bytes of the file
 
 @dataclass(frozen=True)
 class Representations:
-    """Normalized representations of the same images by several models.
+    """Normalized representations of the same images by several models."""
 
-    Attributes
-    ----------
-    names : ndarray
-        Text, ``(models,)``.
-    globals : ndarray
-        int64, ``()``: number of global models, which come first; the others are clients'.
-    h : ndarray
-        float16, ``(models, n, dim)``: representations.
-    z : ndarray or None
-        float16, ``(models, n, 3)``: projections, if the projector's output has 3 dimensions.
-    labels : ndarray or None
-        int64, ``(n,)``: classes of the images, if known.
-    """
-
-    names: np.ndarray
-    globals: np.ndarray
-    h: np.ndarray
-    z: np.ndarray | None = None
-    labels: np.ndarray | None = None
+    names: np.ndarray  # text, ``(models,)``
+    globals: np.ndarray  # int64, ``()``: number of global models, which come first; the others are clients'
+    h: np.ndarray  # float16, ``(models, n, dim)``
+    z: np.ndarray | None = None  # float16, ``(models, n, 3)``: projections, if the projector's output has 3 dimensions
+    labels: np.ndarray | None = None  # int64, ``(n,)``: classes, if known
 
     def save(self, folder: Path, *, round: int) -> None:
         """Write the file of a run folder; it replaces that of an earlier round."""

@@ -132,13 +132,7 @@ class Run:
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
-    """Read the runs at or below folders, each once.
-
-    Raises
-    ------
-    InputError
-        A folder does not exist or has no run, or files of a run are damaged.
-    """
+    """Read the runs at or below folders, each once. A folder without a run, or with damaged files, is an InputError."""
     runs: dict[Path, Run] = {}
     for folder in folders:
         paths = run_folders(folder)
@@ -150,13 +144,7 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run folder; a damaged ``summary.json`` counts as missing.
-
-    Raises
-    ------
-    InputError
-        Another file is damaged.
-    """
+    """Read a run folder. A damaged ``summary.json`` counts as missing, another damaged file is an `InputError`."""
     running = is_locked(folder)  # first: a process writes the summary before it releases the lock
     summary, settings = read_summary(folder / "summary.json"), read_yaml(folder / "config.yaml", dict)
     overrides = summary["overrides"] if summary else read_overrides(folder / "overrides.yaml") or []
@@ -195,10 +183,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def acquire_lock(folder: Path) -> TextIO | None:
-    """Lock the folder of a sweep until the returned file is closed or this process ends.
-
-    Return None if the folder cannot be written or is locked.
-    """
+    """Lock the folder of a sweep until the returned file is closed or this process ends; None if that fails."""
     try:
         lock = (folder / LOCK_FILE).open("w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

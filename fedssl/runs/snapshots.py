@@ -65,19 +65,7 @@ def snapshot_rounds(folder: Path) -> list[SnapshotRound]:
 
 
 def read_layers(file: Path, like: Mapping[str, torch.Tensor]) -> Layers:
-    """Read a file of `save_layers`.
-
-    Parameters
-    ----------
-    file : Path
-    like : mapping of str to Tensor
-        All layers of the model, for names, shapes and dtypes.
-
-    Raises
-    ------
-    InputError
-        The file is damaged, or of another model.
-    """
+    """Read a file of `save_layers` of a model with layers ``like``; a damaged or foreign file is an `InputError`."""
     try:
         tensors = read_tensors(file, max_bytes=2 * sum(tensor.nbytes for tensor in like.values()) + 2**24)
     except Exception as error:  # reading a foreign file can raise any exception

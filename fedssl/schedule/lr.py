@@ -15,21 +15,11 @@ from fedssl.schedule.phases import Phase, phase_at
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """Learning rate schedule of a run.
+    """Learning rate schedule of a run."""
 
-    Attributes
-    ----------
-    factor : callable
-        One of the functions below, with its specific arguments bound.
-    phases : sequence of Phase
-        Phases that cover all rounds.
-    rounds : int
-        Number of rounds of the run.
-    """
-
-    factor: Callable[..., float]
-    phases: Sequence[Phase]
-    rounds: int
+    factor: Callable[..., float]  # one of the functions below, with its specific arguments bound
+    phases: Sequence[Phase]  # which cover all rounds
+    rounds: int  # of the run
 
     def __call__(self, round: int) -> float:
         """Return the factor of a round, counted from 1."""
@@ -45,9 +35,7 @@ def constant(round: int, *, rounds: int, phase: Phase) -> float:
 
 
 def cosine(round: int, *, rounds: int, phase: Phase, per_stage: bool = False, eta_min_factor: float = 0.0) -> float:
-    """Decay from 1 in the first round to ``eta_min_factor`` along half a cosine.
-
-    Round R + 1, which does not run, would have the factor ``eta_min_factor``.
+    """Decay from 1 in the first round to ``eta_min_factor``, in round R + 1, which does not run, along half a cosine.
 
     Parameters
     ----------

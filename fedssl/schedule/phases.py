@@ -21,29 +21,16 @@ SHARES = ("uniform", "left_skewed", "right_skewed")
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Consecutive rounds in which the same stages of the encoder run and are trained.
+    """Consecutive rounds in which the same stages of the encoder run and are trained."""
 
-    Attributes
-    ----------
-    number : int
-        Number of the phase, from 1.
-    first, rounds : int
-        First round, and number of rounds.
-    depth, frozen : int
-        Number of stages that run, and number of these, counted from the first, that are frozen.
-    weight_transfer : bool
-        Whether the newest stage starts with the weights of the previous one (Section 5.1 and Appendix B.2).
-    depth_dropout : float
-        Probability that a frozen stage is skipped in a training step.
-    """
-
-    number: int
-    first: int
-    rounds: int
-    depth: int
-    frozen: int = 0
+    number: int  # from 1
+    first: int  # round
+    rounds: int  # number of rounds
+    depth: int  # number of stages that run
+    frozen: int = 0  # number of these, counted from the first, that are frozen
+    # Whether the newest stage starts with the weights of the previous one (Section 5.1 and Appendix B.2).
     weight_transfer: bool = False
-    depth_dropout: float = 0.0
+    depth_dropout: float = 0.0  # probability that a frozen stage is skipped in a training step
 
 
 def make_phases(settings: ScheduleSettings, *, stages: int) -> list[Phase]:
@@ -107,14 +94,11 @@ def progressive(
 
 
 def split_rounds(rounds: int, stages: int, shares: str | Sequence[int]) -> list[int]:
-    """Return the number of rounds of each stage.
+    """Return the number of rounds of each stage; a sequence of ``shares`` gives them directly.
 
-    Parameters
-    ----------
-    shares : {"uniform", "left_skewed", "right_skewed"} or sequence of int
-        "left_skewed": more rounds for later stages, "right_skewed": for earlier ones (Section 5.10). Each stage has at
-        least one round; the remaining rounds are divided equally, or in proportion to 1, 2, ..., S (the paper shows its
-        shares only as a figure). A sequence gives the rounds directly.
+    "left_skewed": more rounds for later stages, "right_skewed": for earlier ones (Section 5.10). Each stage has at
+    least one round; the remaining rounds are divided equally ("uniform"), or in proportion to 1, 2, ..., S (the paper
+    shows its shares only as a figure).
     """
     if isinstance(shares, str):
         if shares not in SHARES:

@@ -30,17 +30,9 @@ def set_active_stages(
 ) -> Iterator[None]:
     """Run and train only some stages of the encoder inside the block, and restore the previous state after it.
 
-    Inside the block `fedssl.model_arrays` lists running layers only. Of target networks it lists the trained stages
-    only, because all networks of a method share the frozen ones.
-
-    Parameters
-    ----------
-    depth : int or None
-        Number of stages that run; None: nothing changes, and the other arguments are ignored.
-    frozen : int
-        Number of these, counted from the first, that are frozen.
-    depth_dropout : float
-        Depth dropout, see `fedssl.schedule.phases.Phase`.
+    The first ``depth`` stages run, of which the first ``frozen`` are not trained; depth None changes nothing. For
+    ``depth_dropout`` see `fedssl.schedule.phases.Phase`. Inside the block `fedssl.model_arrays` lists running layers
+    only. Of target networks it lists the trained stages only, because all networks of a method share the frozen ones.
     """
     if depth is None:
         yield
@@ -65,13 +57,7 @@ def frozen_names(method: SSLMethod) -> list[str]:
 
 
 class Stages:
-    """The encoder stages of a method as sets of layer names.
-
-    Parameters
-    ----------
-    method : SSLMethod
-        Method that defines the stage of each layer.
-    """
+    """The encoder stages of a method as sets of layer names."""
 
     def __init__(self, method: SSLMethod) -> None:
         self._stage_ranges = {name: stage_range(method, name) for name in method.named_tensors}

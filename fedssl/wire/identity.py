@@ -35,28 +35,14 @@ def code_fingerprint() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeInfo:
-    """Identity of a node.
+    """Identity of a node."""
 
-    Attributes
-    ----------
-    partition : int or None
-        Partition of a simulated client; optional position of an edge client.
-    partitions : int or None
-        Number of partitions; None for an edge client, which has a name.
-    num_images : int or None
-        Number of images of an edge client; None if it participates in secure aggregation only.
-    versions : mapping of str to str
-        Installed versions of `COMPARED_PACKAGES` of an edge client.
-    problem : str
-        Why the edge client cannot participate, a predicate without paths; empty if it can.
-    """
-
-    partition: int | None
-    partitions: int | None = None
+    partition: int | None  # of a simulated client; optional position of an edge client
+    partitions: int | None = None  # number of partitions; None for an edge client, which has a name
     name: str = ""
-    num_images: int | None = None
-    versions: Mapping[str, str] = field(default_factory=dict)
-    problem: str = ""
+    num_images: int | None = None  # of an edge client; None if it participates in secure aggregation only
+    versions: Mapping[str, str] = field(default_factory=dict)  # of `COMPARED_PACKAGES` and Python on an edge client
+    problem: str = ""  # why the edge client cannot participate, a predicate without paths; empty if it can
 
 
 def installed_versions() -> dict[str, str]:

@@ -22,55 +22,27 @@ CLIENT_METRICS = (NUM_EXAMPLES, TRAIN_LOSS, SECONDS)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainPlan:
-    """Instructions of the server to a client for one round.
+    """Instructions of the server to a client for one round."""
 
-    Attributes
-    ----------
-    round : int
-        Number of the round, from 1.
-    broadcast : Layers
-        Parts that the server side of the method computed for clients, see `fedssl.methods.base.SSLMethod`.
-    settings : str
-        Settings for `fedssl.config.load.parse_client_config` (simulated clients) or
-        `fedssl.config.device_task.compose_task` (edge clients).
-    metrics : tuple of str
-        Metrics that the client reports, a subset of `CLIENT_METRICS`. It sends nothing else besides its layers.
-    oldest_resumable_round : int
-        Oldest round from which the run may resume; a client deletes states that only earlier rounds need.
-    lr_factor : float
-        Factor of the optimizer's learning rate in this round.
-    code_fingerprint : str
-        Of the server's source code; a client with other code rejects the plan.
-    wire_dtype : str
-        Dtype of layers in both directions, see `fedssl.wire.wire_format`.
-    upload_names : tuple of str or None
-        Layers to upload; None uploads all exchanged layers.
-    num_stages : int or None
-        Number of active encoder stages, see `fedssl.schedule.phases`; None activates and trains all.
-    num_frozen_stages : int
-        Number of these, from the first on, that are frozen.
-    cache_frozen : bool
-        Whether the client caches the frozen layers, which the server will not send again.
-    depth_dropout : float
-        Probability that a training step skips a frozen stage.
-    candidate_arrays : tuple of Layers
-        Further models. The client selects one of these or ``layers`` and reports its index.
-    """
-
-    round: int
+    round: int  # from 1
     layers: Layers
+    # Settings for `fedssl.config.load.parse_client_config` (simulated clients) or
+    # `fedssl.config.device_task.compose_task` (edge clients).
     settings: str
+    # Metrics that the client reports, a subset of `CLIENT_METRICS`. It sends nothing else besides its layers.
     metrics: tuple[str, ...]
+    # Oldest round from which the run may resume; a client deletes states that only earlier rounds need.
     oldest_resumable_round: int
-    code_fingerprint: str
-    wire_dtype: str = LOSSLESS
-    broadcast: Layers = field(default_factory=dict)
-    lr_factor: float = 1.0
-    upload_names: tuple[str, ...] | None = None
-    num_stages: int | None = None
-    num_frozen_stages: int = 0
-    cache_frozen: bool = False
-    depth_dropout: float = 0.0
+    code_fingerprint: str  # of the server's source code; a client with other code rejects the plan
+    wire_dtype: str = LOSSLESS  # of layers in both directions, see `fedssl.wire.wire_format`
+    broadcast: Layers = field(default_factory=dict)  # of the server side of the method, see `SSLMethod`
+    lr_factor: float = 1.0  # factor of the optimizer's learning rate
+    upload_names: tuple[str, ...] | None = None  # layers to upload; None uploads all exchanged layers
+    num_stages: int | None = None  # active stages of the encoder, see `Phase`; None activates and trains all
+    num_frozen_stages: int = 0  # number of these, from the first on, that are frozen
+    cache_frozen: bool = False  # whether the client caches the frozen layers, which the server will not send again
+    depth_dropout: float = 0.0  # probability that a training step skips a frozen stage
+    # Further models. The client selects one of these or ``layers`` and reports its index.
     candidate_arrays: tuple[Layers, ...] = ()
 
     def to_content(self, pack: Callable[[Layers, str], ArrayRecord] = encode_arrays) -> RecordDict:
@@ -128,37 +100,18 @@ class TrainPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientUpdate:
-    """Reply of a client: uploaded layers and the metrics that the strategy declared.
-
-    Attributes
-    ----------
-    partition_id : int
-        Client id, which the server sets; not sent.
-    uploaded_parts : Layers
-        Parts for the server side of the method, see `fedssl.methods.base.SSLMethod`.
-    num_examples : int, optional
-        Number of images that the client trained on.
-    train_loss : float, optional
-        Mean loss of the last local epoch.
-    seconds : float, optional
-        Duration of the round on the client.
-    plan_id : tuple of int and str, optional
-        Round and code fingerprint of the plan.
-    state_rounds : tuple of int and int
-        Rounds after which the client saved the state that it loaded, and the state that it has now; 0 without a state.
-    model_index : int
-        Index of the model that it started from: 0 for ``layers``, otherwise the position in ``candidate_arrays``, from
-        1.
-    """
+    """Reply of a client: uploaded layers and the metrics that the strategy declared."""
 
     layers: Layers
-    partition_id: int
-    uploaded_parts: Layers = field(default_factory=dict)
-    num_examples: int | None = None
-    train_loss: float | None = None
-    seconds: float | None = None
-    plan_id: tuple[int, str] | None = None
+    partition_id: int  # client id, which the server sets; not sent
+    uploaded_parts: Layers = field(default_factory=dict)  # for the method's server side, see `SSLMethod`
+    num_examples: int | None = None  # number of images that the client trained on
+    train_loss: float | None = None  # mean loss of the last local epoch
+    seconds: float | None = None  # duration of the round on the client
+    plan_id: tuple[int, str] | None = None  # round and code fingerprint of the plan
+    # Rounds after which the client saved the state that it loaded, and the state that it has now; 0 without a state.
     state_rounds: tuple[int, int] = (0, 0)
+    # Index of the model that it started from: 0 for ``layers``, otherwise the position in ``candidate_arrays``, from 1.
     model_index: int = 0
 
     def to_content(self, plan: TrainPlan) -> RecordDict:
@@ -186,14 +139,9 @@ class ClientUpdate:
     def from_content(
         cls, content: RecordDict, partition_id: int, *, wire_dtype: str = LOSSLESS, start: Layers | None = None
     ) -> "ClientUpdate":
-        """Read the update from a reply to a plan with this wire dtype.
+        """Read the update from a reply to a plan with this wire dtype; KeyError or ValueError if the reply is invalid.
 
         ``start`` are the layers that the client downloaded, as on the server; differences are added to them.
-
-        Raises
-        ------
-        KeyError, ValueError
-            A record is missing, or invalid.
         """
         unknown = content.keys() - {ARRAYS, METHOD_UPLOAD, METRICS, REPLY_CONFIG}
         if unknown:
@@ -223,18 +171,10 @@ class ClientUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class PersonalizedModelRequest:
-    """Request to a simulated client, with a plan, for its personalized encoder.
+    """Request to a simulated client, with a plan, for its personalized encoder."""
 
-    Attributes
-    ----------
-    adaptation_epochs : int
-        Epochs that an unseen client trains for it; 0 for a participant.
-    after_adaptation : bool
-        Whether to return the encoder after these epochs or before them.
-    """
-
-    adaptation_epochs: int = 0
-    after_adaptation: bool = False
+    adaptation_epochs: int = 0  # epochs that an unseen client trains for it; 0 for a participant
+    after_adaptation: bool = False  # whether to return the encoder after these epochs or before them
 
     def attach_to(self, plan: RecordDict) -> RecordDict:
         """Return the content of a message with the plan and this request."""

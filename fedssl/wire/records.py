@@ -110,11 +110,8 @@ def encode_arrays(layers: Layers, wire_dtype: str = LOSSLESS, *, start: Layers |
 def decode_arrays(record: ArrayRecord, wire_dtype: str = LOSSLESS, *, start: Layers | None = None) -> Layers:
     """Decode the layers of a record; parameters as in `fedssl.wire.wire_format.unpack`.
 
-    Raises
-    ------
-    ValueError
-        The record has neither the form of `encode_arrays` nor, with ``fp32``, one array per layer as Flower's mods
-        produce.
+    Raise a ValueError if it has neither the form of `encode_arrays` nor, with ``fp32``, one array per layer as Flower's
+    mods produce.
     """
     arrays = record_to_arrays(record)
     return arrays if wire_dtype == LOSSLESS and TABLE not in arrays else unpack(arrays, wire_dtype, start=start)

@@ -121,12 +121,8 @@ def table_text(specs: Sequence[TensorSpec], wire_dtype: str) -> bytes:
 def pack(layers: Layers, wire_dtype: str, *, start: Layers | None = None) -> dict[str, np.ndarray]:
     """Encode layers as the table and flat arrays by name; an empty mapping for no layers.
 
-    Compressed layers that ``start``, the layers of the receiver, contains are sent as differences.
-
-    Raises
-    ------
-    ValueError
-        A layer has non-finite values, which ``int8`` cannot represent.
+    Compressed layers that ``start``, the layers of the receiver, contains are sent as differences. Raise a ValueError
+    if a layer has non-finite values, which ``int8`` cannot represent.
     """
     specs = tensor_specs(layers)
     if not specs:
@@ -149,12 +145,9 @@ def pack(layers: Layers, wire_dtype: str, *, start: Layers | None = None) -> dic
 
 
 def unpack(arrays: Mapping[str, np.ndarray], wire_dtype: str, *, start: Layers | None = None) -> Layers:
-    """Decode the result of `pack`, which is untrusted. Uncompressed layers share the memory of the received arrays.
+    """Decode the result of `pack`, which is untrusted; raise a ValueError if it is invalid or does not match ``start``.
 
-    Raises
-    ------
-    ValueError
-        The arrays are invalid or do not match ``start``.
+    Uncompressed layers share the memory of the received arrays.
     """
     if not arrays:
         return {}

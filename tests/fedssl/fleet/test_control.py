@@ -1,0 +1,40 @@
+"""Registered devices as the Control API of a SuperLink lists them."""
+
+import datetime
+
+import pytest
+from flwr.proto.node_pb2 import NodeInfo
+
+from fedssl.config.settings import EngineSettings
+from fedssl.fleet import compat, control
+
+NODES = [
+    NodeInfo(node_id=7, name="shed", status="offline", online_until=1_000_060.0, heartbeat_interval=30.0),
+    NodeInfo(node_id=5, name="garden", status="registered"),
+    NodeInfo(node_id=6, name="garden", status="unregistered", online_until=1_000_000.0),
+    NodeInfo(node_id=9, status="online", online_until=2_000_060.0, heartbeat_interval=30.0),
+]
+
+
+@pytest.fixture
+def superlink(monkeypatch):
+    """A SuperLink with these nodes; no connection is opened before the first request."""
+    monkeypatch.setattr(compat, "list_nodes", lambda control: NODES)
+    return EngineSettings(name="deployment", address="127.0.0.1:1")
+
+
+def test_devices_are_listed_by_name_without_those_that_were_removed(superlink):
+    with control.control_api(superlink) as api:
+        devices = control.registered_devices(api)
+    assert [(device.name, device.node_id, device.status) for device in devices] == [
+        ("", 9, "online"),
+        ("garden", 5, "registered"),
+        ("shed", 7, "offline"),
+    ]
+    # A node is online for two heartbeat intervals after its last heartbeat.
+    assert devices[2].last_contact == datetime.datetime.fromtimestamp(1_000_000, tz=datetime.UTC)
+    assert devices[1].last_contact is None
+
+
+def test_names_belong_to_node_ids(superlink):
+    assert control.registered_names(superlink) == {5: "garden", 7: "shed"}
