@@ -1,4 +1,4 @@
-"""The five commands: entry points, signals, error messages and exit statuses."""
+"""The commands: entry points, signals, error messages and exit statuses."""
 
 import importlib
 import os
@@ -37,6 +37,16 @@ def fedssl_report() -> None:
 def fedssl_runs() -> None:
     """Run the command ``fedssl-runs``."""
     _main("fedssl-runs", "fedssl.runs.cli")
+
+
+def fedssl_fleet() -> None:
+    """Run the command ``fedssl-fleet``."""
+    _main("fedssl-fleet", "fedssl.fleet.cli")
+
+
+def fedssl_device() -> None:
+    """Run the command ``fedssl-device``."""
+    _main("fedssl-device", "fedssl.fleet.device_cli")
 
 
 def _main(name: str, module: str) -> None:

@@ -58,10 +58,12 @@ def _http_errors(address: str) -> Iterator[None]:
     try:
         yield
     except httpx.HTTPStatusError as error:
-        reason = compat.error_message(error.response.text) or f"status {error.response.status_code}"
+        reason = compat.error_message(error.response.text)
+        if reason:
+            raise InputError(f"the SuperLink at engine.address={address} rejects the request: {reason}") from error
         raise InputError(
-            f"the SuperLink at engine.address={address} rejects the request ({reason}); set engine.address to the port "
-            "of the Control API, not to that of the devices"
+            f"the SuperLink at engine.address={address} rejects the request (status {error.response.status_code}); set "
+            "engine.address to the port of the Control API, not to that of the devices"
         ) from error
     except httpx.TransportError as error:
         raise InputError(

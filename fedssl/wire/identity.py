@@ -51,7 +51,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def incompatibility(versions: Mapping[str, str]) -> str:
-    """Return why an edge client with these versions cannot participate; empty if it can.
+    """Return why another machine with these versions cannot work with this one; empty if it can.
 
     Flower's protocol changes with its minor versions. The server sends this project's code with the run. Another torch
     or Python may change the last bits of an update.
@@ -59,7 +59,7 @@ def incompatibility(versions: Mapping[str, str]) -> str:
     here = version("flwr")
     there = versions.get("flwr", here)
     if here.split(".")[:2] != there.split(".")[:2]:
-        return f"has flwr {there} but the server has flwr {here}; install the same minor version"
+        return f"has flwr {there} and flwr {here} is installed here; install the same minor version"
     return ""
 
 

@@ -220,9 +220,7 @@ def write_file(file):
     file.write_bytes(b"PAR1")
 
 
-@pytest.mark.parametrize(
-    ("flwr", "reason"), [("1.40.9", "has flwr 1.40.9 but the server has flwr 1.41"), ("1.41.7", "")]
-)
+@pytest.mark.parametrize(("flwr", "reason"), [("1.40.9", "has flwr 1.40.9 and flwr 1.41"), ("1.41.7", "")])
 def test_versions_of_flower_are_compared(flwr, reason):
     records = [
         {"node-info": ConfigRecord({"name": name, "version-flwr": of})} for name, of in (("a", "1.41.0"), ("b", flwr))

@@ -1,0 +1,242 @@
+"""The command ``fedssl-fleet``: the devices of a fleet, for its operator.
+
+    fedssl-fleet invite NAME --server HOST:PORT [--with-key]  create a startup kit, from which a device joins
+    fedssl-fleet add NAME KEY.pub                             register the key of a device under a name
+    fedssl-fleet list [--run FOLDER] [--json]                 all devices: status, last contact, versions, rounds
+    fedssl-fleet show NAME [--run FOLDER] [--json]            one device
+    fedssl-fleet remove NAME                                  reject all further requests of a device
+    fedssl-fleet rotate NAME KEY.pub                          replace the key of a device
+
+It runs on the server. ``--address`` and ``--certificates`` name the SuperLink; without them the connection ``fleet`` of
+Flower's ``config.toml`` is used. ``--run`` adds what devices reported in a run.
+"""
+
+import argparse
+import json
+import os
+import tomllib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedssl.command_line import run_command
+from fedssl.config.settings import EngineSettings
+from fedssl.errors import InputError
+from fedssl.fleet import compat
+from fedssl.fleet.control import RegisteredDevice, control_api, registered_devices
+from fedssl.fleet.keys import new_private_key, public_key_line, read_public_key
+from fedssl.fleet.kit import make_kit, write_kit
+from fedssl.runs.jsonl import read_jsonl
+from fedssl.runs.run import FLEET_FILE
+from fedssl.text_table import align
+from fedssl.untrusted import read_text, read_yaml, sanitize
+from fedssl.wire.identity import check_device_name
+
+
+def main() -> int:
+    """Entry point; returns the exit status, see `run_command`."""
+    options = _parser().parse_args()
+    commands = {
+        "invite": invite,
+        "add": add,
+        "list": list_devices,
+        "show": show,
+        "remove": remove,
+        "rotate": rotate,
+    }
+    return run_command("fedssl-fleet", lambda: print(sanitize(commands[options.command](options), lines=True)))
+
+
+def invite(options: argparse.Namespace) -> str:
+    """Create a startup kit."""
+    check_device_name(options.name)
+    key = new_private_key() if options.with_key else None
+    file = options.output or Path(f"{options.name}.kit")
+    certificate = Path(options.certificates or _connection().root_certificates or "ca.crt")
+    if key is not None:
+        with control_api(_engine(options)) as control:
+            _check_unused(options.name, registered_devices(control))
+            write_kit(make_kit(options.name, options.server, certificate=certificate, private_key=key), file)
+            public = file.with_suffix(".pub")
+            public.write_bytes(public_key_line(key, options.name))
+            compat.register_node(control, read_public_key(public), name=options.name)
+        return f"{file} has the private key of {options.name}, which is registered; pass it on confidentially"
+    write_kit(make_kit(options.name, options.server, certificate=certificate), file)
+    return (
+        f"{file} is for the device {options.name}, where `fedssl-device setup {file.name} images=FOLDER` creates "
+        f"{options.name}.pub; register it with `fedssl-fleet add {options.name} {options.name}.pub`"
+    )
+
+
+def add(options: argparse.Namespace) -> str:
+    """Register a key under a name."""
+    check_device_name(options.name)
+    key = read_public_key(options.key)
+    with control_api(_engine(options)) as control:
+        _check_unused(options.name, registered_devices(control))
+        node = compat.register_node(control, key, name=options.name)
+    return f"{options.name} is registered as node {node}"
+
+
+def remove(options: argparse.Namespace) -> str:
+    """Remove a device. The SuperLink rejects its further requests, also in a running round."""
+    with control_api(_engine(options)) as control:
+        device = _device(options.name, registered_devices(control))
+        compat.unregister_node(control, device.node_id)
+    return f"{options.name} (node {device.node_id}) is removed; its key cannot be registered again"
+
+
+def rotate(options: argparse.Namespace) -> str:
+    """Replace the key of a device. The name stays, so that runs give it the same client id."""
+    key = read_public_key(options.key)
+    with control_api(_engine(options)) as control:
+        device = _device(options.name, registered_devices(control))
+        node = compat.register_node(control, key, name=options.name)
+        compat.unregister_node(control, device.node_id)
+    return f"{options.name} is node {node} now; node {device.node_id} is removed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceReport:
+    """What a run recorded of a device."""
+
+    images: int | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    rounds: int = 0  # in which its update was used
+    last_error: str = ""
+
+
+def list_devices(options: argparse.Namespace) -> str:
+    """Return the table of all devices."""
+    rows = _rows(options)
+    if options.json:
+        return json.dumps(rows, indent=2)
+    if not rows:
+        return "no device is registered; create a kit with fedssl-fleet invite, or register a key with fedssl-fleet add"
+    columns = ["name", "node", "status", "last contact", *(_RUN_COLUMNS if options.run else ())]
+    lines = [columns, *([_cell(row[column]) for column in columns] for row in rows)]
+    return align(lines, left=len(columns))
+
+
+_RUN_COLUMNS = ("images", "rounds", "flwr", "torch", "last error")
+
+
+def show(options: argparse.Namespace) -> str:
+    """Return everything that is recorded of one device."""
+    row = next((row for row in _rows(options) if row["name"] == options.name), None)
+    if row is None:
+        raise InputError(f"no device {options.name} is registered; `fedssl-fleet list` shows all")
+    return json.dumps(row, indent=2) if options.json else align([(key, _cell(row[key])) for key in row], left=2)
+
+
+def _rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+    with control_api(_engine(options)) as control:
+        devices = registered_devices(control)
+    reports = read_reports(options.run) if options.run else {}
+    rows = []
+    for device in devices:
+        contact = device.last_contact
+        row: dict[str, Any] = {
+            "name": device.name,
+            "node": device.node_id,
+            "status": device.status,
+            "last contact": None if contact is None else contact.isoformat(timespec="seconds"),
+        }
+        if options.run:
+            report = reports.get(device.name, DeviceReport())
+            row |= {"images": report.images, "rounds": report.rounds, "last error": report.last_error}
+            row |= {package: report.versions.get(package, "") for package in ("flwr", "torch", "torchvision", "python")}
+        rows.append(row)
+    return rows
+
+
+def read_reports(folder: Path) -> dict[str, DeviceReport]:
+    """Return what a run recorded of its devices, by name; raises `InputError`."""
+    text = read_text(folder / FLEET_FILE)
+    numbers = read_yaml(folder / "devices.json", dict)
+    if text is None or numbers is None:
+        raise InputError(f"{folder} is not the run folder of a fleet; it has no {FLEET_FILE} and devices.json")
+    content = json.loads(text)
+    rounds = Counter(row["client"] for row in read_jsonl(folder / "clients.jsonl"))
+    errors: dict[int, str] = {}
+    for line in read_jsonl(folder / "metrics.jsonl"):
+        errors |= {int(client): f"round {line['round']}: {reason}" for client, reason in line["dropped"].items()}
+    rejected = content.get("rejected", {})
+    reports = {}
+    for name, device in content["devices"].items():
+        number = numbers.get(name)
+        reports[name] = DeviceReport(
+            images=device["images"],
+            versions=device["versions"],
+            rounds=rounds[number],
+            last_error=rejected.get(str(device["node"]), errors.get(number, "")),
+        )
+    return reports
+
+
+def _check_unused(name: str, devices: Sequence[RegisteredDevice]) -> None:
+    if any(device.name == name for device in devices):
+        raise InputError(
+            f"a device {name} is registered already; choose another name, or replace its key with fedssl-fleet rotate"
+        )
+
+
+def _device(name: str, devices: Sequence[RegisteredDevice]) -> RegisteredDevice:
+    named = [device for device in devices if device.name == name or str(device.node_id) == name]
+    if len(named) != 1:
+        found = f"{len(named)} devices" if named else "no device"
+        raise InputError(f"{found} {name} registered; give a name or node ID of `fedssl-fleet list`")
+    return named[0]
+
+
+def _cell(value: Any) -> str:
+    return "-" if value in (None, "") else str(value)
+
+
+def _engine(options: argparse.Namespace) -> EngineSettings:
+    """Return the connection to the SuperLink."""
+    if options.address is None and options.certificates is None:
+        return _connection()
+    return EngineSettings(
+        name="deployment", address=options.address or "127.0.0.1:8000", root_certificates=options.certificates
+    )
+
+
+def _connection() -> EngineSettings:
+    """Return the connection ``fleet`` of Flower's ``config.toml``; the SuperLink of this machine without one."""
+    file = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
+    try:
+        connection = tomllib.loads(read_text(file) or "").get("superlink", {}).get("fleet", {})
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{file} is not valid TOML ({error}); correct it, or give --address") from error
+    return EngineSettings(
+        name="deployment",
+        address=connection.get("address", "127.0.0.1:8000"),
+        root_certificates=connection.get("root-certificates"),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fedssl-fleet", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    superlink = argparse.ArgumentParser(add_help=False)
+    superlink.add_argument("--address", metavar="HOST:PORT", help="Control API of the SuperLink")
+    superlink.add_argument("--certificates", metavar="FILE", help="ca.crt of the fleet")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("invite", "add", "list", "show", "remove", "rotate"):
+        command = commands.add_parser(name, parents=[superlink])
+        if name != "list":
+            command.add_argument("name", metavar="NAME")
+        if name in ("add", "rotate"):
+            command.add_argument("key", metavar="KEY.pub", type=Path)
+        if name in ("list", "show"):
+            command.add_argument("--run", metavar="FOLDER", type=Path, help="run folder with reports of the devices")
+            command.add_argument("--json", action="store_true")
+        if name == "invite":
+            command.add_argument("--server", metavar="HOST:PORT", required=True, help="address for devices")
+            command.add_argument("--with-key", action="store_true", help="create the private key here and register it")
+            command.add_argument("--output", metavar="FILE", type=Path, help="default: NAME.kit")
+    return parser

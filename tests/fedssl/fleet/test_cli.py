@@ -1,0 +1,157 @@
+"""``fedssl-fleet`` and ``fedssl-device`` with a real SuperLink: kits, keys, checks, and what a run recorded."""
+
+import json
+import stat
+import zipfile
+
+import pytest
+
+from fedssl.errors import InputError
+from fedssl.fleet import cli, device_cli
+from fedssl.fleet.kit import make_kit, read_kit, write_kit
+from tests.devices import write_images
+from tests.fleet import fleet
+
+
+@pytest.fixture(scope="module")
+def running():
+    with fleet() as one:
+        yield one
+
+
+@pytest.fixture
+def call(running, monkeypatch, capsys):
+    """Return a function that calls one of the commands and returns its status and its output."""
+
+    def call(program, *words):
+        options = ["--address", f"127.0.0.1:{running.port}", "--certificates", str(running.keys / "ca.crt")]
+        more = options if program is cli else []
+        monkeypatch.setattr("sys.argv", ["program", *map(str, words), *more])
+        status = program.main()
+        return status, "".join(capsys.readouterr())
+
+    return call
+
+
+@pytest.mark.slow
+def test_a_device_joins_with_a_kit_and_leaves(running, call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    server = f"127.0.0.1:{running.public}"
+    assert call(cli, "list") == (
+        0,
+        "no device is registered; create a kit with fedssl-fleet invite, or register a key with fedssl-fleet add\n",
+    )
+    status, text = call(cli, "invite", "garden", "--server", server)
+    assert status == 0
+    assert "fedssl-fleet add garden garden.pub" in text
+    assert "node.key" not in zipfile.ZipFile("garden.kit").namelist()  # the private key is created on the device
+
+    (tmp_path / "empty").mkdir()
+    folder = f"folder={tmp_path / 'device'}"
+    status, text = call(device_cli, "setup", "garden.kit", "images=empty", folder)
+    assert status == 1
+    assert f"images      FAILED  0 in {tmp_path / 'empty'}" in text
+    assert not (tmp_path / "device").exists()
+
+    write_images(tmp_path / "images", 5)
+    status, text = call(device_cli, "setup", "garden.kit", "images=images", folder)
+    assert status == 0, text
+    assert "connection  ok" in text
+    assert "It shares no images, labels, file names or paths." in text
+    assert stat.S_IMODE((tmp_path / "device" / "node.key").stat().st_mode) == 0o600
+    key = (tmp_path / "device" / "node.key").read_bytes()
+    call(device_cli, "setup", "garden.kit", "images=images", folder)
+    assert (tmp_path / "device" / "node.key").read_bytes() == key  # kept
+    assert call(device_cli, "status", folder)[0] == 0
+
+    public = tmp_path / "device" / "garden.pub"
+    assert call(cli, "add", "garden", public)[0] == 0
+    status, text = call(cli, "add", "garden", public)
+    assert (status, "a device garden is registered already" in text) == (2, True)
+    status, text = call(cli, "add", "shed", public)
+    assert (status, "rejects the request: Public key already in use" in text) == (2, True)
+    rows = json.loads(call(cli, "list", "--json")[1])
+    assert [(row["name"], row["status"], row["last contact"]) for row in rows] == [("garden", "registered", None)]
+
+    call(device_cli, "setup", "garden.kit", "images=images", f"folder={tmp_path / 'new'}")
+    status, text = call(cli, "rotate", "garden", tmp_path / "new" / "garden.pub")
+    assert status == 0
+    (row,) = json.loads(call(cli, "list", "--json")[1])
+    assert row["node"] != rows[0]["node"]
+    assert call(cli, "remove", "garden")[0] == 0
+    assert json.loads(call(cli, "list", "--json")[1]) == []
+    status, text = call(cli, "remove", "garden")
+    assert (status, "no device garden registered" in text) == (2, True)
+
+    assert call(cli, "invite", "roof", "--server", server, "--with-key")[0] == 0
+    assert "PRIVATE KEY" in read_kit(tmp_path / "roof.kit").private_key.decode()
+    assert stat.S_IMODE((tmp_path / "roof.kit").stat().st_mode) == 0o600
+    assert [row["name"] for row in json.loads(call(cli, "list", "--json")[1])] == ["roof"]
+
+
+def test_setup_reports_what_does_not_fit(tmp_path, running, call):
+    """Another authority's certificate, an unreachable server, and another version of Flower."""
+    other = tmp_path / "other.crt"
+    other.write_bytes((running.keys / "server.crt").read_bytes())
+    images = write_images(tmp_path / "images", 3)
+    for number, (server, certificate, versions, row) in enumerate(
+        [
+            ("127.0.0.1:1", running.keys / "ca.crt", {}, "connection  FAILED  127.0.0.1:1 cannot be reached"),
+            (f"127.0.0.1:{running.port}", other, {}, "connection  FAILED  the certificate of"),
+            (
+                f"127.0.0.1:{running.port}",
+                running.keys / "ca.crt",
+                {"flwr": "1.30.0"},
+                "versions    FAILED  the server has",
+            ),
+        ]
+    ):
+        kit = make_kit("garden", server, certificate=certificate)
+        file = tmp_path / f"{number}.kit"
+        write_kit(type(kit)(**{**vars(kit), "versions": {**kit.versions, **versions}}), file)
+        status, text = call(device_cli, "setup", file, f"images={images}", f"folder={tmp_path / 'device'}")
+        assert status == 1
+        assert row in text
+    assert not (tmp_path / "device").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["setup", "nothing.kit", "images=x"], "nothing.kit does not exist"),
+        (["setup", "{file}", "images=x"], "is not a startup kit"),
+        (["setup", "{file}"], "images=FOLDER is missing"),
+        (
+            ["setup", "{file}", "pictures=x"],
+            "pictures=x is not known; give images=FOLDER or folder=FOLDER or states=FOLDER",
+        ),
+        (["status", "folder={folder}"], "has no device.json; run fedssl-device setup"),
+    ],
+)
+def test_what_a_device_rejects(words, sentence, tmp_path, call):
+    (tmp_path / "file").write_text("no kit")
+    words = [word.format(file=tmp_path / "file", folder=tmp_path) for word in words]
+    status, text = call(device_cli, *words)
+    assert status == 2
+    assert sentence in text
+
+
+def test_a_report_joins_the_files_of_a_run(tmp_path):
+    versions = {"flwr": "1.41.0", "torch": "2.15.0"}
+    devices = {
+        "garden": {"node": 5, "images": 9, "versions": versions},
+        "shed": {"node": 7, "images": 3, "versions": {}},
+    }
+    (tmp_path / "fleet.json").write_text(json.dumps({"devices": devices, "rejected": {"7": "has no images"}}))
+    (tmp_path / "devices.json").write_text(json.dumps({"garden": 0}))
+    row = {"client": 0, "model": "global", "loss": 1.0, "seconds": 1.0, "bytes_up": 1, "bytes_down": 1, "examples": 9}
+    row |= {"cosine": {}, "model_cosine": None, "layer_cosine": None, "staleness": 0}
+    (tmp_path / "clients.jsonl").write_text("".join(json.dumps({"round": r, **row}) + "\n" for r in (1, 3)))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"round": 2, "dropped": {"0": "it diverged"}}) + "\n")
+    reports = cli.read_reports(tmp_path)
+    assert reports == {
+        "garden": cli.DeviceReport(images=9, versions=versions, rounds=2, last_error="round 2: it diverged"),
+        "shed": cli.DeviceReport(images=3, last_error="has no images"),
+    }
+    with pytest.raises(InputError, match="is not the run folder of a fleet"):
+        cli.read_reports(tmp_path / "other")
