@@ -183,14 +183,14 @@ def make_screen(*, terminal: bool) -> PlainConsole:
 
 @contextmanager
 def log_to(folder: Path, screen: PlainConsole) -> Iterator[None]:
-    """Log to the console and to ``run.log`` in the run folder."""
+    """Log to the console, and with local times to ``run.log`` in the run folder."""
     file = _LogFile(folder / "run.log")
-    handlers: list[logging.Handler] = [screen.handler(), file]
+    handlers: dict[logging.Handler, str] = {screen.handler(): "%(message)s", file: "%(asctime)s %(message)s"}
     level, propagate = log.level, log.propagate
     log.setLevel(logging.INFO)
     log.propagate = False
-    for handler in handlers:
-        handler.setFormatter(_SanitizingFormatter())
+    for handler, line in handlers.items():
+        handler.setFormatter(_SanitizingFormatter(line, datefmt="%Y-%m-%d %H:%M:%S"))
         log.addHandler(handler)
     try:
         yield

@@ -159,7 +159,8 @@ def test_a_tracker_that_fails_is_told_once_and_ends_no_run(tmp_path):
     overrides += ["partition=iid", "evaluate_every=0", "final_evaluation=none", "measure_resources=false"]
     run([*overrides, f"tracker._target_={__name__}.Broken", f"output_dir={tmp_path}"])
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
-    told = [line for line in (tmp_path / "run.log").read_text().splitlines() if line.startswith("the tracker")]
+    lines = [line.split(" ", 2)[-1] for line in (tmp_path / "run.log").read_text().splitlines()]
+    told = [line for line in lines if line.startswith("the tracker")]
     assert told == [
         "the tracker failed and is disabled for the rest of this run, whose folder has all metrics: ConnectionError: "
         "round 1 [0] is lost"
