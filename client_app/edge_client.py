@@ -136,6 +136,7 @@ class EdgeClient:
             raise RequestRefused(f"the device {problem}")
         check_settings(settings, self.limits, num_images=num_images)
         _bind_run_to_task(settings.states, text)
+        self.limits.check_start(self.states)
         return settings
 
     def _with_local_settings(self, settings: ClientSettings) -> ClientSettings:

@@ -45,6 +45,9 @@ batch: 256 # images of a step
 size: 256 # height and width of an image, in pixels
 threads: {threads}
 minutes: 30 # of training, per round
+# active_hours: 22:00-06:00 # of local time, in which a round may start
+# max_rounds_per_day: 10
+# only_on_power: true # no round on battery (Linux)
 """
 SHARED = """This device shares updates of model weights, the number of its images, its versions of Python, flwr, torch
 and torchvision, and metrics that a run requests (loss, duration). It shares no images, labels, file names or paths."""
