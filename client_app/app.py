@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from flwr.app import Context, Message
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from client_app.edge_client import EdgeClient, safe_error_message
@@ -23,6 +23,8 @@ from fedssl.compat import error_reply
 from fedssl.config.load import parse_client_config
 from fedssl.config.settings import LOSSLESS
 from fedssl.errors import RequestRefused
+from fedssl.fleet.encoders import store_encoder
+from fedssl.wire.delivery import EncoderDelivery
 from fedssl.wire.identity import code_fingerprint, node_info_reply
 from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan
 
@@ -66,6 +68,18 @@ def personalized(message: Message, context: Context) -> Message:
         plan, client.number, folder, request=request, store=client.store
     )
     return Message(encoder.to_content(replace(plan, wire_dtype=LOSSLESS)), reply_to=message)
+
+
+@app.train("encoder")
+@errors_as_replies
+def encoder(message: Message, context: Context) -> Message:
+    """Store an encoder that the server delivers."""
+    client = _client(context)
+    if not isinstance(client, EdgeClient):
+        raise RequestRefused("a simulated client stores no encoder")
+    check_message(message.content, client.limits)
+    store_encoder(EncoderDelivery.from_content(message.content), client.states, authority=client.authority)
+    return Message(RecordDict(), reply_to=message)
 
 
 @app.train()

@@ -7,6 +7,7 @@ The SuperNode's ``--node-config`` has these keys. Only the first is required:
 ``client-name``   name under which the server lists it; the default is the host name
 ``state-path``    folder of the client state; the default is ``fedssl`` in the user's data folder
 ``limits``        file of limits, see `client_app.limits`
+``authority``     certificate of the fleet's authority; encoders are accepted only with a signature of its server
 ``config-dir``    folder of settings beside ``conf/``, whose classes a server may select
 ``threads``       CPU threads
 ``device``        ``auto``, ``cpu`` or ``cuda``
@@ -48,6 +49,7 @@ NODE_CONFIG_KEYS = (
     "client-name",
     "state-path",
     "limits",
+    "authority",
     "config-dir",
     "threads",
     "device",
@@ -75,6 +77,7 @@ class EdgeClient:
     torch_device: str = "auto"
     secure_aggregation_only: bool = False
     limits: Limits = field(default_factory=Limits)
+    authority: Path | None = None
     store: ClassVar[StateStore] = FILE_STORE  # the state is on the disk before the reply is sent
 
     @classmethod
@@ -96,7 +99,7 @@ class EdgeClient:
         if device not in TORCH_DEVICES:
             raise InputError(f"device={device} is unknown; choose one of {', '.join(TORCH_DEVICES)}")
         limits, folder = node_config.get("limits"), node_config.get("config-dir")
-        states = node_config.get("state-path")
+        states, authority = node_config.get("state-path"), node_config.get("authority")
         return cls(
             data_path=_path(node_config["data-path"]),
             states=_path(states) if states else _data_home() / "fedssl",
@@ -107,6 +110,7 @@ class EdgeClient:
             torch_device=device,
             secure_aggregation_only=_flag(node_config, "secure-aggregation-only"),
             limits=read_limits(_path(limits)) if limits else Limits(),
+            authority=_path(authority) if authority else None,
         )
 
     @property

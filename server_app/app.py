@@ -29,6 +29,7 @@ from server_app.build import RunComponents, build_run
 from server_app.checkpoint import StateSchema
 from server_app.compatibility import NO_SERVER_DATA
 from server_app.console import disk_errors_as_run_error, log_to, make_screen
+from server_app.delivery import EncoderSender
 from server_app.evaluator import ResultsByModel
 from server_app.messaging import DelayedExchange, MessageExchange
 from server_app.nodes import federation_size
@@ -187,8 +188,17 @@ def run(
     exchange = make_exchange(grid, settings, is_deployment=components.client_data is None)
     exchange.restore(state.in_flight)
     background = can_evaluate_in_background(components, client_cores)
-    state = TrainingLoop(exchange, components, state, recorder, background=background).run()
+    delivers = components.client_data is None and settings.engine.deliver_every is not None
+    sender = EncoderSender(settings) if delivers else None
+
+    def deliver(state: ServerState, *, ends: bool = False) -> None:
+        if sender is not None and (ends or sender.due(state.round)):
+            sender.send(grid, components.client_manager.clients, state, export_encoders(components, state, recorder))
+
+    state = TrainingLoop(exchange, components, state, recorder, background=background, deliver=deliver).run()
     results_by_model = finish(components, state, settings, recorder)
+    with set_active_stages(components.method, depth=components.context.phases[-1].depth):
+        deliver(state, ends=True)
     if settings.evaluation.personalized:
         trained, epochs = recorder.trained_clients(), settings.evaluation.adaptation_epochs
         with set_active_stages(components.method, depth=components.context.phases[-1].depth):
@@ -218,6 +228,15 @@ def describe_exchange(components: RunComponents) -> str:
     )
 
 
+def export_encoders(components: RunComponents, state: ServerState, recorder: Recorder) -> dict[str, Path]:
+    """Write the encoder of every model into the run folder; return the files by name of the model."""
+    method, files = components.method, {}
+    for name, layers in arrays_by_model(components.context, state).items():
+        load_layers(method, layers)
+        files[name] = recorder.encoder(name, method, components.settings, rounds=state.round)
+    return files
+
+
 def finish(
     components: RunComponents, state: ServerState, settings: Settings, recorder: Recorder
 ) -> tuple[ResultsByModel, ResultsByModel]:
@@ -228,9 +247,7 @@ def finish(
         untrained = build_method(settings.model).to(components.device)
         baselines = components.evaluator.baselines(untrained)
         results_by_model = components.evaluator.evaluate(load_each(method, models), final=True)
-        for name, layers in models.items():
-            load_layers(method, layers)
-            recorder.encoder(name, method, settings, rounds=state.round)
+        export_encoders(components, state, recorder)
     recorder.figures(components.client_data)
     if not baselines:  # no labeled images
         return {}, {}

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from fedssl.atomic_files import (
@@ -191,10 +192,11 @@ class RunFolder:
                 recoveries=self.recoveries,
             )
 
-    def encoder(self, name: str, method: SSLMethod, settings: Settings, *, rounds: int) -> None:
-        """Export the encoder of the model of this name."""
+    def encoder(self, name: str, method: SSLMethod, settings: Settings, *, rounds: int) -> Path:
+        """Export the encoder of the model of this name; return the file."""
+        file = self.folder / f"encoder{model_suffix(name)}.pt"
         save_encoder(
-            self.folder / f"encoder{model_suffix(name)}.pt",
+            file,
             method.encoder,
             settings=settings.model.encoder.values,
             mean=settings.data.mean,
@@ -207,6 +209,7 @@ class RunFolder:
                 "seed": settings.seed,
             },
         )
+        return file
 
     def snapshot_writer(self, round: int) -> SnapshotWriter | None:
         """Return a writer of this round's models; None if no snapshot is due."""

@@ -64,8 +64,10 @@ class TrainingLoop:
         recorder: Recorder,
         *,
         background: bool,
+        deliver: Callable[[ServerState], None] = lambda state: None,
     ) -> None:
         self._exchange, self._components, self._recorder = exchange, components, recorder
+        self._deliver = deliver  # sends the encoders of a state to devices, if that is due
         self.state = state
         self._background_recorder = BackgroundRecorder(components, recorder, state, background=background)
 
@@ -118,6 +120,8 @@ class TrainingLoop:
                 cost=components.costs(phase, clients) if components.costs else None,
             )
         )
+        with set_active_stages(components.method, depth=phase.depth):
+            self._deliver(self.state)
 
     def _current_context(self) -> RoundContext:
         components = self._components

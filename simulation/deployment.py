@@ -61,9 +61,10 @@ def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> None:
             "engine=deployment submits the app from a clone of its repository, which this installation is not; install "
             "fedssl from a clone with pip install -e"
         )
-    if engine.root_certificates:  # the ServerApp has another working directory
-        file = Path(engine.root_certificates).absolute()
-        overrides = [*overrides, f"engine.root_certificates={quote_value(str(file))}"]
+    for name in ("root_certificates", "signing_key", "signing_certificate"):
+        file = getattr(engine, name)
+        if file:  # the ServerApp has another working directory
+            overrides = [*overrides, f"engine.{name}={quote_value(str(Path(file).absolute()))}"]
     with control_api(engine) as control:
         run_id = compat.start_run(control, APP, overrides=shlex.join(overrides))
         print(f"run {run_id} of the SuperLink {engine.address}", flush=True)

@@ -158,6 +158,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
     },
     "engine": {
         "client_cpus": _optional(_integer(1)),
+        "deliver_every": _optional(_integer(0)),
         "client_gpus": _optional(Constraint(minimum=0)),
     },
     "calibration": {

@@ -227,6 +227,9 @@ class EngineSettings:
     root_certificates: str | None = None
     client_cpus: int | None = None
     client_gpus: float | None = None
+    deliver_every: int | None = None  # rounds between two deliveries of the encoder to devices; 0: only at the end
+    signing_key: str | None = None  # file; None: deliveries are not signed
+    signing_certificate: str | None = None  # file
 
 
 @dataclass(frozen=True, kw_only=True)

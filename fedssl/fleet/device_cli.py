@@ -2,6 +2,7 @@
 
     fedssl-device setup KIT images=FOLDER [folder=FOLDER] [states=FOLDER]   check this device, and write its files
     fedssl-device status [folder=FOLDER]                                    check it again, and show what it shares
+    fedssl-device encoder [folder=FOLDER] [output=FILE]                     list delivered encoders, copy the newest
 
 ``folder`` has the key, the certificate, the limits and the SuperNode's configuration; the default is
 ``~/.local/share/fedssl/device``. The private key does not leave it. ``states`` is for what the device keeps between
@@ -27,6 +28,7 @@ from fedssl.atomic_files import write_text
 from fedssl.command_line import run_command
 from fedssl.datasets.image_folder import SUFFIXES
 from fedssl.errors import InputError
+from fedssl.fleet.encoders import stored_encoders
 from fedssl.fleet.keys import new_private_key, public_key_line, write_private
 from fedssl.fleet.kit import Kit, check_server, read_kit
 from fedssl.machine.memory import available_memory, gigabytes
@@ -56,7 +58,7 @@ and torchvision, and metrics that a run requests (loss, duration). It shares no 
 def main() -> int:
     """Entry point; returns the exit status, see `run_command`."""
     options = _parser().parse_args()
-    command = {"setup": setup, "status": status}[options.command]
+    command = {"setup": setup, "status": status, "encoder": encoder}[options.command]
     return run_command("fedssl-device", lambda: command(options))
 
 
@@ -103,6 +105,31 @@ def status(options: argparse.Namespace) -> int:
     checks = list(run_checks(kit, Path(device["images"]), folder))
     print(f"{_table(checks)}\n\n{SHARED}")
     return 0 if all(check.passed for check in checks) else 1
+
+
+def encoder(options: argparse.Namespace) -> int:
+    """List the encoders that the server delivered, or copy the newest."""
+    values = _values(options.values, allowed=("folder", "output"))
+    folder = _folder(values)
+    states = Path(read_device(folder)["states"])
+    found = stored_encoders(states)
+    if not found:
+        raise InputError(f"no encoder was delivered to {states}; the server sends it at the end of a run")
+    rows = [
+        (fields["run_id"], str(fields["round"]), fields["model"], "yes" if fields["signed"] else "no", str(file))
+        for file, fields in found
+    ]
+    print(sanitize(align([("run", "round", "model", "signed", "file"), *rows], left=5), lines=True))
+    if "output" in values:
+        target = Path(values["output"]).expanduser()
+        if target.exists():
+            raise InputError(f"{target} exists; choose another output=")
+        try:
+            target.write_bytes(found[-1][0].read_bytes())
+        except OSError as error:
+            raise InputError(f"{target} cannot be written ({error.strerror}); choose another output=") from error
+        print(f"\nthe newest is copied to {target}; `fedssl-export encoder={target} format=onnx` converts it")
+    return 0
 
 
 def run_checks(kit: Kit, images: Path, folder: Path) -> Iterator[Check]:
@@ -172,13 +199,15 @@ def write_files(kit: Kit, folder: Path, *, images: Path, states: Path) -> None:
         if not (folder / "limits.yaml").exists():
             memory = 0.75 * (available_memory() or 2**31) / 1e9
             write_text(folder / "limits.yaml", LIMITS.format(memory=memory, threads=os.cpu_count() or 1))
-        device = {"name": kit.name, "server": kit.server, "images": str(images), "versions": dict(kit.versions)}
+        device = {"name": kit.name, "server": kit.server, "versions": dict(kit.versions)}
+        device |= {"images": str(images), "states": str(states)}
         write_text(folder / "device.json", json.dumps(device, indent=2) + "\n")
         config = {
             "data-path": images,
             "client-name": kit.name,
             "state-path": states,
             "limits": folder / "limits.yaml",
+            "authority": folder / "ca.crt",
         }
         line = " ".join(f'{name}="{value}"' for name, value in config.items())
         write_text(folder / "node.env", f"SUPERLINK={kit.server}\nNODE_CONFIG={shlex.quote(line)}\n")
@@ -202,7 +231,7 @@ def read_device(folder: Path) -> dict[str, Any]:
         raise InputError(f"{folder} has no device.json; run fedssl-device setup, or give its folder=")
     try:
         device: dict[str, Any] = json.loads(text)
-        kinds = {"name": str, "server": str, "images": str, "versions": dict}
+        kinds = {"name": str, "server": str, "images": str, "states": str, "versions": dict}
         if not all(isinstance(device[key], kind) for key, kind in kinds.items()):
             raise ValueError
     except (ValueError, KeyError, TypeError) as error:
@@ -238,6 +267,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     create = commands.add_parser("setup")
     create.add_argument("kit", metavar="KIT", type=Path)
-    for each in (create, commands.add_parser("status")):
+    for each in (create, commands.add_parser("status"), commands.add_parser("encoder")):
         each.add_argument("values", metavar="KEY=VALUE", nargs="*")
     return parser

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fedssl.fleet.encoders import stored_encoders
 from simulation.sandbox import process_sandbox
 from tests.devices import write_images
 from tests.flower import ENVIRONMENT, ROOT, free_port
@@ -59,4 +60,8 @@ def test_the_tutorial_trains_and_lists_three_devices(tmp_path):
         ("roof", "online", 10, 2),
         ("shed", "online", 11, 2),
     ]
-    assert (tmp_path / "run" / "encoder.pt").is_file()
+    expected = (tmp_path / "run" / "encoder.pt").read_bytes()
+    for name in ("garden", "roof", "shed"):
+        ((file, fields),) = stored_encoders(tmp_path / "devices" / name / "states")
+        assert file.read_bytes() == expected
+        assert fields["signed"]

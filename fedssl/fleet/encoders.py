@@ -1,0 +1,75 @@
+"""Encoders that a server delivered: verified before they are stored, the last two of each run are kept."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedssl.atomic_files import atomic_write, remove, round_file, saved_rounds, write_text
+from fedssl.config.overrides import check_run_id
+from fedssl.errors import InputError, RequestRefused
+from fedssl.export.encoder_file import load_encoder
+from fedssl.fleet.signature import verify
+from fedssl.untrusted import read_text
+from fedssl.wire.delivery import EncoderDelivery
+
+FOLDER = "encoders"  # in the folder of states
+KEPT = 2
+"""Number of encoders per run."""
+
+
+def store_encoder(delivery: EncoderDelivery, states: Path, *, authority: Path | None) -> None:
+    """Verify a delivered encoder and store it; raises `RequestRefused`, and then nothing is stored.
+
+    With the certificate of an ``authority`` the signature of its server is required.
+    """
+    try:
+        check_run_id(delivery.run_id)
+        if authority is not None:
+            verify(
+                delivery.signed_text,
+                delivery.signature,
+                certificate=delivery.certificate,
+                authority=authority.read_bytes(),
+            )
+    except (InputError, ValueError) as error:
+        raise RequestRefused(f"the encoder of round {delivery.round} is refused: {error}") from error
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+        file.write(delivery.content)
+        file.flush()
+        try:
+            load_encoder(file.name)
+        except InputError as error:  # it contains a path
+            raise RequestRefused(f"the encoder of round {delivery.round} is refused: it is damaged") from error
+    folder = states / FOLDER / delivery.run_id
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = {
+        "run_id": delivery.run_id,
+        "round": delivery.round,
+        "model": delivery.model,
+        "sha256": delivery.digest,
+        "signed": authority is not None,
+    }
+    atomic_write(round_file(folder, delivery.round), lambda stream: stream.write(delivery.content))
+    write_text(round_file(folder, delivery.round, "json"), json.dumps(fields, indent=2) + "\n")
+    for round in saved_rounds(folder)[:-KEPT]:
+        remove(round_file(folder, round))
+        remove(round_file(folder, round, "json"))
+
+
+def stored_encoders(states: Path) -> list[tuple[Path, Mapping[str, Any]]]:
+    """Return the files of all stored encoders with their origin, the newest last. Damaged ones are left out."""
+    found = []
+    for file in (states / FOLDER).glob("*/round-*.pt"):
+        try:
+            fields = json.loads(read_text(file.with_suffix(".json")) or "")
+            delivery = EncoderDelivery(
+                run_id=fields["run_id"], round=fields["round"], model=fields["model"], content=file.read_bytes()
+            )
+            if delivery.digest != fields["sha256"]:
+                raise ValueError
+        except (OSError, ValueError, KeyError, TypeError, InputError):
+            continue
+        found.append((file, fields))
+    return sorted(found, key=lambda pair: pair[0].stat().st_mtime)

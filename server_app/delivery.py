@@ -1,0 +1,77 @@
+"""Delivery of the encoder to the devices of a run, during the run and at its end."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fedssl.config.settings import EngineSettings, Settings
+from fedssl.errors import InputError
+from fedssl.fleet.signature import load_signing_key, sign
+from fedssl.untrusted import sanitize_line
+from fedssl.wire.delivery import EncoderDelivery
+from server_app.messaging import MessageExchange
+from server_app.nodes import ClientDirectory
+from strategies.interfaces import GLOBAL, ServerState
+
+log = logging.getLogger("fedssl")
+
+MESSAGE_TYPE = "train.encoder"
+TIMEOUT = 300.0  # seconds without a reply after which the others are not waited for
+
+Signer = Callable[[bytes], bytes]
+
+
+class EncoderSender:
+    """Sender of a run's encoders. Each device receives the model that it started its last update from."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._run_id, self._rounds = settings.recording.run_id, settings.rounds
+        self._every = settings.engine.deliver_every or 0
+        self._sign, self._certificate = load_signer(settings.engine)
+
+    def due(self, round: int) -> bool:
+        """Return whether encoders are delivered after this round, which is not the last one."""
+        return bool(self._every) and round < self._rounds and round % self._every == 0
+
+    def send(self, grid: Grid, clients: ClientDirectory, state: ServerState, files: Mapping[str, Path]) -> None:
+        """Send the encoder file of each client's model, by name of the model, and log who received it."""
+        deliveries = {model: self._delivery(model, file, round=state.round) for model, file in files.items()}
+        contents = {model: delivery.to_content() for model, delivery in deliveries.items()}
+        messages = []
+        for client, node in clients.nodes.items():
+            _, model = state.last_participation.get(client, (0, GLOBAL))
+            messages.append(Message(contents.get(model) or contents[min(contents)], node, MESSAGE_TYPE))
+        names = {clients.nodes[number]: name for name, number in clients.client_ids.items() if number in clients.nodes}
+        received = 0
+        for message, reply in MessageExchange(grid).send_and_receive(messages, timeout=TIMEOUT):
+            if reply.has_error():
+                name, reason = names.get(message.metadata.dst_node_id, ""), sanitize_line(reply.error.reason)
+                log.warning("device %s did not store the encoder: %s", name, reason)
+            else:
+                received += 1
+        log.info("%d of %d devices received the encoder of round %d", received, len(messages), state.round)
+
+    def _delivery(self, model: str, file: Path, *, round: int) -> EncoderDelivery:
+        unsigned = EncoderDelivery(run_id=self._run_id, round=round, model=model, content=file.read_bytes())
+        return replace(unsigned, signature=self._sign(unsigned.signed_text), certificate=self._certificate)
+
+
+def load_signer(engine: EngineSettings) -> tuple[Signer, bytes]:
+    """Return the function that signs, and the certificate of its key; raises `InputError`."""
+    if engine.signing_key is None or engine.signing_certificate is None:
+        if engine.signing_key or engine.signing_certificate:
+            raise InputError("engine.signing_key and engine.signing_certificate belong together; set both or none")
+        return (lambda text: b""), b""
+    key = load_signing_key(Path(engine.signing_key))
+    try:
+        certificate = Path(engine.signing_certificate).read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"engine.signing_certificate={engine.signing_certificate} cannot be read ({error.strerror}); set it to the "
+            "file server.crt of deploy/keys.py"
+        ) from error
+    return (lambda text: sign(text, key)), certificate

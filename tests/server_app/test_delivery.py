@@ -1,0 +1,153 @@
+"""Devices receive the encoder of the run, verify its signature and digest, and keep the last two."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedssl.errors import InputError, RequestRefused
+from fedssl.export import load_encoder
+from fedssl.fleet import device_cli
+from fedssl.fleet.encoders import store_encoder, stored_encoders
+from fedssl.fleet.signature import load_signing_key, sign
+from fedssl.wire.delivery import EncoderDelivery
+from server_app import nodes
+from tests.devices import Devices, context, run_server_app, write_images
+from tests.fleet import DEPLOY
+from tests.server_app.test_edge_clients import SMALL
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("keys")
+    for name in ("fleet", "other"):
+        command = [sys.executable, DEPLOY / "keys.py", folder / name, "--server", "127.0.0.1"]
+        subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+def signing(keys):
+    return [f"engine.signing_key={keys}/server.key", f"engine.signing_certificate={keys}/server.crt"]
+
+
+def run(tmp_path, overrides, **config):
+    """Run two devices, of which the second has ``config``; return the folders of their states."""
+    made = [
+        context(
+            data_path=write_images(tmp_path / "images" / name, 9, seed=seed),
+            client_name=name,
+            state_path=tmp_path / "states" / name,
+            **(config if name == "b" else {}),
+        )
+        for seed, name in enumerate("ab")
+    ]
+    overrides = ["engine=deployment", "engine.address=10.0.0.1:1", "engine.root_certificates=x", *SMALL, *overrides]
+    run_server_app(Devices(*made), [*overrides, "num_clients=2", f"output_dir={tmp_path / 'run'}"])
+    return [tmp_path / "states" / name for name in "ab"]
+
+
+def test_every_device_has_the_encoder_of_the_run(tmp_path, keys, caplog, monkeypatch, capsys):
+    overrides = ["rounds=5", "engine.deliver_every=2", *signing(keys / "fleet")]
+    folders = run(tmp_path, overrides, authority=keys / "fleet" / "ca.crt")
+    expected = (tmp_path / "run" / "encoder.pt").read_bytes()
+    for folder in folders:
+        found = stored_encoders(folder)
+        assert [fields["round"] for _, fields in found] == [4, 5]  # that of round 2 is deleted
+        assert found[-1][0].read_bytes() == expected
+        assert [fields["signed"] for _, fields in found] == [folder.name == "b"] * 2  # a has no authority
+    encoder = load_encoder(found[-1][0])
+    assert encoder(torch.zeros(2, 1, 8, 8)).shape == (2, encoder.feature_dim)
+
+    (tmp_path / "device").mkdir()
+    device = {"name": "b", "server": "x:1", "images": "", "states": str(folders[1]), "versions": {}}
+    (tmp_path / "device" / "device.json").write_text(json.dumps(device))
+    words = ["encoder", f"folder={tmp_path / 'device'}", f"output={tmp_path / 'mine.pt'}"]
+    monkeypatch.setattr("sys.argv", ["fedssl-device", *words])
+    assert device_cli.main() == 0
+    assert "5      global  yes" in capsys.readouterr().out
+    assert (tmp_path / "mine.pt").read_bytes() == expected
+    found[-1][0].write_bytes(b"damaged")
+    assert [fields["round"] for _, fields in stored_encoders(folders[1])] == [4]
+
+
+def test_each_device_receives_the_model_of_its_cluster(tmp_path):
+    overrides = ["rounds=2", "strategy=clustered", "strategy.assign_by=loss", "strategy.num_images=4"]
+    overrides += ["strategy.clusters=2", "clients_per_round=2"]
+    models = []
+    for folder in run(tmp_path, overrides):
+        ((file, fields),) = stored_encoders(folder)
+        name = f"encoder-{fields['model']}.pt"
+        assert file.read_bytes() == (tmp_path / "run" / name).read_bytes()
+        models.append(fields["model"])
+    assert set(models) <= {"0", "1"}
+
+
+@pytest.mark.parametrize("overrides", [[], ["other"]])
+def test_a_device_with_an_authority_refuses_other_signatures(tmp_path, keys, capsys, overrides):
+    overrides = signing(keys / overrides[0]) if overrides else []
+    folders = run(tmp_path, ["rounds=1", *overrides], authority=keys / "fleet" / "ca.crt")
+    assert [len(stored_encoders(folder)) for folder in folders] == [1, 0]
+    reason = "its signature is not from the server of this fleet" if overrides else "it is not signed"
+    output = capsys.readouterr().out
+    assert f"device b did not store the encoder: the encoder of round 1 is refused: {reason}" in output
+    assert "1 of 2 devices received the encoder of round 1" in output
+
+
+@pytest.mark.parametrize("overrides", [["engine.deliver_every=null"]])
+def test_nothing_is_delivered(tmp_path, overrides):
+    assert [stored_encoders(folder) for folder in run(tmp_path, ["rounds=1", *overrides])] == [[], []]
+
+
+def make_delivery(tmp_path, keys):
+    folders = run(tmp_path, ["rounds=1"])
+    ((file, fields),) = stored_encoders(folders[0])
+    unsigned = EncoderDelivery(run_id=fields["run_id"], round=1, model="global", content=file.read_bytes())
+    key = load_signing_key(keys / "fleet" / "server.key")
+    certificate = (keys / "fleet" / "server.crt").read_bytes()
+    return replace(unsigned, signature=sign(unsigned.signed_text, key), certificate=certificate)
+
+
+def test_what_is_not_exactly_what_was_signed_is_refused(tmp_path, keys):
+    good, authority = make_delivery(tmp_path, keys), keys / "fleet" / "ca.crt"
+    store_encoder(EncoderDelivery.from_content(good.to_content()), tmp_path / "good", authority=authority)
+    assert len(stored_encoders(tmp_path / "good")) == 1
+    for changes in ({"round": 2}, {"model": "1"}, {"run_id": "other"}, {"content": good.content + b"x"}):
+        with pytest.raises(RequestRefused, match="its signature is not from the server of this fleet"):
+            store_encoder(replace(good, **changes), tmp_path / "bad", authority=authority)
+    for changes, reason in (
+        ({"run_id": "../up"}, "run_id"),
+        ({"content": b"PK\x03\x04 no archive"}, "it is damaged"),
+    ):
+        with pytest.raises(RequestRefused, match=reason) as error:
+            store_encoder(replace(good, **changes), tmp_path / "bad", authority=None)
+        assert "/tmp" not in str(error.value)
+    assert not (tmp_path / "bad").exists()
+    content = good.to_content()
+    content["encoder-config"]["digest"] = "0" * 64
+    with pytest.raises(ValueError, match="digest"):
+        EncoderDelivery.from_content(content)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["engine.signing_key={keys}/fleet/server.key"], "belong together"),
+        (["engine.signing_key=/no", "engine.signing_certificate=/no"], "engine.signing_key=/no cannot be read"),
+        (
+            ["engine.signing_key={keys}/fleet/server.key", "engine.signing_certificate=/no"],
+            "engine.signing_certificate=/no cannot be read",
+        ),
+    ],
+)
+def test_wrong_keys_are_rejected_before_training(tmp_path, keys, overrides, sentence):
+    with pytest.raises(InputError, match=sentence):
+        run(tmp_path, [override.format(keys=keys) for override in overrides])
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
