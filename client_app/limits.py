@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fedssl.config.settings import ClientSettings
 from fedssl.errors import InputError, RequestRefused
-from fedssl.machine.memory import available_memory, gigabytes
+from fedssl.machine.memory import available_memory, gigabytes, grown_memory
 from fedssl.methods.base import build_method
 from fedssl.untrusted import read_yaml
 from fedssl.wire.messages import TrainPlan
@@ -47,7 +47,7 @@ class Limits:
     def memory_bytes(self) -> int:
         if self.memory is not None:
             return int(self.memory * 1e9)
-        available = available_memory()
+        available = available_memory(reusable=grown_memory())
         return int(_UNKNOWN_MEMORY * 1e9 if available is None else _SHARE * available)
 
     def make_deadline_check(self) -> Callable[[], None]:

@@ -1,10 +1,7 @@
-"""Identity of the two ends: the fingerprint of their source code, and what a node replies to a node-info query."""
+"""Identity of a node: what it replies to a node-info query."""
 
-import functools
-import hashlib
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
@@ -12,19 +9,6 @@ from fedssl.errors import InputError
 from fedssl.wire.messages import METRICS, as_count
 
 NODE_INFO = "node-info"
-
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("client_app", "fedssl", "server_app", "strategies")  # included in Flower's app bundle
-
-
-@functools.cache
-def code_fingerprint() -> str:
-    """Return a hash of all source files of `PACKAGES`, 16 hexadecimal digits."""
-    digest = hashlib.sha256()
-    for package in PACKAGES:
-        for file in sorted((ROOT / package).rglob("*.py")):
-            digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
