@@ -10,7 +10,6 @@ import os
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from client_app.resident_client import ResidentProcessError, forward
 from client_app.simulated import is_simulated
 from fedssl.compat import error_reply
 
@@ -28,9 +27,11 @@ def handle(message: Message, context: Context) -> Message:
         from client_app import handlers  # slow import
 
         return handlers.handle(message, context)
+    from client_app import resident_client  # POSIX only
+
     try:
-        return forward(message, context)
-    except ResidentProcessError as error:
+        return resident_client.forward(message, context)
+    except resident_client.ResidentProcessError as error:
         log.error("%s", error, exc_info=error.__cause__)
         return error_reply(message, str(error))
     except Exception as error:  # the server needs a reply for any failure

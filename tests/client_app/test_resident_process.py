@@ -257,7 +257,7 @@ def test_a_killed_process_is_reported_and_the_next_message_starts_another(
 
     thread = threading.Thread(target=kill)
     thread.start()
-    monkeypatch.setattr(app_module, "forward", lambda *args: forward(*args, supervisor=supervisor))
+    monkeypatch.setattr(resident_client, "forward", lambda *args: forward(*args, supervisor=supervisor))
     reply = app_module.app(message(task(plan, local_epochs=ENDLESS, run_id="killed")), device)
     thread.join()
     reason = "the training process of the device was killed (SIGKILL), perhaps for lack of memory"
@@ -289,7 +289,7 @@ def test_an_unexpected_error_does_not_reveal_its_text(device, monkeypatch, caplo
     def fail(*args):
         raise ValueError("/home/anna")
 
-    monkeypatch.setattr(app_module, "forward", fail)
+    monkeypatch.setattr(resident_client, "forward", fail)
     reply = app_module.app(message(RecordDict()), device)
     assert reply.error.reason == "ValueError; see the log of the device"
     assert "/home/anna" in caplog.text
