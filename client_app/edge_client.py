@@ -35,7 +35,7 @@ from fedssl.atomic_files import write_text
 from fedssl.config.device_task import read_task
 from fedssl.config.settings import ClientSettings, Component
 from fedssl.config.targets import search_folders, searchpath_override
-from fedssl.datasets.image_folder import SUFFIXES
+from fedssl.datasets.image_folder import SUFFIXES, files_digest
 from fedssl.errors import InputError, RequestRefused
 from fedssl.machine.process import default_threads
 from fedssl.untrusted import read_text, sanitize_line
@@ -142,6 +142,10 @@ class EdgeClient:
         _bind_run_to_task(settings.states, text)
         self.limits.check_start(self.states)
         return settings
+
+    def images_digest(self, settings: ClientSettings) -> str:
+        """Return a digest of the device's images, which changes when an image is added, replaced or deleted."""
+        return files_digest(self.data_path, folders=str(settings.data.reader.values["folders"]))
 
     def _with_local_settings(self, settings: ClientSettings) -> ClientSettings:
         threads = min(self.threads or default_threads(settings.data.size), self.limits.threads)

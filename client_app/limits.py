@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from client_app.availability import check_hours, check_power, count_round, parse_hours
 from fedssl.config.settings import ClientSettings
 from fedssl.errors import InputError, RequestRefused
-from fedssl.machine.memory import available_memory, gigabytes
+from fedssl.machine.memory import available_memory, gigabytes, grown_memory
 from fedssl.methods.base import build_method
 from fedssl.untrusted import read_yaml
 from fedssl.wire.messages import TrainPlan
@@ -55,7 +55,7 @@ class Limits:
     def memory_bytes(self) -> int:
         if self.memory is not None:
             return int(self.memory * 1e9)
-        available = available_memory()
+        available = available_memory(reusable=grown_memory())
         return int(_UNKNOWN_MEMORY * 1e9 if available is None else _SHARE * available)
 
     def check_start(self, states: Path) -> None:

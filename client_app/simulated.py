@@ -1,26 +1,29 @@
-"""A simulated client: it runs on the machine of the user who runs the server, and accepts all its requests.
+"""Simulated clients: they run on the machine of the user who runs the server, and accept all its requests.
 
 No message can mark a node as simulated. The mark is an object in the node's configuration, which no command line can
 write and only the engines of this project set, or the fact that this process is a Ray actor, as on Flower's simulation
-runtime and never on a SuperNode.
+runtime and never on a SuperNode. This module imports no torch, see `client_app.app`.
 """
 
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from client_app.state_store import FILE_STORE, StateStore
-from fedssl.wire.identity import NodeInfo
+if TYPE_CHECKING:
+    from client_app.state_store import StateStore
 
 MARKER_KEY = "fedssl-simulation"  # key of the node's configuration
 
 
 @dataclass(frozen=True)
 class SimulationMarker:
-    """Mark that the engines of this project set in the configuration of a node, under `MARKER_KEY`."""
+    """Mark that the engines of this project set in the configuration of a node, under `MARKER_KEY`.
 
-    store: StateStore = FILE_STORE
+    ``store`` None means `client_app.state_store.FILE_STORE`.
+    """
+
+    store: "StateStore | None" = None
 
 
 def is_simulated(node_config: Mapping[str, Any]) -> bool:
@@ -33,25 +36,3 @@ def is_simulated(node_config: Mapping[str, Any]) -> bool:
 def _in_ray_actor() -> bool:
     ray = sys.modules.get("ray")  # an actor's process has imported it
     return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
-
-
-@dataclass(frozen=True)
-class SimulatedClient:
-    """A simulated client."""
-
-    number: int  # partition id
-    partitions: int
-    store: StateStore = FILE_STORE
-
-    @classmethod
-    def read(cls, node_config: Mapping[str, Any]) -> "SimulatedClient":
-        marker = node_config.get(MARKER_KEY, SimulationMarker())  # Flower's own runtime sets none
-        return cls(int(node_config["partition-id"]), int(node_config["num-partitions"]), marker.store)
-
-    @property
-    def name(self) -> str:
-        return str(self.number)
-
-    @property
-    def node_info(self) -> NodeInfo:
-        return NodeInfo(partition=self.number, partitions=self.partitions)

@@ -1,6 +1,6 @@
 """The worker: model, images and optimizer of one process, which all its clients use in turn."""
 
-import functools
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from client_app.local_data import LocalDataSample
 from client_app.state_store import FILE_STORE, StateStore, load_state, save_state
 from fedssl.arrays import Layers
 from fedssl.config.settings import ClientSettings
-from fedssl.datasets.base import load_federated
+from fedssl.datasets.base import forget_images, load_federated
 from fedssl.errors import RequestRefused
 from fedssl.machine.devices import place_images
 from fedssl.machine.process import configure_process
@@ -255,7 +255,24 @@ class ClientWorker:
         return result
 
 
-@functools.lru_cache(maxsize=1)
-def worker_for(settings: ClientSettings) -> ClientWorker:
-    """Return this process's worker for these settings."""
-    return ClientWorker(settings)
+_workers: dict[tuple[ClientSettings, str], ClientWorker] = {}  # at most one
+
+
+def worker_for(settings: ClientSettings, *, images: str = "") -> ClientWorker:
+    """Return this process's worker for these settings. That for other settings is released before, with its memory.
+
+    ``images`` identifies the content of the data set, if it may change while this process runs.
+    """
+    key = (settings, images)
+    if key not in _workers:
+        release_worker()
+        if images:
+            forget_images()
+        _workers[key] = ClientWorker(settings)
+    return _workers[key]
+
+
+def release_worker() -> None:
+    """Release this process's worker, so that the next message builds another."""
+    _workers.clear()
+    gc.collect()  # a model has reference cycles

@@ -1,14 +1,23 @@
-"""Undocumented names of Flower 1.41 for simulations, error replies and the server side of SecAgg+.
+"""Undocumented names of Flower 1.41 for simulations, messages as bytes, error replies and the server side of SecAgg+.
 
 `client_app.compat` and `fedssl.fleet.compat` contain the names that only they need.
 """
 
 import uuid
 
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.common import FitIns, Parameters, parameters_to_ndarrays
 from flwr.common.constant import ErrorCode
-from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from flwr.common.serde import (
+    context_from_proto,
+    context_to_proto,
+    message_from_proto,
+    message_to_proto,
+    recorddict_from_proto,
+    recorddict_to_proto,
+)
+from flwr.proto.message_pb2 import Context as ProtoContext
+from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD, Key
@@ -25,8 +34,12 @@ __all__ = [
     "assign_message_id",
     "content_from_bytes",
     "content_to_bytes",
+    "context_from_bytes",
+    "context_to_bytes",
     "empty_instructions",
     "error_reply",
+    "message_from_bytes",
+    "message_to_bytes",
     "parameters_to_ndarrays",
     "set_task_identity",
     "workflow_records",
@@ -60,6 +73,28 @@ def content_to_bytes(content: RecordDict) -> bytes:
 def content_from_bytes(data: bytes) -> RecordDict:
     """Return the content of a message from `content_to_bytes`."""
     return recorddict_from_proto(ProtoRecordDict.FromString(data))
+
+
+def message_to_bytes(message: Message) -> bytes:
+    """Serialize a message with its metadata."""
+    data: bytes = message_to_proto(message).SerializeToString()
+    return data
+
+
+def message_from_bytes(data: bytes) -> Message:
+    """Return the message from `message_to_bytes`."""
+    return message_from_proto(ProtoMessage.FromString(data))
+
+
+def context_to_bytes(context: Context) -> bytes:
+    """Serialize the context of a node."""
+    data: bytes = context_to_proto(context).SerializeToString()
+    return data
+
+
+def context_from_bytes(data: bytes) -> Context:
+    """Return the context from `context_to_bytes`."""
+    return context_from_proto(ProtoContext.FromString(data))
 
 
 def workflow_records(round: int) -> RecordDict:

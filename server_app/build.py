@@ -27,7 +27,7 @@ from fedssl.schedule.stages import check_phases
 from fedssl.seeding import numpy_generator
 from fedssl.step_cost import TrainingCostMeter
 from fedssl.training import LocalTrainer
-from fedssl.wire.identity import code_fingerprint
+from fedssl.wire.fingerprint import code_fingerprint
 from server_app.calibration import Calibration
 from server_app.collapse_monitor import CollapseMonitor, ServerFeatureExtractor
 from server_app.compatibility import (

@@ -76,7 +76,8 @@ def run_client_app(client_app: ClientApp, message: Message, context: Context) ->
 
 def load_client_app() -> ClientApp:
     """Return the ClientApp of this project."""
-    from client_app.app import app  # slow import
+    import client_app.handlers  # noqa: F401, slow import, which the app leaves to the first message
+    from client_app.app import app
 
     return app
 

@@ -9,7 +9,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 from PIL import Image
 
-from client_app.app import app as client_app
+from client_app import handlers
 from fedssl.compat import RUN_ID, set_task_identity
 from server_app.app import app as server_app
 from simulation.grid import LocalGrid
@@ -33,9 +33,9 @@ def context(**node_config) -> Context:
 
 
 def ask(content: RecordDict, device: Context, kind: str = "train") -> Message:
-    """What the real ClientApp answers on a device."""
+    """What the ClientApp answers on a device, in this process."""
     set_task_identity()
-    return client_app(Message(content, 2, kind), device)
+    return handlers.handle(Message(content, 2, kind), device)
 
 
 def run_server_app(grid: Grid, overrides: Sequence[str]) -> None:
@@ -48,5 +48,5 @@ class Devices(LocalGrid):
     """The local engine's grid, whose nodes are devices with these configurations."""
 
     def __init__(self, *contexts: Context) -> None:
-        super().__init__(client_app, num_clients=len(contexts))
+        super().__init__(handlers.handle, num_clients=len(contexts))
         self._contexts = dict(zip(self.get_node_ids(), contexts, strict=True))

@@ -115,18 +115,16 @@ class Fleet:
         with control_api(port) as control:
             return sum(node.status == "online" for node in control.ListNodes(ListNodesRequest()).nodes_info)
 
-    def working(self, app: str, owner: str) -> list[int]:
-        """Ids of processes in which a SuperLink or SuperNode runs ``flwr-serverapp`` or ``flwr-clientapp``.
+    def working(self, owner: str) -> list[int]:
+        """Ids of processes that have imported torch: the ServerApp of a SuperLink, the resident process of a SuperNode.
 
-        Only those count that have got as far as torch: one that stops earlier has no task yet, and Flower starts
-        another.
+        A ServerApp that stops earlier has no task yet, and Flower starts another.
         """
         found = []
         for pid in self._of(owner):
             with suppress(OSError):
                 pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-                program = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1]
-                if program.endswith(app.encode()) and pages * os.sysconf("SC_PAGE_SIZE") > TORCH:
+                if pages * os.sysconf("SC_PAGE_SIZE") > TORCH:
                     found.append(pid)
         return found
 
@@ -141,14 +139,23 @@ class Fleet:
                     os.kill(pid, signal.SIGKILL)
 
     def _of(self, owner: str) -> list[int]:
-        """Processes that work for a SuperLink or SuperNode: they know its address, and have sessions of their own."""
+        """Processes that work for a SuperLink or SuperNode: they know its address, and have sessions of their own.
+
+        Resident processes of devices know the id of a process that does.
+        """
         address = b"\0".join([b"--runtime-api-address", f"127.0.0.1:{self.ports[owner]}".encode(), b""])
-        found = []
+        commands = {}
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                if address in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
-        return found
+                commands[int(entry.name)] = (entry / "cmdline").read_bytes()
+        found = {pid for pid, command in commands.items() if address in command}
+        owned = tuple(f"/fedssl-{os.getuid()}/{pid}-".encode() for pid in found)
+        resident = {
+            pid
+            for pid, command in commands.items()
+            if b"client_app.resident_process" in command and any(folder in command for folder in owned)
+        }
+        return sorted(found | resident)
 
     def wait_for_nodes(self, number: int) -> None:
         until(lambda: self.online() == number, f"{number} SuperNodes are there", self.superlink)

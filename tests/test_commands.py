@@ -154,7 +154,17 @@ def test_python_of_the_readme(workspace: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_limits_of_the_devices_page(tmp_path: Path) -> None:
     (block,) = (block for block in BLOCKS if block.language == "yaml")
     (tmp_path / "limits.yaml").write_text(block.text)
-    limits = Limits(memory=2.0, epochs=20, batch=256, size=128, threads=2, minutes=15)
+    limits = Limits(
+        memory=2.0,
+        epochs=20,
+        batch=256,
+        size=128,
+        threads=2,
+        minutes=15,
+        active_hours="22:00-06:00",
+        max_rounds_per_day=10,
+        only_on_power=True,
+    )
     assert read_limits(tmp_path / "limits.yaml") == limits
 
 

@@ -80,6 +80,11 @@ def load_federated(data: DataSettings) -> ImageData:
     return image_data
 
 
+def forget_images() -> None:
+    """Read all images again at the next call, because files have changed."""
+    _read_split.cache_clear()
+
+
 def check_data_settings(data: DataSettings) -> None:
     """Validate the settings of a data set, before an image is read."""
     names = ("channels", "size", "mean", "std", "limit", "test_limit", "num_classes")

@@ -12,6 +12,7 @@ either layout. The setting ``folders`` gives the meaning of a subfolder:
 Images are sorted by path.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,16 @@ def read(
             decode(batches, buffer, max_pixels=max_pixels)
         warnings = unreadable_summary(buffer.unreadable, lambda index: str(files[index]), count=count)
     return _image_data(buffer.images, file_list.at(buffer.readable), warnings)
+
+
+def files_digest(path: Path, *, folders: str) -> str:
+    """Return a digest of the names, sizes and modification times of the training images without a holdout."""
+    file_list = _of_split("train", path, folders=folders, test_fraction=0.0)
+    hashed = hashlib.sha256()
+    for file in file_list.files if file_list else ():
+        status = file.stat()
+        hashed.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="surrogateescape"))
+    return hashed.hexdigest()
 
 
 def _of_split(split: str, root: Path, *, folders: str, test_fraction: float) -> FileList | None:

@@ -1,6 +1,7 @@
 """Available memory, and slots of it for large images, which all processes of the user on a host share."""
 
 import fcntl
+import functools
 import os
 import sys
 import tempfile
@@ -17,16 +18,41 @@ _SHARE = 4  # large images use at most one part in four of the available memory
 _PATIENCE = 0.01  # seconds between two attempts
 
 
-def available_memory() -> int | None:
-    """Return the bytes that can be used without swapping; None if unknown (not Linux)."""
+def available_memory(*, reusable: int = 0) -> int | None:
+    """Return the bytes that can be used without swapping; None if unknown (not Linux).
+
+    ``reusable`` bytes are held by this process, and count as available.
+    """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    limits = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    limits = [int(line.split()[1]) * 1024 + reusable for line in lines if line.startswith("MemAvailable:")]
     with suppress(OSError, ValueError):  # no limit, or "max"
         limits.append(int(_LIMIT.read_text(encoding="ascii")))
     return min(limits, default=None)
+
+
+def grown_memory() -> int:
+    """Return by how many bytes this process has grown since the first call; 0 if unknown (not Linux).
+
+    A process that works repeatedly reuses what it has kept: freed memory, a model and images.
+    """
+    return max(0, _private_memory() - _first_private_memory())
+
+
+@functools.cache
+def _first_private_memory() -> int:
+    return _private_memory()
+
+
+def _private_memory() -> int:
+    """Return the resident memory of this process that is no mapped file."""
+    try:
+        _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text(encoding="ascii").split())
+    except OSError:
+        return 0
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_memory() -> int:

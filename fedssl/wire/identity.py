@@ -1,13 +1,10 @@
-"""Identity of the two ends: the fingerprint of their source code, and what a node replies to a node-info query."""
+"""Identity of a node: what it replies to a node-info query."""
 
-import functools
-import hashlib
 import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from pathlib import Path
 
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
@@ -18,19 +15,6 @@ from fedssl.wire.messages import METRICS, as_count
 NODE_INFO = "node-info"
 
 COMPARED_PACKAGES = ("flwr", "torch", "torchvision")
-
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("client_app", "fedssl", "server_app", "strategies")  # included in Flower's app bundle
-
-
-@functools.cache
-def code_fingerprint() -> str:
-    """Return a hash of all source files of `PACKAGES`, 16 hexadecimal digits."""
-    digest = hashlib.sha256()
-    for package in PACKAGES:
-        for file in sorted((ROOT / package).rglob("*.py")):
-            digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)

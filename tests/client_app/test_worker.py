@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from client_app import worker
 from fedssl.config.load import compose
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import (
@@ -70,3 +71,19 @@ def test_a_strategy_that_forgets_to_load_the_model_is_reported(tmp_path, monkeyp
     assert len(federation.report.clients) == 1
     assert all(MOVED_OUT in reason for reason in federation.report.dropped.values())
     assert len(federation.report.dropped) == 2
+
+
+def test_another_worker_is_released_before_the_next_is_built(monkeypatch):
+    """Both need memory for images and a model. Images that have changed are read again."""
+    forgotten = []
+    monkeypatch.setattr(worker, "_workers", {})
+    monkeypatch.setattr(worker, "ClientWorker", lambda settings: (settings, dict(worker._workers)))
+    monkeypatch.setattr(worker, "forget_images", lambda: forgotten.append(True))
+    first = worker.worker_for("a")
+    assert worker.worker_for("a") is first
+    assert worker.worker_for("b") == ("b", {})
+    assert not forgotten
+    changed = worker.worker_for("b", images="1")
+    assert worker.worker_for("b", images="1") is changed
+    assert changed == ("b", {})
+    assert len(forgotten) == 1

@@ -11,6 +11,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
+from client_app.resident_folder import Supervisor
 from fedssl.errors import InputError
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run as simulate
@@ -75,6 +76,10 @@ def test_a_fleet_and_the_simulation_are_bit_identical(image_folders, tmp_path):
         assert status == 0, output
         assert f"the run folder is {tmp_path / 'fleet'}\n" in output
         refused(running)  # no client trained on its images
+        [resident] = running.working("a")  # one for all rounds
+        process = Supervisor.of(resident)
+        running.nodes["a"].terminate()
+        until(lambda: not process.is_alive(), "the resident process has ended with its SuperNode")
         check_the_public_port(running)
     assert equal(layers(tmp_path / "simulation"), layers(tmp_path / "fleet"))
     assert json.loads((tmp_path / "fleet" / "devices.json").read_text()) == numbers
@@ -144,7 +149,7 @@ def test_a_run_survives_failures_of_its_devices(image_folders, tmp_path):
             return len(rows(run))
 
         def signal_clients(number):
-            for pid in running.working("flwr-clientapp", "a"):
+            for pid in running.working("a"):
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
 
@@ -155,11 +160,11 @@ def test_a_run_survives_failures_of_its_devices(image_folders, tmp_path):
         until(lambda: took_part(run, 0, after=0) and took_part(run, 1, after=0), "devices a and b took part")
         reason = "it failed with InputError; see the log of the device"
         until(lambda: any(row["dropped"].get("2") == reason for row in rows(run)), "c has raised")
-        until(missed, "a round ends without a, whose ClientApp hangs")
+        until(missed, "a round ends without a, whose resident process hangs")
         signal_clients(signal.SIGKILL)
         before = last()
-        until(lambda: took_part(run, 0, after=before), "a takes part again after its ClientApp was killed")
-        until(lambda: bool(running.working("flwr-clientapp", "a")), "a is in a round")
+        until(lambda: took_part(run, 0, after=before), "a takes part again after its resident process was killed")
+        until(lambda: bool(running.working("a")), "a has another resident process")
         running.kill("a")
         before = last()
         until(lambda: last() > before + 1, "rounds end without the SuperNode of a")
@@ -207,7 +212,7 @@ def test_a_run_is_resumed_after_its_superlink_and_serverapp_were_killed(image_fo
         assert before < 5
         fedssl = running.submit(f"resume={run}")
         until(lambda: len(rows(run)) > before, "a round has ended", fedssl)
-        (server,) = running.working("flwr-serverapp", "superlink")
+        (server,) = running.working("superlink")
         os.kill(server, signal.SIGKILL)
         output = fedssl.communicate()[0]
         assert fedssl.returncode == 1, output

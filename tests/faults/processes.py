@@ -100,7 +100,7 @@ def play_fleet(number: int, folder: Path) -> str:
             running.kill("superlink")
             running.start_superlink()
         else:
-            for pid in running.working("flwr-serverapp", "superlink"):
+            for pid in running.working("superlink"):
                 os.kill(pid, signal.SIGKILL)
         output = process.communicate(timeout=PATIENCE)[0]
         if end == "supernode":  # the device is dropped, or takes part again

@@ -423,13 +423,13 @@ def test_a_client_that_lost_what_it_kept_sits_out_a_round_and_then_receives_ever
 
 def test_clients_start_at_every_process_from_files_alone(tmp_path):
     """The same bits when the model object of the clients is new in every round."""
-    from client_app.worker import worker_for
+    from client_app.worker import release_worker
 
     overrides = ("strategy=euc", "method=byol", "num_clients=2", "run_id=one")
     usual, forgetful = Federation(tmp_path / "a", *overrides), Federation(tmp_path / "b", *overrides)
     for _ in range(5):
         expected = usual.run(1)
-        worker_for.cache_clear()
+        release_worker()
         layers = forgetful.run(1)
         assert all(np.array_equal(layers[name], expected[name]) for name in expected)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from client_app.worker import worker_for
+from client_app.worker import release_worker
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused
 from fedssl.machine import cuda_graphs, devices
@@ -186,7 +186,7 @@ def test_a_run_whose_clients_record_gives_the_same_bits(monkeypatch, tmp_path):
     recorder = Recorder()
     monkeypatch.setattr(cuda_graphs, "capture_on_gpu", lambda: recorder)
     layers = Federation(tmp_path / "recorded", *overrides, "cuda_graphs=true").run(2)
-    worker_for.cache_clear()
+    release_worker()
     assert recorder.recorded >= 1
     assert recorder.replayed > 10 * recorder.recorded
     assert layers.keys() == expected.keys()

@@ -16,3 +16,15 @@ def test_no_more_than_a_container_may_have(monkeypatch, tmp_path):
 
 def test_in_words():
     assert [gigabytes(number) for number in (12_288_000_000, 100_000_000, 1_500_000)] == ["12.3 GB", "0.1 GB", "1.5 MB"]
+
+
+def test_memory_that_the_process_has_kept_is_available(monkeypatch, tmp_path):
+    """The limit of a container is one of all memory, to which nothing is added."""
+    monkeypatch.setattr(memory, "_LIMIT", tmp_path / "none")
+    assert available_memory(reusable=2**50) > 2**50
+    (tmp_path / "none").write_text("1000")
+    assert available_memory(reusable=2**50) == 1000
+    before = memory.grown_memory()
+    kept = b"x" * 2**26
+    assert memory.grown_memory() - before > 2**25
+    del kept
