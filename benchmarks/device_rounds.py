@@ -67,10 +67,11 @@ def main() -> None:
         rounds, training, memory = measure(form, nodes=arguments.nodes, rounds=arguments.rounds)
         overhead = statistics.median(rounds[1:]) - training
         base = base or overhead
+        spread = f"{min(rounds[1:]):.1f} to {max(rounds[1:]):.1f}; first {rounds[0]:.1f}"
+        missed = "*" if overhead > TARGET * base else ""
         print(
-            f"{form:10}{statistics.median(rounds[1:]):6.1f} s per round ({min(rounds[1:]):.1f} to {max(rounds[1:]):.1f}; "
-            f"first {rounds[0]:.1f}), training {training:.1f} s, overhead {overhead:.1f} s"
-            f"   {overhead / base:.2f}{'*' if overhead > TARGET * base else ''}",
+            f"{form:10}{statistics.median(rounds[1:]):6.1f} s per round ({spread}), training {training:.1f} s, "
+            f"overhead {overhead:.1f} s   {overhead / base:.2f}{missed}",
             flush=True,
         )
         for name, (rss, pss) in memory.items():
