@@ -68,6 +68,7 @@ def load_handler() -> Handler:
     """Return the function that receives a context and a message, and returns the reply and the context's state."""
     from client_app import handlers  # slow import
     from fedssl.compat import content_to_bytes, context_from_bytes, message_from_bytes, message_to_bytes
+    from fedssl.machine.process import return_freed_memory
 
     def handle(receive: Callable[[], bytes], on_step_start: Callable[[], None]) -> tuple[bytes, bytes]:
         context, message = context_from_bytes(receive()), message_from_bytes(receive())
@@ -75,6 +76,8 @@ def load_handler() -> Handler:
             reply = message_to_bytes(handlers.handle(message, context, on_step_start=on_step_start))
         except Exception as error:  # for example a reply that is too long
             reply = message_to_bytes(handlers.failure_reply(message, context, error))
+        del message
+        return_freed_memory()
         return reply, content_to_bytes(context.state)
 
     return handle

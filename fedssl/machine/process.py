@@ -7,7 +7,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from inspect import unwrap
 from typing import TYPE_CHECKING
 
@@ -68,6 +68,12 @@ def tune_allocator() -> bool:
         return False
     wanted = {_M_MMAP_THRESHOLD: 2**31 - 1, _M_TRIM_THRESHOLD: 2**31 - 1, _M_ARENA_MAX: 1}
     return all(mallopt(parameter, value) for parameter, value in wanted.items())
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the kernel, which `tune_allocator` keeps, before the process is idle (glibc only)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def configure_process(machine: MachineSettings) -> "torch.device":

@@ -79,6 +79,7 @@ def test_a_fleet_and_the_simulation_are_bit_identical(image_folders, tmp_path):
         [resident] = running.working("a")  # one for all rounds
         process = Supervisor.of(resident)
         running.nodes["a"].terminate()
+        running.nodes["a"].wait()
         until(lambda: not process.is_alive(), "the resident process has ended with its SuperNode")
         check_the_public_port(running)
     assert equal(layers(tmp_path / "simulation"), layers(tmp_path / "fleet"))
