@@ -7,6 +7,7 @@ simulated is an edge client.
 import logging
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +24,12 @@ from fedssl.config.load import parse_client_config
 from fedssl.config.settings import LOSSLESS
 from fedssl.errors import RequestRefused
 from fedssl.fleet.encoders import store_encoder
+from fedssl.fleet.history import record
 from fedssl.wire.delivery import EncoderDelivery
 from fedssl.wire.fingerprint import code_fingerprint
 from fedssl.wire.identity import node_info_reply
 from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan
+from fedssl.wire.records import content_bytes
 
 log = logging.getLogger("fedssl")
 
@@ -59,6 +62,8 @@ def failure_reply(message: Message, context: Context, error: Exception) -> Messa
         log.debug("the client failed", exc_info=error)
     else:
         log.error("%s", reason, exc_info=None if isinstance(error, RequestRefused) else error)
+        with suppress(Exception):  # the configuration of the node may be the error
+            record(EdgeClient.read(context.node_config).states, "refused", reason=str(error))
         reason = safe_error_message(error)
     return error_reply(message, reason)
 
@@ -84,22 +89,30 @@ def _encoder_reply(message: Message, context: Context) -> Message:
     if not isinstance(client, EdgeClient):
         raise RequestRefused("a simulated client stores no encoder")
     check_message(message.content, client.limits)
-    store_encoder(EncoderDelivery.from_content(message.content), client.states, authority=client.authority)
+    delivery = EncoderDelivery.from_content(message.content)
+    store_encoder(delivery, client.states, authority=client.authority)
+    log.info("run %s: the encoder of round %d is stored", delivery.run_id, delivery.round)
+    record(client.states, "encoder stored", run=delivery.run_id, round=delivery.round, bytes=len(delivery.content))
     return Message(RecordDict(), reply_to=message)
 
 
 def _train_reply(message: Message, context: Context, on_step_start: StepHook) -> Message:
     """Unpack the plan, train on this node's images and pack the update, or run a stage of secure aggregation."""
+    client = _client(context)
     if is_secure(message):
         return secagg_reply(message, context, lambda message, context: _train(message, context, on_step_start))
-    client = _client(context)
     if isinstance(client, EdgeClient) and client.secure_aggregation_only:
         raise RequestRefused(
             "this device takes part in secure aggregation only (secure-aggregation-only); set "
             "secure_aggregation=secagg_plus"
         )
     plan, update = _train(message, context, on_step_start)
-    return Message(update.to_content(plan), reply_to=message)
+    content = update.to_content(plan)
+    if isinstance(client, EdgeClient):
+        num_bytes = content_bytes(content)
+        log.info("round %d: an update of %d bytes leaves this device", plan.round, num_bytes)
+        record(client.states, "update sent", round=plan.round, bytes=num_bytes)
+    return Message(content, reply_to=message)
 
 
 def _train(message: Message, context: Context, on_step_start: StepHook) -> tuple[TrainPlan, ClientUpdate]:
@@ -126,13 +139,20 @@ def _train_on_device(plan: TrainPlan, client: EdgeClient, on_step_start: StepHoo
         on_step_start()
         check_deadline()
 
+    run = settings.states.name
+    log.info("run %s, round %d: %d epochs of training are requested", run, plan.round, settings.training.epochs)
     try:
-        return worker_for(settings, images=client.images_digest(settings)).train(
+        update = worker_for(settings, images=client.images_digest(settings)).train(
             plan, client.number, settings.states / client.name, store=client.store, on_step_start=before_step
         )
     except BaseException:
         release_worker()
         raise
+    images, seconds, loss = update.num_examples, update.seconds or 0.0, update.train_loss
+    log.info("run %s, round %d: trained on %s images in %.0f s, loss %.4g", run, plan.round, images, seconds, loss)
+    details = {"images": images, "seconds": round(seconds, 1), "loss": loss, "epochs": settings.training.epochs}
+    record(client.states, "trained", run=run, round=plan.round, **details)
+    return update
 
 
 def _client(context: Context) -> EdgeClient | SimulatedClient:

@@ -59,6 +59,8 @@ def main(argv: Sequence[str]) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as below nohup
                 signal.signal(number, end)
+        logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")  # to the SuperNode's log
+        log.setLevel(logging.INFO)
         threading.Thread(target=watch, daemon=True).start()
         serve(listener, load_handler(), idle_seconds=idle_seconds)
         end()

@@ -10,6 +10,7 @@ rounds, by default a folder in ``folder``.
 """
 
 import argparse
+import datetime
 import json
 import os
 import shlex
@@ -29,6 +30,7 @@ from fedssl.command_line import run_command
 from fedssl.datasets.image_folder import SUFFIXES
 from fedssl.errors import InputError
 from fedssl.fleet.encoders import stored_encoders
+from fedssl.fleet.history import FILE, read_history
 from fedssl.fleet.keys import new_private_key, public_key_line, write_private
 from fedssl.fleet.kit import Kit, check_server, read_kit
 from fedssl.machine.memory import available_memory, gigabytes
@@ -36,6 +38,7 @@ from fedssl.text_table import align
 from fedssl.untrusted import read_text, sanitize
 from fedssl.wire.identity import incompatibility, installed_versions
 
+SHOWN_EVENTS = 10
 TIMEOUT = 10.0  # seconds
 MAX_CLOCK_ERROR = 120.0  # seconds; Flower rejects signatures that are more than 300 s old
 MIN_DISK, MIN_MEMORY = 2 * 10**9, 10**9  # bytes
@@ -103,8 +106,24 @@ def status(options: argparse.Namespace) -> int:
         certificate=(folder / "ca.crt").read_bytes(),
     )
     checks = list(run_checks(kit, Path(device["images"]), folder))
-    print(f"{_table(checks)}\n\n{SHARED}")
+    print(f"{_table(checks)}\n\n{SHARED}\n\n{_history(Path(device['states']))}")
     return 0 if all(check.passed for check in checks) else 1
+
+
+def _history(states: Path) -> str:
+    """Return the last events of a device, and how often it trained within a day."""
+    events = read_history(states)
+    if not events:
+        return "No server has sent a message yet."
+    day_ago = (datetime.datetime.now().astimezone() - datetime.timedelta(days=1)).isoformat(timespec="seconds")
+    rounds = sum(event["event"] == "trained" and event["time"] > day_ago for event in events)
+    rows = [
+        (event["time"], event["event"], ", ".join(f"{k}={v}" for k, v in event.items() if k not in ("time", "event")))
+        for event in events[-SHOWN_EVENTS:]
+    ]
+    return f"{rounds} rounds in the last 24 hours. The last events ({FILE}):\n" + sanitize(
+        align(rows, left=3), lines=True
+    )
 
 
 def encoder(options: argparse.Namespace) -> int:

@@ -1,0 +1,35 @@
+"""What a device did, for its owner: one line per message of a server, in ``history.jsonl`` of the folder of states."""
+
+import datetime
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedssl.atomic_files import write_text
+from fedssl.untrusted import read_text
+
+FILE = "history.jsonl"
+MAX_LINES = 1000
+
+
+def record(states: Path, event: str, **details: Any) -> None:
+    """Append an event with the local time; only the last `MAX_LINES` are kept."""
+    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    line = json.dumps({"time": now, "event": event, **details})
+    lines = (read_text(states / FILE) or "").splitlines()[-MAX_LINES + 1 :]
+    states.mkdir(parents=True, exist_ok=True)
+    write_text(states / FILE, "\n".join([*lines, line]) + "\n")
+
+
+def read_history(states: Path) -> list[Mapping[str, Any]]:
+    """Return all events, the newest last. Damaged lines are left out."""
+    events: list[Mapping[str, Any]] = []
+    for line in (read_text(states / FILE) or "").splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and isinstance(event.get("time"), str) and isinstance(event.get("event"), str):
+            events.append(event)
+    return events

@@ -1,0 +1,49 @@
+"""What a device did is recorded for its owner."""
+
+import json
+
+import pytest
+
+from fedssl.fleet import device_cli, history
+from server_app import nodes
+from tests.devices import Devices, context, run_server_app, write_images
+from tests.server_app.test_edge_clients import SMALL
+
+
+def test_training_refusals_and_encoders_are_recorded_and_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
+    (tmp_path / "limits.yaml").write_text("max_rounds_per_day: 2\n")
+    made = [
+        context(data_path=write_images(tmp_path / name, 9), client_name=name, state_path=tmp_path / "states" / name)
+        for name in "ab"
+    ]
+    made[1].node_config["limits"] = str(tmp_path / "limits.yaml")
+    overrides = ["engine=deployment", "engine.address=10.0.0.1:1", "engine.root_certificates=x", *SMALL]
+    overrides += ["rounds=3", "num_clients=2", "aggregation.min_updates=1", f"output_dir={tmp_path / 'run'}"]
+    run_server_app(Devices(*made), overrides)
+    events = history.read_history(tmp_path / "states" / "b")
+    assert [event["event"] for event in events] == [*2 * ["trained", "update sent"], "refused", "encoder stored"]
+    trained = events[0]
+    assert (trained["round"], trained["images"], trained["epochs"]) == (1, 9, 1)
+    assert trained["loss"] > 0
+    (line, *_) = (json.loads(text) for text in (tmp_path / "run" / "clients.jsonl").read_text().splitlines())
+    assert events[1]["bytes"] == line["bytes_up"]
+    assert "2 rounds per day at most" in events[4]["reason"]
+    assert events[5]["bytes"] == (tmp_path / "run" / "encoder.pt").stat().st_size
+
+    text = device_cli._history(tmp_path / "states" / "b")
+    assert text.startswith("2 rounds in the last 24 hours. The last events (history.jsonl):\n")
+    assert len(text.splitlines()) == 7
+    assert device_cli._history(tmp_path / "nothing") == "No server has sent a message yet."
+
+
+@pytest.mark.parametrize("number", [3, 7])
+def test_only_the_last_events_are_kept_and_damaged_lines_are_left_out(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(history, "MAX_LINES", 5)
+    for round in range(number):
+        history.record(tmp_path, "trained", round=round)
+    rounds = [event["round"] for event in history.read_history(tmp_path)]
+    assert rounds == list(range(number))[-5:]
+    with (tmp_path / history.FILE).open("a") as file:
+        file.write('{"event": "trained"}\n[1]\n{"time"')
+    assert [event["round"] for event in history.read_history(tmp_path)] == rounds
