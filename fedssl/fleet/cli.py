@@ -4,16 +4,22 @@
     fedssl-fleet add NAME KEY.pub                             register the key of a device under a name
     fedssl-fleet list [--run FOLDER] [--json]                 all devices: status, last contact, versions, rounds
     fedssl-fleet show NAME [--run FOLDER] [--json]            one device
+    fedssl-fleet watch [--run FOLDER] [--port PORT]           show all devices and alerts until Ctrl-C
     fedssl-fleet remove NAME                                  reject all further requests of a device
     fedssl-fleet rotate NAME KEY.pub                          replace the key of a device
 
 It runs on the server. ``--address`` and ``--certificates`` name the SuperLink; without them the connection ``fleet`` of
-Flower's ``config.toml`` is used. ``--run`` adds what devices reported in a run.
+Flower's ``config.toml`` is used. ``--run`` adds what devices reported in a run. ``watch --port`` serves a page and
+metrics for Prometheus at 127.0.0.1; ``--min-devices``, ``--max-hours`` and ``--alert`` define alerts and the command
+that receives them.
 """
 
 import argparse
+import datetime
 import json
 import os
+import sys
+import time
 import tomllib
 from collections import Counter
 from collections.abc import Sequence
@@ -28,6 +34,7 @@ from fedssl.fleet import compat
 from fedssl.fleet.control import RegisteredDevice, control_api, registered_devices
 from fedssl.fleet.keys import new_private_key, public_key_line, read_public_key
 from fedssl.fleet.kit import make_kit, write_kit
+from fedssl.fleet.watch import AlertHook, FleetView, Thresholds, ViewServer, as_text, make_view
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import FLEET_FILE
 from fedssl.text_table import align
@@ -43,6 +50,7 @@ def main() -> int:
         "add": add,
         "list": list_devices,
         "show": show,
+        "watch": watch,
         "remove": remove,
         "rotate": rotate,
     }
@@ -110,7 +118,7 @@ class DeviceReport:
 
 def list_devices(options: argparse.Namespace) -> str:
     """Return the table of all devices."""
-    rows = _rows(options)
+    rows = _rows(options, options.run)
     if options.json:
         return json.dumps(rows, indent=2)
     if not rows:
@@ -125,16 +133,41 @@ _RUN_COLUMNS = ("images", "rounds", "flwr", "torch", "last error")
 
 def show(options: argparse.Namespace) -> str:
     """Return everything that is recorded of one device."""
-    row = next((row for row in _rows(options) if row["name"] == options.name), None)
+    row = next((row for row in _rows(options, options.run) if row["name"] == options.name), None)
     if row is None:
         raise InputError(f"no device {options.name} is registered; `fedssl-fleet list` shows all")
     return json.dumps(row, indent=2) if options.json else align([(key, _cell(row[key])) for key in row], left=2)
 
 
-def _rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+def watch(options: argparse.Namespace) -> str:
+    """Show the devices on the terminal until Ctrl-C."""
+    columns = ["name", "node", "status", "last contact", *(_RUN_COLUMNS if options.run else ())]
+    thresholds = Thresholds(min_devices=options.min_devices, max_hours=options.max_hours)
+    server = None if options.port is None else ViewServer(options.port, columns)
+    alert, is_terminal = AlertHook(options.alert), sys.stdout.isatty()
+    while True:
+        view = _view(options, thresholds)
+        if server is not None:
+            server.view = view
+        print(("\x1b[H\x1b[2J" if is_terminal else "") + as_text(view, columns), flush=True)
+        alert(view)
+        time.sleep(options.interval)
+
+
+def _view(options: argparse.Namespace, thresholds: Thresholds) -> FleetView:
+    """Return the current view. A SuperLink that does not answer is an alert, since it may restart."""
+    now = datetime.datetime.now().astimezone()
+    run = options.run if options.run and (options.run / FLEET_FILE).exists() else None  # it may start later
+    try:
+        return make_view(_rows(options, run), run, thresholds, now)
+    except InputError as error:
+        return FleetView(time=now, devices=(), alerts=[str(error)])
+
+
+def _rows(options: argparse.Namespace, run: Path | None) -> list[dict[str, Any]]:
     with control_api(_engine(options)) as control:
         devices = registered_devices(control)
-    reports = read_reports(options.run) if options.run else {}
+    reports = read_reports(run) if run else {}
     rows = []
     for device in devices:
         contact = device.last_contact
@@ -144,7 +177,7 @@ def _rows(options: argparse.Namespace) -> list[dict[str, Any]]:
             "status": device.status,
             "last contact": None if contact is None else contact.isoformat(timespec="seconds"),
         }
-        if options.run:
+        if run:
             report = reports.get(device.name, DeviceReport())
             row |= {"images": report.images, "rounds": report.rounds, "last error": report.last_error}
             row |= {package: report.versions.get(package, "") for package in ("flwr", "torch", "torchvision", "python")}
@@ -226,15 +259,22 @@ def _parser() -> argparse.ArgumentParser:
     superlink.add_argument("--address", metavar="HOST:PORT", help="Control API of the SuperLink")
     superlink.add_argument("--certificates", metavar="FILE", help="ca.crt of the fleet")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("invite", "add", "list", "show", "remove", "rotate"):
+    for name in ("invite", "add", "list", "show", "watch", "remove", "rotate"):
         command = commands.add_parser(name, parents=[superlink])
-        if name != "list":
+        if name not in ("list", "watch"):
             command.add_argument("name", metavar="NAME")
         if name in ("add", "rotate"):
             command.add_argument("key", metavar="KEY.pub", type=Path)
-        if name in ("list", "show"):
+        if name in ("list", "show", "watch"):
             command.add_argument("--run", metavar="FOLDER", type=Path, help="run folder with reports of the devices")
+        if name in ("list", "show"):
             command.add_argument("--json", action="store_true")
+        if name == "watch":
+            command.add_argument("--interval", metavar="SECONDS", type=float, default=5.0)
+            command.add_argument("--port", metavar="PORT", type=int, help="of a page and of metrics, at 127.0.0.1")
+            command.add_argument("--min-devices", metavar="K", type=int, help="alert if fewer are online")
+            command.add_argument("--max-hours", metavar="N", type=float, help="alert for a device without contact")
+            command.add_argument("--alert", metavar="COMMAND", help="called with every new alert")
         if name == "invite":
             command.add_argument("--server", metavar="HOST:PORT", required=True, help="address for devices")
             command.add_argument("--with-key", action="store_true", help="create the private key here and register it")

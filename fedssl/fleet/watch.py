@@ -1,0 +1,205 @@
+"""A view of a fleet for its operator: on the terminal, as a local page, and as metrics for Prometheus."""
+
+import datetime
+import html
+import json
+import shlex
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from fedssl.errors import InputError
+from fedssl.runs.jsonl import read_jsonl
+from fedssl.text_table import align
+from fedssl.untrusted import sanitize
+
+Row = Mapping[str, Any]  # of a device, as in `fedssl-fleet list --json`
+
+_METRICS = """# HELP fedssl_device_online Whether the device is connected.
+# TYPE fedssl_device_online gauge
+# HELP fedssl_device_last_contact_seconds Unix time of the last heartbeat.
+# TYPE fedssl_device_last_contact_seconds gauge
+# HELP fedssl_device_images Images that the device reported.
+# TYPE fedssl_device_images gauge
+# HELP fedssl_device_rounds_total Rounds in which an update of the device was used.
+# TYPE fedssl_device_rounds_total counter
+# HELP fedssl_round Last round of the run.
+# TYPE fedssl_round gauge
+# HELP fedssl_bytes_total Bytes of messages of the run, by direction.
+# TYPE fedssl_bytes_total counter
+# HELP fedssl_alerts Number of active alerts.
+# TYPE fedssl_alerts gauge
+"""
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="5"><title>Fleet</title>
+<style>body {{ font: 15px sans-serif; margin: 2em }} td, th {{ padding: .2em 1em .2em 0; text-align: left }}
+.alert {{ color: #b00020 }}</style></head><body><h1>Fleet</h1><p>{time}<br>{progress}</p>{alerts}
+<table><tr>{head}</tr>{rows}</table></body></html>
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """When an alert is active; None disables it."""
+
+    min_devices: int | None = None  # online
+    max_hours: float | None = None  # without contact
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetView:
+    """The state of a fleet at one time."""
+
+    time: datetime.datetime
+    devices: Sequence[Row]
+    alerts: Sequence[str]
+    round: int = 0
+    bytes: Mapping[str, int] = field(default_factory=lambda: {"up": 0, "down": 0})
+
+    @property
+    def progress(self) -> str:
+        """Return the progress of the run."""
+        if not self.round:
+            return "no round yet"
+        return f"round {self.round}; {self.bytes['up']:,} bytes received, {self.bytes['down']:,} bytes sent"
+
+
+def make_view(devices: Sequence[Row], run: Path | None, thresholds: Thresholds, now: datetime.datetime) -> FleetView:
+    """Return the view of devices and of the run folder that they train for."""
+    lines = [] if run is None else read_jsonl(run / "metrics.jsonl")
+    sent = {direction: sum(line[f"bytes_{direction}"] for line in lines) for direction in ("up", "down")}
+    return FleetView(
+        time=now,
+        devices=devices,
+        alerts=find_alerts(devices, thresholds, now),
+        round=max((line["round"] for line in lines), default=0),
+        bytes=sent,
+    )
+
+
+def find_alerts(devices: Sequence[Row], thresholds: Thresholds, now: datetime.datetime) -> list[str]:
+    """Return a sentence for every active alert."""
+    alerts = []
+    online = sum(device["status"] == "online" for device in devices)
+    if thresholds.min_devices is not None and online < thresholds.min_devices:
+        alerts.append(f"{online} devices are online, fewer than {thresholds.min_devices}")
+    if thresholds.max_hours is not None:
+        for device in devices:
+            contact = device["last contact"]
+            hours = None if contact is None else (now - datetime.datetime.fromisoformat(contact)).total_seconds() / 3600
+            if hours is None or hours > thresholds.max_hours:
+                since = "has never connected" if hours is None else f"was last online {hours:.1f} hours ago"
+                alerts.append(f"device {device['name'] or device['node']} {since}")
+    return alerts
+
+
+def as_text(view: FleetView, columns: Sequence[str]) -> str:
+    """Return the view as lines for a terminal."""
+    rows = [columns, *([_cell(device.get(column)) for column in columns] for device in view.devices)]
+    lines = [f"{view.time:%Y-%m-%d %H:%M:%S}  {view.progress}", *(f"ALERT: {alert}" for alert in view.alerts)]
+    return sanitize("\n".join([*lines, align(rows, left=len(columns))]), lines=True)
+
+
+def as_page(view: FleetView, columns: Sequence[str]) -> str:
+    """Return the view as a page that reloads itself."""
+
+    def cells(values: Sequence[str], tag: str) -> str:
+        return "".join(f"<{tag}>{html.escape(sanitize(value))}</{tag}>" for value in values)
+
+    rows = (
+        "<tr>" + cells([_cell(device.get(column)) for column in columns], "td") + "</tr>" for device in view.devices
+    )
+    return _PAGE.format(
+        time=f"{view.time:%Y-%m-%d %H:%M:%S}",
+        progress=html.escape(view.progress),
+        alerts="".join(f'<p class="alert">{html.escape(sanitize(alert))}</p>' for alert in view.alerts),
+        head=cells(columns, "th"),
+        rows="".join(rows),
+    )
+
+
+def as_metrics(view: FleetView) -> str:
+    """Return the view in the text format of Prometheus."""
+    lines = []
+    for device in view.devices:
+        labels = f'{{name={json.dumps(device["name"])},node="{device["node"]}"}}'
+        lines.append(f"fedssl_device_online{labels} {int(device['status'] == 'online')}")
+        if device["last contact"] is not None:
+            contact = datetime.datetime.fromisoformat(device["last contact"]).timestamp()
+            lines.append(f"fedssl_device_last_contact_seconds{labels} {contact:.0f}")
+        if device.get("images") is not None:
+            lines.append(f"fedssl_device_images{labels} {device['images']}")
+        if "rounds" in device:
+            lines.append(f"fedssl_device_rounds_total{labels} {device['rounds']}")
+    lines.append(f"fedssl_round {view.round}")
+    lines += [f'fedssl_bytes_total{{direction="{direction}"}} {count}' for direction, count in view.bytes.items()]
+    lines.append(f"fedssl_alerts {len(view.alerts)}")
+    return _METRICS + "\n".join(lines) + "\n"
+
+
+class ViewServer:
+    """Server of the latest view at 127.0.0.1: the page at ``/`` and the metrics at ``/metrics``."""
+
+    def __init__(self, port: int, columns: Sequence[str]) -> None:
+        self.view: FleetView | None = None
+        try:
+            self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(lambda: self.view, columns))
+        except OSError as error:
+            raise InputError(f"--port={port} cannot be used ({error.strerror}); choose another port") from error
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _handler(view: Callable[[], FleetView | None], columns: Sequence[str]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            """Send the page or the metrics."""
+            latest = view()
+            kinds = {"/": "text/html", "/metrics": "text/plain; version=0.0.4"}
+            kind = kinds.get(self.path)
+            if latest is None or kind is None:
+                self.send_error(503 if latest is None else 404)
+                return
+            content = (as_page(latest, columns) if self.path == "/" else as_metrics(latest)).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Log nothing."""
+
+    return Handler
+
+
+class AlertHook:
+    """Runs a command for every new alert, with the alert as its last argument."""
+
+    def __init__(self, command: str | None) -> None:
+        self._command = [] if command is None else shlex.split(command)
+        self._active: set[str] = set()
+
+    def __call__(self, view: FleetView) -> None:
+        """Run the command for alerts that were not active before. Numbers in an alert do not make it new."""
+        kinds = {"".join(char for char in alert if not char.isdigit()): alert for alert in view.alerts}
+        if self._command:
+            for kind in kinds.keys() - self._active:
+                subprocess.run([*self._command, kinds[kind]], check=False)
+        self._active = set(kinds)
+
+
+def _cell(value: Any) -> str:
+    return "-" if value in (None, "") else str(value)

@@ -1,0 +1,113 @@
+"""The operator's view: alerts, the text, the page and the metrics of a fleet."""
+
+import argparse
+import datetime
+import json
+import sys
+import urllib.error
+import urllib.request
+
+import pytest
+
+from fedssl.errors import InputError
+from fedssl.fleet import cli
+from fedssl.fleet.watch import AlertHook, Thresholds, ViewServer, as_metrics, as_page, as_text, find_alerts, make_view
+from tests.flower import free_port
+
+NOW = datetime.datetime(2026, 11, 25, 12, 0, tzinfo=datetime.UTC)
+DEVICES = [
+    {
+        "name": "garden",
+        "node": 5,
+        "status": "online",
+        "last contact": "2026-11-25T11:59:30+00:00",
+        "images": 9,
+        "rounds": 2,
+    },
+    {"name": "<b>roof</b>", "node": 6, "status": "offline", "last contact": "2026-11-25T02:00:00+00:00", "rounds": 1},
+    {"name": "shed", "node": 7, "status": "registered", "last contact": None},
+]
+COLUMNS = ["name", "node", "status", "last contact", "images"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder after two rounds."""
+    lines = [{"round": number, "seconds": 1.0, "clients": 1, "bytes_up": 100, "bytes_down": 30} for number in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line | {"dropped": {}}) + "\n" for line in lines))
+    return tmp_path
+
+
+def view(run=None, **thresholds):
+    return make_view(DEVICES, run, Thresholds(**thresholds), NOW)
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "alerts"),
+    [
+        ({}, []),
+        ({"min_devices": 1}, []),
+        ({"min_devices": 2}, ["1 devices are online, fewer than 2"]),
+        ({"max_hours": 11}, ["device shed has never connected"]),
+        (
+            {"max_hours": 9.9},
+            ["device <b>roof</b> was last online 10.0 hours ago", "device shed has never connected"],
+        ),
+    ],
+)
+def test_alerts(thresholds, alerts):
+    assert find_alerts(DEVICES, Thresholds(**thresholds), NOW) == alerts
+
+
+def test_text_has_progress_alerts_and_devices(run):
+    lines = as_text(view(run, min_devices=3), COLUMNS).splitlines()
+    assert lines[0] == "2026-11-25 12:00:00  round 2; 200 bytes received, 60 bytes sent"
+    assert lines[1] == "ALERT: 1 devices are online, fewer than 3"
+    assert lines[3].split() == ["garden", "5", "online", "2026-11-25T11:59:30+00:00", "9"]
+    assert lines[5].split() == ["shed", "7", "registered", "-", "-"]
+
+
+def test_page_and_metrics_are_served_on_loopback(run):
+    server = ViewServer(0, COLUMNS)
+    try:
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/")
+        server.view = view(run, max_hours=9)
+        page = urllib.request.urlopen(f"http://127.0.0.1:{server.port}/").read().decode()
+        metrics = urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics").read().decode()
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/other")
+        with pytest.raises(InputError, match=f"--port={server.port} cannot be used"):
+            ViewServer(server.port, COLUMNS)
+    finally:
+        server.close()
+    assert page == as_page(server.view, COLUMNS)
+    assert "&lt;b&gt;roof&lt;/b&gt;" in page
+    assert "<b>" not in page
+    assert metrics == as_metrics(server.view)
+    assert 'fedssl_device_online{name="garden",node="5"} 1\n' in metrics
+    assert 'fedssl_device_online{name="shed",node="7"} 0\n' in metrics
+    assert 'fedssl_device_last_contact_seconds{name="garden",node="5"} 1795607970\n' in metrics
+    assert 'fedssl_device_images{name="garden",node="5"} 9\n' in metrics
+    assert "fedssl_round 2\n" in metrics
+    assert 'fedssl_bytes_total{direction="up"} 200\n' in metrics
+    assert "fedssl_alerts 2\n" in metrics
+    for line in metrics.splitlines():
+        if not line.startswith("#"):
+            assert f"# TYPE {line.partition('{')[0].partition(' ')[0]} " in metrics
+
+
+def test_the_hook_is_called_once_for_each_new_alert(tmp_path):
+    file = tmp_path / "alerts"
+    hook = AlertHook(f'{sys.executable} -c \'import sys; print(sys.argv[1], file=open("{file}", "a"))\'')
+    for thresholds in ({"min_devices": 2}, {"min_devices": 2, "max_hours": 9}, {}, {"min_devices": 2}):
+        hook(view(**thresholds))
+    lines = file.read_text().splitlines()
+    assert sorted(lines[:1] + lines[3:]) == 2 * ["1 devices are online, fewer than 2"]
+    assert sorted(lines[1:3]) == find_alerts(DEVICES, Thresholds(max_hours=9), NOW)
+
+
+def test_a_superlink_that_does_not_answer_is_an_alert(tmp_path):
+    options = argparse.Namespace(run=tmp_path, address=f"127.0.0.1:{free_port()}", certificates=None)
+    (alert,) = cli._view(options, Thresholds()).alerts
+    assert alert.startswith("no SuperLink answers")
