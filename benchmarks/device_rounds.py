@@ -10,6 +10,7 @@ and the memory of idle resident processes. Target: at most 1.3 times the overhea
 """
 
 import json
+import os
 import shutil
 import statistics
 import tempfile
@@ -23,6 +24,7 @@ from tests import flower
 from tests.devices import write_images
 
 TARGET = 1.3
+MARK = f"FEDSSL_BENCHMARK={os.getpid()}"  # in the environment of this benchmark's processes
 IMAGES = 64  # of a device
 EMPTY = """
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -61,6 +63,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     arguments = parser.parse_args()
+    os.environ.update([MARK.split("=")])
     flower.ENVIRONMENT.pop("FLWR_SUPEREXEC_TASK_POLL_INTERVAL")  # which makes tests faster
     base = None
     for form in arguments.forms:
@@ -118,7 +121,8 @@ def sampled_memory() -> Iterator[dict[str, tuple[float, float]]]:
         while not stop.wait(1.0):
             for entry in Path("/proc").glob("[0-9]*"):
                 with suppress(OSError, KeyError, ValueError):
-                    if b"client_app.resident_process" in (entry / "cmdline").read_bytes():
+                    marked = MARK.encode() in (entry / "environ").read_bytes().split(b"\0")
+                    if marked and b"client_app.resident_process" in (entry / "cmdline").read_bytes():
                         lines = (entry / "smaps_rollup").read_text().splitlines()[1:]
                         kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
                         last[int(entry.name)] = (kilobytes["Rss"] / 1024, kilobytes["Pss"] / 1024)

@@ -182,6 +182,7 @@ def test_a_run_survives_failures_of_its_devices(image_folders, tmp_path):
         assert fedssl.returncode == 130, output
         listed = running.flwr("list", "fleet", "--format", "json")
         assert json.loads(listed[listed.index("{") :])["runs"][0]["status"] == "finished:stopped"
+        until((run / "summary.json").exists, "the ServerApp has ended")
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["reason"]) == ("interrupted", "stopped by the SuperLink")
 
