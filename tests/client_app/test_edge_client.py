@@ -97,6 +97,7 @@ def test_a_genuine_plan_is_trained(plan, node, tmp_path):
         "states/mine/a",
         "states/mine/a/round-000001.safetensors",
         "states/mine/.task.json",
+        "states/history.jsonl",
     }
 
 
