@@ -86,7 +86,7 @@ def test_a_fleet_and_the_simulation_are_bit_identical(image_folders, tmp_path):
     assert json.loads((tmp_path / "fleet" / "devices.json").read_text()) == numbers
 
 
-@pytest.mark.slow
+@pytest.mark.heavy  # tests/fedssl/fleet/test_cli.py checks the public port
 def test_devices_reach_only_the_fleet_api(tmp_path):
     with fleet("a") as running:
         check_the_public_port(running)

@@ -57,8 +57,8 @@ def ask(grid, *, seconds):
     return receive(grid, [Message(content, node, "train") for node in grid.get_node_ids()], timeout=120)
 
 
-@pytest.mark.slow
-def test_a_run_joins_a_cluster_and_leaves_it_unchanged(cluster, tmp_path, monkeypatch, capsys):
+def join_and_leave(cluster, tmp_path, monkeypatch, capsys):
+    """A run joins the cluster and leaves it unchanged."""
     overrides = ["engine=ray", f"engine.address={cluster.address}", "num_clients=2", "clients_per_round=1", "rounds=1"]
     overrides += ["local_epochs=1", "dataset.limit=60", "encoder.width=4", "evaluation=none", "final_evaluation=none"]
     monkeypatch.chdir(tmp_path)
@@ -75,7 +75,10 @@ def test_a_run_joins_a_cluster_and_leaves_it_unchanged(cluster, tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_all_gpus_of_all_hosts_are_used_and_a_lost_host_fails_its_clients_of_one_round(cluster):
+def test_a_cluster_is_joined_all_its_gpus_are_used_and_a_lost_host_fails_its_clients_of_one_round(
+    cluster, tmp_path, monkeypatch, capsys
+):
+    join_and_leave(cluster, tmp_path, monkeypatch, capsys)
     with ray_session(gpus=None, address=cluster.address) as hosts:
         assert sorted(hosts, key=lambda host: host.cpus) == [Host(1, 1), Host(2, 2)]
         client, actors = fit_clients(hosts, client_cpus=None, client_gpus=None, threads=4, max_clients=6)

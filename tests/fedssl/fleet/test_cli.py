@@ -9,6 +9,7 @@ import pytest
 from fedssl.errors import InputError
 from fedssl.fleet import cli, device_cli
 from fedssl.fleet.kit import make_kit, read_kit, write_kit
+from tests.deploy.test_fleet import check_the_public_port
 from tests.devices import write_images
 from tests.fleet import fleet
 
@@ -87,6 +88,10 @@ def test_a_device_joins_with_a_kit_and_leaves(running, call, tmp_path, monkeypat
     assert "PRIVATE KEY" in read_kit(tmp_path / "roof.kit").private_key.decode()
     assert stat.S_IMODE((tmp_path / "roof.kit").stat().st_mode) == 0o600
     assert [row["name"] for row in json.loads(call(cli, "list", "--json")[1])] == ["roof"]
+
+
+def test_devices_reach_only_the_fleet_api(running):
+    check_the_public_port(running)
 
 
 def test_setup_reports_what_does_not_fit(tmp_path, running, call):
