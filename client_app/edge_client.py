@@ -39,7 +39,8 @@ from fedssl.datasets.image_folder import SUFFIXES, files_digest
 from fedssl.errors import InputError, RequestRefused
 from fedssl.machine.process import default_threads
 from fedssl.untrusted import read_text, sanitize_line
-from fedssl.wire.identity import NodeInfo, check_device_name, installed_versions
+from fedssl.wire.device import check_device_name, installed_versions
+from fedssl.wire.identity import NodeInfo
 
 log = logging.getLogger("fedssl")
 

@@ -16,7 +16,8 @@ from flwr.serverapp import Grid
 
 from fedssl.errors import InputError, RunError
 from fedssl.untrusted import sanitize_line
-from fedssl.wire.identity import NodeInfo, incompatibility, read_node_info
+from fedssl.wire.device import incompatibility
+from fedssl.wire.identity import NodeInfo, read_node_info
 from server_app.console import log_while_waiting
 from server_app.messaging import MessageExchange
 

@@ -39,7 +39,7 @@ from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import FLEET_FILE
 from fedssl.text_table import align
 from fedssl.untrusted import read_text, read_yaml, sanitize
-from fedssl.wire.identity import check_device_name
+from fedssl.wire.device import check_device_name
 
 
 def main() -> int:

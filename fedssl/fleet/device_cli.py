@@ -27,7 +27,6 @@ from typing import Any
 
 from fedssl.atomic_files import write_text
 from fedssl.command_line import run_command
-from fedssl.datasets.image_folder import SUFFIXES
 from fedssl.errors import InputError
 from fedssl.fleet.encoders import stored_encoders
 from fedssl.fleet.history import FILE, read_history
@@ -36,7 +35,7 @@ from fedssl.fleet.kit import Kit, check_server, read_kit
 from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.text_table import align
 from fedssl.untrusted import read_text, sanitize
-from fedssl.wire.identity import incompatibility, installed_versions
+from fedssl.wire.device import incompatibility, installed_versions
 
 SHOWN_EVENTS = 10
 TIMEOUT = 10.0  # seconds
@@ -172,6 +171,8 @@ def _check_images(images: Path) -> Check:
     if not images.is_dir():
         return Check("images", f"{images} is not a folder", False)
     from PIL import Image
+
+    from fedssl.datasets.image_folder import SUFFIXES  # slow import
 
     files = [file for file in images.rglob("*") if file.suffix.lower() in SUFFIXES]
     unreadable = []

@@ -9,7 +9,6 @@ from typing import Any
 from fedssl.atomic_files import atomic_write, remove, round_file, saved_rounds, write_text
 from fedssl.config.overrides import check_run_id
 from fedssl.errors import InputError, RequestRefused
-from fedssl.export.encoder_file import load_encoder
 from fedssl.fleet.signature import verify
 from fedssl.untrusted import read_text
 from fedssl.wire.delivery import EncoderDelivery
@@ -24,6 +23,8 @@ def store_encoder(delivery: EncoderDelivery, states: Path, *, authority: Path | 
 
     With the certificate of an ``authority`` the signature of its server is required.
     """
+    from fedssl.export.encoder_file import load_encoder  # slow import
+
     try:
         check_run_id(delivery.run_id)
         if authority is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fedssl.errors import InputError
 from fedssl.fleet.keys import write_private
-from fedssl.wire.identity import check_device_name, installed_versions
+from fedssl.wire.device import check_device_name, installed_versions
 
 _MAX_BYTES = 2**20  # of a file in a kit
 

@@ -7,8 +7,6 @@ from typing import TypeVar
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from fedssl.wire.messages import as_count
-
 ENCODER = "encoder"
 _T = TypeVar("_T")
 
@@ -58,12 +56,14 @@ class EncoderDelivery:
             raise ValueError("the encoder is not a file")
         delivery = cls(
             run_id=_typed(record["run-id"], str),
-            round=as_count(record["round"]),
+            round=_typed(record["round"], int),
             model=_typed(record["model"], str),
             content=file.tobytes(),
             signature=_typed(record["signature"], bytes),
             certificate=_typed(record["certificate"], bytes),
         )
+        if not 0 < delivery.round < 2**31:
+            raise ValueError(f"round {delivery.round} does not exist")
         if delivery.digest != record["digest"]:
             raise ValueError("the digest of the encoder is wrong")
         return delivery

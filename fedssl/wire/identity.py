@@ -1,20 +1,15 @@
 """Identity of a node: what it replies to a node-info query."""
 
-import platform
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
-from fedssl.errors import InputError
 from fedssl.untrusted import sanitize_line
+from fedssl.wire.device import COMPARED_PACKAGES, check_device_name
 from fedssl.wire.messages import METRICS, as_count
 
 NODE_INFO = "node-info"
-
-COMPARED_PACKAGES = ("flwr", "torch", "torchvision")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,24 +22,6 @@ class NodeInfo:
     num_images: int | None = None  # of an edge client; None if it participates in secure aggregation only
     versions: Mapping[str, str] = field(default_factory=dict)  # of `COMPARED_PACKAGES` and Python on an edge client
     problem: str = ""  # why the edge client cannot participate, a predicate without paths; empty if it can
-
-
-def installed_versions() -> dict[str, str]:
-    """Return the versions of Python and of `COMPARED_PACKAGES` here."""
-    return {"python": platform.python_version(), **{name: version(name) for name in COMPARED_PACKAGES}}
-
-
-def incompatibility(versions: Mapping[str, str]) -> str:
-    """Return why another machine with these versions cannot work with this one; empty if it can.
-
-    Flower's protocol changes with its minor versions. The server sends this project's code with the run. Another torch
-    or Python may change the last bits of an update.
-    """
-    here = version("flwr")
-    there = versions.get("flwr", here)
-    if here.split(".")[:2] != there.split(".")[:2]:
-        return f"has flwr {there} and flwr {here} is installed here; install the same minor version"
-    return ""
 
 
 def node_info_reply(message: Message, info: NodeInfo) -> Message:
@@ -86,12 +63,3 @@ def _text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{type(value).__name__} instead of a text")
     return sanitize_line(value, max_chars=200)
-
-
-def check_device_name(name: str) -> None:
-    """Raise `InputError` if the name of an edge client cannot name a folder."""
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,39}", name):
-        raise InputError(
-            f"client-name={name[:60]!r} is not a valid client name; use 1 to 40 letters, digits, _, - and ., beginning "
-            "with a letter, a digit or _"
-        )

@@ -14,7 +14,8 @@ from client_app.limits import Limits, read_limits
 from client_app.simulated import MARKER_KEY, is_simulated
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused
-from fedssl.wire.identity import NodeInfo, installed_versions, read_node_info
+from fedssl.wire.device import installed_versions
+from fedssl.wire.identity import NodeInfo, read_node_info
 from fedssl.wire.messages import CONFIG, ClientUpdate
 from fedssl.wire.records import arrays_to_record
 from fedssl.wire.wire_format import WEIGHTS

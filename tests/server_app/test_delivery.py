@@ -130,10 +130,11 @@ def test_what_is_not_exactly_what_was_signed_is_refused(tmp_path, keys):
             store_encoder(replace(good, **changes), tmp_path / "bad", authority=None)
         assert "/tmp" not in str(error.value)
     assert not (tmp_path / "bad").exists()
-    content = good.to_content()
-    content["encoder-config"]["digest"] = "0" * 64
-    with pytest.raises(ValueError, match="digest"):
-        EncoderDelivery.from_content(content)
+    for key, value, reason in (("digest", "0" * 64, "digest"), ("round", -1, "round -1"), ("model", 1, "int instead")):
+        content = good.to_content()
+        content["encoder-config"][key] = value
+        with pytest.raises(ValueError, match=reason):
+            EncoderDelivery.from_content(content)
 
 
 @pytest.mark.parametrize(

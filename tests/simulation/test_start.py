@@ -35,6 +35,12 @@ def test_slow_imports_are_avoided(arguments, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("module", ["fedssl.fleet.cli", "fedssl.fleet.device_cli"])
+def test_commands_of_fleets_start_without_torch(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 @pytest.mark.parametrize("reader", ["true", pytest.param("head -1", marks=pytest.mark.heavy)])
 def test_a_closed_pipe_is_not_an_error(reader):
     shell = f"{sys.executable} -c 'from fedssl.command_line import fedssl; fedssl()' --help | {reader}"
