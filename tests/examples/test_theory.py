@@ -47,6 +47,7 @@ def test_supervised_features_by_hand():
     np.testing.assert_allclose(theory.representability(features), [1, 1, 0], atol=1e-6)
 
 
+@pytest.mark.heavy
 def test_supervised_features_are_those_of_the_two_layer_network():
     """The problem of section 4.2 over both layers, by a general solver."""
     generator = np.random.default_rng(1)

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed; PyTorch for CUDA brings it")
-@pytest.mark.parametrize("forms", ["some", pytest.param("all", marks=pytest.mark.heavy)])
+@pytest.mark.heavy  # Triton's interpreter is slow, and the kernel is off by default
+@pytest.mark.parametrize("forms", ["some", "all"])
 def test_views_of_the_kernel_are_those_of_a_cpu(forms):
     """Compare within 1e-5, in a new process, because Triton selects its interpreter when it is imported."""
     result = subprocess.run(
