@@ -14,8 +14,7 @@ from fedssl.untrusted import read_text
 from fedssl.wire.delivery import EncoderDelivery
 
 FOLDER = "encoders"  # in the folder of states
-KEPT = 2
-"""Number of encoders per run."""
+KEPT = 2  # encoders per run
 
 
 def store_encoder(delivery: EncoderDelivery, states: Path, *, authority: Path | None) -> None:
