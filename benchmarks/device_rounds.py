@@ -4,7 +4,7 @@
 
 Flower starts a process for every message. ``empty`` returns the received model without importing torch, ``process``
 trains in this process, and ``resident`` in the resident process of the device, as fedssl does. Every form is an app of
-its own with the same ServerApp, on a SuperLink and SuperNodes of its own on loopback, without TLS, with Flower's
+its own with the same ServerApp, on a private SuperLink with private SuperNodes on loopback, without TLS, with Flower's
 polling intervals. Prints the median seconds of the rounds after the first, of training in them, and their difference,
 and the memory of idle resident processes. Target: at most 1.3 times the overhead of ``empty``.
 """
@@ -135,7 +135,8 @@ def sampled_memory() -> Iterator[dict[str, tuple[float, float]]]:
         stop.set()
         thread.join()
         if last:
-            result["resident"] = tuple(map(statistics.median, zip(*last.values(), strict=True)))  # type: ignore[assignment]
+            rss, pss = zip(*last.values(), strict=True)
+            result["resident"] = (statistics.median(rss), statistics.median(pss))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def context(**node_config) -> Context:
 
 
 def ask(content: RecordDict, device: Context, kind: str = "train") -> Message:
-    """What the ClientApp answers on a device, in this process."""
+    """Return the reply of a device's ClientApp, handled in this process."""
     set_task_identity()
     return handlers.handle(Message(content, 2, kind), device)
 

@@ -34,7 +34,7 @@ from fedssl.fleet import compat
 from fedssl.fleet.control import RegisteredDevice, control_api, registered_devices
 from fedssl.fleet.keys import new_private_key, public_key_line, read_public_key
 from fedssl.fleet.kit import make_kit, write_kit
-from fedssl.fleet.watch import AlertHook, FleetView, Thresholds, ViewServer, as_text, make_view
+from fedssl.fleet.watch import AlertHook, FleetView, Thresholds, ViewServer, as_cell, as_text, make_view
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import FLEET_FILE
 from fedssl.text_table import align
@@ -108,7 +108,7 @@ def rotate(options: argparse.Namespace) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceReport:
-    """What a run recorded of a device."""
+    """Record of a device in a run."""
 
     images: int | None = None
     versions: dict[str, str] = field(default_factory=dict)
@@ -123,12 +123,14 @@ def list_devices(options: argparse.Namespace) -> str:
         return json.dumps(rows, indent=2)
     if not rows:
         return "no device is registered; create a kit with fedssl-fleet invite, or register a key with fedssl-fleet add"
-    columns = ["name", "node", "status", "last contact", *(_RUN_COLUMNS if options.run else ())]
-    lines = [columns, *([_cell(row[column]) for column in columns] for row in rows)]
+    columns = _columns(options)
+    lines = [columns, *([as_cell(row[column]) for column in columns] for row in rows)]
     return align(lines, left=len(columns))
 
 
-_RUN_COLUMNS = ("images", "rounds", "flwr", "torch", "last error")
+def _columns(options: argparse.Namespace) -> list[str]:
+    of_run = ("images", "rounds", "flwr", "torch", "last error") if options.run else ()
+    return ["name", "node", "status", "last contact", *of_run]
 
 
 def show(options: argparse.Namespace) -> str:
@@ -136,12 +138,12 @@ def show(options: argparse.Namespace) -> str:
     row = next((row for row in _rows(options, options.run) if row["name"] == options.name), None)
     if row is None:
         raise InputError(f"no device {options.name} is registered; `fedssl-fleet list` shows all")
-    return json.dumps(row, indent=2) if options.json else align([(key, _cell(row[key])) for key in row], left=2)
+    return json.dumps(row, indent=2) if options.json else align([(key, as_cell(row[key])) for key in row], left=2)
 
 
 def watch(options: argparse.Namespace) -> str:
     """Show the devices on the terminal until Ctrl-C."""
-    columns = ["name", "node", "status", "last contact", *(_RUN_COLUMNS if options.run else ())]
+    columns = _columns(options)
     thresholds = Thresholds(min_devices=options.min_devices, max_hours=options.max_hours)
     server = None if options.port is None else ViewServer(options.port, columns)
     alert, is_terminal = AlertHook(options.alert), sys.stdout.isatty()
@@ -222,10 +224,6 @@ def _device(name: str, devices: Sequence[RegisteredDevice]) -> RegisteredDevice:
         found = f"{len(named)} devices" if named else "no device"
         raise InputError(f"{found} {name} registered; give a name or node ID of `fedssl-fleet list`")
     return named[0]
-
-
-def _cell(value: Any) -> str:
-    return "-" if value in (None, "") else str(value)
 
 
 def _engine(options: argparse.Namespace) -> EngineSettings:

@@ -264,13 +264,13 @@ def _table(checks: Sequence[Check]) -> str:
     return sanitize(align(rows, left=3), lines=True)
 
 
-def _values(words: Sequence[str], *, allowed: Sequence[str]) -> dict[str, str]:
+def _values(arguments: Sequence[str], *, allowed: Sequence[str]) -> dict[str, str]:
     """Return ``KEY=VALUE`` arguments; raises `InputError` for others."""
     values = {}
-    for word in words:
-        key, _, value = word.partition("=")
+    for argument in arguments:
+        key, _, value = argument.partition("=")
         if key not in allowed or not value:
-            raise InputError(f"{word} is not known; give {' or '.join(f'{name}=FOLDER' for name in allowed)}")
+            raise InputError(f"{argument} is not known; give {' or '.join(f'{name}=FOLDER' for name in allowed)}")
         values[key] = value
     return values
 

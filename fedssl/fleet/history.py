@@ -1,4 +1,4 @@
-"""What a device did, for its owner: one line per message of a server, in ``history.jsonl`` of the folder of states."""
+"""History of a device for its owner: one line per event, in ``history.jsonl`` of the folder of states."""
 
 import datetime
 import json

@@ -99,7 +99,7 @@ def find_alerts(devices: Sequence[Row], thresholds: Thresholds, now: datetime.da
 
 def as_text(view: FleetView, columns: Sequence[str]) -> str:
     """Return the view as lines for a terminal."""
-    rows = [columns, *([_cell(device.get(column)) for column in columns] for device in view.devices)]
+    rows = [columns, *([as_cell(device.get(column)) for column in columns] for device in view.devices)]
     lines = [f"{view.time:%Y-%m-%d %H:%M:%S}  {view.progress}", *(f"ALERT: {alert}" for alert in view.alerts)]
     return sanitize("\n".join([*lines, align(rows, left=len(columns))]), lines=True)
 
@@ -111,7 +111,7 @@ def as_page(view: FleetView, columns: Sequence[str]) -> str:
         return "".join(f"<{tag}>{html.escape(sanitize(value))}</{tag}>" for value in values)
 
     rows = (
-        "<tr>" + cells([_cell(device.get(column)) for column in columns], "td") + "</tr>" for device in view.devices
+        "<tr>" + cells([as_cell(device.get(column)) for column in columns], "td") + "</tr>" for device in view.devices
     )
     return _PAGE.format(
         time=f"{view.time:%Y-%m-%d %H:%M:%S}",
@@ -201,5 +201,6 @@ class AlertHook:
         self._active = set(kinds)
 
 
-def _cell(value: Any) -> str:
+def as_cell(value: Any) -> str:
+    """Return the text of a value in a table."""
     return "-" if value in (None, "") else str(value)

@@ -40,10 +40,10 @@ def processes(supervisor):
     found, mark = [], [str(supervisor.pid).encode(), supervisor.start.encode()]
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
+            arguments = (entry / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"-P" in words and words[5:7] == mark and Supervisor.of(int(entry.name)).is_alive():
+        if b"-P" in arguments and arguments[5:7] == mark and Supervisor.of(int(entry.name)).is_alive():
             found.append(int(entry.name))
     return found
 

@@ -1,5 +1,6 @@
 """Devices receive the encoder of the run, verify its signature and digest, and keep the last two."""
 
+import datetime
 import json
 import subprocess
 import sys
@@ -152,3 +153,17 @@ def test_wrong_keys_are_rejected_before_training(tmp_path, keys, overrides, sent
     with pytest.raises(InputError, match=sentence):
         run(tmp_path, [override.format(keys=keys) for override in overrides])
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_an_expired_certificate_is_refused(tmp_path, keys, monkeypatch):
+    good = make_delivery(tmp_path, keys)
+    later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=826)  # keys.py: 825 days
+
+    class Later(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return later
+
+    monkeypatch.setattr(datetime, "datetime", Later)
+    with pytest.raises(RequestRefused, match="the certificate of its signature has expired"):
+        store_encoder(good, tmp_path / "bad", authority=keys / "fleet" / "ca.crt")

@@ -24,10 +24,10 @@ def running():
 def call(running, monkeypatch, capsys):
     """Return a function that calls one of the commands and returns its status and its output."""
 
-    def call(program, *words):
+    def call(program, *arguments):
         options = ["--address", f"127.0.0.1:{running.port}", "--certificates", str(running.keys / "ca.crt")]
         more = options if program is cli else []
-        monkeypatch.setattr("sys.argv", ["program", *map(str, words), *more])
+        monkeypatch.setattr("sys.argv", ["program", *map(str, arguments), *more])
         status = program.main()
         return status, "".join(capsys.readouterr())
 
@@ -121,7 +121,7 @@ def test_setup_reports_what_does_not_fit(tmp_path, running, call):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("arguments", "sentence"),
     [
         (["setup", "nothing.kit", "images=x"], "nothing.kit does not exist"),
         (["setup", "{file}", "images=x"], "is not a startup kit"),
@@ -133,10 +133,10 @@ def test_setup_reports_what_does_not_fit(tmp_path, running, call):
         (["status", "folder={folder}"], "has no device.json; run fedssl-device setup"),
     ],
 )
-def test_what_a_device_rejects(words, sentence, tmp_path, call):
+def test_what_a_device_rejects(arguments, sentence, tmp_path, call):
     (tmp_path / "file").write_text("no kit")
-    words = [word.format(file=tmp_path / "file", folder=tmp_path) for word in words]
-    status, text = call(device_cli, *words)
+    arguments = [argument.format(file=tmp_path / "file", folder=tmp_path) for argument in arguments]
+    status, text = call(device_cli, *arguments)
     assert status == 2
     assert sentence in text
 
