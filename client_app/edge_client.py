@@ -6,7 +6,7 @@ The SuperNode's ``--node-config`` has these keys. Only the first is required:
 ``data-path``     folder of the images, with or without subfolders of classes, as read by ``dataset=image_folder``
 ``client-name``   name under which the server lists it; the default is the host name
 ``state-path``    folder of the client state; the default is ``fedssl`` in the user's data folder
-``limits``        file of limits, see `client_app.limits`
+``limits``        file of limits, see `fedssl.fleet.limits`
 ``authority``     certificate of the fleet's authority; encoders are accepted only with a signature of its server
 ``config-dir``    folder of settings beside ``conf/``, whose classes a server may select
 ``threads``       CPU threads
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
-from client_app.limits import Limits, check_settings, read_limits
+from client_app.limits import check_settings
 from client_app.state_store import FILE_STORE, StateStore
 from fedssl.atomic_files import write_text
 from fedssl.config.device_task import read_task
@@ -37,6 +37,7 @@ from fedssl.config.settings import ClientSettings, Component
 from fedssl.config.targets import search_folders, searchpath_override
 from fedssl.datasets.image_folder import SUFFIXES, files_digest
 from fedssl.errors import InputError, RequestRefused
+from fedssl.fleet.limits import Limits, read_limits
 from fedssl.machine.process import default_threads
 from fedssl.untrusted import read_text, sanitize_line
 from fedssl.wire.device import check_device_name, installed_versions
@@ -122,7 +123,7 @@ class EdgeClient:
 
     @property
     def node_info(self) -> NodeInfo:
-        num_images, problem = self._count_images()
+        num_images, problem = self.count_images()
         if problem:
             log.error("this device %s (data-path=%s)", problem, self.data_path)
         return NodeInfo(
@@ -136,7 +137,7 @@ class EdgeClient:
     def settings(self, text: str) -> ClientSettings:
         """Return the settings for a task; raises `RequestRefused` for a task beyond the limits."""
         settings = self._with_local_settings(read_task(text, states=self.states, folders=self.folders))
-        num_images, problem = self._count_images()
+        num_images, problem = self.count_images()
         if problem:
             raise RequestRefused(f"the device {problem}")
         check_settings(settings, self.limits, num_images=num_images)
@@ -158,7 +159,7 @@ class EdgeClient:
             data=replace(settings.data, reader=reader, federated="train", train=None, test=None),
         )
 
-    def _count_images(self) -> tuple[int, str]:
+    def count_images(self) -> tuple[int, str]:
         """Return the number of images, and why there are none; empty if there are."""
         if not self.data_path.is_dir():
             return 0, "has no folder of images: its data-path is not a folder"

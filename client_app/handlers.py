@@ -25,11 +25,13 @@ from fedssl.config.settings import LOSSLESS
 from fedssl.errors import RequestRefused
 from fedssl.fleet.encoders import store_encoder
 from fedssl.fleet.history import record
-from fedssl.wire.delivery import EncoderDelivery
+from fedssl.fleet.quality import encoder_quality
+from fedssl.wire.delivery import EncoderDelivery, quality_content
 from fedssl.wire.fingerprint import code_fingerprint
 from fedssl.wire.identity import node_info_reply
 from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan
 from fedssl.wire.records import content_bytes
+from fedssl.wire.secure_aggregation import SECAGG_CONFIG_KEY
 
 log = logging.getLogger("fedssl")
 
@@ -84,23 +86,31 @@ def _personalized_reply(message: Message, context: Context) -> Message:
 
 
 def _encoder_reply(message: Message, context: Context) -> Message:
-    """Store an encoder that the server delivers to a device."""
+    """Store an encoder that the server delivers to a device. The reply has its quality if the owner shares it."""
     client = _client(context)
     if not isinstance(client, EdgeClient):
         raise RequestRefused("a simulated client stores no encoder")
     check_message(message.content, client.limits)
     delivery = EncoderDelivery.from_content(message.content)
-    store_encoder(delivery, client.states, authority=client.authority)
+    file = store_encoder(delivery, client.states, authority=client.authority)
     log.info("run %s: the encoder of round %d is stored", delivery.run_id, delivery.round)
     record(client.states, "encoder stored", run=delivery.run_id, round=delivery.round, bytes=len(delivery.content))
-    return Message(RecordDict(), reply_to=message)
+    content = RecordDict()
+    if client.limits.share_quality:
+        content = quality_content(encoder_quality(file, client.data_path))
+        _count_sent(client, content, "quality sent", run=delivery.run_id, round=delivery.round)
+    return Message(content, reply_to=message)
 
 
 def _train_reply(message: Message, context: Context, on_step_start: StepHook) -> Message:
     """Unpack the plan, train on this node's images and pack the update, or run a stage of secure aggregation."""
     client = _client(context)
     if is_secure(message):
-        return secagg_reply(message, context, lambda message, context: _train(message, context, on_step_start))
+        stage = str(message.content.config_records[SECAGG_CONFIG_KEY].get("stage"))
+        reply = secagg_reply(message, context, lambda message, context: _train(message, context, on_step_start))
+        if isinstance(client, EdgeClient):
+            _count_sent(client, reply.content, "secure aggregation", stage=stage)
+        return reply
     if isinstance(client, EdgeClient) and client.secure_aggregation_only:
         raise RequestRefused(
             "this device takes part in secure aggregation only (secure-aggregation-only); set "
@@ -109,10 +119,17 @@ def _train_reply(message: Message, context: Context, on_step_start: StepHook) ->
     plan, update = _train(message, context, on_step_start)
     content = update.to_content(plan)
     if isinstance(client, EdgeClient):
-        num_bytes = content_bytes(content)
-        log.info("round %d: an update of %d bytes leaves this device", plan.round, num_bytes)
-        record(client.states, "update sent", round=plan.round, bytes=num_bytes)
+        _count_sent(client, content, "update sent", round=plan.round)
     return Message(content, reply_to=message)
+
+
+def _count_sent(client: EdgeClient, content: RecordDict, event: str, **details: int | str) -> None:
+    """Count and record a message that leaves the device; raises `RequestRefused` beyond the budget."""
+    num_bytes = content_bytes(content)
+    client.limits.count_message(client.states, num_bytes)
+    described = ", ".join(f"{name} {value}" for name, value in details.items())
+    log.info("%s (%s): %d bytes leave this device", event, described, num_bytes)
+    record(client.states, event, **details, bytes=num_bytes)
 
 
 def _train(message: Message, context: Context, on_step_start: StepHook) -> tuple[TrainPlan, ClientUpdate]:
@@ -151,6 +168,10 @@ def _train_on_device(plan: TrainPlan, client: EdgeClient, on_step_start: StepHoo
     images, seconds, loss = update.num_examples, update.seconds or 0.0, update.train_loss
     log.info("run %s, round %d: trained on %s images in %.0f s, loss %.4g", run, plan.round, images, seconds, loss)
     details = {"images": images, "seconds": round(seconds, 1), "loss": loss, "epochs": settings.training.epochs}
+    unreadable = 0 if images is None else client.count_images()[0] - images
+    if unreadable:
+        log.info("run %s, round %d: %d images were skipped because they are not readable", run, plan.round, unreadable)
+        details["unreadable"] = unreadable
     record(client.states, "trained", run=run, round=plan.round, **details)
     return update
 

@@ -193,7 +193,9 @@ def run(
 
     def deliver(state: ServerState, *, ends: bool = False) -> None:
         if sender is not None and (ends or sender.due(state.round)):
-            sender.send(grid, components.client_manager.clients, state, export_encoders(components, state, recorder))
+            clients = components.client_manager.clients
+            quality = sender.send(grid, clients, state, export_encoders(components, state, recorder))
+            recorder.register(clients, quality=quality)
 
     state = TrainingLoop(exchange, components, state, recorder, background=background, deliver=deliver).run()
     results_by_model = finish(components, state, settings, recorder)

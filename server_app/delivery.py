@@ -10,9 +10,10 @@ from flwr.serverapp import Grid
 
 from fedssl.config.settings import EngineSettings, Settings
 from fedssl.errors import InputError
+from fedssl.fleet.quality import METRICS, mean_quality
 from fedssl.fleet.signature import load_signing_key, sign
 from fedssl.untrusted import sanitize_line
-from fedssl.wire.delivery import EncoderDelivery
+from fedssl.wire.delivery import EncoderDelivery, read_quality
 from server_app.messaging import MessageExchange
 from server_app.nodes import ClientDirectory
 from strategies.interfaces import GLOBAL, ServerState
@@ -37,8 +38,13 @@ class EncoderSender:
         """Return whether encoders are delivered after this round, which is not the last one."""
         return bool(self._every) and round < self._rounds and round % self._every == 0
 
-    def send(self, grid: Grid, clients: ClientDirectory, state: ServerState, files: Mapping[str, Path]) -> None:
-        """Send the encoder file of each client's model, by name of the model, and log who received it."""
+    def send(
+        self, grid: Grid, clients: ClientDirectory, state: ServerState, files: Mapping[str, Path]
+    ) -> dict[str, float] | None:
+        """Send the encoder file of each client's model, by name of the model, and log who received it.
+
+        Return the mean quality on the images of the devices that share it; None if they are too few.
+        """
         deliveries = {model: self._delivery(model, file, round=state.round) for model, file in files.items()}
         contents = {model: delivery.to_content() for model, delivery in deliveries.items()}
         messages = []
@@ -46,14 +52,27 @@ class EncoderSender:
             _, model = state.last_participation.get(client, (0, GLOBAL))
             messages.append(Message(contents.get(model) or contents[min(contents)], node, MESSAGE_TYPE))
         names = {clients.nodes[number]: name for name, number in clients.client_ids.items() if number in clients.nodes}
-        received = 0
+        received, qualities = 0, []
         for message, reply in MessageExchange(grid).send_and_receive(messages, timeout=TIMEOUT):
+            name = names.get(message.metadata.dst_node_id, "")
             if reply.has_error():
-                name, reason = names.get(message.metadata.dst_node_id, ""), sanitize_line(reply.error.reason)
-                log.warning("device %s did not store the encoder: %s", name, reason)
-            else:
-                received += 1
+                log.warning("device %s did not store the encoder: %s", name, sanitize_line(reply.error.reason))
+                continue
+            received += 1
+            try:
+                quality = read_quality(reply.content, METRICS)
+            except (KeyError, ValueError) as error:
+                log.warning("the quality that device %s reports is invalid: %s", name, sanitize_line(str(error)))
+                continue
+            if quality is not None:
+                qualities.append(quality)
         log.info("%d of %d devices received the encoder of round %d", received, len(messages), state.round)
+        average = mean_quality(qualities)
+        if average is not None:
+            values = ", ".join(f"{metric} {value:.3g}" for metric, value in average.items())
+            log.info("quality on local images, mean over %d devices: %s", len(qualities), values)
+            average |= {"round": state.round, "devices": len(qualities)}
+        return average
 
     def _delivery(self, model: str, file: Path, *, round: int) -> EncoderDelivery:
         unsigned = EncoderDelivery(run_id=self._run_id, round=round, model=model, content=file.read_bytes())

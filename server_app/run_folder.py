@@ -3,7 +3,7 @@
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +67,7 @@ class RunFolder:
         assert settings.folder is not None
         self.folder, self.checkpoints = settings.folder, settings.folder / "checkpoints"
         self._settings, self._rounds = settings, rounds
+        self._quality: Mapping[str, float] = {}
         self._registered: dict[str, Any] = {}  # content of files about edge clients
         self._client_states = ClientStateParts(self.folder)
         self.recoveries: list[str] = []  # damage after which the run resumed from an earlier checkpoint
@@ -118,16 +119,21 @@ class RunFolder:
             raise corrupt_file_error(file, "two names have the same number")
         return client_ids
 
-    def register(self, clients: ClientDirectory) -> None:
-        """Store edge clients: their ids by name, which a resumed run assigns again, and what they reported."""
+    def register(self, clients: ClientDirectory, *, quality: Mapping[str, float] | None = None) -> None:
+        """Store edge clients: their ids by name, which a resumed run assigns again, and what they reported.
+
+        ``quality`` is the mean quality of the newest delivered encoder, None if it is unchanged.
+        """
         if not clients.client_ids:
             return
+        self._quality = quality or self._quality
         reported = {
             "devices": {
                 info.name: {"node": node, "images": info.num_images, "versions": dict(info.versions)}
                 for node, info in clients.info.items()
             },
             "rejected": {str(node): reason for node, reason in clients.rejected.items()},
+            "quality": dict(self._quality),
         }
         for name, content in ((DEVICE_NUMBERS_FILE, dict(clients.client_ids)), (FLEET_FILE, reported)):
             if content != self._registered.get(name):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from client_app.limits import Limits, read_limits
+from fedssl.fleet.limits import Limits, read_limits
 from simulation.cli import run
 from simulation.sandbox import process_sandbox
 from tests.devices import write_images

@@ -1,12 +1,13 @@
 """The command ``fedssl-device``: join a fleet with a device, for its owner.
 
     fedssl-device setup KIT images=FOLDER [folder=FOLDER] [states=FOLDER]   check this device, and write its files
-    fedssl-device status [folder=FOLDER]                                    check it again, and show what it shares
+    fedssl-device status [folder=FOLDER]                                    check it again, and show what it shared
     fedssl-device encoder [folder=FOLDER] [output=FILE]                     list delivered encoders, copy the newest
+    fedssl-device quality [folder=FOLDER]                                   their label-free quality on the local images
 
 ``folder`` has the key, the certificate, the limits and the SuperNode's configuration; the default is
 ``~/.local/share/fedssl/device``. The private key does not leave it. ``states`` is for what the device keeps between
-rounds, by default a folder in ``folder``.
+rounds, by default a folder in ``folder``. ``output=NAME.onnx`` converts the encoder to ONNX.
 """
 
 import argparse
@@ -14,33 +15,27 @@ import datetime
 import json
 import os
 import shlex
-import shutil
-import ssl
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
-from http.client import HTTPSConnection
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedssl.atomic_files import write_text
 from fedssl.command_line import run_command
-from fedssl.errors import InputError
+from fedssl.errors import InputError, RequestRefused
+from fedssl.fleet.availability import read_usage
+from fedssl.fleet.checks import Check, run_checks
 from fedssl.fleet.encoders import stored_encoders
 from fedssl.fleet.history import FILE, read_history
 from fedssl.fleet.keys import new_private_key, public_key_line, write_private
-from fedssl.fleet.kit import Kit, check_server, read_kit
-from fedssl.machine.memory import available_memory, gigabytes
+from fedssl.fleet.kit import Kit, read_kit
+from fedssl.fleet.limits import read_limits
+from fedssl.fleet.quality import METRICS, NUM_IMAGES, encoder_quality
+from fedssl.machine.memory import available_memory
 from fedssl.text_table import align
 from fedssl.untrusted import read_text, sanitize
-from fedssl.wire.device import incompatibility, installed_versions
 
 SHOWN_EVENTS = 10
-TIMEOUT = 10.0  # seconds
-MAX_CLOCK_ERROR = 120.0  # seconds; Flower rejects signatures that are more than 300 s old
-MIN_DISK, MIN_MEMORY = 2 * 10**9, 10**9  # bytes
 
 LIMITS = """# What a server may request of this device. docs/devices.md explains the limits.
 memory: {memory:.1f} # GB, of a message, of the images, and of a training step by estimate
@@ -51,26 +46,20 @@ threads: {threads}
 minutes: 30 # of training, per round
 # active_hours: 22:00-06:00 # of local time, in which a round may start
 # max_rounds_per_day: 10
+# max_megabytes_per_day: 200 # of updates that leave the device
 # only_on_power: true # no round on battery (Linux)
+# share_quality: true # label-free quality of delivered encoders on the local images
 """
 SHARED = """This device shares updates of model weights, the number of its images, its versions of Python, flwr, torch
-and torchvision, and metrics that a run requests (loss, duration). It shares no images, labels, file names or paths."""
+and torchvision, and metrics that a run requests (loss, duration){quality}.
+It shares no images, labels, file names or paths."""
 
 
 def main() -> int:
     """Entry point; returns the exit status, see `run_command`."""
     options = _parser().parse_args()
-    command = {"setup": setup, "status": status, "encoder": encoder}[options.command]
+    command = {"setup": setup, "status": status, "encoder": encoder, "quality": quality}[options.command]
     return run_command("fedssl-device", lambda: command(options))
-
-
-@dataclass(frozen=True)
-class Check:
-    """A check of this device."""
-
-    name: str
-    result: str
-    passed: bool = True
 
 
 def setup(options: argparse.Namespace) -> int:
@@ -87,7 +76,7 @@ def setup(options: argparse.Namespace) -> int:
         return 1
     states = Path(values.get("states", folder / "states")).expanduser().absolute()
     write_files(kit, folder, images=images, states=states)
-    print(f"\n{SHARED}\n\n{folder} has the key and the configuration.")
+    print(f"\n{_shared(folder)}\n\n{folder} has the key and the configuration.")
     if kit.private_key is None:
         print(f"Send {folder / f'{kit.name}.pub'} to the operator, who registers it.")
     print(f"Start the SuperNode:\n\n  {command(folder)}\n")
@@ -105,106 +94,92 @@ def status(options: argparse.Namespace) -> int:
         certificate=(folder / "ca.crt").read_bytes(),
     )
     checks = list(run_checks(kit, Path(device["images"]), folder))
-    print(f"{_table(checks)}\n\n{SHARED}\n\n{_history(Path(device['states']))}")
+    states = Path(device["states"])
+    print(f"{_table(checks)}\n\n{_shared(folder)}\n\n{_budgets(folder, states)}\n\n{_history(states)}")
     return 0 if all(check.passed for check in checks) else 1
 
 
+def _shared(folder: Path) -> str:
+    shares = read_limits(folder / "limits.yaml").share_quality
+    return SHARED.format(quality=", and the quality of encoders (share_quality)" if shares else "")
+
+
+def _budgets(folder: Path, states: Path) -> str:
+    """Return whether a round may start now, and the usage of the last 24 hours."""
+    limits, usage = read_limits(folder / "limits.yaml"), read_usage(states, datetime.datetime.now().astimezone())
+    try:
+        limits.check_now(states)
+        start = "A round may start now."
+    except RequestRefused as reason:
+        start = f"No round starts now: {reason}."
+    rounds, megabytes = limits.max_rounds_per_day, limits.max_megabytes_per_day
+    return (
+        f"{start} In the last 24 hours: {usage.rounds}{'' if rounds is None else f' of {rounds}'} rounds, "
+        f"{usage.bytes / 1e6:.1f}{'' if megabytes is None else f' of {megabytes:g}'} MB sent."
+    )
+
+
 def _history(states: Path) -> str:
-    """Return the last events of a device, and how often it trained within a day."""
+    """Return the last events of a device."""
     events = read_history(states)
     if not events:
         return "No server has sent a message yet."
-    day_ago = (datetime.datetime.now().astimezone() - datetime.timedelta(days=1)).isoformat(timespec="seconds")
-    rounds = sum(event["event"] == "trained" and event["time"] > day_ago for event in events)
     rows = [
         (event["time"], event["event"], ", ".join(f"{k}={v}" for k, v in event.items() if k not in ("time", "event")))
         for event in events[-SHOWN_EVENTS:]
     ]
-    return f"{rounds} rounds in the last 24 hours. The last events ({FILE}):\n" + sanitize(
-        align(rows, left=3), lines=True
-    )
+    return f"The last events ({FILE}):\n" + sanitize(align(rows, left=3), lines=True)
 
 
 def encoder(options: argparse.Namespace) -> int:
-    """List the encoders that the server delivered, or copy the newest."""
+    """List the encoders that the server delivered, or copy or convert the newest."""
     values = _values(options.values, allowed=("folder", "output"))
-    folder = _folder(values)
-    states = Path(read_device(folder)["states"])
-    found = stored_encoders(states)
-    if not found:
-        raise InputError(f"no encoder was delivered to {states}; the server sends it at the end of a run")
+    found = _delivered(read_device(_folder(values)))
     rows = [
         (fields["run_id"], str(fields["round"]), fields["model"], "yes" if fields["signed"] else "no", str(file))
         for file, fields in found
     ]
     print(sanitize(align([("run", "round", "model", "signed", "file"), *rows], left=5), lines=True))
     if "output" in values:
-        target = Path(values["output"]).expanduser()
-        if target.exists():
-            raise InputError(f"{target} exists; choose another output=")
-        try:
-            target.write_bytes(found[-1][0].read_bytes())
-        except OSError as error:
-            raise InputError(f"{target} cannot be written ({error.strerror}); choose another output=") from error
-        print(f"\nthe newest is copied to {target}; `fedssl-export encoder={target} format=onnx` converts it")
+        print(_copy_encoder(found[-1][0], Path(values["output"]).expanduser()))
     return 0
 
 
-def run_checks(kit: Kit, images: Path, folder: Path) -> Iterator[Check]:
-    """Yield the checks of images, memory, disk, versions, connection and clock."""
-    yield _check_images(images)
-    memory = available_memory()
-    if memory is None:
-        yield Check("memory", "unknown on this system")
-    else:
-        yield Check("memory", f"{gigabytes(memory)} available", memory >= MIN_MEMORY)
-    free = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
-    yield Check("disk", f"{gigabytes(free)} free in {folder}", free >= MIN_DISK)
-    versions = installed_versions()
-    problem = incompatibility(kit.versions)
-    listed = ", ".join(f"{package} {version}" for package, version in versions.items())
-    yield Check("versions", f"the server {problem}" if problem else listed, not problem)
-    yield from _check_connection(kit)
+def _delivered(device: Mapping[str, Any]) -> list[tuple[Path, Mapping[str, Any]]]:
+    """Return the delivered encoders as `stored_encoders`, at least one; raises `InputError`."""
+    found = stored_encoders(Path(device["states"]))
+    if not found:
+        raise InputError(f"no encoder was delivered to {device['states']}; the server sends it at the end of a run")
+    return found
 
 
-def _check_images(images: Path) -> Check:
-    if not images.is_dir():
-        return Check("images", f"{images} is not a folder", False)
-    from PIL import Image
+def _copy_encoder(file: Path, target: Path) -> str:
+    """Copy an encoder, or convert it to ONNX if the target has that suffix."""
+    if target.exists():
+        raise InputError(f"{target} exists; choose another output=")
+    if target.suffix == ".onnx":
+        from fedssl.export.cli import run  # slow import
 
-    from fedssl.datasets.image_folder import SUFFIXES  # slow import
-
-    files = [file for file in images.rglob("*") if file.suffix.lower() in SUFFIXES]
-    unreadable = []
-    for file in files[:: max(len(files) // 20, 1)]:  # a sample: a round reports the others
-        try:
-            with Image.open(file) as image:
-                image.verify()
-        except Exception as error:  # a damaged file can raise anything
-            unreadable.append(f"{file.name} ({type(error).__name__})")
-    result = f"{len(files)} in {images}" + (f"; unreadable: {', '.join(unreadable)}" if unreadable else "")
-    return Check("images", result, len(files) >= 2 and len(unreadable) < len(files))
-
-
-def _check_connection(kit: Kit) -> Iterator[Check]:
-    host, port = check_server(kit.server)
+        return run([f"encoder={file}", "format=onnx", f"output={target}"])
     try:
-        context = ssl.create_default_context(cadata=kit.certificate.decode("ascii"))
-        connection = HTTPSConnection(host, port, timeout=TIMEOUT, context=context)
-        connection.request("POST", "/v1/fleet/")
-        date = connection.getresponse().headers["Date"]
-        connection.close()
-    except ssl.SSLCertVerificationError as error:
-        yield Check("connection", f"the certificate of {kit.server} is not valid here ({error.verify_message})", False)
-        return
-    except (OSError, ValueError) as error:  # ValueError: no PEM certificate
-        yield Check("connection", f"{kit.server} cannot be reached ({error})", False)
-        return
-    yield Check("connection", f"{kit.server} answers, and its certificate is valid")
-    if date is not None:
-        difference = time.time() - parsedate_to_datetime(date).timestamp()
-        result = f"{abs(difference):.0f} s {'ahead of' if difference > 0 else 'behind'} the server's"
-        yield Check("clock", result, abs(difference) <= MAX_CLOCK_ERROR)
+        target.write_bytes(file.read_bytes())
+    except OSError as error:
+        raise InputError(f"{target} cannot be written ({error.strerror}); choose another output=") from error
+    return f"\nthe newest is copied to {target}; `fedssl-export encoder={target}` converts it to other formats"
+
+
+def quality(options: argparse.Namespace) -> int:
+    """Show the label-free quality of delivered encoders on the local images."""
+    device = read_device(_folder(_values(options.values, allowed=("folder",))))
+    rows = [("run", "round", *METRICS)]
+    for file, fields in _delivered(device):
+        values = encoder_quality(file, Path(device["images"]))
+        rows.append((fields["run_id"], str(fields["round"]), *(f"{values[metric]:.3g}" for metric in METRICS)))
+    print(sanitize(align(rows, left=1), lines=True))
+    print(
+        f"of at most {NUM_IMAGES} local images; a collapsed encoder has ranks near 1, spread near 0, uniformity near 0"
+    )
+    return 0
 
 
 def write_files(kit: Kit, folder: Path, *, images: Path, states: Path) -> None:
@@ -287,6 +262,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     create = commands.add_parser("setup")
     create.add_argument("kit", metavar="KIT", type=Path)
-    for each in (create, commands.add_parser("status"), commands.add_parser("encoder")):
+    for each in (create, *(commands.add_parser(name) for name in ("status", "encoder", "quality"))):
         each.add_argument("values", metavar="KEY=VALUE", nargs="*")
     return parser

@@ -17,8 +17,8 @@ FOLDER = "encoders"  # in the folder of states
 KEPT = 2  # encoders per run
 
 
-def store_encoder(delivery: EncoderDelivery, states: Path, *, authority: Path | None) -> None:
-    """Verify a delivered encoder and store it; raises `RequestRefused`, and then nothing is stored.
+def store_encoder(delivery: EncoderDelivery, states: Path, *, authority: Path | None) -> Path:
+    """Verify a delivered encoder, store it and return its file; raises `RequestRefused`, and then nothing is stored.
 
     With the certificate of an ``authority`` the signature of its server is required.
     """
@@ -56,6 +56,7 @@ def store_encoder(delivery: EncoderDelivery, states: Path, *, authority: Path | 
     for round in saved_rounds(folder)[:-KEPT]:
         remove(round_file(folder, round))
         remove(round_file(folder, round, "json"))
+    return round_file(folder, delivery.round)
 
 
 def stored_encoders(states: Path) -> list[tuple[Path, Mapping[str, Any]]]:

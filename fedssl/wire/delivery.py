@@ -1,13 +1,16 @@
-"""The message by which a server delivers an encoder to a device: its file, and a signature of the server."""
+"""Delivery of an encoder to a device: its file and a signature of the server, and the quality that a device replies."""
 
 import hashlib
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 ENCODER = "encoder"
+QUALITY = "quality"
 _T = TypeVar("_T")
 
 
@@ -67,6 +70,22 @@ class EncoderDelivery:
         if delivery.digest != record["digest"]:
             raise ValueError("the digest of the encoder is wrong")
         return delivery
+
+
+def quality_content(quality: Mapping[str, float]) -> RecordDict:
+    """Return the content of a reply with the quality of the encoder on a device's images."""
+    return RecordDict({QUALITY: MetricRecord(dict(quality))})
+
+
+def read_quality(content: RecordDict, metrics: Iterable[str]) -> dict[str, float] | None:
+    """Read a reply; None if the device does not share the quality. `KeyError` or `ValueError` if it is invalid."""
+    record = content.metric_records.get(QUALITY)
+    if record is None:
+        return None
+    quality = {name: _typed(record[name], float) for name in metrics}
+    if not all(map(math.isfinite, quality.values())):
+        raise ValueError("a metric is not finite")
+    return quality
 
 
 def _typed(value: object, kind: type[_T]) -> _T:

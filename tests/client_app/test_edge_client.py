@@ -10,10 +10,10 @@ from flwr.app import ArrayRecord, Context, RecordDict
 
 from client_app import limits as limits_module
 from client_app.edge_client import EdgeClient, safe_error_message
-from client_app.limits import Limits, read_limits
 from client_app.simulated import MARKER_KEY, is_simulated
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused
+from fedssl.fleet.limits import Limits, read_limits
 from fedssl.wire.device import installed_versions
 from fedssl.wire.identity import NodeInfo, read_node_info
 from fedssl.wire.messages import CONFIG, ClientUpdate
@@ -99,6 +99,7 @@ def test_a_genuine_plan_is_trained(plan, node, tmp_path):
         "states/mine/a/round-000001.safetensors",
         "states/mine/.task.json",
         "states/history.jsonl",
+        "states/.usage.json",
     }
 
 
@@ -235,7 +236,7 @@ def test_limits_by_default(monkeypatch):
     assert 0 < Limits().memory_bytes() < 10**13
     assert Limits(memory=1.5).memory_bytes() == 1_500_000_000
     now = [100.0]
-    monkeypatch.setattr(limits_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     check = Limits(minutes=0.5).make_deadline_check()
     now[0] += 29.9
     check()

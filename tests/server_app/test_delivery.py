@@ -13,6 +13,8 @@ from fedssl.errors import InputError, RequestRefused
 from fedssl.export import load_encoder
 from fedssl.fleet import device_cli
 from fedssl.fleet.encoders import store_encoder, stored_encoders
+from fedssl.fleet.history import read_history
+from fedssl.fleet.quality import METRICS, encoder_quality
 from fedssl.fleet.signature import load_signing_key, sign
 from fedssl.wire.delivery import EncoderDelivery
 from server_app import nodes
@@ -68,13 +70,17 @@ def test_every_device_has_the_encoder_of_the_run(tmp_path, keys, caplog, monkeyp
     assert encoder(torch.zeros(2, 1, 8, 8)).shape == (2, encoder.feature_dim)
 
     (tmp_path / "device").mkdir()
-    device = {"name": "b", "server": "x:1", "images": "", "states": str(folders[1]), "versions": {}}
+    images = tmp_path / "images" / "b"
+    device = {"name": "b", "server": "x:1", "images": str(images), "states": str(folders[1]), "versions": {}}
     (tmp_path / "device" / "device.json").write_text(json.dumps(device))
     words = ["encoder", f"folder={tmp_path / 'device'}", f"output={tmp_path / 'mine.pt'}"]
     monkeypatch.setattr("sys.argv", ["fedssl-device", *words])
     assert device_cli.main() == 0
     assert "5      global  yes" in capsys.readouterr().out
     assert (tmp_path / "mine.pt").read_bytes() == expected
+    monkeypatch.setattr("sys.argv", ["fedssl-device", "quality", words[1]])
+    assert device_cli.main() == 0
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[:3]] == ["round", "4", "5"]
     found[-1][0].write_bytes(b"damaged")
     assert [fields["round"] for _, fields in stored_encoders(folders[1])] == [4]
 
@@ -100,6 +106,68 @@ def test_a_device_with_an_authority_refuses_other_signatures(tmp_path, keys, cap
     output = capsys.readouterr().out
     assert f"device b did not store the encoder: the encoder of round 1 is refused: {reason}" in output
     assert "1 of 2 devices received the encoder of round 1" in output
+
+
+def test_an_encoder_is_converted_to_onnx(tmp_path, monkeypatch, capsys):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    folder, target = run(tmp_path, ["rounds=1"])[0], tmp_path / "mine.onnx"
+    device = {"name": "a", "server": "x:1", "images": "", "states": str(folder), "versions": {}}
+    (tmp_path / "device.json").write_text(json.dumps(device))
+    monkeypatch.setattr("sys.argv", ["fedssl-device", "encoder", f"folder={tmp_path}", f"output={target}"])
+    assert device_cli.main() == 0
+    assert f"written to {target}" in capsys.readouterr().out
+    session = onnxruntime.InferenceSession(target)
+    images = torch.randint(0, 256, (3, 1, 8, 8), dtype=torch.uint8)
+    (h,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+    encoder = load_encoder(stored_encoders(folder)[-1][0])
+    torch.testing.assert_close(torch.from_numpy(h), encoder(encoder.preprocess(images)).detach())
+
+
+@pytest.mark.parametrize("num_sharing", [2, 3])
+def test_the_operator_receives_the_quality_only_as_a_mean_over_devices_that_share_it(tmp_path, num_sharing):
+    (tmp_path / "limits.yaml").write_text("share_quality: true")
+    made = [
+        context(
+            data_path=write_images(tmp_path / "images" / name, 9, seed=seed),
+            client_name=name,
+            state_path=tmp_path / "states" / name,
+            **({"limits": str(tmp_path / "limits.yaml")} if seed < num_sharing else {}),
+        )
+        for seed, name in enumerate("abcd")
+    ]
+    overrides = ["engine=deployment", "engine.address=10.0.0.1:1", "engine.root_certificates=x", *SMALL, "rounds=1"]
+    run_server_app(Devices(*made), [*overrides, "num_clients=4", f"output_dir={tmp_path / 'run'}"])
+    stored = json.loads((tmp_path / "run" / "fleet.json").read_text())["quality"]
+    if num_sharing < 3:
+        assert stored == {}
+        return
+    file = tmp_path / "run" / "encoder.pt"
+    expected = [encoder_quality(file, tmp_path / "images" / name) for name in "abc"]
+    assert stored == {
+        **{metric: pytest.approx(sum(quality[metric] for quality in expected) / 3) for metric in METRICS},
+        "round": 1,
+        "devices": 3,
+    }
+    assert expected[0] != expected[1]
+    events = [event["event"] for event in read_history(tmp_path / "states" / "a")]
+    assert events == ["trained", "update sent", "encoder stored", "quality sent"]
+    assert "quality sent" not in [event["event"] for event in read_history(tmp_path / "states" / "d")]
+
+
+def test_the_quality_shows_a_collapsed_encoder(tmp_path):
+    """An encoder whose weights are 0 gives one point: rank 0, and all pairs have distance 0, so log exp(0) = 0."""
+    file = stored_encoders(run(tmp_path, ["rounds=1"])[0])[-1][0]
+    content = torch.load(file, weights_only=True)
+    content["weights"] = {
+        name: torch.zeros_like(tensor) if tensor.is_floating_point() else tensor
+        for name, tensor in content["weights"].items()
+    }
+    torch.save(content, tmp_path / "collapsed.pt")
+    quality = encoder_quality(tmp_path / "collapsed.pt", tmp_path / "images" / "a")
+    assert quality == {"effective_rank": 0.0, "covariance_rank": 0.0, "spread": 0.0, "uniformity": 0.0}
+    assert encoder_quality(file, tmp_path / "images" / "a")["covariance_rank"] > 1
+    with pytest.raises(InputError, match="fewer than two images"):
+        encoder_quality(file, write_images(tmp_path / "one", 1))
 
 
 @pytest.mark.parametrize("overrides", [["engine.deliver_every=null"]])

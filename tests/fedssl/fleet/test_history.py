@@ -32,8 +32,13 @@ def test_training_refusals_and_encoders_are_recorded_and_shown(tmp_path, monkeyp
     assert events[5]["bytes"] == (tmp_path / "run" / "encoder.pt").stat().st_size
 
     text = device_cli._history(tmp_path / "states" / "b")
-    assert text.startswith("2 rounds in the last 24 hours. The last events (history.jsonl):\n")
+    assert text.startswith("The last events (history.jsonl):\n")
     assert len(text.splitlines()) == 7
+    megabytes = 2 * line["bytes_up"] / 1e6
+    assert device_cli._budgets(tmp_path, tmp_path / "states" / "b") == (
+        "No round starts now: this device trains in 2 rounds per day at most (max_rounds_per_day). In the last 24 "
+        f"hours: 2 of 2 rounds, {megabytes:.1f} MB sent."
+    )
     assert device_cli._history(tmp_path / "nothing") == "No server has sent a message yet."
 
 

@@ -1,12 +1,23 @@
 """Hours, rounds per day and power: a round that may not start is refused with the limit that forbids it."""
 
 import datetime
+import json
 
 import pytest
 
-from client_app.availability import ROUNDS_FILE, check_hours, check_power, count_round, parse_hours
-from client_app.limits import Limits, read_limits
 from fedssl.errors import InputError, RequestRefused
+from fedssl.fleet.availability import (
+    USAGE_FILE,
+    Usage,
+    add_usage,
+    check_bytes,
+    check_hours,
+    check_power,
+    check_rounds,
+    parse_hours,
+    read_usage,
+)
+from fedssl.fleet.limits import Limits, read_limits
 
 
 def at(hour, minute=0, *, day=25):
@@ -29,17 +40,41 @@ def test_active_hours_may_contain_midnight(hours, inside, outside):
             check_hours(parse_hours(hours), now)
 
 
-def test_rounds_are_counted_over_24_hours(tmp_path):
+def test_the_usage_of_24_hours_is_counted(tmp_path):
     folder = tmp_path / "states"
-    for hour in (1, 5):
-        count_round(folder, maximum=2, now=at(hour))
+    assert read_usage(folder, at(0)) == Usage()
+    add_usage(folder, at(1), rounds=1)
+    add_usage(folder, at(2), num_bytes=300)
+    add_usage(folder, at(5), rounds=1)
+    add_usage(folder, at(6), num_bytes=50)
+    assert read_usage(folder, at(23)) == Usage(rounds=2, bytes=350, last_message=50)
+    assert read_usage(folder, at(1, 1, day=26)) == Usage(rounds=1, bytes=350, last_message=50)
+    assert read_usage(folder, at(5, 30, day=26)) == Usage(rounds=0, bytes=50, last_message=50)
+    add_usage(folder, at(6, day=26), rounds=1)  # removes older entries
+    assert len(json.loads((folder / USAGE_FILE).read_text())) == 1
+    (folder / USAGE_FILE).write_text("damaged")
+    assert read_usage(folder, at(6, day=26)) == Usage()
+
+
+def test_budgets():
+    check_rounds(Usage(rounds=1), max_rounds=2)
     with pytest.raises(RequestRefused, match="2 rounds per day at most"):
-        count_round(folder, maximum=2, now=at(23))
-    count_round(folder, maximum=2, now=at(1, 1, day=26))  # the first round is a day ago
+        check_rounds(Usage(rounds=2), max_rounds=2)
+    check_bytes(Usage(bytes=1_000_000), num_bytes=1_000_000, max_megabytes=2)
+    sentence = r"2 MB per day at most \(max_megabytes_per_day\); it sent 1.5 MB, and the update has 0.6 MB"
+    with pytest.raises(RequestRefused, match=sentence):
+        check_bytes(Usage(bytes=1_500_000), num_bytes=600_000, max_megabytes=2)
+
+
+def test_no_round_starts_whose_update_could_not_be_sent(tmp_path):
+    limits = Limits(max_megabytes_per_day=1)
+    limits.check_start(tmp_path)  # the size of an update is unknown
+    limits.count_message(tmp_path, 600_000)
+    with pytest.raises(RequestRefused, match="max_megabytes_per_day"):
+        limits.check_start(tmp_path)
+    limits.count_message(tmp_path, 400_000)
     with pytest.raises(RequestRefused):
-        count_round(folder, maximum=2, now=at(4, 59, day=26))
-    (folder / ROUNDS_FILE).write_text("damaged")
-    count_round(folder, maximum=1, now=at(5, day=26))
+        limits.count_message(tmp_path, 1)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +117,8 @@ def test_limits_are_read_and_checked(tmp_path):
         ("active_hours: 25:00-06:00", "give a start and an end"),
         ("max_rounds_per_day: 0", "give a whole number above 0"),
         ("only_on_power: 1", "give true or false"),
+        ("share_quality: yes please", "give true or false"),
+        ("max_megabytes_per_day: -1", "give a number above 0"),
     ],
 )
 def test_invalid_limits(tmp_path, line, sentence):

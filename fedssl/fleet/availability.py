@@ -1,0 +1,93 @@
+"""When a device trains: hours of the day, external power, and budgets of rounds and bytes per day."""
+
+import datetime
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedssl.atomic_files import write_text
+from fedssl.errors import RequestRefused
+from fedssl.untrusted import read_text
+
+USAGE_FILE = ".usage.json"  # in the folder of states: rounds and messages of the last day
+POWER_SUPPLIES = Path("/sys/class/power_supply")
+_DAY = datetime.timedelta(days=1)
+
+Hours = tuple[datetime.time, datetime.time]
+
+
+def parse_hours(text: str) -> Hours:
+    """Return start and end of hours such as ``22:00-06:00``; raises `ValueError`."""
+    match = re.fullmatch(r"(\d\d:\d\d)-(\d\d:\d\d)", text)
+    if match is None:
+        raise ValueError(text)
+    start, end = (datetime.time.fromisoformat(time) for time in match.groups())
+    return start, end
+
+
+def check_hours(hours: Hours, now: datetime.datetime) -> None:
+    """Refuse a round outside of the hours, which may contain midnight; raises `RequestRefused`."""
+    (start, end), time = hours, now.time()
+    inside = start <= time < end if start < end else time >= start or time < end
+    if not inside:
+        raise RequestRefused(f"this device trains from {start:%H:%M} to {end:%H:%M} only (active_hours)")
+
+
+def check_power(supplies: Path = POWER_SUPPLIES) -> None:
+    """Refuse a round on battery; raises `RequestRefused`. A device without battery always has power."""
+    states = {supply.name: read_text(supply / "online") for supply in sorted(supplies.glob("*"))}
+    online = [state.strip() for state in states.values() if state is not None]
+    if online and "1" not in online:
+        raise RequestRefused("this device trains on external power only (only_on_power), and runs on battery")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a device did in the last 24 hours."""
+
+    rounds: int = 0
+    bytes: int = 0  # of messages that left the device
+    last_message: int = 0  # bytes
+
+
+def read_usage(states: Path, now: datetime.datetime) -> Usage:
+    """Return the usage of the 24 hours before ``now``. A damaged file counts as none."""
+    entries = _entries(states, now)
+    sent = [entry["bytes"] for entry in entries if entry["bytes"]]
+    return Usage(sum(entry["rounds"] for entry in entries), sum(sent), sent[-1] if sent else 0)
+
+
+def add_usage(states: Path, now: datetime.datetime, *, rounds: int = 0, num_bytes: int = 0) -> None:
+    """Add a round or a message to the usage."""
+    entries = [*_entries(states, now), {"time": now.isoformat(), "rounds": rounds, "bytes": num_bytes}]
+    states.mkdir(parents=True, exist_ok=True)
+    write_text(states / USAGE_FILE, json.dumps(entries) + "\n")
+
+
+def check_rounds(usage: Usage, *, max_rounds: int) -> None:
+    """Refuse a round if the budget of rounds is used up; raises `RequestRefused`."""
+    if usage.rounds >= max_rounds:
+        raise RequestRefused(f"this device trains in {max_rounds} rounds per day at most (max_rounds_per_day)")
+
+
+def check_bytes(usage: Usage, *, num_bytes: int, max_megabytes: float) -> None:
+    """Refuse a message of ``num_bytes`` beyond the budget of bytes; raises `RequestRefused`."""
+    if usage.bytes + num_bytes > max_megabytes * 1e6:
+        raise RequestRefused(
+            f"this device sends {max_megabytes:g} MB per day at most (max_megabytes_per_day); it sent "
+            f"{usage.bytes / 1e6:.1f} MB, and the update has {num_bytes / 1e6:.1f} MB"
+        )
+
+
+def _entries(states: Path, now: datetime.datetime) -> list[dict[str, Any]]:
+    try:
+        entries = json.loads(read_text(states / USAGE_FILE) or "[]")
+        return [
+            {"time": entry["time"], "rounds": int(entry["rounds"]), "bytes": int(entry["bytes"])}
+            for entry in entries
+            if now - datetime.datetime.fromisoformat(entry["time"]) < _DAY
+        ]
+    except (ValueError, TypeError, KeyError):  # damaged: the day starts again
+        return []

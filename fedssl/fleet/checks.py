@@ -1,0 +1,84 @@
+"""Checks of a device: images, memory, disk, versions, connection and clock."""
+
+import shutil
+import ssl
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from http.client import HTTPSConnection
+from pathlib import Path
+
+from fedssl.fleet.kit import Kit, check_server
+from fedssl.machine.memory import available_memory, gigabytes
+from fedssl.wire.device import incompatibility, installed_versions
+
+TIMEOUT = 10.0  # seconds
+MAX_CLOCK_ERROR = 120.0  # seconds; Flower rejects signatures that are more than 300 s old
+MIN_DISK, MIN_MEMORY = 2 * 10**9, 10**9  # bytes
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check of this device."""
+
+    name: str
+    result: str
+    passed: bool = True
+
+
+def run_checks(kit: Kit, images: Path, folder: Path) -> Iterator[Check]:
+    """Yield the checks of images, memory, disk, versions, connection and clock."""
+    yield _check_images(images)
+    memory = available_memory()
+    if memory is None:
+        yield Check("memory", "unknown on this system")
+    else:
+        yield Check("memory", f"{gigabytes(memory)} available", memory >= MIN_MEMORY)
+    free = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
+    yield Check("disk", f"{gigabytes(free)} free in {folder}", free >= MIN_DISK)
+    versions = installed_versions()
+    problem = incompatibility(kit.versions)
+    listed = ", ".join(f"{package} {version}" for package, version in versions.items())
+    yield Check("versions", f"the server {problem}" if problem else listed, not problem)
+    yield from _check_connection(kit)
+
+
+def _check_images(images: Path) -> Check:
+    if not images.is_dir():
+        return Check("images", f"{images} is not a folder", False)
+    from PIL import Image
+
+    from fedssl.datasets.image_folder import SUFFIXES  # slow import
+
+    files = [file for file in images.rglob("*") if file.suffix.lower() in SUFFIXES]
+    unreadable = []
+    for file in files[:: max(len(files) // 20, 1)]:  # a sample: a round reports the others
+        try:
+            with Image.open(file) as image:
+                image.verify()
+        except Exception as error:  # a damaged file can raise anything
+            unreadable.append(f"{file.name} ({type(error).__name__})")
+    result = f"{len(files)} in {images}" + (f"; unreadable: {', '.join(unreadable)}" if unreadable else "")
+    return Check("images", result, len(files) >= 2 and len(unreadable) < len(files))
+
+
+def _check_connection(kit: Kit) -> Iterator[Check]:
+    host, port = check_server(kit.server)
+    try:
+        context = ssl.create_default_context(cadata=kit.certificate.decode("ascii"))
+        connection = HTTPSConnection(host, port, timeout=TIMEOUT, context=context)
+        connection.request("POST", "/v1/fleet/")
+        date = connection.getresponse().headers["Date"]
+        connection.close()
+    except ssl.SSLCertVerificationError as error:
+        yield Check("connection", f"the certificate of {kit.server} is not valid here ({error.verify_message})", False)
+        return
+    except (OSError, ValueError) as error:  # ValueError: no PEM certificate
+        yield Check("connection", f"{kit.server} cannot be reached ({error})", False)
+        return
+    yield Check("connection", f"{kit.server} answers, and its certificate is valid")
+    if date is not None:
+        difference = time.time() - parsedate_to_datetime(date).timestamp()
+        result = f"{abs(difference):.0f} s {'ahead of' if difference > 0 else 'behind'} the server's"
+        yield Check("clock", result, abs(difference) <= MAX_CLOCK_ERROR)

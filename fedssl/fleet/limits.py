@@ -1,0 +1,137 @@
+"""Limits of a device for server requests, set by its owner.
+
+The node configuration's ``limits`` names a file that may set any of them, for example::
+
+    memory: 2.0 # GB, of a message, of the images, and of a training step by estimate
+    epochs: 20 # local epochs of a round
+    batch: 256 # images of a step
+    size: 128 # height and width of an image, in pixels
+    threads: 2
+    minutes: 15 # of training, per round
+    active_hours: 22:00-06:00 # of local time, in which a round may start
+    max_rounds_per_day: 10
+    max_megabytes_per_day: 200 # of updates that leave the device
+    only_on_power: true # no round on battery (Linux)
+    share_quality: true # label-free quality of delivered encoders on the local images; default false
+"""
+
+import datetime
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fedssl.errors import InputError, RequestRefused
+from fedssl.fleet.availability import (
+    add_usage,
+    check_bytes,
+    check_hours,
+    check_power,
+    check_rounds,
+    parse_hours,
+    read_usage,
+)
+from fedssl.machine.memory import available_memory, grown_memory
+from fedssl.untrusted import read_yaml
+
+_UNKNOWN_MEMORY = 2.0  # GB, if the system does not report its memory
+_SHARE = 0.75  # of the available memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The limits, see the module docstring. ``memory`` None is three quarters of the available memory."""
+
+    memory: float | None = None
+    epochs: int = 100
+    batch: int = 1024
+    size: int = 512
+    threads: int = 64
+    minutes: float = 60.0
+    active_hours: str | None = None
+    max_rounds_per_day: int | None = None
+    max_megabytes_per_day: float | None = None
+    only_on_power: bool = False
+    share_quality: bool = False
+
+    def memory_bytes(self) -> int:
+        if self.memory is not None:
+            return int(self.memory * 1e9)
+        available = available_memory(reusable=grown_memory())
+        return int(_UNKNOWN_MEMORY * 1e9 if available is None else _SHARE * available)
+
+    def check_start(self, states: Path) -> None:
+        """Refuse to start a round now, or count it in the folder of states; raises `RequestRefused`."""
+        self.check_now(states)
+        add_usage(states, _now(), rounds=1)
+
+    def check_now(self, states: Path) -> None:
+        """Refuse to start a round now; raises `RequestRefused`. An update is expected to be as large as the last."""
+        if self.active_hours is not None:
+            check_hours(parse_hours(self.active_hours), _now())
+        if self.only_on_power:
+            check_power()
+        usage = read_usage(states, _now())
+        if self.max_rounds_per_day is not None:
+            check_rounds(usage, max_rounds=self.max_rounds_per_day)
+        if self.max_megabytes_per_day is not None:
+            check_bytes(usage, num_bytes=usage.last_message, max_megabytes=self.max_megabytes_per_day)
+
+    def count_message(self, states: Path, num_bytes: int) -> None:
+        """Refuse to send a message, or count it in the folder of states; raises `RequestRefused`."""
+        if self.max_megabytes_per_day is not None:
+            usage = read_usage(states, _now())
+            check_bytes(usage, num_bytes=num_bytes, max_megabytes=self.max_megabytes_per_day)
+        add_usage(states, _now(), num_bytes=num_bytes)
+
+    def make_deadline_check(self) -> Callable[[], None]:
+        """Return a function that raises `RequestRefused` once the time for a round is up."""
+        end = time.monotonic() + 60 * self.minutes
+
+        def check() -> None:
+            if time.monotonic() > end:
+                raise RequestRefused(
+                    f"training takes longer than the {self.minutes:g} minutes of a round that this device allows; "
+                    "lower local_epochs"
+                )
+
+        return check
+
+
+def read_limits(file: Path) -> Limits:
+    """Read the file of limits; raises `InputError`."""
+    limits = read_yaml(file, dict)
+    if limits is None:
+        raise InputError(f"limits={file} is not there; name a file with {', '.join(_names())}, or leave limits out")
+    for key, value in limits.items():
+        if key not in _names():
+            raise InputError(f"{file} has {key}, which is no limit; known are {', '.join(_names())}")
+        problem = _problem(key, value)
+        if problem:
+            raise InputError(f"{file} has {key}: {value}; give {problem}")
+    return Limits(**limits)
+
+
+def _problem(key: str, value: Any) -> str:
+    """Return what a limit must be; empty if the value is valid."""
+    if key in ("only_on_power", "share_quality"):
+        return "" if isinstance(value, bool) else "true or false"
+    if key == "active_hours":
+        try:
+            parse_hours(str(value))
+        except ValueError:
+            return "a start and an end, such as 22:00-06:00"
+        return ""
+    whole = key in ("epochs", "batch", "size", "threads", "max_rounds_per_day")
+    valid = isinstance(value, int if whole else int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return "" if valid else f"a {'whole ' if whole else ''}number above 0"
+
+
+def _names() -> list[str]:
+    return [field.name for field in fields(Limits)]
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now().astimezone()

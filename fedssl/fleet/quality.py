@@ -1,0 +1,50 @@
+"""Label-free quality of a delivered encoder on the images of a device."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+NUM_IMAGES = 256
+MIN_DEVICES = 3  # an operator receives no mean over fewer
+METRICS = ("effective_rank", "covariance_rank", "spread", "uniformity")
+
+
+def encoder_quality(file: Path, images: Path, *, num_images: int = NUM_IMAGES) -> dict[str, float]:
+    """Return `METRICS` of `fedssl.evaluation.collapse_metrics` on at most ``num_images`` local images, always the same.
+
+    ``file`` is of `fedssl.export.save_encoder`, ``images`` a folder as of ``dataset=image_folder``. Raise `InputError`
+    if fewer than two images can be read.
+    """
+    from fedssl.datasets import image_folder  # slow imports
+    from fedssl.errors import InputError
+    from fedssl.evaluation import collapse_metrics
+    from fedssl.evaluation.features import extract
+    from fedssl.export.encoder_file import load_encoder
+
+    encoder: Any = load_encoder(file)
+    data = image_folder.read(
+        "train",
+        channels=encoder.channels,
+        size=encoder.size,
+        limit=num_images,
+        path=str(images),
+        test_fraction=0.0,
+    )
+    if data is None or len(data.images) < 2:
+        raise InputError(f"{images} has fewer than two images that can be read; add images")
+    h = extract(encoder, data.images, mean=encoder.mean, std=encoder.std, device="cpu")
+    functions = (
+        collapse_metrics.effective_rank,
+        collapse_metrics.covariance_rank,
+        collapse_metrics.dimension_std,
+        collapse_metrics.uniformity,
+    )
+    return dict(zip(METRICS, (function(h) for function in functions), strict=True))
+
+
+def mean_quality(reported: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
+    """Return the mean of every metric over devices; None for fewer than `MIN_DEVICES`."""
+    if len(reported) < MIN_DEVICES:
+        return None
+    return {name: mean(quality[name] for quality in reported) for name in METRICS}
