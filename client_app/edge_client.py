@@ -37,6 +37,7 @@ from fedssl.config.settings import ClientSettings, Component
 from fedssl.config.targets import search_folders, searchpath_override
 from fedssl.datasets.image_folder import SUFFIXES, files_digest
 from fedssl.errors import InputError, RequestRefused
+from fedssl.fleet.checks import free_space
 from fedssl.fleet.limits import Limits, read_limits
 from fedssl.machine.process import default_threads
 from fedssl.untrusted import read_text, sanitize_line
@@ -130,6 +131,7 @@ class EdgeClient:
             partition=self.partition,
             name=self.name,
             num_images=None if self.secure_aggregation_only else num_images,
+            free_disk=free_space(self.states) // 10**6,
             versions=installed_versions(),
             problem=problem,
         )

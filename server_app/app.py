@@ -185,7 +185,7 @@ def run(
     problem = NO_SERVER_DATA if settings.data.federated is None else why_not_evaluable(settings.data)
     if problem:
         log.warning("nothing will be evaluated: %s", problem)
-    exchange = make_exchange(grid, settings, is_deployment=components.client_data is None)
+    exchange = make_exchange(grid, settings, recorder, is_deployment=components.client_data is None)
     exchange.restore(state.in_flight)
     background = can_evaluate_in_background(components, client_cores)
     delivers = components.client_data is None and settings.engine.deliver_every is not None
@@ -195,7 +195,8 @@ def run(
         if sender is not None and (ends or sender.due(state.round)):
             clients = components.client_manager.clients
             quality = sender.send(grid, clients, state, export_encoders(components, state, recorder))
-            recorder.register(clients, quality=quality)
+            if quality is not None:
+                recorder.register_quality(quality)
 
     state = TrainingLoop(exchange, components, state, recorder, background=background, deliver=deliver).run()
     results_by_model = finish(components, state, settings, recorder)
@@ -208,11 +209,15 @@ def run(
     return (*results_by_model, problem)
 
 
-def make_exchange(grid: Grid, settings: Settings, *, is_deployment: bool) -> MessageExchange:
+def make_exchange(grid: Grid, settings: Settings, recorder: Recorder, *, is_deployment: bool) -> MessageExchange:
     """Return the exchange of messages, in which simulated clients are late if the aggregation is buffered."""
     if settings.aggregation.buffered and not is_deployment:
         return DelayedExchange(grid, sigma=settings.aggregation.delay_sigma, seed=settings.seed)
-    return MessageExchange(grid, keep_contents=settings.aggregation.buffered)
+    if is_deployment:
+        return MessageExchange(
+            grid, keep_contents=settings.aggregation.buffered, on_activity=recorder.register_activity
+        )
+    return MessageExchange(grid)
 
 
 def describe_exchange(components: RunComponents) -> str:

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +17,10 @@ from fedssl.seeding import numpy_generator
 log = logging.getLogger("fedssl")
 
 NO_REPLY = "no reply in time"
+ACTIVITY_SECONDS = 1.0  # between two reports of the nodes that have not replied
+
+# Receives the nodes with a message of this exchange without a reply, and those with one of an earlier exchange.
+ActivityHook = Callable[[set[int], set[int]], None]
 
 
 @runtime_checkable
@@ -30,13 +34,16 @@ class MessageExchange:
     """Sends messages and receives replies, late ones included.
 
     With ``keep_contents`` the contents of messages are kept until their replies arrive. ``is_reliable`` is whether
-    every reply arrives sometime, so that a client without one is not dropped.
+    every reply arrives sometime, so that a client without one is not dropped. ``on_activity`` is called at start and
+    end of an exchange, and within `ACTIVITY_SECONDS` of a reply.
     """
 
     is_reliable = False
 
-    def __init__(self, grid: Grid, *, keep_contents: bool = False) -> None:
-        self._grid, self._keep_contents = grid, keep_contents
+    def __init__(
+        self, grid: Grid, *, keep_contents: bool = False, on_activity: ActivityHook = lambda waiting, late: None
+    ) -> None:
+        self._grid, self._keep_contents, self._on_activity = grid, keep_contents, on_activity
         # Messages of earlier exchanges without a reply, by message id.
         self.pending: dict[str, Message] = {}
         # Messages of earlier exchanges and the replies to them that arrived during the newest one.
@@ -84,11 +91,15 @@ class MessageExchange:
         unanswered = {
             id: message for id, message in zip(self._grid.push_messages(messages), messages, strict=False) if id
         }
+        report_at = 0.0
         try:
             while (unanswered or (min_replies and self.pending)) and time.monotonic() < min(until, last):
+                if time.monotonic() > report_at:
+                    self._on_activity({one.metadata.dst_node_id for one in unanswered.values()}, self.nodes_in_flight())
+                    report_at = math.inf
                 replies = list(self._grid.pull_messages([*unanswered, *self.pending]))
                 if replies:
-                    pause = 0.005
+                    pause, report_at = 0.005, min(report_at, time.monotonic() + ACTIVITY_SECONDS)
                 else:
                     time.sleep(pause)
                     pause = min(2 * pause, 0.1)
@@ -111,6 +122,7 @@ class MessageExchange:
                 if not self._keep_contents:
                     message.content = RecordDict()
                 self.pending[id] = message
+            self._on_activity(set(), self.nodes_in_flight())
 
 
 class DelayedExchange(MessageExchange):

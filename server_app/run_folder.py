@@ -3,7 +3,7 @@
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -67,8 +67,8 @@ class RunFolder:
         assert settings.folder is not None
         self.folder, self.checkpoints = settings.folder, settings.folder / "checkpoints"
         self._settings, self._rounds = settings, rounds
-        self._quality: Mapping[str, float] = {}
-        self._registered: dict[str, Any] = {}  # content of files about edge clients
+        self._fleet: dict[str, Any] = {}  # content of `FLEET_FILE`
+        self._written: dict[str, str] = {}  # content of files about edge clients
         self._client_states = ClientStateParts(self.folder)
         self.recoveries: list[str] = []  # damage after which the run resumed from an earlier checkpoint
         self.lines = {name: LineFile(self.folder / name) for name in JSONL_FILES}
@@ -119,26 +119,38 @@ class RunFolder:
             raise corrupt_file_error(file, "two names have the same number")
         return client_ids
 
-    def register(self, clients: ClientDirectory, *, quality: Mapping[str, float] | None = None) -> None:
-        """Store edge clients: their ids by name, which a resumed run assigns again, and what they reported.
-
-        ``quality`` is the mean quality of the newest delivered encoder, None if it is unchanged.
-        """
+    def register(self, clients: ClientDirectory) -> None:
+        """Store edge clients: their ids by name, which a resumed run assigns again, and what they reported."""
         if not clients.client_ids:
             return
-        self._quality = quality or self._quality
-        reported = {
-            "devices": {
-                info.name: {"node": node, "images": info.num_images, "versions": dict(info.versions)}
-                for node, info in clients.info.items()
-            },
-            "rejected": {str(node): reason for node, reason in clients.rejected.items()},
-            "quality": dict(self._quality),
+        self._write_changed(DEVICE_NUMBERS_FILE, dict(clients.client_ids))
+        self._fleet["devices"] = {
+            info.name: {
+                "node": node,
+                "images": info.num_images,
+                "free disk": info.free_disk,
+                "versions": dict(info.versions),
+            }
+            for node, info in clients.info.items()
         }
-        for name, content in ((DEVICE_NUMBERS_FILE, dict(clients.client_ids)), (FLEET_FILE, reported)):
-            if content != self._registered.get(name):
-                write_text(self.folder / name, json.dumps(content, indent=2) + "\n")
-                self._registered[name] = content
+        self._fleet["rejected"] = {str(node): reason for node, reason in clients.rejected.items()}
+        self._write_changed(FLEET_FILE, self._fleet)
+
+    def register_activity(self, training: Collection[int], late: Collection[int]) -> None:
+        """Store the nodes that train, and those whose reply is late."""
+        self._fleet |= {"training": sorted(training), "late": sorted(late)}
+        self._write_changed(FLEET_FILE, self._fleet)
+
+    def register_quality(self, quality: Mapping[str, float]) -> None:
+        """Store the mean quality of the newest delivered encoder on the images of devices."""
+        self._fleet["quality"] = dict(quality)
+        self._write_changed(FLEET_FILE, self._fleet)
+
+    def _write_changed(self, name: str, content: Mapping[str, Any]) -> None:
+        text = json.dumps(content, indent=2) + "\n"
+        if text != self._written.get(name):
+            write_text(self.folder / name, text)
+            self._written[name] = text
 
     def write_partition(self, client_data: ClientData) -> None:
         """Write ``partition.csv``; raises `InputError` if a resumed run has another partition."""

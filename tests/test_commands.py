@@ -163,7 +163,9 @@ def test_limits_of_the_devices_page(tmp_path: Path) -> None:
         minutes=15,
         active_hours="22:00-06:00",
         max_rounds_per_day=10,
+        max_megabytes_per_day=200,
         only_on_power=True,
+        share_quality=True,
     )
     assert read_limits(tmp_path / "limits.yaml") == limits
 

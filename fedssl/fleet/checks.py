@@ -35,13 +35,18 @@ def run_checks(kit: Kit, images: Path, folder: Path) -> Iterator[Check]:
         yield Check("memory", "unknown on this system")
     else:
         yield Check("memory", f"{gigabytes(memory)} available", memory >= MIN_MEMORY)
-    free = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
+    free = free_space(folder)
     yield Check("disk", f"{gigabytes(free)} free in {folder}", free >= MIN_DISK)
     versions = installed_versions()
     problem = incompatibility(kit.versions)
     listed = ", ".join(f"{package} {version}" for package, version in versions.items())
     yield Check("versions", f"the server {problem}" if problem else listed, not problem)
     yield from _check_connection(kit)
+
+
+def free_space(folder: Path) -> int:
+    """Return the free bytes of the file system of a folder that may not exist yet."""
+    return shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
 
 
 def _check_images(images: Path) -> Check:

@@ -10,8 +10,8 @@
 
 It runs on the server. ``--address`` and ``--certificates`` name the SuperLink; without them the connection ``fleet`` of
 Flower's ``config.toml`` is used. ``--run`` adds what devices reported in a run. ``watch --port`` serves a page and
-metrics for Prometheus at 127.0.0.1; ``--min-devices``, ``--max-hours`` and ``--alert`` define alerts and the command
-that receives them.
+metrics for Prometheus at 127.0.0.1; ``--min-devices``, ``--max-hours``, ``--min-disk`` and ``--alert`` define alerts
+and the command that receives them.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from fedssl.fleet.keys import new_private_key, public_key_line, read_public_key
 from fedssl.fleet.kit import make_kit, write_kit
 from fedssl.fleet.watch import AlertHook, FleetView, Thresholds, ViewServer, as_cell, as_text, make_view
 from fedssl.runs.jsonl import read_jsonl
-from fedssl.runs.run import FLEET_FILE
+from fedssl.runs.run import FLEET_FILE, is_locked
 from fedssl.text_table import align
 from fedssl.untrusted import read_text, read_yaml, sanitize
 from fedssl.wire.device import check_device_name
@@ -111,6 +111,8 @@ class DeviceReport:
     """Record of a device in a run."""
 
     images: int | None = None
+    free_disk: int | None = None  # MB, when it joined
+    activity: str = ""  # training, late or rejected; empty: none of them
     versions: dict[str, str] = field(default_factory=dict)
     rounds: int = 0  # in which its update was used
     last_error: str = ""
@@ -129,7 +131,7 @@ def list_devices(options: argparse.Namespace) -> str:
 
 
 def _columns(options: argparse.Namespace) -> list[str]:
-    of_run = ("images", "rounds", "flwr", "torch", "last error") if options.run else ()
+    of_run = ("images", "free MB", "rounds", "flwr", "torch", "last error") if options.run else ()
     return ["name", "node", "status", "last contact", *of_run]
 
 
@@ -144,7 +146,9 @@ def show(options: argparse.Namespace) -> str:
 def watch(options: argparse.Namespace) -> str:
     """Show the devices on the terminal until Ctrl-C."""
     columns = _columns(options)
-    thresholds = Thresholds(min_devices=options.min_devices, max_hours=options.max_hours)
+    thresholds = Thresholds(
+        min_devices=options.min_devices, max_hours=options.max_hours, min_megabytes=options.min_disk
+    )
     server = None if options.port is None else ViewServer(options.port, columns)
     alert, is_terminal = AlertHook(options.alert), sys.stdout.isatty()
     while True:
@@ -181,7 +185,10 @@ def _rows(options: argparse.Namespace, run: Path | None) -> list[dict[str, Any]]
         }
         if run:
             report = reports.get(device.name, DeviceReport())
-            row |= {"images": report.images, "rounds": report.rounds, "last error": report.last_error}
+            if row["status"] == "online":
+                row["status"] = report.activity or "online"
+            row |= {"images": report.images, "free MB": report.free_disk, "rounds": report.rounds}
+            row |= {"last error": report.last_error}
             row |= {package: report.versions.get(package, "") for package in ("flwr", "torch", "torchvision", "python")}
         rows.append(row)
     return rows
@@ -198,12 +205,17 @@ def read_reports(folder: Path) -> dict[str, DeviceReport]:
     errors: dict[int, str] = {}
     for line in read_jsonl(folder / "metrics.jsonl"):
         errors |= {int(client): f"round {line['round']}: {reason}" for client, reason in line["dropped"].items()}
-    rejected = content.get("rejected", {})
+    rejected, running = content.get("rejected", {}), is_locked(folder)
+    activities: dict[int, str] = {int(node): "rejected" for node in rejected}
+    for activity in ("late", "training") if running else ():
+        activities |= dict.fromkeys(content.get(activity, []), activity)
     reports = {}
     for name, device in content["devices"].items():
         number = numbers.get(name)
         reports[name] = DeviceReport(
             images=device["images"],
+            free_disk=device.get("free disk"),
+            activity=activities.get(device["node"], ""),
             versions=device["versions"],
             rounds=rounds[number],
             last_error=rejected.get(str(device["node"]), errors.get(number, "")),
@@ -272,6 +284,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--port", metavar="PORT", type=int, help="of a page and of metrics, at 127.0.0.1")
             command.add_argument("--min-devices", metavar="K", type=int, help="alert if fewer are online")
             command.add_argument("--max-hours", metavar="N", type=float, help="alert for a device without contact")
+            command.add_argument("--min-disk", metavar="MB", type=int, help="alert if a device or --run has less")
             command.add_argument("--alert", metavar="COMMAND", help="called with every new alert")
         if name == "invite":
             command.add_argument("--server", metavar="HOST:PORT", required=True, help="address for devices")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedssl.errors import InputError
+from fedssl.fleet.checks import free_space
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.text_table import align
 from fedssl.untrusted import sanitize
@@ -21,6 +22,8 @@ Row = Mapping[str, Any]  # of a device, as in `fedssl-fleet list --json`
 
 _METRICS = """# HELP fedssl_device_online Whether the device is connected.
 # TYPE fedssl_device_online gauge
+# HELP fedssl_device_training Whether the device trains in a round.
+# TYPE fedssl_device_training gauge
 # HELP fedssl_device_last_contact_seconds Unix time of the last heartbeat.
 # TYPE fedssl_device_last_contact_seconds gauge
 # HELP fedssl_device_images Images that the device reported.
@@ -48,6 +51,7 @@ class Thresholds:
 
     min_devices: int | None = None  # online
     max_hours: float | None = None  # without contact
+    min_megabytes: int | None = None  # of free disk space
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +79,23 @@ def make_view(devices: Sequence[Row], run: Path | None, thresholds: Thresholds, 
     return FleetView(
         time=now,
         devices=devices,
-        alerts=find_alerts(devices, thresholds, now),
+        alerts=find_alerts(devices, thresholds, now, free_disk=None if run is None else free_space(run) // 10**6),
         round=max((line["round"] for line in lines), default=0),
         bytes=sent,
     )
 
 
-def find_alerts(devices: Sequence[Row], thresholds: Thresholds, now: datetime.datetime) -> list[str]:
-    """Return a sentence for every active alert."""
+def is_online(device: Row) -> bool:
+    """Return whether a device is connected; it may be training, late or rejected."""
+    return device["status"] not in ("registered", "offline")
+
+
+def find_alerts(
+    devices: Sequence[Row], thresholds: Thresholds, now: datetime.datetime, *, free_disk: int | None = None
+) -> list[str]:
+    """Return a sentence for every active alert. ``free_disk`` is that of the run folder, in MB."""
     alerts = []
-    online = sum(device["status"] == "online" for device in devices)
+    online = sum(map(is_online, devices))
     if thresholds.min_devices is not None and online < thresholds.min_devices:
         alerts.append(f"{online} devices are online, fewer than {thresholds.min_devices}")
     if thresholds.max_hours is not None:
@@ -94,6 +105,12 @@ def find_alerts(devices: Sequence[Row], thresholds: Thresholds, now: datetime.da
             if hours is None or hours > thresholds.max_hours:
                 since = "has never connected" if hours is None else f"was last online {hours:.1f} hours ago"
                 alerts.append(f"device {device['name'] or device['node']} {since}")
+    if thresholds.min_megabytes is not None:
+        disks = {f"device {device['name']}": device.get("free MB") for device in devices}
+        disks["the run folder"] = free_disk
+        for name, free in disks.items():
+            if free is not None and free < thresholds.min_megabytes:
+                alerts.append(f"{name} has {free} MB of free disk space, less than {thresholds.min_megabytes}")
     return alerts
 
 
@@ -127,7 +144,8 @@ def as_metrics(view: FleetView) -> str:
     lines = []
     for device in view.devices:
         labels = f'{{name={json.dumps(device["name"])},node="{device["node"]}"}}'
-        lines.append(f"fedssl_device_online{labels} {int(device['status'] == 'online')}")
+        lines.append(f"fedssl_device_online{labels} {int(is_online(device))}")
+        lines.append(f"fedssl_device_training{labels} {int(device['status'] == 'training')}")
         if device["last contact"] is not None:
             contact = datetime.datetime.fromisoformat(device["last contact"]).timestamp()
             lines.append(f"fedssl_device_last_contact_seconds{labels} {contact:.0f}")

@@ -24,7 +24,7 @@ from fedssl.untrusted import corrupt_file_error, open_regular_file, read_text, r
 
 # A run folder has any of these: a rejected run the first only, a killed run the others.
 RUN_MARKERS = ("summary.json", "config.yaml", "run.log")
-FLEET_FILE = "fleet.json"  # what devices reported: nodes, images, versions, and rejected nodes with reasons
+FLEET_FILE = "fleet.json"  # reports of devices, nodes that train, are late or rejected, and the quality of the encoder
 LOCK_FILE = ".lock"  # locked by the process of a run or a sweep
 
 

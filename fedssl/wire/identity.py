@@ -20,6 +20,7 @@ class NodeInfo:
     partitions: int | None = None  # number of partitions; None for an edge client, which has a name
     name: str = ""
     num_images: int | None = None  # of an edge client; None if it participates in secure aggregation only
+    free_disk: int | None = None  # MB for the states of an edge client
     versions: Mapping[str, str] = field(default_factory=dict)  # of `COMPARED_PACKAGES` and Python on an edge client
     problem: str = ""  # why the edge client cannot participate, a predicate without paths; empty if it can
 
@@ -32,6 +33,8 @@ def node_info_reply(message: Message, info: NodeInfo) -> Message:
             record["partition-id"] = info.partition
         if info.num_images is not None:
             record["num-images"] = info.num_images
+        if info.free_disk is not None:
+            record["free-disk"] = info.free_disk
         for package, installed in info.versions.items():
             record[f"version-{package}"] = installed
         return Message(RecordDict({NODE_INFO: record}), reply_to=message)
@@ -48,12 +51,13 @@ def read_node_info(message: Message) -> NodeInfo:
     record = message.content.config_records[NODE_INFO]
     name = _text(record["name"])
     check_device_name(name)
-    counts = {key: as_count(record[key]) for key in ("partition-id", "num-images") if key in record}
+    counts = {key: as_count(record[key]) for key in ("partition-id", "num-images", "free-disk") if key in record}
     versions = {package: f"version-{package}" for package in ("python", *COMPARED_PACKAGES)}
     return NodeInfo(
         partition=counts.get("partition-id"),
         name=name,
         num_images=counts.get("num-images"),
+        free_disk=counts.get("free-disk"),
         versions={package: _text(record[key]) for package, key in versions.items() if key in record},
         problem=_text(record.get("problem", "")),
     )

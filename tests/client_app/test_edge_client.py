@@ -300,7 +300,8 @@ def test_who_a_device_is(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert EdgeClient.read({"data-path": "x"}).states == tmp_path / "fedssl"
     images = write_images(tmp_path / "images", 3)
-    own = {"num_images": 3, "versions": installed_versions()}
+    monkeypatch.setattr("client_app.edge_client.free_space", lambda folder: 2_999_999)
+    own = {"num_images": 3, "free_disk": 2, "versions": installed_versions()}
     for config, who in (
         ({}, NodeInfo(partition=None, name="B-ro-2.lan", **own)),
         ({"partition_id": 4}, NodeInfo(partition=4, name="B-ro-2.lan-4", **own)),

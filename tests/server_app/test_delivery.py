@@ -137,9 +137,9 @@ def test_the_operator_receives_the_quality_only_as_a_mean_over_devices_that_shar
     ]
     overrides = ["engine=deployment", "engine.address=10.0.0.1:1", "engine.root_certificates=x", *SMALL, "rounds=1"]
     run_server_app(Devices(*made), [*overrides, "num_clients=4", f"output_dir={tmp_path / 'run'}"])
-    stored = json.loads((tmp_path / "run" / "fleet.json").read_text())["quality"]
+    stored = json.loads((tmp_path / "run" / "fleet.json").read_text()).get("quality")
     if num_sharing < 3:
-        assert stored == {}
+        assert stored is None
         return
     file = tmp_path / "run" / "encoder.pt"
     expected = [encoder_quality(file, tmp_path / "images" / name) for name in "abc"]

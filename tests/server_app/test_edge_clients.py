@@ -335,6 +335,9 @@ def test_a_device_that_joins_later_trains_in_every_round_and_the_operator_sees_i
         "b": (3, 10),
         "c": (4, 11),
     }
+    assert (fleet["training"], fleet["late"]) == ([], [])
+    free = shutil.disk_usage(tmp_path).free // 10**6
+    assert 0.5 * free < fleet["devices"]["a"]["free disk"] < 2 * free
     assert fleet["devices"]["c"]["versions"].keys() == {"python", "flwr", "torch", "torchvision"}
     assert OmegaConf.load(folder / "choices.yaml").partition == "natural"  # devices have their own images
     run_server_app(

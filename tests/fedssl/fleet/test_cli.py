@@ -9,6 +9,7 @@ import pytest
 from fedssl.errors import InputError
 from fedssl.fleet import cli, device_cli
 from fedssl.fleet.kit import make_kit, read_kit, write_kit
+from fedssl.runs.run import acquire_lock
 from tests.deploy.test_fleet import check_the_public_port
 from tests.devices import write_images
 from tests.fleet import fleet
@@ -145,9 +146,10 @@ def test_a_report_joins_the_files_of_a_run(tmp_path):
     versions = {"flwr": "1.41.0", "torch": "2.15.0"}
     devices = {
         "garden": {"node": 5, "images": 9, "versions": versions},
-        "shed": {"node": 7, "images": 3, "versions": {}},
+        "shed": {"node": 7, "images": 3, "free disk": 812, "versions": {}},
     }
-    (tmp_path / "fleet.json").write_text(json.dumps({"devices": devices, "rejected": {"7": "has no images"}}))
+    fleet = {"devices": devices, "rejected": {"7": "has no images"}, "training": [5], "late": [5]}
+    (tmp_path / "fleet.json").write_text(json.dumps(fleet))
     (tmp_path / "devices.json").write_text(json.dumps({"garden": 0}))
     row = {"client": 0, "model": "global", "loss": 1.0, "seconds": 1.0, "bytes_up": 1, "bytes_down": 1, "examples": 9}
     row |= {"cosine": {}, "model_cosine": None, "layer_cosine": None, "staleness": 0}
@@ -156,7 +158,11 @@ def test_a_report_joins_the_files_of_a_run(tmp_path):
     reports = cli.read_reports(tmp_path)
     assert reports == {
         "garden": cli.DeviceReport(images=9, versions=versions, rounds=2, last_error="round 2: it diverged"),
-        "shed": cli.DeviceReport(images=3, last_error="has no images"),
+        "shed": cli.DeviceReport(images=3, free_disk=812, activity="rejected", last_error="has no images"),
     }
+    with acquire_lock(tmp_path):  # the run is active
+        assert cli.read_reports(tmp_path)["garden"].activity == "training"
+        (tmp_path / "fleet.json").write_text(json.dumps(fleet | {"training": []}))
+        assert cli.read_reports(tmp_path)["garden"].activity == "late"
     with pytest.raises(InputError, match="is not the run folder of a fleet"):
         cli.read_reports(tmp_path / "other")

@@ -59,6 +59,27 @@ def test_alerts(thresholds, alerts):
     assert find_alerts(DEVICES, Thresholds(**thresholds), NOW) == alerts
 
 
+def test_a_full_disk_is_an_alert():
+    devices = [DEVICES[0] | {"free MB": 400}, DEVICES[1] | {"free MB": None}]
+    found = find_alerts(devices, Thresholds(min_megabytes=500), NOW, free_disk=499)
+    assert found == [
+        "device garden has 400 MB of free disk space, less than 500",
+        "the run folder has 499 MB of free disk space, less than 500",
+    ]
+    assert find_alerts(devices, Thresholds(min_megabytes=400), NOW, free_disk=400) == []
+
+
+def test_training_late_and_rejected_devices_are_online():
+    devices = [DEVICES[0] | {"status": status} for status in ("training", "late", "rejected", "offline", "registered")]
+    assert find_alerts(devices, Thresholds(min_devices=4), NOW) == ["3 devices are online, fewer than 4"]
+    metrics = as_metrics(make_view(devices, None, Thresholds(), NOW)).splitlines()
+    label = 'name="garden",node="5"'
+    online = [line for line in metrics if line.startswith("fedssl_device_online{")]
+    assert online == [f"fedssl_device_online{{{label}}} {value}" for value in (1, 1, 1, 0, 0)]
+    training = [line[-1] for line in metrics if line.startswith("fedssl_device_training{")]
+    assert training == ["1", "0", "0", "0", "0"]
+
+
 def test_text_has_progress_alerts_and_devices(run):
     lines = as_text(view(run, min_devices=3), COLUMNS).splitlines()
     assert lines[0] == "2026-11-25 12:00:00  round 2; 200 bytes received, 60 bytes sent"
