@@ -181,7 +181,8 @@ def safe_error_message(error: Exception) -> str:
     """
     text = str(error)
     if not isinstance(error, RequestRefused) and (not isinstance(error, InputError) or re.search(r"[/\\~]", text)):
-        text = f"{type(error).__name__}; see the log of the device"
+        reason = f" ({os.strerror(error.errno)})" if isinstance(error, OSError) and error.errno else ""
+        text = f"{type(error).__name__}{reason}; see the log of the device"
     return sanitize_line(text)
 
 

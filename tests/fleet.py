@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -66,22 +66,33 @@ class Fleet:
         self.superlink = self._start(command, "superlink")
         until(lambda: listens(self.port), "the SuperLink listens", self.superlink)
 
-    def start_node(self, name: str, *, port: int | None = None, key: str | None = None, **config: object) -> None:
+    def start_node(
+        self, name: str, *, port: int | None = None, environment: Mapping[str, str] | None = None, **config: object
+    ) -> None:
         """Start the SuperNode of a device; its configuration has - for _."""
         quoted = {key.replace("_", "-"): v if isinstance(v, int) else f'"{v}"' for key, v in config.items()}
         said = " ".join(f"{key}={value}" for key, value in quoted.items())
         own = self.sandbox.path / name
         own.mkdir(exist_ok=True)
         values = {"${SUPERLINK}": f"127.0.0.1:{port or self.public}", "${NODE_CONFIG}": said}
-        values[str(self.keys / "node.key")] = str(self.keys / "nodes" / f"{key or name}.key")
+        values[str(self.keys / "node.key")] = str(self.keys / "nodes" / f"{name}.key")
         command = [values.get(word, word) for word in self._unit("fedssl-supernode.service", own)]
         self.ports[name] = free_port()
-        self.nodes[name] = self._start([*command, "--port", str(self.ports[name])], name)
+        self.nodes[name] = self._start([*command, "--port", str(self.ports[name])], name, environment)
 
     def register(self, *names: str) -> None:
-        """Tell the SuperLink the public halves of the nodes' keys."""
+        """Register the public keys of nodes under their names."""
         for name in names:
-            self.flwr("supernode", "register", str(self.keys / "nodes" / f"{name}.pub"), "fleet")
+            self.operator("add", name, str(self.keys / "nodes" / f"{name}.pub"))
+
+    def operator(self, *arguments: str) -> str:
+        """Return the output of ``fedssl-fleet``, the operator's command."""
+        code = "import sys; from fedssl.fleet.cli import main; sys.exit(main())"
+        superlink = ["--address", f"127.0.0.1:{self.port}", "--certificates", str(self.keys / "ca.crt")]
+        process = self._start([sys.executable, "-c", code, *arguments, *superlink], None)
+        output = process.communicate()[0]
+        assert process.returncode == 0, output
+        return output
 
     def flwr(self, *overrides: str) -> str:
         """What Flower's command line says; its connection ``fleet`` is the SuperLink."""
@@ -175,7 +186,9 @@ class Fleet:
             line = line.replace(sandbox, own)
         return shlex.split(line)
 
-    def _start(self, command: list[str], log: str | None) -> subprocess.Popen[str]:
+    def _start(
+        self, command: list[str], log: str | None, more: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environment = {
             **os.environ,
@@ -183,6 +196,7 @@ class Fleet:
             "PATH": path,
             "HOME": str(self.sandbox.home),
             "OMP_NUM_THREADS": "1",
+            **(more or {}),
         }
         if log is None:
             environment["PYTHONPATH"] = str(REPOSITORY)

@@ -66,6 +66,12 @@ def _http_errors(address: str) -> Iterator[None]:
             "engine.address to the port of the Control API, not to that of the devices"
         ) from error
     except httpx.TransportError as error:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            reason = str(error).partition("certificate verify failed: ")[2].partition(" (_ssl")[0]
+            raise InputError(
+                f"the certificate of engine.address={address} is not valid ({reason}); renew it with deploy/keys.py, "
+                "or set engine.root_certificates to the certificate of its authority"
+            ) from error
         raise InputError(
             f"no SuperLink answers at engine.address={address} ({error}); start it, or set engine.address to its "
             "address, and engine.root_certificates if it has TLS"

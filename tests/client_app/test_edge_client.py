@@ -1,6 +1,7 @@
 """A device obeys nobody: whatever a server sends, it does what its own configuration allows, or says why not."""
 
 import copy
+import errno
 import json
 import sys
 
@@ -323,6 +324,8 @@ def test_what_is_a_simulation():
 
 
 def test_what_is_told_of_an_error():
+    full = OSError(errno.ENOSPC, "a text with /home/anna", "/home/anna")
+    assert safe_error_message(full) == "OSError (No space left on device); see the log of the device"
     assert safe_error_message(InputError("no /home/anna/images here")) == "InputError; see the log of the device"
     assert safe_error_message(ValueError("secret")) == "ValueError; see the log of the device"
     assert (
