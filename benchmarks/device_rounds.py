@@ -62,12 +62,15 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--strategy", default="l_dawa")
     arguments = parser.parse_args()
     os.environ.update([MARK.split("=")])
     flower.ENVIRONMENT.pop("FLWR_SUPEREXEC_TASK_POLL_INTERVAL")  # which makes tests faster
     base = None
     for form in arguments.forms:
-        rounds, training, memory = measure(form, nodes=arguments.nodes, rounds=arguments.rounds)
+        rounds, training, memory = measure(
+            form, nodes=arguments.nodes, rounds=arguments.rounds, strategy=arguments.strategy
+        )
         overhead = statistics.median(rounds[1:]) - training
         base = base or overhead
         spread = f"{min(rounds[1:]):.1f} to {max(rounds[1:]):.1f}; first {rounds[0]:.1f}"
@@ -81,7 +84,9 @@ def main() -> None:
             print(f"{name:10}{rss:6.0f} MB RSS {pss:6.0f} MB PSS of a process", flush=True)
 
 
-def measure(form: str, *, nodes: int, rounds: int) -> tuple[list[float], float, dict[str, tuple[float, float]]]:
+def measure(
+    form: str, *, nodes: int, rounds: int, strategy: str
+) -> tuple[list[float], float, dict[str, tuple[float, float]]]:
     """Return seconds of every round, the median of the slowest client's training, and memory by kind of process."""
     with tempfile.TemporaryDirectory() as name, sampled_memory() as memory:
         folder = Path(name)
@@ -94,6 +99,7 @@ def measure(form: str, *, nodes: int, rounds: int) -> tuple[list[float], float, 
             node = {"data-path": images, "state-path": folder / "states" / str(number), "client-name": f"d{number}"}
             devices.append(" ".join(f'{key}="{value}"' for key, value in node.items()) + " threads=1")
         overrides = f"dataset.size=32 dataset.channels=1 dataset.mean=[0.5] dataset.std=[0.5] rounds={rounds} "
+        overrides += f"strategy={strategy} "
         overrides += "local_epochs=1 evaluation=none final_evaluation=none collapse_images=0 measure_resources=false"
         config = f"dataset='image_folder' num-clients={nodes} output-dir='{folder / 'run'}' overrides='{overrides}'"
         outcome = flower.flwr_run(app, "--run-config", config, devices=devices)

@@ -92,12 +92,12 @@ def _encoder_reply(message: Message, context: Context) -> Message:
         raise RequestRefused("a simulated client stores no encoder")
     check_message(message.content, client.limits)
     delivery = EncoderDelivery.from_content(message.content)
-    file = store_encoder(delivery, client.states, authority=client.authority)
+    file = store_encoder(delivery, client.states, authority=client.authority, folders=client.folders)
     log.info("run %s: the encoder of round %d is stored", delivery.run_id, delivery.round)
     record(client.states, "encoder stored", run=delivery.run_id, round=delivery.round, bytes=len(delivery.content))
     content = RecordDict()
     if client.limits.share_quality:
-        content = quality_content(encoder_quality(file, client.data_path))
+        content = quality_content(encoder_quality(file, client.data_path, folders=client.folders))
         _count_sent(client, content, "quality sent", run=delivery.run_id, round=delivery.round)
     return Message(content, reply_to=message)
 

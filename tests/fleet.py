@@ -67,7 +67,13 @@ class Fleet:
         until(lambda: listens(self.port), "the SuperLink listens", self.superlink)
 
     def start_node(
-        self, name: str, *, port: int | None = None, environment: Mapping[str, str] | None = None, **config: object
+        self,
+        name: str,
+        *,
+        port: int | None = None,
+        key: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        **config: object,
     ) -> None:
         """Start the SuperNode of a device; its configuration has - for _."""
         quoted = {key.replace("_", "-"): v if isinstance(v, int) else f'"{v}"' for key, v in config.items()}
@@ -75,7 +81,7 @@ class Fleet:
         own = self.sandbox.path / name
         own.mkdir(exist_ok=True)
         values = {"${SUPERLINK}": f"127.0.0.1:{port or self.public}", "${NODE_CONFIG}": said}
-        values[str(self.keys / "node.key")] = str(self.keys / "nodes" / f"{name}.key")
+        values[str(self.keys / "node.key")] = str(self.keys / "nodes" / f"{key or name}.key")
         command = [values.get(word, word) for word in self._unit("fedssl-supernode.service", own)]
         self.ports[name] = free_port()
         self.nodes[name] = self._start([*command, "--port", str(self.ports[name])], name, environment)

@@ -77,9 +77,10 @@ OWN = [block for block in SCRIPTS if all(overrides[0] in PROGRAMS for overrides 
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the pages name: a finished run, its encoder, and images."""
+    """A folder with what the pages name: finished runs, an encoder, and images."""
     folder = tmp_path_factory.mktemp("newcomer")
     run([*TINY, "num_clients=3", "clients_per_round=3", "strategy=l_dawa", f"output_dir={folder / RUN}"])
+    run([*TINY, "num_clients=3", "method=byol", f"output_dir={folder / 'runs' / 'byol'}"])
     (folder / "my").mkdir()
     (folder / "my/runs").symlink_to(folder / "runs")
     write_encoder(folder / "encoder-0.pt", VIT)

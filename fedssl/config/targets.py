@@ -105,12 +105,12 @@ def locate(target: str, *, key: str = "_target_") -> Any:
     return value
 
 
-def user_encoder(target: str, overrides: Sequence[str]) -> Callable[..., Any] | None:
+def user_encoder(target: str, folders: Sequence[Path]) -> Callable[..., Any] | None:
     """Import the factory of a saved encoder if the user's config directories have it as a choice, else return None.
 
-    The overrides name these folders: a file must not select the code that loads it.
+    A file must not select the code that loads it.
     """
-    chosen = choice_targets("encoder", search_folders(overrides)) - installed_targets()
+    chosen = choice_targets("encoder", folders) - installed_targets()
     return locate(target, key="encoder._target_") if target in chosen else None
 
 

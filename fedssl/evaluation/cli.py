@@ -66,7 +66,7 @@ def run(overrides: Sequence[str]) -> str:
     settings = compose_evaluation(others, run=Path(source["run"]) if "run" in source else None)
     protocol = settings.evaluation.protocol.instantiate()
     torch.set_num_threads(settings.machine.threads)
-    encoder = load_encoder(file, build=user_encoder(saved_target(file), others))
+    encoder = load_encoder(file, build=user_encoder(saved_target(file), search_folders(others)))
     explicit_size = any(_split(override)[0] == "dataset.size" for override in overrides)
     data = match_encoder(encoder, settings.data, explicit_size=explicit_size)
     evaluation_input = _evaluation_input(encoder, data, device=settings.machine.device)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedssl.command_line import run_command
 from fedssl.config.overrides import did_you_mean
-from fedssl.config.targets import SEARCHPATH_KEY, expand_config_dir_flag, user_encoder
+from fedssl.config.targets import SEARCHPATH_KEY, expand_config_dir_flag, search_folders, user_encoder
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
 from fedssl.evaluation.cli import compose_evaluation, encoder_file, match_encoder
@@ -56,7 +56,7 @@ def run(overrides: Sequence[str]) -> str:
     others = [override for override in overrides if override.partition("=")[0] not in _EXPORT_KEYS]
     form, int8 = _format(options), _int8(options, others)
     file = encoder_file({key: value for key, value in options.items() if key in ("run", "encoder")})
-    build = user_encoder(saved_target(file), others)
+    build = user_encoder(saved_target(file), search_folders(others))
     source = ExportSource(
         encoder=load_encoder(file, build=build),
         content=read_content(file),

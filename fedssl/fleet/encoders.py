@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ FOLDER = "encoders"  # in the folder of states
 KEPT = 2  # encoders per run
 
 
-def store_encoder(delivery: EncoderDelivery, states: Path, *, authority: Path | None) -> Path:
+def store_encoder(
+    delivery: EncoderDelivery, states: Path, *, authority: Path | None, folders: Sequence[Path] = ()
+) -> Path:
     """Verify a delivered encoder, store it and return its file; raises `RequestRefused`, and then nothing is stored.
 
-    With the certificate of an ``authority`` the signature of its server is required.
+    With the certificate of an ``authority`` the signature of its server is required. ``folders`` are config directories
+    with further encoders.
     """
-    from fedssl.export.encoder_file import load_encoder  # slow import
-
     try:
         check_run_id(delivery.run_id)
         if authority is not None:
@@ -39,9 +40,12 @@ def store_encoder(delivery: EncoderDelivery, states: Path, *, authority: Path | 
         file.write(delivery.content)
         file.flush()
         try:
-            load_encoder(file.name)
+            load_delivered(Path(file.name), folders)
         except InputError as error:  # it contains a path
-            raise RequestRefused(f"the encoder of round {delivery.round} is refused: it is damaged") from error
+            raise RequestRefused(
+                f"the encoder of round {delivery.round} is refused: it is damaged or of a class that "
+                "this device does not have"
+            ) from error
     folder = states / FOLDER / delivery.run_id
     folder.mkdir(parents=True, exist_ok=True)
     fields = {
@@ -57,6 +61,14 @@ def store_encoder(delivery: EncoderDelivery, states: Path, *, authority: Path | 
         remove(round_file(folder, round))
         remove(round_file(folder, round, "json"))
     return round_file(folder, delivery.round)
+
+
+def load_delivered(file: Path, folders: Sequence[Path] = ()) -> Any:
+    """Return the encoder of a file as `fedssl.export.load_encoder`, also of a config directory; raises `InputError`."""
+    from fedssl.config.targets import user_encoder  # slow imports
+    from fedssl.export.encoder_file import load_encoder, saved_target
+
+    return load_encoder(file, build=user_encoder(saved_target(file), folders))
 
 
 def stored_encoders(states: Path) -> list[tuple[Path, Mapping[str, Any]]]:

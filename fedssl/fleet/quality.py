@@ -3,26 +3,29 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
+
+from fedssl.fleet.encoders import load_delivered
 
 NUM_IMAGES = 256
 MIN_DEVICES = 3  # an operator receives no mean over fewer
 METRICS = ("effective_rank", "covariance_rank", "spread", "uniformity")
 
 
-def encoder_quality(file: Path, images: Path, *, num_images: int = NUM_IMAGES) -> dict[str, float]:
+def encoder_quality(
+    file: Path, images: Path, *, folders: Sequence[Path] = (), num_images: int = NUM_IMAGES
+) -> dict[str, float]:
     """Return `METRICS` of `fedssl.evaluation.collapse_metrics` on at most ``num_images`` local images, always the same.
 
-    ``file`` is of `fedssl.export.save_encoder`, ``images`` a folder as of ``dataset=image_folder``. Raise `InputError`
+    ``file`` is of `fedssl.export.save_encoder`, ``images`` a folder as of ``dataset=image_folder``, and ``folders`` are
+    config directories with further encoders. Raise `InputError`
     if fewer than two images can be read.
     """
     from fedssl.datasets import image_folder  # slow imports
     from fedssl.errors import InputError
     from fedssl.evaluation import collapse_metrics
     from fedssl.evaluation.features import extract
-    from fedssl.export.encoder_file import load_encoder
 
-    encoder: Any = load_encoder(file)
+    encoder = load_delivered(file, folders)
     data = image_folder.read(
         "train",
         channels=encoder.channels,

@@ -91,7 +91,12 @@ def device_checks(running, folder):
     return {check.name: check for check in run_checks(kit, folder, folder)}
 
 
-def test_a_lost_device_is_removed_at_once_and_a_wrong_clock_is_rejected(tmp_path, monkeypatch):
+def create_keys(running, *nodes):
+    command = [sys.executable, DEPLOY / "keys.py", running.keys, "--server", "127.0.0.1"]
+    subprocess.run([*command, *(["--nodes", *nodes] if nodes else [])], check=True)
+
+
+def test_a_lost_device_is_removed_at_once_a_wrong_clock_is_rejected_and_a_key_is_rotated(tmp_path, monkeypatch):
     with endless_run("b", "c") as run:
         running = run.running
         running.start_node("b", client_name="b", data_path=write_images(tmp_path / "b", 10, seed=1))
@@ -120,6 +125,15 @@ def test_a_lost_device_is_removed_at_once_and_a_wrong_clock_is_rejected(tmp_path
         assert re.fullmatch(r"360\d s ahead of the server's", clock.result)
         running.start_node("c", **start)
         until(lambda: run.used("c"), "c takes part with the right clock")
+
+        number = run.client_id("c")
+        create_keys(running, "new")
+        running.operator("rotate", "c", str(running.keys / "nodes" / "new.pub"))
+        until(lambda: running.nodes["c"].poll() is not None, "the old key is rejected")
+        before = run.rounds
+        running.start_node("c", key="new", **start)
+        until(lambda: run.used("c", after=before + 1), "c takes part with the new key")
+        assert run.client_id("c") == number
         finish(run)
 
 
@@ -172,7 +186,7 @@ def test_an_expired_certificate_is_renewed_without_the_devices(tmp_path):
         assert running.nodes["a"].poll() is None
 
         certificate.rename(certificate.with_suffix(".old"))
-        subprocess.run([sys.executable, DEPLOY / "keys.py", running.keys, "--server", "127.0.0.1"], check=True)
+        create_keys(running)
         running.kill("superlink")
         running.start_superlink()
         assert device_checks(running, images)["connection"].passed

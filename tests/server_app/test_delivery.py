@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fedssl.encoders import conv_small
 from fedssl.errors import InputError, RequestRefused
-from fedssl.export import load_encoder
+from fedssl.export import load_encoder, save_encoder
 from fedssl.fleet import device_cli
 from fedssl.fleet.encoders import store_encoder, stored_encoders
 from fedssl.fleet.history import read_history
@@ -121,6 +122,25 @@ def test_an_encoder_is_converted_to_onnx(tmp_path, monkeypatch, capsys):
     (h,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
     encoder = load_encoder(stored_encoders(folder)[-1][0])
     torch.testing.assert_close(torch.from_numpy(h), encoder(encoder.preprocess(images)).detach())
+
+
+def test_an_encoder_of_the_owners_config_directory_is_stored(tmp_path, monkeypatch):
+    (tmp_path / "owners_module.py").write_text("from fedssl.encoders import conv_small as mine\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "conf" / "encoder").mkdir(parents=True)
+    settings = {"_target_": "owners_module.mine", "channels": 1, "size": 8, "width": 4, "norm": "batch"}
+    (tmp_path / "conf" / "encoder" / "mine.yaml").write_text(
+        "".join(f"{key}: {value}\n" for key, value in settings.items())
+    )
+    file, encoder = tmp_path / "encoder.pt", conv_small(channels=1, size=8, width=4, norm="batch")
+    save_encoder(file, encoder, settings=settings, mean=[0.4], std=[0.3], metadata={})
+    delivery = EncoderDelivery(run_id="r", round=1, model="global", content=file.read_bytes())
+    with pytest.raises(RequestRefused, match="it is damaged or of a class that this device does not have"):
+        store_encoder(delivery, tmp_path / "states", authority=None)
+    stored = store_encoder(delivery, tmp_path / "states", authority=None, folders=[tmp_path / "conf"])
+    assert stored.read_bytes() == delivery.content
+    images = write_images(tmp_path / "images", 5)
+    assert encoder_quality(stored, images, folders=[tmp_path / "conf"])["effective_rank"] > 1
 
 
 @pytest.mark.parametrize("num_sharing", [2, 3])

@@ -174,10 +174,10 @@ class TestTargets:
 
     def test_an_encoder_is_built_only_if_the_words_name_its_folder(self, conf):
         (target,) = choice_targets("encoder", [conf]) - choice_targets("encoder", [])
-        assert user_encoder(target, words_for(conf))(channels=1, size=8, width=4).feature_dim == 16
+        assert user_encoder(target, [conf])(channels=1, size=8, width=4).feature_dim == 16
         assert user_encoder(target, []) is None
-        assert user_encoder("os.system", words_for(conf)) is None
-        assert user_encoder("fedssl.encoders.conv_small", words_for(conf)) is None
+        assert user_encoder("os.system", [conf]) is None
+        assert user_encoder("fedssl.encoders.conv_small", [conf]) is None
 
     def test_the_data_set_of_a_run_folder_is_no_code_of_its_choice(self, tmp_path):
         save_run(compose([]).recording, tmp_path)
