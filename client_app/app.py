@@ -1,19 +1,24 @@
 """The ClientApp: simulated clients handle their messages here, edge clients in their resident process.
 
 Flower starts a process for every message of a SuperNode. Importing torch and loading the images would take longer than
-training. Therefore this module imports neither torch nor anything that does.
+training. Therefore this module imports neither torch nor anything that does. The code comes from the server and its
+dependencies from the device, which may lack some: they are checked before they are imported.
 """
 
 import logging
 import os
+from pathlib import Path
 
-from flwr.app import Context, Message
+from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 
 from client_app.simulated import is_simulated
-from fedssl.compat import error_reply
+from fedssl.wire.device import unmet_requirements
 
 log = logging.getLogger("fedssl")
+
+APP = Path(__file__).resolve().parents[1]  # the app that Flower installed
+FAILED = 2  # Flower's code for an error of a ClientApp
 
 app = ClientApp()
 
@@ -24,11 +29,20 @@ app = ClientApp()
 @app.train()
 def handle(message: Message, context: Context) -> Message:
     """Return the reply to a message. Any error becomes an error reply."""
-    if is_simulated(context.node_config) or os.name != "posix":  # other systems lack sockets with file permissions
+    simulated = is_simulated(context.node_config)
+    unmet = "" if simulated else unmet_requirements(APP)
+    if unmet:
+        reason = (
+            f"the device cannot run the server's code: {unmet}; upgrade its environment, or the server if that is older"
+        )
+        log.error("%s", reason)
+        return Message(Error(code=FAILED, reason=reason), reply_to=message)
+    if simulated or os.name != "posix":  # other systems lack sockets with file permissions
         from client_app import handlers  # slow import
 
         return handlers.handle(message, context)
     from client_app import resident_client  # POSIX only
+    from fedssl.compat import error_reply
 
     try:
         return resident_client.forward(message, context)

@@ -24,7 +24,7 @@ import os
 import platform
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
@@ -32,7 +32,7 @@ from typing import ClassVar
 from client_app.limits import check_settings
 from client_app.state_store import FILE_STORE, StateStore
 from fedssl.atomic_files import write_text
-from fedssl.config.device_task import read_task
+from fedssl.config.device_task import compose_task, read_task
 from fedssl.config.settings import ClientSettings, Component
 from fedssl.config.targets import search_folders, searchpath_override
 from fedssl.datasets.image_folder import SUFFIXES, files_digest
@@ -90,7 +90,10 @@ class EdgeClient:
         if "sums-only" in unknown:  # a name of earlier versions
             raise InputError("sums-only in the node's configuration is now secure-aggregation-only")
         if unknown:
-            raise InputError(f"the node's configuration has {unknown[0]}; known are {', '.join(NODE_CONFIG_KEYS)}")
+            raise InputError(
+                f"the node's configuration has {unknown[0]}; known are {', '.join(NODE_CONFIG_KEYS)}; remove it, or "
+                "upgrade the server if a newer version wrote it"
+            )
         if not node_config.get("data-path"):
             raise InputError(
                 "this SuperNode has no folder of images; start it with --node-config 'data-path=\"FOLDER\"'"
@@ -143,7 +146,7 @@ class EdgeClient:
         if problem:
             raise RequestRefused(f"the device {problem}")
         check_settings(settings, self.limits, num_images=num_images)
-        _bind_run_to_task(settings.states, text)
+        _bind_run_to_task(settings.states, text, folders=self.folders)
         self.limits.check_start(self.states)
         return settings
 
@@ -186,19 +189,32 @@ def safe_error_message(error: Exception) -> str:
     return sanitize_line(text)
 
 
-def _bind_run_to_task(run: Path, text: str) -> None:
+def _bind_run_to_task(run: Path, text: str, *, folders: Sequence[Path]) -> None:
     """Bind the run's states to its task, so that no other task with the same run name can use them."""
     task = json.loads(text)
-    task["values"].pop("rounds")  # a run may be extended
+    rounds = task["values"].pop("rounds")  # a run may be extended
     new, file = json.dumps(task, sort_keys=True), run / ".task.json"
     before = read_text(file)
     if before is None:
         run.mkdir(parents=True, exist_ok=True)
         write_text(file, new)
-    elif before != new:
+    elif before != new and not _is_same_task(before, text, rounds=rounds, folders=folders):
         raise RequestRefused(
             f"run_id={run.name} is another run here, with other settings; settings of a run do not change"
         )
+
+
+def _is_same_task(before: str, text: str, *, rounds: int, folders: Sequence[Path]) -> bool:
+    """Return whether a stored task has the settings of this one.
+
+    A version that stored it may lack settings of this version. They have their defaults.
+    """
+    try:
+        stored = json.loads(before)
+        stored["values"]["rounds"] = rounds
+        return compose_task(json.dumps(stored), folders) == compose_task(text, folders)
+    except (ValueError, KeyError, TypeError):  # damaged, or with settings that this version lacks
+        return False
 
 
 def _path(value: Value) -> Path:

@@ -25,6 +25,7 @@ from flwr.app import Context, Message
 from client_app.frames import receive_frame, send_frame
 from client_app.resident_folder import SOCKET_NAME_LENGTH, Supervisor, supervisor_folder
 from fedssl.compat import content_from_bytes, context_to_bytes, message_from_bytes, message_to_bytes
+from fedssl.wire.device import installed_versions
 from fedssl.wire.fingerprint import code_fingerprint
 
 IDLE_SECONDS = 1800.0  # without a message, after which the resident process ends and frees its memory
@@ -63,14 +64,14 @@ def forward(
 
 
 def process_name(node_config: Mapping[str, Any]) -> str:
-    """Return the name of the socket: a digest of the app, its imports and the node's configuration.
+    """Return the name of the socket: a digest of the app, its imports, their versions and the node's configuration.
 
     It covers the settings in ``config-dir``, because a process reads them once.
     """
     folder = node_config.get("config-dir")
     files = sorted(Path(str(folder)).expanduser().rglob("*.yaml")) if folder else []
     settings = {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-    identity = [sys.executable, sys.path, code_fingerprint(), dict(node_config), settings]
+    identity = [sys.executable, sys.path, code_fingerprint(), dict(node_config), settings, installed_versions()]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:SOCKET_NAME_LENGTH]
 
 

@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 
 from fedssl.errors import InputError, RunError
 from fedssl.untrusted import sanitize_line
-from fedssl.wire.device import incompatibility
+from fedssl.wire.device import differences, incompatibility
 from fedssl.wire.identity import NodeInfo, read_node_info
 from server_app.console import log_while_waiting
 from server_app.messaging import MessageExchange
@@ -110,7 +110,8 @@ def federation_size(grid: Grid, *, timeout: float) -> int | None:
 class ClientManager:
     """Available clients from round to round: devices join and leave, simulated clients stay.
 
-    ``timeout`` is the time in seconds to wait for a device that is needed.
+    A device that returns is asked again, because it may have been upgraded. ``timeout`` is the time in seconds to wait
+    for a device that is needed.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class ClientManager:
         self._grid, self._timeout, self._node_names = grid, timeout, node_names
         self._retry_at = time.monotonic() + REJECTED_INTERVAL
         self.clients = clients
+        self._available = {*clients.nodes.values(), *clients.rejected}  # when they were last listed
 
     def wait_for(self, min_clients: int) -> ClientDirectory:
         """Wait for ``min_clients`` clients, and return all that are available; raises `RunError` after the timeout."""
@@ -148,14 +150,16 @@ class ClientManager:
         if time.monotonic() > self._retry_at:
             self._retry_at = time.monotonic() + REJECTED_INTERVAL
             self.clients = replace(self.clients, rejected={})
-        known = {*self.clients.nodes.values(), *self.clients.rejected}
+        known = {*self.clients.nodes.values(), *self.clients.rejected} & self._available
+        self._available = set(available)
         new = [node for node in available if node not in known]
         if not new:
             return
         info: dict[int, NodeInfo] = {}
-        errors = dict.fromkeys(new, "did not reply")
+        accepted = set(self.clients.nodes.values())
+        errors = {node: "did not reply" for node in new if node not in accepted}
         for node, reply in _identify(self._grid, new, timeout=min(self._timeout, IDENTIFY_TIMEOUT)):
-            del errors[node]
+            errors.pop(node, None)
             if isinstance(reply, str):
                 errors[node] = f"failed: {reply}"
             elif reply.partitions is not None:
@@ -163,7 +167,15 @@ class ClientManager:
             else:
                 info[node] = reply
         offline = {number: node for number, node in self.clients.nodes.items() if node not in available}
-        before = replace(self.clients, nodes={n: node for n, node in self.clients.nodes.items() if n not in offline})
+        before = replace(
+            self.clients,
+            nodes={
+                number: node
+                for number, node in self.clients.nodes.items()
+                if node in available and node not in info and node not in errors
+            },
+            rejected={node: reason for node, reason in self.clients.rejected.items() if node not in new},
+        )
         clients = add_devices(before, info, errors, names=self._node_names())
         for name, number in clients.client_ids.items():
             if number in clients.nodes and number not in before.nodes:
@@ -228,6 +240,9 @@ def add_devices(
         name = names.get(node) or (found[node].name if node in found else "")
         log.warning("node %d%s does not take part: it %s", node, f" {name}".rstrip(), reason)
     accepted = {one.name: node for node, one in found.items() if node not in rejected}
+    for name, node in accepted.items():
+        if other := differences(found[node].versions):
+            log.info("device %s has other versions than the server: %s", name, other)
     order = {name: (found[node].partition is None, found[node].partition or 0, name) for name, node in accepted.items()}
     client_ids = dict(directory.client_ids)
     for name in sorted(accepted.keys() - client_ids.keys(), key=order.__getitem__):

@@ -21,6 +21,7 @@ from fedssl.fleet import compat
 from fedssl.fleet.control import control_api
 from fedssl.runs.run_report import RunReport
 from fedssl.untrusted import sanitize_line
+from fedssl.wire.device import unmet_requirements
 
 log = logging.getLogger("fedssl")
 
@@ -61,6 +62,9 @@ def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> None:
             "engine=deployment submits the app from a clone of its repository, which this installation is not; install "
             "fedssl from a clone with pip install -e"
         )
+    unmet = unmet_requirements(APP)
+    if unmet:
+        raise InputError(f"{unmet}; install them with pip install -e {APP}, and restart the SuperLink")
     for name in ("root_certificates", "signing_key", "signing_certificate"):
         file = getattr(engine, name)
         if file:  # the ServerApp has another working directory

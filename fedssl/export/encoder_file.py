@@ -27,7 +27,8 @@ from fedssl.errors import InputError
 from fedssl.export.weights import read_safetensors
 from fedssl.untrusted import check_tensors_like, read_tensors, sanitize
 
-FORMAT = "fedssl-encoder-1"
+_FORMATS = "fedssl-encoder-"
+FORMAT = f"{_FORMATS}1"
 MAX_BYTES = 2**33  # of a file
 
 
@@ -200,6 +201,9 @@ def read_content(path: Path) -> dict[str, Any]:
             f"{path} is damaged or not an encoder's file ({reason}); choose the encoder.pt of a run folder"
         ) from error
     keys = {"format", "encoder", "mean", "std", "metadata", "weights"}
+    found = sanitize(content.get("format", ""))[:40] if isinstance(content, dict) else ""
+    if found.startswith(_FORMATS) and found != FORMAT:
+        raise InputError(f"{path} has the format {found} and this version reads {FORMAT}; upgrade fedssl here")
     if not isinstance(content, dict) or content.keys() != keys or not _is_encoder(content):
         raise InputError(f"{path} does not hold an encoder; choose the encoder.pt of a run folder")
     return content

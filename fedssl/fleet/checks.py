@@ -40,7 +40,9 @@ def run_checks(kit: Kit, images: Path, folder: Path) -> Iterator[Check]:
     versions = installed_versions()
     problem = incompatibility(kit.versions)
     listed = ", ".join(f"{package} {version}" for package, version in versions.items())
-    yield Check("versions", f"the server {problem}" if problem else listed, not problem)
+    if problem:
+        listed = f"the server {problem}, or repeat fedssl-device setup with a new kit if the server was upgraded"
+    yield Check("versions", listed, not problem)
     yield from _check_connection(kit)
 
 

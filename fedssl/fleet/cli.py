@@ -39,7 +39,7 @@ from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import FLEET_FILE, is_locked
 from fedssl.text_table import align
 from fedssl.untrusted import read_text, read_yaml, sanitize
-from fedssl.wire.device import check_device_name
+from fedssl.wire.device import COMPARED_PACKAGES, check_device_name
 
 
 def main() -> int:
@@ -112,7 +112,7 @@ class DeviceReport:
 
     images: int | None = None
     free_disk: int | None = None  # MB, when it joined
-    activity: str = ""  # training, late or rejected; empty: none of them
+    activity: str = ""  # training or late; empty: none of them
     versions: dict[str, str] = field(default_factory=dict)
     rounds: int = 0  # in which its update was used
     last_error: str = ""
@@ -131,7 +131,7 @@ def list_devices(options: argparse.Namespace) -> str:
 
 
 def _columns(options: argparse.Namespace) -> list[str]:
-    of_run = ("images", "free MB", "rounds", "flwr", "torch", "last error") if options.run else ()
+    of_run = ("images", "free MB", "rounds", "fedssl", "flwr", "torch", "last error") if options.run else ()
     return ["name", "node", "status", "last contact", *of_run]
 
 
@@ -173,7 +173,7 @@ def _view(options: argparse.Namespace, thresholds: Thresholds) -> FleetView:
 def _rows(options: argparse.Namespace, run: Path | None) -> list[dict[str, Any]]:
     with control_api(_engine(options)) as control:
         devices = registered_devices(control)
-    reports = read_reports(run) if run else {}
+    reports, rejected = read_reports(run) if run else ({}, {})
     rows = []
     for device in devices:
         contact = device.last_contact
@@ -184,18 +184,18 @@ def _rows(options: argparse.Namespace, run: Path | None) -> list[dict[str, Any]]
             "last contact": None if contact is None else contact.isoformat(timespec="seconds"),
         }
         if run:
-            report = reports.get(device.name, DeviceReport())
+            report, reason = reports.get(device.name, DeviceReport()), rejected.get(device.node_id, "")
             if row["status"] == "online":
-                row["status"] = report.activity or "online"
+                row["status"] = "rejected" if reason else report.activity or "online"
             row |= {"images": report.images, "free MB": report.free_disk, "rounds": report.rounds}
-            row |= {"last error": report.last_error}
-            row |= {package: report.versions.get(package, "") for package in ("flwr", "torch", "torchvision", "python")}
+            row |= {"last error": reason or report.last_error}
+            row |= {package: report.versions.get(package, "") for package in (*COMPARED_PACKAGES, "python")}
         rows.append(row)
     return rows
 
 
-def read_reports(folder: Path) -> dict[str, DeviceReport]:
-    """Return what a run recorded of its devices, by name; raises `InputError`."""
+def read_reports(folder: Path) -> tuple[dict[str, DeviceReport], dict[int, str]]:
+    """Return what a run recorded of its devices by name, and why nodes do not take part; raises `InputError`."""
     text = read_text(folder / FLEET_FILE)
     numbers = read_yaml(folder / "devices.json", dict)
     if text is None or numbers is None:
@@ -205,9 +205,8 @@ def read_reports(folder: Path) -> dict[str, DeviceReport]:
     errors: dict[int, str] = {}
     for line in read_jsonl(folder / "metrics.jsonl"):
         errors |= {int(client): f"round {line['round']}: {reason}" for client, reason in line["dropped"].items()}
-    rejected, running = content.get("rejected", {}), is_locked(folder)
-    activities: dict[int, str] = {int(node): "rejected" for node in rejected}
-    for activity in ("late", "training") if running else ():
+    activities: dict[int, str] = {}
+    for activity in ("late", "training") if is_locked(folder) else ():
         activities |= dict.fromkeys(content.get(activity, []), activity)
     reports = {}
     for name, device in content["devices"].items():
@@ -218,9 +217,9 @@ def read_reports(folder: Path) -> dict[str, DeviceReport]:
             activity=activities.get(device["node"], ""),
             versions=device["versions"],
             rounds=rounds[number],
-            last_error=rejected.get(str(device["node"]), errors.get(number, "")),
+            last_error=errors.get(number, ""),
         )
-    return reports
+    return reports, {int(node): reason for node, reason in content.get("rejected", {}).items()}
 
 
 def _check_unused(name: str, devices: Sequence[RegisteredDevice]) -> None:

@@ -51,7 +51,7 @@ minutes: 30 # of training, per round
 # share_quality: true # label-free quality of delivered encoders on the local images
 """
 SHARED = """This device shares updates of model weights, the number of its images, its free disk space, its versions of
-Python, flwr, torch and torchvision, and metrics that a run requests (loss, duration){quality}.
+Python, fedssl, flwr, torch and torchvision, and metrics that a run requests (loss, duration){quality}.
 It shares no images, labels, file names or paths."""
 
 

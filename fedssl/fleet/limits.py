@@ -107,7 +107,10 @@ def read_limits(file: Path) -> Limits:
         raise InputError(f"limits={file} is not there; name a file with {', '.join(_names())}, or leave limits out")
     for key, value in limits.items():
         if key not in _names():
-            raise InputError(f"{file} has {key}, which is no limit; known are {', '.join(_names())}")
+            raise InputError(
+                f"the limits have {key}; known are {', '.join(_names())}; remove it, or upgrade the server if a newer "
+                "version wrote it"
+            )
         problem = _problem(key, value)
         if problem:
             raise InputError(f"{file} has {key}: {value}; give {problem}")

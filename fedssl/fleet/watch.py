@@ -98,6 +98,11 @@ def find_alerts(
     online = sum(map(is_online, devices))
     if thresholds.min_devices is not None and online < thresholds.min_devices:
         alerts.append(f"{online} devices are online, fewer than {thresholds.min_devices}")
+    alerts += [
+        f"device {device['name'] or device['node']} does not take part: it {device['last error']}"
+        for device in devices
+        if device["status"] == "rejected"
+    ]
     if thresholds.max_hours is not None:
         for device in devices:
             contact = device["last contact"]

@@ -1,31 +1,74 @@
-"""Names of devices, and versions of packages on two machines. Imports no torch."""
+"""Names of devices, and the versions that a device may have. Imports no torch.
+
+A device trains with the server's code, which Flower sends with every run, and compares its fingerprint with that of
+every plan. The environment of the device provides Python, Flower and the other dependencies. Its installed ``fedssl``
+provides only the command ``fedssl-device``. Therefore
+
+- Python and the dependencies must meet the requirements of the server's code, see `unmet_requirements`; otherwise the
+  device refuses every message,
+- Flower must have the minor version of the server, see `incompatibility`; otherwise the device does not take part,
+- all other versions may differ, see `differences`, and are logged. Another torch or Python may change the last bits of
+  an update.
+"""
 
 import platform
 import re
+import tomllib
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from fedssl.errors import InputError
 
-COMPARED_PACKAGES = ("flwr", "torch", "torchvision")
+COMPARED_PACKAGES = ("fedssl", "flwr", "torch", "torchvision")
+_MAX_LISTED = 3
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of Python and of `COMPARED_PACKAGES` here."""
-    return {"python": platform.python_version(), **{name: version(name) for name in COMPARED_PACKAGES}}
+    """Return the versions of Python and of those of `COMPARED_PACKAGES` that are installed here."""
+    versions = {name: _installed_version(name) for name in COMPARED_PACKAGES}
+    return {"python": platform.python_version(), **{name: found for name, found in versions.items() if found}}
 
 
 def incompatibility(versions: Mapping[str, str]) -> str:
-    """Return why another machine with these versions cannot work with this one; empty if it can.
-
-    Flower's protocol changes with its minor versions. The server sends this project's code with the run. Another torch
-    or Python may change the last bits of an update.
-    """
+    """Return why another machine with these versions cannot work with this one; empty if it can."""
     here = version("flwr")
     there = versions.get("flwr", here)
     if here.split(".")[:2] != there.split(".")[:2]:
         return f"has flwr {there} and flwr {here} is installed here; install the same minor version"
     return ""
+
+
+def differences(versions: Mapping[str, str]) -> str:
+    """Return the versions of another machine that differ from those here; empty if none do."""
+    here = installed_versions()
+    return ", ".join(
+        f"{name} {there} (here {here[name]})" for name, there in versions.items() if here.get(name, there) != there
+    )
+
+
+def unmet_requirements(app: Path) -> str:
+    """Return what the app in a folder needs and this environment lacks; empty if it lacks nothing.
+
+    The requirements are those of ``pyproject.toml``. Suffixes of installed versions are ignored: vendors build torch
+    2.11.0a0+x for devices.
+    """
+    project = tomllib.loads((app / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    unmet = [
+        f"{text} (installed: {found or 'none'})"
+        for text in project["dependencies"]
+        if not _meets(found := _installed_version(Requirement(text).name), Requirement(text).specifier)
+    ]
+    if not _meets(platform.python_version(), SpecifierSet(project["requires-python"])):
+        unmet.insert(0, f"Python {project['requires-python']} (installed: {platform.python_version()})")
+    if not unmet:
+        return ""
+    more = f" and {len(unmet) - _MAX_LISTED} more" if len(unmet) > _MAX_LISTED else ""
+    return f"fedssl {project['version']} needs {', '.join(unmet[:_MAX_LISTED])}{more}"
 
 
 def check_device_name(name: str) -> None:
@@ -35,3 +78,14 @@ def check_device_name(name: str) -> None:
             f"client-name={name[:60]!r} is not a valid client name; use 1 to 40 letters, digits, _, - and ., beginning "
             "with a letter, a digit or _"
         )
+
+
+def _installed_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _meets(found: str, specifier: SpecifierSet) -> bool:
+    return bool(found) and specifier.contains(Version(found).base_version)

@@ -191,6 +191,21 @@ def test_another_runs_states_are_never_read_or_dropped(plan, node, tmp_path):
     assert not ask(changed(with_task(plan, rounds=9), round=2), context(**node)).has_error()  # it may go on for longer
 
 
+def test_a_run_goes_on_after_an_upgrade_that_added_settings(plan, node, tmp_path):
+    """Its task was stored by a version without clip_norm, which has its default now."""
+    assert not ask(plan, context(**node)).has_error()
+    file = tmp_path / "states" / "mine" / ".task.json"
+    task = json.loads(file.read_text())
+    del task["values"]["clip_norm"]
+    file.write_text(json.dumps(task, sort_keys=True))
+    assert not ask(changed(plan, round=2), context(**node)).has_error()
+    other = "run_id=mine is another run here, with other settings; settings of a run do not change"
+    assert refusal(changed(with_task(plan, clip_norm=2.0), round=3), node) == other
+    task["values"]["renamed_since"] = 1
+    file.write_text(json.dumps(task, sort_keys=True))
+    assert refusal(changed(plan, round=3), node) == other
+
+
 LIMITS = {
     "epochs: 2": ({"local_epochs": 3}, "local_epochs=3 but this device allows 2 at most"),
     "batch: 4": ({}, "batch_size=8 but this device allows 4 at most"),
@@ -219,7 +234,7 @@ def test_images_that_would_not_fit_are_refused_before_they_are_read(plan, node, 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("epoch: 3", "has epoch, which is no limit; known are memory, epochs, batch, size, threads, minutes"),
+        ("epoch: 3", "the limits have epoch; known are memory, epochs, batch, size, threads, minutes"),
         ("epochs: many", "has epochs: many; give a whole number above 0"),
         ("epochs: 1.5", "has epochs: 1.5; give a whole number above 0"),
         ("memory: .inf", "has memory: inf; give a number above 0"),

@@ -239,7 +239,9 @@ def test_the_name_of_a_process_is_that_of_its_app_and_configuration(device, monk
     names.append(process_name(config))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     names.append(process_name(config))
-    assert len(set(names)) == 6
+    monkeypatch.setattr(resident_client, "installed_versions", lambda: {"torch": "2.0.0"})  # upgraded in place
+    names.append(process_name(config))
+    assert len(set(names)) == 7
 
 
 def test_a_killed_process_is_reported_and_the_next_message_starts_another(

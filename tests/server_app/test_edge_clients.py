@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -230,6 +231,28 @@ def test_versions_of_flower_are_compared(flwr, reason):
     assert (3 in found.nodes.values()) == (not reason)
 
 
+@pytest.mark.parametrize("rejected", [False, True])
+def test_a_device_that_returns_is_asked_again(rejected, caplog, monkeypatch):
+    """Node 3 is upgraded while it is offline; node 2 is asked once."""
+    caplog.set_level("INFO", "fedssl")
+    old = {"version-flwr": "1.40.9"} if rejected else {"version-torch": "2.0.0"}
+    grid = answering(
+        {"node-info": ConfigRecord({"name": "a", "version-flwr": version("flwr")})},
+        {"node-info": ConfigRecord({"name": "b", **old})},
+        {"node-info": ConfigRecord({"name": "b", "version-torch": version("torch")})},
+    )
+    monkeypatch.setattr(grid, "get_node_ids", lambda: [2, 3])
+    manager = nodes.ClientManager(grid, discover_clients(grid, 2, timeout=60), timeout=60)
+    assert (3 in manager.clients.rejected) == rejected
+    assert ("device b has other versions than the server: torch 2.0.0 (here " in caplog.text) == (not rejected)
+    monkeypatch.setattr(grid, "get_node_ids", lambda: [2])
+    assert manager.wait_for(1).nodes == {0: 2}
+    monkeypatch.setattr(grid, "get_node_ids", lambda: [2, 3])
+    assert manager.wait_for(2).nodes == {0: 2, 1: 3}
+    assert manager.clients.info[3].versions == {"torch": version("torch")}
+    assert not manager.clients.rejected
+
+
 def answering(*records):
     """A grid whose nodes answer the query who they are with these records."""
     app, waiting = ClientApp(), list(records)
@@ -338,7 +361,7 @@ def test_a_device_that_joins_later_trains_in_every_round_and_the_operator_sees_i
     assert (fleet["training"], fleet["late"]) == ([], [])
     free = shutil.disk_usage(tmp_path).free // 10**6
     assert 0.5 * free < fleet["devices"]["a"]["free disk"] < 2 * free
-    assert fleet["devices"]["c"]["versions"].keys() == {"python", "flwr", "torch", "torchvision"}
+    assert fleet["devices"]["c"]["versions"].keys() == {"python", "fedssl", "flwr", "torch", "torchvision"}
     assert OmegaConf.load(folder / "choices.yaml").partition == "natural"  # devices have their own images
     run_server_app(
         Devices(*devices(places, tmp_path)), [f"resume={folder}", "rounds=4", "aggregation.round_deadline=77"]

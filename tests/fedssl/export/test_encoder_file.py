@@ -172,6 +172,13 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, content: obje
     assert "does not hold an encoder" in refused(tmp_path / "encoder.pt")
 
 
+def test_a_format_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    torch.save({"format": "fedssl-encoder-2", "layers": []}, tmp_path / "encoder.pt")
+    assert "has the format fedssl-encoder-2 and this version reads fedssl-encoder-1; upgrade fedssl here" in refused(
+        tmp_path / "encoder.pt"
+    )
+
+
 def test_a_cut_file_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "encoder.pt")
     path.write_bytes(path.read_bytes()[:-200])

@@ -148,21 +148,22 @@ def test_a_report_joins_the_files_of_a_run(tmp_path):
         "garden": {"node": 5, "images": 9, "versions": versions},
         "shed": {"node": 7, "images": 3, "free disk": 812, "versions": {}},
     }
-    fleet = {"devices": devices, "rejected": {"7": "has no images"}, "training": [5], "late": [5]}
+    fleet = {"devices": devices, "rejected": {"8": "has no images"}, "training": [5], "late": [5]}
     (tmp_path / "fleet.json").write_text(json.dumps(fleet))
     (tmp_path / "devices.json").write_text(json.dumps({"garden": 0}))
     row = {"client": 0, "model": "global", "loss": 1.0, "seconds": 1.0, "bytes_up": 1, "bytes_down": 1, "examples": 9}
     row |= {"cosine": {}, "model_cosine": None, "layer_cosine": None, "staleness": 0}
     (tmp_path / "clients.jsonl").write_text("".join(json.dumps({"round": r, **row}) + "\n" for r in (1, 3)))
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"round": 2, "dropped": {"0": "it diverged"}}) + "\n")
-    reports = cli.read_reports(tmp_path)
+    reports, rejected = cli.read_reports(tmp_path)
+    assert rejected == {8: "has no images"}
     assert reports == {
         "garden": cli.DeviceReport(images=9, versions=versions, rounds=2, last_error="round 2: it diverged"),
-        "shed": cli.DeviceReport(images=3, free_disk=812, activity="rejected", last_error="has no images"),
+        "shed": cli.DeviceReport(images=3, free_disk=812),
     }
     with acquire_lock(tmp_path):  # the run is active
-        assert cli.read_reports(tmp_path)["garden"].activity == "training"
+        assert cli.read_reports(tmp_path)[0]["garden"].activity == "training"
         (tmp_path / "fleet.json").write_text(json.dumps(fleet | {"training": []}))
-        assert cli.read_reports(tmp_path)["garden"].activity == "late"
+        assert cli.read_reports(tmp_path)[0]["garden"].activity == "late"
     with pytest.raises(InputError, match="is not the run folder of a fleet"):
         cli.read_reports(tmp_path / "other")

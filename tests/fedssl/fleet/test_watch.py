@@ -70,7 +70,10 @@ def test_a_full_disk_is_an_alert():
 
 
 def test_training_late_and_rejected_devices_are_online():
-    devices = [DEVICES[0] | {"status": status} for status in ("training", "late", "rejected", "offline", "registered")]
+    devices = [
+        DEVICES[0] | {"status": status, "last error": ""}
+        for status in ("training", "late", "rejected", "offline", "registered")
+    ]
     assert find_alerts(devices, Thresholds(min_devices=4), NOW) == ["3 devices are online, fewer than 4"]
     metrics = as_metrics(make_view(devices, None, Thresholds(), NOW)).splitlines()
     label = 'name="garden",node="5"'
@@ -78,6 +81,11 @@ def test_training_late_and_rejected_devices_are_online():
     assert online == [f"fedssl_device_online{{{label}}} {value}" for value in (1, 1, 1, 0, 0)]
     training = [line[-1] for line in metrics if line.startswith("fedssl_device_training{")]
     assert training == ["1", "0", "0", "0", "0"]
+
+
+def test_a_device_that_must_be_upgraded_is_an_alert():
+    devices = [DEVICES[0] | {"status": status, "last error": "has flwr 1.40.0"} for status in ("rejected", "online")]
+    assert find_alerts(devices, Thresholds(), NOW) == ["device garden does not take part: it has flwr 1.40.0"]
 
 
 def test_text_has_progress_alerts_and_devices(run):
