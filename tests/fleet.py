@@ -33,6 +33,7 @@ from tests.flower import ENVIRONMENT, free_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEPLOY = REPOSITORY / "deploy"
+INSTALLATION = Path(sys.executable).parents[1]
 TORCH = 300 * 2**20  # bytes that a process with torch has at least
 PATIENCE = 300.0  # seconds: a busy machine only takes longer
 
@@ -47,6 +48,7 @@ class Fleet:
     nodes: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
     superlink: subprocess.Popen[str] | None = None
+    app: Path = REPOSITORY  # whose code `submit` sends
 
     @property
     def keys(self) -> Path:
@@ -73,18 +75,20 @@ class Fleet:
         port: int | None = None,
         key: str | None = None,
         environment: Mapping[str, str] | None = None,
+        installation: Path = INSTALLATION,
         **config: object,
     ) -> None:
-        """Start the SuperNode of a device; its configuration has - for _."""
+        """Start the SuperNode of a device, with the programs of an installation; its configuration has - for _."""
         quoted = {key.replace("_", "-"): v if isinstance(v, int) else f'"{v}"' for key, v in config.items()}
         said = " ".join(f"{key}={value}" for key, value in quoted.items())
         own = self.sandbox.path / name
         own.mkdir(exist_ok=True)
         values = {"${SUPERLINK}": f"127.0.0.1:{port or self.public}", "${NODE_CONFIG}": said}
         values[str(self.keys / "node.key")] = str(self.keys / "nodes" / f"{key or name}.key")
-        command = [values.get(word, word) for word in self._unit("fedssl-supernode.service", own)]
-        self.ports[name] = free_port()
-        self.nodes[name] = self._start([*command, "--port", str(self.ports[name])], name, environment)
+        unit = self._unit("fedssl-supernode.service", own, installation=installation)
+        command = [*(values.get(word, word) for word in unit), "--port", str(free_port())]
+        self.ports[name] = int(command[-1])
+        self.nodes[name] = self._start(command, name, environment, installation=installation)
 
     def register(self, *names: str) -> None:
         """Register the public keys of nodes under their names."""
@@ -180,12 +184,12 @@ class Fleet:
     def log(self, name: str) -> str:
         return (self.sandbox.path / f"{name}.log").read_text()
 
-    def _unit(self, name: str, folder: Path) -> list[str]:
+    def _unit(self, name: str, folder: Path, *, installation: Path = INSTALLATION) -> list[str]:
         """The command of a systemd unit, with the folders of this fleet."""
         text = (DEPLOY / "systemd" / name).read_text().replace("\\\n", " ")
         [line] = re.findall(r"^ExecStart=(.*)$", text, flags=re.MULTILINE)
         for sandbox, own in (
-            ("/opt/fedssl/.venv/bin", str(Path(sys.executable).parent)),
+            ("/opt/fedssl/.venv", str(installation)),
             ("/etc/fedssl", str(self.keys)),
             ("/var/lib/fedssl", str(folder)),
         ):
@@ -193,20 +197,26 @@ class Fleet:
         return shlex.split(line)
 
     def _start(
-        self, command: list[str], log: str | None, more: Mapping[str, str] | None = None
+        self,
+        command: list[str],
+        log: str | None,
+        more: Mapping[str, str] | None = None,
+        *,
+        installation: Path = INSTALLATION,
     ) -> subprocess.Popen[str]:
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environment = {
             **os.environ,
             **ENVIRONMENT,
-            "PATH": path,
+            "PATH": f"{installation / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "HOME": str(self.sandbox.home),
             "OMP_NUM_THREADS": "1",
             **(more or {}),
         }
         if log is None:
-            environment["PYTHONPATH"] = str(REPOSITORY)
+            environment["PYTHONPATH"] = str(self.app)
             return self.sandbox.start(command, environment=environment, stdout=subprocess.PIPE)
+        if installation != INSTALLATION:
+            environment.pop("PYTHONPATH", None)
         with (self.sandbox.path / f"{log}.log").open("a") as file:
             return self.sandbox.start(command, environment=environment, stdout=file)
 
