@@ -82,6 +82,17 @@ def test_valid_settings_for_devices_are_accepted(overrides):
     deployment.validate(load_settings(overrides))
 
 
+def test_an_environment_that_is_older_than_the_code_is_rejected(tmp_path, monkeypatch):
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nversion = "9.1"\nrequires-python = ">=3.11"\ndependencies = ["new-package>=3"]\n'
+    )
+    monkeypatch.setattr(deployment, "APP", tmp_path)
+    with pytest.raises(
+        InputError, match=r"^fedssl 9.1 needs new-package>=3 \(installed: none\); install them with pip"
+    ):
+        run(["engine=deployment", f"engine.address=127.0.0.1:{free_port()}"])
+
+
 def test_an_unreachable_superlink_is_reported():
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(InputError, match=f"no SuperLink answers at engine.address={address} .*; start it, or set"):
