@@ -9,7 +9,7 @@ from tests.flower import ROOT
 PROGRAM = """
 import sys
 from pathlib import Path
-for name in ("torch", "hydra", "xxhash", "safetensors", "scipy", "omegaconf"):
+for name in ("torch", "hydra", "xxhash", "safetensors", "scipy", "omegaconf", "client_app.resident_client"):
     sys.modules[name] = None
 from flwr.app import Context, Message, RecordDict
 from client_app import app as app_module

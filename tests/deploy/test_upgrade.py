@@ -89,7 +89,7 @@ def test_a_device_is_upgraded_before_the_server_and_one_after_it(old, tmp_path):
     old_app, old_environment = old
     run, states = tmp_path / "run", {name: tmp_path / name / "states" for name in "ab"}
     overrides = [*SMALL, "strategy=fedu", "method=byol", "rounds=1000", "num_clients=2", f"output_dir={run}"]
-    overrides += ["aggregation.min_updates=1", "aggregation.max_retries=50", "engine.deliver_every=2"]
+    overrides += ["aggregation.min_updates=1", "aggregation.max_retries=50", "engine.deliver_every=1"]
     here = version("fedssl")
     with fleet() as running:
         superlink = {"address": f"127.0.0.1:{running.port}", "certificates": str(running.keys / "ca.crt")}
@@ -106,7 +106,7 @@ def test_a_device_is_upgraded_before_the_server_and_one_after_it(old, tmp_path):
         def start(name, environment):
             limits = tmp_path / name / "limits.yaml"
             paths = {"data_path": tmp_path / "images" / name, "state_path": states[name], "limits": limits}
-            running.start_node(name, installation=environment, client_name=name, **paths)
+            running.start_node(name, port=running.port, installation=environment, client_name=name, **paths)
 
         def listed():
             devices = json.loads(cli.list_devices(Namespace(**superlink, json=True, run=run)))
@@ -127,9 +127,9 @@ def test_a_device_is_upgraded_before_the_server_and_one_after_it(old, tmp_path):
 
         running.app = old_app
         fedssl = running.submit(*overrides)
-        until(lambda: len(rows(run)) >= 2, "two rounds have ended", fedssl)
+        until(lambda: len(rows(run)) >= 1, "a round has ended", fedssl)
         client = json.loads((run / "devices.json").read_text())
-        assert [row["client"] for row in rows(run, "clients.jsonl")[:4]] == [0, 1, 0, 1]
+        assert [row["client"] for row in rows(run, "clients.jsonl")[:2]] == [0, 1]
         assert (listed()["a"]["fedssl"], listed()["b"]["fedssl"]) == (here, OLD)
         until(lambda: all(stored_encoders(states[name]) for name in "ab"), "old code has stored encoders")
         resident = running.working("a")
@@ -139,7 +139,7 @@ def test_a_device_is_upgraded_before_the_server_and_one_after_it(old, tmp_path):
 
         running.app = REPOSITORY  # the server is upgraded
         before = len(rows(run))
-        fedssl = running.submit(f"resume={run}")
+        fedssl = running.submit(f"resume={run}", "engine.deliver_every=4")
         until(lambda: took_part(run, client["a"], after=before), "a takes part with the new code", fedssl)
         assert set(running.working("a")).isdisjoint(resident)
         assert not took_part(run, client["b"], after=before)
