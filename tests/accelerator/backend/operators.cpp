@@ -1,0 +1,366 @@
+// Operators of the devices: each runs the CPU's kernel on the same memory, after the checks that a GPU makes.
+#include "device.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/set_cpu_dispatch.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <list>
+#include <set>
+#include <unordered_map>
+
+namespace pretend {
+namespace {
+
+using torch::jit::Stack;
+
+// The host needs the result, or its size, before it continues.
+const std::set<std::string> WAITING = {
+    "aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique",
+    "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::bincount", "aten::repeat_interleave",
+    "aten::multinomial", "aten::allclose"};
+
+// Operators besides the element-wise ones that take a number in the memory of the host.
+const std::set<std::string> TAKES_NUMBERS = {
+    "aten::fill_", "aten::masked_fill_", "aten::masked_fill", "aten::where", "aten::_foreach_mul_", "aten::_foreach_mul",
+    "aten::_foreach_add_", "aten::_foreach_div_", "aten::_local_scalar_dense", "aten::_fused_sgd_", "aten::clamp_",
+    "aten::lerp_", "aten::index_fill_"};
+
+bool ours(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == TYPE; }
+
+at::Tensor with_layout_of(const at::Tensor& like, at::Tensor made) {
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  return made;
+}
+
+at::Tensor tensor_on(c10::DispatchKey key, c10::Storage storage, const at::Tensor& like) {
+  auto keys = c10::DispatchKeySet(key);
+  return with_layout_of(like, at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, like.dtype()));
+}
+
+at::Tensor view_of(const at::Tensor& base, const at::Tensor& like) {
+  return with_layout_of(
+      like,
+      at::detail::make_tensor<c10::TensorImpl>(
+          c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), like.dtype()));
+}
+
+// One call of an operator: its tensors as tensors of the CPU with the same memory, and the way back.
+struct Call {
+  c10::DeviceIndex index = -1;
+  std::unordered_map<c10::StorageImpl*, c10::Storage> host_of; // by the device's
+  std::unordered_map<c10::StorageImpl*, at::Tensor> device_of; // a tensor of the device, by the host's
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs; // on the CPU, on the device
+
+  at::Tensor to_host(const at::Tensor& tensor) {
+    for (auto& [host, device] : pairs)
+      if (device.is_same(tensor)) return host;
+    auto& storage = host_of[tensor.storage().unsafeGetStorageImpl()];
+    if (!storage) {
+      auto data = c10::DataPtr(const_cast<void*>(tensor.storage().data()), c10::Device(c10::kCPU));
+      auto* allocator = c10::GetAllocator(c10::kCPU);
+      storage = c10::Storage(
+          c10::Storage::use_byte_size_t(), tensor.storage().nbytes(), std::move(data), allocator, true);
+      device_of[storage.unsafeGetStorageImpl()] = tensor;
+    }
+    auto host = tensor_on(c10::DispatchKey::CPU, storage, tensor);
+    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) host.unsafeGetTensorImpl()->set_wrapped_number(true);
+    pairs.emplace_back(host, tensor);
+    return host;
+  }
+
+  at::Tensor to_device(const at::Tensor& tensor) {
+    if (!tensor.defined()) return tensor;
+    for (auto& [host, device] : pairs)
+      if (host.is_same(tensor)) return device;
+    auto& known = device_of[tensor.storage().unsafeGetStorageImpl()];
+    if (known.defined()) return view_of(known, tensor);
+    const auto bytes = tensor.storage().nbytes();
+    auto memory = adopt(tensor.storage(), index);
+    c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(memory), &device_memory, true);
+    return known = tensor_on(KEY, std::move(storage), tensor);
+  }
+
+  // Operators with `out` and `resize_` change the size of tensors, and so perhaps their memory.
+  void write_back() {
+    for (auto& [host, device] : pairs) {
+      auto *from = host.storage().unsafeGetStorageImpl(), *to = device.storage().unsafeGetStorageImpl();
+      if (from->data() != to->data()) {
+        auto owner = host_storage(0);
+        const auto bytes = from->nbytes();
+        owner.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(from->mutable_data_ptr()));
+        owner.unsafeGetStorageImpl()->set_nbytes(bytes);
+        to->set_data_ptr_noswap(adopt(owner, index));
+        to->set_nbytes(bytes);
+      }
+      if (host.sizes() != device.sizes() || host.strides() != device.strides() ||
+          host.storage_offset() != device.storage_offset())
+        device.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
+    }
+  }
+};
+
+template <typename Function>
+void for_each_tensor(const c10::IValue& value, Function function) {
+  if (value.isTensor()) {
+    function(value.toTensor());
+  } else if (value.isList()) {
+    for (const c10::IValue& item : value.toListRef())
+      if (item.isTensor()) function(item.toTensor());
+  }
+}
+
+template <typename Function>
+c10::IValue map_tensors(const c10::IValue& value, Function function) {
+  if (value.isTensor()) return function(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& item : value.toTensorVector()) list.push_back(function(item));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const std::optional<at::Tensor>& item : value.toOptionalTensorVector())
+      list.push_back(item.has_value() ? std::optional<at::Tensor>(function(*item)) : std::nullopt);
+    return list;
+  }
+  return value;
+}
+
+c10::DeviceIndex find_device(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> arguments) {
+  c10::DeviceIndex found = -1;
+  for (const auto& value : arguments)
+    for_each_tensor(value, [&](const at::Tensor& tensor) {
+      if (found < 0 && ours(tensor)) found = tensor.device().index();
+    });
+  for (size_t i = 0; found < 0 && i < arguments.size(); ++i)
+    if (arguments[i].isDevice()) found = index_of(arguments[i].toDevice());
+  TORCH_CHECK(found >= 0, "no argument of ", schema.name(), " has a device");
+  return found;
+}
+
+void check_tensor(const c10::OperatorHandle& op, const at::Tensor& tensor, bool is_index, c10::DeviceIndex index) {
+  if (!tensor.defined() || tensor.device() == c10::Device(TYPE, index)) return;
+  const auto& name = op.schema().name();
+  if (tensor.device().is_cpu()) {
+    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return;
+    if (tensor.dim() == 0 && (op.hasTag(at::Tag::pointwise) || TAKES_NUMBERS.count(name))) return;
+    if (is_index) { // torch copies it, for `index` before the call
+      if (name == "aten::index") return;
+      record("to_device", name, int64_t(tensor.nbytes()));
+      record("synchronize", name);
+      return;
+    }
+  }
+  TORCH_CHECK(
+      false, "Expected all tensors to be on the same device, but found at least two devices, ", c10::Device(TYPE, index),
+      " and ", tensor.device(), "! (when checking arguments of ", name, ")");
+}
+
+bool waits(const std::string& name, c10::ArrayRef<c10::IValue> arguments) {
+  if (name == "aten::repeat_interleave") return !arguments.back().isInt(); // the output's size is not given
+  if (name != "aten::_index_put_impl_") return WAITING.count(name) > 0;
+  bool masks = false; // are replaced by the indices of their nonzero values
+  for_each_tensor(arguments[1], [&](const at::Tensor& index) { masks |= index.defined() && index.dtype() == at::kBool; });
+  return masks && arguments[2].toTensor().numel() != 1;
+}
+
+// The generator of the call, as a generator of the CPU.
+c10::IValue host_generator(const c10::IValue& value, c10::DeviceIndex index) {
+  const auto given = value.isNone() ? default_generator(index) : value.toGenerator();
+  TORCH_CHECK(
+      given.device().type() == TYPE, "Expected a '", TYPE, "' device type for generator but found '",
+      given.device().type(), "'");
+  return given.get<Generator>()->inner;
+}
+
+void run_on_host(const c10::OperatorHandle& op, const c10::OperatorHandle& kernel, Stack* stack) {
+  const auto& schema = op.schema();
+  const auto& declared = schema.arguments();
+  const auto arguments = torch::jit::last(stack, kernel.schema().arguments().size());
+  const bool same = &op.schema() == &kernel.schema();
+  Call call;
+  call.index = find_device(schema, arguments);
+  bool draws = op.hasTag(at::Tag::nondeterministic_seeded);
+  if (waits(schema.name(), arguments)) {
+    complete_copies();
+    record("synchronize", schema.name());
+  }
+  const auto start = stack->size() - arguments.size();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    auto& value = (*stack)[start + i];
+    if (same && declared[i].type()->str().find("Generator") != std::string::npos) {
+      value = host_generator(value, call.index);
+      draws = false;
+    } else if (value.isDevice()) {
+      value = c10::Device(c10::kCPU);
+    } else {
+      const bool is_index = value.isList() && declared[std::min(i, declared.size() - 1)].name() == "indices";
+      for_each_tensor(value, [&](const at::Tensor& tensor) { check_tensor(op, tensor, is_index, call.index); });
+      value = map_tensors(value, [&](const at::Tensor& tensor) { return ours(tensor) ? call.to_host(tensor) : tensor; });
+    }
+  }
+  auto& global = *at::detail::getDefaultCPUGenerator().unsafeGetGeneratorImpl();
+  auto& own = *default_generator(call.index).get<Generator>()->inner.unsafeGetGeneratorImpl();
+  c10::intrusive_ptr<c10::TensorImpl> before;
+  if (draws) { // without a generator as argument
+    before = global.get_state();
+    global.set_state(*own.get_state());
+  }
+  kernel.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  if (draws) {
+    own.set_state(*global.get_state());
+    global.set_state(*before);
+  }
+  call.write_back();
+  for (auto& value : torch::jit::last(stack, schema.returns().size()))
+    const_cast<c10::IValue&>(value) =
+        map_tensors(value, [&](const at::Tensor& tensor) { return call.to_device(tensor); });
+}
+
+void fallback(const c10::OperatorHandle& op, Stack* stack) { run_on_host(op, op, stack); }
+
+void convolution(const c10::OperatorHandle& op, Stack* stack) {
+  static const auto kernel = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
+  run_on_host(op, kernel, stack);
+}
+
+void convolution_backward(const c10::OperatorHandle& op, Stack* stack) {
+  static const auto kernel = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", "");
+  const auto& gradient = (*stack)[stack->size() - 10].toTensor();
+  const bool with_bias = stack->back().toBoolList()[2];
+  c10::IValue sizes;
+  if (with_bias) sizes = std::vector<int64_t>{gradient.size(1)};
+  stack->insert(stack->end() - 7, sizes); // `bias_sizes`, which only this kernel has
+  run_on_host(op, kernel, stack);
+}
+
+// ---- copies
+
+struct Pending { // a copy to the host that has not been waited for
+  at::Tensor target, value;
+};
+std::list<Pending> pending_copies;
+std::mutex pending_lock;
+
+at::Tensor host_alias(Call& call, const at::Tensor& tensor) { return ours(tensor) ? call.to_host(tensor) : tensor; }
+
+at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
+  Call call;
+  const auto from = host_alias(call, source), to = host_alias(call, target);
+  const bool crosses = source.device() != target.device() && source.numel();
+  const bool both = ours(source) && ours(target);
+  const bool at_once = non_blocking && (both || is_pinned((ours(source) ? target : source).const_data_ptr()));
+  const bool waits = crosses && !at_once;
+  if (crosses) {
+    const char* kind = !ours(source) ? "to_device" : !ours(target) ? "to_host" : "between_devices";
+    record(kind, "aten::copy_", int64_t(source.numel() * target.element_size()));
+  }
+  if (waits) {
+    complete_copies();
+    record("synchronize", "aten::copy_");
+  }
+  if (crosses && !waits && !ours(target)) { // the value arrives when the host has waited
+    std::lock_guard<std::mutex> guard(pending_lock);
+    pending_copies.push_back({to, from.to(to.scalar_type(), false, true)});
+    if (to.is_contiguous()) std::memset(to.mutable_data_ptr(), 0xff, to.nbytes());
+    return target;
+  }
+  to.copy_(from);
+  return target;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& target) {
+  target.resize_(source.sizes());
+  return copy_from(source, target, false);
+}
+
+at::Tensor& set_storage(
+    at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
+  return at::cpu::set_(self, std::move(source), offset, size, stride);
+}
+at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) { return at::cpu::set_(self, std::move(source)); }
+at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
+  return at::cpu::set_(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
+// ---- for tests
+
+void set_memory(int64_t index, int64_t bytes) {
+  std::lock_guard<std::mutex> guard(lock);
+  state_of(c10::DeviceIndex(index)).total = bytes;
+}
+void seed(int64_t index, int64_t value) {
+  auto generator = default_generator(c10::DeviceIndex(index));
+  generator.set_current_seed(uint64_t(value));
+}
+at::Tensor rng_state(int64_t index) { return default_generator(c10::DeviceIndex(index)).get_state(); }
+void set_rng_state(int64_t index, const at::Tensor& state) {
+  auto generator = default_generator(c10::DeviceIndex(index));
+  generator.set_state(state);
+}
+
+} // namespace
+
+void complete_copies() {
+  std::lock_guard<std::mutex> guard(pending_lock);
+  at::AutoDispatchBelowADInplaceOrView below;
+  for (auto& [target, value] : pending_copies) target.copy_(value);
+  pending_copies.clear();
+}
+
+} // namespace pretend
+
+extern "C" void pretend_record_with(pretend::Recorder function) { pretend::recorder = function; }
+extern "C" void pretend_register(int64_t count) { // before the first use of a device
+  static pretend::Hooks hooks;
+  pretend::devices().resize(count);
+  at::RegisterPrivateUse1HooksInterface(&hooks);
+  c10::SetAllocator(pretend::TYPE, &pretend::device_memory);
+  at::setHostAllocator(pretend::TYPE, &pretend::pinned_memory);
+}
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, pretend::Guard)
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&pretend::fallback>()); }
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("_copy_from", &pretend::copy_from);
+  m.impl("_copy_from_and_resize", &pretend::copy_from_and_resize);
+  m.impl("set_.source_Storage_storage_offset", &pretend::set_storage);
+  m.impl("set_.source_Storage", &pretend::set_whole_storage);
+  m.impl("set_.source_Tensor", &pretend::set_tensor);
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&pretend::convolution>());
+  m.impl(
+      "convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&pretend::convolution_backward>());
+  // The CPU has kernels for these besides the composition that other devices use.
+  for (const char* name : {"native_layer_norm", "native_group_norm", "linalg__powsum", "silu_backward", "mish_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&pretend::fallback>());
+}
+
+namespace at { // whose names the macros use
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) { // as on CUDA
+#define LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+#define FP32_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
+#define PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+  AT_FORALL_LOWER_PRECISION_FP(LOWER)
+  AT_FORALL_FP32(FP32)
+  AT_FORALL_FP32_SET_OPT_DTYPE(FP32_DTYPE)
+  AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE)
+  AT_FORALL_PROMOTE(PROMOTE)
+  PROMOTE(stack)
+  PROMOTE(cat)
+}
+} // namespace at
+
+TORCH_LIBRARY(pretend, m) {
+  m.def("set_memory(int index, int bytes) -> ()", &pretend::set_memory);
+  m.def("seed(int index, int value) -> ()", &pretend::seed);
+  m.def("rng_state(int index) -> Tensor", &pretend::rng_state);
+  m.def("set_rng_state(int index, Tensor state) -> ()", &pretend::set_rng_state);
+}

@@ -1,0 +1,37 @@
+"""Patches by which the project uses the strict accelerator in a process that has it, all in one place."""
+
+from pathlib import Path
+
+import torch
+
+from fedssl.machine import devices
+from tests.accelerator.device import NAME
+
+DEVICE = torch.device(NAME, 1)  # not the current one: what is created on the current device is on the wrong one
+
+
+def _select_device(name: str) -> torch.device:
+    return torch.device("cpu") if name == "cpu" else DEVICE
+
+
+def _seed_torch(seed: int, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.ops.pretend.seed(device.index, seed)
+
+
+def prepare() -> None:
+    """Select the device for ``device=auto``, and draw no figures at the end of runs."""
+    devices.GPU = NAME
+    devices.select_device = _select_device
+    torch.cuda.mem_get_info = torch.pretend.mem_get_info
+    from fedssl import seeding
+
+    seeding.seed_torch = _seed_torch
+    from server_app import recorder  # after the patches: functions are imported by name
+
+    def write_nothing(folder: Path, *args: object, **kwargs: object) -> list[Path]:
+        return []
+
+    recorder.write_final_plots = recorder.save_partition_plot = write_nothing
