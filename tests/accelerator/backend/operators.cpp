@@ -4,6 +4,8 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_fused_sdp_choice_native.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
@@ -148,8 +150,7 @@ void check_tensor(const c10::OperatorHandle& op, const at::Tensor& tensor, bool 
   if (tensor.device().is_cpu()) {
     if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return;
     if (tensor.dim() == 0 && (op.hasTag(at::Tag::pointwise) || TAKES_NUMBERS.count(name))) return;
-    if (is_index) { // torch copies it, for `index` before the call
-      if (name == "aten::index") return;
+    if (is_index) { // torch copies it
       record("to_device", name, int64_t(tensor.nbytes()));
       record("synchronize", name);
       return;
@@ -162,10 +163,10 @@ void check_tensor(const c10::OperatorHandle& op, const at::Tensor& tensor, bool 
 
 bool waits(const std::string& name, c10::ArrayRef<c10::IValue> arguments) {
   if (name == "aten::repeat_interleave") return !arguments.back().isInt(); // the output's size is not given
-  if (name != "aten::_index_put_impl_") return WAITING.count(name) > 0;
+  if (name != "aten::index" && name != "aten::_index_put_impl_") return WAITING.count(name) > 0;
   bool masks = false; // are replaced by the indices of their nonzero values
   for_each_tensor(arguments[1], [&](const at::Tensor& index) { masks |= index.defined() && index.dtype() == at::kBool; });
-  return masks && arguments[2].toTensor().numel() != 1;
+  return masks && (name == "aten::index" || arguments[2].toTensor().numel() != 1);
 }
 
 // The generator of the call, as a generator of the CPU.
@@ -177,11 +178,14 @@ c10::IValue host_generator(const c10::IValue& value, c10::DeviceIndex index) {
   return given.get<Generator>()->inner;
 }
 
+std::atomic<int64_t> calls{0}; // of operators
+
 void run_on_host(const c10::OperatorHandle& op, const c10::OperatorHandle& kernel, Stack* stack) {
   const auto& schema = op.schema();
   const auto& declared = schema.arguments();
   const auto arguments = torch::jit::last(stack, kernel.schema().arguments().size());
   const bool same = &op.schema() == &kernel.schema();
+  ++calls;
   Call call;
   call.index = find_device(schema, arguments);
   bool draws = op.hasTag(at::Tag::nondeterministic_seeded);
@@ -289,6 +293,7 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
 
 // ---- for tests
 
+int64_t number_of_calls() { return calls; }
 void set_memory(int64_t index, int64_t bytes) {
   std::lock_guard<std::mutex> guard(lock);
   state_of(c10::DeviceIndex(index)).total = bytes;
@@ -324,6 +329,9 @@ extern "C" void pretend_register(int64_t count) { // before the first use of a d
 }
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, pretend::Guard)
+namespace at::native { // attention uses the CPU's kernel, too
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &_fused_sdp_choice_cpp)
+} // namespace at::native
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&pretend::fallback>()); }
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
@@ -337,9 +345,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&pretend::convolution>());
   m.impl(
       "convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&pretend::convolution_backward>());
-  // The CPU has kernels for these besides the composition that other devices use.
-  for (const char* name : {"native_layer_norm", "native_group_norm", "linalg__powsum", "silu_backward", "mish_backward"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&pretend::fallback>());
+  // What the CPU has a kernel for is not composed of other operators.
+  const std::set<std::string> own = {"set_.source_Storage_storage_offset", "set_.source_Storage", "set_.source_Tensor"};
+  for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (op.name.rfind("aten::", 0) != 0) continue;
+    const auto name = op.name.substr(6) + (op.overload_name.empty() ? "" : "." + op.overload_name);
+    const auto handle = c10::Dispatcher::singleton().findOp(op);
+    if (!own.count(name) && handle->hasKernelForDispatchKey(c10::DispatchKey::CPU))
+      m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&pretend::fallback>());
+  }
 }
 
 namespace at { // whose names the macros use
@@ -359,6 +373,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) { // as on CUDA
 } // namespace at
 
 TORCH_LIBRARY(pretend, m) {
+  m.def("calls() -> int", &pretend::number_of_calls);
   m.def("set_memory(int index, int bytes) -> ()", &pretend::set_memory);
   m.def("seed(int index, int value) -> ()", &pretend::seed);
   m.def("rng_state(int index) -> Tensor", &pretend::rng_state);
