@@ -3,7 +3,8 @@
 Their tensors compute with the CPU's kernels on memory of the host, so that the numbers are those of the CPU, and raise
 what those of a GPU raise: on operands of two devices, ``numpy()``, and generators of the CPU. They have own generators,
 autocast as CUDA's, pinned memory, memory statistics, a limit of memory, and streams that do nothing. A copy to the host
-that does not block leaves NaN until the host waits for the device.
+that does not block leaves NaN until the host waits for the device; a copy from pinned memory that does not block raises
+an error then if that memory has been changed.
 
 `register` cannot be undone: torch accepts one such device in a process, and `torch.accelerator` then finds it. Tests
 use the fixture ``accelerator`` of `conftest.py`, which calls functions in a child process. In such a process::

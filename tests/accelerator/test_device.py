@@ -16,6 +16,7 @@ MIXTURES = {
     "sum": lambda here, there: here + there,
     "in place": lambda here, there: here.add_(there),
     "in place on the host": lambda here, there: there.add_(here),
+    "number of the host": lambda here, there: torch.zeros(()).add_(here.sum()),
     "product": lambda here, there: here @ there.T,
     "linear": lambda here, there: F.linear(here, there),
     "loss": lambda here, there: F.mse_loss(here, there),
@@ -228,6 +229,21 @@ def _late_copy() -> list[bool]:
     early = bool(target.isnan().all())
     torch.accelerator.synchronize(1)
     return [early, bool((target == 1).all())]
+
+
+def test_pinned_memory_is_not_changed_before_its_copy_is_complete(accelerator):
+    accelerator(_change_pinned, wait=True).result()
+    with pytest.raises(RuntimeError, match="pinned memory was changed before its copy to the device was complete"):
+        accelerator(_change_pinned, wait=False).result()
+
+
+def _change_pinned(*, wait: bool) -> None:
+    source = torch.ones(3).pin_memory()
+    source.to(OTHER, non_blocking=True)
+    if wait:
+        torch.accelerator.synchronize(1)
+    source.zero_()
+    torch.accelerator.synchronize(1)
 
 
 def test_events_name_functions_of_the_project(accelerator):

@@ -31,7 +31,7 @@ DEFAULT = {  # together they use most code of the others
     "measured": [*EVALUATED, "method=byol", "strategy=fedu", "measure_resources=true", "snapshot_every=1"],
     "calibrated-stages": [*CALIBRATED, "schedule=layer_wise", "rounds=4", "wire_dtype=int8"],
     "orchestra-fedadam": ["method=orchestra", "strategy=fedavg", "server_optimizer=fedadam"],
-    "supervised-linear": [*ONCE, "method=supervised", "strategy=fedavg", "final_evaluation=linear"],
+    "simclr-linear": [*ONCE, "strategy=fedavg", "final_evaluation=linear"],
 }
 METHOD_RUNS = {
     f"{method}-{precision}": [f"method={method}", "strategy=fedavg", f"precision={precision}"]

@@ -1,18 +1,15 @@
 // Operators of the devices: each runs the CPU's kernel on the same memory, after the checks that a GPU makes.
-#include "device.h"
+#include "call.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_fused_sdp_choice_native.h>
 #include <ATen/ops/set_cpu_dispatch.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
 #include <list>
 #include <set>
-#include <unordered_map>
 
 namespace pretend {
 namespace {
@@ -31,107 +28,6 @@ const std::set<std::string> TAKES_NUMBERS = {
     "aten::_foreach_add_", "aten::_foreach_div_", "aten::_local_scalar_dense", "aten::_fused_sgd_", "aten::clamp_",
     "aten::lerp_", "aten::index_fill_"};
 
-bool ours(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == TYPE; }
-
-at::Tensor with_layout_of(const at::Tensor& like, at::Tensor made) {
-  made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
-  return made;
-}
-
-at::Tensor tensor_on(c10::DispatchKey key, c10::Storage storage, const at::Tensor& like) {
-  auto keys = c10::DispatchKeySet(key);
-  return with_layout_of(like, at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, like.dtype()));
-}
-
-at::Tensor view_of(const at::Tensor& base, const at::Tensor& like) {
-  return with_layout_of(
-      like,
-      at::detail::make_tensor<c10::TensorImpl>(
-          c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), like.dtype()));
-}
-
-// One call of an operator: its tensors as tensors of the CPU with the same memory, and the way back.
-struct Call {
-  c10::DeviceIndex index = -1;
-  std::unordered_map<c10::StorageImpl*, c10::Storage> host_of; // by the device's
-  std::unordered_map<c10::StorageImpl*, at::Tensor> device_of; // a tensor of the device, by the host's
-  std::vector<std::pair<at::Tensor, at::Tensor>> pairs; // on the CPU, on the device
-
-  at::Tensor to_host(const at::Tensor& tensor) {
-    for (auto& [host, device] : pairs)
-      if (device.is_same(tensor)) return host;
-    auto& storage = host_of[tensor.storage().unsafeGetStorageImpl()];
-    if (!storage) {
-      auto data = c10::DataPtr(const_cast<void*>(tensor.storage().data()), c10::Device(c10::kCPU));
-      auto* allocator = c10::GetAllocator(c10::kCPU);
-      storage = c10::Storage(
-          c10::Storage::use_byte_size_t(), tensor.storage().nbytes(), std::move(data), allocator, true);
-      device_of[storage.unsafeGetStorageImpl()] = tensor;
-    }
-    auto host = tensor_on(c10::DispatchKey::CPU, storage, tensor);
-    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) host.unsafeGetTensorImpl()->set_wrapped_number(true);
-    pairs.emplace_back(host, tensor);
-    return host;
-  }
-
-  at::Tensor to_device(const at::Tensor& tensor) {
-    if (!tensor.defined()) return tensor;
-    for (auto& [host, device] : pairs)
-      if (host.is_same(tensor)) return device;
-    auto& known = device_of[tensor.storage().unsafeGetStorageImpl()];
-    if (known.defined()) return view_of(known, tensor);
-    const auto bytes = tensor.storage().nbytes();
-    auto memory = adopt(tensor.storage(), index);
-    c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(memory), &device_memory, true);
-    return known = tensor_on(KEY, std::move(storage), tensor);
-  }
-
-  // Operators with `out` and `resize_` change the size of tensors, and so perhaps their memory.
-  void write_back() {
-    for (auto& [host, device] : pairs) {
-      auto *from = host.storage().unsafeGetStorageImpl(), *to = device.storage().unsafeGetStorageImpl();
-      if (from->data() != to->data()) {
-        auto owner = host_storage(0);
-        const auto bytes = from->nbytes();
-        owner.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(from->mutable_data_ptr()));
-        owner.unsafeGetStorageImpl()->set_nbytes(bytes);
-        to->set_data_ptr_noswap(adopt(owner, index));
-        to->set_nbytes(bytes);
-      }
-      if (host.sizes() != device.sizes() || host.strides() != device.strides() ||
-          host.storage_offset() != device.storage_offset())
-        device.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
-    }
-  }
-};
-
-template <typename Function>
-void for_each_tensor(const c10::IValue& value, Function function) {
-  if (value.isTensor()) {
-    function(value.toTensor());
-  } else if (value.isList()) {
-    for (const c10::IValue& item : value.toListRef())
-      if (item.isTensor()) function(item.toTensor());
-  }
-}
-
-template <typename Function>
-c10::IValue map_tensors(const c10::IValue& value, Function function) {
-  if (value.isTensor()) return function(value.toTensor());
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> list;
-    for (const at::Tensor& item : value.toTensorVector()) list.push_back(function(item));
-    return list;
-  }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> list;
-    for (const std::optional<at::Tensor>& item : value.toOptionalTensorVector())
-      list.push_back(item.has_value() ? std::optional<at::Tensor>(function(*item)) : std::nullopt);
-    return list;
-  }
-  return value;
-}
-
 c10::DeviceIndex find_device(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> arguments) {
   c10::DeviceIndex found = -1;
   for (const auto& value : arguments)
@@ -144,12 +40,13 @@ c10::DeviceIndex find_device(const c10::FunctionSchema& schema, c10::ArrayRef<c1
   return found;
 }
 
-void check_tensor(const c10::OperatorHandle& op, const at::Tensor& tensor, bool is_index, c10::DeviceIndex index) {
+void check_tensor(
+    const c10::OperatorHandle& op, const at::Tensor& tensor, bool is_index, bool is_output, c10::DeviceIndex index) {
   if (!tensor.defined() || tensor.device() == c10::Device(TYPE, index)) return;
   const auto& name = op.schema().name();
   if (tensor.device().is_cpu()) {
     if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return;
-    if (tensor.dim() == 0 && (op.hasTag(at::Tag::pointwise) || TAKES_NUMBERS.count(name))) return;
+    if (tensor.dim() == 0 && !is_output && (op.hasTag(at::Tag::pointwise) || TAKES_NUMBERS.count(name))) return;
     if (is_index) { // torch copies it
       record("to_device", name, int64_t(tensor.nbytes()));
       record("synchronize", name);
@@ -202,8 +99,10 @@ void run_on_host(const c10::OperatorHandle& op, const c10::OperatorHandle& kerne
     } else if (value.isDevice()) {
       value = c10::Device(c10::kCPU);
     } else {
-      const bool is_index = value.isList() && declared[std::min(i, declared.size() - 1)].name() == "indices";
-      for_each_tensor(value, [&](const at::Tensor& tensor) { check_tensor(op, tensor, is_index, call.index); });
+      const auto& argument = declared[std::min(i, declared.size() - 1)];
+      const bool is_index = value.isList() && argument.name() == "indices";
+      const bool is_output = same && argument.alias_info() && argument.alias_info()->isWrite();
+      for_each_tensor(value, [&](const at::Tensor& tensor) { check_tensor(op, tensor, is_index, is_output, call.index); });
       value = map_tensors(value, [&](const at::Tensor& tensor) { return ours(tensor) ? call.to_host(tensor) : tensor; });
     }
   }
@@ -244,8 +143,9 @@ void convolution_backward(const c10::OperatorHandle& op, Stack* stack) {
 
 // ---- copies
 
-struct Pending { // a copy to the host that has not been waited for
-  at::Tensor target, value;
+struct Pending { // a copy that the host has not waited for
+  at::Tensor on_host, value;
+  bool to_host;
 };
 std::list<Pending> pending_copies;
 std::mutex pending_lock;
@@ -267,11 +167,15 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
     complete_copies();
     record("synchronize", "aten::copy_");
   }
-  if (crosses && !waits && !ours(target)) { // the value arrives when the host has waited
+  if (crosses && !waits && !both) {
+    const bool to_host = !ours(target);
     std::lock_guard<std::mutex> guard(pending_lock);
-    pending_copies.push_back({to, from.to(to.scalar_type(), false, true)});
-    if (to.is_contiguous()) std::memset(to.mutable_data_ptr(), 0xff, to.nbytes());
-    return target;
+    if (to_host || from.is_contiguous())
+      pending_copies.push_back({to_host ? to : from, to_host ? from.to(to.scalar_type(), false, true) : from.clone(), to_host});
+    if (to_host) { // the value arrives when the host has waited
+      if (to.is_contiguous()) std::memset(to.mutable_data_ptr(), 0xff, to.nbytes());
+      return target;
+    }
   }
   to.copy_(from);
   return target;
@@ -313,8 +217,15 @@ void set_rng_state(int64_t index, const at::Tensor& state) {
 void complete_copies() {
   std::lock_guard<std::mutex> guard(pending_lock);
   at::AutoDispatchBelowADInplaceOrView below;
-  for (auto& [target, value] : pending_copies) target.copy_(value);
-  pending_copies.clear();
+  const auto copies = std::exchange(pending_copies, {});
+  for (const auto& [on_host, value, to_host] : copies) {
+    if (to_host)
+      on_host.copy_(value);
+    else
+      TORCH_CHECK(
+          std::memcmp(on_host.const_data_ptr(), value.const_data_ptr(), value.nbytes()) == 0,
+          "pinned memory was changed before its copy to the device was complete");
+  }
 }
 
 } // namespace pretend
