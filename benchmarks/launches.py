@@ -140,7 +140,8 @@ class Client:
         self.method = build_method(composed.model)
         self.method.start_round(first=True)
         self._results: list[Tensor] = []
-        with patch.object(devices, "GPU", "cpu"), patch.object(cuda_graphs, "capture_on_gpu", lambda: self._record):
+        as_gpu = patch.multiple(devices, CPU="none", CUDA="cpu")
+        with as_gpu, patch.object(cuda_graphs, "capture_on_gpu", lambda: self._record):
             self.training = replace(LocalTrainer.build(composed.training, self.method), epochs=1)
         for group in self.training.optimizer.param_groups:
             group["foreach"] = not group["fused"]  # torch's default on a GPU
@@ -151,7 +152,7 @@ class Client:
         kept = (self.images, labels, self.method.state_dict(), optimizer_state, self._results)
         self._device = device = Device([leaf for leaf in tree_leaves(kept) if isinstance(leaf, Tensor)])
         arrival = patch.object(Tensor, "pin_memory", lambda tensor: device.copy(tensor))
-        with patch.object(devices, "GPU", "cpu"), arrival, device:
+        with patch.object(devices, "CPU", "none"), arrival, device:
             generator, indices = torch_generator(0, "launches"), torch.arange(steps * self.batch)
             train(self.method, self.images, indices, training=self.training, generator=generator, labels=labels)
         return device

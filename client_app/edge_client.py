@@ -10,7 +10,7 @@ The SuperNode's ``--node-config`` has these keys. Only the first is required:
 ``authority``     certificate of the fleet's authority; encoders are accepted only with a signature of its server
 ``config-dir``    folder of settings beside ``conf/``, whose classes a server may select
 ``threads``       CPU threads
-``device``        ``auto``, ``cpu`` or ``cuda``
+``device``        ``auto``, ``cpu``, or an accelerator of torch such as ``cuda``, ``cuda:1``, ``xpu`` or ``mps``
 ``partition-id``  index among the clients and in seeds, instead of the name
 ``secure-aggregation-only``     ``true``: participate only in secure aggregation
 ================  ====================================================================================================
@@ -39,6 +39,7 @@ from fedssl.datasets.image_folder import SUFFIXES, files_digest
 from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet.checks import free_space
 from fedssl.fleet.limits import Limits, read_limits
+from fedssl.machine.devices import select_device
 from fedssl.machine.process import default_threads
 from fedssl.untrusted import read_text, sanitize_line
 from fedssl.wire.device import check_device_name, installed_versions
@@ -46,7 +47,6 @@ from fedssl.wire.identity import NodeInfo
 
 log = logging.getLogger("fedssl")
 
-TORCH_DEVICES = ("auto", "cpu", "cuda")
 NODE_CONFIG_KEYS = (
     "data-path",
     "client-name",
@@ -102,8 +102,7 @@ class EdgeClient:
         name = str(node_config.get("client-name", "")) or _default_name(partition)
         check_device_name(name)
         device = str(node_config.get("device", "auto"))
-        if device not in TORCH_DEVICES:
-            raise InputError(f"device={device} is unknown; choose one of {', '.join(TORCH_DEVICES)}")
+        select_device(device)  # rejects a device that torch does not have
         limits, folder = node_config.get("limits"), node_config.get("config-dir")
         states, authority = node_config.get("state-path"), node_config.get("authority")
         return cls(

@@ -60,7 +60,8 @@ class LocalDataSample:
         generator, training = torch_generator(self._seed, *self._path, "views"), self._training
         seed_torch(derive_seed(self._seed, *self._path, "loss"), device)
         method.train()
-        few, total = self._subset(max_images), 0.0
+        few = self._subset(max_images)
+        losses, sizes = [], []
         for batch in batches(few, training.batch_size, generator=generator, min_batch_size=method.min_batch_size):
             self._on_step_start()
             views = training.augment(index_rows(self._images, batch, device), generator)
@@ -68,8 +69,10 @@ class LocalDataSample:
             if method.frozen:
                 inputs = method.encoder.forward_frozen(inputs, generator)
             known = () if self._labels is None else (index_rows(self._labels, batch, device),)
-            total += float(method.loss(*inputs, *known)) * len(batch)
-        return total / len(few)
+            losses.append(method.loss(*inputs, *known))
+            sizes.append(len(batch))
+        found: list[float] = torch.stack(losses).tolist()  # one synchronization
+        return sum(loss * size for loss, size in zip(found, sizes, strict=True)) / len(few)
 
     def _subset(self, max_images: int) -> Tensor:
         order = torch.randperm(len(self._indices), generator=torch_generator(self._seed, *self._path, "rows"))

@@ -20,7 +20,16 @@ from fedssl.errors import RequestRefused
 from fedssl.machine.devices import place_images
 from fedssl.machine.process import configure_process
 from fedssl.methods.base import build_method
-from fedssl.model_arrays import check_loaded, copy_layers, exchanged_names, load_layers, names_in_parts
+from fedssl.model_arrays import (
+    check_loaded,
+    copy_layers,
+    exchanged_names,
+    load_layers,
+    local_names,
+    names_in_parts,
+    read_layers,
+    read_once,
+)
 from fedssl.partition import client_indices
 from fedssl.regularizers.base import CombinedRegularizer, Regularizer
 from fedssl.schedule.stages import frozen_names, set_active_stages
@@ -97,13 +106,17 @@ class ClientWorker:
             result = self._train(round, self.training, torch_generator(*seed_path))
             method.end_round()
             personalized = strategy.train_personalized(method, round.plan, round.state, train=train_again)
-            state = strategy.state_to_save(method, round.plan, start=start_layers, state=round.state) | personalized
+            with read_once(method, self._changed_names(round.plan)):
+                state = strategy.state_to_save(method, round.plan, start=start_layers, state=round.state) | personalized
+                read = read_layers(method, names_in_parts(method, (*method.uploaded_parts, *method.local_parts)))
+                uploaded_parts = method.parts_to_upload(read) if method.uploaded_parts else {}
+                layers = strategy.layers_to_upload(method, round.plan)
             if state:
                 store.save(state_folder, state, round=plan.round, oldest_resumable=plan.oldest_resumable_round)
             self._cache_layers(plan, round.plan, state_folder)
             return ClientUpdate(
-                layers=strategy.layers_to_upload(method, round.plan),
-                uploaded_parts=copy_layers(method, names_in_parts(method, method.uploaded_parts)),
+                layers=layers,
+                uploaded_parts=uploaded_parts,
                 partition_id=client,
                 model_index=round.model_index,
                 num_examples=result.num_examples,
@@ -154,6 +167,13 @@ class ClientWorker:
                 state_rounds=(round.state_round, round.state_round),
             )
 
+    def _changed_names(self, plan: TrainPlan) -> set[str]:
+        """Return the names of the layers that training changes, and of those to upload."""
+        method = self.method
+        uploaded = names_in_parts(method, method.uploaded_parts)
+        changed = {*exchanged_names(method), *local_names(method), *uploaded} - set(frozen_names(method))
+        return changed | set(plan.upload_names or ())
+
     def _active_stages(self, plan: TrainPlan) -> AbstractContextManager[None]:
         return set_active_stages(
             self.method, depth=plan.num_stages, frozen=plan.num_frozen_stages, depth_dropout=plan.depth_dropout
@@ -168,7 +188,7 @@ class ClientWorker:
         store: StateStore,
         on_step_start: Callable[[], None] = lambda: None,
     ) -> ClientRound:
-        """Complete the plan by the layers that the client cached, and load broadcast parts."""
+        """Complete the plan by the layers that the client cached, and join broadcast parts to its layers."""
         stored = store.load(state_folder, before=plan.round, template=self.method.named_tensors)
         state, state_round = (stored.tensors, stored.round) if stored else (None, 0)
         layers = plan.layers
@@ -187,13 +207,16 @@ class ClientWorker:
             )
         if any(candidate.keys() != layers.keys() for candidate in plan.candidate_arrays):
             raise RequestRefused("the models of the plan are not of the same layers")
-        load_layers(self.method, broadcast)
         return ClientRound(
             client=client,
             indices=self._indices(client),
             state=state,
             state_round=state_round,
-            plans=tuple(replace(plan, layers=model, broadcast=broadcast) for model in (layers, *plan.candidate_arrays)),
+            # Broadcast parts are loaded with the other layers, in one copy.
+            plans=tuple(
+                replace(plan, layers=model | broadcast, broadcast=broadcast)
+                for model in (layers, *plan.candidate_arrays)
+            ),
             on_step_start=on_step_start,
         )
 

@@ -1,12 +1,16 @@
 """Reading layers from a model and loading them into it."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedssl.arrays import Layers
+from fedssl.machine.devices import is_gpu
+from fedssl.machine.transfer import copy_from_cpu, copy_to_cpu
 from fedssl.methods.base import SSLMethod
 
 # Layers from shared memory are read-only; they are never written here.
@@ -36,13 +40,42 @@ def move_layers_out(method: SSLMethod, names: Iterable[str]) -> Layers:
     Until it is filled, `check_loaded` rejects the model.
     """
     layers = {}
-    for name in names:
-        value = method.named_tensors[name]
-        layers[name] = value.detach().contiguous().cpu().numpy()
-        if value.device.type == "cpu":
-            value.data = torch.empty_like(value)
+    for name, value in _tensors_on_cpu(method, names).items():
+        tensor = method.named_tensors[name]
+        if is_gpu(tensor.device):
+            value = value.clone()
+        else:
+            tensor.data = torch.empty_like(tensor)
+        layers[name] = value.numpy()
     method.moved_out.update(layers)
     return layers
+
+
+def read_layers(method: SSLMethod, names: Iterable[str]) -> Layers:
+    """Return the named layers for reading at once, on the CPU. On a CPU they are the memory of the model."""
+    return {name: value.numpy() for name, value in _tensors_on_cpu(method, names).items()}
+
+
+@contextmanager
+def read_once(method: SSLMethod, names: Iterable[str]) -> Iterator[None]:
+    """Copy the named layers from an accelerator together, for all functions that read them inside the block.
+
+    The model must not change inside the block. On a CPU nothing is copied.
+    """
+    tensors = {name: method.named_tensors[name] for name in names if is_gpu(method.named_tensors[name].device)}
+    method.read_copies.update(zip(tensors, copy_to_cpu(list(tensors.values())), strict=True))
+    try:
+        yield
+    finally:
+        method.read_copies.clear()
+
+
+def _tensors_on_cpu(method: SSLMethod, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return the named layers on the CPU: memory of the model, or a copy from an accelerator; see `read_once`."""
+    tensors = {name: method.named_tensors[name].detach() for name in names}
+    apart = [name for name, value in tensors.items() if is_gpu(value.device) and name not in method.read_copies]
+    copies = method.read_copies | dict(zip(apart, copy_to_cpu([tensors[name] for name in apart]), strict=True))
+    return {name: copies[name] if name in copies else value.contiguous() for name, value in tensors.items()}
 
 
 def check_loaded(method: SSLMethod, names: Iterable[str] | None = None) -> None:
@@ -58,7 +91,7 @@ def check_loaded(method: SSLMethod, names: Iterable[str] | None = None) -> None:
 def clone_tensors(method: SSLMethod, names: Iterable[str]) -> dict[str, Tensor]:
     """Return copies of the named layers as tensors, on the CPU."""
     usual = torch.contiguous_format
-    return {name: method.named_tensors[name].detach().to("cpu", copy=True, memory_format=usual) for name in names}
+    return {name: value.clone(memory_format=usual) for name, value in _tensors_on_cpu(method, names).items()}
 
 
 def local_names(method: SSLMethod) -> list[str]:
@@ -89,16 +122,28 @@ def load_and_start_round(method: SSLMethod, layers: Layers) -> Layers:
     return layers
 
 
-@torch.no_grad()
 def load_layers(method: SSLMethod, layers: Layers) -> None:
     """Copy layers into a method, in place. Raise a ValueError if it has no such layer, or with another shape."""
+    tensors = []
     for name, array in layers.items():
         tensor = method.named_tensors.get(name)
         if tensor is None or tensor.shape != array.shape:
             has = "no such layer" if tensor is None else tuple(tensor.shape)
             raise ValueError(f"layer {name} has shape {array.shape} but the model has {has}")
-        tensor.copy_(torch.from_numpy(array))
-        method.moved_out.discard(name)
+        tensors.append(tensor)
+    copy_arrays(tensors, list(layers.values()))
+    method.moved_out.difference_update(layers)
+
+
+@torch.no_grad()
+def copy_arrays(tensors: Sequence[Tensor], arrays: Sequence[np.ndarray]) -> None:
+    """Copy arrays into tensors of the same shapes, all on one device."""
+    sources = [torch.from_numpy(array) for array in arrays]
+    if tensors and is_gpu(tensors[0].device):
+        copy_from_cpu(tensors, sources)
+        return
+    for tensor, source in zip(tensors, sources, strict=True):
+        tensor.copy_(source)
 
 
 def part_name(name: str) -> str:

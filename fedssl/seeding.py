@@ -23,10 +23,10 @@ def seed_torch(seed: int, device: torch.device) -> None:
     ``torch.manual_seed`` would seed the generators of all devices; before CUDA is initialized it queues each call with
     its stack.
     """
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-    else:
+    if device.type == "cpu":
         torch.default_generator.manual_seed(seed)
+    else:
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def numpy_generator(seed: int, *seed_path: int | str) -> np.random.Generator:

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from fedssl.datasets.base import ImageData
+from fedssl.machine.devices import MPS, is_gpu
 from fedssl.methods.base import SSLMethod
 from fedssl.schedule.phases import Phase
 from fedssl.schedule.stages import set_active_stages
@@ -68,7 +69,9 @@ def step_cost(
     device = images.device
 
     def measure() -> tuple[int, int]:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), memory_of(device) as memory:
+        accelerators = [device] if is_gpu(device) else []
+        fork = torch.random.fork_rng(devices=accelerators, device_type=device.type if accelerators else "cuda")
+        with fork, memory_of(device) as memory:
             copied, optimizer, regularizer = copy.deepcopy((method, training.optimizer, training.regularizer))
             one_epoch = replace(training, optimizer=optimizer, regularizer=regularizer, epochs=1, graphs=None)
 
@@ -148,24 +151,24 @@ class TensorMemory(TorchDispatchMode):
         self._now -= size
 
 
-class CudaMemory:
+class AllocatorMemory:
     """Peak of torch's allocator on a GPU, relative to the memory at construction; interface as in `TensorMemory`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._before = device, torch.cuda.memory_allocated(device)
+        self._device, self._before = device, torch.accelerator.memory_allocated(device)
 
     def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
+        torch.accelerator.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device) - self._before
+        return torch.accelerator.max_memory_allocated(self._device) - self._before
 
 
 @contextmanager
-def memory_of(device: torch.device) -> Iterator[TensorMemory | CudaMemory]:
+def memory_of(device: torch.device) -> Iterator[TensorMemory | AllocatorMemory]:
     """Track the memory of tensors on the device inside the block."""
-    if device.type == "cuda":
-        yield CudaMemory(device)
+    if is_gpu(device) and device.type != MPS:  # whose allocator has no peak
+        yield AllocatorMemory(device)
     else:
         with TensorMemory() as memory:
             yield memory

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedssl.config.settings import TrainingSettings
 from fedssl.errors import InputError
 from fedssl.machine.cuda_graphs import CudaGraphCache, check_fused
-from fedssl.machine.devices import is_gpu, to_device
+from fedssl.machine.devices import check_cuda_features, check_precision, is_gpu, to_device
 from fedssl.machine.process import optimizer_step
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import check_loaded
@@ -62,6 +62,9 @@ class LocalTrainer:
                 "have; set another regularizer or method"
             )
         device = next(method.parameters()).device
+        check_precision(settings.precision, device)
+        if is_gpu(device):  # CPUs among the devices of a run ignore these settings
+            check_cuda_features(settings, device)
         if settings.channels_last and is_gpu(device):
             method.to(memory_format=torch.channels_last)  # else every convolution would convert its weights
         optimizer = settings.optimizer.instantiate([method.named_tensors[name] for name in method.trainable])

@@ -22,6 +22,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError
 from fedssl.compat import assign_message_id, error_reply, set_task_identity
 from fedssl.config.settings import Settings
 from fedssl.errors import RunError
+from fedssl.machine.devices import check_cuda_features, select_device
 from server_app.app import execute
 from simulation.grid import SimulatedGrid, load_client_app, make_context, run_client_app
 from simulation.ray_session import check_hosts, ray_session
@@ -205,6 +206,8 @@ def run_ray(settings: Settings, *, concurrency: int) -> None:
         if engine.address is not None:
             check_hosts(folder)
         client, actors = plan_client_resources(hosts, engine=engine, machine=machine, max_clients=concurrency)
+        if not client.gpus:
+            check_cuda_features(settings.training, select_device(machine.device))
         grid = RayGrid(num_clients=settings.num_clients, actors=actors, client=client)
         execute(grid, settings, client_cores=actors * client.cpus)  # assumes that all are on this host
 

@@ -39,11 +39,11 @@ def auto_engine(settings: Settings) -> EngineChoice:
     process after a training step. Ray is selected if, by the time of that step, it saves more than its start costs.
     A run of a few steps uses ``local`` without a measurement.
     """
-    import torch
+    from fedssl.machine.devices import count_accelerators
 
     if os.name != "posix":
         return EngineChoice("local", 1, "Ray needs Linux or macOS")
-    gpus = torch.cuda.device_count() if settings.machine.device != "cpu" else 0
+    gpus = count_accelerators(settings.machine.device)
     if gpus:
         engine = "ray" if gpus > 1 and settings.clients_per_round > 1 else "local"
         reason = f"{gpus} GPUs, {settings.clients_per_round} clients in a round"
@@ -162,6 +162,11 @@ def plan_client_resources(
     """Apply `fit_clients` to the settings of a run, and print the result."""
     import torch
 
+    if ":" in machine.device:
+        raise InputError(
+            f"device={machine.device} is one device but engine=ray distributes clients over all GPUs; set "
+            f"device={machine.device.partition(':')[0]}, or engine=local"
+        )
     gpus = sum(host.gpus for host in hosts)
     client, clients = fit_clients(
         [replace(host, gpus=0) for host in hosts] if machine.device == "cpu" else hosts,

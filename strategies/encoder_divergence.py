@@ -14,6 +14,7 @@ from torch import nn
 from fedssl.arrays import Layers, inner_products
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
+from fedssl.model_arrays import read_layers
 
 DISTANCES = ("mean_conv_l2", "squared_l2")
 
@@ -62,5 +63,4 @@ def divergence(trained: Layers, start: Layers, *, distance: str) -> float:
 def encoder_divergence(method: SSLMethod, start: Layers, *, distance: str) -> float:
     """Return the `divergence` of a method's current encoder from ``start``."""
     names = distance_names(method, distance=distance)
-    trained = {name: method.named_tensors[name].detach().contiguous().cpu().numpy() for name in names}
-    return divergence(trained, start, distance=distance)
+    return divergence(read_layers(method, names), start, distance=distance)

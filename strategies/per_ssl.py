@@ -25,7 +25,7 @@ from torch import Tensor
 from fedssl.arrays import Layers
 from fedssl.config.constraints import check_arguments
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names
+from fedssl.model_arrays import clone_tensors, copy_arrays, exchanged_names, load_and_start_round, local_names
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.regularizers.prox import proximal
 from fedssl.wire.messages import TrainPlan
@@ -46,9 +46,8 @@ class ProximalTo(Regularizer):
     def on_train_start(self, method: SSLMethod) -> None:
         trained = {name: weights for name, weights in method.named_tensors.items() if weights.requires_grad}
         self._trained = list(trained.values())
-        self._reference = [
-            torch.empty_like(w).copy_(torch.from_numpy(self._layers[name])) for name, w in trained.items()
-        ]
+        self._reference = [torch.empty_like(weights) for weights in self._trained]
+        copy_arrays(self._reference, [self._layers[name] for name in trained])
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
         if self._weight == 0:

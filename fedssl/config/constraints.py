@@ -19,14 +19,19 @@ MIN_IMAGES = 2  # of a client: contrastive losses and batch normalization need t
 MAX_IMAGE_SIZE = 4096  # pixels, of height and width
 MAX_INTEGER = 2**31 - 1
 _LARGE = 1e6  # a larger weight, rate or noise overflows float32 within a round
-_NAMES = {int: ("an integer", "integers"), float: ("a number", "numbers"), bool: ("true or false", "true and false")}
+_NAMES = {
+    int: ("an integer", "integers"),
+    float: ("a number", "numbers"),
+    bool: ("true or false", "true and false"),
+    str: ("a name", "names"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
     """Type and range of a setting."""
 
-    kind: type = float  # int, float (which accepts integers) or bool
+    kind: type = float  # int, float (which accepts integers), bool or str
     choices: tuple[Any, ...] = ()  # allowed values in place of a type; empty for numbers
     minimum: float = -math.inf  # ``minimum <= value``
     above: float = -math.inf  # ``above < value``
@@ -46,6 +51,8 @@ class Constraint:
     def _allows_item(self, value: Any) -> bool:
         if self.choices:
             return any(value == choice and type(value) is type(choice) for choice in self.choices)
+        if self.kind is str:
+            return isinstance(value, str)
         if self.kind is bool or isinstance(value, bool):
             return self.kind is bool and isinstance(value, bool)
         if not isinstance(value, int if self.kind is int else int | float):
@@ -112,7 +119,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "local_epochs": _integer(0),
         "clip_norm": _optional(Constraint(above=0)),
         "batch_size": _integer(2),
-        "device": _choice("auto", "cpu", "cuda"),
+        "device": Constraint(kind=str),  # those that torch has: `fedssl.machine.devices.select_device`
         "precision": _choice("fp32", "bf16"),
         "channels_last": _BOOL,
         "gpu_augmentation": _choice("torch", "triton"),

@@ -26,6 +26,8 @@ from fedssl.machine.devices import to_device
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import batches
 
+CPU = torch.device("cpu")
+
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 MakeSchedule = Callable[[Optimizer], LRScheduler]
 Transform = Callable[[Tensor], Tensor]
@@ -114,13 +116,14 @@ class ClassifierTraining(EvaluationProtocol):
         modules: Sequence[nn.Module],
         generator: torch.Generator,
         before_epoch: Callable[[int], None] = lambda epoch: None,
+        indices_on: torch.device = CPU,
     ) -> None:
         """Minimize the mean cross-entropy.
 
-        ``logits`` maps indices of training images, int64 ``(batch,)`` on the CPU, to scores ``(batch, num_classes)``.
-        ``labels`` are those of all training images, int64 ``(n,)``, on the CPU. Each of ``modules`` is a parameter
-        group. The CPU ``generator`` draws the batches. ``before_epoch`` is called with the number of every epoch, from
-        0.
+        ``logits`` maps indices of training images, int64 ``(batch,)`` on the device ``indices_on``, to scores ``(batch,
+        num_classes)``. ``labels`` are those of all training images, int64 ``(n,)``, on the CPU. Each of ``modules`` is
+        a parameter group. The CPU ``generator`` draws the batches. ``before_epoch`` is called with the number of every
+        epoch, from 0. Indices and labels are copied to the device once per epoch.
         """
         optimizer = self.optimizer(
             [
@@ -129,11 +132,14 @@ class ClassifierTraining(EvaluationProtocol):
             ]
         )
         schedule = None if self.lr_schedule is None else self.lr_schedule(optimizer)
+        device = next(modules[0].parameters()).device
         for epoch in range(self.epochs):
             before_epoch(epoch)
-            for rows in batches(torch.arange(len(labels)), self.batch_size, generator=generator):
-                scores = logits(rows)
-                loss = F.cross_entropy(scores, to_device(labels[rows], scores.device))
+            cut = list(batches(torch.arange(len(labels)), self.batch_size, generator=generator))
+            sizes, order = [len(rows) for rows in cut], torch.cat(cut)
+            classes = to_device(labels[order], device).split(sizes)
+            for rows, expected in zip(to_device(order, indices_on).split(sizes), classes, strict=True):
+                loss = F.cross_entropy(logits(rows), expected)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()

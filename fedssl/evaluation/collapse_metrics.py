@@ -104,7 +104,8 @@ class CollapseMetrics:
         """Return the measures above by name, without the spectrum."""
         h = extract(encoder, self._images, mean=self._mean, std=self._std, device=self._device)
         with eval_mode(encoder):
-            h1, h2 = (encoder(view).float().cpu() for view in self._views)
+            both = torch.cat([encoder(view).float() for view in self._views])
+        h1, h2 = both.cpu().chunk(2)
         return {
             "effective_rank": effective_rank(h),
             "covariance_rank": covariance_rank(h),

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedssl.errors import InputError
+from fedssl.machine.devices import is_gpu, to_device
 
 MAX_PIXELS = 3072  # per image: those of an RGB image of 32 x 32
+BLOCK_BYTES = 2**27  # of representations that are copied from a GPU at once, because each copy synchronizes
 _CHUNK = 2048  # images converted to floats at a time
 
 
@@ -51,14 +53,21 @@ def extract(
     training mode of its modules is restored. ``images`` are uint8, ``(n, channels, height, width)``; ``mean`` and
     ``std`` are per channel, of pixels in [0, 1].
     """
+    device = torch.device(device)
     encoder.to(device)
     center, scale = (torch.tensor(list(values), device=device).view(-1, 1, 1) for values in (mean, std))
+    blocks: list[Tensor] = []  # complete blocks from a GPU
+    computed: list[Tensor] = []
     with eval_mode(encoder):
-        batches = [
-            encoder((batch.to(device).float() / 255 - center) / scale).float().cpu()
-            for batch in images.split(batch_size)
-        ]
-    return torch.cat(batches)
+        for batch in images.split(batch_size):
+            pixels = batch if is_gpu(batch.device) else to_device(batch, device)
+            computed.append(encoder((pixels.float() / 255 - center) / scale).float())
+            if is_gpu(device) and len(computed) * computed[0].nbytes >= BLOCK_BYTES:
+                blocks.append(torch.cat(computed).cpu())
+                computed.clear()
+    if computed:
+        blocks.append(torch.cat(computed).cpu())
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
 @contextmanager

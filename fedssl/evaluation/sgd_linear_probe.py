@@ -92,11 +92,13 @@ class SGDLinearProbe(ClassifierTraining):
         features = evaluation_input.features
         train = features.train.to(evaluation_input.device)
         classifier = zero_classifier(train.shape[1], evaluation_input)
+        rows_there = to_device(rows, train.device)
         self.fit(
-            lambda batch: classifier(train[to_device(rows[batch], train.device)]),
+            lambda batch: classifier(train[rows_there[batch]]),
             features.train_labels[rows],
             modules=[classifier],
             generator=torch_generator(*seed_path),
+            indices_on=train.device,
         )
         with torch.no_grad():
             return predicted_classes(classifier(features.test.to(evaluation_input.device)))

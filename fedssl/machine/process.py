@@ -86,7 +86,10 @@ def configure_process(machine: MachineSettings) -> "torch.device":
     if machine.keep_freed_memory:
         tune_allocator()
     disable_dynamo_import()
-    return select_device(machine.device)
+    device = select_device(machine.device)
+    if device.index is not None:
+        torch.accelerator.set_device_index(device)  # for random generators, streams and Triton
+    return device
 
 
 def disable_dynamo_import() -> None:

@@ -78,6 +78,11 @@ class SSLMethod(nn.Module):
         return set()
 
     @cached_property
+    def read_copies(self) -> dict[str, Tensor]:
+        """Copies of layers on the CPU inside `fedssl.model_arrays.read_once`, by name."""
+        return {}
+
+    @cached_property
     def trainable(self) -> list[str]:
         """Names of the parameters that are trained if no encoder stage is frozen."""
         return [name for name, parameter in self.named_parameters() if parameter.requires_grad]
@@ -110,6 +115,13 @@ class SSLMethod(nn.Module):
 
     def end_round(self) -> None:
         """Run after local training, before client state and upload are read."""
+
+    def parts_to_upload(self, layers: Layers) -> Layers:
+        """Return the layers of ``uploaded_parts`` after local training, by name.
+
+        ``layers`` are those of ``uploaded_parts`` and ``local_parts``, on the CPU, read-only.
+        """
+        return {name: array.copy() for name, array in layers.items() if name.partition(".")[0] in self.uploaded_parts}
 
     def classify(self, h: Tensor) -> Tensor | None:
         """Return logits ``(batch, num_classes)`` of the method's classifier, if it uses labels; None if it has none."""

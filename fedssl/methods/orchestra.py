@@ -199,12 +199,13 @@ class Orchestra(EMATargetMethod):
         if first:
             self.memory.zero_()
 
-    @torch.no_grad()
-    def end_round(self) -> None:
-        memory = self.memory.cpu()  # many small operations are faster there
+    def parts_to_upload(self, layers: Layers) -> Layers:
+        memory = torch.from_numpy(layers["memory"])
         projections = memory[memory.any(dim=1)]
-        if len(projections):  # empty if there was no local epoch
-            self.local_centroids.copy_(equal_clusters(projections, clusters=len(self.local_centroids)))
+        if not len(projections):  # there was no local epoch
+            return super().parts_to_upload(layers)
+        centroids = equal_clusters(projections, clusters=len(self.local_centroids)).to(memory.dtype)
+        return {LOCAL_CENTROIDS: centroids.numpy()}
 
     def aggregate_parts(self, uploaded: Sequence[Layers], broadcast: Layers) -> Layers:
         local = torch.from_numpy(np.concatenate([layers[LOCAL_CENTROIDS] for layers in uploaded]))

@@ -6,7 +6,6 @@ from torch import nn
 from client_app import worker
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from fedssl.machine import devices
 from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import copy_layers, exchanged_names, local_names, move_layers_out
 from fedssl.regularizers.base import Regularizer, RegularizerInput
@@ -14,6 +13,7 @@ from fedssl.regularizers.prox import Proximal, proximal
 from fedssl.seeding import derive_seed, torch_generator
 from fedssl.training import LocalTrainer, batches, train
 from tests.federation import Federation
+from tests.gpu_stand_in import treat_cpu_as_gpu
 from tests.local_training import local_training
 
 
@@ -226,8 +226,7 @@ def trained(overrides):
 def test_the_way_of_a_gpu_trains_the_same_model(monkeypatch, overrides):
     """On a CPU that stands in for a GPU: weights have the layout of the views, and do not travel in it."""
     expected, _ = trained(overrides)
-    monkeypatch.setattr(devices, "GPU", "cpu")
-    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    treat_cpu_as_gpu(monkeypatch)
     layers, last = trained(overrides)
     assert last == (overrides != ["channels_last=false"])
     for name, array in layers.items():

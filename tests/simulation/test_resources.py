@@ -92,10 +92,12 @@ def test_the_memory_of_this_process():
         (2, [], "ray"),
         (4, ["clients_per_round=1"], "local"),
         (2, ["device=cpu", "threads=99"], "local"),
+        (2, ["device=cuda:1"], "local"),
     ],
 )
 def test_several_gpus_are_used(monkeypatch, gpus, overrides, expected):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
     assert auto_engine(compose([*WORDS, *overrides])).engine == expected
 
 
@@ -199,3 +201,8 @@ def test_unused_gpus_are_reported(wishes, output, warned, capsys, caplog):
     plan_client_resources([Host(4, 2)], **settings(**wishes))
     assert capsys.readouterr().out == output + "\n"
     assert ("although there are GPUs" in caplog.text) == warned
+
+
+def test_clients_on_ray_are_not_all_on_one_gpu():
+    with pytest.raises(InputError, match="device=cuda:1 is one device but engine=ray .* set device=cuda, or engine=l"):
+        plan_client_resources([Host(4, 2)], **settings(device="cuda:1"))

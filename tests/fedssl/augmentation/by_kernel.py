@@ -29,7 +29,7 @@ def largest_difference(
     )
     images, source, ahead = random_images(sum(SIZES), channels, *form).split(SIZES), generator(), generator()
     expected = [usual(batch, source) for batch in images]
-    with patch.object(devices, "GPU", "cpu"), patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone):
+    with patch.object(devices, "CPU", "none"), patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone):
         drawn = by_kernel.sample_params(SIZES, image_shape=(channels, *form), device=CPU, generator=ahead)
         made = [by_kernel.apply(batch, own, layout=layout) for batch, own in zip(images, drawn, strict=True)]
     std = torch.tensor(statistics["std"])[:, None, None]

@@ -119,7 +119,7 @@ def test_the_way_of_a_gpu_makes_the_same_views(monkeypatch, recipe, channels, he
     make = augmentation(*views, size=size, channels=channels)
     draws, source = generator(), generator()
     expected = [make(batch, source) for batch in images]
-    monkeypatch.setattr(devices, "GPU", "cpu")
+    monkeypatch.setattr(devices, "CPU", "none")
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     monkeypatch.setattr(module, "MATRIX_BYTES", 10 * 8 * size * (height + width + size))  # ten images
     drawn = list(

@@ -8,7 +8,7 @@ import torch
 from client_app.worker import release_worker
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused
-from fedssl.machine import cuda_graphs, devices
+from fedssl.machine import cuda_graphs
 from fedssl.machine.cuda_graphs import CudaGraphCache
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import copy_layers
@@ -19,6 +19,7 @@ from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import seed_torch, torch_generator
 from fedssl.training import LocalTrainer, train
 from tests.federation import Federation
+from tests.gpu_stand_in import treat_cpu_as_gpu
 from tests.recording import Recorder
 
 METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "orchestra", "supervised")
@@ -178,10 +179,8 @@ def test_reading_a_number_off_the_device_ends_the_recording():
 def test_a_run_whose_clients_record_gives_the_same_bits(monkeypatch, tmp_path):
     """As on a GPU: all clients of a process use what one of them has recorded; Per-SSL trains a second model too."""
     overrides = [*SMALL, "strategy=per_ssl", "method=byol", "num_clients=2", "dataset.limit=48"]
-    monkeypatch.setattr(devices, "GPU", "cpu")
-    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    treat_cpu_as_gpu(monkeypatch)
     monkeypatch.setattr("client_app.worker.place_images", lambda images, device: images)
-    monkeypatch.setattr("strategies.base.move_layers_out", copy_layers)  # a CPU gives its memory away
     expected = Federation(tmp_path / "plain", *overrides).run(2)
     recorder = Recorder()
     monkeypatch.setattr(cuda_graphs, "capture_on_gpu", lambda: recorder)

@@ -23,7 +23,7 @@ from fedssl.methods.orchestra import (
     rotate_quarters,
     sinkhorn_assignment,
 )
-from fedssl.model_arrays import exchanged_names, local_names
+from fedssl.model_arrays import exchanged_names, local_names, read_layers
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
 from tests.federation import TINY, Federation
@@ -299,26 +299,32 @@ def test_a_new_client_begins_with_an_empty_memory():
     assert not method.memory.any()
 
 
+def uploaded_centroids(method: Orchestra) -> torch.Tensor:
+    """What a client uploads beside the networks, which takes nothing from the method."""
+    uploaded = method.parts_to_upload(read_layers(method, method.named_tensors))
+    assert uploaded.keys() == {"local_centroids"}
+    assert not method.local_centroids.any()
+    return torch.from_numpy(uploaded["local_centroids"])
+
+
 def test_local_centroids_are_those_of_the_memory():
     method = make_method(queue_size=20)
     method.enqueue(groups(5, 5, 5))
-    method.end_round()
-    torch.testing.assert_close(method.local_centroids, equal_clusters(method.memory[:15], clusters=3).float())
-    torch.testing.assert_close(by_axis(method.local_centroids), torch.eye(8)[:3], rtol=0, atol=0.1)
+    centroids = uploaded_centroids(method)
+    torch.testing.assert_close(centroids, equal_clusters(method.memory[:15], clusters=3).float())
+    torch.testing.assert_close(by_axis(centroids), torch.eye(8)[:3], rtol=0, atol=0.1)
 
 
 def test_a_client_with_fewer_images_than_clusters():
     method = make_method(local_clusters=6)
     method.enqueue(torch.eye(8)[:2])
-    method.end_round()
-    assert by_axis(method.local_centroids).sum(dim=0).bool().tolist() == [True] * 2 + [False] * 6
-    assert torch.equal(method.local_centroids.norm(dim=1), torch.ones(6))
+    centroids = uploaded_centroids(method)
+    assert by_axis(centroids).sum(dim=0).bool().tolist() == [True] * 2 + [False] * 6
+    assert torch.equal(centroids.norm(dim=1), torch.ones(6))
 
 
-def test_without_a_memory_local_centroids_stay():
-    method = make_method()
-    method.end_round()
-    assert not method.local_centroids.any()
+def test_without_a_memory_local_centroids_are_zero():
+    assert not uploaded_centroids(make_method()).any()
 
 
 # --- the server ---
