@@ -11,7 +11,6 @@ from fedssl.errors import InputError, RequestRefused
 from fedssl.machine import cuda_graphs
 from fedssl.machine.cuda_graphs import CudaGraphCache
 from fedssl.methods.base import build_method
-from fedssl.model_arrays import copy_layers
 from fedssl.regularizers import fur
 from fedssl.regularizers.base import CombinedRegularizer
 from fedssl.regularizers.prox import Proximal
