@@ -108,8 +108,7 @@ class ClientWorker:
             personalized = strategy.train_personalized(method, round.plan, round.state, train=train_again)
             with read_once(method, self._changed_names(round.plan)):
                 state = strategy.state_to_save(method, round.plan, start=start_layers, state=round.state) | personalized
-                read = read_layers(method, names_in_parts(method, (*method.uploaded_parts, *method.local_parts)))
-                uploaded_parts = method.parts_to_upload(read) if method.uploaded_parts else {}
+                uploaded_parts = self._parts_to_upload()
                 layers = strategy.layers_to_upload(method, round.plan)
             if state:
                 store.save(state_folder, state, round=plan.round, oldest_resumable=plan.oldest_resumable_round)
@@ -166,6 +165,13 @@ class ClientWorker:
                 model_index=selected.model_index,
                 state_rounds=(round.state_round, round.state_round),
             )
+
+    def _parts_to_upload(self) -> Layers:
+        method = self.method
+        if not method.uploaded_parts:
+            return {}
+        uploaded = names_in_parts(method, method.uploaded_parts)
+        return method.parts_to_upload(read_layers(method, [*uploaded, *local_names(method)]))
 
     def _changed_names(self, plan: TrainPlan) -> set[str]:
         """Return the names of the layers that training changes, and of those to upload."""

@@ -26,7 +26,8 @@ def seed_torch(seed: int, device: torch.device) -> None:
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)
     else:
-        torch.get_device_module(device).manual_seed(seed)
+        with torch.accelerator.device_index(device.index):
+            torch.get_device_module(device).manual_seed(seed)
 
 
 def numpy_generator(seed: int, *seed_path: int | str) -> np.random.Generator:

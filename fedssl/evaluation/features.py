@@ -55,7 +55,7 @@ def extract(
     """
     device = torch.device(device)
     encoder.to(device)
-    center, scale = (torch.tensor(list(values), device=device).view(-1, 1, 1) for values in (mean, std))
+    center, scale = to_device(torch.tensor([list(mean), list(std)]), device).view(2, -1, 1, 1)
     blocks: list[Tensor] = []  # complete blocks from a GPU
     computed: list[Tensor] = []
     with eval_mode(encoder):

@@ -25,6 +25,8 @@ from fedssl import encoders
 from fedssl.atomic_files import atomic_write
 from fedssl.errors import InputError
 from fedssl.export.weights import read_safetensors
+from fedssl.machine.devices import is_gpu
+from fedssl.machine.transfer import copy_to_cpu
 from fedssl.untrusted import check_tensors_like, read_tensors, sanitize
 
 _FORMATS = "fedssl-encoder-"
@@ -92,12 +94,19 @@ def save_encoder(
         # Copies: a weight may be a view of a larger buffer, which would be saved completely. Bridges are not needed
         # after training; they serve the first stages in layer-wise training.
         "weights": {
-            name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for name, tensor in encoder.state_dict().items()
+            name: tensor.clone(memory_format=torch.contiguous_format)
+            for name, tensor in _tensors_on_cpu(encoder).items()
             if not name.startswith("bridges.")
         },
     }
     atomic_write(Path(path), lambda stream: torch.save(content, stream))
+
+
+def _tensors_on_cpu(encoder: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = encoder.state_dict()
+    if any(is_gpu(tensor.device) for tensor in tensors.values()):
+        return dict(zip(tensors, copy_to_cpu(list(tensors.values())), strict=True))
+    return tensors
 
 
 def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = None) -> nn.Module:

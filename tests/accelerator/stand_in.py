@@ -14,21 +14,10 @@ def _select_device(name: str) -> torch.device:
     return torch.device("cpu") if name == "cpu" else DEVICE
 
 
-def _seed_torch(seed: int, device: torch.device) -> None:
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.ops.pretend.seed(device.index, seed)
-
-
 def prepare() -> None:
     """Select the device for ``device=auto``, and draw no figures at the end of runs."""
-    devices.GPU = NAME
     devices.select_device = _select_device
-    torch.cuda.mem_get_info = torch.pretend.mem_get_info
-    from fedssl import seeding
-
-    seeding.seed_torch = _seed_torch
+    torch.accelerator.set_device_index = lambda index: None  # of a process; the device is to stay another one
     from server_app import recorder  # after the patches: functions are imported by name
 
     def write_nothing(folder: Path, *args: object, **kwargs: object) -> list[Path]:
