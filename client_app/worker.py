@@ -17,7 +17,7 @@ from fedssl.arrays import Layers
 from fedssl.config.settings import ClientSettings
 from fedssl.datasets.base import forget_images, load_federated
 from fedssl.errors import RequestRefused
-from fedssl.machine.devices import place_images
+from fedssl.machine.devices import is_gpu, place_images
 from fedssl.machine.process import configure_process
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import (
@@ -174,7 +174,9 @@ class ClientWorker:
         return method.parts_to_upload(read_layers(method, [*uploaded, *local_names(method)]))
 
     def _changed_names(self, plan: TrainPlan) -> set[str]:
-        """Return the names of the layers that training changes, and of those to upload."""
+        """Return the names of the layers that training changes, and of those to upload; none on a CPU."""
+        if not is_gpu(self.device):  # where `read_once` has no effect
+            return set()
         method = self.method
         uploaded = names_in_parts(method, method.uploaded_parts)
         changed = {*exchanged_names(method), *local_names(method), *uploaded} - set(frozen_names(method))

@@ -39,14 +39,13 @@ def move_layers_out(method: SSLMethod, names: Iterable[str]) -> Layers:
     On a CPU nothing is copied: the caller gets the model's memory, and the model gets new memory with arbitrary values.
     Until it is filled, `check_loaded` rejects the model.
     """
-    layers = {}
-    for name, value in _tensors_on_cpu(method, names).items():
-        tensor = method.named_tensors[name]
-        if is_gpu(tensor.device):
-            value = value.clone()
-        else:
+    if _is_on_gpu(method):
+        layers = copy_layers(method, names)
+    else:
+        layers = read_layers(method, names)
+        for name in layers:
+            tensor = method.named_tensors[name]
             tensor.data = torch.empty_like(tensor)
-        layers[name] = value.numpy()
     method.moved_out.update(layers)
     return layers
 
@@ -62,8 +61,8 @@ def read_once(method: SSLMethod, names: Iterable[str]) -> Iterator[None]:
 
     The model must not change inside the block. On a CPU nothing is copied.
     """
-    tensors = {name: method.named_tensors[name] for name in names if is_gpu(method.named_tensors[name].device)}
-    method.read_copies.update(zip(tensors, copy_to_cpu(list(tensors.values())), strict=True))
+    if _is_on_gpu(method):
+        method.read_copies.update(_copies(method, names))
     try:
         yield
     finally:
@@ -72,10 +71,20 @@ def read_once(method: SSLMethod, names: Iterable[str]) -> Iterator[None]:
 
 def _tensors_on_cpu(method: SSLMethod, names: Iterable[str]) -> dict[str, Tensor]:
     """Return the named layers on the CPU: memory of the model, or a copy from an accelerator; see `read_once`."""
-    tensors = {name: method.named_tensors[name].detach() for name in names}
-    apart = [name for name, value in tensors.items() if is_gpu(value.device) and name not in method.read_copies]
-    copies = method.read_copies | dict(zip(apart, copy_to_cpu([tensors[name] for name in apart]), strict=True))
-    return {name: copies[name] if name in copies else value.contiguous() for name, value in tensors.items()}
+    if not _is_on_gpu(method):
+        return {name: method.named_tensors[name].detach().contiguous() for name in names}
+    names = list(names)
+    copies = method.read_copies | _copies(method, [name for name in names if name not in method.read_copies])
+    return {name: copies[name] for name in names}
+
+
+def _copies(method: SSLMethod, names: Iterable[str]) -> dict[str, Tensor]:
+    names = list(names)
+    return dict(zip(names, copy_to_cpu([method.named_tensors[name] for name in names]), strict=True))
+
+
+def _is_on_gpu(method: SSLMethod) -> bool:
+    return is_gpu(next(iter(method.named_tensors.values())).device)
 
 
 def check_loaded(method: SSLMethod, names: Iterable[str] | None = None) -> None:
