@@ -205,7 +205,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--sampled", type=int, nargs="+", default=[], help="measured stages, as numbers of blocks")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=1, help="number of timings, of which the median is used")

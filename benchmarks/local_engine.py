@@ -50,7 +50,8 @@ class Federation:
         quiet = ["collapse_images=0", "measure_resources=false", f"output_dir={tempfile.mkdtemp()}"]
         self.settings = compose([*COMMON, *quiet, *overrides])
         self.grid = LocalGrid(client_app, num_clients=self.settings.num_clients, store=store)
-        self.federation = build_run(self.grid, self.settings).context  # also configures threads and allocator
+        self.components = build_run(self.grid, self.settings)  # also configures threads and allocator
+        self.federation = self.components.context
         self.state = ServerState()
 
     def __call__(self) -> float:

@@ -306,7 +306,7 @@ def main() -> None:
     parser.add_argument("--encoders", nargs="+", choices=ENCODERS, default=ENCODERS)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: all native")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tuned-usual", action="store_true", help="our settings for the usual client")

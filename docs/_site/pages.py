@@ -35,6 +35,7 @@ GROUPS = {  # titles of the groups, in the order of the site
     "experiment": "Experiments",
 }
 FIRST_PAGES = (
+    "install.md",
     "train.md",
     "data.md",
     "evaluate.md",
