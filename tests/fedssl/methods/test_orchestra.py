@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from client_app.worker import worker_for
+from fedssl.config.load import parse_client_config
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.methods.heads import MLP
@@ -26,6 +28,7 @@ from fedssl.methods.orchestra import (
 from fedssl.model_arrays import exchanged_names, local_names, read_layers
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
+from strategies.interfaces import GLOBAL
 from tests.federation import TINY, Federation
 from tests.resuming import repeat_from
 
@@ -455,3 +458,13 @@ def test_it_learns(tmp_path):
     run([*WORDS, "rounds=10", "evaluate_every=0", "final_evaluation=few_labels", f"output_dir={tmp_path / 'run'}"])
     final = json.loads((tmp_path / "run" / "summary.json").read_text())["final"]
     assert final["federated"]["linear_2_per_class"] > final["untrained"]["linear_2_per_class"] + 0.08
+
+
+def test_a_client_trains_with_the_downloaded_centroids(tmp_path):
+    federation = Federation(tmp_path, "method=orchestra", "strategy=fedavg", "num_clients=2")
+    federation.run(1)
+    sent = federation.state.models[GLOBAL].broadcast["centroids"]
+    assert sent.any()
+    federation.run(1)
+    worker = worker_for(parse_client_config(federation.settings.client_yaml))
+    assert np.array_equal(worker.method.centroids.numpy(), sent)
