@@ -15,17 +15,19 @@ from flwr.app import Context, Message, RecordDict
 
 from client_app.edge_client import EdgeClient, safe_error_message
 from client_app.limits import check_message, check_plan
+from client_app.memory_retry import run_with_retry
 from client_app.secure import is_secure, secagg_reply
 from client_app.simulated import is_simulated
 from client_app.simulated_client import SimulatedClient
-from client_app.worker import release_worker, worker_for
+from client_app.worker import ClientWorker, release_worker, worker_for
 from fedssl.compat import error_reply
 from fedssl.config.load import parse_client_config
-from fedssl.config.settings import LOSSLESS
+from fedssl.config.settings import LOSSLESS, ClientSettings
 from fedssl.errors import RequestRefused
 from fedssl.fleet.encoders import store_encoder
 from fedssl.fleet.history import record
 from fedssl.fleet.quality import encoder_quality
+from fedssl.machine.out_of_memory import OUT_OF_MEMORY, is_out_of_memory
 from fedssl.wire.delivery import EncoderDelivery, quality_content
 from fedssl.wire.fingerprint import code_fingerprint
 from fedssl.wire.identity import node_info_reply
@@ -59,7 +61,8 @@ def handle(message: Message, context: Context, *, on_step_start: StepHook = lamb
 def failure_reply(message: Message, context: Context, error: Exception) -> Message:
     """Return the error reply for an error, and log the error on an edge client."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    reason = f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
+    name = OUT_OF_MEMORY if is_out_of_memory(error) else type(error).__name__  # Ray's engine retries the client
+    reason = f"{name}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
     if is_simulated(context.node_config):
         log.debug("the client failed", exc_info=error)
     else:
@@ -79,9 +82,11 @@ def _personalized_reply(message: Message, context: Context) -> Message:
     request = PersonalizedModelRequest.from_content(message.content)
     settings = parse_client_config(plan.settings)
     folder = settings.states / client.name
-    encoder = worker_for(settings).personalized_encoder(
-        plan, client.number, folder, request=request, store=client.store
-    )
+
+    def run(worker: ClientWorker) -> ClientUpdate:
+        return worker.personalized_encoder(plan, client.number, folder, request=request, store=client.store)
+
+    encoder = _with_retry(run, client, plan, settings)
     return Message(encoder.to_content(replace(plan, wire_dtype=LOSSLESS)), reply_to=message)
 
 
@@ -144,7 +149,45 @@ def _train(message: Message, context: Context, on_step_start: StepHook) -> tuple
     if isinstance(client, EdgeClient):
         return plan, _train_on_device(plan, client, on_step_start)
     settings = parse_client_config(plan.settings)
-    return plan, worker_for(settings).train(plan, client.number, settings.states / client.name, store=client.store)
+    folder = settings.states / client.name
+
+    def run(worker: ClientWorker) -> ClientUpdate:
+        return worker.train(plan, client.number, folder, store=client.store)
+
+    return plan, _with_retry(run, client, plan, settings)
+
+
+def _with_retry(
+    run: Callable[[ClientWorker], ClientUpdate],
+    client: EdgeClient | SimulatedClient,
+    plan: TrainPlan,
+    settings: ClientSettings,
+    *,
+    images: str = "",
+    on_step_start: StepHook = lambda: None,
+) -> ClientUpdate:
+    """Run with this process's worker, as `run_with_retry`, unless the engine retries."""
+    if isinstance(client, SimulatedClient) and client.engine_retries:
+        return run(worker_for(settings, images=images))
+
+    def try_steps(batch_size: int, precision: str) -> None:
+        worker_for(settings, images=images).try_steps(
+            plan,
+            client.number,
+            settings.states / client.name,
+            batch_size=batch_size,
+            precision=precision,
+            store=client.store,
+            on_step_start=on_step_start,
+        )
+
+    return run_with_retry(
+        lambda: run(worker_for(settings, images=images)),
+        settings=settings,
+        stages=(plan.num_stages, plan.num_frozen_stages),
+        try_steps=try_steps,
+        names_others=isinstance(client, SimulatedClient),
+    )
 
 
 def _train_on_device(plan: TrainPlan, client: EdgeClient, on_step_start: StepHook) -> ClientUpdate:
@@ -158,10 +201,13 @@ def _train_on_device(plan: TrainPlan, client: EdgeClient, on_step_start: StepHoo
 
     run = settings.states.name
     log.info("run %s, round %d: %d epochs of training are requested", run, plan.round, settings.training.epochs)
+    folder, images_digest = settings.states / client.name, client.images_digest(settings)
+
+    def train(worker: ClientWorker) -> ClientUpdate:
+        return worker.train(plan, client.number, folder, store=client.store, on_step_start=before_step)
+
     try:
-        update = worker_for(settings, images=client.images_digest(settings)).train(
-            plan, client.number, settings.states / client.name, store=client.store, on_step_start=before_step
-        )
+        update = _with_retry(train, client, plan, settings, images=images_digest, on_step_start=before_step)
     except BaseException:
         release_worker()
         raise

@@ -20,10 +20,12 @@ MARKER_KEY = "fedssl-simulation"  # key of the node's configuration
 class SimulationMarker:
     """Mark that the engines of this project set in the configuration of a node, under `MARKER_KEY`.
 
-    ``store`` None means `client_app.state_store.FILE_STORE`.
+    ``store`` None means `client_app.state_store.FILE_STORE`. ``engine_retries`` is whether the engine runs a client
+    again, without other clients, that ran out of memory.
     """
 
     store: "StateStore | None" = None
+    engine_retries: bool = False
 
 
 def is_simulated(node_config: Mapping[str, Any]) -> bool:

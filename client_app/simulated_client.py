@@ -16,11 +16,17 @@ class SimulatedClient:
     number: int  # partition id
     partitions: int
     store: StateStore = FILE_STORE
+    engine_retries: bool = False  # see `client_app.simulated.SimulationMarker`
 
     @classmethod
     def read(cls, node_config: Mapping[str, Any]) -> "SimulatedClient":
         marker = node_config.get(MARKER_KEY, SimulationMarker())  # Flower's own runtime sets none
-        return cls(int(node_config["partition-id"]), int(node_config["num-partitions"]), marker.store or FILE_STORE)
+        return cls(
+            int(node_config["partition-id"]),
+            int(node_config["num-partitions"]),
+            marker.store or FILE_STORE,
+            marker.engine_retries,
+        )
 
     @property
     def name(self) -> str:

@@ -17,6 +17,7 @@ from fedssl.arrays import Layers
 from fedssl.config.settings import ClientSettings
 from fedssl.datasets.base import forget_images, load_federated
 from fedssl.errors import RequestRefused
+from fedssl.machine.cuda_graphs import WARMUP_STEPS
 from fedssl.machine.devices import is_gpu, place_images
 from fedssl.machine.process import configure_process
 from fedssl.methods.base import build_method
@@ -122,6 +123,38 @@ class ClientWorker:
                 train_loss=result.loss,
                 seconds=time.perf_counter() - start,
                 state_rounds=(round.state_round, plan.round if state else round.state_round),
+            )
+
+    def try_steps(
+        self,
+        plan: TrainPlan,
+        client: int,
+        state_folder: Path,
+        *,
+        batch_size: int,
+        precision: str,
+        store: StateStore = FILE_STORE,
+        on_step_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Train on a batch of ``batch_size`` images, to measure whether it fits into memory. Nothing is saved.
+
+        There are as many steps as need more memory than those before: the optimizer has its state after the first, and
+        CUDA graphs are captured after the warm-up.
+        """
+        with self._active_stages(plan):
+            round = self._prepare(plan, client, state_folder, store=store, on_step_start=on_step_start)
+            self.client_strategy.load_start(self.method, round.plan, round.state)
+            epochs = 2 if self.training.graphs is None else WARMUP_STEPS + 2
+            training = replace(self.training, epochs=epochs, batch_size=batch_size, precision=precision)
+            training.reset_optimizer(lr_factor=round.plan.lr_factor)
+            train(
+                self.method,
+                self.images,
+                round.indices[:batch_size],
+                training=training,
+                generator=torch_generator(self.settings.seed, "try", plan.round, client),
+                labels=self.labels,
+                on_step_start=on_step_start,
             )
 
     def personalized_encoder(

@@ -6,9 +6,9 @@ computes the scores again, as memory-efficient kernels do.
 
 Peak memory is that of tensors: weights and buffers including inactive ones, gradients, the optimizer's state,
 activations saved for the backward pass, views, and what a regularizer or a method stores. On a GPU it is measured by
-torch's allocator. On a CPU the outputs of every operation are tracked until their memory is freed, without temporaries
-inside kernels. Neither includes the data set, memory outside of torch's allocator (cuBLAS, oneDNN), messages, Python,
-and the allocator's unused memory.
+torch's allocator. On a CPU, and for a GPU with too little memory for the step, the outputs of every operation are
+tracked until their memory is freed, without temporaries inside kernels. Neither includes the data set, memory outside
+of torch's allocator (cuBLAS, oneDNN), messages, Python, and the allocator's unused memory.
 """
 
 import copy
@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from fedssl.datasets.base import ImageData
 from fedssl.machine.devices import MPS, is_gpu
+from fedssl.machine.out_of_memory import copy_to_cpu, with_less_memory
 from fedssl.methods.base import SSLMethod
 from fedssl.schedule.phases import Phase
 from fedssl.schedule.stages import set_active_stages
@@ -64,8 +65,27 @@ def step_cost(
 
     The method, the optimizer, the regularizer and all random generators remain unchanged. ``images`` are at least two,
     ``(batch, channels, height, width)``, uint8, on the method's device; their content has no effect. Epochs and batch
-    size of ``training`` are ignored. ``labels`` as in `fedssl.training.train`.
+    size of ``training`` are ignored. ``labels`` as in `fedssl.training.train`. If a GPU has too little memory, a step
+    on the CPU is measured.
     """
+
+    def measure(used: torch.device, _: int) -> StepCost:
+        if used == images.device:
+            return _step_cost(method, images=images, training=training, labels=labels)
+        parts = method, training.optimizer, training.regularizer
+        tensors = [*method.parameters(), *method.buffers(), *tree_leaves(training.optimizer.state_dict())]
+        on_cpu, optimizer, regularizer = copy_to_cpu(parts, [leaf for leaf in tensors if isinstance(leaf, Tensor)])
+        return _step_cost(
+            on_cpu,
+            images=images.cpu(),
+            training=replace(training, optimizer=optimizer, regularizer=regularizer),
+            labels=None if labels is None else labels.cpu(),
+        )
+
+    return with_less_memory(measure, device=images.device, what="a training step is measured")
+
+
+def _step_cost(method: SSLMethod, *, images: Tensor, training: LocalTrainer, labels: Tensor | None) -> StepCost:
     device = images.device
 
     def measure() -> tuple[int, int]:

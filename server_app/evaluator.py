@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from fedssl.config.settings import DataSettings, EvaluationSettings
 from fedssl.encoders.base import Encoder
@@ -16,6 +17,7 @@ from fedssl.evaluation.protocol import (
     why_not_evaluable,
 )
 from fedssl.evaluation.scores import Score
+from fedssl.machine.out_of_memory import module_on_cpu, with_less_memory
 from fedssl.methods.base import SSLMethod
 
 ResultsByModel = dict[str, dict[str, Score]]  # results by model name
@@ -82,8 +84,16 @@ class Evaluator:
             return {}
         results = evaluate(protocol, evaluation_input, seed=self._seed)
         if method.uses_labels:
-            with torch.no_grad():
-                logits = method.classify(evaluation_input.features.test.to(self._device))
+            h = evaluation_input.features.test
+
+            def classify(used: torch.device, chunk: int) -> Tensor | None:
+                classifier = method if used == self._device else module_on_cpu(method)
+                with torch.no_grad():
+                    logits = [classifier.classify(part.to(used)) for part in h.split(chunk)]
+                known = [part.cpu() for part in logits if part is not None]
+                return torch.cat(known) if known else None
+
+            logits = with_less_memory(classify, device=self._device, chunk=len(h), what="images are classified")
             if logits is not None:
                 results["classifier"] = Score(accuracy(logits.argmax(dim=1), evaluation_input.test.labels))
         return results

@@ -19,10 +19,12 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 
+from client_app.simulated import MARKER_KEY, SimulationMarker
 from fedssl.compat import assign_message_id, error_reply, set_task_identity
 from fedssl.config.settings import Settings
 from fedssl.errors import RunError
 from fedssl.machine.devices import check_cuda_features, select_device
+from fedssl.machine.out_of_memory import OUT_OF_MEMORY
 from server_app.app import execute
 from simulation.grid import SimulatedGrid, load_client_app, make_context, run_client_app
 from simulation.ray_session import check_hosts, ray_session
@@ -32,8 +34,6 @@ log = logging.getLogger("fedssl")
 
 POLL_SECONDS = 0.1
 LOG_INTERVAL = 30.0  # seconds between two warnings that no actor is ready
-OUT_OF_MEMORY = "OutOfMemoryError"  # of torch, if a GPU is full
-OUT_OF_MEMORY_HINT = "a smaller batch_size or a larger engine.client_gpus may help"
 
 
 class ClientActor:
@@ -151,6 +151,8 @@ class RayGrid(SimulatedGrid):
 
     def _run(self, call: "_PendingCall", actor: Any) -> None:
         context = self._contexts[call.message.metadata.dst_node_id]
+        # A client that is retried alone reports by itself what would fit.
+        context.node_config[MARKER_KEY] = SimulationMarker(engine_retries=not call.is_retry)  # type: ignore[assignment]
         self._running[actor.run_client_app.remote(call.content, call.message, context)] = actor, call
 
     def _reply(self, task: Any, actor: Any, call: "_PendingCall") -> Message | None:
@@ -169,8 +171,8 @@ class RayGrid(SimulatedGrid):
             return reply
         self._replace(actor)  # it would keep its GPU memory
         if call.is_retry:
-            return error_reply(call.message, f"{reply.error.reason}; {OUT_OF_MEMORY_HINT}")
-        log.warning("a client ran out of GPU memory and is retried alone")
+            return reply
+        log.warning("a client ran out of accelerator memory and is retried alone")
         self._retry_alone.append(replace(call, is_retry=True))
         return None
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedssl.evaluation.features import eval_mode, extract
+from fedssl.machine.out_of_memory import module_on_cpu, with_less_memory
 from fedssl.seeding import torch_generator
 from fedssl.training import Augment
 
@@ -97,15 +98,28 @@ class CollapseMetrics:
     ) -> None:
         generator = torch_generator(seed, "health")
         self._images = images[torch.randperm(len(images), generator=generator)[:num_images]]
-        self._views = augment(self._images.to(device), generator)
         self._mean, self._std, self._device = mean, std, device
+        start = generator.get_state()
+
+        def views(used: torch.device, _: int) -> tuple[Tensor, Tensor]:
+            generator.set_state(start)
+            return augment(self._images.to(used), generator)
+
+        self._views = with_less_memory(views, device=device, what="views are computed")
 
     def measure(self, encoder: nn.Module) -> dict[str, float]:
         """Return the measures above by name, without the spectrum."""
         h = extract(encoder, self._images, mean=self._mean, std=self._std, device=self._device)
-        with eval_mode(encoder):
-            both = torch.cat([encoder(view).float() for view in self._views])
-        h1, h2 = both.cpu().chunk(2)
+
+        def both(used: torch.device, chunk: int) -> Tensor:
+            network = encoder if used == self._device else module_on_cpu(encoder)
+            batches = [batch for view in self._views for batch in view.split(chunk)]
+            with eval_mode(network):
+                return torch.cat([network(batch.to(used)).float() for batch in batches]).cpu()
+
+        h1, h2 = with_less_memory(
+            both, device=self._device, chunk=len(self._images), what="representations of views are computed"
+        ).chunk(2)
         return {
             "effective_rank": effective_rank(h),
             "covariance_rank": covariance_rank(h),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedssl.errors import InputError
 from fedssl.machine.devices import is_gpu, to_device
+from fedssl.machine.out_of_memory import module_on_cpu, with_less_memory
 
 MAX_PIXELS = 3072  # per image: those of an RGB image of 32 x 32
 BLOCK_BYTES = 2**27  # of representations that are copied from a GPU at once, because each copy synchronizes
@@ -51,23 +52,29 @@ def extract(
 
     The encoder maps ``(batch, channels, height, width)`` to ``(batch, feature_dim)``. It is moved to ``device``; the
     training mode of its modules is restored. ``images`` are uint8, ``(n, channels, height, width)``; ``mean`` and
-    ``std`` are per channel, of pixels in [0, 1].
+    ``std`` are per channel, of pixels in [0, 1]. If the device has too little memory, batches are smaller, or a copy of
+    the encoder computes on the CPU.
     """
     device = torch.device(device)
-    encoder.to(device)
-    center, scale = to_device(torch.tensor([list(mean), list(std)]), device).view(2, -1, 1, 1)
-    blocks: list[Tensor] = []  # complete blocks from a GPU
-    computed: list[Tensor] = []
-    with eval_mode(encoder):
-        for batch in images.split(batch_size):
-            pixels = batch if is_gpu(batch.device) else to_device(batch, device)
-            computed.append(encoder((pixels.float() / 255 - center) / scale).float())
-            if is_gpu(device) and len(computed) * computed[0].nbytes >= BLOCK_BYTES:
-                blocks.append(torch.cat(computed).cpu())
-                computed.clear()
-    if computed:
-        blocks.append(torch.cat(computed).cpu())
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+    def compute(used: torch.device, chunk: int) -> Tensor:
+        network = encoder.to(device) if used == device else module_on_cpu(encoder)
+        source = images.to(used) if is_gpu(images.device) else images
+        center, scale = to_device(torch.tensor([list(mean), list(std)]), used).view(2, -1, 1, 1)
+        blocks: list[Tensor] = []  # complete blocks from a GPU
+        computed: list[Tensor] = []
+        with eval_mode(network):
+            for batch in source.split(chunk):
+                pixels = batch if is_gpu(batch.device) else to_device(batch, used)
+                computed.append(network((pixels.float() / 255 - center) / scale).float())
+                if is_gpu(used) and len(computed) * computed[0].nbytes >= BLOCK_BYTES * chunk // batch_size:
+                    blocks.append(torch.cat(computed).cpu())
+                    computed.clear()
+        if computed:
+            blocks.append(torch.cat(computed).cpu())
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+    return with_less_memory(compute, device=device, chunk=batch_size, what="representations are computed")
 
 
 @contextmanager

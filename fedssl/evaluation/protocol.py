@@ -13,7 +13,9 @@ from fedssl.datasets.base import Split, load, load_split, source_split
 from fedssl.errors import InputError
 from fedssl.evaluation.features import Features, extract, pixels
 from fedssl.evaluation.scores import Score, as_scores
+from fedssl.machine.devices import CPU
 from fedssl.machine.memory import available_memory, gigabytes
+from fedssl.machine.out_of_memory import module_on_cpu, with_less_memory
 
 # Splits that an evaluation needs, with their names in messages.
 SPLITS: dict[Split, str] = {"train": "training", "test": "test"}
@@ -55,10 +57,15 @@ class EvaluationInput:
         """Return the predicted classes of the test images. Call ``predict`` once per key, for all test images.
 
         Protocols that train a network use this, so that subsets of the test images share one training. The key must
-        identify the protocol and its training.
+        identify the protocol and its training. ``predict`` is called again, on the CPU, if the device has too little
+        memory.
         """
         if key not in self._predictions:
-            self._predictions[key] = predict(self)
+            self._predictions[key] = with_less_memory(
+                lambda device, _: predict(self if device == self.device else _on_cpu(self)),
+                device=self.device,
+                what="a classifier is trained",
+            )
         return self._predictions[key]
 
     @cached_property
@@ -69,6 +76,29 @@ class EvaluationInput:
         if self.encoder is None:
             return pixels(images)
         return extract(self.encoder, images, mean=self.mean, std=self.std, device=self.device)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _OnCpu(EvaluationInput):
+    """A copy of an evaluation input on the CPU; it reuses the features of the given one."""
+
+    given: EvaluationInput
+
+    @cached_property
+    def features(self) -> Features:
+        return self.given.features
+
+
+def _on_cpu(given: EvaluationInput) -> _OnCpu:
+    return _OnCpu(
+        encoder=None if given.encoder is None else module_on_cpu(given.encoder),
+        train=given.train,
+        test=given.test,
+        mean=given.mean,
+        std=given.std,
+        device=torch.device(CPU),
+        given=given,
+    )
 
 
 def make_evaluation_input(
