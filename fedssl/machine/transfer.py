@@ -3,7 +3,8 @@
 A separate copy of each tensor would cost a launch, and on the way to the CPU a synchronization.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,10 +18,17 @@ def copy_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     """
     copies: dict[int, Tensor] = {}
     for group in _by_dtype(tensors):
-        flat = torch.cat([tensors[index].reshape(-1) for index in group])
-        buffer = pinned_buffer(len(flat), flat.dtype).copy_(flat)
-        for index, part in zip(group, buffer.split([tensors[index].numel() for index in group]), strict=True):
-            copies[index] = part.view(tensors[index].shape)
+        own = [tensors[index] for index in group]
+        sizes = [tensor.numel() for tensor in own]
+        buffer = pinned_buffer(sum(sizes), own[0].dtype)
+        parts = [part.view(tensor.shape) for part, tensor in zip(buffer.split(sizes), own, strict=True)]
+        flat = _allocate(partial(torch.cat, [tensor.reshape(-1) for tensor in own]))
+        if flat is not None:
+            buffer.copy_(flat)
+        else:
+            for part, tensor in zip(parts, own, strict=True):
+                part.copy_(tensor)
+        copies |= dict(zip(group, parts, strict=True))
     return [copies[index] for index in range(len(tensors))]
 
 
@@ -36,13 +44,27 @@ def copy_from_cpu(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         buffer = pinned_buffer(sum(sizes), own[0].dtype)
         for part, index in zip(buffer.split(sizes), group, strict=True):
             part.copy_(sources[index].reshape(-1))
-        arrived = buffer.to(own[0].device, non_blocking=True).split(sizes)
-        torch._foreach_copy_(own, [part.view(target.shape) for part, target in zip(arrived, own, strict=True)])
+        arrived = _allocate(partial(buffer.to, own[0].device, non_blocking=True))
+        parts = (buffer if arrived is None else arrived).split(sizes)
+        shaped = [part.view(target.shape) for part, target in zip(parts, own, strict=True)]
+        if arrived is not None:
+            torch._foreach_copy_(own, shaped)
+        else:
+            for target, part in zip(own, shaped, strict=True):
+                target.copy_(part)
 
 
 def pinned_buffer(size: int, dtype: torch.dtype) -> Tensor:
     """Return ``size`` arbitrary numbers in memory from which an accelerator copies asynchronously."""
     return torch.empty(size, dtype=dtype, pin_memory=True)
+
+
+def _allocate(allocate: Callable[[], Tensor]) -> Tensor | None:
+    """Return a flat buffer on an accelerator; None without enough memory: tensors are then copied one by one."""
+    try:
+        return allocate()
+    except torch.OutOfMemoryError:
+        return None
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
