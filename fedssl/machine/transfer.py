@@ -3,8 +3,7 @@
 A separate copy of each tensor would cost a launch, and on the way to the CPU a synchronization.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,10 +21,9 @@ def copy_to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
         sizes = [tensor.numel() for tensor in own]
         buffer = pinned_buffer(sum(sizes), own[0].dtype)
         parts = [part.view(tensor.shape) for part, tensor in zip(buffer.split(sizes), own, strict=True)]
-        flat = _allocate(partial(torch.cat, [tensor.reshape(-1) for tensor in own]))
-        if flat is not None:
-            buffer.copy_(flat)
-        else:
+        try:
+            buffer.copy_(torch.cat([tensor.reshape(-1) for tensor in own]))
+        except torch.OutOfMemoryError:  # no memory for the flat buffer
             for part, tensor in zip(parts, own, strict=True):
                 part.copy_(tensor)
         copies |= dict(zip(group, parts, strict=True))
@@ -44,27 +42,21 @@ def copy_from_cpu(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         buffer = pinned_buffer(sum(sizes), own[0].dtype)
         for part, index in zip(buffer.split(sizes), group, strict=True):
             part.copy_(sources[index].reshape(-1))
-        arrived = _allocate(partial(buffer.to, own[0].device, non_blocking=True))
-        parts = (buffer if arrived is None else arrived).split(sizes)
-        shaped = [part.view(target.shape) for part, target in zip(parts, own, strict=True)]
-        if arrived is not None:
-            torch._foreach_copy_(own, shaped)
-        else:
-            for target, part in zip(own, shaped, strict=True):
-                target.copy_(part)
+        try:
+            arrived = buffer.to(own[0].device, non_blocking=True)
+        except torch.OutOfMemoryError:  # no memory for the flat buffer
+            arrived = buffer
+        parts = [part.view(target.shape) for part, target in zip(arrived.split(sizes), own, strict=True)]
+        if arrived is not buffer:
+            torch._foreach_copy_(own, parts)
+            continue
+        for target, part in zip(own, parts, strict=True):
+            target.copy_(part)
 
 
 def pinned_buffer(size: int, dtype: torch.dtype) -> Tensor:
     """Return ``size`` arbitrary numbers in memory from which an accelerator copies asynchronously."""
     return torch.empty(size, dtype=dtype, pin_memory=True)
-
-
-def _allocate(allocate: Callable[[], Tensor]) -> Tensor | None:
-    """Return a flat buffer on an accelerator; None without enough memory: tensors are then copied one by one."""
-    try:
-        return allocate()
-    except torch.OutOfMemoryError:
-        return None
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
