@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -76,9 +76,13 @@ class Fleet:
         key: str | None = None,
         environment: Mapping[str, str] | None = None,
         installation: Path = INSTALLATION,
+        prefix: Sequence[str] = (),
         **config: object,
     ) -> None:
-        """Start the SuperNode of a device, with the programs of an installation; its configuration has - for _."""
+        """Start the SuperNode of a device, with the programs of an installation; its configuration has - for _.
+
+        ``prefix`` is the start of a command that runs the rest of it, such as ``taskset -c 0``.
+        """
         quoted = {key.replace("_", "-"): v if isinstance(v, int) else f'"{v}"' for key, v in config.items()}
         said = " ".join(f"{key}={value}" for key, value in quoted.items())
         own = self.sandbox.path / name
@@ -88,7 +92,7 @@ class Fleet:
         unit = self._unit("fedssl-supernode.service", own, installation=installation)
         command = [*(values.get(word, word) for word in unit), "--port", str(free_port())]
         self.ports[name] = int(command[-1])
-        self.nodes[name] = self._start(command, name, environment, installation=installation)
+        self.nodes[name] = self._start([*prefix, *command], name, environment, installation=installation)
 
     def register(self, *names: str) -> None:
         """Register the public keys of nodes under their names."""

@@ -1,0 +1,44 @@
+"""The kernel enforces the limit of a memory cgroup."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.memory_cgroup import MemoryCgroup, NoMemoryCgroup, memory_cgroup
+
+LIMIT = 64 * 2**20
+PROGRAM = "import sys; kept = bytearray(int(sys.argv[1])); print(len(kept))"
+
+
+def allocate(group, num_bytes):
+    command = group.command([sys.executable, "-S", "-c", PROGRAM, str(num_bytes)])
+    return subprocess.run(command, capture_output=True).returncode
+
+
+def test_a_process_beyond_the_limit_is_killed_and_one_within_it_is_measured():
+    try:
+        with memory_cgroup(LIMIT) as group:
+            assert allocate(group, LIMIT // 2) == 0
+            assert LIMIT // 2 < group.peak() <= LIMIT
+            assert group.oom_kills() == 0
+            assert allocate(group, 2 * LIMIT) == -9
+            assert group.oom_kills() == 1
+            assert group.pids() == []
+    except NoMemoryCgroup as reason:
+        pytest.skip(str(reason))
+    assert not group.folder.exists()
+
+
+def test_files_of_version_2(tmp_path):
+    group = MemoryCgroup(tmp_path, 2)
+    (tmp_path / "memory.peak").write_text("300\n")
+    (tmp_path / "memory.stat").write_text("anon 100\nfile 50\nshmem 20\n")
+    (tmp_path / "memory.events").write_text("low 0\nhigh 0\nmax 7\noom 2\noom_kill 1\n")
+    assert (group.peak(), group.anonymous(), group.oom_kills()) == (300, 120, 1)
+
+
+def test_a_reason_is_given_where_none_can_be_created(tmp_path):
+    sentence = "no memory cgroup can be created in .*No such file"
+    with pytest.raises(NoMemoryCgroup, match=sentence), memory_cgroup(LIMIT, root=tmp_path / "none"):
+        pass
