@@ -1,4 +1,4 @@
-"""A device within a memory cgroup: 1 GB is enough for conv_small at 64 px; with too little, the round goes on without."""
+"""A device within a memory cgroup: 1 GB is enough for conv_small at 64 px; with too little, the round does without."""
 
 import json
 
@@ -17,7 +17,7 @@ RUN += ["rounds=1", "aggregation.min_updates=1"]
 
 
 def run_within(limit, folder):
-    """Run a round of a device within a limit in bytes and another without; returns (round's metrics, id, kills, peak)."""
+    """Run a round of a device within a limit in bytes and another without; return metrics, id, kills and peak."""
     with memory_cgroup(limit) as group, fleet("small", "other") as running:
         for name, number in (("small", 64), ("other", 4)):
             images = write_images(folder / "images" / name, number, size=64)
