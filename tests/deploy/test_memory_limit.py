@@ -17,7 +17,8 @@ RUN += ["rounds=1", "aggregation.min_updates=1"]
 
 
 def run_within(limit, folder):
-    """Run a round of a device within a limit in bytes and another without; return metrics, id, kills and peak."""
+    """Run a round of a device within a limit in bytes and another without; return the reasons for which a
+    device did not take part, the number of killed processes, and the peak."""
     with memory_cgroup(limit) as group, fleet("small", "other") as running:
         for name, number in (("small", 64), ("other", 4)):
             images = write_images(folder / "images" / name, number, size=64)
@@ -28,20 +29,21 @@ def run_within(limit, folder):
         kills, peak = group.oom_kills(), group.peak()
     assert status == 0, output
     [metrics] = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    devices = json.loads((folder / "run" / "devices.json").read_text())
-    return json.loads(metrics), devices["small"], kills, peak
+    rejected = json.loads((folder / "run" / "fleet.json").read_text())["rejected"]
+    return [*json.loads(metrics)["dropped"].values(), *rejected.values()], kills, peak
 
 
 @pytest.mark.parametrize(("limit", "fits"), [(1000 * MB, True), (600 * MB, False)])
 def test_a_device_with_little_memory(limit, fits, tmp_path):
     try:
-        metrics, device, kills, peak = run_within(limit, tmp_path)
+        reasons, kills, peak = run_within(limit, tmp_path)
     except NoMemoryCgroup as reason:
         pytest.skip(str(reason))
     assert 0 < peak <= limit
     if fits:
         assert kills == 0
-        assert metrics["dropped"] == {}
+        assert reasons == []
     else:
         assert kills > 0
-        assert "SIGKILL" in metrics["dropped"][str(device)]
+        (reason,) = reasons
+        assert "for lack of memory" in reason
