@@ -90,7 +90,7 @@ def measure(overrides: Sequence[str], *, limit: int, images: int, installation: 
 
 
 def report(run: Path, peaks: Peaks, *, peak: int, kills: int, survived: bool) -> None:
-    number = json.loads((run / "devices.json").read_text())["small"]
+    number = json.loads((run / "devices.json").read_text()).get("small")  # None: killed before it joined
     rows, clients = read_lines(run / "metrics.jsonl"), read_lines(run / "clients.jsonl")
     trained = {row["round"]: row["seconds"] for row in clients if row["client"] == number}
     each = ", ".join(f"{kind} {value / MB:.0f}" for kind, value in peaks.kinds.items())
@@ -106,6 +106,8 @@ def report(run: Path, peaks: Peaks, *, peak: int, kills: int, survived: bool) ->
         )
     for reason in sorted({row["dropped"][str(number)] for row in rows if str(number) in row["dropped"]}):
         print(f"  dropped: {reason}", flush=True)
+    for reason in json.loads((run / "fleet.json").read_text())["rejected"].values():
+        print(f"  does not take part: it {reason}", flush=True)
 
 
 @contextmanager

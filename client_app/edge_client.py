@@ -35,7 +35,7 @@ from fedssl.atomic_files import write_text
 from fedssl.config.device_task import compose_task, read_task
 from fedssl.config.settings import ClientSettings, Component
 from fedssl.config.targets import search_folders, searchpath_override
-from fedssl.datasets.image_folder import SUFFIXES, files_digest
+from fedssl.datasets.image_folder import SUFFIXES, count_files, files_digest
 from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet.checks import free_space
 from fedssl.fleet.limits import Limits, read_limits
@@ -126,7 +126,7 @@ class EdgeClient:
 
     @property
     def node_info(self) -> NodeInfo:
-        num_images, problem = self.count_images()
+        num_images, problem = self._count_images()
         if problem:
             log.error("this device %s (data-path=%s)", problem, self.data_path)
         return NodeInfo(
@@ -141,7 +141,7 @@ class EdgeClient:
     def settings(self, text: str) -> ClientSettings:
         """Return the settings for a task; raises `RequestRefused` for a task beyond the limits."""
         settings = self._with_local_settings(read_task(text, states=self.states, folders=self.folders))
-        num_images, problem = self.count_images()
+        num_images, problem = self._count_images()
         if problem:
             raise RequestRefused(f"the device {problem}")
         check_settings(settings, self.limits, num_images=num_images)
@@ -153,6 +153,11 @@ class EdgeClient:
         """Return a digest of the device's images, which changes when an image is added, replaced or deleted."""
         return files_digest(self.data_path, folders=str(settings.data.reader.values["folders"]))
 
+    def num_training_files(self, settings: ClientSettings) -> int:
+        """Return the number of files from which a task reads images, also of unreadable ones."""
+        files = count_files(self.data_path, folders=str(settings.data.reader.values["folders"]))
+        return files if settings.data.limit is None else min(files, settings.data.limit)
+
     def _with_local_settings(self, settings: ClientSettings) -> ClientSettings:
         threads = min(self.threads or default_threads(settings.data.size), self.limits.threads)
         local = {"path": str(self.data_path), "cache": str(self.states / ".pictures"), "test_fraction": 0.0}
@@ -163,7 +168,7 @@ class EdgeClient:
             data=replace(settings.data, reader=reader, federated="train", train=None, test=None),
         )
 
-    def count_images(self) -> tuple[int, str]:
+    def _count_images(self) -> tuple[int, str]:
         """Return the number of images, and why there are none; empty if there are."""
         if not self.data_path.is_dir():
             return 0, "has no folder of images: its data-path is not a folder"

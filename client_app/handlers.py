@@ -23,7 +23,7 @@ from client_app.worker import ClientWorker, release_worker, worker_for
 from fedssl.compat import error_reply
 from fedssl.config.load import parse_client_config
 from fedssl.config.settings import LOSSLESS, ClientSettings
-from fedssl.errors import RequestRefused
+from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet.encoders import store_encoder
 from fedssl.fleet.history import record
 from fedssl.fleet.quality import encoder_quality
@@ -100,11 +100,22 @@ def _encoder_reply(message: Message, context: Context) -> Message:
     file = store_encoder(delivery, client.states, authority=client.authority, folders=client.folders)
     log.info("run %s: the encoder of round %d is stored", delivery.run_id, delivery.round)
     record(client.states, "encoder stored", run=delivery.run_id, round=delivery.round, bytes=len(delivery.content))
-    content = RecordDict()
-    if client.limits.share_quality:
+    return Message(_shared_quality(client, delivery, file), reply_to=message)
+
+
+def _shared_quality(client: EdgeClient, delivery: EncoderDelivery, file: Path) -> RecordDict:
+    """Return the quality of a stored encoder; nothing if the owner does not share it, or if it is not available."""
+    if not client.limits.share_quality:
+        return RecordDict()
+    try:
         content = quality_content(encoder_quality(file, client.data_path, folders=client.folders))
         _count_sent(client, content, "quality sent", run=delivery.run_id, round=delivery.round)
-    return Message(content, reply_to=message)
+    except InputError as reason:  # the encoder is stored
+        log.warning(
+            "run %s: the quality of the encoder of round %d is not sent: %s", delivery.run_id, delivery.round, reason
+        )
+        return RecordDict()
+    return content
 
 
 def _train_reply(message: Message, context: Context, on_step_start: StepHook) -> Message:
@@ -214,7 +225,7 @@ def _train_on_device(plan: TrainPlan, client: EdgeClient, on_step_start: StepHoo
     images, seconds, loss = update.num_examples, update.seconds or 0.0, update.train_loss
     log.info("run %s, round %d: trained on %s images in %.0f s, loss %.4g", run, plan.round, images, seconds, loss)
     details = {"images": images, "seconds": round(seconds, 1), "loss": loss, "epochs": settings.training.epochs}
-    unreadable = 0 if images is None else client.count_images()[0] - images
+    unreadable = 0 if images is None else client.num_training_files(settings) - images
     if unreadable:
         log.info("run %s, round %d: %d images were skipped because they are not readable", run, plan.round, unreadable)
         details["unreadable"] = unreadable

@@ -108,6 +108,12 @@ def read(
     return _image_data(buffer.images, file_list.at(buffer.readable), warnings)
 
 
+def count_files(path: Path, *, folders: str) -> int:
+    """Return the number of files of the training images without a holdout."""
+    file_list = _of_split("train", path, folders=folders, test_fraction=0.0)
+    return len(file_list.files) if file_list else 0
+
+
 def files_digest(path: Path, *, folders: str) -> str:
     """Return a digest of the names, sizes and modification times of the training images without a holdout."""
     file_list = _of_split("train", path, folders=folders, test_fraction=0.0)

@@ -45,18 +45,18 @@ def check_power(supplies: Path = POWER_SUPPLIES) -> None:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a device did in the last 24 hours."""
+    """Usage of a device within 24 hours."""
 
     rounds: int = 0
     bytes: int = 0  # of messages that left the device
-    last_message: int = 0  # bytes
+    largest_message: int = 0  # bytes
 
 
 def read_usage(states: Path, now: datetime.datetime) -> Usage:
     """Return the usage of the 24 hours before ``now``. A damaged file counts as none."""
     entries = _entries(states, now)
     sent = [entry["bytes"] for entry in entries if entry["bytes"]]
-    return Usage(sum(entry["rounds"] for entry in entries), sum(sent), sent[-1] if sent else 0)
+    return Usage(sum(entry["rounds"] for entry in entries), sum(sent), max(sent, default=0))
 
 
 def add_usage(states: Path, now: datetime.datetime, *, rounds: int = 0, num_bytes: int = 0) -> None:

@@ -46,7 +46,7 @@ threads: {threads}
 minutes: 30 # of training, per round
 # active_hours: 22:00-06:00 # of local time, in which a round may start
 # max_rounds_per_day: 10
-# max_megabytes_per_day: 200 # of updates that leave the device
+# max_megabytes_per_day: 200 # of messages that leave the device
 # only_on_power: true # no round on battery (Linux)
 # share_quality: true # label-free quality of delivered encoders on the local images
 """

@@ -10,7 +10,7 @@ The node configuration's ``limits`` names a file that may set any of them, for e
     minutes: 15 # of training, per round
     active_hours: 22:00-06:00 # of local time, in which a round may start
     max_rounds_per_day: 10
-    max_megabytes_per_day: 200 # of updates that leave the device
+    max_megabytes_per_day: 200 # of messages that leave the device
     only_on_power: true # no round on battery (Linux)
     share_quality: true # label-free quality of delivered encoders on the local images; default false
 """
@@ -68,7 +68,7 @@ class Limits:
         add_usage(states, _now(), rounds=1)
 
     def check_now(self, states: Path) -> None:
-        """Refuse to start a round now; raises `RequestRefused`. An update is expected to be as large as the last."""
+        """Refuse to start a round now; raises `RequestRefused`. Expect a message as large as the largest one so far."""
         if self.active_hours is not None:
             check_hours(parse_hours(self.active_hours), _now())
         if self.only_on_power:
@@ -77,7 +77,7 @@ class Limits:
         if self.max_rounds_per_day is not None:
             check_rounds(usage, max_rounds=self.max_rounds_per_day)
         if self.max_megabytes_per_day is not None:
-            check_bytes(usage, num_bytes=usage.last_message, max_megabytes=self.max_megabytes_per_day)
+            check_bytes(usage, num_bytes=usage.largest_message, max_megabytes=self.max_megabytes_per_day)
 
     def count_message(self, states: Path, num_bytes: int) -> None:
         """Refuse to send a message, or count it in the folder of states; raises `RequestRefused`."""

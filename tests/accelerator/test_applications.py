@@ -1,4 +1,4 @@
-"""What is done with a run folder, on the strict accelerator and on the CPU: evaluate, export, plot, detect, resume."""
+"""Evaluate, export, plot, detect and resume runs on the strict accelerator: equal to the CPU."""
 
 import csv
 import json

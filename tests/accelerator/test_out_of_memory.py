@@ -40,7 +40,7 @@ def used() -> int:
 
 
 def limit(num_bytes: int) -> Any:
-    """Limit the memory of the device to what is used and so many bytes."""
+    """Limit the memory of the device to the allocated memory and ``num_bytes``."""
     return limited_memory(torch.device(DEVICE), used() + num_bytes)
 
 

@@ -13,13 +13,14 @@ from fedssl.encoders import conv_small
 from fedssl.errors import InputError, RequestRefused
 from fedssl.export import load_encoder, save_encoder
 from fedssl.fleet import device_cli
+from fedssl.fleet.availability import read_usage
 from fedssl.fleet.encoders import store_encoder, stored_encoders
 from fedssl.fleet.history import read_history
 from fedssl.fleet.quality import METRICS, encoder_quality
 from fedssl.fleet.signature import load_signing_key, sign
 from fedssl.wire.delivery import EncoderDelivery
 from server_app import nodes
-from tests.devices import Devices, context, run_server_app, write_images
+from tests.devices import Devices, ask, context, run_server_app, write_images
 from tests.fleet import DEPLOY
 from tests.server_app.test_edge_clients import SMALL
 
@@ -42,25 +43,27 @@ def signing(keys):
     return [f"engine.signing_key={keys}/server.key", f"engine.signing_certificate={keys}/server.crt"]
 
 
-def run(tmp_path, overrides, **config):
-    """Run two devices, of which the second has ``config``; return the folders of their states."""
+def run(tmp_path, overrides, *configs):
+    """Run devices with these node configurations, by default two; return the folders of their states."""
+    configs = configs or ({}, {})
+    names = "abcd"[: len(configs)]
     made = [
         context(
             data_path=write_images(tmp_path / "images" / name, 9, seed=seed),
             client_name=name,
             state_path=tmp_path / "states" / name,
-            **(config if name == "b" else {}),
+            **configs[seed],
         )
-        for seed, name in enumerate("ab")
+        for seed, name in enumerate(names)
     ]
     overrides = ["engine=deployment", "engine.address=10.0.0.1:1", "engine.root_certificates=x", *SMALL, *overrides]
-    run_server_app(Devices(*made), [*overrides, "num_clients=2", f"output_dir={tmp_path / 'run'}"])
-    return [tmp_path / "states" / name for name in "ab"]
+    run_server_app(Devices(*made), [*overrides, f"num_clients={len(names)}", f"output_dir={tmp_path / 'run'}"])
+    return [tmp_path / "states" / name for name in names]
 
 
 def test_every_device_has_the_encoder_of_the_run(tmp_path, keys, caplog, monkeypatch, capsys):
     overrides = ["rounds=5", "engine.deliver_every=2", *signing(keys / "fleet")]
-    folders = run(tmp_path, overrides, authority=keys / "fleet" / "ca.crt")
+    folders = run(tmp_path, overrides, {}, {"authority": keys / "fleet" / "ca.crt"})
     expected = (tmp_path / "run" / "encoder.pt").read_bytes()
     for folder in folders:
         found = stored_encoders(folder)
@@ -101,7 +104,7 @@ def test_each_device_receives_the_model_of_its_cluster(tmp_path):
 @pytest.mark.parametrize("overrides", [[], ["other"]])
 def test_a_device_with_an_authority_refuses_other_signatures(tmp_path, keys, capsys, overrides):
     overrides = signing(keys / overrides[0]) if overrides else []
-    folders = run(tmp_path, ["rounds=1", *overrides], authority=keys / "fleet" / "ca.crt")
+    folders = run(tmp_path, ["rounds=1", *overrides], {}, {"authority": keys / "fleet" / "ca.crt"})
     assert [len(stored_encoders(folder)) for folder in folders] == [1, 0]
     reason = "its signature is not from the server of this fleet" if overrides else "it is not signed"
     output = capsys.readouterr().out
@@ -146,17 +149,8 @@ def test_an_encoder_of_the_owners_config_directory_is_stored(tmp_path, monkeypat
 @pytest.mark.parametrize("num_sharing", [2, 3])
 def test_the_operator_receives_the_quality_only_as_a_mean_over_devices_that_share_it(tmp_path, num_sharing):
     (tmp_path / "limits.yaml").write_text("share_quality: true")
-    made = [
-        context(
-            data_path=write_images(tmp_path / "images" / name, 9, seed=seed),
-            client_name=name,
-            state_path=tmp_path / "states" / name,
-            **({"limits": str(tmp_path / "limits.yaml")} if seed < num_sharing else {}),
-        )
-        for seed, name in enumerate("abcd")
-    ]
-    overrides = ["engine=deployment", "engine.address=10.0.0.1:1", "engine.root_certificates=x", *SMALL, "rounds=1"]
-    run_server_app(Devices(*made), [*overrides, "num_clients=4", f"output_dir={tmp_path / 'run'}"])
+    sharing = {"limits": str(tmp_path / "limits.yaml")}
+    run(tmp_path, ["rounds=1"], *(num_sharing * [sharing]), *((4 - num_sharing) * [{}]))
     stored = json.loads((tmp_path / "run" / "fleet.json").read_text()).get("quality")
     if num_sharing < 3:
         assert stored is None
@@ -172,6 +166,34 @@ def test_the_operator_receives_the_quality_only_as_a_mean_over_devices_that_shar
     events = [event["event"] for event in read_history(tmp_path / "states" / "a")]
     assert events == ["trained", "update sent", "encoder stored", "quality sent"]
     assert "quality sent" not in [event["event"] for event in read_history(tmp_path / "states" / "d")]
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ("share_quality: true\nmax_megabytes_per_day: {budget}", "max_megabytes_per_day"),
+        ("share_quality: true", "fewer than two images that can be read"),
+    ],
+)
+def test_an_encoder_is_stored_without_its_quality(tmp_path, monkeypatch, caplog, limits, reason):
+    """The budget is used up by the update, or the images are deleted after the training."""
+    (tmp_path / "limits.yaml").write_text("threads: 1")
+    (folder, _) = run(tmp_path, ["rounds=1"], {"limits": str(tmp_path / "limits.yaml")}, {})
+    sent = read_usage(folder, datetime.datetime.now().astimezone()).bytes
+    (tmp_path / "limits.yaml").write_text(limits.format(budget=sent / 1e6))
+    config = {"state_path": folder, "limits": tmp_path / "limits.yaml", "client_name": "a"}
+    images = tmp_path / "images" / "a"
+    if "budget" not in limits:
+        for file in sorted(images.iterdir())[1:]:
+            file.write_bytes(b"damaged")
+    ((_, fields),) = stored_encoders(folder)
+    file = tmp_path / "run" / "encoder.pt"
+    delivery = EncoderDelivery(run_id=fields["run_id"], round=2, model="global", content=file.read_bytes())
+    reply = ask(delivery.to_content(), context(data_path=images, **config), "train.encoder")
+    assert not reply.has_error()
+    assert len(reply.content) == 0
+    assert reason in caplog.text
+    assert [fields["round"] for _, fields in stored_encoders(folder)] == [1, 2]
 
 
 def test_the_quality_shows_a_collapsed_encoder(tmp_path):

@@ -47,9 +47,9 @@ def test_the_usage_of_24_hours_is_counted(tmp_path):
     add_usage(folder, at(2), num_bytes=300)
     add_usage(folder, at(5), rounds=1)
     add_usage(folder, at(6), num_bytes=50)
-    assert read_usage(folder, at(23)) == Usage(rounds=2, bytes=350, last_message=50)
-    assert read_usage(folder, at(1, 1, day=26)) == Usage(rounds=1, bytes=350, last_message=50)
-    assert read_usage(folder, at(5, 30, day=26)) == Usage(rounds=0, bytes=50, last_message=50)
+    assert read_usage(folder, at(23)) == Usage(rounds=2, bytes=350, largest_message=300)
+    assert read_usage(folder, at(1, 1, day=26)) == Usage(rounds=1, bytes=350, largest_message=300)
+    assert read_usage(folder, at(5, 30, day=26)) == Usage(rounds=0, bytes=50, largest_message=50)
     add_usage(folder, at(6, day=26), rounds=1)  # removes older entries
     assert len(json.loads((folder / USAGE_FILE).read_text())) == 1
     (folder / USAGE_FILE).write_text("damaged")
@@ -70,9 +70,10 @@ def test_no_round_starts_whose_update_could_not_be_sent(tmp_path):
     limits = Limits(max_megabytes_per_day=1)
     limits.check_start(tmp_path)  # the size of an update is unknown
     limits.count_message(tmp_path, 600_000)
+    limits.count_message(tmp_path, 1_000)  # a later stage of secure aggregation
     with pytest.raises(RequestRefused, match="max_megabytes_per_day"):
         limits.check_start(tmp_path)
-    limits.count_message(tmp_path, 400_000)
+    limits.count_message(tmp_path, 399_000)
     with pytest.raises(RequestRefused):
         limits.count_message(tmp_path, 1)
 

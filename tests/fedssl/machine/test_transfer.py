@@ -60,7 +60,7 @@ def test_values_are_copied_into_tensors_of_any_layout(buffers):
     targets = [torch.empty_like(tensor) for tensor in tensors()]
     layouts = [target.stride() for target in targets]
     addresses = [target.data_ptr() for target in targets]
-    # A source may have another dtype, which the target decides, as for a copy of its own.
+    # `copy_from_cpu` converts to the dtype of the target, as `Tensor.copy_` does.
     copy_from_cpu(targets, [tensor.double() for tensor in tensors()])
     assert buffers == EXPECTED
     assert [target.stride() for target in targets] == layouts

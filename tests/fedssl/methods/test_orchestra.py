@@ -303,7 +303,7 @@ def test_a_new_client_begins_with_an_empty_memory():
 
 
 def uploaded_centroids(method: Orchestra) -> torch.Tensor:
-    """What a client uploads beside the networks, which takes nothing from the method."""
+    """Return the uploaded parts of a method after local training; the method is not changed."""
     uploaded = method.parts_to_upload(read_layers(method, method.named_tensors))
     assert uploaded.keys() == {"local_centroids"}
     assert not method.local_centroids.any()

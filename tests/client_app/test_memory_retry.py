@@ -1,0 +1,63 @@
+"""A client that runs out of accelerator memory is retried, and then gets a batch size that fits."""
+
+import numpy as np
+import pytest
+import torch
+
+from client_app import memory_retry, worker
+from client_app.app import app
+from client_app.simulated import MARKER_KEY, SimulationMarker
+from fedssl.compat import assign_message_id
+from fedssl.wire.messages import ClientUpdate
+from server_app.round import Round
+from tests.client_app.test_edge_client import node, plan  # noqa: F401, fixtures
+from tests.devices import ask, context
+from tests.federation import Federation
+
+
+@pytest.fixture
+def fail(monkeypatch):
+    """Return a function that makes training fail by number of the attempt and batch size; it returns the attempts."""
+    monkeypatch.setattr(memory_retry, "_remedies", {})
+
+    def install(fails):
+        train, attempts = worker.train, []
+
+        def train_or_fail(*arguments, **options):
+            attempts.append(options["training"].batch_size)
+            if fails(len(attempts), attempts[-1]):
+                raise torch.OutOfMemoryError("CUDA out of memory at /secret/path")
+            return train(*arguments, **options)
+
+        monkeypatch.setattr(worker, "train", train_or_fail)
+        return attempts
+
+    return install
+
+
+def test_a_device_is_retried_from_the_same_start(plan, node, fail, tmp_path):  # noqa: F811
+    attempts = fail(lambda attempt, batch_size: attempt == 1)
+    replies = [ask(plan, context(**{**node, "state_path": tmp_path / name})) for name in ("retried", "undisturbed")]
+    assert len(attempts) == 3
+    retried, undisturbed = (ClientUpdate.from_content(reply.content, 0).layers for reply in replies)
+    assert all(np.array_equal(retried[name], undisturbed[name]) for name in undisturbed)
+
+
+def test_a_device_replies_with_a_batch_size_that_fits(plan, node, fail):  # noqa: F811
+    fail(lambda attempt, batch_size: batch_size > 4)
+    assert ask(plan, context(**node)).error.reason == (
+        "batch_size=8 and precision=fp32 do not fit into accelerator memory; set batch_size=4, which fits"
+    )
+
+
+def test_the_first_attempt_of_an_engine_that_retries_is_an_error(tmp_path, fail):
+    attempts = fail(lambda attempt, batch_size: True)
+    federation = Federation(tmp_path, "batch_size=8", "aggregation.min_updates=1")
+    (message, *_) = Round(federation.components.context, federation.state).messages
+    assign_message_id(message)
+    node_context = federation.grid._contexts[message.metadata.dst_node_id]
+    node_context.node_config[MARKER_KEY] = SimulationMarker(engine_retries=True)
+    assert app(message, node_context).error.reason.startswith("OutOfMemoryError")
+    assert len(attempts) == 1
+    node_context.node_config[MARKER_KEY] = SimulationMarker()
+    assert "no batch_size fits; set a smaller encoder" in app(message, node_context).error.reason
