@@ -23,7 +23,7 @@ from server_app.round_context import RoundContext
 from server_app.secure_aggregation import TooFewParticipants, apply_delta, secure_mean_delta
 from server_app.updates import InvalidUpdate, RoundResult, UpdateReader, ValidUpdate, norm_outliers
 from strategies.interfaces import GLOBAL, Aggregator, GlobalModel, RoundOutcome, ServerState, model_suffix
-from strategies.weighted_sum import NO_COSINES
+from strategies.weighted_sum import NO_COSINES, WeightedSum, block_size
 
 log = logging.getLogger("fedssl")
 
@@ -65,6 +65,9 @@ class Round:
         state = state.with_models(self._cluster_models)
         self._context, self._state = context, state
         clients = context.sample(self.number, attempt=attempt, in_flight=in_flight)
+        size = block_size(len(clients))
+        self._blocks = {client: position // size for position, client in enumerate(clients)}
+        self._block = 0
         candidates = {client: server.candidate_models(state, self.number, client) for client in clients}
         targets = dict.fromkeys(self._cluster_models or (GLOBAL,) * context.aggregation.buffered)
         for client, names in candidates.items():
@@ -232,6 +235,7 @@ class Round:
             slot.features = context.extract_features(layers)
         if context.privacy:
             update = replace(update, layers=context.privacy.clip(update.layers, start.expected_upload.layers))
+        self._start_block(self._blocks.get(slot.client, self._block))  # late updates follow the last block
         for name in slot.destinations:
             aggregation = self._aggregations[name]
             aggregation.aggregator.add(update, valid.cosines)
@@ -242,6 +246,15 @@ class Round:
         self._result.clients.append(valid.metrics(self.number))
         if any(update.state_rounds):
             self._state_rounds[slot.client] = update.state_rounds[1]
+
+    def _start_block(self, block: int) -> None:
+        """End the current block of clients, if another one starts."""
+        if block == self._block:
+            return
+        self._block = block
+        for aggregation in self._aggregations.values():
+            if isinstance(aggregation.aggregator, WeightedSum):
+                aggregation.aggregator.end_block()
 
     # --- the new state ---
 

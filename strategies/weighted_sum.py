@@ -3,8 +3,11 @@
 All of them compute ``sum_k beta_k s_k w_k / sum_k beta_k`` for every layer. The weights beta are 1, the numbers of
 examples (Eq. 1 of L-DAWA, Rehman et al., ICCV 2023) or exp(-loss) (its Eq. 6). The scale s is 1 (FedAvg), the cosine of
 the client's layer (Eqs. 4-6) or that of its whole model (Eqs. 2-3) with the global one. With ``normalize`` the divisor
-is ``sum_k beta_k |s_k|``, so that scales weight the clients against each other and no layer shrinks. Updates are added
-one by one, so a round needs the memory of one model beside the global one for any number of clients.
+is ``sum_k beta_k |s_k|``, so that scales weight the clients against each other and no layer shrinks.
+
+Updates are added one by one, in blocks of consecutive clients (`block_size`). The sum of each block is added to that of
+the blocks before it. Blocks depend only on the sampled clients, so any process can compute the sum of a block, with
+equal bits. A round needs the memory of two models beside the global one for any number of clients.
 
 Running statistics are averaged with s = 1 (``buffers="average"``), or scaled like weights as in the authors' code
 (``buffers="scale"``). Counters are averaged with s = 1 and rounded to the nearest integer.
@@ -13,7 +16,7 @@ Running statistics are averaged with s = 1 (``buffers="average"``), or scaled li
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -29,24 +32,71 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 SCALES = ("none", "layer", "model")
 REQUIRED_METRICS = {"uniform": (), "examples": (NUM_EXAMPLES,), "loss": (TRAIN_LOSS,)}
 
+MIN_BLOCK, MAX_BLOCKS = 4, 16
+
 NO_COSINES = Cosines(weights={}, statistics={}, model=1.0, first_invalid=None)
 
 
-@dataclass(frozen=True)
-class _Term:
-    """One client's part of the sum: multiply the sum by ``rescale``, then add ``weight * s * layers``."""
+def block_size(num_clients: int) -> int:
+    """Return the number of clients in each block of a round; the last block may have fewer."""
+    return max(MIN_BLOCK, math.ceil(num_clients / MAX_BLOCKS))
+
+
+@dataclass(kw_only=True)
+class PartialSum:
+    """Sum of the updates of some clients.
+
+    ``layers`` has ``sum_k beta_k s_k w_k``, ``weight`` is ``sum_k beta_k``, and ``scaled_weights`` has ``sum_k
+    beta_k |s_k|`` by layer. Weights that depend on losses are relative to that of ``min_loss``.
+    """
 
     layers: Layers
-    cosines: Cosines
-    rescale: float
-    weight: float
+    scaled_weights: dict[str, float]
+    weight: float = 0.0
+    min_loss: float = math.inf
+    is_empty: bool = True  # the arrays are not initialized
+
+    def add_weights(self, addend: "PartialSum") -> tuple[float, float]:
+        """Add the weights of another sum. Return the factors by which the layers of both must be multiplied."""
+        # Weights are relative to the smallest loss so far: exp(-1000) would be 0 for every client.
+        min_loss = min(self.min_loss, addend.min_loss)
+        own, other = (
+            1.0 if loss == min_loss else math.exp(min_loss - loss) for loss in (self.min_loss, addend.min_loss)
+        )
+        self.weight = own * self.weight + other * addend.weight
+        for name, weight in addend.scaled_weights.items():
+            self.scaled_weights[name] = own * self.scaled_weights[name] + other * weight
+        own = 0.0 if self.is_empty else own
+        self.min_loss, self.is_empty = min_loss, False
+        return own, other
+
+    def writable(self) -> "PartialSum":
+        """Return the sum with arrays that can be changed: copies of those in shared memory."""
+        return replace(self, layers={name: a if a.flags.writeable else a.copy() for name, a in self.layers.items()})
+
+
+@dataclass(frozen=True)
+class _Addend:
+    """Layers to add to a sum: multiply the sum by ``factor``, then add each layer times its coefficient."""
+
+    factor: float  # 0 overwrites the sum
+    coefficients: dict[str, float]
+    layers: Layers
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Clients to add, to their own sum and then that to the whole one by ``merge``, or to the whole one directly."""
+
+    addends: Sequence[_Addend]
+    merge: _Addend | None = None
 
 
 class WeightedSum:
     """Weighted average of client models, optionally scaled by their cosines with the global model.
 
-    Call `start`, then `add` for each client in order of partition id (or `add_all`, faster and bit-identical), then
-    `finish`. `start` starts a new round.
+    Call `start`, then `add` for each client in order of its id, with `end_block` after each block, then `finish`.
+    `start` starts a new round. `add_all` adds all clients of a round, faster and bit-identical.
 
     Parameters
     ----------
@@ -77,23 +127,41 @@ class WeightedSum:
     def start(self, global_layers: ReferenceLayers) -> None:
         """Start a round."""
         self._global = global_layers
-        self._sums = {name: np.empty(array.shape, _sum_dtype(array)) for name, array in global_layers.layers.items()}
-        self._total = 0.0
-        self._scaled_totals = dict.fromkeys(global_layers.layers, 0.0)
-        self._empty = True
-        self._min_loss = math.inf
+        self._sum: PartialSum | None = None  # of the blocks that have ended
+        self._block: PartialSum | None = None
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
         """Add an update that `ReferenceLayers.check` validated."""
-        self._fold([self._term(update, cosines)])
+        block = self._open_block()
+        self._accumulate(block, [_Block([self._weighted(block, update, cosines)])])
 
     def add_weighted(self, update: ClientUpdate, weight: float) -> None:
         """Add an update with an explicit weight and without scaling. The options do not apply."""
-        self._total += weight
-        self._fold([_Term(update.layers, NO_COSINES, 1.0, weight)])
+        block = self._open_block()
+        coefficients = dict.fromkeys(block.layers, weight)
+        self._accumulate(block, [_Block([_addend(block, update.layers, coefficients, weight=weight)])])
+
+    def add_block(self, block: PartialSum) -> None:
+        """Add the sum of the first clients of a block, a result of `take_block`."""
+        assert self._block is None, "the first clients of a block must be added first"
+        self._block = block
+
+    def take_block(self) -> PartialSum:
+        """Return and remove the sum of the current block, which must have clients."""
+        assert self._block is not None, "the block has no clients"
+        block, self._block = self._block, None
+        return block
+
+    def end_block(self) -> None:
+        """Add the sum of the current block, if it has clients, to that of the blocks before it."""
+        if self._sum is None:
+            self._sum, self._block = self._block, None
+        elif self._block is not None:
+            block, self._sum = self.take_block(), self._sum.writable()
+            self._accumulate(self._sum, [_Block([_merge(self._sum, block)])])
 
     def add_all(self, updates: Sequence[ClientUpdate]) -> None:
-        """Validate, compare and add several updates, each read in tiles that stay in the cache."""
+        """Validate, compare and add the updates of a round, each read in tiles that stay in the cache."""
         check_updates(self._global, updates)
         if self.scale == "none":
             all_cosines = [NO_COSINES] * len(updates)
@@ -104,79 +172,110 @@ class WeightedSum:
                 raise InputError(
                     f"client {update.partition_id}: layer {cosines.first_invalid} has NaN or infinite values"
                 )
-        self._fold([self._term(update, cosines) for update, cosines in zip(updates, all_cosines, strict=True)])
+        if not updates:
+            return
+        self._sum, size, blocks = self._new_sum(), block_size(len(updates)), []
+        for start in range(0, len(updates), size):
+            # The first block is summed in place.
+            block = PartialSum(layers={}, scaled_weights=dict.fromkeys(self._sum.layers, 0.0)) if start else self._sum
+            pairs = zip(updates[start : start + size], all_cosines[start : start + size], strict=True)
+            addends = [self._weighted(block, update, cosines) for update, cosines in pairs]
+            blocks.append(_Block(addends, _merge(self._sum, block) if start else None))
+        self._accumulate(self._sum, blocks)
 
     def finish(self) -> Layers:
         """Return the new global layers. Raises `InputError` without any update."""
-        if self._empty:
+        self.end_block()
+        if self._sum is None:
             raise InputError("no client sent an update; at least one is needed")
-        result = dict(self._sums)
+        total, self._sum = self._sum.writable(), None
+        result = dict(total.layers)
 
         def divide(name: str) -> None:
-            total, dtype = self._sums[name], self._global.layers[name].dtype
-            divisor = self._scaled_totals[name] or self._total if self.normalize else self._total
-            np.divide(total, total.dtype.type(divisor), out=total)
+            array, dtype = result[name], self._global.layers[name].dtype
+            divisor = total.scaled_weights[name] or total.weight if self.normalize else total.weight
+            np.divide(array, array.dtype.type(divisor), out=array)
             if dtype.kind != "f":
-                np.rint(total, out=total)
-            result[name] = total.astype(dtype, copy=False)
+                np.rint(array, out=array)
+            result[name] = array.astype(dtype, copy=False)
 
         self._global.parallel_for(divide)
-        self._sums = {}
         return result
 
-    def _term(self, update: ClientUpdate, cosines: Cosines) -> _Term:
-        rescale, weight = 1.0, 1.0
+    def _accumulate(self, total: PartialSum, blocks: Sequence[_Block]) -> None:
+        self._global.parallel_for(lambda name: _accumulate(total.layers[name], name, blocks))
+
+    def _new_sum(self) -> PartialSum:
+        layers = {name: np.empty(array.shape, _sum_dtype(array)) for name, array in self._global.layers.items()}
+        return PartialSum(layers=layers, scaled_weights=dict.fromkeys(layers, 0.0))
+
+    def _open_block(self) -> PartialSum:
+        self._block = self._new_sum() if self._block is None else self._block.writable()
+        return self._block
+
+    def _weighted(self, total: PartialSum, update: ClientUpdate, cosines: Cosines) -> _Addend:
+        """Add the weights of an update to a sum, and return what is to be added to its layers."""
+        weight, loss = 1.0, math.inf
         if self.weighting == "examples":
             weight = _metric(update, NUM_EXAMPLES, update.num_examples)
             if weight <= 0:
                 raise InputError(f"client {update.partition_id}: {NUM_EXAMPLES}={weight:g} is not positive")
         elif self.weighting == "loss":
-            loss = _metric(update, TRAIN_LOSS, update.train_loss)
-            # Weights are relative to the smallest loss so far: exp(-1000) would be 0 for every client.
-            if loss < self._min_loss:
-                rescale = math.exp(loss - self._min_loss)
-                self._min_loss = loss
-            weight = math.exp(self._min_loss - loss)  # Eq. 6
-        self._total = rescale * self._total + weight
-        return _Term(update.layers, cosines, rescale, weight)
+            loss = _metric(update, TRAIN_LOSS, update.train_loss)  # Eq. 6
+        coefficients = {name: weight * self._scale_of(name, cosines) for name in self._global.layers}
+        return _addend(total, update.layers, coefficients, weight=weight, loss=loss)
 
-    def _fold(self, terms: Sequence[_Term]) -> None:
-        if terms:
-            self._global.parallel_for(lambda name: self._fold_layer(name, terms))
-            self._empty = False
-
-    def _fold_layer(self, name: str, terms: Sequence[_Term]) -> None:
-        total = self._sums[name].reshape(-1)
-        clients = [term.layers[name].reshape(-1) for term in terms]
-        coefficients = self._coefficients(name, terms)
-        for term, coefficient in zip(terms, coefficients, strict=True):
-            self._scaled_totals[name] = term.rescale * self._scaled_totals[name] + abs(coefficient)
-        for start in range(0, len(total), TILE):
-            tile = slice(start, start + TILE)
-            sums = torch.from_numpy(total[tile])
-            empty = self._empty
-            for term, coefficient, values in zip(terms, coefficients, clients, strict=True):
-                addend = torch.from_numpy(values[tile])
-                if empty:
-                    torch.mul(addend.to(sums.dtype), coefficient, out=sums)
-                    empty = False
-                    continue
-                if term.rescale != 1:
-                    sums.mul_(term.rescale)
-                # One operation that multiplies and adds; NumPy needs two and a buffer.
-                sums.add_(addend, alpha=coefficient)
-
-    def _coefficients(self, name: str, terms: Sequence[_Term]) -> list[float]:
-        """Return beta_k s_k of every client for a layer."""
+    def _scale_of(self, name: str, cosines: Cosines) -> float:
+        """Return s_k of a layer."""
         array = self._global.layers[name]
-        weight = is_weight(name, array)
-        if self.scale == "none" or array.dtype.kind != "f" or not (weight or self.buffers == "scale"):
-            return [term.weight for term in terms]
-        if self.scale == "model":
-            return [term.weight * term.cosines.model for term in terms]  # Eq. 3
-        if weight:
-            return [term.weight * term.cosines.weights[name] for term in terms]  # Eqs. 4-6
-        return [term.weight * term.cosines.statistics[name] for term in terms]
+        if self.scale == "none" or array.dtype.kind != "f":
+            return 1.0
+        if not is_weight(name, array):
+            if self.buffers == "average":
+                return 1.0
+            return cosines.model if self.scale == "model" else cosines.statistics[name]
+        return cosines.model if self.scale == "model" else cosines.weights[name]  # Eqs. 3, 4-6
+
+
+def _addend(
+    total: PartialSum, layers: Layers, coefficients: dict[str, float], *, weight: float, loss: float = math.inf
+) -> _Addend:
+    """Add one client's weights to a sum, and return what is to be added to its layers."""
+    scaled_weights = {name: abs(value) for name, value in coefficients.items()}
+    client = PartialSum(layers={}, scaled_weights=scaled_weights, weight=weight, min_loss=loss)
+    own, other = total.add_weights(client)
+    return _Addend(own, {name: other * value for name, value in coefficients.items()}, layers)
+
+
+def _merge(total: PartialSum, block: PartialSum) -> _Addend:
+    """Add the weights of a block to a sum, and return what is to be added to its layers."""
+    own, other = total.add_weights(block)
+    return _Addend(own, dict.fromkeys(total.layers, other), block.layers)
+
+
+def _accumulate(total: np.ndarray, name: str, blocks: Sequence[_Block]) -> None:
+    """Add blocks to a layer of a sum, in tiles that stay in the cache."""
+    sums = torch.from_numpy(total.reshape(-1))
+    clients = [[torch.from_numpy(addend.layers[name].reshape(-1)) for addend in block.addends] for block in blocks]
+    scratch = torch.empty(min(TILE, len(sums)) if blocks[-1].merge else 0, dtype=sums.dtype)
+    for start in range(0, len(sums), TILE):
+        tile = slice(start, start + TILE)
+        for block, layers in zip(blocks, clients, strict=True):
+            block_sum = scratch[: len(sums[tile])] if block.merge else sums[tile]
+            for addend, layer in zip(block.addends, layers, strict=True):
+                _add(block_sum, layer[tile], addend.factor, addend.coefficients[name])
+            if block.merge:
+                _add(sums[tile], block_sum, block.merge.factor, block.merge.coefficients[name])
+
+
+def _add(sums: torch.Tensor, layer: torch.Tensor, factor: float, coefficient: float) -> None:
+    if factor == 0:
+        torch.mul(layer.to(sums.dtype), coefficient, out=sums)
+        return
+    if factor != 1:
+        sums.mul_(factor)
+    # One operation that multiplies and adds; NumPy needs two and a buffer.
+    sums.add_(layer, alpha=coefficient)
 
 
 def is_uniform_sum(aggregator: object) -> bool:
