@@ -212,20 +212,20 @@ def test_clients_that_fit_into_the_memory_of_a_gpu(free, each, expected):
 @pytest.mark.parametrize(
     ("memory", "expected"),
     [
-        (None, "4 clients at once, each on 1 of 4 CPUs and 0.25 of 1 GPUs"),
-        (ClientMemory(80 * 10**9, 10**9), "4 clients at once, each on 1 of 4 CPUs and 0.25 of 1 GPUs"),
+        (None, "4 clients at once, each on 1 of 16 CPUs and 0.25 of 1 GPUs"),
+        (ClientMemory(80 * 10**9, 10**9), "4 clients at once, each on 1 of 16 CPUs and 0.25 of 1 GPUs"),
         (
             ClientMemory(8 * 10**9, 3 * 10**9),
-            "2 clients at once, each on 1 of 4 CPUs and 0.5 of 1 GPUs, because each needs 3.0 GB of GPU memory",
+            "2 clients at once, each on 1 of 16 CPUs and 0.5 of 1 GPUs, because each needs 3.0 GB of GPU memory",
         ),
         (
             ClientMemory(8 * 10**9, 5 * 10**9),
-            "1 clients at once, each on 1 of 4 CPUs and 1 of 1 GPUs, because each needs 5.0 GB of GPU memory",
+            "1 clients at once, each on 1 of 16 CPUs and 1 of 1 GPUs, because each needs 5.0 GB of GPU memory",
         ),
     ],
 )
 def test_measured_memory_limits_the_clients_of_a_gpu(memory, expected, capsys):
-    plan_client_resources([Host(4, 1)], **settings(), measure=lambda: memory)
+    plan_client_resources([Host(16, 1)], **settings(), measure=lambda: memory)
     assert capsys.readouterr().out == expected + "\n"
 
 
