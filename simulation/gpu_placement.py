@@ -69,7 +69,8 @@ def client_memory(client_yaml: str) -> ClientMemory | None:
     device = select_device(settings.machine.device)
     if not is_gpu(device):
         return None
-    free = free_memory(device)
+    free, before = free_memory(device), torch.accelerator.memory_reserved(device)
+    torch.accelerator.reset_peak_memory_stats(device)
     try:
         worker = ClientWorker(settings)
         assert worker.client_indices is not None  # of simulated clients
@@ -84,4 +85,5 @@ def client_memory(client_yaml: str) -> ClientMemory | None:
         )
     except torch.OutOfMemoryError:
         return ClientMemory(free, free)
-    return ClientMemory(free, torch.accelerator.max_memory_reserved(device) + OUTSIDE_TENSORS)
+    tensors = torch.accelerator.max_memory_reserved(device) - before
+    return ClientMemory(free, tensors + OUTSIDE_TENSORS)

@@ -1,5 +1,6 @@
 """Runs on Ray with a strict accelerator for each of its logical GPUs: which client uses which, and what is lost."""
 
+import gc
 import json
 import os
 import signal
@@ -35,6 +36,7 @@ Line = dict[str, Any]
 
 def memory_of_a_client(folder: Path, num_bytes: int, overrides: list[str]) -> tuple[int, int, int]:
     """Return free memory, memory of a client and number of clients on a device with this memory."""
+    gc.collect()  # of earlier tests
     used = torch.accelerator.memory_allocated(f"{device.NAME}:1")
     with device.limited_memory(torch.device(device.NAME, 1), used + num_bytes):
         memory = client_memory(with_run_folder(load_settings(overrides), folder).client_yaml)
