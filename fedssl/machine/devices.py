@@ -52,6 +52,26 @@ def count_accelerators(name: str) -> int:
     return torch.accelerator.device_count() if device.index is None else 1
 
 
+def device_with_most_memory(name: str) -> str:
+    """Return the name of the accelerator with most free memory, of equal ones the last.
+
+    A name that selects one device only, such as "cpu" or "cuda:1", is returned unchanged.
+    """
+    if count_accelerators(name) < 2:
+        return name
+    return max(reversed(visible_devices()[1:]), key=lambda device: free_memory(torch.device(device)))
+
+
+def device_failure(device: torch.device) -> str | None:
+    """Compute on the device and return its error; None if it works, or if only its memory is full."""
+    try:
+        torch.ones(1, device=device).add(1).item()
+    except RuntimeError as error:
+        if "out of memory" not in str(error):  # a new process on a full GPU raises no `torch.OutOfMemoryError`
+            return str(error).strip().partition("\n")[0]
+    return None
+
+
 def check_precision(precision: str, device: torch.device) -> None:
     """Raise an `InputError` if the device does not support the precision."""
     if precision == "fp32":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,11 +18,13 @@ import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
+from ray.util.placement_group import remove_placement_group
 
 from fedssl.errors import RunError
 from fedssl.machine.process import available_cores
 from fedssl.wire.records import arrays_to_record, record_to_arrays
 from server_app.messaging import receive
+from simulation.gpu_placement import place_clients
 from simulation.ray_grid import OUT_OF_MEMORY, RayGrid
 from simulation.ray_session import _environment, ray_session
 from simulation.resources import ClientResources, Host, fit_clients
@@ -129,14 +132,76 @@ def test_all_actors_and_gpus_are_used(hosts, tmp_path, gpus, fraction):
     client, actors = fit_clients([Host(4, gpus)], client_cpus=None, client_gpus=None, threads=4, max_clients=100)
     assert (client.gpus, actors) == (fraction, 4)
     client = ClientResources(0, client.gpus)  # this machine may have fewer than four cores
-    grid = RayGrid(num_clients=4, actors=actors, client=client, client_app=adding_app(tmp_path))
+    placements = place_clients(hosts, client=client, clients=actors)
+    app = adding_app(tmp_path)
+    grid = RayGrid(num_clients=4, actors=actors, client=client, client_app=app, placements=placements)
     wait_for_actors(grid)
     replies = ask(grid, **{f"sleep-{client}": 0.5 for client in range(4)})
     assert len(set(facts(replies, "pid"))) == 4
-    # Ray fills a GPU before it uses the next one, so four such shares occupy the first `gpus` GPUs.
-    assert set(facts(replies, "gpu")) == set(range(gpus))
-    for actor in grid._idle:
-        ray.kill(actor)
+    assert set(facts(replies, "gpu")) == {0, 1, 2, 3}  # without placements Ray fills the first `gpus` GPUs
+    stop(grid, placements)
+
+
+def stop(grid, placements):
+    for actor in list(grid._slots):
+        grid._stop_actor(actor)
+    for placement in placements:
+        if placement != "SPREAD":
+            remove_placement_group(placement.placement_group)
+
+
+@pytest.mark.slow
+def test_a_process_whose_gpu_fails_is_restarted_once_and_then_left_out(hosts, tmp_path, caplog):
+    """A restarted process finds no accelerator on this host, as if its GPU was lost."""
+    client = ClientResources(0, 0.5)
+    placements = place_clients(hosts, client=client, clients=2)
+    app = breaking_app()
+    grid = RayGrid(num_clients=2, actors=2, client=client, client_app=app, placements=placements)
+    wait_for_actors(grid)
+    assert not any(reply.has_error() for reply in ask(grid).values())
+    # A client with another error keeps its process.
+    assert [reply.has_error() for _, reply in sorted(ask(grid, **{"fail-1": 1}).items())] == [False, True]
+    settle(grid)
+    assert (len(grid._idle), caplog.text) == (2, "")
+    (failed,) = [reply for reply in ask(grid, **{"break-0": 1}).values() if reply.has_error()]
+    assert failed.error.reason == "RuntimeError: the device is lost"
+    settle(grid)
+    first, second = [record.getMessage() for record in caplog.records if "a GPU has failed" in record.getMessage()]
+    assert re.fullmatch(r"a GPU .* process for clients is restarted: GPU [01] of .*: the device is lost", first)
+    assert re.fullmatch(r"a GPU has failed again, .* is used for clients: GPU [01] of .*: torch does not .*", second)
+    assert len(grid._idle) == 1
+    assert [reply.has_error() for reply in ask(grid).values()] == [False, False]  # by the other process
+    with pytest.raises(
+        RunError, match="no GPU is left for clients: GPU . of .*: torch does not find it; resume the run"
+    ):
+        ask(grid, **{"break-0": 1, "break-1": 1})
+    stop(grid, placements)
+
+
+def settle(grid):
+    while grid._checking or grid._starting:
+        list(grid.pull_messages([]))
+
+
+def breaking_app():
+    """A ClientApp whose GPU fails from the message with ``break-ID`` on."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message, context):
+        partition = context.node_config["partition-id"]
+        asked = message.content.metric_records.get("asked", {})
+        if asked.get(f"fail-{partition}"):
+            raise ValueError("no camera")
+        if asked.get(f"break-{partition}"):
+            from simulation import ray_grid
+
+            ray_grid.device_failure = lambda device: "the device is lost"
+            raise RuntimeError("the device is lost")
+        time.sleep(0.2)
+        return Message(RecordDict(), reply_to=message)
+
+    return app
 
 
 def test_ray_does_not_replace_the_sigterm_handler():
