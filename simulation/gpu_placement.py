@@ -1,4 +1,4 @@
-"""GPUs on Ray: which one each process for clients uses, and the memory that a client needs.
+"""GPUs on Ray: which one each process for clients uses, the memory that a client needs, and whether a GPU works.
 
 Ray fills a GPU before it uses the next one of a host. Therefore a GPU that clients share is reserved as a whole, by a
 placement group, with the CPUs of its clients.
@@ -19,17 +19,21 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from client_app.worker import ClientWorker
 from fedssl.config.load import parse_client_config
 from fedssl.config.settings import Settings
+from fedssl.machine.cuda_graphs import WARMUP_STEPS
 from fedssl.machine.devices import free_memory, is_gpu, select_device
+from fedssl.machine.out_of_memory import is_out_of_memory
 from fedssl.seeding import torch_generator
 from fedssl.training import train
 from server_app.console import log_while_waiting
+from simulation.ray_session import last_line
 from simulation.resources import ClientMemory, ClientResources, Host, clients_of_gpus
 
 log = logging.getLogger("fedssl")
 
 Placement: TypeAlias = str | PlacementGroupSchedulingStrategy  # "SPREAD": Ray distributes over hosts
-OUTSIDE_TENSORS = 600_000_000  # bytes of GPU memory that a process needs besides tensors; an estimate for CUDA
-MEASURED_STEPS = 5  # CUDA graphs are captured in the fourth step of a batch size
+# Bytes of GPU memory that a process needs besides tensors. An estimate, not a measurement: CUDA's context and kernels.
+OUTSIDE_TENSORS = 600_000_000
+MEASURED_STEPS = WARMUP_STEPS + 2  # CUDA graphs are captured after the warm-up
 
 
 def place_clients(hosts: Sequence[Host], *, client: ClientResources, clients: int) -> list[Placement]:
@@ -55,8 +59,7 @@ def measure_client(settings: Settings) -> ClientMemory | None:
             memory: ClientMemory | None = ray.get(measured)
             return memory
     except RayError as error:
-        reason = str(error).strip().splitlines()[-1]
-        log.warning("the GPU memory of a client could not be measured (%s)", reason)
+        log.warning("the GPU memory of a client could not be measured (%s)", last_line(error))
         return None
 
 
@@ -83,7 +86,19 @@ def client_memory(client_yaml: str) -> ClientMemory | None:
             generator=torch_generator(settings.seed, "memory"),
             labels=worker.labels,
         )
-    except torch.OutOfMemoryError:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         return ClientMemory(free, free)
     tensors = torch.accelerator.max_memory_reserved(device) - before
     return ClientMemory(free, tensors + OUTSIDE_TENSORS)
+
+
+def device_failure(device: torch.device) -> str | None:
+    """Compute on the device and return its error; None if it works, or if only its memory is full."""
+    try:
+        torch.ones(1, device=device).add(1).item()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            return str(error).strip().partition("\n")[0]
+    return None

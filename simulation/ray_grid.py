@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from ray.exceptions import ObjectLostError, RayActorError, RayError
@@ -26,18 +27,18 @@ from fedssl.compat import assign_message_id, error_reply, set_task_identity
 from fedssl.config.settings import Settings
 from fedssl.errors import RunError
 from fedssl.machine.devices import (
+    CPU,
     check_cuda_features,
     count_accelerators,
-    device_failure,
     device_with_most_memory,
     is_gpu,
     select_device,
 )
 from fedssl.machine.out_of_memory import OUT_OF_MEMORY
 from server_app.app import execute
-from simulation.gpu_placement import Placement, measure_client, place_clients
+from simulation.gpu_placement import Placement, device_failure, measure_client, place_clients
 from simulation.grid import SimulatedGrid, load_client_app, make_context, run_client_app
-from simulation.ray_session import check_hosts, ray_session
+from simulation.ray_session import check_hosts, last_line, ray_session
 from simulation.resources import ClientResources, plan_client_resources
 
 log = logging.getLogger("fedssl")
@@ -54,13 +55,15 @@ class ClientActor:
         set_task_identity()
         self._client_app = client_app or load_client_app()
 
-    def ready(self) -> None:
-        """Return when the process is ready."""
+    def has_gpu(self) -> bool:
+        """Return whether torch finds a GPU."""
+        return is_gpu(select_device("auto"))
 
-    def gpu_failure(self, *, restarted: bool) -> str | None:
-        """Return the GPU and its error, None if it works. A process that was ``restarted`` must find it, too."""
-        device = select_device("auto")
-        failure = "torch does not find it" if restarted and not is_gpu(device) else device_failure(device)
+    def gpu_failure(self, *, compute: bool) -> str | None:
+        """Return the GPU and its error; None if torch finds it and, with ``compute``, it works."""
+        failure: str | None = "torch does not find it"
+        if self.has_gpu():
+            failure = device_failure(select_device("auto")) if compute else None
         gpus = ", ".join(map(str, ray.get_gpu_ids()))
         return failure and f"GPU {gpus} of {platform.node()}: {failure}"
 
@@ -74,18 +77,17 @@ class RayGrid(SimulatedGrid):
     """Nodes whose clients run in parallel in Ray actors, each with the resources ``client``.
 
     Queries are answered in this process. A client that runs out of GPU memory is retried without other clients.
-    ``client_app`` defaults to the one of this project, which each actor imports. ``placements`` are those of the
-    actors, see `place_clients`; without them Ray distributes the actors over hosts.
+    ``placements`` are those of the actors, see `place_clients`. ``client_app`` defaults to the one of this project,
+    which each actor imports.
     """
 
     def __init__(
         self,
         *,
         num_clients: int,
-        actors: int,
+        placements: Sequence[Placement],
         client: ClientResources,
         client_app: ClientApp | None = None,
-        placements: Sequence[Placement] = (),
     ) -> None:
         super().__init__(num_clients=num_clients)
         self._client_app = client_app
@@ -94,7 +96,6 @@ class RayGrid(SimulatedGrid):
         self._actor_class: Any = ray.remote(
             num_cpus=client.cpus, num_gpus=client.gpus, max_restarts=0, max_task_retries=0
         )(ClientActor)
-        self._uses_gpus = client.gpus > 0
         self._slots: dict[Any, _Slot] = {}
         self._replies: deque[Message] = deque()
         self._pending: deque[_PendingCall] = deque()
@@ -104,7 +105,7 @@ class RayGrid(SimulatedGrid):
         self._running: dict[Any, tuple[Any, _PendingCall]] = {}
         self._idle: list[Any] = []
         self._last_activity = time.monotonic()
-        for placement in placements or ["SPREAD"] * actors:
+        for placement in placements:
             self._start_actor(_Slot(placement))
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -140,21 +141,20 @@ class RayGrid(SimulatedGrid):
         self._dispatch()
         return [reply for reply in replies if reply.metadata.reply_to_message_id in wanted]
 
-    def _start_actor(self, slot: "_Slot") -> None:
+    def _start_actor(self, slot: "_Slot", *, compute: bool = False) -> None:
+        """Start an actor. It must find the GPU of the one that it replaces and, with ``compute``, compute on it."""
         actor = self._actor_class.options(scheduling_strategy=slot.placement).remote(self._client_app)
         self._slots[actor] = slot
-        if slot.gpu_failures:
-            self._checking[actor.gpu_failure.remote(restarted=True)] = actor
-        else:
-            self._starting[actor.ready.remote()] = actor
+        task = actor.gpu_failure.remote(compute=compute) if slot.has_gpu else actor.has_gpu.remote()
+        self._starting[task] = actor
 
     def _stop_actor(self, actor: Any) -> "_Slot":
         with suppress(RayError):
             ray.kill(actor)
         return self._slots.pop(actor)
 
-    def _replace(self, actor: Any) -> None:
-        self._start_actor(self._stop_actor(actor))
+    def _replace(self, actor: Any, *, compute: bool = False) -> None:
+        self._start_actor(self._stop_actor(actor), compute=compute)
 
     def _done(self) -> list[Any]:
         """Wait for `POLL_SECONDS` at most. Return tasks of clients that have ended, and mark started actors as idle."""
@@ -162,12 +162,15 @@ class RayGrid(SimulatedGrid):
         done, _ = ray.wait(tasks, timeout=POLL_SECONDS) if tasks else ([], [])
         for task in [task for task in done if task in self._starting]:
             actor = self._starting.pop(task)
-            try:
-                ray.get(task)
-            except RayError as error:
-                raise RunError(f"a process for clients could not be started: {_reason(error)}") from error
-            self._idle.append(actor)
             done.remove(task)
+            if self._slots[actor].has_gpu:
+                self._finish_check(task, actor)
+                continue
+            try:
+                self._slots[actor].has_gpu = ray.get(task)
+            except RayError as error:
+                raise RunError(f"a process for clients could not be started: {last_line(error)}") from error
+            self._idle.append(actor)
         for task in [task for task in done if task in self._checking]:
             self._finish_check(task, self._checking.pop(task))
             done.remove(task)
@@ -175,7 +178,7 @@ class RayGrid(SimulatedGrid):
             self._last_activity = time.monotonic()
         elif time.monotonic() - self._last_activity > LOG_INTERVAL:
             self._last_activity = time.monotonic()
-            log.warning("waiting for Ray's processes, which are still starting")
+            log.warning("waiting for Ray's processes, which are starting, or need free CPUs and GPUs")
         return done
 
     def _finish_check(self, task: Any, actor: Any) -> None:
@@ -183,7 +186,7 @@ class RayGrid(SimulatedGrid):
         try:
             failure: str | None = ray.get(task)
         except RayError as error:
-            failure = _reason(error)
+            failure = last_line(error)
         if failure is None:
             self._idle.append(actor)
             return
@@ -191,7 +194,7 @@ class RayGrid(SimulatedGrid):
         slot.gpu_failures += 1
         if slot.gpu_failures < MAX_GPU_FAILURES:
             log.warning("a GPU has failed, and its process for clients is restarted: %s", failure)
-            self._start_actor(slot)
+            self._start_actor(slot, compute=True)
             return
         log.warning("a GPU has failed again, and one process less is used for clients: %s", failure)
         if not self._slots:
@@ -200,7 +203,8 @@ class RayGrid(SimulatedGrid):
     def _dispatch(self) -> None:
         while self._pending and self._idle:
             self._run(self._pending.popleft(), self._idle.pop())
-        if self._retry_alone and self._idle and not self._running and not self._pending:
+        # An actor whose GPU is checked has the memory of its last client.
+        if self._retry_alone and self._idle and not (self._running or self._checking or self._pending):
             actor = self._idle.pop()
             for other in self._idle:  # idle processes also occupy GPU memory
                 self._replace(other)
@@ -219,11 +223,11 @@ class RayGrid(SimulatedGrid):
             reply: Message
             reply, self._contexts[call.message.metadata.dst_node_id] = ray.get(task)
         except (RayActorError, ObjectLostError) as error:
-            log.warning("a process for clients has died and is restarted: %s", _reason(error))
-            self._replace(actor)
-            return error_reply(call.message, f"its process died: {_reason(error)}")
+            log.warning("a process for clients has died and is restarted: %s", last_line(error))
+            self._replace(actor, compute=True)  # perhaps its GPU has ended it
+            return error_reply(call.message, f"its process died: {last_line(error)}")
         except RayError as error:  # e.g. a reply that cannot be sent
-            reply = error_reply(call.message, _reason(error))
+            reply = error_reply(call.message, last_line(error))
         if not (reply.has_error() and OUT_OF_MEMORY in (reply.error.reason or "")):
             self._release(actor, failed=reply.has_error())
             return reply
@@ -236,8 +240,8 @@ class RayGrid(SimulatedGrid):
 
     def _release(self, actor: Any, *, failed: bool) -> None:
         """Mark an actor as idle; if its client has failed, after a check of its GPU."""
-        if failed and self._uses_gpus:
-            self._checking[actor.gpu_failure.remote(restarted=False)] = actor
+        if failed and self._slots[actor].has_gpu:
+            self._checking[actor.gpu_failure.remote(compute=True)] = actor
             return
         self._slots[actor].gpu_failures = 0
         self._idle.append(actor)
@@ -258,9 +262,13 @@ class RayGrid(SimulatedGrid):
 
 @dataclass
 class _Slot:
-    """The placement of an actor and of those that replace it, and how often in a row their GPU has failed."""
+    """The placement of an actor and of those that replace it, and how often in a row their GPU has failed.
+
+    ``has_gpu`` is whether torch has found one in the first of them.
+    """
 
     placement: Placement
+    has_gpu: bool = False
     gpu_failures: int = 0
 
 
@@ -278,10 +286,12 @@ def run_ray(settings: Settings, *, concurrency: int) -> None:
     engine, machine, folder = settings.engine, settings.machine, settings.recording.folder
     assert folder is not None
     gpus = count_accelerators(machine.device) if engine.address is None else None
+    # Before the measurement: from here on this process occupies memory of each GPU.
+    server = _on_gpu_with_most_memory(settings)
     with ray_session(gpus=gpus, address=engine.address) as hosts:
         if engine.address is not None:
             check_hosts(folder)
-        client, actors = plan_client_resources(
+        client, clients = plan_client_resources(
             hosts,
             engine=engine,
             machine=machine,
@@ -289,16 +299,13 @@ def run_ray(settings: Settings, *, concurrency: int) -> None:
             measure=lambda: measure_client(settings),
         )
         if not client.gpus:
-            check_cuda_features(settings.training, select_device(machine.device))
+            check_cuda_features(settings.training, torch.device(CPU))
         grid = RayGrid(
             num_clients=settings.num_clients,
-            actors=actors,
+            placements=place_clients(hosts, client=client, clients=clients),
             client=client,
-            placements=place_clients(hosts, client=client, clients=actors),
         )
-        if client.gpus:
-            settings = _on_gpu_with_most_memory(settings)
-        execute(grid, settings, client_cores=actors * client.cpus)  # assumes that all are on this host
+        execute(grid, server, client_cores=clients * client.cpus)  # assumes that all are on this host
 
 
 def _on_gpu_with_most_memory(settings: Settings) -> Settings:
@@ -307,9 +314,3 @@ def _on_gpu_with_most_memory(settings: Settings) -> Settings:
     if device != settings.machine.device:
         print(f"the server uses {device}, which has most free memory", flush=True)
     return replace(settings, machine=replace(settings.machine, device=device))
-
-
-def _reason(error: RayError) -> str:
-    """Return the last line of Ray's message, which has the cause."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

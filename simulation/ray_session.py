@@ -175,6 +175,12 @@ def check_hosts(folder: Path) -> None:
         probe_file.unlink()
 
 
+def last_line(error: Exception) -> str:
+    """Return the last line of Ray's message, which has the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
 def _get_reply(host: str, reply: "ray.ObjectRef[HostInfo]") -> HostInfo:
     import ray
     from ray.exceptions import RayError
@@ -182,9 +188,8 @@ def _get_reply(host: str, reply: "ray.ObjectRef[HostInfo]") -> HostInfo:
     try:
         return ray.get(reply)
     except RayError as error:
-        reason = str(error).strip().splitlines()[-1]
         raise InputError(
-            f"host {host} cannot run fedssl ({reason}); install the same environment on all hosts"
+            f"host {host} cannot run fedssl ({last_line(error)}); install the same environment on all hosts"
         ) from error
 
 

@@ -20,6 +20,7 @@ log = logging.getLogger("fedssl")
 RAY_OVERHEAD_SECONDS = 10.0  # to start and stop Ray with an actor for each of two cores
 MIN_STEPS_TO_MEASURE = 20  # a run of fewer steps takes less time than a measurement
 LONG_STEP_SECONDS = 1.0  # a step of this duration needs no repetition
+GPU_UNITS = 10_000  # Ray's parts of a GPU
 MAX_CLIENTS_PER_GPU = 4  # more processes on one GPU wait for each other
 
 
@@ -153,8 +154,10 @@ def fit_clients(
         None: an equal share, so that every GPU runs the same number of clients, at most ``max_per_gpu``.
     """
     cores, gpus = max(host.cpus for host in hosts), max(host.gpus for host in hosts)
-    if client_gpus is not None and (client_gpus < 0 or (client_gpus > 1 and client_gpus != int(client_gpus))):
-        raise InputError(f"engine.client_gpus={client_gpus} must be a share from 0 to 1 or a whole number of GPUs")
+    if client_gpus and (client_gpus * GPU_UNITS < 1 or (client_gpus > 1 and client_gpus != int(client_gpus))):
+        raise InputError(
+            f"engine.client_gpus={client_gpus} must be 0, a share from {1 / GPU_UNITS} to 1, or a whole number of GPUs"
+        )
     if client_gpus is not None and client_gpus > gpus:
         raise InputError(f"engine.client_gpus={client_gpus} but clients can use {gpus} GPUs; set engine.client_gpus=0")
     on_gpus = gpus > 0 and client_gpus != 0
@@ -167,8 +170,14 @@ def fit_clients(
         with_gpus = [host for host in hosts if host.gpus]
         clients = min(sum(host.cpus // cpus for host in with_gpus), max_clients)
         per_gpu = min(max(1, clients // sum(host.gpus for host in with_gpus)), max_per_gpu)
-        client_gpus = 1.0 if per_gpu == 1 else int(10_000 / per_gpu) / 10_000  # Ray's precision
+        client_gpus = 1 / per_gpu
+    client_gpus = int(client_gpus * GPU_UNITS + 1e-6) / GPU_UNITS  # Ray may round up, and fewer clients would fit
     fit = sum(min(host.cpus // cpus, _fit(host.gpus, client_gpus)) for host in hosts)
+    if not fit:
+        raise InputError(
+            f"no host has {cpus} CPUs and {client_gpus:g} GPUs for a client; set engine.client_cpus or "
+            "engine.client_gpus=0"
+        )
     return ClientResources(cpus, client_gpus), min(fit, max_clients)
 
 

@@ -62,16 +62,6 @@ def device_with_most_memory(name: str) -> str:
     return max(reversed(visible_devices()[1:]), key=lambda device: free_memory(torch.device(device)))
 
 
-def device_failure(device: torch.device) -> str | None:
-    """Compute on the device and return its error; None if it works, or if only its memory is full."""
-    try:
-        torch.ones(1, device=device).add(1).item()
-    except RuntimeError as error:
-        if "out of memory" not in str(error):  # a new process on a full GPU raises no `torch.OutOfMemoryError`
-            return str(error).strip().partition("\n")[0]
-    return None
-
-
 def check_precision(precision: str, device: torch.device) -> None:
     """Raise an `InputError` if the device does not support the precision."""
     if precision == "fp32":

@@ -18,9 +18,9 @@ import torch
 from ray.cluster_utils import Cluster
 
 from fedssl.config.load import load_settings, with_run_folder
-from fedssl.machine.devices import device_failure, device_with_most_memory
+from fedssl.machine.devices import device_with_most_memory
 from simulation.cli import run
-from simulation.gpu_placement import OUTSIDE_TENSORS, client_memory
+from simulation.gpu_placement import OUTSIDE_TENSORS, client_memory, device_failure
 from tests.accelerator import device, on_ray
 from tests.accelerator.results import assert_equal, numbers_of
 from tests.accelerator.test_runs import BASE

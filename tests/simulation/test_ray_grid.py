@@ -10,6 +10,8 @@ import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ from fedssl.machine.process import available_cores
 from fedssl.wire.records import arrays_to_record, record_to_arrays
 from server_app.messaging import receive
 from simulation.gpu_placement import place_clients
-from simulation.ray_grid import OUT_OF_MEMORY, RayGrid
+from simulation.ray_grid import OUT_OF_MEMORY, RayGrid, _PendingCall
 from simulation.ray_session import _environment, ray_session
 from simulation.resources import ClientResources, Host, fit_clients
 from simulation.sandbox import process_sandbox, sandbox_pids
@@ -46,7 +48,7 @@ def hosts():
 def grid(hosts, tmp_path_factory):
     """Six clients on two actors without a GPU share."""
     app = adding_app(tmp_path_factory.mktemp("app"))
-    return RayGrid(num_clients=6, actors=2, client=ClientResources(1, 0.0), client_app=app)
+    return RayGrid(num_clients=6, placements=["SPREAD"] * 2, client=ClientResources(1, 0.0), client_app=app)
 
 
 def adding_app(folder):
@@ -134,7 +136,7 @@ def test_all_actors_and_gpus_are_used(hosts, tmp_path, gpus, fraction):
     client = ClientResources(0, client.gpus)  # this machine may have fewer than four cores
     placements = place_clients(hosts, client=client, clients=actors)
     app = adding_app(tmp_path)
-    grid = RayGrid(num_clients=4, actors=actors, client=client, client_app=app, placements=placements)
+    grid = RayGrid(num_clients=4, placements=placements, client=client, client_app=app)
     wait_for_actors(grid)
     replies = ask(grid, **{f"sleep-{client}": 0.5 for client in range(4)})
     assert len(set(facts(replies, "pid"))) == 4
@@ -151,14 +153,9 @@ def stop(grid, placements):
 
 
 @pytest.mark.slow
-def test_a_process_whose_gpu_fails_is_restarted_once_and_then_left_out(hosts, tmp_path, caplog):
+def test_a_process_whose_gpu_fails_is_restarted_once_and_then_left_out(hosts, caplog):
     """A restarted process finds no accelerator on this host, as if its GPU was lost."""
-    client = ClientResources(0, 0.5)
-    placements = place_clients(hosts, client=client, clients=2)
-    app = breaking_app()
-    grid = RayGrid(num_clients=2, actors=2, client=client, client_app=app, placements=placements)
-    wait_for_actors(grid)
-    assert not any(reply.has_error() for reply in ask(grid).values())
+    grid, placements = grid_with_gpus(hosts)
     # A client with another error keeps its process.
     assert [reply.has_error() for _, reply in sorted(ask(grid, **{"fail-1": 1}).items())] == [False, True]
     settle(grid)
@@ -178,30 +175,73 @@ def test_a_process_whose_gpu_fails_is_restarted_once_and_then_left_out(hosts, tm
     stop(grid, placements)
 
 
+@pytest.mark.slow
+def test_a_process_that_dies_with_its_gpu_is_left_out(hosts, caplog):
+    """Else it would train its next clients on the CPU."""
+    grid, placements = grid_with_gpus(hosts)
+    (failed,) = [reply for reply in ask(grid, **{"die-0": 1}).values() if reply.has_error()]
+    assert "its process died" in failed.error.reason
+    settle(grid)
+    assert "a GPU has failed again, and one process less is used for clients: GPU" in caplog.text
+    assert len(grid._idle) == 1
+    stop(grid, placements)
+
+
+def grid_with_gpus(hosts):
+    """Return a grid of two actors that share GPUs, as if torch had found them, and the placements of the actors."""
+    client = ClientResources(0, 0.5)
+    placements = place_clients(hosts, client=client, clients=2)
+    grid = RayGrid(num_clients=2, placements=placements, client=client, client_app=breaking_app())
+    wait_for_actors(grid)
+    assert [slot.has_gpu for slot in grid._slots.values()] == [False, False]  # this host has none
+    for slot in grid._slots.values():
+        slot.has_gpu = True
+    assert not any(reply.has_error() for reply in ask(grid).values())
+    return grid, placements
+
+
 def settle(grid):
     while grid._checking or grid._starting:
         list(grid.pull_messages([]))
 
 
 def breaking_app():
-    """A ClientApp whose GPU fails from the message with ``break-ID`` on."""
+    """A ClientApp on a GPU that works, until the message with ``break-ID`` or ``die-ID``."""
     app = ClientApp()
 
     @app.train()
     def train(message, context):
+        from simulation import ray_grid
+
+        ray_grid.is_gpu = lambda device: True
         partition = context.node_config["partition-id"]
         asked = message.content.metric_records.get("asked", {})
+        if asked.get(f"die-{partition}"):
+            os._exit(7)
         if asked.get(f"fail-{partition}"):
             raise ValueError("no camera")
         if asked.get(f"break-{partition}"):
-            from simulation import ray_grid
-
             ray_grid.device_failure = lambda device: "the device is lost"
             raise RuntimeError("the device is lost")
         time.sleep(0.2)
         return Message(RecordDict(), reply_to=message)
 
     return app
+
+
+def test_a_client_is_not_retried_beside_a_process_whose_gpu_is_checked():
+    """That process may have the memory of its last client."""
+    grid = RayGrid(num_clients=1, placements=[], client=ClientResources(1, 1.0))
+    (node,) = grid.get_node_ids()
+    call = _PendingCall(SimpleNamespace(metadata=SimpleNamespace(dst_node_id=node)), content=None, is_retry=True)
+    actor = Mock()
+    grid._idle, grid._checking = [actor], {"task": Mock()}
+    grid._retry_alone.append(call)
+    grid._dispatch()
+    assert (grid._idle, grid._running) == ([actor], {})
+    grid._checking.clear()
+    grid._dispatch()
+    assert (grid._idle, list(grid._running.values())) == ([], [(actor, call)])
 
 
 def test_ray_does_not_replace_the_sigterm_handler():
@@ -280,7 +320,7 @@ def test_a_failed_start_of_an_actor_is_reported(hosts):
         def __reduce__(self):
             return _burn, ()
 
-    grid = RayGrid(num_clients=2, actors=1, client=ClientResources(0, 0.0), client_app=Broken())
+    grid = RayGrid(num_clients=2, placements=["SPREAD"], client=ClientResources(0, 0.0), client_app=Broken())
     with pytest.raises(RunError, match="could not be started: .*the bread is burnt"):
         ask(grid)
 

@@ -146,7 +146,10 @@ def test_a_strategy_rejects_settings_before_the_measurement(monkeypatch):
         ([Host(16, 1)], {"threads": 4, "max_per_gpu": 2}, (ClientResources(1, 0.5), 2)),
         ([Host(64, 8)], {"threads": 4, "max_per_gpu": 1}, (ClientResources(1, 1.0), 8)),
         ([Host(16, 1)], {"threads": 4, "client_gpus": 0.25, "max_per_gpu": 2}, (ClientResources(1, 0.25), 4)),
-        # Settings of the user.
+        # Settings of the user. Ray would round 0.1428571 to 0.1429, of which a GPU has six.
+        ([Host(16, 1)], {"threads": 4, "client_gpus": 0.1428571}, (ClientResources(1, 0.1428), 7)),
+        ([Host(16, 1)], {"threads": 4, "client_gpus": 0.3}, (ClientResources(1, 0.3), 3)),
+        ([Host(16, 1)], {"threads": 4, "client_gpus": 0.29}, (ClientResources(1, 0.29), 3)),
         ([Host(16, 2)], {"threads": 4, "client_gpus": 0.5}, (ClientResources(1, 0.5), 4)),
         ([Host(16, 4)], {"threads": 4, "client_gpus": 2}, (ClientResources(1, 2), 2)),
         ([Host(16, 2)], {"threads": 4, "client_gpus": 0.75}, (ClientResources(1, 0.75), 2)),
@@ -173,6 +176,7 @@ def test_resources_of_a_client(hosts, wishes, expected):
         ({"client_cpus": 0}, "engine.client_cpus=0 .* from 1"),
         ({"client_cpus": 1.5}, "engine.client_cpus=1.5 .* whole number"),
         ({"client_gpus": -0.5}, "engine.client_gpus=-0.5"),
+        ({"client_gpus": 0.00005}, "engine.client_gpus=5e-05 must be 0, a share from 0.0001 to 1, or a whole number"),
         ({"client_gpus": 1.5}, "engine.client_gpus=1.5 .* whole number"),
         ({"client_gpus": 3}, "engine.client_gpus=3 but clients can use 2 GPUs; set engine.client_gpus=0"),
     ],
@@ -182,6 +186,20 @@ def test_missing_resources_are_rejected(wishes, sentence):
         fit_clients(
             [Host(4, 2)], **{"client_cpus": None, "client_gpus": None, "threads": 1, "max_clients": 100, **wishes}
         )
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wishes", "found"),
+    [
+        ([Host(8, 0), Host(0, 4)], {}, "1 CPUs and 1 GPUs"),
+        ([Host(8, 0), Host(2, 4)], {"client_cpus": 4, "client_gpus": 0.5}, "4 CPUs and 0.5 GPUs"),
+        ([Host(8, 1), Host(2, 4)], {"client_cpus": 4, "client_gpus": 2}, "4 CPUs and 2 GPUs"),
+    ],
+)
+def test_a_host_must_have_both_cpus_and_gpus_for_a_client(hosts, wishes, found):
+    wishes = {"client_cpus": None, "client_gpus": None, "threads": 1, "max_clients": 100, **wishes}
+    with pytest.raises(InputError, match=f"no host has {found} for a client; set engine.client_cpus or engine.client_"):
+        fit_clients(hosts, **wishes)
 
 
 @pytest.mark.parametrize(
