@@ -61,9 +61,10 @@ class ClientActor:
 
     def gpu_failure(self, *, compute: bool) -> str | None:
         """Return the GPU and its error; None if torch finds it and, with ``compute``, it works."""
+        device = select_device("auto")
         failure: str | None = "torch does not find it"
-        if self.has_gpu():
-            failure = device_failure(select_device("auto")) if compute else None
+        if is_gpu(device):
+            failure = device_failure(device) if compute else None
         gpus = ", ".join(map(str, ray.get_gpu_ids()))
         return failure and f"GPU {gpus} of {platform.node()}: {failure}"
 
@@ -96,6 +97,7 @@ class RayGrid(SimulatedGrid):
         self._actor_class: Any = ray.remote(
             num_cpus=client.cpus, num_gpus=client.gpus, max_restarts=0, max_task_retries=0
         )(ClientActor)
+        self._client_gpus = client.gpus
         self._slots: dict[Any, _Slot] = {}
         self._replies: deque[Message] = deque()
         self._pending: deque[_PendingCall] = deque()
@@ -161,16 +163,8 @@ class RayGrid(SimulatedGrid):
         tasks = [*self._starting, *self._checking, *self._running]
         done, _ = ray.wait(tasks, timeout=POLL_SECONDS) if tasks else ([], [])
         for task in [task for task in done if task in self._starting]:
-            actor = self._starting.pop(task)
+            self._finish_start(task, self._starting.pop(task))
             done.remove(task)
-            if self._slots[actor].has_gpu:
-                self._finish_check(task, actor)
-                continue
-            try:
-                self._slots[actor].has_gpu = ray.get(task)
-            except RayError as error:
-                raise RunError(f"a process for clients could not be started: {last_line(error)}") from error
-            self._idle.append(actor)
         for task in [task for task in done if task in self._checking]:
             self._finish_check(task, self._checking.pop(task))
             done.remove(task)
@@ -180,6 +174,23 @@ class RayGrid(SimulatedGrid):
             self._last_activity = time.monotonic()
             log.warning("waiting for Ray's processes, which are starting, or need free CPUs and GPUs")
         return done
+
+    def _finish_start(self, task: Any, actor: Any) -> None:
+        """Mark a started actor as idle, if it finds the GPU of the one that it replaces."""
+        slot = self._slots[actor]
+        if slot.has_gpu:
+            self._finish_check(task, actor)
+            return
+        try:
+            slot.has_gpu = ray.get(task)
+        except RayError as error:
+            raise RunError(f"a process for clients could not be started: {last_line(error)}") from error
+        if self._client_gpus and not slot.has_gpu:
+            log.warning(
+                "torch finds no GPU in a process for clients, which train on the CPU; install a build of torch for the "
+                "GPUs of its host, or set engine.client_gpus=0"
+            )
+        self._idle.append(actor)
 
     def _finish_check(self, task: Any, actor: Any) -> None:
         """Mark the actor of a finished check as idle if its GPU works, else restart it, or stop using it."""

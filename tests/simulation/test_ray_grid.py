@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,6 +145,25 @@ def test_all_actors_and_gpus_are_used(hosts, tmp_path, gpus, fraction):
     stop(grid, placements)
 
 
+@pytest.mark.slow
+def test_a_gpu_that_somebody_else_uses_is_used_as_soon_as_it_is_free(hosts, tmp_path):
+    other = ray.remote(num_cpus=0, num_gpus=0.1)(Counter).remote()
+    assert ray.get(other.total.remote()) == 0  # it has its GPU
+    client = ClientResources(0, 0.5)
+    placements = place_clients(hosts, client=client, clients=4)
+    grid = RayGrid(num_clients=4, placements=placements, client=client, client_app=adding_app(tmp_path))
+    first = ask(grid)
+    assert len(first) == 4
+    while len(grid._idle) < 3:
+        list(grid.pull_messages([]))
+    assert len(set(facts(ask(grid, **{f"sleep-{client}": 0.2 for client in range(4)}), "gpu"))) == 3
+    assert len(grid._starting) == 1
+    ray.kill(other)
+    wait_for_actors(grid)
+    assert set(facts(ask(grid, **{f"sleep-{client}": 0.5 for client in range(4)}), "gpu")) == {0, 1, 2, 3}
+    stop(grid, placements)
+
+
 def stop(grid, placements):
     for actor in list(grid._slots):
         grid._stop_actor(actor)
@@ -155,7 +175,7 @@ def stop(grid, placements):
 @pytest.mark.slow
 def test_a_process_whose_gpu_fails_is_restarted_once_and_then_left_out(hosts, caplog):
     """A restarted process finds no accelerator on this host, as if its GPU was lost."""
-    grid, placements = grid_with_gpus(hosts)
+    grid, placements = grid_with_gpus(hosts, caplog)
     # A client with another error keeps its process.
     assert [reply.has_error() for _, reply in sorted(ask(grid, **{"fail-1": 1}).items())] == [False, True]
     settle(grid)
@@ -178,7 +198,7 @@ def test_a_process_whose_gpu_fails_is_restarted_once_and_then_left_out(hosts, ca
 @pytest.mark.slow
 def test_a_process_that_dies_with_its_gpu_is_left_out(hosts, caplog):
     """Else it would train its next clients on the CPU."""
-    grid, placements = grid_with_gpus(hosts)
+    grid, placements = grid_with_gpus(hosts, caplog)
     (failed,) = [reply for reply in ask(grid, **{"die-0": 1}).values() if reply.has_error()]
     assert "its process died" in failed.error.reason
     settle(grid)
@@ -187,13 +207,15 @@ def test_a_process_that_dies_with_its_gpu_is_left_out(hosts, caplog):
     stop(grid, placements)
 
 
-def grid_with_gpus(hosts):
+def grid_with_gpus(hosts, caplog):
     """Return a grid of two actors that share GPUs, as if torch had found them, and the placements of the actors."""
     client = ClientResources(0, 0.5)
     placements = place_clients(hosts, client=client, clients=2)
     grid = RayGrid(num_clients=2, placements=placements, client=client, client_app=breaking_app())
     wait_for_actors(grid)
     assert [slot.has_gpu for slot in grid._slots.values()] == [False, False]  # this host has none
+    assert caplog.text.count("torch finds no GPU in a process for clients, which train on the CPU") == 2
+    caplog.clear()
     for slot in grid._slots.values():
         slot.has_gpu = True
     assert not any(reply.has_error() for reply in ask(grid).values())
