@@ -210,11 +210,15 @@ def _dataset_paths(settings: Settings) -> dict[str, str]:
 
 def _run_here(settings: Settings) -> None:
     """Run on this machine or a Ray cluster."""
+    from fedssl.machine.devices import check_cuda_features, select_device
     from simulation.grid import run_local, validate
 
     engine, concurrency = settings.engine.name, settings.clients_per_round
     if engine != "local":
         validate(settings)
+    if settings.engine.address is None:  # clients train on this machine
+        on_cpus = engine == "ray" and settings.engine.client_gpus == 0
+        check_cuda_features(settings.training, select_device("cpu" if on_cpus else settings.machine.device))
     if engine == "auto":
         from simulation.resources import auto_engine
 

@@ -12,7 +12,7 @@ from client_app.simulated import MARKER_KEY, SimulationMarker
 from client_app.state_store import FILE_STORE, StateStore, WriteBehind
 from fedssl.compat import RUN_ID, SERVER_NODE, Run, assign_message_id, error_reply, set_task_identity
 from fedssl.config.settings import Settings
-from fedssl.machine.devices import check_cuda_features, is_gpu, select_device
+from fedssl.machine.devices import is_gpu, select_device
 
 log = logging.getLogger("fedssl")
 
@@ -127,9 +127,7 @@ def run_local(settings: Settings) -> None:
     """Run server and clients in this process."""
     from server_app.app import execute  # slow import
 
-    device = select_device(settings.machine.device)
-    check_cuda_features(settings.training, device)
-    on_gpu = is_gpu(device)  # a process must not use it for two tasks at once
+    on_gpu = is_gpu(select_device(settings.machine.device))  # a process must not use it for two tasks at once
     with WriteBehind() as store:
         grid = LocalGrid(load_client_app(), num_clients=settings.num_clients, store=store)
         execute(grid, settings, terminal=True, client_cores=None if on_gpu else settings.machine.threads)

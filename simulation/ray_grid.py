@@ -2,19 +2,22 @@
 
 The ServerApp runs in this process. Contents that several clients receive are put into Ray's object store once, and the
 actors of a host read them there without a copy. Replies are freed after the server has aggregated them. If an actor
-dies, it is replaced, its client has failed, and the round continues.
+dies or its GPU fails, it is replaced, its client has failed, and the round continues. An actor whose GPU fails twice in
+a row is not replaced.
 """
 
 import copy
 import logging
+import platform
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from ray.exceptions import ObjectLostError, RayActorError, RayError
@@ -23,17 +26,26 @@ from client_app.simulated import MARKER_KEY, SimulationMarker
 from fedssl.compat import assign_message_id, error_reply, set_task_identity
 from fedssl.config.settings import Settings
 from fedssl.errors import RunError
-from fedssl.machine.devices import check_cuda_features, select_device
+from fedssl.machine.devices import (
+    CPU,
+    check_cuda_features,
+    count_accelerators,
+    device_with_most_memory,
+    is_gpu,
+    select_device,
+)
 from fedssl.machine.out_of_memory import OUT_OF_MEMORY
 from server_app.app import execute
+from simulation.gpu_placement import Placement, device_failure, measure_client, place_clients
 from simulation.grid import SimulatedGrid, load_client_app, make_context, run_client_app
-from simulation.ray_session import check_hosts, ray_session
+from simulation.ray_session import check_hosts, last_line, ray_session
 from simulation.resources import ClientResources, plan_client_resources
 
 log = logging.getLogger("fedssl")
 
 POLL_SECONDS = 0.1
 LOG_INTERVAL = 30.0  # seconds between two warnings that no actor is ready
+MAX_GPU_FAILURES = 2  # in a row, after which a process is not started again
 
 
 class ClientActor:
@@ -43,8 +55,18 @@ class ClientActor:
         set_task_identity()
         self._client_app = client_app or load_client_app()
 
-    def ready(self) -> None:
-        """Return when the process is ready."""
+    def has_gpu(self) -> bool:
+        """Return whether torch finds a GPU."""
+        return is_gpu(select_device("auto"))
+
+    def gpu_failure(self, *, compute: bool) -> str | None:
+        """Return the GPU and its error; None if torch finds it and, with ``compute``, it works."""
+        device = select_device("auto")
+        failure: str | None = "torch does not find it"
+        if is_gpu(device):
+            failure = device_failure(device) if compute else None
+        gpus = ", ".join(map(str, ray.get_gpu_ids()))
+        return failure and f"GPU {gpus} of {platform.node()}: {failure}"
 
     def run_client_app(self, content: RecordDict, message: Message, context: Context) -> tuple[Message, Context]:
         """Return the reply to a message, whose content is a separate argument, and the new context of the node."""
@@ -56,27 +78,37 @@ class RayGrid(SimulatedGrid):
     """Nodes whose clients run in parallel in Ray actors, each with the resources ``client``.
 
     Queries are answered in this process. A client that runs out of GPU memory is retried without other clients.
-    ``client_app`` defaults to the one of this project, which each actor imports.
+    ``placements`` are those of the actors, see `place_clients`. ``client_app`` defaults to the one of this project,
+    which each actor imports.
     """
 
     def __init__(
-        self, *, num_clients: int, actors: int, client: ClientResources, client_app: ClientApp | None = None
+        self,
+        *,
+        num_clients: int,
+        placements: Sequence[Placement],
+        client: ClientResources,
+        client_app: ClientApp | None = None,
     ) -> None:
         super().__init__(num_clients=num_clients)
         self._client_app = client_app
         self._contexts = {node: make_context(node, num_clients=num_clients) for node in self.get_node_ids()}
         # An interrupted task must not be repeated automatically: the client may have saved its state.
-        actor = ray.remote(num_cpus=client.cpus, num_gpus=client.gpus, max_restarts=0, max_task_retries=0)(ClientActor)
-        self._new_actor: Callable[[], Any] = lambda: actor.options(scheduling_strategy="SPREAD").remote(client_app)
+        self._actor_class: Any = ray.remote(
+            num_cpus=client.cpus, num_gpus=client.gpus, max_restarts=0, max_task_retries=0
+        )(ClientActor)
+        self._client_gpus = client.gpus
+        self._slots: dict[Any, _Slot] = {}
         self._replies: deque[Message] = deque()
         self._pending: deque[_PendingCall] = deque()
         self._retry_alone: deque[_PendingCall] = deque()
         self._starting: dict[Any, Any] = {}
+        self._checking: dict[Any, Any] = {}
         self._running: dict[Any, tuple[Any, _PendingCall]] = {}
         self._idle: list[Any] = []
         self._last_activity = time.monotonic()
-        for _ in range(actors):
-            self._start_actor()
+        for placement in placements:
+            self._start_actor(_Slot(placement))
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages to idle actors, and queue the rest."""
@@ -111,38 +143,79 @@ class RayGrid(SimulatedGrid):
         self._dispatch()
         return [reply for reply in replies if reply.metadata.reply_to_message_id in wanted]
 
-    def _start_actor(self) -> None:
-        actor = self._new_actor()
-        self._starting[actor.ready.remote()] = actor
+    def _start_actor(self, slot: "_Slot", *, compute: bool = False) -> None:
+        """Start an actor. It must find the GPU of the one that it replaces and, with ``compute``, compute on it."""
+        actor = self._actor_class.options(scheduling_strategy=slot.placement).remote(self._client_app)
+        self._slots[actor] = slot
+        task = actor.gpu_failure.remote(compute=compute) if slot.has_gpu else actor.has_gpu.remote()
+        self._starting[task] = actor
 
-    def _replace(self, actor: Any) -> None:
+    def _stop_actor(self, actor: Any) -> "_Slot":
         with suppress(RayError):
             ray.kill(actor)
-        self._start_actor()
+        return self._slots.pop(actor)
+
+    def _replace(self, actor: Any, *, compute: bool = False) -> None:
+        self._start_actor(self._stop_actor(actor), compute=compute)
 
     def _done(self) -> list[Any]:
         """Wait for `POLL_SECONDS` at most. Return tasks of clients that have ended, and mark started actors as idle."""
-        tasks = [*self._starting, *self._running]
+        tasks = [*self._starting, *self._checking, *self._running]
         done, _ = ray.wait(tasks, timeout=POLL_SECONDS) if tasks else ([], [])
         for task in [task for task in done if task in self._starting]:
-            actor = self._starting.pop(task)
-            try:
-                ray.get(task)
-            except RayError as error:
-                raise RunError(f"a process for clients could not be started: {_reason(error)}") from error
-            self._idle.append(actor)
+            self._finish_start(task, self._starting.pop(task))
+            done.remove(task)
+        for task in [task for task in done if task in self._checking]:
+            self._finish_check(task, self._checking.pop(task))
             done.remove(task)
         if self._running or self._idle:
             self._last_activity = time.monotonic()
         elif time.monotonic() - self._last_activity > LOG_INTERVAL:
             self._last_activity = time.monotonic()
-            log.warning("waiting for Ray's processes, which are still starting")
+            log.warning("waiting for Ray's processes, which are starting, or need free CPUs and GPUs")
         return done
+
+    def _finish_start(self, task: Any, actor: Any) -> None:
+        """Mark a started actor as idle, if it finds the GPU of the one that it replaces."""
+        slot = self._slots[actor]
+        if slot.has_gpu:
+            self._finish_check(task, actor)
+            return
+        try:
+            slot.has_gpu = ray.get(task)
+        except RayError as error:
+            raise RunError(f"a process for clients could not be started: {last_line(error)}") from error
+        if self._client_gpus and not slot.has_gpu:
+            log.warning(
+                "torch finds no GPU in a process for clients, which train on the CPU; install a build of torch for the "
+                "GPUs of its host, or set engine.client_gpus=0"
+            )
+        self._idle.append(actor)
+
+    def _finish_check(self, task: Any, actor: Any) -> None:
+        """Mark the actor of a finished check as idle if its GPU works, else restart it, or stop using it."""
+        try:
+            failure: str | None = ray.get(task)
+        except RayError as error:
+            failure = last_line(error)
+        if failure is None:
+            self._idle.append(actor)
+            return
+        slot = self._stop_actor(actor)
+        slot.gpu_failures += 1
+        if slot.gpu_failures < MAX_GPU_FAILURES:
+            log.warning("a GPU has failed, and its process for clients is restarted: %s", failure)
+            self._start_actor(slot, compute=True)
+            return
+        log.warning("a GPU has failed again, and one process less is used for clients: %s", failure)
+        if not self._slots:
+            raise RunError(f"no GPU is left for clients: {failure}; resume the run when its GPUs work")
 
     def _dispatch(self) -> None:
         while self._pending and self._idle:
             self._run(self._pending.popleft(), self._idle.pop())
-        if self._retry_alone and self._idle and not self._running and not self._pending:
+        # An actor whose GPU is checked has the memory of its last client.
+        if self._retry_alone and self._idle and not (self._running or self._checking or self._pending):
             actor = self._idle.pop()
             for other in self._idle:  # idle processes also occupy GPU memory
                 self._replace(other)
@@ -161,13 +234,13 @@ class RayGrid(SimulatedGrid):
             reply: Message
             reply, self._contexts[call.message.metadata.dst_node_id] = ray.get(task)
         except (RayActorError, ObjectLostError) as error:
-            log.warning("a process for clients has died and is restarted: %s", _reason(error))
-            self._replace(actor)
-            return error_reply(call.message, f"its process died: {_reason(error)}")
+            log.warning("a process for clients has died and is restarted: %s", last_line(error))
+            self._replace(actor, compute=True)  # perhaps its GPU has ended it
+            return error_reply(call.message, f"its process died: {last_line(error)}")
         except RayError as error:  # e.g. a reply that cannot be sent
-            reply = error_reply(call.message, _reason(error))
+            reply = error_reply(call.message, last_line(error))
         if not (reply.has_error() and OUT_OF_MEMORY in (reply.error.reason or "")):
-            self._idle.append(actor)
+            self._release(actor, failed=reply.has_error())
             return reply
         self._replace(actor)  # it would keep its GPU memory
         if call.is_retry:
@@ -175,6 +248,14 @@ class RayGrid(SimulatedGrid):
         log.warning("a client ran out of accelerator memory and is retried alone")
         self._retry_alone.append(replace(call, is_retry=True))
         return None
+
+    def _release(self, actor: Any, *, failed: bool) -> None:
+        """Mark an actor as idle; if its client has failed, after a check of its GPU."""
+        if failed and self._slots[actor].has_gpu:
+            self._checking[actor.gpu_failure.remote(compute=True)] = actor
+            return
+        self._slots[actor].gpu_failures = 0
+        self._idle.append(actor)
 
     def _cancel_stale(self) -> None:
         """Drop messages that were sent before, and replace the actors that still run one."""
@@ -190,6 +271,18 @@ class RayGrid(SimulatedGrid):
         self._retry_alone.clear()
 
 
+@dataclass
+class _Slot:
+    """The placement of an actor and of those that replace it, and how often in a row their GPU has failed.
+
+    ``has_gpu`` is whether torch has found one in the first of them.
+    """
+
+    placement: Placement
+    has_gpu: bool = False
+    gpu_failures: int = 0
+
+
 @dataclass(frozen=True)
 class _PendingCall:
     """A message without its content, the reference to its content in the object store, and whether it is a retry."""
@@ -203,18 +296,32 @@ def run_ray(settings: Settings, *, concurrency: int) -> None:
     """Run the app, with the server in this process and the clients in Ray's, at most ``concurrency`` at once."""
     engine, machine, folder = settings.engine, settings.machine, settings.recording.folder
     assert folder is not None
-    gpus = 0 if machine.device == "cpu" and engine.address is None else None
+    gpus = count_accelerators(machine.device) if engine.address is None else None
+    # Before the measurement: from here on this process occupies memory of each GPU.
+    server = _on_gpu_with_most_memory(settings)
     with ray_session(gpus=gpus, address=engine.address) as hosts:
         if engine.address is not None:
             check_hosts(folder)
-        client, actors = plan_client_resources(hosts, engine=engine, machine=machine, max_clients=concurrency)
+        client, clients = plan_client_resources(
+            hosts,
+            engine=engine,
+            machine=machine,
+            max_clients=concurrency,
+            measure=lambda: measure_client(settings),
+        )
         if not client.gpus:
-            check_cuda_features(settings.training, select_device(machine.device))
-        grid = RayGrid(num_clients=settings.num_clients, actors=actors, client=client)
-        execute(grid, settings, client_cores=actors * client.cpus)  # assumes that all are on this host
+            check_cuda_features(settings.training, torch.device(CPU))
+        grid = RayGrid(
+            num_clients=settings.num_clients,
+            placements=place_clients(hosts, client=client, clients=clients),
+            client=client,
+        )
+        execute(grid, server, client_cores=clients * client.cpus)  # assumes that all are on this host
 
 
-def _reason(error: RayError) -> str:
-    """Return the last line of Ray's message, which has the cause."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+def _on_gpu_with_most_memory(settings: Settings) -> Settings:
+    """Return the settings of a server that shares the GPUs with clients."""
+    device = device_with_most_memory(settings.machine.device)
+    if device != settings.machine.device:
+        print(f"the server uses {device}, which has most free memory", flush=True)
+    return replace(settings, machine=replace(settings.machine, device=device))

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from fedssl.errors import InputError, RunError
@@ -69,10 +69,14 @@ def ray_session(*, gpus: int | None, address: str | None = None) -> Iterator[lis
             else:
                 _join(ray, address)
         try:
-            alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            yield [Host(cpus=int(resources.get("CPU", 0)), gpus=int(resources.get("GPU", 0))) for resources in alive]
+            yield [_host(node) for node in ray.nodes() if node["Alive"]]
         finally:
             ray.shutdown()
+
+
+def _host(node: Mapping[str, Any]) -> Host:
+    resources = node["Resources"]
+    return Host(cpus=int(resources.get("CPU", 0)), gpus=int(resources.get("GPU", 0)), node_id=node["NodeID"])
 
 
 def _start(ray: ModuleType, sandbox: ProcessSandbox, *, gpus: int | None) -> None:
@@ -171,6 +175,12 @@ def check_hosts(folder: Path) -> None:
         probe_file.unlink()
 
 
+def last_line(error: Exception) -> str:
+    """Return the last line of Ray's message, which has the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
 def _get_reply(host: str, reply: "ray.ObjectRef[HostInfo]") -> HostInfo:
     import ray
     from ray.exceptions import RayError
@@ -178,9 +188,8 @@ def _get_reply(host: str, reply: "ray.ObjectRef[HostInfo]") -> HostInfo:
     try:
         return ray.get(reply)
     except RayError as error:
-        reason = str(error).strip().splitlines()[-1]
         raise InputError(
-            f"host {host} cannot run fedssl ({reason}); install the same environment on all hosts"
+            f"host {host} cannot run fedssl ({last_line(error)}); install the same environment on all hosts"
         ) from error
 
 

@@ -6,8 +6,9 @@ Neither changes the results of a run. torch and training are imported in functio
 import logging
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from fedssl.config.settings import EngineSettings, MachineSettings, Settings
 from fedssl.errors import InputError
@@ -19,6 +20,7 @@ log = logging.getLogger("fedssl")
 RAY_OVERHEAD_SECONDS = 10.0  # to start and stop Ray with an actor for each of two cores
 MIN_STEPS_TO_MEASURE = 20  # a run of fewer steps takes less time than a measurement
 LONG_STEP_SECONDS = 1.0  # a step of this duration needs no repetition
+GPU_UNITS = 10_000  # Ray's parts of a GPU
 MAX_CLIENTS_PER_GPU = 4  # more processes on one GPU wait for each other
 
 
@@ -103,10 +105,11 @@ def seconds_per_step(settings: Settings) -> float:
 
 @dataclass(frozen=True)
 class Host:
-    """Resources of a machine for clients."""
+    """Resources of a machine for clients, and its id in Ray."""
 
     cpus: int
     gpus: int
+    node_id: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -117,8 +120,27 @@ class ClientResources:
     gpus: float
 
 
+@dataclass(frozen=True)
+class ClientMemory:
+    """Free memory of a GPU, and the memory that each client needs, in bytes."""
+
+    free: int
+    each: int
+
+    @property
+    def clients(self) -> int:
+        """Return the number of clients that fit on the GPU; at least one, which may run out of memory."""
+        return max(self.free // self.each, 1)
+
+
 def fit_clients(
-    hosts: Sequence[Host], *, client_cpus: int | None, client_gpus: float | None, threads: int, max_clients: int
+    hosts: Sequence[Host],
+    *,
+    client_cpus: int | None,
+    client_gpus: float | None,
+    threads: int,
+    max_clients: int,
+    max_per_gpu: int = MAX_CLIENTS_PER_GPU,
 ) -> tuple[ClientResources, int]:
     """Return the resources of a client, which runs on one host, and the number of clients that run at once.
 
@@ -129,11 +151,13 @@ def fit_clients(
     client_cpus : int or None
         None: one per thread, or 1 if the client uses a GPU.
     client_gpus : float or None
-        None: an equal share, so that every GPU runs the same number of clients, at most 4.
+        None: an equal share, so that every GPU runs the same number of clients, at most ``max_per_gpu``.
     """
     cores, gpus = max(host.cpus for host in hosts), max(host.gpus for host in hosts)
-    if client_gpus is not None and (client_gpus < 0 or (client_gpus > 1 and client_gpus != int(client_gpus))):
-        raise InputError(f"engine.client_gpus={client_gpus} must be a share from 0 to 1 or a whole number of GPUs")
+    if client_gpus and (client_gpus * GPU_UNITS < 1 or (client_gpus > 1 and client_gpus != int(client_gpus))):
+        raise InputError(
+            f"engine.client_gpus={client_gpus} must be 0, a share from {1 / GPU_UNITS} to 1, or a whole number of GPUs"
+        )
     if client_gpus is not None and client_gpus > gpus:
         raise InputError(f"engine.client_gpus={client_gpus} but clients can use {gpus} GPUs; set engine.client_gpus=0")
     on_gpus = gpus > 0 and client_gpus != 0
@@ -145,9 +169,15 @@ def fit_clients(
     if client_gpus is None:
         with_gpus = [host for host in hosts if host.gpus]
         clients = min(sum(host.cpus // cpus for host in with_gpus), max_clients)
-        per_gpu = min(max(1, clients // sum(host.gpus for host in with_gpus)), MAX_CLIENTS_PER_GPU)
-        client_gpus = 1.0 if per_gpu == 1 else int(10_000 / per_gpu) / 10_000  # Ray's precision
+        per_gpu = min(max(1, clients // sum(host.gpus for host in with_gpus)), max_per_gpu)
+        client_gpus = 1 / per_gpu
+    client_gpus = int(client_gpus * GPU_UNITS + 1e-6) / GPU_UNITS  # Ray may round up, and fewer clients would fit
     fit = sum(min(host.cpus // cpus, _fit(host.gpus, client_gpus)) for host in hosts)
+    if not fit:
+        raise InputError(
+            f"no host has {cpus} CPUs and {client_gpus:g} GPUs for a client; set engine.client_cpus or "
+            "engine.client_gpus=0"
+        )
     return ClientResources(cpus, client_gpus), min(fit, max_clients)
 
 
@@ -156,10 +186,34 @@ def _fit(gpus: int, share: float) -> int:
     return gpus * int(1 / share + 1e-6) if share <= 1 else int(gpus / share)
 
 
+def clients_of_gpus(hosts: Sequence[Host], *, client: ClientResources, clients: int) -> list[list[int]]:
+    """Distribute clients with a share of at most one GPU; return the number on each GPU of each host.
+
+    Every GPU gets its first client before any GPU gets a second one, as far as the CPUs of its host suffice.
+    """
+    counts = [[0] * host.gpus for host in hosts]
+    for _ in range(_fit(1, client.gpus)):
+        for host, gpus in zip(hosts, counts, strict=True):
+            for index in range(host.gpus):
+                if clients and (sum(gpus) + 1) * client.cpus <= host.cpus:
+                    gpus[index] += 1
+                    clients -= 1
+    return counts
+
+
 def plan_client_resources(
-    hosts: Sequence[Host], *, engine: EngineSettings, machine: MachineSettings, max_clients: int
+    hosts: Sequence[Host],
+    *,
+    engine: EngineSettings,
+    machine: MachineSettings,
+    max_clients: int,
+    measure: Callable[[], ClientMemory | None] = lambda: None,
 ) -> tuple[ClientResources, int]:
-    """Apply `fit_clients` to the settings of a run, and print the result."""
+    """Apply `fit_clients` to the settings of a run, and print the result.
+
+    ``measure`` returns the GPU memory of a client, None if unknown. It is called if several clients would share a GPU
+    by default, and limits their number.
+    """
     import torch
 
     if ":" in machine.device:
@@ -168,17 +222,25 @@ def plan_client_resources(
             f"device={machine.device.partition(':')[0]}, or engine=local"
         )
     gpus = sum(host.gpus for host in hosts)
-    client, clients = fit_clients(
+    fit = partial(
+        fit_clients,
         [replace(host, gpus=0) for host in hosts] if machine.device == "cpu" else hosts,
         client_cpus=engine.client_cpus,
         client_gpus=engine.client_gpus,
         threads=machine.threads,
         max_clients=max_clients,
     )
+    client, clients = fit()
+    reason = ""
+    if engine.client_gpus is None and 0 < client.gpus < 1:
+        memory, share = measure(), client.gpus
+        if memory is not None:
+            client, clients = fit(max_per_gpu=min(memory.clients, MAX_CLIENTS_PER_GPU))
+            reason = f", because each needs {gigabytes(memory.each)} of GPU memory" if client.gpus > share else ""
     of_gpus = f" and {client.gpus:g} of {gpus} GPUs" if client.gpus else ""
     of_hosts = f" of {len(hosts)} hosts" if len(hosts) > 1 else ""
     cpus = sum(host.cpus for host in hosts)
-    print(f"{clients} clients at once, each on {client.cpus} of {cpus} CPUs{of_gpus}{of_hosts}", flush=True)
+    print(f"{clients} clients at once, each on {client.cpus} of {cpus} CPUs{of_gpus}{of_hosts}{reason}", flush=True)
     if not client.gpus and machine.device != "cpu" and (gpus or torch.cuda.is_available()):
         log.warning("clients train on CPUs although there are GPUs; set engine.client_gpus to the share of a client")
     return client, clients

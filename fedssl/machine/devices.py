@@ -52,6 +52,16 @@ def count_accelerators(name: str) -> int:
     return torch.accelerator.device_count() if device.index is None else 1
 
 
+def device_with_most_memory(name: str) -> str:
+    """Return the name of the accelerator with most free memory, of equal ones the last.
+
+    A name that selects one device only, such as "cpu" or "cuda:1", is returned unchanged.
+    """
+    if count_accelerators(name) < 2:
+        return name
+    return max(reversed(visible_devices()[1:]), key=lambda device: free_memory(torch.device(device)))
+
+
 def check_precision(precision: str, device: torch.device) -> None:
     """Raise an `InputError` if the device does not support the precision."""
     if precision == "fp32":

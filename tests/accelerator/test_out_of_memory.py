@@ -16,10 +16,9 @@ from client_app import memory_retry, worker
 from fedssl import training
 from fedssl.config.load import compose, parse_client_config
 from fedssl.evaluation.features import extract
-from fedssl.machine import cuda_graphs
+from fedssl.machine import cuda_graphs, devices
 from fedssl.machine.transfer import copy_from_cpu, copy_to_cpu
 from fedssl.methods.base import build_method
-from simulation import grid
 from simulation.cli import run
 from tests.accelerator.device import NAME, limited_memory
 from tests.accelerator.results import assert_equal, numbers_of
@@ -56,7 +55,7 @@ def capture_nothing() -> cuda_graphs.Capture:
 
 def run_and_log(overrides: list[str], folder: Path) -> str:
     """Run, without what only CUDA has, and return the log."""
-    anywhere = [patch.object(module, "check_cuda_features", lambda *_: None) for module in (training, grid)]
+    anywhere = [patch.object(module, "check_cuda_features", lambda *_: None) for module in (training, devices)]
     with anywhere[0], anywhere[1], patch.object(cuda_graphs, "capture_on_gpu", capture_nothing):
         run([*overrides, f"output_dir={folder}"])
     worker.release_worker()

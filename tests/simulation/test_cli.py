@@ -1,10 +1,13 @@
 """The command ``fedssl``: its settings, and runs to resume."""
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from fedssl.config import load
 from fedssl.errors import InputError
+from fedssl.machine import devices
+from simulation import grid, ray_grid, resources
 from simulation.cli import run
 from tests.devices import write_images
 
@@ -40,3 +43,32 @@ def test_settings_are_composed_once_and_saved_once(tmp_path, monkeypatch):
     assert {f"dataset.path='{tmp_path / 'images'}'", "partition=iid"} <= set(overrides)
     assert "dataset.path=images" not in overrides
     assert OmegaConf.load(folder / "choices.yaml").partition == "iid"
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        ["engine=auto", "device=cpu"],
+        ["engine=local", "device=cpu"],
+        ["engine=ray", "device=cpu"],
+        ["engine=ray", "engine.client_gpus=0"],
+    ],
+)
+@pytest.mark.parametrize("setting", ["cuda_graphs=true", "gpu_augmentation=triton"])
+def test_what_needs_cuda_is_rejected_before_a_measurement_or_a_start(tmp_path, monkeypatch, engine, setting):
+    """The host has a GPU, which these clients do not use."""
+    monkeypatch.setattr(devices, "select_device", lambda name: torch.device("cuda" if name == "auto" else name))
+    for module, name in ((resources, "auto_engine"), (ray_grid, "run_ray"), (grid, "run_local")):
+        monkeypatch.setattr(module, name, lambda *args, name=name, **kwargs: pytest.fail(f"{name} was called"))
+    overrides = [*QUICK, setting, "optimizer.fused=true", *engine, f"output_dir={tmp_path / 'run'}"]
+    with pytest.raises(InputError, match=f"{setting} needs device=cuda but the device is cpu"):
+        run(overrides)
+    assert not (tmp_path / "run").exists()
+
+
+def test_hosts_of_a_cluster_may_have_cuda(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(ray_grid, "run_ray", lambda settings, concurrency: started.append(settings.engine.address))
+    overrides = [*QUICK, "cuda_graphs=true", "optimizer.fused=true", "engine=ray", "engine.address=auto"]
+    run([*overrides, f"output_dir={tmp_path / 'run'}"])
+    assert started == ["auto"]

@@ -61,17 +61,23 @@ def join_and_leave(cluster, tmp_path, monkeypatch, capsys):
     """A run joins the cluster and leaves it unchanged."""
     overrides = ["engine=ray", f"engine.address={cluster.address}", "num_clients=2", "clients_per_round=1", "rounds=1"]
     overrides += ["local_epochs=1", "dataset.limit=60", "encoder.width=4", "evaluation=none", "final_evaluation=none"]
+    overrides += ["engine.client_gpus=0.5"]  # with a placement group
     monkeypatch.chdir(tmp_path)
     run([*overrides, "collapse_images=0", "measure_resources=false", "output_dir=run"])
-    assert "1 clients at once, each on 1 of 3 CPUs and 1 of 3 GPUs of 2 hosts" in capsys.readouterr().out
+    assert "1 clients at once, each on 1 of 3 CPUs and 0.5 of 3 GPUs of 2 hosts" in capsys.readouterr().out
     (line,) = (tmp_path / "run" / "clients.jsonl").read_text().splitlines()
     assert json.loads(line)["client"] in (0, 1)
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
     with ray_session(gpus=None, address=cluster.address):
         deadline = time.monotonic() + 60
-        while ray.available_resources().get("CPU") != 3 and time.monotonic() < deadline:
+        while free_resources() != (3, 3) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert ray.available_resources()["CPU"] == 3
+        assert free_resources() == (3, 3)
+
+
+def free_resources():
+    free = ray.available_resources()
+    return free.get("CPU"), free.get("GPU")
 
 
 @pytest.mark.slow
@@ -82,7 +88,7 @@ def test_a_cluster_is_joined_all_its_gpus_are_used_and_a_lost_host_fails_its_cli
     with ray_session(gpus=None, address=cluster.address) as hosts:
         assert sorted(hosts, key=lambda host: host.cpus) == [Host(1, 1), Host(2, 2)]
         client, actors = fit_clients(hosts, client_cpus=None, client_gpus=None, threads=4, max_clients=6)
-        grid = RayGrid(num_clients=6, actors=actors, client=client, client_app=telling_app())
+        grid = RayGrid(num_clients=6, placements=["SPREAD"] * actors, client=client, client_app=telling_app())
         while len(grid._idle) < actors:
             list(grid.pull_messages([]))
         replies = list(ask(grid, seconds=0.3))

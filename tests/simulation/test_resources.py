@@ -15,10 +15,12 @@ from fedssl.machine.memory import peak_memory
 from simulation import resources
 from simulation.cli import run
 from simulation.resources import (
+    ClientMemory,
     ClientResources,
     EngineChoice,
     Host,
     auto_engine,
+    clients_of_gpus,
     fit_clients,
     number_of_steps,
     plan_client_resources,
@@ -133,8 +135,7 @@ def test_a_strategy_rejects_settings_before_the_measurement(monkeypatch):
         ([Host(16, 0)], {"threads": 1, "max_clients": 10}, (ClientResources(1, 0), 10)),
         ([Host(2, 0)], {"threads": 4}, (ClientResources(2, 0), 1)),
         ([Host(16, 0)], {"threads": 1, "client_cpus": 5}, (ClientResources(5, 0), 3)),
-        # With GPUs: every GPU has the same number of clients. Ray fills a GPU before it uses the next one, so shares
-        # must be as large as possible.
+        # With GPUs: every GPU has the same number of clients.
         ([Host(16, 1)], {"threads": 4}, (ClientResources(1, 0.25), 4)),
         ([Host(4, 4)], {"threads": 4}, (ClientResources(1, 1.0), 4)),
         ([Host(4, 2)], {"threads": 1}, (ClientResources(1, 0.5), 4)),
@@ -142,7 +143,13 @@ def test_a_strategy_rejects_settings_before_the_measurement(monkeypatch):
         ([Host(64, 8)], {"threads": 4, "max_clients": 5}, (ClientResources(1, 1.0), 5)),
         ([Host(6, 2)], {"threads": 4}, (ClientResources(1, 0.3333), 6)),
         ([Host(5, 2)], {"threads": 4}, (ClientResources(1, 0.5), 4)),
-        # Settings of the user.
+        ([Host(16, 1)], {"threads": 4, "max_per_gpu": 2}, (ClientResources(1, 0.5), 2)),
+        ([Host(64, 8)], {"threads": 4, "max_per_gpu": 1}, (ClientResources(1, 1.0), 8)),
+        ([Host(16, 1)], {"threads": 4, "client_gpus": 0.25, "max_per_gpu": 2}, (ClientResources(1, 0.25), 4)),
+        # Settings of the user. Ray would round 0.1428571 to 0.1429, of which a GPU has six.
+        ([Host(16, 1)], {"threads": 4, "client_gpus": 0.1428571}, (ClientResources(1, 0.1428), 7)),
+        ([Host(16, 1)], {"threads": 4, "client_gpus": 0.3}, (ClientResources(1, 0.3), 3)),
+        ([Host(16, 1)], {"threads": 4, "client_gpus": 0.29}, (ClientResources(1, 0.29), 3)),
         ([Host(16, 2)], {"threads": 4, "client_gpus": 0.5}, (ClientResources(1, 0.5), 4)),
         ([Host(16, 4)], {"threads": 4, "client_gpus": 2}, (ClientResources(1, 2), 2)),
         ([Host(16, 2)], {"threads": 4, "client_gpus": 0.75}, (ClientResources(1, 0.75), 2)),
@@ -169,6 +176,7 @@ def test_resources_of_a_client(hosts, wishes, expected):
         ({"client_cpus": 0}, "engine.client_cpus=0 .* from 1"),
         ({"client_cpus": 1.5}, "engine.client_cpus=1.5 .* whole number"),
         ({"client_gpus": -0.5}, "engine.client_gpus=-0.5"),
+        ({"client_gpus": 0.00005}, "engine.client_gpus=5e-05 must be 0, a share from 0.0001 to 1, or a whole number"),
         ({"client_gpus": 1.5}, "engine.client_gpus=1.5 .* whole number"),
         ({"client_gpus": 3}, "engine.client_gpus=3 but clients can use 2 GPUs; set engine.client_gpus=0"),
     ],
@@ -178,6 +186,72 @@ def test_missing_resources_are_rejected(wishes, sentence):
         fit_clients(
             [Host(4, 2)], **{"client_cpus": None, "client_gpus": None, "threads": 1, "max_clients": 100, **wishes}
         )
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wishes", "found"),
+    [
+        ([Host(8, 0), Host(0, 4)], {}, "1 CPUs and 1 GPUs"),
+        ([Host(8, 0), Host(2, 4)], {"client_cpus": 4, "client_gpus": 0.5}, "4 CPUs and 0.5 GPUs"),
+        ([Host(8, 1), Host(2, 4)], {"client_cpus": 4, "client_gpus": 2}, "4 CPUs and 2 GPUs"),
+    ],
+)
+def test_a_host_must_have_both_cpus_and_gpus_for_a_client(hosts, wishes, found):
+    wishes = {"client_cpus": None, "client_gpus": None, "threads": 1, "max_clients": 100, **wishes}
+    with pytest.raises(InputError, match=f"no host has {found} for a client; set engine.client_cpus or engine.client_"):
+        fit_clients(hosts, **wishes)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "client", "clients", "expected"),
+    [
+        ([Host(8, 4)], ClientResources(1, 0.25), 3, [[1, 1, 1, 0]]),
+        ([Host(8, 4)], ClientResources(1, 0.25), 6, [[2, 2, 1, 1]]),
+        ([Host(8, 4)], ClientResources(1, 0.5), 8, [[2, 2, 2, 2]]),
+        ([Host(8, 2)], ClientResources(1, 0.3333), 6, [[3, 3]]),
+        ([Host(8, 2)], ClientResources(1, 0.75), 2, [[1, 1]]),
+        # Two hosts with different numbers of GPUs, of which the second has few CPUs.
+        ([Host(8, 1), Host(4, 3)], ClientResources(1, 0.25), 5, [[2], [1, 1, 1]]),
+        ([Host(8, 1), Host(2, 3)], ClientResources(1, 0.25), 6, [[4], [1, 1, 0]]),
+        ([Host(8, 0), Host(5, 2)], ClientResources(2, 0.5), 2, [[], [1, 1]]),
+    ],
+)
+def test_every_gpu_has_a_client_before_any_has_two(hosts, client, clients, expected):
+    assert clients_of_gpus(hosts, client=client, clients=clients) == expected
+
+
+@pytest.mark.parametrize(
+    ("free", "each", "expected"), [(10, 3, 3), (10, 2, 5), (10, 10, 1), (10, 11, 1), (10**9, 10, 10**8)]
+)
+def test_clients_that_fit_into_the_memory_of_a_gpu(free, each, expected):
+    assert ClientMemory(free, each).clients == expected
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [
+        (None, "4 clients at once, each on 1 of 16 CPUs and 0.25 of 1 GPUs"),
+        (ClientMemory(80 * 10**9, 10**9), "4 clients at once, each on 1 of 16 CPUs and 0.25 of 1 GPUs"),
+        (
+            ClientMemory(8 * 10**9, 3 * 10**9),
+            "2 clients at once, each on 1 of 16 CPUs and 0.5 of 1 GPUs, because each needs 3.0 GB of GPU memory",
+        ),
+        (
+            ClientMemory(8 * 10**9, 5 * 10**9),
+            "1 clients at once, each on 1 of 16 CPUs and 1 of 1 GPUs, because each needs 5.0 GB of GPU memory",
+        ),
+    ],
+)
+def test_measured_memory_limits_the_clients_of_a_gpu(memory, expected, capsys):
+    plan_client_resources([Host(16, 1)], **settings(), measure=lambda: memory)
+    assert capsys.readouterr().out == expected + "\n"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wishes"), [([Host(4, 4)], {}), ([Host(4, 1)], {"client_gpus": 0.25}), ([Host(4, 1)], {"device": "cpu"})]
+)
+def test_memory_is_measured_only_if_it_can_matter(hosts, wishes):
+    plan_client_resources(hosts, **settings(**wishes), measure=lambda: pytest.fail("measured"))
 
 
 def settings(*, device="auto", threads=1, client_gpus=None):

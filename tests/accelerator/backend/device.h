@@ -8,7 +8,10 @@
 #include <c10/core/Storage.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <unistd.h>
+
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -46,6 +49,15 @@ inline std::vector<DeviceState>& devices() {
 inline DeviceState& state_of(c10::DeviceIndex index) {
   TORCH_CHECK(index >= 0 && index < int64_t(devices().size()), "pretend:", int(index), " does not exist");
   return devices()[index];
+}
+
+// A device is lost as soon as a file with its number is in the folder $PRETEND_LOST: each use raises an error.
+inline void check_alive(c10::DeviceIndex index) {
+  static const char* folder = std::getenv("PRETEND_LOST");
+  if (folder && index >= 0)
+    TORCH_CHECK(
+        access((std::string(folder) + "/" + std::to_string(index)).c_str(), F_OK) != 0, "pretend error: device ",
+        int(index), " is lost");
 }
 
 struct Block { // memory of a device: an allocation of the host, which it owns

@@ -85,6 +85,7 @@ void run_on_host(const c10::OperatorHandle& op, const c10::OperatorHandle& kerne
   ++calls;
   Call call;
   call.index = find_device(schema, arguments);
+  check_alive(call.index);
   bool draws = op.hasTag(at::Tag::nondeterministic_seeded);
   if (waits(schema.name(), arguments)) {
     complete_copies();
@@ -155,6 +156,8 @@ at::Tensor host_alias(Call& call, const at::Tensor& tensor) { return ours(tensor
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
   Call call;
   const auto from = host_alias(call, source), to = host_alias(call, target);
+  check_alive(source.device().index());
+  check_alive(target.device().index());
   const bool crosses = source.device() != target.device() && source.numel();
   const bool both = ours(source) && ours(target);
   const bool at_once = non_blocking && (both || is_pinned((ours(source) ? target : source).const_data_ptr()));
