@@ -13,6 +13,7 @@ from flwr.serverapp import Grid
 
 from fedssl.compat import content_from_bytes, content_to_bytes
 from fedssl.seeding import numpy_generator
+from server_app.block_sums import BlockSumTask
 
 log = logging.getLogger("fedssl")
 
@@ -28,6 +29,15 @@ class FlushableGrid(Protocol):
     """Grid whose clients write their states in the background of this process."""
 
     def flush(self) -> None: ...
+
+
+@runtime_checkable
+class SummingGrid(Protocol):
+    """Grid whose clients' processes can sum their updates."""
+
+    def sum_blocks(self, task: BlockSumTask | None) -> None:
+        """Sum the updates in the replies to the next messages, or stop doing so."""
+        ...
 
 
 class MessageExchange:
@@ -69,6 +79,11 @@ class MessageExchange:
         """Wait until the states of clients of this process are in their files. Other clients wait themselves."""
         if isinstance(self._grid, FlushableGrid):
             self._grid.flush()
+
+    def sum_blocks(self, make_task: Callable[[], BlockSumTask | None]) -> None:
+        """Let clients' processes sum the updates in the replies to the next messages, if they can."""
+        if isinstance(self._grid, SummingGrid):
+            self._grid.sum_blocks(make_task())
 
     def send_and_receive(
         self,

@@ -24,7 +24,7 @@ from fedssl.wire.messages import PersonalizedModelRequest
 from server_app.build import RunComponents
 from server_app.messaging import MessageExchange
 from server_app.plans import PlanBuilder
-from server_app.updates import InvalidUpdate, check_state_round, read_model_index, read_update
+from server_app.validation import InvalidUpdate, check_state_round, read_model_index, read_update
 from strategies.interfaces import ServerState
 
 log = logging.getLogger("fedssl")
@@ -111,7 +111,7 @@ def request_personalized_encoders(
                 raise InvalidUpdate(reply.error.reason)
             names = candidates[client]
             update = read_update(reply, client, sent_to=context.nodes[client])
-            check_state_round(update, state.state_rounds)
+            check_state_round(update, state.state_rounds.get(update.partition_id, 0))
             yield client, names[read_model_index(reply, num_models=len(names))], update.layers
         except InvalidUpdate as reason:
             log.warning("client %d returned no encoder: %s", client, reason)

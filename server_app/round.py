@@ -16,12 +16,14 @@ from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.errors import RunError
 from fedssl.untrusted import sanitize_line
 from fedssl.wire.messages import ClientUpdate
+from server_app.block_sums import BlockClient, BlockSumTask, LostSumError
 from server_app.compatibility import require_full_exchange, require_uniform_sum
 from server_app.messaging import NO_REPLY, MessageExchange, ordered_by_client
 from server_app.plans import PlanBuilder
 from server_app.round_context import RoundContext
 from server_app.secure_aggregation import TooFewParticipants, apply_delta, secure_mean_delta
-from server_app.updates import InvalidUpdate, RoundResult, UpdateReader, ValidUpdate, norm_outliers
+from server_app.updates import RoundResult, UpdateReader, ValidUpdate, norm_outliers
+from server_app.validation import InvalidUpdate
 from strategies.interfaces import GLOBAL, Aggregator, GlobalModel, RoundOutcome, ServerState, model_suffix
 from strategies.weighted_sum import NO_COSINES, WeightedSum, block_size
 
@@ -66,8 +68,8 @@ class Round:
         self._context, self._state = context, state
         clients = context.sample(self.number, attempt=attempt, in_flight=in_flight)
         size = block_size(len(clients))
+        self._attempt, self._block, self._summed = attempt, 0, list[ValidUpdate]()
         self._blocks = {client: position // size for position, client in enumerate(clients)}
-        self._block = 0
         candidates = {client: server.candidate_models(state, self.number, client) for client in clients}
         targets = dict.fromkeys(self._cluster_models or (GLOBAL,) * context.aggregation.buffered)
         for client, names in candidates.items():
@@ -93,6 +95,33 @@ class Round:
             require_uniform_sum("privacy=central", context, plans, aggregators)
         if context.secure_aggregation:
             require_uniform_sum("secure_aggregation=secagg_plus", context, plans, aggregators)
+
+    def block_sum_task(self, *, has_observers: bool) -> BlockSumTask | None:
+        """Return what clients' processes need to sum their updates; None if the server needs each update."""
+        context, settings, server = self._context, self._context.aggregation, self._context.strategy.server
+        start, aggregation = self._starts.get(GLOBAL), self._aggregations.get(GLOBAL)
+        if start is None or aggregation is None or len(self._starts) > 1 or self._cluster_models:
+            return None
+        is_cut_off = settings.over_selection or settings.round_deadline is not None or settings.buffered
+        compares = has_observers or server.num_comparison_images or settings.max_norm_ratio is not None
+        if is_cut_off or compares or context.privacy or context.secure_aggregation:
+            return None
+        if type(aggregation.aggregator) is not WeightedSum:  # a subclass may need more than a sum
+            return None
+        clients = {
+            context.nodes[client]: BlockClient(
+                client, self._blocks[client], slot.downloaded, self._state.state_rounds.get(client, 0)
+            )
+            for client, slot in self._slots.items()
+        }
+        return BlockSumTask(
+            round=self.number,
+            attempt=self._attempt,
+            validator=self._reader.validator,
+            expected=start.expected_upload,
+            aggregator=aggregation.aggregator,
+            clients=clients,
+        )
 
     def finish(
         self,
@@ -229,28 +258,55 @@ class Round:
 
     def _accumulate(self, valid: ValidUpdate, observers: Sequence[UpdateObserver]) -> None:
         slot, update, context = valid.slot, valid.update, self._context
+        self._start_block(self._blocks.get(slot.client, self._block))  # late updates follow the last block
+        if valid.block_sum is not None:
+            self._summed.append(valid)
+            return
+        self._add_summed()
         start = self._starts[slot.start]
         layers = {**start.frozen, **update.layers}
         if context.strategy.server.num_comparison_images:
             slot.features = context.extract_features(layers)
         if context.privacy:
             update = replace(update, layers=context.privacy.clip(update.layers, start.expected_upload.layers))
-        self._start_block(self._blocks.get(slot.client, self._block))  # late updates follow the last block
         for name in slot.destinations:
-            aggregation = self._aggregations[name]
-            aggregation.aggregator.add(update, valid.cosines)
-            aggregation.received[slot.client] = slot.downloaded
-            aggregation.gathered.append(update.uploaded_parts)
+            self._aggregations[name].aggregator.add(update, valid.cosines)
         for observe in observers:
             observe(slot.client, layers)
+        self._record(valid)
+
+    def _record(self, valid: ValidUpdate) -> None:
+        """Record an update that was added."""
+        slot, update = valid.slot, valid.update
+        for name in slot.destinations:
+            self._aggregations[name].received[slot.client] = slot.downloaded
+            self._aggregations[name].gathered.append(update.uploaded_parts)
         self._result.clients.append(valid.metrics(self.number))
         if any(update.state_rounds):
             self._state_rounds[slot.client] = update.state_rounds[1]
+
+    def _add_summed(self) -> None:
+        """Add the sum of the first clients of the block, or drop these clients if it is lost."""
+        summed, self._summed = self._summed, []
+        if not summed:
+            return
+        aggregator, block_sum = self._aggregations[GLOBAL].aggregator, summed[0].block_sum
+        assert isinstance(aggregator, WeightedSum)
+        assert block_sum is not None
+        try:
+            aggregator.add_block(block_sum.get())
+        except LostSumError as reason:
+            for valid in summed:
+                self._drop(valid.slot.client, str(reason))
+            return
+        for valid in summed:
+            self._record(valid)
 
     def _start_block(self, block: int) -> None:
         """End the current block of clients, if another one starts."""
         if block == self._block:
             return
+        self._add_summed()
         self._block = block
         for aggregation in self._aggregations.values():
             if isinstance(aggregation.aggregator, WeightedSum):
@@ -259,6 +315,7 @@ class Round:
     # --- the new state ---
 
     def _finalize(self) -> tuple[ServerState, RoundResult]:
+        self._add_summed()
         context, result = self._context, self._result
         if len(result.clients) < context.aggregation.min_updates:
             raise TooFewUpdatesError(self._too_few())

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -239,6 +240,7 @@ def run_round(
         min_replies = settings.min_updates if settings.buffered else None
         if settings.over_selection:
             min_replies = context.clients_per_round
+        exchange.sum_blocks(partial(attempted.block_sum_task, has_observers=bool(observers)))
         replies = exchange.send_and_receive(
             attempted.messages, timeout=context.timeout, deadline=settings.round_deadline, min_replies=min_replies
         )

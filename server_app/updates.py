@@ -1,30 +1,23 @@
-"""Updates of clients: read and validate them, filter outliers, and apply stale ones."""
+"""Updates of clients: read them, filter outliers, and apply stale ones."""
 
 import math
 import statistics
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flwr.app import Message
 
 from fedssl.arrays import Cosines, Layers, ReferenceLayers
-from fedssl.config.settings import LOSSLESS
-from fedssl.errors import InputError
-from fedssl.wire.messages import ARRAYS, NUM_EXAMPLES, SECONDS, TRAIN_LOSS, ClientUpdate, parse_model_index
+from fedssl.wire.messages import ARRAYS, ClientUpdate
 from fedssl.wire.records import content_bytes, decode_arrays
+from server_app.block_sums import BlockSum, SummedContent
 from server_app.plans import ClientSlot, StartingModel
 from server_app.round_context import RoundContext
+from server_app.validation import UpdateValidator, read_model_index
 from strategies.interfaces import GLOBAL
 
-# Ranges of metrics. Losses of methods and regularizers are far smaller.
-METRIC_RANGES = {TRAIN_LOSS: (-1e6, 1e6), SECONDS: (0.0, 1e7)}
 PARTS = ("weights", "running statistics")
-
-
-class InvalidUpdate(ValueError):
-    """An update that cannot be used. The message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +58,17 @@ class RoundResult:
 
 @dataclass(frozen=True)
 class ValidUpdate:
-    """A validated update with its client's slot, cosines with its start, size in bytes, and staleness in rounds."""
+    """A validated update with its client's slot, cosines with its start, size in bytes, and staleness in rounds.
+
+    With ``block_sum`` its layers are part of this sum, and ``update`` has none.
+    """
 
     slot: ClientSlot
     update: ClientUpdate
     cosines: Cosines
     bytes_up: int
     staleness: int = 0
+    block_sum: BlockSum | None = None
 
     def metrics(self, round: int) -> ClientMetrics:
         slot, update, cosines = self.slot, self.update, self.cosines
@@ -104,10 +101,20 @@ class UpdateReader:
         state_rounds: Mapping[int, int],
     ) -> None:
         self._context, self._starts, self._state_rounds = context, starts, state_rounds
-        self._number, self._required_metrics = number, required_metrics
+        self._number = number
+        self.validator = UpdateValidator(
+            gathered=context.gathered,
+            required_metrics=tuple(required_metrics),
+            code_fingerprint=context.code_fingerprint,
+            wire_dtype=context.wire_dtype,
+            max_examples=context.aggregation.max_examples,
+        )
 
     def read(self, slot: ClientSlot, reply: Message) -> ValidUpdate:
         """Return the update of a reply to this round's plan, and set its start; raises `InvalidUpdate`."""
+        if isinstance(reply.content, SummedContent):
+            summed, block_sum = reply.content.summed, reply.content.block_sum
+            return ValidUpdate(slot, summed.update, summed.cosines, summed.num_bytes, block_sum=block_sum)
         slot.start = slot.candidates[read_model_index(reply, num_models=len(slot.candidates))]
         return self._validate(slot, reply, self._starts[slot.start].expected_upload, number=self._number)
 
@@ -126,121 +133,16 @@ class UpdateReader:
         return replace(valid, update=update, cosines=current.cosines_of(layers), staleness=staleness)
 
     def _validate(self, slot: ClientSlot, reply: Message, expected: ReferenceLayers, *, number: int) -> ValidUpdate:
-        context = self._context
-        # A shortened layer contains the change by training. Added to the server's own copy of the model, it is not
-        # affected by the rounding of the download, and neither is its cosine.
-        downloaded = {layer: expected.layers[layer] for layer in slot.downloaded if layer in expected.layers}
-        update = read_update(
-            reply, slot.client, sent_to=context.nodes[slot.client], wire_dtype=context.wire_dtype, start=downloaded
-        )
-        check_state_round(update, self._state_rounds)
-        cosines = check_update(
-            update,
+        update, cosines = self.validator.read(
+            reply,
+            client=slot.client,
+            node=self._context.nodes[slot.client],
+            round=number,
+            downloaded=slot.downloaded,
             expected=expected,
-            gathered=context.gathered,
-            required_metrics=self._required_metrics,
-            plan=(number, context.code_fingerprint),
-            max_examples=context.aggregation.max_examples,
+            saved_round=self._state_rounds.get(slot.client, 0),
         )
         return ValidUpdate(slot, update, cosines, content_bytes(reply.content))
-
-
-def read_model_index(reply: Message, *, num_models: int) -> int:
-    """Return the index of the model that the client started from; raises `InvalidUpdate`."""
-    with _read_errors_as_invalid_update():
-        return parse_model_index(reply.content, num_models=num_models)
-
-
-def read_update(
-    reply: Message, client: int, *, sent_to: int, wire_dtype: str = LOSSLESS, start: Layers | None = None
-) -> ClientUpdate:
-    """Return the update in a client's reply to the message for node ``sent_to``; raises `InvalidUpdate`.
-
-    ``wire_dtype`` and ``start`` as in `fedssl.wire.messages.ClientUpdate.from_content`.
-    """
-    if reply.metadata.src_node_id != sent_to:
-        raise InvalidUpdate(f"node {reply.metadata.src_node_id} replied to what was sent to node {sent_to}")
-    with _read_errors_as_invalid_update():
-        return ClientUpdate.from_content(reply.content, client, wire_dtype=wire_dtype, start=start)
-
-
-@contextmanager
-def _read_errors_as_invalid_update() -> Iterator[None]:
-    try:
-        yield
-    except KeyError as missing:
-        raise InvalidUpdate(f"record {missing} is missing") from missing
-    except Exception as error:  # whatever a peer may have put into a message
-        raise InvalidUpdate(f"the update cannot be read ({type(error).__name__}: {error})") from error
-
-
-def check_state_round(update: ClientUpdate, state_rounds: Mapping[int, int]) -> None:
-    """Raise `InvalidUpdate` if the client has lost the state that it saved after the round in ``state_rounds``."""
-    saved = state_rounds.get(update.partition_id, 0)
-    if update.state_rounds[0] < saved:
-        raise InvalidUpdate(f"it has lost the state that it saved in round {saved}")
-
-
-def check_update(
-    update: ClientUpdate,
-    *,
-    expected: ReferenceLayers,
-    gathered: ReferenceLayers,
-    required_metrics: Collection[str],
-    plan: tuple[int, str],
-    max_examples: int | None = None,
-) -> Cosines:
-    """Validate an update and return its cosines with the model that its client started from.
-
-    Parameters
-    ----------
-    expected : ReferenceLayers
-        The layers to send, as the client received them.
-    gathered : ReferenceLayers
-        The parts for the method's server side, to compare names, shapes and dtypes.
-    plan : tuple of int and str
-        Round and code fingerprint of the plan.
-
-    Raises
-    ------
-    InvalidUpdate
-        The message is the reason.
-    """
-    for what, answered, sent_out in zip(("round", "code"), update.plan_id or (None, None), plan, strict=True):
-        if answered != sent_out:
-            raise InvalidUpdate(f"it answers {what} {answered} instead of {what} {sent_out}")
-    try:
-        expected.check(update.layers)
-        gathered.check(update.uploaded_parts)
-    except InputError as problem:
-        raise InvalidUpdate(str(problem)) from problem
-    _check_metrics(update, required_metrics, max_examples=max_examples)
-    cosines = expected.cosines_of(update.layers)
-    for offender in (cosines.first_invalid, gathered.cosines_of(update.uploaded_parts).first_invalid):
-        if offender is not None:
-            raise InvalidUpdate(f"layer {offender} has values that are not finite, or far too large")
-    for name, array in update.layers.items():
-        if name.endswith("running_var") and array.size and array.min() < 0:
-            raise InvalidUpdate(f"layer {name} has a negative variance")
-    return cosines
-
-
-def _check_metrics(update: ClientUpdate, required_metrics: Collection[str], *, max_examples: int | None) -> None:
-    for name, value in ((NUM_EXAMPLES, update.num_examples), (TRAIN_LOSS, update.train_loss)):
-        if name in required_metrics and value is None:
-            raise InvalidUpdate(f"metric {name} is missing")
-    if update.num_examples is not None and update.num_examples <= 0:
-        raise InvalidUpdate(f"{NUM_EXAMPLES}={update.num_examples} is not positive")
-    if max_examples is not None and (update.num_examples or 0) > max_examples:
-        raise InvalidUpdate(
-            f"{NUM_EXAMPLES}={update.num_examples} is more than aggregation.max_examples={max_examples}"
-        )
-    for name, value in ((TRAIN_LOSS, update.train_loss), (SECONDS, update.seconds)):
-        low, high = METRIC_RANGES[name]
-        if value is not None and math.isfinite(value) and not low <= value <= high:
-            raise InvalidUpdate(f"{name}={value} is not from {low:g} to {high:g}")
-    if TRAIN_LOSS in required_metrics and not math.isfinite(update.train_loss or 0.0):
-        raise InvalidUpdate(f"{TRAIN_LOSS}={update.train_loss} is not finite")
 
 
 def norm_outliers(norms_of: Mapping[int, tuple[float, float]], *, factor: float) -> dict[int, str]:

@@ -1,9 +1,11 @@
 """Engine ``ray``: Flower's ``Grid`` over Ray actors, which run the unchanged ClientApp on all CPUs and GPUs.
 
 The ServerApp runs in this process. Contents that several clients receive are put into Ray's object store once, and the
-actors of a host read them there without a copy. Replies are freed after the server has aggregated them. If an actor
-dies or its GPU fails, it is replaced, its client has failed, and the round continues. An actor whose GPU fails twice in
-a row is not replaced.
+actors of a host read them there without a copy. Replies are freed after the server has aggregated them. Where the
+server needs no single update, actors sum those of the clients that they train (`server_app.block_sums`).
+
+If an actor dies or its GPU fails, it is replaced, its clients in the current block have failed, and the round
+continues. An actor whose GPU fails twice in a row is not replaced.
 """
 
 import copy
@@ -36,10 +38,13 @@ from fedssl.machine.devices import (
 )
 from fedssl.machine.out_of_memory import OUT_OF_MEMORY
 from server_app.app import execute
+from server_app.block_sums import BlockSumTask, SummedContent, SummedUpdate
+from simulation.block_queue import ActorSum, BlockQueue, Call
 from simulation.gpu_placement import Placement, device_failure, measure_client, place_clients
 from simulation.grid import SimulatedGrid, load_client_app, make_context, run_client_app
 from simulation.ray_session import check_hosts, last_line, ray_session
 from simulation.resources import ClientResources, plan_client_resources
+from strategies.weighted_sum import PartialSum, WeightedSum
 
 log = logging.getLogger("fedssl")
 
@@ -54,6 +59,8 @@ class ClientActor:
     def __init__(self, client_app: ClientApp | None = None) -> None:
         set_task_identity()
         self._client_app = client_app or load_client_app()
+        self._task: BlockSumTask | None = None
+        self._sums: dict[int, WeightedSum] = {}  # by block
 
     def has_gpu(self) -> bool:
         """Return whether torch finds a GPU."""
@@ -68,10 +75,33 @@ class ClientActor:
         gpus = ", ".join(map(str, ray.get_gpu_ids()))
         return failure and f"GPU {gpus} of {platform.node()}: {failure}"
 
-    def run_client_app(self, content: RecordDict, message: Message, context: Context) -> tuple[Message, Context]:
-        """Return the reply to a message, whose content is a separate argument, and the new context of the node."""
-        message.content = content
-        return run_client_app(self._client_app, message, context), context
+    def run_client_app(
+        self, payload: "_Payload", message: Message, context: Context, *, block: int | None
+    ) -> tuple[Message, Context, SummedUpdate | None]:
+        """Return the reply to a message, and the new context of the node.
+
+        With ``block`` the update is added to the sum of this block and returned without its layers, if it is valid.
+        """
+        message.content = payload.content
+        reply = run_client_app(self._client_app, message, context)
+        if block is None or payload.task is None or reply.has_error():
+            return reply, context, None
+        summed = self._add(payload.task, block, reply)
+        if summed is not None:
+            reply.content = RecordDict()
+        return reply, context, summed
+
+    def take_block(self, block: int) -> PartialSum:
+        """Return and remove the sum of a block."""
+        return self._sums.pop(block).take_block()
+
+    def _add(self, task: BlockSumTask, block: int, reply: Message) -> SummedUpdate | None:
+        if self._task is None or (self._task.round, self._task.attempt) != (task.round, task.attempt):
+            self._task, self._sums = task, {}
+        if block not in self._sums:
+            self._sums[block] = copy.copy(self._task.aggregator)
+            self._sums[block].start(self._task.expected)
+        return self._task.add(self._sums[block], reply)
 
 
 class RayGrid(SimulatedGrid):
@@ -100,19 +130,25 @@ class RayGrid(SimulatedGrid):
         self._client_gpus = client.gpus
         self._slots: dict[Any, _Slot] = {}
         self._replies: deque[Message] = deque()
-        self._pending: deque[_PendingCall] = deque()
-        self._retry_alone: deque[_PendingCall] = deque()
+        self._task: BlockSumTask | None = None
+        self._pending = BlockQueue()
+        self._retry_alone: deque[Call] = deque()
         self._starting: dict[Any, Any] = {}
         self._checking: dict[Any, Any] = {}
-        self._running: dict[Any, tuple[Any, _PendingCall]] = {}
+        self._running: dict[Any, _Running] = {}
         self._idle: list[Any] = []
         self._last_activity = time.monotonic()
         for placement in placements:
             self._start_actor(_Slot(placement))
 
+    def sum_blocks(self, task: BlockSumTask | None) -> None:
+        """Let actors sum the updates in the replies to the next messages."""
+        self._task = task
+
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages to idle actors, and queue the rest."""
         self._cancel_stale()
+        task, self._task = self._task, None
         # Also holds the contents, so that their ids stay unique.
         put: dict[int, tuple[RecordDict, Any]] = {}
         ids = []
@@ -123,10 +159,12 @@ class RayGrid(SimulatedGrid):
                 self._replies.append(run_client_app(self._client_app or load_client_app(), message, context))
                 continue
             if id(message.content) not in put:
-                put[id(message.content)] = message.content, ray.put(message.content)
+                # One object: the layers of the content and of the task share memory.
+                put[id(message.content)] = message.content, ray.put(_Payload(message.content, task))
             without = copy.copy(message)
             without.content = RecordDict()
-            self._pending.append(_PendingCall(without, put[id(message.content)][1]))
+            block = task.clients[message.metadata.dst_node_id].block if task else None
+            self._pending.add(Call(message=without, payload=put[id(message.content)][1], block=block))
         self._dispatch()
         return ids
 
@@ -136,8 +174,7 @@ class RayGrid(SimulatedGrid):
         replies = list(self._replies)
         self._replies.clear()
         for task in self._done() if not replies else ():
-            actor, call = self._running.pop(task)
-            reply = self._reply(task, actor, call)
+            reply = self._reply(task, self._running.pop(task))
             if reply is not None:
                 replies.append(reply)
         self._dispatch()
@@ -151,6 +188,7 @@ class RayGrid(SimulatedGrid):
         self._starting[task] = actor
 
     def _stop_actor(self, actor: Any) -> "_Slot":
+        self._pending.stop(actor)
         with suppress(RayError):
             ray.kill(actor)
         return self._slots.pop(actor)
@@ -212,27 +250,39 @@ class RayGrid(SimulatedGrid):
             raise RunError(f"no GPU is left for clients: {failure}; resume the run when its GPUs work")
 
     def _dispatch(self) -> None:
+        self._take_finished()
         while self._pending and self._idle:
-            self._run(self._pending.popleft(), self._idle.pop())
+            actor = self._idle.pop()
+            self._run(actor, *self._pending.next_call(actor))
+            self._take_finished()
         # An actor whose GPU is checked has the memory of its last client.
         if self._retry_alone and self._idle and not (self._running or self._checking or self._pending):
             actor = self._idle.pop()
             for other in self._idle:  # idle processes also occupy GPU memory
                 self._replace(other)
             self._idle.clear()
-            self._run(self._retry_alone.popleft(), actor)
+            self._run(actor, self._retry_alone.popleft(), None)
 
-    def _run(self, call: "_PendingCall", actor: Any) -> None:
+    def _take_finished(self) -> None:
+        self._pending.take_finished(running.sum for running in self._running.values() if running.sum is not None)
+
+    def _run(self, actor: Any, call: Call, block_sum: ActorSum | None) -> None:
         context = self._contexts[call.message.metadata.dst_node_id]
         # A client that is retried alone reports by itself what would fit.
         context.node_config[MARKER_KEY] = SimulationMarker(engine_retries=not call.is_retry)  # type: ignore[assignment]
-        self._running[actor.run_client_app.remote(call.content, call.message, context)] = actor, call
+        block = block_sum.block if block_sum is not None else None
+        task = actor.run_client_app.remote(call.payload, call.message, context, block=block)
+        self._running[task] = _Running(actor, call, block_sum)
 
-    def _reply(self, task: Any, actor: Any, call: "_PendingCall") -> Message | None:
+    def _reply(self, task: Any, running: "_Running") -> Message | None:
         """Return the reply of a finished task, None if it is retried. Its actor becomes idle or is replaced."""
+        actor, call, block_sum = running.actor, running.call, running.sum
         try:
             reply: Message
-            reply, self._contexts[call.message.metadata.dst_node_id] = ray.get(task)
+            reply, self._contexts[call.message.metadata.dst_node_id], summed = ray.get(task)
+            if summed is not None and block_sum is not None:
+                block_sum.is_used = True
+                reply.content = SummedContent(summed, block_sum)
         except (RayActorError, ObjectLostError) as error:
             log.warning("a process for clients has died and is restarted: %s", last_line(error))
             self._replace(actor, compute=True)  # perhaps its GPU has ended it
@@ -242,6 +292,8 @@ class RayGrid(SimulatedGrid):
         if not (reply.has_error() and OUT_OF_MEMORY in (reply.error.reason or "")):
             self._release(actor, failed=reply.has_error())
             return reply
+        if block_sum is not None:
+            self._pending.close(call)  # the clients after this one must not be added before it
         self._replace(actor)  # it would keep its GPU memory
         if call.is_retry:
             return reply
@@ -261,13 +313,13 @@ class RayGrid(SimulatedGrid):
         """Drop messages that were sent before, and replace the actors that still run one."""
         self._replies.clear()
         self._pending.clear()
-        for task, (actor, call) in list(self._running.items()):
+        for task, running in list(self._running.items()):
             ready, _ = ray.wait([task], timeout=0)
             del self._running[task]
             if ready:
-                self._reply(task, actor, call)
+                self._reply(task, running)
             else:
-                self._replace(actor)
+                self._replace(running.actor)
         self._retry_alone.clear()
 
 
@@ -284,12 +336,20 @@ class _Slot:
 
 
 @dataclass(frozen=True)
-class _PendingCall:
-    """A message without its content, the reference to its content in the object store, and whether it is a retry."""
+class _Payload:
+    """Content of a message, and what an actor needs to sum the updates of the round, if it may."""
 
-    message: Message
-    content: Any
-    is_retry: bool = False
+    content: RecordDict
+    task: BlockSumTask | None
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A call that an actor runs, and the sum that the update is added to."""
+
+    actor: Any
+    call: Call
+    sum: ActorSum | None
 
 
 def run_ray(settings: Settings, *, concurrency: int) -> None:

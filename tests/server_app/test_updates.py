@@ -5,7 +5,8 @@ import pytest
 
 from fedssl.arrays import ReferenceLayers
 from fedssl.wire.messages import ClientUpdate
-from server_app.updates import InvalidUpdate, check_update, norm_outliers
+from server_app.updates import norm_outliers
+from server_app.validation import InvalidUpdate, check_update
 
 
 def test_no_variance_is_negative():

@@ -24,6 +24,9 @@ def lines(file):
     ("overrides", "beside"),
     [
         (STAGES, nullcontext),
+        pytest.param(
+            ["num_clients=10", "clients_per_round=9", "dataset.limit=200"], nullcontext, marks=pytest.mark.heavy
+        ),
         *(
             pytest.param([f"strategy={name}", "evaluate_personalized=true"], busy_machine, marks=pytest.mark.heavy)
             for name in ("featarc", "clustered", "gossip", "per_ssl")

@@ -27,8 +27,9 @@ from fedssl.errors import RunError
 from fedssl.machine.process import available_cores
 from fedssl.wire.records import arrays_to_record, record_to_arrays
 from server_app.messaging import receive
+from simulation.block_queue import Call
 from simulation.gpu_placement import place_clients
-from simulation.ray_grid import OUT_OF_MEMORY, RayGrid, _PendingCall
+from simulation.ray_grid import OUT_OF_MEMORY, RayGrid
 from simulation.ray_session import _environment, ray_session
 from simulation.resources import ClientResources, Host, fit_clients
 from simulation.sandbox import process_sandbox, sandbox_pids
@@ -255,7 +256,7 @@ def test_a_client_is_not_retried_beside_a_process_whose_gpu_is_checked():
     """That process may have the memory of its last client."""
     grid = RayGrid(num_clients=1, placements=[], client=ClientResources(1, 1.0))
     (node,) = grid.get_node_ids()
-    call = _PendingCall(SimpleNamespace(metadata=SimpleNamespace(dst_node_id=node)), content=None, is_retry=True)
+    call = Call(message=SimpleNamespace(metadata=SimpleNamespace(dst_node_id=node)), payload=None, is_retry=True)
     actor = Mock()
     grid._idle, grid._checking = [actor], {"task": Mock()}
     grid._retry_alone.append(call)
@@ -263,7 +264,8 @@ def test_a_client_is_not_retried_beside_a_process_whose_gpu_is_checked():
     assert (grid._idle, grid._running) == ([actor], {})
     grid._checking.clear()
     grid._dispatch()
-    assert (grid._idle, list(grid._running.values())) == ([], [(actor, call)])
+    assert grid._idle == []
+    assert [(running.actor, running.call) for running in grid._running.values()] == [(actor, call)]
 
 
 def test_ray_does_not_replace_the_sigterm_handler():

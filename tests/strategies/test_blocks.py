@@ -61,16 +61,22 @@ def test_blocks_summed_elsewhere_give_equal_bits(options, number, elsewhere):
     expected = rule.finish()
 
     rule.start(reference)
+    received = []
     for first in range(0, number, size):
         block = updates[first : first + size]
         other.start(ReferenceLayers(start))
         for one in block[:elsewhere]:
             other.add(one, reference.cosines_of(one.layers))
-        rule.add_block(in_shared_memory(other.take_block()))
+        received.append(in_shared_memory(other.take_block()))
+        before = pickle.dumps(received[-1].layers)
+        rule.add_block(received[-1])
         for one in block[elsewhere:]:
             rule.add(one, reference.cosines_of(one.layers))
         rule.end_block()
+        assert pickle.dumps(received[-1].layers) == before
+    first_block = pickle.dumps(received[0].layers)
     assert same(rule.finish(), expected)
+    assert pickle.dumps(received[0].layers) == first_block
 
 
 def test_a_block_without_clients_changes_nothing():

@@ -1,0 +1,159 @@
+"""Validation of a client's update: names, shapes, dtypes, finite values, ranges of metrics, and the plan it answers."""
+
+import math
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from flwr.app import Message
+
+from fedssl.arrays import Cosines, Layers, ReferenceLayers
+from fedssl.config.settings import LOSSLESS
+from fedssl.errors import InputError
+from fedssl.wire.messages import NUM_EXAMPLES, SECONDS, TRAIN_LOSS, ClientUpdate, parse_model_index
+
+# Ranges of metrics. Losses of methods and regularizers are far smaller.
+METRIC_RANGES = {TRAIN_LOSS: (-1e6, 1e6), SECONDS: (0.0, 1e7)}
+
+
+class InvalidUpdate(ValueError):
+    """An update that cannot be used. The message is the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateValidator:
+    """What the replies of a round are validated against. It can be sent to another process."""
+
+    gathered: ReferenceLayers  # names, shapes and dtypes of the parts for the method's server side
+    required_metrics: tuple[str, ...]
+    code_fingerprint: str
+    wire_dtype: str
+    max_examples: int | None
+
+    def read(
+        self,
+        reply: Message,
+        *,
+        client: int,
+        node: int,
+        round: int,
+        downloaded: Collection[str],
+        expected: ReferenceLayers,
+        saved_round: int,
+    ) -> tuple[ClientUpdate, Cosines]:
+        """Return the update in a reply to a plan of ``round``, and its cosines; raises `InvalidUpdate`.
+
+        ``downloaded`` are the names of the trained layers that the client received, ``expected`` the layers to send,
+        and ``saved_round`` is the round after which the client saved its newest state, or 0.
+        """
+        # A shortened layer contains the change by training. Added to the server's own copy of the model, it is not
+        # affected by the rounding of the download, and neither is its cosine.
+        start = {layer: expected.layers[layer] for layer in downloaded if layer in expected.layers}
+        update = read_update(reply, client, sent_to=node, wire_dtype=self.wire_dtype, start=start)
+        check_state_round(update, saved_round)
+        cosines = check_update(
+            update,
+            expected=expected,
+            gathered=self.gathered,
+            required_metrics=self.required_metrics,
+            plan=(round, self.code_fingerprint),
+            max_examples=self.max_examples,
+        )
+        return update, cosines
+
+
+def read_model_index(reply: Message, *, num_models: int) -> int:
+    """Return the index of the model that the client started from; raises `InvalidUpdate`."""
+    with _read_errors_as_invalid_update():
+        return parse_model_index(reply.content, num_models=num_models)
+
+
+def read_update(
+    reply: Message, client: int, *, sent_to: int, wire_dtype: str = LOSSLESS, start: Layers | None = None
+) -> ClientUpdate:
+    """Return the update in a client's reply to the message for node ``sent_to``; raises `InvalidUpdate`.
+
+    ``wire_dtype`` and ``start`` as in `fedssl.wire.messages.ClientUpdate.from_content`.
+    """
+    if reply.metadata.src_node_id != sent_to:
+        raise InvalidUpdate(f"node {reply.metadata.src_node_id} replied to what was sent to node {sent_to}")
+    with _read_errors_as_invalid_update():
+        return ClientUpdate.from_content(reply.content, client, wire_dtype=wire_dtype, start=start)
+
+
+@contextmanager
+def _read_errors_as_invalid_update() -> Iterator[None]:
+    try:
+        yield
+    except KeyError as missing:
+        raise InvalidUpdate(f"record {missing} is missing") from missing
+    except Exception as error:  # whatever a peer may have put into a message
+        raise InvalidUpdate(f"the update cannot be read ({type(error).__name__}: {error})") from error
+
+
+def check_state_round(update: ClientUpdate, saved_round: int) -> None:
+    """Raise `InvalidUpdate` if the client has lost the state that it saved after ``saved_round``."""
+    if update.state_rounds[0] < saved_round:
+        raise InvalidUpdate(f"it has lost the state that it saved in round {saved_round}")
+
+
+def check_update(
+    update: ClientUpdate,
+    *,
+    expected: ReferenceLayers,
+    gathered: ReferenceLayers,
+    required_metrics: Collection[str],
+    plan: tuple[int, str],
+    max_examples: int | None = None,
+) -> Cosines:
+    """Validate an update and return its cosines with the model that its client started from.
+
+    Parameters
+    ----------
+    expected : ReferenceLayers
+        The layers to send, as the client received them.
+    gathered : ReferenceLayers
+        The parts for the method's server side, to compare names, shapes and dtypes.
+    plan : tuple of int and str
+        Round and code fingerprint of the plan.
+
+    Raises
+    ------
+    InvalidUpdate
+        The message is the reason.
+    """
+    for what, answered, sent_out in zip(("round", "code"), update.plan_id or (None, None), plan, strict=True):
+        if answered != sent_out:
+            raise InvalidUpdate(f"it answers {what} {answered} instead of {what} {sent_out}")
+    try:
+        expected.check(update.layers)
+        gathered.check(update.uploaded_parts)
+    except InputError as problem:
+        raise InvalidUpdate(str(problem)) from problem
+    _check_metrics(update, required_metrics, max_examples=max_examples)
+    cosines = expected.cosines_of(update.layers)
+    for offender in (cosines.first_invalid, gathered.cosines_of(update.uploaded_parts).first_invalid):
+        if offender is not None:
+            raise InvalidUpdate(f"layer {offender} has values that are not finite, or far too large")
+    for name, array in update.layers.items():
+        if name.endswith("running_var") and array.size and array.min() < 0:
+            raise InvalidUpdate(f"layer {name} has a negative variance")
+    return cosines
+
+
+def _check_metrics(update: ClientUpdate, required_metrics: Collection[str], *, max_examples: int | None) -> None:
+    for name, value in ((NUM_EXAMPLES, update.num_examples), (TRAIN_LOSS, update.train_loss)):
+        if name in required_metrics and value is None:
+            raise InvalidUpdate(f"metric {name} is missing")
+    if update.num_examples is not None and update.num_examples <= 0:
+        raise InvalidUpdate(f"{NUM_EXAMPLES}={update.num_examples} is not positive")
+    if max_examples is not None and (update.num_examples or 0) > max_examples:
+        raise InvalidUpdate(
+            f"{NUM_EXAMPLES}={update.num_examples} is more than aggregation.max_examples={max_examples}"
+        )
+    for name, value in ((TRAIN_LOSS, update.train_loss), (SECONDS, update.seconds)):
+        low, high = METRIC_RANGES[name]
+        if value is not None and math.isfinite(value) and not low <= value <= high:
+            raise InvalidUpdate(f"{name}={value} is not from {low:g} to {high:g}")
+    if TRAIN_LOSS in required_metrics and not math.isfinite(update.train_loss or 0.0):
+        raise InvalidUpdate(f"{TRAIN_LOSS}={update.train_loss} is not finite")

@@ -1,0 +1,115 @@
+"""Actors of Ray that sum the updates of their clients: equal bits, less data, and an actor that dies."""
+
+import os
+
+import numpy as np
+import pytest
+import ray
+from flwr.app import Message
+from flwr.clientapp import ClientApp
+
+from fedssl.wire.messages import ClientUpdate, TrainPlan
+from server_app.messaging import MessageExchange
+from server_app.training_loop import run_round
+from simulation.grid import LocalGrid
+from simulation.ray_grid import RayGrid
+from simulation.ray_session import ray_session
+from simulation.resources import ClientResources
+from strategies.interfaces import GLOBAL, ServerState
+from strategies.l_dawa import LDAWA
+from tests.server_app.small import small_federation
+
+pytestmark = pytest.mark.heavy
+CLIENTS = 10
+
+
+def scaling_app(folder):
+    """A ClientApp that multiplies layers by a factor of its client. Clients with a file in ``folder`` end their
+    process, and ``fail`` before their reply."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message, context):
+        plan = TrainPlan.from_content(message.content)
+        client = context.node_config["partition-id"]
+        if (folder / f"die-{client}").exists():
+            os._exit(7)
+        if (folder / f"fail-{client}").exists():
+            raise ValueError("no camera")
+        layers = {name: (array * np.float32(1 + client / 7)).astype(array.dtype) for name, array in plan.layers.items()}
+        update = ClientUpdate(layers=layers, partition_id=client, num_examples=3 + client, train_loss=1 / (1 + client))
+        return Message(update.to_content(plan), reply_to=message)
+
+    return app
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("clients")
+
+
+@pytest.fixture(scope="module")
+def grid(folder):
+    with ray_session(gpus=0):
+        client = ClientResources(0, 0.0)
+        yield RayGrid(num_clients=CLIENTS, placements=["SPREAD"] * 2, client=client, client_app=scaling_app(folder))
+
+
+def play(grid, *, rounds=1):
+    context = small_federation(grid, LDAWA(weighting="loss"))
+    state = ServerState()
+    for _ in range(rounds):
+        state, report = run_round(MessageExchange(grid), lambda: context, state)
+    return state, report
+
+
+def assert_equal(one, other):
+    for name, array in other.models[GLOBAL].layers.items():
+        assert np.array_equal(one.models[GLOBAL].layers[name], array)
+
+
+def test_sums_of_actors_have_equal_bits_and_replace_updates(grid, folder, monkeypatch):
+    sizes, get = [], ray.get
+
+    def measured(reference):
+        result = get(reference)
+        if isinstance(result, tuple):
+            sizes.append(len(result[0].content))  # records of a reply
+        return result
+
+    monkeypatch.setattr(ray, "get", measured)
+    state, report = play(grid, rounds=3)
+    expected, expected_report = play(LocalGrid(scaling_app(folder), num_clients=CLIENTS), rounds=3)
+    assert_equal(state, expected)
+    assert [(row.client, row.cosine, row.bytes_up) for row in report.clients] == [
+        (row.client, row.cosine, row.bytes_up) for row in expected_report.clients
+    ]
+    # At most one client at the end of each round runs in another actor than its block's.
+    assert len(sizes) == 3 * CLIENTS
+    assert sizes.count(0) >= 3 * (CLIENTS - 2)
+
+
+@pytest.mark.parametrize("what", ["fail", "die"])
+def test_a_client_that_fails(grid, folder, what):
+    file = folder / f"{what}-5"
+    file.touch()
+    try:
+        state, report = play(grid)
+    finally:
+        file.unlink()
+    assert 5 in report.dropped
+    # With its process, the sum of the clients before it in its block is lost: of client 4.
+    lost = [client for client in report.dropped if client != 5]
+    assert lost == ([] if what == "fail" else [4])
+    assert all("its process died" in report.dropped[client] for client in lost)
+    files = [folder / f"fail-{client}" for client in report.dropped]
+    for file in files:
+        file.touch()
+    try:
+        expected, _ = play(LocalGrid(scaling_app(folder), num_clients=CLIENTS))
+    finally:
+        for file in files:
+            file.unlink()
+    assert_equal(state, expected)
+    _, report = play(grid)  # the next round is complete
+    assert report.dropped == {}
