@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from client_app import app as app_module
 from client_app import resident_client, resident_folder
 from client_app.resident_client import ResidentProcessError, death_reason, forward, process_name
 from client_app.resident_folder import Supervisor, supervisor_folder
+from client_app.resident_process import Abandoned, _check_wanted
 from client_app.secure import SECAGG_CONFIG_KEY, STATE
 from fedssl.compat import assign_message_id, content_to_bytes, context_to_bytes, message_to_bytes, set_task_identity
 from fedssl.config.load import compose
@@ -146,8 +148,10 @@ def test_images_that_are_added_or_deleted_are_noticed(plan, device, supervisor):
     folder = Path(str(device.node_config["data-path"]))
     added = write_images(folder.with_name("more"), 1, seed=9) / "00.png"
 
+    content = task(plan, run_id="images")
+
     def images():
-        content = task(plan, run_id=f"images-{time.monotonic_ns()}")
+        content.config_records[CONFIG]["round"] += 1  # of one run, whose worker is kept
         return ClientUpdate.from_content(
             forward(message(content), device, supervisor=supervisor).content, 0
         ).num_examples
@@ -215,6 +219,21 @@ def test_training_is_abandoned_when_nobody_waits_for_it(end, plan, device, super
     connection.close()
     assert processes(supervisor) == pids
     assert not list(run.rglob("*.safetensors"))
+
+
+def test_training_ends_with_its_clientapp_or_for_a_newer_message(tmp_path):
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as newer:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        here, there = socket.socketpair()
+        with here, there:
+            _check_wanted(here, listener)
+            newer.connect(str(tmp_path / "socket"))
+            with pytest.raises(Abandoned, match="a newer message has arrived"):
+                _check_wanted(here, listener)
+            there.close()
+            with pytest.raises(Abandoned, match="its ClientApp has ended"):
+                _check_wanted(here, listener)
 
 
 def test_another_configuration_or_app_replaces_the_process(plan, device, supervisor, monkeypatch):

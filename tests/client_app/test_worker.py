@@ -5,7 +5,7 @@ import torch
 
 from client_app import worker
 from fedssl.config.load import compose
-from fedssl.methods.base import build_method
+from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import (
     check_loaded,
     exchanged_layers,
@@ -61,6 +61,17 @@ def test_local_parts_that_a_first_round_initializes_are_loaded():
     move_layers_out(method, [*online, *local_names(method)])
     load_and_start_round(method, online)
     run()
+
+
+def test_the_upload_is_read_after_the_end_of_the_round(tmp_path, monkeypatch):
+    def fill(method):
+        with torch.no_grad():
+            for parameter in method.encoder.parameters():
+                parameter.fill_(7)
+
+    monkeypatch.setattr(SSLMethod, "end_round", fill)
+    uploaded = Federation(tmp_path, *SMALL, "strategy=fedavg").run(1)  # the mean of equal models
+    assert (uploaded["encoder.blocks.0.0.weight"] == 7).all()
 
 
 def test_a_strategy_that_forgets_to_load_the_model_is_reported(tmp_path, monkeypatch):

@@ -45,25 +45,29 @@ def test_settings_are_composed_once_and_saved_once(tmp_path, monkeypatch):
     assert OmegaConf.load(folder / "choices.yaml").partition == "iid"
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        ["engine=auto", "device=cpu"],
-        ["engine=local", "device=cpu"],
-        ["engine=ray", "device=cpu"],
-        ["engine=ray", "engine.client_gpus=0"],
-    ],
-)
-@pytest.mark.parametrize("setting", ["cuda_graphs=true", "gpu_augmentation=triton"])
-def test_what_needs_cuda_is_rejected_before_a_measurement_or_a_start(tmp_path, monkeypatch, engine, setting):
-    """The host has a GPU, which these clients do not use."""
-    monkeypatch.setattr(devices, "select_device", lambda name: torch.device("cuda" if name == "auto" else name))
+@pytest.fixture
+def nothing_starts(monkeypatch):
     for module, name in ((resources, "auto_engine"), (ray_grid, "run_ray"), (grid, "run_local")):
         monkeypatch.setattr(module, name, lambda *args, name=name, **kwargs: pytest.fail(f"{name} was called"))
-    overrides = [*QUICK, setting, "optimizer.fused=true", *engine, f"output_dir={tmp_path / 'run'}"]
+
+
+@pytest.mark.parametrize("engine", ["auto", "local", "ray"])
+@pytest.mark.parametrize("setting", ["cuda_graphs=true", "gpu_augmentation=triton"])
+def test_what_needs_cuda_is_rejected_before_a_measurement_or_a_start(tmp_path, nothing_starts, engine, setting):
+    overrides = [*QUICK, setting, "optimizer.fused=true", f"engine={engine}", "device=cpu"]
+    overrides += [f"output_dir={tmp_path / 'run'}"]
     with pytest.raises(InputError, match=f"{setting} needs device=cuda but the device is cpu"):
         run(overrides)
     assert not (tmp_path / "run").exists()
+
+
+def test_clients_without_gpus_have_no_cuda(tmp_path, monkeypatch, nothing_starts):
+    """The host has a GPU."""
+    monkeypatch.setattr(grid, "validate", lambda settings: None)  # it would use the GPU
+    monkeypatch.setattr(devices, "select_device", lambda name: torch.device("cuda" if name == "auto" else name))
+    overrides = [*QUICK, "cuda_graphs=true", "optimizer.fused=true", f"output_dir={tmp_path / 'run'}"]
+    with pytest.raises(InputError, match="cuda_graphs=true needs device=cuda but the device is cpu"):
+        run([*overrides, "engine=ray", "engine.client_gpus=0"])
 
 
 def test_hosts_of_a_cluster_may_have_cuda(tmp_path, monkeypatch):
