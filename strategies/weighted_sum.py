@@ -32,7 +32,7 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 SCALES = ("none", "layer", "model")
 REQUIRED_METRICS = {"uniform": (), "examples": (NUM_EXAMPLES,), "loss": (TRAIN_LOSS,)}
 
-MIN_BLOCK, MAX_BLOCKS = 4, 16
+MIN_BLOCK, MAX_BLOCKS = 5, 16
 
 NO_COSINES = Cosines(weights={}, statistics={}, model=1.0, first_invalid=None)
 

@@ -131,15 +131,15 @@ def test_a_bad_update_is_dropped_and_the_round_goes_on(strategy, bad, reason):
 
 @pytest.mark.parametrize("is_dropped", [False, True])
 def test_clients_are_summed_in_blocks_of_the_sampled_clients(is_dropped):
-    # In float32 2^24 + 1 = 2^24 (a tie, rounded to even), but 2^24 + 2 is exact. The sum of the first four of six
+    # In float32 2^24 + 1 = 2^24 (a tie, rounded to even), but 2^24 + 2 is exact. The sum of the first five of seven
     # clients is 2^24, with or without the second; that of the last two is 2. One after the other they add nothing.
     def values(layers, partition):
         return {**layers, "encoder.weight": np.full(3, 1 if partition else 2**24, np.float32)}
 
-    behaviours = [values, crash if is_dropped else values, values, values, values, values]
+    behaviours = [values, crash if is_dropped else values, *[values] * 5]
     result, report = run_round(FedAvg(weighting="uniform"), behaviours)
-    assert len(report.clients) == 6 - is_dropped
-    assert result["encoder.weight"].tolist() == [np.float32(2**24 + 2) / np.float32(6 - is_dropped)] * 3
+    assert len(report.clients) == 7 - is_dropped
+    assert result["encoder.weight"].tolist() == [np.float32(2**24 + 2) / np.float32(7 - is_dropped)] * 3
 
 
 def test_a_round_without_any_usable_update_fails_with_the_reasons():

@@ -1,6 +1,7 @@
 """Actors of Ray that sum the updates of their clients: equal bits, less data, and an actor that dies."""
 
 import os
+import time
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from simulation.resources import ClientResources
 from strategies.interfaces import GLOBAL, ServerState
 from strategies.l_dawa import LDAWA
 from tests.server_app.small import small_federation
+from tests.simulation.test_ray_grid import wait_for_actors
 
 pytestmark = pytest.mark.heavy
 CLIENTS = 10
@@ -32,6 +34,7 @@ def scaling_app(folder):
     def train(message, context):
         plan = TrainPlan.from_content(message.content)
         client = context.node_config["partition-id"]
+        time.sleep(0.1)
         if (folder / f"die-{client}").exists():
             os._exit(7)
         if (folder / f"fail-{client}").exists():
@@ -52,7 +55,9 @@ def folder(tmp_path_factory):
 def grid(folder):
     with ray_session(gpus=0):
         client = ClientResources(0, 0.0)
-        yield RayGrid(num_clients=CLIENTS, placements=["SPREAD"] * 2, client=client, client_app=scaling_app(folder))
+        grid = RayGrid(num_clients=CLIENTS, placements=["SPREAD"] * 2, client=client, client_app=scaling_app(folder))
+        wait_for_actors(grid)
+        yield grid
 
 
 def play(grid, *, rounds=1):
@@ -91,16 +96,16 @@ def test_sums_of_actors_have_equal_bits_and_replace_updates(grid, folder, monkey
 
 @pytest.mark.parametrize("what", ["fail", "die"])
 def test_a_client_that_fails(grid, folder, what):
-    file = folder / f"{what}-5"
+    file = folder / f"{what}-7"
     file.touch()
     try:
         state, report = play(grid)
     finally:
         file.unlink()
-    assert 5 in report.dropped
-    # With its process, the sum of the clients before it in its block is lost: of client 4.
-    lost = [client for client in report.dropped if client != 5]
-    assert lost == ([] if what == "fail" else [4])
+    assert 7 in report.dropped
+    # With its process, the sum of the clients before it in its block is lost: of clients 5 and 6.
+    lost = [client for client in report.dropped if client != 7]
+    assert lost == ([] if what == "fail" else [5, 6])
     assert all("its process died" in report.dropped[client] for client in lost)
     files = [folder / f"fail-{client}" for client in report.dropped]
     for file in files:
