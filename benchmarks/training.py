@@ -9,9 +9,11 @@ speed   ours:  `fedssl.training.train`, with augmentation, optimizer and moving 
         bare:  forward and backward passes of the same network and loss on precomputed views (target: ours needs at most
                1.15 times as long);
         usual: fp32, two torchvision views of one PIL image at a time, a DataLoader with two workers, and the standard
-               loop (target: ours is at least 3.5 times as fast in bf16, and twice in fp32).
+               loop (target: ours is at least 3.5 times as fast in bf16, and twice in fp32, where the bare loop allows
+               it: "limit" is usual / bare).
 losses  After the same steps from the same weights, ours differs from the usual client's by no more than between seeds.
 fur     A step of SimCLR with FUR relative to one without (target: at most 1.10 times as long at batch 128).
+profile The share of groups of operators in the time of an epoch. Off by default.
 gpu     The settings for GPUs, one by one and combined, and a profile of an epoch of the first method. Off by default.
 
 bf16 is omitted on devices that emulate it. Ours and bare have the settings of a run: waiting threads soon sleep, and
@@ -61,6 +63,16 @@ GPU_SETTINGS = {
     "triton": ["gpu_augmentation=triton"],
     "graphs": [*FUSED, "cuda_graphs=true"],
     "graphs, triton": [*FUSED, "cuda_graphs=true", "gpu_augmentation=triton"],
+}
+
+OPERATORS = {  # parts of the names of torch's operators
+    "convolution": ("conv",),
+    "batch norm": ("batch_norm",),
+    "ReLU and pooling": ("relu", "threshold", "clamp_min", "pool", "mean"),
+    "matrix product": ("mm", "linear", "matmul"),
+    "copies and casts": ("copy_", "_to_copy", "contiguous", "clone"),
+    # of augmentation, loss, optimizer and moving averages
+    "elementwise and sums": ("add", "sub", "mul", "div", "sum", "abs", "clamp", "maximum", "lerp", "exp", "log"),
 }
 
 Epoch = Callable[[], float]
@@ -216,7 +228,7 @@ def make_client(encoder: str, method: str, precision: str, options: argparse.Nam
 
 def speed(encoder: str, options: argparse.Namespace) -> None:
     print(f"speed: {encoder}, batch {options.batch}, {options.turns[encoder]} turns of {options.steps[encoder]} steps")
-    print("method        precision   ours/s   bare/s  ours/bare  augmentation  usual/s  ours/usual")
+    print("method        precision   ours/s   bare/s  ours/bare  augmentation  usual/s  ours/usual  limit")
     num_images = options.batch * options.steps[encoder]
     with closing(UsualClients(options)) as usual_clients:
         for method in options.methods:
@@ -235,11 +247,12 @@ def report_speed(method: str, seconds: dict[str, list[float]], *, num_images: in
             continue
         own = seconds[f"ours {precision}"]
         to_bare, to_usual = ratio(own, seconds[f"bare {precision}"]), ratio(seconds["usual"], own)
+        limit = ratio(seconds["usual"], seconds[f"bare {precision}"])
         share = ratio(seconds[f"augmentation {precision}"], own)
         print(
             f"{method:13s} {precision:9s} {rate[f'ours {precision}']:8.0f} {rate[f'bare {precision}']:8.0f}"
             f"  {to_bare:8.2f}{'*' if to_bare > BARE else ' '} {share:12.1%} {rate['usual']:9.0f}"
-            f"  {to_usual:9.2f}{'*' if to_usual < FASTER[precision] else ' '}",
+            f"  {to_usual:9.2f}{'*' if to_usual < min(FASTER[precision], limit / BARE) else ' '} {limit:6.2f}",
             flush=True,
         )
 
@@ -278,6 +291,22 @@ def fur(encoder: str, options: argparse.Namespace) -> None:
         print(f"{precision:9s} {none:10.0f} {with_fur:12.0f} {cost:7.2f}{'*' if cost > FUR else ''}", flush=True)
 
 
+def profile(encoder: str, options: argparse.Namespace) -> None:
+    for method in options.methods:
+        for precision in options.precisions:
+            epoch = ours(make_client(encoder, method, precision, options))
+            epoch()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as measured:
+                epoch()
+            shares = dict.fromkeys([*OPERATORS, "other"], 0.0)
+            for event in measured.key_averages():
+                group = next((name for name, parts in OPERATORS.items() if any(p in event.key for p in parts)), "other")
+                shares[group] += event.self_cpu_time_total
+            total = sum(shares.values())
+            text = ", ".join(f"{name} {share / total:.0%}" for name, share in shares.items())
+            print(f"profile: {encoder}, batch {options.batch}, {method}, {precision}: {text}", flush=True)
+
+
 def gpu(encoder: str, options: argparse.Namespace) -> None:
     for precision in options.precisions:
         print(f"gpu: {encoder}, batch {options.batch}, {precision}; images per second")
@@ -301,7 +330,7 @@ def gpu(encoder: str, options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parts = {part.__name__: part for part in (speed, losses, fur, gpu)}
+    parts = {part.__name__: part for part in (speed, losses, fur, profile, gpu)}
     parser.add_argument("--parts", nargs="+", choices=parts, default=["speed", "losses", "fur"])
     parser.add_argument("--encoders", nargs="+", choices=ENCODERS, default=ENCODERS)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
