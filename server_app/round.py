@@ -108,6 +108,8 @@ class Round:
             return None
         if type(aggregation.aggregator) is not WeightedSum:  # a subclass may need more than a sum
             return None
+        if any(self._targets(client, GLOBAL) != (GLOBAL,) for client in self._slots):
+            return None
         clients = {
             context.nodes[client]: BlockClient(
                 client, self._blocks[client], slot.downloaded, self._state.state_rounds.get(client, 0)

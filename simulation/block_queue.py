@@ -105,7 +105,7 @@ class BlockQueue:
 
     def close(self, call: Call) -> None:
         """Add no client after this one to the sum of its block: it replies later."""
-        if call.block is not None:
+        if call.block in self._blocks:  # it is not in one after `clear`
             self._blocks[call.block].is_closed = True
 
     def take_finished(self, busy: Iterable[ActorSum]) -> None:

@@ -8,12 +8,14 @@ import pytest
 from server_app.block_sums import LostSumError, SummedContent
 from server_app.messaging import MessageExchange
 from server_app.training_loop import run_round
+from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.eua import EUA
 from strategies.fedavg import FedAvg
 from strategies.interfaces import GLOBAL, ServerState
 from strategies.l_dawa import LDAWA
 from strategies.loss import LossWeighted
 from strategies.m_dawa import MDAWA
+from strategies.weighted_sum import WeightedSum
 from tests.server_app.small import small_federation
 from tests.server_app.test_round import crash, good, make_grid, missing_array, not_finite
 
@@ -128,16 +130,24 @@ def test_clients_of_a_lost_sum_are_dropped_and_the_others_are_used():
     assert state.last_participation.keys() == {0, 1, 2, 3, 4, 8, 9}
 
 
+class HalfServer(ServerStrategy):
+    """Server that does not use the updates of odd clients."""
+
+    def destination_models(self, state, round, client, start):
+        return () if client % 2 else (start,)
+
+
 @pytest.mark.parametrize(
     ("strategy", "observers", "updates"),
     [
         (EUA(), (), {}),
+        (FedSSLStrategy(HalfServer(WeightedSum)), (), {}),
         (FedAvg(), (lambda client, layers: None,), {}),
         (FedAvg(), (), {"max_norm_ratio": 100.0}),
         (FedAvg(), (), {"round_deadline": 60.0}),
         (FedAvg(), (), {"over_selection": 1}),
     ],
-    ids=["needs all updates", "observers", "norms", "deadline", "over-selection"],
+    ids=["needs all updates", "some are not used", "observers", "norms", "deadline", "over-selection"],
 )
 def test_the_server_receives_each_update_that_it_needs(strategy, observers, updates):
     behaviours = [good] * 6

@@ -113,10 +113,12 @@ def test_an_actor_that_stops_leaves_its_sums(monkeypatch):
     assert waited == ["sum 0", "sum 1"]
 
 
-def test_clearing_removes_calls_and_sums(monkeypatch):
+def test_clearing_removes_calls_and_sums():
     queue, a = make_queue(2), Actor()
-    queue.next_call(a)[1].is_used = True
+    call, block_sum = queue.next_call(a)
+    block_sum.is_used = True
     queue.clear()
+    queue.close(call)
     queue.take_finished([])
     queue.stop(a)
     assert not queue
