@@ -47,10 +47,11 @@ class Evaluator:
         longest = max(encoder.feature_dim, pixels(evaluation_input.test.images[:2]).shape[1])
         self._final_protocol.validate(evaluation_input, feature_dim=longest)
 
-    def result_units(self) -> dict[str, str]:
-        """Return the units of the results of a round, by name. Empty without labeled images."""
+    def result_units(self, *, final: bool = False) -> dict[str, str]:
+        """Return the units of the results of a round, or of the final ones, by name. Empty without labeled images."""
+        protocol = self._final_protocol if final else self._protocol
         evaluation_input = make_evaluation_input(None, self._data, device=self._device)
-        return {} if evaluation_input is None else dict(self._protocol.result_units(evaluation_input.num_classes))
+        return {} if evaluation_input is None else dict(protocol.result_units(evaluation_input.num_classes))
 
     @property
     def trains_network(self) -> bool:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
 
 from fedssl.machine.process import OPENMP_ENV
 
@@ -23,7 +22,6 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from fedssl.atomic_files import make_output_folder, new_run_folder
@@ -33,58 +31,34 @@ from fedssl.config.compose import compose_unresolved, validate_names
 from fedssl.config.load import compose, load_settings, with_run_folder
 from fedssl.config.overrides import CONF, check_single, check_sweep, config_groups, parse, quote_value
 from fedssl.config.settings import Settings
-from fedssl.config.targets import SEARCHPATH_KEY, expand_config_dir_flag, search_folders
+from fedssl.config.targets import expand_config_dir_flag, search_folders
 from fedssl.errors import InputError, RunError
-from fedssl.runs.run import acquire_lock, is_locked, read_summary, write_summary
-from fedssl.untrusted import sanitize
+from fedssl.runs.run import is_locked, read_summary, run_folders
+from simulation.parallel_jobs import parallel_tasks, run_in_parallel
+from simulation.sweep import (
+    FOLDER_KEY,
+    check_metric,
+    finish_sweep,
+    folder_to_resume,
+    needs_hydra,
+    new_sweep_folder,
+    plan_jobs,
+    run_hydra_job,
+    run_jobs,
+    split_options,
+    sweep_lock,
+    waiting_jobs,
+)
 
 DATASETS = ("dataset", "calibration.dataset")
 
 
-class SweepState:
-    """Outcome of a sweep. Hydra discards the results of jobs, and prints a traceback if a job raises.
-
-    ``jobs`` are the folders of a sweep's jobs. ``lock`` locks its folder for readers that wait for more jobs.
-    """
-
-    def __init__(self) -> None:
-        self.jobs: list[Path] = []
-        self.errors: list[Exception] = []
-        self.lock: TextIO | None = None
-
-    def run_job(self) -> None:
-        """Execute a job of a sweep."""
-        hydra_config = HydraConfig.get()
-        # Without resolution of interpolations, which refer to the settings of the job.
-        overrides: Any = OmegaConf.to_container(hydra_config.overrides, resolve=False)
-        searchpath = [override for override in overrides["hydra"] if override.startswith(f"{SEARCHPATH_KEY}=")]
-        try:
-            self._run_sweep_job(searchpath, overrides["task"], Path(hydra_config.runtime.output_dir).resolve())
-        except Exception as error:  # errors are reported at the end
-            self.errors.append(error)
-
-    def _run_sweep_job(self, searchpath: Sequence[str], task: Sequence[str], folder: Path) -> None:
-        if not self.jobs:
-            self.lock = acquire_lock(folder.parent)
-        self.jobs.append(folder)
-        print(f"\n[job {folder.name}] {' '.join(task)}", flush=True)
-        existed = (folder / "config.yaml").exists()
-        try:
-            run([*searchpath, *task, f"output_dir={quote_value(str(folder))}"])
-        except Exception as error:
-            print(f"[job {folder.name}] failed: {sanitize(error)}", flush=True)
-            if not existed:
-                with suppress(OSError):  # the disk may be full
-                    _write_failure(folder, [*searchpath, *task], reason=str(error))
-            raise
-
-
 def main() -> int:
     """Run the command and return its exit status, see `run_command`."""
-    return run_command("fedssl", lambda: _run_all(SweepState()))
+    return run_command("fedssl", _run_all)
 
 
-def _run_all(state: SweepState) -> int:
+def _run_all() -> int:
     """Execute the command line, and return the exit status of a sweep."""
     flags, overrides = split_arguments(expand_config_dir_flag(sys.argv[1:]))
     validate_names(overrides)
@@ -105,18 +79,14 @@ def _run_all(state: SweepState) -> int:
         return 0
     if is_sweep:
         check_sweep(overrides)
-        _make_sweep_folder(overrides)
+        return _run_hydra_sweep(flags, overrides) if needs_hydra(flags, overrides) else _run_sweep(overrides)
     sys.argv[1:] = [*flags, *overrides]
 
     def job(hydra_settings: DictConfig) -> None:  # Hydra names the application after this file
-        state.run_job()
+        _run_single(overrides)
 
     hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
-    if state.jobs:
-        print_table(state.jobs)
-    elif state.errors:
-        raise state.errors[0]
-    return 1 if state.errors else 0
+    return 0
 
 
 def _run_single(overrides: Sequence[str]) -> None:
@@ -129,12 +99,44 @@ def _run_single(overrides: Sequence[str]) -> None:
         raise RunError("standard output was closed before the run had ended") from error
 
 
-def _make_sweep_folder(overrides: Sequence[str]) -> None:
-    """Create the folder of the sweep's jobs, as far as its name is fixed; `InputError` if that is impossible."""
-    names = [str(override.value()) for override in parse(overrides) if override.key_or_group == "hydra.sweep.dir"]
-    name = ["multirun", *names][-1]
-    folder = Path(name.partition("${")[0].rpartition("/")[0] or ".") if "${" in name else Path(name)
-    make_output_folder(folder, "hydra.sweep.dir")
+def _run_sweep(overrides: Sequence[str]) -> int:
+    """Run or resume a sweep, and return its exit status."""
+    options, overrides = split_options(overrides)
+    resumed = folder_to_resume(overrides)
+    folder = resumed or new_sweep_folder(overrides)
+    with sweep_lock(folder):
+        new = [override for override in overrides if not (resumed and override.startswith("resume="))]
+        jobs = plan_jobs(folder, new)
+        waiting = waiting_jobs(jobs, retry=options.get("retry", False))
+        limit, address = options.get("jobs"), options.get("address")
+        tasks = parallel_tasks(waiting, limit=limit, address=address)
+        try:
+            if tasks is None:
+                run_jobs(waiting, run)
+            else:
+                run_in_parallel(tasks, limit=limit, address=address)
+        except KeyboardInterrupt as stop:
+            resume = shlex.quote(f"resume={folder}")
+            raise KeyboardInterrupt(f"; continue with: fedssl -m {resume}") from stop
+        return finish_sweep(folder, [job.folder for job in jobs])
+
+
+def _run_hydra_sweep(flags: Sequence[str], overrides: Sequence[str]) -> int:
+    """Run a sweep by another sweeper or launcher of Hydra, and return its exit status."""
+    options, overrides = split_options(overrides)
+    metric = options.get("metric")
+    if metric is not None:
+        check_metric(metric, overrides)
+    folder = new_sweep_folder(overrides)
+    sys.argv[1:] = [*flags, *overrides, f"{FOLDER_KEY}={quote_value(str(folder))}"]
+
+    def job(hydra_settings: DictConfig) -> float | None:
+        return run_hydra_job(run, metric=metric)
+
+    with sweep_lock(folder):
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+        jobs = run_folders(folder)
+        return finish_sweep(folder, jobs) if jobs else 0  # a flag such as --info
 
 
 def _help_text(overrides: Sequence[str]) -> str:
@@ -238,23 +240,3 @@ def _is_remote_resume(overrides: Sequence[str]) -> bool:
     explicit = {override.key_or_group: override.value() for override in parse(overrides)}
     folder = explicit.get("resume")
     return folder is not None and explicit.get("engine") == "deployment" and not Path(str(folder)).exists()
-
-
-def print_table(folders: Sequence[Path]) -> None:
-    """Print the table of a sweep, and write it to the folder of the sweep as CSV and Markdown."""
-    from fedssl.report.accuracy_table import sweep_table
-
-    table = sweep_table(folders)
-    try:
-        table.write(folders[0].parent)
-    except OSError as error:
-        raise RunError(f"{folders[0].parent} cannot be written ({error.strerror}); free disk space") from error
-    print(f"\n{table.text()}\n\nresults.csv and results.md are in {folders[0].parent}")
-
-
-def _write_failure(folder: Path, overrides: Sequence[str], *, reason: str) -> None:
-    """Write the reason into the summary of a run that could not do so itself."""
-    summary = folder / "summary.json"
-    content = read_summary(summary) or {"overrides": list(overrides), "rounds": 0}
-    folder.mkdir(parents=True, exist_ok=True)
-    write_summary(summary, {**content, "status": "failed", "reason": reason})

@@ -46,7 +46,7 @@ COMPARED_VERSIONS = ("python", "torch", "flwr")
 
 
 @contextmanager
-def ray_session(*, gpus: int | None, address: str | None = None) -> Iterator[list[Host]]:
+def ray_session(*, gpus: int | None, address: str | None = None, log_to_driver: bool = True) -> Iterator[list[Host]]:
     """Yield the hosts of Ray.
 
     Parameters
@@ -56,6 +56,8 @@ def ray_session(*, gpus: int | None, address: str | None = None) -> Iterator[lis
     address : str or None
         Of a cluster, or "auto" for the cluster of this machine. None starts a private Ray on this machine, which ends
         with the block or with this process.
+    log_to_driver : bool
+        Print the output of Ray's processes.
     """
     if os.name != "posix":  # Ray's processes could not be found again
         raise InputError("engine=ray needs Linux or macOS; use engine=local")
@@ -65,9 +67,9 @@ def ray_session(*, gpus: int | None, address: str | None = None) -> Iterator[lis
     with process_sandbox() as sandbox:
         with _environment(sandbox.work, {**ENVIRONMENT, "FLWR_HOME": str(sandbox.home)}):
             if address is None:
-                _start(ray, sandbox, gpus=gpus)
+                _start(ray, sandbox, gpus=gpus, log_to_driver=log_to_driver)
             else:
-                _join(ray, address)
+                _join(ray, address, log_to_driver=log_to_driver)
         try:
             yield [_host(node) for node in ray.nodes() if node["Alive"]]
         finally:
@@ -79,7 +81,7 @@ def _host(node: Mapping[str, Any]) -> Host:
     return Host(cpus=int(resources.get("CPU", 0)), gpus=int(resources.get("GPU", 0)), node_id=node["NodeID"])
 
 
-def _start(ray: ModuleType, sandbox: ProcessSandbox, *, gpus: int | None) -> None:
+def _start(ray: ModuleType, sandbox: ProcessSandbox, *, gpus: int | None, log_to_driver: bool) -> None:
     os.environ.pop("RAY_ADDRESS", None)  # do not use a cluster that is already running
     try:
         ray.init(
@@ -87,20 +89,26 @@ def _start(ray: ModuleType, sandbox: ProcessSandbox, *, gpus: int | None) -> Non
             num_gpus=gpus,
             include_dashboard=False,
             logging_level=logging.WARNING,
+            log_to_driver=log_to_driver,
             _temp_dir=str(sandbox.path / "ray"),
         )
     except Exception as error:  # Ray has no common class for these errors
         raise RunError(f"Ray could not be started: {error}; use engine=local") from error
 
 
-def _join(ray: ModuleType, address: str) -> None:
+def _join(ray: ModuleType, address: str, *, log_to_driver: bool) -> None:
     host, _, port = address.rpartition(":")
     if address != "auto" and not (host and port.isdigit()):
         raise InputError(f"engine.address={address} is not the address of a Ray cluster; set it to HOST:PORT or auto")
     try:
         if address != "auto":  # Ray would retry for minutes
             socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT).close()
-        ray.init(address=address, runtime_env={"env_vars": ENVIRONMENT}, logging_level=logging.WARNING)
+        ray.init(
+            address=address,
+            runtime_env={"env_vars": ENVIRONMENT},
+            logging_level=logging.WARNING,
+            log_to_driver=log_to_driver,
+        )
     except Exception as error:  # as above
         raise InputError(
             f"there is no Ray cluster of this machine at engine.address={address} ({error}); start one with "

@@ -1,6 +1,7 @@
-"""Undocumented names of Hydra 1.3: parsing the command line, and parsing and applying overrides."""
+"""Undocumented names of Hydra 1.3: parsing the command line, and parsing, expanding and applying overrides."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -11,12 +12,39 @@ from omegaconf import DictConfig
 
 from fedssl.errors import InputError
 
-__all__ = ["ChoiceSweep", "Glob", "IntervalSweep", "Override", "apply_overrides", "parse_overrides", "split_arguments"]
+__all__ = [
+    "ChoiceSweep",
+    "Glob",
+    "IntervalSweep",
+    "Override",
+    "apply_overrides",
+    "expand_sweep",
+    "parse_overrides",
+    "split_arguments",
+]
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     """Parse overrides by Hydra's grammar; raise `HydraException` if one is invalid."""
     return OverridesParser.create().parse_overrides(list(overrides))
+
+
+def expand_sweep(overrides: Sequence[str], groups: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """Return the overrides of every job of a sweep, in the order of Hydra's basic sweeper.
+
+    ``groups`` are the choices of each group, for `Glob`.
+    """
+    values: dict[str, list[str]] = {}
+    for override in parse_overrides(overrides):
+        key, value = override.get_key_element(), override.value()
+        if isinstance(value, Glob):
+            choices = [choice for choice in groups[override.key_or_group] if "/" not in choice]
+            values[key] = [f"{key}={choice}" for choice in value.filter(choices)]
+        elif override.is_sweep_override():
+            values[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        else:
+            values[key] = [str(override.input_line)]
+    return [list(job) for job in itertools.product(*values.values())]
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -14,7 +14,7 @@ from typing import Any
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -62,6 +62,8 @@ def resolve_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]
     validate_config(config)
     add_import_path(overrides)
     check_targets(config)
+    with open_dict(config):
+        del config["sweep"]  # its options are those of a sweep, not of a run
     config.threads = config.threads or default_threads(config.dataset.size)
     if config.output_dir is not None:
         config.output_dir = str(config.output_dir)
@@ -277,6 +279,21 @@ def _hydra_composed(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str
     with open_dict(config):
         del config["hydra"]
     return config, choices
+
+
+def hydra_value(overrides: Sequence[str], key: str) -> Any:
+    """Return a setting of Hydra itself, e.g. ``sweep.dir``; only its own overrides and the experiment matter."""
+    chosen = [override for override in overrides if override.startswith(("hydra", "experiment="))]
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+            return OmegaConf.select(hydra_compose("config", overrides=chosen, return_hydra_config=True).hydra, key)
+    except MissingConfigException as error:
+        plugin = next((o for o in chosen if o.startswith(("hydra/launcher=", "hydra/sweeper="))), "a plugin of Hydra")
+        kind, _, name = plugin.removeprefix("hydra/").partition("=")
+        raise InputError(f"{plugin} is not installed; install its package, e.g. hydra-{name}-{kind}") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise InputError(" ".join(str(error).split())) from error
 
 
 def flatten(node: DictConfig, prefix: str = "", *, inner: bool = False) -> Iterator[tuple[str, Any]]:

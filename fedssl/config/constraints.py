@@ -139,6 +139,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "keep_checkpoints": _integer(1),
         "snapshot_every": _integer(0),
     },
+    "sweep": {"jobs": _optional(_integer(1)), "retry": _BOOL},
     "aggregation": {
         "min_updates": _integer(1),
         "max_retries": _integer(0),

@@ -80,6 +80,8 @@ def check_choices(override: Override, *, group: str, choices: Sequence[str]) -> 
 def check_single(overrides: Sequence[str]) -> None:
     """Raise `InputError` if an override of a single run sweeps over values."""
     for override in parse(overrides):
+        if override.key_or_group.startswith("sweep."):
+            raise InputError(f"{override.input_line} is an option of a sweep; add -m, or leave it out")
         if override.is_sweep_override():
             key, _, values = str(override.input_line).partition("=")
             as_list = "" if "(" in values else f", or write {key}=[{values}] for a list"

@@ -1,0 +1,234 @@
+"""Sweeps: ``fedssl -m`` runs every combination of swept values as a job.
+
+The folder of a sweep contains one run folder for each job, by number, and `STATE_FILE` with the overrides of the jobs.
+The outcome of a job is in the ``summary.json`` of its run. A sweep can therefore be resumed after any interruption.
+"""
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from fedssl.atomic_files import make_output_folder, saved_rounds, write_text
+from fedssl.config.compat import expand_sweep
+from fedssl.config.compose import RESUMABLE_KEYS, hydra_value
+from fedssl.config.load import compose
+from fedssl.config.overrides import config_groups, parse, quote_value
+from fedssl.config.targets import SEARCHPATH_KEY, search_folders
+from fedssl.errors import InputError, RunError
+from fedssl.report.accuracy_table import sweep_table
+from fedssl.runs.run import acquire_lock, is_locked, read_run, read_summary, write_summary
+from fedssl.untrusted import read_yaml, sanitize
+
+Runner = Callable[[Sequence[str]], None]  # runs or resumes a run with these overrides
+
+STATE_FILE = "sweep.yaml"
+OPTIONS = "sweep."  # prefix of the options of a sweep, which are no settings of a run
+FOLDER_KEY = "hydra.sweep.dir"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of a sweep. ``overrides`` are those of a new run, without its folder."""
+
+    folder: Path
+    overrides: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"[job {self.folder.name}]"
+
+
+def split_options(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the explicit options of the sweep by name, and the other overrides; raises `InputError`."""
+    options = [override for override in overrides if override.startswith(OPTIONS)]
+    if any(override.is_sweep_override() for override in parse(options)):
+        raise InputError(f"{' '.join(options)}: options of a sweep have one value")
+    compose(options)  # validates them
+    values = {override.key_or_group.removeprefix(OPTIONS): override.value() for override in parse(options)}
+    return values, [override for override in overrides if override not in options]
+
+
+def needs_hydra(flags: Sequence[str], overrides: Sequence[str]) -> bool:
+    """Return whether Hydra itself must run a sweep: with its other flags, sweepers, launchers or settings."""
+    keys = {override.key_or_group for override in parse(overrides)}
+    ours = {FOLDER_KEY, SEARCHPATH_KEY}
+    return not {"-m", "--multirun"}.issuperset(flags) or any(key.startswith("hydra") for key in keys - ours)
+
+
+def new_sweep_folder(overrides: Sequence[str]) -> Path:
+    """Return the folder of a new sweep, and create it; raises `InputError`."""
+    folder = Path(str(hydra_value(overrides, "sweep.dir"))).absolute()
+    if (folder / STATE_FILE).exists():
+        raise InputError(f"{FOLDER_KEY}={folder} has a sweep; resume it with resume={folder}, or choose another folder")
+    make_output_folder(folder, FOLDER_KEY)
+    return folder
+
+
+def folder_to_resume(overrides: Sequence[str]) -> Path | None:
+    """Return the folder of the sweep to resume, if ``resume`` names one."""
+    for override in parse(overrides):
+        if override.key_or_group == "resume" and not override.is_sweep_override():
+            folder = Path(str(override.value()))
+            if (folder / STATE_FILE).exists():
+                return folder.absolute()
+            if folder.is_dir() and not (folder / "config.yaml").exists():
+                raise InputError(f"resume={folder} is neither a run nor a sweep: it has no {STATE_FILE}")
+    return None
+
+
+def check_metric(metric: str, overrides: Sequence[str]) -> None:
+    """Raise `InputError` if the final evaluation of a run with these overrides, apart from swept ones, lacks it."""
+    import torch  # slow imports
+
+    from server_app.evaluator import Evaluator
+
+    swept = {str(override.input_line) for override in parse(overrides) if override.is_sweep_override()}
+    ours = [o for o in overrides if (o not in swept and not o.startswith("hydra")) or o.startswith(SEARCHPATH_KEY)]
+    settings = compose(ours)
+    evaluator = Evaluator(settings.evaluation, data=settings.data, rounds=1, device=torch.device("cpu"), seed=0)
+    names = list(evaluator.result_units(final=True))
+    if metric not in names:
+        listed = ", ".join(names) or "nothing"
+        raise InputError(
+            f"sweep.metric={metric} is not a result of the final evaluation, which gives {listed}; choose one of "
+            "these, or set final_evaluation"
+        )
+
+
+@contextmanager
+def sweep_lock(folder: Path) -> Iterator[None]:
+    """Lock the folder of a sweep, for readers that wait for more jobs; raises `InputError` if it is in use."""
+    if is_locked(folder):
+        raise InputError(f"{folder} is in use by another process; wait for its end, or stop it")
+    lock = acquire_lock(folder)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+def plan_jobs(folder: Path, overrides: Sequence[str]) -> list[Job]:
+    """Return the jobs of a sweep, those of its earlier start first, and save them.
+
+    New overrides replace earlier ones of the same key. A job keeps its number if its settings are the same, apart from
+    `RESUMABLE_KEYS` that are not swept, other than the number of rounds.
+    """
+    saved = read_yaml(folder / STATE_FILE, dict) or {"overrides": [], "jobs": {}}
+    try:
+        earlier = [str(override) for override in saved["overrides"]]
+        jobs = {str(name): tuple(map(str, job)) for name, job in saved["jobs"].items()}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise InputError(f"{folder / STATE_FILE} is damaged; start the sweep again in another folder") from error
+    given = [override for override in overrides if override.partition("=")[0] != FOLDER_KEY]
+    merged = list({override.partition("=")[0]: override for override in [*earlier, *given]}.values())
+    swept = {override.key_or_group for override in parse(merged) if override.is_sweep_override()}
+    free = RESUMABLE_KEYS - {"rounds"} - swept
+    names = {_identity(job, free): name for name, job in jobs.items()}
+    if len(names) < len(jobs):
+        raise InputError(f"{folder / STATE_FILE} is damaged: it has a job twice; start the sweep again")
+    for job in expand_sweep(merged, config_groups(search_folders(merged))):
+        name = names.setdefault(_identity(job, free), str(len(jobs)))
+        jobs[name] = tuple(job)
+    content = {"overrides": merged, "jobs": {name: list(job) for name, job in jobs.items()}}
+    write_text(folder / STATE_FILE, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    return [Job(folder / name, job) for name, job in jobs.items()]
+
+
+def _identity(overrides: Iterable[str], free: Set[str]) -> frozenset[str]:
+    """Return the overrides that decide whether two jobs are the same run: those of keys that are not ``free``."""
+    return frozenset(
+        override for override in overrides if not {(key := override.partition("=")[0]), key.split(".")[0]} & free
+    )
+
+
+def waiting_jobs(jobs: Sequence[Job], *, retry: bool) -> list[Job]:
+    """Return the jobs that are not finished, without those that failed unless they are retried.
+
+    Print how many are finished and have failed, if any are.
+    """
+    waiting, finished, failed = [], 0, []
+    for job in jobs:
+        run = read_run(job.folder)
+        if run.running:
+            raise InputError(f"{job.folder} is in use by another process; wait for its end, or stop it")
+        if run.finished:
+            finished += 1
+        elif run.state == "failed" and not retry:
+            failed.append(f"{job.name} failed: {run.failure_reason}")
+        else:
+            waiting.append(job)
+    if failed:
+        print("\n".join([*failed, "sweep.retry=true runs failed jobs again"]))
+    if finished or failed:
+        print(f"{finished} of {len(jobs)} jobs are finished, {len(failed)} failed", flush=True)
+    return waiting
+
+
+def job_overrides(job: Job) -> list[str]:
+    """Return the overrides that start or resume a job."""
+    if not saved_rounds(job.folder / "checkpoints"):
+        return [*job.overrides, f"output_dir={quote_value(str(job.folder))}"]
+    free = [o for o in job.overrides if {(key := o.partition("=")[0]), key.split(".")[0]} & RESUMABLE_KEYS]
+    return [*free, f"resume={quote_value(str(job.folder))}"]
+
+
+def run_job(job: Job, run: Runner) -> str | None:
+    """Run or resume a job by ``run``; return the reason if it failed."""
+    if not saved_rounds(job.folder / "checkpoints"):
+        shutil.rmtree(job.folder, ignore_errors=True)  # of a job that was killed before its first checkpoint
+    try:
+        run(job_overrides(job))
+    except Exception as error:  # the other jobs go on
+        if not (job.folder / "config.yaml").exists():
+            with suppress(OSError):  # the disk may be full
+                _write_failure(job, reason=str(error))
+        return sanitize(error)
+    return None
+
+
+def run_jobs(jobs: Sequence[Job], run: Runner) -> None:
+    """Run jobs one after the other."""
+    for job in jobs:
+        print(f"\n{job.name} {' '.join(job.overrides)}", flush=True)
+        reason = run_job(job, run)
+        if reason is not None:
+            print(f"{job.name} failed: {reason}", flush=True)
+
+
+def run_hydra_job(run: Runner, *, metric: str | None) -> float | None:
+    """Run the job that Hydra has started, and return its metric; None without one, or if the job failed."""
+    hydra_config = HydraConfig.get()
+    # Without resolution of interpolations, which refer to the settings of the job.
+    overrides: Any = OmegaConf.to_container(hydra_config.overrides, resolve=False)
+    searchpath = [override for override in overrides["hydra"] if override.startswith(f"{SEARCHPATH_KEY}=")]
+    job = Job(Path(hydra_config.runtime.output_dir).resolve(), (*searchpath, *overrides["task"]))
+    run_jobs([job], run)
+    score = read_run(job.folder).results.get(metric) if metric else None
+    return None if score is None else score.value
+
+
+def finish_sweep(folder: Path, jobs: Sequence[Path]) -> int:
+    """Print and write the table of a sweep. Return the exit status, which is 1 if a job is not finished."""
+    table = sweep_table(jobs)
+    try:
+        table.write(folder)
+    except OSError as error:
+        raise RunError(f"{folder} cannot be written ({error.strerror}); free disk space") from error
+    print(f"\n{table.text()}\n\nresults.csv and results.md are in {folder}")
+    return 1 if table.failed else 0
+
+
+def _write_failure(job: Job, *, reason: str) -> None:
+    """Write the reason into the summary of a run that could not do so itself."""
+    summary = job.folder / "summary.json"
+    content = read_summary(summary) or {"overrides": list(job.overrides), "rounds": 0}
+    job.folder.mkdir(parents=True, exist_ok=True)
+    write_summary(summary, {**content, "status": "failed", "reason": reason})

@@ -1,0 +1,297 @@
+"""Sweeps: their jobs and state, resuming, and jobs in parallel, whose results are those of a sequential sweep."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from fedssl.errors import InputError
+from fedssl.runs.run import acquire_lock, is_locked
+from simulation.cli import run
+from simulation.parallel_jobs import parallel_tasks
+from simulation.sweep import (
+    STATE_FILE,
+    Job,
+    check_metric,
+    folder_to_resume,
+    needs_hydra,
+    new_sweep_folder,
+    plan_jobs,
+    run_job,
+    run_jobs,
+    split_options,
+    waiting_jobs,
+)
+
+QUICK = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
+QUICK += ["evaluate_every=0", "final_evaluation=knn", "collapse_images=0", "measure_resources=false"]
+
+
+def names_and_overrides(jobs):
+    return {job.folder.name: list(job.overrides) for job in jobs}
+
+
+class TestJobs:
+    def test_every_combination_in_hydras_order(self, tmp_path):
+        jobs = plan_jobs(tmp_path, ["rounds=3", "seed=0,1", "partition.alpha=0.1,1"])
+        assert names_and_overrides(jobs) == {
+            "0": ["rounds=3", "seed=0", "partition.alpha=0.1"],
+            "1": ["rounds=3", "seed=0", "partition.alpha=1"],
+            "2": ["rounds=3", "seed=1", "partition.alpha=0.1"],
+            "3": ["rounds=3", "seed=1", "partition.alpha=1"],
+        }
+
+    @pytest.mark.parametrize(
+        ("override", "values"),
+        [
+            ("seed=range(0,3)", ["seed=0", "seed=1", "seed=2"]),
+            ("strategy=glob(fed*,exclude=[fedbn,fedema,fedu,featarc])", ["strategy=fedavg", "strategy=fedprox"]),
+            ("+final_evaluation.x=choice(a,b)", ["+final_evaluation.x=a", "+final_evaluation.x=b"]),
+        ],
+    )
+    def test_ranges_patterns_and_choices(self, tmp_path, override, values):
+        assert [list(job.overrides) for job in plan_jobs(tmp_path, [override])] == [[value] for value in values]
+
+    def test_a_resumed_sweep_keeps_its_jobs_and_appends_new_ones(self, tmp_path):
+        plan_jobs(tmp_path, ["rounds=3", "seed=0,1"])
+        jobs = plan_jobs(tmp_path, ["seed=1,2"])
+        assert names_and_overrides(jobs) == {
+            "0": ["rounds=3", "seed=0"],
+            "1": ["rounds=3", "seed=1"],
+            "2": ["rounds=3", "seed=2"],
+        }
+
+    def test_engine_and_threads_make_no_new_jobs_but_rounds_do(self, tmp_path):
+        plan_jobs(tmp_path, ["rounds=3", "seed=0,1"])
+        assert len(plan_jobs(tmp_path, ["threads=1", "engine=local", "evaluate_every=7"])) == 2
+        assert len(plan_jobs(tmp_path, ["rounds=4"])) == 4
+        assert len(plan_jobs(tmp_path, ["threads=1,2"])) == 4 + 2  # those with rounds=4 have threads=1
+
+    @pytest.mark.parametrize(
+        "content",
+        ["jobs: [1]", "overrides: 3\njobs: {}", "jobs: {}", "[]", "overrides: []\njobs: {'0': [a], '1': [a]}"],
+    )
+    def test_a_damaged_file_is_one_sentence(self, tmp_path, content):
+        (tmp_path / STATE_FILE).write_text(content)
+        with pytest.raises(InputError, match=STATE_FILE) as caught:
+            plan_jobs(tmp_path, ["seed=0,1"])
+        assert "\n" not in str(caught.value)
+
+
+class TestFolder:
+    def test_a_new_sweep_does_not_write_into_another(self, tmp_path):
+        overrides = [f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+        assert new_sweep_folder(overrides) == tmp_path / "sweep"
+        plan_jobs(tmp_path / "sweep", ["seed=0,1"])
+        with pytest.raises(InputError, match="has a sweep; resume it with resume="):
+            new_sweep_folder(overrides)
+
+    def test_the_default_has_the_time(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        assert new_sweep_folder([]).parent == tmp_path / "multirun"
+
+    def test_only_a_sweep_can_be_resumed_as_one(self, tmp_path):
+        assert folder_to_resume(["seed=0,1"]) is None
+        assert folder_to_resume([f"resume={tmp_path / 'missing'}"]) is None  # the job rejects it
+        with pytest.raises(InputError, match="neither a run nor a sweep"):
+            folder_to_resume([f"resume={tmp_path}"])
+        plan_jobs(tmp_path, ["seed=0,1"])
+        assert folder_to_resume([f"resume={tmp_path}"]) == tmp_path
+
+    @pytest.mark.parametrize(
+        ("override", "message"),
+        [
+            ("sweep.jobs=0", "must be an integer of at least 1"),
+            ("sweep.retry=7", "must be true or false"),
+            ("sweep.jobs=1,2", "options of a sweep have one value"),
+        ],
+    )
+    def test_invalid_options(self, override, message):
+        with pytest.raises(InputError, match=message):
+            split_options(["seed=0,1", override])
+
+    def test_options_are_no_overrides_of_jobs(self):
+        assert split_options(["seed=0,1", "sweep.jobs=2"]) == ({"jobs": 2}, ["seed=0,1"])
+
+
+def finish(job, *, status="finished"):
+    job.folder.mkdir(exist_ok=True)
+    summary = {"status": status, "reason": "no images", "overrides": [], "rounds": 2, "final": {}}
+    (job.folder / "summary.json").write_text(json.dumps(summary))
+
+
+class TestResume:
+    def test_only_what_is_missing_runs(self, tmp_path, capsys):
+        jobs = plan_jobs(tmp_path, ["seed=0,1,2,3"])
+        finish(jobs[0])
+        finish(jobs[1], status="failed")
+        finish(jobs[2], status="interrupted")
+        assert waiting_jobs(jobs, retry=False) == [jobs[2], jobs[3]]
+        assert "[job 1] failed: no images" in capsys.readouterr().out
+        assert waiting_jobs(jobs, retry=True) == [jobs[1], jobs[2], jobs[3]]
+
+    def test_a_job_in_use_is_not_started_again(self, tmp_path):
+        jobs = plan_jobs(tmp_path, ["seed=0,1"])
+        jobs[1].folder.mkdir()
+        lock = acquire_lock(jobs[1].folder)
+        with pytest.raises(InputError, match="in use by another process"):
+            waiting_jobs(jobs, retry=False)
+        lock.close()
+
+    def test_a_job_without_a_checkpoint_starts_again_and_another_one_is_resumed(self, tmp_path):
+        job, started = Job(tmp_path / "0", ("seed=0", "threads=1")), []
+        job.folder.mkdir()
+        (job.folder / "run.log").touch()
+        assert run_job(job, started.append) is None
+        assert started == [["seed=0", "threads=1", f"output_dir='{job.folder}'"]]
+        assert not job.folder.exists()
+        (job.folder / "checkpoints").mkdir(parents=True)
+        (job.folder / "checkpoints" / "round-1.pt").touch()
+        assert run_job(job, started.append) is None
+        assert started[1] == ["threads=1", f"resume='{job.folder}'"]
+
+    def test_a_failed_job_does_not_stop_the_others(self, tmp_path):
+        jobs = plan_jobs(tmp_path, ["seed=0,1"])
+
+        def fail_first(overrides):
+            if "seed=0" in overrides:
+                raise InputError("no images")
+
+        run_jobs(jobs, fail_first)
+        assert json.loads((jobs[0].folder / "summary.json").read_text())["reason"] == "no images"
+        assert waiting_jobs(jobs, retry=False) == jobs[1:]
+
+
+class TestHydra:
+    """Sweeps by Hydra itself, with another sweeper or launcher."""
+
+    def test_other_settings_of_hydra_need_it(self):
+        assert not needs_hydra(["-m"], ["seed=0,1", "hydra.sweep.dir=x", "hydra.searchpath=[file:///x]"])
+        assert needs_hydra(["-m", "--info"], ["seed=0,1"])
+        assert needs_hydra(["-m"], ["seed=0,1", "hydra.verbose=true"])
+        assert needs_hydra(["-m"], ["seed=0,1", "hydra/sweeper=optuna"])
+
+    def test_a_missing_plugin_is_one_sentence(self):
+        with pytest.raises(InputError, match="hydra/launcher=moon is not installed; .* hydra-moon-launcher"):
+            new_sweep_folder(["seed=0,1", "hydra/launcher=moon"])
+
+    def test_a_metric_without_a_protocol_is_one_sentence(self):
+        check_metric("knn", ["final_evaluation=knn", "seed=0,1"])
+        with pytest.raises(InputError, match="sweep.metric=linear is not a result .*, which gives knn; choose"):
+            check_metric("linear", ["final_evaluation=knn", "seed=0,1"])
+
+    def test_a_failed_job_and_the_table_are_found_in_the_files(self, tmp_path):
+        status, output = sweep(
+            tmp_path, "seed=0", "clients_per_round=2,9", "hydra.sweep.dir=sweep", "hydra.verbose=[]", "sweep.metric=knn"
+        )
+        assert status == 1, output
+        assert "[job 1] failed: clients_per_round=9 is more than num_clients=3" in output
+        assert len((tmp_path / "sweep/results.csv").read_text().splitlines()) == 1 + 2
+
+
+class TestParallelTasks:
+    @pytest.fixture(autouse=True)
+    def cores(self, monkeypatch):
+        monkeypatch.setattr("simulation.parallel_jobs.available_cores", lambda: 4)
+
+    def test_jobs_have_their_threads_and_one_process(self, tmp_path):
+        jobs = plan_jobs(tmp_path, [*QUICK[:-1], "threads=1,2"])
+        tasks = parallel_tasks(jobs, limit=None, address=None)
+        assert [(task.cpus, task.gpus) for task in tasks] == [(1, 0), (2, 0)]
+        assert all(task.job.overrides[-1] == "engine=local" for task in tasks)
+
+    @pytest.mark.parametrize(
+        ("overrides", "limit"),
+        [
+            (["seed=0,1,2"], 1),
+            (["seed=0"], None),  # one job
+            (["seed=0,1"], None),  # half of the cores: each job may use Ray for its clients
+            (["seed=0,1,2", "threads=3"], None),  # two do not fit
+            (["seed=0,1,2", "engine=ray"], None),
+        ],
+    )
+    def test_other_jobs_run_one_after_the_other(self, tmp_path, overrides, limit):
+        assert parallel_tasks(plan_jobs(tmp_path, overrides), limit=limit, address=None) is None
+
+    def test_an_invalid_job_fails_by_itself(self, tmp_path):
+        jobs = plan_jobs(tmp_path, ["num_clients=3", "clients_per_round=1,2,9"])
+        assert len(parallel_tasks(jobs, limit=None, address=None)) == 3
+
+
+def start(folder, *overrides):
+    command = [sys.executable, "-c", "from fedssl.command_line import fedssl; fedssl()", "-m", *QUICK, *overrides]
+    return subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def sweep(folder, *overrides):
+    process = start(folder, *overrides)
+    output, _ = process.communicate(timeout=300)
+    return process.returncode, output
+
+
+def encoders(folder):
+    return {file.parent.name: file.read_bytes() for file in sorted(folder.glob("*/encoder.pt"))}
+
+
+@pytest.fixture(scope="module")
+def sequential(tmp_path_factory):
+    """A sweep of four jobs, of which two are invalid, one after the other."""
+    folder = tmp_path_factory.mktemp("sequential")
+    status, output = sweep(folder, "seed=0,1", "clients_per_round=2,9", "hydra.sweep.dir=sweep", "sweep.jobs=1")
+    assert status == 1, output
+    return folder / "sweep"
+
+
+@pytest.mark.heavy
+class TestParallelSweep:
+    def test_equals_a_sequential_one(self, sequential, tmp_path):
+        status, output = sweep(tmp_path, "seed=0,1", "clients_per_round=2,9", "hydra.sweep.dir=sweep", "sweep.jobs=2")
+        assert status == 1, output
+        assert "4 of 4 jobs ended, 2 failed" in output
+        assert (tmp_path / "sweep/results.csv").read_text() == (sequential / "results.csv").read_text()
+        assert len(encoders(sequential)) == 2
+        assert encoders(tmp_path / "sweep") == encoders(sequential)
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+    def test_resumes_after_a_signal_with_the_same_table(self, sequential, tmp_path, number):
+        jobs = ["seed=0,1", "clients_per_round=2,9", "hydra.sweep.dir=sweep"]
+        process = start(tmp_path, *jobs, "rounds=2")
+        while not list(tmp_path.glob("sweep/*/checkpoints/*.pt")) and process.poll() is None:
+            time.sleep(0.02)
+        os.killpg(process.pid, number)
+        output, _ = process.communicate(timeout=120)
+        if number == signal.SIGINT:
+            assert process.returncode == 130, output
+            assert f"continue with: fedssl -m resume={tmp_path / 'sweep'}" in output
+        deadline = time.monotonic() + 60
+        while any(is_locked(job) for job in (tmp_path / "sweep").glob("[0-9]*")):
+            assert time.monotonic() < deadline, "a job goes on without its sweep"
+            time.sleep(0.2)
+        status, output = sweep(tmp_path, "resume=sweep")
+        assert status == 1, output
+        assert (tmp_path / "sweep/results.csv").read_text() == (sequential / "results.csv").read_text()
+        assert encoders(tmp_path / "sweep") == encoders(sequential)
+
+
+def test_a_sequential_sweep_stops_with_the_command_that_resumes_it(tmp_path, monkeypatch):
+    from simulation import cli
+
+    monkeypatch.chdir(tmp_path)
+
+    def stop(overrides):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run", stop)
+    with pytest.raises(KeyboardInterrupt, match="; continue with: fedssl -m resume=.*sweep"):
+        cli._run_sweep([*QUICK, "seed=0,1", "hydra.sweep.dir=sweep", "sweep.jobs=1"])
+    assert yaml.safe_load((tmp_path / "sweep" / STATE_FILE).read_text())["jobs"].keys() == {"0", "1"}
+    monkeypatch.setattr(cli, "run", run)
+    assert cli._run_sweep(["resume=sweep", "sweep.jobs=1"]) == 0
+    assert len(encoders(tmp_path / "sweep")) == 2
