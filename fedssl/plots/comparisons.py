@@ -4,8 +4,10 @@
 - the mean cosine of clients' models with the global one over rounds (L-DAWA, Figure 4); `fedssl.plots.curves` plots it
   for a single run and its layers
 - final accuracy over a swept setting: FedU2's Figure 6 (weight of FUR), FedU's Figure 5 (threshold)
+- a heat map of final accuracies over two swept settings
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -162,11 +164,16 @@ def plot_divergence(runs: Sequence[Run]) -> PlotData:
     return PlotData(figure, rows)
 
 
-def swept_setting(groups: Sequence[RunGroup]) -> str:
-    """Return the only numeric setting that varies; raise an `InputError` if there is none or several."""
-    keys = [
+def numeric_settings(groups: Sequence[RunGroup]) -> list[str]:
+    """Return the settings that vary and are numbers in all groups."""
+    return [
         key for key in (groups[0].settings if groups else {}) if all(_number(each.settings[key]) for each in groups)
     ]
+
+
+def swept_setting(groups: Sequence[RunGroup]) -> str:
+    """Return the only numeric setting that varies; raise an `InputError` if there is none or several."""
+    keys = numeric_settings(groups)
     if len(keys) != 1:
         number = f"{len(keys)} do ({', '.join(keys)})" if keys else "none does"
         raise InputError(
@@ -181,10 +188,7 @@ def plot_sensitivity(runs: Sequence[Run]) -> PlotData:
     groups = group_by_seed([run for run in runs if run.finished])
     key = swept_setting(groups)
     values = sorted({float(group.settings[key]) for group in groups})
-    results = [run.results for group in groups for run in group.runs]
-    protocols = list(dict.fromkeys(name for scores in results for name, s in scores.items() if s.unit == ACCURACY))
-    if not protocols:
-        raise InputError("no run has a final accuracy; run again with final_evaluation=probes")
+    protocols = _accuracies(groups)
     lines: dict[str, list[RunGroup]] = {}
     for group in groups:
         others = {name: value for name, value in group.settings.items() if name != key}
@@ -205,6 +209,61 @@ def plot_sensitivity(runs: Sequence[Run]) -> PlotData:
         if column == 1:
             axes.legend(fontsize="small")
     return PlotData(figure, rows)
+
+
+def plot_heatmap(runs: Sequence[Run]) -> PlotData:
+    """Plot final accuracies over two swept numbers, with a column for each protocol and a row for all other settings.
+
+    A cell has the mean over seeds, and the standard deviation (divisor n) if there are several.
+    """
+    groups = group_by_seed([run for run in runs if run.finished])
+    keys = numeric_settings(groups)
+    if len(keys) != 2:
+        varying = f"{len(keys)} do ({', '.join(keys)})" if keys else "none does"
+        raise InputError(
+            f"heatmap needs runs in which two numbers differ, and {varying}; give the folder of a sweep such as "
+            "fedssl -m partition.alpha=0.1,1 num_clients=5,10"
+        )
+    protocols = _accuracies(groups)
+    columns, rows = (sorted({float(group.settings[key]) for group in groups}) for key in keys)
+    panels: dict[str, list[RunGroup]] = {}
+    for group in groups:
+        others = {name: value for name, value in group.settings.items() if name not in keys}
+        panels.setdefault(replace(group, settings=others).label, []).append(group)
+    shape = len(panels), len(protocols)
+    figure = new_figure(
+        width=max(4.5, shape[1] * (1.5 + 0.9 * len(columns))), height=shape[0] * (1.4 + 0.5 * len(rows))
+    )
+    lines: list[list[object]] = [["run", "protocol", *keys, "accuracy", "deviation", "runs"]]
+    for number, (label, protocol) in enumerate(itertools.product(panels, protocols), start=1):
+        axes = figure.add_subplot(*shape, number, xlabel=keys[0], ylabel=keys[1])
+        axes.set_title(f"{label}: {column_title(f'{protocol} accuracy', '%')}", fontsize="small")
+        scores = {
+            (score[0], float(group.settings[keys[1]])): score[1:]
+            for group in panels[label]
+            for score in final_scores([group], keys[0], protocol)
+        }
+        cells = np.array([[100 * scores.get((x, y), (math.nan,))[0] for x in columns] for y in rows])
+        image = axes.imshow(np.ma.masked_invalid(cells), cmap="cividis", aspect="auto", origin="lower")
+        middle = (np.nanmin(cells) + np.nanmax(cells)) / 2 if scores else 0
+        for (x, y), (score, deviation, num_runs) in scores.items():
+            text = f"{100 * score:.1f}" + (f" ± {100 * deviation:.1f}" if num_runs > 1 else "")
+            color = "black" if 100 * score > middle else "white"
+            axes.text(columns.index(x), rows.index(y), text, ha="center", va="center", color=color, fontsize="small")
+            lines.append([label, protocol, x, y, score, deviation, num_runs])
+        axes.set_xticks(range(len(columns)), [f"{value:g}" for value in columns])
+        axes.set_yticks(range(len(rows)), [f"{value:g}" for value in rows])
+        figure.colorbar(image, ax=axes)
+    return PlotData(figure, lines)
+
+
+def _accuracies(groups: Sequence[RunGroup]) -> list[str]:
+    """Return the names of the final accuracies of all runs; raises an `InputError` without any."""
+    results = [run.results for group in groups for run in group.runs]
+    protocols = list(dict.fromkeys(name for scores in results for name, s in scores.items() if s.unit == ACCURACY))
+    if not protocols:
+        raise InputError("no run has a final accuracy; run again with final_evaluation=probes")
+    return protocols
 
 
 def final_scores(groups: Sequence[RunGroup], key: str, protocol: str) -> list[tuple[float, float, float, int]]:

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from fedssl.errors import InputError
 from fedssl.plots.cka import plot_cka, plot_layer_cka
-from fedssl.plots.comparisons import plot_accuracy, plot_divergence, plot_sensitivity
+from fedssl.plots.comparisons import plot_accuracy, plot_divergence, plot_heatmap, plot_sensitivity
 from fedssl.plots.curves import plot_cosines, plot_metrics, plot_spectra
 from fedssl.plots.embeddings import plot_sphere, plot_tsne
 from fedssl.plots.forgetting import plot_forgetting
@@ -43,6 +43,7 @@ PLOTS = {
     ),
     "divergence": Plot(plot_divergence, "runs"),
     "sensitivity": Plot(plot_sensitivity, "runs"),
+    "heatmap": Plot(plot_heatmap, "runs"),
 }
 FINAL_PLOTS = ("metrics", "cosines", "spectrum")  # written at the end of a run
 

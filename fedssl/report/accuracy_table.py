@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 from fedssl.atomic_files import write_text
 from fedssl.evaluation.scores import ACCURACY, Score, column_title
@@ -14,9 +14,10 @@ from fedssl.text_table import TableCell, TableData, TextTable, text_cell, to_csv
 # Settings and config groups that define the task: results are compared only if they agree.
 COMPARISON_KEYS = ("dataset", "partition", "num_clients", "unseen_clients", "experiment")
 MARK_CAPTION = (
-    "the best accuracy of all rows with the same data and clients, if its mean exceeds the second best by more than "
-    "the larger of their standard deviations over seeds; with one seed of either nothing is marked"
+    "the best accuracy of all rows with the same data and clients, if it is higher than that of each other row by "
+    "Welch's t-test over seeds (one-sided, p < 0.05); with one seed of a row nothing is marked"
 )
+SIGNIFICANCE = 0.05
 
 
 def comparison_key(settings: dict[str, str]) -> Hashable:
@@ -30,10 +31,21 @@ def best_rows(values: Sequence[Sequence[float]], tasks: Sequence[Hashable]) -> s
     for task in set(tasks):
         rows = [row for row in range(len(tasks)) if tasks[row] == task and values[row]]
         rows.sort(key=lambda row: mean(values[row]), reverse=True)
-        first, second = (values[row] for row in rows[:2]) if len(rows) > 1 else ([], [])
-        if min(len(first), len(second)) > 1 and mean(first) - mean(second) > max(stdev(first), stdev(second)):
-            best.add(rows[0])
+        first, *others = rows or [-1]
+        if others and all(is_higher(values[first], values[row]) for row in others):
+            best.add(first)
     return best
+
+
+def is_higher(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Return whether the expectation of ``first`` is higher, by Welch's one-sided t-test; False with one value."""
+    if min(len(first), len(second)) < 2:
+        return False
+    if len({*first}) == len({*second}) == 1:  # no spread, for which the test is undefined
+        return first[0] > second[0]
+    from scipy.stats import ttest_ind  # slow import
+
+    return bool(ttest_ind(first, second, equal_var=False, alternative="greater").pvalue < SIGNIFICANCE)
 
 
 @dataclass

@@ -10,10 +10,12 @@ import itertools
 import time
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, column_title
 from fedssl.plots.registry import PLOTS
 from fedssl.plots.style import sanitize_texts
@@ -151,7 +153,13 @@ def figures_of_all(runs: Sequence[Run]) -> list[tuple[str, str]]:
     plotted = [run for group in _groups(runs) for run in ([run for run in group if run.finished] or group)]
     caption = "accuracy over rounds, over bytes and over FLOPs of a client"
     data = PLOTS["accuracy"].plot(plotted) if plotted else None
-    return [(caption, image(data.figure, label=caption, kind="wide"))] if data else []
+    figures = [(caption, image(data.figure, label=caption, kind="wide"))] if data else []
+    swept = {"sensitivity": "final accuracy over a swept setting", "heatmap": "final accuracy over two swept settings"}
+    for name, caption in swept.items():
+        with suppress(InputError):  # other settings vary
+            data = PLOTS[name].plot(plotted)
+            figures += [(caption, image(data.figure, label=caption, kind="wide"))] if data else []
+    return figures
 
 
 def figures_of_each(runs: Sequence[Run]) -> list[tuple[str, str]]:

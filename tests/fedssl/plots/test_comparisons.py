@@ -141,6 +141,21 @@ def test_sensitivity(sweep: list[Run], tmp_path: Path):
     ]
 
 
+def test_heatmap(tmp_path: Path):
+    jobs = [(0.1, 5, 0, 0.5), (0.1, 10, 0, 0.6), (1, 10, 0, 0.6), (1, 10, 1, 0.8)]  # without alpha 1 and 5 clients
+    runs = [
+        made(tmp_path / f"{n}", f"partition.alpha={alpha}", f"num_clients={clients}", f"seed={seed}", knn=knn)
+        for n, (alpha, clients, seed, knn) in enumerate(jobs)
+    ]
+    header, *rows = rows_of(write_plot("heatmap", runs, tmp_path, **FORMATS))
+    assert header == ["run", "protocol", "partition.alpha", "num_clients", "accuracy", "deviation", "runs"]
+    assert [[float(cell) for cell in row[2:]] for row in rows] == [
+        pytest.approx(row) for row in ([0.1, 5, 0.5, 0, 1], [0.1, 10, 0.6, 0, 1], [1, 10, 0.7, 0.1, 2])
+    ]
+    with pytest.raises(InputError, match=r"heatmap needs .*, and 1 do \(num_clients\); give"):
+        write_plot("heatmap", runs[:2], tmp_path)
+
+
 def test_what_runs_lack_is_said(sweep: list[Run], tmp_path: Path):
     with pytest.raises(InputError, match="sensitivity needs runs in which one number differs, and none does"):
         write_plot("sensitivity", sweep[:1], tmp_path)

@@ -385,27 +385,30 @@ def test_a_summary_of_another_program_is_none_of_ours(tmp_path: Path):
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        # Means .9 and .7 differ by .2; deviations sqrt(2 * .1^2 / 1) = .1414 and sqrt(2 * .05^2 / 1) = .0707.
-        ([[0.8, 1.0], [0.65, 0.75]], {0}),
-        ([[0.65, 0.75], [0.8, 1.0]], {1}),
-        # Means .9 and .78 differ by .12, which is more than .0707 but not than .1414, whichever of the two varies so.
-        ([[0.8, 1.0], [0.73, 0.83]], set()),
-        ([[0.85, 0.95], [0.68, 0.88]], set()),
-        # Of three the second best counts, not the last: .9 - .6 against a deviation of .0707, then .9 - .88.
-        ([[0.3, 0.9], [0.85, 0.95], [0.55, 0.65]], {1}),
-        ([[0.1, 0.2], [0.85, 0.95], [0.83, 0.93]], set()),
+        # Two seeds m - s and m + s have the variance 2 s^2, so that the difference of two means has 2 s^2 / 2 twice, i.e.
+        # the deviation s sqrt(2), and Welch's test has 2 degrees of freedom: p = 1/2 - t / (2 sqrt(2 + t^2)) is 0.05 at
+        # t = 2.92. With s = 0.01 that is a lead of 0.0413.
+        ([[0.84, 0.86], [0.79, 0.81]], {0}),
+        ([[0.79, 0.81], [0.84, 0.86]], {1}),
+        ([[0.83, 0.85], [0.79, 0.81]], set()),
+        # Each of the others counts: of the third row, far below, the seeds differ too much.
+        ([[0.84, 0.86], [0.79, 0.81], [0.1, 0.7]], set()),
+        ([[0.84, 0.86], [0.79, 0.81], [0.6, 0.62]], {0}),
         # One seed of either, no rival, nobody: nothing can be said.
         ([[0.9], [0.1, 0.2]], set()),
         ([[0.9, 0.9], [0.1]], set()),
         ([[0.9, 0.9]], set()),
-        ([[], [0.9, 0.9], []], set()),
+        ([[], [0.9, 0.9], []], set()),  # rows without finished runs are no rivals
+        ([[0.9, 0.9], [0.1, 0.1], [0.1]], set()),
         ([], set()),
         # Without any spread every lead is one, but a tie is none.
         ([[0.5, 0.5], [0.6, 0.6]], {1}),
         ([[0.5, 0.5], [0.5, 0.5]], set()),
     ],
 )
-def test_a_row_leads_by_more_than_the_larger_deviation(values: list[list[float]], expected: set[int]):
+def test_a_row_is_marked_if_it_is_higher_than_each_other_one_by_welchs_test(
+    values: list[list[float]], expected: set[int]
+):
     assert best_rows(values, ["same"] * len(values)) == expected
 
 
