@@ -166,9 +166,8 @@ def plot_divergence(runs: Sequence[Run]) -> PlotData:
 
 def numeric_settings(groups: Sequence[RunGroup]) -> list[str]:
     """Return the settings that vary and are numbers in all groups."""
-    return [
-        key for key in (groups[0].settings if groups else {}) if all(_number(each.settings[key]) for each in groups)
-    ]
+    keys = groups[0].settings if groups else {}
+    return [key for key in keys if all(_number(group.settings[key]) for group in groups)]
 
 
 def swept_setting(groups: Sequence[RunGroup]) -> str:

@@ -385,8 +385,8 @@ def test_a_summary_of_another_program_is_none_of_ours(tmp_path: Path):
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        # Two seeds m - s and m + s have the variance 2 s^2, so that the difference of two means has 2 s^2 / 2 twice, i.e.
-        # the deviation s sqrt(2), and Welch's test has 2 degrees of freedom: p = 1/2 - t / (2 sqrt(2 + t^2)) is 0.05 at
+        # Two seeds m - s and m + s have the variance 2 s^2. The difference of two means has twice 2 s^2 / 2, i.e. the
+        # deviation s sqrt(2), and Welch's test has 2 degrees of freedom: p = 1/2 - t / (2 sqrt(2 + t^2)) is 0.05 at
         # t = 2.92. With s = 0.01 that is a lead of 0.0413.
         ([[0.84, 0.86], [0.79, 0.81]], {0}),
         ([[0.79, 0.81], [0.84, 0.86]], {1}),
@@ -406,7 +406,7 @@ def test_a_summary_of_another_program_is_none_of_ours(tmp_path: Path):
         ([[0.5, 0.5], [0.5, 0.5]], set()),
     ],
 )
-def test_a_row_is_marked_if_it_is_higher_than_each_other_one_by_welchs_test(
+def test_a_row_is_marked_if_welchs_test_finds_it_higher_than_each_other_one(
     values: list[list[float]], expected: set[int]
 ):
     assert best_rows(values, ["same"] * len(values)) == expected
