@@ -10,7 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_LIMIT = Path("/sys/fs/cgroup/memory.max")  # limit of a container
+_CGROUPS = Path("/proc/self/cgroup")  # of this process
+_MOUNT = Path("/sys/fs/cgroup")
+# Limit and usage of a cgroup, and what its usage contains of files, which the kernel frees when it needs memory.
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+_VERSION_2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))
 
 SMALL = 2**26  # bytes that need no slot
 _MAX_SLOTS = 8  # images at a time, for any amount of memory
@@ -27,10 +31,30 @@ def available_memory(*, reusable: int = 0) -> int | None:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    limits = [int(line.split()[1]) * 1024 + reusable for line in lines if line.startswith("MemAvailable:")]
-    with suppress(OSError, ValueError):  # no limit, or "max"
-        limits.append(int(_LIMIT.read_text(encoding="ascii")))
-    return min(limits, default=None)
+    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    free += _available_in_cgroups()
+    return max(0, min(free)) + reusable if free else None
+
+
+def _available_in_cgroups() -> Iterator[int]:
+    """Yield what each limit of this process leaves: those of a container or service, and of all that contain it."""
+    with suppress(OSError):
+        for line in _CGROUPS.read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            root, files = (_MOUNT / "memory", _VERSION_1) if controllers else (_MOUNT, _VERSION_2)
+            # A container's path may be that of its host. Its mount then has only its own cgroup, at the root.
+            folder = root / path.strip("/")
+            for ancestor in (folder, *folder.parents[: len(folder.parts) - len(root.parts)]):
+                with suppress(OSError, ValueError):  # no limit, "max", or not in this mount
+                    yield _available_in(ancestor, *files)
+
+
+def _available_in(folder: Path, limit: str, usage: str, files: tuple[str, ...]) -> int:
+    limit_bytes, used = (int((folder / name).read_text(encoding="ascii")) for name in (limit, usage))
+    stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+    return limit_bytes - used + sum(int(stat[name]) for name in files)
 
 
 def grown_memory() -> int:
