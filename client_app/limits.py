@@ -2,15 +2,13 @@
 
 from typing import Any
 
-import torch
 from flwr.app import RecordDict
-from torch import Tensor, nn
 
+from client_app.step_memory import estimate_step_memory
 from fedssl.config.settings import ClientSettings
-from fedssl.errors import InputError, RequestRefused
+from fedssl.errors import RequestRefused
 from fedssl.fleet.limits import Limits
 from fedssl.machine.memory import gigabytes
-from fedssl.methods.base import build_method
 from fedssl.wire.messages import TrainPlan
 from fedssl.wire.wire_format import WEIGHTS
 
@@ -56,38 +54,6 @@ def check_settings(settings: ClientSettings, limits: Limits, *, num_images: int)
                 raise RequestRefused(f"{part.name} is for {name}={part.values[name]} but the images have {value}")
     _check("the images take", num_images * data.channels * data.size**2, limits)
     _check("a training step takes about", estimate_step_memory(settings, num_images=num_images), limits)
-
-
-def estimate_step_memory(settings: ClientSettings, *, num_images: int) -> int:
-    """Return an estimate of the memory of a training step, without computing or allocating anything.
-
-    Weights with gradients and two moments of an optimizer; two views of a batch, and the matrices of crop and blur
-    along both axes; and the outputs of all modules of the encoder.
-    """
-    data, batch = settings.data, min(settings.training.batch_size, num_images)
-    activations = 0
-
-    def count(module: nn.Module, inputs: Any, output: Any) -> None:
-        nonlocal activations
-        activations += output.nbytes if isinstance(output, Tensor) else 0
-
-    try:
-        with torch.device("meta"):
-            method = build_method(settings.model)
-            for module in method.encoder.modules():
-                if not list(module.children()):
-                    module.register_forward_hook(count)
-            method.encoder(torch.empty(2, data.channels, data.size, data.size))
-    except InputError:
-        raise
-    except Exception as error:  # a user's encoder or method may raise anything
-        raise RequestRefused(
-            f"the memory of {settings.model.encoder.name} cannot be estimated ({type(error).__name__})"
-        ) from error
-    weights = sum(tensor.nbytes for tensor in method.named_tensors.values())
-    trained = sum(method.named_tensors[name].nbytes for name in method.trainable)
-    views = 2 * batch * (data.channels + 4) * data.size**2 * 4
-    return weights + 3 * trained + views + batch * activations
 
 
 def _check(what: str, needed: int, limits: Limits) -> None:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from client_app.frames import receive_frame, send_frame
+from client_app.frames import frame_header, receive_frame, send_frame
 from client_app.resident_folder import Supervisor
 
 log = logging.getLogger("fedssl")
@@ -26,7 +26,7 @@ log = logging.getLogger("fedssl")
 _POLL_SECONDS = 1.0  # between two checks of the supervisor and the socket
 _BACKLOG = 8
 
-Handler = Callable[[Callable[[], bytes], Callable[[], None]], tuple[bytes, bytes]]
+Handler = Callable[[Callable[[], bytearray], Callable[[], None]], tuple[bytes, bytes]]
 
 
 class Abandoned(BaseException):
@@ -72,7 +72,7 @@ def load_handler() -> Handler:
     from fedssl.compat import content_to_bytes, context_from_bytes, message_from_bytes, message_to_bytes
     from fedssl.machine.process import return_freed_memory
 
-    def handle(receive: Callable[[], bytes], on_step_start: Callable[[], None]) -> tuple[bytes, bytes]:
+    def handle(receive: Callable[[], bytearray], on_step_start: Callable[[], None]) -> tuple[bytes, bytes]:
         context, message = context_from_bytes(receive()), message_from_bytes(receive())
         try:
             reply = message_to_bytes(handlers.handle(message, context, on_step_start=on_step_start))
@@ -115,14 +115,15 @@ def _check_wanted(connection: socket.socket, listener: socket.socket) -> None:
 
 def _send_unless_superseded(connection: socket.socket, listener: socket.socket, data: bytes) -> None:
     """Send a frame; raises `Abandoned` if the ClientApp does not read and another one is waiting."""
-    rest = memoryview(len(data).to_bytes(8, "big") + data)
-    while rest:
-        readable, writable, _ = select.select([listener], [connection], [])
-        if writable:
-            with suppress(BlockingIOError):
-                rest = rest[connection.send(rest, socket.MSG_DONTWAIT) :]
-        elif readable:
-            raise Abandoned("a newer message has arrived")
+    for part in (frame_header(data), data):
+        rest = memoryview(part)
+        while rest:
+            readable, writable, _ = select.select([listener], [connection], [])
+            if writable:
+                with suppress(BlockingIOError):
+                    rest = rest[connection.send(rest, socket.MSG_DONTWAIT) :]
+            elif readable:
+                raise Abandoned("a newer message has arrived")
 
 
 def _inode(path: Path) -> int | None:

@@ -1,0 +1,111 @@
+"""An estimate of the memory of a training step, from the shapes of all tensors."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from fedssl.config.settings import ClientSettings
+from fedssl.errors import InputError, RequestRefused
+from fedssl.methods.base import build_method
+
+
+def estimate_step_memory(settings: ClientSettings, *, num_images: int) -> int:
+    """Return an estimate of the memory of a training step, without computing or allocating anything.
+
+    Weights with gradients and two moments of an optimizer; two views of a batch, and the matrices of crop and blur
+    along both axes; and the outputs of all modules of the encoder.
+    """
+    data, batch = settings.data, min(settings.training.batch_size, num_images)
+    activations = 0
+
+    def count(module: nn.Module, inputs: Any, output: Any) -> None:
+        nonlocal activations
+        activations += output.nbytes if isinstance(output, Tensor) else 0
+
+    try:
+        with torch.device("meta"), _ShapesOnly():
+            method = build_method(settings.model)
+            for module in method.encoder.modules():
+                if not list(module.children()):
+                    module.register_forward_hook(count)
+            method.encoder(torch.empty(2, data.channels, data.size, data.size))
+    except InputError:
+        raise
+    except Exception as error:  # a user's encoder or method may raise anything
+        raise RequestRefused(
+            f"the memory of {settings.model.encoder.name} cannot be estimated ({type(error).__name__})"
+        ) from error
+    weights = sum(tensor.nbytes for tensor in method.named_tensors.values())
+    trained = sum(method.named_tensors[name].nbytes for name in method.trainable)
+    views = 2 * batch * (data.channels + 4) * data.size**2 * 4
+    return weights + 3 * trained + views + batch * activations
+
+
+class _ShapesOnly(TorchFunctionMode):
+    """Computes shapes on the meta device for the functions of ResNets and of ``conv_small``.
+
+    torch's own kernels of that device import its compiler: two seconds, and 90 MB of the process. Other functions use
+    them.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        compute = _SHAPES.get(func, func)
+        return compute(*args, **(kwargs or {}))
+
+
+def _itself(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return x
+
+
+def _conv2d(x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> Tensor:
+    if isinstance(padding, str):
+        return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    return _slide(x, weight.shape[2:], stride, padding, dilation, channels=len(weight))
+
+
+def _max_pool2d(
+    x: Tensor, size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+) -> Tensor:
+    if ceil_mode:
+        return torch.max_pool2d(x, size, stride, padding, dilation, ceil_mode)
+    return _slide(x, size, stride or size, padding, dilation, channels=x.shape[1])
+
+
+def _slide(x: Tensor, *window: Any, channels: int) -> Tensor:
+    """Return the output of a window with a size, a stride, a padding and a dilation."""
+    lengths = [
+        (length + 2 * padding - dilation * (size - 1) - 1) // stride + 1
+        for length, size, stride, padding, dilation in zip(x.shape[2:], *map(_pair, window), strict=True)
+    ]
+    return torch.empty(len(x), channels, *lengths)
+
+
+def _pair(value: Any) -> Any:
+    return (value, value) if isinstance(value, int) else value
+
+
+def _adaptive_avg_pool2d(x: Tensor, size: Any) -> Tensor:
+    heights_and_widths = zip(_pair(size), x.shape[2:], strict=True)
+    return torch.empty(*x.shape[:2], *(length if wanted is None else wanted for wanted, length in heights_and_widths))
+
+
+def _mean(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    averaged = (dim,) if isinstance(dim, int) else dim
+    return torch.empty([length for axis, length in enumerate(x.shape) if axis not in averaged])
+
+
+_SHAPES: dict[Any, Any] = {
+    Tensor.normal_: _itself,
+    Tensor.uniform_: _itself,
+    Tensor.add_: _itself,
+    Tensor.mean: _mean,
+    functional.batch_norm: _itself,
+    functional.group_norm: _itself,
+    functional.relu: _itself,
+    torch.conv2d: _conv2d,
+    torch.max_pool2d: _max_pool2d,
+    functional.adaptive_avg_pool2d: _adaptive_avg_pool2d,
+}
