@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from client_app import step_memory
 from client_app.step_memory import estimate_step_memory
-from fedssl.config.load import compose
+from fedssl.config.compose import resolve_config
+from fedssl.config.load import client_settings
 
 ENCODERS = [
     ["encoder=conv_small"],
@@ -19,16 +21,20 @@ ENCODERS = [
 PROGRAM = """
 import sys
 from client_app.step_memory import estimate_step_memory
-from fedssl.config.load import compose
+from pathlib import Path
+from fedssl.config.compose import resolve_config
+from fedssl.config.load import client_settings
 for encoder in ("conv_small", "resnet18"):
-    estimate_step_memory(compose([f"encoder={encoder}", "method=byol"]).client, num_images=8)
+    config, _ = resolve_config([f"encoder={encoder}", "method=byol"])
+    estimate_step_memory(client_settings(config, states=Path(), partition=None), num_images=8)
 print(*sys.modules)
 """
 
 
 @pytest.mark.parametrize("overrides", ENCODERS, ids=" ".join)
 def test_shapes_are_those_of_torch(overrides, monkeypatch):
-    settings = compose(["dataset=image_folder", "dataset.path=none", *overrides]).client
+    config, _ = resolve_config(["dataset=image_folder", "dataset.path=none", *overrides])
+    settings = client_settings(config, states=Path(), partition=None)
     estimate = estimate_step_memory(settings, num_images=8)
     monkeypatch.setattr(step_memory, "_SHAPES", {})
     assert estimate == estimate_step_memory(settings, num_images=8) > 0
