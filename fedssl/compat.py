@@ -36,6 +36,7 @@ __all__ = [
     "content_to_bytes",
     "context_from_bytes",
     "context_to_bytes",
+    "drop_content",
     "empty_instructions",
     "error_reply",
     "message_from_bytes",
@@ -75,11 +76,16 @@ def content_from_bytes(data: bytes | bytearray) -> RecordDict:
     return recorddict_from_proto(ProtoRecordDict.FromString(data))
 
 
+def drop_content(message: Message) -> None:
+    """Empty a message, whose metadata are enough for a reply, so that its model does not stay in memory."""
+    if message.has_content():
+        message.content = RecordDict()
+
+
 def message_to_bytes(message: Message) -> bytes:
     """Serialize a message with its metadata, and empty it: a model would be in memory once more."""
     proto = message_to_proto(message)
-    if message.has_content():
-        message.content = RecordDict()
+    drop_content(message)
     data: bytes = proto.SerializeToString()
     return data
 
