@@ -1,11 +1,13 @@
 """Checks of server requests against the limits of an edge client, before anything is built, allocated or read."""
 
+from dataclasses import replace
 from typing import Any
 
 from flwr.app import RecordDict
 
+from client_app.memory_retry import MIN_BATCH_SIZE
 from client_app.step_memory import estimate_step_memory
-from fedssl.config.settings import ClientSettings
+from fedssl.config.settings import ClientSettings, Component
 from fedssl.errors import RequestRefused
 from fedssl.fleet.limits import Limits
 from fedssl.machine.memory import gigabytes
@@ -53,7 +55,30 @@ def check_settings(settings: ClientSettings, limits: Limits, *, num_images: int)
             if part.values.get(name, value) != value:
                 raise RequestRefused(f"{part.name} is for {name}={part.values[name]} but the images have {value}")
     _check("the images take", num_images * data.channels * data.size**2, limits)
-    _check("a training step takes about", estimate_step_memory(settings, num_images=num_images), limits)
+    step, batch, allowed = estimate_step_memory(settings), min(training.batch_size, num_images), limits.memory_bytes()
+    needed = step.of_batch(batch)
+    if needed > allowed:
+        raise RequestRefused(
+            f"a training step takes about {gigabytes(needed)} of memory but this device allows {gigabytes(allowed)}; "
+            f"{_smaller_step(settings, allowed)}"
+        )
+
+
+def _smaller_step(settings: ClientSettings, allowed: int) -> str:
+    """Return a remedy: settings whose step fits into the allowed memory, if a smaller batch or stem has one."""
+    encoder, remedies = settings.model.encoder, []
+    batch_size = estimate_step_memory(settings).largest_batch(allowed)
+    if batch_size >= MIN_BATCH_SIZE:
+        remedies.append(f"batch_size={batch_size}")
+    if encoder.values.get("stem") == "small":
+        imagenet = replace(settings.model, encoder=Component({**encoder.values, "stem": "imagenet"}))
+        batch_size = estimate_step_memory(replace(settings, model=imagenet)).largest_batch(allowed)
+        if batch_size >= MIN_BATCH_SIZE:
+            batch_size = min(batch_size, settings.training.batch_size)
+            remedies.append(f"encoder.stem=imagenet and batch_size={batch_size}")
+    if remedies:
+        return f"set {', or '.join(remedies)}"
+    return "no batch_size fits; set a smaller encoder or dataset.size"
 
 
 def _check(what: str, needed: int, limits: Limits) -> None:

@@ -1,24 +1,40 @@
 """An estimate of the memory of a training step, from the shapes of all tensors."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from fedssl.config.settings import ClientSettings
+from fedssl.config.settings import ClientSettings, Component
 from fedssl.errors import InputError, RequestRefused
+from fedssl.machine.meta_device import shapes_only
 from fedssl.methods.base import build_method
 
 
-def estimate_step_memory(settings: ClientSettings, *, num_images: int) -> int:
-    """Return an estimate of the memory of a training step, without computing or allocating anything.
+@dataclass(frozen=True)
+class StepMemory:
+    """Estimated bytes of a training step: ``fixed`` and those of each image of the batch."""
 
-    Weights with gradients and two moments of an optimizer; two views of a batch, and the matrices of crop and blur
-    along both axes; and the outputs of all modules of the encoder.
+    fixed: int
+    per_image: int
+
+    def of_batch(self, batch_size: int) -> int:
+        return self.fixed + batch_size * self.per_image
+
+    def largest_batch(self, allowed: int) -> int:
+        """Return the largest power of two whose batch takes at most ``allowed`` bytes; 0 if there is none."""
+        fitting = max(0, (allowed - self.fixed) // self.per_image)
+        return 2 ** (fitting.bit_length() - 1) if fitting else 0
+
+
+def estimate_step_memory(settings: ClientSettings) -> StepMemory:
+    """Estimate the memory of a training step, without computing or allocating anything.
+
+    Weights with gradients and the optimizer's moments; two views of a batch, and the matrices of crop and blur along
+    both axes; and the outputs of all modules of the encoder.
     """
-    data, batch = settings.data, min(settings.training.batch_size, num_images)
+    data = settings.data
     activations = 0
 
     def count(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -26,7 +42,7 @@ def estimate_step_memory(settings: ClientSettings, *, num_images: int) -> int:
         activations += output.nbytes if isinstance(output, Tensor) else 0
 
     try:
-        with torch.device("meta"), _ShapesOnly():
+        with shapes_only():
             method = build_method(settings.model)
             for module in method.encoder.modules():
                 if not list(module.children()):
@@ -40,72 +56,14 @@ def estimate_step_memory(settings: ClientSettings, *, num_images: int) -> int:
         ) from error
     weights = sum(tensor.nbytes for tensor in method.named_tensors.values())
     trained = sum(method.named_tensors[name].nbytes for name in method.trainable)
-    views = 2 * batch * (data.channels + 4) * data.size**2 * 4
-    return weights + 3 * trained + views + batch * activations
+    views = 2 * (data.channels + 4) * data.size**2 * 4
+    return StepMemory(
+        fixed=weights + (1 + _num_moments(settings.training.optimizer)) * trained, per_image=views + activations
+    )
 
 
-class _ShapesOnly(TorchFunctionMode):
-    """Computes shapes on the meta device for the functions of ResNets and of ``conv_small``.
-
-    torch's own kernels of that device import its compiler: two seconds, and 90 MB of the process. Other functions use
-    them.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        compute = _SHAPES.get(func, func)
-        return compute(*args, **(kwargs or {}))
-
-
-def _itself(x: Tensor, *_: Any, **__: Any) -> Tensor:
-    return x
-
-
-def _conv2d(x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> Tensor:
-    if isinstance(padding, str):
-        return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
-    return _slide(x, weight.shape[2:], stride, padding, dilation, channels=len(weight))
-
-
-def _max_pool2d(
-    x: Tensor, size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
-) -> Tensor:
-    if ceil_mode:
-        return torch.max_pool2d(x, size, stride, padding, dilation, ceil_mode)
-    return _slide(x, size, stride or size, padding, dilation, channels=x.shape[1])
-
-
-def _slide(x: Tensor, *window: Any, channels: int) -> Tensor:
-    """Return the output of a window with a size, a stride, a padding and a dilation."""
-    lengths = [
-        (length + 2 * padding - dilation * (size - 1) - 1) // stride + 1
-        for length, size, stride, padding, dilation in zip(x.shape[2:], *map(_pair, window), strict=True)
-    ]
-    return torch.empty(len(x), channels, *lengths)
-
-
-def _pair(value: Any) -> Any:
-    return (value, value) if isinstance(value, int) else value
-
-
-def _adaptive_avg_pool2d(x: Tensor, size: Any) -> Tensor:
-    heights_and_widths = zip(_pair(size), x.shape[2:], strict=True)
-    return torch.empty(*x.shape[:2], *(length if wanted is None else wanted for wanted, length in heights_and_widths))
-
-
-def _mean(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    averaged = (dim,) if isinstance(dim, int) else dim
-    return torch.empty([length for axis, length in enumerate(x.shape) if axis not in averaged])
-
-
-_SHAPES: dict[Any, Any] = {
-    Tensor.normal_: _itself,
-    Tensor.uniform_: _itself,
-    Tensor.add_: _itself,
-    Tensor.mean: _mean,
-    functional.batch_norm: _itself,
-    functional.group_norm: _itself,
-    functional.relu: _itself,
-    torch.conv2d: _conv2d,
-    torch.max_pool2d: _max_pool2d,
-    functional.adaptive_avg_pool2d: _adaptive_avg_pool2d,
-}
+def _num_moments(optimizer: Component) -> int:
+    """Return how many numbers per weight an optimizer keeps: of torch's, SGD has at most one, others at most two."""
+    if optimizer.name == "SGD":
+        return 1 if optimizer.values.get("momentum") else 0
+    return 2

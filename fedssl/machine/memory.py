@@ -88,8 +88,10 @@ def peak_memory() -> int:
 
 
 def gigabytes(num_bytes: int) -> str:
-    """Format bytes for people: ``12.3 GB``."""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
+    """Format bytes for people: ``12.3 GB``, ``266 MB`` or ``1.5 MB``."""
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e9:.1f} GB"
+    return f"{num_bytes / 1e6:.0f} MB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
 @contextmanager

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from client_app import step_memory
-from client_app.step_memory import estimate_step_memory
+from client_app.step_memory import StepMemory, estimate_step_memory
 from fedssl.config.compose import resolve_config
 from fedssl.config.load import client_settings
+from fedssl.machine import meta_device
 
 ENCODERS = [
     ["encoder=conv_small"],
@@ -26,7 +26,7 @@ from fedssl.config.compose import resolve_config
 from fedssl.config.load import client_settings
 for encoder in ("conv_small", "resnet18"):
     config, _ = resolve_config([f"encoder={encoder}", "method=byol"])
-    estimate_step_memory(client_settings(config, states=Path(), partition=None), num_images=8)
+    estimate_step_memory(client_settings(config, states=Path(), partition=None))
 print(*sys.modules)
 """
 
@@ -35,9 +35,37 @@ print(*sys.modules)
 def test_shapes_are_those_of_torch(overrides, monkeypatch):
     config, _ = resolve_config(["dataset=image_folder", "dataset.path=none", *overrides])
     settings = client_settings(config, states=Path(), partition=None)
-    estimate = estimate_step_memory(settings, num_images=8)
-    monkeypatch.setattr(step_memory, "_SHAPES", {})
-    assert estimate == estimate_step_memory(settings, num_images=8) > 0
+    estimate = estimate_step_memory(settings)
+    monkeypatch.setattr(meta_device, "_SHAPES", {})
+    assert estimate == estimate_step_memory(settings)
+    assert estimate.per_image > 2 * 3 * 28**2 * 4  # more than two views
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "tensors"),
+    [
+        (["optimizer=sgd", "optimizer.momentum=0"], 2),
+        (["optimizer=sgd"], 3),
+        (["optimizer=adam"], 4),
+        (["optimizer=adamw"], 4),
+    ],
+)
+def test_weights_gradients_and_moments(optimizer, tensors):
+    """The encoder has 4 blocks of a 3x3 convolution without bias and a normalization with two numbers per channel."""
+    overrides = ["encoder=conv_small", "encoder.width=8", "dataset=image_folder", "dataset.path=none"]
+    heads = ["method.projector.num_layers=1", "method.projector.out_dim=16", "method.projector.batch_norm=false"]
+    config, _ = resolve_config([*overrides, *heads, *optimizer])
+    convolutions = 9 * (3 * 8 + 8 * 16 + 16 * 32 + 32 * 32)
+    weights = convolutions + 2 * (8 + 16 + 32 + 32) + 32 * 16 + 16  # and those of the projection
+    buffers = 4 * 2 * (8 + 16 + 32 + 32) + 4 * 8  # mean, variance and a counter of int64 for each normalization
+    settings = client_settings(config, states=Path(), partition=None)
+    assert estimate_step_memory(settings).fixed == buffers + tensors * 4 * weights
+
+
+def test_the_largest_batch_is_a_power_of_two():
+    step = StepMemory(fixed=100, per_image=10)
+    assert step.of_batch(8) == 180
+    assert [step.largest_batch(allowed) for allowed in (50, 109, 110, 179, 180)] == [0, 0, 1, 4, 8]
 
 
 def test_torchs_compiler_is_not_imported():

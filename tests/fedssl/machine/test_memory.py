@@ -105,7 +105,8 @@ def test_a_limit_of_the_kernel():
 
 
 def test_in_words():
-    assert [gigabytes(number) for number in (12_288_000_000, 100_000_000, 1_500_000)] == ["12.3 GB", "0.1 GB", "1.5 MB"]
+    numbers = (12_288_000_000, 266_400_000, 1_500_000)
+    assert [gigabytes(number) for number in numbers] == ["12.3 GB", "266 MB", "1.5 MB"]
 
 
 def test_memory_that_the_process_has_kept_is_available():
