@@ -9,12 +9,28 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 _CGROUPS = Path("/proc/self/cgroup")  # of this process
 _MOUNT = Path("/sys/fs/cgroup")
-# Limit and usage of a cgroup, and what its usage contains of files, which the kernel frees when it needs memory.
-_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
-_VERSION_2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))
+
+
+class _Version(NamedTuple):
+    """Names of files and statistics of a version of cgroups."""
+
+    limit: str
+    usage: str
+    files: tuple[str, ...]  # contained in the usage; the kernel frees them when it needs memory
+    mapped: str  # of these, mostly libraries: a process without them reads them again and again
+
+
+_VERSION_1 = _Version(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_active_file", "total_inactive_file"),
+    "total_mapped_file",
+)
+_VERSION_2 = _Version("memory.max", "memory.current", ("active_file", "inactive_file"), "file_mapped")
 
 SMALL = 2**26  # bytes that need no slot
 _MAX_SLOTS = 8  # images at a time, for any amount of memory
@@ -43,18 +59,19 @@ def _available_in_cgroups() -> Iterator[int]:
             _, controllers, path = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
-            root, files = (_MOUNT / "memory", _VERSION_1) if controllers else (_MOUNT, _VERSION_2)
+            root, version = (_MOUNT / "memory", _VERSION_1) if controllers else (_MOUNT, _VERSION_2)
             # A container's path may be that of its host. Its mount then has only its own cgroup, at the root.
             folder = root / path.strip("/")
             for ancestor in (folder, *folder.parents[: len(folder.parts) - len(root.parts)]):
                 with suppress(OSError, ValueError):  # no limit, "max", or not in this mount
-                    yield _available_in(ancestor, *files)
+                    yield _available_in(ancestor, version)
 
 
-def _available_in(folder: Path, limit: str, usage: str, files: tuple[str, ...]) -> int:
-    limit_bytes, used = (int((folder / name).read_text(encoding="ascii")) for name in (limit, usage))
-    stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
-    return limit_bytes - used + sum(int(stat[name]) for name in files)
+def _available_in(folder: Path, version: _Version) -> int:
+    limit, used = (int((folder / name).read_text(encoding="ascii")) for name in (version.limit, version.usage))
+    lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+    stat = {name: int(value) for name, value in (line.split() for line in lines)}
+    return limit - used + max(0, sum(stat[name] for name in version.files) - stat[version.mapped])
 
 
 def grown_memory() -> int:

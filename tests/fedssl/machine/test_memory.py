@@ -26,19 +26,22 @@ def cgroups(monkeypatch, tmp_path):
     return enter
 
 
-def write_v2(folder, limit, used, *, active=0, inactive=0):
+def write_v2(folder, limit, used, *, active=0, inactive=0, mapped=0):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.max").write_text(f"{limit}\n")
     (folder / "memory.current").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 5\nactive_file {active}\ninactive_file {inactive}\n")
+    (folder / "memory.stat").write_text(
+        f"anon 5\nactive_file {active}\ninactive_file {inactive}\nfile_mapped {mapped}\n"
+    )
 
 
-def write_v1(folder, limit, used, *, active=0, inactive=0):
+def write_v1(folder, limit, used, *, active=0, inactive=0, mapped=0):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
     (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
-    own = "active_file 1\ninactive_file 1\n"  # without those of cgroups inside
-    (folder / "memory.stat").write_text(f"{own}total_active_file {active}\ntotal_inactive_file {inactive}\n")
+    own = "active_file 1\ninactive_file 1\nmapped_file 1\n"  # without those of cgroups inside
+    files = f"total_active_file {active}\ntotal_inactive_file {inactive}\ntotal_mapped_file {mapped}\n"
+    (folder / "memory.stat").write_text(own + files)
 
 
 def test_without_a_limit_it_is_that_of_the_system(cgroups):
@@ -62,8 +65,10 @@ def test_without_a_limit_it_is_that_of_the_system(cgroups):
 )
 def test_the_smallest_limit_of_the_cgroup_and_of_those_around_it(cgroups, line, write, root):
     slice = cgroups(line) / root / "system.slice"
-    write(slice / "fedssl.service", 1000, 600, active=20, inactive=30)
-    assert available_memory() == 1000 - 600 + 20 + 30
+    write(slice / "fedssl.service", 1000, 600, active=20, inactive=30, mapped=15)
+    assert available_memory() == 1000 - 600 + 20 + 30 - 15
+    write(slice / "fedssl.service", 1000, 600, active=20, inactive=30, mapped=60)
+    assert available_memory() == 1000 - 600  # shared memory is mapped, too
     write(slice, 2000, 1900)
     assert available_memory() == 2000 - 1900
     write(slice.parent, 3000, 3050)
