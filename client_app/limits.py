@@ -14,6 +14,8 @@ from fedssl.machine.memory import gigabytes
 from fedssl.wire.messages import TrainPlan
 from fedssl.wire.wire_format import WEIGHTS
 
+_AMPLE = 4  # memory is ample for this many steps
+
 
 def check_message(content: RecordDict, limits: Limits) -> None:
     """Refuse a message larger than the allowed memory; raises `RequestRefused`."""
@@ -39,8 +41,11 @@ def check_plan(plan: TrainPlan) -> None:
             raise RequestRefused(f"{name}={value} of the plan is not from {low} to {high:g}")
 
 
-def check_settings(settings: ClientSettings, limits: Limits, *, num_images: int) -> None:
-    """Refuse training beyond the limits, for ``num_images`` local images; raises `RequestRefused`."""
+def check_settings(settings: ClientSettings, limits: Limits, *, num_images: int) -> bool:
+    """Refuse training beyond the limits, for ``num_images`` local images; raises `RequestRefused`.
+
+    Return whether there is ample memory, so that freed memory may be kept for the next step, which is faster.
+    """
     training, data = settings.training, settings.data
     asked: dict[str, tuple[Any, float]] = {
         "local_epochs": (training.epochs, limits.epochs),
@@ -62,6 +67,7 @@ def check_settings(settings: ClientSettings, limits: Limits, *, num_images: int)
             f"a training step takes about {gigabytes(needed)} of memory but this device allows {gigabytes(allowed)}; "
             f"{_smaller_step(settings, allowed)}"
         )
+    return needed * _AMPLE <= allowed
 
 
 def _smaller_step(settings: ClientSettings, allowed: int) -> str:

@@ -282,6 +282,15 @@ def test_a_step_that_would_not_fit_is_refused_with_settings_that_fit(overrides, 
             limits_module.check_settings(settings, Limits(), num_images=100)
 
 
+@pytest.mark.parametrize(("steps", "kept"), [(4, True), (3.9, False)])
+def test_a_device_keeps_freed_memory_if_it_has_enough_for_four_steps(steps, kept, plan, node, monkeypatch):
+    client = EdgeClient.read(context(**node).node_config)
+    text = str(plan.config_records[CONFIG]["settings"])
+    step = estimate_step_memory(client.settings(text)).of_batch(6)  # all its images
+    monkeypatch.setattr(Limits, "memory_bytes", lambda limits: int(steps * step))
+    assert client.settings(text).machine.keep_freed_memory == kept
+
+
 def test_fewer_images_than_a_batch_need_less_memory(monkeypatch):
     words = ["dataset=image_folder", "dataset.path=none", "dataset.size=64", "encoder=resnet18"]
     settings = client_settings(resolve_config(words)[0], states=Path(), partition=None)
