@@ -32,6 +32,14 @@ def _itself(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x
 
 
+def _same_shape(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.empty(x.shape)
+
+
+def _relu(x: Tensor, inplace: bool = False) -> Tensor:
+    return x if inplace else torch.empty(x.shape)
+
+
 def _conv2d(x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> Tensor:
     if isinstance(padding, str):
         return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
@@ -74,9 +82,9 @@ _SHAPES: dict[Any, Any] = {
     Tensor.uniform_: _itself,
     Tensor.add_: _itself,
     Tensor.mean: _mean,
-    functional.batch_norm: _itself,
-    functional.group_norm: _itself,
-    functional.relu: _itself,
+    functional.batch_norm: _same_shape,
+    functional.group_norm: _same_shape,
+    functional.relu: _relu,
     torch.conv2d: _conv2d,
     torch.max_pool2d: _max_pool2d,
     functional.adaptive_avg_pool2d: _adaptive_avg_pool2d,
