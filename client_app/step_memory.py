@@ -11,8 +11,6 @@ from fedssl.errors import InputError, RequestRefused
 from fedssl.machine.meta_device import shapes_only
 from fedssl.methods.base import build_method
 
-_LIBRARIES = 50 * 10**6  # bytes of imported modules and of buffers of torch's kernels, measured with ResNet-18
-
 
 @dataclass(frozen=True)
 class StepMemory:
@@ -33,9 +31,9 @@ class StepMemory:
 def estimate_step_memory(settings: ClientSettings) -> StepMemory:
     """Estimate the memory of a training step, without computing or allocating anything.
 
-    Weights with gradients and the optimizer's moments; two views of a batch, and the matrices of crop and blur along
-    both axes; the outputs of all modules of the encoder; and what libraries need in the first step. It includes the
-    model, and is that of a process which keeps no freed memory.
+    Weights with gradients and the optimizer's moments, and once more in the layout of torch's kernels; two views of a
+    batch, and the matrices of crop and blur along both axes; and the outputs of all modules of the encoder. It is that
+    of a process which keeps no freed memory.
     """
     data = settings.data
     activations = 0
@@ -62,7 +60,7 @@ def estimate_step_memory(settings: ClientSettings) -> StepMemory:
     trained = sum(method.named_tensors[name].nbytes for name in method.trainable)
     views = 2 * (data.channels + 4) * data.size**2 * 4
     return StepMemory(
-        fixed=_LIBRARIES + weights + (1 + _num_moments(settings.training.optimizer)) * trained,
+        fixed=weights + (2 + _num_moments(settings.training.optimizer)) * trained,
         per_image=views + activations,
     )
 

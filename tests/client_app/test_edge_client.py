@@ -262,13 +262,13 @@ STEM = "encoder.stem=imagenet and batch_size"
         (
             ["encoder.stem=imagenet"],
             250,
-            "419 MB of memory but this device allows 250 MB; set batch_size=16",
+            "415 MB of memory but this device allows 250 MB; set batch_size=16",
         ),
         ([], 100, "this device allows 100 MB; no batch_size fits; set a smaller encoder or dataset.size"),
     ],
 )
 def test_a_step_that_would_not_fit_is_refused_with_settings_that_fit(overrides, allowed, remedy, monkeypatch):
-    """ResNet-18 with its gradients and moments takes 139 MB, libraries 50, and an image at 64x64 about 40 MB, or 4 with
+    """ResNet-18 with its gradients, moments and a copy takes 185 MB, and an image at 64x64 about 40 MB, or 4 with
     ImageNet's stem."""
     words = ["dataset=image_folder", "dataset.path=none", "dataset.size=64", "encoder=resnet18", *overrides]
     settings = client_settings(resolve_config(words)[0], states=Path(), partition=None)

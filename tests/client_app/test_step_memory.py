@@ -44,13 +44,13 @@ def test_shapes_are_those_of_torch(overrides, monkeypatch):
 @pytest.mark.parametrize(
     ("optimizer", "tensors"),
     [
-        (["optimizer=sgd", "optimizer.momentum=0"], 2),
-        (["optimizer=sgd"], 3),
-        (["optimizer=adam"], 4),
-        (["optimizer=adamw"], 4),
+        (["optimizer=sgd", "optimizer.momentum=0"], 3),
+        (["optimizer=sgd"], 4),
+        (["optimizer=adam"], 5),
+        (["optimizer=adamw"], 5),
     ],
 )
-def test_weights_gradients_and_moments(optimizer, tensors):
+def test_weights_gradients_moments_and_a_copy_for_kernels(optimizer, tensors):
     """The encoder has 4 blocks of a 3x3 convolution without bias and a normalization with two numbers per channel."""
     overrides = ["encoder=conv_small", "encoder.width=8", "dataset=image_folder", "dataset.path=none"]
     heads = ["method.projector.num_layers=1", "method.projector.out_dim=16", "method.projector.batch_norm=false"]
@@ -59,8 +59,7 @@ def test_weights_gradients_and_moments(optimizer, tensors):
     weights = convolutions + 2 * (8 + 16 + 32 + 32) + 32 * 16 + 16  # and those of the projection
     buffers = 4 * 2 * (8 + 16 + 32 + 32) + 4 * 8  # mean, variance and a counter of int64 for each normalization
     settings = client_settings(config, states=Path(), partition=None)
-    libraries = 50 * 10**6
-    assert estimate_step_memory(settings).fixed == libraries + buffers + tensors * 4 * weights
+    assert estimate_step_memory(settings).fixed == buffers + tensors * 4 * weights
 
 
 def test_the_largest_batch_is_a_power_of_two():
