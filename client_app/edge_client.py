@@ -144,7 +144,8 @@ class EdgeClient:
         num_images, problem = self._count_images()
         if problem:
             raise RequestRefused(f"the device {problem}")
-        check_settings(settings, self.limits, num_images=num_images)
+        ample = check_settings(settings, self.limits, num_images=num_images)
+        settings = replace(settings, machine=replace(settings.machine, keep_freed_memory=ample))
         _bind_run_to_task(settings.states, text, folders=self.folders)
         self.limits.check_start(self.states)
         return settings

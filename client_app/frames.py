@@ -5,15 +5,20 @@ import socket
 _LENGTH_BYTES = 8
 
 
+def frame_header(data: bytes) -> bytes:
+    """Return what precedes the bytes of a frame."""
+    return len(data).to_bytes(_LENGTH_BYTES, "big")
+
+
 def send_frame(connection: socket.socket, data: bytes) -> None:
     """Send one frame."""
-    connection.sendall(len(data).to_bytes(_LENGTH_BYTES, "big"))
+    connection.sendall(frame_header(data))
     connection.sendall(data)
 
 
-def receive_frame(connection: socket.socket) -> bytes:
+def receive_frame(connection: socket.socket) -> bytearray:
     """Return the next frame; raises `EOFError` if the other end has closed the connection."""
-    return bytes(_receive(connection, int.from_bytes(_receive(connection, _LENGTH_BYTES), "big")))
+    return _receive(connection, int.from_bytes(_receive(connection, _LENGTH_BYTES), "big"))
 
 
 def _receive(connection: socket.socket, size: int) -> bytearray:

@@ -1,18 +1,20 @@
 """Checks of server requests against the limits of an edge client, before anything is built, allocated or read."""
 
+from dataclasses import replace
 from typing import Any
 
-import torch
 from flwr.app import RecordDict
-from torch import Tensor, nn
 
-from fedssl.config.settings import ClientSettings
-from fedssl.errors import InputError, RequestRefused
+from client_app.memory_retry import MIN_BATCH_SIZE
+from client_app.step_memory import estimate_step_memory
+from fedssl.config.settings import ClientSettings, Component
+from fedssl.errors import RequestRefused
 from fedssl.fleet.limits import Limits
 from fedssl.machine.memory import gigabytes
-from fedssl.methods.base import build_method
 from fedssl.wire.messages import TrainPlan
 from fedssl.wire.wire_format import WEIGHTS
+
+_AMPLE = 4  # memory is ample for this many steps
 
 
 def check_message(content: RecordDict, limits: Limits) -> None:
@@ -39,8 +41,11 @@ def check_plan(plan: TrainPlan) -> None:
             raise RequestRefused(f"{name}={value} of the plan is not from {low} to {high:g}")
 
 
-def check_settings(settings: ClientSettings, limits: Limits, *, num_images: int) -> None:
-    """Refuse training beyond the limits, for ``num_images`` local images; raises `RequestRefused`."""
+def check_settings(settings: ClientSettings, limits: Limits, *, num_images: int) -> bool:
+    """Refuse training beyond the limits, for ``num_images`` local images; raises `RequestRefused`.
+
+    Return whether there is ample memory, so that freed memory may be kept for the next step, which is faster.
+    """
     training, data = settings.training, settings.data
     asked: dict[str, tuple[Any, float]] = {
         "local_epochs": (training.epochs, limits.epochs),
@@ -55,39 +60,31 @@ def check_settings(settings: ClientSettings, limits: Limits, *, num_images: int)
             if part.values.get(name, value) != value:
                 raise RequestRefused(f"{part.name} is for {name}={part.values[name]} but the images have {value}")
     _check("the images take", num_images * data.channels * data.size**2, limits)
-    _check("a training step takes about", estimate_step_memory(settings, num_images=num_images), limits)
-
-
-def estimate_step_memory(settings: ClientSettings, *, num_images: int) -> int:
-    """Return an estimate of the memory of a training step, without computing or allocating anything.
-
-    Weights with gradients and two moments of an optimizer; two views of a batch, and the matrices of crop and blur
-    along both axes; and the outputs of all modules of the encoder.
-    """
-    data, batch = settings.data, min(settings.training.batch_size, num_images)
-    activations = 0
-
-    def count(module: nn.Module, inputs: Any, output: Any) -> None:
-        nonlocal activations
-        activations += output.nbytes if isinstance(output, Tensor) else 0
-
-    try:
-        with torch.device("meta"):
-            method = build_method(settings.model)
-            for module in method.encoder.modules():
-                if not list(module.children()):
-                    module.register_forward_hook(count)
-            method.encoder(torch.empty(2, data.channels, data.size, data.size))
-    except InputError:
-        raise
-    except Exception as error:  # a user's encoder or method may raise anything
+    step, batch, allowed = estimate_step_memory(settings), min(training.batch_size, num_images), limits.memory_bytes()
+    needed = step.of_batch(batch)
+    if needed > allowed:
         raise RequestRefused(
-            f"the memory of {settings.model.encoder.name} cannot be estimated ({type(error).__name__})"
-        ) from error
-    weights = sum(tensor.nbytes for tensor in method.named_tensors.values())
-    trained = sum(method.named_tensors[name].nbytes for name in method.trainable)
-    views = 2 * batch * (data.channels + 4) * data.size**2 * 4
-    return weights + 3 * trained + views + batch * activations
+            f"a training step takes about {gigabytes(needed)} of memory but this device allows {gigabytes(allowed)}; "
+            f"{_smaller_step(settings, allowed)}"
+        )
+    return needed * _AMPLE <= allowed
+
+
+def _smaller_step(settings: ClientSettings, allowed: int) -> str:
+    """Return a remedy: settings whose step fits into the allowed memory, if a smaller batch or stem has one."""
+    encoder, remedies = settings.model.encoder, []
+    batch_size = estimate_step_memory(settings).largest_batch(allowed)
+    if batch_size >= MIN_BATCH_SIZE:
+        remedies.append(f"batch_size={batch_size}")
+    if encoder.values.get("stem") == "small":
+        imagenet = replace(settings.model, encoder=Component({**encoder.values, "stem": "imagenet"}))
+        batch_size = estimate_step_memory(replace(settings, model=imagenet)).largest_batch(allowed)
+        if batch_size >= MIN_BATCH_SIZE:
+            batch_size = min(batch_size, settings.training.batch_size)
+            remedies.append(f"encoder.stem=imagenet and batch_size={batch_size}")
+    if remedies:
+        return f"set {', or '.join(remedies)}"
+    return "no batch_size fits; set a smaller encoder or dataset.size"
 
 
 def _check(what: str, needed: int, limits: Limits) -> None:

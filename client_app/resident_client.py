@@ -48,19 +48,19 @@ def forward(
 ) -> Message:
     """Return the reply of the resident process, and set the state in the context as it left it.
 
-    ``supervisor`` is the process with which the resident process ends, by default the parent of this process. Raises
-    `ResidentProcessError`.
+    ``supervisor`` is the process with which the resident process ends, by default the parent of this process. The
+    message loses its content. Raises `ResidentProcessError`.
     """
     connection, process = _connect(context.node_config, supervisor or Supervisor.of(os.getppid()), idle_seconds)
     with connection:
         try:
             send_frame(connection, context_to_bytes(context))
             send_frame(connection, message_to_bytes(message))
-            reply, state = receive_frame(connection), receive_frame(connection)
+            reply = message_from_bytes(receive_frame(connection))
+            context.state = content_from_bytes(receive_frame(connection))
         except (OSError, EOFError) as error:
             raise ResidentProcessError(death_reason(_exit_code(process))) from error
-    context.state = content_from_bytes(state)
-    return message_from_bytes(reply)
+    return reply
 
 
 def process_name(node_config: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from client_app.frames import receive_frame, send_frame
+from client_app.frames import frame_header, receive_frame, send_frame
 from client_app.resident_folder import Supervisor
 
 log = logging.getLogger("fedssl")
@@ -26,7 +26,7 @@ log = logging.getLogger("fedssl")
 _POLL_SECONDS = 1.0  # between two checks of the supervisor and the socket
 _BACKLOG = 8
 
-Handler = Callable[[Callable[[], bytes], Callable[[], None]], tuple[bytes, bytes]]
+Handler = Callable[[Callable[[], bytearray], Callable[[], None]], tuple[bytes, bytes]]
 
 
 class Abandoned(BaseException):
@@ -69,17 +69,18 @@ def main(argv: Sequence[str]) -> None:
 def load_handler() -> Handler:
     """Return the function that receives a context and a message, and returns the reply and the context's state."""
     from client_app import handlers  # slow import
-    from fedssl.compat import content_to_bytes, context_from_bytes, message_from_bytes, message_to_bytes
+    from fedssl.compat import content_to_bytes, context_from_bytes, drop_content, message_from_bytes, message_to_bytes
     from fedssl.machine.process import return_freed_memory
 
-    def handle(receive: Callable[[], bytes], on_step_start: Callable[[], None]) -> tuple[bytes, bytes]:
+    def handle(receive: Callable[[], bytearray], on_step_start: Callable[[], None]) -> tuple[bytes, bytes]:
         context, message = context_from_bytes(receive()), message_from_bytes(receive())
         try:
-            reply = message_to_bytes(handlers.handle(message, context, on_step_start=on_step_start))
+            answer = handlers.handle(message, context, on_step_start=on_step_start)
+            drop_content(message)
+            return_freed_memory()  # of training, before the update is serialized
+            reply = message_to_bytes(answer)
         except Exception as error:  # for example a reply that is too long
             reply = message_to_bytes(handlers.failure_reply(message, context, error))
-        del message
-        return_freed_memory()
         return reply, content_to_bytes(context.state)
 
     return handle
@@ -87,6 +88,8 @@ def load_handler() -> Handler:
 
 def serve(listener: socket.socket, handle: Handler, *, idle_seconds: float) -> None:
     """Handle the messages of one connection after the other, until there was none for ``idle_seconds``."""
+    from fedssl.machine.process import return_freed_memory  # slow import
+
     while select.select([listener], [], [], idle_seconds)[0]:
         connection, _ = listener.accept()
         with connection:
@@ -96,6 +99,7 @@ def serve(listener: socket.socket, handle: Handler, *, idle_seconds: float) -> N
                 log.warning("training was abandoned: %s", reason)
             except (OSError, EOFError):
                 log.warning("a reply was not sent: its ClientApp has ended")
+        return_freed_memory()
 
 
 def _answer(connection: socket.socket, listener: socket.socket, handle: Handler) -> None:
@@ -115,14 +119,15 @@ def _check_wanted(connection: socket.socket, listener: socket.socket) -> None:
 
 def _send_unless_superseded(connection: socket.socket, listener: socket.socket, data: bytes) -> None:
     """Send a frame; raises `Abandoned` if the ClientApp does not read and another one is waiting."""
-    rest = memoryview(len(data).to_bytes(8, "big") + data)
-    while rest:
-        readable, writable, _ = select.select([listener], [connection], [])
-        if writable:
-            with suppress(BlockingIOError):
-                rest = rest[connection.send(rest, socket.MSG_DONTWAIT) :]
-        elif readable:
-            raise Abandoned("a newer message has arrived")
+    for part in (frame_header(data), data):
+        rest = memoryview(part)
+        while rest:
+            readable, writable, _ = select.select([listener], [connection], [])
+            if writable:
+                with suppress(BlockingIOError):
+                    rest = rest[connection.send(rest, socket.MSG_DONTWAIT) :]
+            elif readable:
+                raise Abandoned("a newer message has arrived")
 
 
 def _inode(path: Path) -> int | None:

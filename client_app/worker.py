@@ -107,6 +107,7 @@ class ClientWorker:
             result = self._train(round, self.training, torch_generator(*seed_path))
             method.end_round()
             personalized = strategy.train_personalized(method, round.plan, round.state, train=train_again)
+            self.training.free_training_memory()
             with read_once(method, self._changed_names(round.plan)):
                 state = strategy.state_to_save(method, round.plan, start=start_layers, state=round.state) | personalized
                 uploaded_parts = self._parts_to_upload()

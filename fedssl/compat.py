@@ -36,6 +36,7 @@ __all__ = [
     "content_to_bytes",
     "context_from_bytes",
     "context_to_bytes",
+    "drop_content",
     "empty_instructions",
     "error_reply",
     "message_from_bytes",
@@ -70,20 +71,30 @@ def content_to_bytes(content: RecordDict) -> bytes:
     return data
 
 
-def content_from_bytes(data: bytes) -> RecordDict:
+def content_from_bytes(data: bytes | bytearray) -> RecordDict:
     """Return the content of a message from `content_to_bytes`."""
     return recorddict_from_proto(ProtoRecordDict.FromString(data))
 
 
+def drop_content(message: Message) -> None:
+    """Empty a message, whose metadata are enough for a reply, so that its model does not stay in memory."""
+    if message.has_content():
+        message.content = RecordDict()
+
+
 def message_to_bytes(message: Message) -> bytes:
-    """Serialize a message with its metadata."""
-    data: bytes = message_to_proto(message).SerializeToString()
+    """Serialize a message with its metadata, and empty it: a model would be in memory once more."""
+    proto = message_to_proto(message)
+    drop_content(message)
+    data: bytes = proto.SerializeToString()
     return data
 
 
-def message_from_bytes(data: bytes) -> Message:
+def message_from_bytes(data: bytes | bytearray) -> Message:
     """Return the message from `message_to_bytes`."""
-    return message_from_proto(ProtoMessage.FromString(data))
+    proto = ProtoMessage.FromString(data)
+    del data  # if the caller has no other reference, a model is in memory once less
+    return message_from_proto(proto)
 
 
 def context_to_bytes(context: Context) -> bytes:
@@ -92,7 +103,7 @@ def context_to_bytes(context: Context) -> bytes:
     return data
 
 
-def context_from_bytes(data: bytes) -> Context:
+def context_from_bytes(data: bytes | bytearray) -> Context:
     """Return the context from `context_to_bytes`."""
     return context_from_proto(ProtoContext.FromString(data))
 

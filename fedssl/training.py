@@ -104,6 +104,12 @@ class LocalTrainer:
         for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
             group["lr"] = lr
 
+    def free_training_memory(self) -> None:
+        """Free the gradients and the optimizer's state, whose memory CUDA graphs use again."""
+        if self.graphs is None:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.state.clear()
+
 
 @dataclass(frozen=True)
 class TrainResult:

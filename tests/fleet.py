@@ -92,7 +92,10 @@ class Fleet:
         unit = self._unit("fedssl-supernode.service", own, installation=installation)
         command = [*(values.get(word, word) for word in unit), "--port", str(free_port())]
         self.ports[name] = int(command[-1])
-        self.nodes[name] = self._start([*prefix, *command], name, environment, installation=installation)
+        allocator = _environment("fedssl-supernode.service", "MALLOC_")
+        self.nodes[name] = self._start(
+            [*prefix, *command], name, {**allocator, **(environment or {})}, installation=installation
+        )
 
     def register(self, *names: str) -> None:
         """Register the public keys of nodes under their names."""
@@ -223,6 +226,13 @@ class Fleet:
             environment.pop("PYTHONPATH", None)
         with (self.sandbox.path / f"{log}.log").open("a") as file:
             return self.sandbox.start(command, environment=environment, stdout=file)
+
+
+def _environment(unit: str, prefix: str) -> dict[str, str]:
+    """The variables with a prefix that a systemd unit sets."""
+    lines = re.findall(r"^Environment=(.*)$", (DEPLOY / "systemd" / unit).read_text(), flags=re.MULTILINE)
+    found = dict(word.split("=", 1) for line in lines for word in shlex.split(line))
+    return {name: value for name, value in found.items() if name.startswith(prefix)}
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Functions that build the encoders.
 
-One function per encoder, named as in ``conf/encoder/``. ResNets and the vision transformer are torchvision's modules
+One function per encoder, named as in ``conf/encoder/``. ResNets and the vision transformer are torchvision's networks
 without the classifier. Their ``state_dict`` has torchvision's names, so weights can be exchanged with torchvision. By
 default ResNets have a stem for small images: one 3x3 convolution of stride 1 and no pooling, as SimCLR uses on CIFAR-10
 (arXiv 2002.05709, appendix B.9) and the federated papers after it. Nothing is downloaded.
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fedssl.config.constraints import check_arguments
 from fedssl.encoders.base import Encoder
+from fedssl.encoders.resnet import BasicBlock, Bottleneck, ResNetEncoder
 from fedssl.errors import InputError
 
 
@@ -137,7 +138,7 @@ def vit_tiny(
             f"encoder.positions=sincos but encoder.width={width} is not a multiple of 4; set encoder.width to a "
             "multiple of 4, or encoder.positions=learned"
         )
-    from fedssl.encoders.torchvision_encoders import ViTEncoder  # here: slow import, not needed by conv_small
+    from fedssl.encoders.torchvision_encoders import ViTEncoder  # here: slow import
 
     encoder = ViTEncoder(
         size=size, patch=patch, depth=depth, heads=heads, width=width, pool=pool, fixed_positions=positions == "sincos"
@@ -156,10 +157,6 @@ def _resnet(name: str, *, channels: int, size: int, stem: str, norm: str) -> Enc
     check_arguments("encoder", stem=stem)
 
     normalize = normalization(norm)
-    from torchvision.models.resnet import BasicBlock, Bottleneck  # here: slow import, not needed by conv_small
-
-    from fedssl.encoders.torchvision_encoders import ResNetEncoder
-
     blocks = [2, 2, 2, 2] if name == "resnet18" else [3, 4, 6, 3]
     encoder = ResNetEncoder(Bottleneck if name == "resnet50" else BasicBlock, blocks, normalize=normalize)
     if stem == "small":

@@ -1,49 +1,15 @@
-"""Residual networks and vision transformers of torchvision as encoders in stages.
+"""Vision transformers of torchvision as encoders in stages.
 
-This is a separate module because importing torchvision takes a second and ``conv_small`` does not need it.
+This is a separate module because importing torchvision takes two seconds and the other encoders do not need it.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchvision.models import ResNet, VisionTransformer
-from torchvision.models.resnet import BasicBlock, Bottleneck
+from torchvision.models import VisionTransformer
 
 from fedssl.encoders.base import Encoder
-
-
-class ResNetEncoder(Encoder, ResNet):
-    """ResNet of torchvision; its four groups of residual blocks are the stages.
-
-    ``layers`` are the numbers of blocks of each stage; ``normalize`` builds the normalization of a number of channels.
-    """
-
-    conv1: nn.Conv2d
-    bn1: nn.Module
-    relu: nn.Module
-    maxpool: nn.Module
-    avgpool: nn.Module
-    fc: nn.Module
-
-    def __init__(
-        self, block: type[BasicBlock | Bottleneck], layers: list[int], *, normalize: Callable[[int], nn.Module]
-    ) -> None:
-        super().__init__(block, layers, norm_layer=normalize)
-        self.feature_dim = 512 * block.expansion
-        self.fc = nn.Identity()
-        self.define_stages(
-            stages=("layer1", "layer2", "layer3", "layer4"),
-            widths=tuple(width * block.expansion for width in (64, 128, 256, 512)),
-        )
-
-    def stem(self, images: Tensor) -> Tensor:
-        features: Tensor = self.maxpool(self.relu(self.bn1(self.conv1(images))))
-        return features
-
-    def pool(self, x: Tensor) -> Tensor:
-        return torch.flatten(self.avgpool(x), 1)
 
 
 def sincos_position_embedding(side: int, width: int) -> Tensor:

@@ -26,6 +26,7 @@ from fedssl.atomic_files import atomic_write
 from fedssl.errors import InputError
 from fedssl.export.weights import read_safetensors
 from fedssl.machine.devices import is_gpu
+from fedssl.machine.meta_device import shapes_only
 from fedssl.machine.transfer import copy_to_cpu
 from fedssl.untrusted import check_tensors_like, read_tensors, sanitize
 
@@ -143,7 +144,7 @@ def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = N
         )
     try:
         if known is not None:  # first without memory, since the settings may need any amount
-            with torch.device("meta"):
+            with shapes_only():
                 check_tensors_like(content["weights"], known(**settings).state_dict())
         with torch.random.fork_rng(devices=[]):  # weights drawn only to be overwritten
             encoder: Any = build(**settings)

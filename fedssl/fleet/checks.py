@@ -15,7 +15,7 @@ from fedssl.wire.device import incompatibility, installed_versions
 
 TIMEOUT = 10.0  # seconds
 MAX_CLOCK_ERROR = 120.0  # seconds; Flower rejects signatures that are more than 300 s old
-MIN_DISK, MIN_MEMORY = 2 * 10**9, 10**9  # bytes
+MIN_DISK, MIN_MEMORY = 2 * 10**9, 8 * 10**8  # bytes; a device with 1 GB has some in use
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The node configuration's ``limits`` names a file that may set any of them, for example::
 
-    memory: 2.0 # GB, of a message, of the images, and of a training step by estimate
+    memory: 2.0 # GB, of a message, of the images, and of a training step by estimate; never more than the default
     epochs: 20 # local epochs of a round
     batch: 256 # images of a step
     size: 128 # height and width of an image, in pixels
@@ -42,7 +42,7 @@ _SHARE = 0.75  # of the available memory
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The limits, see the module docstring. ``memory`` None is three quarters of the available memory."""
+    """The limits, see the module docstring. ``memory`` None is three quarters of what is available at the time."""
 
     memory: float | None = None
     epochs: int = 100
@@ -57,10 +57,10 @@ class Limits:
     share_quality: bool = False
 
     def memory_bytes(self) -> int:
-        if self.memory is not None:
-            return int(self.memory * 1e9)
         available = available_memory(reusable=grown_memory())
-        return int(_UNKNOWN_MEMORY * 1e9 if available is None else _SHARE * available)
+        if available is None:
+            return int((self.memory or _UNKNOWN_MEMORY) * 1e9)
+        return int(min(_SHARE * available, math.inf if self.memory is None else self.memory * 1e9))
 
     def check_start(self, states: Path) -> None:
         """Refuse to start a round now, or count it in the folder of states; raises `RequestRefused`."""

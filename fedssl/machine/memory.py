@@ -9,8 +9,28 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
-_LIMIT = Path("/sys/fs/cgroup/memory.max")  # limit of a container
+_CGROUPS = Path("/proc/self/cgroup")  # of this process
+_MOUNT = Path("/sys/fs/cgroup")
+
+
+class _Version(NamedTuple):
+    """Names of files and statistics of a version of cgroups."""
+
+    limit: str
+    usage: str
+    files: tuple[str, ...]  # contained in the usage; the kernel frees them when it needs memory
+    mapped: str  # of these, mostly libraries: a process without them reads them again and again
+
+
+_VERSION_1 = _Version(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_active_file", "total_inactive_file"),
+    "total_mapped_file",
+)
+_VERSION_2 = _Version("memory.max", "memory.current", ("active_file", "inactive_file"), "file_mapped")
 
 SMALL = 2**26  # bytes that need no slot
 _MAX_SLOTS = 8  # images at a time, for any amount of memory
@@ -27,10 +47,31 @@ def available_memory(*, reusable: int = 0) -> int | None:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    limits = [int(line.split()[1]) * 1024 + reusable for line in lines if line.startswith("MemAvailable:")]
-    with suppress(OSError, ValueError):  # no limit, or "max"
-        limits.append(int(_LIMIT.read_text(encoding="ascii")))
-    return min(limits, default=None)
+    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    free += _available_in_cgroups()
+    return max(0, min(free)) + reusable if free else None
+
+
+def _available_in_cgroups() -> Iterator[int]:
+    """Yield what each limit of this process leaves: those of a container or service, and of all that contain it."""
+    with suppress(OSError):
+        for line in _CGROUPS.read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            root, version = (_MOUNT / "memory", _VERSION_1) if controllers else (_MOUNT, _VERSION_2)
+            # A container's path may be that of its host. Its mount then has only its own cgroup, at the root.
+            folder = root / path.strip("/")
+            for ancestor in (folder, *folder.parents[: len(folder.parts) - len(root.parts)]):
+                with suppress(OSError, ValueError):  # no limit, "max", or not in this mount
+                    yield _available_in(ancestor, version)
+
+
+def _available_in(folder: Path, version: _Version) -> int:
+    limit, used = (int((folder / name).read_text(encoding="ascii")) for name in (version.limit, version.usage))
+    lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+    stat = {name: int(value) for name, value in (line.split() for line in lines)}
+    return limit - used + max(0, sum(stat[name] for name in version.files) - stat[version.mapped])
 
 
 def grown_memory() -> int:
@@ -64,8 +105,10 @@ def peak_memory() -> int:
 
 
 def gigabytes(num_bytes: int) -> str:
-    """Format bytes for people: ``12.3 GB``."""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
+    """Format bytes for people: ``12.3 GB``, ``266 MB`` or ``1.5 MB``."""
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e9:.1f} GB"
+    return f"{num_bytes / 1e6:.0f} MB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
 @contextmanager

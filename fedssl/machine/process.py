@@ -4,6 +4,7 @@ torch is imported inside the functions, because the command reads `OPENMP_ENV` b
 """
 
 import ctypes
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -71,7 +72,11 @@ def tune_allocator() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the kernel, which `tune_allocator` keeps, before the process is idle (glibc only)."""
+    """Return freed memory to the kernel, which `tune_allocator` keeps, before the process is idle (glibc only).
+
+    That of objects in reference cycles, such as a message, is freed before.
+    """
+    gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 

@@ -4,6 +4,7 @@ import copy
 import errno
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from flwr.app import ArrayRecord, Context, RecordDict
 from client_app import limits as limits_module
 from client_app.edge_client import EdgeClient, safe_error_message
 from client_app.simulated import MARKER_KEY, is_simulated
-from fedssl.config.load import compose
+from client_app.step_memory import StepMemory, estimate_step_memory
+from fedssl.config.compose import resolve_config
+from fedssl.config.load import client_settings, compose
 from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet.limits import Limits, read_limits
 from fedssl.wire.device import installed_versions
@@ -224,7 +227,7 @@ def test_a_device_sets_its_limits_itself(text, plan, node, tmp_path):
 
 
 def test_images_that_would_not_fit_are_refused_before_they_are_read(plan, node, tmp_path, monkeypatch):
-    monkeypatch.setattr(limits_module, "estimate_step_memory", lambda settings, num_images: 0)
+    monkeypatch.setattr(limits_module, "estimate_step_memory", lambda settings: StepMemory(0, 1))
     (tmp_path / "limits.yaml").write_text("memory: 0.001\n")
     bigger = with_task(plan, dataset__size=512, augmentation__size=512, encoder__size=512)
     reason = refusal(bigger, node | {"limits": tmp_path / "limits.yaml"})
@@ -248,9 +251,65 @@ def test_limits_that_are_none(text, sentence, tmp_path):
         read_limits(tmp_path / "limits.yaml")
 
 
+STEM = "encoder.stem=imagenet and batch_size"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "allowed", "remedy"),
+    [
+        ([], 250, f"a training step takes about 2.7 GB of memory but this device allows 250 MB; set {STEM}=16"),
+        ([], 900, f"this device allows 900 MB; set batch_size=16, or {STEM}=64"),
+        (
+            ["encoder.stem=imagenet"],
+            250,
+            "415 MB of memory but this device allows 250 MB; set batch_size=16",
+        ),
+        ([], 100, "this device allows 100 MB; no batch_size fits; set a smaller encoder or dataset.size"),
+    ],
+)
+def test_a_step_that_would_not_fit_is_refused_with_settings_that_fit(overrides, allowed, remedy, monkeypatch):
+    """ResNet-18 with its gradients, moments and a copy takes 185 MB, and an image at 64x64 about 40 MB, or 4 with
+    ImageNet's stem."""
+    words = ["dataset=image_folder", "dataset.path=none", "dataset.size=64", "encoder=resnet18", *overrides]
+    settings = client_settings(resolve_config(words)[0], states=Path(), partition=None)
+    monkeypatch.setattr(Limits, "memory_bytes", lambda limits: allowed * 10**6)
+    with pytest.raises(RequestRefused) as refused:
+        limits_module.check_settings(settings, Limits(), num_images=100)
+    assert str(refused.value).endswith(remedy)
+    for part in remedy.partition("set ")[2].split(", or "):  # what is proposed is accepted
+        if "=" in part:
+            settings = client_settings(resolve_config([*words, *part.split(" and ")])[0], states=Path(), partition=None)
+            limits_module.check_settings(settings, Limits(), num_images=100)
+
+
+@pytest.mark.parametrize(("steps", "kept"), [(4, True), (3.9, False)])
+def test_a_device_keeps_freed_memory_if_it_has_enough_for_four_steps(steps, kept, plan, node, monkeypatch):
+    client = EdgeClient.read(context(**node).node_config)
+    text = str(plan.config_records[CONFIG]["settings"])
+    step = estimate_step_memory(client.settings(text)).of_batch(6)  # all its images
+    monkeypatch.setattr(Limits, "memory_bytes", lambda limits: int(steps * step))
+    assert client.settings(text).machine.keep_freed_memory == kept
+
+
+def test_fewer_images_than_a_batch_need_less_memory(monkeypatch):
+    words = ["dataset=image_folder", "dataset.path=none", "dataset.size=64", "encoder=resnet18"]
+    settings = client_settings(resolve_config(words)[0], states=Path(), partition=None)
+    needed = estimate_step_memory(settings).of_batch(3)
+    monkeypatch.setattr(Limits, "memory_bytes", lambda limits: needed)
+    limits_module.check_settings(settings, Limits(), num_images=3)
+    with pytest.raises(RequestRefused):
+        limits_module.check_settings(settings, Limits(), num_images=4)
+
+
 def test_limits_by_default(monkeypatch):
-    assert 0 < Limits().memory_bytes() < 10**13
+    monkeypatch.setattr("fedssl.fleet.limits.grown_memory", lambda: 0)
+    monkeypatch.setattr("fedssl.fleet.limits.available_memory", lambda *, reusable: 4 * 10**9)
+    assert Limits().memory_bytes() == 3 * 10**9  # three quarters
     assert Limits(memory=1.5).memory_bytes() == 1_500_000_000
+    assert Limits(memory=3.5).memory_bytes() == 3 * 10**9
+    monkeypatch.setattr("fedssl.fleet.limits.available_memory", lambda *, reusable: None)
+    assert Limits(memory=3.5).memory_bytes() == 3_500_000_000
+    assert Limits().memory_bytes() == 2 * 10**9
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     check = Limits(minutes=0.5).make_deadline_check()

@@ -1,6 +1,8 @@
 """Encoders: sizes, torchvision's names and counts, and what is refused."""
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,11 @@ from fedssl.encoders.torchvision_encoders import sincos_position_embedding
 from fedssl.errors import InputError
 
 CONF = Path(__file__).parents[3] / "conf"
+RESNETS = [
+    (resnet18, torchvision.models.resnet18),
+    (resnet34, torchvision.models.resnet34),
+    (resnet50, torchvision.models.resnet50),
+]
 
 
 @pytest.mark.parametrize("size", [4, 8, 28, 32, 64, 96])
@@ -54,6 +61,28 @@ def test_resnet_is_torchvisions(build, original, feature_dim: int) -> None:
     assert encoder.feature_dim == feature_dim
 
 
+@pytest.mark.parametrize(("build", "original"), RESNETS)
+def test_resnets_begin_with_torchvisions_weights(build, original) -> None:
+    """The same seed gives the same weights, except in the first convolution, which is drawn again."""
+    torch.manual_seed(0)
+    ours = build(channels=3, size=64, stem="imagenet")
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+    theirs = original(weights=None)
+    torch.nn.init.kaiming_normal_(theirs.conv1.weight, mode="fan_out", nonlinearity="relu")
+    assert torch.equal(torch.get_rng_state(), after)
+    state = theirs.state_dict()
+    for layer, value in ours.state_dict().items():
+        assert torch.equal(value, state[layer]), layer
+
+
+def test_resnets_import_neither_torchvision_nor_torchs_compiler() -> None:
+    program = "from fedssl.encoders import resnet18; resnet18(channels=3, size=64); import sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "torch" in loaded
+    assert {"torchvision", "torch._dynamo", "sympy"}.isdisjoint(loaded)
+
+
 def test_resnet18_has_the_parameters_of_the_papers() -> None:
     """L-DAWA's network with a linear head has 11,234,496 in 62 arrays, of which the head has 512 * 128 + 128 in two."""
     parameters = [p.numel() for p in resnet18(channels=3, size=32).parameters()]
@@ -61,14 +90,19 @@ def test_resnet18_has_the_parameters_of_the_papers() -> None:
     assert len(parameters) == 60
 
 
-def test_resnet_with_imagenet_stem_equals_torchvision() -> None:
+@pytest.mark.parametrize(("build", "original"), RESNETS)
+def test_resnet_with_imagenet_stem_equals_torchvision(build, original) -> None:
     """Loaded with torchvision's weights, the encoder gives what torchvision's network gives without its classifier."""
-    theirs = torchvision.models.resnet18(weights=None).eval()
+    theirs = original(weights=None)
     theirs.fc = torch.nn.Identity()
-    encoder = resnet18(channels=3, size=64, stem="imagenet").eval()
+    encoder = build(channels=3, size=64, stem="imagenet")
     encoder.load_state_dict(theirs.state_dict())
     images = torch.rand(2, 3, 64, 64)
-    torch.testing.assert_close(encoder(images), theirs(images), rtol=0, atol=0)
+    for network in (theirs, encoder):
+        network(images).sum().backward()
+    for layer, parameter in encoder.named_parameters():
+        assert torch.equal(parameter.grad, theirs.get_parameter(layer).grad), layer
+    torch.testing.assert_close(encoder.eval()(images), theirs.eval()(images), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("stem", "positions"), [("small", 32), ("imagenet", 8)])

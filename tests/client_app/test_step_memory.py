@@ -1,0 +1,74 @@
+"""The estimate of a training step's memory: it needs neither tensors nor torch's compiler."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from client_app.step_memory import StepMemory, estimate_step_memory
+from fedssl.config.compose import resolve_config
+from fedssl.config.load import client_settings
+from fedssl.machine import meta_device
+
+ENCODERS = [
+    ["encoder=conv_small"],
+    ["encoder=conv_small", "encoder.norm=group", "dataset.size=33"],
+    ["encoder=resnet18"],
+    ["encoder=resnet18", "encoder.stem=imagenet", "dataset.size=65"],
+    ["encoder=resnet50", "encoder.norm=group", "encoder.stem=imagenet"],
+]
+PROGRAM = """
+import sys
+from client_app.step_memory import estimate_step_memory
+from pathlib import Path
+from fedssl.config.compose import resolve_config
+from fedssl.config.load import client_settings
+for encoder in ("conv_small", "resnet18"):
+    config, _ = resolve_config([f"encoder={encoder}", "method=byol"])
+    estimate_step_memory(client_settings(config, states=Path(), partition=None))
+print(*sys.modules)
+"""
+
+
+@pytest.mark.parametrize("overrides", ENCODERS, ids=" ".join)
+def test_shapes_are_those_of_torch(overrides, monkeypatch):
+    config, _ = resolve_config(["dataset=image_folder", "dataset.path=none", *overrides])
+    settings = client_settings(config, states=Path(), partition=None)
+    estimate = estimate_step_memory(settings)
+    monkeypatch.setattr(meta_device, "_SHAPES", {})
+    assert estimate == estimate_step_memory(settings)
+    assert estimate.per_image > 2 * 3 * 28**2 * 4  # more than two views
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "tensors"),
+    [
+        (["optimizer=sgd", "optimizer.momentum=0"], 3),
+        (["optimizer=sgd"], 4),
+        (["optimizer=adam"], 5),
+        (["optimizer=adamw"], 5),
+    ],
+)
+def test_weights_gradients_moments_and_a_copy_for_kernels(optimizer, tensors):
+    """The encoder has 4 blocks of a 3x3 convolution without bias and a normalization with two numbers per channel."""
+    overrides = ["encoder=conv_small", "encoder.width=8", "dataset=image_folder", "dataset.path=none"]
+    heads = ["method.projector.num_layers=1", "method.projector.out_dim=16", "method.projector.batch_norm=false"]
+    config, _ = resolve_config([*overrides, *heads, *optimizer])
+    convolutions = 9 * (3 * 8 + 8 * 16 + 16 * 32 + 32 * 32)
+    weights = convolutions + 2 * (8 + 16 + 32 + 32) + 32 * 16 + 16  # and those of the projection
+    buffers = 4 * 2 * (8 + 16 + 32 + 32) + 4 * 8  # mean, variance and a counter of int64 for each normalization
+    settings = client_settings(config, states=Path(), partition=None)
+    assert estimate_step_memory(settings).fixed == buffers + tensors * 4 * weights
+
+
+def test_the_largest_batch_is_a_power_of_two():
+    step = StepMemory(fixed=100, per_image=10)
+    assert step.of_batch(8) == 180
+    assert [step.largest_batch(allowed) for allowed in (50, 109, 110, 179, 180)] == [0, 0, 1, 4, 8]
+
+
+def test_torchs_compiler_is_not_imported():
+    loaded = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout.split()
+    assert "torch" in loaded
+    assert {"torch._dynamo", "sympy"}.isdisjoint(loaded)
