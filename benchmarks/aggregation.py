@@ -38,7 +38,7 @@ from strategies.l_dawa import l_dawa
 from strategies.loss import loss_weighted
 from strategies.m_dawa import m_dawa
 from strategies.update_geometry import deviation_gram
-from strategies.weighted_sum import WeightedSum
+from strategies.weighted_sum import WeightedSum, block_size
 
 TILE = 32768  # numbers of each client in one product
 EUA_TARGET = 1.5
@@ -142,12 +142,14 @@ def report_in_memory(layers: Layers, updates: list[ClientUpdate], repetitions: i
         )
 
 
-def stream(rule: WeightedSum, global_layers: Layers, updates: Iterator[ClientUpdate]) -> float:
-    """Aggregate the updates one by one, as a strategy does; return seconds from the last one to the new layers."""
+def stream(rule: WeightedSum, global_layers: Layers, updates: Iterator[ClientUpdate], *, size: int) -> float:
+    """Aggregate the updates one by one in blocks of ``size``, as a round does; return seconds from the last one on."""
     reference = ReferenceLayers(global_layers)
     rule.start(reference)
-    for update in updates:
+    for position, update in enumerate(updates):
         start = time.perf_counter()
+        if position and position % size == 0:
+            rule.end_block()
         reference.check(update.layers)
         rule.add(update, reference.cosines_of(update.layers))
     rule.finish()
@@ -163,14 +165,15 @@ def report_streaming(layers: Layers, updates: list[ClientUpdate], repetitions: i
         for update, record in zip(updates, records, strict=True):
             yield replace(update, layers=record_to_arrays(record))
 
+    size = block_size(len(updates))
     after: dict[str, list[float]] = {name: [] for name in RULES}
     for _ in range(repetitions):
         for name, rule in RULES.items():
-            after[name].append(stream(rule, layers, received()))
+            after[name].append(stream(rule, layers, received(), size=size))
     print(f"\nK={len(updates)}, one by one{'':9}ms after the last     models of extra memory")
     for name, rule in RULES.items():
         tracemalloc.start()
-        stream(rule, layers, received())
+        stream(rule, layers, received(), size=size)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         print(f"{name:24}{Seconds(statistics.median(after[name]), min(after[name]))} {peak / model:26.2f}")

@@ -189,6 +189,9 @@ def run(overrides: Sequence[str]) -> None:
     except KeyboardInterrupt as stop:
         done = _rounds_done(folder)
         if not done:
+            if fresh:
+                with suppress(OSError):  # it is not empty
+                    folder.rmdir()
             raise
         resume = shlex.quote(f"resume={folder}")
         raise KeyboardInterrupt(f" after round {done}; continue with: fedssl {resume}") from stop

@@ -45,6 +45,18 @@ def test_settings_are_composed_once_and_saved_once(tmp_path, monkeypatch):
     assert OmegaConf.load(folder / "choices.yaml").partition == "iid"
 
 
+def test_an_interrupt_before_the_run_starts_leaves_no_folder(tmp_path, monkeypatch):
+    def interrupt(settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(grid, "run_local", interrupt)
+    (tmp_path / "before").mkdir()
+    for name in ("new", "before"):
+        with pytest.raises(KeyboardInterrupt):
+            run([*QUICK, "engine=local", f"output_dir={tmp_path / name}"])
+    assert [folder.name for folder in tmp_path.iterdir()] == ["before"]
+
+
 @pytest.fixture
 def nothing_starts(monkeypatch):
     for module, name in ((resources, "auto_engine"), (ray_grid, "run_ray"), (grid, "run_local")):
