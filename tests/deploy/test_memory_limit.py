@@ -18,7 +18,8 @@ RUN = ["dataset=image_folder", "dataset.size=64", "device=cpu", "threads=1", "lo
 RUN += ["evaluation=none", "final_evaluation=none", "collapse_images=0", "measure_resources=false", "num_clients=2"]
 RUN += ["rounds=1", "aggregation.min_updates=1"]
 RESNET = ["encoder=resnet18", "encoder.stem=imagenet", "batch_size=8"]
-# Without momentum in 1 GB: PyPI's build of torch has 150 MB more than the CPU build for which this is documented.
+# Without momentum: PyPI's build of torch uses 150 MB more than the CPU build, for which this is documented. Its files
+# do not count for the cgroup, since this process has read them before.
 RESNET += ["optimizer.momentum=0"]
 
 
