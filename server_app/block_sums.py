@@ -41,7 +41,7 @@ class SummedUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSumTask:
-    """What a process needs to sum the updates of a round. It can be sent to another process."""
+    """Task of another process: sum the updates of its clients in a round. Picklable."""
 
     round: int
     attempt: int

@@ -22,7 +22,7 @@ class InvalidUpdate(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateValidator:
-    """What the replies of a round are validated against. It can be sent to another process."""
+    """Validator of the replies of a round. Picklable."""
 
     gathered: ReferenceLayers  # names, shapes and dtypes of the parts for the method's server side
     required_metrics: tuple[str, ...]

@@ -38,11 +38,13 @@ from simulation.parallel_jobs import parallel_tasks, run_in_parallel
 from simulation.sweep import (
     FOLDER_KEY,
     check_metric,
+    check_options,
     finish_sweep,
     folder_to_resume,
     needs_hydra,
     new_sweep_folder,
     plan_jobs,
+    remove_incomplete,
     run_hydra_job,
     run_jobs,
     split_options,
@@ -102,12 +104,15 @@ def _run_single(overrides: Sequence[str]) -> None:
 def _run_sweep(overrides: Sequence[str]) -> int:
     """Run or resume a sweep, and return its exit status."""
     options, overrides = split_options(overrides)
+    check_options(options, {"jobs", "address", "retry"}, instead="add hydra/sweeper=NAME, or leave it out")
     resumed = folder_to_resume(overrides)
     folder = resumed or new_sweep_folder(overrides)
     with sweep_lock(folder):
         new = [override for override in overrides if not (resumed and override.startswith("resume="))]
         jobs = plan_jobs(folder, new)
         waiting = waiting_jobs(jobs, retry=options.get("retry", False))
+        if resumed:
+            remove_incomplete(waiting)
         limit, address = options.get("jobs"), options.get("address")
         tasks = parallel_tasks(waiting, limit=limit, address=address)
         try:
@@ -124,6 +129,9 @@ def _run_sweep(overrides: Sequence[str]) -> int:
 def _run_hydra_sweep(flags: Sequence[str], overrides: Sequence[str]) -> int:
     """Run a sweep by another sweeper or launcher of Hydra, and return its exit status."""
     options, overrides = split_options(overrides)
+    check_options(options, {"metric"}, instead="Hydra itself runs the jobs of this sweep: use its settings")
+    if folder_to_resume(overrides) is not None:
+        raise InputError("a sweep of Hydra's sweepers and launchers cannot be resumed; leave out resume or these")
     metric = options.get("metric")
     if metric is not None:
         check_metric(metric, overrides)

@@ -7,7 +7,7 @@ after the other, and keeps imports and decoded images.
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from fedssl.config.settings import Settings
 from fedssl.errors import InputError, RunError
 from fedssl.machine.process import available_cores
 from fedssl.runs.run import read_run
-from simulation.ray_session import last_line, ray_session
+from simulation.ray_session import check_hosts, last_line, ray_session
 from simulation.sweep import Job, job_overrides, run_job
 
 # Memory that Ray reserves for a job: the process of a run with small images needs 0.7 to 1.1 GB.
@@ -72,7 +72,10 @@ def run_in_parallel(tasks: Sequence[JobTask], *, limit: int | None, address: str
     from ray.exceptions import RayError
 
     gpus = None if address or any(task.gpus for task in tasks) else 0
-    with ray_session(gpus=gpus, address=address, log_to_driver=False):
+    with ray_session(gpus=gpus, address=address, setting="sweep.address", log_to_driver=False):
+        if address is not None:
+            check_hosts(tasks[0].job.folder)
+        hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         remote = ray.remote(max_retries=0)(_run_in_worker)
         waiting, running = list(reversed(tasks)), dict[Any, Job]()
         progress = _Progress(len(tasks))
@@ -80,8 +83,8 @@ def run_in_parallel(tasks: Sequence[JobTask], *, limit: int | None, address: str
             while waiting or running:
                 while waiting and (limit is None or len(running) < limit):
                     task = waiting.pop()
-                    options = remote.options(num_cpus=task.cpus, num_gpus=task.gpus, memory=JOB_BYTES)
-                    running[options.remote(task.job, Path.cwd())] = task.job
+                    job_task = remote.options(**reservation(task, hosts))
+                    running[job_task.remote(task.job, Path.cwd())] = task.job
                 done, _ = ray.wait(list(running))
                 for reference in done:
                     job = running.pop(reference)
@@ -93,10 +96,27 @@ def run_in_parallel(tasks: Sequence[JobTask], *, limit: int | None, address: str
         except KeyboardInterrupt:
             for reference in running:
                 ray.cancel(reference)
-            ray.wait(list(running), num_returns=len(running), timeout=STOP_TIMEOUT)
+            if running:
+                ray.wait(list(running), num_returns=len(running), timeout=STOP_TIMEOUT)
             raise
         except (RayError, ConnectionError) as error:
             raise RunError(f"Ray has ended during the sweep ({last_line(error)}); resume it") from error
+
+
+def reservation(task: JobTask, hosts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return what Ray reserves for a job. It would wait forever for more than the largest host has.
+
+    ``hosts`` are the resources of Ray's hosts. Raises `InputError` if the job uses a GPU and no host has one.
+    """
+    usable = [host for host in hosts if host.get("GPU", 0) >= task.gpus]
+    if not usable:
+        raise InputError("a job uses a GPU but no host of Ray has one; set device=cpu")
+    largest = max(usable, key=lambda host: host.get("CPU", 0))
+    return {
+        "num_cpus": min(task.cpus, largest.get("CPU", 0)),
+        "num_gpus": task.gpus,
+        "memory": min(JOB_BYTES, largest.get("memory", 0)),
+    }
 
 
 def _run_in_worker(job: Job, folder: Path) -> str | None:

@@ -46,7 +46,9 @@ COMPARED_VERSIONS = ("python", "torch", "flwr")
 
 
 @contextmanager
-def ray_session(*, gpus: int | None, address: str | None = None, log_to_driver: bool = True) -> Iterator[list[Host]]:
+def ray_session(
+    *, gpus: int | None, address: str | None = None, setting: str = "engine.address", log_to_driver: bool = True
+) -> Iterator[list[Host]]:
     """Yield the hosts of Ray.
 
     Parameters
@@ -56,6 +58,8 @@ def ray_session(*, gpus: int | None, address: str | None = None, log_to_driver: 
     address : str or None
         Of a cluster, or "auto" for the cluster of this machine. None starts a private Ray on this machine, which ends
         with the block or with this process.
+    setting : str
+        Name of the setting with the address, for errors.
     log_to_driver : bool
         Print the output of Ray's processes.
     """
@@ -69,7 +73,7 @@ def ray_session(*, gpus: int | None, address: str | None = None, log_to_driver: 
             if address is None:
                 _start(ray, sandbox, gpus=gpus, log_to_driver=log_to_driver)
             else:
-                _join(ray, address, log_to_driver=log_to_driver)
+                _join(ray, address, setting=setting, log_to_driver=log_to_driver)
         try:
             yield [_host(node) for node in ray.nodes() if node["Alive"]]
         finally:
@@ -96,10 +100,10 @@ def _start(ray: ModuleType, sandbox: ProcessSandbox, *, gpus: int | None, log_to
         raise RunError(f"Ray could not be started: {error}; use engine=local") from error
 
 
-def _join(ray: ModuleType, address: str, *, log_to_driver: bool) -> None:
+def _join(ray: ModuleType, address: str, *, setting: str, log_to_driver: bool) -> None:
     host, _, port = address.rpartition(":")
     if address != "auto" and not (host and port.isdigit()):
-        raise InputError(f"engine.address={address} is not the address of a Ray cluster; set it to HOST:PORT or auto")
+        raise InputError(f"{setting}={address} is not the address of a Ray cluster; set it to HOST:PORT or auto")
     try:
         if address != "auto":  # Ray would retry for minutes
             socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT).close()
@@ -111,8 +115,8 @@ def _join(ray: ModuleType, address: str, *, log_to_driver: bool) -> None:
         )
     except Exception as error:  # as above
         raise InputError(
-            f"there is no Ray cluster of this machine at engine.address={address} ({error}); start one with "
-            "`ray start --head`, or remove engine.address"
+            f"there is no Ray cluster of this machine at {setting}={address} ({error}); start one with "
+            f"`ray start --head`, or remove {setting}"
         ) from error
 
 

@@ -5,7 +5,7 @@ The outcome of a job is in the ``summary.json`` of its run. A sweep can therefor
 """
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +19,18 @@ from fedssl.atomic_files import make_output_folder, saved_rounds, write_text
 from fedssl.config.compat import expand_sweep
 from fedssl.config.compose import RESUMABLE_KEYS, hydra_value
 from fedssl.config.load import compose
-from fedssl.config.overrides import config_groups, parse, quote_value
+from fedssl.config.overrides import by_key, config_groups, key_and_group, parse, quote_value
+from fedssl.config.saved_run import check_saved_overrides
 from fedssl.config.targets import SEARCHPATH_KEY, search_folders
 from fedssl.errors import InputError, RunError
 from fedssl.report.accuracy_table import sweep_table
+from fedssl.runs.groups import OWN_KEYS
 from fedssl.runs.run import acquire_lock, is_locked, read_run, read_summary, write_summary
-from fedssl.untrusted import read_yaml, sanitize
+from fedssl.untrusted import corrupt_file_error, read_yaml, sanitize
 
 Runner = Callable[[Sequence[str]], None]  # runs or resumes a run with these overrides
 
 STATE_FILE = "sweep.yaml"
-OPTIONS = "sweep."  # prefix of the options of a sweep, which are no settings of a run
 FOLDER_KEY = "hydra.sweep.dir"
 
 
@@ -47,12 +48,21 @@ class Job:
 
 def split_options(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the explicit options of the sweep by name, and the other overrides; raises `InputError`."""
-    options = [override for override in overrides if override.startswith(OPTIONS)]
-    if any(override.is_sweep_override() for override in parse(options)):
-        raise InputError(f"{' '.join(options)}: options of a sweep have one value")
+    options = [override for override in overrides if override.partition("=")[0].split(".")[0] == "sweep"]
+    for override in parse(options):
+        if override.key_or_group == "sweep":
+            raise InputError(f"{override.input_line} must name an option, e.g. sweep.jobs=2")
+        if override.is_sweep_override():
+            raise InputError(f"{override.input_line} has several values, but an option of a sweep has one")
     compose(options)  # validates them
-    values = {override.key_or_group.removeprefix(OPTIONS): override.value() for override in parse(options)}
+    values = {override.key_or_group.removeprefix("sweep."): override.value() for override in parse(options)}
     return values, [override for override in overrides if override not in options]
+
+
+def check_options(options: Mapping[str, Any], allowed: Set[str], *, instead: str) -> None:
+    """Raise `InputError` if an option is set that would have no effect."""
+    for name in options.keys() - allowed:
+        raise InputError(f"sweep.{name} has no effect here; {instead}")
 
 
 def needs_hydra(flags: Sequence[str], overrides: Sequence[str]) -> bool:
@@ -72,14 +82,15 @@ def new_sweep_folder(overrides: Sequence[str]) -> Path:
 
 
 def folder_to_resume(overrides: Sequence[str]) -> Path | None:
-    """Return the folder of the sweep to resume, if ``resume`` names one."""
+    """Return the folder of the sweep to resume; None without ``resume``. Raises `InputError`."""
     for override in parse(overrides):
-        if override.key_or_group == "resume" and not override.is_sweep_override():
-            folder = Path(str(override.value()))
-            if (folder / STATE_FILE).exists():
-                return folder.absolute()
-            if folder.is_dir() and not (folder / "config.yaml").exists():
-                raise InputError(f"resume={folder} is neither a run nor a sweep: it has no {STATE_FILE}")
+        if override.key_or_group != "resume":
+            continue
+        if override.is_sweep_override() or not (Path(str(override.value())) / STATE_FILE).exists():
+            raise InputError(
+                f"{override.input_line} names no sweep, whose folder has {STATE_FILE}; resume a run without -m"
+            )
+        return Path(str(override.value())).absolute()
     return None
 
 
@@ -118,35 +129,59 @@ def sweep_lock(folder: Path) -> Iterator[None]:
 def plan_jobs(folder: Path, overrides: Sequence[str]) -> list[Job]:
     """Return the jobs of a sweep, those of its earlier start first, and save them.
 
-    New overrides replace earlier ones of the same key. A job keeps its number if its settings are the same, apart from
-    `RESUMABLE_KEYS` that are not swept, other than the number of rounds.
+    New overrides replace earlier ones of the same key or group. A job keeps its number if its settings are the same,
+    apart from `RESUMABLE_KEYS` that are not swept, other than the number of rounds. Saved overrides are validated as
+    those of a run folder. Raises `InputError`, also if the folder of a new job exists.
     """
-    saved = read_yaml(folder / STATE_FILE, dict) or {"overrides": [], "jobs": {}}
-    try:
-        earlier = [str(override) for override in saved["overrides"]]
-        jobs = {str(name): tuple(map(str, job)) for name, job in saved["jobs"].items()}
-    except (AttributeError, KeyError, TypeError) as error:
-        raise InputError(f"{folder / STATE_FILE} is damaged; start the sweep again in another folder") from error
-    given = [override for override in overrides if override.partition("=")[0] != FOLDER_KEY]
-    merged = list({override.partition("=")[0]: override for override in [*earlier, *given]}.values())
+    given = {key: override for key, override in by_key(overrides).items() if key != FOLDER_KEY}
+
+    def inherited(saved: Iterable[str]) -> list[str]:
+        return [override for override in saved if given.keys().isdisjoint(key_and_group(override))]
+
+    earlier, jobs = _read_state(folder / STATE_FILE)
+    merged = [*inherited(earlier), *given.values()]
     swept = {override.key_or_group for override in parse(merged) if override.is_sweep_override()}
-    free = RESUMABLE_KEYS - {"rounds"} - swept
+    check_saved_overrides([o for o in inherited(earlier) if not key_and_group(o) & swept], folder / STATE_FILE)
+    free = (RESUMABLE_KEYS - {"rounds"} - swept) | {SEARCHPATH_KEY}
+    current = [override for override in given.values() if key_and_group(override) & free]
+    for name, job in jobs.items():
+        kept = [override for override in job if by_key(current).keys().isdisjoint(key_and_group(override))]
+        check_saved_overrides(kept, folder / STATE_FILE)
+        jobs[name] = [*kept, *current]
     names = {_identity(job, free): name for name, job in jobs.items()}
     if len(names) < len(jobs):
-        raise InputError(f"{folder / STATE_FILE} is damaged: it has a job twice; start the sweep again")
+        raise corrupt_file_error(folder / STATE_FILE, "it has a job twice")
     for job in expand_sweep(merged, config_groups(search_folders(merged))):
-        name = names.setdefault(_identity(job, free), str(len(jobs)))
-        jobs[name] = tuple(job)
-    content = {"overrides": merged, "jobs": {name: list(job) for name, job in jobs.items()}}
+        if _identity(job, free) in names:
+            continue
+        check_saved_overrides(inherited(job), folder / STATE_FILE)
+        name = names[_identity(job, free)] = str(len(jobs))
+        jobs[name] = job
+        if (folder / name).exists():
+            raise InputError(f"{folder / name} exists but is no job of this sweep; set another {FOLDER_KEY} or move it")
+    content = {"overrides": merged, "jobs": jobs}
     write_text(folder / STATE_FILE, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
-    return [Job(folder / name, job) for name, job in jobs.items()]
+    return [Job(folder / name, tuple(job)) for name, job in jobs.items()]
+
+
+def _read_state(file: Path) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the overrides of a sweep, and those of its jobs by number; raises `InputError` if the file is damaged."""
+    saved: dict[Any, Any] = read_yaml(file, dict) or {"overrides": [], "jobs": {}}
+    overrides: Any = saved.get("overrides")
+    jobs: Any = saved.get("jobs")
+    lists: list[Any] = [overrides, *jobs.values()] if isinstance(jobs, dict) else [None]
+    if not all(isinstance(each, list) and all(isinstance(text, str) for text in each) for each in lists):
+        raise corrupt_file_error(file, "it has no lists of overrides")
+    if list(jobs) != [str(number) for number in range(len(jobs))]:
+        raise corrupt_file_error(file, "the jobs are not numbered from 0")
+    if any(by_key(each).keys() & OWN_KEYS for each in lists):
+        raise corrupt_file_error(file, f"it sets {' or '.join(sorted(OWN_KEYS))}")
+    return overrides, jobs
 
 
 def _identity(overrides: Iterable[str], free: Set[str]) -> frozenset[str]:
     """Return the overrides that decide whether two jobs are the same run: those of keys that are not ``free``."""
-    return frozenset(
-        override for override in overrides if not {(key := override.partition("=")[0]), key.split(".")[0]} & free
-    )
+    return frozenset(override for override in overrides if not key_and_group(override) & free)
 
 
 def waiting_jobs(jobs: Sequence[Job], *, retry: bool) -> list[Job]:
@@ -172,18 +207,23 @@ def waiting_jobs(jobs: Sequence[Job], *, retry: bool) -> list[Job]:
     return waiting
 
 
+def remove_incomplete(jobs: Sequence[Job]) -> None:
+    """Remove the folders of jobs of a resumed sweep that ended before their first checkpoint."""
+    for job in jobs:
+        if not saved_rounds(job.folder / "checkpoints"):
+            shutil.rmtree(job.folder, ignore_errors=True)
+
+
 def job_overrides(job: Job) -> list[str]:
     """Return the overrides that start or resume a job."""
     if not saved_rounds(job.folder / "checkpoints"):
         return [*job.overrides, f"output_dir={quote_value(str(job.folder))}"]
-    free = [o for o in job.overrides if {(key := o.partition("=")[0]), key.split(".")[0]} & RESUMABLE_KEYS]
+    free = [override for override in job.overrides if key_and_group(override) & RESUMABLE_KEYS]
     return [*free, f"resume={quote_value(str(job.folder))}"]
 
 
 def run_job(job: Job, run: Runner) -> str | None:
     """Run or resume a job by ``run``; return the reason if it failed."""
-    if not saved_rounds(job.folder / "checkpoints"):
-        shutil.rmtree(job.folder, ignore_errors=True)  # of a job that was killed before its first checkpoint
     try:
         run(job_overrides(job))
     except Exception as error:  # the other jobs go on

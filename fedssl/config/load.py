@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from fedssl.atomic_files import write_text
 from fedssl.config.aggregation_settings import AggregationSettings, PrivacySettings, SecureAggregationSettings
 from fedssl.config.compose import RESUMABLE_KEYS, diff, flatten, resolve_config
-from fedssl.config.overrides import CONF, check_run_id, did_you_mean, parse, quote_value
+from fedssl.config.overrides import CONF, by_key, check_run_id, did_you_mean, key_and_group, parse, quote_value
 from fedssl.config.saved_run import check_saved_overrides, read_overrides, read_settings
 from fedssl.config.settings import (
     AlgorithmSettings,
@@ -73,11 +73,11 @@ def load_settings(overrides: Sequence[str]) -> Settings:
             f"resume={folder} is not a run folder: {missing} is missing; set resume to a run folder, or start the run "
             "again"
         )
-    explicit = _by_key(normalize_searchpath(overrides))
+    explicit = by_key(normalize_searchpath(overrides))
     # A new choice of a group, such as engine=local, replaces the saved one and its settings.
-    inherited = [override for override in saved_overrides if explicit.keys().isdisjoint(_key_and_group(override))]
+    inherited = [override for override in saved_overrides if explicit.keys().isdisjoint(key_and_group(override))]
     check_saved_overrides(inherited, folder / "overrides.yaml")
-    merged = {**_by_key(inherited), **explicit}
+    merged = {**by_key(inherited), **explicit}
     overrides = [override for key, override in merged.items() if key.lstrip("+~") not in _RUN_KEYS]
     overrides += [f"output_dir={quote_value(str(folder))}", f"resume={quote_value(str(folder))}"]
     try:
@@ -99,16 +99,6 @@ def load_settings(overrides: Sequence[str]) -> Settings:
         listed += f" and {len(changed) - _MAX_LISTED} more" if len(changed) > _MAX_LISTED else ""
         raise InputError(f"resume={folder} was run with {listed}; keep the settings, or start a new run")
     return make_settings(config, choices, overrides=overrides, resumed=saved.rounds)
-
-
-def _by_key(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the last override of every key."""
-    return {override.partition("=")[0]: override for override in overrides}
-
-
-def _key_and_group(override: str) -> set[str]:
-    key = override.partition("=")[0]
-    return {key, key.split(".")[0]}
 
 
 def _recheck_saved(overrides: Sequence[str], file: Path) -> None:

@@ -34,6 +34,17 @@ def parse(overrides: Sequence[str]) -> list[Override]:
         ) from error
 
 
+def by_key(overrides: Iterable[str]) -> dict[str, str]:
+    """Return the last override of every key."""
+    return {override.partition("=")[0]: override for override in overrides}
+
+
+def key_and_group(override: str) -> set[str]:
+    """Return the key of an override, and its config group or first part."""
+    key = override.partition("=")[0]
+    return {key, key.split(".")[0]}
+
+
 def quote_value(text: str) -> str:
     """Quote a value for Hydra's grammar, whatever characters it has."""
     # In Hydra's quotes a backslash counts as an escape only before a quote.
@@ -80,7 +91,7 @@ def check_choices(override: Override, *, group: str, choices: Sequence[str]) -> 
 def check_single(overrides: Sequence[str]) -> None:
     """Raise `InputError` if an override of a single run sweeps over values."""
     for override in parse(overrides):
-        if override.key_or_group.startswith("sweep."):
+        if override.key_or_group.split(".")[0] == "sweep":
             raise InputError(f"{override.input_line} is an option of a sweep; add -m, or leave it out")
         if override.is_sweep_override():
             key, _, values = str(override.input_line).partition("=")

@@ -170,15 +170,18 @@ def numeric_settings(groups: Sequence[RunGroup]) -> list[str]:
     return [key for key in keys if all(_number(group.settings[key]) for group in groups)]
 
 
+def _check_swept(keys: Sequence[str], number: int, *, plot: str, what: str, sweep: str) -> None:
+    if len(keys) != number:
+        found = f"{len(keys)} do ({', '.join(keys)})" if keys else "none does"
+        raise InputError(
+            f"{plot} needs runs in which {what}, and {found}; give the folder of a sweep such as fedssl -m {sweep}"
+        )
+
+
 def swept_setting(groups: Sequence[RunGroup]) -> str:
     """Return the only numeric setting that varies; raise an `InputError` if there is none or several."""
     keys = numeric_settings(groups)
-    if len(keys) != 1:
-        number = f"{len(keys)} do ({', '.join(keys)})" if keys else "none does"
-        raise InputError(
-            f"sensitivity needs runs in which one number differs, and {number}; give the folder of a sweep such as "
-            "fedssl -m regularizer.weight=0,0.1,0.5"
-        )
+    _check_swept(keys, 1, plot="sensitivity", what="one number differs", sweep="regularizer.weight=0,0.1,0.5")
     return keys[0]
 
 
@@ -217,12 +220,7 @@ def plot_heatmap(runs: Sequence[Run]) -> PlotData:
     """
     groups = group_by_seed([run for run in runs if run.finished])
     keys = numeric_settings(groups)
-    if len(keys) != 2:
-        varying = f"{len(keys)} do ({', '.join(keys)})" if keys else "none does"
-        raise InputError(
-            f"heatmap needs runs in which two numbers differ, and {varying}; give the folder of a sweep such as "
-            "fedssl -m partition.alpha=0.1,1 num_clients=5,10"
-        )
+    _check_swept(keys, 2, plot="heatmap", what="two numbers differ", sweep="partition.alpha=0.1,1 num_clients=5,10")
     protocols = _accuracies(groups)
     columns, rows = (sorted({float(group.settings[key]) for group in groups}) for key in keys)
     panels: dict[str, list[RunGroup]] = {}

@@ -23,7 +23,7 @@ class Actor:
 
 
 def make_queue(*sizes):
-    """Blocks with so many clients; messages are the numbers of the clients."""
+    """Return a queue with blocks of these sizes; the message of a call is the number of its client."""
     queue, client = BlockQueue(), 0
     for block, size in enumerate(sizes):
         for _ in range(size):

@@ -13,15 +13,17 @@ import yaml
 from fedssl.errors import InputError
 from fedssl.runs.run import acquire_lock, is_locked
 from simulation.cli import run
-from simulation.parallel_jobs import parallel_tasks
+from simulation.parallel_jobs import JOB_BYTES, JobTask, parallel_tasks, reservation
 from simulation.sweep import (
     STATE_FILE,
     Job,
     check_metric,
+    check_options,
     folder_to_resume,
     needs_hydra,
     new_sweep_folder,
     plan_jobs,
+    remove_incomplete,
     run_job,
     run_jobs,
     split_options,
@@ -67,20 +69,44 @@ class TestJobs:
         }
 
     def test_engine_and_threads_make_no_new_jobs_but_rounds_do(self, tmp_path):
-        plan_jobs(tmp_path, ["rounds=3", "seed=0,1"])
-        assert len(plan_jobs(tmp_path, ["threads=1", "engine=local", "evaluate_every=7"])) == 2
+        plan_jobs(tmp_path, ["rounds=3", "seed=0,1", "engine=ray", "engine.client_cpus=2"])
+        jobs = plan_jobs(tmp_path, ["threads=1", "engine=local", "evaluate_every=7"])
+        assert names_and_overrides(jobs) == {
+            str(seed): ["rounds=3", f"seed={seed}", "threads=1", "engine=local", "evaluate_every=7"] for seed in (0, 1)
+        }
         assert len(plan_jobs(tmp_path, ["rounds=4"])) == 4
         assert len(plan_jobs(tmp_path, ["threads=1,2"])) == 4 + 2  # those with rounds=4 have threads=1
 
     @pytest.mark.parametrize(
         "content",
-        ["jobs: [1]", "overrides: 3\njobs: {}", "jobs: {}", "[]", "overrides: []\njobs: {'0': [a], '1': [a]}"],
+        [
+            "jobs: [1]",
+            "overrides: 3\njobs: {}",
+            "jobs: {}",
+            "[]",
+            "overrides: []\njobs: {'0': [rounds=3], '1': [rounds=3]}",
+            "overrides: []\njobs: {'../evil': [rounds=3]}",
+            "overrides: []\njobs: {'1': [rounds=3]}",
+            "overrides: []\njobs: {'0': [output_dir=/home]}",
+            "overrides: []\njobs: {'0': [strategy._target_=os.system]}",
+            "overrides: ['+x=${oc.env:HOME}']\njobs: {}",
+            "overrides: ['hydra.searchpath=[file:///tmp/evil]']\njobs: {}",
+        ],
     )
-    def test_a_damaged_file_is_one_sentence(self, tmp_path, content):
+    def test_a_damaged_file_or_one_of_somebody_else_is_one_sentence(self, tmp_path, content):
         (tmp_path / STATE_FILE).write_text(content)
         with pytest.raises(InputError, match=STATE_FILE) as caught:
             plan_jobs(tmp_path, ["seed=0,1"])
         assert "\n" not in str(caught.value)
+        assert (tmp_path / STATE_FILE).read_text() == content
+
+    def test_a_folder_that_exists_is_not_used(self, tmp_path):
+        (tmp_path / "1").mkdir()
+        (tmp_path / "1" / "thesis.txt").touch()
+        with pytest.raises(InputError, match=r"1 exists but is no job of this sweep"):
+            plan_jobs(tmp_path, ["seed=0,1"])
+        assert (tmp_path / "1" / "thesis.txt").exists()
+        assert not (tmp_path / STATE_FILE).exists()
 
 
 class TestFolder:
@@ -97,9 +123,9 @@ class TestFolder:
 
     def test_only_a_sweep_can_be_resumed_as_one(self, tmp_path):
         assert folder_to_resume(["seed=0,1"]) is None
-        assert folder_to_resume([f"resume={tmp_path / 'missing'}"]) is None  # the job rejects it
-        with pytest.raises(InputError, match="neither a run nor a sweep"):
-            folder_to_resume([f"resume={tmp_path}"])
+        for value in (tmp_path / "missing", tmp_path, "a,b"):
+            with pytest.raises(InputError, match="names no sweep, .* sweep.yaml; resume a run without -m"):
+                folder_to_resume([f"resume={value}"])
         plan_jobs(tmp_path, ["seed=0,1"])
         assert folder_to_resume([f"resume={tmp_path}"]) == tmp_path
 
@@ -108,12 +134,18 @@ class TestFolder:
         [
             ("sweep.jobs=0", "must be an integer of at least 1"),
             ("sweep.retry=7", "must be true or false"),
-            ("sweep.jobs=1,2", "options of a sweep have one value"),
+            ("sweep.jobs=1,2", "an option of a sweep has one"),
+            ("sweep={jobs:2}", "must name an option"),
         ],
     )
     def test_invalid_options(self, override, message):
         with pytest.raises(InputError, match=message):
             split_options(["seed=0,1", override])
+
+    def test_options_without_an_effect_are_rejected(self):
+        check_options({"jobs": 2}, {"jobs"}, instead="-")
+        with pytest.raises(InputError, match="sweep.metric has no effect here; add hydra/sweeper=NAME"):
+            check_options({"metric": "knn"}, {"jobs"}, instead="add hydra/sweeper=NAME")
 
     def test_options_are_no_overrides_of_jobs(self):
         assert split_options(["seed=0,1", "sweep.jobs=2"]) == ({"jobs": 2}, ["seed=0,1"])
@@ -147,13 +179,21 @@ class TestResume:
         job, started = Job(tmp_path / "0", ("seed=0", "threads=1")), []
         job.folder.mkdir()
         (job.folder / "run.log").touch()
+        remove_incomplete([job])
+        assert not job.folder.exists()
         assert run_job(job, started.append) is None
         assert started == [["seed=0", "threads=1", f"output_dir='{job.folder}'"]]
-        assert not job.folder.exists()
         (job.folder / "checkpoints").mkdir(parents=True)
         (job.folder / "checkpoints" / "round-1.pt").touch()
+        remove_incomplete([job])
         assert run_job(job, started.append) is None
         assert started[1] == ["threads=1", f"resume='{job.folder}'"]
+
+    def test_a_job_that_starts_deletes_nothing(self, tmp_path):
+        """With other sweepers the folder may be any."""
+        (tmp_path / "thesis.txt").touch()
+        run_job(Job(tmp_path, ("seed=0",)), lambda overrides: None)
+        assert (tmp_path / "thesis.txt").exists()
 
     def test_a_failed_job_does_not_stop_the_others(self, tmp_path):
         jobs = plan_jobs(tmp_path, ["seed=0,1"])
@@ -217,6 +257,16 @@ class TestParallelTasks:
     )
     def test_other_jobs_run_one_after_the_other(self, tmp_path, overrides, limit):
         assert parallel_tasks(plan_jobs(tmp_path, overrides), limit=limit, address=None) is None
+
+    def test_no_more_is_reserved_than_the_largest_host_has(self, tmp_path):
+        task = JobTask(Job(tmp_path, ()), cpus=8, gpus=0)
+        small, large = {"CPU": 2.0, "memory": 8e9}, {"CPU": 4.0, "memory": 1e9, "GPU": 1.0}
+        assert reservation(task, [small, large]) == {"num_cpus": 4, "num_gpus": 0, "memory": 1e9}
+        assert reservation(task, [small]) == {"num_cpus": 2, "num_gpus": 0, "memory": JOB_BYTES}
+        on_gpu = JobTask(Job(tmp_path, ()), cpus=1, gpus=1)
+        assert reservation(on_gpu, [small, large])["num_gpus"] == 1
+        with pytest.raises(InputError, match="no host of Ray has one; set device=cpu"):
+            reservation(on_gpu, [small])
 
     def test_an_invalid_job_fails_by_itself(self, tmp_path):
         jobs = plan_jobs(tmp_path, ["num_clients=3", "clients_per_round=1,2,9"])
