@@ -123,7 +123,7 @@ def execute(
     with disk_errors_as_run_error(recorder.folder), recorder.locked(), log_to(recorder.folder, screen), closing(screen):
         screen.open(settings.rounds)
         try:
-            results, models, no_evaluation_reason = run(
+            outcome = run(
                 grid,
                 settings,
                 recorder,
@@ -142,6 +142,12 @@ def execute(
                 with suppress(OSError):  # the disk may be full
                     recorder.summary("interrupted" if interrupted else "failed", reason=reason)
             raise
+        if outcome is None:
+            recorder.summary("paused", reason=f"paused after round {settings.pause_after} of {settings.rounds}")
+            resume = shlex.quote(f"resume={recorder.folder}")
+            log.info("paused after round %d; continue with: fedssl %s", settings.pause_after, resume)
+            return
+        results, models, no_evaluation_reason = outcome
         recorder.summary("finished", final=results, models=models)
         table = format_table(results) if results else f"nothing was evaluated: {no_evaluation_reason}"
         log.info("%s\nresults are in %s", table, recorder.folder)
@@ -149,8 +155,11 @@ def execute(
 
 def run(
     grid: Grid, settings: Settings, recorder: Recorder, *, client_cores: int | None, on_start: Callable[[], None]
-) -> tuple[ResultsByModel, ResultsByModel, str | None]:
-    """Run all rounds after the last checkpoint. Return the results of `finish`, and why nothing is evaluated."""
+) -> tuple[ResultsByModel, ResultsByModel, str | None] | None:
+    """Run all rounds after the last checkpoint. Return the results of `finish`, and why nothing is evaluated.
+
+    Return None if the run is paused.
+    """
     components = build_run(grid, settings, known_client_ids=recorder.devices())
     settings = components.settings
     resumed = settings.recording.resumed
@@ -198,7 +207,10 @@ def run(
             if quality is not None:
                 recorder.register_quality(quality)
 
-    state = TrainingLoop(exchange, components, state, recorder, background=background, deliver=deliver).run()
+    loop = TrainingLoop(exchange, components, state, recorder, background=background, deliver=deliver)
+    state = loop.run()
+    if loop.paused:
+        return None
     results_by_model = finish(components, state, settings, recorder)
     with set_active_stages(components.method, depth=components.context.phases[-1].depth):
         deliver(state, ends=True)

@@ -22,7 +22,7 @@ from fedssl.plots.partition import save_partition_plot
 from fedssl.plots.registry import write_final_plots
 from fedssl.runs.costs import sum_costs
 from fedssl.runs.jsonl import read_jsonl
-from fedssl.runs.run import write_summary
+from fedssl.runs.run import START_KEYS, write_summary
 from server_app.build import ClientData
 from server_app.checkpoint import StateSchema
 from server_app.collapse_monitor import CollapseReport, summarize_health, warn_of_collapse
@@ -189,7 +189,7 @@ class Recorder(RunFolder):
         if status != "finished":  # a round without a checkpoint is run again
             rounds = min(rounds, max(saved_rounds(self.folder / "checkpoints"), default=0))
             lines = [line for line in lines if line["round"] <= rounds]
-        repeat = [word for word in self._settings.overrides if word.partition("=")[0] not in ("output_dir", "resume")]
+        repeat = [word for word in self._settings.overrides if word.partition("=")[0] not in START_KEYS]
         results: dict[str, Any] = {}
         if final is not None:
             units = {name: unit for scores in final.values() for name, unit in units_of(scores).items()}

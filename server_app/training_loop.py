@@ -55,7 +55,10 @@ def can_evaluate_in_background(components: RunComponents, client_cores: int | No
 
 
 class TrainingLoop:
-    """All rounds of a run after a state; with ``background`` each is evaluated while the next one runs."""
+    """All rounds of a run after a state; with ``background`` each is evaluated while the next one runs.
+
+    ``paused`` is whether the run ended by ``pause_after``.
+    """
 
     def __init__(
         self,
@@ -70,22 +73,34 @@ class TrainingLoop:
         self._exchange, self._components, self._recorder = exchange, components, recorder
         self._deliver = deliver  # sends the encoders of a state to devices, if that is due
         self.state = state
+        self.paused = False
         self._background_recorder = BackgroundRecorder(components, recorder, state, background=background)
 
     def run(self) -> ServerState:
-        """Run all rounds and return the last state. An exception saves a checkpoint of all evaluated rounds."""
+        """Run all rounds, or those until a pause, and return the last state.
+
+        An exception saves a checkpoint of all evaluated rounds.
+        """
         settings, recorder = self._components.settings, self._recorder
         rule = settings.evaluation.early_stopping
+        last = settings.rounds
+        if settings.pause_after and settings.pause_after > self.state.round:
+            last = min(last, settings.pause_after)
         try:
             with self._background_recorder:
-                while self.state.round < settings.rounds and not stop_reason(recorder.evaluations, rule):
+                while self.state.round < last and not stop_reason(recorder.evaluations, rule):
                     self._run_round()
         except BaseException:
             with suppress(OSError):  # the disk may be full
                 recorder.checkpoint(self._background_recorder.state, ends=True)
             raise
         if self.state.round < settings.rounds:
-            recorder.record_early_stop(self.state, stop_reason(recorder.evaluations, rule) or "")
+            reason = stop_reason(recorder.evaluations, rule)
+            self.paused = reason is None
+            if reason is None:
+                recorder.checkpoint(self.state, ends=True)
+            else:
+                recorder.record_early_stop(self.state, reason)
         return self.state
 
     def _run_round(self) -> None:

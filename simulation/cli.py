@@ -35,8 +35,10 @@ from fedssl.config.targets import expand_config_dir_flag, search_folders
 from fedssl.errors import InputError, RunError
 from fedssl.runs.run import is_locked, read_summary, run_folders
 from simulation.parallel_jobs import parallel_tasks, run_in_parallel
+from simulation.pruning import pruning_of, successive_halving
 from simulation.sweep import (
     FOLDER_KEY,
+    Batch,
     check_metric,
     check_options,
     finish_sweep,
@@ -51,6 +53,7 @@ from simulation.sweep import (
     sweep_lock,
     waiting_jobs,
 )
+from simulation.sweep_progress import SweepProgress
 
 DATASETS = ("dataset", "calibration.dataset")
 
@@ -104,26 +107,30 @@ def _run_single(overrides: Sequence[str]) -> None:
 def _run_sweep(overrides: Sequence[str]) -> int:
     """Run or resume a sweep, and return its exit status."""
     options, overrides = split_options(overrides)
-    check_options(options, {"jobs", "address", "retry"}, instead="add hydra/sweeper=NAME, or leave it out")
     resumed = folder_to_resume(overrides)
     folder = resumed or new_sweep_folder(overrides)
     with sweep_lock(folder):
         new = [override for override in overrides if not (resumed and override.startswith("resume="))]
-        jobs = plan_jobs(folder, new)
+        state = plan_jobs(folder, new, options)
+        jobs = state.jobs_in(folder)
+        pruning = pruning_of(state, jobs)
+        state.save(folder)
         waiting = waiting_jobs(jobs, retry=options.get("retry", False))
         if resumed:
             remove_incomplete(waiting)
         limit, address = options.get("jobs"), options.get("address")
-        tasks = parallel_tasks(waiting, limit=limit, address=address)
+        tasks = parallel_tasks(waiting, limit=limit, address=address, gpus=options.get("gpus", 1))
+        progress = SweepProgress([job.folder for job in waiting], metric=state.options.get("metric"))
+        batches = successive_halving(jobs, waiting, pruning, progress) if pruning else [Batch(waiting)]
         try:
             if tasks is None:
-                run_jobs(waiting, run)
+                run_jobs(batches, run, progress)
             else:
-                run_in_parallel(tasks, limit=limit, address=address)
+                run_in_parallel(batches, tasks, progress, limit=limit, address=address)
         except KeyboardInterrupt as stop:
             resume = shlex.quote(f"resume={folder}")
             raise KeyboardInterrupt(f"; continue with: fedssl -m {resume}") from stop
-        return finish_sweep(folder, [job.folder for job in jobs])
+        return finish_sweep(folder, [job.folder for job in jobs], metric=state.options.get("metric"))
 
 
 def _run_hydra_sweep(flags: Sequence[str], overrides: Sequence[str]) -> int:
@@ -134,7 +141,7 @@ def _run_hydra_sweep(flags: Sequence[str], overrides: Sequence[str]) -> int:
         raise InputError("a sweep of Hydra's sweepers and launchers cannot be resumed; leave out resume or these")
     metric = options.get("metric")
     if metric is not None:
-        check_metric(metric, overrides)
+        check_metric(metric, overrides, final=True)
     folder = new_sweep_folder(overrides)
     sys.argv[1:] = [*flags, *overrides, f"{FOLDER_KEY}={quote_value(str(folder))}"]
 
@@ -144,7 +151,7 @@ def _run_hydra_sweep(flags: Sequence[str], overrides: Sequence[str]) -> int:
     with sweep_lock(folder):
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
         jobs = run_folders(folder)
-        return finish_sweep(folder, jobs) if jobs else 0  # a flag such as --info
+        return finish_sweep(folder, jobs, metric=metric) if jobs else 0  # a flag such as --info
 
 
 def _help_text(overrides: Sequence[str]) -> str:

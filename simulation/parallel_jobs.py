@@ -6,8 +6,7 @@ after the other, and keeps imports and decoded images.
 """
 
 import os
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from fedssl.config.load import load_settings
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError, RunError
 from fedssl.machine.process import available_cores
-from fedssl.runs.run import read_run
 from simulation.ray_session import check_hosts, last_line, ray_session
-from simulation.sweep import Job, job_overrides, run_job
+from simulation.sweep import Batch, Job, job_overrides, run_job
+from simulation.sweep_progress import SweepProgress
 
 # Memory that Ray reserves for a job: the process of a run with small images needs 0.7 to 1.1 GB.
 JOB_BYTES = 1_500_000_000
@@ -34,11 +33,18 @@ class JobTask:
     gpus: float
 
 
-def parallel_tasks(jobs: Sequence[Job], *, limit: int | None, address: str | None) -> list[JobTask] | None:
-    """Return the jobs with their resources; None if they must run one after the other."""
+def parallel_tasks(
+    jobs: Sequence[Job], *, limit: int | None, address: str | None, gpus: float = 1
+) -> dict[Path, JobTask] | None:
+    """Return the jobs with their resources, by folder; None if they must run one after the other.
+
+    ``gpus`` is the number of GPUs of a job that uses any.
+    """
+    if gpus > 1 and gpus != int(gpus):
+        raise InputError(f"sweep.gpus={gpus} must be a share of at most 1, or a whole number of GPUs")
     if limit == 1 or len(jobs) < 2 or os.name != "posix":
         return None
-    tasks = []
+    tasks = {}
     for job in jobs:
         try:
             settings = load_settings(job_overrides(job))
@@ -46,53 +52,55 @@ def parallel_tasks(jobs: Sequence[Job], *, limit: int | None, address: str | Non
             settings = None
         if settings is not None and settings.engine.name not in ("auto", "local"):  # it starts processes itself
             return None
-        tasks.append(_task(job, settings))
+        tasks[job.folder] = _task(job, settings, gpus=gpus)
     cores = available_cores()
-    if address is None and not any(task.gpus for task in tasks):
-        used = [task.cpus for task in tasks]
+    if address is None and not any(task.gpus for task in tasks.values()):
+        used = [task.cpus for task in tasks.values()]
         # Few jobs on many cores are faster one after the other: each of them may use Ray for its clients.
         if cores < 2 * min(used) or 2 * sum(used) <= cores:
             return None
     return tasks
 
 
-def _task(job: Job, settings: Settings | None) -> JobTask:
+def _task(job: Job, settings: Settings | None, *, gpus: float) -> JobTask:
     from fedssl.machine.devices import count_accelerators  # slow import
 
     if settings is None or settings.engine.name == "auto":
         job = replace(job, overrides=(*job.overrides, "engine=local"))
     if settings is None:
         return JobTask(job, 1, 0)
-    return JobTask(job, settings.machine.threads, 1 if count_accelerators(settings.machine.device) else 0)
+    return JobTask(job, settings.machine.threads, gpus if count_accelerators(settings.machine.device) else 0)
 
 
-def run_in_parallel(tasks: Sequence[JobTask], *, limit: int | None, address: str | None) -> None:
-    """Run jobs as Ray tasks, at most ``limit`` at once, and print a line when one ends."""
+def run_in_parallel(
+    batches: Iterable[Batch],
+    tasks: Mapping[Path, JobTask],
+    progress: SweepProgress,
+    *,
+    limit: int | None,
+    address: str | None,
+) -> None:
+    """Run the jobs of batches as Ray tasks, at most ``limit`` at once. A batch starts when the one before has ended."""
     import ray
     from ray.exceptions import RayError
 
-    gpus = None if address or any(task.gpus for task in tasks) else 0
-    with ray_session(gpus=gpus, address=address, setting="sweep.address", log_to_driver=False):
+    gpus = None if address or any(task.gpus for task in tasks.values()) else 0
+    running = dict[Any, Job]()
+
+    def overrides_of_running() -> dict[Path, Sequence[str]]:
+        return {job.folder: job.overrides for job in [*running.values()]}
+
+    with (
+        ray_session(gpus=gpus, address=address, setting="sweep.address", log_to_driver=False),
+        progress.live(overrides_of_running),
+    ):
         if address is not None:
-            check_hosts(tasks[0].job.folder)
+            check_hosts(next(iter(tasks)))
         hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        remote = ray.remote(max_retries=0)(_run_in_worker)
-        waiting, running = list(reversed(tasks)), dict[Any, Job]()
-        progress = _Progress(len(tasks))
         try:
-            while waiting or running:
-                while waiting and (limit is None or len(running) < limit):
-                    task = waiting.pop()
-                    job_task = remote.options(**reservation(task, hosts))
-                    running[job_task.remote(task.job, Path.cwd())] = task.job
-                done, _ = ray.wait(list(running))
-                for reference in done:
-                    job = running.pop(reference)
-                    try:
-                        reason = ray.get(reference)
-                    except RayError as error:
-                        reason = f"its process ended: {last_line(error)}"
-                    progress.print_end(job, reason)
+            for batch in batches:
+                next_tasks = [tasks[job.folder] for job in batch.jobs]
+                _run_batch(batch, next_tasks, running, progress, limit=limit, hosts=hosts)
         except KeyboardInterrupt:
             for reference in running:
                 ray.cancel(reference)
@@ -101,6 +109,36 @@ def run_in_parallel(tasks: Sequence[JobTask], *, limit: int | None, address: str
             raise
         except (RayError, ConnectionError) as error:
             raise RunError(f"Ray has ended during the sweep ({last_line(error)}); resume it") from error
+
+
+def _run_batch(
+    batch: Batch,
+    tasks: Sequence[JobTask],
+    running: dict[Any, Job],
+    progress: SweepProgress,
+    *,
+    limit: int | None,
+    hosts: Sequence[Mapping[str, float]],
+) -> None:
+    """Run jobs until the last one has ended. ``running`` has the unfinished jobs by Ray's reference."""
+    import ray
+    from ray.exceptions import RayError
+
+    remote = ray.remote(max_retries=0)(_run_in_worker)
+    waiting = list(reversed(tasks))
+    while waiting or running:
+        while waiting and (limit is None or len(running) < limit):
+            task = waiting.pop()
+            job_task = remote.options(**reservation(task, hosts))
+            running[job_task.remote(task.job, batch.until, Path.cwd())] = task.job
+        done, _ = ray.wait(list(running))
+        for reference in done:
+            job = running.pop(reference)
+            try:
+                reason = ray.get(reference)
+            except RayError as error:
+                reason = f"its process ended: {last_line(error)}"
+            progress.end(job.folder, reason, work=batch.work)
 
 
 def reservation(task: JobTask, hosts: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -112,45 +150,20 @@ def reservation(task: JobTask, hosts: Sequence[Mapping[str, float]]) -> dict[str
     if not usable:
         raise InputError("a job uses a GPU but no host of Ray has one; set device=cpu")
     largest = max(usable, key=lambda host: host.get("CPU", 0))
+    cpus = min(task.cpus, largest.get("CPU", 0))
+    if task.gpus:  # no GPU may wait for a CPU
+        cpus = min(cpus, *(host["CPU"] * task.gpus / host["GPU"] for host in usable))
+        cpus = int(cpus) if cpus > 1 else cpus  # Ray allows fractions below 1
     return {
-        "num_cpus": min(task.cpus, largest.get("CPU", 0)),
+        "num_cpus": cpus,
         "num_gpus": task.gpus,
         "memory": min(JOB_BYTES, largest.get("memory", 0)),
     }
 
 
-def _run_in_worker(job: Job, folder: Path) -> str | None:
-    """Run a job in the working directory of the sweep; return the reason if it failed."""
+def _run_in_worker(job: Job, until: int | None, folder: Path) -> str | None:
+    """Run a job in the working directory of the sweep until a round; return the reason if it failed."""
     from simulation.cli import run  # the command's module imports this one
 
     os.chdir(folder)
-    return run_job(job, run)
-
-
-class _Progress:
-    """Lines about jobs that have ended."""
-
-    def __init__(self, number: int) -> None:
-        self._number, self._failed, self._start = number, 0, time.monotonic()
-        self._ended = 0
-        self._best: dict[str, tuple[float, str]] = {}  # result and job by protocol
-
-    def print_end(self, job: Job, reason: str | None) -> None:
-        """Print the outcome of a job, and the progress of the sweep."""
-        self._ended += 1
-        self._failed += reason is not None
-        if reason is None:
-            scores = read_run(job.folder).results
-            for name, score in scores.items():
-                result = score.value, job.folder.name
-                self._best[name] = max(self._best.get(name, result), result)
-            outcome = "finished" + "".join(f" {name} {score.value:.3f}" for name, score in scores.items())
-        else:
-            outcome = f"failed: {reason}"
-        left = (self._number - self._ended) * (time.monotonic() - self._start) / self._ended
-        best = "".join(f", best {name} {value:.3f} (job {number})" for name, (value, number) in self._best.items())
-        print(
-            f"{job.name} {outcome}\n  {self._ended} of {self._number} jobs ended, {self._failed} failed, "
-            f"about {left:.0f} s left{best}",
-            flush=True,
-        )
+    return run_job(job, run, until=until)

@@ -25,13 +25,15 @@ from fedssl.config.targets import SEARCHPATH_KEY, search_folders
 from fedssl.errors import InputError, RunError
 from fedssl.report.accuracy_table import sweep_table
 from fedssl.runs.groups import OWN_KEYS
-from fedssl.runs.run import acquire_lock, is_locked, read_run, read_summary, write_summary
+from fedssl.runs.run import LOCK_FILE, RANKME, acquire_lock, is_locked, read_run, read_summary, write_summary
 from fedssl.untrusted import corrupt_file_error, read_yaml, sanitize
+from simulation.sweep_progress import SweepProgress
 
 Runner = Callable[[Sequence[str]], None]  # runs or resumes a run with these overrides
 
 STATE_FILE = "sweep.yaml"
 FOLDER_KEY = "hydra.sweep.dir"
+SAVED_OPTIONS = {"metric", "reduction_factor", "min_rounds"}  # they decide which jobs are pruned
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,15 @@ class Job:
     @property
     def name(self) -> str:
         return f"[job {self.folder.name}]"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Jobs that run next, until the round ``until``; None: until their end. ``work`` of a job is for time estimates."""
+
+    jobs: Sequence[Job]
+    until: int | None = None
+    work: float = 1.0
 
 
 def split_options(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -94,8 +105,11 @@ def folder_to_resume(overrides: Sequence[str]) -> Path | None:
     return None
 
 
-def check_metric(metric: str, overrides: Sequence[str]) -> None:
-    """Raise `InputError` if the final evaluation of a run with these overrides, apart from swept ones, lacks it."""
+def check_metric(metric: str, overrides: Sequence[str], *, final: bool) -> None:
+    """Raise `InputError` if the evaluations of a run with these overrides, apart from swept ones, lack a result.
+
+    ``final`` is whether it must be a result of the final evaluation, otherwise of those in the rounds.
+    """
     import torch  # slow imports
 
     from server_app.evaluator import Evaluator
@@ -103,48 +117,87 @@ def check_metric(metric: str, overrides: Sequence[str]) -> None:
     swept = {str(override.input_line) for override in parse(overrides) if override.is_sweep_override()}
     ours = [o for o in overrides if (o not in swept and not o.startswith("hydra")) or o.startswith(SEARCHPATH_KEY)]
     settings = compose(ours)
+    if metric == RANKME:
+        if not (settings.evaluation.every and settings.evaluation.collapse_images):
+            raise InputError(
+                "sweep.metric=rankme is measured in evaluated rounds, and evaluate_every or collapse_images is 0; set "
+                "e.g. evaluate_every=5 collapse_images=256"
+            )
+        return
     evaluator = Evaluator(settings.evaluation, data=settings.data, rounds=1, device=torch.device("cpu"), seed=0)
-    names = list(evaluator.result_units(final=True))
+    names = list(evaluator.result_units(final=final))
     if metric not in names:
-        listed = ", ".join(names) or "nothing"
+        listed = ", ".join([*names, RANKME])
+        group = "final_evaluation" if final else "evaluation"
         raise InputError(
-            f"sweep.metric={metric} is not a result of the final evaluation, which gives {listed}; choose one of "
-            "these, or set final_evaluation"
+            f"sweep.metric={metric} is not a result of {group}, which gives {listed}; choose one of these, or set "
+            f"{group}"
         )
 
 
 @contextmanager
 def sweep_lock(folder: Path) -> Iterator[None]:
-    """Lock the folder of a sweep, for readers that wait for more jobs; raises `InputError` if it is in use."""
+    """Lock the folder of a sweep, for readers that wait for more jobs; raises `InputError` if it is in use.
+
+    If the block rejects a new sweep, the folder is removed, unless it has other files.
+    """
     if is_locked(folder):
         raise InputError(f"{folder} is in use by another process; wait for its end, or stop it")
     lock = acquire_lock(folder)
     try:
         yield
+    except InputError:
+        if not (folder / STATE_FILE).exists():
+            (folder / LOCK_FILE).unlink(missing_ok=True)
+            with suppress(OSError):  # they are not empty
+                folder.rmdir()
+                folder.parent.rmdir()
+        raise
     finally:
         if lock is not None:
             lock.close()
 
 
-def plan_jobs(folder: Path, overrides: Sequence[str]) -> list[Job]:
-    """Return the jobs of a sweep, those of its earlier start first, and save them.
+@dataclass(frozen=True)
+class SweepState:
+    """The content of `STATE_FILE`: overrides of the sweep, those of its jobs by number, and `SAVED_OPTIONS`."""
 
-    New overrides replace earlier ones of the same key or group. A job keeps its number if its settings are the same,
-    apart from `RESUMABLE_KEYS` that are not swept, other than the number of rounds. Saved overrides are validated as
-    those of a run folder. Raises `InputError`, also if the folder of a new job exists.
+    overrides: list[str]
+    jobs: dict[str, list[str]]
+    options: dict[str, Any]
+
+    def jobs_in(self, folder: Path) -> list[Job]:
+        """Return the jobs of the sweep in a folder."""
+        return [Job(folder / name, tuple(job)) for name, job in self.jobs.items()]
+
+    def save(self, folder: Path) -> None:
+        """Write the file into the folder of the sweep."""
+        options = [f"sweep.{name}={'null' if value is None else value}" for name, value in self.options.items()]
+        content = {"overrides": self.overrides, "jobs": self.jobs, "options": options}
+        write_text(folder / STATE_FILE, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+
+
+def plan_jobs(folder: Path, overrides: Sequence[str], options: Mapping[str, Any] = {}) -> SweepState:
+    """Return the jobs of a sweep, those of its earlier start first.
+
+    New overrides replace earlier ones of the same key or group, and so do options. A job keeps its number if its
+    settings are the same, apart from `RESUMABLE_KEYS` that are not swept, other than the number of rounds. Saved
+    overrides are validated as those of a run folder. Raises `InputError`, also if the folder of a new job exists.
     """
     given = {key: override for key, override in by_key(overrides).items() if key != FOLDER_KEY}
 
     def inherited(saved: Iterable[str]) -> list[str]:
         return [override for override in saved if given.keys().isdisjoint(key_and_group(override))]
 
-    earlier, jobs = _read_state(folder / STATE_FILE)
-    merged = [*inherited(earlier), *given.values()]
+    earlier = _read_state(folder / STATE_FILE)
+    merged = [*inherited(earlier.overrides), *given.values()]
     swept = {override.key_or_group for override in parse(merged) if override.is_sweep_override()}
-    check_saved_overrides([o for o in inherited(earlier) if not key_and_group(o) & swept], folder / STATE_FILE)
+    kept = [override for override in inherited(earlier.overrides) if not key_and_group(override) & swept]
+    check_saved_overrides(kept, folder / STATE_FILE)
     free = (RESUMABLE_KEYS - {"rounds"} - swept) | {SEARCHPATH_KEY}
     current = [override for override in given.values() if key_and_group(override) & free]
-    for name, job in jobs.items():
+    jobs = {}
+    for name, job in earlier.jobs.items():
         kept = [override for override in job if by_key(current).keys().isdisjoint(key_and_group(override))]
         check_saved_overrides(kept, folder / STATE_FILE)
         jobs[name] = [*kept, *current]
@@ -159,24 +212,27 @@ def plan_jobs(folder: Path, overrides: Sequence[str]) -> list[Job]:
         jobs[name] = job
         if (folder / name).exists():
             raise InputError(f"{folder / name} exists but is no job of this sweep; set another {FOLDER_KEY} or move it")
-    content = {"overrides": merged, "jobs": jobs}
-    write_text(folder / STATE_FILE, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
-    return [Job(folder / name, tuple(job)) for name, job in jobs.items()]
+    saved = {name: value for name, value in options.items() if name in SAVED_OPTIONS}
+    return SweepState(merged, jobs, earlier.options | saved)
 
 
-def _read_state(file: Path) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the overrides of a sweep, and those of its jobs by number; raises `InputError` if the file is damaged."""
+def _read_state(file: Path) -> SweepState:
+    """Return the saved state of a sweep, empty if it is new; raises `InputError` if the file is damaged."""
     saved: dict[Any, Any] = read_yaml(file, dict) or {"overrides": [], "jobs": {}}
     overrides: Any = saved.get("overrides")
     jobs: Any = saved.get("jobs")
-    lists: list[Any] = [overrides, *jobs.values()] if isinstance(jobs, dict) else [None]
+    options: Any = saved.get("options", [])
+    lists: list[Any] = [overrides, options, *jobs.values()] if isinstance(jobs, dict) else [None]
     if not all(isinstance(each, list) and all(isinstance(text, str) for text in each) for each in lists):
         raise corrupt_file_error(file, "it has no lists of overrides")
     if list(jobs) != [str(number) for number in range(len(jobs))]:
         raise corrupt_file_error(file, "the jobs are not numbered from 0")
     if any(by_key(each).keys() & OWN_KEYS for each in lists):
         raise corrupt_file_error(file, f"it sets {' or '.join(sorted(OWN_KEYS))}")
-    return overrides, jobs
+    values, others = split_options(options)
+    if others or values.keys() - SAVED_OPTIONS:
+        raise corrupt_file_error(file, f"its options are not {', '.join(sorted(SAVED_OPTIONS))}")
+    return SweepState(overrides, jobs, values)
 
 
 def _identity(overrides: Iterable[str], free: Set[str]) -> frozenset[str]:
@@ -214,33 +270,33 @@ def remove_incomplete(jobs: Sequence[Job]) -> None:
             shutil.rmtree(job.folder, ignore_errors=True)
 
 
-def job_overrides(job: Job) -> list[str]:
-    """Return the overrides that start or resume a job."""
+def job_overrides(job: Job, *, until: int | None = None) -> list[str]:
+    """Return the overrides that start or resume a job, which pauses after the round ``until``."""
+    pause = [] if until is None else [f"pause_after={until}"]
     if not saved_rounds(job.folder / "checkpoints"):
-        return [*job.overrides, f"output_dir={quote_value(str(job.folder))}"]
+        return [*job.overrides, *pause, f"output_dir={quote_value(str(job.folder))}"]
     free = [override for override in job.overrides if key_and_group(override) & RESUMABLE_KEYS]
-    return [*free, f"resume={quote_value(str(job.folder))}"]
+    return [*free, *pause, f"resume={quote_value(str(job.folder))}"]
 
 
-def run_job(job: Job, run: Runner) -> str | None:
-    """Run or resume a job by ``run``; return the reason if it failed."""
+def run_job(job: Job, run: Runner, *, until: int | None = None) -> str | None:
+    """Run or resume a job by ``run`` until a round; return the reason if it failed."""
     try:
-        run(job_overrides(job))
+        run(job_overrides(job, until=until))
     except Exception as error:  # the other jobs go on
         if not (job.folder / "config.yaml").exists():
             with suppress(OSError):  # the disk may be full
-                _write_failure(job, reason=str(error))
+                write_status(job, "failed", reason=str(error))
         return sanitize(error)
     return None
 
 
-def run_jobs(jobs: Sequence[Job], run: Runner) -> None:
+def run_jobs(batches: Iterable[Batch], run: Runner, progress: SweepProgress) -> None:
     """Run jobs one after the other."""
-    for job in jobs:
-        print(f"\n{job.name} {' '.join(job.overrides)}", flush=True)
-        reason = run_job(job, run)
-        if reason is not None:
-            print(f"{job.name} failed: {reason}", flush=True)
+    for batch in batches:
+        for job in batch.jobs:
+            print(f"\n{job.name} {' '.join(job.overrides)}", flush=True)
+            progress.end(job.folder, run_job(job, run, until=batch.until), work=batch.work)
 
 
 def run_hydra_job(run: Runner, *, metric: str | None) -> float | None:
@@ -250,14 +306,17 @@ def run_hydra_job(run: Runner, *, metric: str | None) -> float | None:
     overrides: Any = OmegaConf.to_container(hydra_config.overrides, resolve=False)
     searchpath = [override for override in overrides["hydra"] if override.startswith(f"{SEARCHPATH_KEY}=")]
     job = Job(Path(hydra_config.runtime.output_dir).resolve(), (*searchpath, *overrides["task"]))
-    run_jobs([job], run)
-    score = read_run(job.folder).results.get(metric) if metric else None
-    return None if score is None else score.value
+    print(f"\n{job.name} {' '.join(job.overrides)}", flush=True)
+    reason = run_job(job, run)
+    if reason is not None:
+        print(f"{job.name} failed: {reason}", flush=True)
+    finished = read_run(job.folder)
+    return finished.metric(metric) if metric and finished.finished else None
 
 
-def finish_sweep(folder: Path, jobs: Sequence[Path]) -> int:
-    """Print and write the table of a sweep. Return the exit status, which is 1 if a job is not finished."""
-    table = sweep_table(jobs)
+def finish_sweep(folder: Path, jobs: Sequence[Path], *, metric: str | None) -> int:
+    """Print and write the table of a sweep. Return the exit status, which is 1 if a job is not finished or pruned."""
+    table = sweep_table(jobs, metric=metric)
     try:
         table.write(folder)
     except OSError as error:
@@ -266,9 +325,9 @@ def finish_sweep(folder: Path, jobs: Sequence[Path]) -> int:
     return 1 if table.failed else 0
 
 
-def _write_failure(job: Job, *, reason: str) -> None:
-    """Write the reason into the summary of a run that could not do so itself."""
+def write_status(job: Job, status: str, *, reason: str) -> None:
+    """Write a status and its reason into the summary of a job."""
     summary = job.folder / "summary.json"
     content = read_summary(summary) or {"overrides": list(job.overrides), "rounds": 0}
     job.folder.mkdir(parents=True, exist_ok=True)
-    write_summary(summary, {**content, "status": "failed", "reason": reason})
+    write_summary(summary, {**content, "status": status, "reason": reason})

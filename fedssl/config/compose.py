@@ -45,7 +45,8 @@ RESUMABLE_KEYS = {
     *("rounds", "engine", "tracker", "device", "threads", "keep_freed_memory", "reply_timeout"),
     *("evaluate_every", "early_stopping", "final_evaluation", "collapse_images", "measure_resources"),
     *("evaluate_personalized", "adaptation_epochs", "aggregation.round_deadline", "aggregation.max_retries"),
-    *("checkpoint_every", "keep_checkpoints", "snapshot_every", "dataset.cache", "calibration.dataset.cache"),
+    *("checkpoint_every", "keep_checkpoints", "pause_after", "snapshot_every"),
+    *("dataset.cache", "calibration.dataset.cache"),
 }
 
 

@@ -137,9 +137,16 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "measure_resources": _BOOL,
         "checkpoint_every": _integer(1),
         "keep_checkpoints": _integer(1),
+        "pause_after": _optional(_integer(1)),
         "snapshot_every": _integer(0),
     },
-    "sweep": {"jobs": _optional(_integer(1)), "retry": _BOOL},
+    "sweep": {
+        "jobs": _optional(_integer(1)),
+        "retry": _BOOL,
+        "gpus": Constraint(above=0),
+        "reduction_factor": _optional(_integer(2)),
+        "min_rounds": _optional(_integer(1)),
+    },
     "aggregation": {
         "min_updates": _integer(1),
         "max_retries": _integer(0),

@@ -60,7 +60,7 @@ def load_settings(overrides: Sequence[str]) -> Settings:
     """Return the settings of a new or resumed run.
 
     With ``resume=FOLDER`` the saved overrides of that run come first, and a new override replaces a saved one of the
-    same key. Only `RESUMABLE_KEYS` may differ from that run.
+    same key. Only `RESUMABLE_KEYS` may differ from that run. ``pause_after`` is not inherited.
     """
     given = [override.value() for override in parse(overrides) if override.key_or_group == "resume"]
     if not given or given[-1] is None:
@@ -75,7 +75,8 @@ def load_settings(overrides: Sequence[str]) -> Settings:
         )
     explicit = by_key(normalize_searchpath(overrides))
     # A new choice of a group, such as engine=local, replaces the saved one and its settings.
-    inherited = [override for override in saved_overrides if explicit.keys().isdisjoint(key_and_group(override))]
+    not_inherited = explicit.keys() | {"pause_after"}
+    inherited = [override for override in saved_overrides if not_inherited.isdisjoint(key_and_group(override))]
     check_saved_overrides(inherited, folder / "overrides.yaml")
     merged = {**by_key(inherited), **explicit}
     overrides = [override for key, override in merged.items() if key.lstrip("+~") not in _RUN_KEYS]
@@ -229,6 +230,7 @@ def make_settings(
         clients_per_round=config.clients_per_round,
         rounds=config.rounds,
         unseen_clients=config.unseen_clients,
+        pause_after=config.pause_after,
         reply_timeout=config.reply_timeout,
         wire_dtype=config.wire_dtype,
         lr_schedule=_component(config.lr_schedule),

@@ -107,6 +107,8 @@ def check_sweep(overrides: Sequence[str]) -> None:
         value = override.value()
         if override.key_or_group == "output_dir":
             raise InputError(f"{override.input_line} is the folder of a single run; set hydra.sweep.dir for a sweep")
+        if override.key_or_group == "pause_after":
+            raise InputError(f"{override.input_line} is for a single run; set sweep.reduction_factor to prune jobs")
         if not override.is_sweep_override() or own_sweeper:
             continue
         if isinstance(value, IntervalSweep):

@@ -255,6 +255,7 @@ class Settings:
     clients_per_round: int
     rounds: int
     unseen_clients: int  # number of clients that never train
+    pause_after: int | None  # round after which the run ends, to be resumed later; None: it runs all rounds
     reply_timeout: float  # seconds to wait for the next reply
     wire_dtype: str  # dtype of exchanged layers, see `fedssl.wire.wire_format`
     lr_schedule: Component  # function of `fedssl.schedule.lr`, with its last arguments left open

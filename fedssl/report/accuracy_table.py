@@ -8,7 +8,7 @@ from statistics import mean
 from fedssl.atomic_files import write_text
 from fedssl.evaluation.scores import ACCURACY, Score, column_title
 from fedssl.runs.groups import MAIN, compared_settings, first_of_each_seed, group_runs, varying
-from fedssl.runs.run import Run, read_run
+from fedssl.runs.run import RANKME, Run, read_run
 from fedssl.text_table import TableCell, TableData, TextTable, text_cell, to_csv
 
 # Settings and config groups that define the task: results are compared only if they agree.
@@ -60,7 +60,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table(TextTable):
-    """Settings that vary, the federated encoder's results over seeds, and the runs that did not finish.
+    """Settings that vary, the federated encoder's results over seeds, and the runs that did not finish or were pruned.
 
     Standard deviations have the divisor n - 1.
     """
@@ -68,6 +68,7 @@ class Table(TextTable):
     rows: list[Row]
     failures: list[str]  # a line for each run that did not finish
     running: list[str] = field(default_factory=list)  # a line for each running run
+    pruned: list[str] = field(default_factory=list)  # a line for each pruned job of a sweep
     # A line for each run with the settings and the seed of another one, which is not counted.
     repeats: list[str] = field(default_factory=list)
     early: list[str] = field(default_factory=list)  # a line for each run that early stopping ended
@@ -103,6 +104,7 @@ class Table(TextTable):
         ]
         notes = {
             "running:": self.running,
+            "pruned:": self.pruned,
             "not finished:": self.failures,
             "ended by early_stopping:": self.early,
             "not counted, because another run has the same settings and seed:": self.repeats,
@@ -142,14 +144,16 @@ class Table(TextTable):
         return Score.over_draws(values, self.units[name]) if values else None
 
 
-def sweep_table(folders: Sequence[Path]) -> Table:
+def sweep_table(folders: Sequence[Path], *, metric: str | None = None) -> Table:
     """Return the table of the jobs of a sweep, with one row for jobs that differ only in their seed.
 
-    Jobs whose folder has no readable ``summary.json`` count as failed.
+    Jobs whose folder has no readable ``summary.json`` count as failed. ``metric`` is the result by which the sweep
+    compares jobs; `fedssl.runs.run.RANKME` has a column only then.
     """
     return _table(
         [read_run(folder) for folder in folders],
         lambda run: {key: value for key, value in run.overrides.items() if key != "seed"},
+        with_rankme=metric == RANKME,
     )
 
 
@@ -158,14 +162,20 @@ def run_table(runs: Sequence[Run]) -> Table:
     return _table(runs, compared_settings(runs, always=MAIN), always=MAIN)
 
 
-def _table(runs: Sequence[Run], settings_of: Callable[[Run], dict[str, str]], *, always: tuple[str, ...] = ()) -> Table:
+def _table(
+    runs: Sequence[Run],
+    settings_of: Callable[[Run], dict[str, str]],
+    *,
+    always: tuple[str, ...] = (),
+    with_rankme: bool = False,
+) -> Table:
     rows: list[Row] = []
     row_of: dict[Path, Row] = {}  # of counted runs
     repeated: dict[Path, Run] = {}
     for group in group_runs([run for run in runs if _is_known(run, settings_of(run))], settings_of):
         finished = [run for run in group.runs if run.finished]
         counted = {run.seed: run for run in first_of_each_seed(finished)}
-        ended = sum(not (run.finished or run.running) for run in group.runs)
+        ended = sum(not (run.finished or run.running or run.pruned) for run in group.runs)
         rows.append(Row(group.settings, runs=len(counted), failed=ended))
         row_of |= {run.folder: rows[-1] for run in counted.values()}
         repeated |= {run.folder: counted[run.seed] for run in finished if counted[run.seed] is not run}
@@ -174,7 +184,7 @@ def _table(runs: Sequence[Run], settings_of: Callable[[Run], dict[str, str]], *,
         if not run.finished:
             overrides = " ".join(f"{key}={value}" for key, value in run.overrides.items())
             line = f"{run.folder}{f' ({overrides})' if overrides else ''}: {run.failure_reason}"
-            (table.running if run.running else table.failures).append(line)
+            (table.running if run.running else table.pruned if run.pruned else table.failures).append(line)
         elif run.folder in repeated:
             first = repeated[run.folder]
             differs = "" if run.results == first.results else ", with other results"
@@ -182,7 +192,9 @@ def _table(runs: Sequence[Run], settings_of: Callable[[Run], dict[str, str]], *,
         else:
             if run.ended_early:
                 table.early.append(f"{run.folder}: after {run.progress}")
-            _add_results(run, row_of[run.folder], table.units)
+            rankme = run.metric(RANKME) if with_rankme else None
+            results = run.results if rankme is None else {**run.results, RANKME: Score(rankme, unit="")}
+            _add_results(results, row_of[run.folder], table.units)
     return table
 
 
@@ -193,8 +205,8 @@ def _is_known(run: Run, settings: Mapping[str, str]) -> bool:
     return run.finished or not settings or any(settings.values())
 
 
-def _add_results(run: Run, row: Row, units: dict[str, str]) -> None:
-    for name, score in run.results.items():
+def _add_results(results: Mapping[str, Score], row: Row, units: dict[str, str]) -> None:
+    for name, score in results.items():
         if units.setdefault(name, score.unit) != score.unit:  # a protocol of another program
             name = f"{name}, {score.unit}"
             units.setdefault(name, score.unit)

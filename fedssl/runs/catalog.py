@@ -21,7 +21,7 @@ from fedssl.runs.run import RUN_MARKERS, Run, iter_settings, read_run, run_folde
 from fedssl.untrusted import sanitize
 
 DEFAULT_FOLDERS = (Path("runs"), Path("multirun"))
-STATUSES = ("finished", "failed", "interrupted", "running", "ended from outside")
+STATUSES = ("finished", "failed", "interrupted", "paused", "pruned", "running", "ended from outside")
 _DATE = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)-(\d\d)-(\d\d)")
 _ABSENT = "(none)"
 

@@ -8,7 +8,7 @@ from fedssl.config.compose import RESUMABLE_KEYS
 from fedssl.runs.run import Run, iter_settings
 
 MAIN = ("strategy", "method", "encoder", "partition", "partition.alpha", "num_clients", "rounds")
-OWN_KEYS = {"output_dir", "resume", "run_id"}  # differ between all runs
+OWN_KEYS = {"output_dir", "resume", "run_id", "pause_after"}  # of one start of a run
 # Settings and config groups in which runs of one group may differ, because they change no result.
 IGNORED = {"seed", *OWN_KEYS, *RESUMABLE_KEYS} - {"rounds", "early_stopping"}
 

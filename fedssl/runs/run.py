@@ -24,6 +24,9 @@ from fedssl.untrusted import corrupt_file_error, open_regular_file, read_text, r
 
 # A run folder has any of these: a rejected run the first only, a killed run the others.
 RUN_MARKERS = ("summary.json", "config.yaml", "run.log")
+START_KEYS = ("output_dir", "resume", "pause_after")  # of one start of a run; they do not repeat it
+PRUNED = "pruned"  # status of a job that its sweep does not continue
+RANKME = "rankme"  # label-free result: the effective rank of representations in the last evaluated round
 FLEET_FILE = "fleet.json"  # reports of devices, nodes that train, are late or rejected, and the quality of the encoder
 LOCK_FILE = ".lock"  # locked by the process of a run or a sweep
 
@@ -54,6 +57,22 @@ class Run:
         if self.summary is None or not self.finished:
             return {}
         return as_scores(self.summary["final"].get(encoder_kind, {}), self.summary.get("units"))
+
+    def metric(self, name: str, *, round: int | None = None) -> float | None:
+        """Return a final result or, with ``round``, that of the last evaluation until then; None if there is none.
+
+        ``name`` is that of a protocol, or `RANKME`, the effective rank of the global models' representations.
+        """
+        if name != RANKME and round is None:
+            return self.results[name].value if name in self.results else None
+        lines = read_jsonl(self.folder / "metrics.jsonl")
+        values = [_result_in(line, name) for line in lines if round is None or line["round"] <= round]
+        return next((value for value in reversed(values) if value is not None), None)
+
+    @property
+    def pruned(self) -> bool:
+        """Return whether the sweep of the run does not continue it."""
+        return self.summary is not None and self.summary["status"] == PRUNED and not self.running
 
     @property
     def failure_reason(self) -> str:
@@ -131,6 +150,16 @@ class Run:
         return self.overrides.get(key, "") if value is None or isinstance(value, dict) else sanitize(value)
 
 
+def _result_in(line: Mapping[str, Any], name: str) -> float | None:
+    """Return a result in a line of ``metrics.jsonl``; None if it was not measured in this round."""
+    results: Any = line.get("evaluation", {})
+    if name == RANKME:
+        health = line.get("health")
+        results, name = (health.get("global") if isinstance(health, dict) else {}), "effective_rank"
+    value = results.get(name) if isinstance(results, dict) else None
+    return value if finite_number(value) else None
+
+
 def find_runs(folders: Iterable[Path]) -> list[Run]:
     """Read the runs at or below folders, each once. A folder without a run, or with damaged files, is an InputError."""
     runs: dict[Path, Run] = {}
@@ -148,9 +177,7 @@ def read_run(folder: Path) -> Run:
     running = is_locked(folder)  # first: a process writes the summary before it releases the lock
     summary, settings = read_summary(folder / "summary.json"), read_yaml(folder / "config.yaml", dict)
     overrides = summary["overrides"] if summary else read_overrides(folder / "overrides.yaml") or []
-    command_overrides = tuple(
-        override for override in overrides if override.partition("=")[0] not in ("output_dir", "resume")
-    )
+    command_overrides = tuple(override for override in overrides if override.partition("=")[0] not in START_KEYS)
     own = {
         key.lstrip("+"): value
         for key, _, value in (sanitize(override).partition("=") for override in command_overrides)

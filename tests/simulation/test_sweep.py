@@ -16,22 +16,32 @@ from simulation.cli import run
 from simulation.parallel_jobs import JOB_BYTES, JobTask, parallel_tasks, reservation
 from simulation.sweep import (
     STATE_FILE,
+    Batch,
     Job,
     check_metric,
     check_options,
     folder_to_resume,
     needs_hydra,
     new_sweep_folder,
-    plan_jobs,
     remove_incomplete,
     run_job,
     run_jobs,
     split_options,
     waiting_jobs,
 )
+from simulation.sweep import (
+    plan_jobs as plan_state,
+)
+from simulation.sweep_progress import SweepProgress
 
 QUICK = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
 QUICK += ["evaluate_every=0", "final_evaluation=knn", "collapse_images=0", "measure_resources=false"]
+
+
+def plan_jobs(folder, overrides):
+    state = plan_state(folder, overrides)
+    state.save(folder)
+    return state.jobs_in(folder)
 
 
 def names_and_overrides(jobs):
@@ -202,7 +212,7 @@ class TestResume:
             if "seed=0" in overrides:
                 raise InputError("no images")
 
-        run_jobs(jobs, fail_first)
+        run_jobs([Batch(jobs)], fail_first, SweepProgress([job.folder for job in jobs]))
         assert json.loads((jobs[0].folder / "summary.json").read_text())["reason"] == "no images"
         assert waiting_jobs(jobs, retry=False) == jobs[1:]
 
@@ -221,9 +231,10 @@ class TestHydra:
             new_sweep_folder(["seed=0,1", "hydra/launcher=moon"])
 
     def test_a_metric_without_a_protocol_is_one_sentence(self):
-        check_metric("knn", ["final_evaluation=knn", "seed=0,1"])
-        with pytest.raises(InputError, match="sweep.metric=linear is not a result .*, which gives knn; choose"):
-            check_metric("linear", ["final_evaluation=knn", "seed=0,1"])
+        check_metric("knn", ["final_evaluation=knn", "seed=0,1"], final=True)
+        check_metric("rankme", ["final_evaluation=knn", "seed=0,1"], final=True)
+        with pytest.raises(InputError, match="linear is not a result of final_evaluation, which gives knn, rankme; "):
+            check_metric("linear", ["final_evaluation=knn", "seed=0,1"], final=True)
 
     def test_a_failed_job_and_the_table_are_found_in_the_files(self, tmp_path):
         status, output = sweep(
@@ -242,8 +253,8 @@ class TestParallelTasks:
     def test_jobs_have_their_threads_and_one_process(self, tmp_path):
         jobs = plan_jobs(tmp_path, [*QUICK[:-1], "threads=1,2"])
         tasks = parallel_tasks(jobs, limit=None, address=None)
-        assert [(task.cpus, task.gpus) for task in tasks] == [(1, 0), (2, 0)]
-        assert all(task.job.overrides[-1] == "engine=local" for task in tasks)
+        assert [(task.cpus, task.gpus) for task in tasks.values()] == [(1, 0), (2, 0)]
+        assert all(task.job.overrides[-1] == "engine=local" for task in tasks.values())
 
     @pytest.mark.parametrize(
         ("overrides", "limit"),
@@ -267,6 +278,18 @@ class TestParallelTasks:
         assert reservation(on_gpu, [small, large])["num_gpus"] == 1
         with pytest.raises(InputError, match="no host of Ray has one; set device=cpu"):
             reservation(on_gpu, [small])
+
+    def test_no_gpu_waits_for_a_cpu(self, tmp_path):
+        """16 GPUs and 8 CPUs: half a CPU for each job, and a quarter for two jobs per GPU."""
+        host = {"CPU": 8.0, "memory": 1e12, "GPU": 16.0}
+        assert reservation(JobTask(Job(tmp_path, ()), cpus=4, gpus=1), [host])["num_cpus"] == 0.5
+        assert reservation(JobTask(Job(tmp_path, ()), cpus=4, gpus=0.5), [host])["num_cpus"] == 0.25
+        assert reservation(JobTask(Job(tmp_path, ()), cpus=4, gpus=1), [{**host, "CPU": 40.0}])["num_cpus"] == 2
+        assert reservation(JobTask(Job(tmp_path, ()), cpus=4, gpus=1), [{**host, "CPU": 99.0}])["num_cpus"] == 4
+
+    def test_a_share_of_several_gpus_is_one_sentence(self, tmp_path):
+        with pytest.raises(InputError, match=r"sweep.gpus=1.5 must be a share of at most 1, or a whole number of GPUs"):
+            parallel_tasks(plan_jobs(tmp_path, ["seed=0,1"]), limit=None, address=None, gpus=1.5)
 
     def test_an_invalid_job_fails_by_itself(self, tmp_path):
         jobs = plan_jobs(tmp_path, ["num_clients=3", "clients_per_round=1,2,9"])

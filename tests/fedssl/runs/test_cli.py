@@ -162,7 +162,7 @@ def test_show(runs, command):
         ),
         (
             ["list", "{runs}", "status=interupted"],
-            "no status=interupted; did you mean interrupted; choose one of finished",
+            "no status=interupted; did you mean interrupted or pruned; choose one of finished",
         ),
         (["list", "nowhere"], "there is no folder nowhere"),
         (["list"], "there is neither runs nor multirun here"),

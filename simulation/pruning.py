@@ -1,0 +1,143 @@
+"""Successive halving (Jamieson and Talwalkar, AISTATS 2016) of the jobs of a sweep.
+
+All jobs run until the first rung, a round. The best of them continue until the next rung, and so on; the others are
+pruned. Every decision is a function of the results in the run folders, and a rung waits for all of its jobs. Hence the
+order in which jobs run does not matter, and a resumed sweep prunes the same jobs.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import mean
+
+from fedssl.config.load import load_settings
+from fedssl.config.overrides import key_and_group
+from fedssl.errors import InputError
+from fedssl.runs.run import PRUNED, read_run
+from simulation.sweep import Batch, Job, SweepState, check_metric, job_overrides, write_status
+from simulation.sweep_progress import SweepProgress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pruning:
+    """Successive halving of comparable jobs."""
+
+    metric: str  # higher is better
+    reduction_factor: int  # of the jobs at a rung, the best 1 / reduction_factor continue
+    rungs: Sequence[int]  # rounds, ascending
+    rounds: int  # of a complete job
+
+
+def pruning_of(state: SweepState, jobs: Sequence[Job]) -> Pruning | None:
+    """Return the pruning of a sweep; None if its options have none. Raises `InputError` if they are invalid."""
+    metric, reduction_factor = state.options.get("metric"), state.options.get("reduction_factor")
+    min_rounds = state.options.get("min_rounds")
+    if reduction_factor is None and min_rounds is not None:
+        raise InputError(f"sweep.min_rounds={min_rounds} has no effect without pruning; set sweep.reduction_factor=3")
+    if metric is not None:
+        check_metric(metric, state.overrides, final=reduction_factor is None)
+    if reduction_factor is None:
+        return None
+    if metric is None:
+        raise InputError(
+            f"sweep.reduction_factor={reduction_factor} needs a result to compare jobs; set e.g. sweep.metric=knn"
+        )
+    rounds, evaluate_every = _common_rounds(jobs)
+    rungs = make_rungs(min_rounds or evaluate_every, reduction_factor, rounds=rounds, evaluate_every=evaluate_every)
+    return Pruning(metric=metric, reduction_factor=reduction_factor, rungs=rungs, rounds=rounds)
+
+
+def make_rungs(min_rounds: int, reduction_factor: int, *, rounds: int, evaluate_every: int) -> list[int]:
+    """Return the rounds of the rungs before the last round, ascending: multiples of ``evaluate_every``.
+
+    Raises `InputError` if there is none.
+    """
+    rungs, budget = list[int](), min_rounds
+    while (rung := -(-budget // evaluate_every) * evaluate_every) < rounds:
+        rungs.append(rung)
+        budget *= reduction_factor
+    if not rungs:
+        raise InputError(
+            f"no job would be pruned: the first rung is not before the last of rounds={rounds}; set a smaller "
+            "evaluate_every or sweep.min_rounds, or sweep.reduction_factor=null"
+        )
+    return list(dict.fromkeys(rungs))
+
+
+def _common_rounds(jobs: Sequence[Job]) -> tuple[int, int]:
+    """Return ``rounds`` and ``evaluate_every`` of all jobs; raises `InputError` if they differ, or if the latter is 0.
+
+    A job with invalid settings is ignored: it fails by itself.
+    """
+    found = set()
+    for job in jobs:
+        with suppress(InputError):
+            settings = load_settings(job_overrides(job))
+            found.add((settings.rounds, settings.evaluation.every))
+    if len(found) > 1:
+        raise InputError(
+            "sweep.reduction_factor compares jobs after the same round, but rounds or evaluate_every differ between "
+            "them; give all jobs the same, or set sweep.reduction_factor=null"
+        )
+    rounds, evaluate_every = found.pop() if found else (2, 1)
+    if not evaluate_every:
+        raise InputError(
+            "sweep.reduction_factor compares evaluations in the rounds, and evaluate_every=0; set e.g. evaluate_every=5"
+        )
+    return rounds, evaluate_every
+
+
+def successive_halving(
+    jobs: Sequence[Job], waiting: Collection[Job], pruning: Pruning, progress: SweepProgress
+) -> Iterator[Batch]:
+    """Yield the jobs of each rung; resume the iteration after they have run. Prune the others.
+
+    Jobs that differ only in the seed form a group, which continues or is pruned as a whole, by the mean of its results.
+    Only jobs that are ``waiting`` run.
+    """
+    groups = group_jobs(jobs)
+    alive = list(range(len(groups)))
+    spans = [later - earlier for earlier, later in pairwise([0, *pruning.rungs, pruning.rounds])]
+    shares = [pruning.reduction_factor**rung for rung in range(len(spans))]
+    progress.expect(sum(max(len(waiting) // share, 1) * span for share, span in zip(shares, spans, strict=True)))
+    runnable = set(waiting)
+    for rung, span in zip(pruning.rungs, spans, strict=False):
+        due = [job for group in alive for job in groups[group] if job in runnable and not _has_reached(job, rung)]
+        yield Batch(sorted(due, key=jobs.index), until=rung, work=span)
+        runnable -= {job for job in due if read_run(job.folder).state == "failed"}
+        means = {group: _mean_result(groups[group], pruning.metric, rung) for group in alive}
+        results = {group: result for group, result in means.items() if result is not None}
+        order = sorted(results, key=lambda group: (-results[group], group))
+        alive = sorted(order[: max(len(order) // pruning.reduction_factor, 1)])
+        for rank, group in enumerate(order[len(alive) :], start=len(alive) + 1):
+            result = f"{pruning.metric} {results[group]:.4g}"
+            reason = f"pruned after round {rung}: {result} has rank {rank} of {len(order)}, and {len(alive)} continue"
+            for job in groups[group]:
+                if job in waiting:
+                    write_status(job, PRUNED, reason=reason)
+                    progress.prune(job.folder, reason)
+    due = [job for group in alive for job in groups[group] if job in runnable]
+    yield Batch(sorted(due, key=jobs.index), work=spans[-1])
+
+
+def group_jobs(jobs: Iterable[Job]) -> list[list[Job]]:
+    """Group jobs that differ only in the seed, in the order of their first jobs."""
+    groups: dict[frozenset[str], list[Job]] = {}
+    for job in jobs:
+        settings = frozenset(override for override in job.overrides if "seed" not in key_and_group(override))
+        groups.setdefault(settings, []).append(job)
+    return list(groups.values())
+
+
+def _has_reached(job: Job, round: int) -> bool:
+    run = read_run(job.folder)
+    return run.finished or run.rounds_done >= round
+
+
+def _mean_result(jobs: Iterable[Job], metric: str, round: int) -> float | None:
+    """Return the mean result of the jobs that have reached the round; None if there is none."""
+    results = [read_run(job.folder).metric(metric, round=round) for job in jobs if _has_reached(job, round)]
+    finite = [result for result in results if result is not None and math.isfinite(result)]
+    return mean(finite) if finite else None
