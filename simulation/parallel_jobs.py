@@ -86,13 +86,14 @@ def run_in_parallel(
 
     gpus = None if address or any(task.gpus for task in tasks.values()) else 0
     running = dict[Any, Job]()
+    common = set[str].intersection(*(set(task.job.overrides) for task in tasks.values()))
 
-    def overrides_of_running() -> dict[Path, Sequence[str]]:
-        return {job.folder: job.overrides for job in [*running.values()]}
+    def swept_overrides() -> dict[Path, list[str]]:
+        return {job.folder: [o for o in job.overrides if o not in common] for job in [*running.values()]}
 
     with (
         ray_session(gpus=gpus, address=address, setting="sweep.address", log_to_driver=False),
-        progress.live(overrides_of_running),
+        progress.live(swept_overrides),
     ):
         if address is not None:
             check_hosts(next(iter(tasks)))

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from fedssl.errors import InputError
 from fedssl.runs.run import Run, read_run
@@ -63,14 +64,14 @@ class SweepProgress:
     def live(self, running: Callable[[], Mapping[Path, Sequence[str]]]) -> AbstractContextManager[object]:
         """Show the progress and the running jobs below all printed lines, in a terminal.
 
-        ``running`` returns the overrides of the jobs that may run, by folder.
+        ``running`` returns the swept overrides of the jobs that may run, by folder.
         """
         console = Console()
         if not console.is_terminal or console.is_dumb_terminal or os.environ.get("CI"):
             return nullcontext()
         return Live(
             console=console,
-            get_renderable=lambda: self._table(running()),
+            get_renderable=lambda: self.table(running()),
             refresh_per_second=REFRESH_PER_SECOND,
             transient=True,
         )
@@ -87,13 +88,14 @@ class SweepProgress:
             self._best[name] = max(self._best.get(name, (value, run.folder.name)), (value, run.folder.name))
         return "finished" + "".join(f" {name} {value:.3f}" for name, value in results.items())
 
-    def _table(self, running: Mapping[Path, Sequence[str]]) -> RenderableType:
+    def table(self, running: Mapping[Path, Sequence[str]]) -> RenderableType:
+        """Return the live table for the swept overrides of the jobs that may run, by folder."""
         rows = [(folder, overrides) for folder, overrides in running.items() if (folder / "run.log").exists()]
         table = Table("job", "rounds", "settings", box=None, header_style="bold")
         for folder, overrides in rows[:MAX_ROWS]:
-            table.add_row(folder.name, _rounds(folder), sanitize(" ".join(overrides)))
+            table.add_row(*map(Text, (folder.name, _rounds(folder), sanitize(" ".join(overrides)))))
         waiting = len(running) - len(rows)
-        return Group(table, f"{len(rows)} running, {waiting} waiting, {self.line()}")
+        return Group(table, Text(f"{len(rows)} running, {waiting} waiting, {self.line()}"))
 
 
 def _rounds(folder: Path) -> str:
