@@ -56,7 +56,7 @@ class ProgressSnapshot:
 
     @property
     def eta(self) -> str:
-        return f"{_duration(self.seconds_per_round * (self.rounds - self.round))} left"
+        return f"{duration(self.seconds_per_round * (self.rounds - self.round))} left"
 
     @property
     def log_line(self) -> str:
@@ -92,7 +92,8 @@ class ProgressTracker:
         )
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Format seconds for people: ``45 s``, ``12 min`` or ``1.5 h``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -48,6 +48,8 @@ class TooFewUpdatesError(RunError):
 class Round:
     """The round that follows a state. ``number`` counts from 1, and ``messages`` has one for each client that trains.
 
+    ``slots`` are the clients by id, in the order of the messages, and ``starts`` the models that they start from.
+
     ``attempt`` is the number of earlier attempts at this round. A resumed run may go back to ``oldest_resumable``.
     Clients ``in_flight`` still train for an older plan and are not sampled.
     """
@@ -77,11 +79,11 @@ class Round:
         plans = PlanBuilder(
             context, state, candidates=candidates, extra_models=targets, oldest_resumable=oldest_resumable
         )
-        self._starts, self._slots, self.messages = plans.starts, plans.slots, plans.messages
+        self.starts, self.slots, self.messages = plans.starts, plans.slots, plans.messages
         self._aggregations = {name: _Aggregation(server.aggregator(self.number, name)) for name in targets}
         self._reader = UpdateReader(
             context,
-            self._starts,
+            self.starts,
             number=self.number,
             required_metrics=server.aggregator(self.number).required_metrics,
             state_rounds=state.state_rounds,
@@ -99,8 +101,8 @@ class Round:
     def block_sum_task(self, *, has_observers: bool) -> BlockSumTask | None:
         """Return what clients' processes need to sum their updates; None if the server needs each update."""
         context, settings, server = self._context, self._context.aggregation, self._context.strategy.server
-        start, aggregation = self._starts.get(GLOBAL), self._aggregations.get(GLOBAL)
-        if start is None or aggregation is None or len(self._starts) > 1 or self._cluster_models:
+        start, aggregation = self.starts.get(GLOBAL), self._aggregations.get(GLOBAL)
+        if start is None or aggregation is None or len(self.starts) > 1 or self._cluster_models:
             return None
         is_cut_off = settings.over_selection or settings.round_deadline is not None or settings.buffered
         compares = has_observers or server.num_comparison_images or settings.max_norm_ratio is not None
@@ -108,13 +110,13 @@ class Round:
             return None
         if type(aggregation.aggregator) is not WeightedSum:  # a subclass may need more than a sum
             return None
-        if any(self._targets(client, GLOBAL) != (GLOBAL,) for client in self._slots):
+        if any(self._targets(client, GLOBAL) != (GLOBAL,) for client in self.slots):
             return None
         clients = {
             context.nodes[client]: BlockClient(
                 client, self._blocks[client], slot.downloaded, self._state.state_rounds.get(client, 0)
             )
-            for client, slot in self._slots.items()
+            for client, slot in self.slots.items()
         }
         return BlockSumTask(
             round=self.number,
@@ -140,11 +142,11 @@ class Round:
         Raises `TooFewUpdatesError`.
         """
         for name, aggregation in self._aggregations.items():
-            aggregation.aggregator.start(self._starts[name].expected_upload)
+            aggregation.aggregator.start(self.starts[name].expected_upload)
         collected: list[ValidUpdate] | None = None
         if self._context.aggregation.max_norm_ratio is not None or self._cluster_models:
             collected = []  # these compare all updates before any of them is used
-        nodes = {self._context.nodes[client]: client for client in self._slots}
+        nodes = {self._context.nodes[client]: client for client in self.slots}
         for client, reply in ordered_by_client(replies, sent=self.messages, clients=nodes):
             if reply == NO_REPLY and not drop_missing:
                 continue
@@ -165,7 +167,7 @@ class Round:
         """Let the clients train, and decrypt only the sum of their updates; raises `TooFewUpdatesError`."""
         context, clients = self._context, {node: client for client, node in self._context.nodes.items()}
         contents = {message.metadata.dst_node_id: message.content for message in self.messages}
-        settings, start = context.aggregation, self._starts[GLOBAL]
+        settings, start = context.aggregation, self.starts[GLOBAL]
         try:
             secure_mean = secure_mean_delta(
                 exchange, contents, secure, round=self.number, timeout=context.timeout, deadline=settings.round_deadline
@@ -174,14 +176,14 @@ class Round:
         except TooFewParticipants as reason:
             raise TooFewUpdatesError(f"round {self.number}: {reason}") from reason
         participants = [clients[node] for node in secure_mean.nodes]
-        for client in self._slots.keys() - set(participants):
+        for client in self.slots.keys() - set(participants):
             self._drop(client, NO_REPLY)
         aggregation = self._aggregations[GLOBAL]
         aggregation.aggregator.start(start.expected_upload)
         mean = ClientUpdate(layers=layers, partition_id=participants[0])
         aggregation.aggregator.add(mean, start.expected_upload.cosines_of(layers))
         for node, client in zip(secure_mean.nodes, participants, strict=True):
-            slot = self._slots[client]
+            slot = self.slots[client]
             slot.destinations, slot.bytes_down = (GLOBAL,), secure_mean.bytes_down[node]
             aggregation.received[client] = slot.downloaded
             update = replace(mean, partition_id=client)
@@ -199,7 +201,7 @@ class Round:
     # --- replies ---
 
     def _read_reply(self, client: int, reply: Message | str) -> ValidUpdate | None:
-        slot = self._slots[client]
+        slot = self.slots[client]
         try:
             if isinstance(reply, str):
                 raise InvalidUpdate(reply)
@@ -222,7 +224,7 @@ class Round:
         except InvalidUpdate as reason:
             self._drop(client, str(reason))
             return None
-        self._slots[client] = valid.slot
+        self.slots[client] = valid.slot
         return valid
 
     def _use(
@@ -247,10 +249,10 @@ class Round:
         if self._cluster_models:
             deltas: dict[int, Layers] = {}
             for valid in collected:
-                start = self._starts[valid.slot.start].expected_upload.layers
+                start = self.starts[valid.slot.start].expected_upload.layers
                 deltas[valid.slot.client] = {name: valid.update.layers[name] - start[name] for name in start}
             for client, name in self._context.strategy.server.assign_clusters(deltas).items():
-                self._slots[client].destinations = (name,)
+                self.slots[client].destinations = (name,)
         return collected
 
     def _drop(self, client: int, reason: str) -> None:
@@ -265,7 +267,7 @@ class Round:
             self._summed.append(valid)
             return
         self._add_summed()
-        start = self._starts[slot.start]
+        start = self.starts[slot.start]
         layers = {**start.frozen, **update.layers}
         if context.strategy.server.num_comparison_images:
             slot.features = context.extract_features(layers)
@@ -342,7 +344,7 @@ class Round:
             last_participation=last_participation,
             state_rounds=self._state_rounds,
         )
-        slots = {row.client: self._slots[row.client] for row in result.clients}
+        slots = {row.client: self.slots[row.client] for row in result.clients}
         outcome = RoundOutcome(
             round=self.number,
             destinations={client: slot.destinations for client, slot in slots.items()},
@@ -356,7 +358,7 @@ class Round:
         return replace(state, strategy_state=strategy_state), result
 
     def _aggregate(self, name: str) -> GlobalModel:
-        context, start, aggregation = self._context, self._starts[name], self._aggregations[name]
+        context, start, aggregation = self._context, self.starts[name], self._aggregations[name]
         model, layers = start.model, start.expected_upload.layers
         mean = aggregation.aggregator.finish()
         if context.privacy:
@@ -386,7 +388,7 @@ class Round:
             clients.setdefault(reason, []).append(str(client))
         reasons = "; ".join(f"client {', '.join(ids)}: {reason}" for reason, ids in clients.items())
         used, needed = len(self._result.clients), self._context.aggregation.min_updates
-        sent = f"{used or 'none'} of {len(self._slots)} clients sent a usable update"
+        sent = f"{used or 'none'} of {len(self.slots)} clients sent a usable update"
         needed_text = f" and aggregation.min_updates={needed} are needed" if used else ""
         return f"round {self.number}: {sent}{needed_text} ({reasons})"
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from fedssl.machine.process import OPENMP_ENV
 
@@ -50,6 +51,7 @@ from simulation.sweep import (
     run_hydra_job,
     run_jobs,
     split_options,
+    split_plan,
     sweep_lock,
     waiting_jobs,
 )
@@ -75,10 +77,13 @@ def _run_all() -> int:
         print(OmegaConf.to_yaml(compose_unresolved(overrides)[0]), end="")
         return 0
     is_sweep = bool({"-m", "--multirun"} & set(flags))
+    is_plan, overrides = split_plan(overrides)
     if is_sweep and {"--cfg", "-c"} & set(flags):
         raise InputError("--cfg shows the settings of one run; remove -m and the swept values")
     if not is_sweep:
         check_single(overrides)
+    if is_plan:
+        return _plan(flags, overrides, is_sweep=is_sweep)
     if not flags:
         _run_single(overrides)
         return 0
@@ -131,6 +136,28 @@ def _run_sweep(overrides: Sequence[str]) -> int:
             resume = shlex.quote(f"resume={folder}")
             raise KeyboardInterrupt(f"; continue with: fedssl -m {resume}") from stop
         return finish_sweep(folder, [job.folder for job in jobs], metric=state.options.get("metric"))
+
+
+def _plan(flags: Sequence[str], overrides: Sequence[str], *, is_sweep: bool) -> int:
+    """Print the cost of a run or of a new sweep, and return the exit status."""
+    from simulation.plan_report import print_plan, print_sweep_plan  # slow import
+
+    if needs_hydra(flags, overrides) if is_sweep else flags:
+        raise InputError("plan=true cannot estimate what Hydra's sweepers, launchers and flags run; leave these out")
+    if not is_sweep:
+        print_plan(overrides)
+        return 0
+    check_sweep(overrides)
+    options, overrides = split_options(overrides)
+    if any(override.startswith("resume=") for override in overrides):
+        raise InputError("plan=true estimates a new sweep; leave out resume")
+    if options.get("address") is not None:
+        raise InputError("plan=true estimates a sweep on this machine; leave out sweep.address")
+    with TemporaryDirectory(prefix="fedssl-plan-") as folder:
+        jobs = plan_jobs(Path(folder), overrides, options).jobs_in(Path(folder))
+        limit = options.get("jobs")
+        tasks = parallel_tasks(jobs, limit=limit, address=None, gpus=options.get("gpus", 1))
+        return print_sweep_plan(jobs, tasks, limit=limit)
 
 
 def _run_hydra_sweep(flags: Sequence[str], overrides: Sequence[str]) -> int:

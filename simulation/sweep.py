@@ -70,6 +70,16 @@ def split_options(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return values, [override for override in overrides if override not in options]
 
 
+def split_plan(overrides: Sequence[str]) -> tuple[bool, list[str]]:
+    """Return whether ``plan=true`` is among the overrides, and the others; raises `InputError`."""
+    plans = [override for override in parse(overrides) if override.key_or_group == "plan"]
+    values = [override.value() for override in plans]
+    if any(override.is_sweep_override() or not isinstance(override.value(), bool) for override in plans):
+        raise InputError(f"{plans[-1].input_line} must be plan=true or plan=false")
+    texts = {override.input_line for override in plans}
+    return bool(values and values[-1]), [override for override in overrides if override not in texts]
+
+
 def check_options(options: Mapping[str, Any], allowed: Set[str], *, instead: str) -> None:
     """Raise `InputError` if an option is set that would have no effect."""
     for name in options.keys() - allowed:

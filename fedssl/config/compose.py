@@ -63,8 +63,10 @@ def resolve_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]
     validate_config(config)
     add_import_path(overrides)
     check_targets(config)
+    if config.plan:
+        raise InputError("plan=true is for the command fedssl, which then runs nothing; leave it out here")
     with open_dict(config):
-        del config["sweep"]  # its options are those of a sweep, not of a run
+        del config["sweep"], config["plan"]  # options of the command
     config.threads = config.threads or default_threads(config.dataset.size)
     if config.output_dir is not None:
         config.output_dir = str(config.output_dir)

@@ -137,6 +137,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "measure_resources": _BOOL,
         "checkpoint_every": _integer(1),
         "keep_checkpoints": _integer(1),
+        "plan": _BOOL,
         "pause_after": _optional(_integer(1)),
         "snapshot_every": _integer(0),
     },

@@ -1,0 +1,299 @@
+"""Costs before a run: steps and bytes equal those of the run, seconds and memory are sums of measured parts."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from client_app.step_memory import estimate_step_memory
+from fedssl.config.load import compose, load_settings, parse_client_config, with_run_folder
+from fedssl.errors import InputError
+from server_app.build import build_run
+from simulation import cli
+from simulation.cost_counts import count_rounds, why_upper_bound
+from simulation.cost_measurement import MAX_UPDATES, Measurement, measure
+from simulation.grid import LocalGrid, load_client_app
+from simulation.plan import Planner, choose_engine, make_plan
+from simulation.plan_report import format_plan, makespan
+from simulation.resources import RAY_OVERHEAD_SECONDS, EngineChoice
+
+QUICK = ["num_clients=5", "clients_per_round=3", "rounds=4", "local_epochs=1", "dataset.limit=100", "encoder.width=4"]
+QUICK += ["dataset.test_limit=40", "threads=1", "engine=local", "evaluate_every=0", "collapse_images=0"]
+QUICK += ["final_evaluation=none"]
+
+
+def build(overrides, folder):
+    settings = with_run_folder(load_settings(overrides), folder)
+    return build_run(LocalGrid(load_client_app(), num_clients=settings.num_clients), settings)
+
+
+@pytest.fixture(autouse=True)
+def short_measurements(monkeypatch):
+    monkeypatch.setattr("simulation.cost_measurement.TRAINING_SECONDS", 0.2)
+
+
+CASES = [
+    ["strategy=fedavg"],
+    ["method=byol", "local_epochs=2", "batch_size=16"],  # clients have a state
+    ["method=orchestra", "wire_dtype=int8"],  # a server side, and differences
+    ["method=byol", "strategy=fedu", "wire_dtype=fp16"],  # parts of the model
+    ["schedule=layer_wise", "method=byol"],  # phases
+    ["schedule=progressive", "calibration=auxiliary", "calibration.epochs=0"],  # all stages, in every round
+    ["strategy=gossip"],
+    ["strategy=per_ssl"],
+    ["strategy.weighting=examples", "rounds=70", "clients_per_round=2", "checkpoint_every=3"],  # longer numbers
+]
+OTHERS = [
+    [],
+    *([f"strategy={name}"] for name in ("fedbn", "local_only", "clustered", "eua", "featarc", "loss_weighted")),
+    ["strategy=fedema", "method=byol"],
+    ["method=moco_v3", "schedule=layer_wise", "unseen_clients=1"],
+    ["method=fedx", "regularizer=fur"],
+    ["method=simsiam", "partition.alpha=0.1", "clients_per_round=5"],
+    ["rounds=70", "method=byol", "keep_checkpoints=3", "checkpoint_every=4"],
+]
+
+
+@pytest.mark.parametrize(
+    "overrides", [*CASES, *(pytest.param(case, marks=pytest.mark.heavy) for case in OTHERS)], ids=",".join
+)
+def test_steps_and_bytes_are_those_of_the_run(tmp_path, overrides):
+    folder = tmp_path / "run"
+    components = build([*QUICK, *overrides], folder)
+    cli.run([*QUICK, *overrides, f"output_dir={folder}"])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    saves_state = any(file.parent.parent.name == "clients" for file in folder.rglob("round-*"))
+    rounds, num_models = count_rounds(components, saves_state=saves_state)
+    assert why_upper_bound(components) == []
+    for line, counts in zip(lines, rounds, strict=True):
+        assert (counts.clients, counts.bytes_down, counts.bytes_up) == (
+            line["clients"],
+            line["bytes_down"],
+            line["bytes_up"],
+        )
+    trained = [json.loads(line) for line in (folder / "clients.jsonl").read_text().splitlines()]
+    parts = components.client_data.parts
+    assert sum(counts.images for counts in rounds) == sum(len(parts[row["client"]]) for row in trained)
+    assert num_models == max(len(line.get("models", [0])) for line in lines) or "gossip" in str(overrides)
+
+
+def test_the_steps_of_clients_by_hand(tmp_path):
+    """Clients of 20 images: ceil(20 / 8) = 3 batches, 2 epochs, 3 clients in each of 4 rounds."""
+    components = build([*QUICK, "partition=iid", "batch_size=8", "local_epochs=2"], tmp_path)
+    rounds, _ = count_rounds(components, saves_state=False)
+    assert [counts.steps for counts in rounds] == 4 * [3 * 3 * 2]
+    assert [counts.images for counts in rounds] == 4 * [60]
+
+
+def test_euc_and_options_that_end_a_round_early_are_upper_bounds(tmp_path):
+    components = build(
+        [*QUICK, "strategy=euc", "aggregation.round_deadline=9", "aggregation.over_selection=1"], tmp_path
+    )
+    bounds = ["aggregation.over_selection", "aggregation.round_deadline", "strategy=euc"]
+    assert why_upper_bound(components) == bounds
+
+
+MEASURED = Measurement(
+    client=0.5,
+    step=0.25,
+    update=0.125,
+    evaluation=4.0,
+    observation=1.0,
+    finish=16.0,
+    server_memory=1000,
+    worker_memory=300,
+    peak_memory=1200,
+    update_memory=7,
+    state_bytes=0,
+)
+LOCAL = EngineChoice("local", 1, "")
+
+
+class TestMakePlan:
+    """Three clients of 20 images with batches of 8: 3 steps. A round trains 3 (0.5 + 3 / 4) = 3.75 s."""
+
+    @pytest.fixture
+    def overrides(self):
+        return [*QUICK, "partition=iid", "batch_size=8", "rounds=2", "evaluate_every=2", "measure_resources=false"]
+
+    def test_one_process(self, overrides, tmp_path, monkeypatch):
+        """Updates 0.375 s. Round 2 is evaluated: 4 s for 4 models and 4 s, of which training may hide 3.75 s."""
+        components = build(overrides, tmp_path)
+        monkeypatch.setattr("simulation.plan.can_evaluate_in_background", lambda components, cores: False)
+        plan = make_plan(components, MEASURED, LOCAL, build=2.0, slowdown=lambda *args: 1.0)
+        assert plan.round_seconds == [4.125, 12.125]
+        assert plan.seconds == 2 + 4.125 + 12.125 + 16
+        assert (plan.memory, plan.worker_memory) == (1200, 0)
+        monkeypatch.setattr("simulation.plan.can_evaluate_in_background", lambda components, cores: True)
+        plan = make_plan(components, MEASURED, LOCAL, build=2.0, slowdown=lambda *args: 1.0)
+        assert plan.round_seconds == [4.125, 4.125 + 4 + 0.25]
+
+    def test_ray(self, overrides, tmp_path):
+        """Two of three clients at once: two turns of 1.25 s, 1.5 times slower."""
+        components = build([*overrides, "evaluate_every=0"], tmp_path)
+        slowdowns = []
+
+        def slowdown(processes, threads):
+            slowdowns.append((processes, threads))
+            return 1.5
+
+        plan = make_plan(components, MEASURED, EngineChoice("ray", 2, ""), build=0.0, slowdown=slowdown)
+        assert slowdowns == [(2, 1)]
+        assert plan.round_seconds == 2 * [2 * 1.25 * 1.5 + 0.375]
+        assert plan.seconds == 2 * 4.125 + 16 + RAY_OVERHEAD_SECONDS
+        assert plan.memory == 1000 + 2 * 300
+
+    def test_held_updates_client_states_and_models_need_memory(self, tmp_path):
+        overrides = [*QUICK, "dataset.limit=1000", f"num_clients={MAX_UPDATES + 4}", "clients_per_round=24"]
+        components = build([*overrides, "partition=iid"], tmp_path / "0")
+        measured = replace(MEASURED, state_bytes=10)
+        plan = make_plan(components, measured, LOCAL, build=0.0, slowdown=lambda *args: 1.0)
+        assert plan.memory == 1200 + 4 * 7 + 24 * 10
+        components = build([*overrides, "partition=iid", "strategy=local_only"], tmp_path / "1")
+        model = sum(array.nbytes for array in components.context.initial_model().layers.values())
+        plan = make_plan(components, MEASURED, LOCAL, build=0.0, slowdown=lambda *args: 1.0)
+        assert plan.memory == 1200 + 4 * 7 + 23 * model
+
+    def test_a_step_of_a_later_phase_costs_its_flops(self, tmp_path):
+        overrides = [*QUICK, "schedule=progressive", "partition=iid", "rounds=4", "encoder.width=8"]
+        components = build(overrides, tmp_path)
+        plan = make_plan(components, MEASURED, LOCAL, build=0.0, slowdown=lambda *args: 1.0)
+        flops = [components.costs(counts.phase, [0])["flops_per_image"] for counts in plan.rounds]
+        training = [seconds - 3 * (0.5 + 0.125) for seconds in plan.round_seconds]
+        assert training == pytest.approx([3 * 0.25 * number / flops[0] for number in flops])
+        assert flops == sorted(flops)
+        assert flops[0] < flops[-1]
+
+
+def test_the_report_by_hand(tmp_path):
+    components = build([*QUICK, "partition=iid", "batch_size=8", "rounds=2", "measure_resources=false"], tmp_path)
+    plan = make_plan(components, MEASURED, EngineChoice("ray", 2, ""), build=1.0, slowdown=lambda *args: 1.0)
+    down, up = (sum(getattr(counts, name) for counts in plan.rounds) for name in ("bytes_down", "bytes_up"))
+    assert format_plan(replace(plan, upper_bounds=["early_stopping"]), startup=2.0).splitlines() == [
+        "engine    ray, 2 clients at once",
+        "rounds    2, each with 3 of 5 clients",
+        "steps     9 per round, 18 in total",
+        f"download  {down / 6:,.0f} bytes per client and round, {down:,} in total",
+        f"upload    {up / 6:,.0f} bytes per client and round, {up:,} in total",
+        "memory    0.0 MB: server 0.0 MB, 2 workers with 0.0 MB each",
+        "time      2.9 s per round, 35 s in total",  # 2 + 1 + 2 * (2 * 1.25 + 0.375) + 16 + 10
+        "upper bounds, because of early_stopping",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "concurrency", "expected"),
+    [([3, 1, 2], 1, 6), ([3, 1, 2], 2, 3), ([1, 1, 4], 2, 5), ([5], 3, 5)],
+)
+def test_the_time_of_concurrent_jobs_by_hand(seconds, concurrency, expected):
+    assert makespan(seconds, concurrency) == expected
+
+
+@pytest.mark.parametrize("overrides", [[], ["strategy=krum", "clients_per_round=5"], ["strategy=gossip"]])
+def test_measurement_of_a_run(tmp_path, overrides):
+    """All parts are measured, nothing is written, and the run itself is unchanged."""
+    components = build([*QUICK, "evaluate_every=1", "collapse_images=16", "final_evaluation=knn", *overrides], tmp_path)
+    measured = measure(components)
+    for name in ("step", "update", "evaluation", "observation", "finish"):
+        assert getattr(measured, name) > 0, name
+    assert 0 < measured.worker_memory <= measured.peak_memory
+    assert measured.server_memory <= measured.peak_memory
+    assert not list(tmp_path.iterdir())
+
+
+class TestRejected:
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            (["engine=deployment"], "plan=true cannot estimate engine=deployment, .*; set engine=auto"),
+            (["engine=ray", "engine.address=auto"], "on this machine; leave out engine.address"),
+            (["secure_aggregation=secagg_plus"], "cannot estimate the messages of secure_aggregation; set"),
+            (["clients_per_round=9"], "clients_per_round=9 is more than num_clients=5"),
+        ],
+    )
+    def test_runs_without_an_estimate(self, overrides, message):
+        with pytest.raises(InputError, match=message):
+            Planner().plan([*QUICK, *overrides])
+
+    def test_a_step_that_does_not_fit_names_a_batch_that_does(self, tmp_path, monkeypatch):
+        overrides = [*QUICK, "partition=iid", "dataset.limit=1000", "batch_size=200"]
+        step = estimate_step_memory(parse_client_config(with_run_folder(compose(overrides), tmp_path).client_yaml))
+        monkeypatch.setattr("simulation.plan.available_memory", lambda **kwargs: step.of_batch(130))
+        with pytest.raises(
+            InputError, match="a training step with 200 images needs about .* MB of memory, and"
+        ) as caught:
+            Planner().plan(overrides)
+        assert str(caught.value).endswith("; batch_size=128 fits")
+        monkeypatch.setattr("simulation.plan._check_memory", lambda plan, settings: None)
+        assert Planner().plan([*overrides, "batch_size=128"]).seconds > 0
+
+    def test_a_run_on_ray_that_does_not_fit_names_fewer_workers(self, tmp_path, monkeypatch):
+        from simulation import plan as module
+
+        components = build([*QUICK, "measure_resources=false"], tmp_path)
+        plan = make_plan(components, MEASURED, EngineChoice("ray", 3, ""), build=0.0, slowdown=lambda *args: 1.0)
+        monkeypatch.setattr(module, "available_cores", lambda: 4)
+        for available, remedy in [
+            (1700, "engine.client_cpus=2 runs 2 clients at once, which fit"),
+            (1100, "set engine=l"),
+        ]:
+            monkeypatch.setattr(module, "available_memory", lambda available=available, **kwargs: available)
+            with pytest.raises(InputError, match=remedy):
+                module._check_memory(plan, components.settings)
+        monkeypatch.setattr(module, "available_memory", lambda **kwargs: 1900)
+        module._check_memory(plan, components.settings)
+
+    def test_plan_is_an_option_of_the_command_only(self):
+        with pytest.raises(InputError, match="plan=true is for the command fedssl, which then runs nothing"):
+            compose(["plan=true"])
+
+
+def command(monkeypatch, *overrides):
+    monkeypatch.setattr("sys.argv", ["fedssl", *overrides])
+    return cli._run_all()
+
+
+class TestCommand:
+    def test_a_run(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        assert command(monkeypatch, *QUICK, "plan=true") == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines] == [
+            *("engine", "rounds", "steps", "download", "upload", "memory"),
+            *(lines[6].split()[0], "time"),
+        ]
+        assert not list(tmp_path.iterdir())
+
+    def test_a_sweep(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        status = command(monkeypatch, "-m", *QUICK, "plan=true", "seed=0,1", "clients_per_round=2,9", "sweep.jobs=1")
+        output = capsys.readouterr().out
+        assert status == 2
+        assert output.count("is rejected: clients_per_round=9 is more than num_clients=5") == 2
+        assert "clients_per_round=2 seed=0" in output
+        assert "2 jobs, 1 at once" in output
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            (["plan=3"], "plan=3 must be plan=true or plan=false"),
+            (["-m", "plan=true,false"], "must be plan=true or plan=false"),
+            (["plan=true", "--info"], "cannot estimate what Hydra's sweepers, launchers and flags run"),
+            (["-m", "plan=true", "hydra/launcher=joblib"], "cannot estimate what Hydra's sweepers"),
+            (["-m", "plan=true", "resume=x", "seed=0,1"], "plan=true estimates a new sweep; leave out resume"),
+            (["-m", "plan=true", "seed=0,1", "sweep.address=auto"], "on this machine; leave out sweep.address"),
+            (["plan=true", "seed=0,1"], "seed=0,1 sweeps over values; add -m"),
+        ],
+    )
+    def test_bad_input(self, monkeypatch, overrides, message):
+        with pytest.raises(InputError, match=message):
+            command(monkeypatch, *overrides)
+
+
+def test_engine_of_a_plan(monkeypatch):
+    monkeypatch.setattr("simulation.plan.available_cores", lambda: 8)
+    settings = compose([*QUICK, "engine=ray", "threads=2", "clients_per_round=5"])
+    assert choose_engine(settings).concurrency == 4
+    assert choose_engine(compose([*QUICK, "engine=ray", "engine.client_cpus=8"])).concurrency == 1
+    assert choose_engine(compose([*QUICK, "engine=local"])) == EngineChoice("local", 1, "")
