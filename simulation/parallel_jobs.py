@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedssl.config.load import load_settings
+from fedssl.config.load import load_settings, parse_client_config, with_run_folder
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError, RunError
 from fedssl.machine.process import available_cores
@@ -19,18 +19,19 @@ from simulation.ray_session import check_hosts, last_line, ray_session
 from simulation.sweep import Batch, Job, job_overrides, run_job
 from simulation.sweep_progress import SweepProgress
 
-# Memory that Ray reserves for a job: the process of a run with small images needs 0.7 to 1.1 GB.
-JOB_BYTES = 1_500_000_000
+# Reserved for a job, in addition to the memory of a training step: a run of small images needs 0.7 to 1.1 GB.
+JOB_BYTES = 1_300_000_000
 STOP_TIMEOUT = 60.0  # seconds in which interrupted jobs write their checkpoints
 
 
 @dataclass(frozen=True)
 class JobTask:
-    """A job with the CPUs and GPUs that it needs."""
+    """A job with the CPUs, GPUs and bytes of memory that it needs."""
 
     job: Job
     cpus: int
     gpus: float
+    memory: int = JOB_BYTES
 
 
 def parallel_tasks(
@@ -63,13 +64,17 @@ def parallel_tasks(
 
 
 def _task(job: Job, settings: Settings | None, *, gpus: float) -> JobTask:
-    from fedssl.machine.devices import count_accelerators  # slow import
+    from client_app.step_memory import estimate_step_memory  # slow imports
+    from fedssl.machine.devices import count_accelerators
 
     if settings is None or settings.engine.name == "auto":
         job = replace(job, overrides=(*job.overrides, "engine=local"))
     if settings is None:
         return JobTask(job, 1, 0)
-    return JobTask(job, settings.machine.threads, gpus if count_accelerators(settings.machine.device) else 0)
+    if count_accelerators(settings.machine.device):
+        return JobTask(job, settings.machine.threads, gpus)
+    step = estimate_step_memory(parse_client_config(with_run_folder(settings, job.folder).client_yaml))
+    return JobTask(job, settings.machine.threads, 0, JOB_BYTES + step.of_batch(settings.training.batch_size))
 
 
 def run_in_parallel(
@@ -158,7 +163,7 @@ def reservation(task: JobTask, hosts: Sequence[Mapping[str, float]]) -> dict[str
     return {
         "num_cpus": cpus,
         "num_gpus": task.gpus,
-        "memory": min(JOB_BYTES, largest.get("memory", 0)),
+        "memory": min(task.memory, largest.get("memory", 0)),
     }
 
 

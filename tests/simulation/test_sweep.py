@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -39,6 +40,7 @@ QUICK += ["evaluate_every=0", "final_evaluation=knn", "collapse_images=0", "meas
 
 
 def plan_jobs(folder, overrides):
+    folder.mkdir(exist_ok=True)
     state = plan_state(folder, overrides)
     state.save(folder)
     return state.jobs_in(folder)
@@ -254,7 +256,17 @@ class TestParallelTasks:
         jobs = plan_jobs(tmp_path, [*QUICK[:-1], "threads=1,2"])
         tasks = parallel_tasks(jobs, limit=None, address=None)
         assert [(task.cpus, task.gpus) for task in tasks.values()] == [(1, 0), (2, 0)]
+        assert all(JOB_BYTES < task.memory < 1.05 * JOB_BYTES for task in tasks.values())
         assert all(task.job.overrides[-1] == "engine=local" for task in tasks.values())
+
+    def test_memory_of_a_step_is_reserved(self, tmp_path):
+        """Of each of 512 images at 64 pixels, ResNet-18 keeps at least the 64 maps of 64 x 64 numbers of its stem."""
+        overrides = [*QUICK[:4], "encoder=resnet18", "dataset.size=64", "threads=1", "seed=0,1,2"]
+        small, large = (
+            next(iter(parallel_tasks(plan_jobs(folder, [*overrides, batch]), limit=None, address=None).values())).memory
+            for folder, batch in ((tmp_path / "0", "batch_size=2"), (tmp_path / "1", "batch_size=512"))
+        )
+        assert large - small > 510 * 64 * 64 * 64 * 4
 
     @pytest.mark.parametrize(
         ("overrides", "limit"),
@@ -274,6 +286,7 @@ class TestParallelTasks:
         small, large = {"CPU": 2.0, "memory": 8e9}, {"CPU": 4.0, "memory": 1e9, "GPU": 1.0}
         assert reservation(task, [small, large]) == {"num_cpus": 4, "num_gpus": 0, "memory": 1e9}
         assert reservation(task, [small]) == {"num_cpus": 2, "num_gpus": 0, "memory": JOB_BYTES}
+        assert reservation(replace(task, memory=10**10), [small])["memory"] == 8e9
         on_gpu = JobTask(Job(tmp_path, ()), cpus=1, gpus=1)
         assert reservation(on_gpu, [small, large])["num_gpus"] == 1
         with pytest.raises(InputError, match="no host of Ray has one; set device=cpu"):
