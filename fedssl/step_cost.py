@@ -265,14 +265,7 @@ class TrainingCostMeter:
 
     def __call__(self, phase: Phase, clients: Sequence[int]) -> dict[str, float]:
         """Return the FLOPs of a client's round, as mean over ``clients``, and the cost of a step."""
-        if phase.number not in self._steps:
-            with set_active_stages(
-                self._method, depth=phase.depth, frozen=phase.frozen, depth_dropout=phase.depth_dropout
-            ):
-                self._steps[phase.number] = step_cost(
-                    self._method, images=self._images, training=self._training, labels=self._labels
-                )
-        step = self._steps[phase.number]
+        step = self.step(phase)
         num_images = float(np.mean([self._num_images[client] for client in clients]))
         num_images *= self._training.epochs * self._trainings_per_round
         return {
@@ -282,3 +275,23 @@ class TrainingCostMeter:
             "trained_parameters": step.trained_parameters,
             "resident_parameters": step.parameters_in_memory,
         }
+
+    def client_flops(self, phase: Phase, client: int) -> float:
+        """Return the FLOPs of a round of one client."""
+        num_images = self._num_images[client] * self._training.epochs * self._trainings_per_round
+        return self.step(phase).flops_per_image * num_images
+
+    def has_measured(self, phase: Phase) -> bool:
+        """Return whether the step of a phase was measured."""
+        return phase.number in self._steps
+
+    def step(self, phase: Phase) -> StepCost:
+        """Return the cost of a step, which the first call measures."""
+        if phase.number not in self._steps:
+            with set_active_stages(
+                self._method, depth=phase.depth, frozen=phase.frozen, depth_dropout=phase.depth_dropout
+            ):
+                self._steps[phase.number] = step_cost(
+                    self._method, images=self._images, training=self._training, labels=self._labels
+                )
+        return self._steps[phase.number]

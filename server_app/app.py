@@ -31,7 +31,7 @@ from server_app.compatibility import NO_SERVER_DATA
 from server_app.console import disk_errors_as_run_error, log_to, make_screen
 from server_app.delivery import EncoderSender
 from server_app.evaluator import ResultsByModel
-from server_app.messaging import DelayedExchange, MessageExchange
+from server_app.messaging import MessageExchange
 from server_app.nodes import federation_size
 from server_app.personalization import evaluate_personalized
 from server_app.recorder import Recorder
@@ -41,6 +41,7 @@ from server_app.training_loop import (
     can_evaluate_in_background,
     load_each,
 )
+from server_app.virtual_time import VirtualTimeExchange
 from strategies.interfaces import ServerState
 
 log = logging.getLogger("fedssl")
@@ -194,7 +195,7 @@ def run(
     problem = NO_SERVER_DATA if settings.data.federated is None else why_not_evaluable(settings.data)
     if problem:
         log.warning("nothing will be evaluated: %s", problem)
-    exchange = make_exchange(grid, settings, recorder, is_deployment=components.client_data is None)
+    exchange = make_exchange(grid, components, recorder)
     exchange.restore(state.in_flight)
     background = can_evaluate_in_background(components, client_cores)
     delivers = components.client_data is None and settings.engine.deliver_every is not None
@@ -221,14 +222,13 @@ def run(
     return (*results_by_model, problem)
 
 
-def make_exchange(grid: Grid, settings: Settings, recorder: Recorder, *, is_deployment: bool) -> MessageExchange:
-    """Return the exchange of messages, in which simulated clients are late if the aggregation is buffered."""
-    if settings.aggregation.buffered and not is_deployment:
-        return DelayedExchange(grid, sigma=settings.aggregation.delay_sigma, seed=settings.seed)
-    if is_deployment:
-        return MessageExchange(
-            grid, keep_contents=settings.aggregation.buffered, on_activity=recorder.register_activity
-        )
+def make_exchange(grid: Grid, components: RunComponents, recorder: Recorder) -> MessageExchange:
+    """Return the exchange of messages, in virtual or in wall-clock time."""
+    if components.virtual_time is not None:
+        return VirtualTimeExchange(grid, components.virtual_time)
+    if components.client_data is None:  # devices
+        keep_contents = components.settings.aggregation.buffered
+        return MessageExchange(grid, keep_contents=keep_contents, on_activity=recorder.register_activity)
     return MessageExchange(grid)
 
 

@@ -45,7 +45,8 @@ from server_app.compatibility import (
 from server_app.differential_privacy import Privacy, check_model
 from server_app.evaluator import Evaluator
 from server_app.nodes import ClientDirectory, ClientManager, NodeNames, discover_clients, no_registered_names
-from server_app.round_context import RoundContext, raise_no_server_images
+from server_app.round_context import RoundContext, no_flops, raise_no_server_images
+from server_app.virtual_time import VirtualTime, make_virtual_time
 from strategies.base import FedSSLStrategy
 from strategies.interfaces import StrategyContext
 from strategies.server_optimizer import ServerOptimizer
@@ -77,6 +78,7 @@ class RunComponents:
     evaluator: Evaluator
     monitor: CollapseMonitor | None
     costs: TrainingCostMeter | None
+    virtual_time: VirtualTime | None  # None in wall-clock time
     device: torch.device
     evaluation_is_training_free: bool
     trains_new_devices: bool  # devices that join later train in every round as well
@@ -121,6 +123,7 @@ def build_components(
     strategy, server_optimizer = make_algorithm(settings, method, is_deployment=bool(task))
     method.encoder.check_image_shape((data.channels, data.size, data.size))
     validate_aggregation(settings, is_deployment=bool(task))
+    virtual_time = make_virtual_time(settings, is_deployment=bool(task))
     client_data = None
     if task:
         validate_edge_method(method)
@@ -137,6 +140,7 @@ def build_components(
         evaluator.validate(method.encoder)
         units = evaluator.result_units()
         validate_early_stopping(settings, method, result_units=units, phases=len(lr_schedule.phases))
+    costs = make_costs(settings, method, training, client_data, device, strategy.client.trainings_per_round)
     context = RoundContext(
         strategy=strategy,
         method=method,
@@ -156,6 +160,7 @@ def build_components(
         secure_aggregation=settings.secure_aggregation,
         privacy=make_privacy(settings, method, is_deployment=bool(task)),
         wire_dtype=settings.wire_dtype,
+        client_flops=no_flops if costs is None else costs.client_flops,
         unseen_clients=frozenset(range(settings.num_clients - settings.unseen_clients, settings.num_clients)),
         extract_features=make_feature_extractor(
             settings, method, strategy.server.num_comparison_images if reads_images else 0, device
@@ -169,7 +174,8 @@ def build_components(
         client_data=client_data,
         evaluator=evaluator,
         monitor=make_monitor(settings, method, training, device) if reads_images else None,
-        costs=make_costs(settings, method, training, client_data, device, strategy.client.trainings_per_round),
+        costs=costs,
+        virtual_time=virtual_time,
         device=device,
         evaluation_is_training_free=not evaluator.trains_network,
         trains_new_devices=trains_new_devices,

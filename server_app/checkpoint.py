@@ -192,7 +192,7 @@ def _to_arrays(value: Any) -> Any:
 
 
 def _check_in_flight(saved: Any) -> None:
-    """Raise `ValueError` unless messages in flight have the form of `server_app.messaging.DelayedExchange.snapshot`."""
+    """Raise `ValueError` unless messages in flight have the form of `server_app.virtual_time.VirtualTimeExchange`."""
     if not _require_mapping(saved):
         return
     contents, messages = (_require_mapping(saved.get(key)) for key in ("contents", "messages"))
@@ -203,7 +203,8 @@ def _check_in_flight(saved: Any) -> None:
         fields = _require_mapping(entry)
         texts = all(isinstance(fields.get(key), str) for key in ("type", "group", "content"))
         valid &= texts and fields["content"] in contents and fields["group"].isdecimal()
-        valid &= isinstance(fields.get("due"), float) and isinstance(node, str) and node.isdecimal()
+        valid &= isinstance(node, str) and node.isdecimal() and isinstance(fields.get("lost", ""), str)
+        valid &= isinstance(fields.get("due"), float) and isinstance(fields.get("seconds", 0.0), float)
     if not valid:
         raise ValueError("its messages in flight are invalid")
 

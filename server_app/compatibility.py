@@ -129,11 +129,6 @@ def validate_aggregation(settings: Settings, *, is_deployment: bool) -> None:
             f"aggregation.over_selection={aggregation.over_selection} but clients_per_round={per_round} leaves "
             f"{clients - per_round} of num_clients={clients}; lower one of them"
         )
-    if aggregation.buffered and not is_deployment and aggregation.round_deadline is not None:
-        raise InputError(
-            f"aggregation.round_deadline={aggregation.round_deadline:g} is in seconds of devices, but with "
-            "aggregation.buffered=true simulated clients have virtual delays; set aggregation.round_deadline=null"
-        )
     if settings.secure_aggregation and (
         settings.privacy or aggregation.buffered or aggregation.max_norm_ratio is not None
     ):

@@ -49,6 +49,7 @@ class ProgressSnapshot:
     evaluation: Mapping[str, Score]
     dropped: int
     seconds_per_round: float
+    virtual_time: float | None = None  # seconds; None in wall-clock time
 
     @property
     def results(self) -> list[str]:
@@ -68,6 +69,9 @@ class ProgressSnapshot:
         parts += self.results
         if self.dropped:
             parts.append(f"{self.dropped} dropped")
+        if self.virtual_time is not None:
+            short = self.virtual_time < 90
+            parts.append(f"virtual time {f'{self.virtual_time:.1f} s' if short else duration(self.virtual_time)}")
         return "  ".join([*parts, f"{self.seconds_per_round:.1f} s/round", self.eta])
 
 
@@ -89,6 +93,7 @@ class ProgressTracker:
             evaluation=evaluation,
             dropped=len(row["dropped"]),
             seconds_per_round=mean(self._times[-_RECENT:]),
+            virtual_time=row.get("virtual_time"),
         )
 
 

@@ -3,16 +3,14 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedssl.compat import content_from_bytes, content_to_bytes
-from fedssl.seeding import numpy_generator
+from fedssl.availability import Workload
 from server_app.block_sums import BlockSumTask
 
 log = logging.getLogger("fedssl")
@@ -58,6 +56,22 @@ class MessageExchange:
         self.pending: dict[str, Message] = {}
         # Messages of earlier exchanges and the replies to them that arrived during the newest one.
         self.late_replies: list[tuple[Message, Message]] = []
+        # In virtual time, by node: why messages that ended during the newest exchange have no reply, and the virtual
+        # seconds of clients that replied.
+        self.lost: dict[int, str] = {}
+        self.client_seconds: dict[int, float] = {}
+
+    @property
+    def virtual_time(self) -> float | None:
+        """Return the clock of virtual time in seconds; None in wall-clock time."""
+        return None
+
+    def schedule(self, make_workloads: Callable[[], Mapping[int, Workload]]) -> None:
+        """Set the work of the next messages by node, which takes virtual time. Here it takes wall-clock time."""
+
+    def wait_until_online(self, clients: Collection[int], *, number: int, wanted: int) -> frozenset[int]:
+        """Return the clients that are offline in virtual time; there are none in wall-clock time."""
+        return frozenset()
 
     def nodes_in_flight(self) -> set[int]:
         """Return the nodes with a message of an earlier exchange without a reply."""
@@ -140,98 +154,6 @@ class MessageExchange:
             self._on_activity(set(), self.nodes_in_flight())
 
 
-class DelayedExchange(MessageExchange):
-    """Buffered aggregation in a simulation: replies arrive after virtual delays, in the order of their arrival times.
-
-    A client takes exp(sigma (u + v) / sqrt(2)) units of virtual time, with u of the client and v of client and round
-    from a standard normal distribution: some clients are always slow. An exchange ends with ``min_replies`` replies,
-    which are those with the earliest arrival times, late ones included. Only their clients run, so that the engine and
-    its order of replies do not matter; the others keep their messages.
-    """
-
-    is_reliable = True
-
-    def __init__(self, grid: Grid, *, sigma: float, seed: int) -> None:
-        super().__init__(grid, keep_contents=True)
-        self._sigma, self._seed = sigma, seed
-        self._clock = 0.0
-        self._held: dict[int, tuple[float, Message]] = {}  # arrival time and message by node
-
-    def nodes_in_flight(self) -> set[int]:
-        return set(self._held)
-
-    def delay(self, node: int, round: int) -> float:
-        """Return the virtual time from a message to its reply."""
-        draws = (numpy_generator(self._seed, "delay", *path).standard_normal() for path in ((node,), (node, round)))
-        return math.exp(self._sigma * sum(draws) / math.sqrt(2))
-
-    def send_and_receive(
-        self,
-        messages: Iterable[Message],
-        *,
-        timeout: float,
-        deadline: float | None = None,
-        min_replies: int | None = None,
-    ) -> Iterator[tuple[Message, Message]]:
-        """Yield messages with their replies, and collect those to earlier messages in ``late_replies``.
-
-        Without ``min_replies`` there are no delays.
-        """
-        if min_replies is None:
-            yield from super().send_and_receive(messages, timeout=timeout, deadline=deadline)
-            return
-        late: list[tuple[Message, Message]] = []
-        late_nodes = set(self._held)
-        for message in messages:
-            node, round = message.metadata.dst_node_id, int(message.metadata.group_id)
-            self._held[node] = self._clock + self.delay(node, round), message
-        good = 0
-        while self._held and good < min_replies:
-            order = sorted(self._held, key=lambda node: (self._held[node][0], node))
-            arriving = {node: self._held.pop(node) for node in order[: min_replies - good]}
-            self._clock = max(time for time, _ in arriving.values())
-            batch = [message for _, message in arriving.values()]
-            for message, reply in super().send_and_receive(batch, timeout=timeout):
-                good += not reply.has_error()
-                if message.metadata.dst_node_id in late_nodes:
-                    late.append((message, reply))
-                else:
-                    yield message, reply
-            self.pending.clear()
-        self.late_replies.extend(late)
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the clock, and the messages in flight with their arrival times. Equal contents are saved once."""
-        contents = {id(message.content): message.content for _, message in self._held.values()}
-        index = {key: number for number, key in enumerate(contents)}
-        return {
-            "clock": self._clock,
-            "messages": {
-                str(node): {
-                    "due": due,
-                    "type": message.metadata.message_type,
-                    "group": message.metadata.group_id,
-                    "content": str(index[id(message.content)]),
-                }
-                for node, (due, message) in self._held.items()
-            },
-            "contents": {
-                str(index[key]): np.frombuffer(content_to_bytes(content), np.uint8) for key, content in contents.items()
-            },
-        }
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        if not saved:
-            return
-        contents = {key: content_from_bytes(data.tobytes()) for key, data in saved["contents"].items()}
-        self._clock = saved["clock"]
-        for node, entry in saved["messages"].items():
-            message = Message(
-                contents[entry["content"]], dst_node_id=int(node), message_type=entry["type"], group_id=entry["group"]
-            )
-            self._held[int(node)] = entry["due"], message
-
-
 def receive(grid: Grid, messages: Iterable[Message], *, timeout: float) -> Iterator[Message]:
     """Return replies as they arrive, until all have arrived or none arrives for ``timeout`` seconds."""
     return replies_of(MessageExchange(grid).send_and_receive(messages, timeout=timeout))
@@ -253,7 +175,7 @@ def ordered_by_client(
     waiting: dict[int, Message] = {}
     client_of: dict[str, int] = {}
     for reply in replies:
-        if not client_of:  # messages have an id once they are sent, i.e. after the first reply was requested
+        if reply.metadata.reply_to_message_id not in client_of:  # messages have an id once they are sent
             client_of = {message.metadata.message_id: clients[message.metadata.dst_node_id] for message in sent}
         # An error reply that Flower itself creates has the server's node id, so only the message identifies the client.
         client = client_of.get(reply.metadata.reply_to_message_id, -1)

@@ -9,10 +9,11 @@ from flwr.app import ArrayRecord, Message, RecordDict
 from torch import Tensor
 
 from fedssl.arrays import Layers, ReferenceLayers
+from fedssl.availability import Workload
 from fedssl.model_arrays import part_name
 from fedssl.schedule.phases import phase_at
 from fedssl.wire.messages import TrainPlan
-from fedssl.wire.records import content_bytes, encode_arrays
+from fedssl.wire.records import content_bytes, encode_arrays, layer_bytes, record_bytes
 from server_app.round_context import RoundContext
 from strategies.interfaces import GlobalModel, ServerState
 
@@ -114,6 +115,35 @@ class PlanBuilder:
             self.slots[client] = ClientSlot(client, names, names[0], downloaded, content_bytes(content))
             messages.append(Message(content, context.nodes[client], "train", group_id=str(self._number)))
         return messages
+
+    def workloads(self) -> dict[int, Workload]:
+        """Return the work of every client by node, for virtual time.
+
+        Bytes are those of layers: other contents of messages, such as paths, differ between equal runs.
+        """
+        context, phase = self._context, self._phase
+        contents = {id(message.content): message.content for message in self.messages}
+        sizes = {key: layer_bytes(content) for key, content in contents.items()}
+        return {
+            message.metadata.dst_node_id: Workload(
+                client=client,
+                round=self._number,
+                flops=context.client_flops(phase, client),
+                bytes_down=sizes[id(message.content)],
+                bytes_up=self._bytes_up[slot.start],
+            )
+            for (client, slot), message in zip(self.slots.items(), self.messages, strict=True)
+        }
+
+    @functools.cached_property
+    def _bytes_up(self) -> dict[str, int]:
+        """Return the bytes of the layers of an update, by its start."""
+        context = self._context
+        parts = record_bytes(encode_arrays(context.gathered.layers))
+        return {
+            name: parts + record_bytes(encode_arrays(start.expected_upload.layers, context.wire_dtype))
+            for name, start in self.starts.items()
+        }
 
     def _subset(self, name: str, down: tuple[str, ...]) -> Layers:
         """Return these layers of a model, the same object for all clients."""

@@ -101,6 +101,8 @@ class Recorder(RunFolder):
             "bytes_up": sum(row.bytes_up for row in report.clients),
             "bytes_down": sum(row.bytes_down for row in report.clients),
         }
+        if report.virtual_time is not None:
+            line |= {"virtual_seconds": report.virtual_seconds, "virtual_time": report.virtual_time}
         if report.privacy:
             line["privacy"] = report.privacy
         if report.late:
@@ -117,7 +119,7 @@ class Recorder(RunFolder):
             warn_of_collapse(health.rows)
             self.lines["health.jsonl"].append([{"round": report.round, **row} for row in health.rows])
             health.representations.save(self.folder, round=report.round)
-        self.lines["clients.jsonl"].append([asdict(row) for row in report.clients])
+        self.lines["clients.jsonl"].append([row.line() for row in report.clients])
         self.lines["metrics.jsonl"].append([line])
         for lines in self.lines.values():
             lines.end_round(report.round)

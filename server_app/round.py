@@ -6,7 +6,7 @@ compared with the model that it started from.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from flwr.app import Message
@@ -80,6 +80,7 @@ class Round:
             context, state, candidates=candidates, extra_models=targets, oldest_resumable=oldest_resumable
         )
         self.starts, self.slots, self.messages = plans.starts, plans.slots, plans.messages
+        self.workloads = plans.workloads
         self._aggregations = {name: _Aggregation(server.aggregator(self.number, name)) for name in targets}
         self._reader = UpdateReader(
             context,
@@ -134,12 +135,13 @@ class Round:
         late_replies: Sequence[tuple[Message, Message]] = (),
         observers: Sequence[UpdateObserver] = (),
         drop_missing: bool = True,
+        lost: Mapping[int, str] | None = None,
     ) -> tuple[ServerState, RoundResult]:
         """Aggregate the replies as they arrive, in order of the clients. Drop and report invalid updates.
 
         ``late_replies`` are plans of earlier rounds and the replies to them, read after all ``replies`` to `messages`.
-        Observers are called with every update that is used. Clients without a reply are dropped if ``drop_missing``.
-        Raises `TooFewUpdatesError`.
+        Observers are called with every update that is used. Clients without a reply are dropped if ``drop_missing``, or
+        if ``lost`` has their nodes and a reason after the last reply. Raises `TooFewUpdatesError`.
         """
         for name, aggregation in self._aggregations.items():
             aggregation.aggregator.start(self.starts[name].expected_upload)
@@ -148,7 +150,7 @@ class Round:
             collected = []  # these compare all updates before any of them is used
         nodes = {self._context.nodes[client]: client for client in self.slots}
         for client, reply in ordered_by_client(replies, sent=self.messages, clients=nodes):
-            if reply == NO_REPLY and not drop_missing:
+            if reply == NO_REPLY and (not drop_missing or self._context.nodes[client] in (lost or {})):
                 continue
             valid = self._read_reply(client, reply)
             del reply  # a streamed update is a whole model: free it before the next one is created
@@ -156,6 +158,8 @@ class Round:
             del valid
         for plan, late_reply in sorted(late_replies, key=_by_staleness):
             self._use(self._read_late_reply(plan, late_reply), collected, observers)
+        for node, reason in (lost or {}).items():
+            self._drop(self._context.clients[node], reason)
         if collected is not None:
             for valid in self._select(collected):
                 self._accumulate(valid, observers)
@@ -165,7 +169,7 @@ class Round:
         self, exchange: MessageExchange, secure: SecureAggregationSettings
     ) -> tuple[ServerState, RoundResult]:
         """Let the clients train, and decrypt only the sum of their updates; raises `TooFewUpdatesError`."""
-        context, clients = self._context, {node: client for client, node in self._context.nodes.items()}
+        context, clients = self._context, self._context.clients
         contents = {message.metadata.dst_node_id: message.content for message in self.messages}
         settings, start = context.aggregation, self.starts[GLOBAL]
         try:
@@ -215,7 +219,7 @@ class Round:
     def _read_late_reply(self, plan: Message, reply: Message) -> ValidUpdate | None:
         """Return the update of a reply to an earlier plan, applied to the current model; None if it is not used."""
         node = plan.metadata.dst_node_id
-        client = {node: client for client, node in self._context.nodes.items()}.get(node)
+        client = self._context.clients.get(node)
         if client is None or reply.has_error() or not self._context.aggregation.buffered:
             self._result.late.append(node if client is None else client)
             return None
@@ -230,12 +234,10 @@ class Round:
     def _use(
         self, valid: ValidUpdate | None, collected: list[ValidUpdate] | None, observers: Sequence[UpdateObserver]
     ) -> None:
-        if valid is None:
-            return
-        if collected is None:
-            self._accumulate(valid, observers)
-        else:
+        if valid is not None and collected is not None:
             collected.append(valid)
+        elif valid is not None:
+            self._accumulate(valid, observers)
 
     def _select(self, collected: list[ValidUpdate]) -> list[ValidUpdate]:
         """Return the updates without outliers, whose clients are dropped, and with their clusters as destinations."""

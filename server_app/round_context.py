@@ -36,6 +36,11 @@ def raise_no_server_images(layers: Layers) -> Tensor:
     raise InputError("the server has no images to compare models with; set a data set of the server")
 
 
+def no_flops(phase: Phase, client: int) -> float:
+    """Return 0: FLOPs are not measured."""
+    return 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoundContext:
     """Context of all rounds of a run."""
@@ -61,9 +66,16 @@ class RoundContext:
     # Returns features of the server's images under a model, for strategies that compare models.
     extract_features: Callable[[Layers], Tensor] = raise_no_server_images
     unseen_clients: frozenset[int] = frozenset()  # they never train
+    offline_clients: frozenset[int] = frozenset()  # in virtual time, at the start of the round
+    client_flops: Callable[[Phase, int], float] = no_flops  # of a client's round, for virtual time
 
     def __post_init__(self) -> None:
         check_metrics(self.metrics)
+
+    @cached_property
+    def clients(self) -> Mapping[int, int]:
+        """Return the client ids by node id."""
+        return {node: client for client, node in self.nodes.items()}
 
     @cached_property
     def stages(self) -> Stages:
@@ -105,7 +117,7 @@ class RoundContext:
         ``clients_per_round`` and ``aggregation.over_selection`` of the available clients are sampled, less those
         ``in_flight`` with an older plan. Another attempt samples other clients.
         """
-        client_ids = sorted(self.nodes.keys() - in_flight - self.unseen_clients)
+        client_ids = sorted(self.nodes.keys() - in_flight - self.unseen_clients - self.offline_clients)
         num_wanted = self.clients_per_round + self.aggregation.over_selection - len(in_flight)
         indices = sample_clients(
             self.seed,

@@ -105,8 +105,12 @@ class TrainingLoop:
 
     def _run_round(self) -> None:
         components, recorder, number = self._components, self._recorder, self.state.round + 1
+        phase = components.lr_schedule.phase(number)
+        if self._exchange.virtual_time is not None and components.costs and not components.costs.has_measured(phase):
+            self._background_recorder.wait()  # as below
+            components.costs.step(phase)
         start = time.monotonic()
-        phase, due = components.lr_schedule.phase(number), components.evaluator.due(number)
+        due = components.evaluator.due(number)
         monitor, snapshot_writer = components.monitor if due else None, recorder.snapshot_writer(number)
         with set_active_stages(components.method, depth=phase.depth):
             self.state, result = run_round(
@@ -244,17 +248,19 @@ def run_round(
     ``current_context`` returns the context with the clients that are available. The last attempt raises
     `TooFewUpdatesError`.
     """
-    attempt = 0
+    attempt, start = 0, exchange.virtual_time
     while True:
         context = current_context()
         settings = context.aggregation
         exchange.expire(older_than=context.timeout)
-        attempted = Round(
-            context, state, oldest_resumable=oldest_resumable, attempt=attempt, in_flight=_in_flight(exchange, context)
-        )
+        in_flight = _in_flight(exchange, context)
+        if offline := _offline(exchange, context, in_flight):
+            context = replace(context, offline_clients=offline)
+        attempted = Round(context, state, oldest_resumable=oldest_resumable, attempt=attempt, in_flight=in_flight)
         min_replies = settings.min_updates if settings.buffered else None
         if settings.over_selection:
             min_replies = context.clients_per_round
+        exchange.schedule(attempted.workloads)
         exchange.sum_blocks(partial(attempted.block_sum_task, has_observers=bool(observers)))
         replies = exchange.send_and_receive(
             attempted.messages, timeout=context.timeout, deadline=settings.round_deadline, min_replies=min_replies
@@ -262,17 +268,42 @@ def run_round(
         try:
             if context.secure_aggregation:
                 return attempted.finish_secure(exchange, context.secure_aggregation)
-            return attempted.finish(
+            state, result = attempted.finish(
                 replies_of(replies),
                 late_replies=exchange.late_replies,
                 observers=observers,
                 drop_missing=not exchange.is_reliable,
+                lost=exchange.lost,
             )
+            return state, _with_virtual_time(result, exchange, context, start=start)
         except TooFewUpdatesError as reason:
             if attempt == settings.max_retries:
                 raise
             attempt += 1
             log.warning("%s; it is repeated with other clients (%d of %d)", reason, attempt, settings.max_retries)
+
+
+def _offline(exchange: MessageExchange, context: RoundContext, in_flight: set[int]) -> frozenset[int]:
+    """Return the clients that are offline once enough others are online."""
+    settings = context.aggregation
+    clients = context.nodes.keys() - context.unseen_clients - in_flight
+    return exchange.wait_until_online(
+        clients,
+        number=max(settings.min_updates - len(in_flight), 0),
+        wanted=context.clients_per_round + settings.over_selection - len(in_flight),
+    )
+
+
+def _with_virtual_time(
+    result: RoundResult, exchange: MessageExchange, context: RoundContext, *, start: float | None
+) -> RoundResult:
+    """Return the result with the virtual time of the round and its clients, if there is virtual time."""
+    now = exchange.virtual_time
+    if now is None or start is None:
+        return result
+    seconds = exchange.client_seconds
+    clients = [replace(row, virtual_seconds=seconds[context.nodes[row.client]]) for row in result.clients]
+    return replace(result, clients=clients, virtual_seconds=now - start, virtual_time=now)
 
 
 def _in_flight(exchange: MessageExchange, context: RoundContext) -> set[int]:

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from flwr.app import Message
@@ -42,6 +42,14 @@ class ClientMetrics:
     model_cosine: float | None
     layer_cosine: float | None
     staleness: int = 0
+    virtual_seconds: float | None = None  # of the client's round; None in wall-clock time
+
+    def line(self) -> dict[str, Any]:
+        """Return the line of ``clients.jsonl``."""
+        line = asdict(self)
+        if self.virtual_seconds is None:
+            del line["virtual_seconds"]
+        return line
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,10 @@ class RoundResult:
     late: list[int] = field(default_factory=list)  # clients with an unused update for an older plan
     privacy: dict[str, float] = field(default_factory=dict)  # epsilon after this round, and its delta
     strategy_metrics: dict[str, Any] = field(default_factory=dict)
+    # Duration of the round in virtual seconds, failed attempts and waiting included, and the time at its end; None in
+    # wall-clock time.
+    virtual_seconds: float | None = None
+    virtual_time: float | None = None
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class ServerState:
     # Round after which the client saved its newest state; without clients that have none.
     state_rounds: Mapping[int, int] = field(default_factory=dict)
     strategy_state: Any = field(default_factory=dict)  # `ServerStrategy.strategy_state_type`; empty before round 1
-    # Messages to clients that train for an earlier round, of buffered aggregation in simulations.
+    # The clock of virtual time, and messages to clients that train for an earlier round (buffered aggregation).
     in_flight: Mapping[str, Any] = field(default_factory=dict)
 
     def model_names(self) -> list[str]:

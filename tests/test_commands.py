@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedssl.availability.client_speed import HEADER as SPEED_HEADER
 from fedssl.fleet.limits import Limits, read_limits
 from simulation.cli import run
 from simulation.sandbox import process_sandbox
@@ -43,6 +44,8 @@ SMALLER = {
     "seed=0,1,2": ("dataset.limit=100",),
     "snapshot_every=1": ("rounds=3", "dataset.limit=100", f"hydra.sweep.dir=multirun/{Path(RUN).name}"),
     "rounds=200": ("rounds=4", "evaluate_every=1"),
+    "client_speed=lognormal": ("measure_resources=true", "dataset.limit=100", "partition=iid"),
+    "client_speed=trace": ("measure_resources=true",),
 }
 
 
@@ -88,6 +91,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_hub_images(folder / "data/cifar10", splits={"train": 12, "test": 10})
     for name in ("cats", "dogs"):
         write_images(folder / "my/images" / name, 20, size=64)
+    (folder / "my/speed.csv").write_text(f"{','.join(SPEED_HEADER)}\n0,1e9,1e6,1e6\n1,1e9,1e6,1e6\n2,1e9,1e6,1e6\n")
+    (folder / "my/online.csv").write_text("client,start,end\n0,0,9\n1,0,9\n2,0,9\n")
     for name in ("garden", "roof"):
         write_images(folder / "my" / name, 12)
     return folder

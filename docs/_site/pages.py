@@ -30,6 +30,8 @@ GROUPS = {  # titles of the groups, in the order of the site
     "calibration": "Calibration",
     "privacy": "Differential privacy",
     "secure_aggregation": "Secure aggregation",
+    "availability": "Availability of clients",
+    "client_speed": "Speed of clients",
     "engine": "Engines",
     "tracker": "Trackers",
     "experiment": "Experiments",

@@ -10,12 +10,13 @@ class AggregationSettings:
     min_updates: int = 1  # minimum number of updates in a round
     max_retries: int = 0  # how often a round with fewer updates is repeated with other clients before the run stops
     over_selection: int = 0  # clients sampled beyond ``clients_per_round``, whose first replies are used
-    # Seconds after which a round ends without the missing clients; None waits for all.
+    # Seconds after which a round ends without the missing clients, virtual ones with a ``client_speed``; None waits for
+    # all.
     round_deadline: float | None = None
     # Whether a round ends with ``min_updates``, and later rounds use stale updates with smaller weights (FedBuff).
     buffered: bool = False
-    # Spread of the virtual training times of simulated clients with ``buffered``, see
-    # `server_app.messaging.DelayedExchange`; 0: all clients are equally fast.
+    # Spread of the virtual delays of simulated clients with ``buffered`` and without a ``client_speed``, see
+    # `server_app.virtual_time.unit_delay`; 0: all clients are equally fast.
     delay_sigma: float = 1.0
     # Largest ratio of an update's norm to the median norm of the round, at least 1; None disables the filter. The
     # filter holds all updates of a round in memory.

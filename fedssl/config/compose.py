@@ -76,6 +76,8 @@ def resolve_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]
     _make_absolute(config.strategy, "file")
     _make_absolute(config.partition, "encoder")
     _make_absolute(config.partition, "file")
+    _make_absolute(config.availability, "file")
+    _make_absolute(config.client_speed, "file")
     for node in (config.dataset, config.calibration.get("dataset")):
         if node is not None:
             _make_absolute(node, "path")

@@ -98,6 +98,8 @@ _NOT_NEGATIVE = Constraint(minimum=0, maximum=_LARGE)
 _FRACTION = Constraint(minimum=0, maximum=1)
 _BELOW_ONE = Constraint(minimum=0, below=1)
 _ABOVE_ZERO = Constraint(above=0, maximum=1)
+_SECONDS = Constraint(minimum=1, maximum=1e10)
+_PER_SECOND = Constraint(minimum=1, maximum=1e18)
 _PARTS = _choice("projector", "encoder")
 _WEIGHTING = _choice("examples", "uniform")
 _LOSS_WEIGHTING = _choice("examples", "uniform", "loss")
@@ -171,6 +173,19 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
     "secure_aggregation": {
         "clipping_range": _optional(_POSITIVE),
         "threshold": Constraint(above=0.5, maximum=1),
+    },
+    "availability": {
+        "fraction": _ABOVE_ZERO,
+        "period": _SECONDS,
+        "dropout": _FRACTION,
+    },
+    "Trace": {"period": _optional(_SECONDS)},
+    "client_speed": {
+        "flops_per_second": _PER_SECOND,
+        "upload_bytes_per_second": _PER_SECOND,
+        "download_bytes_per_second": _PER_SECOND,
+        "sigma_clients": Constraint(minimum=0, maximum=10),
+        "sigma_rounds": Constraint(minimum=0, maximum=10),
     },
     "engine": {
         "client_cpus": _optional(_integer(1)),

@@ -89,11 +89,14 @@ def load_settings(overrides: Sequence[str]) -> Settings:
     config.run_id = saved.run_id
     # The number of edge clients is counted, and their images are not partitioned.
     counted = {"num_clients", "clients_per_round", "partition"} if (folder / DEVICE_NUMBERS_FILE).exists() else set()
+    resumable = RESUMABLE_KEYS | _RUN_KEYS | counted
+    if choices["client_speed"] != "none":  # a deadline in virtual time decides which clients take part
+        resumable -= {"aggregation.round_deadline"}
     known = {key for key, _ in flatten(saved)}  # a setting that did not exist then has its default
     changed = {
         key: values
         for key, values in diff(saved, config).items()
-        if not {key, key.split(".")[0]} & (RESUMABLE_KEYS | _RUN_KEYS | counted) and (key in known or key in explicit)
+        if not {key, key.split(".")[0]} & resumable and (key in known or key in explicit)
     }
     if changed:
         listed = ", ".join(f"{key}={old} (now {new})" for key, (old, new) in list(changed.items())[:_MAX_LISTED])
@@ -249,6 +252,8 @@ def make_settings(
         secure_aggregation=None
         if config.secure_aggregation.clipping_range is None
         else _group(SecureAggregationSettings, config, "secure_aggregation"),
+        availability=_component(config.availability),
+        client_speed=_component(config.client_speed),
         privacy=None if config.privacy.clip_norm is None else _group(PrivacySettings, config, "privacy"),
         evaluation=EvaluationSettings(
             every=config.evaluate_every,

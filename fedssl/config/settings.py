@@ -269,6 +269,8 @@ class Settings:
     aggregation: AggregationSettings
     privacy: PrivacySettings | None
     secure_aggregation: SecureAggregationSettings | None
+    availability: Component  # model of `fedssl.availability`, with its last arguments left open
+    client_speed: Component  # as availability
     evaluation: EvaluationSettings
     machine: MachineSettings
     engine: EngineSettings

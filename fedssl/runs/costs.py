@@ -15,6 +15,7 @@ class CostTotals:
     bytes_up: float
     seconds: float | None  # of training; None if clients did not report it
     round_seconds: float  # duration of all rounds, in which clients train one after another or in parallel
+    virtual_seconds: float | None = None  # virtual duration of all rounds; None in wall-clock time
 
     @property
     def communication(self) -> float:
@@ -36,4 +37,5 @@ def sum_costs(rounds: Sequence[Mapping[str, Any]]) -> CostTotals:
         bytes_up=sum(line["bytes_up"] / line["clients"] for line in rounds),
         seconds=sum(known) if len(known) == len(rounds) > 0 else None,
         round_seconds=sum(line["seconds"] for line in rounds),
+        virtual_seconds=rounds[-1].get("virtual_time") if rounds else None,
     )

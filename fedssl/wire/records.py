@@ -117,6 +117,13 @@ def decode_arrays(record: ArrayRecord, wire_dtype: str = LOSSLESS, *, start: Lay
     return arrays if wire_dtype == LOSSLESS and TABLE not in arrays else unpack(arrays, wire_dtype, start=start)
 
 
+def restored_content(content: RecordDict) -> RecordDict:
+    """Return a content that was serialized within a process, with the records of `encode_arrays` and their sizes."""
+    records = {name: record_to_arrays(record) for name, record in content.array_records.items()}
+    lossless = {name: LazyArrayRecord(arrays) for name, arrays in records.items() if TABLE not in arrays}
+    return RecordDict({**content, **lossless})
+
+
 def read_array(data: bytes, *, name: str) -> np.ndarray:
     """Read a numeric array from ``.npy`` bytes without a copy; `ValueError` if they do not match their header."""
     file = io.BytesIO(data)
@@ -145,7 +152,12 @@ def content_bytes(content: RecordDict) -> int:
     total = ENVELOPE_BYTES + _reference_bytes(content, "RecordDict")
     total += sum(len(record.deflate()) for record in content.metric_records.values())
     total += sum(len(record.deflate()) for record in content.config_records.values())
-    return total + sum(record_bytes(record) for record in content.array_records.values())
+    return total + layer_bytes(content)
+
+
+def layer_bytes(content: RecordDict) -> int:
+    """Return the size of the layers in a content on Flower's wire."""
+    return sum(record_bytes(record) for record in content.array_records.values())
 
 
 def record_bytes(record: ArrayRecord) -> int:

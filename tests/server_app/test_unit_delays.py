@@ -1,16 +1,16 @@
 """Buffered aggregation (FedBuff) in simulations: virtual delays decide which updates a round uses."""
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from fedssl.availability import Workload
 from fedssl.errors import InputError
 from fedssl.seeding import numpy_generator
 from server_app.checkpoint import latest_checkpoint
-from server_app.messaging import DelayedExchange
+from server_app.virtual_time import unit_delay
 from simulation.cli import run
 from tests.resuming import repeat_from
 
@@ -24,6 +24,11 @@ OVERRIDES = [
 ]
 OVERRIDES += ["threads=1", "evaluation=none", "final_evaluation=none", "measure_resources=false", "partition=iid"]
 OVERRIDES += ["aggregation.buffered=true", "aggregation.min_updates=2", "strategy=fedavg", "batch_size=8", "seed=3"]
+
+
+def delay(client: int, round: int, *, sigma: float, seed: int) -> float:
+    work = Workload(client=client, round=round, flops=0.0, bytes_down=0, bytes_up=0)
+    return unit_delay(work, sigma=sigma, seed=seed)
 
 
 def participations(folder: Path) -> list[tuple[int, int, int]]:
@@ -45,7 +50,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_rounds_use_the_replies_that_arrive_first(folder: Path) -> None:
     """The schedule by hand: a queue of arrival times, of which each round takes the two smallest."""
-    exchange = DelayedExchange(None, sigma=1.0, seed=3)
     queue: dict[int, tuple[float, int]] = {}  # arrival time and round of the message by client
     clock, expected = 0.0, []
     for round in range(1, 7):
@@ -53,7 +57,7 @@ def test_rounds_use_the_replies_that_arrive_first(folder: Path) -> None:
         sampled = numpy_generator(3, "clients", round).choice(len(free), size=4 - len(queue), replace=False)
         for index in sampled:
             client = free[index]
-            queue[client] = (clock + exchange.delay(client + 2, round), round)  # node ids start at 2
+            queue[client] = (clock + delay(client, round, sigma=1.0, seed=3), round)
         for client in sorted(queue, key=queue.__getitem__)[:2]:
             clock, sent = queue.pop(client)
             expected.append((round, client, round - sent))
@@ -65,12 +69,12 @@ def test_rounds_use_the_replies_that_arrive_first(folder: Path) -> None:
 
 def test_delays_are_log_normal_with_a_fixed_part_for_each_client() -> None:
     # ln(delay) = sigma (u_k + v_kr) / sqrt(2): variance sigma^2, and covariance sigma^2 / 2 between rounds of a client.
-    exchange = DelayedExchange(None, sigma=0.8, seed=0)
-    logs = np.array([[math.log(exchange.delay(node, round)) for round in (1, 2)] for node in range(2000)])
+    delays = [[delay(client, round, sigma=0.8, seed=0) for round in (1, 2)] for client in range(2000)]
+    logs = np.log(delays)
     assert logs.mean() == pytest.approx(0, abs=0.05)
     assert logs.var() == pytest.approx(0.64, abs=0.05)
     assert np.cov(logs.T)[0, 1] == pytest.approx(0.32, abs=0.05)
-    assert DelayedExchange(None, sigma=0.0, seed=0).delay(5, 1) == 1
+    assert delay(5, 1, sigma=0.0, seed=0) == 1
 
 
 def test_a_resumed_run_has_the_same_bits_and_the_same_messages_in_flight(folder: Path) -> None:

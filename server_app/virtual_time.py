@@ -1,0 +1,297 @@
+"""Virtual time in simulations: a clock, the time at which every reply arrives, and clients that are lost.
+
+A client that gets a message at virtual time T ends at T + t, with t from `fedssl.availability.client_seconds`. It is
+lost if it goes offline before that, or if it drops out: then its reply is lost at T + t. The server stops waiting for a
+client when it is lost. Only clients whose replies arrive in time run, so that engines and their order of replies do not
+matter. A client that is lost, or that does not arrive before the deadline or among the first, aborts: its state remains
+that of its last participation.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fedssl.availability import (
+    Always,
+    Availability,
+    ClientSpeed,
+    OnlineTimes,
+    Workload,
+    client_seconds,
+    first_time_online,
+)
+from fedssl.compat import content_from_bytes, content_to_bytes
+from fedssl.config.settings import Settings
+from fedssl.errors import InputError, RunError
+from fedssl.seeding import numpy_generator
+from fedssl.wire.records import restored_content
+from server_app.block_sums import BlockSumTask
+from server_app.messaging import NO_REPLY, MessageExchange
+
+log = logging.getLogger("fedssl")
+
+OFFLINE = "it went offline before its reply"
+DROPPED_OUT = "its reply was lost (availability.dropout)"
+_FIRST_NODE = 2  # id of the first client's node on the engines local and ray
+
+
+@dataclass(frozen=True, kw_only=True)
+class VirtualTime:
+    """Model of virtual time.
+
+    ``client_time`` returns the time of a client's round. With ``is_in_seconds`` it is recorded; otherwise its unit has
+    no meaning. With ``keeps_late`` clients whose replies do not arrive in a round continue in the next one.
+    """
+
+    availability: Availability
+    client_time: Callable[[Workload], float]
+    num_clients: int
+    is_in_seconds: bool
+    keeps_late: bool
+
+
+def unit_delay(work: Workload, *, sigma: float, seed: int) -> float:
+    """Return a log-normal delay without unit: exp(sigma (u + v) / sqrt(2)), with u of the client and v of its round.
+
+    u and v are from a standard normal distribution, so that some clients are always slow.
+    """
+    node = work.client + _FIRST_NODE
+    draws = (numpy_generator(seed, "delay", *path).standard_normal() for path in ((node,), (node, work.round)))
+    return math.exp(sigma * sum(draws) / math.sqrt(2))
+
+
+def make_virtual_time(settings: Settings, *, is_deployment: bool) -> VirtualTime | None:
+    """Return the model of virtual time, None for wall-clock time; raises `InputError` if it conflicts with others."""
+    aggregation = settings.aggregation
+    arguments = {"num_clients": settings.num_clients, "seed": settings.seed}
+    availability: Availability = settings.availability.instantiate(**arguments)
+    speed: ClientSpeed | None = settings.client_speed.instantiate(**arguments)
+    choices = {name: f"{name}={settings.recording.choices.get(name)}" for name in ("availability", "client_speed")}
+    if speed is None:
+        if not isinstance(availability, Always):
+            raise InputError(
+                f"{choices['availability']} needs virtual time; set client_speed=lognormal, or availability=always"
+            )
+        if is_deployment or not aggregation.buffered:
+            return None
+        if aggregation.round_deadline is not None:
+            raise InputError(
+                f"aggregation.round_deadline={aggregation.round_deadline:g} is in seconds of devices, but with "
+                "aggregation.buffered=true simulated clients have virtual delays without unit; set "
+                "client_speed=lognormal, or set aggregation.round_deadline=null"
+            )
+        sigma, seed = aggregation.delay_sigma, settings.seed
+        return VirtualTime(
+            availability=availability,
+            client_time=lambda work: unit_delay(work, sigma=sigma, seed=seed),
+            num_clients=settings.num_clients,
+            is_in_seconds=False,
+            keeps_late=True,
+        )
+    if is_deployment:
+        raise InputError(
+            f"{choices['client_speed']} is for simulations, and devices have their own speed; set client_speed=none "
+            "availability=always"
+        )
+    if not settings.evaluation.measure_resources:
+        raise InputError(
+            f"{choices['client_speed']} computes the time of a client from the FLOPs of its training; set "
+            "measure_resources=true, or client_speed=none"
+        )
+    if settings.secure_aggregation:
+        raise InputError(
+            "secure_aggregation=secagg_plus sends four messages per client and round, which virtual time does not "
+            "model; set client_speed=none"
+        )
+    return VirtualTime(
+        availability=availability,
+        client_time=lambda work: client_seconds(work, speed.speed(work.client, work.round)),
+        num_clients=settings.num_clients,
+        is_in_seconds=True,
+        keeps_late=aggregation.buffered,
+    )
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A message to a client: when it ends, its virtual seconds, and why its reply is lost (empty: it arrives)."""
+
+    end: float
+    seconds: float
+    lost: str
+    message: Message
+
+
+class VirtualTimeExchange(MessageExchange):
+    """Exchange in virtual time.
+
+    An exchange ends when every message has ended, at the deadline, or with ``min_replies`` replies, which are those
+    with the earliest arrival times. ``timeout`` remains wall-clock time.
+    """
+
+    def __init__(self, grid: Grid, model: VirtualTime) -> None:
+        super().__init__(grid, keep_contents=True)
+        self._model = model
+        self.is_reliable = model.keeps_late
+        self._clock = 0.0
+        self._held: dict[int, _InFlight] = {}  # by node
+        self._workloads: Mapping[int, Workload] | None = None
+        self._attempt = (0, 0)  # round and attempt of the last messages
+        self._has_warned = False
+        times = {client: model.availability.online_times(client) for client in range(model.num_clients)}
+        self._online: dict[int, OnlineTimes] = {client: one for client, one in times.items() if one is not None}
+
+    @property
+    def virtual_time(self) -> float | None:
+        return self._clock if self._model.is_in_seconds else None
+
+    def nodes_in_flight(self) -> set[int]:
+        return set(self._held)
+
+    def sum_blocks(self, make_task: Callable[[], BlockSumTask | None]) -> None:
+        """Let the server sum: which clients of a block arrive is not known before."""
+
+    def schedule(self, make_workloads: Callable[[], Mapping[int, Workload]]) -> None:
+        self._workloads = make_workloads()
+
+    def wait_until_online(self, clients: Collection[int], *, number: int, wanted: int) -> frozenset[int]:
+        """Advance the clock until ``number`` of the clients are online; return those that are offline.
+
+        Log a warning, once, if fewer than ``wanted`` are online. Raises `RunError` if there are never enough.
+        """
+        times = {client: self._online[client] for client in clients if client in self._online}
+        time = first_time_online(list(times.values()), self._clock, number=number)
+        if time is None:
+            raise RunError(
+                f"after virtual time {self._clock:g} s never are {number} of {len(clients)} clients online together, "
+                "and aggregation.min_updates needs them; lower aggregation.min_updates, or change the settings of "
+                "availability"
+            )
+        if time > self._clock:
+            log.info("virtual time passes from %g s to %g s, until enough clients are online", self._clock, time)
+            self._clock = time
+        online = {client for client, one in times.items() if one.online_until(time) is not None}
+        if len(online) < wanted and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "a round needs %d more clients and %d are online: all of them are sampled (logged once)",
+                *(wanted, len(online)),
+            )
+        return frozenset(clients) - online
+
+    def send_and_receive(
+        self,
+        messages: Iterable[Message],
+        *,
+        timeout: float,
+        deadline: float | None = None,
+        min_replies: int | None = None,
+    ) -> Iterator[tuple[Message, Message]]:
+        """Yield messages with their replies, and collect those to earlier messages in ``late_replies``.
+
+        ``deadline`` is in virtual seconds. Messages that were not scheduled are exchanged in wall-clock time.
+        """
+        if self._workloads is None:
+            yield from super().send_and_receive(messages, timeout=timeout, deadline=deadline, min_replies=min_replies)
+            return
+        late: list[tuple[Message, Message]] = []
+        late_nodes, until = set(self._held), math.inf if deadline is None else self._clock + deadline
+        self._start(messages, self._workloads)
+        good, needed = 0, math.inf if min_replies is None else min_replies
+        while good < needed and (batch := self._take_arriving(until, number=needed - good)):
+            missing = {message.metadata.dst_node_id for message in batch}
+            for message, reply in super().send_and_receive(batch, timeout=timeout):
+                good += not reply.has_error()
+                missing.discard(message.metadata.dst_node_id)
+                if message.metadata.dst_node_id in late_nodes:
+                    late.append((message, reply))
+                else:
+                    yield message, reply
+            self.pending.clear()
+            self.lost.update(dict.fromkeys(missing, NO_REPLY))
+        if good < needed and self._held:
+            self._clock = until
+        if not self._model.keeps_late:
+            self._held.clear()
+        self.late_replies.extend(late)
+
+    def _start(self, messages: Iterable[Message], workloads: Mapping[int, Workload]) -> None:
+        """Put messages in flight."""
+        self._workloads = None
+        self.late_replies.clear()
+        self.lost.clear()
+        self.client_seconds.clear()
+        for message in messages:
+            node, work = message.metadata.dst_node_id, workloads[message.metadata.dst_node_id]
+            if work.round != self._attempt[0]:
+                self._attempt = work.round, 0
+            seconds = self._model.client_time(work)
+            end, lost = self._clock + seconds, ""
+            online_until = self._online[work.client].online_until(self._clock)
+            assert online_until is not None  # others are not sampled
+            if online_until < end:
+                end, lost = online_until, OFFLINE
+            elif self._model.availability.drops_out(work.client, *self._attempt):
+                lost = DROPPED_OUT
+            self._held[node] = _InFlight(end, seconds, lost, message)
+        self._attempt = self._attempt[0], self._attempt[1] + 1
+
+    def _take_arriving(self, until: float, *, number: float) -> list[Message]:
+        """Return the messages whose replies arrive first, at most ``number`` and none after ``until``.
+
+        The clock advances to the last of them. Messages that are lost until then are removed.
+        """
+        arriving: list[Message] = []
+        for node in sorted(self._held, key=lambda node: (self._held[node].end, node)):
+            one = self._held[node]
+            if one.end > until or len(arriving) >= number:
+                break
+            del self._held[node]
+            self._clock = max(self._clock, one.end)
+            if one.lost:
+                self.lost[node] = one.lost
+            else:
+                self.client_seconds[node] = one.seconds
+                arriving.append(one.message)
+        return arriving
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the clock, and the messages in flight. Equal contents are saved once."""
+        contents = {id(one.message.content): one.message.content for one in self._held.values()}
+        index = {key: number for number, key in enumerate(contents)}
+        return {
+            "clock": self._clock,
+            "messages": {
+                str(node): {
+                    "due": one.end,
+                    "seconds": one.seconds,
+                    "lost": one.lost,
+                    "type": one.message.metadata.message_type,
+                    "group": one.message.metadata.group_id,
+                    "content": str(index[id(one.message.content)]),
+                }
+                for node, one in self._held.items()
+            },
+            "contents": {
+                str(index[key]): np.frombuffer(content_to_bytes(content), np.uint8) for key, content in contents.items()
+            },
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        if not saved:
+            return
+        serialized = {key: data.tobytes() for key, data in saved["contents"].items()}
+        contents = {key: restored_content(content_from_bytes(data)) for key, data in serialized.items()}
+        self._clock = saved["clock"]
+        for node, entry in saved["messages"].items():
+            message = Message(
+                contents[entry["content"]], dst_node_id=int(node), message_type=entry["type"], group_id=entry["group"]
+            )
+            # Earlier versions saved neither seconds nor losses.
+            self._held[int(node)] = _InFlight(entry["due"], entry.get("seconds", 0.0), entry.get("lost", ""), message)

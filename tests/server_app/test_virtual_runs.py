@@ -1,0 +1,193 @@
+"""Runs in virtual time: the same bits on every engine and after a resume, and settings that cannot be combined."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from fedssl.availability import LogNormalSpeed
+from fedssl.config.load import load_settings
+from fedssl.errors import InputError
+from fedssl.runs.jsonl import read_jsonl
+from server_app.checkpoint import latest_checkpoint
+from simulation.cli import run
+from simulation.grid import LocalGrid
+from tests.resuming import repeat_from
+
+BASE = ["num_clients=6", "clients_per_round=4", "rounds=6", "local_epochs=1", "dataset.limit=91", "encoder.width=2"]
+BASE += ["threads=1", "evaluation=none", "final_evaluation=none", "collapse_images=0", "partition=iid", "batch_size=8"]
+BASE += ["strategy=fedavg", "seed=3", "client_speed=lognormal", "keep_checkpoints=9", "aggregation.max_retries=9"]
+DIURNAL = ["availability=diurnal", "availability.fraction=0.7", "availability.period=3", "availability.dropout=0.1"]
+MODES = {
+    "deadline": ["aggregation.round_deadline=0.4"],
+    "over_selection": ["aggregation.over_selection=3", "clients_per_round=2", "client_speed.sigma_clients=1"],
+    "buffered": ["aggregation.buffered=true", "aggregation.min_updates=2", "client_speed.sigma_clients=1"],
+}
+
+
+def overrides(mode: str) -> list[str]:
+    return [*BASE, *DIURNAL, *MODES[mode]]
+
+
+def lines(folder: Path, name: str) -> list[dict]:
+    """Return the lines without wall-clock time, memory and the length of paths, which differ between runs."""
+    found = read_jsonl(folder / f"{name}.jsonl")
+    for line in found:
+        for key in ("seconds", "client_seconds", "bytes_down"):
+            line.pop(key, None)
+        line.get("cost", {}).pop("peak_memory", None)
+    return found
+
+
+def layers(folder: Path) -> dict[str, bytes]:
+    state = latest_checkpoint(folder / "checkpoints")
+    assert state.round == 6
+    return {name: array.tobytes() for name, array in state.models["global"].layers.items()}
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    assert layers(one) == layers(other)
+    for name in ("metrics", "clients"):
+        assert lines(one, name) == lines(other, name)
+
+
+@pytest.fixture(scope="module", params=MODES)
+def mode(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(mode) / "run"
+    run([*overrides(mode), "engine=local", f"output_dir={folder}"])
+    return folder
+
+
+def test_clients_take_the_time_of_their_bytes_and_flops(folder: Path, mode: str) -> None:
+    """91 images over 6 clients: client 0 has 16 and the others have 15; the medians are those of lognormal.yaml."""
+    sigma = 0.5 if mode == "deadline" else 1.0
+    medians = {"flops_per_second": 1e10, "upload_bytes_per_second": 1e6, "download_bytes_per_second": 4e6}
+    speeds = LogNormalSpeed(num_clients=6, seed=3, **medians, sigma_clients=sigma, sigma_rounds=0.1)
+    flops_per_image = lines(folder, "metrics")[0]["cost"]["flops_per_image"]
+    size = int(re.search(r"(\d+) bytes of layers per model", (folder / "run.log").read_text())[1])
+    rows = lines(folder, "clients")
+    for row in rows:
+        speed = speeds.speed(row["client"], row["round"] - row["staleness"])
+        seconds = size / speed.download_bytes_per_second + size / speed.upload_bytes_per_second
+        seconds += flops_per_image * (16 if row["client"] == 0 else 15) / speed.flops_per_second
+        assert row["virtual_seconds"] == pytest.approx(seconds, rel=1e-3)  # there are empty records, of a few bytes
+    assert len({row["virtual_seconds"] for row in rows}) == len(rows)
+
+
+def test_the_clock_adds_up_the_rounds(folder: Path) -> None:
+    metrics, clock = lines(folder, "metrics"), 0.0
+    for line in metrics:
+        clock += line["virtual_seconds"]
+        assert line["virtual_time"] == pytest.approx(clock)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["client"]["virtual_seconds"] == metrics[-1]["virtual_time"]
+    assert "virtual time" in (folder / "run.log").read_text()
+
+
+def test_some_clients_are_lost_late_or_cut_off(folder: Path, mode: str) -> None:
+    """Otherwise the other tests compare nothing."""
+    reasons = {reason for line in lines(folder, "metrics") for reason in line["dropped"].values()}
+    assert any("offline" in reason or "lost" in reason for reason in reasons)
+    if mode == "buffered":
+        assert max(row["staleness"] for row in lines(folder, "clients")) > 0
+    else:
+        assert "no reply in time" in reasons
+
+
+def test_a_resumed_run_has_the_same_bits(folder: Path) -> None:
+    assert_equal_runs(folder, repeat_from(3, folder, "keep_checkpoints=9"))
+
+
+def test_another_order_of_replies_has_the_same_bits(
+    folder: Path, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pull = LocalGrid.pull_messages
+    monkeypatch.setattr(LocalGrid, "pull_messages", lambda self, ids: pull(self, reversed(list(ids))))
+    run([*overrides(mode), "engine=local", f"output_dir={tmp_path / 'run'}"])
+    assert_equal_runs(folder, tmp_path / "run")
+
+
+@pytest.mark.heavy
+def test_ray_has_the_same_bits(folder: Path, mode: str, tmp_path: Path) -> None:
+    run([*overrides(mode), "engine=ray", f"output_dir={tmp_path / 'run'}"])
+    assert_equal_runs(folder, tmp_path / "run")
+
+
+def test_traces_decide_who_trains_and_how_long(tmp_path: Path) -> None:
+    """Clients 0 and 1 are online from 0, and 2 and 3 from 1000; the deadline is too early for client 1."""
+    online, speed = tmp_path / "online.csv", tmp_path / "speed.csv"
+    online.write_text("client,start,end\n0,0,900\n1,0,900\n2,1000,2000\n3,1000,2000\n")
+    rows = [f"{client},{1e4 if client == 1 else 1e9:g},1e9,1e9" for client in range(6)]
+    speed.write_text(
+        "\n".join(["client,flops_per_second,upload_bytes_per_second,download_bytes_per_second", *rows, ""])
+    )
+    traces = ["availability=trace", f"availability.file={online}", "client_speed=trace", f"client_speed.file={speed}"]
+    run(
+        [
+            *(one for one in BASE if not one.startswith("client_speed")),
+            *traces,
+            "rounds=3",
+            "aggregation.round_deadline=600",
+            "engine=local",
+            f"output_dir={tmp_path / 'run'}",
+        ]
+    )
+    found = [(line["dropped"], round(line["virtual_time"])) for line in lines(tmp_path / "run", "metrics")]
+    assert found == [({"1": "no reply in time"}, 600), ({"1": "it went offline before its reply"}, 900), ({}, 1000)]
+    trained = [(row["round"], row["client"]) for row in lines(tmp_path / "run", "clients")]
+    assert trained == [(1, 0), (2, 0), (3, 2), (3, 3)]
+
+
+def test_strategies_with_a_model_per_client_work(tmp_path: Path) -> None:
+    run([*overrides("deadline"), "strategy=gossip", "rounds=2", "engine=local", f"output_dir={tmp_path / 'run'}"])
+    assert lines(tmp_path / "run", "metrics")[-1]["virtual_time"] > 0
+
+
+def test_stages_have_their_own_flops(tmp_path: Path) -> None:
+    speeds = ["client_speed.sigma_clients=0", "client_speed.sigma_rounds=0", "schedule=progressive", "rounds=4"]
+    run([*BASE, *speeds, "engine=local", f"output_dir={tmp_path / 'run'}"])
+    flops = [line["cost"]["flops_per_image"] for line in lines(tmp_path / "run", "metrics")]
+    assert flops[0] < flops[-1]
+
+
+REJECTED = {
+    "no virtual time": (["client_speed=none", *DIURNAL], "availability=diurnal needs virtual time; set client_speed="),
+    "no FLOPs": (["measure_resources=false"], "from the FLOPs of its training; set measure_resources=true, or client_"),
+    "secure aggregation": (
+        ["secure_aggregation=secagg_plus", "strategy.weighting=uniform"],
+        "sends four messages per client and round, which virtual time does not model; set client_speed=none",
+    ),
+    "no file": (["availability=trace"], "availability=trace needs availability.file"),
+    "no file of speeds": (
+        ["client_speed=trace", "client_speed.file=no.csv"],
+        "no.csv does not exist; choose a CSV file",
+    ),
+    "sigma": (["client_speed.sigma_rounds=-1"], "client_speed.sigma_rounds=-1 must be a number from 0 to 10"),
+    "period": (
+        ["availability=diurnal", "availability.period=0"],
+        "availability.period=0 must be a number of at least 1",
+    ),
+    "another group": (["availability.fraction=0.5"], "there is no setting 'availability.fraction'"),
+}
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_what_cannot_be_combined_is_rejected(case: str, tmp_path: Path) -> None:
+    settings, message = REJECTED[case]
+    with pytest.raises(InputError, match=message):
+        run([*BASE, *settings, f"output_dir={tmp_path / 'run'}"])
+
+
+def test_a_resumed_run_keeps_its_virtual_time(folder: Path, mode: str) -> None:
+    for setting in ("client_speed.sigma_rounds=0.2", "availability.fraction=0.5"):
+        with pytest.raises(InputError, match="was run with .*; keep the settings, or start a new run"):
+            load_settings([f"resume={folder}", "rounds=7", setting])
+    if mode == "deadline":  # it decides who takes part
+        with pytest.raises(InputError, match="was run with aggregation.round_deadline=0.4"):
+            load_settings([f"resume={folder}", "rounds=7", "aggregation.round_deadline=0.5"])
