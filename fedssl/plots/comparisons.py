@@ -1,6 +1,7 @@
 """Plots that compare several runs; runs that differ only in their seed make one line, in the color of their strategy.
 
-- accuracy over rounds (L-DAWA, Figure 6), bytes and FLOPs of a client. Costs are those of `fedssl.report.cost_table`
+- accuracy over rounds (L-DAWA, Figure 6), bytes and FLOPs of a client, and over virtual time if a run has it. Costs are
+  those of `fedssl.report.cost_table`
 - the mean cosine of clients' models with the global one over rounds (L-DAWA, Figure 4); `fedssl.plots.curves` plots it
   for a single run and its layers
 - final accuracy over a swept setting: FedU2's Figure 6 (weight of FUR), FedU's Figure 5 (threshold)
@@ -26,7 +27,10 @@ from fedssl.runs.run import Run
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+VIRTUAL_TIME = "virtual_seconds"
 COSTS = {"round": "round", "bytes": "sent and received by a client", "flops": "FLOPs of a client"}
+COSTS[VIRTUAL_TIME] = "virtual time"
+UNITS = {"bytes": "B", "flops": "", VIRTUAL_TIME: "s"}
 
 
 def line_styles(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
@@ -56,6 +60,12 @@ class EvaluationPoint:
     bytes: float | None  # down and up; None if lines of earlier rounds are missing
     flops: float | None  # None if not measured
     scores: dict[str, float]
+    virtual_seconds: float | None = None  # None in wall-clock time
+
+    @property
+    def costs(self) -> tuple[float | None, ...]:
+        """Return the costs in the order of `COSTS`, without the round."""
+        return self.bytes, self.flops, self.virtual_seconds
 
 
 def evaluation_points(lines: Iterable[Mapping[str, Any]]) -> list[EvaluationPoint]:
@@ -70,22 +80,19 @@ def evaluation_points(lines: Iterable[Mapping[str, Any]]) -> list[EvaluationPoin
         results = as_scores(line.get("evaluation", {}), line.get("units"))
         scores = {name: score.value for name, score in results.items() if score.unit == ACCURACY}
         if scores:
-            points.append(
-                EvaluationPoint(line["round"], sent if complete else None, flops if measured else None, scores)
-            )
+            costs = sent if complete else None, flops if measured else None
+            points.append(EvaluationPoint(line["round"], *costs, scores, line.get("virtual_time")))
     return points
 
 
-def mean_over_seeds(
-    runs: Sequence[Sequence[EvaluationPoint]], protocol: str
-) -> list[tuple[int, float | None, float | None, float, float]]:
-    """Return round, bytes, FLOPs, mean and standard deviation (divisor n) of an accuracy for rounds of all runs."""
+def mean_over_seeds(runs: Sequence[Sequence[EvaluationPoint]], protocol: str) -> list[tuple[Any, ...]]:
+    """Return the costs of `COSTS`, mean and standard deviation (divisor n) of an accuracy for rounds of all runs."""
     by_round = [{point.round: point for point in points if protocol in point.scores} for points in runs]
     rows = []
     for round in sorted(set.intersection(*map(set, by_round))):
         points = [of_run[round] for of_run in by_round]
         values = [point.scores[protocol] for point in points]
-        costs = _mean([point.bytes for point in points]), _mean([point.flops for point in points])
+        costs = (_mean(values) for values in zip(*(point.costs for point in points), strict=True))
         rows.append((round, *costs, mean(values), pstdev(values)))
     return rows
 
@@ -96,7 +103,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def plot_accuracy(runs: Sequence[Run]) -> PlotData | None:
-    """Plot accuracy over rounds, bytes and FLOPs; None if no run was evaluated in its rounds."""
+    """Plot accuracy over rounds, bytes, FLOPs and virtual time; None if no run was evaluated in its rounds."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     required = ("bytes_down", "bytes_up", "clients")
@@ -110,23 +117,28 @@ def plot_accuracy(runs: Sequence[Run]) -> PlotData | None:
     )
     if not protocols:
         return None
-    figure = new_figure(height=3.2 * len(protocols) + 0.2 * len(groups), width=11.0)
-    rows: list[list[object]] = [["run", "protocol", *COSTS, "accuracy", "deviation"]]
+    has_virtual_time = any(point.virtual_seconds is not None for group in evaluations for run in group for point in run)
+    costs = [cost for cost in COSTS if has_virtual_time or cost != VIRTUAL_TIME]
+    width = 11.0 * len(costs) / 3
+    figure = new_figure(height=3.2 * len(protocols) + 0.2 * len(groups), width=width)
+    rows: list[list[object]] = [["run", "protocol", *costs, "accuracy", "deviation"]]
     for row, protocol in enumerate(protocols):
         means = [mean_over_seeds(group, protocol) for group in evaluations]
-        for column, (cost, title) in enumerate(COSTS.items()):
-            axes = figure.add_subplot(len(protocols), 3, 3 * row + column + 1, xlabel=title)
+        for column, cost in enumerate(costs):
+            position = len(protocols), len(costs), len(costs) * row + column + 1
+            axes = figure.add_subplot(*position, xlabel=COSTS[cost])
             for style, points in zip(line_styles(groups), means, strict=True):
                 known = [point for point in points if point[column] is not None]
                 across = [point[column] for point in known]
-                plot_line(axes, across, 100 * np.array([point[3:] for point in known]).reshape(-1, 2), style)
+                plot_line(axes, across, 100 * np.array([point[-2:] for point in known]).reshape(-1, 2), style)
             if cost == "round":
                 axes.set_ylabel(column_title(f"{protocol} accuracy", "%"))
                 axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             else:
-                axes.xaxis.set_major_formatter(EngFormatter(unit="B" if cost == "bytes" else ""))
+                axes.xaxis.set_major_formatter(EngFormatter(unit=UNITS[cost]))
                 axes.xaxis.set_major_locator(MaxNLocator(5))
-        rows += [[group.label, protocol, *row] for group, points in zip(groups, means, strict=True) for row in points]
+        for group, points in zip(groups, means, strict=True):
+            rows += [[group.label, protocol, *point[: len(costs)], *point[-2:]] for point in points]
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", fontsize="small", frameon=False)
     return PlotData(figure, rows)

@@ -23,6 +23,7 @@ COLUMNS = {
     "bytes_up": "bytes up",
     "communication": "down + up",
     "seconds": "seconds",
+    "virtual_seconds": "virtual seconds",
 }
 
 
@@ -48,27 +49,33 @@ class CostTable(TextTable):
         rows = [
             [
                 *map(text_cell, row.settings.values()),
-                *(_cost(name, *self._pair(row, name)) for name in COLUMNS),
+                *(_cost(name, *self._pair(row, name)) for name in self._columns),
                 text_cell(str(row.runs)),
             ]
             for row in self.rows
         ]
-        header = [*self._keys, *COLUMNS.values(), "runs"]
+        header = [*self._keys, *self._columns.values(), "runs"]
         notes = {"not counted, because metrics.jsonl lacks rounds:": self.incomplete} if self.incomplete else {}
         return TableData("What a run costs a client", header, rows, left=len(self._keys), notes=notes)
 
     def csv(self) -> str:
         """Return comma-separated values: costs in full precision, and their ratios to the baseline's."""
-        columns = [column for name in COLUMNS for column in (name, f"{name}_relative")]
+        columns = [column for name in self._columns for column in (name, f"{name}_relative")]
         lines: list[list[object]] = [[*self._keys, *columns, "runs"]]
         for row in self.rows:
-            numbers = [number for name in COLUMNS for number in self._pair(row, name)]
+            numbers = [number for name in self._columns for number in self._pair(row, name)]
             lines.append([*row.settings.values(), *numbers, row.runs])
         return to_csv(lines)
 
     @property
     def _keys(self) -> list[str]:
         return list(self.rows[0].settings) if self.rows else []
+
+    @property
+    def _columns(self) -> dict[str, str]:
+        """Return the titles of the columns; virtual time has one if a run has it."""
+        is_virtual = any(row.cost.virtual_seconds is not None for row in self.rows)
+        return {name: title for name, title in COLUMNS.items() if is_virtual or name != "virtual_seconds"}
 
     def _pair(self, row: CostRow, name: str) -> tuple[float | None, float | None]:
         """Return a cost and its ratio to the baseline's, None if unknown."""
@@ -126,7 +133,7 @@ def _cost(name: str, value: float | None, ratio: float | None) -> TableCell:
         return TableCell("-")
     if name == "flops":
         shown = f"{value:.3g}"
-    elif name == "seconds":
+    elif name in ("seconds", "virtual_seconds"):
         shown = f"{value:.1f}"
     else:
         shown = _size(value)

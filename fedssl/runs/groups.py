@@ -9,8 +9,9 @@ from fedssl.runs.run import Run, iter_settings
 
 MAIN = ("strategy", "method", "encoder", "partition", "partition.alpha", "num_clients", "rounds")
 OWN_KEYS = {"output_dir", "resume", "run_id", "pause_after"}  # of one start of a run
-# Settings and config groups in which runs of one group may differ, because they change no result.
-IGNORED = {"seed", *OWN_KEYS, *RESUMABLE_KEYS} - {"rounds", "early_stopping"}
+# Settings and config groups in which runs of one group may differ, because they change no result. The others in
+# `RESUMABLE_KEYS` do.
+IGNORED = {"seed", *OWN_KEYS, *RESUMABLE_KEYS} - {"rounds", "early_stopping", "aggregation.round_deadline"}
 
 
 @dataclass(frozen=True)

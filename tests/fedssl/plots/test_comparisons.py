@@ -106,9 +106,20 @@ def test_progress_by_hand():
 def test_over_seeds_takes_rounds_that_all_have():
     one = evaluation_points([round_of(1, knn=0.5), round_of(2, knn=0.6)])
     other = evaluation_points([round_of(1), round_of(2, knn=0.8, flops=None)])
-    ((round, sent, flops, mean, deviation),) = mean_over_seeds([one, other], "knn")
-    assert (round, sent, flops) == (2, 100, None)
+    ((round, sent, flops, seconds, mean, deviation),) = mean_over_seeds([one, other], "knn")
+    assert (round, sent, flops, seconds) == (2, 100, None, None)
     assert (mean, deviation) == pytest.approx((0.7, 0.1))
+
+
+def test_accuracy_over_virtual_time(tmp_path: Path):
+    """Two seeds: round 2 ends at 30 and 50 virtual seconds, 40 in the mean."""
+    runs = []
+    for seed, clock in ((0, 30.0), (1, 50.0)):
+        lines = [round_of(1, knn=0.5) | {"virtual_time": 10.0}, round_of(2, knn=0.6) | {"virtual_time": clock}]
+        runs.append(made(tmp_path / str(seed), "strategy=fedavg", f"seed={seed}", lines=lines))
+    header, *rows = rows_of(write_plot("accuracy", runs, tmp_path, **FORMATS))
+    assert header == ["run", "protocol", "round", "bytes", "flops", "virtual_seconds", "accuracy", "deviation"]
+    assert [row[2:7] for row in rows] == [["1", "50.0", "10.0", "10.0", "0.5"], ["2", "100.0", "20.0", "40.0", "0.6"]]
 
 
 def test_accuracy_figure(sweep: list[Run], tmp_path: Path):

@@ -97,6 +97,18 @@ def test_seeds_make_one_row_of_means_and_runs_that_did_not_finish_none(tmp_path:
     assert table_of(job(tmp_path / "without", "rounds=1")).rows == []
 
 
+def test_virtual_time_has_a_column_if_a_run_has_it(tmp_path: Path):
+    """The total is the clock after the last round."""
+    rounds = [line(virtual_seconds=30.0, virtual_time=30.0), line(virtual_seconds=12.0, virtual_time=42.0)]
+    virtual = job(tmp_path / "0", "client_speed=lognormal", *rounds)
+    other = job(tmp_path / "1", "client_speed=none schedule=layer_wise", line())
+    header, first, second = [re.split(r" {2,}", row) for row in table_of(virtual, other).text().split("\n")]
+    assert header[-2:] == ["virtual seconds", "runs"]
+    assert (first[-2], second[-2]) == ("42.0 (1.00x)", "-")
+    assert "virtual_seconds,virtual_seconds_relative,runs" in table_of(virtual).csv()
+    assert "virtual" not in table_of(other).text()
+
+
 def test_a_run_that_was_not_measured_has_bytes_only(tmp_path: Path):
     measured = job(tmp_path / "0", "rounds=1", line(memory=GIB, flops=1e9))
     other = job(tmp_path / "1", "rounds=1 schedule=layer_wise", line())
