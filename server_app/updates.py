@@ -8,7 +8,7 @@ from typing import Any
 
 from flwr.app import Message
 
-from fedssl.arrays import Cosines, Layers, ReferenceLayers
+from fedssl.arrays import Cosines, Layers, ReferenceLayers, is_weight
 from fedssl.wire.messages import ARRAYS, ClientUpdate
 from fedssl.wire.records import content_bytes, decode_arrays
 from server_app.block_sums import BlockSum, SummedContent
@@ -181,13 +181,18 @@ def apply_stale_update(layers: Layers, *, start: Layers, current: Layers, stalen
 
     ``current + (layers - start) / sqrt(1 + staleness)`` (buffered aggregation, Nguyen et al., AISTATS 2022, "FedBuff",
     Section 5.1, s(tau) = (1 + tau)^-0.5). The mean over clients is then FedBuff's server update (Algorithm 1) with a
-    server learning rate of 1. Integer counters are returned unchanged.
+    server learning rate of 1. Running statistics, which FedBuff does not cover, move towards the client's: ``current +
+    (layers - current) / sqrt(1 + staleness)``, because a difference can make a variance negative. Integer counters are
+    returned unchanged.
     """
     weight = 1 / math.sqrt(1 + staleness)
-    return {
-        name: current[name] + (array - start[name]) * array.dtype.type(weight) if array.dtype.kind == "f" else array
-        for name, array in layers.items()
-    }
+    updated: Layers = {}
+    for name, array in layers.items():
+        origin = start[name] if is_weight(name, array) else current[name]
+        updated[name] = array
+        if array.dtype.kind == "f":
+            updated[name] = current[name] + (array - origin) * array.dtype.type(weight)
+    return updated
 
 
 def _finite(value: float | None) -> float | None:

@@ -256,6 +256,17 @@ def test_a_late_update_counts_the_less_the_older_it_is():
         assert found["n"] == 7
 
 
+def test_late_running_statistics_move_towards_those_of_the_client():
+    """By hand: from 4 the client went to 1 while the model went to 2. 2 + (1 - 4) / sqrt(1 + 1) would be negative.
+
+    The statistic is 2 + (1 - 2) / sqrt(1 + age), between both.
+    """
+    name = "bn.running_var"
+    one, begun, now = ({name: np.array([value], np.float32)} for value in (1.0, 4.0, 2.0))
+    for age, expected in ((1, 2 - 1 / math.sqrt(2)), (3, 1.5), (8, 2 - 1 / 3)):
+        assert apply_stale_update(one, start=begun, current=now, staleness=age)[name] == pytest.approx(expected)
+
+
 def test_buffered_rounds_take_what_is_there_and_late_updates_later():
     """Client 2 takes as long as three rounds of two updates; then its way counts with 1 / sqrt(1 + 2) of its length."""
     run = Run(3, lambda client, round: (6 if client == 2 else 1, "good"), buffered=True, min_updates=2)
