@@ -204,6 +204,7 @@ def _check_in_flight(saved: Any) -> None:
         texts = all(isinstance(fields.get(key), str) for key in ("type", "group", "content"))
         valid &= texts and fields["content"] in contents and fields["group"].isdecimal()
         valid &= isinstance(node, str) and node.isdecimal() and isinstance(fields.get("lost", ""), str)
+        valid &= is_count(fields.get("client", 0), minimum=0)
         valid &= isinstance(fields.get("due"), float) and isinstance(fields.get("seconds", 0.0), float)
     if not valid:
         raise ValueError("its messages in flight are invalid")

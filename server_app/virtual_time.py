@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -67,41 +68,49 @@ def unit_delay(work: Workload, *, sigma: float, seed: int) -> float:
 
 
 def make_virtual_time(settings: Settings, *, is_deployment: bool) -> VirtualTime | None:
-    """Return the model of virtual time, None for wall-clock time; raises `InputError` if it conflicts with others."""
-    aggregation = settings.aggregation
-    arguments = {"num_clients": settings.num_clients, "seed": settings.seed}
-    availability: Availability = settings.availability.instantiate(**arguments)
-    speed: ClientSpeed | None = settings.client_speed.instantiate(**arguments)
-    choices = {name: f"{name}={settings.recording.choices.get(name)}" for name in ("availability", "client_speed")}
-    if speed is None:
-        if not isinstance(availability, Always):
-            raise InputError(
-                f"{choices['availability']} needs virtual time; set client_speed=lognormal, or availability=always"
-            )
-        if is_deployment or not aggregation.buffered:
-            return None
-        if aggregation.round_deadline is not None:
-            raise InputError(
-                f"aggregation.round_deadline={aggregation.round_deadline:g} is in seconds of devices, but with "
-                "aggregation.buffered=true simulated clients have virtual delays without unit; set "
-                "client_speed=lognormal, or set aggregation.round_deadline=null"
-            )
-        sigma, seed = aggregation.delay_sigma, settings.seed
-        return VirtualTime(
-            availability=availability,
-            client_time=lambda work: unit_delay(work, sigma=sigma, seed=seed),
-            num_clients=settings.num_clients,
-            is_in_seconds=False,
-            keeps_late=True,
-        )
+    """Return the model of virtual time, None for wall-clock time; raises `InputError` for invalid settings."""
     if is_deployment:
-        raise InputError(
-            f"{choices['client_speed']} is for simulations, and devices have their own speed; set client_speed=none "
-            "availability=always"
-        )
+        _forbid_in_deployment(settings)
+        return None
+    seed, aggregation = settings.seed, settings.aggregation
+    availability: Availability = settings.availability.instantiate(num_clients=settings.num_clients, seed=seed)
+    speed: ClientSpeed | None = settings.client_speed.instantiate(num_clients=settings.num_clients, seed=seed)
+    if speed is not None:
+        _validate_with_speed(settings)
+
+        def client_time(work: Workload) -> float:
+            return client_seconds(work, speed.speed(work.client, work.round))
+    else:
+        _validate_without_speed(settings, availability)
+        if not aggregation.buffered:
+            return None
+        client_time = partial(unit_delay, sigma=aggregation.delay_sigma, seed=seed)
+    return VirtualTime(
+        availability=availability,
+        client_time=client_time,
+        num_clients=settings.num_clients,
+        is_in_seconds=speed is not None,
+        keeps_late=aggregation.buffered,
+    )
+
+
+def _choice(settings: Settings, group: str) -> str:
+    return f"{group}={settings.recording.choices.get(group)}"
+
+
+def _forbid_in_deployment(settings: Settings) -> None:
+    for group, none in (("client_speed", "none"), ("availability", "always")):
+        if (chosen := _choice(settings, group)) != f"{group}={none}":
+            raise InputError(
+                f"{chosen} is for simulations: devices have their own speed and come and go; set client_speed=none "
+                "availability=always"
+            )
+
+
+def _validate_with_speed(settings: Settings) -> None:
     if not settings.evaluation.measure_resources:
         raise InputError(
-            f"{choices['client_speed']} computes the time of a client from the FLOPs of its training; set "
+            f"{_choice(settings, 'client_speed')} computes the time of a client from the FLOPs of its training; set "
             "measure_resources=true, or client_speed=none"
         )
     if settings.secure_aggregation:
@@ -109,19 +118,28 @@ def make_virtual_time(settings: Settings, *, is_deployment: bool) -> VirtualTime
             "secure_aggregation=secagg_plus sends four messages per client and round, which virtual time does not "
             "model; set client_speed=none"
         )
-    return VirtualTime(
-        availability=availability,
-        client_time=lambda work: client_seconds(work, speed.speed(work.client, work.round)),
-        num_clients=settings.num_clients,
-        is_in_seconds=True,
-        keeps_late=aggregation.buffered,
-    )
+
+
+def _validate_without_speed(settings: Settings, availability: Availability) -> None:
+    deadline = settings.aggregation.round_deadline
+    if not isinstance(availability, Always):
+        raise InputError(
+            f"{_choice(settings, 'availability')} needs virtual time; set client_speed=lognormal, or "
+            "availability=always"
+        )
+    if settings.aggregation.buffered and deadline is not None:
+        raise InputError(
+            f"aggregation.round_deadline={deadline:g} is in seconds of devices, but with aggregation.buffered=true "
+            "simulated clients have virtual delays without unit; set client_speed=lognormal, or set "
+            "aggregation.round_deadline=null"
+        )
 
 
 @dataclass(frozen=True)
 class _InFlight:
     """A message to a client: when it ends, its virtual seconds, and why its reply is lost (empty: it arrives)."""
 
+    client: int
     end: float
     seconds: float
     lost: str
@@ -169,9 +187,8 @@ class VirtualTimeExchange(MessageExchange):
         time = first_time_online(list(times.values()), self._clock, number=number)
         if time is None:
             raise RunError(
-                f"after virtual time {self._clock:g} s never are {number} of {len(clients)} clients online together, "
-                "and aggregation.min_updates needs them; lower aggregation.min_updates, or change the settings of "
-                "availability"
+                f"after virtual time {self._clock:g} s, {number} of {len(clients)} clients are never online together, "
+                "but a round needs them (aggregation.min_updates); lower it, or change the settings of availability"
             )
         if time > self._clock:
             log.info("virtual time passes from %g s to %g s, until enough clients are online", self._clock, time)
@@ -180,7 +197,7 @@ class VirtualTimeExchange(MessageExchange):
         if len(online) < wanted and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "a round needs %d more clients and %d are online: all of them are sampled (logged once)",
+                "a round samples %d clients, of which %d are online: it samples these (logged once)",
                 *(wanted, len(online)),
             )
         return frozenset(clients) - online
@@ -239,7 +256,7 @@ class VirtualTimeExchange(MessageExchange):
                 end, lost = online_until, OFFLINE
             elif self._model.availability.drops_out(work.client, *self._attempt):
                 lost = DROPPED_OUT
-            self._held[node] = _InFlight(end, seconds, lost, message)
+            self._held[node] = _InFlight(work.client, end, seconds, lost, message)
         self._attempt = self._attempt[0], self._attempt[1] + 1
 
     def _take_arriving(self, until: float, *, number: float) -> list[Message]:
@@ -248,7 +265,7 @@ class VirtualTimeExchange(MessageExchange):
         The clock advances to the last of them. Messages that are lost until then are removed.
         """
         arriving: list[Message] = []
-        for node in sorted(self._held, key=lambda node: (self._held[node].end, node)):
+        for node in sorted(self._held, key=lambda node: (self._held[node].end, self._held[node].client)):
             one = self._held[node]
             if one.end > until or len(arriving) >= number:
                 break
@@ -269,6 +286,7 @@ class VirtualTimeExchange(MessageExchange):
             "clock": self._clock,
             "messages": {
                 str(node): {
+                    "client": one.client,
                     "due": one.end,
                     "seconds": one.seconds,
                     "lost": one.lost,
@@ -293,5 +311,10 @@ class VirtualTimeExchange(MessageExchange):
             message = Message(
                 contents[entry["content"]], dst_node_id=int(node), message_type=entry["type"], group_id=entry["group"]
             )
-            # Earlier versions saved neither seconds nor losses.
-            self._held[int(node)] = _InFlight(entry["due"], entry.get("seconds", 0.0), entry.get("lost", ""), message)
+            self._held[int(node)] = _InFlight(  # with the values of earlier versions, which saved less
+                entry.get("client", int(node) - _FIRST_NODE),
+                entry["due"],
+                entry.get("seconds", 0.0),
+                entry.get("lost", ""),
+                message,
+            )

@@ -5,12 +5,15 @@ import re
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from fedssl.availability import LogNormalSpeed
-from fedssl.config.load import load_settings
+from fedssl.config.load import compose, load_settings
 from fedssl.errors import InputError
 from fedssl.runs.jsonl import read_jsonl
+from fedssl.untrusted import checksum_line
 from server_app.checkpoint import latest_checkpoint
+from server_app.virtual_time import make_virtual_time
 from simulation.cli import run
 from simulation.grid import LocalGrid
 from tests.resuming import repeat_from
@@ -191,3 +194,29 @@ def test_a_resumed_run_keeps_its_virtual_time(folder: Path, mode: str) -> None:
     if mode == "deadline":  # it decides who takes part
         with pytest.raises(InputError, match="was run with aggregation.round_deadline=0.4"):
             load_settings([f"resume={folder}", "rounds=7", "aggregation.round_deadline=0.5"])
+
+
+@pytest.mark.parametrize("chosen", ["client_speed=lognormal", "availability=diurnal"])
+def test_devices_have_their_own_speed(chosen: str) -> None:
+    settings = compose([chosen])
+    with pytest.raises(InputError, match=f"{chosen} is for simulations: .*; set client_speed=none availability=always"):
+        make_virtual_time(settings, is_deployment=True)
+    assert make_virtual_time(compose(["aggregation.buffered=true"]), is_deployment=True) is None
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+def test_a_run_of_an_earlier_version_resumes(buffered: bool, tmp_path: Path) -> None:
+    """Its settings lack both groups, and its messages in flight their clients, seconds and losses."""
+    plain = [one for one in BASE if not one.startswith("client_speed")]
+    plain += ["aggregation.buffered=true", "aggregation.min_updates=2"] if buffered else []
+    folder = tmp_path / "run"
+    run([*plain, "rounds=3", "engine=local", f"output_dir={folder}"])
+    for name in ("config", "choices"):
+        saved = OmegaConf.to_container(OmegaConf.load(folder / f"{name}.yaml"))
+        text = OmegaConf.to_yaml({key: saved[key] for key in saved if key not in ("availability", "client_speed")})
+        (folder / f"{name}.yaml").write_text(f"{checksum_line(text)}\n{text}")
+    run([f"resume={folder}", "rounds=6"])
+    assert len(lines(folder, "metrics")) == 6
+    assert not any("virtual_time" in line for line in lines(folder, "metrics"))
+    run([*plain, "engine=local", f"output_dir={tmp_path / 'whole'}"])
+    assert layers(folder) == layers(tmp_path / "whole")

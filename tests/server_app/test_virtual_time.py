@@ -211,7 +211,9 @@ def test_a_round_waits_until_enough_are_online_together(caplog):
 def test_too_few_clients_for_ever_end_the_run():
     times = {0: OnlineTimes(((0.0, 2.0),), 10.0), 1: OnlineTimes(((3.0, 4.0),), 10.0)}
     run = Run([1.0, 1.0], availability=Online(times), min_updates=2)
-    with pytest.raises(RunError, match=r"never are 2 of 2 clients online together.*lower aggregation.min_updates, or"):
+    with pytest.raises(
+        RunError, match=r"after virtual time 0 s, 2 of 2 clients are never online together, .*lower it, or"
+    ):
         run.round()
 
 
@@ -226,7 +228,7 @@ def test_fewer_clients_than_wanted_are_logged_once(caplog):
         run.round()
         run.round()
     assert [record.message for record in caplog.records] == [
-        "a round needs 3 more clients and 2 are online: all of them are sampled (logged once)"
+        "a round samples 3 clients, of which 2 are online: it samples these (logged once)"
     ]
 
 
@@ -300,12 +302,12 @@ def test_snapshots_without_losses_are_those_of_earlier_versions():
     run.round()
     saved = run.exchange.snapshot()
     for entry in saved["messages"].values():
-        del entry["lost"], entry["seconds"]
+        del entry["lost"], entry["seconds"], entry["client"]
     _check_in_flight(saved)
     run.exchange.restore(saved)
     run.exchange.restore({})
     assert run.exchange.nodes_in_flight() == {3}
-    for key, value in (("lost", 1), ("seconds", "1"), ("due", None)):
+    for key, value in (("lost", 1), ("seconds", "1"), ("due", None), ("client", -1)):
         damaged = {**saved, "messages": {"3": {**saved["messages"]["3"], key: value}}}
         with pytest.raises(ValueError, match="messages in flight are invalid"):
             _check_in_flight(damaged)
