@@ -281,10 +281,6 @@ class TrainingCostMeter:
         num_images = self._num_images[client] * self._training.epochs * self._trainings_per_round
         return self.step(phase).flops_per_image * num_images
 
-    def has_measured(self, phase: Phase) -> bool:
-        """Return whether the step of a phase was measured."""
-        return phase.number in self._steps
-
     def step(self, phase: Phase) -> StepCost:
         """Return the cost of a step, which the first call measures."""
         if phase.number not in self._steps:

@@ -86,6 +86,10 @@ class TrainingLoop:
         last = settings.rounds
         if settings.pause_after and settings.pause_after > self.state.round:
             last = min(last, settings.pause_after)
+        if self._exchange.virtual_time is not None and self._components.costs is not None:
+            # With the initial weights also in a resumed run: a solver's number of iterations may depend on them.
+            for phase in self._components.context.phases:
+                self._components.costs.step(phase)
         try:
             with self._background_recorder:
                 while self.state.round < last and not stop_reason(recorder.evaluations, rule):
@@ -105,12 +109,8 @@ class TrainingLoop:
 
     def _run_round(self) -> None:
         components, recorder, number = self._components, self._recorder, self.state.round + 1
-        phase = components.lr_schedule.phase(number)
-        if self._exchange.virtual_time is not None and components.costs and not components.costs.has_measured(phase):
-            self._background_recorder.wait()  # as below
-            components.costs.step(phase)
         start = time.monotonic()
-        due = components.evaluator.due(number)
+        phase, due = components.lr_schedule.phase(number), components.evaluator.due(number)
         monitor, snapshot_writer = components.monitor if due else None, recorder.snapshot_writer(number)
         with set_active_stages(components.method, depth=phase.depth):
             self.state, result = run_round(

@@ -25,6 +25,7 @@ DIURNAL = ["availability=diurnal", "availability.fraction=0.7", "availability.pe
 MODES = {
     "deadline": ["aggregation.round_deadline=0.4"],
     "over_selection": ["aggregation.over_selection=3", "clients_per_round=2", "client_speed.sigma_clients=1"],
+    "stages": ["schedule=progressive", "regularizer=fur", "strategy=l_dawa"],
     "buffered": ["aggregation.buffered=true", "aggregation.min_updates=2", "client_speed.sigma_clients=1"],
 }
 
@@ -69,6 +70,8 @@ def folder(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_clients_take_the_time_of_their_bytes_and_flops(folder: Path, mode: str) -> None:
     """91 images over 6 clients: client 0 has 16 and the others have 15; the medians are those of lognormal.yaml."""
+    if mode == "stages":
+        pytest.skip("the size and the FLOPs of each stage differ")
     sigma = 0.5 if mode == "deadline" else 1.0
     medians = {"flops_per_second": 1e10, "upload_bytes_per_second": 1e6, "download_bytes_per_second": 4e6}
     speeds = LogNormalSpeed(num_clients=6, seed=3, **medians, sigma_clients=sigma, sigma_rounds=0.1)
@@ -97,6 +100,8 @@ def test_some_clients_are_lost_late_or_cut_off(folder: Path, mode: str) -> None:
     """Otherwise the other tests compare nothing."""
     reasons = {reason for line in lines(folder, "metrics") for reason in line["dropped"].values()}
     assert any("offline" in reason or "lost" in reason for reason in reasons)
+    if mode == "stages":
+        return
     if mode == "buffered":
         assert max(row["staleness"] for row in lines(folder, "clients")) > 0
     else:
