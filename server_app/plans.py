@@ -1,7 +1,7 @@
 """The plans of a round: the model that every client starts from, the layers that it lacks, and the messages."""
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -116,35 +116,6 @@ class PlanBuilder:
             messages.append(Message(content, context.nodes[client], "train", group_id=str(self._number)))
         return messages
 
-    def workloads(self) -> dict[int, Workload]:
-        """Return the work of every client by node, for virtual time.
-
-        Bytes are those of layers: other contents of messages, such as paths, differ between equal runs.
-        """
-        context, phase = self._context, self._phase
-        contents = {id(message.content): message.content for message in self.messages}
-        sizes = {key: layer_bytes(content) for key, content in contents.items()}
-        return {
-            message.metadata.dst_node_id: Workload(
-                client=client,
-                round=self._number,
-                flops=context.client_flops(phase, client),
-                bytes_down=sizes[id(message.content)],
-                bytes_up=self._bytes_up[slot.start],
-            )
-            for (client, slot), message in zip(self.slots.items(), self.messages, strict=True)
-        }
-
-    @functools.cached_property
-    def _bytes_up(self) -> dict[str, int]:
-        """Return the bytes of the layers of an update, by its start."""
-        context = self._context
-        parts = record_bytes(encode_arrays(context.gathered.layers))
-        return {
-            name: parts + record_bytes(encode_arrays(start.expected_upload.layers, context.wire_dtype))
-            for name, start in self.starts.items()
-        }
-
     def _subset(self, name: str, down: tuple[str, ...]) -> Layers:
         """Return these layers of a model, the same object for all clients."""
         if (name, down) not in self._models:
@@ -187,3 +158,35 @@ class PlanBuilder:
             return tuple(start.frozen)
         held = self._context.stages.frozen(phase_at(self._context.phases, last), start.frozen)
         return tuple(name for name in start.frozen if name not in held)
+
+
+def client_workloads(
+    context: RoundContext,
+    number: int,
+    *,
+    starts: Mapping[str, StartingModel],
+    slots: Mapping[int, ClientSlot],
+    messages: Sequence[Message],
+) -> dict[int, Workload]:
+    """Return the work of every client of a round by node, for virtual time. Slots and messages have the same order.
+
+    Bytes are those of layers: other contents of messages, such as paths, differ between equal runs.
+    """
+    phase = phase_at(context.phases, number)
+    contents = {id(message.content): message.content for message in messages}
+    bytes_down = {key: layer_bytes(content) for key, content in contents.items()}
+    parts = record_bytes(encode_arrays(context.gathered.layers))
+    bytes_up = {
+        name: parts + record_bytes(encode_arrays(start.expected_upload.layers, context.wire_dtype))
+        for name, start in starts.items()
+    }
+    return {
+        message.metadata.dst_node_id: Workload(
+            client=client,
+            round=number,
+            flops=context.client_flops(phase, client),
+            bytes_down=bytes_down[id(message.content)],
+            bytes_up=bytes_up[slot.start],
+        )
+        for (client, slot), message in zip(slots.items(), messages, strict=True)
+    }

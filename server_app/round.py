@@ -80,7 +80,6 @@ class Round:
             context, state, candidates=candidates, extra_models=targets, oldest_resumable=oldest_resumable
         )
         self.starts, self.slots, self.messages = plans.starts, plans.slots, plans.messages
-        self.workloads = plans.workloads
         self._aggregations = {name: _Aggregation(server.aggregator(self.number, name)) for name in targets}
         self._reader = UpdateReader(
             context,

@@ -26,6 +26,7 @@ from server_app.build import RunComponents
 from server_app.collapse_monitor import CollapseReport
 from server_app.evaluator import ResultsByModel
 from server_app.messaging import MessageExchange, replies_of
+from server_app.plans import client_workloads
 from server_app.recorder import Recorder
 from server_app.round import Round, TooFewUpdatesError, UpdateObserver
 from server_app.round_context import RoundContext
@@ -260,7 +261,16 @@ def run_round(
         min_replies = settings.min_updates if settings.buffered else None
         if settings.over_selection:
             min_replies = context.clients_per_round
-        exchange.schedule(attempted.workloads)
+        exchange.schedule(
+            partial(
+                client_workloads,
+                context,
+                attempted.number,
+                starts=attempted.starts,
+                slots=attempted.slots,
+                messages=attempted.messages,
+            )
+        )
         exchange.sum_blocks(partial(attempted.block_sum_task, has_observers=bool(observers)))
         replies = exchange.send_and_receive(
             attempted.messages, timeout=context.timeout, deadline=settings.round_deadline, min_replies=min_replies
