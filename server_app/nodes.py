@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -54,6 +55,15 @@ def no_registered_names() -> Mapping[int, str]:
     return {}
 
 
+@runtime_checkable
+class PartitionedGrid(Protocol):
+    """Grid of a simulation that knows which node has which partition, so that no node has to be asked."""
+
+    def partition_nodes(self) -> Mapping[int, int]:
+        """Return the ids of all nodes by partition id."""
+        ...
+
+
 def discover_clients(
     grid: Grid,
     num_clients: int,
@@ -62,12 +72,14 @@ def discover_clients(
     known_client_ids: Mapping[str, int] | None = None,
     node_names: NodeNames = no_registered_names,
 ) -> ClientDirectory:
-    """Request the info of all nodes and return the clients.
+    """Request the info of all nodes, unless the grid has it, and return the clients.
 
     A simulation has ``num_clients`` nodes. With edge clients, discovery waits until there are that many, or no more
     join. Nodes of a simulation reply after their processes have started, which is slow on a busy machine: ``timeout``
     is the time in seconds to wait for the next reply. ``known_client_ids`` are the edge clients of a resumed run.
     """
+    if isinstance(grid, PartitionedGrid):
+        return ClientDirectory(nodes=grid.partition_nodes())
     nodes = _wait_for_nodes(grid, num_clients, timeout=timeout)
     replies = _Replies(missing=dict.fromkeys(nodes))
     for node, reply in _identify(grid, nodes, timeout=timeout):

@@ -1,7 +1,7 @@
 """Flower's ``Grid`` for simulations: the common part of the engines, and the engine ``local``, in one process."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
@@ -27,6 +27,10 @@ class SimulatedGrid(Grid):
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of all nodes in the order of their partitions."""
         return list(range(SERVER_NODE + 1, SERVER_NODE + 1 + self.num_clients))
+
+    def partition_nodes(self) -> Mapping[int, int]:
+        """Return the ids of all nodes by partition id."""
+        return dict(enumerate(self.get_node_ids()))
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Yield replies in order of arrival."""
@@ -65,6 +69,18 @@ def make_context(node: int, *, num_clients: int, store: StateStore = FILE_STORE)
     )
 
 
+class NodeContexts(dict[int, Context]):
+    """Contexts of nodes by id, created when a node is first used: a round needs those of its participants only."""
+
+    def __init__(self, *, num_clients: int, store: StateStore = FILE_STORE) -> None:
+        super().__init__()
+        self._num_clients, self._store = num_clients, store
+
+    def __missing__(self, node: int) -> Context:
+        self[node] = context = make_context(node, num_clients=self._num_clients, store=self._store)
+        return context
+
+
 def run_client_app(client_app: ClientApp, message: Message, context: Context) -> Message:
     """Return the client's reply, which is an error reply if it failed."""
     try:
@@ -88,9 +104,7 @@ class LocalGrid(SimulatedGrid):
     def __init__(self, client_app: ClientApp, *, num_clients: int, store: WriteBehind | None = None) -> None:
         super().__init__(num_clients=num_clients)
         self._client_app, self._store = client_app, store
-        self._contexts = {
-            node: make_context(node, num_clients=num_clients, store=store or FILE_STORE) for node in self.get_node_ids()
-        }
+        self._contexts = NodeContexts(num_clients=num_clients, store=store or FILE_STORE)
         self._queue: dict[str, Message] = {}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:

@@ -41,7 +41,7 @@ from server_app.app import execute
 from server_app.block_sums import BlockSumTask, SummedContent, SummedUpdate
 from simulation.block_queue import ActorSum, BlockQueue, Call
 from simulation.gpu_placement import Placement, device_failure, measure_client, place_clients
-from simulation.grid import SimulatedGrid, load_client_app, make_context, run_client_app
+from simulation.grid import NodeContexts, SimulatedGrid, load_client_app, run_client_app
 from simulation.ray_session import check_hosts, last_line, ray_session
 from simulation.resources import ClientResources, plan_client_resources
 from strategies.weighted_sum import PartialSum, WeightedSum
@@ -122,7 +122,7 @@ class RayGrid(SimulatedGrid):
     ) -> None:
         super().__init__(num_clients=num_clients)
         self._client_app = client_app
-        self._contexts = {node: make_context(node, num_clients=num_clients) for node in self.get_node_ids()}
+        self._contexts = NodeContexts(num_clients=num_clients)
         # An interrupted task must not be repeated automatically: the client may have saved its state.
         self._actor_class: Any = ray.remote(
             num_cpus=client.cpus, num_gpus=client.gpus, max_restarts=0, max_task_retries=0

@@ -14,7 +14,6 @@ from importlib import import_module
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import Any
-from warnings import catch_warnings, simplefilter
 
 import numpy as np
 
@@ -51,30 +50,6 @@ def iid(labels: np.ndarray, *, num_clients: int) -> list[np.ndarray]:
     return _load_all(_iid.IidPartitioner(num_clients), labels)
 
 
-def dirichlet(
-    labels: np.ndarray, *, num_clients: int, alpha: float, min_size: int, seed: int, self_balancing: bool
-) -> list[np.ndarray] | None:
-    """Return the rows of each client by `DirichletPartitioner`; None if no draw gives all clients ``min_size`` rows.
-
-    With ``self_balancing`` also None if no client can receive a class: all are full or have the share 0.
-    """
-    partitioner = _dirichlet.DirichletPartitioner(
-        num_clients,
-        "label",
-        alpha=float(alpha),
-        min_partition_size=min_size,
-        self_balancing=self_balancing,
-        shuffle=False,
-        seed=seed,
-    )
-    with catch_warnings(), np.errstate(invalid="raise"):
-        simplefilter("ignore")  # one warning per draw below the minimum
-        try:
-            return _load_all(partitioner, labels)
-        except (ValueError, FloatingPointError):  # after 11 draws, or division by a sum of 0
-            return None
-
-
 def class_shards(labels: np.ndarray, *, num_shards: int) -> list[np.ndarray]:
     """Return the rows of each shard by `PathologicalPartitioner`: one class per shard, assigned in turn."""
     partitioner = _pathological.PathologicalPartitioner(
@@ -105,7 +80,7 @@ def _hidden_modules(*packages: str) -> Iterator[None]:
 
 
 def _load_partitioners() -> list[ModuleType]:
-    """Import the modules of three partitioners without running their packages."""
+    """Import the modules of two partitioners without running their packages."""
     with _hidden_modules("datasets", "flwr_datasets"):
         sys.modules["datasets"] = ModuleType("datasets")
         vars(sys.modules["datasets"])["Dataset"] = LabelColumn
@@ -113,8 +88,8 @@ def _load_partitioners() -> list[ModuleType]:
             specification = find_spec(package)
             assert specification is not None
             sys.modules[package] = module_from_spec(specification)
-        names = ("iid_partitioner", "dirichlet_partitioner", "pathological_partitioner")
+        names = ("iid_partitioner", "pathological_partitioner")
         return [import_module(f"flwr_datasets.partitioner.{name}") for name in names]
 
 
-_iid, _dirichlet, _pathological = _load_partitioners()
+_iid, _pathological = _load_partitioners()

@@ -44,7 +44,8 @@ def from_file(data: PartitionInput, *, file: str | Path | None) -> list[np.ndarr
             f"{setting} belongs to other images or another order: image {index} has label {labels[index]} in the file "
             f"and {int(data.labels[index])} in the data set; choose the data set of the file"
         )
-    parts = [np.flatnonzero(clients == client) for client in range(num_clients)]
+    order = np.argsort(clients, kind="stable")
+    parts = np.split(order, np.searchsorted(clients[order], np.arange(num_clients + 1)))[1:-1]
     few = [client for client, part in enumerate(parts) if len(part) < MIN_IMAGES]
     if few:
         raise InputError(

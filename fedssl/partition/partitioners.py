@@ -1,7 +1,8 @@
 """Partitioners: every image belongs to exactly one client.
 
-``iid``, ``dirichlet`` and ``pathological`` use flwr-datasets' partitioners, ``skew`` is the skewness of Dec-SSL
-(arXiv 2210.10947). They shuffle the images by the run's seed first, so that the order of the data set has no effect.
+``iid`` and ``pathological`` use flwr-datasets' partitioners, ``dirichlet`` has the draws of its partitioner, and
+``skew`` is the skewness of Dec-SSL (arXiv 2210.10947). They shuffle the images by the run's seed first, so that the
+order of the data set has no effect.
 ``pathological`` assigns classes in turn: all classes are assigned, and their numbers of holders differ by at most one.
 flwr-datasets' own assignment of several classes per client does not guarantee that. ``natural`` keeps the images of
 one writer, device or hospital together. flwr-datasets' partitioners by owner need the number of owners per client
@@ -35,7 +36,7 @@ import numpy as np
 
 from fedssl.config.constraints import MIN_IMAGES, check_arguments
 from fedssl.errors import InputError
-from fedssl.partition import flwr_partitioners
+from fedssl.partition import dirichlet_shares, flwr_partitioners
 from fedssl.partition.partition import PartitionInput
 from fedssl.seeding import derive_seed, numpy_generator
 
@@ -68,7 +69,7 @@ def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balanci
     labels = _require_labels(data, "dirichlet")[order]
     parts = None
     if min_size * num_clients <= num_images:
-        parts = flwr_partitioners.dirichlet(
+        parts = dirichlet_shares.dirichlet(
             labels,
             num_clients=num_clients,
             alpha=alpha,

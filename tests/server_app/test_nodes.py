@@ -15,6 +15,8 @@ from simulation.grid import SimulatedGrid
 class SlowGrid(SimulatedGrid):
     """Nodes that are there after some seconds and answer after more; some never, or with an error."""
 
+    partition_nodes = None  # as in Flower's own simulation, the server has to ask
+
     def __init__(
         self, *, size=3, there_after=0.0, answers_after=0.0, silent=(), error=None, partition=lambda node: node
     ):

@@ -77,6 +77,7 @@ def test_no_reply_after_the_timeout():
 def test_too_few_nodes(monkeypatch):
     monkeypatch.setattr("server_app.nodes.DISCOVERY_GRACE_SECONDS", 0.1)
     grid = LocalGrid(adding_app(), num_clients=2)
+    monkeypatch.setattr(LocalGrid, "partition_nodes", None)  # the server has to ask
     with pytest.raises(
         InputError, match=r"num_clients=10 but the federation has 2 SuperNodes; add .*num-supernodes=10"
     ):
@@ -86,6 +87,7 @@ def test_too_few_nodes(monkeypatch):
 def test_nodes_are_in_the_order_of_partitions():
     grid = LocalGrid(adding_app(), num_clients=4)
     nodes = discover_clients(grid, 4, timeout=60).nodes
+    assert nodes == {0: 2, 1: 3, 2: 4, 3: 5}
     assert [grid._contexts[node].node_config["partition-id"] for node in nodes.values()] == [0, 1, 2, 3]
 
 

@@ -17,7 +17,7 @@ from fedssl import partition
 from fedssl.config.load import compose
 from fedssl.datasets.base import ImageData
 from fedssl.errors import InputError
-from fedssl.partition import flwr_partitioners
+from fedssl.partition import dirichlet_shares, flwr_partitioners
 from fedssl.plots.partition import partition_table, save_partition_plot
 from fedssl.seeding import derive_seed, numpy_generator
 from tests.fedssl.partition.made import partition_input
@@ -151,13 +151,13 @@ def test_draws_are_those_of_flwr_datasets_as_documented() -> None:
         (IidPartitioner(7), flwr_partitioners.iid(labels, num_clients=7)),
         (
             DirichletPartitioner(7, "label", alpha=0.3, min_partition_size=5, shuffle=False, seed=9),
-            flwr_partitioners.dirichlet(labels, num_clients=7, alpha=0.3, min_size=5, seed=9, self_balancing=False),
+            dirichlet_shares.dirichlet(labels, num_clients=7, alpha=0.3, min_size=5, seed=9, self_balancing=False),
         ),
         (
             DirichletPartitioner(
                 7, "label", alpha=0.3, min_partition_size=5, self_balancing=True, shuffle=False, seed=9
             ),
-            flwr_partitioners.dirichlet(labels, num_clients=7, alpha=0.3, min_size=5, seed=9, self_balancing=True),
+            dirichlet_shares.dirichlet(labels, num_clients=7, alpha=0.3, min_size=5, seed=9, self_balancing=True),
         ),
         (
             PathologicalPartitioner(14, "label", 1, class_assignment_mode="deterministic", shuffle=False),
