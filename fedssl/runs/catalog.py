@@ -159,7 +159,7 @@ def differences_from_defaults(run: Run) -> dict[str, tuple[Any, Any]]:
     }
     settings = run.settings or {}
     plain: Any = OmegaConf.to_container(nodes)
-    del plain["sweep"]  # no settings of a run
+    del plain["sweep"], plain["plan"]  # no settings of a run
     if not plain["threads"] and isinstance(plain["dataset"]["size"], int):
         plain["threads"] = default_threads(plain["dataset"]["size"])
     defaults, values = dict(iter_settings(plain)), dict(iter_settings(settings))

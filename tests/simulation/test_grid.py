@@ -76,8 +76,11 @@ def test_no_reply_after_the_timeout():
 
 def test_too_few_nodes(monkeypatch):
     monkeypatch.setattr("server_app.nodes.DISCOVERY_GRACE_SECONDS", 0.1)
-    grid = LocalGrid(adding_app(), num_clients=2)
-    monkeypatch.setattr(LocalGrid, "partition_nodes", None)  # the server has to ask
+
+    class Asked(LocalGrid):
+        partition_nodes = None  # the server has to ask
+
+    grid = Asked(adding_app(), num_clients=2)
     with pytest.raises(
         InputError, match=r"num_clients=10 but the federation has 2 SuperNodes; add .*num-supernodes=10"
     ):
