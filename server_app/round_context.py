@@ -117,7 +117,8 @@ class RoundContext:
         ``clients_per_round`` and ``aggregation.over_selection`` of the available clients are sampled, less those
         ``in_flight`` with an older plan. Another attempt samples other clients.
         """
-        client_ids = sorted(self.nodes.keys() - in_flight - self.unseen_clients - self.offline_clients)
+        excluded = {*in_flight, *self.unseen_clients, *self.offline_clients}
+        client_ids = sorted(self.nodes.keys() - excluded if excluded else self.nodes)
         num_wanted = self.clients_per_round + self.aggregation.over_selection - len(in_flight)
         indices = sample_clients(
             self.seed,

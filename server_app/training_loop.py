@@ -294,7 +294,9 @@ def run_round(
 
 
 def _offline(exchange: MessageExchange, context: RoundContext, in_flight: set[int]) -> frozenset[int]:
-    """Return the clients that are offline once enough others are online."""
+    """Return the clients that are offline once enough others are online; none in wall-clock time."""
+    if exchange.virtual_time is None:
+        return frozenset()
     settings = context.aggregation
     clients = context.nodes.keys() - context.unseen_clients - in_flight
     return exchange.wait_until_online(

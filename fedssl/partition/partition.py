@@ -67,9 +67,22 @@ def client_indices(settings: PartitionSettings, image_data: ImageData) -> list[n
 def make_partition(settings: PartitionSettings, image_data: ImageData) -> Partition:
     """Partition the images among the clients, as a pure function of the run's settings.
 
-    The server's images for its calibration (see `server_indices`) belong to no client. Indices and groups refer to
+    The last result is kept: a process that runs server and clients, or several jobs of a sweep, computes it once. The
+    server's images for its calibration (see `server_indices`) belong to no client. Indices and groups refer to
     ``image_data``.
     """
+    for known_settings, known_images, partition in _last:
+        if known_settings == settings and known_images is image_data:
+            return partition
+    partition = _partition(settings, image_data)
+    _last[:] = [(settings, image_data, partition)]
+    return partition
+
+
+_last: list[tuple[PartitionSettings, ImageData, Partition]] = []
+
+
+def _partition(settings: PartitionSettings, image_data: ImageData) -> Partition:
     num_images = len(image_data.images)
     rows = np.arange(num_images)
     if settings.server_fraction is not None:

@@ -3,6 +3,7 @@
 import csv
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -15,9 +16,10 @@ from PIL import Image
 
 from fedssl import partition
 from fedssl.config.load import compose
+from fedssl.config.settings import Component, PartitionSettings
 from fedssl.datasets.base import ImageData
 from fedssl.errors import InputError
-from fedssl.partition import dirichlet_shares, flwr_partitioners
+from fedssl.partition import dirichlet_shares, flwr_partitioners, make_partition
 from fedssl.plots.partition import partition_table, save_partition_plot
 from fedssl.seeding import derive_seed, numpy_generator
 from tests.fedssl.partition.made import partition_input
@@ -170,6 +172,56 @@ def test_draws_are_those_of_flwr_datasets_as_documented() -> None:
         assert partitioner.num_partitions == len(ours)
         for client, rows in enumerate(ours):
             assert partitioner.load_partition(client)["row"][:] == rows.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The specified min_partition_size")
+def test_dirichlet_equals_flwr_datasets_wherever_that_succeeds() -> None:
+    """And fails where that fails: after 11 draws, or if no client can receive a class."""
+    from flwr_datasets.partitioner import DirichletPartitioner
+
+    draws, succeeded = np.random.default_rng(1), 0
+    for _ in range(150):
+        labels = 3 * draws.integers(0, draws.integers(1, 9), draws.integers(20, 300))
+        num_clients, min_size, seed = (int(draws.integers(*bounds)) for bounds in ((1, 15), (0, 6), (0, 10**6)))
+        alpha, self_balancing = float(10 ** draws.uniform(-3, 3)), bool(draws.integers(2))
+        partitioner = DirichletPartitioner(
+            num_clients,
+            "label",
+            alpha=alpha,
+            min_partition_size=min_size,
+            self_balancing=self_balancing,
+            shuffle=False,
+            seed=seed,
+        )
+        partitioner._dataset = flwr_partitioners.LabelColumn(labels)
+        try:
+            with np.errstate(invalid="raise"):
+                expected = [partitioner.load_partition(client).tolist() for client in range(partitioner.num_partitions)]
+        except (ValueError, FloatingPointError):
+            expected = None
+        ours = dirichlet_shares.dirichlet(
+            labels,
+            num_clients=num_clients,
+            alpha=alpha,
+            min_size=min_size,
+            seed=seed,
+            self_balancing=self_balancing,
+        )
+        assert (None if ours is None else [rows.tolist() for rows in ours]) == expected
+        succeeded += expected is not None
+    assert 50 < succeeded < 150
+
+
+def test_the_last_partition_is_kept_for_the_same_images_and_settings() -> None:
+    images = ImageData(torch.zeros(20, 1, 2, 2, dtype=torch.uint8), torch.arange(20) % 2)
+    settings = PartitionSettings(
+        rule=Component({"_target_": "fedssl.partition.iid"}), num_clients=4, seed=0, server_fraction=None, cache=None
+    )
+    first = make_partition(settings, images)
+    assert make_partition(replace(settings), images) is first
+    assert make_partition(settings, replace(images)) is not first
+    assert make_partition(replace(settings, seed=1), images) is not first
 
 
 def test_dirichlet_large_alpha_is_uniform_small_alpha_is_skewed() -> None:
@@ -401,3 +453,16 @@ def test_plot_of_many_clients_or_classes(tmp_path: Path, num_clients: int, num_c
     width, height = Image.open(tmp_path / "held.png").size
     assert width == 960
     assert height == (1440 if num_clients == 100 else 600)
+
+
+def test_a_figure_of_many_clients_shows_some_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every third of 2,500 clients: 834 bars of two classes each, the last for client 2,499, of height 3."""
+    figures = []
+    monkeypatch.setattr("fedssl.plots.partition.write_png", lambda figure, path, dpi: figures.append(figure))
+    parts = list(np.arange(10_000).reshape(2500, 4))
+    save_partition_plot(tmp_path / "held.png", parts, torch.arange(10_000) % 2)
+    (axes, *_) = figures[0].axes
+    paths = axes.collections[0].get_paths()
+    assert len(paths) == 2 * 834
+    assert sorted({*paths[-1].vertices[:, 1]}) == [2497.5, 2500.5]
+    assert axes.get_ylabel() == "client (one of 3)"
