@@ -40,6 +40,7 @@ from simulation.pruning import pruning_of, successive_halving
 from simulation.sweep import (
     FOLDER_KEY,
     Batch,
+    check_job_folders,
     check_metric,
     check_options,
     finish_sweep,
@@ -164,6 +165,7 @@ def _run_hydra_sweep(flags: Sequence[str], overrides: Sequence[str]) -> int:
     """Run a sweep by another sweeper or launcher of Hydra, and return its exit status."""
     options, overrides = split_options(overrides)
     check_options(options, {"metric"}, instead="Hydra itself runs the jobs of this sweep: use its settings")
+    check_job_folders(overrides)
     if folder_to_resume(overrides) is not None:
         raise InputError("a sweep of Hydra's sweepers and launchers cannot be resumed; leave out resume or these")
     metric = options.get("metric")

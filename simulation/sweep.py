@@ -102,6 +102,16 @@ def new_sweep_folder(overrides: Sequence[str]) -> Path:
     return folder
 
 
+def check_job_folders(overrides: Sequence[str]) -> None:
+    """Raise `InputError` if Hydra would give all jobs of a sweep the same folder."""
+    for override in parse(overrides):
+        if override.key_or_group == "hydra.sweep.subdir" and "${" not in str(override.value()):
+            raise InputError(
+                f"{override.input_line} is the same folder for all jobs; use an interpolation, e.g. "
+                "'hydra.sweep.subdir=${hydra.job.num}', or leave it out"
+            )
+
+
 def folder_to_resume(overrides: Sequence[str]) -> Path | None:
     """Return the folder of the sweep to resume; None without ``resume``. Raises `InputError`."""
     for override in parse(overrides):

@@ -19,6 +19,7 @@ from simulation.sweep import (
     STATE_FILE,
     Batch,
     Job,
+    check_job_folders,
     check_metric,
     check_options,
     folder_to_resume,
@@ -231,6 +232,11 @@ class TestHydra:
     def test_a_missing_plugin_is_one_sentence(self):
         with pytest.raises(InputError, match="hydra/launcher=moon is not installed; .* hydra-moon-launcher"):
             new_sweep_folder(["seed=0,1", "hydra/launcher=moon"])
+
+    def test_jobs_that_share_a_folder_are_one_sentence(self):
+        check_job_folders(["seed=0,1", "hydra.sweep.subdir=${hydra.job.num}"])
+        with pytest.raises(InputError, match="hydra.sweep.subdir=x is the same folder for all jobs; use an interpol"):
+            check_job_folders(["seed=0,1", "hydra.sweep.subdir=x"])
 
     def test_a_metric_without_a_protocol_is_one_sentence(self):
         check_metric("knn", ["final_evaluation=knn", "seed=0,1"], final=True)
