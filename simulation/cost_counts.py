@@ -1,8 +1,8 @@
 """Steps and bytes of every round of a run, without training.
 
 The plans of all rounds are built by the run's own code, from the untrained model. The size of a plan or an update
-depends on names, shapes and the number of a round, not on weights, so the bytes equal those of the run. Exceptions are
-listed by `why_upper_bound`.
+depends on names, shapes and the number of a round, not on weights, so the bytes equal those of the run. Where they
+depend on training they are upper bounds, see `why_upper_bound`.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,16 @@ from dataclasses import dataclass, replace
 from flwr.app import RecordDict
 
 from fedssl.arrays import Layers
+from fedssl.errors import InputError
 from fedssl.schedule.phases import Phase, phase_at
 from fedssl.training import number_of_batches
 from fedssl.wire.messages import ARRAYS, CONFIG, METHOD_UPLOAD, ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
 from server_app.build import RunComponents
+from server_app.plans import ClientSlot
 from server_app.round import Round
 from server_app.round_context import RoundContext
+from strategies.cluster_assignment import OneShotClusters, ServerAssignedClusters
 from strategies.euc import EUCServer
 from strategies.interfaces import ServerState
 
@@ -43,41 +46,68 @@ class RoundCounts:
 def count_rounds(components: RunComponents, *, saves_state: bool) -> tuple[list[RoundCounts], int]:
     """Return the counts of all rounds, and the number of global models at the end.
 
-    ``saves_state`` is whether a client has a state between rounds.
+    ``saves_state`` is whether a client has a state between rounds. Clients with too few images are dropped in every
+    round, and not counted. Raises `InputError` if a round has too few others.
     """
-    assert components.client_data is not None
-    settings, context, parts = components.settings, components.context, components.client_data.parts
-    context = without_calibration(context)
-    state, uploads, result = ServerState(), _Uploads(context.gathered.layers), []
+    settings, context = components.settings, without_calibration(components.context)
+    state, sizes, result = ServerState(), _MessageSizes(context), []
+    changes_models = _may_change_models(components)
     for number in range(1, settings.rounds + 1):
         attempted = Round(context, state, oldest_resumable=_oldest_checkpoint(components, before=number))
-        sizes = [len(parts[slot.client]) for slot in attempted.slots.values()]
-        bytes_up = 0
-        for slot, message, size in zip(attempted.slots.values(), attempted.messages, sizes, strict=True):
+        bytes_down = bytes_up = 0
+        images = _images_of_clients(components, attempted)
+        for message, (client, slot) in zip(attempted.messages, attempted.slots.items(), strict=True):
+            if client not in images:
+                continue
             expected = attempted.starts[slot.start].expected_upload.layers
-            loaded = state.state_rounds.get(slot.client, 0)
+            loaded = state.state_rounds.get(client, 0)
             saved = (loaded, number if saves_state else loaded)
-            bytes_up += uploads.size(message.content, expected, round=number, num_examples=size, state_rounds=saved)
-        participation = {slot.client: (number, slot.start) for slot in attempted.slots.values()}
+            bytes_down += sizes.download(message.content, slot, expected)
+            bytes_up += sizes.upload(
+                message.content, expected, round=number, num_examples=images[client], state_rounds=saved
+            )
         result.append(
             RoundCounts(
                 phase=phase_at(context.phases, number),
-                clients=len(sizes),
-                images=sum(sizes),
-                steps=sum(steps_of_client(components, size) for size in sizes),
-                bytes_down=sum(slot.bytes_down for slot in attempted.slots.values()),
+                clients=len(images),
+                images=sum(images.values()),
+                steps=sum(steps_of_client(components, size) for size in images.values()),
+                bytes_down=bytes_down,
                 bytes_up=bytes_up,
                 evaluated=components.evaluator.due(number),
             )
         )
+        # Without a last participation clients are assumed to hold no layer of the model.
+        used = {} if changes_models else {client: (number, attempted.slots[client].start) for client in images}
         state = replace(
             state,
             round=number,
             models={**state.models, **{name: start.model for name, start in attempted.starts.items()}},
-            last_participation={**state.last_participation, **participation},
-            state_rounds={**state.state_rounds, **dict.fromkeys(participation, number if saves_state else 0)},
+            last_participation={**state.last_participation, **used},
+            state_rounds={**state.state_rounds, **dict.fromkeys(images, number if saves_state else 0)},
         )
     return result, len(state.models)
+
+
+def _images_of_clients(components: RunComponents, attempted: Round) -> dict[int, int]:
+    """Return the number of images of each client whose update is used; raises `InputError` if they are too few."""
+    assert components.client_data is not None
+    smallest, needed = components.method.min_batch_size, components.settings.aggregation.min_updates
+    sizes = {client: len(components.client_data.parts[client]) for client in attempted.slots}
+    used = {client: size for client, size in sizes.items() if size >= smallest}
+    if len(used) < needed:
+        raise InputError(
+            f"round {attempted.number} has {len(used)} clients with the {smallest} images that training needs, and "
+            f"aggregation.min_updates={needed}; set a larger partition.min_size, or fewer clients"
+        )
+    return used
+
+
+def _may_change_models(components: RunComponents) -> bool:
+    """Return whether the server assigns clients to models by their updates, which decides what they have cached."""
+    server = components.context.strategy.server
+    assigns = isinstance(server, OneShotClusters | ServerAssignedClusters) and len(server.model_names) > 1
+    return assigns and len(components.context.phases) > 1
 
 
 def without_calibration(context: RoundContext) -> RoundContext:
@@ -96,29 +126,59 @@ def steps_of_client(components: RunComponents, num_images: int) -> int:
 
 def why_upper_bound(components: RunComponents) -> list[str]:
     """Return the settings by which a run may send fewer bytes or take fewer rounds than counted."""
-    settings, server = components.settings, components.context.strategy.server
+    settings, aggregation = components.settings, components.settings.aggregation
+    skips_layers = _skips_layers(components.context)
     reasons = {
         "early_stopping": settings.evaluation.early_stopping.monitor is not None,
-        "aggregation.buffered": settings.aggregation.buffered,
-        "aggregation.over_selection": settings.aggregation.over_selection > 0,
-        "aggregation.round_deadline": settings.aggregation.round_deadline is not None,
-        f"strategy={settings.recording.choices['strategy']}": isinstance(server, EUCServer)
-        or bool(server.models_to_cluster(ServerState(), 1)),
+        "aggregation.buffered": aggregation.buffered,
+        "aggregation.over_selection": aggregation.over_selection > 0,
+        "aggregation.round_deadline": aggregation.round_deadline is not None,
+        "aggregation.max_norm_ratio": aggregation.max_norm_ratio is not None,
+        "aggregation.max_examples": aggregation.max_examples is not None,
+        f"strategy={settings.recording.choices['strategy']}": skips_layers or _may_change_models(components),
     }
     return [name for name, holds in reasons.items() if holds]
 
 
-class _Uploads:
-    """Sizes of updates. The layers are encoded once for all clients that upload the same."""
+def _skips_layers(context: RoundContext) -> bool:
+    """Return whether the strategy exchanges fewer layers in some rounds, which depends on the updates."""
+    server = context.strategy.server
+    return isinstance(server, EUCServer) and server.interval > 1
 
-    def __init__(self, gathered: Layers) -> None:
-        self._gathered = gathered
+
+class _MessageSizes:
+    """Sizes of messages. The layers are encoded once for all clients that upload the same."""
+
+    def __init__(self, context: RoundContext) -> None:
+        self._gathered, self._names_uploads = context.gathered.layers, _skips_layers(context)
+        self._name_bytes: int | None = None
         self._encoded: dict[tuple[str, ...], tuple[TrainPlan, RecordDict]] = {}
+        self._sizes: dict[tuple[object, ...], int] = {}
 
-    def size(
+    def download(self, content: RecordDict, slot: ClientSlot, expected: Layers) -> int:
+        """Return the bytes of a plan, and those of the names of all layers, which a plan has that skips some."""
+        if not self._names_uploads:
+            return slot.bytes_down
+        if self._name_bytes is None:
+            plan = replace(TrainPlan.from_content(content), layers={}, candidate_arrays=(), broadcast={})
+            named = replace(plan, upload_names=tuple(expected))
+            self._name_bytes = content_bytes(named.to_content()) - content_bytes(plan.to_content())
+        return slot.bytes_down + self._name_bytes
+
+    def upload(
         self, content: RecordDict, expected: Layers, *, round: int, num_examples: int, state_rounds: tuple[int, int]
     ) -> int:
         """Return the bytes of the update to a plan with this content."""
+        key = (str(content.config_records[CONFIG]["metrics"]), *expected)
+        numbers = (round, num_examples, *state_rounds)
+        size_key = (key, *map(_encoded_length, numbers))
+        if size_key not in self._sizes:
+            self._sizes[size_key] = self._upload(key, content, expected, *numbers)
+        return self._sizes[size_key]
+
+    def _upload(
+        self, key: tuple[str, ...], content: RecordDict, expected: Layers, round: int, num_examples: int, *states: int
+    ) -> int:
         update = ClientUpdate(
             layers=expected,
             uploaded_parts=self._gathered,
@@ -126,9 +186,8 @@ class _Uploads:
             num_examples=num_examples,
             train_loss=1.0,
             seconds=1.0,
-            state_rounds=state_rounds,
+            state_rounds=(states[0], states[1]),
         )
-        key = (str(content.config_records[CONFIG]["metrics"]), *expected)
         if key not in self._encoded:
             plan = TrainPlan.from_content(content)
             self._encoded[key] = plan, update.to_content(plan)
@@ -136,6 +195,11 @@ class _Uploads:
         metadata = replace(update, layers={}, uploaded_parts={}).to_content(replace(plan, round=round))
         arrays = {name: encoded.array_records[name] for name in (ARRAYS, METHOD_UPLOAD)}
         return content_bytes(RecordDict({**metadata, **arrays}))
+
+
+def _encoded_length(number: int) -> int:
+    """Return how many bytes after the first an integer has in Flower's records: 7 bits each, and one for the sign."""
+    return number.bit_length() // 7
 
 
 @dataclass

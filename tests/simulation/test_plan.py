@@ -74,7 +74,7 @@ def test_steps_and_bytes_are_those_of_the_run(tmp_path, overrides):
     trained = [json.loads(line) for line in (folder / "clients.jsonl").read_text().splitlines()]
     parts = components.client_data.parts
     assert sum(counts.images for counts in rounds) == sum(len(parts[row["client"]]) for row in trained)
-    assert num_models == max(len(line.get("models", [0])) for line in lines) or "gossip" in str(overrides)
+    assert num_models == len(list(folder.glob("encoder*.pt")))
 
 
 def test_the_steps_of_clients_by_hand(tmp_path):
@@ -85,12 +85,64 @@ def test_the_steps_of_clients_by_hand(tmp_path):
     assert [counts.images for counts in rounds] == 4 * [60]
 
 
-def test_euc_and_options_that_end_a_round_early_are_upper_bounds(tmp_path):
-    components = build(
-        [*QUICK, "strategy=euc", "aggregation.round_deadline=9", "aggregation.over_selection=1"], tmp_path
-    )
-    bounds = ["aggregation.over_selection", "aggregation.round_deadline", "strategy=euc"]
-    assert why_upper_bound(components) == bounds
+BOUNDED = [
+    ["strategy=euc", "rounds=9"],  # a plan that skips layers is longer by their names
+    ["aggregation.max_norm_ratio=1"],
+    ["strategy.weighting=examples", "aggregation.max_examples=19"],
+    ["aggregation.over_selection=1"],
+    ["aggregation.buffered=true", "aggregation.min_updates=2"],
+    # The stages that are frozen when the clusters are made are sent again.
+    [
+        *("strategy=clustered", "strategy.assign_by=update_cosine", "strategy.cluster_round=4", "clients_per_round=5"),
+        *("schedule=layer_wise", "rounds=8", "partition.alpha=0.05"),
+    ],
+]
+
+
+@pytest.mark.parametrize("overrides", BOUNDED, ids=",".join)
+def test_what_depends_on_training_is_an_upper_bound(tmp_path, overrides):
+    folder = tmp_path / "run"
+    components = build([*QUICK, *overrides], folder)
+    (name,) = why_upper_bound(components)
+    assert overrides[0].startswith(name) or overrides[1].startswith(name)
+    cli.run([*QUICK, *overrides, f"output_dir={folder}"])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rounds, _ = count_rounds(components, saves_state=False)
+    for line, counts in zip(lines, rounds, strict=True):
+        assert line["bytes_up"] <= counts.bytes_up
+        assert line["bytes_down"] <= counts.bytes_down or overrides[0] == "strategy=euc"
+    assert sum(line["bytes_down"] for line in lines) <= sum(counts.bytes_down for counts in rounds)
+
+
+def test_strategies_with_options_that_change_no_size_are_exact(tmp_path):
+    assert why_upper_bound(build([*QUICK, "strategy=euc", "strategy.interval=1"], tmp_path)) == []
+    clustered = ["strategy=clustered", "strategy.assign_by=update_cosine", "clients_per_round=5"]
+    assert why_upper_bound(build([*QUICK, *clustered], tmp_path)) == []
+
+
+def write_partition(file, counts, *, num_images):
+    """Write a partition of images, in which client k has ``counts[k]`` and the last one has the others."""
+    clients = [client for client, count in enumerate(counts) for _ in range(count)]
+    clients += [len(counts)] * (num_images - len(clients))
+    file.write_text("client\n" + "".join(f"{client}\n" for client in clients))
+
+
+def test_clients_that_a_run_drops_for_too_few_images_are_not_counted(tmp_path):
+    """SimSiam needs three images, and one client has two."""
+    write_partition(tmp_path / "partition.csv", [2, 40], num_images=100)
+    overrides = [*QUICK, "num_clients=3", "partition=file", f"partition.file={tmp_path / 'partition.csv'}"]
+    overrides += ["method=simsiam", "schedule=layer_wise"]
+    components = build(overrides, tmp_path / "run")
+    cli.run([*overrides, f"output_dir={tmp_path / 'run'}"])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rounds, _ = count_rounds(components, saves_state=False)
+    assert [(line["clients"], line["bytes_down"], line["bytes_up"]) for line in lines] == [
+        (counts.clients, counts.bytes_down, counts.bytes_up) for counts in rounds
+    ]
+    assert [(counts.clients, counts.images) for counts in rounds] == 4 * [(2, 98)]
+    components = build([*overrides, "aggregation.min_updates=3"], tmp_path / "run")
+    with pytest.raises(InputError, match=r"round 1 has 2 clients with the 3 images .* set a larger partition.min_size"):
+        count_rounds(components, saves_state=False)
 
 
 MEASURED = Measurement(
