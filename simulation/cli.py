@@ -158,7 +158,7 @@ def _plan(flags: Sequence[str], overrides: Sequence[str], *, is_sweep: bool) -> 
         jobs = plan_jobs(Path(folder), overrides, options).jobs_in(Path(folder))
         limit = options.get("jobs")
         tasks = parallel_tasks(jobs, limit=limit, address=None, gpus=options.get("gpus", 1))
-        return print_sweep_plan(jobs, tasks, limit=limit)
+        return print_sweep_plan(jobs, tasks, limit=limit, prunes=options.get("reduction_factor") is not None)
 
 
 def _run_hydra_sweep(flags: Sequence[str], overrides: Sequence[str]) -> int:

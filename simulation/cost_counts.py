@@ -35,6 +35,7 @@ class RoundCounts:
     steps: int
     bytes_down: int
     bytes_up: int
+    models: int  # of the server after the round
     evaluated: bool
 
     @property
@@ -66,6 +67,7 @@ def count_rounds(components: RunComponents, *, saves_state: bool) -> tuple[list[
             bytes_up += sizes.upload(
                 message.content, expected, round=number, num_examples=images[client], state_rounds=saved
             )
+        models = {**state.models, **{name: start.model for name, start in attempted.starts.items()}}
         result.append(
             RoundCounts(
                 phase=phase_at(context.phases, number),
@@ -74,6 +76,7 @@ def count_rounds(components: RunComponents, *, saves_state: bool) -> tuple[list[
                 steps=sum(steps_of_client(components, size) for size in images.values()),
                 bytes_down=bytes_down,
                 bytes_up=bytes_up,
+                models=len(models),
                 evaluated=components.evaluator.due(number),
             )
         )
@@ -82,7 +85,7 @@ def count_rounds(components: RunComponents, *, saves_state: bool) -> tuple[list[
         state = replace(
             state,
             round=number,
-            models={**state.models, **{name: start.model for name, start in attempted.starts.items()}},
+            models=models,
             last_participation={**state.last_participation, **used},
             state_rounds={**state.state_rounds, **dict.fromkeys(images, number if saves_state else 0)},
         )

@@ -1,37 +1,51 @@
 """Durations and memory of the parts of a run, measured on a few training steps, one aggregation and the evaluations.
 
-Each part is done once as the run does it, in this process, so that its peak memory is that of the run. Nothing is
-written into a run folder.
+Each part is done as the run does it, in this process, so that its peak memory is that of the run. Nothing is written
+into a run folder.
 """
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from subprocess import PIPE, Popen
 from tempfile import TemporaryDirectory
 
+import numpy as np
 from flwr.app import Message
 
 from client_app.worker import ClientWorker
 from fedssl.arrays import Layers
 from fedssl.compat import assign_message_id
 from fedssl.config.load import parse_client_config
-from fedssl.machine.memory import peak_memory
-from fedssl.methods.base import build_method
-from fedssl.plots.partition import save_partition_plot
+from fedssl.machine.memory import peak_memory, reset_peak_memory
+from fedssl.machine.process import return_freed_memory
+from fedssl.schedule.phases import Phase
 from fedssl.training import number_of_batches
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from server_app.build import RunComponents
+from server_app.checkpoint import save_checkpoint
 from server_app.round import Round
 from simulation.cost_counts import without_calibration
-from strategies.interfaces import GLOBAL, ServerState
+from simulation.evaluation_cost import EvaluationCost, measure_evaluation, seconds_of
+from strategies.interfaces import ServerState
 
-TRAINING_SECONDS = 2.0  # about the duration of the measured training
+TRAINING_SECONDS = 4.0  # about the duration of the measured training, for all phases together
 MAX_UPDATES = 20  # updates that are aggregated; more take proportionally longer
-FIGURES = 3  # that a run plots at its end
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Seconds of a training step: ``fixed`` and those of each image of the batch."""
+
+    fixed: float
+    image: float
+
+    def total(self, *, steps: float, images: float) -> float:
+        """Return the seconds of steps with this number of images together."""
+        return steps * self.fixed + images * self.image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,88 +53,174 @@ class Measurement:
     """Seconds and bytes of the parts of a run."""
 
     client: float  # of a client in a round, in addition to its steps
-    step: float  # of a training step in the first phase
+    steps: Mapping[int, StepSeconds]  # by the number of the phase
     update: float  # to validate and aggregate one update
-    evaluation: float  # of the global model in a round
-    observation: float  # of the collapse metrics of one model
-    finish: float  # final evaluation and figures
-    server_memory: int  # peak of a process that runs no clients
-    worker_memory: int  # peak of a process that runs clients only
-    peak_memory: int  # of a process that does both
+    checkpoint: float  # to save the state of a round
+    resources: float  # to measure FLOPs and memory of a training step, once in a phase
+    evaluation: EvaluationCost
+    step_memory: int | None  # peak bytes of tensors of a training step in the last phase; None if not measured
+    server_memory: int  # peak of the process of the server, with clients on engine=local
+    worker_memory: int  # peak of a process that runs clients only; 0 on engine=local
     update_memory: int  # of each update beyond `MAX_UPDATES`, if the aggregation holds them
+    models: int  # of the server in the measured round
+    saves_state: bool  # whether clients have a state between rounds
     state_bytes: int  # of the files that a client keeps between rounds
+    checkpoint_bytes: int  # of the state of the measured round
 
 
-def measure(components: RunComponents) -> Measurement:
-    """Measure the parts of a run."""
-    base = peak_memory()
-    attempted = Round(components.context, ServerState())
-    update, update_memory = _measure_aggregation(components)
-    evaluation, observation, finish = _measure_evaluation(components, attempted)
-    server_memory = peak_memory()
-    with TemporaryDirectory(prefix="fedssl-plan-") as folder:
-        client, step = _measure_training(components, attempted, Path(folder))
-        state_bytes = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
-    return Measurement(
-        client=client,
-        step=step,
-        update=update,
-        evaluation=evaluation,
-        observation=observation,
-        finish=finish,
-        server_memory=server_memory,
-        worker_memory=base + peak_memory() - server_memory,
-        peak_memory=peak_memory(),
-        update_memory=update_memory,
-        state_bytes=state_bytes,
-    )
-
-
-def _measure_training(components: RunComponents, attempted: Round, folder: Path) -> tuple[float, float]:
-    """Return the seconds of a client apart from its steps, and of a step."""
-    assert components.client_data is not None
-    parts = components.client_data.parts
-    slot = next(iter(attempted.slots.values()))
-    plan = TrainPlan.from_content(attempted.messages[0].content)
-    worker = ClientWorker(parse_client_config(plan.settings))
-    sizes = {client: len(parts[client]) for client in attempted.slots}
-    client = min(sizes, key=lambda client: abs(sizes[client] - median(sizes.values())))
-    batches = number_of_batches(sizes[client], worker.training.batch_size, min_batch_size=worker.method.min_batch_size)
-    batch_size = -(-sizes[client] // batches)
-
-    def train(num_batches: int, epochs: int) -> float:
-        worker.client_indices = [parts[client][: num_batches * batch_size]] * (slot.client + 1)
-        worker.training = replace(worker.training, epochs=epochs)
+def measure(components: RunComponents, *, separate_workers: bool) -> Measurement:
+    """Measure the parts of a run, whose clients train in this process or, as on Ray, in ``separate_workers``."""
+    _forget_peak()
+    with TemporaryDirectory(prefix="fedssl-plan-") as name:
+        folder = Path(name)
+        training = _TrainingMeasurement(components, folder / "client")
+        steps = {phase.number: training.step(phase) for phase in components.context.phases}
+        worker_memory = 0
+        if separate_workers:
+            worker_memory = peak_memory()
+            training.release()
+            _forget_peak()
+        aggregation = _measure_aggregation(components, folder / "checkpoints")
         start = time.perf_counter()
-        worker.train(plan, slot.client, folder)
+        costs = components.costs(components.context.phases[-1], [0]) if components.costs else None
+        resources = time.perf_counter() - start
+        evaluation = measure_evaluation(components, affordable=training.round_seconds())
+        return Measurement(
+            client=training.client,
+            steps=steps,
+            update=aggregation.update,
+            checkpoint=aggregation.checkpoint,
+            resources=resources,
+            evaluation=evaluation,
+            step_memory=int(costs["peak_memory"]) if costs else None,
+            server_memory=peak_memory() + evaluation.further_memory,
+            worker_memory=worker_memory,
+            update_memory=aggregation.update_memory,
+            models=aggregation.models,
+            saves_state=training.saves_state,
+            state_bytes=_bytes_in(folder / "client"),
+            checkpoint_bytes=_bytes_in(folder / "checkpoints"),
+        )
+
+
+def _forget_peak() -> None:
+    """Return freed memory, so that the peak of earlier measurements does not count."""
+    return_freed_memory()
+    reset_peak_memory()
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+class _TrainingMeasurement:
+    """Trainings of a client by the worker of a client process. ``client`` are its seconds apart from steps."""
+
+    def __init__(self, components: RunComponents, folder: Path) -> None:
+        assert components.client_data is not None
+        self._components, self._folder = components, folder
+        self._context = without_calibration(components.context)
+        parts = components.client_data.parts
+        first = Round(self._context, ServerState())
+        sizes = [len(parts[client]) for client in first.slots]
+        self._images = int(median(sizes))
+        # Batches as large as the largest of any client need the memory of the run.
+        self._largest = max(self._batch_size(size) for size in map(len, parts))
+        self._settings = parse_client_config(components.context.client_config)
+        self._worker: ClientWorker | None = ClientWorker(self._settings)
+        self.client, self.saves_state = 0.0, False
+        self._step: StepSeconds = StepSeconds(0.0, 0.0)
+
+    def release(self) -> None:
+        """Free the memory of the worker."""
+        self._worker = None
+
+    def round_seconds(self) -> float:
+        """Return the seconds of the clients of a round in the last phase, one after the other."""
+        settings = self._components.settings
+        images = self._images * settings.training.epochs
+        steps = images / self._batch_size(self._images)
+        return settings.clients_per_round * (self.client + self._step.total(steps=steps, images=images))
+
+    def step(self, phase: Phase) -> StepSeconds:
+        """Measure steps of a phase, with the batch of a client with the median number of images and half of it."""
+        attempted = Round(self._context, ServerState(round=phase.first - 1))
+        plan = TrainPlan.from_content(attempted.messages[0].content)
+        client = next(iter(attempted.slots))
+        batch_size = self._batch_size(self._images)
+        self._train(plan, client, images=self._largest, batch_size=self._largest, epochs=2)  # warm-up, and peak memory
+        if not self._components.settings.training.epochs:
+            self.client = self._train(plan, client, images=batch_size, batch_size=batch_size, epochs=0)
+            return StepSeconds(0.0, 0.0)
+        whole, without = self._step_seconds(plan, client, batch_size)
+        half = max(batch_size // 2, self._components.method.min_batch_size)
+        image = 0.0
+        if half < batch_size:
+            image = (whole - self._step_seconds(plan, client, half)[0]) / (batch_size - half)
+        image = min(max(image, 0.0), whole / batch_size)
+        self.client, self._step = max(0.0, without), StepSeconds(whole - batch_size * image, image)
+        return self._step
+
+    def _step_seconds(self, plan: TrainPlan, client: int, batch_size: int) -> tuple[float, float]:
+        """Return the seconds of a step, and of a round of the client without steps."""
+
+        def train(steps: int) -> float:
+            return self._train(plan, client, images=batch_size, batch_size=batch_size, epochs=steps)
+
+        short = min(train(1) for _ in range(3))
+        seconds = TRAINING_SECONDS / 4 / len(self._context.phases)  # of each of four trainings
+        steps = 1 + max(3, int(seconds / short))
+        step = max(median(train(steps) for _ in range(2)) - short, 0.0) / (steps - 1)
+        return step, short - step
+
+    def _train(self, plan: TrainPlan, client: int, *, images: int, batch_size: int, epochs: int) -> float:
+        assert self._components.client_data is not None
+        worker = self._worker
+        assert worker is not None
+        order = np.concatenate(sorted(self._components.client_data.parts, key=len, reverse=True))
+        worker.client_indices = [order[:images]] * (client + 1)
+        worker.training = replace(worker.training, epochs=epochs, batch_size=batch_size)
+        start = time.perf_counter()
+        update = worker.train(plan, client, self._folder)
+        self.saves_state = update.state_rounds[1] > 0
         return time.perf_counter() - start
 
-    if not worker.training.epochs:
-        return train(batches, 0), 0.0
-    train(1, 1)  # warm-up
-    short = min(train(1, 1) for _ in range(3))
-    steps = max(2, int(TRAINING_SECONDS / short))
-    used = min(batches, steps)
-    epochs = -(-steps // used)
-    long = train(used, epochs)
-    step = max(long - short, 0.0) / (used * epochs - 1)
-    return max(0.0, short - step), step
+    def _batch_size(self, num_images: int) -> int:
+        training, smallest = self._components.settings.training, self._components.method.min_batch_size
+        return -(-num_images // number_of_batches(num_images, training.batch_size, min_batch_size=smallest))
 
 
-def _measure_aggregation(components: RunComponents) -> tuple[float, int]:
-    """Return the seconds to aggregate an update, and the memory of each if the aggregation holds them."""
+@dataclass(frozen=True, kw_only=True)
+class _Aggregation:
+    """Cost of the aggregation of a round; fields as in `Measurement`."""
+
+    update: float
+    update_memory: int
+    checkpoint: float
+    models: int
+
+
+def _measure_aggregation(components: RunComponents, folder: Path) -> _Aggregation:
+    """Aggregate the updates of a round, and save its state."""
     context = without_calibration(components.context)
     number = min(context.clients_per_round, MAX_UPDATES)
     numbers = (number // 2, number) if context.clients_per_round > MAX_UPDATES else (number,)
-    peaks, seconds = [], 0.0
+    peaks, seconds, state = [], 0.0, ServerState()
     for number in numbers:
         sampled = replace(context, clients_per_round=number, aggregation=replace(context.aggregation, over_selection=0))
         attempted = Round(sampled, ServerState())
         start = time.perf_counter()
-        attempted.finish(_replies(attempted, context.gathered.layers))
+        state, _ = attempted.finish(_replies(attempted, context.gathered.layers))
         seconds = time.perf_counter() - start
         peaks.append(peak_memory())
-    return seconds / number, (peaks[-1] - peaks[0]) // (number - number // 2)
+    folder.mkdir()
+    checkpoint = seconds_of(lambda: save_checkpoint(folder, state, keep=1))
+    return _Aggregation(
+        update=seconds / number,
+        update_memory=(peaks[-1] - peaks[0]) // (number - number // 2),
+        checkpoint=checkpoint,
+        models=len(state.models),
+    )
 
 
 def _replies(attempted: Round, gathered: Layers) -> Iterator[Message]:
@@ -144,34 +244,6 @@ def _changed(layers: Layers) -> Layers:
         name: array * array.dtype.type(1.001) if array.dtype.kind == "f" else array.copy()
         for name, array in layers.items()
     }
-
-
-def _measure_evaluation(components: RunComponents, attempted: Round) -> tuple[float, float, float]:
-    """Return the seconds to evaluate a model in a round, to measure its collapse, and of the end of a run."""
-    evaluator, method, monitor = components.evaluator, components.method, components.monitor
-    evaluation = observation = 0.0
-    if components.settings.evaluation.every:
-        evaluation = _seconds(lambda: evaluator.evaluate([(GLOBAL, method)]))
-        if monitor is not None:
-            layers = next(iter(attempted.starts.values())).model.layers
-            observation = _seconds(lambda: monitor.finish({GLOBAL: layers}))
-    untrained = build_method(components.settings.model).to(components.device)
-    finish = _seconds(lambda: evaluator.evaluate([(GLOBAL, method)], final=True))
-    finish += _seconds(lambda: evaluator.baselines(untrained))
-    return evaluation, observation, finish + FIGURES * _seconds(lambda: _plot_partition(components))
-
-
-def _plot_partition(components: RunComponents) -> None:
-    assert components.client_data is not None
-    image_data, parts = components.client_data.image_data, components.client_data.parts
-    with TemporaryDirectory(prefix="fedssl-plan-") as folder:
-        save_partition_plot(Path(folder) / "partition.png", parts, image_data.labels, image_data.classes)
-
-
-def _seconds(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
 
 
 def parallel_slowdown(processes: int, threads: int) -> float:

@@ -1,11 +1,11 @@
 """The output of ``fedssl plan=true``: the cost of a run, or of every job of a sweep."""
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 from fedssl.errors import InputError
-from fedssl.machine.memory import gigabytes
+from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.machine.process import available_cores, process_age
 from fedssl.text_table import align
 from server_app.console import duration
@@ -13,6 +13,9 @@ from simulation.parallel_jobs import JobTask
 from simulation.plan import Plan, Planner
 from simulation.resources import RAY_OVERHEAD_SECONDS
 from simulation.sweep import Job
+
+RAY_MEMORY_SHARE = 0.7  # of the available memory, for tasks; the rest is for Ray's objects
+LISTED = 4  # jobs in a row of the table
 
 
 def print_plan(overrides: Sequence[str]) -> None:
@@ -38,8 +41,10 @@ def format_plan(plan: Plan, *, startup: float) -> str:
         lines.append(["", f"{gigabytes(plan.step_memory)} of tensors in a training step"])
     per_round = sum(plan.round_seconds) / len(rounds)
     lines.append(["time", f"{per_round:.2g} s per round, {duration(startup + plan.seconds)} in total"])
-    bounds = f"\nupper bounds, because of {', '.join(plan.upper_bounds)}" if plan.upper_bounds else ""
-    return align(lines, left=2) + bounds
+    if plan.disk:
+        lines.insert(-1, ["disk", f"{gigabytes(plan.disk)} of checkpoints, client states and snapshots"])
+    notes = [f"upper bounds, because of {', '.join(plan.upper_bounds)}"] if plan.upper_bounds else []
+    return "\n".join([align(lines, left=2), *notes, *plan.assumptions])
 
 
 def _number(count: int, noun: str) -> str:
@@ -62,10 +67,13 @@ def _range(values: Sequence[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def print_sweep_plan(jobs: Sequence[Job], tasks: Mapping[Path, JobTask] | None, *, limit: int | None) -> int:
-    """Print the cost of every job of a sweep, and of all. Return the exit status, which is 2 if a job is rejected.
+def print_sweep_plan(
+    jobs: Sequence[Job], tasks: Mapping[Path, JobTask] | None, *, limit: int | None, prunes: bool = False
+) -> int:
+    """Print the cost of the jobs of a sweep, and of all. Return the exit status, which is 2 if a job is rejected.
 
     ``tasks`` are the jobs that run in parallel, by folder, at most ``limit`` at once; None: one after the other.
+    ``prunes`` is whether jobs may end early. Jobs with the same cost share a row.
     """
     startup, planner = process_age(), Planner()
     plans: dict[Job, Plan] = {}
@@ -76,30 +84,54 @@ def print_sweep_plan(jobs: Sequence[Job], tasks: Mapping[Path, JobTask] | None, 
         except InputError as error:
             rejected.append(f"{job.name} is rejected: {error}")
     if plans:
-        print(align([["job", "settings", "steps", "bytes", "memory", "time"], *_rows(plans, jobs)], left=2))
-        used = [tasks[job.folder].cpus for job in plans] if tasks else [available_cores()]
-        concurrency = min(max(1, available_cores() // max(used)), len(plans), limit or len(plans))
-        slowdown = planner.slowdown(concurrency, max(used)) if concurrency > 1 else 1.0
+        print(align([["jobs", "settings", "steps", "bytes", "memory", "time"], *_rows(plans, jobs)], left=2))
+        concurrency = concurrent_jobs([tasks[job.folder] for job in plans], limit=limit) if tasks else 1
+        cpus = max(tasks[job.folder].cpus for job in plans) if tasks else 1
+        slowdown = planner.slowdown(concurrency, cpus)
         total = startup + makespan([slowdown * plan.seconds for plan in plans.values()], concurrency)
         total += RAY_OVERHEAD_SECONDS if tasks else 0.0
         print(f"\n{_number(len(plans), 'job')}, {concurrency} at once, {duration(total)} in total")
+        bounds = dict.fromkeys(name for plan in plans.values() for name in plan.upper_bounds)
+        bounds |= {"sweep.reduction_factor": None} if prunes else {}
+        notes = [f"upper bounds, because of {', '.join(bounds)}"] if bounds else []
+        notes += dict.fromkeys(text for plan in plans.values() for text in plan.assumptions)
+        print("".join(f"{line}\n" for line in notes), end="")
     print("".join(f"{line}\n" for line in rejected), end="")
     return 2 if rejected else 0
 
 
+def concurrent_jobs(tasks: Sequence[JobTask], *, limit: int | None) -> int:
+    """Return how many jobs Ray runs at once: as many as cores and memory allow, at most ``limit``."""
+    fitting = max(1, available_cores() // max(task.cpus for task in tasks))
+    available = available_memory()
+    if available is not None:
+        fitting = min(fitting, max(1, int(RAY_MEMORY_SHARE * available) // max(task.memory for task in tasks)))
+    return min(fitting, len(tasks), limit or len(tasks))
+
+
 def _rows(plans: Mapping[Job, Plan], jobs: Sequence[Job]) -> list[list[str]]:
     common = set[str].intersection(*(set(job.overrides) for job in jobs))
-    return [
-        [
-            job.folder.name,
-            " ".join(override for override in job.overrides if override not in common),
-            f"{sum(counts.steps for counts in plan.rounds):,}",
-            f"{sum(counts.bytes for counts in plan.rounds):,}",
-            gigabytes(plan.memory),
-            duration(plan.seconds),
-        ]
-        for job, plan in plans.items()
-    ]
+    rows: dict[object, list[Job]] = {}
+    for job, plan in plans.items():
+        rows.setdefault((plan.counts, duration(plan.seconds)), []).append(job)
+    return [[_numbers(group), _settings(group, common), *_cost(plans[group[0]])] for group in rows.values()]
+
+
+def _numbers(jobs: Sequence[Job]) -> str:
+    """Return the numbers of jobs, of many only the first ones."""
+    numbers = [job.folder.name for job in jobs]
+    return ", ".join(numbers) if len(jobs) <= LISTED else f"{', '.join(numbers[:LISTED])} and {len(jobs) - LISTED} more"
+
+
+def _settings(jobs: Sequence[Job], common: Set[str]) -> str:
+    """Return the swept overrides that all of these jobs have."""
+    shared = set[str].intersection(*(set(job.overrides) for job in jobs)) - common
+    return " ".join(override for override in jobs[0].overrides if override in shared)
+
+
+def _cost(plan: Plan) -> list[str]:
+    steps, num_bytes, memory = plan.counts
+    return [f"{steps:,}", f"{num_bytes:,}", gigabytes(memory), duration(plan.seconds)]
 
 
 def makespan(seconds: Sequence[float], concurrency: int) -> float:

@@ -112,6 +112,12 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def reset_peak_memory() -> None:
+    """Reset `peak_memory` to the resident memory, if the kernel can (Linux)."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
 def gigabytes(num_bytes: int) -> str:
     """Format bytes for people: ``12.3 GB``, ``266 MB`` or ``1.5 MB``."""
     if num_bytes >= 1e9:
