@@ -84,7 +84,7 @@ def measure(components: RunComponents, *, separate_workers: bool) -> Measurement
         start = time.perf_counter()
         costs = components.costs(components.context.phases[-1], [0]) if components.costs else None
         resources = time.perf_counter() - start
-        evaluation = measure_evaluation(components, affordable=training.round_seconds())
+        evaluation = measure_evaluation(components, training=training.run_seconds())
         return Measurement(
             client=training.client,
             steps=steps,
@@ -135,12 +135,13 @@ class _TrainingMeasurement:
         """Free the memory of the worker."""
         self._worker = None
 
-    def round_seconds(self) -> float:
-        """Return the seconds of the clients of a round in the last phase, one after the other."""
+    def run_seconds(self) -> float:
+        """Return the seconds of the training of all clients, one after the other, if all rounds were like the last."""
         settings = self._components.settings
         images = self._images * settings.training.epochs
         steps = images / self._batch_size(self._images)
-        return settings.clients_per_round * (self.client + self._step.total(steps=steps, images=images))
+        client = self.client + self._step.total(steps=steps, images=images)
+        return settings.rounds * settings.clients_per_round * client
 
     def step(self, phase: Phase) -> StepSeconds:
         """Measure steps of a phase, with the batch of a client with the median number of images and half of it."""
