@@ -81,6 +81,8 @@ def measure(components: RunComponents, *, separate_workers: bool) -> Measurement
             training.release()
             _forget_peak()
         aggregation = _measure_aggregation(components, folder / "checkpoints")
+        if not separate_workers:  # clients train beside the models of the server
+            training.repeat()
         start = time.perf_counter()
         costs = components.costs(components.context.phases[-1], [0]) if components.costs else None
         resources = time.perf_counter() - start
@@ -148,6 +150,7 @@ class _TrainingMeasurement:
         attempted = Round(self._context, ServerState(round=phase.first - 1))
         plan = TrainPlan.from_content(attempted.messages[0].content)
         client = next(iter(attempted.slots))
+        self._last = plan, client
         batch_size = self._batch_size(self._images)
         self._train(plan, client, images=self._largest, batch_size=self._largest, epochs=2)  # warm-up, and peak memory
         if not self._components.settings.training.epochs:
@@ -161,6 +164,11 @@ class _TrainingMeasurement:
         image = min(max(image, 0.0), whole / batch_size)
         self.client, self._step = max(0.0, without), StepSeconds(whole - batch_size * image, image)
         return self._step
+
+    def repeat(self) -> None:
+        """Train the largest batch once more, in the last phase."""
+        plan, client = self._last
+        self._train(plan, client, images=self._largest, batch_size=self._largest, epochs=2)
 
     def _step_seconds(self, plan: TrainPlan, client: int, batch_size: int) -> tuple[float, float]:
         """Return the seconds of a step, and of a round of the client without steps."""
@@ -199,6 +207,7 @@ class _Aggregation:
     update_memory: int
     checkpoint: float
     models: int
+    server: tuple[Round, ServerState]  # the models that the server holds while clients train
 
 
 def _measure_aggregation(components: RunComponents, folder: Path) -> _Aggregation:
@@ -221,6 +230,7 @@ def _measure_aggregation(components: RunComponents, folder: Path) -> _Aggregatio
         update_memory=(peaks[-1] - peaks[0]) // (number - number // 2),
         checkpoint=checkpoint,
         models=len(state.models),
+        server=(attempted, state),
     )
 
 

@@ -53,7 +53,7 @@ class Plan:
     step_memory: int | None  # peak bytes of tensors of a training step; None if not measured
     server_memory: int  # peak bytes of the process, with clients on engine=local
     worker_memory: int  # peak bytes of each process for clients; 0 on engine=local
-    disk: int  # bytes of checkpoints, client states and snapshots
+    disk: int  # bytes of checkpoints, client states, snapshots and encoders
 
     @property
     def memory(self) -> int:
@@ -151,7 +151,7 @@ def make_plan(
     server += max(0, settings.clients_per_round - MAX_UPDATES) * measured.update_memory
     if not on_ray:  # recent states are cached
         server += min(states, (available_memory() or 2**33) // 8)
-    recording = settings.recording
+    recording, checkpoint = settings.recording, measured.checkpoint_bytes + further_models
     snapshots = settings.rounds // recording.snapshot_every if recording.snapshot_every else 0
     return Plan(
         engine=engine,
@@ -166,7 +166,8 @@ def make_plan(
         worker_memory=measured.worker_memory if on_ray else 0,
         # A client has the states since the oldest checkpoint, and one before.
         disk=min(settings.rounds, recording.keep_checkpoints + 1) * states
-        + recording.keep_checkpoints * (measured.checkpoint_bytes + further_models)
+        + min(settings.rounds, recording.keep_checkpoints) * checkpoint
+        + max(checkpoint, num_models * model_bytes)  # the oldest is deleted after the newest is written; encoders
         + snapshots * (settings.clients_per_round + num_models) * model_bytes,
     )
 

@@ -182,7 +182,8 @@ class TestMakePlan:
         assert plan.round_seconds == [4.125, 12.125]
         assert plan.seconds == 2 + 4.125 + 12.125 + 16
         assert (plan.memory, plan.worker_memory) == (1200, 0)
-        assert plan.disk == 2 * 100
+        model = sum(array.nbytes for array in components.context.initial_model().layers.values())
+        assert plan.disk == 2 * 100 + model  # and the encoder
 
     def test_an_evaluation_while_the_next_round_runs(self, overrides, tmp_path, monkeypatch):
         """Training and updates 4.125 s, collapse 4 s. The evaluation of the last round is waited for."""
@@ -220,7 +221,8 @@ class TestMakePlan:
         assert plan.round_seconds == [first, first + 4]
         assert plan.seconds == 1 + 2 * first + 4 + 2 + 16
         assert plan.memory == 1200 + 5 * num_bytes
-        assert plan.disk == 2 * 100 + 2 * 5 * num_bytes  # two rounds
+        model = sum(array.nbytes for array in components.context.initial_model().layers.values())
+        assert plan.disk == 2 * 100 + model + 2 * 5 * num_bytes  # of two rounds
 
     def test_held_updates_and_models_need_memory_and_every_model_is_evaluated(self, tmp_path):
         overrides = [*QUICK, "dataset.limit=1000", f"num_clients={MAX_UPDATES + 4}", "clients_per_round=24"]
@@ -232,7 +234,7 @@ class TestMakePlan:
         model = sum(array.nbytes for array in components.context.initial_model().layers.values())
         plan = make_plan(components, replace(MEASURED, models=20), LOCAL, build=0.0, slowdown=lambda *args: 1.0)
         assert plan.memory == 1200 + 4 * 7 + 4 * model
-        assert plan.disk == 2 * (100 + 4 * model)
+        assert plan.disk == 2 * (100 + 4 * model) + 24 * model
         assert plan.round_seconds[3] - plan.round_seconds[0] == pytest.approx(24 * 4 + 48 * 1)
         assert plan.seconds == pytest.approx(sum(plan.round_seconds) + 24 * 5 + 8 + 3)
 
@@ -280,6 +282,7 @@ def test_the_report_by_hand(tmp_path):
     components = build([*QUICK, "partition=iid", "batch_size=8", "rounds=2", "measure_resources=false"], tmp_path)
     plan = make_plan(components, MEASURED, EngineChoice("ray", 2, ""), build=1.0, slowdown=lambda *args: 1.0)
     down, up = (sum(getattr(counts, name) for counts in plan.rounds) for name in ("bytes_down", "bytes_up"))
+    model = sum(array.nbytes for array in components.context.initial_model().layers.values())
     assert format_plan(replace(plan, upper_bounds=["early_stopping"]), startup=2.0).splitlines() == [
         "engine    ray, 2 clients at once",
         "rounds    2, each with 3 of 5 clients",
@@ -287,7 +290,7 @@ def test_the_report_by_hand(tmp_path):
         f"download  {down / 6:,.0f} bytes per client and round, {down:,} in total",
         f"upload    {up / 6:,.0f} bytes per client and round, {up:,} in total",
         "memory    0.0 MB: server 0.0 MB, 2 workers with 0.0 MB each",
-        "disk      0.0 MB of checkpoints, client states and snapshots",
+        f"disk      {(200 + model) / 1e6:.1f} MB of checkpoints, client states, snapshots and encoders",
         "time      2.9 s per round, 35 s in total",  # 2 + 1 + 2 * (2 * 1.25 + 0.375) + 16 + 10
         "upper bounds, because of early_stopping",
     ]
@@ -387,7 +390,7 @@ class TestRejected:
         components = build([*QUICK, "snapshot_every=1"], tmp_path / "run")
         model = sum(array.nbytes for array in components.context.initial_model().layers.values())
         plan = make_plan(components, MEASURED, LOCAL, build=0.0, slowdown=lambda *args: 1.0)
-        assert plan.disk == 2 * 100 + 4 * 4 * model
+        assert plan.disk == 2 * 100 + model + 4 * 4 * model
         free = shutil.disk_usage(tmp_path)._replace(free=plan.disk)
         monkeypatch.setattr(shutil, "disk_usage", {tmp_path: free}.__getitem__)
         check_disk(plan, components.settings)
