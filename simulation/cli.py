@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from fedssl.machine.process import OPENMP_ENV
 
@@ -154,11 +153,11 @@ def _plan(flags: Sequence[str], overrides: Sequence[str], *, is_sweep: bool) -> 
         raise InputError("plan=true estimates a new sweep; leave out resume")
     if options.get("address") is not None:
         raise InputError("plan=true estimates a sweep on this machine; leave out sweep.address")
-    with TemporaryDirectory(prefix="fedssl-plan-") as folder:
-        jobs = plan_jobs(Path(folder), overrides, options).jobs_in(Path(folder))
-        limit = options.get("jobs")
-        tasks = parallel_tasks(jobs, limit=limit, address=None, gpus=options.get("gpus", 1))
-        return print_sweep_plan(jobs, tasks, limit=limit, prunes=options.get("reduction_factor") is not None)
+    folder = new_sweep_folder(overrides, create=False)
+    jobs = plan_jobs(folder, overrides, options).jobs_in(folder)
+    limit = options.get("jobs")
+    tasks = parallel_tasks(jobs, limit=limit, address=None, gpus=options.get("gpus", 1))
+    return print_sweep_plan(jobs, tasks, limit=limit, prunes=options.get("reduction_factor") is not None)
 
 
 def _run_hydra_sweep(flags: Sequence[str], overrides: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from server_app.console import duration
 from simulation.parallel_jobs import JobTask
 from simulation.plan import Plan, Planner
 from simulation.resources import RAY_OVERHEAD_SECONDS
-from simulation.sweep import Job
+from simulation.sweep import Job, job_overrides
 
 RAY_MEMORY_SHARE = 0.7  # of the available memory, for tasks; the rest is for Ray's objects
 LISTED = 4  # jobs in a row of the table
@@ -80,7 +80,7 @@ def print_sweep_plan(
     rejected = []
     for job in jobs:
         try:
-            plans[job] = planner.plan((tasks[job.folder].job if tasks else job).overrides)
+            plans[job] = planner.plan(job_overrides(tasks[job.folder].job if tasks else job))
         except InputError as error:
             rejected.append(f"{job.name} is rejected: {error}")
     if plans:
@@ -113,8 +113,11 @@ def _rows(plans: Mapping[Job, Plan], jobs: Sequence[Job]) -> list[list[str]]:
     common = set[str].intersection(*(set(job.overrides) for job in jobs))
     rows: dict[object, list[Job]] = {}
     for job, plan in plans.items():
-        rows.setdefault((plan.counts, duration(plan.seconds)), []).append(job)
-    return [[_numbers(group), _settings(group, common), *_cost(plans[group[0]])] for group in rows.values()]
+        steps, num_bytes, memory = plan.counts  # bytes depend on the length of a folder's name
+        rows.setdefault((steps, gigabytes(num_bytes), memory, duration(plan.seconds)), []).append(job)
+    return [
+        [_numbers(group), _settings(group, common), *_cost([plans[job] for job in group])] for group in rows.values()
+    ]
 
 
 def _numbers(jobs: Sequence[Job]) -> str:
@@ -129,9 +132,9 @@ def _settings(jobs: Sequence[Job], common: Set[str]) -> str:
     return " ".join(override for override in jobs[0].overrides if override in shared)
 
 
-def _cost(plan: Plan) -> list[str]:
-    steps, num_bytes, memory = plan.counts
-    return [f"{steps:,}", f"{num_bytes:,}", gigabytes(memory), duration(plan.seconds)]
+def _cost(plans: Sequence[Plan]) -> list[str]:
+    steps, _, memory = plans[0].counts
+    return [f"{steps:,}", _range([plan.counts[1] for plan in plans]), gigabytes(memory), duration(plans[0].seconds)]
 
 
 def makespan(seconds: Sequence[float], concurrency: int) -> float:

@@ -93,12 +93,13 @@ def needs_hydra(flags: Sequence[str], overrides: Sequence[str]) -> bool:
     return not {"-m", "--multirun"}.issuperset(flags) or any(key.startswith("hydra") for key in keys - ours)
 
 
-def new_sweep_folder(overrides: Sequence[str]) -> Path:
-    """Return the folder of a new sweep, and create it; raises `InputError`."""
+def new_sweep_folder(overrides: Sequence[str], *, create: bool = True) -> Path:
+    """Return the folder of a new sweep, and create it unless only its name is needed; raises `InputError`."""
     folder = Path(str(hydra_value(overrides, "sweep.dir"))).absolute()
     if (folder / STATE_FILE).exists():
         raise InputError(f"{FOLDER_KEY}={folder} has a sweep; resume it with resume={folder}, or choose another folder")
-    make_output_folder(folder, FOLDER_KEY)
+    if create:
+        make_output_folder(folder, FOLDER_KEY)
     return folder
 
 

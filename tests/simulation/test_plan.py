@@ -448,6 +448,17 @@ class TestCommand:
         assert [row.partition("  ")[2].split()[0] for row in rows] == ["batch_size=8", "batch_size=16"]
         assert total.startswith("12 jobs, 1 at once, ")
 
+    def test_the_bytes_of_a_job_are_those_of_its_run(self, tmp_path, monkeypatch, capsys):
+        """Clients receive the path of the run folder, that of the job."""
+        monkeypatch.setattr("simulation.plan.measure", lambda components, **kwargs: MEASURED)
+        folder = tmp_path / "a-sweep"
+        command(monkeypatch, "-m", *QUICK, "plan=true", "seed=0,1", f"hydra.sweep.dir={folder}", "sweep.jobs=1")
+        row = capsys.readouterr().out.splitlines()[1]
+        assert not folder.exists()
+        cli.run([*QUICK, "seed=0", f"output_dir={folder / '0'}"])
+        lines = [json.loads(line) for line in (folder / "0" / "metrics.jsonl").read_text().splitlines()]
+        assert f" {sum(line['bytes_up'] + line['bytes_down'] for line in lines):,} " in row
+
     def test_a_pruned_sweep_is_an_upper_bound(self, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("simulation.plan.measure", lambda components, **kwargs: MEASURED)
