@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from flwr.app import RecordDict
 
 from fedssl.arrays import Layers
+from fedssl.availability import Always
 from fedssl.errors import InputError
 from fedssl.schedule.phases import Phase, phase_at
 from fedssl.training import number_of_batches
@@ -132,6 +133,7 @@ def why_upper_bound(components: RunComponents) -> list[str]:
     settings, aggregation = components.settings, components.settings.aggregation
     skips_layers = _skips_layers(components.context)
     reasons = {
+        f"availability={settings.recording.choices['availability']}": settings.availability.name != Always.__name__,
         "early_stopping": settings.evaluation.early_stopping.monitor is not None,
         "aggregation.buffered": aggregation.buffered,
         "aggregation.over_selection": aggregation.over_selection > 0,

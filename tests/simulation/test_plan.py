@@ -90,6 +90,7 @@ def test_the_steps_of_clients_by_hand(tmp_path):
 
 
 BOUNDED = [
+    ["availability=diurnal", "client_speed=lognormal", "availability.dropout=0.5", "aggregation.max_retries=9"],
     ["strategy=euc", "rounds=9"],  # a plan that skips layers is longer by their names
     ["aggregation.max_norm_ratio=1"],
     ["strategy.weighting=examples", "aggregation.max_examples=19"],
