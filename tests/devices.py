@@ -47,6 +47,8 @@ def run_server_app(grid: Grid, overrides: Sequence[str]) -> None:
 class Devices(LocalGrid):
     """The local engine's grid, whose nodes are devices with these configurations."""
 
+    partition_nodes = None  # devices have to be asked
+
     def __init__(self, *contexts: Context) -> None:
         super().__init__(handlers.handle, num_clients=len(contexts))
         self._contexts = dict(zip(self.get_node_ids(), contexts, strict=True))

@@ -34,6 +34,12 @@ SMALL = [
 SMALL += ["evaluation=none", "final_evaluation=none", "collapse_images=0"]
 
 
+class AskedGrid(LocalGrid):
+    """Nodes that the server has to ask, as those of a federation."""
+
+    partition_nodes = None
+
+
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
     monkeypatch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
@@ -261,7 +267,7 @@ def answering(*records):
     def who(message, context):
         return Message(RecordDict(waiting.pop(0)), reply_to=message)
 
-    return LocalGrid(app, num_clients=len(records))
+    return AskedGrid(app, num_clients=len(records))
 
 
 SIMULATED = {"metrics": MetricRecord({"partition-id": 0, "num-partitions": 1})}
