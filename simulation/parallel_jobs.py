@@ -16,7 +16,7 @@ from fedssl.config.settings import Settings
 from fedssl.errors import InputError, RunError
 from fedssl.machine.process import available_cores
 from simulation.ray_session import check_hosts, last_line, ray_session
-from simulation.sweep import Batch, Job, job_overrides, run_job
+from simulation.sweep import Batch, Job, group_jobs, job_overrides, run_job
 from simulation.sweep_progress import SweepProgress
 
 # Reserved for a job, in addition to the memory of a training step: a run of small images needs 0.7 to 1.1 GB.
@@ -45,15 +45,17 @@ def parallel_tasks(
         raise InputError(f"sweep.gpus={gpus} must be a share of at most 1, or a whole number of GPUs")
     if limit == 1 or len(jobs) < 2 or os.name != "posix":
         return None
-    tasks = {}
-    for job in jobs:
+    tasks: dict[Path, JobTask] = {}
+    for group in group_jobs(jobs):  # jobs that differ only in the seed need the same
         try:
-            settings = load_settings(job_overrides(job))
+            settings = load_settings(job_overrides(group[0]))
         except InputError:  # the job fails with the reason
             settings = None
         if settings is not None and settings.engine.name not in ("auto", "local"):  # it starts processes itself
             return None
-        tasks[job.folder] = _task(job, settings, gpus=gpus)
+        first = _task(group[0], settings, gpus=gpus)
+        added = first.job.overrides[len(group[0].overrides) :]
+        tasks |= {job.folder: replace(first, job=replace(job, overrides=(*job.overrides, *added))) for job in group}
     cores = available_cores()
     if address is None and not any(task.gpus for task in tasks.values()):
         used = [task.cpus for task in tasks.values()]

@@ -13,10 +13,9 @@ from itertools import pairwise
 from statistics import mean
 
 from fedssl.config.load import load_settings
-from fedssl.config.overrides import key_and_group
 from fedssl.errors import InputError
 from fedssl.runs.run import PRUNED, read_run
-from simulation.sweep import Batch, Job, SweepState, check_metric, job_overrides, write_status
+from simulation.sweep import Batch, Job, SweepState, check_metric, group_jobs, job_overrides, write_status
 from simulation.sweep_progress import SweepProgress
 
 
@@ -120,15 +119,6 @@ def successive_halving(
                     progress.prune(job.folder, reason)
     due = [job for group in alive for job in groups[group] if job in runnable]
     yield Batch(sorted(due, key=jobs.index), work=spans[-1])
-
-
-def group_jobs(jobs: Iterable[Job]) -> list[list[Job]]:
-    """Group jobs that differ only in the seed, in the order of their first jobs."""
-    groups: dict[frozenset[str], list[Job]] = {}
-    for job in jobs:
-        settings = frozenset(override for override in job.overrides if "seed" not in key_and_group(override))
-        groups.setdefault(settings, []).append(job)
-    return list(groups.values())
 
 
 def _has_reached(job: Job, round: int) -> bool:

@@ -261,6 +261,15 @@ def _identity(overrides: Iterable[str], free: Set[str]) -> frozenset[str]:
     return frozenset(override for override in overrides if not key_and_group(override) & free)
 
 
+def group_jobs(jobs: Iterable[Job]) -> list[list[Job]]:
+    """Group jobs that differ only in the seed, in the order of their first jobs."""
+    groups: dict[frozenset[str], list[Job]] = {}
+    for job in jobs:
+        settings = frozenset(override for override in job.overrides if "seed" not in key_and_group(override))
+        groups.setdefault(settings, []).append(job)
+    return list(groups.values())
+
+
 def waiting_jobs(jobs: Sequence[Job], *, retry: bool) -> list[Job]:
     """Return the jobs that are not finished, without those that failed unless they are retried.
 

@@ -11,8 +11,8 @@ from fedssl.config.overrides import check_sweep
 from fedssl.errors import InputError
 from fedssl.runs.run import RANKME, read_run
 from simulation import cli
-from simulation.pruning import Pruning, group_jobs, make_rungs, pruning_of, successive_halving
-from simulation.sweep import Job, plan_jobs
+from simulation.pruning import Pruning, make_rungs, pruning_of, successive_halving
+from simulation.sweep import Job, group_jobs, plan_jobs
 from simulation.sweep_progress import SweepProgress
 
 QUICK = ["num_clients=2", "rounds=4", "local_epochs=1", "dataset.limit=60", "dataset.test_limit=30", "encoder.width=2"]
