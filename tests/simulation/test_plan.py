@@ -460,6 +460,7 @@ class TestCommand:
         lines = [json.loads(line) for line in (folder / "0" / "metrics.jsonl").read_text().splitlines()]
         assert f" {sum(line['bytes_up'] + line['bytes_down'] for line in lines):,} " in row
 
+    @pytest.mark.heavy
     def test_a_pruned_sweep_is_an_upper_bound(self, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("simulation.plan.measure", lambda components, **kwargs: MEASURED)
