@@ -5,7 +5,7 @@ depends on names, shapes and the number of a round, not on weights, so the bytes
 depend on training they are upper bounds, see `why_upper_bound`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from flwr.app import RecordDict
@@ -122,10 +122,23 @@ def without_calibration(context: RoundContext) -> RoundContext:
 def steps_of_client(components: RunComponents, num_images: int) -> int:
     """Return the training steps of a client with this many images in a round."""
     training, strategy = components.settings.training, components.context.strategy
-    batches = number_of_batches(
-        num_images, training.batch_size, min_batch_size=components.context.method.min_batch_size
-    )
-    return batches * training.epochs * strategy.client.trainings_per_round
+    return _number_of_batches(components, num_images) * training.epochs * strategy.client.trainings_per_round
+
+
+def batch_size(components: RunComponents, num_images: int) -> int:
+    """Return the images in the largest batch of a client with this many images."""
+    return -(-num_images // _number_of_batches(components, num_images))
+
+
+def _number_of_batches(components: RunComponents, num_images: int) -> int:
+    batch_size, smallest = components.settings.training.batch_size, components.method.min_batch_size
+    return number_of_batches(num_images, batch_size, min_batch_size=smallest)
+
+
+def images_of(components: RunComponents, of_clients: Callable[[Iterable[int]], float]) -> int:
+    """Return the maximum or the median number of images of a client."""
+    assert components.client_data is not None
+    return int(of_clients(map(len, components.client_data.parts)))
 
 
 def why_upper_bound(components: RunComponents) -> list[str]:

@@ -23,12 +23,11 @@ from fedssl.config.load import parse_client_config
 from fedssl.machine.memory import peak_memory, reset_peak_memory
 from fedssl.machine.process import return_freed_memory
 from fedssl.schedule.phases import Phase
-from fedssl.training import number_of_batches
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from server_app.build import RunComponents
 from server_app.checkpoint import save_checkpoint
 from server_app.round import Round
-from simulation.cost_counts import without_calibration
+from simulation.cost_counts import batch_size, without_calibration
 from simulation.evaluation_cost import EvaluationCost, measure_evaluation, seconds_of
 from strategies.interfaces import ServerState
 
@@ -127,7 +126,7 @@ class _TrainingMeasurement:
         sizes = [len(parts[client]) for client in first.slots]
         self._images = int(median(sizes))
         # Batches as large as the largest of any client need the memory of the run.
-        self._largest = max(self._batch_size(size) for size in map(len, parts))
+        self._largest = max(batch_size(components, size) for size in map(len, parts))
         self._settings = parse_client_config(components.context.client_config)
         self._worker: ClientWorker | None = ClientWorker(self._settings)
         self.client, self.saves_state = 0.0, False
@@ -141,7 +140,7 @@ class _TrainingMeasurement:
         """Return the seconds of the training of all clients, one after the other, if all rounds were like the last."""
         settings = self._components.settings
         images = self._images * settings.training.epochs
-        steps = images / self._batch_size(self._images)
+        steps = images / batch_size(self._components, self._images)
         client = self.client + self._step.total(steps=steps, images=images)
         return settings.rounds * settings.clients_per_round * client
 
@@ -151,18 +150,18 @@ class _TrainingMeasurement:
         plan = TrainPlan.from_content(attempted.messages[0].content)
         client = next(iter(attempted.slots))
         self._last = plan, client
-        batch_size = self._batch_size(self._images)
+        size = batch_size(self._components, self._images)
         self._train(plan, client, images=self._largest, batch_size=self._largest, epochs=2)  # warm-up, and peak memory
         if not self._components.settings.training.epochs:
-            self.client = self._train(plan, client, images=batch_size, batch_size=batch_size, epochs=0)
+            self.client = self._train(plan, client, images=size, batch_size=size, epochs=0)
             return StepSeconds(0.0, 0.0)
-        whole, without = self._step_seconds(plan, client, batch_size)
-        half = max(batch_size // 2, self._components.method.min_batch_size)
+        whole, without = self._step_seconds(plan, client, size)
+        half = max(size // 2, self._components.method.min_batch_size)
         image = 0.0
-        if half < batch_size:
-            image = (whole - self._step_seconds(plan, client, half)[0]) / (batch_size - half)
-        image = min(max(image, 0.0), whole / batch_size)
-        self.client, self._step = max(0.0, without), StepSeconds(whole - batch_size * image, image)
+        if half < size:
+            image = (whole - self._step_seconds(plan, client, half)[0]) / (size - half)
+        image = min(max(image, 0.0), whole / size)
+        self.client, self._step = max(0.0, without), StepSeconds(whole - size * image, image)
         return self._step
 
     def repeat(self) -> None:
@@ -193,10 +192,6 @@ class _TrainingMeasurement:
         update = worker.train(plan, client, self._folder)
         self.saves_state = update.state_rounds[1] > 0
         return time.perf_counter() - start
-
-    def _batch_size(self, num_images: int) -> int:
-        training, smallest = self._components.settings.training, self._components.method.min_batch_size
-        return -(-num_images // number_of_batches(num_images, training.batch_size, min_batch_size=smallest))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +230,7 @@ def _measure_aggregation(components: RunComponents, folder: Path) -> _Aggregatio
 
 
 def _replies(attempted: Round, gathered: Layers) -> Iterator[Message]:
-    """Yield a reply of every client with arrays of its own, which differ little from those that it downloads."""
+    """Yield the reply of each client. Its arrays are new, and differ by 0.1% from the downloaded ones."""
     for message in attempted.messages:
         assign_message_id(message)
     for slot, message in zip(attempted.slots.values(), attempted.messages, strict=True):

@@ -7,16 +7,17 @@ after the other, and keeps imports and decoded images.
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedssl.config.load import load_settings, parse_client_config, with_run_folder
+from fedssl.config.load import parse_client_config, with_run_folder
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError, RunError
 from fedssl.machine.process import available_cores
 from simulation.ray_session import check_hosts, last_line, ray_session
-from simulation.sweep import Batch, Job, group_jobs, job_overrides, run_job
+from simulation.sweep import Batch, Job, group_jobs, group_settings, run_job
 from simulation.sweep_progress import SweepProgress
 
 # Reserved for a job, in addition to the memory of a training step: a run of small images needs 0.7 to 1.1 GB.
@@ -47,10 +48,7 @@ def parallel_tasks(
         return None
     tasks: dict[Path, JobTask] = {}
     for group in group_jobs(jobs):  # jobs that differ only in the seed need the same
-        try:
-            settings = load_settings(job_overrides(group[0]))
-        except InputError:  # the job fails with the reason
-            settings = None
+        settings = group_settings(group)
         if settings is not None and settings.engine.name not in ("auto", "local"):  # it starts processes itself
             return None
         first = _task(group[0], settings, gpus=gpus)
@@ -75,8 +73,11 @@ def _task(job: Job, settings: Settings | None, *, gpus: float) -> JobTask:
         return JobTask(job, 1, 0)
     if count_accelerators(settings.machine.device):
         return JobTask(job, settings.machine.threads, gpus)
-    step = estimate_step_memory(parse_client_config(with_run_folder(settings, job.folder).client_yaml))
-    return JobTask(job, settings.machine.threads, 0, JOB_BYTES + step.of_batch(settings.training.batch_size))
+    memory = JOB_BYTES
+    with suppress(InputError):  # the job fails with the reason, or has an encoder of the user without an estimate
+        step = estimate_step_memory(parse_client_config(with_run_folder(settings, job.folder).client_yaml))
+        memory += step.of_batch(settings.training.batch_size)
+    return JobTask(job, settings.machine.threads, 0, memory)
 
 
 def run_in_parallel(

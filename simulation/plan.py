@@ -24,10 +24,10 @@ from fedssl.machine.process import available_cores
 from fedssl.training import number_of_batches
 from server_app.build import RunComponents, build_run
 from server_app.training_loop import can_evaluate_in_background
-from simulation.cost_counts import RoundCounts, count_rounds, why_upper_bound
+from simulation.cost_counts import RoundCounts, batch_size, count_rounds, images_of, why_upper_bound
 from simulation.cost_measurement import MAX_UPDATES, Measurement, StepSeconds, measure, parallel_slowdown
 from simulation.grid import LocalGrid, load_client_app
-from simulation.plan_checks import batch_size, check_disk, check_memory, check_settings, check_step_memory
+from simulation.plan_checks import check_disk, check_memory, check_settings, check_step_memory
 from simulation.resources import RAY_OVERHEAD_SECONDS, EngineChoice, Host, auto_engine, fit_clients
 
 log = logging.getLogger("fedssl")
@@ -224,5 +224,5 @@ def _measurement_key(components: RunComponents) -> tuple[object, ...]:
     config = {key: value for key, value in config.items() if key not in _NOT_MEASURED}
     config["optimizer"].pop("lr", None)
     updates = min(settings.clients_per_round, MAX_UPDATES)
-    sizes = (-(-batch_size(components, of_clients) // SIMILAR_IMAGES) for of_clients in (median, max))
-    return json.dumps(config, sort_keys=True), updates, *sizes
+    sizes = (batch_size(components, images_of(components, of_clients)) for of_clients in (median, max))
+    return json.dumps(config, sort_keys=True), updates, *(-(-size // SIMILAR_IMAGES) for size in sizes)

@@ -4,19 +4,18 @@ A remedy names settings that were checked by the same estimate.
 """
 
 import shutil
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from client_app.step_memory import estimate_step_memory
+from client_app.step_memory import StepMemory, estimate_step_memory
 from fedssl.config.load import parse_client_config
 from fedssl.config.settings import Settings
-from fedssl.errors import InputError
+from fedssl.errors import InputError, RequestRefused
 from fedssl.machine.devices import check_cuda_features, is_gpu, select_device
 from fedssl.machine.memory import available_memory, gigabytes, resident_memory
 from fedssl.machine.process import available_cores
-from fedssl.training import number_of_batches
 from server_app.build import RunComponents
+from simulation.cost_counts import batch_size, images_of
 
 if TYPE_CHECKING:
     from simulation.plan import Plan
@@ -41,21 +40,11 @@ def check_settings(settings: Settings) -> None:
     check_cuda_features(settings.training, select_device("cpu" if on_cpus else settings.machine.device))
 
 
-def batch_size(components: RunComponents, of_clients: Callable[[Iterable[int]], float]) -> int:
-    """Return the images of a batch of the client with the maximum or the median number of images."""
-    assert components.client_data is not None
-    size = int(of_clients(map(len, components.client_data.parts)))
-    smallest = components.method.min_batch_size
-    return -(-size // number_of_batches(size, components.settings.training.batch_size, min_batch_size=smallest))
-
-
 def check_step_memory(components: RunComponents) -> None:
     """Raise `InputError` if a training step does not fit into memory, before it is measured."""
-    size, available = batch_size(components, max), available_memory()
-    if is_gpu(components.device) or available is None:
-        return
-    needed = estimate_step_memory(parse_client_config(components.settings.client_yaml))
-    if needed.of_batch(size) <= available:
+    size, available = _largest_batch(components), available_memory()
+    needed = _step_memory(components)
+    if needed is None or available is None or needed.of_batch(size) <= available:
         return
     largest = needed.largest_batch(available)
     remedy = f"batch_size={largest} fits" if largest > 1 else "choose a smaller encoder or smaller images"
@@ -85,13 +74,26 @@ def _remedy(plan: "Plan", components: RunComponents, available: int) -> str:
         # A process that does both has the imports and images once.
         if max(plan.server_memory, plan.worker_memory) <= available:
             return "engine=local fits"
-    size = batch_size(components, max)
-    step = estimate_step_memory(parse_client_config(components.settings.client_yaml))
-    needless = step.of_batch(size) - (plan.memory - available)  # bytes that a step may need
-    largest = step.largest_batch(needless)
-    if not is_gpu(components.device) and 1 < largest < size:
-        return f"batch_size={largest} fits"
+    size, step = _largest_batch(components), _step_memory(components)
+    if step is not None:
+        largest = step.largest_batch(step.of_batch(size) - (plan.memory - available))
+        if 1 < largest < size:
+            return f"batch_size={largest} fits"
     return "choose a smaller encoder, or lower clients_per_round if the strategy holds all updates or several models"
+
+
+def _largest_batch(components: RunComponents) -> int:
+    return batch_size(components, images_of(components, max))
+
+
+def _step_memory(components: RunComponents) -> StepMemory | None:
+    """Return the estimated memory of a training step; None on a GPU, and for an encoder without an estimate."""
+    if is_gpu(components.device):
+        return None
+    try:
+        return estimate_step_memory(parse_client_config(components.settings.client_yaml))
+    except RequestRefused:  # an encoder of the user that needs its numbers
+        return None
 
 
 def check_disk(plan: "Plan", settings: Settings) -> None:

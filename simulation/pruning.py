@@ -7,15 +7,13 @@ order in which jobs run does not matter, and a resumed sweep prunes the same job
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean
 
-from fedssl.config.load import load_settings
 from fedssl.errors import InputError
 from fedssl.runs.run import PRUNED, read_run
-from simulation.sweep import Batch, Job, SweepState, check_metric, group_jobs, job_overrides, write_status
+from simulation.sweep import Batch, Job, SweepState, check_metric, group_jobs, group_settings, write_status
 from simulation.sweep_progress import SweepProgress
 
 
@@ -70,11 +68,8 @@ def _common_rounds(jobs: Sequence[Job]) -> tuple[int, int]:
 
     A job with invalid settings is ignored: it fails by itself.
     """
-    found = set()
-    for job in jobs:
-        with suppress(InputError):
-            settings = load_settings(job_overrides(job))
-            found.add((settings.rounds, settings.evaluation.every))
+    settings = [group_settings(group) for group in group_jobs(jobs)]
+    found = {(one.rounds, one.evaluation.every) for one in settings if one is not None}
     if len(found) > 1:
         raise InputError(
             "sweep.reduction_factor compares jobs after the same round, but rounds or evaluate_every differ between "

@@ -18,9 +18,10 @@ from omegaconf import OmegaConf
 from fedssl.atomic_files import make_output_folder, saved_rounds, write_text
 from fedssl.config.compat import expand_sweep
 from fedssl.config.compose import RESUMABLE_KEYS, hydra_value
-from fedssl.config.load import compose
+from fedssl.config.load import compose, load_settings
 from fedssl.config.overrides import by_key, config_groups, key_and_group, parse, quote_value
 from fedssl.config.saved_run import check_saved_overrides
+from fedssl.config.settings import Settings
 from fedssl.config.targets import SEARCHPATH_KEY, search_folders
 from fedssl.errors import InputError, RunError
 from fedssl.report.accuracy_table import sweep_table
@@ -268,6 +269,14 @@ def group_jobs(jobs: Iterable[Job]) -> list[list[Job]]:
         settings = frozenset(override for override in job.overrides if "seed" not in key_and_group(override))
         groups.setdefault(settings, []).append(job)
     return list(groups.values())
+
+
+def group_settings(group: Iterable[Job]) -> Settings | None:
+    """Return the settings of the first valid job of `group_jobs`; None if all are invalid, and fail by themselves."""
+    for job in group:
+        with suppress(InputError):
+            return load_settings(job_overrides(job))
+    return None
 
 
 def waiting_jobs(jobs: Sequence[Job], *, retry: bool) -> list[Job]:

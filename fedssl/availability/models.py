@@ -39,7 +39,7 @@ class Always(Availability):
 
 
 class Diurnal(Availability):
-    """Daily rhythm: a client is online for a fraction of every period, from a time of day of its own.
+    """Daily rhythm: each client is online for a fraction of every period. The start is drawn once per client.
 
     Parameters
     ----------

@@ -74,6 +74,16 @@ def test_no_reply_after_the_timeout():
     assert list(receive(grid, train_messages(grid), timeout=0)) == []
 
 
+def test_a_round_of_many_nodes_costs_its_participants_only(monkeypatch):
+    """No node is asked, and only the nodes that get a message have a context."""
+    grid = LocalGrid(adding_app(), num_clients=100_000)
+    with monkeypatch.context() as patch:
+        patch.delattr(LocalGrid, "push_messages")  # a query would raise
+        assert discover_clients(grid, 100_000, timeout=0).nodes[99_999] == 100_001
+    assert len(list(receive(grid, train_messages(grid)[:3], timeout=60))) == 3
+    assert len(grid._contexts) == 3
+
+
 def test_too_few_nodes(monkeypatch):
     monkeypatch.setattr("server_app.nodes.DISCOVERY_GRACE_SECONDS", 0.1)
 

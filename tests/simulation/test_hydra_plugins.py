@@ -1,4 +1,4 @@
-"""Hydra's launchers and its Optuna sweeper, as far as they are installed: same results and table, failed jobs counted.
+"""Hydra's launchers and its Optuna sweeper give the results of a sequential sweep. Missing packages skip their tests.
 
 They are installed by ``uv sync --group launchers``; hydra-ray-launcher, which needs an older cloudpickle, by pip.
 """

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from fedssl.errors import InputError
+from fedssl.errors import InputError, RequestRefused
 from fedssl.runs.run import acquire_lock, is_locked
 from simulation.cli import run
 from simulation.parallel_jobs import JOB_BYTES, JobTask, parallel_tasks, reservation
@@ -265,8 +265,21 @@ class TestParallelTasks:
         assert all(JOB_BYTES < task.memory < 1.05 * JOB_BYTES for task in tasks.values())
         assert all(task.job.overrides[-1] == "engine=local" for task in tasks.values())
 
+    def test_an_invalid_seed_does_not_change_the_resources_of_the_others(self, tmp_path):
+        jobs = plan_jobs(tmp_path, [*QUICK[:-1], "threads=2", "seed=-1,0,1"])
+        tasks = parallel_tasks(jobs, limit=None, address=None)
+        assert [task.cpus for task in tasks.values()] == [2, 2, 2]
+
+    def test_an_encoder_without_an_estimate_of_its_memory_runs(self, tmp_path, monkeypatch):
+        def refuse(settings):
+            raise RequestRefused("the memory of Mine cannot be estimated (TypeError)")
+
+        monkeypatch.setattr("client_app.step_memory.estimate_step_memory", refuse)
+        tasks = parallel_tasks(plan_jobs(tmp_path, [*QUICK, "seed=0,1,2"]), limit=None, address=None)
+        assert {task.memory for task in tasks.values()} == {JOB_BYTES}
+
     def test_memory_of_a_step_is_reserved(self, tmp_path):
-        """Of each of 512 images at 64 pixels, ResNet-18 keeps at least the 64 maps of 64 x 64 numbers of its stem."""
+        """The stem of ResNet-18 saves 64 maps of 64 x 64 float32 for each image. The batches differ by 510 images."""
         overrides = [*QUICK[:4], "encoder=resnet18", "dataset.size=64", "threads=1", "seed=0,1,2"]
         small, large = (
             next(iter(parallel_tasks(plan_jobs(folder, [*overrides, batch]), limit=None, address=None).values())).memory
