@@ -32,7 +32,7 @@ from server_app.calibration import Calibration
 from server_app.collapse_monitor import CollapseMonitor, ServerFeatureExtractor
 from server_app.compatibility import (
     adapt_to_edge_clients,
-    check_clients,
+    clients_with_few_images,
     forbid_personalized_evaluation,
     log_devices,
     trains_all_clients,
@@ -60,6 +60,7 @@ class ClientData:
 
     image_data: ImageData
     partition: Partition
+    few_images: frozenset[int] = frozenset()  # clients with too few images, which never train
 
     @property
     def parts(self) -> list[np.ndarray]:
@@ -125,6 +126,7 @@ def build_components(
     validate_aggregation(settings, is_deployment=bool(task))
     virtual_time = make_virtual_time(settings, is_deployment=bool(task))
     client_data = None
+    untrained = frozenset(range(settings.num_clients - settings.unseen_clients, settings.num_clients))
     if task:
         validate_edge_method(method)
         forbid_personalized_evaluation(settings)
@@ -133,8 +135,12 @@ def build_components(
         if image_data.labels is None:
             settings = default_unlabeled_partition(settings)
         validate_personalized_evaluation(settings, image_data)
-        client_data = ClientData(image_data, make_partition(settings.partition, image_data))
-        check_clients(client_data.parts, method)
+        partition = make_partition(settings.partition, image_data)
+        client_data = ClientData(
+            image_data, partition, clients_with_few_images(settings, partition.client_indices, method)
+        )
+        untrained |= client_data.few_images
+    per_round = min(settings.clients_per_round, settings.num_clients - len(untrained))
     training = LocalTrainer.build(settings.training, method)
     if reads_images:
         evaluator.validate(method.encoder)
@@ -148,7 +154,7 @@ def build_components(
         initial_arrays=lambda: exchanged_layers(build_method(settings.model)),
         nodes=clients.nodes,
         seed=settings.seed,
-        clients_per_round=settings.clients_per_round,
+        clients_per_round=per_round,
         timeout=settings.reply_timeout,
         client_config=task or settings.client_yaml,
         code_fingerprint=code_fingerprint(),
@@ -158,10 +164,10 @@ def build_components(
         calibration=make_calibration(settings, method, lr_schedule, device),
         aggregation=settings.aggregation,
         secure_aggregation=settings.secure_aggregation,
-        privacy=make_privacy(settings, method, is_deployment=bool(task)),
+        privacy=make_privacy(settings, method, clients_per_round=per_round, is_deployment=bool(task)),
         wire_dtype=settings.wire_dtype,
         client_flops=no_flops if costs is None else costs.client_flops,
-        unseen_clients=frozenset(range(settings.num_clients - settings.unseen_clients, settings.num_clients)),
+        untrained_clients=untrained,
         extract_features=make_feature_extractor(
             settings, method, strategy.server.num_comparison_images if reads_images else 0, device
         ),
@@ -264,7 +270,9 @@ def make_costs(
     )
 
 
-def make_privacy(settings: Settings, method: SSLMethod, *, is_deployment: bool) -> Privacy | None:
+def make_privacy(
+    settings: Settings, method: SSLMethod, *, clients_per_round: int, is_deployment: bool
+) -> Privacy | None:
     """Return differential privacy, or None. In a simulation the noise depends on the seed, to be reproducible."""
     if settings.privacy is None:
         return None
@@ -278,7 +286,7 @@ def make_privacy(settings: Settings, method: SSLMethod, *, is_deployment: bool) 
     def generator(round: int) -> np.random.Generator:
         return np.random.default_rng() if is_deployment else numpy_generator(settings.seed, "noise", round)
 
-    return Privacy(settings.privacy, clients=settings.clients_per_round, generator=generator)
+    return Privacy(settings.privacy, clients=clients_per_round, generator=generator)
 
 
 def make_monitor(

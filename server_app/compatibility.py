@@ -24,6 +24,8 @@ from strategies.weighted_sum import is_uniform_sum
 
 log = logging.getLogger("fedssl")
 
+_MAX_LISTED = 8  # clients in a warning
+
 # Why nothing is evaluated.
 NO_SERVER_DATA = (
     "the server has no images, so collapse metrics and costs are not measured either; set a labeled data set of the "
@@ -99,21 +101,27 @@ def validate_batch_size(settings: Settings, method: SSLMethod) -> None:
         )
 
 
-def check_clients(parts: Sequence[np.ndarray], method: SSLMethod) -> None:
-    """Log clients with too few images for training; raises `InputError` if all have too few."""
-    smallest = method.min_batch_size
-    few = [str(client) for client, part in enumerate(parts) if len(part) < smallest]
-    if len(few) == len(parts):
+def clients_with_few_images(settings: Settings, parts: Sequence[np.ndarray], method: SSLMethod) -> frozenset[int]:
+    """Return the clients with too few images for training, and log them.
+
+    Raises `InputError` if the others are too few for a round.
+    """
+    smallest, needed = method.min_batch_size, settings.aggregation.min_updates
+    few = np.flatnonzero(np.fromiter(map(len, parts), np.int64, len(parts)) < smallest).tolist()
+    num_others = len(set(range(len(parts) - settings.unseen_clients)).difference(few))
+    if num_others < needed:
         raise InputError(
-            f"no client has the {smallest} images that {type(method).__name__} needs; lower num_clients="
-            f"{len(parts)}, or choose another method"
+            f"{num_others or 'no'} client{'s have' if num_others > 1 else ' has'} the {smallest} images that "
+            f"{type(method).__name__} needs, and aggregation.min_updates={needed}; lower num_clients={len(parts)}, or "
+            "choose another partition"
         )
     if few:
+        listed = ", ".join(map(str, few[:_MAX_LISTED])) + (", ..." if len(few) > _MAX_LISTED else "")
         log.warning(
-            "%s needs at least %d images: client %s will be dropped in every round; set a larger "
-            "partition.min_size, or fewer clients",
-            *(type(method).__name__, smallest, ", ".join(few)),
+            "%d of %d clients never train, since %s needs at least %d images: %s",
+            *(len(few), len(parts), type(method).__name__, smallest, listed),
         )
+    return frozenset(few)
 
 
 def validate_aggregation(settings: Settings, *, is_deployment: bool) -> None:

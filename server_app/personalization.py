@@ -55,7 +55,8 @@ def evaluate_personalized(
     Clients that are not among ``trained`` are unseen clients, which train for ``epochs``.
     """
     context, evaluator = components.context, PersonalizedEvaluator(components)
-    unseen = sorted(context.nodes.keys() - set(trained))
+    few_images = components.client_data.few_images if components.client_data else frozenset()
+    unseen = sorted(context.nodes.keys() - set(trained) - few_images)
     requests = {
         PARTICIPANTS: (sorted(context.nodes.keys() & set(trained)), PersonalizedModelRequest()),
         UNSEEN: (unseen, PersonalizedModelRequest(adaptation_epochs=epochs)),

@@ -48,6 +48,7 @@ class Recorder(RunFolder):
         self.evaluations: list[tuple[int, dict[str, float]]] = []  # by round, those before a resume included
         self._stop_reason: str | None = None
         self._resumed_rounds = 0
+        self._few_images = 0  # clients that never train
         self._personalized: dict[str, dict[str, float]] = {}
         self._progress = ProgressTracker(rounds)
         self._tracking = SafeTracker(settings)
@@ -60,6 +61,7 @@ class Recorder(RunFolder):
         self._settings = settings
         if client_data:
             self.write_partition(client_data)
+            self._few_images = len(client_data.few_images)
         save_run(self._settings, self.folder)
         self._tracking.begin(settings, done=self._resumed_rounds)
 
@@ -211,6 +213,7 @@ class Recorder(RunFolder):
             **results,
             "client": asdict(sum_costs(lines)),  # of a client that takes part in every round
             "recoveries": self.recoveries,
+            "clients_with_few_images": self._few_images,  # which never train
             "dropped": dict(Counter(_kind(text) for line in lines for text in line["dropped"].values())),
             "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}},
         }

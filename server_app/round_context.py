@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from fedssl.arrays import Layers, ReferenceLayers
@@ -65,7 +66,7 @@ class RoundContext:
     wire_dtype: str = LOSSLESS
     # Returns features of the server's images under a model, for strategies that compare models.
     extract_features: Callable[[Layers], Tensor] = raise_no_server_images
-    unseen_clients: frozenset[int] = frozenset()  # they never train
+    untrained_clients: frozenset[int] = frozenset()  # they never train: unseen ones, and those with too few images
     offline_clients: frozenset[int] = frozenset()  # in virtual time, at the start of the round
     client_flops: Callable[[Phase, int], float] = no_flops  # of a client's round, for virtual time
 
@@ -76,6 +77,12 @@ class RoundContext:
     def clients(self) -> Mapping[int, int]:
         """Return the client ids by node id."""
         return {node: client for client, node in self.nodes.items()}
+
+    @cached_property
+    def _trained_clients(self) -> np.ndarray:
+        """Return the ids of all clients that may train, ascending, int64."""
+        client_ids = np.fromiter(self.nodes, np.int64, len(self.nodes))
+        return _without(np.sort(client_ids), self.untrained_clients)
 
     @cached_property
     def stages(self) -> Stages:
@@ -117,8 +124,7 @@ class RoundContext:
         ``clients_per_round`` and ``aggregation.over_selection`` of the available clients are sampled, less those
         ``in_flight`` with an older plan. Another attempt samples other clients.
         """
-        excluded = {*in_flight, *self.unseen_clients, *self.offline_clients}
-        client_ids = sorted(self.nodes.keys() - excluded if excluded else self.nodes)
+        client_ids = _without(self._trained_clients, {*in_flight, *self.offline_clients})
         num_wanted = self.clients_per_round + self.aggregation.over_selection - len(in_flight)
         indices = sample_clients(
             self.seed,
@@ -127,10 +133,15 @@ class RoundContext:
             clients_per_round=max(min(num_wanted, len(client_ids)), 0),
             attempt=attempt,
         )
-        return [client_ids[index] for index in indices]
+        return [int(client_ids[index]) for index in indices]
 
     def requested_metrics(self, round: int) -> tuple[str, ...]:
         return tuple(dict.fromkeys([*self.strategy.server.aggregator(round).required_metrics, *self.metrics]))
+
+
+def _without(client_ids: np.ndarray, excluded: Collection[int]) -> np.ndarray:
+    """Return the ids that are not among ``excluded``, in their order."""
+    return client_ids[np.isin(client_ids, list(excluded), invert=True)] if excluded else client_ids
 
 
 def check_metrics(metrics: Iterable[str]) -> None:

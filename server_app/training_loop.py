@@ -148,7 +148,9 @@ class TrainingLoop:
         components = self._components
         clients = components.client_manager.wait_for(components.context.aggregation.min_updates)
         self._recorder.register(clients)
-        context = replace(components.context, nodes=clients.nodes)
+        context = components.context
+        if clients.nodes is not context.nodes:  # else keep what it has cached about all clients
+            context = replace(context, nodes=clients.nodes)
         return replace(context, clients_per_round=len(clients.nodes)) if components.trains_new_devices else context
 
 
@@ -298,7 +300,7 @@ def _offline(exchange: MessageExchange, context: RoundContext, in_flight: set[in
     if exchange.virtual_time is None:
         return frozenset()
     settings = context.aggregation
-    clients = context.nodes.keys() - context.unseen_clients - in_flight
+    clients = context.nodes.keys() - context.untrained_clients - in_flight
     return exchange.wait_until_online(
         clients,
         number=max(settings.min_updates - len(in_flight), 0),
@@ -321,5 +323,4 @@ def _with_virtual_time(
 def _in_flight(exchange: MessageExchange, context: RoundContext) -> set[int]:
     if not context.aggregation.buffered:
         return set()
-    nodes = exchange.nodes_in_flight()
-    return {client for client, node in context.nodes.items() if node in nodes}
+    return {context.clients[node] for node in exchange.nodes_in_flight() if node in context.clients}

@@ -12,7 +12,6 @@ from flwr.app import RecordDict
 
 from fedssl.arrays import Layers
 from fedssl.availability import Always
-from fedssl.errors import InputError
 from fedssl.schedule.phases import Phase, phase_at
 from fedssl.training import number_of_batches
 from fedssl.wire.messages import ARRAYS, CONFIG, METHOD_UPLOAD, ClientUpdate, TrainPlan
@@ -48,19 +47,18 @@ class RoundCounts:
 def count_rounds(components: RunComponents, *, saves_state: bool) -> tuple[list[RoundCounts], int]:
     """Return the counts of all rounds, and the number of global models at the end.
 
-    ``saves_state`` is whether a client has a state between rounds. Clients with too few images are dropped in every
-    round, and not counted. Raises `InputError` if a round has too few others.
+    ``saves_state`` is whether a client has a state between rounds.
     """
     settings, context = components.settings, without_calibration(components.context)
+    assert components.client_data is not None
+    parts = components.client_data.parts
     state, sizes, result = ServerState(), _MessageSizes(context), []
     changes_models = _may_change_models(components)
     for number in range(1, settings.rounds + 1):
         attempted = Round(context, state, oldest_resumable=_oldest_checkpoint(components, before=number))
         bytes_down = bytes_up = 0
-        images = _images_of_clients(components, attempted)
+        images = {client: len(parts[client]) for client in attempted.slots}
         for message, (client, slot) in zip(attempted.messages, attempted.slots.items(), strict=True):
-            if client not in images:
-                continue
             expected = attempted.starts[slot.start].expected_upload.layers
             loaded = state.state_rounds.get(client, 0)
             saved = (loaded, number if saves_state else loaded)
@@ -93,20 +91,6 @@ def count_rounds(components: RunComponents, *, saves_state: bool) -> tuple[list[
     return result, len(state.models)
 
 
-def _images_of_clients(components: RunComponents, attempted: Round) -> dict[int, int]:
-    """Return the number of images of each client whose update is used; raises `InputError` if they are too few."""
-    assert components.client_data is not None
-    smallest, needed = components.method.min_batch_size, components.settings.aggregation.min_updates
-    sizes = {client: len(components.client_data.parts[client]) for client in attempted.slots}
-    used = {client: size for client, size in sizes.items() if size >= smallest}
-    if len(used) < needed:
-        raise InputError(
-            f"round {attempted.number} has {len(used)} clients with the {smallest} images that training needs, and "
-            f"aggregation.min_updates={needed}; set a larger partition.min_size, or fewer clients"
-        )
-    return used
-
-
 def _may_change_models(components: RunComponents) -> bool:
     """Return whether the server assigns clients to models by their updates, which decides what they have cached."""
     server = components.context.strategy.server
@@ -136,9 +120,10 @@ def _number_of_batches(components: RunComponents, num_images: int) -> int:
 
 
 def images_of(components: RunComponents, of_clients: Callable[[Iterable[int]], float]) -> int:
-    """Return the maximum or the median number of images of a client."""
-    assert components.client_data is not None
-    return int(of_clients(map(len, components.client_data.parts)))
+    """Return the maximum or the median number of images of a client that trains."""
+    data = components.client_data
+    assert data is not None
+    return int(of_clients(len(part) for client, part in enumerate(data.parts) if client not in data.few_images))
 
 
 def why_upper_bound(components: RunComponents) -> list[str]:

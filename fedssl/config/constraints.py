@@ -215,7 +215,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "classes_per_client": _integer(1),
         "clusters": _optional(_integer(1)),
         "components": _integer(1),
-        "min_size": _integer(MIN_IMAGES),
+        "min_size": _integer(0),
         "self_balancing": _BOOL,
     },
     "encoder": {

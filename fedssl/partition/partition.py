@@ -36,7 +36,7 @@ class PartitionInput:
     labels: Tensor | None  # int64, ``(n,)``; None if the data set has none
     owners: Tensor | None = None  # int64, ``(n,)``, owner of each image; None if unknown
     images: ImageSubset
-    num_clients: int  # each gets at least two images
+    num_clients: int
     seed: int
 
     @property

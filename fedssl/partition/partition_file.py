@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedssl.config.constraints import MIN_IMAGES
 from fedssl.errors import InputError
 from fedssl.partition.partition import PartitionInput
 from fedssl.partition.partitioners import check_counts
@@ -45,14 +44,7 @@ def from_file(data: PartitionInput, *, file: str | Path | None) -> list[np.ndarr
             f"and {int(data.labels[index])} in the data set; choose the data set of the file"
         )
     order = np.argsort(clients, kind="stable")
-    parts = np.split(order, np.searchsorted(clients[order], np.arange(num_clients + 1)))[1:-1]
-    few = [client for client, part in enumerate(parts) if len(part) < MIN_IMAGES]
-    if few:
-        raise InputError(
-            f"{setting} gives client {few[0]} {len(parts[few[0]])} images, too few to train on ({MIN_IMAGES}); "
-            "number the clients from 0 to num_clients - 1"
-        )
-    return parts
+    return np.split(order, np.searchsorted(clients[order], np.arange(num_clients + 1)))[1:-1]
 
 
 def write_partition(parts: Iterable[np.ndarray], labels: torch.Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Partitioners: every image belongs to exactly one client.
+"""Partitioners: every image belongs to exactly one client. A client may have no image.
 
 ``iid`` and ``pathological`` use flwr-datasets' partitioners, ``dirichlet`` has the draws of its partitioner, and
 ``skew`` is the skewness of Dec-SSL (arXiv 2210.10947). They shuffle the images by the run's seed first, so that the
@@ -34,7 +34,7 @@ import math
 
 import numpy as np
 
-from fedssl.config.constraints import MIN_IMAGES, check_arguments
+from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.partition import dirichlet_shares, flwr_partitioners
 from fedssl.partition.partition import PartitionInput
@@ -57,7 +57,7 @@ def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balanci
     alpha : float
         Above 0. A small value gives a client few classes, a large value gives all clients the same mix.
     min_size : int
-        Minimum number of images of a client, at least 2; draws with fewer are repeated (11 draws in total).
+        Minimum number of images of a client; draws with fewer are repeated (11 draws in total). 0 accepts every draw.
     self_balancing : bool
         Whether a client with more than ``n / num_clients`` images gets no image of the following classes. Classes
         are divided in the order of their numbers.
@@ -81,7 +81,8 @@ def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balanci
         raise InputError(
             f"partition.alpha={alpha} leaves some of num_clients={num_clients} clients with fewer than "
             f"partition.min_size={min_size} of {num_images} images in every draw; "
-            "raise partition.alpha, or lower num_clients or partition.min_size"
+            "raise partition.alpha, or lower num_clients or partition.min_size, with which clients may be too small to "
+            "train"
         )
     return _checked([order[rows] for rows in parts], num_images)
 
@@ -157,11 +158,6 @@ def natural(data: PartitionInput) -> list[np.ndarray]:
             "or make their folders (dataset.folders=owner), or give partition=iid"
         )
     names, codes = np.unique(data.owners.numpy(), return_inverse=True)
-    if len(names) < num_clients:
-        raise InputError(
-            f"partition=natural gives all images of an owner to one client but num_clients={num_clients} is more "
-            f"than the {len(names)} owners of the images; give num_clients={len(names)} or fewer"
-        )
     client_of_owner = numpy_generator(data.seed, "partition", "owners").permutation(len(names)) % num_clients
     client = client_of_owner[codes]
     sizes = np.bincount(client, minlength=num_clients)
@@ -169,15 +165,11 @@ def natural(data: PartitionInput) -> list[np.ndarray]:
 
 
 def check_counts(data: PartitionInput) -> None:
-    """Raise an `InputError` if there are too many clients for the images."""
-    num_images, num_clients = data.num_images, data.num_clients
-    if num_clients < 1:
-        raise InputError(f"num_clients={num_clients} must be at least 1")
-    if num_clients * MIN_IMAGES > num_images:
-        raise InputError(
-            f"num_clients={num_clients} is too many for {num_images} images: a client needs at least "
-            f"{MIN_IMAGES}; give num_clients={max(1, num_images // MIN_IMAGES)} or fewer"
-        )
+    """Raise an `InputError` without clients, or without images."""
+    if data.num_clients < 1:
+        raise InputError(f"num_clients={data.num_clients} must be at least 1")
+    if not data.num_images:
+        raise InputError("the data set has no images to be partitioned; check dataset.path and dataset.limit")
 
 
 def _require_labels(data: PartitionInput, name: str) -> np.ndarray:
@@ -194,15 +186,9 @@ def _order(data: PartitionInput) -> np.ndarray:
 
 
 def _checked(parts: list[np.ndarray], num_images: int) -> list[np.ndarray]:
-    """Return the sorted parts; every image must be in exactly one, and no part may be too small to train on."""
+    """Return the sorted parts; every image must be in exactly one."""
     if not np.array_equal(np.sort(np.concatenate(parts)), np.arange(num_images)):
         raise InputError(
             f"the partition does not assign each of {num_images} images to exactly one client; choose another partition"
-        )
-    smallest = min(len(part) for part in parts)
-    if smallest < MIN_IMAGES:
-        raise InputError(
-            f"partition leaves a client with {smallest} of {num_images} images, too few to train on "
-            f"({MIN_IMAGES}); lower num_clients={len(parts)}"
         )
     return [np.sort(part) for part in parts]

@@ -182,17 +182,32 @@ def owners(tmp_path):
     return [*SMALL, f"dataset.path={tmp_path / 'owners'}", "dataset.folders=owner", "partition=natural"]
 
 
-def test_a_client_with_too_few_images_is_dropped_and_told(owners, tmp_path, capsys):
-    run([*owners, "method=byol", f"output_dir={tmp_path / 'run'}"])
+def test_a_client_with_too_few_images_is_counted_and_never_sampled(owners, tmp_path, capsys):
+    run([*owners, "method=byol", "rounds=2", f"output_dir={tmp_path / 'run'}"])
     table = [row.split(",")[:2] for row in (tmp_path / "run" / "partition.csv").read_text().split()[1:]]
     [few] = [client for client, number in table if number == "2"]
-    assert f"BYOL needs at least 3 images: client {few} will be dropped" in capsys.readouterr().out
-    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    assert line["clients"] == 2
-    assert list(line["dropped"]) == [few]
-    assert "BYOL learns nothing from fewer than 3 images, and the client has 2" in line["dropped"][few]
+    assert f"1 of 3 clients never train, since BYOL needs at least 3 images: {few}\n" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["clients"], line["dropped"]) for line in lines] == 2 * [(2, {})]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["clients_with_few_images"] == 1
+
+
+def test_more_clients_than_the_images_fill(tmp_path):
+    """10 images of 7 clients: three clients have two images, and each round samples two of the three."""
+    write_images(tmp_path / "images", 10)
+    overrides = [*SMALL, f"dataset.path={tmp_path / 'images'}", "partition=iid", "num_clients=7", "clients_per_round=2"]
+    run([*overrides, "rounds=3", "evaluate_every=0", f"output_dir={tmp_path / 'run'}"])
+    sizes = dict(row.split(",")[:2] for row in (tmp_path / "run" / "partition.csv").read_text().split()[1:])
+    trainable = {int(client) for client, size in sizes.items() if size == "2"}
+    rows = [json.loads(line) for line in (tmp_path / "run" / "clients.jsonl").read_text().splitlines()]
+    assert sorted(sizes.values()) == ["1", "1", "1", "1", "2", "2", "2"]
+    assert [row["round"] for row in rows] == [1, 1, 2, 2, 3, 3]
+    assert {row["client"] for row in rows} <= trainable
 
 
 def test_a_federation_of_clients_with_too_few_images_is_refused(owners, tmp_path):
-    with pytest.raises(InputError, match="no client has the 3 images that BYOL needs; lower num_clients=3"):
+    with pytest.raises(
+        InputError,
+        match="no client has the 3 images that BYOL needs, .*=1; lower num_clients=3",
+    ):
         run([*owners, "dataset.limit=6", "partition=iid", "method=byol", f"output_dir={tmp_path / 'run'}"])

@@ -218,9 +218,9 @@ def test_the_encoder_path_is_absolute() -> None:
         ({"clusters": 91}, "partition.clusters=91 must be from 1 to the number of images, 90"),
         ({"components": 0}, "^partition.components=0 must be an integer of at least 1$"),
         ({"alpha": 0}, "^partition.alpha=0 must be a number above 0$"),
-        ({"min_size": 1}, "^partition.min_size=1 must be an integer of at least 2$"),
+        ({"min_size": -1}, "^partition.min_size=-1 must be an integer of at least 0$"),
         ({"min_size": 31}, "partition.min_size=31 of 90 images"),
-        ({"num_clients": 50}, "num_clients=50 is too many for 90 images"),
+        ({"num_clients": 50}, "partition.min_size=2 of 90 images in every draw"),
         ({"encoder": "/no/such/file"}, "partition.encoder=/no/such/file cannot be read .*encoder.pt of a run"),
     ],
 )

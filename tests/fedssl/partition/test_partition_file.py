@@ -69,7 +69,6 @@ def test_in_a_run_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("client\n0\n2\n" + "1\n" * 4, "line 3: there is no client 2; the 2 clients are 0 to 1"),
         ("client,label\n0\n", "line 2, has 1 values for 2 columns"),
         ("client,label\n0,\n", "line 2: '' is no label"),
-        ("client\n0\n" + "1\n" * 5, "gives client 0 1 images, too few to train on"),
         ("client,label\n0,0\n0,1\n0,0\n1,2\n1,1\n1,2\n", "image 3 has label 2 in the file and 1 in the data set"),
     ],
 )
