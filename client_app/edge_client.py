@@ -124,6 +124,10 @@ class EdgeClient:
         named = int.from_bytes(f"device {self.name}".encode(), "little")
         return named if self.partition is None else self.partition
 
+    def state_folder(self, states: Path) -> Path:
+        """Return the folder of the device's state in a run."""
+        return states / self.name
+
     @property
     def node_info(self) -> NodeInfo:
         num_images, problem = self._count_images()

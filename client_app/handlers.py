@@ -81,7 +81,7 @@ def _personalized_reply(message: Message, context: Context) -> Message:
     plan = TrainPlan.from_content(message.content)
     request = PersonalizedModelRequest.from_content(message.content)
     settings = parse_client_config(plan.settings)
-    folder = settings.states / client.name
+    folder = client.state_folder(settings.states)
 
     def run(worker: ClientWorker) -> ClientUpdate:
         return worker.personalized_encoder(plan, client.number, folder, request=request, store=client.store)
@@ -160,7 +160,7 @@ def _train(message: Message, context: Context, on_step_start: StepHook) -> tuple
     if isinstance(client, EdgeClient):
         return plan, _train_on_device(plan, client, on_step_start)
     settings = parse_client_config(plan.settings)
-    folder = settings.states / client.name
+    folder = client.state_folder(settings.states)
 
     def run(worker: ClientWorker) -> ClientUpdate:
         return worker.train(plan, client.number, folder, store=client.store)
@@ -185,7 +185,7 @@ def _with_retry(
         worker_for(settings, images=images).try_steps(
             plan,
             client.number,
-            settings.states / client.name,
+            client.state_folder(settings.states),
             batch_size=batch_size,
             precision=precision,
             store=client.store,
@@ -212,7 +212,7 @@ def _train_on_device(plan: TrainPlan, client: EdgeClient, on_step_start: StepHoo
 
     run = settings.states.name
     log.info("run %s, round %d: %d epochs of training are requested", run, plan.round, settings.training.epochs)
-    folder, images_digest = settings.states / client.name, client.images_digest(settings)
+    folder, images_digest = client.state_folder(settings.states), client.images_digest(settings)
 
     def train(worker: ClientWorker) -> ClientUpdate:
         return worker.train(plan, client.number, folder, store=client.store, on_step_start=before_step)

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from client_app.simulated import MARKER_KEY, SimulationMarker
 from client_app.state_store import FILE_STORE, StateStore
+from fedssl.runs.manifest import client_folder
 from fedssl.wire.identity import NodeInfo
 
 
@@ -28,9 +30,9 @@ class SimulatedClient:
             marker.engine_retries,
         )
 
-    @property
-    def name(self) -> str:
-        return str(self.number)
+    def state_folder(self, states: Path) -> Path:
+        """Return the folder of the client's state."""
+        return client_folder(states, self.number)
 
     @property
     def node_info(self) -> NodeInfo:

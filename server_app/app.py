@@ -27,6 +27,7 @@ from fedssl.wire.records import encode_arrays, record_bytes
 from fedssl.wire.wire_format import describe_wire_format
 from server_app.build import RunComponents, build_run
 from server_app.checkpoint import StateSchema
+from server_app.client_models import ClientModels
 from server_app.compatibility import NO_SERVER_DATA
 from server_app.console import disk_errors_as_run_error, log_to, make_screen
 from server_app.delivery import EncoderSender
@@ -169,7 +170,8 @@ def run(
             f"resume={recorder.folder} was run with rounds={resumed} (now {settings.rounds}); keep the "
             "number, or start a new run"
         )
-    state = ServerState()
+    server = components.context.strategy.server
+    state = ServerState(models=ClientModels(recorder.folder, {}) if server.models_per_client else {})
     if resumed is not None:
         context, client_ids = components.context, components.client_manager.clients.client_ids
         state = recorder.restore(
@@ -177,13 +179,14 @@ def run(
                 untrained=context.initial_model(),
                 clients=max([settings.num_clients, *(number + 1 for number in client_ids.values())]),
                 phases=len(context.phases),
-                model_state_type=context.strategy.server.model_state_type,
-                strategy_state_type=context.strategy.server.strategy_state_type,
+                models_per_client=server.models_per_client,
+                model_state_type=server.model_state_type,
+                strategy_state_type=server.strategy_state_type,
             )
         )
     recorder.start_run(settings.recording, components.client_data)
     recorder.register(components.client_manager.clients)
-    components.context.strategy.server.plot(recorder.folder / "figures")
+    server.plot(recorder.folder / "figures")
     images = f"{len(components.client_data.image_data.images)} images" if components.client_data else "their own images"
     log.info(
         "%d clients, %s, %d rounds; %d bytes of layers per model and direction; output in %s",

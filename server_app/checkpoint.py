@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 
@@ -15,13 +15,15 @@ from fedssl.atomic_files import atomic_write, remove, round_file, saved_rounds
 from fedssl.errors import InputError
 from fedssl.runs.manifest import Manifest, Part, digest_of, read_manifest, write_manifest
 from fedssl.untrusted import MAX_TENSORS_BYTES, iter_leaves, read_tensors, sanitize
+from server_app.client_models import ClientModels
+from server_app.serialization import to_arrays, to_serializable
 from strategies.interfaces import GlobalModel, NoState, ServerState
 
 log = logging.getLogger("fedssl")
 
 # Of the run. 1 had one model without a name, 2 another form of client states, 3 other names, 4 client states not in
-# safetensors and no manifests.
-FORMAT = 5
+# safetensors and no manifests, 5 all client states in one folder and all models in the checkpoint.
+FORMAT = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,8 @@ class StateSchema:
         Names, shapes and dtypes of all models.
     clients, phases : int
         Of the run. There is at most one model per client and a global one.
+    models_per_client : bool
+        As `strategies.base.ServerStrategy.models_per_client`.
     model_state_type, strategy_state_type : type
         Types of the strategy's state of a model, and across models.
     """
@@ -41,6 +45,7 @@ class StateSchema:
     untrained: GlobalModel
     clients: int
     phases: int
+    models_per_client: bool = False
     model_state_type: type = NoState
     strategy_state_type: type = NoState
 
@@ -53,14 +58,7 @@ class StateSchema:
     def check(self, state: ServerState) -> None:
         """Raise `ValueError` for a state that no round of the run can produce."""
         for name, model in _require_mapping(state.models).items():
-            valid_phase = is_count(model.phase, minimum=1) and model.phase <= self.phases
-            if not _is_model_name(name) or not valid_phase or not is_count(model.num_updates, minimum=0):
-                raise ValueError("a model's name, phase or number of updates is invalid")
-            _check_layers(model.layers, self.untrained.layers, all_of_them=True)
-            _check_layers(model.broadcast, self.untrained.broadcast, all_of_them=True)
-            for moments in _require_mapping(model.server_optimizer_state).values():
-                _check_layers(moments, self.untrained.layers, same_dtype=False)
-            _check_typed_dict(model.strategy_state, self.model_state_type)
+            self.check_model(name, model)
         _check_typed_dict(state.strategy_state, self.strategy_state_type)
         if len(state.models) > self.clients + 1:
             raise ValueError(f"it has {len(state.models)} models")
@@ -73,19 +71,34 @@ class StateSchema:
                 raise ValueError("the states of its clients are invalid")
         _check_in_flight(state.in_flight)
 
+    def check_model(self, name: str, model: GlobalModel) -> None:
+        """Raise `ValueError` for a model that the run cannot have."""
+        valid_phase = is_count(model.phase, minimum=1) and model.phase <= self.phases
+        if not _is_model_name(name) or not valid_phase or not is_count(model.num_updates, minimum=0):
+            raise ValueError("a model's name, phase or number of updates is invalid")
+        _check_layers(model.layers, self.untrained.layers, all_of_them=True)
+        _check_layers(model.broadcast, self.untrained.broadcast, all_of_them=True)
+        for moments in _require_mapping(model.server_optimizer_state).values():
+            _check_layers(moments, self.untrained.layers, same_dtype=False)
+        _check_typed_dict(model.strategy_state, self.model_state_type)
+
 
 def save_checkpoint(
     folder: Path, state: ServerState, *, keep: int, parts: Sequence[Part] = (), recoveries: Sequence[str] = ()
 ) -> None:
     """Write the state and its manifest, and delete all but the newest ``keep`` checkpoints.
 
-    ``parts`` are the other files of the run folder without which the run cannot resume from here.
+    ``parts`` are the other files of the run folder without which the run cannot resume from here. Models of clients
+    are among them.
     """
     folder.mkdir(exist_ok=True)
     file = round_file(folder, state.round)
+    if isinstance(state.models, ClientModels):
+        parts = [*parts, *state.models.parts]
+        state = replace(state, models={})
 
     def write(stream: BinaryIO) -> None:
-        torch.save({"format": FORMAT, **_to_serializable(state)}, stream)
+        torch.save({"format": FORMAT, **to_serializable(state)}, stream)
         stream.flush()
         written = Path(stream.name)
         own = Part(f"{folder.name}/{file.name}", written.stat().st_size, digest_of(written))
@@ -157,38 +170,26 @@ def manifest_file(file: Path) -> Path:
 
 def _load(file: Path, *, max_bytes: int) -> ServerState:
     """Read a checkpoint; raises `InputError` for an earlier format, and any exception for an invalid file."""
+    earlier = InputError(
+        f"{file} has the format of an earlier version of fedssl; resume with that version, or start a new run"
+    )
     if file.with_suffix(".sha256").exists():
-        raise InputError(
-            f"{file} has the format of an earlier version of fedssl; resume with that version, or start a new run"
-        )
+        raise earlier
     manifest = read_manifest(manifest_file(file))
     if problems := manifest.problems(file.parent.parent):
         raise ValueError(f"{problems[0]} and {len(problems) - 1} more" if problems[1:] else problems[0])
     saved = read_tensors(file, max_bytes=max_bytes)
-    if saved.pop("format", None) != FORMAT or manifest.size(f"{file.parent.name}/{file.name}") == 0:
+    found = saved.pop("format", None)
+    if type(found) is int and found < FORMAT:
+        raise earlier
+    if found != FORMAT or manifest.size(f"{file.parent.name}/{file.name}") == 0:
         raise ValueError("it is not a checkpoint")
     return _to_state(saved)
 
 
-def _to_serializable(value: Any) -> Any:
-    """Convert dataclasses to dictionaries and arrays to tensors, which ``weights_only`` can load."""
-    if is_dataclass(value):
-        return {one.name: _to_serializable(getattr(value, one.name)) for one in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _to_serializable(inner) for key, inner in value.items()}
-    # A NumPy scalar, the result of arithmetic on an array without dimensions, becomes such an array again.
-    return torch.from_numpy(np.asarray(value)) if isinstance(value, np.ndarray | np.generic) else value
-
-
 def _to_state(saved: dict[str, Any]) -> ServerState:
-    values = _to_arrays(saved)
+    values = to_arrays(saved)
     return ServerState(**{**values, "models": {name: GlobalModel(**model) for name, model in values["models"].items()}})
-
-
-def _to_arrays(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _to_arrays(inner) for key, inner in value.items()}
-    return value.numpy() if isinstance(value, torch.Tensor) else value
 
 
 def _check_in_flight(saved: Any) -> None:

@@ -17,6 +17,7 @@ from fedssl.errors import RunError
 from fedssl.untrusted import sanitize_line
 from fedssl.wire.messages import ClientUpdate
 from server_app.block_sums import BlockClient, BlockSumTask, LostSumError
+from server_app.client_models import ClientModels, MappedValues
 from server_app.compatibility import require_full_exchange, require_uniform_sum
 from server_app.messaging import NO_REPLY, MessageExchange, ordered_by_client
 from server_app.plans import PlanBuilder
@@ -199,7 +200,10 @@ class Round:
         if self._cluster_models:
             return ()
         server = self._context.strategy.server
-        return tuple(dict.fromkeys(server.destination_models(self._state, self.number, client, start)))
+        names = dict.fromkeys(server.destination_models(self._state, self.number, client, start))
+        if server.models_per_client:  # a client that is not sampled keeps its model
+            return tuple(name for name in names if int(name) in self._blocks)
+        return tuple(names)
 
     # --- replies ---
 
@@ -337,7 +341,8 @@ class Round:
             self._state_rounds.pop(client, None)
         if context.privacy:
             result.privacy.update(context.privacy.privacy_spent(self.number))
-        models = {**self._state.models, **aggregated}
+        known = self._state.models
+        models = known.updated(aggregated) if isinstance(known, ClientModels) else {**known, **aggregated}
         state = replace(
             self._state,
             round=self.number,
@@ -353,7 +358,7 @@ class Round:
             client_features={client: slot.features for client, slot in slots.items() if slot.features is not None},
             extract_features=context.extract_features,
         )
-        current = {name: context.advance_to_phase(model, self.number) for name, model in state.models.items()}
+        current = MappedValues(state.models, lambda model: context.advance_to_phase(model, self.number))
         strategy_state, strategy_metrics = server.on_round_end(replace(state, models=current), outcome)
         result.strategy_metrics.update(strategy_metrics)
         return replace(state, strategy_state=strategy_state), result

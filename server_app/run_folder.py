@@ -30,7 +30,7 @@ from fedssl.runs.manifest import (
     LineFile,
     Manifest,
     read_manifest,
-    remove_later_states,
+    remove_later_versions,
     write_manifest,
 )
 from fedssl.runs.run import FLEET_FILE, LOCK_FILE
@@ -44,6 +44,7 @@ from server_app.checkpoint import (
     manifest_file,
     save_checkpoint,
 )
+from server_app.client_models import ClientModels
 from server_app.nodes import ClientDirectory
 from strategies.interfaces import ServerState, model_suffix
 
@@ -183,12 +184,22 @@ class RunFolder:
             self.recoveries = [*manifest.recoveries, *self.recoveries]
             # The recoveries are stored first: without the later checkpoints, another resumption would not find them.
             write_manifest(file, replace(manifest, recoveries=tuple(self.recoveries)))
-        remove_later_states(self.folder, done)
+        remove_later_versions(self.folder, done)
         remove_later_snapshots(self.folder, done)
         delete_checkpoints_after(self.checkpoints, done)
         for name, lines in self.lines.items():
             lines.restore(manifest.size(name), round=done)
+        if schema is not None and schema.models_per_client:
+            stored = ClientModels.of_checkpoint(self.folder, manifest.parts, schema.check_model)
+            state = replace(state, models=stored.updated(state.models))
         return state
+
+    def save_models(self, state: ServerState) -> ServerState:
+        """Write the models of single clients that changed in the round of the state, and free their memory."""
+        if not isinstance(state.models, ClientModels):
+            return state
+        oldest = min(saved_rounds(self.checkpoints), default=0)
+        return replace(state, models=state.models.saved(round=state.round, oldest_resumable=oldest))
 
     def checkpoint(self, state: ServerState, *, ends: bool = False) -> None:
         """Save the state if a checkpoint is due. If the run ends, save it unless a checkpoint is as new."""

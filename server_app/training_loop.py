@@ -23,6 +23,7 @@ from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import load_layers
 from fedssl.schedule.stages import set_active_stages
 from server_app.build import RunComponents
+from server_app.client_models import ClientModels, MappedValues
 from server_app.collapse_monitor import CollapseReport
 from server_app.evaluator import ResultsByModel
 from server_app.messaging import MessageExchange, replies_of
@@ -31,7 +32,7 @@ from server_app.recorder import Recorder
 from server_app.round import Round, TooFewUpdatesError, UpdateObserver
 from server_app.round_context import RoundContext
 from server_app.updates import RoundResult
-from strategies.interfaces import ServerState
+from strategies.interfaces import GlobalModel, ServerState
 
 log = logging.getLogger("fedssl")
 
@@ -121,7 +122,7 @@ class TrainingLoop:
                 oldest_resumable=min(saved_rounds(recorder.folder / "checkpoints"), default=0),
                 observers=[observer.observe for observer in (monitor, snapshot_writer) if observer is not None],
             )
-            self.state = replace(self.state, in_flight=self._exchange.snapshot())
+            self.state = recorder.save_models(replace(self.state, in_flight=self._exchange.snapshot()))
             self._exchange.flush()  # a run that resumes from this round's checkpoint needs the client states
             seconds = time.monotonic() - start
             clients = [row.client for row in result.clients]
@@ -226,9 +227,18 @@ class BackgroundRecorder:
         self._recorder.checkpoint(completed.state)
 
 
-def arrays_by_model(context: RoundContext, state: ServerState) -> dict[str, Layers]:
-    """Return the layers of every model by name, in the phase of the state's round."""
-    return {name: context.advance_to_phase(state.models[name], state.round).layers for name in state.model_names()}
+def arrays_by_model(context: RoundContext, state: ServerState) -> Mapping[str, Layers]:
+    """Return the layers of every model by name, in the phase of the state's round.
+
+    Models of single clients are read whenever they are needed.
+    """
+
+    def layers(model: GlobalModel) -> Layers:
+        return context.advance_to_phase(model, state.round).layers
+
+    if isinstance(state.models, ClientModels):
+        return MappedValues(state.models, layers)
+    return {name: layers(state.models[name]) for name in state.model_names()}
 
 
 def load_each(method: SSLMethod, models: Mapping[str, Layers]) -> Iterator[tuple[str, SSLMethod]]:

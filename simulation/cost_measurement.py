@@ -26,6 +26,7 @@ from fedssl.schedule.phases import Phase
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from server_app.build import RunComponents
 from server_app.checkpoint import save_checkpoint
+from server_app.client_models import ClientModels
 from server_app.round import Round
 from simulation.cost_counts import batch_size, without_calibration
 from simulation.evaluation_cost import EvaluationCost, measure_evaluation, seconds_of
@@ -210,16 +211,24 @@ def _measure_aggregation(components: RunComponents, folder: Path) -> _Aggregatio
     context = without_calibration(components.context)
     number = min(context.clients_per_round, MAX_UPDATES)
     numbers = (number // 2, number) if context.clients_per_round > MAX_UPDATES else (number,)
-    peaks, seconds, state = [], 0.0, ServerState()
+    per_client = context.strategy.server.models_per_client
+    empty = ServerState(models=ClientModels(folder.parent, {}) if per_client else {})
+    peaks, seconds, state = [], 0.0, empty
     for number in numbers:
         sampled = replace(context, clients_per_round=number, aggregation=replace(context.aggregation, over_selection=0))
-        attempted = Round(sampled, ServerState())
+        attempted = Round(sampled, empty)
         start = time.perf_counter()
         state, _ = attempted.finish(_replies(attempted, context.gathered.layers))
         seconds = time.perf_counter() - start
         peaks.append(peak_memory())
     folder.mkdir()
-    checkpoint = seconds_of(lambda: save_checkpoint(folder, state, keep=1))
+
+    def save() -> None:
+        models = state.models
+        saved = models.saved(round=1, oldest_resumable=0) if isinstance(models, ClientModels) else models
+        save_checkpoint(folder, replace(state, models=saved), keep=1)
+
+    checkpoint = seconds_of(save)
     return _Aggregation(
         update=seconds / number,
         update_memory=(peaks[-1] - peaks[0]) // (number - number // 2),

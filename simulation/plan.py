@@ -146,13 +146,18 @@ def make_plan(
         "without evaluate_personalized": settings.evaluation.personalized,
     }
     model_bytes = sum(array.nbytes for array in components.context.initial_model().layers.values())
-    further_models = max(0, num_models - measured.models) * model_bytes
+    per_client = components.context.strategy.server.models_per_client
+    # In memory, or in files: then a round needs each participant's model and its message.
+    models = 2 * settings.clients_per_round if per_client else max(0, num_models - measured.models)
+    further_models = models * model_bytes
     states = settings.num_clients * measured.state_bytes
     server = measured.server_memory + further_models
     server += max(0, settings.clients_per_round - MAX_UPDATES) * measured.update_memory
     if not on_ray:  # recent states are cached
         server += min(states, (available_memory() or 2**33) // 8)
-    recording, checkpoint = settings.recording, measured.checkpoint_bytes + further_models
+    recording, checkpoint = settings.recording, measured.checkpoint_bytes + (0 if per_client else further_models)
+    versions = min(settings.rounds, recording.keep_checkpoints + 1)
+    model_files = (num_models + versions * settings.clients_per_round) * model_bytes if per_client else 0
     snapshots = settings.rounds // recording.snapshot_every if recording.snapshot_every else 0
     return Plan(
         engine=engine,
@@ -166,7 +171,8 @@ def make_plan(
         server_memory=server,
         worker_memory=measured.worker_memory if on_ray else 0,
         # A client has the states since the oldest checkpoint, and one before.
-        disk=min(settings.rounds, recording.keep_checkpoints + 1) * states
+        disk=versions * states
+        + model_files
         + min(settings.rounds, recording.keep_checkpoints) * checkpoint
         + max(checkpoint, num_models * model_bytes)  # the oldest is deleted after the newest is written; encoders
         + snapshots * (settings.clients_per_round + num_models) * model_bytes,

@@ -40,6 +40,8 @@ class ServerStrategy:
 
     Attributes
     ----------
+    models_per_client : bool
+        Whether every client has a model of its own, named after its id. Such models are stored in files.
     num_comparison_images : int
         Number of server images on which `on_round_end` compares models; 0 needs none.
     model_state_type, strategy_state_type : type
@@ -48,6 +50,7 @@ class ServerStrategy:
         ``dict`` of them. The initial states are empty.
     """
 
+    models_per_client: bool = False
     num_comparison_images: int = 0
     model_state_type: type = NoState
     strategy_state_type: type = NoState

@@ -27,6 +27,7 @@ class DelegatingServer(ServerStrategy):
 
     def __init__(self, base_strategy: ServerStrategy) -> None:
         self.base_strategy = base_strategy
+        self.models_per_client = base_strategy.models_per_client
         self.num_comparison_images = base_strategy.num_comparison_images
         self.model_state_type = base_strategy.model_state_type
         self.strategy_state_type = base_strategy.strategy_state_type

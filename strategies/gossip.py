@@ -13,6 +13,7 @@ unchanged.
 with equal weights, with one model. The paper does not define its weights; these are our choice.
 """
 
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -28,11 +29,13 @@ from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.interfaces import GLOBAL, Aggregator, CommunicationSummary, RoundOutcome, ServerState, StrategyContext
 from strategies.topology import make_graph, metropolis_weights
-from strategies.topology_plot import plot_topology
+from strategies.topology_plot import MAX_CLIENTS, plot_topology
 from strategies.weighted_sum import WeightedSum
 
 if TYPE_CHECKING:
     import networkx as nx
+
+log = logging.getLogger("fedssl")
 
 
 class NeighborAverage:
@@ -74,6 +77,7 @@ class GossipServer(ServerStrategy):
 
     def __init__(self, topology: str, *, degree: int | None, probability: float | None, file: str | None) -> None:
         self._topology, self._degree, self._probability, self._file = topology, degree, probability, file
+        self.models_per_client = not self._star
         self._graph: nx.Graph | None = None
         self._weights: Mapping[int, Mapping[int, float]] = {}
 
@@ -99,11 +103,14 @@ class GossipServer(ServerStrategy):
         return state.strategy_state, {
             "edges": len(used),
             "bytes_over_edges": moved,
-            "consensus_distance": consensus_distance([model.layers for model in state.models.values()]),
+            "consensus_distance": consensus_distance([state.models[str(client)].layers for client in bytes_up]),
         }
 
     def plot(self, folder: Path) -> None:
         assert self._graph is not None
+        if len(self._graph) > MAX_CLIENTS:
+            log.info("the topology is not drawn: it has more than %d clients", MAX_CLIENTS)
+            return
         plot_topology(self._graph, folder / "topology.png")
 
     def validate(self, context: StrategyContext) -> None:

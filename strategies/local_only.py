@@ -4,7 +4,8 @@ Clients train as under any other strategy, from the same initial model, as often
 own global model, which no other update changes. Every client's model is evaluated separately, and results are means
 over the clients that have participated.
 
-The server stores a model for every client that has participated, and in a round also those of its new clients.
+The server stores a model for every client that has participated in a file. A round needs the memory of two models per
+participant.
 """
 
 from fedssl.errors import InputError
@@ -15,6 +16,8 @@ from strategies.weighted_sum import WeightedSum
 
 class LocalOnlyServer(ServerStrategy):
     """Server with a model per client. The mean of one client's update is the update."""
+
+    models_per_client = True
 
     def starting_model(self, state: ServerState, round: int, client: int) -> str:
         return str(client)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 TOPOLOGIES = ("ring", "grid", "star", "complete", "random_regular", "erdos_renyi", "file")
 SERVER = "server"  # hub of a star
 MAX_DRAWS = 100  # random graphs until a connected one
+_MAX_PAIRS = 5_000_000  # of clients, in graphs that consider all pairs; an edge needs about 300 bytes
 _MAX_LISTED = 8  # clients in an error message
 
 Weights = dict[int, dict[int, float]]
@@ -71,6 +72,12 @@ def make_graph(
             )
     if num_clients < 1:
         raise InputError(f"num_clients={num_clients} but a topology needs a client; set num_clients=2 or more")
+    num_pairs = num_clients * (num_clients - 1) // 2
+    if topology in ("complete", "erdos_renyi") and num_pairs > _MAX_PAIRS:
+        raise InputError(
+            f"strategy.topology={topology} considers {num_pairs:,} pairs of num_clients={num_clients}, more than "
+            f"{_MAX_PAIRS:,}; set strategy.topology=random_regular strategy.degree=8"
+        )
     if topology == "random_regular":
         _check_degree(degree, num_clients)
         graph = _connected(

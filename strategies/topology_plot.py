@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 # Two colors of Okabe and Ito, safe for color blindness. The server also has another shape.
 _CLIENT, _SERVER, _EDGE = "#0072B2", "#E69F00", "0.6"
 _MAX_LABELED = 100  # clients; more labels would not be legible
+MAX_CLIENTS = 1000  # of a plot: layout and eigenvalues need the square of their number in memory and more in time
 
 Point = tuple[float, float]
 

@@ -160,7 +160,7 @@ def model_digests(folder: Path) -> dict[str, str]:
 def state_digests(folder: Path) -> dict[str, str]:
     """Of what each client keeps, its newest version."""
     found = {}
-    for client in sorted((folder / "clients").glob("*")):
+    for client in sorted((folder / "clients").glob("*/*")):
         versions = sorted(client.glob("round-*.safetensors"))
         if versions:
             state = read_state(versions[-1])

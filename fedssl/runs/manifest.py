@@ -17,9 +17,12 @@ from fedssl.atomic_files import append_text, remove, round_file, saved_rounds, w
 from fedssl.untrusted import MAX_LINES_BYTES, MAX_TENSORS_BYTES, open_regular_file, read_text
 
 JSONL_FILES = ("metrics.jsonl", "clients.jsonl", "health.jsonl")
-CLIENT_STATES = "clients"  # folder with one folder per client, which may have subfolders
+CLIENT_STATES = "clients"  # folder with one folder per client (see `client_folder`), which may have subfolders
 STATE_SUFFIX = "safetensors"
+CLIENT_MODELS = "client_models"  # folder with one folder per client that has a model of its own on the server
+MODEL_SUFFIX = "pt"
 MANIFEST_SUFFIX = "json"
+_CLIENTS_PER_FOLDER = 1000
 _CHUNK_BYTES = 2**22
 _MTIME_RESOLUTION = 10**9  # nanoseconds, of any file system
 
@@ -104,6 +107,11 @@ def file_part(folder: Path, file: Path) -> Part:
     return Part(file.relative_to(folder).as_posix(), file.stat().st_size, digest_of(file))
 
 
+def client_folder(parent: Path, client: int) -> Path:
+    """Return the folder of a client of a simulation. No folder has more than a thousand subfolders."""
+    return parent / f"{client // _CLIENTS_PER_FOLDER:04d}" / str(client)
+
+
 class ClientStateParts:
     """The parts of the client states of a run folder. Only folders that have changed are read again."""
 
@@ -113,7 +121,7 @@ class ClientStateParts:
 
     def up_to(self, round: int) -> list[Part]:
         """Return the newest version up to ``round`` in every folder: a run that resumes then loads it."""
-        parts = (self._newest(folder, round) for folder in _state_folders(self._folder / CLIENT_STATES))
+        parts = (self._newest(folder, round) for folder in _folders(self._folder / CLIENT_STATES))
         return [part for part in parts if part is not None]
 
     def _newest(self, folder: Path, round: int) -> Part | None:
@@ -129,15 +137,16 @@ class ClientStateParts:
         return part
 
 
-def remove_later_states(folder: Path, round: int) -> None:
-    """Remove the states of clients of a run folder that were written after ``round``."""
-    for parent in _state_folders(folder / CLIENT_STATES):
-        for version in saved_rounds(parent, STATE_SUFFIX):
-            if version > round:
-                remove(round_file(parent, version, STATE_SUFFIX))
+def remove_later_versions(folder: Path, round: int) -> None:
+    """Remove the states and models of clients of a run folder that were written after ``round``."""
+    for name, suffix in ((CLIENT_STATES, STATE_SUFFIX), (CLIENT_MODELS, MODEL_SUFFIX)):
+        for parent in _folders(folder / name):
+            for version in saved_rounds(parent, suffix):
+                if version > round:
+                    remove(round_file(parent, version, suffix))
 
 
-def _state_folders(folder: Path) -> list[Path]:
+def _folders(folder: Path) -> list[Path]:
     return [Path(parent) for parent, _, _ in os.walk(folder)]
 
 

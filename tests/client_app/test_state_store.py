@@ -163,7 +163,9 @@ def test_a_checkpoint_finds_all_states_written(tmp_path, monkeypatch):
         save_state(folder, state, **given)
 
     def looks(self, state, **given):
-        found.append([(clients / client / f"round-{state.round:06d}.safetensors").exists() for client in "012"])
+        found.append(
+            [(clients / "0000" / client / f"round-{state.round:06d}.safetensors").exists() for client in "012"]
+        )
         checkpoint(self, state, **given)
 
     monkeypatch.setattr(module, "save_state", slow)

@@ -8,7 +8,9 @@ import torch
 
 from fedssl.atomic_files import saved_rounds
 from fedssl.errors import InputError
+from server_app import checkpoint as module
 from server_app.checkpoint import StateSchema, latest_checkpoint, save_checkpoint
+from server_app.serialization import to_arrays, to_serializable
 from strategies.cluster_assignment import ClusterState
 from strategies.euc import EUCState
 from strategies.interfaces import GLOBAL, GlobalModel, ServerState
@@ -70,6 +72,14 @@ def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path):
     file = tmp_path / "round-000001.pt"
     torch.save({"format": 4, "round": 1}, file)
     file.with_suffix(".sha256").write_text("0" * 64)
+    with pytest.raises(InputError, match="round-000001.pt has the format of an earlier version of fedssl; resume with"):
+        latest_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_of_an_earlier_format_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "FORMAT", module.FORMAT - 1)
+    save_checkpoint(tmp_path, checkpoint(1), keep=1)
+    monkeypatch.undo()
     with pytest.raises(InputError, match="round-000001.pt has the format of an earlier version of fedssl; resume with"):
         latest_checkpoint(tmp_path)
 
@@ -196,3 +206,25 @@ def test_a_checkpoint_larger_than_its_models_is_not_read(tmp_path):
         stream.truncate(SCHEMA.max_bytes + 1)
     with pytest.raises(InputError, match="round-000002.pt has .* bytes instead of"):
         latest_checkpoint(tmp_path, SCHEMA)
+
+
+@pytest.mark.heavy
+def test_millions_of_participants(tmp_path):
+    """The pickled part of a checkpoint has at most 16 MiB, and that of as many pairs would be larger."""
+    rounds = {client: (1 + client % 7, "global") for client in range(1_300_000)}
+    state = ServerState(round=7, last_participation=rounds, state_rounds=dict.fromkeys(range(50), 3))
+    save_checkpoint(tmp_path, state, keep=1)
+    back = latest_checkpoint(tmp_path)
+    assert back.last_participation == rounds
+    assert back.state_rounds == state.state_rounds
+
+
+def test_mappings_of_clients_are_one_tensor():
+    members = {3: "1", 0: "0"}
+    saved = to_serializable(ServerState(last_participation={5: (2, "a")}, strategy_state={"members": members}))
+    assert bytes(saved["last_participation"]["by client"].numpy()) == b'[[5, [2, "a"]]]'
+    back = to_arrays(saved)
+    assert back["last_participation"] == {5: (2, "a")}
+    assert list(back["strategy_state"]["members"].items()) == list(members.items())
+    other = {0: np.ones(2), 1: 0.5}  # arrays and floats are not text
+    assert to_serializable(other).keys() == other.keys()

@@ -125,7 +125,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     folder = tmp_path / "run"
     run([*WORDS, f"output_dir={folder}"])
     files = result(folder)[2]
-    for name in (".metrics.jsonl.99.partial", "checkpoints/.round-000003.pt.99.partial", "clients/0/.x.9.partial"):
+    for name in (".metrics.jsonl.99.partial", "checkpoints/.round-000003.pt.99.partial", "clients/0000/0/.x.9.partial"):
         (folder / name).write_text("half")
     run([f"resume={folder}", "rounds=3"])
     assert not list(folder.rglob("*.partial"))

@@ -28,7 +28,7 @@ def test_a_client_without_its_state_is_dropped_once(tmp_path, overrides, lose):
     federation = Federation(tmp_path, *overrides)
     federation.run(2)
     assert federation.state.state_rounds == {0: 2, 1: 2, 2: 2}
-    lose(tmp_path / "clients" / "1")
+    lose(tmp_path / "clients" / "0000" / "1")
     federation.run(1)
     assert federation.report.dropped == {1: "it has lost the state that it saved in round 2"}
     assert federation.state.state_rounds == {0: 3, 2: 3}
@@ -46,7 +46,7 @@ def test_strategies_without_client_state_record_none(tmp_path):
 def test_a_lost_state_gives_no_personalized_encoder(tmp_path, caplog):
     federation = Federation(tmp_path, *FEDU)
     federation.run(2)
-    delete(tmp_path / "clients" / "1")
+    delete(tmp_path / "clients" / "0000" / "1")
     exchange, request = MessageExchange(federation.grid), PersonalizedModelRequest()
     encoders = request_personalized_encoders(exchange, federation.components, federation.state, [0, 1, 2], request)
     assert [client for client, _, _ in encoders] == [0, 2]

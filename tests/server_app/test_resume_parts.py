@@ -17,7 +17,7 @@ from simulation.cli import run
 OVERRIDES = ["num_clients=2", "rounds=3", "local_epochs=1", "dataset.limit=24", "encoder.width=2", "threads=1"]
 OVERRIDES += ["method=byol", "strategy=fedu", "partition=iid", "evaluate_every=0", "final_evaluation=none"]
 OVERRIDES += ["measure_resources=false", "augmentation=none", "batch_size=8"]
-STATE = "clients/0/round-000003.safetensors"
+STATE = "clients/0000/0/round-000003.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +102,9 @@ def test_a_damaged_part_costs_a_round_and_changes_no_number(tmp_path, three_roun
 FATAL = {
     "no states": (
         lambda run: shutil.rmtree(run / "clients"),
-        "clients/0/round-000002.safetensors is missing and 1 more",
+        "clients/0000/0/round-000002.safetensors is missing and 1 more",
     ),
-    "no states of a client": (lambda run: shutil.rmtree(run / "clients/1"), "clients/1/round-.* is missing"),
+    "no states of a client": (lambda run: shutil.rmtree(run / "clients/0000/1"), "clients/0000/1/round-.* is missing"),
     "one line": (lambda run: cut_lines(run / "metrics.jsonl", 1), "metrics.jsonl has .* bytes instead of"),
     "no lines": (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
     "no manifests": (lambda run: [file.unlink() for file in run.glob("checkpoints/*.json")], "round-000002.json is"),

@@ -203,7 +203,7 @@ def test_a_client_that_changes_its_model_receives_the_frozen_layers_again(tmp_pa
     assert all(frozen[5, client] == first for client in range(4))  # trained until now, frozen from now on
     assert [frozen[6, client] for client in range(4)] == [set(), first, set(), set()]  # client 1 came from "odd"
     assert [frozen[7, client] for client in range(4)] == [set(), first, set(), set()]  # and has gone back
-    held = read_state(tmp_path / "clients" / "1" / "frozen" / "round-000006.safetensors")
+    held = read_state(tmp_path / "clients" / "0000" / "1" / "frozen" / "round-000006.safetensors")
     even = federation.state.models["even"].layers
     assert held.keys() == first
     assert all(np.array_equal(value.numpy(), even[name]) for name, value in held.items())

@@ -39,7 +39,7 @@ def test_steps_and_bytes_are_those_of_the_run(tmp_path, overrides):
     components = build([*QUICK, *overrides], folder)
     cli.run([*QUICK, *overrides, f"output_dir={folder}"])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    saves_state = any(file.parent.parent.name == "clients" for file in folder.rglob("round-*"))
+    saves_state = any(file.parent.parent.parent.name == "clients" for file in folder.rglob("round-*"))
     rounds, num_models = count_rounds(components, saves_state=saves_state)
     assert why_upper_bound(components) == []
     for line, counts in zip(lines, rounds, strict=True):

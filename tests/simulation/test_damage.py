@@ -27,12 +27,15 @@ WORDS += ["measure_resources=false", "augmentation=none"]
 SETTINGS = ["config.yaml", "overrides.yaml", "choices.yaml", "summary.json"]
 LINES = ["metrics.jsonl", "clients.jsonl", "health.jsonl"]
 STATES = [f"checkpoints/round-000002.{end}" for end in ("pt", "json")]
-STATES += ["clients/0/round-000002.safetensors"]
+STATES += ["clients/0000/0/round-000002.safetensors"]
 DRAWN = ("metrics", "cosines", "spectrum", "tsne", "sphere", "cka", "partition")
 FIGURES = [f"figures/{name}.png" for name in DRAWN]
 OTHERS = ["representations.npz", "encoder.pt", "partition.csv", "run.log", ".lock"]
 ALIKE = [f"checkpoints/round-000001.{end}" for end in ("pt", "json")]  # as those above
-ALIKE += ["clients/0/round-000001.safetensors", *(f"clients/1/round-00000{round}.safetensors" for round in (1, 2))]
+ALIKE += [
+    "clients/0000/0/round-000001.safetensors",
+    *(f"clients/0000/1/round-00000{round}.safetensors" for round in (1, 2)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +120,7 @@ def restored(folder, settings=None):
     with recorder.locked(), log_to(recorder.folder, PlainConsole()):
         state = recorder.restore()
         for client in (0, 1):
-            load_state(folder / "clients" / str(client), before=state.round + 1)
+            load_state(folder / "clients" / "0000" / str(client), before=state.round + 1)
         recorder.summary("finished", final={})
 
 

@@ -104,7 +104,7 @@ def other_kind(run, sentinel, draw):
 
 
 def folder_elsewhere(run, sentinel, draw):
-    folder = draw.choice([run / name for name in ("checkpoints", "figures", "clients", "clients/0", "evaluation")])
+    folder = draw.choice([run / name for name in ("checkpoints", "figures", "clients", "clients/0000/0", "evaluation")])
     shutil.rmtree(folder, ignore_errors=True)
     folder.symlink_to(sentinel)
 

@@ -109,8 +109,9 @@ class TestMakePlan:
         components = build(overrides, tmp_path / "1")
         model = sum(array.nbytes for array in components.context.initial_model().layers.values())
         plan = make_plan(components, replace(MEASURED, models=20), LOCAL, build=0.0, slowdown=lambda *args: 1.0)
-        assert plan.memory == 1200 + 4 * 7 + 4 * model
-        assert plan.disk == 2 * (100 + 4 * model) + 24 * model
+        assert plan.memory == 1200 + 4 * 7 + 2 * 24 * model  # each participant's model and its message
+        # The newest model of every client and those of the last 3 rounds, 2 checkpoints, and encoders.
+        assert plan.disk == (24 + 3 * 24) * model + 2 * 100 + 24 * model
         assert plan.round_seconds[3] - plan.round_seconds[0] == pytest.approx(24 * 4 + 48 * 1)
         assert plan.seconds == pytest.approx(sum(plan.round_seconds) + 24 * 5 + 8 + 3)
 

@@ -185,6 +185,6 @@ def test_clients_of_a_transformer_see_their_divergence_in_every_stage(tmp_path):
     ]
     overrides += ["encoder=vit_tiny", *SMALL["vit_tiny"], "schedule=layer_wise", "strategy.predictor_threshold=1.0e-6"]
     run([*overrides, f"output_dir={tmp_path / 'run'}", "keep_checkpoints=4"])
-    states = [read_state(file) for file in (tmp_path / "run").glob("clients/*/round-*.safetensors")]
+    states = [read_state(file) for file in (tmp_path / "run").glob("clients/0000/*/round-*.safetensors")]
     assert len(states) == 6
     assert all(float(state["dapu.distance"]) > 0.001 and not state["dapu.global"] for state in states)

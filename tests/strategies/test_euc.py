@@ -409,7 +409,7 @@ def test_a_client_that_lost_what_it_kept_sits_out_a_round_and_then_receives_ever
     federation.grid = LocalGrid(client_app, num_clients=3)  # without the federation's assertion that nobody fails
     federation.run(3)
     assert federation.report.strategy_metrics["bytes_saved"]["up"] > 0  # some layers stayed with the clients
-    shutil.rmtree(tmp_path / "clients" / "0")
+    shutil.rmtree(tmp_path / "clients" / "0000" / "0")
     federation.run(1)
     (reason,) = federation.report.dropped.values()
     assert "the plan lacks" in reason

@@ -55,7 +55,7 @@ def test_batch_norm_stays_with_the_client_and_the_rest_is_global(tmp_path):
     # In the next round a client trains from its own batch norm and the global rest.
     plan = TrainPlan(round=2, layers=first, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="")
     for client, own in enumerate(sent):
-        state = load_tensors(tmp_path / "clients" / str(client), before=2)
+        state = load_tensors(tmp_path / "clients" / "0000" / str(client), before=2)
         federation.strategy.client.load_start(federation.method, plan, state)
         for name in first:
             expected = own[name] if name in norms else first[name]

@@ -147,7 +147,7 @@ def test_own_of_other_strategies_is_what_they_would_train(tmp_path):
 
 
 def personal_layers(folder, client, *, before):
-    return personal_of(load_tensors(folder / "clients" / str(client), before=before))
+    return personal_of(load_tensors(folder / "clients" / "0000" / str(client), before=before))
 
 
 @pytest.mark.parametrize("overrides", [["method=simclr", "regularizer=prox"], ["method=byol"], ["method=orchestra"]])
@@ -167,7 +167,7 @@ def test_without_the_term_personal_models_are_those_of_clients_that_train_alone(
         found = personal_layers(tmp_path / "personal", client, before=3)
         model = alone.state.models[str(client)].layers
         assert all(np.array_equal(found[name], array) for name, array in model.items())
-        kept = load_tensors(tmp_path / "alone" / "clients" / str(client), before=3) or {}
+        kept = load_tensors(tmp_path / "alone" / "clients" / "0000" / str(client), before=3) or {}
         assert found.keys() == {*model, *kept}
         assert all(np.array_equal(found[name], value.numpy()) for name, value in kept.items())
 

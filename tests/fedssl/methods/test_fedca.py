@@ -299,7 +299,7 @@ def test_a_federation_shares_what_its_clients_send(tmp_path, teacher):
 def test_a_client_that_lost_its_teacher_is_dropped_and_gets_it_again(tmp_path, teacher):
     federation = Federation(tmp_path, *WORDS, *ALIGNED, f"teacher={teacher}", "num_clients=2")
     federation.run(1)
-    for file in (tmp_path / "clients" / "1" / "constant").iterdir():
+    for file in (tmp_path / "clients" / "0000" / "1" / "constant").iterdir():
         file.unlink()
     federation.run(1)
     assert list(federation.report.dropped) == [1]

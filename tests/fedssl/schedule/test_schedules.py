@@ -301,7 +301,7 @@ def test_what_travels_with_calibration(tmp_path, at):
         {"2", *heads},
         {"3", *heads},
     ]
-    assert not list(tmp_path.glob("clients/*/frozen"))
+    assert not list(tmp_path.glob("clients/0000/*/frozen"))
 
 
 def test_a_client_that_joins_late_gets_what_it_lacks_and_it_is_charged(tmp_path):
@@ -329,7 +329,7 @@ def test_a_client_that_lost_what_it_held_is_dropped_once_and_then_gets_it_again(
     overrides = [*VIT, "strategy=fedavg", "schedule=layer_wise", "rounds=12", "num_clients=2"]
     federation = Federation(tmp_path, *overrides)
     federation.run(5)
-    for file in tmp_path.glob("clients/1/frozen/*"):
+    for file in tmp_path.glob("clients/0000/1/frozen/*"):
         file.unlink()
     federation.run(1)
     assert list(federation.report.dropped) == [1]
