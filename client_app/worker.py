@@ -112,7 +112,9 @@ class ClientWorker:
                 state = strategy.state_to_save(method, round.plan, start=start_layers, state=round.state) | personalized
                 uploaded_parts = self._parts_to_upload()
                 layers = strategy.layers_to_upload(method, round.plan)
-            if state:
+            # Without an empty state, the next round would use the evicted one.
+            saves = bool(state) or client in plan.evicted_clients
+            if saves:
                 store.save(state_folder, state, round=plan.round, oldest_resumable=plan.oldest_resumable_round)
             self._cache_layers(plan, round.plan, state_folder)
             return ClientUpdate(
@@ -123,7 +125,7 @@ class ClientWorker:
                 num_examples=result.num_examples,
                 train_loss=result.loss,
                 seconds=time.perf_counter() - start,
-                state_rounds=(round.state_round, plan.round if state else round.state_round),
+                state_rounds=(round.state_round, plan.round if saves else round.state_round),
             )
 
     def try_steps(
@@ -231,8 +233,9 @@ class ClientWorker:
         on_step_start: Callable[[], None] = lambda: None,
     ) -> ClientRound:
         """Complete the plan by the layers that the client cached, and join broadcast parts to its layers."""
-        stored = store.load(state_folder, before=plan.round, template=self.method.named_tensors)
-        state, state_round = (stored.tensors, stored.round) if stored else (None, 0)
+        evicted = client in plan.evicted_clients  # then the plan has all layers
+        stored = None if evicted else store.load(state_folder, before=plan.round, template=self.method.named_tensors)
+        state, state_round = (stored.tensors or None, stored.round) if stored else (None, 0)
         layers = plan.layers
         if plan.num_frozen_stages:
             layers = self._cached(plan, state_folder / "frozen") | layers

@@ -34,6 +34,7 @@ from server_app.compatibility import (
     adapt_to_edge_clients,
     clients_with_few_images,
     forbid_personalized_evaluation,
+    forbid_state_limit,
     log_devices,
     trains_all_clients,
     validate_aggregation,
@@ -130,6 +131,7 @@ def build_components(
     if task:
         validate_edge_method(method)
         forbid_personalized_evaluation(settings)
+        forbid_state_limit(settings)
     else:
         image_data = load_client_images(settings, method)
         if image_data.labels is None:

@@ -66,7 +66,8 @@ class StateSchema:
             fits = isinstance(place, tuple) and len(place) == 2 and is_count(place[0], minimum=1)
             if not fits or not _is_model_name(place[1]) or not is_count(client, minimum=0):
                 raise ValueError("the last participation of its clients is invalid")
-        for client, round in _require_mapping(state.state_rounds).items():
+        rounds = (*_require_mapping(state.state_rounds).items(), *_require_mapping(state.evicted).items())
+        for client, round in rounds:
             if not is_count(client, minimum=0) or not is_count(round, minimum=1) or round > state.round:
                 raise ValueError("the states of its clients are invalid")
         _check_in_flight(state.in_flight)

@@ -173,6 +173,15 @@ def forbid_personalized_evaluation(settings: Settings) -> None:
         )
 
 
+def forbid_state_limit(settings: Settings) -> None:
+    """Refuse a limit of client states with edge clients, which have their own; raises `InputError`."""
+    if settings.recording.max_state_bytes is not None:
+        raise InputError(
+            f"client_state.max_bytes={settings.recording.max_state_bytes} is for simulations: devices keep their "
+            "states themselves; set client_state.max_bytes=null"
+        )
+
+
 def validate_personalized_evaluation(settings: Settings, image_data: ImageData) -> None:
     """Refuse personalized evaluation without labels; raises `InputError`."""
     problem = why_not_evaluable(settings.data)

@@ -90,6 +90,7 @@ class PlanBuilder:
             code_fingerprint=context.code_fingerprint,
             wire_dtype=context.wire_dtype,
             lr_factor=context.lr_factor(self._number),
+            evicted_clients=tuple(client for client in candidates if client in self._state.evicted),
         )
         contents: dict[tuple[tuple[str, ...], ...], RecordDict] = {}  # clients that receive the same share a record
         for client, names in candidates.items():

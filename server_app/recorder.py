@@ -18,6 +18,7 @@ from fedssl.atomic_files import saved_rounds, write_text
 from fedssl.config.load import save_run
 from fedssl.config.settings import RecordingSettings
 from fedssl.evaluation.scores import Score, format_table, mean_over_models, to_flat_dict, units_of
+from fedssl.machine.memory import gigabytes
 from fedssl.plots.partition import save_partition_plot
 from fedssl.plots.registry import write_final_plots
 from fedssl.runs.costs import sum_costs
@@ -109,6 +110,8 @@ class Recorder(RunFolder):
             line["privacy"] = report.privacy
         if report.late:
             line["late"] = len(report.late)
+        if report.state_bytes or report.num_evicted:
+            line |= {"state_bytes": report.state_bytes, "evicted_states": report.num_evicted}
         if cost:
             line["cost"] = dict(cost)
         if report.strategy_metrics:
@@ -203,6 +206,9 @@ class Recorder(RunFolder):
             results["personalized"] = self._personalized
         if lines and "privacy" in lines[-1]:
             results["privacy"] = lines[-1]["privacy"]
+        state_bytes = lines[-1].get("state_bytes", 0) if lines else 0
+        if state_bytes:
+            log.info("client states have %s", gigabytes(state_bytes))
         content = {
             "status": status,
             "reason": reason or self._stop_reason,
@@ -214,6 +220,10 @@ class Recorder(RunFolder):
             "client": asdict(sum_costs(lines)),  # of a client that takes part in every round
             "recoveries": self.recoveries,
             "clients_with_few_images": self._few_images,  # which never train
+            "client_states": {  # on disk, without the versions of earlier rounds
+                "bytes": state_bytes,
+                "evicted": sum(line.get("evicted_states", 0) for line in lines),
+            },
             "dropped": dict(Counter(_kind(text) for line in lines for text in line["dropped"].values())),
             "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}},
         }

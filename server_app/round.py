@@ -336,6 +336,7 @@ class Round:
         }
         last_participation = {**self._state.last_participation}
         last_participation |= {row.client: (self.number - row.staleness, row.model) for row in result.clients}
+        participated = {row.client for row in result.clients}
         for client in result.dropped:  # its state is unknown
             last_participation.pop(client, None)
             self._state_rounds.pop(client, None)
@@ -349,6 +350,7 @@ class Round:
             models=models,
             last_participation=last_participation,
             state_rounds=self._state_rounds,
+            evicted={client: evicted for client, evicted in self._state.evicted.items() if client not in participated},
         )
         slots = {row.client: self.slots[row.client] for row in result.clients}
         outcome = RoundOutcome(

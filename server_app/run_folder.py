@@ -45,7 +45,9 @@ from server_app.checkpoint import (
     save_checkpoint,
 )
 from server_app.client_models import ClientModels
+from server_app.client_states import ClientStates
 from server_app.nodes import ClientDirectory
+from server_app.updates import RoundResult
 from strategies.interfaces import ServerState, model_suffix
 
 PERSONALIZED_FILE = "personalized.json"
@@ -71,6 +73,7 @@ class RunFolder:
         self._fleet: dict[str, Any] = {}  # content of `FLEET_FILE`
         self._written: dict[str, str] = {}  # content of files about edge clients
         self._client_states = ClientStateParts(self.folder)
+        self._states = ClientStates(self.folder, settings.max_state_bytes)
         self.recoveries: list[str] = []  # damage after which the run resumed from an earlier checkpoint
         self.lines = {name: LineFile(self.folder / name) for name in JSONL_FILES}
         self._make_folder()
@@ -194,12 +197,14 @@ class RunFolder:
             state = replace(state, models=stored.updated(state.models))
         return state
 
-    def save_models(self, state: ServerState) -> ServerState:
-        """Write the models of single clients that changed in the round of the state, and free their memory."""
-        if not isinstance(state.models, ClientModels):
-            return state
+    def end_round(self, state: ServerState, result: RoundResult) -> tuple[ServerState, RoundResult]:
+        """Evict client states beyond their limit, and write the models of single clients that have changed."""
         oldest = min(saved_rounds(self.checkpoints), default=0)
-        return replace(state, models=state.models.saved(round=state.round, oldest_resumable=oldest))
+        state = self._states.evict(state, oldest_resumable=oldest)
+        result = replace(result, state_bytes=self._states.total, num_evicted=self._states.num_evicted)
+        if isinstance(state.models, ClientModels):
+            state = replace(state, models=state.models.saved(round=state.round, oldest_resumable=oldest))
+        return state, result
 
     def checkpoint(self, state: ServerState, *, ends: bool = False) -> None:
         """Save the state if a checkpoint is due. If the run ends, save it unless a checkpoint is as new."""
@@ -216,7 +221,7 @@ class RunFolder:
                 keep=self._settings.keep_checkpoints,
                 parts=[
                     *(lines.part(state.round) for lines in self.lines.values()),
-                    *self._client_states.up_to(state.round),
+                    *self._client_states.up_to(state.round, evicted=state.evicted),
                 ],
                 recoveries=self.recoveries,
             )

@@ -122,8 +122,9 @@ class TrainingLoop:
                 oldest_resumable=min(saved_rounds(recorder.folder / "checkpoints"), default=0),
                 observers=[observer.observe for observer in (monitor, snapshot_writer) if observer is not None],
             )
-            self.state = recorder.save_models(replace(self.state, in_flight=self._exchange.snapshot()))
             self._exchange.flush()  # a run that resumes from this round's checkpoint needs the client states
+            self.state = replace(self.state, in_flight=self._exchange.snapshot())
+            self.state, result = recorder.end_round(self.state, result)
             seconds = time.monotonic() - start
             clients = [row.client for row in result.clients]
             models = arrays_by_model(components.context, self.state) if due or snapshot_writer else {}

@@ -60,6 +60,8 @@ class RoundResult:
     clients: list[ClientMetrics] = field(default_factory=list)  # of the updates that were used
     dropped: dict[int, str] = field(default_factory=dict)  # reasons of clients without a usable update
     late: list[int] = field(default_factory=list)  # clients with an unused update for an older plan
+    state_bytes: int = 0  # size of the newest states of all simulated clients
+    num_evicted: int = 0  # number of these that were evicted
     privacy: dict[str, float] = field(default_factory=dict)  # epsilon after this round, and its delta
     strategy_metrics: dict[str, Any] = field(default_factory=dict)
     # Duration of the round in virtual seconds, failed attempts and waiting included, and the time at its end; None in

@@ -55,6 +55,7 @@ class Plan:
     server_memory: int  # peak bytes of the process, with clients on engine=local
     worker_memory: int  # peak bytes of each process for clients; 0 on engine=local
     disk: int  # bytes of checkpoints, client states, snapshots and encoders
+    states: int  # bytes of the newest states of all clients
 
     @property
     def memory(self) -> int:
@@ -144,13 +145,15 @@ def make_plan(
     assumptions = {
         "evaluations are extrapolated from some of the images": evaluation.is_extrapolated,
         "without evaluate_personalized": settings.evaluation.personalized,
+        "without states that client_state.max_bytes evicts": settings.recording.max_state_bytes is not None,
     }
     model_bytes = sum(array.nbytes for array in components.context.initial_model().layers.values())
     per_client = components.context.strategy.server.models_per_client
     # In memory, or in files: then a round needs each participant's model and its message.
     models = 2 * settings.clients_per_round if per_client else max(0, num_models - measured.models)
     further_models = models * model_bytes
-    states = settings.num_clients * measured.state_bytes
+    states, limit = settings.num_clients * measured.state_bytes, settings.recording.max_state_bytes
+    states = states if limit is None else min(states, limit)
     server = measured.server_memory + further_models
     server += max(0, settings.clients_per_round - MAX_UPDATES) * measured.update_memory
     if not on_ray:  # recent states are cached
@@ -170,6 +173,7 @@ def make_plan(
         step_memory=measured.step_memory,
         server_memory=server,
         worker_memory=measured.worker_memory if on_ray else 0,
+        states=states,
         # A client has the states since the oldest checkpoint, and one before.
         disk=versions * states
         + model_files

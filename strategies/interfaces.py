@@ -43,6 +43,8 @@ class ServerState:
     last_participation: Mapping[int, tuple[int, str]] = field(default_factory=dict)
     # Round after which the client saved its newest state; without clients that have none.
     state_rounds: Mapping[int, int] = field(default_factory=dict)
+    # Round after which a client's state was evicted. The client starts without a state until it saves another one.
+    evicted: Mapping[int, int] = field(default_factory=dict)
     strategy_state: Any = field(default_factory=dict)  # `ServerStrategy.strategy_state_type`; empty before round 1
     # The clock of virtual time, and messages to clients that train for an earlier round (buffered aggregation).
     in_flight: Mapping[str, Any] = field(default_factory=dict)

@@ -143,6 +143,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "pause_after": _optional(_integer(1)),
         "snapshot_every": _integer(0),
     },
+    "client_state": {"max_bytes": _optional(_integer(1))},
     "sweep": {
         "jobs": _optional(_integer(1)),
         "retry": _BOOL,

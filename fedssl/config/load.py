@@ -274,6 +274,7 @@ def make_settings(
             checkpoint_every=config.checkpoint_every,
             keep_checkpoints=config.keep_checkpoints,
             snapshot_every=config.snapshot_every,
+            max_state_bytes=config.client_state.max_bytes,
             tracker=_component(config.tracker),
             overrides=tuple(overrides),
             choices=choices,

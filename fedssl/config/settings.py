@@ -212,6 +212,7 @@ class RecordingSettings:
     checkpoint_every: int
     keep_checkpoints: int
     snapshot_every: int
+    max_state_bytes: int | None  # of all client states
     tracker: Component
     overrides: tuple[str, ...]
     choices: Mapping[str, str]  # choice of every config group

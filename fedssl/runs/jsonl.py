@@ -152,6 +152,7 @@ SCHEMAS: dict[str, dict[str, Validator]] = {
         **dict.fromkeys(("virtual_seconds", "virtual_time"), amount),
         "clients": count(1),
         "dropped": mapping_of(text),
+        **dict.fromkeys(("state_bytes", "evicted_states"), count(0)),
         "cost": _cost,
         "evaluation": mapping_of(finite_number),
         "units": mapping_of(text),

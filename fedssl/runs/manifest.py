@@ -7,7 +7,7 @@ every client of the same machine. A run resumes only from a checkpoint whose fil
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -119,9 +119,15 @@ class ClientStateParts:
         self._folder = folder
         self._known: dict[Path, tuple[int, Part | None]] = {}
 
-    def up_to(self, round: int) -> list[Part]:
-        """Return the newest version up to ``round`` in every folder: a run that resumes then loads it."""
-        parts = (self._newest(folder, round) for folder in _folders(self._folder / CLIENT_STATES))
+    def up_to(self, round: int, *, evicted: Collection[int] = ()) -> list[Part]:
+        """Return the newest version up to ``round`` in every folder: a run that resumes then loads it.
+
+        Folders of ``evicted`` clients do not belong to the checkpoint.
+        """
+        states = self._folder / CLIENT_STATES
+        unused = {client_folder(states, client) for client in evicted}
+        folders = (folder for folder in _folders(states) if unused.isdisjoint((folder, *folder.parents)))
+        parts = (self._newest(folder, round) for folder in folders)
         return [part for part in parts if part is not None]
 
     def _newest(self, folder: Path, round: int) -> Part | None:

@@ -42,6 +42,8 @@ class TrainPlan:
     num_frozen_stages: int = 0  # number of these, from the first on, that are frozen
     cache_frozen: bool = False  # whether the client caches the frozen layers, which the server will not send again
     depth_dropout: float = 0.0  # probability that a training step skips a frozen stage
+    # Clients that must not use what they saved in earlier rounds (simulations).
+    evicted_clients: tuple[int, ...] = ()
     # Further models. The client selects one of these or ``layers`` and reports its index.
     candidate_arrays: tuple[Layers, ...] = ()
 
@@ -65,6 +67,8 @@ class TrainPlan:
             plan["num-frozen-stages"] = self.num_frozen_stages
             plan["cache-frozen"] = self.cache_frozen
             plan["depth-dropout"] = self.depth_dropout
+        if self.evicted_clients:
+            plan["evicted-clients"] = list(self.evicted_clients)
         content = RecordDict(
             {ARRAYS: pack(self.layers, self.wire_dtype), METHOD_BROADCAST: encode_arrays(self.broadcast), CONFIG: plan}
         )
@@ -95,6 +99,7 @@ class TrainPlan:
             num_frozen_stages=int(_number(plan.get("num-frozen-stages", 0))),
             cache_frozen=bool(plan.get("cache-frozen", False)),
             depth_dropout=_number(plan.get("depth-dropout", 0.0)),
+            evicted_clients=_integers(plan.get("evicted-clients", [])),
         )
 
 
@@ -213,6 +218,12 @@ def _number(value: object) -> float:
     if not isinstance(value, int | float):
         raise ValueError(f"{value} instead of a number")
     return value
+
+
+def _integers(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(one) is int for one in value):
+        raise ValueError(f"{value} instead of integers")
+    return tuple(value)
 
 
 def _state_rounds(value: object) -> tuple[int, int]:

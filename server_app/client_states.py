@@ -1,0 +1,95 @@
+"""Size and eviction of the client states of a simulation, whose files clients write into the run folder.
+
+If the newest states of all clients are larger than ``client_state.max_bytes``, those of the clients whose last
+participation is longest ago are evicted: such a client starts its next round as if it had never participated. Its
+files are deleted when no checkpoint needs them. Older versions, which checkpoints need, do not count.
+"""
+
+import logging
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from fedssl.atomic_files import round_file, saved_rounds
+from fedssl.runs.manifest import CLIENT_STATES, STATE_SUFFIX, client_folder
+from strategies.interfaces import ServerState
+
+log = logging.getLogger("fedssl")
+
+
+class ClientStates:
+    """Client states of a run folder. ``max_bytes`` None has no limit. ``total`` is the size of all in bytes."""
+
+    def __init__(self, folder: Path, max_bytes: int | None) -> None:
+        self._folder, self._max_bytes = folder / CLIENT_STATES, max_bytes
+        self._sizes: dict[int, int] | None = None  # by client, of the newest versions
+        self.total = self.num_evicted = 0  # the second in the last round
+        self._warned = False
+        self._deleted: set[int] = set()  # evicted clients without files
+
+    def evict(self, state: ServerState, *, oldest_resumable: int) -> ServerState:
+        """Measure the states that were saved in the round of ``state``, and evict others beyond the limit.
+
+        Delete the files of clients that were evicted up to the round ``oldest_resumable``.
+        """
+        if not self._folder.is_dir():
+            return state
+        self._measure(state)
+        deletable = {client for client, round in state.evicted.items() if round <= oldest_resumable}
+        for client in deletable - self._deleted:
+            shutil.rmtree(client_folder(self._folder, client), ignore_errors=True)
+        self._deleted = deletable
+        evicted = self._choose(state)
+        self.num_evicted = len(evicted)
+        if not evicted:
+            return state
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "client states exceed client_state.max_bytes=%d: %d clients start their next round without one",
+                *(self._max_bytes, len(evicted)),
+            )
+        return replace(
+            state,
+            evicted={**state.evicted, **dict.fromkeys(evicted, state.round)},
+            state_rounds={client: round for client, round in state.state_rounds.items() if client not in evicted},
+            last_participation={
+                client: last for client, last in state.last_participation.items() if client not in evicted
+            },
+        )
+
+    def _measure(self, state: ServerState) -> None:
+        participants = state.last_participation
+        if self._sizes is None:  # the first call of this process
+            changed = list(participants)
+            self._sizes = {}
+        else:
+            changed = [client for client, (round, _) in participants.items() if round == state.round]
+        for client in changed:
+            size = _newest_bytes(client_folder(self._folder, client), state.round)
+            self.total += size - self._sizes.get(client, 0)
+            self._sizes[client] = size
+
+    def _choose(self, state: ServerState) -> set[int]:
+        """Return the clients to evict, and remove them from the sizes."""
+        assert self._sizes is not None
+        evicted: set[int] = set()
+        if self._max_bytes is None or self.total <= self._max_bytes:
+            return evicted
+        participants = state.last_participation
+        for client in sorted(self._sizes, key=lambda client: (participants.get(client, (0, ""))[0], client)):
+            if self.total <= self._max_bytes:
+                break
+            self.total -= self._sizes.pop(client)
+            evicted.add(client)
+        return evicted
+
+
+def _newest_bytes(folder: Path, round: int) -> int:
+    """Return the size of the newest versions up to ``round`` in a folder and its subfolders."""
+    size = 0
+    for parent, _, _ in os.walk(folder):
+        versions = [version for version in saved_rounds(Path(parent), STATE_SUFFIX) if version <= round]
+        size += round_file(Path(parent), versions[-1], STATE_SUFFIX).stat().st_size if versions else 0
+    return size

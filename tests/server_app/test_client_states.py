@@ -1,0 +1,131 @@
+"""Client states beyond ``client_state.max_bytes`` are evicted, and their clients start again without one."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from client_app.state_store import save_state
+from fedssl.atomic_files import saved_rounds
+from fedssl.config.load import compose
+from fedssl.errors import InputError
+from fedssl.runs.manifest import ClientStateParts, client_folder
+from fedssl.runs.verify import verify_run
+from fedssl.wire.messages import ClientUpdate
+from server_app.client_states import ClientStates
+from server_app.compatibility import forbid_state_limit
+from simulation.cli import run
+from strategies.interfaces import ServerState
+from tests.federation import Federation
+from tests.test_digests import BASE, model_digests, state_digests
+
+
+def save(folder, client, round, *, values=1000):
+    target = client_folder(folder / "clients", client)
+    save_state(target, {"a": torch.zeros(values)}, round=round, oldest_resumable=0)
+    return (target / f"round-{round:06d}.safetensors").stat().st_size
+
+
+def after(round, last):
+    """The state after a round, given each client's last participation."""
+    return ServerState(
+        round=round,
+        last_participation={client: (number, "global") for client, number in last.items()},
+        state_rounds=dict(last),
+    )
+
+
+def test_the_least_recently_used_are_evicted(tmp_path):
+    size = save(tmp_path, 3, 1)
+    for client in (2, 1):
+        save(tmp_path, client, 1)
+    save(tmp_path, 1, 2)  # an older version does not count
+    states = ClientStates(tmp_path, 2 * size)
+    state = states.evict(after(2, {3: 1, 2: 1, 1: 2}), oldest_resumable=0)
+    assert (states.total, states.num_evicted) == (2 * size, 1)
+    assert state.evicted == {2: 2}  # of the two of round 1 that with the smaller id
+    assert state.state_rounds == {3: 1, 1: 2}
+    assert state.last_participation == {3: (1, "global"), 1: (2, "global")}
+    save(tmp_path, 0, 3, values=2000)
+    state = replace(after(3, {3: 1, 1: 2, 0: 3}), evicted=state.evicted)
+    state = states.evict(state, oldest_resumable=1)
+    assert state.evicted == {2: 2, 3: 3, 1: 3}
+    assert list(state.state_rounds) == [0]
+    assert saved_rounds(client_folder(tmp_path / "clients", 2), "safetensors") == [1]  # a checkpoint needs it
+    state = states.evict(replace(state, round=4), oldest_resumable=2)
+    assert state.evicted == {2: 2, 3: 3, 1: 3}  # until they participate again
+    assert not client_folder(tmp_path / "clients", 2).exists()
+    assert states.num_evicted == 0
+
+
+def test_a_resumed_run_measures_the_same(tmp_path):
+    size = save(tmp_path, 0, 1)
+    save(tmp_path / "clients" / "0000" / "0", 0, 1)  # a subfolder of the client
+    state = after(1, {0: 1})
+    for states in (ClientStates(tmp_path, None), ClientStates(tmp_path, None)):
+        assert states.evict(state, oldest_resumable=0) == state
+        assert states.total == 2 * size
+
+
+def test_a_checkpoint_has_no_part_of_evicted_clients(tmp_path):
+    for client in (0, 1000):
+        save(tmp_path, client, 1)
+        save_state(
+            client_folder(tmp_path / "clients", client) / "frozen", {"a": torch.ones(1)}, round=1, oldest_resumable=0
+        )
+    parts = [part.path for part in ClientStateParts(tmp_path).up_to(1, evicted=[0])]
+    name = "round-000001.safetensors"
+    assert sorted(parts) == [f"clients/0001/1000/frozen/{name}", f"clients/0001/1000/{name}"]
+
+
+@pytest.mark.parametrize("overrides", [["strategy=fedbn"], ["strategy=fedu", "method=byol"]])
+def test_an_evicted_client_starts_without_a_state(tmp_path, overrides):
+    federation = Federation(tmp_path, *overrides)
+    federation.run(2)
+    state = federation.state
+    state_rounds = {client: round for client, round in state.state_rounds.items() if client != 1}
+    federation.state = replace(state, state_rounds=state_rounds, evicted={1: 2})
+    federation.updates.clear()
+    federation.run(1)
+    assert federation.report.dropped == {}
+    loaded = [ClientUpdate.from_content(content, 0).state_rounds for content in federation.updates]
+    assert federation.state.evicted == {}
+    assert federation.state.state_rounds == {0: 3, 1: 3, 2: 3}
+    assert loaded == [(2, 3), (0, 3), (2, 3)]
+
+
+EVICTING = [*BASE, "num_clients=5", "clients_per_round=2", "rounds=7", "keep_checkpoints=1"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["strategy=fedu", "method=byol"],
+        ["strategy=fedbn", "schedule=layer_wise"],
+        pytest.param(["method=orchestra", "strategy=fedavg"], marks=pytest.mark.heavy),
+        pytest.param(["strategy=per_ssl"], marks=pytest.mark.heavy),
+    ],
+)
+def test_a_run_with_evictions(tmp_path, overrides):
+    """No update is dropped, the states stay within the limit, and a resumed run has the same numbers."""
+    run([*EVICTING, *overrides, f"output_dir={tmp_path / 'all'}"])
+    limit = json.loads((tmp_path / "all" / "summary.json").read_text())["client_states"]["bytes"] // 2
+    overrides = [*EVICTING, *overrides, f"client_state.max_bytes={limit}"]
+    run([*overrides, f"output_dir={tmp_path / 'whole'}"])
+    run([*overrides, "pause_after=5", f"output_dir={tmp_path / 'half'}"])
+    assert verify_run(tmp_path / "half").intact == (5,)
+    run([f"resume={tmp_path / 'half'}"])
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())["client_states"]
+    assert [line["dropped"] for line in lines] == 7 * [{}]
+    assert max(line["state_bytes"] for line in lines) <= limit
+    assert summary["evicted"] == sum(line["evicted_states"] for line in lines) > 0
+    assert summary["bytes"] == lines[-1]["state_bytes"]
+    assert model_digests(tmp_path / "half") == model_digests(tmp_path / "whole")
+    assert state_digests(tmp_path / "half").items() <= state_digests(tmp_path / "whole").items()
+
+
+def test_devices_have_no_such_limit(tmp_path):
+    with pytest.raises(InputError, match="client_state.max_bytes=7 is for simulations"):
+        forbid_state_limit(compose(["client_state.max_bytes=7"]))
