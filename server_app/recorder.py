@@ -105,6 +105,8 @@ class Recorder(RunFolder):
             line |= {"virtual_seconds": report.virtual_seconds, "virtual_time": report.virtual_time}
         if report.privacy:
             line["privacy"] = report.privacy
+        if report.secure_aggregation:
+            line["secure_aggregation"] = report.secure_aggregation
         if report.late:
             line["late"] = len(report.late)
         if cost:
@@ -201,6 +203,8 @@ class Recorder(RunFolder):
             results["personalized"] = self._personalized
         if lines and "privacy" in lines[-1]:
             results["privacy"] = lines[-1]["privacy"]
+        if lines and "secure_aggregation" in lines[-1]:
+            results["secure_aggregation"] = lines[-1]["secure_aggregation"]
         content = {
             "status": status,
             "reason": reason or self._stop_reason,

@@ -61,6 +61,8 @@ class RoundResult:
     dropped: dict[int, str] = field(default_factory=dict)  # reasons of clients without a usable update
     late: list[int] = field(default_factory=list)  # clients with an unused update for an older plan
     privacy: dict[str, float] = field(default_factory=dict)  # epsilon after this round, and its delta
+    # Guarantees and costs of secure aggregation, see `server_app.secure_aggregation.privacy_parameters`.
+    secure_aggregation: dict[str, Any] = field(default_factory=dict)
     strategy_metrics: dict[str, Any] = field(default_factory=dict)
     # Duration of the round in virtual seconds, failed attempts and waiting included, and the time at its end; None in
     # wall-clock time.
