@@ -84,7 +84,9 @@ class SecAggRound:
     ) -> None:
         self._send, self._graph, self._settings, self._round = send, graph, settings, round
         self._result = SecureMean(graph)
+        self._neighbors: dict[int, set[int]] = {}  # with the node itself
         self._publics: dict[int, tuple[bytes, bytes]] = {}
+        self._keys: set[Any] = set()
         self._inbox: dict[int, dict[int, bytes]] = {}  # encrypted shares, by receiver and sender
         self._shares: dict[int, list[bytes]] = {}
         self._total = np.zeros(1 + length, np.uint32)
@@ -168,16 +170,19 @@ class SecAggRound:
 
     def _require_enough(self, phase: str, valid: set[int], reasons: Mapping[int, str]) -> None:
         """Raise `TooFewParticipants` if more clients dropped out than the graph tolerates."""
-        graph, needed = self._graph, self._graph.clients - self._graph.max_dropouts
-        short = len(valid) < (graph.threshold if phase == UNMASK else needed)
-        owners = self._shares if phase == UNMASK else {}
-        missing = [node for node, shares in owners.items() if len(shares) < graph.threshold]
-        if short or missing:
-            texts = "; ".join(dict.fromkeys([*self._result.dropped.values(), *reasons.values()])) or NO_REPLY
+        graph = self._graph
+        if phase == UNMASK:
+            enough = all(len(shares) >= graph.threshold for shares in self._shares.values())
+            needed = f"{graph.threshold} of the {graph.shares} shares of every client are"
+        else:
+            fewest = graph.clients - graph.max_dropouts
+            enough, needed = len(valid) >= fewest, f"{fewest} are"
+        if not enough:
+            texts = "; ".join(dict.fromkeys([*self._result.dropped.values(), *reasons.values()]))
             raise TooFewParticipants(
-                f"too few clients completed secure aggregation: {len(valid)} of {graph.clients} after "
-                f"the phase {phase}, which needs {needed} ({texts}); a larger secure_aggregation.dropout_fraction "
-                "tolerates more dropouts"
+                f"too few clients completed secure aggregation: {len(valid)} of {graph.clients} after the phase "
+                f"{phase}, and {needed} needed ({texts}); a larger secure_aggregation.dropout_fraction tolerates more "
+                "dropouts"
             )
 
     @contextmanager
@@ -190,14 +195,20 @@ class SecAggRound:
     # --- replies ---
 
     def _read_publics(self, node: int, values: Mapping[str, Any]) -> None:
-        publics = values.get("pk1"), values.get("pk2")
-        if not all(isinstance(public, bytes) for public in publics):
-            raise _InvalidReply("it sent no public keys")
+        publics = (values.get("pk1"), values.get("pk2"))
+        try:
+            for public in publics:
+                bytes_to_public_key(public)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:  # the keys of one client must not stop its neighbors
+            raise _InvalidReply("it sent no public keys") from error
+        if publics[0] == publics[1] or not self._keys.isdisjoint(publics):
+            raise _InvalidReply("it sent a public key twice, or that of another client")
         generator = values.get(MASK_GENERATOR, "mt19937")
         if generator != self._settings.mask_generator:
             raise _InvalidReply(
                 f"it masks with {generator} but secure_aggregation.mask_generator={self._settings.mask_generator}"
             )
+        self._keys |= set(publics)
         self._publics[node] = publics  # type: ignore[assignment]
 
     def _read_ciphertexts(self, node: int, values: Mapping[str, Any]) -> None:

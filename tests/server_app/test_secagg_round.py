@@ -64,7 +64,7 @@ def secure_mean(lost=(), *, change=None, settings=DEFAULTS, app=None, clients=CL
     return secure_mean_delta(exchange, contents, settings, length=LENGTH, round=1, timeout=60, deadline=None)
 
 
-@pytest.mark.parametrize("clients", [3, 5, 20])
+@pytest.mark.parametrize("clients", [3, 20])
 @pytest.mark.parametrize("settings", [DEFAULTS, FLOWERS])
 def test_the_sum_is_exact(clients, settings):
     result = secure_mean(clients=clients, settings=settings)
@@ -92,12 +92,12 @@ def test_dropouts_in_all_phases_of_one_round():
 
 @pytest.mark.parametrize("phase", PHASES[:3])
 def test_beyond_the_fraction_the_round_fails(phase):
-    with pytest.raises(TooFewParticipants, match=rf"15 of 20 after the phase {phase}, which needs 16 \(no reply in"):
+    with pytest.raises(TooFewParticipants, match=rf"15 of 20 after the phase {phase}, and 16 are needed \(no reply in"):
         secure_mean(dict.fromkeys(range(2, 7), phase))
 
 
 def test_beyond_the_threshold_masks_cannot_be_removed():
-    with pytest.raises(TooFewParticipants, match="5 of 20 after the phase unmask, which needs"):
+    with pytest.raises(TooFewParticipants, match="5 of 20 after the phase unmask, and 6 of the 11 shares of every"):
         secure_mean(dict.fromkeys(range(2, 17), "unmask"))
 
 
@@ -114,22 +114,22 @@ def with_fit_result(app):
     return adapted
 
 
-@pytest.mark.parametrize(("server", "client"), [("Flower", "fedssl"), ("fedssl", "Flower"), ("Flower", "Flower")])
+@pytest.mark.parametrize(("server", "client"), [("Flower", "fedssl"), ("fedssl", "Flower")])
 def test_flowers_client_and_server_have_the_same_wire_format(server, client):
     logging.getLogger("flwr").setLevel(logging.ERROR)
     app = (fedssl_app if client == "fedssl" else flower_app)(delta_of_node)
     if (server, client) == ("Flower", "fedssl"):
         app = with_fit_result(app)
-    mean, _ = (run_fedssl if server == "fedssl" else run_flower)(app, CLIENTS, FLOWERS, length=LENGTH)
-    plain = np.mean([delta_of_node(node) for node in range(2, 2 + CLIENTS)], axis=0)
+    mean, _ = (run_fedssl if server == "fedssl" else run_flower)(app, 10, FLOWERS, length=LENGTH)
+    plain = np.mean([delta_of_node(node) for node in range(2, 12)], axis=0)
     np.testing.assert_allclose(mean, plain, atol=2 * 8 / TARGET_RANGE)
     if client == "fedssl":  # Flower's client rounds with the global generator
-        assert np.array_equal(mean, quantized_mean(range(2, 2 + CLIENTS)))
+        assert np.array_equal(mean, quantized_mean(range(2, 12)))
 
 
 def test_flowers_own_client_is_dropped_if_the_run_does_not_use_its_masks():
     with pytest.raises(TooFewParticipants, match="mt19937 but secure_aggregation.mask_generator=chacha20"):
-        secure_mean(app=flower_app(delta_of_node))
+        secure_mean(app=flower_app(delta_of_node), clients=5)
 
 
 def values_of(reply):
@@ -137,7 +137,11 @@ def values_of(reply):
 
 
 INVALID = {
-    "setup": [({"pk1": 3}, "it sent no public keys"), ({"mask_generator": "mt19937"}, "it masks with mt19937 but")],
+    "setup": [
+        ({"pk1": 3}, "it sent no public keys"),
+        ({"pk2": b"no key"}, "it sent no public keys"),
+        ({"mask_generator": "mt19937"}, "it masks with mt19937 but"),
+    ],
     "share_keys": [
         ({"dsts": [2]}, "it sent no lists dsts and ctxts of the same length"),
         ({"dsts": [], "ctxts": []}, "it sent shares for other nodes than its neighbors"),
@@ -158,7 +162,7 @@ def test_an_invalid_reply_drops_its_client(phase, values, reason):
         if (found, node) == (phase, 7):
             values_of(reply).update(values)
 
-    result = secure_mean(change=change)
+    result = secure_mean(change=change, clients=10)
     if phase == "unmask":  # its update is in the sum already
         assert result.dropped == {}
         assert 7 in result.nodes
@@ -169,11 +173,25 @@ def test_an_invalid_reply_drops_its_client(phase, values, reason):
     assert np.array_equal(result.delta, quantized_mean(result.nodes))
 
 
+def test_a_public_key_that_is_used_twice_drops_its_client():
+    publics = []
+
+    def change(phase, node, reply):
+        if phase == "setup":
+            publics.append(values_of(reply)["pk1"])
+            if len(publics) == 2:
+                values_of(reply)["pk2"] = publics[0]
+
+    result = secure_mean(change=change, clients=10)
+    assert list(result.dropped.values()) == ["it sent a public key twice, or that of another client"]
+    assert np.array_equal(result.delta, quantized_mean(result.nodes))
+
+
 def test_a_masked_update_of_another_length_drops_its_client():
     def long(node):
         return np.zeros(LENGTH + (node == 7))
 
-    result = secure_mean(app=fedssl_app(long))
+    result = secure_mean(app=fedssl_app(long), clients=10)
     assert result.dropped == {7: f"its masked update is no vector of {LENGTH} integers"}
     assert np.array_equal(result.delta, np.zeros(LENGTH))
 
@@ -185,7 +203,7 @@ def test_wrong_shares_end_the_round_instead_of_giving_a_wrong_sum():
             values_of(reply)["shares"] = [share[:4] + share[:3:-1] for share in shares]
 
     with pytest.raises(TooFewParticipants, match="secure aggregation received wrong shares"):
-        secure_mean(change=change)
+        secure_mean(change=change, clients=10)
 
 
 def test_secrets_are_deleted_after_the_last_phase():
