@@ -1,15 +1,16 @@
-"""Undocumented names of Flower 1.41: the client side of SecAgg+."""
+"""Undocumented names of Flower 1.41: keys and encryption of SecAgg+ on a client."""
 
-import numpy as np
-from flwr.app import Message
-from flwr.client.mod import secaggplus_mod
-from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
-from flwr.compat.common.recorddict_compat import fitres_to_recorddict
+from flwr.common import ndarray_to_bytes
+from flwr.common.secure_aggregation.crypto.symmetric_encryption import decrypt, encrypt
+from flwr.common.secure_aggregation.secaggplus_utils import share_keys_plaintext_concat, share_keys_plaintext_separate
+from flwr.supercore.primitives.asymmetric import generate_key_pairs, private_key_to_bytes
 
-__all__ = ["delta_reply", "secaggplus_mod"]
-
-
-def delta_reply(message: Message, delta: np.ndarray) -> Message:
-    """Return the reply that Flower's mod expects: the delta of one client as a `FitRes`."""
-    result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([delta]), num_examples=1, metrics={})
-    return Message(fitres_to_recorddict(result, keep_input=False), reply_to=message)
+__all__ = [
+    "decrypt",
+    "encrypt",
+    "generate_key_pairs",
+    "ndarray_to_bytes",
+    "private_key_to_bytes",
+    "share_keys_plaintext_concat",
+    "share_keys_plaintext_separate",
+]

@@ -119,11 +119,12 @@ def _shared_quality(client: EdgeClient, delivery: EncoderDelivery, file: Path) -
 
 
 def _train_reply(message: Message, context: Context, on_step_start: StepHook) -> Message:
-    """Unpack the plan, train on this node's images and pack the update, or run a stage of secure aggregation."""
+    """Unpack the plan, train on this node's images and pack the update, or run a phase of secure aggregation."""
     client = _client(context)
     if is_secure(message):
         stage = str(message.content.config_records[SECAGG_CONFIG_KEY].get("stage"))
-        reply = secagg_reply(message, context, lambda message, context: _train(message, context, on_step_start))
+        limits = client.limits if isinstance(client, EdgeClient) else None
+        reply = secagg_reply(message, context, lambda message, context: _train(message, context, on_step_start), limits)
         if isinstance(client, EdgeClient):
             _count_sent(client, reply.content, "secure aggregation", stage=stage)
         return reply

@@ -1,22 +1,38 @@
-"""Client side of secure aggregation, by Flower's SecAgg+ mod, which masks the update.
+"""Client side of secure aggregation: checks of the server's proposal, and the masked update of a training.
 
-Flower's mod uses its older interface and expects a `FitRes`. The client also validates the server's parameters, because
-masks protect nothing if one node controls them.
+The client validates the server's parameters, because masks protect nothing if one node controls them.
 """
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
+from client_app.secagg_phases import SecAggState, collect, setup, share_keys, unmask
 from fedssl.errors import RequestRefused
+from fedssl.fleet.limits import Limits
+from fedssl.secure_aggregation.graph import SharingGraph, removed_clients
+from fedssl.secure_aggregation.masks import MASK_GENERATORS, SEED_BITS
 from fedssl.wire.messages import ClientUpdate, TrainPlan
-from fedssl.wire.secure_aggregation import MIN_CLIENTS, SECAGG_CONFIG_KEY, SECAGG_PARAMETERS, delta_of
+from fedssl.wire.secure_aggregation import (
+    COLLECT,
+    MASK_GENERATOR,
+    MAX_CLIENTS,
+    MIN_CLIENTS,
+    PHASES,
+    SECAGG_CONFIG_KEY,
+    SECAGG_PARAMETERS,
+    SETUP,
+    SHARE_KEYS,
+    delta_of,
+)
 
 log = logging.getLogger("fedssl")
 
-STATE = "secaggplus_state"  # Flower's name of the record that a client stores between the stages
+STATE = "secaggplus_state"  # name of the record that a client stores between the phases
 
 
 def is_secure(message: Message) -> bool:
@@ -25,27 +41,49 @@ def is_secure(message: Message) -> bool:
 
 
 def secagg_reply(
-    message: Message, context: Context, train: Callable[[Message, Context], tuple[TrainPlan, ClientUpdate]]
+    message: Message,
+    context: Context,
+    train: Callable[[Message, Context], tuple[TrainPlan, ClientUpdate]],
+    limits: Limits | None = None,
 ) -> Message:
-    """Return the reply to one stage of the protocol. ``train`` is called in the collect stage.
+    """Return the reply to one phase of the protocol. ``train`` is called in the collect phase.
 
-    Raises `RequestRefused` if the server's parameters would reveal more than a sum.
+    Raises `RequestRefused` if the server's parameters would reveal more than a sum, or are below an edge client's
+    ``limits``; simulated clients have none.
     """
-    from client_app.compat import delta_reply, secaggplus_mod  # slow import
+    values = dict(message.content.config_records[SECAGG_CONFIG_KEY])
+    phase = values.pop("stage", None)
+    if phase == SETUP:
+        _check_setup(values)
+        if limits is not None:
+            _check_limits(values, limits)
+        state, reply = setup(values, node=message.metadata.dst_node_id)
+    else:
+        state = SecAggState.read(context.state.config_records.get(STATE))
+        expected = PHASES[(PHASES.index(state.phase) + 1) % len(PHASES)]
+        if phase != expected:
+            raise RequestRefused(f"the phase {phase!r} of secure aggregation does not follow {state.phase!r}")
+        if phase == SHARE_KEYS:
+            reply = share_keys(state, values)
+        elif phase == COLLECT:
+            reply = collect(state, values, lambda: _trained_delta(message, context, train, state.clipping_range))
+        else:
+            reply = unmask(state, values)
+    state.phase = phase
+    context.state.config_records[STATE] = state.to_record()
+    return Message(RecordDict({SECAGG_CONFIG_KEY: ConfigRecord(reply)}), reply_to=message)
 
-    configs = message.content.config_records[SECAGG_CONFIG_KEY]
-    _check(configs)
-    # A copy, because the mod removes records, and simulated clients share the message.
-    message.content = RecordDict({**message.content, SECAGG_CONFIG_KEY: ConfigRecord(dict(configs))})
 
-    def call(message: Message, context: Context) -> Message:
-        plan, update = train(message, context)
-        delta = delta_of(update.layers, plan.layers)
-        # Flower does not type a record's values. Its setup stage wrote this one as a number.
-        _check_delta(delta, max_abs=float(context.state.config_records[STATE]["clipping_range"]))  # type: ignore[arg-type]
-        return delta_reply(message, delta)
-
-    return secaggplus_mod(message, context, call)
+def _trained_delta(
+    message: Message,
+    context: Context,
+    train: Callable[[Message, Context], tuple[TrainPlan, ClientUpdate]],
+    clipping_range: float,
+) -> np.ndarray:
+    plan, update = train(message, context)
+    delta = delta_of(update.layers, plan.layers)
+    _check_delta(delta, max_abs=clipping_range)
+    return delta
 
 
 def _check_delta(delta: np.ndarray, *, max_abs: float) -> None:
@@ -61,28 +99,54 @@ def _check_delta(delta: np.ndarray, *, max_abs: float) -> None:
         )
 
 
-def _check(configs: ConfigRecord) -> None:
-    values = dict(configs)
-    if values.get("stage") == "setup":
-        numbers = [
-            value for key in ("sample_num", "share_num", "threshold") if isinstance(value := values.get(key), int)
-        ]
-        if len(numbers) < 3:
-            raise RequestRefused("secure aggregation was proposed without the number of clients")
-        clients, shares, threshold = numbers
-        if min(clients, shares) < MIN_CLIENTS or not shares < 2 * threshold <= 2 * shares:
+def _check_setup(values: Mapping[str, Any]) -> None:
+    """Refuse parameters that protect nobody; raises `RequestRefused`."""
+    numbers = [number for key in ("sample_num", "share_num", "threshold") if type(number := values.get(key)) is int]
+    if len(numbers) < 3:
+        raise RequestRefused("secure aggregation was proposed without the number of clients")
+    clients, shares, threshold = numbers
+    if not MIN_CLIENTS <= shares <= clients <= MAX_CLIENTS or not shares < 2 * threshold <= 2 * shares:
+        raise RequestRefused(
+            f"secure aggregation of {clients} clients with {shares} shares, {threshold} of which reveal a mask, "
+            f"was proposed; at least {MIN_CLIENTS} clients, no more than {MAX_CLIENTS}, and more than half of the "
+            "shares are needed"
+        )
+    for key, expected in SECAGG_PARAMETERS.items():
+        if values.get(key) != expected:
             raise RequestRefused(
-                f"secure aggregation of {clients} clients with {shares} shares, {threshold} of which reveal a mask, "
-                f"was proposed; at least {MIN_CLIENTS} clients and more than half of the shares are needed"
+                f"secure aggregation was proposed with {key}={values.get(key)!r} instead of {expected}"
             )
-        for key, expected in SECAGG_PARAMETERS.items():
-            if values.get(key) != expected:
-                raise RequestRefused(
-                    f"secure aggregation was proposed with {key}={values.get(key)!r} instead of {expected}"
-                )
-    if values.get("stage") == "unmask":
-        active, dead = values.get("active_nids"), values.get("dead_nids")
-        if not (isinstance(active, list) and isinstance(dead, list)) or set(active) & set(dead):
-            raise RequestRefused(
-                "secure aggregation was asked for both shares of a client, which would reveal its update"
-            )
+    clipping_range, generator = values.get("clipping_range"), values.get(MASK_GENERATOR, "mt19937")
+    if not isinstance(clipping_range, float) or not 0 < clipping_range < math.inf:
+        raise RequestRefused(f"secure aggregation was proposed with clipping_range={clipping_range!r}")
+    if generator not in MASK_GENERATORS:
+        raise RequestRefused(
+            f"secure aggregation was proposed with {MASK_GENERATOR}={generator!r}; known are "
+            f"{', '.join(MASK_GENERATORS)}"
+        )
+
+
+def _check_limits(values: Mapping[str, Any], limits: Limits) -> None:
+    """Refuse fewer security bits than an edge client requires; raises `RequestRefused`."""
+    clients, shares, threshold = values["sample_num"], values["share_num"], values["threshold"]
+    generator = values.get(MASK_GENERATOR, "mt19937")
+    corrupted, dropouts = (
+        removed_clients(fraction, clients) for fraction in (limits.corrupted_fraction, limits.dropout_fraction)
+    )
+    graph = SharingGraph(
+        clients=clients, neighbors=shares - 1, threshold=threshold, corrupted=corrupted, dropouts=dropouts
+    )
+    required = f"but this device requires {limits.security_bits:g} (security_bits of its limits)"
+    if SEED_BITS[generator] < limits.security_bits:
+        raise RequestRefused(
+            f"the masks of secure_aggregation.mask_generator={generator} have {SEED_BITS[generator]} security bits, "
+            f"{required}; set secure_aggregation.mask_generator=chacha20"
+        )
+    if graph.security_bits < limits.security_bits:
+        raise RequestRefused(
+            f"secure aggregation of {clients} clients with {shares - 1} neighbors and a threshold of {threshold} has "
+            f"{graph.security_bits:.3g} security bits if {corrupted} clients are corrupted and {dropouts} drop out, "
+            f"{required}; set secure_aggregation.corrupted_fraction to {limits.corrupted_fraction:g}, dropout_fraction "
+            f"to {limits.dropout_fraction:g} and security_bits to {limits.security_bits:g} or more, and neighbors and "
+            "threshold to null"
+        )

@@ -1,13 +1,14 @@
-"""Undocumented names of Flower 1.41 for simulations, messages as bytes, error replies and the server side of SecAgg+.
+"""Undocumented names of Flower 1.41 for simulations, messages as bytes, error replies and the keys of SecAgg+.
 
 `client_app.compat` and `fedssl.fleet.compat` contain the names that only they need.
 """
 
 import uuid
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
-from flwr.common import FitIns, Parameters, parameters_to_ndarrays
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.common import bytes_to_ndarray
 from flwr.common.constant import ErrorCode
+from flwr.common.secure_aggregation.crypto.symmetric_encryption import generate_shared_key
 from flwr.common.serde import (
     context_from_proto,
     context_to_proto,
@@ -19,9 +20,7 @@ from flwr.common.serde import (
 from flwr.proto.message_pb2 import Context as ProtoContext
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
-from flwr.server.workflow import SecAggPlusWorkflow
-from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD, Key
-from flwr.server.workflow.secure_aggregation.secaggplus_workflow import WorkflowState
+from flwr.supercore.primitives.asymmetric import bytes_to_private_key, bytes_to_public_key, public_key_to_bytes
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -29,21 +28,21 @@ __all__ = [
     "RUN_ID",
     "SERVER_NODE",
     "Run",
-    "SecAggPlusWorkflow",
-    "WorkflowState",
     "assign_message_id",
+    "bytes_to_ndarray",
+    "bytes_to_private_key",
+    "bytes_to_public_key",
     "content_from_bytes",
     "content_to_bytes",
     "context_from_bytes",
     "context_to_bytes",
     "drop_content",
-    "empty_instructions",
     "error_reply",
+    "generate_shared_key",
     "message_from_bytes",
     "message_to_bytes",
-    "parameters_to_ndarrays",
+    "public_key_to_bytes",
     "set_task_identity",
-    "workflow_records",
 ]
 
 RUN_ID, SERVER_NODE = 1, 1  # of a simulation
@@ -106,15 +105,3 @@ def context_to_bytes(context: Context) -> bytes:
 def context_from_bytes(data: bytes | bytearray) -> Context:
     """Return the context from `context_to_bytes`."""
     return context_from_proto(ProtoContext.FromString(data))
-
-
-def workflow_records(round: int) -> RecordDict:
-    """Return the state that the workflow expects in its context."""
-    return RecordDict(
-        {MAIN_CONFIGS_RECORD: ConfigRecord({Key.CURRENT_ROUND: round}), MAIN_PARAMS_RECORD: ArrayRecord()}
-    )
-
-
-def empty_instructions() -> FitIns:
-    """Return instructions without parameters. The plan is sent separately."""
-    return FitIns(Parameters([], ""), {})

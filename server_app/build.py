@@ -28,6 +28,7 @@ from fedssl.seeding import numpy_generator
 from fedssl.step_cost import TrainingCostMeter
 from fedssl.training import LocalTrainer
 from fedssl.wire.fingerprint import code_fingerprint
+from fedssl.wire.secure_aggregation import MIN_CLIENTS
 from server_app.calibration import Calibration
 from server_app.collapse_monitor import CollapseMonitor, ServerFeatureExtractor
 from server_app.compatibility import (
@@ -47,6 +48,7 @@ from server_app.differential_privacy import Privacy, check_model
 from server_app.evaluator import Evaluator
 from server_app.nodes import ClientDirectory, ClientManager, NodeNames, discover_clients, no_registered_names
 from server_app.round_context import RoundContext, no_flops, raise_no_server_images
+from server_app.secure_aggregation import describe_graph, graph_for
 from server_app.virtual_time import VirtualTime, make_virtual_time
 from strategies.base import FedSSLStrategy
 from strategies.interfaces import StrategyContext
@@ -125,6 +127,7 @@ def build_components(
     strategy, server_optimizer = make_algorithm(settings, method, is_deployment=bool(task))
     method.encoder.check_image_shape((data.channels, data.size, data.size))
     validate_aggregation(settings, is_deployment=bool(task))
+    log_secure_aggregation(settings)
     virtual_time = make_virtual_time(settings, is_deployment=bool(task))
     client_data = None
     untrained = frozenset(range(settings.num_clients - settings.unseen_clients, settings.num_clients))
@@ -188,6 +191,13 @@ def build_components(
         evaluation_is_training_free=not evaluator.trains_network,
         trains_new_devices=trains_new_devices,
     )
+
+
+def log_secure_aggregation(settings: Settings) -> None:
+    """Log what secure aggregation guarantees for the clients of a round, if it is used."""
+    clients = settings.clients_per_round + settings.aggregation.over_selection
+    if settings.secure_aggregation and clients >= MIN_CLIENTS:
+        log.info(describe_graph(settings.secure_aggregation, graph_for(settings.secure_aggregation, clients)))
 
 
 def node_names(settings: Settings) -> NodeNames:

@@ -19,6 +19,7 @@ from fedssl.methods.base import SSLMethod
 from server_app.nodes import ClientDirectory
 from server_app.plans import PlanBuilder
 from server_app.round_context import RoundContext
+from server_app.secure_aggregation import validate_graph
 from strategies.interfaces import GLOBAL, Aggregator
 from strategies.weighted_sum import is_uniform_sum
 
@@ -144,6 +145,8 @@ def validate_aggregation(settings: Settings, *, is_deployment: bool) -> None:
             "secure_aggregation=secagg_plus reveals only the sum of updates; set privacy=none "
             "aggregation.buffered=false aggregation.max_norm_ratio=null, which need single updates"
         )
+    if settings.secure_aggregation:
+        validate_graph(settings.secure_aggregation, per_round + aggregation.over_selection)
     if settings.secure_aggregation and settings.recording.snapshot_every:
         raise InputError("secure_aggregation=secagg_plus reveals no client's model; set snapshot_every=0")
     if settings.privacy and settings.recording.snapshot_every:

@@ -106,16 +106,16 @@ class Recorder(RunFolder):
         }
         if report.virtual_time is not None:
             line |= {"virtual_seconds": report.virtual_seconds, "virtual_time": report.virtual_time}
-        if report.privacy:
-            line["privacy"] = report.privacy
-        if report.late:
-            line["late"] = len(report.late)
         if report.state_bytes or report.num_evicted:
             line |= {"state_bytes": report.state_bytes, "evicted_states": report.num_evicted}
-        if cost:
-            line["cost"] = dict(cost)
-        if report.strategy_metrics:
-            line["strategy_metrics"] = report.strategy_metrics
+        further = {
+            "privacy": report.privacy,
+            "secure_aggregation": report.secure_aggregation,
+            "late": len(report.late),
+            "cost": dict(cost or {}),
+            "strategy_metrics": report.strategy_metrics,
+        }
+        line |= {key: value for key, value in further.items() if value}
         if overall:
             self.evaluations.append((report.round, to_flat_dict(overall)))
             line |= {"evaluation": to_flat_dict(overall), "units": units_of(overall), **_by_model(evaluation)}
@@ -209,6 +209,8 @@ class Recorder(RunFolder):
         state_bytes = lines[-1].get("state_bytes", 0) if lines else 0
         if state_bytes:
             log.info("client states have %s", gigabytes(state_bytes))
+        if lines and "secure_aggregation" in lines[-1]:
+            results["secure_aggregation"] = lines[-1]["secure_aggregation"]
         content = {
             "status": status,
             "reason": reason or self._stop_reason,

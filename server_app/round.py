@@ -7,7 +7,7 @@ compared with the model that it started from.
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from flwr.app import Message
 
@@ -16,13 +16,15 @@ from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.errors import RunError
 from fedssl.untrusted import sanitize_line
 from fedssl.wire.messages import ClientUpdate
+from fedssl.wire.secure_aggregation import summed_size
 from server_app.block_sums import BlockClient, BlockSumTask, LostSumError
 from server_app.client_models import ClientModels, MappedValues
 from server_app.compatibility import require_full_exchange, require_uniform_sum
 from server_app.messaging import NO_REPLY, MessageExchange, ordered_by_client
 from server_app.plans import PlanBuilder
 from server_app.round_context import RoundContext
-from server_app.secure_aggregation import TooFewParticipants, apply_delta, secure_mean_delta
+from server_app.secagg_round import TooFewParticipants
+from server_app.secure_aggregation import apply_delta, privacy_parameters, secure_mean_delta
 from server_app.updates import RoundResult, UpdateReader, ValidUpdate, norm_outliers
 from server_app.validation import InvalidUpdate
 from strategies.interfaces import GLOBAL, Aggregator, GlobalModel, RoundOutcome, ServerState, model_suffix
@@ -174,14 +176,24 @@ class Round:
         settings, start = context.aggregation, self.starts[GLOBAL]
         try:
             secure_mean = secure_mean_delta(
-                exchange, contents, secure, round=self.number, timeout=context.timeout, deadline=settings.round_deadline
+                exchange,
+                contents,
+                secure,
+                length=summed_size(start.expected_upload.layers),
+                round=self.number,
+                timeout=context.timeout,
+                deadline=settings.round_deadline,
             )
             layers = apply_delta(start.expected_upload.layers, secure_mean.delta)
         except TooFewParticipants as reason:
             raise TooFewUpdatesError(f"round {self.number}: {reason}") from reason
         participants = [clients[node] for node in secure_mean.nodes]
-        for client in self.slots.keys() - set(participants):
-            self._drop(client, NO_REPLY)
+        for node, dropped in secure_mean.dropped.items():
+            self._drop(clients[node], dropped)
+        self._result.secure_aggregation.update(
+            privacy_parameters(secure, secure_mean.graph),
+            phases={name: asdict(cost) for name, cost in secure_mean.phases.items()},
+        )
         aggregation = self._aggregations[GLOBAL]
         aggregation.aggregator.start(start.expected_upload)
         mean = ClientUpdate(layers=layers, partition_id=participants[0])

@@ -63,6 +63,8 @@ class RoundResult:
     state_bytes: int = 0  # size of the newest states of all simulated clients
     num_evicted: int = 0  # number of these that were evicted
     privacy: dict[str, float] = field(default_factory=dict)  # epsilon after this round, and its delta
+    # Guarantees and costs of secure aggregation, see `server_app.secure_aggregation.privacy_parameters`.
+    secure_aggregation: dict[str, Any] = field(default_factory=dict)
     strategy_metrics: dict[str, Any] = field(default_factory=dict)
     # Duration of the round in virtual seconds, failed attempts and waiting included, and the time at its end; None in
     # wall-clock time.

@@ -29,7 +29,13 @@ class SecureAggregationSettings:
     """Secure aggregation, see `server_app.secure_aggregation`."""
 
     clipping_range: float  # largest change of a number in an update
-    threshold: float  # fraction of the clients that must complete the protocol, above 0.5 and at most 1
+    dropout_fraction: float = 0.2  # fraction of the clients of a round that may drop out, rounded up
+    corrupted_fraction: float = 0.2  # fraction that may collude with the server, rounded up
+    security_bits: float = 40  # -log2 of the probability that a sum is not private
+    correctness_bits: float = 30  # -log2 of the probability that masks cannot be removed
+    neighbors: int | None = None  # of every client; None: the smallest number for these bounds
+    threshold: int | None = None  # number of shares that reveal a mask; None: the smallest number for these bounds
+    mask_generator: str = "chacha20"  # see `fedssl.secure_aggregation.masks`
 
 
 @dataclass(frozen=True, kw_only=True)

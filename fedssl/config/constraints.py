@@ -173,7 +173,13 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
     },
     "secure_aggregation": {
         "clipping_range": _optional(_POSITIVE),
-        "threshold": Constraint(above=0.5, maximum=1),
+        "dropout_fraction": _BELOW_ONE,
+        "corrupted_fraction": _BELOW_ONE,
+        "security_bits": Constraint(minimum=1, maximum=128),
+        "correctness_bits": Constraint(minimum=1, maximum=128),
+        "neighbors": _optional(_integer(2)),
+        "threshold": _optional(_integer(2)),
+        "mask_generator": _choice("chacha20", "mt19937"),
     },
     "availability": {
         "fraction": _ABOVE_ZERO,

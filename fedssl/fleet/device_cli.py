@@ -49,6 +49,9 @@ minutes: 30 # of training, per round
 # max_megabytes_per_day: 200 # of messages that leave the device
 # only_on_power: true # no round on battery (Linux)
 # share_quality: true # label-free quality of delivered encoders on the local images
+# security_bits: 40 # of secure aggregation at least, if these fractions of a round's clients
+# corrupted_fraction: 0.2 # collude with the server
+# dropout_fraction: 0.2 # drop out
 """
 SHARED = """This device shares updates of model weights, the number of its images, its free disk space, its versions of
 Python, fedssl, flwr, torch and torchvision, and metrics that a run requests (loss, duration){quality}.

@@ -13,6 +13,9 @@ The node configuration's ``limits`` names a file that may set any of them, for e
     max_megabytes_per_day: 200 # of messages that leave the device
     only_on_power: true # no round on battery (Linux)
     share_quality: true # label-free quality of delivered encoders on the local images; default false
+    security_bits: 40 # of secure aggregation at least, for these fractions of the clients of a round:
+    corrupted_fraction: 0.2 # that may collude with the server
+    dropout_fraction: 0.2 # that may drop out
 """
 
 import datetime
@@ -55,6 +58,9 @@ class Limits:
     max_megabytes_per_day: float | None = None
     only_on_power: bool = False
     share_quality: bool = False
+    security_bits: float = 40
+    corrupted_fraction: float = 0.2
+    dropout_fraction: float = 0.2
 
     def memory_bytes(self) -> int:
         available = available_memory(reusable=grown_memory())
@@ -127,6 +133,9 @@ def _problem(key: str, value: Any) -> str:
         except ValueError:
             return "a start and an end, such as 22:00-06:00"
         return ""
+    if key in ("corrupted_fraction", "dropout_fraction"):
+        is_fraction = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+        return "" if is_fraction else "a number of at least 0 and below 1"
     whole = key in ("epochs", "batch", "size", "threads", "max_rounds_per_day")
     valid = isinstance(value, int if whole else int | float) and not isinstance(value, bool) and 0 < value < math.inf
     return "" if valid else f"a {'whole ' if whole else ''}number above 0"

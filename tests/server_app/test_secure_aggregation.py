@@ -11,6 +11,7 @@ from client_app import secure as client_side
 from fedssl.compat import set_task_identity
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused, RunError
+from fedssl.fleet.limits import Limits
 from fedssl.wire.messages import TrainPlan
 from server_app.build import build_run
 from server_app.messaging import MessageExchange
@@ -100,7 +101,7 @@ def _file(reply):
 
 @pytest.mark.parametrize(("stage", "used"), [(1, [0, 2, 3]), (2, [0, 2, 3]), (3, [0, 2, 3]), (4, [0, 1, 2, 3])])
 def test_a_client_that_is_lost_in_any_stage_costs_nothing_but_itself(tmp_path, stage, used):
-    """With 4 clients and a threshold of 0.67 any 3 of them suffice. Who sent its masked update is in the sum."""
+    """With 4 clients the graph is complete and the threshold 3. Who sent its masked update is in the sum."""
     federation = Federation(tmp_path / "a", *SMALL, *SECURE)
     nodes = federation.components.context.nodes
     state, report = one_round(federation, Watched(federation.grid, lost={nodes[1]: stage}))
@@ -126,10 +127,20 @@ def test_too_few_to_take_the_masks_away_is_said(tmp_path):
     assert federation.state.round == 0
 
 
-def test_a_whole_run(tmp_path):
+def test_a_whole_run(tmp_path, capsys):
     run([*SMALL, *SECURE, "final_evaluation=none", f"output_dir={tmp_path / 'run'}"])
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["clients"] for line in lines] == [4, 4]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())["secure_aggregation"]
+    assert summary == lines[1]["secure_aggregation"]
+    phases = summary.pop("phases")
+    graph = {"clients": 4, "neighbors": 3, "threshold": 3, "max_dropouts": 1, "max_corrupted": 1, "security_bits": 40}
+    graph |= {"correctness_bits": 30, "mask_generator": "chacha20", "adversary": "honest-but-curious server"}
+    assert summary == graph
+    for key in ("bytes_up", "bytes_down"):
+        assert sum(phase[key] for phase in phases.values()) == lines[1][key]
+    assert 0 < sum(phase["seconds"] for phase in phases.values()) < lines[1]["seconds"]
+    assert "secure aggregation of 4 clients: 3 neighbors, threshold 3, at most 1 dropouts" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -143,10 +154,25 @@ def test_a_whole_run(tmp_path):
         ),
         (["aggregation.max_norm_ratio=5"], "secure_aggregation=secagg_plus reveals only the sum of updates"),
         (
-            ["secure_aggregation.threshold=0.5"],
-            "secure_aggregation.threshold=0.5 must be a number above 0.5 and at most 1",
+            ["secure_aggregation.threshold=0.67"],
+            "secure_aggregation.threshold=0.67 must be an integer of at least 2, or null",
         ),
         (["secure_aggregation.clipping_range=0"], "secure_aggregation.clipping_range=0 must be a number above 0"),
+        (["secure_aggregation.threshold=5"], "secure_aggregation.threshold=5 but a client has 4 shares"),
+        (["secure_aggregation.threshold=2"], "has 0 security bits"),
+        (
+            ["secure_aggregation.neighbors=4"],
+            "neighbors=4 but 4 clients per round have 3 others each",
+        ),
+        (
+            ["secure_aggregation.dropout_fraction=0.5", "secure_aggregation.corrupted_fraction=0.5"],
+            "is not possible with any number of neighbors; lower secure_aggregation.corrupted_fraction or",
+        ),
+        (
+            ["secure_aggregation.mask_generator=mt19937"],
+            "mask_generator=mt19937 has 28 security bits, but secure_aggregation.security_bits=40; lower it, or set",
+        ),
+        (["num_clients=1024"], "more than 1023 quantized updates exceeds 2.32; lower clients_per_round"),
         (["clients_per_round=2"], "2 clients are available, and secure aggregation needs 3"),
     ],
 )
@@ -167,6 +193,7 @@ SETUP = {
     "target_range": 2**22,
     "mod_range": 2**32,
     "max_weight": 1.0,
+    "mask_generator": "chacha20",
 }
 
 
@@ -181,10 +208,13 @@ SETUP = {
         ({**SETUP, "mod_range": 2}, "mod_range=2 instead of 4294967296"),  # its masks are all 0
         ({**SETUP, "target_range": 2**31}, "target_range=2147483648 instead of 4194304"),
         ({**SETUP, "max_weight": 1e-9}, "max_weight=1e-09 instead of 1.0"),
-        ({"stage": "unmask", "active_nids": [1, 2, 3], "dead_nids": [3]}, "both shares of a client"),
-        ({"stage": "unmask"}, "both shares of a client"),
-        ({"stage": "collect_masked_vectors", "ctxts": [], "srcs": []}, "Abort secure aggregation"),
-        ({"stage": "nonsense"}, "Abort secure aggregation"),
+        ({**SETUP, "sample_num": 1024}, "no more than 1023"),  # their sum would exceed the modulus
+        ({**SETUP, "share_num": 6, "threshold": 4}, "5 clients with 6 shares"),
+        ({**SETUP, "clipping_range": float("nan")}, "clipping_range=nan"),
+        ({**SETUP, "mask_generator": "zeros"}, "mask_generator='zeros'; known are chacha20, mt19937"),
+        ({"stage": "collect_masked_vectors", "ctxts": [], "srcs": []}, "does not follow 'unmask'"),
+        ({"stage": "unmask", "active_nids": [1, 2, 3], "dead_nids": []}, "does not follow 'unmask'"),
+        ({"stage": "nonsense"}, "does not follow 'unmask'"),
     ],
 )
 def test_a_protocol_that_would_reveal_more_is_refused(configs, reason):
@@ -193,6 +223,86 @@ def test_a_protocol_that_would_reveal_more_is_refused(configs, reason):
     state = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
     with pytest.raises((RequestRefused, ValueError), match=reason):
         client_side.secagg_reply(message, state, lambda message, context: pytest.fail("it trained"))
+
+
+COLLECTED = {"phase": "collect_masked_vectors", "node": 2, "threshold": 2, "owners": [1, 2, 3]}
+SHARES = {"seed_shares": [b"1", b"2", b"3"], "key_shares": [b"4", b"5", b"6"]}
+
+
+@pytest.mark.parametrize(
+    ("active", "dead", "reason"),
+    [
+        ([1, 2, 3], [3], "both shares of a client"),
+        (None, [3], "both shares of a client"),
+        ([1, 3], [2], "unmask 2 clients of which at least 2 must be neighbors that survived, and this client one"),
+        ([2], [1, 3], "unmask 1 clients of which at least 2"),
+        ([1, 2, 4], [], "unmask 3 clients of which at least 2"),
+    ],
+)
+def test_shares_that_would_reveal_an_update_stay(active, dead, reason):
+    set_task_identity()
+    state = RecordDict({client_side.STATE: ConfigRecord({**COLLECTED, **SHARES})})
+    context = Context(run_id=1, node_id=2, node_config={}, state=state, run_config={})
+
+    def unmask(active, dead):
+        values = {"stage": "unmask", **({} if active is None else {"active_nids": active}), "dead_nids": dead}
+        message = Message(RecordDict({client_side.SECAGG_CONFIG_KEY: ConfigRecord(values)}), 2, "train")
+        return client_side.secagg_reply(message, context, lambda message, context: pytest.fail("it trained"))
+
+    with pytest.raises(RequestRefused, match=reason):
+        unmask(active, dead)
+    reply = unmask([1, 2], [3]).content.config_records[client_side.SECAGG_CONFIG_KEY]
+    assert dict(reply) == {"nids": [1, 2, 3], "shares": [b"1", b"2", b"6"]}
+    with pytest.raises(RequestRefused, match="does not follow 'unmask'"):
+        unmask([1, 2], [3])
+
+
+HUNDRED = {**SETUP, "sample_num": 100, "share_num": 41, "threshold": 21}
+
+
+@pytest.mark.parametrize(
+    ("values", "limits", "reason"),
+    [
+        (
+            {"share_num": 3, "threshold": 2},
+            {},
+            "with 2 neighbors and a threshold of 2 has 0 security bits",
+        ),
+        (
+            {"share_num": 21, "threshold": 11},
+            {},
+            "to 0.2, dropout_fraction to 0.2 and security_bits to 40 or more",
+        ),
+        ({"share_num": 39, "threshold": 20}, {}, "26.9 security bits if 20 clients are corrupted and 20 drop out, but"),
+        ({}, {"security_bits": 100}, "81.9 security bits .* this device requires 100 .security_bits of its limits."),
+        ({}, {"corrupted_fraction": 0.4}, "if 40 clients are corrupted and 20 drop out"),
+        ({}, {"dropout_fraction": 0.6}, "if 20 clients are corrupted and 60 drop out"),
+        (
+            {"mask_generator": "mt19937"},
+            {},
+            "mt19937 have 28 security bits, but this device requires 40",
+        ),
+        ({"share_num": 21, "threshold": 11}, {"security_bits": 1, "corrupted_fraction": 0.01}, ""),
+        ({"mask_generator": "mt19937"}, {"security_bits": 28}, ""),
+        ({}, {}, ""),
+    ],
+)
+def test_a_device_has_its_own_minimum(values, limits, reason):
+    """The bounds for 100 clients with the defaults are 40 neighbors and a threshold of 21."""
+    set_task_identity()
+    configs = {client_side.SECAGG_CONFIG_KEY: ConfigRecord({**HUNDRED, **values})}
+    message = Message(RecordDict(configs), 2, "train")
+
+    def reply(limits):
+        state = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
+        return client_side.secagg_reply(message, state, lambda message, context: pytest.fail("it trained"), limits)
+
+    if reason:
+        with pytest.raises(RequestRefused, match=reason):
+            reply(Limits(**limits))
+    else:
+        assert reply(Limits(**limits)).has_content()
+    assert reply(None).has_content()  # a simulated client has no limits
 
 
 def test_an_update_that_is_not_finite_stays_and_one_that_is_cut_is_told(tmp_path, monkeypatch, caplog):

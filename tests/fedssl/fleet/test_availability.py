@@ -120,6 +120,9 @@ def test_limits_are_read_and_checked(tmp_path):
         ("only_on_power: 1", "give true or false"),
         ("share_quality: yes please", "give true or false"),
         ("max_megabytes_per_day: -1", "give a number above 0"),
+        ("security_bits: 0", "give a number above 0"),
+        ("corrupted_fraction: 1", "give a number of at least 0 and below 1"),
+        ("dropout_fraction: true", "give a number of at least 0 and below 1"),
     ],
 )
 def test_invalid_limits(tmp_path, line, sentence):

@@ -1,0 +1,215 @@
+"""Graph of neighbors of SecAgg+ (Bell et al., CCS 2020, sections 3 and 4) and its bounds.
+
+The clients are the nodes of a Harary graph in random order: a circle in which each is a neighbor of the k / 2 nodes
+before and after it. Every client shares its secrets with its k neighbors and itself, and t shares reveal a secret.
+With C corrupted clients and D dropouts among n, chosen independently of the graph, the sum is private unless
+
+1. an honest client has t corrupted neighbors. Their number is hypergeometric: P[X >= t], X ~ H(n - 1, C, k);
+2. the honest survivors are not connected, which takes k / 2 successive removed nodes at two places of the circle. There
+   are n (n - k - 1) / 2 pairs of such places, and all k nodes are removed with probability
+   binom(n - k, C + D - k) / binom(n, C + D).
+
+It is correct unless a client has fewer than t surviving neighbors: P[Y < t], Y ~ H(n - 1, n - D, k) for a client that
+dropped out. Both are bounded by a sum over clients. The server is honest but curious: it follows the protocol, and
+knows what the corrupted clients know.
+
+Flower's protocol does not prove to clients which others survived. Therefore t is more than half of the shares, so that
+a server cannot collect both secrets of a client from disjoint halves of its neighbors.
+"""
+
+import math
+import random
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from fedssl.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharingGraph:
+    """Graph of ``clients`` with an even number of ``neighbors``, or of all others, and what it must tolerate."""
+
+    clients: int
+    neighbors: int
+    threshold: int  # number of shares that reveal a secret
+    corrupted: int
+    dropouts: int
+
+    @property
+    def shares(self) -> int:
+        return self.neighbors + 1
+
+    @property
+    def is_complete(self) -> bool:
+        return self.neighbors == self.clients - 1
+
+    @property
+    def max_dropouts(self) -> int:
+        """Return the number of dropouts up to which a round succeeds. Only a complete graph can tolerate more."""
+        return self.clients - self.threshold if self.is_complete else self.dropouts
+
+    @property
+    def disconnection(self) -> float:
+        """Return the bound on the probability that the honest survivors are not connected."""
+        removed = self.corrupted + self.dropouts
+        return 0.0 if self.is_complete else _disconnection(self.clients, self.neighbors, removed)
+
+    @property
+    def security_bits(self) -> float:
+        """Return -log2 of the bound on the probability that the sum is not private."""
+        if 2 * self.threshold <= self.shares:
+            return 0.0
+        if self.is_complete:
+            return math.inf if self.threshold > self.corrupted else 0.0
+        corrupted_neighbors = _hypergeometric(self.clients - 1, self.corrupted, self.neighbors)
+        failure = self.clients * corrupted_neighbors[self.threshold :].sum() + self.disconnection
+        return _bits(float(failure))
+
+    @property
+    def correctness_bits(self) -> float:
+        """Return -log2 of the bound on the probability that a secret cannot be recovered."""
+        if self.is_complete:
+            return math.inf if self.threshold <= self.clients - self.dropouts else 0.0
+        survivors = min(self.clients - self.dropouts, self.clients - 1)
+        surviving_neighbors = _hypergeometric(self.clients - 1, survivors, self.neighbors)
+        return _bits(self.clients * float(surviving_neighbors[: self.threshold].sum()))
+
+    def with_threshold(self, security_bits: float) -> "SharingGraph":
+        """Return the graph with its smallest threshold for the security, or with the largest one, that is too small."""
+        graphs = [
+            replace(self, threshold=threshold) for threshold in range(max(2, self.shares // 2 + 1), self.shares + 1)
+        ]
+        return graphs[min(bisect_left(graphs, security_bits, key=lambda graph: graph.security_bits), len(graphs) - 1)]
+
+
+def smallest_graph(
+    clients: int, *, corrupted: int, dropouts: int, security_bits: float, correctness_bits: float
+) -> SharingGraph:
+    """Return the graph with the fewest neighbors that satisfies both bounds, or else the complete graph."""
+    for neighbors in [*range(2, clients - 1, 2), clients - 1]:
+        graph = SharingGraph(clients=clients, neighbors=neighbors, threshold=0, corrupted=corrupted, dropouts=dropouts)
+        if graph.is_complete or _bits(graph.disconnection) >= security_bits:
+            graph = graph.with_threshold(security_bits)
+            if graph.is_complete or (
+                graph.security_bits >= security_bits and graph.correctness_bits >= correctness_bits
+            ):
+                break
+    return graph
+
+
+def removed_clients(fraction: float, clients: int) -> int:
+    """Return a fraction of the clients, rounded up."""
+    return math.ceil(fraction * clients - 1e-9)
+
+
+@lru_cache
+def choose_graph(
+    clients: int,
+    *,
+    corrupted_fraction: float,
+    dropout_fraction: float,
+    security_bits: float,
+    correctness_bits: float,
+    neighbors: int | None = None,
+    threshold: int | None = None,
+) -> SharingGraph:
+    """Return the graph for a number of clients, with given neighbors and threshold if they are not None.
+
+    Raises `InputError` if it does not satisfy the bounds.
+    """
+    corrupted, dropouts = removed_clients(corrupted_fraction, clients), removed_clients(dropout_fraction, clients)
+    smallest = smallest_graph(
+        clients,
+        corrupted=corrupted,
+        dropouts=dropouts,
+        security_bits=security_bits,
+        correctness_bits=correctness_bits,
+    )
+    graph = smallest
+    if neighbors is not None:
+        neighbors = min(neighbors, clients - 1)
+        if neighbors % 2 and neighbors != clients - 1:
+            raise InputError(
+                f"secure_aggregation.neighbors={neighbors} but {clients} clients on a circle have an even number of "
+                f"neighbors, or all {clients - 1}; set it to {neighbors + 1}"
+            )
+        graph = replace(graph, neighbors=neighbors).with_threshold(security_bits)
+    if threshold is not None:
+        graph = replace(graph, threshold=threshold)
+    if graph.threshold > graph.shares:
+        raise InputError(
+            f"secure_aggregation.threshold={threshold} but a client has {graph.shares} shares, of its neighbors and of "
+            f"itself; lower it to {smallest.threshold}, or set it to null"
+        )
+    if graph.security_bits < security_bits or graph.correctness_bits < correctness_bits:
+        raise InputError(_insufficient(graph, smallest, security_bits, correctness_bits))
+    return graph
+
+
+def _insufficient(graph: SharingGraph, smallest: SharingGraph, security_bits: float, correctness_bits: float) -> str:
+    given = (
+        f"secure aggregation of {graph.clients} clients, {graph.corrupted} of them corrupted and {graph.dropouts} "
+        "dropped out,"
+    )
+    if smallest.security_bits < security_bits or smallest.correctness_bits < correctness_bits:
+        return (
+            f"{given} is not possible with any number of neighbors; lower secure_aggregation.corrupted_fraction or "
+            "secure_aggregation.dropout_fraction"
+        )
+    return (
+        f"{given} with neighbors={graph.neighbors} and threshold={graph.threshold} has {graph.security_bits:.3g} "
+        f"security bits and {graph.correctness_bits:.3g} correctness bits, but {security_bits:g} and "
+        f"{correctness_bits:g} are needed; set secure_aggregation.neighbors={smallest.neighbors} and "
+        f"secure_aggregation.threshold={smallest.threshold}, or both to null"
+    )
+
+
+def random_neighbors(nodes: Sequence[int], neighbors: int) -> dict[int, set[int]]:
+    """Return the neighbors of every node on a circle in random order, and the node itself.
+
+    The order comes from the system's generator of random numbers, which no seed of a run makes predictable.
+    """
+    circle = list(nodes)
+    random.SystemRandom().shuffle(circle)
+    if neighbors >= len(circle) - 1:
+        return {node: set(circle) for node in circle}
+    half = neighbors // 2
+    return {
+        node: {circle[(position + offset) % len(circle)] for offset in range(-half, half + 1)}
+        for position, node in enumerate(circle)
+    }
+
+
+@lru_cache(maxsize=8)
+def _hypergeometric(population: int, successes: int, draws: int) -> np.ndarray:
+    """Return the probabilities of 0 to ``draws`` successes in draws without replacement, ``(draws + 1,)``."""
+    total = _log_binomial(population, draws)
+    return np.array(
+        [
+            math.exp(_log_binomial(successes, count) + _log_binomial(population - successes, draws - count) - total)
+            for count in range(draws + 1)
+        ]
+    )
+
+
+@lru_cache(maxsize=8)
+def _disconnection(clients: int, neighbors: int, removed: int) -> float:
+    if removed < neighbors:
+        return 0.0
+    pairs = clients * (clients - neighbors - 1) / 2
+    chance = _log_binomial(clients - neighbors, removed - neighbors) - _log_binomial(clients, removed)
+    return min(pairs * math.exp(min(chance, 0.0)), 1.0)
+
+
+def _log_binomial(n: int, k: int) -> float:
+    if not 0 <= k <= n:
+        return -math.inf
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+
+
+def _bits(probability: float) -> float:
+    return math.inf if probability <= 0 else max(-math.log2(probability), 0.0)

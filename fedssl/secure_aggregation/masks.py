@@ -1,0 +1,72 @@
+"""Quantized vectors modulo 2^32, and the pseudorandom masks that hide them.
+
+``chacha20`` expands a seed of 256 bits with the stream cipher. ``mt19937`` is the generator of Flower 1.41: NumPy's
+Mersenne Twister with the XOR of the seed's 32-bit words, of which a pairwise seed in base64 leaves 28 bits. It is no
+cryptographic generator, and only for nodes that run Flower's own mod.
+"""
+
+import base64
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+from xxhash import xxh3_128_intdigest
+
+MASK_GENERATORS = ("chacha20", "mt19937")
+SEED_BITS = {"chacha20": 256, "mt19937": 28}  # of a pairwise mask
+_KEY_BYTES = 32
+_BLOCK = 1 << 14  # values that fit into the caches
+
+
+def make_mask(seed: bytes, length: int, generator: str) -> np.ndarray:
+    """Return the uint32 mask of a seed, which is 32 bytes, or 32 bytes in base64."""
+    mask = np.zeros(length, np.uint32)
+    add_mask(mask, seed, generator=generator, sign=1)
+    return mask
+
+
+def add_mask(total: np.ndarray, seed: bytes, *, generator: str, sign: int) -> None:
+    """Add a mask to a uint32 vector in place, or subtract it if ``sign`` is negative."""
+    operation = np.add if sign > 0 else np.subtract
+    if generator == "mt19937":
+        words = np.frombuffer(seed, "<u4")
+        twister = np.random.RandomState(int(np.bitwise_xor.reduce(words)))
+        operation(total, twister.randint(0, 2**32 - 1, len(total), dtype=np.uint32), out=total)
+        return
+    key = seed if len(seed) == _KEY_BYTES else base64.urlsafe_b64decode(seed)
+    stream = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()  # a seed is used for one mask
+    zeros, block = memoryview(bytes(4 * _BLOCK)), np.empty(_BLOCK, "<u4")
+    for start in range(0, len(total), _BLOCK):
+        part = total[start : start + _BLOCK]
+        stream.update_into(zeros[: 4 * len(part)], block.data.cast("B"))
+        operation(part, block[: len(part)], out=part)
+
+
+def quantize(
+    delta: np.ndarray, generator: np.random.Generator, *, clipping_range: float, target_range: int
+) -> np.ndarray:
+    """Clip a vector and round it to steps from 0 to ``target_range``, as uint32.
+
+    A value is rounded down with the probability that makes the clipped vector the mean over the generator's draws.
+    """
+    quantized = np.empty(len(delta), np.uint32)
+    for start in range(0, len(delta), _BLOCK):
+        steps = np.clip(delta[start : start + _BLOCK], -clipping_range, clipping_range)
+        steps += clipping_range
+        steps *= target_range / (2 * clipping_range)
+        rounded = np.ceil(steps)
+        rounded -= generator.random(len(steps)) < rounded - steps
+        quantized[start : start + _BLOCK] = rounded
+    return quantized
+
+
+def rounding_generator(delta: np.ndarray) -> np.random.Generator:
+    """Return a generator that depends on the vector alone, so that equal runs have equal sums."""
+    return np.random.default_rng(xxh3_128_intdigest(np.ascontiguousarray(delta).data))
+
+
+def dequantized_mean(total: np.ndarray, *, clients: int, clipping_range: float, target_range: int) -> np.ndarray:
+    """Return the mean of the vectors whose quantized sum over ``clients`` is ``total``, as Flower computes it."""
+    mean = total.astype(np.float64) * ((2 * clipping_range) / target_range) - clipping_range
+    mean += -(clients - 1) * clipping_range
+    mean *= target_range / (clients * target_range)
+    return mean

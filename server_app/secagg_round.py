@@ -1,0 +1,288 @@
+"""The server's side of one round of SecAgg+, in the wire format of Flower 1.41.
+
+The masked vectors are added as they arrive. A reply that does not follow the protocol drops its client.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from flwr.app import ConfigRecord, Message, RecordDict
+
+from fedssl.compat import (
+    bytes_to_ndarray,
+    bytes_to_private_key,
+    bytes_to_public_key,
+    generate_shared_key,
+    public_key_to_bytes,
+)
+from fedssl.config.aggregation_settings import SecureAggregationSettings
+from fedssl.errors import RunError
+from fedssl.secure_aggregation.graph import SharingGraph, random_neighbors
+from fedssl.secure_aggregation.masks import add_mask, dequantized_mean
+from fedssl.secure_aggregation.shamir import combine_shares
+from fedssl.wire.records import content_bytes
+from fedssl.wire.secure_aggregation import (
+    COLLECT,
+    MASK_GENERATOR,
+    SECAGG_CONFIG_KEY,
+    SECAGG_PARAMETERS,
+    SETUP,
+    SHARE_KEYS,
+    TARGET_RANGE,
+    UNMASK,
+)
+from server_app.messaging import NO_REPLY
+
+SendMessages = Callable[[list[Message]], Iterable[tuple[Message, Message]]]  # yields messages with their replies
+
+
+class TooFewParticipants(RunError):
+    """Fewer clients replied than are needed to remove the masks."""
+
+
+class _InvalidReply(Exception):
+    """Reply that does not follow the protocol. Its client is dropped."""
+
+
+@dataclass
+class PhaseCost:
+    """Cost of a phase on the server: seconds from the first message to the end of its computation, and bytes."""
+
+    seconds: float = 0.0
+    bytes_down: int = 0
+    bytes_up: int = 0
+
+
+@dataclass
+class SecureMean:
+    """Mean over clients, in the order of `summed_names`, their nodes, reasons of the others, bytes by node, costs."""
+
+    graph: SharingGraph
+    delta: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    nodes: list[int] = field(default_factory=list)
+    dropped: dict[int, str] = field(default_factory=dict)
+    bytes_down: dict[int, int] = field(default_factory=dict)
+    bytes_up: dict[int, int] = field(default_factory=dict)
+    phases: dict[str, PhaseCost] = field(default_factory=dict)
+
+
+class SecAggRound:
+    """One round of the protocol. The sets of nodes shrink from phase to phase."""
+
+    def __init__(
+        self,
+        send: SendMessages,
+        graph: SharingGraph,
+        settings: SecureAggregationSettings,
+        *,
+        length: int,
+        round: int,
+    ) -> None:
+        self._send, self._graph, self._settings, self._round = send, graph, settings, round
+        self._result = SecureMean(graph)
+        self._neighbors: dict[int, set[int]] = {}  # with the node itself
+        self._publics: dict[int, tuple[bytes, bytes]] = {}
+        self._keys: set[Any] = set()
+        self._inbox: dict[int, dict[int, bytes]] = {}  # encrypted shares, by receiver and sender
+        self._shares: dict[int, list[bytes]] = {}
+        self._total = np.zeros(1 + length, np.uint32)
+
+    def run(self, contents: Mapping[int, RecordDict]) -> SecureMean:
+        graph, settings = self._graph, self._settings
+        self._neighbors = random_neighbors(list(contents), graph.neighbors)
+        proposal = {
+            "sample_num": graph.clients,
+            "share_num": graph.shares,
+            "threshold": graph.threshold,
+            "clipping_range": float(settings.clipping_range),
+            MASK_GENERATOR: settings.mask_generator,
+            **SECAGG_PARAMETERS,
+        }
+        with self._phase(SETUP):
+            nodes = self._exchange(SETUP, {node: _record(proposal) for node in contents}, self._read_publics)
+        with self._phase(SHARE_KEYS):
+            keys = {
+                node: _record({str(other): list(self._publics[other]) for other in self._neighbors[node] & nodes})
+                for node in nodes
+            }
+            nodes = sharing = self._exchange(SHARE_KEYS, keys, self._read_ciphertexts)
+        self._neighbors = {node: self._neighbors[node] & sharing for node in sharing}
+        with self._phase(COLLECT):
+            plans = {}
+            for node in nodes:
+                inbox = {sender: text for sender, text in self._inbox.get(node, {}).items() if sender in sharing}
+                shares = _record({"srcs": list(inbox), "ctxts": list(inbox.values())})
+                plans[node] = RecordDict({**contents[node], **shares})
+            nodes = alive = self._exchange(COLLECT, plans, self._add_masked)
+        with self._phase(UNMASK):
+            requests = {}
+            for node in alive:
+                others = self._neighbors[node]
+                requests[node] = _record({"active_nids": list(others & alive), "dead_nids": list(others - alive)})
+            self._shares = {node: [] for node in sharing}
+            self._exchange(UNMASK, requests, self._read_shares)
+            self._remove_masks(sharing, alive)
+        result = self._result
+        result.nodes = sorted(alive)
+        result.delta = dequantized_mean(
+            self._total[1:], clients=len(alive), clipping_range=settings.clipping_range, target_range=TARGET_RANGE
+        )
+        return result
+
+    # --- messages ---
+
+    def _exchange(
+        self, phase: str, contents: Mapping[int, RecordDict], read: Callable[[int, Mapping[str, Any]], None]
+    ) -> set[int]:
+        """Send the messages of a phase, and return the nodes with a valid reply, of which enough must remain."""
+        cost, result = self._result.phases[phase], self._result
+        for content in contents.values():
+            content.config_records[SECAGG_CONFIG_KEY]["stage"] = phase
+        messages = [
+            Message(content=content, dst_node_id=node, message_type="train", group_id=str(self._round))
+            for node, content in contents.items()
+        ]
+        for node, content in contents.items():
+            cost.bytes_down += _count(result.bytes_down, node, content_bytes(content))
+        reasons, valid = dict.fromkeys(contents, NO_REPLY), set()
+        for message, reply in self._send(messages):
+            node = message.metadata.dst_node_id
+            try:
+                if reply.has_error():
+                    raise _InvalidReply(reply.error.reason or "an error")
+                if reply.metadata.src_node_id != node:
+                    raise _InvalidReply("another node replied")
+                cost.bytes_up += _count(result.bytes_up, node, content_bytes(reply.content))
+                read(node, _values(reply))
+                valid.add(node)
+                del reasons[node]
+            except _InvalidReply as reason:
+                reasons[node] = str(reason)
+            del reply
+        if phase != UNMASK:  # a client that is lost later is in the sum
+            result.dropped |= reasons
+        self._require_enough(phase, valid, reasons)
+        return valid
+
+    def _require_enough(self, phase: str, valid: set[int], reasons: Mapping[int, str]) -> None:
+        """Raise `TooFewParticipants` if more clients dropped out than the graph tolerates."""
+        graph = self._graph
+        if phase == UNMASK:
+            enough = all(len(shares) >= graph.threshold for shares in self._shares.values())
+            needed = f"{graph.threshold} of the {graph.shares} shares of every client are"
+        else:
+            fewest = graph.clients - graph.max_dropouts
+            enough, needed = len(valid) >= fewest, f"{fewest} are"
+        if not enough:
+            texts = "; ".join(dict.fromkeys([*self._result.dropped.values(), *reasons.values()]))
+            raise TooFewParticipants(
+                f"too few clients completed secure aggregation: {len(valid)} of {graph.clients} after the phase "
+                f"{phase}, and {needed} needed ({texts}); a larger secure_aggregation.dropout_fraction tolerates more "
+                "dropouts"
+            )
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Measure the seconds of a phase."""
+        cost, start = self._result.phases.setdefault(name, PhaseCost()), time.monotonic()
+        yield
+        cost.seconds = time.monotonic() - start
+
+    # --- replies ---
+
+    def _read_publics(self, node: int, values: Mapping[str, Any]) -> None:
+        publics = (values.get("pk1"), values.get("pk2"))
+        try:
+            for public in publics:
+                bytes_to_public_key(public)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:  # the keys of one client must not stop its neighbors
+            raise _InvalidReply("it sent no public keys") from error
+        if publics[0] == publics[1] or not self._keys.isdisjoint(publics):
+            raise _InvalidReply("it sent a public key twice, or that of another client")
+        generator = values.get(MASK_GENERATOR, "mt19937")
+        if generator != self._settings.mask_generator:
+            raise _InvalidReply(
+                f"it masks with {generator} but secure_aggregation.mask_generator={self._settings.mask_generator}"
+            )
+        self._keys |= set(publics)
+        self._publics[node] = publics  # type: ignore[assignment]
+
+    def _read_ciphertexts(self, node: int, values: Mapping[str, Any]) -> None:
+        receivers, texts = _lists(values, "dsts", int, "ctxts", bytes)
+        if set(receivers) != (self._neighbors[node] & self._publics.keys()) - {node}:
+            raise _InvalidReply("it sent shares for other nodes than its neighbors")
+        for receiver, text in zip(receivers, texts, strict=True):
+            self._inbox.setdefault(receiver, {})[node] = text
+
+    def _add_masked(self, node: int, values: Mapping[str, Any]) -> None:
+        try:
+            weight, vector = map(bytes_to_ndarray, values["masked_params"])
+        except (KeyError, TypeError, ValueError, EOFError) as error:
+            raise _InvalidReply("it sent no masked update") from error
+        for array, length in ((weight, 1), (vector, len(self._total) - 1)):
+            if array.dtype.kind not in "iu" or array.dtype.itemsize < 4 or array.shape != (length,):
+                raise _InvalidReply(f"its masked update is no vector of {length} integers")
+        self._total[:1] += weight.astype(np.uint32)  # modulo 2^32
+        self._total[1:] += vector.astype(np.uint32, copy=False)
+
+    def _read_shares(self, node: int, values: Mapping[str, Any]) -> None:
+        owners, shares = _lists(values, "nids", int, "shares", bytes)
+        if set(owners) != self._neighbors[node]:
+            raise _InvalidReply("it sent shares of other nodes than its neighbors")
+        for owner, share in zip(owners, shares, strict=True):
+            self._shares[owner].append(share)
+
+    def _remove_masks(self, sharing: set[int], alive: set[int]) -> None:
+        """Remove the own masks of surviving clients, and their masks with clients that dropped out."""
+        generator = self._settings.mask_generator
+        for owner in sharing:
+            # The shares with the lowest indices: those of most owners are the same ones, and so are their weights.
+            shares = sorted(self._shares[owner], key=lambda share: int.from_bytes(share[:4], "little"))
+            try:
+                secret = combine_shares(shares[: self._graph.threshold])
+                if owner in alive:
+                    add_mask(self._total, secret, generator=generator, sign=-1)
+                    continue
+                private = bytes_to_private_key(secret)
+                if public_key_to_bytes(private.public_key()) != self._publics[owner][0]:
+                    raise ValueError("the shares reveal another key")
+            except ValueError as error:
+                raise TooFewParticipants(f"secure aggregation received wrong shares ({error})") from error
+            for other in self._neighbors[owner] & alive:
+                pair = generate_shared_key(private, bytes_to_public_key(self._publics[other][0]))
+                add_mask(self._total, pair, generator=generator, sign=1 if owner > other else -1)
+        if int(self._total[0]) != len(alive) * TARGET_RANGE:
+            raise TooFewParticipants("secure aggregation received wrong shares or masks: the sum is wrong")
+
+
+def _record(values: Mapping[str, Any]) -> RecordDict:
+    return RecordDict({SECAGG_CONFIG_KEY: ConfigRecord({**values})})
+
+
+def _values(reply: Message) -> Mapping[str, Any]:
+    return reply.content.config_records.get(SECAGG_CONFIG_KEY) or {}
+
+
+def _lists(
+    values: Mapping[str, Any], key: str, kind: type, other: str, other_kind: type
+) -> tuple[list[Any], list[Any]]:
+    """Return two lists of the same length, and of distinct values in the first; raises `_InvalidReply`."""
+    first, second = values.get(key), values.get(other)
+    if (
+        not (isinstance(first, list) and isinstance(second, list))
+        or len(first) != len(second)
+        or len(set(first)) != len(first)
+        or not all(isinstance(value, kind) for value in first)
+        or not all(isinstance(value, other_kind) for value in second)
+    ):
+        raise _InvalidReply(f"it sent no lists {key} and {other} of the same length")
+    return first, second
+
+
+def _count(counts: dict[int, int], node: int, number: int) -> int:
+    counts[node] = counts.get(node, 0) + number
+    return number

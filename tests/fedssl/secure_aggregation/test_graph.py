@@ -1,0 +1,161 @@
+"""Bounds of SecAgg+: against exact fractions, published numbers and counted graphs; and the random graph."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import networkx
+import pytest
+
+from fedssl.errors import InputError
+from fedssl.secure_aggregation.graph import SharingGraph, choose_graph, random_neighbors, smallest_graph
+
+DEFAULTS = {"corrupted_fraction": 0.2, "dropout_fraction": 0.2, "security_bits": 40, "correctness_bits": 30}
+
+
+def tail(population, successes, draws, start):
+    """P[X >= start] for X ~ H(population, successes, draws), as an exact fraction."""
+    ways = (
+        math.comb(successes, count) * math.comb(population - successes, draws - count)
+        for count in range(start, draws + 1)
+    )
+    return Fraction(sum(ways), math.comb(population, draws))
+
+
+@pytest.mark.parametrize(
+    ("clients", "neighbors", "threshold", "corrupted", "dropouts"),
+    [(100, 40, 21, 20, 20), (100, 20, 16, 30, 40), (300, 80, 42, 60, 60), (30, 6, 4, 3, 6), (1000, 110, 58, 200, 200)],
+)
+def test_both_bounds_equal_exact_fractions(clients, neighbors, threshold, corrupted, dropouts):
+    graph = SharingGraph(
+        clients=clients, neighbors=neighbors, threshold=threshold, corrupted=corrupted, dropouts=dropouts
+    )
+    pairs = Fraction(clients * (clients - neighbors - 1), 2)
+    removed = corrupted + dropouts
+    apart = (
+        Fraction(math.comb(clients - neighbors, removed - neighbors), math.comb(clients, removed))
+        if (removed >= neighbors)
+        else 0
+    )
+    failure = clients * tail(clients - 1, corrupted, neighbors, threshold) + min(pairs * apart, 1)
+    assert graph.security_bits == pytest.approx(max(-math.log2(failure), 0), rel=1e-9)
+    # Fewer than t survivors among k neighbors are more than k - t among the D - 1 other dropouts.
+    failure = clients * tail(clients - 1, dropouts - 1, neighbors, neighbors - threshold + 1)
+    assert graph.correctness_bits == (pytest.approx(max(-math.log2(failure), 0), rel=1e-6) if failure else math.inf)
+
+
+@pytest.mark.parametrize(
+    ("clients", "corrupted", "dropouts", "neighbors", "threshold"),
+    [
+        (10_000, 0.33, 0.33, 422, 221),
+        (1_000_000, 0.33, 0.33, 518, 270),
+        (1_000, 0.33, 0.05, 78, 60),
+        (10_000, 0.33, 0.05, 92, 70),
+        (1_000_000, 0.33, 0.05, 110, 83),
+    ],
+)
+def test_the_numbers_of_the_authors_implementation(clients, corrupted, dropouts, neighbors, threshold):
+    """The tables of ``graph_parameter_finder_test.cc`` of google-parfait/federated-compute, against a curious server.
+
+    It rounds fractions down, divides 2^-40 evenly between the two events (41 bits each), and has 20 bits of
+    correctness.
+    """
+    graph = smallest_graph(
+        clients,
+        corrupted=math.floor(corrupted * clients),
+        dropouts=math.floor(dropouts * clients),
+        security_bits=41,
+        correctness_bits=20,
+    )
+    assert (graph.neighbors, graph.threshold) == (neighbors, threshold)
+
+
+@pytest.mark.parametrize("clients", [60, 100])
+def test_no_smaller_graph_satisfies_the_bounds(clients):
+    graph = choose_graph(clients, **DEFAULTS)
+    assert graph.security_bits >= 40
+    assert graph.correctness_bits >= 30
+    for neighbors in range(2, graph.neighbors, 2):
+        for threshold in range(neighbors // 2 + 1, neighbors + 2):
+            other = SharingGraph(
+                clients=clients,
+                neighbors=neighbors,
+                threshold=threshold,
+                corrupted=graph.corrupted,
+                dropouts=graph.dropouts,
+            )
+            assert other.security_bits < 40 or other.correctness_bits < 30
+
+
+@pytest.mark.parametrize(("clients", "threshold"), [(3, 2), (4, 3), (5, 3), (6, 4)])
+def test_few_clients_have_a_complete_graph(clients, threshold):
+    graph = choose_graph(clients, **DEFAULTS)
+    assert (graph.neighbors, graph.threshold) == (clients - 1, threshold)
+    assert graph.max_dropouts == clients - threshold
+
+
+def test_the_bound_on_a_disconnected_graph_is_above_the_counted_probability():
+    """All sets of 4 removed among 9 nodes with 4 neighbors: the honest survivors fall apart in some of them."""
+    clients, neighbors, removed = 9, 4, 4
+    edges = random_neighbors(range(clients), neighbors)
+    graph = networkx.Graph((node, other) for node, others in edges.items() for other in others - {node})
+    sets = list(itertools.combinations(range(clients), removed))
+    apart = sum(not networkx.is_connected(graph.subgraph(set(range(clients)) - set(nodes))) for nodes in sets)
+    # 9 (9 - 4 - 1) / 2 = 18 pairs of places, each with one set of 4: all of them disconnect, and no other does.
+    assert apart == 18
+    bound = SharingGraph(clients=clients, neighbors=neighbors, threshold=4, corrupted=2, dropouts=2).disconnection
+    assert bound == pytest.approx(18 / len(sets))
+
+
+@pytest.mark.parametrize(("clients", "neighbors"), [(9, 4), (20, 10), (7, 6)])
+def test_the_random_graph_is_a_harary_graph_in_random_order(clients, neighbors):
+    nodes = [1000 + 7 * node for node in range(clients)]
+    edges = random_neighbors(nodes, neighbors)
+    assert all(node in others and len(others) == neighbors + 1 for node, others in edges.items())
+    assert all(node in edges[other] for node, others in edges.items() for other in others)
+    graph = networkx.Graph((node, other) for node, others in edges.items() for other in others - {node})
+    assert networkx.is_isomorphic(graph, networkx.hkn_harary_graph(neighbors, clients))
+
+
+def test_the_order_of_the_circle_depends_on_no_seed():
+    import random
+
+    found = []
+    for _ in range(5):
+        random.seed(0)
+        found.append(random_neighbors(range(50), 4))
+    assert any(edges != found[0] for edges in found)
+
+
+def test_neighbors_are_uniform():
+    """Each of 8 others is one of 2 neighbors with probability 1/4; 4,000 graphs, five standard deviations."""
+    counts = [0] * 9
+    for _ in range(4000):
+        for other in random_neighbors(range(9), 2)[0] - {0}:
+            counts[other] += 1
+    assert max(abs(count - 1000) for count in counts[1:]) < 5 * math.sqrt(4000 * 0.25 * 0.75)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"neighbors": 11}, "secure_aggregation.neighbors=11 but 100 clients on a circle have an even number"),
+        (
+            {"neighbors": 20},
+            "set secure_aggregation.neighbors=40 and secure_aggregation.threshold=21, or both to null",
+        ),
+        ({"threshold": 42}, "secure_aggregation.threshold=42 but a client has 41 shares"),
+        ({"threshold": 20}, "has 0 security bits"),
+        ({"threshold": 41}, "and 0 correctness bits, but 40 and 30 are needed"),
+        ({"corrupted_fraction": 0.6, "dropout_fraction": 0.5}, "is not possible with any number of neighbors"),
+    ],
+)
+def test_a_choice_below_the_bounds_is_refused(values, sentence):
+    with pytest.raises(InputError, match=sentence):
+        choose_graph(100, **{**DEFAULTS, **values})
+
+
+def test_more_neighbors_than_needed_are_used():
+    graph = choose_graph(100, **DEFAULTS, neighbors=60, threshold=35)
+    assert (graph.neighbors, graph.threshold) == (60, 35)
+    assert choose_graph(100, **DEFAULTS, neighbors=99).is_complete

@@ -1,0 +1,235 @@
+"""Rounds of SecAgg+: exact sums with dropouts in every phase, Flower's own client and server, and invalid replies."""
+
+import logging
+import random
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common import Code, FitRes, Parameters, Status
+from flwr.compat.common.recorddict_compat import fitres_to_recorddict
+
+from benchmarks.secure_aggregation import fedssl_app, flower_app, run_fedssl, run_flower
+from fedssl.config.aggregation_settings import SecureAggregationSettings
+from fedssl.secure_aggregation.masks import dequantized_mean, quantize, rounding_generator
+from fedssl.wire.secure_aggregation import PHASES, SECAGG_CONFIG_KEY, TARGET_RANGE
+from server_app.messaging import MessageExchange
+from server_app.secagg_round import TooFewParticipants
+from server_app.secure_aggregation import graph_for, privacy_parameters, secure_mean_delta
+from simulation.grid import LocalGrid
+
+LENGTH, CLIENTS = 50, 20  # 10 neighbors and a threshold of 6
+DEFAULTS = SecureAggregationSettings(clipping_range=8.0)
+FLOWERS = SecureAggregationSettings(clipping_range=8.0, mask_generator="mt19937", security_bits=28)
+
+
+def delta_of_node(node):
+    return np.random.default_rng(node).normal(0, 0.1, LENGTH)
+
+
+def quantized_mean(nodes):
+    """The mean of the plain quantized updates: no masks, no modulus."""
+    vectors = [
+        quantize(delta, rounding_generator(delta), clipping_range=8.0, target_range=TARGET_RANGE).astype(np.int64)
+        for delta in map(delta_of_node, nodes)
+    ]
+    return dequantized_mean(sum(vectors), clients=len(vectors), clipping_range=8.0, target_range=TARGET_RANGE)
+
+
+class LossyExchange(MessageExchange):
+    """Exchange that loses or changes replies. Messages of lost nodes are not sent in later phases either."""
+
+    def __init__(self, grid, lost=(), change=None):
+        super().__init__(grid)
+        self._lost, self._change, self._phase = dict(lost), change, -1
+
+    def send_and_receive(self, messages, **options):
+        self._phase += 1
+        phase = PHASES[self._phase]
+        messages = list(messages)
+        random.Random(self._phase).shuffle(messages)
+        for message, reply in super().send_and_receive(messages, **options):
+            node = message.metadata.dst_node_id
+            if self._lost.get(node) != phase:
+                if self._change:
+                    self._change(phase, node, reply)
+                yield message, reply
+
+
+def secure_mean(lost=(), *, change=None, settings=DEFAULTS, app=None, clients=CLIENTS):
+    grid = LocalGrid(app or fedssl_app(delta_of_node), num_clients=clients)
+    contents = {node: RecordDict() for node in grid.get_node_ids()}
+    exchange = LossyExchange(grid, lost, change)
+    return secure_mean_delta(exchange, contents, settings, length=LENGTH, round=1, timeout=60, deadline=None)
+
+
+@pytest.mark.parametrize("clients", [3, 20])
+@pytest.mark.parametrize("settings", [DEFAULTS, FLOWERS])
+def test_the_sum_is_exact(clients, settings):
+    result = secure_mean(clients=clients, settings=settings)
+    assert result.nodes == list(range(2, 2 + clients))
+    assert np.array_equal(result.delta, quantized_mean(result.nodes))
+    assert result.dropped == {}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_up_to_the_stated_fraction_of_dropouts_the_sum_is_exact(phase):
+    """4 of 20 clients. Before the masked vector they are not in the sum, and before unmask they are."""
+    lost = [3, 8, 9, 20]
+    result = secure_mean(dict.fromkeys(lost, phase))
+    alive = [node for node in range(2, 22) if node not in lost or phase == "unmask"]
+    assert result.nodes == alive
+    assert np.array_equal(result.delta, quantized_mean(alive))
+    assert result.dropped == ({} if phase == "unmask" else dict.fromkeys(lost, "no reply in time"))
+
+
+def test_dropouts_in_all_phases_of_one_round():
+    result = secure_mean(dict(zip([3, 8, 9, 20], PHASES, strict=True)))
+    assert result.nodes == [node for node in range(2, 22) if node not in (3, 8, 9)]
+    assert np.array_equal(result.delta, quantized_mean(result.nodes))
+
+
+@pytest.mark.parametrize("phase", PHASES[:3])
+def test_beyond_the_fraction_the_round_fails(phase):
+    with pytest.raises(TooFewParticipants, match=rf"15 of 20 after the phase {phase}, and 16 are needed \(no reply in"):
+        secure_mean(dict.fromkeys(range(2, 7), phase))
+
+
+def test_beyond_the_threshold_masks_cannot_be_removed():
+    with pytest.raises(TooFewParticipants, match="5 of 20 after the phase unmask, and 6 of the 11 shares of every"):
+        secure_mean(dict.fromkeys(range(2, 17), "unmask"))
+
+
+def with_fit_result(app):
+    """The app with the result that Flower's strategies of the older interface expect beside the masked vector."""
+    adapted = ClientApp()
+
+    @adapted.train()
+    def train(message, context):
+        reply = app(message, context)
+        result = FitRes(Status(Code.OK, ""), Parameters([], ""), 1, {})
+        return Message(RecordDict({**reply.content, **fitres_to_recorddict(result, False)}), reply_to=message)
+
+    return adapted
+
+
+@pytest.mark.parametrize(("server", "client"), [("Flower", "fedssl"), ("fedssl", "Flower")])
+def test_flowers_client_and_server_have_the_same_wire_format(server, client):
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    app = (fedssl_app if client == "fedssl" else flower_app)(delta_of_node)
+    if (server, client) == ("Flower", "fedssl"):
+        app = with_fit_result(app)
+    mean, _ = (run_fedssl if server == "fedssl" else run_flower)(app, 10, FLOWERS, length=LENGTH)
+    plain = np.mean([delta_of_node(node) for node in range(2, 12)], axis=0)
+    np.testing.assert_allclose(mean, plain, atol=2 * 8 / TARGET_RANGE)
+    if client == "fedssl":  # Flower's client rounds with the global generator
+        assert np.array_equal(mean, quantized_mean(range(2, 12)))
+
+
+def test_flowers_own_client_is_dropped_if_the_run_does_not_use_its_masks():
+    with pytest.raises(TooFewParticipants, match="mt19937 but secure_aggregation.mask_generator=chacha20"):
+        secure_mean(app=flower_app(delta_of_node), clients=5)
+
+
+def values_of(reply):
+    return reply.content.config_records[SECAGG_CONFIG_KEY]
+
+
+INVALID = {
+    "setup": [
+        ({"pk1": 3}, "it sent no public keys"),
+        ({"pk2": b"no key"}, "it sent no public keys"),
+        ({"mask_generator": "mt19937"}, "it masks with mt19937 but"),
+    ],
+    "share_keys": [
+        ({"dsts": [2]}, "it sent no lists dsts and ctxts of the same length"),
+        ({"dsts": [], "ctxts": []}, "it sent shares for other nodes than its neighbors"),
+    ],
+    "collect_masked_vectors": [
+        ({"masked_params": []}, "it sent no masked update"),
+        ({"masked_params": [b"x", b"y"]}, "it sent no masked update"),
+    ],
+    "unmask": [({"nids": [], "shares": []}, ""), ({"shares": [1, 2]}, "")],
+}
+
+
+@pytest.mark.parametrize(
+    ("phase", "values", "reason"), [(phase, *case) for phase, cases in INVALID.items() for case in cases]
+)
+def test_an_invalid_reply_drops_its_client(phase, values, reason):
+    def change(found, node, reply):
+        if (found, node) == (phase, 7):
+            values_of(reply).update(values)
+
+    result = secure_mean(change=change, clients=10)
+    if phase == "unmask":  # its update is in the sum already
+        assert result.dropped == {}
+        assert 7 in result.nodes
+    else:
+        assert result.dropped.keys() == {7}
+        assert reason in result.dropped[7]
+        assert 7 not in result.nodes
+    assert np.array_equal(result.delta, quantized_mean(result.nodes))
+
+
+def test_a_public_key_that_is_used_twice_drops_its_client():
+    publics = []
+
+    def change(phase, node, reply):
+        if phase == "setup":
+            publics.append(values_of(reply)["pk1"])
+            if len(publics) == 2:
+                values_of(reply)["pk2"] = publics[0]
+
+    result = secure_mean(change=change, clients=10)
+    assert list(result.dropped.values()) == ["it sent a public key twice, or that of another client"]
+    assert np.array_equal(result.delta, quantized_mean(result.nodes))
+
+
+def test_a_masked_update_of_another_length_drops_its_client():
+    def long(node):
+        return np.zeros(LENGTH + (node == 7))
+
+    result = secure_mean(app=fedssl_app(long), clients=10)
+    assert result.dropped == {7: f"its masked update is no vector of {LENGTH} integers"}
+    assert np.array_equal(result.delta, np.zeros(LENGTH))
+
+
+def test_wrong_shares_end_the_round_instead_of_giving_a_wrong_sum():
+    def change(phase, node, reply):
+        if phase == "unmask":
+            shares = values_of(reply)["shares"]
+            values_of(reply)["shares"] = [share[:4] + share[:3:-1] for share in shares]
+
+    with pytest.raises(TooFewParticipants, match="secure aggregation received wrong shares"):
+        secure_mean(change=change, clients=10)
+
+
+def test_secrets_are_deleted_after_the_last_phase():
+    grid = LocalGrid(fedssl_app(delta_of_node), num_clients=3)
+    contents = {node: RecordDict() for node in grid.get_node_ids()}
+    secure_mean_delta(MessageExchange(grid), contents, DEFAULTS, length=LENGTH, round=1, timeout=60, deadline=None)
+    for context in grid._contexts.values():
+        (record,) = context.state.config_records.values()
+        assert isinstance(record, ConfigRecord)
+        assert not any(value for name, value in record.items() if name != "phase")
+
+
+def test_costs_of_the_phases_and_bytes_of_the_clients():
+    result = secure_mean()
+    assert list(result.phases) == list(PHASES)
+    assert all(cost.seconds > 0 and cost.bytes_down > 0 and cost.bytes_up > 0 for cost in result.phases.values())
+    for total, name in ((result.bytes_down, "bytes_down"), (result.bytes_up, "bytes_up")):
+        assert sum(total.values()) == sum(getattr(cost, name) for cost in result.phases.values())
+    # A masked vector has 4 bytes per value, two headers of NumPy of 128 bytes, and names.
+    headers = result.phases["collect_masked_vectors"].bytes_up / CLIENTS - 4 * (LENGTH + 1)
+    assert 2 * 128 < headers < 1000
+
+
+def test_the_guarantees_are_those_of_the_graph():
+    graph = graph_for(DEFAULTS, 100)
+    found = privacy_parameters(DEFAULTS, graph)
+    expected = {"clients": 100, "neighbors": 40, "threshold": 21, "max_dropouts": 20, "max_corrupted": 20}
+    expected |= {"security_bits": 40, "correctness_bits": 30, "mask_generator": "chacha20"}
+    assert found == expected | {"adversary": "honest-but-curious server"}
