@@ -24,6 +24,7 @@ from fedssl.errors import RunError
 from fedssl.secure_aggregation.graph import SharingGraph, random_neighbors
 from fedssl.secure_aggregation.masks import add_mask, dequantized_mean
 from fedssl.secure_aggregation.shamir import combine_shares
+from fedssl.untrusted import sanitize_line
 from fedssl.wire.records import content_bytes
 from fedssl.wire.secure_aggregation import (
     COLLECT,
@@ -178,7 +179,9 @@ class SecAggRound:
             fewest = graph.clients - graph.max_dropouts
             enough, needed = len(valid) >= fewest, f"{fewest} are"
         if not enough:
-            texts = "; ".join(dict.fromkeys([*self._result.dropped.values(), *reasons.values()]))
+            texts = sanitize_line(
+                "; ".join(dict.fromkeys([*self._result.dropped.values(), *reasons.values()])), max_chars=500
+            )
             raise TooFewParticipants(
                 f"too few clients completed secure aggregation: {len(valid)} of {graph.clients} after the phase "
                 f"{phase}, and {needed} needed ({texts}); a larger secure_aggregation.dropout_fraction tolerates more "

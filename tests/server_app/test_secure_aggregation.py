@@ -79,15 +79,17 @@ def test_no_single_update_reaches_the_server(tmp_path, monkeypatch):
     deltas = []
     original = client_side.delta_of
     monkeypatch.setattr(client_side, "delta_of", lambda *layers: deltas.append(original(*layers)) or deltas[-1])
-    seen = []
+    seen, models = [], []
     for name in ("a", "b"):
         federation = Federation(tmp_path / name, *SMALL, *SECURE)
         exchange = Watched(federation.grid)
-        one_round(federation, exchange)
+        state, _ = one_round(federation, exchange)
+        models.append(state.models["global"].layers)
         vectors = [reply for stage, reply in exchange.seen if stage == 3]
         assert not any(reply.content.array_records[key] for reply in vectors for key in reply.content.array_records)
         seen.append([np.load(_file(reply), allow_pickle=False) for reply in vectors])
     assert np.array_equal(deltas[0], deltas[4])  # the second run's client 0 did the same
+    assert all(np.array_equal(array, models[1][name]) for name, array in models[0].items())  # and the sum is the same
     for first, second, delta in zip(*seen, deltas, strict=False):
         assert np.mean(first == second) < 0.01
         assert abs(np.corrcoef(first, delta)[0, 1]) < 0.2
