@@ -27,6 +27,7 @@ from fedssl.errors import RunError
 from fedssl.machine.process import available_cores
 from fedssl.wire.records import arrays_to_record, record_to_arrays
 from server_app.messaging import receive
+from simulation import ray_grid
 from simulation.block_queue import Call
 from simulation.gpu_placement import place_clients
 from simulation.ray_grid import OUT_OF_MEMORY, RayGrid
@@ -234,9 +235,9 @@ def breaking_app():
 
     @app.train()
     def train(message, context):
-        from simulation import ray_grid
+        from simulation import client_actor
 
-        ray_grid.is_gpu = lambda device: True
+        client_actor.is_gpu = lambda device: True
         partition = context.node_config["partition-id"]
         asked = message.content.metric_records.get("asked", {})
         if asked.get(f"die-{partition}"):
@@ -244,7 +245,7 @@ def breaking_app():
         if asked.get(f"fail-{partition}"):
             raise ValueError("no camera")
         if asked.get(f"break-{partition}"):
-            ray_grid.device_failure = lambda device: "the device is lost"
+            client_actor.device_failure = lambda device: "the device is lost"
             raise RuntimeError("the device is lost")
         time.sleep(0.2)
         return Message(RecordDict(), reply_to=message)
@@ -265,7 +266,7 @@ def test_a_client_is_not_retried_beside_a_process_whose_gpu_is_checked():
     grid._checking.clear()
     grid._dispatch()
     assert grid._idle == []
-    assert [(running.actor, running.call) for running in grid._running.values()] == [(actor, call)]
+    assert [(running.actor, running.calls) for running in grid._running.values()] == [(actor, [(call, None)])]
 
 
 def test_ray_does_not_replace_the_sigterm_handler():
@@ -317,6 +318,7 @@ def test_a_failed_client_or_process_does_not_affect_others(grid, caplog):
 @pytest.mark.slow
 def test_the_actor_of_a_hanging_client_is_replaced(grid):
     wait_for_actors(grid)
+    grid._client_seconds = None  # no other client is in its task
     assert sorted(ask(grid, timeout=2.0, **{"sleep-0": 1000})) == [3, 4, 5, 6, 7]
     again = ask(grid)
     assert sorted(again) == [2, 3, 4, 5, 6, 7]
@@ -336,6 +338,33 @@ def test_a_client_without_gpu_memory_is_retried_alone(grid, caplog):
     assert reason == "OutOfMemoryError: CUDA out of memory"
     assert torch.OutOfMemoryError.__name__ == OUT_OF_MEMORY
     assert len(grid._idle) + len(grid._starting) == 2
+
+
+@pytest.fixture
+def tasks_of_three(grid, monkeypatch):
+    """The tasks are clients 0 to 2, and 3 to 5."""
+    monkeypatch.setattr(ray_grid, "task_size", lambda waiting, processes, seconds: 3)
+    wait_for_actors(grid)
+
+
+@pytest.mark.slow
+def test_a_failed_client_does_not_affect_others_of_its_task(grid, tasks_of_three, caplog):
+    """Client 4 finds a full GPU once, see `fill`."""
+    caplog.clear()
+    replies = ask(grid, timeout=10.0, **{"fail-0": 1, "full-4": 1})
+    assert sorted(replies) == list(grid.get_node_ids())
+    assert {node - 2: reply.error.reason for node, reply in replies.items() if reply.has_error()} == {
+        0: "ValueError: no camera"
+    }
+    assert caplog.text.count("is retried alone") == 1
+
+
+@pytest.mark.heavy
+def test_all_clients_of_the_task_of_a_process_that_dies_fail(grid, tasks_of_three):
+    """Client 0 had finished, and its reply is lost."""
+    replies = ask(grid, **{"die-1": 1})
+    assert {node - 2 for node, reply in replies.items() if reply.has_error()} == {0, 1, 2}
+    assert not any(reply.has_error() for reply in ask(grid).values())
 
 
 @pytest.mark.slow
