@@ -229,8 +229,8 @@ class RayGrid(SimulatedGrid):
     def _finish(self, task: Any, running: "_Running") -> list[Message]:
         """Return the replies of a finished task. Its actor becomes idle or is replaced.
 
-        Clients that the actor has not run are queued again. If it has died, all clients of the task have failed, even
-        those that it had finished, because their replies are lost.
+        Clients that the actor has not run are queued again. If it has died or cannot send their replies, all clients of
+        the task have failed, even those that it had finished.
         """
         actor, calls = running.actor, running.calls
         try:
@@ -240,8 +240,9 @@ class RayGrid(SimulatedGrid):
             log.warning("a process for clients has died and is restarted: %s", last_line(error))
             self._replace(actor, compute=True)  # perhaps its GPU has ended it
             return [error_reply(call.message, f"its process died: {last_line(error)}") for call, _ in calls]
-        except RayError as error:  # e.g. a reply that cannot be sent
-            self._release(actor, failed=True)
+        except RayError as error:  # e.g. a reply that cannot be sent; the sums of the actor have the failed clients
+            ray.kill(actor)
+            self._replace(actor)
             return [error_reply(call.message, last_line(error)) for call, _ in calls]
         self._client_seconds = seconds / len(replies)
         self._pending.put_back(calls[len(replies) :])

@@ -1,5 +1,7 @@
 """A task of a process of engine ``ray``: which clients it runs, in this process."""
 
+import math
+
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
@@ -10,6 +12,11 @@ from simulation.client_actor import ClientActor, ClientCall, Payload
 from simulation.grid import make_context
 
 CLIENTS = 5
+
+
+@pytest.fixture(autouse=True)
+def unlimited_seconds(monkeypatch):
+    monkeypatch.setattr(client_actor, "TASK_SECONDS", math.inf)
 
 
 def make_calls(payloads=1):
@@ -69,6 +76,7 @@ def test_a_task_stops_when_its_replies_are_large(monkeypatch, clients, num_bytes
 
 def test_a_task_stops_after_some_seconds(monkeypatch):
     """The clock is read at the start and after each client: 0.0, 0.2, 0.4, which is above 0.3."""
+    monkeypatch.setattr(client_actor, "TASK_SECONDS", 0.3)
     times = iter(np.arange(0.0, 2.0, 0.2))
     monkeypatch.setattr(client_actor.time, "perf_counter", lambda: float(next(times)))
     replies, seconds = adding_actor().run_clients(make_calls(), make_payload(0))
