@@ -7,8 +7,7 @@ rounds run in this process, even ones on Ray, so that both have the same neighbo
 rounds, in which the processes start, are not counted. Numbers are medians of 5 rounds. CPU seconds are those of this
 process, of the actors, and of Ray's other processes.
 
-Target: a round on Ray takes at most 0.6 of the time in one process. Two processes without Ray, each with half of the
-clients, take 0.54 on two vCPUs of one core (by hand).
+Target: a round on Ray takes at most 0.6 of the time in one process, on a quiet machine with two vCPUs of one core.
 """
 
 import json
