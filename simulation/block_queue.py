@@ -3,10 +3,13 @@
 An actor owns a block, runs its clients in order and sums their updates. If no block is left, an actor runs the last
 client of another's block instead of idling, and replies with that client's whole update. Each block is therefore the
 sum of its first clients and single updates of the others, which the server adds in order.
+
+An actor gets several calls at once (`task_size`).
 """
 
+import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +18,22 @@ from flwr.app import Message
 from ray.exceptions import RayError
 
 from server_app.block_sums import LostSumError
+from simulation.client_actor import TASK_SECONDS
 from simulation.ray_session import last_line
 from strategies.weighted_sum import PartialSum
 
 TAKE_TIMEOUT = 60.0  # seconds
+
+
+def task_size(waiting: int, *, processes: int, seconds: float | None) -> int:
+    """Return the number of clients of the next task, by guided self-scheduling (Polychronopoulos and Kuck, 1987).
+
+    It is half of an equal share of the ``waiting`` clients, so that all processes end together, and at most
+    `TASK_SECONDS` of work. ``seconds`` is the time of a client; with None, i.e. not measured, a task has one client.
+    """
+    if seconds is None:
+        return 1
+    return max(1, min(math.ceil(waiting / (2 * processes)), int(TASK_SECONDS / seconds)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +86,8 @@ class BlockQueue:
         self._blocks: dict[int, _Block] = {}
         self._sums: dict[Any, list[ActorSum]] = {}  # of each actor
 
-    def __bool__(self) -> bool:
-        return bool(self._single) or any(block.pending for block in self._blocks.values())
+    def __len__(self) -> int:
+        return len(self._single) + sum(len(block.pending) for block in self._blocks.values())
 
     def clear(self) -> None:
         """Remove all calls and sums."""
@@ -86,6 +101,18 @@ class BlockQueue:
             self._single.append(call)
         else:
             self._blocks.setdefault(call.block, _Block()).pending.append(call)
+
+    def next_calls(self, actor: Any, size: int) -> list[tuple[Call, ActorSum | None]]:
+        """Return at most ``size`` next calls of an idle actor, as from `next_call`."""
+        return [self.next_call(actor) for _ in range(min(size, len(self)))]
+
+    def put_back(self, calls: Sequence[tuple[Call, ActorSum | None]]) -> None:
+        """Return calls of an actor that it has not run. Those that it was to sum are the next ones of their block."""
+        for call, block_sum in reversed(calls):
+            if block_sum is None:  # it is added to no sum, because other clients of its block may have run
+                self._single.appendleft(call)
+            elif block_sum.block in self._blocks:  # it is not after `clear`
+                self._blocks[block_sum.block].pending.appendleft(call)
 
     def next_call(self, actor: Any) -> tuple[Call, ActorSum | None]:
         """Return the next call of an idle actor, and the sum that the actor adds its update to."""

@@ -10,7 +10,6 @@ continues. An actor whose GPU fails twice in a row is not replaced.
 
 import copy
 import logging
-import platform
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -20,12 +19,12 @@ from typing import Any
 
 import ray
 import torch
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from client_app.simulated import MARKER_KEY, SimulationMarker
-from fedssl.compat import assign_message_id, error_reply, set_task_identity
+from fedssl.compat import assign_message_id, error_reply
 from fedssl.config.settings import Settings
 from fedssl.errors import RunError
 from fedssl.machine.devices import (
@@ -33,18 +32,16 @@ from fedssl.machine.devices import (
     check_cuda_features,
     count_accelerators,
     device_with_most_memory,
-    is_gpu,
-    select_device,
 )
 from fedssl.machine.out_of_memory import OUT_OF_MEMORY
 from server_app.app import execute
-from server_app.block_sums import BlockSumTask, SummedContent, SummedUpdate
-from simulation.block_queue import ActorSum, BlockQueue, Call
-from simulation.gpu_placement import Placement, device_failure, measure_client, place_clients
+from server_app.block_sums import BlockSumTask, SummedContent
+from simulation.block_queue import ActorSum, BlockQueue, Call, task_size
+from simulation.client_actor import ClientActor, ClientCall, ClientReply, Payload
+from simulation.gpu_placement import Placement, measure_client, place_clients
 from simulation.grid import NodeContexts, SimulatedGrid, load_client_app, run_client_app
 from simulation.ray_session import check_hosts, last_line, ray_session
 from simulation.resources import ClientResources, plan_client_resources
-from strategies.weighted_sum import PartialSum, WeightedSum
 
 log = logging.getLogger("fedssl")
 
@@ -53,63 +50,12 @@ LOG_INTERVAL = 30.0  # seconds between two warnings that no actor is ready
 MAX_GPU_FAILURES = 2  # in a row, after which a process is not started again
 
 
-class ClientActor:
-    """A process that runs one client at a time."""
-
-    def __init__(self, client_app: ClientApp | None = None) -> None:
-        set_task_identity()
-        self._client_app = client_app or load_client_app()
-        self._task: BlockSumTask | None = None
-        self._sums: dict[int, WeightedSum] = {}  # by block
-
-    def has_gpu(self) -> bool:
-        """Return whether torch finds a GPU."""
-        return is_gpu(select_device("auto"))
-
-    def gpu_failure(self, *, compute: bool) -> str | None:
-        """Return the GPU and its error; None if torch finds it and, with ``compute``, it works."""
-        device = select_device("auto")
-        failure: str | None = "torch does not find it"
-        if is_gpu(device):
-            failure = device_failure(device) if compute else None
-        gpus = ", ".join(map(str, ray.get_gpu_ids()))
-        return failure and f"GPU {gpus} of {platform.node()}: {failure}"
-
-    def run_client_app(
-        self, payload: "_Payload", message: Message, context: Context, *, block: int | None
-    ) -> tuple[Message, Context, SummedUpdate | None]:
-        """Return the reply to a message, and the new context of the node.
-
-        With ``block`` the update is added to the sum of this block and returned without its layers, if it is valid.
-        """
-        message.content = payload.content
-        reply = run_client_app(self._client_app, message, context)
-        if block is None or payload.task is None or reply.has_error():
-            return reply, context, None
-        summed = self._add(payload.task, block, reply)
-        if summed is not None:
-            reply.content = RecordDict()
-        return reply, context, summed
-
-    def take_block(self, block: int) -> PartialSum:
-        """Return and remove the sum of a block."""
-        return self._sums.pop(block).take_block()
-
-    def _add(self, task: BlockSumTask, block: int, reply: Message) -> SummedUpdate | None:
-        if self._task is None or (self._task.round, self._task.attempt) != (task.round, task.attempt):
-            self._task, self._sums = task, {}
-        if block not in self._sums:
-            self._sums[block] = copy.copy(self._task.aggregator)
-            self._sums[block].start(self._task.expected)
-        return self._task.add(self._sums[block], reply)
-
-
 class RayGrid(SimulatedGrid):
     """Nodes whose clients run in parallel in Ray actors, each with the resources ``client``.
 
-    Queries are answered in this process. A client that runs out of GPU memory is retried without other clients.
-    ``placements`` are those of the actors, see `place_clients`. ``client_app`` defaults to the one of this project,
-    which each actor imports.
+    An actor runs several fast clients in one task, see `task_size`. Queries are answered in this process. A client that
+    runs out of GPU memory is retried without other clients. ``placements`` are those of the actors, see
+    `place_clients`. ``client_app`` defaults to the one of this project, which each actor imports.
     """
 
     def __init__(
@@ -137,6 +83,7 @@ class RayGrid(SimulatedGrid):
         self._checking: dict[Any, Any] = {}
         self._running: dict[Any, _Running] = {}
         self._idle: list[Any] = []
+        self._client_seconds: float | None = None  # of a client of the newest task
         self._last_activity = time.monotonic()
         for placement in placements:
             self._start_actor(_Slot(placement))
@@ -160,7 +107,7 @@ class RayGrid(SimulatedGrid):
                 continue
             if id(message.content) not in put:
                 # One object: the layers of the content and of the task share memory.
-                put[id(message.content)] = message.content, ray.put(_Payload(message.content, task))
+                put[id(message.content)] = message.content, ray.put(Payload(message.content, task))
             without = copy.copy(message)
             without.content = RecordDict()
             block = task.clients[message.metadata.dst_node_id].block if task else None
@@ -174,9 +121,7 @@ class RayGrid(SimulatedGrid):
         replies = list(self._replies)
         self._replies.clear()
         for task in self._done() if not replies else ():
-            reply = self._reply(task, self._running.pop(task))
-            if reply is not None:
-                replies.append(reply)
+            replies += self._finish(task, self._running.pop(task))
         self._dispatch()
         return [reply for reply in replies if reply.metadata.reply_to_message_id in wanted]
 
@@ -253,7 +198,8 @@ class RayGrid(SimulatedGrid):
         self._take_finished()
         while self._pending and self._idle:
             actor = self._idle.pop()
-            self._run(actor, *self._pending.next_call(actor))
+            size = task_size(len(self._pending), processes=len(self._slots), seconds=self._client_seconds)
+            self._run(actor, self._pending.next_calls(actor, size))
             self._take_finished()
         # An actor whose GPU is checked has the memory of its last client.
         if self._retry_alone and self._idle and not (self._running or self._checking or self._pending):
@@ -261,45 +207,66 @@ class RayGrid(SimulatedGrid):
             for other in self._idle:  # idle processes also occupy GPU memory
                 self._replace(other)
             self._idle.clear()
-            self._run(actor, self._retry_alone.popleft(), None)
+            self._run(actor, [(self._retry_alone.popleft(), None)])
 
     def _take_finished(self) -> None:
-        self._pending.take_finished(running.sum for running in self._running.values() if running.sum is not None)
+        busy = (block_sum for running in self._running.values() for _, block_sum in running.calls)
+        self._pending.take_finished(block_sum for block_sum in busy if block_sum is not None)
 
-    def _run(self, actor: Any, call: Call, block_sum: ActorSum | None) -> None:
-        context = self._contexts[call.message.metadata.dst_node_id]
-        # A client that is retried alone reports by itself what would fit.
-        context.node_config[MARKER_KEY] = SimulationMarker(engine_retries=not call.is_retry)  # type: ignore[assignment]
-        block = block_sum.block if block_sum is not None else None
-        task = actor.run_client_app.remote(call.payload, call.message, context, block=block)
-        self._running[task] = _Running(actor, call, block_sum)
+    def _run(self, actor: Any, calls: Sequence[tuple[Call, ActorSum | None]]) -> None:
+        payloads: dict[Any, int] = {}
+        client_calls = []
+        for call, block_sum in calls:
+            context = self._contexts[call.message.metadata.dst_node_id]
+            # A client that is retried alone reports by itself what would fit.
+            marker = SimulationMarker(engine_retries=not call.is_retry)
+            context.node_config[MARKER_KEY] = marker  # type: ignore[assignment]
+            payload = payloads.setdefault(call.payload, len(payloads))
+            client_calls.append(ClientCall(call.message, context, payload, block_sum.block if block_sum else None))
+        task = actor.run_clients.remote(client_calls, *payloads)
+        self._running[task] = _Running(actor, calls)
 
-    def _reply(self, task: Any, running: "_Running") -> Message | None:
-        """Return the reply of a finished task, None if it is retried. Its actor becomes idle or is replaced."""
-        actor, call, block_sum = running.actor, running.call, running.sum
+    def _finish(self, task: Any, running: "_Running") -> list[Message]:
+        """Return the replies of a finished task. Its actor becomes idle or is replaced.
+
+        Clients that the actor has not run are queued again. If it has died or cannot send their replies, all clients of
+        the task have failed, even those that it had finished.
+        """
+        actor, calls = running.actor, running.calls
         try:
-            reply: Message
-            reply, self._contexts[call.message.metadata.dst_node_id], summed = ray.get(task)
-            if summed is not None and block_sum is not None:
-                block_sum.is_used = True
-                reply.content = SummedContent(summed, block_sum)
+            replies: list[ClientReply]
+            replies, seconds = ray.get(task)
         except (RayActorError, ObjectLostError) as error:
             log.warning("a process for clients has died and is restarted: %s", last_line(error))
             self._replace(actor, compute=True)  # perhaps its GPU has ended it
-            return error_reply(call.message, f"its process died: {last_line(error)}")
-        except RayError as error:  # e.g. a reply that cannot be sent
-            reply = error_reply(call.message, last_line(error))
-        if not (reply.has_error() and OUT_OF_MEMORY in (reply.error.reason or "")):
-            self._release(actor, failed=reply.has_error())
-            return reply
-        if block_sum is not None:
-            self._pending.close(call)  # the clients after this one must not be added before it
+            return [error_reply(call.message, f"its process died: {last_line(error)}") for call, _ in calls]
+        except RayError as error:  # e.g. a reply that cannot be sent; the sums of the actor have the failed clients
+            ray.kill(actor)
+            self._replace(actor)
+            return [error_reply(call.message, last_line(error)) for call, _ in calls]
+        self._client_seconds = seconds / len(replies)
+        self._pending.put_back(calls[len(replies) :])
+        results = [
+            self._result(call, block_sum, reply) for (call, block_sum), reply in zip(calls, replies, strict=False)
+        ]
+        call, last = calls[len(replies) - 1][0], results[-1]  # the actor stops after a failed client
+        if not (last.has_error() and OUT_OF_MEMORY in (last.error.reason or "")):
+            self._release(actor, failed=last.has_error())
+            return results
+        self._pending.close(call)  # the clients after this one must not be added before it
         self._replace(actor)  # it would keep its GPU memory
         if call.is_retry:
-            return reply
+            return results
         log.warning("a client ran out of accelerator memory and is retried alone")
         self._retry_alone.append(replace(call, is_retry=True))
-        return None
+        return results[:-1]
+
+    def _result(self, call: Call, block_sum: ActorSum | None, reply: ClientReply) -> Message:
+        self._contexts[call.message.metadata.dst_node_id] = reply.context
+        if reply.summed is not None and block_sum is not None:
+            block_sum.is_used = True
+            reply.message.content = SummedContent(reply.summed, block_sum)
+        return reply.message
 
     def _release(self, actor: Any, *, failed: bool) -> None:
         """Mark an actor as idle; if its client has failed, after a check of its GPU."""
@@ -317,9 +284,10 @@ class RayGrid(SimulatedGrid):
             ready, _ = ray.wait([task], timeout=0)
             del self._running[task]
             if ready:
-                self._reply(task, running)
+                self._finish(task, running)
             else:
                 self._replace(running.actor)
+        self._pending.clear()
         self._retry_alone.clear()
 
 
@@ -336,20 +304,11 @@ class _Slot:
 
 
 @dataclass(frozen=True)
-class _Payload:
-    """Content of a message, and what an actor needs to sum the updates of the round, if it may."""
-
-    content: RecordDict
-    task: BlockSumTask | None
-
-
-@dataclass(frozen=True)
 class _Running:
-    """A call that an actor runs, and the sum that the update is added to."""
+    """Calls that an actor runs one after the other, each with the sum that its update is added to."""
 
     actor: Any
-    call: Call
-    sum: ActorSum | None
+    calls: Sequence[tuple[Call, ActorSum | None]]
 
 
 def run_ray(settings: Settings, *, concurrency: int) -> None:

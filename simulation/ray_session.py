@@ -86,16 +86,19 @@ def _host(node: Mapping[str, Any]) -> Host:
 
 
 def _start(ray: ModuleType, sandbox: ProcessSandbox, *, gpus: int | None, log_to_driver: bool) -> None:
+    from simulation.ray_compat import without_services
+
     os.environ.pop("RAY_ADDRESS", None)  # do not use a cluster that is already running
     try:
-        ray.init(
-            num_cpus=available_cores(),
-            num_gpus=gpus,
-            include_dashboard=False,
-            logging_level=logging.WARNING,
-            log_to_driver=log_to_driver,
-            _temp_dir=str(sandbox.path / "ray"),
-        )
+        with without_services():
+            ray.init(
+                num_cpus=available_cores(),
+                num_gpus=gpus,
+                include_dashboard=False,
+                logging_level=logging.WARNING,
+                log_to_driver=log_to_driver,
+                _temp_dir=str(sandbox.path / "ray"),
+            )
     except Exception as error:  # Ray has no common class for these errors
         raise RunError(f"Ray could not be started: {error}; use engine=local") from error
 

@@ -1,5 +1,6 @@
 """The order in which Ray actors run the clients of blocks, and what they sum."""
 
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import ray
 from ray.exceptions import RayError
 
 from server_app.block_sums import LostSumError
-from simulation.block_queue import ActorSum, BlockQueue, Call
+from simulation.block_queue import ActorSum, BlockQueue, Call, task_size
 
 
 class Actor:
@@ -34,6 +35,95 @@ def make_queue(*sizes):
 
 def client_of(call):
     return call[0].message
+
+
+def clients_of(calls):
+    return [client_of(call) for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "processes", "seconds", "size"),
+    [
+        (300, 2, None, 1),  # not measured
+        (300, 2, 0.01, 30),  # 0.3 s / 0.01 s, less than the share of ceil(300 / 4) = 75
+        (60, 2, 0.01, 15),  # ceil(60 / 4)
+        (61, 2, 0.01, 16),  # ceil(61 / 4)
+        (3, 2, 0.01, 1),  # ceil(3 / 4): the last clients run alone
+        (300, 16, 0.001, 10),  # ceil(300 / 32)
+        (300, 2, 0.16, 1),  # 0.3 s / 0.16 s
+        (300, 2, 20.0, 1),  # a client is longer than a task
+    ],
+)
+def test_a_task_has_at_most_half_of_an_equal_share_and_is_short(waiting, processes, seconds, size):
+    assert task_size(waiting, processes=processes, seconds=seconds) == size
+
+
+def test_a_task_ends_its_block_and_continues_with_the_next_one():
+    queue, a = make_queue(3, 3), Actor()
+    calls = queue.next_calls(a, 4)
+    assert clients_of(calls) == [0, 1, 2, 3]
+    assert [block_sum.block for _, block_sum in calls] == [0, 0, 0, 1]
+    assert clients_of(queue.next_calls(a, 100)) == [4, 5]
+    assert queue.next_calls(a, 1) == []
+
+
+def test_clients_that_a_task_has_not_run_are_next():
+    queue, a, b = make_queue(4, 2), Actor(), Actor()
+    calls = queue.next_calls(a, 6)
+    queue.put_back(calls[3:])  # the last client of block 0, and block 1
+    assert len(queue) == 3
+    again = queue.next_calls(a, 2)
+    assert again == calls[3:5]
+    assert client_of(queue.next_calls(b, 1)[0]) == 5
+
+
+def test_a_client_that_is_put_back_by_another_process_is_in_no_sum():
+    """Process b has got clients 5 and 4 of the block of a, and c has got client 3."""
+    queue, a, b, c = make_queue(6), Actor(), Actor(), Actor()
+    queue.next_calls(a, 1)
+    calls = queue.next_calls(b, 2)
+    assert clients_of(calls) == [5, 4]
+    assert clients_of(queue.next_calls(c, 1)) == [3]
+    queue.put_back(calls[1:])
+    call, block_sum = queue.next_call(a)
+    assert (call.message, block_sum) == (4, None)
+    assert [(call.message, block_sum.block) for call, block_sum in queue.next_calls(a, 9)] == [(1, 0), (2, 0)]
+
+
+def test_nothing_is_put_back_after_clearing():
+    queue, a = make_queue(2), Actor()
+    calls = queue.next_calls(a, 2)
+    queue.clear()
+    queue.put_back(calls)
+    assert not queue
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_client_runs_once_and_each_sum_has_the_first_clients_of_its_block(seed):
+    """Processes with tasks of any length, which stop anywhere; some stop after a client that replies later."""
+    chance = random.Random(seed)
+    sizes = [chance.randint(1, 9) for _ in range(chance.randint(1, 8))]
+    queue, actors, tasks = make_queue(*sizes), [Actor() for _ in range(3)], {}
+    ran, summed, single = [], {block: [] for block in range(len(sizes))}, {block: [] for block in range(len(sizes))}
+    while queue or tasks:
+        number = chance.randrange(len(actors))
+        if number not in tasks and queue:
+            tasks[number] = queue.next_calls(actors[number], chance.randint(1, 6))
+        elif number in tasks:
+            calls = tasks.pop(number)
+            done = chance.randint(1, len(calls))
+            queue.put_back(calls[done:])
+            later = chance.random() < 0.2
+            for index, (call, block_sum) in enumerate(calls[:done]):
+                ran.append(call.message)
+                is_late = later and index == done - 1
+                (single if is_late or block_sum is None else summed)[call.block].append(call.message)
+            if later:
+                queue.close(calls[done - 1][0])
+    assert sorted(ran) == list(range(sum(sizes)))
+    for block, clients in summed.items():
+        assert clients == sorted(clients)
+        assert all(client > max(clients, default=-1) for client in single[block])
 
 
 def test_calls_without_a_block_run_in_order_and_are_not_summed():

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from fedssl.errors import RunError
 from fedssl.machine.process import available_cores
 from fedssl.wire.records import arrays_to_record, record_to_arrays
 from server_app.messaging import receive
+from simulation import ray_grid
 from simulation.block_queue import Call
 from simulation.gpu_placement import place_clients
 from simulation.ray_grid import OUT_OF_MEMORY, RayGrid
@@ -96,6 +98,8 @@ def adding_app(folder):
         facts["nice"] = os.nice(0)
         facts["gpu"] = int(os.environ.get("CUDA_VISIBLE_DEVICES") or -1)
         arrays = ArrayRecord([array + partition])
+        if asked.get(f"unsent-{partition}"):
+            context.node_config["lock"] = threading.Lock()  # which cannot be pickled
         return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord(facts)}), reply_to=message)
 
     return app
@@ -234,9 +238,9 @@ def breaking_app():
 
     @app.train()
     def train(message, context):
-        from simulation import ray_grid
+        from simulation import client_actor
 
-        ray_grid.is_gpu = lambda device: True
+        client_actor.is_gpu = lambda device: True
         partition = context.node_config["partition-id"]
         asked = message.content.metric_records.get("asked", {})
         if asked.get(f"die-{partition}"):
@@ -244,7 +248,7 @@ def breaking_app():
         if asked.get(f"fail-{partition}"):
             raise ValueError("no camera")
         if asked.get(f"break-{partition}"):
-            ray_grid.device_failure = lambda device: "the device is lost"
+            client_actor.device_failure = lambda device: "the device is lost"
             raise RuntimeError("the device is lost")
         time.sleep(0.2)
         return Message(RecordDict(), reply_to=message)
@@ -265,7 +269,15 @@ def test_a_client_is_not_retried_beside_a_process_whose_gpu_is_checked():
     grid._checking.clear()
     grid._dispatch()
     assert grid._idle == []
-    assert [(running.actor, running.call) for running in grid._running.values()] == [(actor, call)]
+    assert [(running.actor, running.calls) for running in grid._running.values()] == [(actor, [(call, None)])]
+
+
+@pytest.mark.slow
+def test_a_session_has_no_dashboard_and_no_autoscaler(hosts):
+    sandbox = Path(ray._private.worker.global_worker.node.get_session_dir_path()).parents[1]
+    commands = [Path("/proc", str(pid), "cmdline").read_text() for pid in sandbox_pids(sandbox)]
+    assert sum("gcs_server" in command for command in commands) >= 1
+    assert not [one for one in commands if "dashboard/dashboard.py" in one or "autoscaler/_private/monitor.py" in one]
 
 
 def test_ray_does_not_replace_the_sigterm_handler():
@@ -317,6 +329,7 @@ def test_a_failed_client_or_process_does_not_affect_others(grid, caplog):
 @pytest.mark.slow
 def test_the_actor_of_a_hanging_client_is_replaced(grid):
     wait_for_actors(grid)
+    grid._client_seconds = None  # no other client is in its task
     assert sorted(ask(grid, timeout=2.0, **{"sleep-0": 1000})) == [3, 4, 5, 6, 7]
     again = ask(grid)
     assert sorted(again) == [2, 3, 4, 5, 6, 7]
@@ -336,6 +349,45 @@ def test_a_client_without_gpu_memory_is_retried_alone(grid, caplog):
     assert reason == "OutOfMemoryError: CUDA out of memory"
     assert torch.OutOfMemoryError.__name__ == OUT_OF_MEMORY
     assert len(grid._idle) + len(grid._starting) == 2
+
+
+@pytest.fixture
+def tasks_of_three(grid, monkeypatch):
+    """The tasks are clients 0 to 2, and 3 to 5."""
+    monkeypatch.setattr(ray_grid, "task_size", lambda waiting, processes, seconds: 3)
+    wait_for_actors(grid)
+
+
+@pytest.mark.slow
+def test_a_failed_client_does_not_affect_others_of_its_task(grid, tasks_of_three, caplog):
+    """Client 4 finds a full GPU once, see `fill`."""
+    caplog.clear()
+    replies = ask(grid, timeout=10.0, **{"fail-0": 1, "full-4": 1})
+    assert sorted(replies) == list(grid.get_node_ids())
+    assert {node - 2: reply.error.reason for node, reply in replies.items() if reply.has_error()} == {
+        0: "ValueError: no camera"
+    }
+    assert caplog.text.count("is retried alone") == 1
+
+
+@pytest.mark.heavy
+def test_all_clients_of_the_task_of_a_process_that_dies_fail(grid, tasks_of_three):
+    """Client 0 had finished, and its reply is lost; not if it took so long that it had its own task."""
+    replies = ask(grid, **{"die-1": 1})
+    assert {1, 2} <= {node - 2 for node, reply in replies.items() if reply.has_error()} <= {0, 1, 2}
+    assert not any(reply.has_error() for reply in ask(grid).values())
+
+
+@pytest.mark.heavy
+def test_the_process_of_a_reply_that_cannot_be_sent_is_replaced(grid, tasks_of_three):
+    """Its sums have clients that the server has counted as failed."""
+    before = set(grid._slots)
+    replies = ask(grid, **{"unsent-1": 1})
+    reasons = {node - 2: reply.error.reason for node, reply in replies.items() if reply.has_error()}
+    assert {1} <= reasons.keys() <= {0, 1, 2}
+    assert "cannot pickle" in reasons[1]
+    assert len(before & set(grid._slots)) == 1
+    assert not any(reply.has_error() for reply in ask(grid).values())
 
 
 @pytest.mark.slow
