@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from fedssl.errors import InputError
-from fedssl.untrusted import MAX_TENSORS_BYTES, open_regular_file
+from fedssl.untrusted import open_regular_file
 
 if TYPE_CHECKING:  # commands that only read settings start without torch
     from torch import Tensor
@@ -88,16 +88,17 @@ def make_subfolder(folder: Path, name: str) -> Path:
     return inner
 
 
-def mmap_bytes(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> "Tensor":
-    """Map the bytes of a non-empty file into memory, read-only: ``(n,)``, uint8.
+def mmap_bytes(file: Path, *, size: int) -> "Tensor":
+    """Map the bytes of a file of ``size`` bytes, above 0, into memory, read-only: ``(size,)``, uint8.
 
-    All processes that map the file share its memory; pages that do not fit are reread from the disk.
+    An OSError if the file is larger, a ValueError if it is smaller. All processes that map the file share its memory;
+    pages that do not fit are reread from the disk.
     """
     import torch
 
-    with open_regular_file(file, max_bytes=max_bytes) as stream, warnings.catch_warnings():
+    with open_regular_file(file, max_bytes=size) as stream, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_READ), dtype=torch.uint8)
 
 
 def remove(file: Path) -> None:

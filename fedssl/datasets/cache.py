@@ -14,6 +14,7 @@ The setting ``dataset.cache`` is the folder of all caches: ``auto`` is ``$XDG_CA
 Only damaged files are removed. A folder may be deleted whenever no run uses it.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -148,7 +149,8 @@ class CacheEntry:
                 columns = dict(about)  # the archive has a checksum of each
             if columns["stamp"].tolist() != _stamp(self._pixels):
                 raise ValueError("its pixels have been changed")
-            images = mmap_bytes(self._pixels).view(*columns["shape"].tolist())
+            shape = columns["shape"].tolist()
+            images = mmap_bytes(self._pixels, size=math.prod(shape)).view(*shape)
             unreadable = dict(zip(columns["unreadable"].tolist(), columns["reasons"].tolist(), strict=True))
         except FileNotFoundError:
             return None
@@ -199,7 +201,8 @@ class CacheEntry:
             atomic_write(self._about, lambda stream: self._write_about(stream, buffer))
             self._note.unlink(missing_ok=True)
         stored = self.read()
-        assert stored is not None
+        if stored is None:
+            raise InputError(f"{self.folder} was changed while its images were decoded; start again")
         buffer.images = stored.images
 
     def _write_about(self, stream: BinaryIO, buffer: PixelBuffer) -> None:
@@ -244,6 +247,8 @@ def _reserve(file: Path, size: int) -> None:
     """Make a file of ``size`` bytes and reserve its disk space."""
     free = shutil.disk_usage(file.parent).free
     try:
+        if size > free:  # some file systems write all bytes before they fail
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with file.open("wb") as stream:
             if sys.platform == "linux":
                 os.posix_fallocate(stream.fileno(), 0, size)
@@ -253,8 +258,8 @@ def _reserve(file: Path, size: int) -> None:
         file.unlink(missing_ok=True)
         raise InputError(
             f"{file.parent} has no room for the decoded images ({error.strerror}): they need {gigabytes(size)}, and "
-            f"{gigabytes(free)} are free; name another folder with dataset.cache=FOLDER, or decode into memory with "
-            "dataset.cache=null"
+            f"{gigabytes(free)} are free; name another folder with dataset.cache=FOLDER, or lower dataset.limit or "
+            "dataset.size"
         ) from error
 
 

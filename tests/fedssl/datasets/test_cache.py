@@ -6,12 +6,14 @@ import io
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -364,6 +366,33 @@ def test_a_full_disk_is_one_sentence(images, location, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(cache, "MIN_SECONDS_TO_CACHE", 0)
     read(folder_of(images, location))
+
+
+def test_free_disk_space_is_checked_before_decoding(images, location, decoded, monkeypatch):
+    """One byte less than the 48 images of the split, 60 less a fifth, of 3 x 8 x 8 pixels need."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=48 * 3 * 8 * 8 - 1))
+    monkeypatch.setattr(os, "posix_fallocate", lambda *arguments: pytest.fail("the disk is too small"))
+    with pytest.raises(InputError, match=r"no room .*they need .*are free; .* or lower dataset.limit"):
+        read(folder_of(images, location))
+    assert not decoded
+    monkeypatch.undo()
+
+
+def test_a_cache_above_64_gib_is_stored_and_mapped(tmp_path, monkeypatch):
+    """460,000 images of 3 x 224 x 224 bytes are 69,242,880,000 bytes; 64 GiB are 68,719,476,736. The file is sparse."""
+    shape = (460_000, 3, 224, 224)
+    monkeypatch.setattr(cache, "_reserve", lambda file, size: file.touch() or os.truncate(file, size))
+    entry = cache.CacheEntry(tmp_path)
+    buffer = entry.new_buffer(shape)
+    buffer.images[-1] = 7
+    buffer.save_progress(len(buffer.images), {})
+    entry.store(buffer)
+    assert tuple(buffer.images.shape) == shape
+    assert (tmp_path / "pixels").stat().st_size == 69_242_880_000
+    stored = entry.read()
+    assert stored.complete
+    assert stored.images[-1].unique().tolist() == [7]
+    assert stored.images[0].unique().tolist() == [0]
 
 
 @pytest.mark.parametrize("kind", ["file", "below a file"])
