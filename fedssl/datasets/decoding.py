@@ -59,7 +59,9 @@ def to_array(image: Image.Image, *, channels: int, size: int) -> np.ndarray:
         image = image.convert(mode)
     if image.size != (size, size):
         image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
-    return np.asarray(image).reshape(size, size, channels).transpose(2, 0, 1)
+    # A third of the time of `numpy.asarray` with a transposition, which is half of that of decoding.
+    content = b"".join([band.tobytes() for band in image.split()])
+    return np.frombuffer(content, dtype=np.uint8).reshape(channels, size, size)
 
 
 def read_image(source: bytes | Path, *, channels: int, size: int, max_pixels: int = MAX_PIXELS) -> np.ndarray:

@@ -28,6 +28,7 @@ from fedssl.machine.process import available_cores
 
 AHEAD = 4  # maximum number of batches that are read ahead
 AHEAD_BYTES = 2**27  # of decoded images that are read ahead, but at least one batch
+READ_AHEAD_BYTES = 2**15  # of a decoded image; smaller ones are copied in less time than a call of the kernel takes
 _TASK = 8  # images decoded by a thread at a time
 
 
@@ -134,6 +135,8 @@ class MappedImages(TensorImages):
     def _read_ahead(self, rows: Tensor) -> None:
         """Let the kernel read the pages of some images, without waiting for them."""
         image_bytes = math.prod(self.shape[1:])
+        if image_bytes < READ_AHEAD_BYTES:
+            return
         for row in rows.tolist():
             start = row * image_bytes
             page = start - start % mmap.PAGESIZE

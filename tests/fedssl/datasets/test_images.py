@@ -117,8 +117,10 @@ def test_an_image_that_has_changed_ends_the_run_with_one_sentence(pixels):
         list(source.prefetch([torch.tensor([3])]))
 
 
-def test_the_read_ahead_of_a_mapped_file_covers_its_rows(pixels):
-    """Whole pages from that of the first byte to that of the last one of each image."""
+@pytest.mark.parametrize(("least", "advised"), [(3 * SIZE**2, 2), (3 * SIZE**2 + 1, 0)])
+def test_the_read_ahead_of_a_mapped_file_covers_its_rows(pixels, monkeypatch, least, advised):
+    """Whole pages from that of the first byte to that of the last one of each image, unless images are small."""
+    monkeypatch.setattr(images, "READ_AHEAD_BYTES", least)
     size, calls = 3 * SIZE**2, []
     source = object.__new__(MappedImages)
     source.shape = tuple(pixels.shape)
@@ -129,7 +131,8 @@ def test_the_read_ahead_of_a_mapped_file_covers_its_rows(pixels):
 
     source._mapped = Mapped()
     source._read_ahead(torch.tensor([5, 0]))
-    for row, (option, start, length) in zip((5, 0), calls, strict=True):
+    assert len(calls) == advised
+    for row, (option, start, length) in zip((5, 0), calls, strict=False):
         assert option == mmap.MADV_WILLNEED
         assert start % mmap.PAGESIZE == 0
         assert 0 <= row * size - start < mmap.PAGESIZE
