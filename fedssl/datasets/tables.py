@@ -91,17 +91,24 @@ def _places(file: Path, column: str) -> tuple[np.ndarray, np.ndarray] | None:
     offsets, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for chunk in table.column(column).chunks:
         array = encoded_bytes(chunk)
-        wide = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)
-        if not (wide or pa.types.is_binary(array.type) or pa.types.is_string(array.type)):
+        bounds, content = value_bounds(array), array.buffers()[-1]
+        if bounds is None:
             return None
-        _, ends, content = array.buffers()
         start = content.address - mapped.address if content is not None and content.size else 0
         if not 0 <= start <= mapped.size:
             return None
-        bounds = np.frombuffer(ends, np.int64 if wide else np.int32)[array.offset : array.offset + len(array) + 1]
         offsets.append(np.add(bounds[:-1], start, dtype=np.int64))
         lengths.append(np.diff(bounds).astype(np.int64))
     return np.concatenate(offsets), np.concatenate(lengths)
+
+
+def value_bounds(array: pa.Array) -> np.ndarray | None:
+    """Return where each value begins in the buffer, and the end, ``(n + 1,)``; None for neither bytes nor strings."""
+    wide = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)
+    if not (wide or pa.types.is_binary(array.type) or pa.types.is_string(array.type)):
+        return None
+    bounds = np.frombuffer(array.buffers()[1], np.int64 if wide else np.int32)
+    return bounds[array.offset : array.offset + len(array) + 1]
 
 
 def _open(file: Path) -> pq.ParquetFile | pa.Table:

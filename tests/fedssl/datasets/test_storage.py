@@ -125,8 +125,14 @@ def test_a_slice_of_an_arrow_column_has_the_places_of_its_own_rows(tmp_path):
         writer.write_table(table)
     records = tables.arrow_records([tmp_path / "train.arrow"], "img", np.array([8, 0, 3]))
     assert list(records) == [images[13], images[5], images[8]]
-    place = pa.array(images).slice(5, 9)
-    assert place.offset == 5  # a buffer without a copy
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_string()])
+def test_the_bounds_of_values_are_those_of_a_slice(kind):
+    """Values of 1, 2, 3, ... bytes: the one with index i begins at 0 + 1 + ... + i = i (i + 1) / 2."""
+    values = pa.array(["x" * (number + 1) for number in range(9)], kind).slice(3, 4)
+    assert tables.value_bounds(values).tolist() == [6, 10, 15, 21, 28]
+    assert tables.value_bounds(pa.array([1, 2])) is None
 
 
 @pytest.fixture
@@ -334,7 +340,7 @@ RUN = {
 }
 
 
-@pytest.mark.parametrize("kind", ["folder", "parquet"])
+@pytest.mark.parametrize("kind", ["folder", pytest.param("parquet", marks=pytest.mark.heavy)])
 def test_a_run_has_the_same_results_with_both(tmp_path, kind):
     """Clients, calibration, evaluation, collapse metrics and figures: every recorded number, and the encoder."""
     write(tmp_path / "data", kind)
