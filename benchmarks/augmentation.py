@@ -31,6 +31,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
+from fedssl.augmentation import Augmentation
+
 MEAN, STD = [0.491, 0.482, 0.446], [0.247, 0.243, 0.261]
 RECIPE = Path(__file__).parents[1] / "conf" / "augmentation" / "simclr.yaml"
 
@@ -39,22 +41,27 @@ def pil_blur(image: Image.Image) -> Image.Image:
     return image.filter(ImageFilter.GaussianBlur(random.uniform(0.1, 2.0)))
 
 
+def pil_transform(size: int) -> transforms.Compose:
+    """Return the torchvision transform of a view."""
+    return transforms.Compose(
+        [
+            transforms.RandomResizedCrop(size, scale=(0.2, 1.0)),
+            transforms.RandomHorizontalFlip(),
+            transforms.RandomApply([transforms.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8),
+            transforms.RandomGrayscale(p=0.2),
+            transforms.RandomApply([pil_blur], p=0.5),
+            transforms.ToTensor(),
+            transforms.Normalize(MEAN, STD),
+        ]
+    )
+
+
 class PilViews(Dataset):
     """Two torchvision views of one PIL image at a time, as in a usual client."""
 
     def __init__(self, images: Tensor) -> None:
         self.images = images.permute(0, 2, 3, 1).contiguous().numpy()
-        self.transform = transforms.Compose(
-            [
-                transforms.RandomResizedCrop(images.shape[-1], scale=(0.2, 1.0)),
-                transforms.RandomHorizontalFlip(),
-                transforms.RandomApply([transforms.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8),
-                transforms.RandomGrayscale(p=0.2),
-                transforms.RandomApply([pil_blur], p=0.5),
-                transforms.ToTensor(),
-                transforms.Normalize(MEAN, STD),
-            ]
-        )
+        self.transform = pil_transform(images.shape[-1])
 
     def __len__(self) -> int:
         return len(self.images)
@@ -64,10 +71,15 @@ class PilViews(Dataset):
         return self.transform(image), self.transform(image)
 
 
-def fedssl_epoch(images: Tensor, batch: int) -> Callable[[], None]:
-    dataset = {"size": images.shape[-1], "mean": MEAN, "std": STD}
+def make_augmentation(size: int) -> Augmentation:
+    """Return fedssl's augmentation of a run."""
+    dataset = {"size": size, "mean": MEAN, "std": STD}
     config = OmegaConf.create({"gpu_augmentation": "torch", "dataset": dataset, "augmentation": OmegaConf.load(RECIPE)})
-    augmentation, generator = instantiate(config.augmentation), torch.Generator().manual_seed(0)
+    return instantiate(config.augmentation)
+
+
+def fedssl_epoch(images: Tensor, batch: int) -> Callable[[], None]:
+    augmentation, generator = make_augmentation(images.shape[-1]), torch.Generator().manual_seed(0)
 
     def epoch() -> None:
         for part in images.split(batch):

@@ -27,7 +27,7 @@ from fedssl.config.load import compose
 from fedssl.config.overrides import quote_value
 from fedssl.evaluation.features import accuracy
 from fedssl.evaluation.linear_probe import LinearProbe
-from fedssl.evaluation.protocol import EvaluationInput, LabeledImages, make_evaluation_input
+from fedssl.evaluation.protocol import EvaluationInput, make_evaluation_input
 from fedssl.export import load_encoder
 from fedssl.machine.process import tune_allocator
 from fedssl.training import batches
@@ -62,7 +62,7 @@ class UsualProbe:
                 loss.backward()
                 optimizer.step()
             schedule.step()
-        for images in inputs.test.images.split(256):
+        for images in inputs.test.images.chunks(256):
             head(features(images)).argmax(dim=1)
         return head
 
@@ -84,7 +84,7 @@ def main() -> None:
         load_encoder(options.encoder), compose(overrides).data, device=torch.device("cpu")
     )
     few = slice(options.test)
-    inputs = replace(everything, test=LabeledImages(everything.test.images[few], everything.test.labels[few]))
+    inputs = replace(everything, test=everything.test.subset(few))
     ours, usual = LinearProbe(l2=L2), UsualProbe(epochs=options.epochs, batch=128, lr=options.lr)
 
     seconds, solver = [], []

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.common import make_parser
 from fedssl.config.load import compose
+from fedssl.datasets.images import TensorImages
 from fedssl.machine import cuda_graphs, devices
 from fedssl.methods.base import build_method
 from fedssl.seeding import torch_generator
@@ -154,7 +155,14 @@ class Client:
         arrival = patch.object(Tensor, "pin_memory", lambda tensor: device.copy(tensor))
         with patch.object(devices, "CPU", "none"), arrival, device:
             generator, indices = torch_generator(0, "launches"), torch.arange(steps * self.batch)
-            train(self.method, self.images, indices, training=self.training, generator=generator, labels=labels)
+            train(
+                self.method,
+                TensorImages(self.images),
+                indices,
+                training=self.training,
+                generator=generator,
+                labels=labels,
+            )
         return device
 
     def _record(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:

@@ -20,6 +20,7 @@ import statistics
 import time
 from dataclasses import dataclass, replace
 
+from fedssl.datasets.images import TensorImages
 from fedssl.machine.process import OPENMP_ENV, tune_allocator
 
 os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported, as the command fedssl does
@@ -88,7 +89,7 @@ def measure(settings: Settings, method: SSLMethod, stage: Phase, options: argpar
     def seconds(steps: int, num_images: int) -> float:
         start = time.perf_counter()
         repeated, generator = replace(training, epochs=steps, batch_size=num_images), torch.Generator().manual_seed(0)
-        train(method, images, torch.arange(num_images), training=repeated, generator=generator)
+        train(method, TensorImages(images), torch.arange(num_images), training=repeated, generator=generator)
         return (time.perf_counter() - start) / (steps * num_images)  # reading the loss waits for a GPU
 
     with set_active_stages(method, depth=stage.depth, frozen=stage.frozen):

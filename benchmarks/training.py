@@ -31,6 +31,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 
+from fedssl.datasets.images import TensorImages
 from fedssl.machine.process import OPENMP_ENV, tune_allocator
 
 if __name__ == "__main__":  # not in the process of the usual client
@@ -119,7 +120,12 @@ def ours(client: Client) -> Epoch:
         labels = client.labels if client.method.uses_labels else None
         indices = torch.arange(len(client.images))
         result = train(
-            client.method, client.images, indices, training=training, generator=client.generator, labels=labels
+            client.method,
+            TensorImages(client.images),
+            indices,
+            training=training,
+            generator=client.generator,
+            labels=labels,
         )
         return result.loss
 

@@ -144,8 +144,9 @@ class EdgeClient:
 
     def settings(self, text: str) -> ClientSettings:
         """Return the settings for a task; raises `RequestRefused` for a task beyond the limits."""
-        settings = self._with_local_settings(read_task(text, states=self.states, folders=self.folders))
         num_images, problem = self._count_images()
+        task = read_task(text, states=self.states, folders=self.folders)
+        settings = self._with_local_settings(task, num_images=num_images)
         if problem:
             raise RequestRefused(f"the device {problem}")
         ample = check_settings(settings, self.limits, num_images=num_images)
@@ -163,9 +164,16 @@ class EdgeClient:
         files = count_files(self.data_path, folders=str(settings.data.reader.values["folders"]))
         return files if settings.data.limit is None else min(files, settings.data.limit)
 
-    def _with_local_settings(self, settings: ClientSettings) -> ClientSettings:
-        threads = min(self.threads or default_threads(settings.data.size), self.limits.threads)
-        local = {"path": str(self.data_path), "cache": str(self.states / ".pictures"), "test_fraction": 0.0}
+    def _with_local_settings(self, settings: ClientSettings, *, num_images: int) -> ClientSettings:
+        data = settings.data
+        threads = min(self.threads or default_threads(data.size), self.limits.threads)
+        fits = num_images * data.channels * data.size**2 <= self.limits.memory_bytes()
+        local = {
+            "path": str(self.data_path),
+            "cache": str(self.states / ".pictures"),
+            "storage": "decoded" if fits else "encoded",
+            "test_fraction": 0.0,
+        }
         reader = Component({**settings.data.reader.values, **local})
         return replace(
             settings,

@@ -59,7 +59,6 @@ def check_settings(settings: ClientSettings, limits: Limits, *, num_images: int)
         for name, value in (("size", data.size), ("channels", data.channels)):
             if part.values.get(name, value) != value:
                 raise RequestRefused(f"{part.name} is for {name}={part.values[name]} but the images have {value}")
-    _check("the images take", num_images * data.channels * data.size**2, limits)
     step, batch, allowed = estimate_step_memory(settings), min(training.batch_size, num_images), limits.memory_bytes()
     needed = step.of_batch(batch)
     if needed > allowed:

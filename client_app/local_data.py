@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from fedssl.config.settings import DataSettings
+from fedssl.datasets.images import ImageSource
 from fedssl.evaluation.features import extract
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import check_loaded
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
-from fedssl.training import LocalTrainer, batches, index_rows
+from fedssl.training import LocalTrainer, batches, index_rows, on_device
 
 
 class LocalDataSample:
@@ -19,8 +20,8 @@ class LocalDataSample:
 
     Parameters
     ----------
-    images : Tensor
-        All images of the data set, uint8, ``(n, channels, height, width)``.
+    images : ImageSource
+        All images of the data set.
     indices : Tensor
         Indices of the client's images, int64, ``(m,)``.
     labels : Tensor or None
@@ -31,7 +32,7 @@ class LocalDataSample:
 
     def __init__(
         self,
-        images: Tensor,
+        images: ImageSource,
         indices: Tensor,
         *,
         data: DataSettings,
@@ -48,7 +49,7 @@ class LocalDataSample:
         """Return the encoder's features of at most ``max_images`` images, float32 ``(n, feature_dim)``, on the CPU."""
         self._on_step_start()
         device, encoder = next(method.parameters()).device, method.encoder
-        images = index_rows(self._images, self._subset(max_images), device)
+        images = self._images.subset(self._subset(max_images))
         with encoder.run_stages(replace(encoder.active_stages, frozen=0)):  # the frozen stages included
             return extract(encoder, images, mean=self._data.mean, std=self._data.std, device=device)
 
@@ -62,9 +63,10 @@ class LocalDataSample:
         method.train()
         few = self._subset(max_images)
         losses, sizes = [], []
-        for batch in batches(few, training.batch_size, generator=generator, min_batch_size=method.min_batch_size):
+        rows = list(batches(few, training.batch_size, generator=generator, min_batch_size=method.min_batch_size))
+        for batch, images in zip(rows, self._images.prefetch(rows), strict=True):
             self._on_step_start()
-            views = training.augment(index_rows(self._images, batch, device), generator)
+            views = training.augment(on_device(images, device), generator)
             inputs = list(method.inputs(*views))
             if method.frozen:
                 inputs = method.encoder.forward_frozen(inputs, generator)

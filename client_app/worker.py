@@ -18,7 +18,7 @@ from fedssl.config.settings import ClientSettings
 from fedssl.datasets.base import forget_images, load_federated
 from fedssl.errors import RequestRefused
 from fedssl.machine.cuda_graphs import WARMUP_STEPS
-from fedssl.machine.devices import is_gpu, place_images
+from fedssl.machine.devices import is_gpu
 from fedssl.machine.process import configure_process
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import (
@@ -65,7 +65,7 @@ class ClientWorker:
         self.settings = settings
         self.device = configure_process(settings.machine)
         image_data = load_federated(settings.data)
-        self.images = place_images(image_data.images, self.device)
+        self.images = image_data.images.place(self.device)
         self.client_indices = None if settings.partition is None else client_indices(settings.partition, image_data)
         self.client_strategy: ClientStrategy = settings.strategy.instantiate().client
         self.method = build_method(settings.model).to(self.device)

@@ -8,17 +8,13 @@ import mmap
 import os
 import re
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from fedssl.errors import InputError
-from fedssl.untrusted import MAX_TENSORS_BYTES, open_regular_file
-
-if TYPE_CHECKING:  # commands that only read settings start without torch
-    from torch import Tensor
+from fedssl.untrusted import open_regular_file
 
 _PARTIAL = ".partial"  # suffix of incomplete files
 
@@ -88,16 +84,14 @@ def make_subfolder(folder: Path, name: str) -> Path:
     return inner
 
 
-def mmap_bytes(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> "Tensor":
-    """Map the bytes of a non-empty file into memory, read-only: ``(n,)``, uint8.
+def map_file(file: Path, *, size: int) -> mmap.mmap:
+    """Map a file of ``size`` bytes, above 0, into memory, read-only.
 
-    All processes that map the file share its memory; pages that do not fit are reread from the disk.
+    An OSError if the file is larger, a ValueError if it is smaller. All processes that map the file share its memory;
+    pages that do not fit are reread from the disk.
     """
-    import torch
-
-    with open_regular_file(file, max_bytes=max_bytes) as stream, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), dtype=torch.uint8)
+    with open_regular_file(file, max_bytes=size) as stream:
+        return mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_READ)
 
 
 def remove(file: Path) -> None:

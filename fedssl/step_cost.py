@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from fedssl.datasets.base import ImageData
+from fedssl.datasets.images import TensorImages
 from fedssl.machine.devices import MPS, is_gpu
 from fedssl.machine.out_of_memory import copy_to_cpu, with_less_memory
 from fedssl.methods.base import SSLMethod
@@ -86,7 +87,7 @@ def step_cost(
 
 
 def _step_cost(method: SSLMethod, *, images: Tensor, training: LocalTrainer, labels: Tensor | None) -> StepCost:
-    device = images.device
+    device, source = images.device, TensorImages(images)
 
     def measure() -> tuple[int, int]:
         accelerators = [device] if is_gpu(device) else []
@@ -98,7 +99,7 @@ def _step_cost(method: SSLMethod, *, images: Tensor, training: LocalTrainer, lab
             def step(num_images: int) -> None:
                 train(
                     copied,
-                    images,
+                    source,
                     torch.arange(num_images),
                     training=replace(one_epoch, batch_size=num_images),
                     generator=torch_generator(0, "cost"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedssl.config.settings import TrainingSettings
+from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError
 from fedssl.machine.cuda_graphs import CudaGraphCache, check_fused
 from fedssl.machine.devices import check_cuda_features, check_precision, is_gpu, to_device
@@ -121,7 +122,7 @@ class TrainResult:
 
 def train(
     method: SSLMethod,
-    images: Tensor,
+    images: ImageSource,
     indices: Tensor,
     *,
     training: LocalTrainer,
@@ -136,8 +137,8 @@ def train(
 
     Parameters
     ----------
-    images : Tensor
-        All images of the dataset ``(n, channels, height, width)``, uint8, on the device of the method or on the CPU.
+    images : ImageSource
+        All images of the data set, on the device of the method or on the CPU. They are read ahead of the steps.
     indices : Tensor
         Indices of the client's images ``(m,)``, int64, on the CPU.
     training : LocalTrainer
@@ -164,10 +165,10 @@ def train(
         params = training.augment.sample_params(sizes, image_shape=images.shape[1:], device=device, generator=generator)
         batch_indices = to_device(torch.cat(epoch), images.device)
         classes = () if labels is None else index_rows(labels, batch_indices, device).split(sizes)
-        for number, (rows, batch_params) in enumerate(zip(batch_indices.split(sizes), params, strict=True)):
+        batch_images = images.prefetch(batch_indices.split(sizes))
+        for number, (batch, batch_params) in enumerate(zip(batch_images, params, strict=True)):
             on_step_start()
-            batch_images = index_rows(images, rows, device)
-            view1, view2 = training.augment.apply(batch_images, batch_params, layout=layout)
+            view1, view2 = training.augment.apply(on_device(batch, device), batch_params, layout=layout)
             inputs = list(method.inputs(view1, view2))
             if method.frozen:
                 with training.autocast(device):
@@ -175,7 +176,7 @@ def train(
             if method.uses_labels and classes:
                 inputs.append(classes[number])
             loss = step(*inputs) if graphs is None else graphs.run(step, inputs)
-            epoch_loss += loss * (len(rows) / len(indices))
+            epoch_loss += loss * (len(batch) / len(indices))
     return TrainResult(loss=epoch_loss.item() if training.epochs else float("nan"), num_examples=len(indices))
 
 
@@ -199,8 +200,12 @@ def _step(method: SSLMethod, training: LocalTrainer, generator: torch.Generator,
 
 def index_rows(source: Tensor, rows: Tensor, device: torch.device) -> Tensor:
     """Return rows of a tensor on the device; ``rows`` is on the device of the tensor or on the CPU."""
-    selected = source.index_select(0, rows.to(source.device))
-    return selected if selected.device == device else to_device(selected, device)
+    return on_device(source.index_select(0, rows.to(source.device)), device)
+
+
+def on_device(batch: Tensor, device: torch.device) -> Tensor:
+    """Return a batch on the CPU or the device on the device."""
+    return batch if batch.device == device else to_device(batch, device)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fedssl.arrays import Layers
 from fedssl.config.settings import DataSettings
 from fedssl.datasets.base import load_federated, load_split
+from fedssl.datasets.images import ImageSource
 from fedssl.evaluation.collapse_metrics import TOP, CollapseMetrics, spectrum
 from fedssl.evaluation.features import extract
 from fedssl.methods.base import SSLMethod
@@ -46,7 +47,7 @@ class ServerFeatureExtractor:
         split = load_split(data, "train")
         assert split is not None  # validated by the strategy
         order = torch.randperm(len(split.images), generator=torch_generator(seed, "represent"))
-        self._images = split.images[order[:num_images]]
+        self._images = split.images.subset(order[:num_images])
 
     def __call__(self, layers: Layers) -> Tensor:
         """Return features of the images under a model, float32 ``(num_images, feature_dim)``, on the CPU."""
@@ -104,7 +105,7 @@ class CollapseMonitor:
             log.info("the data set has no test images: spectra and representations use the clients' images")
         source, self._split = (federated, "federated") if held_out is None else (held_out, "test")
         order = torch.randperm(len(source.images), generator=torch_generator(seed, "shown"))
-        self._images = source.images[order[: max(num_images, 2 * method.encoder.feature_dim)]]
+        self._images = source.images.subset(order[: max(num_images, 2 * method.encoder.feature_dim)])
         self._kept = min(num_images, len(self._images))
         self._labels = None if source.labels is None else source.labels[order[: self._kept]].numpy()
         # Stored are h, and z if it is on a sphere, which can be drawn directly.
@@ -166,10 +167,10 @@ class CollapseMonitor:
 
     def _vectors(self) -> list[Tensor]:
         """Return unit vectors of the images: h, and z of the images that are stored."""
-        maps: list[tuple[nn.Module, Tensor]] = [(self._method.encoder, self._images)]
+        maps: list[tuple[nn.Module, ImageSource]] = [(self._method.encoder, self._images)]
         if len(self._parts) > 1:
             both = nn.Sequential(self._method.encoder, self._method.get_submodule("projector"))
-            maps.append((both, self._images[: self._kept]))
+            maps.append((both, self._images.subset(torch.arange(self._kept))))
         features = [extract(part, images, mean=self._mean, std=self._std, device=self._device) for part, images in maps]
         return [F.normalize(vectors.double(), dim=1) for vectors in features]
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fedssl.config.settings import DataSettings, EvaluationSettings
 from fedssl.encoders.base import Encoder
-from fedssl.evaluation.features import accuracy, pixels
+from fedssl.evaluation.features import accuracy, pixel_values
 from fedssl.evaluation.protocol import (
     EvaluationInput,
     EvaluationProtocol,
@@ -44,7 +44,7 @@ class Evaluator:
             return
         self._protocol.validate(evaluation_input, feature_dim=encoder.feature_dim)
         # The final comparison includes raw pixels.
-        longest = max(encoder.feature_dim, pixels(evaluation_input.test.images[:2]).shape[1])
+        longest = max(encoder.feature_dim, pixel_values(evaluation_input.test.images[:2]).shape[1])
         self._final_protocol.validate(evaluation_input, feature_dim=longest)
 
     def result_units(self, *, final: bool = False) -> dict[str, str]:

@@ -89,7 +89,7 @@ def _measure(protocol: EvaluationProtocol, given: EvaluationInput, *, seed: int,
         return seconds_of(lambda: evaluate(protocol, part, seed=seed))
 
     # The solver of linear probes is slower with fewer images than features.
-    dim = given.train.images[0].numel() if given.encoder is None else PART // 2
+    dim = given.train.images[:1].numel() if given.encoder is None else PART // 2
     first = min(1.0, max(PART, 2 * dim) / len(given.train.images))
     if 2 * first >= 1:
         return _Cost(run(1.0))
@@ -116,7 +116,7 @@ def _subset(given: EvaluationInput, share: float) -> EvaluationInput:
     def draw(images: LabeledImages) -> LabeledImages:
         order = torch.randperm(len(images.images), generator=torch_generator(0, "part"))
         rows = order[: max(2, round(share * len(order)))].sort().values
-        return LabeledImages(images.images[rows], images.labels[rows])
+        return images.subset(rows)
 
     return replace(given, train=draw(given.train), test=draw(given.test))
 

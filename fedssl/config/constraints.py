@@ -215,6 +215,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "max_pixels": _integer(1),
         "test_fraction": _BELOW_ONE,
         "folders": _choice("class", "owner", "owner/class"),
+        "storage": _choice("decoded", "encoded", "auto"),
     },
     "partition": {
         "alpha": Constraint(above=0, maximum=_LARGE),

@@ -1,6 +1,6 @@
 """Images of a data set, loaded once per process and shared by all its callers.
 
-Large data sets are decoded once per host, see `fedssl.datasets.cache`.
+Large data sets are decoded once per host, or stay encoded, see `fedssl.datasets.cache` and `fedssl.datasets.images`.
 
 A data set is a YAML file under ``conf/dataset`` whose ``_target_`` is a function
 
@@ -21,6 +21,7 @@ import torch
 
 from fedssl.config.constraints import check_arguments, check_channels
 from fedssl.config.settings import DataSettings
+from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError
 from fedssl.seeding import numpy_generator
 from fedssl.untrusted import sanitize
@@ -35,9 +36,9 @@ _FIXED_SEED = 0
 
 @dataclass(frozen=True)
 class ImageData:
-    """Decoded images with their labels and owners, if known."""
+    """Images with their labels and owners, if known."""
 
-    images: torch.Tensor  # uint8, ``(n, channels, height, width)``
+    images: ImageSource  # uint8, ``(n, channels, height, width)``; `TensorImages` for those of a tensor
     labels: torch.Tensor | None  # int64, ``(n,)``; None if the images have no labels
     classes: tuple[str, ...] = ()  # names, ``classes[label]``; empty if unknown
     owners: torch.Tensor | None = None  # int64, ``(n,)``, such as writers, devices or hospitals; None if unknown
@@ -119,6 +120,11 @@ def stratified_holdout(labels: np.ndarray, *, fraction: float) -> tuple[np.ndarr
 @lru_cache(maxsize=4)
 def _read_split(data: DataSettings, source: str, limit: int | None) -> ImageData | None:
     image_data: ImageData | None = data.reader.instantiate(source, limit=limit)
+    if image_data is not None and not isinstance(image_data.images, ImageSource):
+        raise InputError(
+            f"{data.reader.name} returns images as {type(image_data.images).__name__}; return "
+            "fedssl.datasets.images.TensorImages(images)"
+        )
     for warning in image_data.warnings if image_data is not None else ():
         log.warning("%s", sanitize(warning))
     if image_data is not None and image_data.labels is not None and data.num_classes is not None:

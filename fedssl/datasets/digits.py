@@ -13,6 +13,7 @@ from PIL import Image
 
 from fedssl.datasets.base import ImageData, stratified_holdout, subsample_indices
 from fedssl.datasets.decoding import to_array
+from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 
 TEST_FRACTION = 0.2  # of every class
@@ -28,7 +29,7 @@ def read(split: str, *, channels: int, size: int, limit: int | None) -> ImageDat
     rows = rows[subsample_indices(len(rows), limit)]
     pixels = np.rint(values[rows] * (255 / 16)).astype(np.uint8)
     images = np.stack([to_array(Image.fromarray(image), channels=channels, size=size) for image in pixels])
-    return ImageData(torch.from_numpy(images), torch.from_numpy(labels[rows]), tuple("0123456789"))
+    return ImageData(TensorImages(torch.from_numpy(images)), torch.from_numpy(labels[rows]), tuple("0123456789"))
 
 
 def _values_and_labels() -> tuple[np.ndarray, np.ndarray]:

@@ -7,24 +7,30 @@ directly to the decoder, without a Python object per row.
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from fedssl.config.constraints import check_arguments
 from fedssl.datasets.base import ImageData, stratified_holdout, subsample_indices
+from fedssl.datasets.buffers import EncodedInput
 from fedssl.datasets.cache import CacheKey, open_buffer
 from fedssl.datasets.decoding import MAX_PIXELS, decode, unreadable_summary
+from fedssl.datasets.tables import (
+    arrow_records,
+    column_bytes,
+    column_chunks,
+    encoded_bytes,
+    num_rows,
+    require_column,
+    schema_of,
+)
 from fedssl.errors import InputError
-from fedssl.untrusted import sanitize
 
 _MAX_CLASSES = 2**20
-_BATCH = 256  # images per task of a decoding thread
 _SPLIT_WORD = re.compile(r"(?<![a-z])(train|test|valid|validation|unlabeled)(?![a-z])")
 _HELD_OUT = ("test", "valid", "validation")  # splits that are not for training
 
@@ -43,6 +49,7 @@ def read(
     test_fraction: float = 0.0,
     max_pixels: int = MAX_PIXELS,
     cache: str | None = None,
+    storage: str = "decoded",
 ) -> ImageData | None:
     """Read one split.
 
@@ -50,7 +57,7 @@ def read(
     ----------
     split : str
         Name of the split on the Hub, or in the names of the local files.
-    channels, size, limit, max_pixels, cache
+    channels, size, limit, max_pixels, cache, storage
         As in `fedssl.datasets.image_folder.read`.
     path : str or None
         A parquet or arrow file, a folder of them or a pattern such as ``/data/cifar10-*.parquet``; the network is
@@ -70,7 +77,7 @@ def read(
     ImageData or None
         None if ``path`` holds no file of this split.
     """
-    check_arguments("dataset", test_fraction=test_fraction)
+    check_arguments("dataset", test_fraction=test_fraction, storage=storage)
     if test_fraction and path is None:
         raise InputError(
             f"dataset.test_fraction={test_fraction} is for local files, but dataset.path is null and data sets of the "
@@ -79,7 +86,7 @@ def read(
     shared = path is not None and test_fraction > 0 and not any(local_files(path, name) for name in _HELD_OUT)
     held_out = shared and split in _HELD_OUT
     files = hub_files(hub, split) if path is None else local_files(path, "train" if held_out else split)
-    count = sum(_num_rows(file) for file in files)
+    count = sum(num_rows(file) for file in files)
     if not count:
         return None
 
@@ -102,13 +109,19 @@ def read(
         | {"label": label, "test_fraction": test_fraction, "held_out": held_out}
         | {"max_pixels": max_pixels},
     )
-    with open_buffer(cache, cache_key, (len(rows), channels, size, size)) as buffer:
+
+    def encoded() -> EncodedInput:
+        num_bytes = sum(column_bytes(file, image) for file in files) * len(rows) // count
+        return EncodedInput(arrow_records(files, image, rows), num_bytes=num_bytes, max_pixels=max_pixels)
+
+    shape = (len(rows), channels, size, size)
+    with open_buffer(cache, cache_key, shape, storage=storage, encoded=encoded) as buffer:
         if not buffer.complete:
             decode(_encoded(files, image, rows[buffer.done :]), buffer, max_pixels=max_pixels)
         source = f"of the split {split!r} in {files[0].parent}"
         warnings += unreadable_summary(buffer.unreadable, lambda i: f"row {rows[i]} {source}", count=len(rows))
     rows = rows[buffer.readable]
-    return ImageData(buffer.images, _at(rows, labels), classes, _at(rows, owners), owner_names, warnings)
+    return ImageData(buffer.source, _at(rows, labels), classes, _at(rows, owners), owner_names, warnings)
 
 
 def local_files(path: str, split: str) -> list[Path]:
@@ -160,68 +173,15 @@ def hub_files(hub: str, split: str) -> list[Path]:
     return [Path(file["filename"]) for file in dataset.cache_files]
 
 
-def _open(file: Path) -> pq.ParquetFile | pa.Table:
-    """Open a parquet file, or the table of an arrow file in either format of ``datasets``, memory-mapped."""
-    with _reading(file):
-        if file.suffix == ".parquet":
-            return pq.ParquetFile(file, memory_map=True, pre_buffer=False)  # otherwise the whole file is read
-        source = pa.memory_map(str(file))
-        try:
-            return pa.ipc.open_stream(source).read_all()
-        except pa.ArrowInvalid:
-            return pa.ipc.open_file(source).read_all()
-
-
-@contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    """Turn the errors of pyarrow and the file system into an `InputError`."""
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        reason = sanitize(" ".join(str(error).split())[:300])
-        raise InputError(f"{file} cannot be read ({reason}); give parquet or arrow files in dataset.path") from error
-
-
-def _num_rows(file: Path) -> int:
-    table = _open(file)
-    return int(table.num_rows if isinstance(table, pa.Table) else table.metadata.num_rows)
-
-
-def _column(file: Path, column: str) -> Iterator[pa.Array]:
-    table = _open(file)
-    if isinstance(table, pa.Table):
-        batches = iter(table.select([column]).to_batches(max_chunksize=_BATCH))
-    else:
-        batches = table.iter_batches(_BATCH, columns=[column])
-    while True:
-        with _reading(file):  # damaged data raises here
-            batch = next(batches, None)
-        if batch is None:
-            return
-        yield batch.column(0)
-
-
-def _schema(file: Path) -> pa.Schema:
-    opened = _open(file)
-    return opened.schema if isinstance(opened, pa.Table) else opened.schema_arrow
-
-
-def _require_column(file: Path, column: str, remedy: str) -> pa.Schema:
-    schema = _schema(file)
-    if column not in schema.names:
-        raise InputError(f"{file} has no column {column!r} (it has {schema.names}); {remedy}")
-    return schema
-
-
 def _values(files: Sequence[Path], column: str) -> list[Any]:
     # A list instead of pyarrow's conversion to NumPy, which imports pandas and is slower.
-    return [value for file in files for batch in _column(file, column) for value in batch.to_pylist()]
+    return [value for file in files for batch in column_chunks(file, column) for value in batch.to_pylist()]
 
 
 def _labels(files: Sequence[Path], column: str) -> tuple[np.ndarray | None, tuple[str, ...], tuple[str, ...]]:
     """Return labels ``(n,)`` (None if missing or unknown), class names, and warnings."""
     for file in files:
-        schema = _schema(file)
+        schema = schema_of(file)
         if column not in schema.names:
             return None, (), (f"{file} has no column {column!r} (it has {schema.names}): used without labels",)
         if not pa.types.is_integer(schema.field(column).type):
@@ -233,7 +193,7 @@ def _labels(files: Sequence[Path], column: str) -> tuple[np.ndarray | None, tupl
         return None, (), ()
     if max(values) >= _MAX_CLASSES:
         raise InputError(f"dataset.label={column} has the class {max(values)}; allowed are 0 to {_MAX_CLASSES - 1}")
-    return np.array(values), _class_names(_schema(files[0]), column), ()
+    return np.array(values), _class_names(schema_of(files[0]), column), ()
 
 
 def _class_names(schema: pa.Schema, column: str) -> tuple[str, ...]:
@@ -250,7 +210,7 @@ def _owners(files: Sequence[Path], column: str) -> tuple[np.ndarray, tuple[str, 
     """Return the owner index of every row ``(n,)`` and the owners' names, the sorted values of the column."""
     remedy = "set dataset.owner to the column with the owners of the images, or dataset.owner=null if there is none"
     for file in files:
-        kind = _require_column(file, column, remedy).field(column).type
+        kind = require_column(file, column, remedy).field(column).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             raise InputError(f"dataset.owner={column} is of type {kind}; an integer or string column is needed")
@@ -271,14 +231,14 @@ def _at(rows: np.ndarray, column: np.ndarray | None) -> torch.Tensor | None:
 def _encoded(files: Sequence[Path], column: str, rows: np.ndarray) -> Iterator[list[bytes]]:
     start = 0
     for file in files:
-        end = start + _num_rows(file)
+        end = start + num_rows(file)
         if np.searchsorted(rows, start) == np.searchsorted(rows, end):  # no row of this file is needed
             start = end
             continue
-        _require_column(file, column, "set dataset.path to files of this data set only, or dataset.image to its column")
-        for batch in _column(file, column):
+        require_column(file, column, "set dataset.path to files of this data set only, or dataset.image to its column")
+        for batch in column_chunks(file, column):
             wanted = rows[np.searchsorted(rows, start) : np.searchsorted(rows, start + len(batch))] - start
             start += len(batch)
             if len(wanted):
-                encoded = (batch.field("bytes") if pa.types.is_struct(batch.type) else batch).to_pylist()
+                encoded = encoded_bytes(batch).to_pylist()
                 yield [encoded[row] for row in wanted]

@@ -22,8 +22,10 @@ import torch
 
 from fedssl.config.constraints import check_arguments
 from fedssl.datasets.base import ImageData, stratified_holdout, subsample_indices
+from fedssl.datasets.buffers import EncodedInput
 from fedssl.datasets.cache import CacheKey, open_buffer
 from fedssl.datasets.decoding import MAX_PIXELS, decode, unreadable_summary
+from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -56,6 +58,7 @@ def read(
     test_fraction: float,
     max_pixels: int = MAX_PIXELS,
     cache: str | None = None,
+    storage: str = "decoded",
 ) -> ImageData | None:
     """Read the split "train" or "test".
 
@@ -77,6 +80,8 @@ def read(
         Maximum number of pixels of an image; larger images count as unreadable.
     cache : str or None
         Folder of decoded images, see `fedssl.datasets.cache`.
+    storage : {"decoded", "encoded", "auto"}
+        See `fedssl.datasets.cache.open_buffer`. Encoded images stay in their files.
 
     Returns
     -------
@@ -85,7 +90,7 @@ def read(
     """
     if path is None:
         raise InputError("dataset.path=null but image_folder needs a folder of images; give dataset.path=FOLDER")
-    check_arguments("dataset", folders=folders, test_fraction=test_fraction)
+    check_arguments("dataset", folders=folders, test_fraction=test_fraction, storage=storage)
     file_list = _of_split(split, Path(path).expanduser(), folders=folders, test_fraction=test_fraction)
     if file_list is None or not file_list.files:
         return None
@@ -100,12 +105,14 @@ def read(
         | {"max_pixels": max_pixels}
         | {"classes": file_list.classes, "owners": file_list.owner_names},
     )
-    with open_buffer(cache, cache_key, (count, channels, size, size)) as buffer:
+    shape = (count, channels, size, size)
+    in_files = EncodedInput(records=files, num_bytes=0, max_pixels=max_pixels)
+    with open_buffer(cache, cache_key, shape, storage=storage, encoded=lambda: in_files) as buffer:
         if not buffer.complete:
             batches = (files[start : start + _BATCH] for start in range(buffer.done, count, _BATCH))
             decode(batches, buffer, max_pixels=max_pixels)
         warnings = unreadable_summary(buffer.unreadable, lambda index: str(files[index]), count=count)
-    return _image_data(buffer.images, file_list.at(buffer.readable), warnings)
+    return _image_data(buffer.source, file_list.at(buffer.readable), warnings)
 
 
 def count_files(path: Path, *, folders: str) -> int:
@@ -209,7 +216,7 @@ def _is_image(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
 
 
-def _image_data(images: torch.Tensor, file_list: FileList, warnings: tuple[str, ...]) -> ImageData:
+def _image_data(images: ImageSource, file_list: FileList, warnings: tuple[str, ...]) -> ImageData:
     labels, owners = (
         None if column is None else torch.from_numpy(column) for column in (file_list.labels, file_list.owners)
     )

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from fedssl.augmentation import Augmentation
 from fedssl.augmentation.recipe import read_view
 from fedssl.config.constraints import check_arguments
+from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError
 from fedssl.evaluation.features import extract
 from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
@@ -180,7 +181,8 @@ class Views:
 
 def make_classifier(encoder: nn.Module, evaluation_input: EvaluationInput) -> nn.Linear:
     """Return a linear classifier of zeros for the output of the encoder, on the device of the evaluation."""
-    features = _extract(encoder, evaluation_input.train.images[:2], evaluation_input)
+    few = evaluation_input.train.images.subset(torch.arange(2))
+    features = _extract(encoder, few, evaluation_input)
     return zero_classifier(features.shape[1], evaluation_input)
 
 
@@ -207,6 +209,6 @@ def predicted_classes(scores: Tensor) -> Tensor:
     return scores.argmax(dim=1)
 
 
-def _extract(network: nn.Module, images: Tensor, evaluation_input: EvaluationInput) -> Tensor:
+def _extract(network: nn.Module, images: ImageSource, evaluation_input: EvaluationInput) -> Tensor:
     mean, std, device = evaluation_input.mean, evaluation_input.std, evaluation_input.device
     return extract(network, images, mean=mean, std=std, device=device)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedssl.datasets.images import ImageSource, TensorImages
 from fedssl.evaluation.features import eval_mode, extract
 from fedssl.machine.out_of_memory import module_on_cpu, with_less_memory
 from fedssl.seeding import torch_generator
@@ -81,13 +82,13 @@ def uniformity(h: Tensor) -> float:
 class CollapseMetrics:
     """The measures above for several encoders, on the same images and views.
 
-    ``images`` are those of the data set, uint8, ``(n, channels, height, width)``, of which ``num_images``, at least 2,
+    ``images`` are those of the data set, of which ``num_images``, at least 2,
     are used. ``augment`` makes the views for `alignment`. ``mean`` and ``std`` are per channel.
     """
 
     def __init__(
         self,
-        images: Tensor,
+        images: ImageSource,
         *,
         num_images: int,
         augment: Augment,
@@ -97,13 +98,14 @@ class CollapseMetrics:
         seed: int,
     ) -> None:
         generator = torch_generator(seed, "health")
-        self._images = images[torch.randperm(len(images), generator=generator)[:num_images]]
+        sample = images[torch.randperm(len(images), generator=generator)[:num_images]]
+        self._images = TensorImages(sample)
         self._mean, self._std, self._device = mean, std, device
         start = generator.get_state()
 
         def views(used: torch.device, _: int) -> tuple[Tensor, Tensor]:
             generator.set_state(start)
-            return augment(self._images.to(used), generator)
+            return augment(sample.to(used), generator)
 
         self._views = with_less_memory(views, device=device, what="views are computed")
 

@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError
 from fedssl.machine.devices import is_gpu, to_device
 from fedssl.machine.out_of_memory import module_on_cpu, with_less_memory
 
 MAX_PIXELS = 3072  # per image: those of an RGB image of 32 x 32
 BLOCK_BYTES = 2**27  # of representations that are copied from a GPU at once, because each copy synchronizes
-_CHUNK = 2048  # images converted to floats at a time
+_CHUNK = 256  # images converted to floats at a time
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Features:
 
 def extract(
     encoder: nn.Module,
-    images: Tensor,
+    images: ImageSource,
     *,
     mean: Sequence[float],
     std: Sequence[float],
@@ -51,7 +52,7 @@ def extract(
     """Compute the representations of images by a frozen encoder: float32, ``(n, feature_dim)``, on the CPU.
 
     The encoder maps ``(batch, channels, height, width)`` to ``(batch, feature_dim)``. It is moved to ``device``; the
-    training mode of its modules is restored. ``images`` are uint8, ``(n, channels, height, width)``; ``mean`` and
+    training mode of its modules is restored. ``mean`` and
     ``std`` are per channel, of pixels in [0, 1]. If the device has too little memory, batches are smaller, or a copy of
     the encoder computes on the CPU.
     """
@@ -64,7 +65,7 @@ def extract(
         blocks: list[Tensor] = []  # complete blocks from a GPU
         computed: list[Tensor] = []
         with eval_mode(network):
-            for batch in source.split(chunk):
+            for batch in source.chunks(chunk):
                 pixels = batch if is_gpu(batch.device) else to_device(batch, used)
                 computed.append(network((pixels.float() / 255 - center) / scale).float())
                 if is_gpu(used) and len(computed) * computed[0].nbytes >= BLOCK_BYTES * chunk // batch_size:
@@ -93,22 +94,21 @@ def eval_mode(network: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def pixels(images: Tensor, *, max_values: int = MAX_PIXELS) -> Tensor:
-    """Return raw pixels in [0, 1] of uint8 images ``(n, channels, height, width)`` as features, float32 ``(n, dim)``.
+def pixels(images: ImageSource) -> Tensor:
+    """Return `pixel_values` of images as features, float32 ``(n, dim)``: the baseline of representations."""
+    return torch.cat([pixel_values(chunk) for chunk in images.chunks(_CHUNK)])
 
-    They are the baseline of representations. Images with more than ``max_values`` values are averaged over the smallest
-    squares that give no more than that.
+
+def pixel_values(images: Tensor, *, max_values: int = MAX_PIXELS) -> Tensor:
+    """Return raw pixels in [0, 1] of uint8 images ``(n, channels, height, width)``, float32 ``(n, dim)``.
+
+    Images with more than ``max_values`` values are averaged over the smallest squares that give no more than that.
     """
     _, channels, height, width = images.shape
     side = 1
     while channels * -(-height // side) * -(-width // side) > max_values:
         side += 1
-    return torch.cat(
-        [
-            F.avg_pool2d(chunk.float() / 255, side, ceil_mode=True).flatten(1)  # squares at the border may be cut
-            for chunk in images.split(_CHUNK)
-        ]
-    )
+    return F.avg_pool2d(images.float() / 255, side, ceil_mode=True).flatten(1)  # squares at the border may be cut
 
 
 def accuracy(predictions: Tensor, labels: Tensor) -> float:

@@ -20,7 +20,7 @@ from fedssl.config.constraints import check_arguments
 from fedssl.evaluation.classifier import ClassifierTraining, SeedPath, make_classifier, predict
 from fedssl.evaluation.features import accuracy
 from fedssl.evaluation.few_labels import stratified_sample
-from fedssl.evaluation.protocol import EvaluationInput, LabeledImages
+from fedssl.evaluation.protocol import EvaluationInput
 from fedssl.evaluation.scores import Score
 from fedssl.seeding import numpy_generator
 
@@ -66,7 +66,7 @@ class FineTune(ClassifierTraining):
     def _predict(self, evaluation_input: EvaluationInput, seed_path: SeedPath, *, share: float) -> Tensor:
         train = evaluation_input.train
         rows = stratified_sample(train.labels, share=share, generator=numpy_generator(*seed_path))
-        few = LabeledImages(train.images[rows], train.labels[rows])
+        few = train.subset(rows)
         encoder = copy.deepcopy(evaluation_input.encoder)
         assert encoder is not None
         encoder.to(evaluation_input.device).requires_grad_(True)

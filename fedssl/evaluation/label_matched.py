@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedssl.evaluation.features import Features
-from fedssl.evaluation.protocol import EvaluationInput, LabeledImages
+from fedssl.evaluation.protocol import EvaluationInput
 
 
 def sample_label_matched(test: Tensor, local: Tensor, *, generator: torch.Generator) -> Tensor:
@@ -49,7 +49,7 @@ class SubsetInput(EvaluationInput):
 
 def subset(evaluation_input: EvaluationInput, rows: Tensor) -> SubsetInput:
     """Return the evaluation input with only the test images at ``rows``."""
-    test = LabeledImages(evaluation_input.test.images[rows], evaluation_input.test.labels[rows])
+    test = evaluation_input.test.subset(rows)
     return SubsetInput(
         encoder=evaluation_input.encoder,
         train=evaluation_input.train,

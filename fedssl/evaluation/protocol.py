@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedssl.config.settings import DataSettings
 from fedssl.datasets.base import Split, load, load_split, source_split
+from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError
 from fedssl.evaluation.features import Features, extract, pixels
 from fedssl.evaluation.scores import Score, as_scores
@@ -23,10 +24,14 @@ SPLITS: dict[Split, str] = {"train": "training", "test": "test"}
 
 @dataclass(frozen=True, eq=False)
 class LabeledImages:
-    """Images, uint8 ``(n, channels, height, width)``, with labels, int64 ``(n,)``."""
+    """Images ``(n, channels, height, width)`` with labels, int64 ``(n,)``."""
 
-    images: Tensor
+    images: ImageSource
     labels: Tensor
+
+    def subset(self, rows: Tensor) -> "LabeledImages":
+        """Return the images at ``rows``, int64, with their labels."""
+        return LabeledImages(self.images.subset(rows), self.labels[rows])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,7 +77,7 @@ class EvaluationInput:
     def _predictions(self) -> dict[Hashable, Tensor]:
         return {}
 
-    def _represent(self, images: Tensor) -> Tensor:
+    def _represent(self, images: ImageSource) -> Tensor:
         if self.encoder is None:
             return pixels(images)
         return extract(self.encoder, images, mean=self.mean, std=self.std, device=self.device)

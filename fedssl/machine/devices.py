@@ -1,6 +1,5 @@
 """The device a process computes on, which may be any accelerator that torch supports, and transfers to it."""
 
-import logging
 import warnings
 
 import torch
@@ -8,9 +7,6 @@ from torch import Tensor
 
 from fedssl.config.settings import TrainingSettings
 from fedssl.errors import InputError
-from fedssl.machine.memory import gigabytes
-
-log = logging.getLogger("fedssl")
 
 CPU = "cpu"  # type of the device that computes synchronously
 CUDA = "cuda"  # type of devices with CUDA graphs and Triton; AMD's GPUs have it, too
@@ -106,19 +102,3 @@ def free_memory(device: torch.device) -> int:
     if device.type == MPS:
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     return torch.accelerator.get_memory_info(device)[0]
-
-
-def place_images(images: Tensor, device: torch.device) -> Tensor:
-    """Copy images to the device, or return them unchanged if they would fill more than half of its free memory.
-
-    The other half remains for the model, its activations and other processes. On a CPU nothing is copied.
-    """
-    if is_gpu(device):
-        free = free_memory(device)
-        if 2 * images.nbytes > free:
-            log.info(
-                "the images (%s) stay in host memory, because the GPU has %s free; batches are copied to the GPU",
-                *(gigabytes(images.nbytes), gigabytes(free)),
-            )
-            return images
-    return images.to(device)

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ import torch
 
 from fedssl.atomic_files import atomic_write
 from fedssl.config.constraints import check_arguments
-from fedssl.datasets.cache import MIN_SECONDS_TO_CACHE, cache_error, cache_folder
+from fedssl.datasets.cache import MIN_SECONDS_TO_CACHE, cache_folder
+from fedssl.datasets.cache_entry import cache_error
 from fedssl.errors import InputError
-from fedssl.evaluation.features import pixels
+from fedssl.evaluation.features import pixel_values
 from fedssl.export import load_encoder
 from fedssl.machine.process import one_thread
 from fedssl.partition.partition import ImageSubset, Partition, PartitionInput
@@ -97,7 +99,7 @@ def cluster_images(
 
 def pixel_features(images: ImageSubset) -> np.ndarray:
     """Return pixels in [0, 1], float32, ``(n, dim)`` with ``dim`` at most 1024, averaged over squares if needed."""
-    return _in_chunks(images, lambda chunk: pixels(chunk, max_values=MAX_VALUES))
+    return _in_chunks(images, partial(pixel_values, max_values=MAX_VALUES))
 
 
 def encoder_features(images: ImageSubset, path: str) -> np.ndarray:
@@ -159,12 +161,14 @@ def k_means(points: np.ndarray, *, clusters: int, seed: int) -> np.ndarray:
 
 
 def _in_chunks(images: ImageSubset, features_of: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
+    features: np.ndarray | None = None
     pieces = [slice(start, start + _CHUNK) for start in range(0, len(images), _CHUNK)]
-    first = features_of(images[pieces[0]]).numpy()
-    features = np.empty((len(images), first.shape[1]), np.float32)
-    features[pieces[0]] = first
-    for piece in pieces[1:]:
-        features[piece] = features_of(images[piece]).numpy()
+    for piece, chunk in zip(pieces, images.chunks(_CHUNK), strict=True):
+        computed = features_of(chunk).numpy()
+        if features is None:
+            features = np.empty((len(images), computed.shape[1]), np.float32)
+        features[piece] = computed
+    assert features is not None  # there are images
     return features
 
 
@@ -183,7 +187,7 @@ def _cached(images: ImageSubset, settings: tuple[Any, ...], make: Callable[[], n
     versions = [version(name) for name in ("numpy", "torch", "scikit-learn")]
     hashed = hashlib.sha256(repr((settings, images.source.shape, versions)).encode())
     hashed.update(images.rows.numpy().data)
-    for chunk in images.source.split(_CHUNK):
+    for chunk in images.source.chunks(_CHUNK):
         hashed.update(chunk.contiguous().numpy().data)
     file = cache_folder(images.cache) / "clusters" / f"{hashed.hexdigest()[:32]}.npy"
     stored = _read(file, len(images), settings[0])

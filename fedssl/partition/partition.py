@@ -1,5 +1,6 @@
 """The partition of a run: the images of every client, and the server's images for its calibration."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch import Tensor
 from fedssl.config.constraints import MIN_IMAGES
 from fedssl.config.settings import PartitionSettings
 from fedssl.datasets.base import ImageData
+from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError
 from fedssl.seeding import numpy_generator
 
@@ -17,16 +19,16 @@ from fedssl.seeding import numpy_generator
 class ImageSubset:
     """Images to be partitioned. They may exceed the memory; load them in chunks."""
 
-    source: Tensor  # uint8, ``(N, channels, height, width)``, all images of the data set; may be mapped from a file
+    source: ImageSource  # ``(N, channels, height, width)``, all images of the data set
     rows: Tensor  # int64, ``(n,)``, indices of the images to be partitioned
     cache: str | None = None  # folder for slow computations on the images, as ``dataset.cache``. None stores nothing
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, chunk: slice) -> Tensor:
-        """Return a copy of some images, ``(m, channels, height, width)``."""
-        return self.source[self.rows[chunk]]
+    def chunks(self, size: int) -> Iterator[Tensor]:
+        """Yield the images in order, uint8 ``(m, channels, height, width)``, ``size`` at a time."""
+        return self.source.prefetch(self.rows.split(size))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedssl.datasets.images import TensorImages
 from fedssl.encoders.base import Encoder
 from fedssl.evaluation.features import extract
 from fedssl.plots.style import PlotData, new_figure, strategy_color
@@ -85,7 +86,7 @@ def layer_outputs(encoder: Encoder, images: Tensor, *, run: LoadedRun) -> dict[s
     handles = [encoder.get_submodule(name).register_forward_hook(_collect(out)) for name, out in collected.items()]
     data = run.settings.data
     try:
-        h = extract(encoder, images, mean=data.mean, std=data.std, device=run.device)
+        h = extract(encoder, TensorImages(images), mean=data.mean, std=data.std, device=run.device)
     finally:
         for handle in handles:
             handle.remove()

@@ -115,7 +115,7 @@ def _accuracy(evaluation_input: EvaluationInput) -> float:
 def _subsample(data: LabeledImages | None, max_images: int) -> LabeledImages:
     assert data is not None  # see `why_not_evaluable`
     rows = torch.from_numpy(subsample_indices(len(data.labels), max_images))
-    return LabeledImages(data.images[rows], data.labels[rows])
+    return data.subset(rows)
 
 
 def plot_forgetting(run: LoadedRun) -> PlotData:

@@ -254,11 +254,12 @@ def test_events_name_functions_of_the_project(accelerator):
 
 
 def _events() -> list[Event]:
+    from fedssl.datasets.images import TensorImages
     from fedssl.evaluation.features import extract
 
     encoder, images = nn.Flatten(), torch.zeros(4, 1, 2, 2, dtype=torch.uint8)
     with recorded() as events:
-        extract(encoder, images, mean=[0.5], std=[0.5], device=torch.device(OTHER))
+        extract(encoder, TensorImages(images), mean=[0.5], std=[0.5], device=torch.device(OTHER))
     return events
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from client_app import memory_retry, worker
 from fedssl import training
 from fedssl.config.load import compose, parse_client_config
+from fedssl.datasets.images import TensorImages
 from fedssl.evaluation.features import extract
 from fedssl.machine import cuda_graphs, devices
 from fedssl.machine.transfer import copy_from_cpu, copy_to_cpu
@@ -231,7 +232,7 @@ def represent(num_bytes: int | None) -> tuple[Tensor, list[str], bool]:
     method.to(device)
     names = {name: tensor.data_ptr() for name, tensor in method.named_tensors.items()}
     with logged() as lines, nullcontext() if num_bytes is None else limit(num_bytes):
-        h = extract(method.encoder, images, mean=[0.5], std=[0.5], device=device)
+        h = extract(method.encoder, TensorImages(images), mean=[0.5], std=[0.5], device=device)
     state = {name: value.data_ptr() for name, value in method.state_dict().items()}
     return h, lines, state == names and all(value.device == device for value in method.state_dict().values())
 

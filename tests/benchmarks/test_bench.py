@@ -19,6 +19,7 @@ from benchmarks.fedssl_bench.suites import ALL, RULES, SINGLE, SUITES, UNTRAINED
 from fedssl.config.load import compose
 from fedssl.config.overrides import config_groups
 from fedssl.datasets.base import ImageData
+from fedssl.datasets.images import TensorImages
 from fedssl.partition import make_partition
 
 # A substitute for `fedssl`: the first argument selects its behavior, the last one its folder.
@@ -168,7 +169,7 @@ def test_rows_compose_and_use_the_recorded_partitions(name, keys, tmp_path) -> N
     assert {rule for rule, method in rows if method == "simclr"} - set(VARIANTS) == {*RULES, SINGLE, ALL, UNTRAINED}
     assert {method for rule, method in rows if rule == "l_dawa"} == {method for _, method in rows}
     assert set(RULES) <= set(config_groups()["strategy"])
-    image_data = ImageData(torch.zeros(suite.num_images, 3, 1, 1, dtype=torch.uint8), None)
+    image_data = ImageData(TensorImages(torch.zeros(suite.num_images, 3, 1, 1, dtype=torch.uint8)), None)
     for key in keys:
         settings = compose(suite.arguments(rows[key], 0, "/no/such", tmp_path))
         assert settings.num_clients == (suite.clients if rows[key].partitioned else 1)

@@ -226,12 +226,14 @@ def test_a_device_sets_its_limits_itself(text, plan, node, tmp_path):
     assert sentence in refusal(with_task(plan, **values), node | {"limits": tmp_path / "limits.yaml"})
 
 
-def test_images_that_would_not_fit_are_refused_before_they_are_read(plan, node, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("memory", "storage"), [("0.001573", "decoded"), ("0.001572", "encoded")])
+def test_images_that_would_not_fit_into_memory_stay_encoded(plan, node, tmp_path, monkeypatch, memory, storage):
+    """Six gray images of 512 x 512 need 1,572,864 bytes."""
     monkeypatch.setattr(limits_module, "estimate_step_memory", lambda settings: StepMemory(0, 1))
-    (tmp_path / "limits.yaml").write_text("memory: 0.001\n")
+    (tmp_path / "limits.yaml").write_text(f"memory: {memory}\n")
     bigger = with_task(plan, dataset__size=512, augmentation__size=512, encoder__size=512)
-    reason = refusal(bigger, node | {"limits": tmp_path / "limits.yaml"})
-    assert reason == "the images take 1.6 MB of memory but this device allows 1.0 MB"  # 6 x 512 x 512
+    client = EdgeClient.read(context(**node | {"limits": tmp_path / "limits.yaml"}).node_config)
+    assert client.settings(str(bigger.config_records[CONFIG]["settings"])).data.reader.values["storage"] == storage
 
 
 @pytest.mark.parametrize(

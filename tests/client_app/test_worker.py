@@ -5,6 +5,7 @@ import torch
 
 from client_app import worker
 from fedssl.config.load import compose
+from fedssl.datasets.images import TensorImages
 from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import (
     check_loaded,
@@ -29,7 +30,9 @@ def make(*overrides):
     method = build_method(settings.model)
     images = torch.randint(256, (8, 1, 28, 28), dtype=torch.uint8, generator=torch_generator(0, "images"))
     training = LocalTrainer.build(settings.training, method)
-    return method, lambda: train(method, images, torch.arange(8), training=training, generator=torch_generator(0))
+    return method, lambda: train(
+        method, TensorImages(images), torch.arange(8), training=training, generator=torch_generator(0)
+    )
 
 
 def test_moving_copies_nothing():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fedssl.config.load import compose
+from fedssl.datasets.images import TensorImages
 from fedssl.encoders import vit_tiny
 from fedssl.methods.base import build_method
 from fedssl.methods.heads import MLP
@@ -66,7 +67,7 @@ def cost_of(method, *, images=None, optimizer=None, **options):
 def one_step(method, optimizer, regularizer, images, generator):
     train(
         method,
-        images,
+        TensorImages(images),
         torch.arange(len(images)),
         training=local_training(optimizer, augment=views, regularizer=regularizer, batch_size=len(images)),
         generator=generator,

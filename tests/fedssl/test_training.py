@@ -5,6 +5,7 @@ from torch import nn
 
 from client_app import worker
 from fedssl.config.load import compose
+from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import copy_layers, exchanged_names, local_names, move_layers_out
@@ -80,7 +81,7 @@ def run(method, *, epochs, images=None, batch_size=2, regularizer=NONE, clip_nor
     optimizer = torch.optim.SGD([p for p in method.parameters() if p.requires_grad], lr=0.1)
     return train(
         method,
-        images,
+        TensorImages(images),
         torch.arange(len(images)),
         training=local_training(
             optimizer,
@@ -216,7 +217,7 @@ def trained(overrides):
     method.start_round(first=True)
     images = torch.randint(256, (20, 3, 32, 32), dtype=torch.uint8, generator=torch_generator(0, "pictures"))
     training = LocalTrainer.build(settings.training, method)
-    train(method, images, torch.arange(20), training=training, generator=torch_generator(0, "train"))
+    train(method, TensorImages(images), torch.arange(20), training=training, generator=torch_generator(0, "train"))
     weight = method.named_tensors["encoder.blocks.1.0.weight"]
     layers = {**copy_layers(method, local_names(method)), **move_layers_out(method, exchanged_names(method))}
     return layers, weight.is_contiguous(memory_format=torch.channels_last)

@@ -71,7 +71,7 @@ def test_representations_of_test_images_are_kept():
     data = settings.data
     test, encoder = load(data, "test"), build_method(settings.model).encoder.eval()
     with torch.no_grad():
-        everything = encoder((test.images / 255 - data.mean[0]) / data.std[0])
+        everything = encoder((test.images[:] / 255 - data.mean[0]) / data.std[0])
     distance = torch.cdist(torch.from_numpy(kept.h[0]).float(), torch.nn.functional.normalize(everything))
     assert distance.amin(dim=1).max() < 1e-3
     np.testing.assert_array_equal(test.labels[distance.argmin(dim=1)], kept.labels)

@@ -8,6 +8,7 @@ import torch
 
 from fedssl.config.load import compose
 from fedssl.datasets.base import ImageData
+from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.partition import Partition
 from server_app.build import ClientData
@@ -16,7 +17,7 @@ from server_app.recorder import Recorder
 
 
 def client_data(*parts):
-    image_data = ImageData(torch.zeros(6, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 0, 0, 1, 1, 1]))
+    image_data = ImageData(TensorImages(torch.zeros(6, 1, 8, 8, dtype=torch.uint8)), torch.tensor([0, 0, 0, 1, 1, 1]))
     return ClientData(image_data, Partition([np.array(part) for part in parts]))
 
 

@@ -40,9 +40,10 @@ for module in (client_app.app, server_app.app, fedssl.config.load):
     assert pathlib.Path(module.__file__).is_relative_to(pathlib.Path.cwd()), module.__file__
 
 import torch, fedssl.partition
+from fedssl.datasets.images import TensorImages
 from fedssl.encoders import conv_small
 fedssl.config.load.compose(["strategy=l_dawa", "partition.alpha=0.1"])
-images = fedssl.partition.ImageSubset(torch.zeros(20, 1, 1, 1, dtype=torch.uint8), torch.arange(20))
+images = fedssl.partition.ImageSubset(TensorImages(torch.zeros(20, 1, 1, 1, dtype=torch.uint8)), torch.arange(20))
 data = fedssl.partition.PartitionInput(labels=None, owners=None, images=images, num_clients=2, seed=0)
 fedssl.partition.iid(data)
 conv_small(channels=1, size=8)

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from fedssl.datasets.base import ImageData, subsample_indices
+from fedssl.datasets.images import TensorImages
 
 CLASSES = ("horizontal", "vertical", "checked")
 COUNTS = {"train": 600, "test": 150}
@@ -27,4 +28,4 @@ def read(split: str, *, channels: int, size: int, limit: int | None, noise: floa
     drawn += generator.normal(0, noise, drawn.shape)
     images = np.repeat(drawn.clip(0, 255).astype(np.uint8)[:, None], channels, axis=1)
     rows = subsample_indices(count, limit)
-    return ImageData(torch.from_numpy(images[rows]), torch.from_numpy(labels[rows]), CLASSES)
+    return ImageData(TensorImages(torch.from_numpy(images[rows])), torch.from_numpy(labels[rows]), CLASSES)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import torch
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
 from fedssl.config.load import read_data
 from fedssl.config.settings import DataSettings
+from fedssl.datasets.images import ImageSource
 
 CONF = Path(__file__).parents[3] / "conf" / "dataset"
 NAMES = ["digits", "cifar10", "cifar100", "tiny_imagenet", "stl10", "image_folder"]
@@ -48,5 +48,5 @@ def table(values: list[int], labels: list[int | None], *, image: str = "img", la
     return pa.table(columns).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
 
 
-def first_pixels(images: torch.Tensor) -> list[int]:
-    return images[:, 0, 0, 0].tolist()
+def first_pixels(images: ImageSource | np.ndarray) -> list[int]:
+    return images[:][:, 0, 0, 0].tolist()

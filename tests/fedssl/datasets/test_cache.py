@@ -6,12 +6,14 @@ import io
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +25,7 @@ from PIL import Image
 
 from fedssl.config.load import read_data
 from fedssl.config.settings import DataSettings
-from fedssl.datasets import base, cache, decoding, image_folder
+from fedssl.datasets import base, cache, decoding, image_folder, pixel_file
 from fedssl.datasets.base import ImageData, load_split
 from fedssl.errors import InputError
 
@@ -72,7 +74,7 @@ def read(data: DataSettings, split: str = "federated") -> ImageData:
 
 
 def same(one: ImageData, other: ImageData) -> bool:
-    columns = ((one.images, other.images), (one.labels, other.labels), (one.owners, other.owners))
+    columns = ((one.images[:], other.images[:]), (one.labels, other.labels), (one.owners, other.owners))
     names = (one.classes, one.owner_names, one.warnings) == (other.classes, other.owner_names, other.warnings)
     return names and all(a is b is None or (a.dtype == b.dtype and torch.equal(a, b)) for a, b in columns)
 
@@ -199,11 +201,11 @@ def test_a_damaged_file_is_made_again(images, location, decoded, caplog, damage,
 
 def test_images_in_use_survive_another_decoding(images, location):
     first = read(folder_of(images, location))
-    before = first.images.clone()
+    before = first.images[:].clone()
     flip(only(location), "about.npz")
     second = read(folder_of(images, location))
-    assert torch.equal(first.images, before)
-    assert torch.equal(second.images, before)
+    assert torch.equal(first.images[:], before)
+    assert torch.equal(second.images[:], before)
 
 
 CHILD = """
@@ -222,7 +224,7 @@ form = dict(channels=3, size=8, limit=None, test_fraction=0)
 import hashlib
 for location in sys.argv[1:]:
     images = image_folder.read("train", path="{images}", cache=location, **form)
-    print(hashlib.sha256(images.images.numpy().tobytes()).hexdigest(), images.labels.sum().item(), flush=True)
+    print(hashlib.sha256(images.images[:].numpy().tobytes()).hexdigest(), images.labels.sum().item(), flush=True)
 """
 
 
@@ -270,7 +272,7 @@ def read_in_child(images: Path, location: Path, log: Path) -> str:
 
 
 def digest(images: ImageData) -> str:
-    return f"{hashlib.sha256(images.images.numpy().tobytes()).hexdigest()} {images.labels.sum().item()}"
+    return f"{hashlib.sha256(images.images[:].numpy().tobytes()).hexdigest()} {images.labels.sum().item()}"
 
 
 @pytest.mark.slow
@@ -364,6 +366,33 @@ def test_a_full_disk_is_one_sentence(images, location, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(cache, "MIN_SECONDS_TO_CACHE", 0)
     read(folder_of(images, location))
+
+
+def test_free_disk_space_is_checked_before_decoding(images, location, decoded, monkeypatch):
+    """One byte less than the 48 images of the split, 60 less a fifth, of 3 x 8 x 8 pixels need."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=48 * 3 * 8 * 8 - 1))
+    monkeypatch.setattr(os, "posix_fallocate", lambda *arguments: pytest.fail("the disk is too small"))
+    with pytest.raises(InputError, match=r"no room .*they need .*are free; .* or lower dataset.limit"):
+        read(folder_of(images, location, storage="decoded"))
+    assert not decoded
+    monkeypatch.undo()
+
+
+def test_a_cache_above_64_gib_is_stored_and_mapped(tmp_path, monkeypatch):
+    """460,000 images of 3 x 224 x 224 bytes are 69,242,880,000 bytes; 64 GiB are 68,719,476,736. The file is sparse."""
+    shape = (460_000, 3, 224, 224)
+    monkeypatch.setattr(pixel_file, "_reserve", lambda file, size: file.touch() or os.truncate(file, size))
+    entry = pixel_file.PixelEntry(tmp_path)
+    buffer = entry.new_buffer(shape)
+    buffer.images[-1] = 7
+    buffer.save_progress(len(buffer.images), {})
+    entry.store(buffer)
+    assert tuple(buffer.source.shape) == shape
+    assert (tmp_path / "pixels").stat().st_size == 69_242_880_000
+    stored = entry.read()
+    assert stored.complete
+    assert stored.source[-1:].unique().tolist() == [7]
+    assert stored.source[:1].unique().tolist() == [0]
 
 
 @pytest.mark.parametrize("kind", ["file", "below a file"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedssl.datasets import decoding
+from fedssl.datasets import buffers, decoding
 from fedssl.errors import InputError
 from tests.fedssl.datasets.made import first_pixels, make_image, png
 
@@ -61,7 +61,7 @@ def test_large_jpeg_keeps_its_content() -> None:
 def test_decode_keeps_order_and_reports_what_it_cannot_read() -> None:
     batches = [[png(make_image(value)) for value in range(start, start + 3)] for start in range(0, 60, 3)]
     batches[4][1] = b"not an image"
-    buffer = decoding.memory_buffer((60, 1, 4, 4))
+    buffer = buffers.memory_buffer((60, 1, 4, 4))
     decoding.decode(batches, buffer)
     assert buffer.complete
     unreadable = buffer.unreadable
@@ -74,15 +74,15 @@ def test_decode_keeps_order_and_reports_what_it_cannot_read() -> None:
 
 
 def test_images_that_do_not_fit_into_memory_are_refused_before_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "available_memory", lambda: 8 * 10**9)
+    monkeypatch.setattr(buffers, "available_memory", lambda: 8 * 10**9)
     with pytest.raises(InputError, match=r"1,000,000 images of 3 x 64 x 64 need 12\.3 GB of memory, and 8\.0 GB are"):
-        decoding.memory_buffer((1_000_000, 3, 64, 64))  # 10^6 * 3 * 64 * 64 = 12.288 * 10^9 bytes
+        buffers.memory_buffer((1_000_000, 3, 64, 64))  # 10^6 * 3 * 64 * 64 = 12.288 * 10^9 bytes
 
 
 def test_an_unconvertible_image_is_unreadable(tmp_path: Path) -> None:
     batches = [[png(make_image(1))], [tmp_path / "float.tif"], [png(make_image(2))]]
     Image.new("F", (4, 4)).save(tmp_path / "float.tif")
-    buffer = decoding.memory_buffer((3, 1, 4, 4))
+    buffer = buffers.memory_buffer((3, 1, 4, 4))
     decoding.decode(batches, buffer)
     unreadable = buffer.unreadable
     assert list(unreadable) == [1]

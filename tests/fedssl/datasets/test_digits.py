@@ -22,11 +22,13 @@ def test_digits_are_those_of_scikit_learn() -> None:
     assert train is load(settings_of("digits"), "federated")
     assert train.images.shape == (1438, 1, 8, 8)
     assert test.images.shape == (359, 1, 8, 8)
-    assert train.images.dtype == torch.uint8
+    assert train.images[:].dtype == torch.uint8
     assert train.labels.dtype == torch.int64
     kept, held_out = stratified_holdout(original.target, fraction=0.2)
     for image_data, rows in ((train, kept), (test, held_out)):
-        assert torch.equal(image_data.images[:, 0], torch.from_numpy(np.rint(original.images[rows] * 255 / 16)).byte())
+        assert torch.equal(
+            image_data.images[:][:, 0], torch.from_numpy(np.rint(original.images[rows] * 255 / 16)).byte()
+        )
         assert torch.equal(image_data.labels, torch.from_numpy(original.target[rows]))
         assert image_data.classes == tuple("0123456789")
     # Class sizes 178 182 177 183 181 182 181 179 174 180; a fifth is 35.6 36.4 35.4 36.6 36.2 36.4 36.2 35.8 34.8 36.0:
@@ -39,13 +41,13 @@ def test_digits_without_the_file_come_from_the_public_function(monkeypatch: pyte
     base._read_split.cache_clear()
     monkeypatch.setattr(digits, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=["/nowhere"]))
     image_data = load(settings_of("digits"), "test")
-    assert torch.equal(image_data.images, expected.images)
+    assert torch.equal(image_data.images[:], expected.images[:])
     assert torch.equal(image_data.labels, expected.labels)
 
 
 def test_digits_statistics_are_those_of_the_yaml() -> None:
     settings = settings_of("digits")
-    values = load(settings, "train").images / 255
+    values = load(settings, "train").images[:] / 255
     assert values.mean().item() == pytest.approx(settings.mean[0], abs=1e-3)
     assert values.std().item() == pytest.approx(settings.std[0], abs=1e-3)
 
@@ -54,7 +56,7 @@ def test_digits_in_another_form() -> None:
     settings = settings_of("digits", channels=3, size=16, mean=[0.3] * 3, std=[0.4] * 3, limit=50, test_limit=7)
     wide = load(settings, "train")
     assert wide.images.shape == (50, 3, 16, 16)
-    assert torch.equal(wide.images[:, 0], wide.images[:, 2])
+    assert torch.equal(wide.images[:][:, 0], wide.images[:][:, 2])
     assert len(load(settings, "test").images) == 7
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from fedssl.datasets.images import TensorImages
 from fedssl.evaluation.features import Features
 from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol, LabeledImages, evaluate
 from fedssl.evaluation.scores import to_flat_dict
@@ -30,8 +31,8 @@ class Given(EvaluationInput):
         train = torch.zeros(len(data.train), 1, 2, 2, dtype=torch.uint8)
         super().__init__(
             encoder=None,
-            train=LabeledImages(train, data.train_labels),
-            test=LabeledImages(test, data.test_labels),
+            train=LabeledImages(TensorImages(train), data.train_labels),
+            test=LabeledImages(TensorImages(test), data.test_labels),
             mean=(0.5,),
             std=(0.5,),
             device=torch.device("cpu"),

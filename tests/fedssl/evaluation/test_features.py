@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.evaluation.features import Features, extract, pixels
 from tests.fedssl.evaluation.made import blobs
@@ -29,7 +30,7 @@ class Statistics(nn.Module):
 def test_extract_normalizes_and_uses_running_statistics():
     # Pixel 255 -> 1 -> (1 - 0.5) / 0.1 = 5 -> (5 - 1) / sqrt(4) = 2; pixel 0 -> -5 -> -3.
     images = torch.tensor([[255, 0], [0, 255]], dtype=torch.uint8).view(2, 1, 1, 2)
-    features = extract(Statistics(), images, mean=[0.5], std=[0.1], device="cpu")
+    features = extract(Statistics(), TensorImages(images), mean=[0.5], std=[0.1], device="cpu")
     torch.testing.assert_close(features, torch.tensor([[2.0, -3.0], [-3.0, 2.0]]), rtol=1e-5, atol=1e-5)
 
 
@@ -37,7 +38,9 @@ def test_extract_leaves_modes_and_statistics_as_they_were():
     encoder = Statistics().train()
     encoder.norm.eval()  # a layer that is kept frozen during training
     before = {name: value.clone() for name, value in encoder.state_dict().items()}
-    features = extract(encoder, torch.zeros(3, 1, 1, 2, dtype=torch.uint8), mean=[0.5], std=[0.1], device="cpu")
+    features = extract(
+        encoder, TensorImages(torch.zeros(3, 1, 1, 2, dtype=torch.uint8)), mean=[0.5], std=[0.1], device="cpu"
+    )
     assert (encoder.training, encoder.norm.training, encoder.dropout.training) == (True, False, True)
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
     assert not features.is_inference()
@@ -47,7 +50,7 @@ def test_extract_leaves_modes_and_statistics_as_they_were():
 def test_extract_restores_modes_after_an_error():
     encoder = Statistics().train()
     with pytest.raises(RuntimeError):
-        extract(encoder, torch.zeros(3, 1, 2, 2, dtype=torch.uint8), mean=[0.5], std=[0.1], device="cpu")
+        extract(encoder, TensorImages(torch.zeros(3, 1, 2, 2, dtype=torch.uint8)), mean=[0.5], std=[0.1], device="cpu")
     assert encoder.training
 
 
@@ -58,7 +61,7 @@ def test_extract_normalizes_each_channel_and_does_not_depend_on_the_batch_size()
         3, 1, 1
     )
     for batch_size in (2, 7, 100):
-        result = extract(nn.Flatten(), images, mean=mean, std=std, device="cpu", batch_size=batch_size)
+        result = extract(nn.Flatten(), TensorImages(images), mean=mean, std=std, device="cpu", batch_size=batch_size)
         torch.testing.assert_close(result.double(), expected.flatten(1), rtol=1e-5, atol=1e-6)
 
 
@@ -74,19 +77,19 @@ def test_extract_normalizes_each_channel_and_does_not_depend_on_the_batch_size()
     ],
 )
 def test_pixels_have_at_most_3072_values(shape: tuple[int, int, int], dim: int):
-    assert pixels(torch.zeros(2, *shape, dtype=torch.uint8)).shape == (2, dim)
+    assert pixels(TensorImages(torch.zeros(2, *shape, dtype=torch.uint8))).shape == (2, dim)
 
 
 def test_pixels_are_averaged_over_squares():
     image = torch.zeros(1, 1, 57, 57, dtype=torch.uint8)  # 57 * 57 > 3072: squares of 2, the last of width 1
     image[0, 0, :2, :2] = torch.tensor([[255, 0], [0, 51]])
     image[0, 0, 56, 56] = 255
-    result = pixels(image).view(29, 29)
+    result = pixels(TensorImages(image)).view(29, 29)
     assert result[0, 0].item() == pytest.approx((1 + 0.2) / 4)
     assert result[28, 28].item() == pytest.approx(1.0)
     assert result.sum().item() == pytest.approx(1.3)
     small = torch.tensor([[0, 51], [102, 255]], dtype=torch.uint8).view(1, 1, 2, 2)
-    torch.testing.assert_close(pixels(small), torch.tensor([[0.0, 0.2, 0.4, 1.0]]))
+    torch.testing.assert_close(pixels(TensorImages(small)), torch.tensor([[0.0, 0.2, 0.4, 1.0]]))
 
 
 def test_features_that_are_not_finite_are_refused():

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fedssl.config.load import compose
+from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.evaluation.few_labels import FewLabels, stratified_sample
 from fedssl.evaluation.fine_tune import FineTune
@@ -41,7 +42,7 @@ def evaluation_input(encoder, *, n=60):
     images = torch.randint(0, 100, (n, 1, 4, 4), generator=generator, dtype=torch.uint8)
     images[labels == 1, :, :2] += 120
     images[labels == 0, :, 2:] += 120
-    some = LabeledImages(images, labels)
+    some = LabeledImages(TensorImages(images), labels)
     return EvaluationInput(encoder=encoder, train=some, test=some, mean=(0.5,), std=(0.5,), device=torch.device("cpu"))
 
 

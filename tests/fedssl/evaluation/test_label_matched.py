@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fedssl.datasets.images import TensorImages
 from fedssl.evaluation.label_matched import sample_label_matched, subset
 from fedssl.evaluation.protocol import EvaluationInput, LabeledImages
 
@@ -53,7 +54,7 @@ def test_a_subset_reuses_the_features():
             return images.flatten(1)
 
     images = torch.arange(6, dtype=torch.uint8).view(6, 1, 1, 1)
-    some = LabeledImages(images, torch.tensor([0, 1, 2, 0, 1, 2]))
+    some = LabeledImages(TensorImages(images), torch.tensor([0, 1, 2, 0, 1, 2]))
     whole = EvaluationInput(
         encoder=Counting(), train=some, test=some, mean=(0.0,), std=(1.0,), device=torch.device("cpu")
     )

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedssl.datasets.images import TensorImages
 from fedssl.evaluation.few_labels import FewLabels
 from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.linear_probe import LinearProbe
@@ -30,7 +31,10 @@ def evaluation_input(encoder: nn.Module | None) -> EvaluationInput:
     """Images of 1 x 2 pixels; class 0 is bright on the left, class 1 on the right."""
     images = torch.tensor([[255, 0], [0, 255], [204, 51], [51, 204]], dtype=torch.uint8).view(4, 1, 1, 2)
     labels = torch.tensor([0, 1, 0, 1])
-    some = {"train": LabeledImages(images, labels), "test": LabeledImages(images[:3], labels[:3])}
+    some = {
+        "train": LabeledImages(TensorImages(images), labels),
+        "test": LabeledImages(TensorImages(images[:3]), labels[:3]),
+    }
     return EvaluationInput(encoder=encoder, **some, mean=(0.5,), std=(0.1,), device=torch.device("cpu"))
 
 
@@ -64,7 +68,7 @@ class FineTuned(EvaluationProtocol):
         network = nn.Sequential(
             copy.deepcopy(evaluation_input.encoder), nn.LazyLinear(evaluation_input.num_classes)
         ).train()
-        images = (evaluation_input.train.images.float() / 255 - evaluation_input.mean[0]) / evaluation_input.std[0]
+        images = (evaluation_input.train.images[:].float() / 255 - evaluation_input.mean[0]) / evaluation_input.std[0]
         network(images)
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
         for _ in range(20):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fedssl.config.load import compose
+from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.evaluation.features import Features
 from fedssl.evaluation.few_labels import FewLabels
@@ -90,7 +91,7 @@ def test_declarations_are_those_of_a_run_of_the_protocol(name: str):
     settings = compose([f"evaluation={name}", "encoder.width=2"])
     protocol, encoder = settings.evaluation.protocol.instantiate(), build_method(settings.model).encoder
     images = torch.randint(256, (60, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    labeled, device = LabeledImages(images, torch.arange(60) % 2), torch.device("cpu")
+    labeled, device = LabeledImages(TensorImages(images), torch.arange(60) % 2), torch.device("cpu")
     evaluation_input = EvaluationInput(
         encoder=encoder, train=labeled, test=labeled, mean=(0.5,), std=(0.5,), device=device
     )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedssl.config.load import compose
 from fedssl.config.overrides import CONF
+from fedssl.datasets.images import TensorImages
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.evaluation.classifier import Views, predicted_classes, warmup_cosine
@@ -43,7 +44,7 @@ def evaluation_input(encoder, *, n=60, m=20):
         images = torch.randint(0, 100, (count, 1, 4, 4), generator=generator, dtype=torch.uint8)
         images[labels == 1, :, :2] += 120
         images[labels == 0, :, 2:] += 120
-        return LabeledImages(images, labels)
+        return LabeledImages(TensorImages(images), labels)
 
     return EvaluationInput(encoder=encoder, train=some(n), test=some(m), mean=(0.5,), std=(0.5,), device=CPU)
 
@@ -157,7 +158,7 @@ def test_with_a_share_of_the_labels_only_the_drawn_images_are_used():
         drawn = stratified_sample(evaluated.train.labels, share=0.1, generator=numpy_generator(*training_path))
         others = torch.ones(60, dtype=torch.bool)
         others[drawn] = False
-        evaluated.train.images[others] = evaluated.train.images[others].flip(2)
+        evaluated.train.images.tensor[others] = evaluated.train.images.tensor[others].flip(2)
         result = evaluate(protocol(shares=[0.1], **changes), evaluated, seed=0)
         assert result == {"mine_10_percent": Score(1.0)}
         assert encoder is None or encoder.seen == [52]
@@ -166,7 +167,7 @@ def test_with_a_share_of_the_labels_only_the_drawn_images_are_used():
 
 def test_the_same_seed_gives_the_same_number_and_views_are_drawn_by_it():
     drop = torch.nn.Dropout(0.5)  # draws from torch's own chance
-    images = evaluation_input(None).train.images
+    images = evaluation_input(None).train.images[:]
 
     def view(training_path):
         made = Views(
@@ -236,7 +237,9 @@ def test_our_linear_probe_is_within_a_fifth_of_a_point_of_sgd_that_has_converged
     """
     (train, labels), (test, test_labels) = noisy(1000), noisy(2000)
     mean, std = train.mean(0), train.std(0, correction=0)
-    images = [LabeledImages(torch.zeros(len(y), 1, 1, 1, dtype=torch.uint8), y) for y in (labels, test_labels)]
+    images = [
+        LabeledImages(TensorImages(torch.zeros(len(y), 1, 1, 1, dtype=torch.uint8)), y) for y in (labels, test_labels)
+    ]
 
     def evaluated(made, x, x_test):
         given = EvaluationInput(encoder=None, train=images[0], test=images[1], mean=(0.5,), std=(0.5,), device=CPU)

@@ -7,6 +7,7 @@ import torch
 
 from client_app.worker import release_worker
 from fedssl.config.load import compose
+from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError, RequestRefused
 from fedssl.machine import cuda_graphs
 from fedssl.machine.cuda_graphs import CudaGraphCache
@@ -48,7 +49,9 @@ class Client:
             self.training.reset_optimizer(lr_factor=0.5**self.rounds)
             rows, generator = torch.arange(num_images), torch_generator(*seed_path)
             self.losses.append(
-                train(self.method, images, rows, training=self.training, generator=generator, labels=labels).loss
+                train(
+                    self.method, TensorImages(images), rows, training=self.training, generator=generator, labels=labels
+                ).loss
             )
             self.method.end_round()
         self.rounds += 1
@@ -179,7 +182,7 @@ def test_a_run_whose_clients_record_gives_the_same_bits(monkeypatch, tmp_path):
     """As on a GPU: all clients of a process use what one of them has recorded; Per-SSL trains a second model too."""
     overrides = [*SMALL, "strategy=per_ssl", "method=byol", "num_clients=2", "dataset.limit=48"]
     treat_cpu_as_gpu(monkeypatch)
-    monkeypatch.setattr("client_app.worker.place_images", lambda images, device: images)
+    monkeypatch.setattr(TensorImages, "place", lambda images, device: images)
     expected = Federation(tmp_path / "plain", *overrides).run(2)
     recorder = Recorder()
     monkeypatch.setattr(cuda_graphs, "capture_on_gpu", lambda: recorder)
@@ -205,7 +208,9 @@ def test_a_gpu_records_its_steps(method):
         training_on.start_round(first=True)
         training.reset_optimizer(lr_factor=1.0)
         rows, generator = torch.arange(24), torch_generator(0, "gpu")
-        results.append(train(training_on, images, rows, training=training, generator=generator, labels=labels).loss)
+        results.append(
+            train(training_on, TensorImages(images), rows, training=training, generator=generator, labels=labels).loss
+        )
         assert (training.graphs is not None) == bool(overrides)
     assert results[0] == pytest.approx(results[1], rel=1e-2)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fedssl.config.load import compose
+from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.machine import process
 from fedssl.machine.devices import (
@@ -14,7 +15,6 @@ from fedssl.machine.devices import (
     check_precision,
     count_accelerators,
     free_memory,
-    place_images,
     select_device,
     to_device,
     visible_devices,
@@ -47,13 +47,15 @@ def test_images_go_to_a_gpu_if_they_leave_half_of_its_free_memory(monkeypatch, k
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 1000)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 1000 - free)
     assert free_memory(torch.device(kind)) == free
-    images = Mock(spec=torch.Tensor, nbytes=100)
-    assert place_images(images, torch.device(kind)) is (images.to.return_value if moves else images)
+    images = TensorImages(torch.zeros(100, 1, 1, 1, dtype=torch.uint8))
+    moved = Mock()
+    monkeypatch.setattr(images, "to", moved)
+    assert images.place(torch.device(kind)) is (moved.return_value if moves else images)
 
 
 def test_on_a_cpu_images_stay():
-    images = torch.arange(12).view(6, 2)
-    assert place_images(images, torch.device("cpu")) is images
+    images = TensorImages(torch.arange(12).view(6, 2, 1, 1))
+    assert images.place(torch.device("cpu")) is images
 
 
 @pytest.mark.parametrize(

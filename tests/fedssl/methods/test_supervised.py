@@ -10,6 +10,7 @@ from torch import nn
 
 from fedssl.config.load import compose
 from fedssl.datasets.base import load
+from fedssl.datasets.images import TensorImages
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.evaluation.features import extract
@@ -96,7 +97,7 @@ def test_every_image_comes_with_its_own_label():
     method = Recorded()
     train(
         method,
-        torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1),
+        TensorImages(torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1)),
         torch.tensor([1, 4, 5, 8]),
         training=local_training(torch.optim.SGD(method.parameters(), lr=0.1), epochs=2, batch_size=3),
         generator=torch_generator(0, "train"),

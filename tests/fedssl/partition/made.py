@@ -2,6 +2,7 @@
 
 import torch
 
+from fedssl.datasets.images import TensorImages
 from fedssl.partition import ImageSubset, PartitionInput
 
 
@@ -17,5 +18,5 @@ def partition_input(
     if num_images is None:
         assert labels is not None
         num_images = len(labels)
-    images = ImageSubset(torch.zeros(num_images, 1, 1, 1, dtype=torch.uint8), torch.arange(num_images))
+    images = ImageSubset(TensorImages(torch.zeros(num_images, 1, 1, 1, dtype=torch.uint8)), torch.arange(num_images))
     return PartitionInput(labels=labels, owners=owners, images=images, num_clients=num_clients, seed=seed)

@@ -11,6 +11,7 @@ from threadpoolctl import threadpool_limits
 
 from fedssl.config.load import compose
 from fedssl.datasets.base import ImageData
+from fedssl.datasets.images import TensorImages
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.export import load_encoder, save_encoder
@@ -37,7 +38,7 @@ def blobs(kind: torch.Tensor, *, channels: int = 1) -> torch.Tensor:
 
 
 def images_of(kind: torch.Tensor = KIND, *, cache: str | None = None, channels: int = 1) -> ImageSubset:
-    return ImageSubset(blobs(kind, channels=channels), torch.arange(len(kind)), cache)
+    return ImageSubset(TensorImages(blobs(kind, channels=channels)), torch.arange(len(kind)), cache)
 
 
 def result(images: ImageSubset, **settings) -> np.ndarray:
@@ -119,7 +120,7 @@ def test_components_are_those_of_scikit_learn() -> None:
 def test_pixels_of_large_images_are_averaged() -> None:
     # 3 x 32 x 32 = 3072 numbers are more than 1024; over squares of 2 x 2 they are 768.
     source = torch.randint(256, (5, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    features = pixel_features(ImageSubset(source, torch.tensor([1, 4])))
+    features = pixel_features(ImageSubset(TensorImages(source), torch.tensor([1, 4])))
     assert features.shape == (2, 768)
     expected = source[4].double().view(3, 16, 2, 16, 2).mean(dim=(2, 4)).flatten() / 255
     assert np.abs(features[1] - expected.numpy()).max() < 1e-6
@@ -128,9 +129,8 @@ def test_pixels_of_large_images_are_averaged() -> None:
 @pytest.mark.parametrize("with_encoder", [False, True])
 def test_clusters_do_not_depend_on_threads(with_encoder: bool, encoder: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    images = ImageSubset(
-        torch.randint(256, (700, 1, 16, 16), dtype=torch.uint8, generator=generator), torch.arange(700)
-    )
+    pixels = torch.randint(256, (700, 1, 16, 16), dtype=torch.uint8, generator=generator)
+    images = ImageSubset(TensorImages(pixels), torch.arange(700))
     threads = torch.get_num_threads()
     results = []
     for number in (1, 3):
@@ -146,7 +146,7 @@ def test_a_user_encoder(encoder: str) -> None:
     images = images_of()
     model = load_encoder(encoder)
     with torch.no_grad():
-        expected = model(model.preprocess(images.source))
+        expected = model(model.preprocess(images.source[:]))
     assert np.abs(encoder_features(images, encoder) - expected.numpy()).max() < 1e-6
     assert same_groups(result(images, encoder=encoder), KIND)
 
@@ -188,7 +188,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_if_it_was_named(tmp_path: P
 def test_in_a_run_without_labels_and_with_server_images() -> None:
     overrides = ["seed=4", "num_clients=3", "calibration=auxiliary", "calibration.share=0.2"]
     settings = compose([*overrides, "partition=feature_clusters", "partition.components=2"]).partition
-    made_partition = make_partition(settings, ImageData(blobs(KIND), None))
+    made_partition = make_partition(settings, ImageData(TensorImages(blobs(KIND)), None))
     kept = server_indices(90, share=0.2, seed=4)
     assert sorted([*kept, *np.concatenate(made_partition.client_indices)]) == list(range(90))
     assert made_partition.groups is not None

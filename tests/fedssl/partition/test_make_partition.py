@@ -6,12 +6,13 @@ import torch
 
 from fedssl.config.load import compose
 from fedssl.datasets.base import ImageData
+from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.partition.partition import client_indices, server_indices
 from fedssl.partition.partitioners import skew
 from tests.fedssl.partition.made import partition_input
 
-IMAGES = ImageData(torch.zeros(60, 1, 1, 1, dtype=torch.uint8), torch.arange(2).repeat_interleave(30))
+IMAGES = ImageData(TensorImages(torch.zeros(60, 1, 1, 1, dtype=torch.uint8)), torch.arange(2).repeat_interleave(30))
 WORDS = ["seed=7", "num_clients=2"]
 
 

@@ -18,6 +18,7 @@ from fedssl import partition
 from fedssl.config.load import compose
 from fedssl.config.settings import Component, PartitionSettings
 from fedssl.datasets.base import ImageData
+from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.partition import dirichlet_shares, flwr_partitioners, make_partition
 from fedssl.plots.partition import partition_table, save_partition_plot
@@ -214,7 +215,7 @@ def test_dirichlet_equals_flwr_datasets_wherever_that_succeeds() -> None:
 
 
 def test_the_last_partition_is_kept_for_the_same_images_and_settings() -> None:
-    images = ImageData(torch.zeros(20, 1, 2, 2, dtype=torch.uint8), torch.arange(20) % 2)
+    images = ImageData(TensorImages(torch.zeros(20, 1, 2, 2, dtype=torch.uint8)), torch.arange(20) % 2)
     settings = PartitionSettings(
         rule=Component({"_target_": "fedssl.partition.iid"}), num_clients=4, seed=0, server_fraction=None, cache=None
     )
@@ -337,7 +338,7 @@ def test_natural_depends_on_owners_and_seed_alone() -> None:
 
 
 def test_natural_yaml_and_calibration() -> None:
-    images = ImageData(torch.zeros(42, 1, 1, 1, dtype=torch.uint8), None, owners=OWNERS)
+    images = ImageData(TensorImages(torch.zeros(42, 1, 1, 1, dtype=torch.uint8)), None, owners=OWNERS)
     overrides = ["num_clients=3", "partition=natural"]
     parts = partition.client_indices(compose(overrides).partition, images)
     assert all(np.array_equal(a, b) for a, b in zip(parts, natural(OWNERS, 3), strict=True))

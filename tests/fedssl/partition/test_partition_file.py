@@ -8,6 +8,7 @@ import torch
 
 from fedssl.config.load import compose
 from fedssl.datasets.base import ImageData
+from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.partition import dirichlet, from_file, make_partition, write_partition
 from tests.fedssl.partition.made import partition_input
@@ -52,7 +53,7 @@ def test_in_a_run_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     settings = compose(["partition=file", "partition.file=partition.csv", "num_clients=2"]).partition
     monkeypatch.chdir("/")
-    made_partition = make_partition(settings, ImageData(torch.zeros(6, 1, 8, 8, dtype=torch.uint8), None))
+    made_partition = make_partition(settings, ImageData(TensorImages(torch.zeros(6, 1, 8, 8, dtype=torch.uint8)), None))
     assert [part.tolist() for part in made_partition.client_indices] == [[0, 1, 5], [2, 3, 4]]
 
 

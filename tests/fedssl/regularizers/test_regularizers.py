@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from fedssl.config.load import compose
+from fedssl.datasets.images import TensorImages
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.losses import info_nce
@@ -287,7 +288,7 @@ def fit(method: SSLMethod, regularizer: Regularizer, *, precision: str = "fp32",
     images = torch.randint(256, (12, 1, 8, 8), generator=generator, dtype=torch.uint8)
     return train(
         method,
-        images,
+        TensorImages(images),
         torch.arange(12),
         training=local_training(
             torch.optim.SGD([p for p in method.parameters() if p.requires_grad], lr=0.1),

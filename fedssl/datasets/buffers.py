@@ -1,0 +1,135 @@
+"""Targets of decoding in the memory of this process: pixels, or encoded images that are known to be readable."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fedssl.datasets.decoding import DecodeBuffer, Shape
+from fedssl.datasets.images import EncodedImages, ImageSource, TensorImages
+from fedssl.errors import InputError
+from fedssl.machine.memory import available_memory, gigabytes
+
+_COPY_CHUNK = 1024  # images copied at a time
+
+
+@dataclass(frozen=True)
+class EncodedInput:
+    """Encoded images as their source offers them."""
+
+    records: Sequence[bytes | Path] | None  # by index, where they are; None if they must be copied to be found again
+    num_bytes: int  # of a copy, approximately
+    max_pixels: int  # as in `fedssl.datasets.decoding.read_image`
+
+
+class StoredBuffer(DecodeBuffer):
+    """Images that an earlier process has decoded completely."""
+
+    def __init__(self, source: ImageSource, *, count: int, unreadable: Mapping[int, str]) -> None:
+        super().__init__((count, *source.shape[1:]), done=count, unreadable=unreadable)
+        self.source = source
+
+    def receive(self, batch: Sequence[bytes | Path]) -> None:
+        raise AssertionError("all images are decoded")
+
+    def write(self, index: int, image: np.ndarray) -> None:
+        raise AssertionError("all images are decoded")
+
+    def finish(self) -> None:
+        pass
+
+
+class PixelBuffer(DecodeBuffer):
+    """Decoded images ``images``, a uint8 array of the buffer's shape."""
+
+    def __init__(self, images: np.ndarray, *, done: int = 0, unreadable: Mapping[int, str] | None = None) -> None:
+        count, channels, size, _ = images.shape
+        super().__init__((count, channels, size, size), done=done, unreadable=unreadable)
+        self.images = images
+
+    def receive(self, batch: Sequence[bytes | Path]) -> None:
+        pass
+
+    def write(self, index: int, image: np.ndarray) -> None:
+        self.images[index] = image
+
+    def drop_unreadable(self) -> None:
+        """Move the readable images together, in their order."""
+        if not self.unreadable:
+            return
+        unreadable, kept = self.unreadable, self.readable
+        self.save_progress(0, {})  # after an interruption all images must be decoded again
+        for start in range(min(unreadable), len(kept), _COPY_CHUNK):
+            rows = kept[start : start + _COPY_CHUNK]
+            self.images[start : start + len(rows)] = self.images[rows]
+        self.images = self.images[: len(kept)]
+        self.done, self.unreadable = self.count, unreadable
+
+    def finish(self) -> None:
+        self.drop_unreadable()
+        self.source = TensorImages(torch.from_numpy(self.images))
+
+
+class RecordBuffer(DecodeBuffer):
+    """Encoded images that stay where they are, or are copied into the memory of this process.
+
+    Decoding finds the unreadable ones, since a correct header is no proof of a readable image. Pixels are discarded.
+    """
+
+    def __init__(
+        self, shape: Shape, encoded: EncodedInput, *, done: int = 0, unreadable: Mapping[int, str] | None = None
+    ) -> None:
+        super().__init__(shape, done=done, unreadable=unreadable)
+        self.max_pixels = encoded.max_pixels
+        self.records: Sequence[bytes | Path] | None = encoded.records
+        self._copies: list[bytes | Path] = []
+
+    def receive(self, batch: Sequence[bytes | Path]) -> None:
+        if self.records is None:
+            self._copies += batch
+
+    def write(self, index: int, image: np.ndarray) -> None:
+        pass
+
+    def finish(self) -> None:
+        self.source = encoded_images(
+            self._copies if self.records is None else self.records, self.readable, self.shape, self.max_pixels
+        )
+
+
+def encoded_images(
+    records: Sequence[bytes | Path], readable: np.ndarray, shape: Shape, max_pixels: int
+) -> EncodedImages:
+    """Return the readable ones of encoded images, for pixels of this shape."""
+    return EncodedImages(records, readable, channels=shape[1], size=shape[2], max_pixels=max_pixels)
+
+
+def memory_buffer(shape: Shape) -> PixelBuffer:
+    """Return a buffer in memory for images of this shape; `InputError` if memory is too small."""
+    _check_memory(
+        math.prod(shape),
+        f"{shape[0]:,} images of {shape[1]} x {shape[2]} x {shape[3]}",
+        "decode them into a file with dataset.cache=auto or dataset.cache=FOLDER, leave them encoded with "
+        "dataset.storage=encoded",
+    )
+    return PixelBuffer(np.empty(shape, dtype=np.uint8))
+
+
+def record_buffer(shape: Shape, encoded: EncodedInput) -> RecordBuffer:
+    """Return a buffer of encoded images without a file; `InputError` if they are copied and memory is too small."""
+    if encoded.records is None:
+        remedy = "copy them into a file with dataset.cache=auto or dataset.cache=FOLDER"
+        _check_memory(encoded.num_bytes, f"{shape[0]:,} encoded images", remedy)
+    return RecordBuffer(shape, encoded)
+
+
+def _check_memory(needed: int, what: str, remedy: str) -> None:
+    free = available_memory()
+    if free is not None and needed > free:
+        raise InputError(
+            f"{what} need {gigabytes(needed)} of memory, and {gigabytes(free)} are available; {remedy}, or lower "
+            "dataset.limit or dataset.size"
+        )

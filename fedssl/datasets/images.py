@@ -1,0 +1,233 @@
+"""Images of a data set in one of three storages: a tensor, a mapped file of pixels, or encoded images.
+
+All are indexed like an array and give the same pixels. `ImageSource.prefetch` reads ahead of its caller: the kernel
+reads the rows of a mapped file, and threads decode encoded images.
+"""
+
+import logging
+import math
+import mmap
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedssl.datasets.decoding import THREADS, read_image, unreadable_reason
+from fedssl.errors import InputError
+from fedssl.machine.devices import free_memory, is_gpu
+from fedssl.machine.memory import gigabytes
+from fedssl.machine.process import available_cores
+
+AHEAD = 4  # maximum number of batches that are read ahead
+AHEAD_BYTES = 2**27  # of decoded images that are read ahead, but at least one batch
+READ_AHEAD_BYTES = 2**15  # of a decoded image; smaller ones are copied in less time than a call of the kernel takes
+_TASK = 8  # images decoded by a thread at a time
+
+
+log = logging.getLogger("fedssl")
+
+
+class ImageSource(ABC):
+    """Images, uint8 ``(n, channels, height, width)``, on one device.
+
+    ``images[rows]`` returns a tensor for indices, int64, or a slice. A copy of all images may not fit into memory.
+    """
+
+    shape: tuple[int, int, int, int]
+    device = torch.device("cpu")
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all images as a tensor."""
+        return math.prod(self.shape)
+
+    @abstractmethod
+    def __getitem__(self, rows: Tensor | slice) -> Tensor: ...
+
+    @abstractmethod
+    def prefetch(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield the images of each batch of indices in order, and read some batches ahead."""
+
+    @abstractmethod
+    def subset(self, rows: Tensor) -> "ImageSource":
+        """Return the images at ``rows``, in that order."""
+
+    def chunks(self, size: int) -> Iterator[Tensor]:
+        """Yield all images in order, ``size`` at a time."""
+        return self.prefetch(torch.arange(len(self)).split(size))
+
+    def to(self, device: torch.device) -> "ImageSource":
+        """Return the images on a device, or unchanged if they are no tensor."""
+        return self
+
+    def place(self, device: torch.device) -> "ImageSource":
+        """Return the images on a device, or unchanged if they are no tensor or would fill half of its free memory.
+
+        The other half remains for the model, its activations and other processes. On a CPU nothing is copied.
+        """
+        return self
+
+
+class TensorImages(ImageSource):
+    """Images of a tensor, which nothing needs to be read for."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        count, channels, height, width = tensor.shape
+        self.tensor, self.shape, self.device = tensor, (count, channels, height, width), tensor.device
+
+    def __getitem__(self, rows: Tensor | slice) -> Tensor:
+        return self.tensor[rows] if isinstance(rows, slice) else self.tensor.index_select(0, rows.to(self.device))
+
+    def prefetch(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        return (self[rows] for rows in batches)
+
+    def subset(self, rows: Tensor) -> "TensorImages":
+        return TensorImages(self[rows])
+
+    def chunks(self, size: int) -> Iterator[Tensor]:
+        return iter(self.tensor.split(size))  # views
+
+    def to(self, device: torch.device) -> ImageSource:
+        return self if device == self.device else TensorImages(self.tensor.to(device))
+
+    def place(self, device: torch.device) -> ImageSource:
+        if is_gpu(device):
+            free = free_memory(device)
+            if 2 * self.nbytes > free:
+                log.info(
+                    "the images (%s) stay in host memory, because the GPU has %s free; batches are copied to the GPU",
+                    *(gigabytes(self.nbytes), gigabytes(free)),
+                )
+                return self
+        return self.to(device)
+
+
+class MappedImages(TensorImages):
+    """Decoded images in a mapped file, which all processes of a host share. Pages are reread if memory is scarce."""
+
+    def __init__(self, mapped: mmap.mmap, shape: tuple[int, int, int, int]) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            super().__init__(torch.frombuffer(mapped, dtype=torch.uint8).view(shape))
+        self._mapped = mapped
+
+    def prefetch(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        image_bytes = math.prod(self.shape[1:])
+        waiting: deque[Tensor] = deque()
+        for rows in batches:
+            self._read_ahead(rows)
+            waiting.append(rows)
+            if len(waiting) > _batches_ahead(len(rows) * image_bytes):
+                yield self[waiting.popleft()]
+        yield from (self[rows] for rows in waiting)
+
+    def _read_ahead(self, rows: Tensor) -> None:
+        """Let the kernel read the pages of some images, without waiting for them."""
+        image_bytes = math.prod(self.shape[1:])
+        if image_bytes < READ_AHEAD_BYTES:
+            return
+        for row in rows.tolist():
+            start = row * image_bytes
+            page = start - start % mmap.PAGESIZE
+            self._mapped.madvise(mmap.MADV_WILLNEED, page, start + image_bytes - page)
+
+
+class EncodedImages(ImageSource):
+    """Encoded images that are decoded when they are used, by a pool of threads.
+
+    Parameters
+    ----------
+    records : sequence of bytes or Path
+        Encoded images, or their files.
+    rows : ndarray
+        Indices of the readable records, int64, ``(n,)``.
+    channels, size, max_pixels
+        As in `fedssl.datasets.decoding.read_image`.
+    """
+
+    def __init__(
+        self, records: Sequence[bytes | Path], rows: np.ndarray, *, channels: int, size: int, max_pixels: int
+    ) -> None:
+        self.shape = (len(rows), channels, size, size)
+        self._records, self._rows, self._max_pixels = records, rows, max_pixels
+
+    def __getitem__(self, rows: Tensor | slice) -> Tensor:
+        chosen = rows if isinstance(rows, slice) else rows.numpy()
+        return self._start(self._rows[chosen])()
+
+    def prefetch(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        started: deque[_Batch] = deque()
+        try:
+            for rows in batches:
+                started.append(self._start(self._rows[rows.numpy()]))
+                if len(started) > _batches_ahead(started[-1].images.nbytes):
+                    yield started.popleft()()
+            while started:
+                yield started.popleft()()
+        finally:
+            for batch in started:
+                batch.cancel()
+
+    def subset(self, rows: Tensor) -> "EncodedImages":
+        _, channels, size, _ = self.shape
+        kept = self._rows[rows.numpy()]
+        return EncodedImages(self._records, kept, channels=channels, size=size, max_pixels=self._max_pixels)
+
+    def _start(self, rows: np.ndarray) -> "_Batch":
+        """Start the decoding of some records."""
+        images = np.empty((len(rows), *self.shape[1:]), dtype=np.uint8)
+        pieces = [slice(start, start + _TASK) for start in range(0, len(rows), _TASK)]
+        return _Batch(images, [_pool().submit(self._decode, rows[piece], images[piece]) for piece in pieces])
+
+    def _decode(self, rows: np.ndarray, images: np.ndarray) -> None:
+        _, channels, size, _ = self.shape
+        for number, row in enumerate(rows):
+            try:
+                source = self._records[row]
+                images[number] = read_image(source, channels=channels, size=size, max_pixels=self._max_pixels)
+            except Exception as error:  # a changed file can raise any exception in the decoder of its format
+                raise InputError(
+                    f"image {row} of the data set was readable and is no longer ({unreadable_reason(error)}); start "
+                    "again, and do not change the files of a data set during a run"
+                ) from error
+
+
+class _Batch:
+    """Images that threads decode; a call waits for them."""
+
+    def __init__(self, images: np.ndarray, tasks: Sequence[Future[None]]) -> None:
+        self.images, self._tasks = images, tasks
+
+    def __call__(self) -> Tensor:
+        for task in self._tasks:
+            task.result()
+        return torch.from_numpy(self.images)
+
+    def cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+
+def _batches_ahead(num_bytes: int) -> int:
+    """Return how many batches of this size are read ahead."""
+    return min(max(AHEAD_BYTES // max(num_bytes, 1), 1), AHEAD)
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    """Return the decoding threads of this process."""
+    return ThreadPoolExecutor(min(THREADS, available_cores()), thread_name_prefix="decode")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has no threads

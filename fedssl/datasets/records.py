@@ -1,0 +1,60 @@
+"""Encoded images inside of larger files: one after another in a pack, or in the buffers of an arrow file."""
+
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+
+
+class FileRecords(Sequence[bytes]):
+    """Byte strings in files, read when they are used.
+
+    The files stay open, so that a replaced file does not change them. Reading, in place of a mapping, returns an error
+    where a mapped file that was cut would end the process.
+
+    Parameters
+    ----------
+    files : sequence of Path
+        The files.
+    file_numbers, offsets, lengths : ndarray
+        For each record: the index of its file, its first byte and its number of bytes; integers, ``(n,)``.
+    """
+
+    def __init__(
+        self, files: Sequence[Path], file_numbers: np.ndarray, offsets: np.ndarray, lengths: np.ndarray
+    ) -> None:
+        self._files, self._file_numbers, self._offsets, self._lengths = files, file_numbers, offsets, lengths
+        self._descriptors: list[int] = []
+        weakref.finalize(self, _close, self._descriptors)
+        for file in files:
+            self._descriptors.append(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        number, length = int(self._file_numbers[index]), int(self._lengths[index])
+        content = os.pread(self._descriptors[number], length, int(self._offsets[index]))
+        if len(content) != length:
+            raise OSError(0, f"{self._files[number].name} has been cut")
+        return content
+
+
+def pack_records(pack: Path, lengths: np.ndarray) -> FileRecords:
+    """Return the records of a file that holds them one after another; ``lengths`` are their numbers of bytes."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return FileRecords([pack], np.broadcast_to(0, len(lengths)), ends - lengths, lengths)
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,137 @@
+"""Columns of parquet and arrow files, read by pyarrow alone."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fedssl.datasets.records import FileRecords
+from fedssl.errors import InputError
+from fedssl.untrusted import sanitize
+
+CHUNK = 256  # rows read at a time, and images per task of a decoding thread
+
+
+def num_rows(file: Path) -> int:
+    """Return the number of rows of a file."""
+    table = _open(file)
+    return int(table.num_rows if isinstance(table, pa.Table) else table.metadata.num_rows)
+
+
+def schema_of(file: Path) -> pa.Schema:
+    """Return the columns of a file with their types."""
+    opened = _open(file)
+    return opened.schema if isinstance(opened, pa.Table) else opened.schema_arrow
+
+
+def require_column(file: Path, column: str, remedy: str) -> pa.Schema:
+    """Return the schema of a file; `InputError` if it has no such column."""
+    schema = schema_of(file)
+    if column not in schema.names:
+        raise InputError(f"{file} has no column {column!r} (it has {schema.names}); {remedy}")
+    return schema
+
+
+def column_chunks(file: Path, column: str) -> Iterator[pa.Array]:
+    """Yield a column in order, at most `CHUNK` rows at a time."""
+    table = _open(file)
+    if isinstance(table, pa.Table):
+        batches = iter(table.select([column]).to_batches(max_chunksize=CHUNK))
+    else:
+        batches = table.iter_batches(CHUNK, columns=[column])
+    while True:
+        with _reading(file):  # damaged data raises here
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch.column(0)
+
+
+def encoded_bytes(array: pa.Array) -> pa.Array:
+    """Return the bytes of encoded images, from a column of them or of the structs of ``datasets``."""
+    return array.field("bytes") if pa.types.is_struct(array.type) else array
+
+
+def column_bytes(file: Path, column: str) -> int:
+    """Return the approximate size of a column in memory, in bytes."""
+    opened = _open(file)
+    if isinstance(opened, pa.Table):
+        return int(opened.select([column]).nbytes) if column in opened.schema.names else 0
+    groups = (opened.metadata.row_group(number) for number in range(opened.metadata.num_row_groups))
+    parts = (group.column(number) for group in groups for number in range(group.num_columns))
+    return sum(part.total_uncompressed_size for part in parts if part.path_in_schema.split(".")[0] == column)
+
+
+def arrow_records(files: Sequence[Path], column: str, rows: np.ndarray) -> FileRecords | None:
+    """Return the encoded images at ``rows`` of arrow files, where they are in these files.
+
+    None if a file has them in compressed form, as all parquet files do.
+    """
+    places = [_places(file, column) for file in files]
+    if any(place is None for place in places):
+        return None
+    offsets, lengths = (np.concatenate(parts) for parts in zip(*filter(None, places), strict=True))
+    counts = [len(place[0]) for place in places if place is not None]
+    file_numbers = np.repeat(np.arange(len(files), dtype=np.int32), counts)
+    return FileRecords(files, file_numbers[rows], offsets[rows], lengths[rows])
+
+
+def _places(file: Path, column: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return offset and length of every image in an arrow file; None if they are compressed."""
+    if file.suffix == ".parquet":
+        return None
+    with _reading(file):
+        mapped = pa.memory_map(str(file)).read_buffer()
+        table = _table(mapped)
+    if column not in table.schema.names:  # of another data set, which is an error if its rows are needed
+        return np.zeros(table.num_rows, np.int64), np.zeros(table.num_rows, np.int64)
+    offsets, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for chunk in table.column(column).chunks:
+        array = encoded_bytes(chunk)
+        bounds, content = value_bounds(array), array.buffers()[-1]
+        if bounds is None:
+            return None
+        start = content.address - mapped.address if content is not None and content.size else 0
+        if not 0 <= start <= mapped.size:
+            return None
+        offsets.append(np.add(bounds[:-1], start, dtype=np.int64))
+        lengths.append(np.diff(bounds).astype(np.int64))
+    return np.concatenate(offsets), np.concatenate(lengths)
+
+
+def value_bounds(array: pa.Array) -> np.ndarray | None:
+    """Return where each value begins in the buffer, and the end, ``(n + 1,)``; None for neither bytes nor strings."""
+    wide = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)
+    if not (wide or pa.types.is_binary(array.type) or pa.types.is_string(array.type)):
+        return None
+    bounds = np.frombuffer(array.buffers()[1], np.int64 if wide else np.int32)
+    return bounds[array.offset : array.offset + len(array) + 1]
+
+
+def _open(file: Path) -> pq.ParquetFile | pa.Table:
+    """Open a parquet file, or the table of an arrow file, memory-mapped."""
+    with _reading(file):
+        if file.suffix == ".parquet":
+            return pq.ParquetFile(file, memory_map=True, pre_buffer=False)  # otherwise the whole file is read
+        return _table(pa.memory_map(str(file)).read_buffer())
+
+
+def _table(content: pa.Buffer) -> pa.Table:
+    """Return the table of an arrow file, in either format of ``datasets``."""
+    try:
+        return pa.ipc.open_stream(content).read_all()
+    except pa.ArrowInvalid:
+        return pa.ipc.open_file(content).read_all()
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Turn the errors of pyarrow and the file system into an `InputError`."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        reason = sanitize(" ".join(str(error).split())[:300])
+        raise InputError(f"{file} cannot be read ({reason}); give parquet or arrow files in dataset.path") from error

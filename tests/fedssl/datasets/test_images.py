@@ -1,0 +1,139 @@
+"""Images in a tensor, in a mapped file and encoded: the same pixels, read ahead in order and within bounds."""
+
+import mmap
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedssl.datasets import images
+from fedssl.datasets.images import EncodedImages, ImageSource, MappedImages, TensorImages
+from fedssl.errors import InputError
+from tests.fedssl.datasets.made import png
+
+COUNT, SIZE = 40, 45  # an image of 3 x 45 x 45 bytes is no multiple of a page
+
+
+@pytest.fixture(scope="module")
+def pixels() -> torch.Tensor:
+    return torch.randint(256, (COUNT, 3, SIZE, SIZE), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(params=["tensor", "mapped", "encoded"])
+def source(request, pixels, tmp_path) -> ImageSource:
+    if request.param == "tensor":
+        return TensorImages(pixels)
+    if request.param == "mapped":
+        file = tmp_path / "pixels"
+        file.write_bytes(pixels.numpy().tobytes())
+        with file.open("rb") as stream:
+            return MappedImages(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), tuple(pixels.shape))
+    return encoded(pixels)
+
+
+def encoded(pixels: torch.Tensor) -> EncodedImages:
+    """Every second record is damaged, and left out."""
+    records = [
+        record for image in pixels for record in (b"damaged", png(Image.fromarray(image.permute(1, 2, 0).numpy())))
+    ]
+    return EncodedImages(records, 2 * np.arange(COUNT) + 1, channels=3, size=SIZE, max_pixels=SIZE**2)
+
+
+def test_it_is_indexed_like_an_array(source, pixels):
+    assert (len(source), source.shape, source.nbytes) == (COUNT, tuple(pixels.shape), pixels.nbytes)
+    rows = torch.tensor([3, 39, 0, 3])
+    assert torch.equal(source[rows], pixels[rows])
+    assert torch.equal(source[5:7], pixels[5:7])
+    assert torch.equal(source[:], pixels)
+    assert torch.equal(torch.cat(list(source.chunks(11))), pixels)
+    assert [len(chunk) for chunk in source.chunks(11)] == [11, 11, 11, 7]
+
+
+@pytest.mark.parametrize("ahead_bytes", [1, images.AHEAD_BYTES])
+def test_batches_come_in_their_order(source, pixels, monkeypatch, ahead_bytes):
+    monkeypatch.setattr(images, "AHEAD_BYTES", ahead_bytes)
+    batches = torch.randperm(COUNT, generator=torch.Generator().manual_seed(1)).split(9)
+    found = list(source.prefetch(batches))
+    assert len(found) == 5
+    assert all(torch.equal(one, pixels[rows]) for one, rows in zip(found, batches, strict=True))
+    assert list(source.prefetch([])) == []
+
+
+def test_a_subset_of_a_subset(source, pixels):
+    part = source.subset(torch.tensor([9, 4, 30, 7])).subset(torch.tensor([2, 0]))
+    assert len(part) == 2
+    assert torch.equal(part[:], pixels[[30, 9]])
+    assert torch.equal(next(part.prefetch([torch.tensor([1])])), pixels[[9]])
+
+
+@pytest.mark.parametrize("kind", ["mapped", "encoded"])
+@pytest.mark.parametrize(("room", "ahead"), [(0, 1), (3, 3), (100, images.AHEAD)])
+def test_few_batches_are_read_ahead(pixels, tmp_path, monkeypatch, kind, room, ahead):
+    """``room`` is that of batches of five images. When a batch arrives, that many further ones have been requested."""
+    monkeypatch.setattr(images, "AHEAD_BYTES", room * 5 * 3 * SIZE**2)
+    requested = []
+
+    def batches():
+        for rows in torch.arange(COUNT).split(5):
+            requested.append(rows)
+            yield rows
+
+    if kind == "encoded":
+        source: ImageSource = encoded(pixels)
+    else:
+        (tmp_path / "pixels").write_bytes(pixels.numpy().tobytes())
+        with (tmp_path / "pixels").open("rb") as stream:
+            source = MappedImages(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), tuple(pixels.shape))
+    for number, _ in enumerate(source.prefetch(batches())):
+        assert len(requested) == min(number + 1 + ahead, 8)
+
+
+def test_batches_that_nobody_takes_are_not_decoded(pixels, monkeypatch):
+    waiting: list[Future[None]] = []
+
+    class Pool:
+        def submit(self, task, *arguments):
+            waiting.append(Future())
+            if len(waiting) <= 2:  # the first batch of nine, eight of them in the first task
+                task(*arguments)
+                waiting[-1].set_result(None)
+            return waiting[-1]
+
+    monkeypatch.setattr(images, "_pool", Pool)
+    batches = encoded(pixels).prefetch(torch.arange(COUNT).split(9))
+    assert torch.equal(next(batches), pixels[:9])
+    batches.close()
+    assert len(waiting) == 9  # 9, 9, 9, 9 and 4 images
+    assert [future.cancelled() for future in waiting] == [False] * 2 + [True] * 7
+
+
+def test_an_image_that_has_changed_ends_the_run_with_one_sentence(pixels):
+    source = encoded(pixels)
+    source._records[7] = b"changed"
+    assert torch.equal(source[:3], pixels[:3])
+    with pytest.raises(InputError, match=r"image 7 of the data set was readable and is no longer \(it is no image of"):
+        list(source.prefetch([torch.tensor([3])]))
+
+
+@pytest.mark.parametrize(("least", "advised"), [(3 * SIZE**2, 2), (3 * SIZE**2 + 1, 0)])
+def test_the_read_ahead_of_a_mapped_file_covers_its_rows(pixels, monkeypatch, least, advised):
+    """Whole pages from that of the first byte to that of the last one of each image, unless images are small."""
+    monkeypatch.setattr(images, "READ_AHEAD_BYTES", least)
+    size, calls = 3 * SIZE**2, []
+    source = object.__new__(MappedImages)
+    source.shape = tuple(pixels.shape)
+
+    class Mapped:
+        def madvise(self, option, start, length):
+            calls.append((option, start, length))
+
+    source._mapped = Mapped()
+    source._read_ahead(torch.tensor([5, 0]))
+    assert len(calls) == advised
+    for row, (option, start, length) in zip((5, 0), calls, strict=False):
+        assert option == mmap.MADV_WILLNEED
+        assert start % mmap.PAGESIZE == 0
+        assert 0 <= row * size - start < mmap.PAGESIZE
+        assert start + length == (row + 1) * size
