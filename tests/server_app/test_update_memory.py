@@ -1,0 +1,87 @@
+"""The largest number of updates that fit into memory and on the disk, by hand, and runs that are rejected."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import server_app.update_memory
+from fedssl.errors import InputError
+from server_app.update_memory import check_updates_fit, stored_updates
+from strategies.base import ServerStrategy
+from strategies.clustered import Clustered
+from strategies.eua import EUA
+from strategies.fedavg import FedAvg
+from strategies.krum import Krum
+from strategies.robust import Median
+from strategies.update_store import CollectingAggregator
+
+MODEL = {"w": np.zeros(250, np.float32)}  # 1,000 bytes
+
+
+class Quadratic(CollectingAggregator):
+    """Aggregator that needs 10 bytes for each pair of updates."""
+
+    required_metrics = ()
+
+    def working_memory(self, layers, number):
+        return 10 * number**2
+
+
+def number(server, *, rounds=3, filters_norms=False, **room):
+    return stored_updates(server, MODEL, rounds=rounds, filters_norms=filters_norms).largest_number(**room)
+
+
+def test_largest_number_by_hand():
+    server = ServerStrategy(Quadratic)
+    # 5,000 bytes of memory and 20,999 of disk hold 25 updates. 25 need 6,250 bytes to aggregate.
+    assert number(server, budget=5_000, available=11_250, disk=20_999) == 25
+    # With one byte less there are 6,249, enough for 24: 5,760.
+    assert number(server, budget=5_000, available=11_249, disk=20_999) == 24
+    assert number(server, budget=5_000, available=None, disk=0) == 5
+    assert number(server, budget=999, available=10**6, disk=0) == 0
+    # A filter of norms stores them once more: 25,999 // 2,000.
+    assert number(server, filters_norms=True, budget=5_000, available=10**6, disk=20_999) == 12
+
+
+def test_strategies_declare_what_they_store():
+    def copies(strategy, **options):
+        return stored_updates(strategy.server, MODEL, **{"rounds": 3, "filters_norms": False, **options}).copies
+
+    assert [copies(one) for one in (FedAvg(), EUA(), Median(), Krum())] == [0, 1, 1, 1]
+    assert copies(FedAvg(), filters_norms=True) == 1
+    clustered = Clustered(clusters=2, assign_by="update_cosine", cluster_round=2)
+    assert copies(clustered) == 2  # updates and differences
+    assert copies(clustered, rounds=1) == 0  # the round of the clusters is not reached
+
+
+@pytest.mark.parametrize("strategy", [EUA(), Median(), Krum()])
+def test_working_memory_grows_with_the_number(strategy):
+    memory = strategy.server.aggregator(1).working_memory
+    assert 0 < memory(MODEL, 10) < memory(MODEL, 10**6)
+
+
+def context(strategy, **aggregation):
+    settings = SimpleNamespace(**{"over_selection": 0, "max_norm_ratio": None, **aggregation})
+    return SimpleNamespace(
+        strategy=strategy, aggregation=settings, clients_per_round=10, nodes=dict.fromkeys(range(40))
+    )
+
+
+def test_a_run_that_does_not_fit_is_rejected(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_app.update_memory, "memory_budget", lambda: 2_000)
+    monkeypatch.setattr(server_app.update_memory, "available_memory", lambda: 10**12)
+    monkeypatch.setattr(server_app.update_memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10_000))
+
+    def check(strategy, **aggregation):
+        folder = tmp_path / "not" / "yet"
+        check_updates_fit(context(strategy, **aggregation), MODEL, rounds=3, folder=folder, strategy="median")
+
+    # 2,000 bytes and nine tenths of 10,000 hold 11 updates.
+    check(Median())
+    check(Median(), over_selection=1)
+    check(FedAvg(), over_selection=30)
+    with pytest.raises(InputError, match=r"^strategy=median stores .* 12 of them need .*set clients_per_round=9, or"):
+        check(Median(), over_selection=2)
+    with pytest.raises(InputError, match=r"^aggregation.max_norm_ratio stores .*aggregation.max_norm_ratio=null"):
+        check(FedAvg(), over_selection=2, max_norm_ratio=3.0)
