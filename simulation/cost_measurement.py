@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from subprocess import PIPE, Popen
@@ -30,6 +31,7 @@ from server_app.round import Round
 from simulation.cost_counts import batch_size, without_calibration
 from simulation.evaluation_cost import EvaluationCost, measure_evaluation, seconds_of
 from strategies.interfaces import ServerState
+from strategies.update_store import UpdateStorage
 
 TRAINING_SECONDS = 4.0  # about the duration of the measured training, for all phases together
 MAX_UPDATES = 20  # updates that are aggregated; more take proportionally longer
@@ -212,7 +214,12 @@ def _measure_aggregation(components: RunComponents, folder: Path) -> _Aggregatio
     numbers = (number // 2, number) if context.clients_per_round > MAX_UPDATES else (number,)
     peaks, seconds, state = [], 0.0, ServerState()
     for number in numbers:
-        sampled = replace(context, clients_per_round=number, aggregation=replace(context.aggregation, over_selection=0))
+        sampled = replace(
+            context,
+            clients_per_round=number,
+            aggregation=replace(context.aggregation, over_selection=0),
+            update_storage=partial(UpdateStorage, folder.parent),
+        )
         attempted = Round(sampled, ServerState())
         start = time.perf_counter()
         state, _ = attempted.finish(_replies(attempted, context.gathered.layers))

@@ -1,13 +1,18 @@
 """The largest number of updates that fit into memory and on the disk, by hand, and runs that are rejected."""
 
+import errno
+import os
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import server_app.update_memory
-from fedssl.errors import InputError
+import strategies.update_store
+from fedssl.errors import InputError, RunError
+from server_app.checkpoint import latest_checkpoint
 from server_app.update_memory import check_updates_fit, stored_updates
+from simulation.cli import run
 from strategies.base import ServerStrategy
 from strategies.clustered import Clustered
 from strategies.eua import EUA
@@ -85,3 +90,65 @@ def test_a_run_that_does_not_fit_is_rejected(tmp_path, monkeypatch):
         check(Median(), over_selection=2)
     with pytest.raises(InputError, match=r"^aggregation.max_norm_ratio stores .*aggregation.max_norm_ratio=null"):
         check(FedAvg(), over_selection=2, max_norm_ratio=3.0)
+
+
+# --- runs ---
+
+WORDS = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=36", "dataset.test_limit=12", "encoder.width=2"]
+WORDS += ["threads=1", "partition=iid", "evaluate_every=0", "final_evaluation=knn", "collapse_images=0"]
+WORDS += ["measure_resources=false", "augmentation=none", "batch_size=8", "engine=local"]
+KINDS = {
+    "eua": ["strategy=eua"],
+    "filtered": ["strategy=median", "aggregation.max_norm_ratio=100"],
+    "clusters": ["strategy=clustered", "strategy.assign_by=update_cosine"],
+}
+
+
+def models_of(folder):
+    return {
+        f"{model}.{name}": array
+        for model, one in latest_checkpoint(folder / "checkpoints").models.items()
+        for name, array in one.layers.items()
+    }
+
+
+def assert_equal(one, other):
+    assert list(one) == list(other)
+    for name, array in one.items():
+        np.testing.assert_array_equal(other[name], array, strict=True)
+
+
+@pytest.mark.parametrize("words", KINDS.values(), ids=KINDS.keys())
+def test_a_run_with_a_file_has_the_same_bits_after_a_full_disk(words, tmp_path, monkeypatch):
+    run([*WORDS, *words, f"output_dir={tmp_path / 'memory'}"])
+    monkeypatch.setattr(strategies.update_store, "memory_budget", lambda: 0)
+    write, written = os.pwrite, []
+
+    def write_until_full(file, data, offset):
+        written.append(offset)
+        if len(written) == full_at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data, offset)
+
+    full_at = -1
+    monkeypatch.setattr(os, "pwrite", write_until_full)
+    run([*WORDS, *words, f"output_dir={tmp_path / 'file'}"])
+    expected = models_of(tmp_path / "memory")
+    assert_equal(expected, models_of(tmp_path / "file"))
+
+    full_at, folder = len(written) - 1, tmp_path / "full"  # near the end of the last round that writes
+    assert full_at > 1
+    written.clear()
+    with pytest.raises(RunError, match=r"No space left on device.* then continue with fedssl resume="):
+        run([*WORDS, *words, f"output_dir={folder}"])
+    full_at = -1
+    run([f"resume={folder}"])
+    assert_equal(expected, models_of(folder))
+
+
+def test_a_run_is_rejected_before_its_first_round(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_app.update_memory, "memory_budget", lambda: 0)
+    monkeypatch.setattr(server_app.update_memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with pytest.raises(InputError, match="strategy=eua stores the updates of a round, and 3 of them need"):
+        run([*WORDS, "strategy=eua", f"output_dir={tmp_path / 'run'}"])
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
