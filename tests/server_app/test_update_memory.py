@@ -43,6 +43,7 @@ def test_largest_number_by_hand():
     assert number(server, budget=5_000, available=11_250, disk=20_999) == 25
     # With one byte less there are 6,249, enough for 24: 5,760.
     assert number(server, budget=5_000, available=11_249, disk=20_999) == 24
+    assert number(server, budget=5_000, available=6_689, disk=20_999) == 12  # 1,689: 12 need 1,440, and 13 need 1,690
     assert number(server, budget=5_000, available=None, disk=0) == 5
     assert number(server, budget=999, available=10**6, disk=0) == 0
     # A filter of norms stores them once more: 25,999 // 2,000.

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 import tracemalloc
 
 import numpy as np
@@ -153,3 +155,36 @@ def test_a_write_that_stops_early_is_continued(tmp_path, monkeypatch):
     store = stored(updates, folder=tmp_path)
     for name, array in store.layers(1).items():
         np.testing.assert_array_equal(array, updates[1][name], strict=True)
+
+
+ROUND = """
+import sys
+from pathlib import Path
+import numpy as np
+from fedssl.arrays import ReferenceLayers
+from fedssl.machine.memory import reset_peak_memory, resident_memory
+from fedssl.wire.messages import ClientUpdate
+from strategies.robust import Median
+from strategies.update_store import UpdateStorage
+random, start = np.random.default_rng(0), {"fc.weight": np.zeros(350_000, np.float32)}
+reference, aggregator = ReferenceLayers(start), Median().server.aggregator(1)
+aggregator.storage = UpdateStorage(Path(sys.argv[1]), memory=0)
+aggregator.start(reference)
+cosines = reference.cosines_of(start)
+reset_peak_memory()
+before = resident_memory()
+for client in range(400):
+    layers = {"fc.weight": random.standard_normal(350_000, np.float32)}
+    aggregator.add(ClientUpdate(layers=layers, partition_id=client), cosines)
+aggregator.finish()
+# Not `peak_memory`, which includes the process that started this one.
+(line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+print(int(line.split()[1]) * 1024 - before)
+"""
+
+
+@pytest.mark.heavy
+def test_peak_memory_of_a_process(tmp_path):
+    """400 updates of 1.4 MB are 560 MB. The process grows by less than a tenth of them."""
+    output = subprocess.check_output([sys.executable, "-c", ROUND, str(tmp_path)], text=True)
+    assert int(output) < 56e6
