@@ -38,6 +38,7 @@ from strategies.l_dawa import l_dawa
 from strategies.loss import loss_weighted
 from strategies.m_dawa import m_dawa
 from strategies.update_geometry import deviation_gram
+from strategies.update_store import in_memory
 from strategies.weighted_sum import WeightedSum, block_size
 
 TILE = 32768  # numbers of each client in one product
@@ -227,7 +228,7 @@ def report_eua(layers: Layers, updates: list[ClientUpdate], repetitions: int) ->
     """Print part 3."""
     models = [update.layers for update in updates]
     weights = ReferenceLayers({name: array for name, array in layers.items() if is_weight(name, array)})
-    gram = deviation_gram(weights, models)
+    gram = deviation_gram(weights, in_memory(models))
     reference = ReferenceLayers(layers)
     all_cosines = reference.cosines_of_all(models)
 
@@ -239,7 +240,7 @@ def report_eua(layers: Layers, updates: list[ClientUpdate], repetitions: int) ->
         rule.finish()
 
     candidates = {
-        "Gram matrix": lambda: deviation_gram(weights, models),
+        "Gram matrix": lambda: deviation_gram(weights, in_memory(models)),
         "weights p": lambda: solve(gram),
         "EUA": eua,
         "bare product and reads": lambda: bare_product(weights, models, solve(gram).factors),

@@ -49,10 +49,12 @@ from server_app.evaluator import Evaluator
 from server_app.nodes import ClientDirectory, ClientManager, NodeNames, discover_clients, no_registered_names
 from server_app.round_context import RoundContext, no_flops, raise_no_server_images
 from server_app.secure_aggregation import describe_graph, graph_for
+from server_app.update_memory import check_updates_fit
 from server_app.virtual_time import VirtualTime, make_virtual_time
 from strategies.base import FedSSLStrategy
 from strategies.interfaces import StrategyContext
 from strategies.server_optimizer import ServerOptimizer
+from strategies.update_store import UpdateStorage
 
 log = logging.getLogger("fedssl")
 
@@ -172,10 +174,18 @@ def build_components(
         privacy=make_privacy(settings, method, clients_per_round=per_round, is_deployment=bool(task)),
         wire_dtype=settings.wire_dtype,
         client_flops=no_flops if costs is None else costs.client_flops,
+        update_storage=partial(UpdateStorage, settings.recording.folder),
         untrained_clients=untrained,
         extract_features=make_feature_extractor(
             settings, method, strategy.server.num_comparison_images if reads_images else 0, device
         ),
+    )
+    check_updates_fit(
+        context,
+        exchanged_layers(method),
+        rounds=settings.rounds,
+        folder=settings.recording.folder or Path.cwd(),
+        strategy=settings.recording.choices["strategy"],
     )
     return RunComponents(
         settings=settings,

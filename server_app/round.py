@@ -25,9 +25,10 @@ from server_app.plans import PlanBuilder
 from server_app.round_context import RoundContext
 from server_app.secagg_round import TooFewParticipants
 from server_app.secure_aggregation import apply_delta, privacy_parameters, secure_mean_delta
-from server_app.updates import RoundResult, UpdateReader, ValidUpdate, norm_outliers
+from server_app.updates import CollectedUpdates, RoundResult, UpdateReader, ValidUpdate, norm_outliers
 from server_app.validation import InvalidUpdate
 from strategies.interfaces import GLOBAL, Aggregator, GlobalModel, RoundOutcome, ServerState, model_suffix
+from strategies.update_store import CollectingAggregator, UpdateStore
 from strategies.weighted_sum import NO_COSINES, WeightedSum, block_size
 
 log = logging.getLogger("fedssl")
@@ -84,6 +85,10 @@ class Round:
         )
         self.starts, self.slots, self.messages = plans.starts, plans.slots, plans.messages
         self._aggregations = {name: _Aggregation(server.aggregator(self.number, name)) for name in targets}
+        self._storage = context.update_storage()
+        for aggregation in self._aggregations.values():
+            if isinstance(aggregation.aggregator, CollectingAggregator):
+                aggregation.aggregator.storage = self._storage
         self._reader = UpdateReader(
             context,
             self.starts,
@@ -147,9 +152,11 @@ class Round:
         """
         for name, aggregation in self._aggregations.items():
             aggregation.aggregator.start(self.starts[name].expected_upload)
-        collected: list[ValidUpdate] | None = None
+        collected: CollectedUpdates | None = None
         if self._context.aggregation.max_norm_ratio is not None or self._cluster_models:
-            collected = []  # these compare all updates before any of them is used
+            collected = CollectedUpdates(
+                self._storage, self.starts
+            )  # these compare all updates before any of them is used
         nodes = {self._context.nodes[client]: client for client in self.slots}
         for client, reply in ordered_by_client(replies, sent=self.messages, clients=nodes):
             if reply == NO_REPLY and (not drop_missing or self._context.nodes[client] in (lost or {})):
@@ -163,9 +170,13 @@ class Round:
         for node, reason in (lost or {}).items():
             self._drop(self._context.clients[node], reason)
         if collected is not None:
-            for valid in self._select(collected):
+            self._select(collected)
+            for valid in collected:
                 self._accumulate(valid, observers)
-        return self._finalize()
+                del valid  # its layers may be copies
+        state = self._finalize()
+        self._storage.close()
+        return state
 
     def finish_secure(
         self, exchange: MessageExchange, secure: SecureAggregationSettings
@@ -247,30 +258,33 @@ class Round:
         return valid
 
     def _use(
-        self, valid: ValidUpdate | None, collected: list[ValidUpdate] | None, observers: Sequence[UpdateObserver]
+        self, valid: ValidUpdate | None, collected: CollectedUpdates | None, observers: Sequence[UpdateObserver]
     ) -> None:
         if valid is not None and collected is not None:
-            collected.append(valid)
+            collected.add(valid)
         elif valid is not None:
             self._accumulate(valid, observers)
 
-    def _select(self, collected: list[ValidUpdate]) -> list[ValidUpdate]:
-        """Return the updates without outliers, whose clients are dropped, and with their clusters as destinations."""
+    def _select(self, collected: CollectedUpdates) -> None:
+        """Remove outliers, whose clients are dropped, and set the clusters of all others as destinations."""
         factor = self._context.aggregation.max_norm_ratio
         if factor is not None:
-            norms = {valid.slot.client: valid.cosines.relative_change for valid in collected}
-            outliers = norm_outliers(norms, factor=factor)
-            for client, reason in outliers.items():
+            for client, reason in norm_outliers(collected.norms(), factor=factor).items():
                 self._drop(client, reason)
-            collected = [valid for valid in collected if valid.slot.client not in outliers]
+                collected.remove(client)
         if self._cluster_models:
-            deltas: dict[int, Layers] = {}
-            for valid in collected:
-                start = self.starts[valid.slot.start].expected_upload.layers
-                deltas[valid.slot.client] = {name: valid.update.layers[name] - start[name] for name in start}
-            for client, name in self._context.strategy.server.assign_clusters(deltas).items():
+            clients: list[int] = []
+            deltas: UpdateStore | None = None
+            for client, delta in collected.deltas():
+                if deltas is None:
+                    deltas = self._storage.new_store(delta)
+                deltas.add(delta)
+                clients.append(client)
+            if deltas is None:
+                return
+            for client, name in self._context.strategy.server.assign_clusters(clients, deltas).items():
                 self.slots[client].destinations = (name,)
-        return collected
+            deltas.close()
 
     def _drop(self, client: int, reason: str) -> None:
         reason = sanitize_line(reason, max_chars=500)

@@ -22,6 +22,7 @@ from server_app.differential_privacy import Privacy
 from strategies.base import FedSSLStrategy
 from strategies.interfaces import GlobalModel
 from strategies.server_optimizer import NoServerOptimizer, ServerOptimizer
+from strategies.update_store import UpdateStorage
 
 
 class Calibrator(Protocol):
@@ -66,6 +67,7 @@ class RoundContext:
     wire_dtype: str = LOSSLESS
     # Returns features of the server's images under a model, for strategies that compare models.
     extract_features: Callable[[Layers], Tensor] = raise_no_server_images
+    update_storage: Callable[[], UpdateStorage] = UpdateStorage  # returns that of one round
     untrained_clients: frozenset[int] = frozenset()  # they never train: unseen ones, and those with too few images
     offline_clients: frozenset[int] = frozenset()  # in virtual time, at the start of the round
     client_flops: Callable[[Phase, int], float] = no_flops  # of a client's round, for virtual time

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from server_app.plans import ClientSlot, StartingModel
 from server_app.round_context import RoundContext
 from server_app.validation import UpdateValidator, read_model_index
 from strategies.interfaces import GLOBAL
+from strategies.update_store import UpdateStorage, UpdateStore
 
 PARTS = ("weights", "running statistics")
 
@@ -102,6 +103,43 @@ class ValidUpdate:
             layer_cosine=cosines.mean,
             staleness=self.staleness,
         )
+
+
+class CollectedUpdates:
+    """Updates that are compared before any of them is used. Their layers are in a store for each starting model."""
+
+    def __init__(self, storage: UpdateStorage, starts: Mapping[str, StartingModel]) -> None:
+        self._storage, self._starts = storage, starts
+        self._stores: dict[str, UpdateStore] = {}
+        self._updates: dict[int, tuple[ValidUpdate, int]] = {}  # without layers, and their indices in the store
+
+    def add(self, valid: ValidUpdate) -> None:
+        """Add an update."""
+        start = valid.slot.start
+        if start not in self._stores:
+            self._stores[start] = self._storage.new_store(self._starts[start].expected_upload.layers)
+        store = self._stores[start]
+        store.add(valid.update.layers)
+        self._updates[valid.slot.client] = replace(valid, update=replace(valid.update, layers={})), len(store) - 1
+
+    def norms(self) -> dict[int, tuple[float, float]]:
+        """Return the relative change of weights and of running statistics by client."""
+        return {client: valid.cosines.relative_change for client, (valid, _) in self._updates.items()}
+
+    def remove(self, client: int) -> None:
+        """Remove the update of a client."""
+        del self._updates[client]
+
+    def deltas(self) -> Iterator[tuple[int, Layers]]:
+        """Yield each client with the change of its layers."""
+        for valid in self:
+            start = self._starts[valid.slot.start].expected_upload.layers
+            yield valid.slot.client, {name: valid.update.layers[name] - start[name] for name in start}
+
+    def __iter__(self) -> Iterator[ValidUpdate]:
+        for valid, index in self._updates.values():
+            layers = self._stores[valid.slot.start].layers(index)
+            yield replace(valid, update=replace(valid.update, layers=layers))
 
 
 class UpdateReader:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from subprocess import PIPE, Popen
@@ -31,6 +32,7 @@ from server_app.round import Round
 from simulation.cost_counts import batch_size, without_calibration
 from simulation.evaluation_cost import EvaluationCost, measure_evaluation, seconds_of
 from strategies.interfaces import ServerState
+from strategies.update_store import UpdateStorage
 
 TRAINING_SECONDS = 4.0  # about the duration of the measured training, for all phases together
 MAX_UPDATES = 20  # updates that are aggregated; more take proportionally longer
@@ -215,7 +217,12 @@ def _measure_aggregation(components: RunComponents, folder: Path) -> _Aggregatio
     empty = ServerState(models=ClientModels(folder.parent, {}) if per_client else {})
     peaks, seconds, state = [], 0.0, empty
     for number in numbers:
-        sampled = replace(context, clients_per_round=number, aggregation=replace(context.aggregation, over_selection=0))
+        sampled = replace(
+            context,
+            clients_per_round=number,
+            aggregation=replace(context.aggregation, over_selection=0),
+            update_storage=partial(UpdateStorage, folder.parent),
+        )
         attempted = Round(sampled, empty)
         start = time.perf_counter()
         state, _ = attempted.finish(_replies(attempted, context.gathered.layers))

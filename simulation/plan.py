@@ -24,11 +24,13 @@ from fedssl.machine.process import available_cores
 from fedssl.training import number_of_batches
 from server_app.build import RunComponents, build_run
 from server_app.training_loop import can_evaluate_in_background
+from server_app.update_memory import stored_updates
 from simulation.cost_counts import RoundCounts, batch_size, count_rounds, images_of, why_upper_bound
 from simulation.cost_measurement import MAX_UPDATES, Measurement, StepSeconds, measure, parallel_slowdown
 from simulation.grid import LocalGrid, load_client_app
 from simulation.plan_checks import check_disk, check_memory, check_settings, check_step_memory
 from simulation.resources import RAY_OVERHEAD_SECONDS, EngineChoice, Host, auto_engine, fit_clients
+from strategies.update_store import memory_budget
 
 log = logging.getLogger("fedssl")
 
@@ -54,7 +56,7 @@ class Plan:
     step_memory: int | None  # peak bytes of tensors of a training step; None if not measured
     server_memory: int  # peak bytes of the process, with clients on engine=local
     worker_memory: int  # peak bytes of each process for clients; 0 on engine=local
-    disk: int  # bytes of checkpoints, client states, snapshots and encoders
+    disk: int  # bytes of checkpoints, client states, snapshots and encoders, and of updates beyond the memory
     states: int  # bytes of the newest states of all clients
 
     @property
@@ -147,7 +149,16 @@ def make_plan(
         "without evaluate_personalized": settings.evaluation.personalized,
         "without states that client_state.max_bytes evicts": settings.recording.max_state_bytes is not None,
     }
-    model_bytes = sum(array.nbytes for array in components.context.initial_model().layers.values())
+    layers = components.context.initial_model().layers
+    model_bytes = sum(array.nbytes for array in layers.values())
+    stored = stored_updates(
+        components.context.strategy.server,
+        layers,
+        rounds=settings.rounds,
+        filters_norms=settings.aggregation.max_norm_ratio is not None,
+    )
+    number = settings.clients_per_round + settings.aggregation.over_selection
+    in_file = max(0, stored.copies * number * model_bytes - memory_budget())  # updates of a round
     per_client = components.context.strategy.server.models_per_client
     # In memory, or in files: then a round needs each participant's model and its message.
     models = 2 * settings.clients_per_round if per_client else max(0, num_models - measured.models)
@@ -155,7 +166,8 @@ def make_plan(
     states, limit = settings.num_clients * measured.state_bytes, settings.recording.max_state_bytes
     states = states if limit is None else min(states, limit)
     server = measured.server_memory + further_models
-    server += max(0, settings.clients_per_round - MAX_UPDATES) * measured.update_memory
+    server += max(0, max(0, settings.clients_per_round - MAX_UPDATES) * measured.update_memory - in_file)
+    server += stored.working_memory(number) - stored.working_memory(min(number, MAX_UPDATES))
     if not on_ray:  # recent states are cached
         server += min(states, (available_memory() or 2**33) // 8)
     recording, checkpoint = settings.recording, measured.checkpoint_bytes + (0 if per_client else further_models)
@@ -179,7 +191,8 @@ def make_plan(
         + model_files
         + min(settings.rounds, recording.keep_checkpoints) * checkpoint
         + max(checkpoint, num_models * model_bytes)  # the oldest is deleted after the newest is written; encoders
-        + snapshots * (settings.clients_per_round + num_models) * model_bytes,
+        + snapshots * (settings.clients_per_round + num_models) * model_bytes
+        + in_file,
     )
 
 

@@ -28,6 +28,7 @@ from strategies.interfaces import (
     StrategyContext,
     TrainAgain,
 )
+from strategies.update_store import UpdateStore
 
 
 class ServerStrategy:
@@ -77,12 +78,15 @@ class ServerStrategy:
     def models_to_cluster(self, state: ServerState, round: int) -> tuple[str, ...]:
         """Return the names of the models among which `assign_clusters` divides the updates of the round.
 
-        If empty, `destination_models` assigns each update. Otherwise all updates of the round are in memory at once.
+        If empty, `destination_models` assigns each update. Otherwise all updates of the round are stored first.
         """
         return ()
 
-    def assign_clusters(self, deltas: Mapping[int, Layers]) -> Mapping[int, str]:
-        """Return the model that each client's update goes into, by its deltas, if `models_to_cluster` is not empty."""
+    def assign_clusters(self, clients: Sequence[int], deltas: UpdateStore) -> Mapping[int, str]:
+        """Return the model that each client's update goes into, if `models_to_cluster` is not empty.
+
+        ``deltas`` are the changes of the clients' layers, in the order of ``clients``.
+        """
         raise NotImplementedError
 
     def upload_names(self, model: GlobalModel, round: int, layers: Layers) -> tuple[str, ...] | None:

@@ -33,6 +33,7 @@ from strategies.interfaces import (
     StrategyContext,
 )
 from strategies.update_geometry import deviation_gram
+from strategies.update_store import UpdateStore
 
 # Prefix in a client's state of its encoder's layers after its last training.
 LAST_ENCODER_PREFIX = "own."
@@ -243,9 +244,9 @@ class OneShotClusters(ClusteredServer):
             return ()
         return self.model_names
 
-    def assign_clusters(self, deltas: Mapping[int, Layers]) -> Mapping[int, str]:
-        labels = cluster_by_cosine(list(deltas.values()), clusters=len(self.model_names))
-        return {client: self.model_names[label] for client, label in zip(deltas, labels, strict=True)}
+    def assign_clusters(self, clients: Sequence[int], deltas: UpdateStore) -> Mapping[int, str]:
+        labels = cluster_by_cosine(deltas, clusters=len(self.model_names))
+        return {client: self.model_names[label] for client, label in zip(clients, labels, strict=True)}
 
     def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[ClusterState, dict[str, Any]]:
         if outcome.round < self.cluster_round:
@@ -269,7 +270,7 @@ class OneShotClusters(ClusteredServer):
             )
 
 
-def cluster_by_cosine(deltas: Sequence[Layers], *, clusters: int) -> list[int]:
+def cluster_by_cosine(deltas: UpdateStore, *, clusters: int) -> list[int]:
     """Divide updates by average linkage on 1 - cosine (Briggs et al., IJCNN 2020, arXiv 2004.11791).
 
     Return the cluster of each update, numbered in the order of their first updates. Only weights are compared. An
@@ -277,8 +278,8 @@ def cluster_by_cosine(deltas: Sequence[Layers], *, clusters: int) -> list[int]:
     """
     if len(deltas) < 2:
         return [0] * len(deltas)
-    zero = ReferenceLayers({name: np.zeros_like(array) for name, array in deltas[0].items() if is_weight(name, array)})
-    gram = deviation_gram(zero, deltas, exact=True)
+    zero = {name: np.zeros_like(array) for name, array in deltas.reference.items() if is_weight(name, array)}
+    gram = deviation_gram(ReferenceLayers(zero), deltas, exact=True)
     lengths = np.sqrt(gram.diagonal())
     lengths[lengths == 0] = 1.0
     distances = np.maximum(1 - gram / np.outer(lengths, lengths), 0)

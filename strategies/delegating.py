@@ -20,6 +20,7 @@ from strategies.interfaces import (
     StrategyContext,
     TrainAgain,
 )
+from strategies.update_store import UpdateStore
 
 
 class DelegatingServer(ServerStrategy):
@@ -44,8 +45,8 @@ class DelegatingServer(ServerStrategy):
     def models_to_cluster(self, state: ServerState, round: int) -> tuple[str, ...]:
         return self.base_strategy.models_to_cluster(state, round)
 
-    def assign_clusters(self, deltas: Mapping[int, Layers]) -> Mapping[int, str]:
-        return self.base_strategy.assign_clusters(deltas)
+    def assign_clusters(self, clients: Sequence[int], deltas: UpdateStore) -> Mapping[int, str]:
+        return self.base_strategy.assign_clusters(clients, deltas)
 
     def upload_names(self, model: GlobalModel, round: int, layers: Layers) -> tuple[str, ...] | None:
         return self.base_strategy.upload_names(model, round, layers)

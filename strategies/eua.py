@@ -30,10 +30,13 @@ from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.interfaces import Aggregator, GlobalModel
-from strategies.update_geometry import deviation_gram, min_norm_weights
+from strategies.update_geometry import deviation_gram, gram_memory, min_norm_weights
+from strategies.update_store import CollectingAggregator, UpdateStore
 from strategies.weighted_sum import WeightedSum, check_updates
 
 _MOVE_TILE = 64 * ROW  # elements per step; few enough for the cache, enough to hide the overhead of a call
+_MIN_TILE = 8 * ROW
+_MOVE_NUMBERS = 2**23  # of all clients together in a step, which are a buffer if they are read from a file
 
 # A sum of vectors is zero up to rounding if its square is below this fraction of the square of the sum of lengths.
 _CANCELLED = 1e-6
@@ -82,8 +85,8 @@ def _length(coefficients: np.ndarray, gram: np.ndarray, lengths: np.ndarray) -> 
     return float(np.sqrt(square)) if square > _CANCELLED * (coefficients @ lengths) ** 2 else 0.0
 
 
-class EUAAggregator:
-    """EUA for one round at a time, with the options of `eua`. It keeps references to all updates, on which d depends.
+class EUAAggregator(CollectingAggregator):
+    """EUA for one round at a time, with the options of `eua`. It keeps the weights of all updates, on which d depends.
 
     Attributes
     ----------
@@ -108,13 +111,17 @@ class EUAAggregator:
         self._weights = ReferenceLayers({name: array for name, array in layers.items() if is_weight(name, array)})
         buffers = {name: layers[name] for name in layers if name not in self._weights.layers}
         self._buffers.start(ReferenceLayers(buffers))
-        self._models: list[Layers] = []
+        self._models = self.new_store(self._weights.layers)
         self.clients: list[int] = []
+
+    def working_memory(self, layers: Layers, number: int) -> int:
+        moved = torch.get_num_threads() * number * (_move_step(number) + _MIN_TILE) * 4
+        return max(gram_memory(layers, number, exact=False), moved)
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
         """Add an update that `ReferenceLayers.check` validated."""
         self._buffers.add(update, cosines)
-        self._models.append(update.layers)
+        self._models.add(update.layers)
         self.clients.append(update.partition_id)
 
     def finish(self) -> Layers:
@@ -123,28 +130,33 @@ class EUAAggregator:
         gram = deviation_gram(self._weights, self._models)
         self.solution = solve(gram, deviation=self.deviation, step=self.step, server_lr=self.server_lr)
         result |= _moved(self._weights, self._models, self.solution.factors)
-        self._models = []
+        self._models.close()
         return {name: result[name] for name in self._names}
 
 
-def _moved(weights: ReferenceLayers, models: Sequence[Layers], factors: np.ndarray) -> Layers:
-    used = [(model, float(factor)) for model, factor in zip(models, factors, strict=True) if factor]
+def _move_step(number: int) -> int:
+    """Return the numbers of each of these clients in a step."""
+    # Tiles are multiples of one size, so that vectorized loops end in the same places: the bits do not depend on it.
+    return min(max(_MOVE_NUMBERS // max(number, 1) // _MIN_TILE * _MIN_TILE, _MIN_TILE), _MOVE_TILE)
+
+
+def _moved(weights: ReferenceLayers, models: UpdateStore, factors: np.ndarray) -> Layers:
+    used = [int(index) for index in np.flatnonzero(factors)]
+    step = _move_step(len(used))
     result: Layers = {}
 
     def move(name: str) -> None:
         old = weights.layers[name]
         new = old.astype(np.result_type(old.dtype, np.float32), order="C")
         g, target = old.reshape(-1), new.reshape(-1)
-        clients = [(model[name].reshape(-1), factor) for model, factor in used]
-        buffer = np.empty((2, min(_MOVE_TILE, g.size)), new.dtype)
-        for start in range(0, g.size, _MOVE_TILE):
-            tile = slice(start, start + _MOVE_TILE)
+        buffer = np.empty((2, min(step, g.size)), new.dtype)
+        for tile, clients in models.tiles(name, step, used):
             deviation, total = buffer[:, : len(g[tile])]
             total[:] = 0
             addend, sums = torch.from_numpy(deviation), torch.from_numpy(total)
-            for w, factor in clients:
-                np.subtract(w[tile], g[tile], out=deviation, dtype=deviation.dtype)
-                sums.add_(addend, alpha=factor)
+            for index, w in zip(used, clients, strict=True):
+                np.subtract(w, g[tile], out=deviation, dtype=deviation.dtype)
+                sums.add_(addend, alpha=float(factors[index]))
             target[tile] += total
         result[name] = new.astype(old.dtype, copy=False)
 

@@ -8,8 +8,8 @@ The selection is that of Flower's MultiKrum. Deviations from it:
 - the selected clients are averaged uniformly, so that no client reports a number of images. Counters are rounded to
   the nearest integer.
 
-All updates of a round are in memory at once, with little overhead. If clients drop out, the rule continues with the
-remaining ones and logs a warning if they are too few for its guarantee, as in `strategies.robust`.
+All updates of a round are needed at once, see `strategies.update_store`. If clients drop out, the rule continues with
+the remaining ones and logs a warning if they are too few for its guarantee, as in `strategies.robust`.
 """
 
 import logging
@@ -26,8 +26,9 @@ from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.interfaces import Aggregator, GlobalModel, StrategyContext
 from strategies.robust import BatchAggregator, validated
-from strategies.update_geometry import deviation_gram
-from strategies.weighted_sum import WeightedSum, weighted_sum
+from strategies.update_geometry import deviation_gram, gram_memory
+from strategies.update_store import UpdateStore, in_memory
+from strategies.weighted_sum import NO_COSINES, WeightedSum, block_size
 
 log = logging.getLogger("fedssl")
 
@@ -35,7 +36,7 @@ log = logging.getLogger("fedssl")
 def krum(global_layers: Layers, updates: Sequence[ClientUpdate], *, malicious: int = 1, select: int = 1) -> Layers:
     """Return the mean of the clients that are `closest` to the others. Arguments as there."""
     chosen = closest(global_layers, updates, malicious=malicious, select=select)
-    return weighted_sum(global_layers, chosen, aggregator=WeightedSum())
+    return _mean(global_layers, in_memory([update.layers for update in chosen]), range(len(chosen)))
 
 
 def closest(
@@ -54,10 +55,26 @@ def closest(
     """
     check_arguments("strategy", malicious=malicious, select=select)
     updates = validated(global_layers, updates)
+    store = in_memory([update.layers for update in updates])
+    return [updates[k] for k in _closest(global_layers, store, malicious=malicious, select=select)]
+
+
+def _closest(global_layers: Layers, updates: UpdateStore, *, malicious: int, select: int) -> list[int]:
     weights = ReferenceLayers({name: array for name, array in global_layers.items() if is_weight(name, array)})
-    gram = deviation_gram(weights, [update.layers for update in updates], exact=True)
+    gram = deviation_gram(weights, updates, exact=True)
     best = np.argsort(scores(gram, malicious=malicious), kind="stable")[:select]
-    return [updates[k] for k in sorted(best)]
+    return sorted(int(k) for k in best)
+
+
+def _mean(global_layers: Layers, updates: UpdateStore, chosen: Sequence[int]) -> Layers:
+    """Return the mean of the chosen updates, which are read one by one."""
+    total, size = WeightedSum(), block_size(len(chosen))
+    total.start(ReferenceLayers(global_layers))
+    for position, index in enumerate(chosen):
+        if position % size == 0:
+            total.end_block()
+        total.add(ClientUpdate(layers=updates.layers(index), partition_id=index), NO_COSINES)
+    return total.finish()
 
 
 def scores(gram: np.ndarray, *, malicious: int) -> np.ndarray:
@@ -76,7 +93,7 @@ class KrumAggregator(BatchAggregator):
     """Krum for one round, with the options of `closest`. ``chosen`` are the clients that the last `finish` selected."""
 
     def __init__(self, *, malicious: int, select: int) -> None:
-        super().__init__(self._closest)
+        super().__init__(self._mean_of_closest)
         check_arguments("strategy", malicious=malicious, select=select)
         self.malicious, self.select = malicious, select
         self.chosen: list[int] = []
@@ -86,15 +103,19 @@ class KrumAggregator(BatchAggregator):
         """Return the number of updates for which the guarantee holds."""
         return max(2 * self.malicious + 3, self.select + self.malicious)
 
-    def _closest(self, global_layers: Layers, updates: Sequence[ClientUpdate]) -> Layers:
+    def working_memory(self, layers: Layers, number: int) -> int:
+        read = 3 * sum(array.nbytes for array in layers.values())  # a chosen update and its sum
+        return gram_memory(layers, number, exact=True) + read
+
+    def _mean_of_closest(self, global_layers: Layers, updates: UpdateStore) -> Layers:
         if len(updates) < self.min_safe_updates:
             log.warning(
                 "only %d updates are left, but Krum with malicious=%d and select=%d needs %d to be safe",
                 *(len(updates), self.malicious, self.select, self.min_safe_updates),
             )
-        chosen = closest(global_layers, updates, malicious=self.malicious, select=self.select)
-        self.chosen = [update.partition_id for update in chosen]
-        return weighted_sum(global_layers, chosen, aggregator=WeightedSum())
+        chosen = _closest(global_layers, updates, malicious=self.malicious, select=self.select)
+        self.chosen = [self.clients[k] for k in chosen]
+        return _mean(global_layers, updates, chosen)
 
 
 class KrumServer(ServerStrategy):

@@ -5,8 +5,9 @@ Yin et al., ICML 2018. Deviations from Flower's FedMedian and FedTrimmedAvg:
 - layers keep their dtype, and counters are rounded to the nearest integer. Flower makes them fractions;
 - running statistics are aggregated like weights. A single client could control their mean.
 
-All updates of a round are in memory at once. If clients drop out, the rule continues with the remaining ones and logs a
-warning if they are too few for its guarantee. Aborting would let a single client end the run with invalid updates.
+All updates of a round are needed at once, see `strategies.update_store`. If clients drop out, the rule continues with
+the remaining ones and logs a warning if they are too few for its guarantee. Aborting would let a single client end the
+run with invalid updates.
 """
 
 import logging
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
+import torch
 
 from fedssl.arrays import TILE, Cosines, Layers, ReferenceLayers
 from fedssl.config.constraints import check_arguments
@@ -21,6 +23,7 @@ from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.interfaces import StrategyContext
+from strategies.update_store import PIECE, CollectingAggregator, UpdateStore, in_memory
 from strategies.weighted_sum import check_updates
 
 log = logging.getLogger("fedssl")
@@ -30,8 +33,7 @@ _NEARLY_HALF = 0.5 - 1e-9
 
 def median(global_layers: Layers, updates: Sequence[ClientUpdate]) -> Layers:
     """Return the elementwise median over the clients; for an even number of clients, the mean of the middle two."""
-    # Trimming just less than one half at each end leaves the middle one or two.
-    return _trimmed(global_layers, updates, beta=_NEARLY_HALF)
+    return _median(global_layers, as_store(global_layers, updates))
 
 
 def trimmed_mean(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta: float = 0.2) -> Layers:
@@ -41,38 +43,48 @@ def trimmed_mean(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta
     end; ``beta`` is in (0, 0.5).
     """
     check_arguments("strategy", beta=beta)
-    return _trimmed(global_layers, updates, beta=beta)
+    return _trimmed(global_layers, as_store(global_layers, updates), beta=beta)
 
 
-class BatchAggregator:
+class BatchAggregator(CollectingAggregator):
     """Aggregator that collects all updates of a round, and applies ``combine`` to the old layers and them."""
 
     required_metrics: tuple[str, ...] = ()
 
-    def __init__(self, combine: Callable[[Layers, Sequence[ClientUpdate]], Layers]) -> None:
+    def __init__(self, combine: Callable[[Layers, UpdateStore], Layers]) -> None:
         self._combine = combine
 
     def start(self, global_layers: ReferenceLayers) -> None:
         """Start a round."""
         self._global = global_layers
-        self._updates: list[ClientUpdate] = []
+        self._updates = self.new_store(global_layers.layers)
+        self.clients: list[int] = []  # partition ids in the order of `add`
+
+    def working_memory(self, layers: Layers, number: int) -> int:
+        widest = max((array.itemsize for array in layers.values()), default=0)
+        tile = 4 * max(TILE, number) + number * PIECE  # two copies, their order, and what was read
+        return torch.get_num_threads() * tile * widest
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
         """Store an update that `ReferenceLayers.check` validated."""
-        self._updates.append(update)
+        self._updates.add(update.layers)
+        self.clients.append(update.partition_id)
 
     def finish(self) -> Layers:
         """Combine the updates, and release them and the old layers."""
-        updates, layers = self._updates, self._global.layers
-        self._updates, self._global = [], ReferenceLayers({})
-        return self._combine(layers, updates)
+        if not len(self._updates):
+            raise InputError("no client sent an update; at least one is needed")
+        layers, self._global = self._global.layers, ReferenceLayers({})
+        result = self._combine(layers, self._updates)
+        self._updates.close()
+        return result
 
 
 class Median(FedSSLStrategy):
     """Elementwise median of the clients. See `median`."""
 
     def __init__(self) -> None:
-        super().__init__(ServerStrategy(partial(BatchAggregator, median)))
+        super().__init__(ServerStrategy(partial(BatchAggregator, _median)))
 
 
 class TrimmedServer(ServerStrategy):
@@ -90,10 +102,10 @@ class TrimmedServer(ServerStrategy):
                 "client, so nobody is trimmed; beta must be at least 1/clients_per_round and below 0.5"
             )
 
-    def _combine(self, global_layers: Layers, updates: Sequence[ClientUpdate]) -> Layers:
+    def _combine(self, global_layers: Layers, updates: UpdateStore) -> Layers:
         if not int(self.beta * len(updates)):
             log.warning("only %d updates are left, of which beta=%g trims none: a plain mean", len(updates), self.beta)
-        return trimmed_mean(global_layers, updates, beta=self.beta)
+        return _trimmed(global_layers, updates, beta=self.beta)
 
 
 class TrimmedMean(FedSSLStrategy):
@@ -103,19 +115,21 @@ class TrimmedMean(FedSSLStrategy):
         super().__init__(TrimmedServer(beta=beta))
 
 
-def _trimmed(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta: float) -> Layers:
-    updates = validated(global_layers, updates)
+def _median(global_layers: Layers, updates: UpdateStore) -> Layers:
+    # Trimming just less than one half at each end leaves the middle one or two.
+    return _trimmed(global_layers, updates, beta=_NEARLY_HALF)
+
+
+def _trimmed(global_layers: Layers, updates: UpdateStore, *, beta: float) -> Layers:
     result = {name: np.empty_like(array, order="C") for name, array in global_layers.items()}
     cut = int(beta * len(updates))
     last = len(updates) - cut
 
     def trim(name: str) -> None:
         new = result[name].reshape(-1)
-        clients = [update.layers[name].reshape(-1) for update in updates]
-        step = max(TILE // len(clients), 1)  # of all clients together as many elements as fit into the cache
-        for start in range(0, len(new), step):
-            tile = slice(start, start + step)
-            partitioned = np.partition(np.stack([values[tile] for values in clients]), (cut, last - 1), axis=0)
+        step = max(TILE // len(updates), 1)  # of all clients together as many elements as fit into the cache
+        for tile, clients in updates.tiles(name, step):
+            partitioned = np.partition(np.stack(clients), (cut, last - 1), axis=0)
             mean = partitioned[cut:last].mean(axis=0)
             new[tile] = mean if new.dtype.kind == "f" else np.rint(mean)
 
@@ -129,3 +143,8 @@ def validated(global_layers: Layers, updates: Sequence[ClientUpdate]) -> list[Cl
         raise InputError("no client sent an update; at least one is needed")
     check_updates(ReferenceLayers(global_layers), updates)
     return sorted(updates, key=lambda update: update.partition_id)
+
+
+def as_store(global_layers: Layers, updates: Sequence[ClientUpdate]) -> UpdateStore:
+    """Return the `validated` updates as a store."""
+    return in_memory([update.layers for update in validated(global_layers, updates)])

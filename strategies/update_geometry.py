@@ -6,20 +6,19 @@ not ``rho I p``, and cutting a solution off at 0 does not minimize over p >= 0. 
 Eq. 10 exactly.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
-from fedssl.arrays import ROW, Layers, ReferenceLayers
+from fedssl.arrays import ROW, Layers, ReferenceLayers, is_weight
 from fedssl.errors import InputError
+from strategies.update_store import UpdateStore
 
 _TILE = 8 * ROW  # numbers of each client in one product; sums in float32 of twice as many may err by 1e-6
 
 _BLOCK = 16  # rows of the Gram matrix in one product, so that little more than its lower triangle is computed
 
 
-def deviation_gram(weights: ReferenceLayers, models: Sequence[Layers], *, exact: bool = False) -> np.ndarray:
+def deviation_gram(weights: ReferenceLayers, models: UpdateStore, *, exact: bool = False) -> np.ndarray:
     """Return the inner products of theta - theta_k, each over all layers of ``weights`` as one vector: float64, (K, K).
 
     The global model is subtracted before multiplication, tile by tile, because deviations are small: expanded products
@@ -35,25 +34,23 @@ def deviation_gram(weights: ReferenceLayers, models: Sequence[Layers], *, exact:
     def measure(name: str) -> None:
         g = weights.layers[name].reshape(-1)
         dtype = np.dtype(np.float64) if exact else np.result_type(g.dtype, np.float32)
-        grams[name] = _lower_triangle(g, [model[name].reshape(-1) for model in models], dtype)
+        grams[name] = _lower_triangle(g, name, models, dtype)
 
     weights.parallel_for(measure)
     lower = sum((grams[name] for name in weights.layers), np.zeros((len(models), len(models))))
     return np.asarray(np.tril(lower) + np.tril(lower, -1).T)
 
 
-def _lower_triangle(g: np.ndarray, clients: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray:
+def _lower_triangle(g: np.ndarray, name: str, models: UpdateStore, dtype: np.dtype) -> np.ndarray:
     """Return the (K, K) products of w - g. Entries above the diagonal are undefined."""
-    number = len(clients)
-    origin, arrays = torch.from_numpy(g), [torch.from_numpy(w) for w in clients]
+    number, origin = len(models), torch.from_numpy(g)
     total, part = np.zeros((number, number)), np.zeros((number, number), dtype)
     buffer, products = torch.from_numpy(np.empty(number * min(_TILE, len(g)), dtype)), torch.from_numpy(part)
-    for start in range(0, len(g), _TILE):
-        tile = slice(start, start + _TILE)
+    for tile, arrays in models.tiles(name, _TILE):
         y = origin[tile].to(buffer.dtype)
         x = buffer[: number * len(y)].view(number, len(y))
         # Few long calls: threads that release the interpreter lock for each array would wait for each other.
-        torch.stack([w[tile].to(x.dtype) for w in arrays], out=x)
+        torch.stack([torch.from_numpy(w).to(x.dtype) for w in arrays], out=x)
         x -= y
         # torch uses one thread here. Results of NumPy's OpenBLAS depend on the number of threads.
         for first in range(0, number, _BLOCK):
@@ -61,6 +58,16 @@ def _lower_triangle(g: np.ndarray, clients: Sequence[np.ndarray], dtype: np.dtyp
             torch.mm(x[first:end], x[:end].T, out=products[first:end, :end])
         total += part
     return total
+
+
+def gram_memory(layers: Layers, number: int, *, exact: bool) -> int:
+    """Return about how many bytes `deviation_gram` of this number of updates in a file needs."""
+    weights = [array for name, array in layers.items() if is_weight(name, array)]
+    widths = [min(_TILE, array.size) * (8 if exact else max(array.itemsize, 4)) for array in weights]
+    raw = [min(2 * _TILE, array.size) * array.itemsize for array in weights]
+    tiles = torch.get_num_threads() * number * max(map(sum, zip(widths, raw, strict=True)), default=0)
+    matrices = len(weights) + 2 * torch.get_num_threads() + 3  # one for each layer, and those in use
+    return tiles + 8 * number**2 * matrices
 
 
 def min_norm_weights(gram: np.ndarray, *, accuracy: float = 1e-12) -> np.ndarray:

@@ -20,6 +20,7 @@ from strategies.cluster_assignment import (
 from strategies.featarc import FeatARC
 from strategies.fedavg import mean
 from strategies.interfaces import GLOBAL, GlobalModel, RoundOutcome, ServerState
+from strategies.update_store import in_memory
 from tests.server_app.small import LAYERS, Small
 
 # --- distances and clusters ---
@@ -54,14 +55,14 @@ def on_unit_circle(degrees):
 def test_updates_are_clustered_by_their_angles():
     """Two directions of any length. Statistics have no effect. Clusters are numbered by their first updates."""
     deltas = [delta(0, 3), delta(1, 0.1), delta(0.1, 1, statistics=99), delta(50, 1, statistics=-99), delta(-0.1, 0.5)]
-    assert cluster_by_cosine(deltas, clusters=2) == [0, 1, 0, 1, 0]
-    assert cluster_by_cosine(deltas[1:], clusters=2) == [0, 1, 0, 1]
+    assert cluster_by_cosine(in_memory(deltas), clusters=2) == [0, 1, 0, 1, 0]
+    assert cluster_by_cosine(in_memory(deltas[1:]), clusters=2) == [0, 1, 0, 1]
     statistics = [delta(1, 0, statistics=99), delta(1, 0, statistics=-99), delta(0, 1, statistics=99), delta(0, 1)]
-    assert cluster_by_cosine(statistics, clusters=2) == [0, 0, 1, 1]
-    assert cluster_by_cosine(deltas, clusters=1) == [0] * 5
-    assert cluster_by_cosine(deltas, clusters=5) == [0, 1, 2, 3, 4]
-    assert cluster_by_cosine(deltas[:1], clusters=3) == [0]
-    assert cluster_by_cosine([delta(0, 0), delta(0, 1), delta(0, 2)], clusters=2) == [0, 1, 1]
+    assert cluster_by_cosine(in_memory(statistics), clusters=2) == [0, 0, 1, 1]
+    assert cluster_by_cosine(in_memory(deltas), clusters=1) == [0] * 5
+    assert cluster_by_cosine(in_memory(deltas), clusters=5) == [0, 1, 2, 3, 4]
+    assert cluster_by_cosine(in_memory(deltas[:1]), clusters=3) == [0]
+    assert cluster_by_cosine(in_memory([delta(0, 0), delta(0, 1), delta(0, 2)]), clusters=2) == [0, 1, 1]
 
 
 def test_average_linkage_by_hand():
@@ -71,8 +72,8 @@ def test_average_linkage_by_hand():
     0.663: it joins, and 0 stays alone.
     """
     deltas = [delta(*on_unit_circle(angle)) for angle in (0, 50, 90, 139)]
-    assert cluster_by_cosine(deltas, clusters=3) == [0, 1, 1, 2]
-    assert cluster_by_cosine(deltas, clusters=2) == [0, 1, 1, 1]
+    assert cluster_by_cosine(in_memory(deltas), clusters=3) == [0, 1, 1, 2]
+    assert cluster_by_cosine(in_memory(deltas), clusters=2) == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -80,8 +81,8 @@ def test_clusters_do_not_depend_on_the_order_of_clients(seed):
     rng = np.random.default_rng(seed)
     deltas = [delta(*row) for row in rng.normal(size=(7, 6))]
     order = rng.permutation(7)
-    labels = cluster_by_cosine(deltas, clusters=3)
-    permuted = cluster_by_cosine([deltas[index] for index in order], clusters=3)
+    labels = cluster_by_cosine(in_memory(deltas), clusters=3)
+    permuted = cluster_by_cosine(in_memory([deltas[index] for index in order]), clusters=3)
     groups = {frozenset(np.flatnonzero(np.array(labels) == one)) for one in range(3)}
     assert groups == {frozenset(order[np.flatnonzero(np.array(permuted) == one)]) for one in range(3)}
 

@@ -12,6 +12,7 @@ from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.eua import EUA, EUAAggregator, eua, solve
 from strategies.update_geometry import deviation_gram
+from strategies.update_store import in_memory
 from tests.federation import Federation
 from tests.strategies.made import clients_of, model, same
 from tests.strategies.test_update_geometry import KINDS, by_nnls, vectors_of
@@ -142,7 +143,7 @@ def test_gram_of_small_deviations(number, dtype):
     expected = exact @ exact.T
     lengths = np.sqrt(np.diag(expected))
     weights = ReferenceLayers({name: array for name, array in start.items() if is_weight(name, array)})
-    gram = deviation_gram(weights, [update.layers for update in updates])
+    gram = deviation_gram(weights, in_memory([update.layers for update in updates]))
     assert np.array_equal(gram, gram.T)
     error = np.abs(gram - expected) / np.outer(lengths, lengths)
     assert error.max() < (1e-6 if dtype == np.float32 else 1e-14)

@@ -23,6 +23,7 @@ from strategies.interfaces import StrategyContext
 from strategies.krum import Krum, closest, krum, scores
 from strategies.robust import Median, TrimmedMean, median, trimmed_mean
 from strategies.update_geometry import deviation_gram
+from strategies.update_store import in_memory
 from tests.federation import Federation
 from tests.server_app.small import LAYERS
 from tests.server_app.test_round import crash, good, run_round
@@ -245,7 +246,7 @@ def test_scores_are_exact_where_clients_are_nearly_the_same():
     ]
     start = {name: array.astype(float) for name, array in start.items()}
     models = [client.layers["fc.weight"] for client in clients]
-    gram = deviation_gram(ReferenceLayers(start), [client.layers for client in clients], exact=True)
+    gram = deviation_gram(ReferenceLayers(start), in_memory([client.layers for client in clients]), exact=True)
     for k, found in enumerate(scores(gram, malicious=1)):
         distances = sorted(np.sum((models[k] - other) ** 2) for other in models)
         assert found == pytest.approx(sum(distances[1:4]), rel=1e-2)

@@ -1,0 +1,78 @@
+"""Number of updates that a round can store, in memory and in a file, before the first round."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedssl.arrays import Layers
+from fedssl.errors import InputError
+from fedssl.machine.memory import available_memory, gigabytes
+from server_app.round_context import RoundContext
+from strategies.base import ServerStrategy
+from strategies.interfaces import ServerState
+from strategies.update_store import CollectingAggregator, memory_budget
+
+DISK_SHARE = 0.9  # of the free disk, so that checkpoints can be written
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredUpdates:
+    """What a round stores: ``copies`` of each update of ``model_bytes``; of their ``aggregator`` one copy."""
+
+    model_bytes: int
+    copies: int
+    aggregator: CollectingAggregator | None
+    layers: Layers
+
+    def working_memory(self, number: int) -> int:
+        """Return the bytes that the aggregation of this number of updates needs besides them."""
+        return self.aggregator.working_memory(self.layers, number) if self.aggregator else 0
+
+    def largest_number(self, *, budget: int, available: int | None, disk: int) -> int:
+        """Return the largest number of updates that fit; ``budget`` is the part of ``available`` memory for updates."""
+        if not self.copies:
+            return 2**31
+        number = (budget + disk) // (self.copies * self.model_bytes)
+        low, high = 0, number
+        while low < high:  # the working memory grows with the number
+            middle = (low + high + 1) // 2
+            fits = available is None or self.working_memory(middle) <= available - budget
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+
+def stored_updates(server: ServerStrategy, layers: Layers, *, rounds: int, filters_norms: bool) -> StoredUpdates:
+    """Return what a round stores at most. ``layers`` are those of an update."""
+    aggregator = server.aggregator(1)
+    clusters = any(server.models_to_cluster(ServerState(), round) for round in range(1, rounds + 1))
+    collects = isinstance(aggregator, CollectingAggregator)
+    return StoredUpdates(
+        model_bytes=sum(array.nbytes for array in layers.values()),
+        copies=collects + (clusters or filters_norms) + clusters,  # the updates, and their differences
+        aggregator=aggregator if isinstance(aggregator, CollectingAggregator) else None,
+        layers=layers,
+    )
+
+
+def check_updates_fit(context: RoundContext, layers: Layers, *, rounds: int, folder: Path, strategy: str) -> None:
+    """Raise `InputError` if the updates of a round fit neither into memory nor on the disk of its folder."""
+    settings = context.aggregation
+    stored = stored_updates(
+        context.strategy.server, layers, rounds=rounds, filters_norms=settings.max_norm_ratio is not None
+    )
+    number = min(context.clients_per_round + settings.over_selection, len(context.nodes))
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    budget, available, disk = memory_budget(), available_memory(), int(DISK_SHARE * shutil.disk_usage(existing).free)
+    largest = stored.largest_number(budget=budget, available=available, disk=disk)
+    if number <= largest:
+        return
+    keeps = f"strategy={strategy}" if settings.max_norm_ratio is None else "aggregation.max_norm_ratio"
+    remedies = [f"set clients_per_round={largest - settings.over_selection}"] * (largest > settings.over_selection)
+    remedies += ["aggregation.max_norm_ratio=null"] * (settings.max_norm_ratio is not None)
+    remedies += ["strategy=fedavg, which stores none, or output_dir to a disk with more space"]
+    needed = stored.copies * number * stored.model_bytes
+    raise InputError(
+        f"{keeps} stores the updates of a round, and {number} of them need {gigabytes(needed)} and "
+        f"{gigabytes(stored.working_memory(number))} of memory to aggregate them, but {gigabytes(budget)} of memory "
+        f"and {gigabytes(disk)} in {existing} are available; {', or '.join(remedies)}"
+    )
