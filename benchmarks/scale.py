@@ -45,11 +45,12 @@ import numpy as np
 import torch
 
 from fedssl.datasets.base import ImageData
+from fedssl.datasets.images import TensorImages
 
 
 def read(split, *, channels, size, limit, number):
     images = np.random.default_rng(0).integers(0, 256, (number, channels, size, size), dtype=np.uint8)
-    return ImageData(torch.from_numpy(images), torch.arange(number) % 10)
+    return ImageData(TensorImages(torch.from_numpy(images)), torch.arange(number) % 10)
 """
 
 
