@@ -8,6 +8,7 @@ files are deleted when no checkpoint needs them. Older versions, which checkpoin
 import logging
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,14 +29,14 @@ class ClientStates:
         self._warned = False
         self._deleted: set[int] = set()  # evicted clients without files
 
-    def evict(self, state: ServerState, *, oldest_resumable: int) -> ServerState:
-        """Measure the states that were saved in the round of ``state``, and evict others beyond the limit.
+    def evict(self, state: ServerState, clients: Iterable[int], *, oldest_resumable: int) -> ServerState:
+        """Measure the states of the participants of the last round, ``clients``, and evict others beyond the limit.
 
         Delete the files of clients that were evicted up to the round ``oldest_resumable``.
         """
         if not self._folder.is_dir():
             return state
-        self._measure(state)
+        self._measure(state, clients)
         deletable = {client for client, round in state.evicted.items() if round <= oldest_resumable}
         for client in deletable - self._deleted:
             shutil.rmtree(client_folder(self._folder, client), ignore_errors=True)
@@ -59,14 +60,13 @@ class ClientStates:
             },
         )
 
-    def _measure(self, state: ServerState) -> None:
+    def _measure(self, state: ServerState, clients: Iterable[int]) -> None:
         participants = state.last_participation
         if self._sizes is None:  # the first call of this process
-            changed = list(participants)
-            self._sizes = {}
-        else:
-            changed = [client for client, (round, _) in participants.items() if round == state.round]
-        for client in changed:
+            clients, self._sizes = participants, {}
+        for client in self._sizes.keys() - participants.keys():  # dropped ones, whose state is unknown
+            self.total -= self._sizes.pop(client)
+        for client in clients:
             size = _newest_bytes(client_folder(self._folder, client), state.round)
             self.total += size - self._sizes.get(client, 0)
             self._sizes[client] = size

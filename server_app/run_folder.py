@@ -200,7 +200,7 @@ class RunFolder:
     def end_round(self, state: ServerState, result: RoundResult) -> tuple[ServerState, RoundResult]:
         """Evict client states beyond their limit, and write the models of single clients that have changed."""
         oldest = min(saved_rounds(self.checkpoints), default=0)
-        state = self._states.evict(state, oldest_resumable=oldest)
+        state = self._states.evict(state, [row.client for row in result.clients], oldest_resumable=oldest)
         result = replace(result, state_bytes=self._states.total, num_evicted=self._states.num_evicted)
         if isinstance(state.models, ClientModels):
             state = replace(state, models=state.models.saved(round=state.round, oldest_resumable=oldest))

@@ -108,6 +108,6 @@ def check_disk(plan: "Plan", settings: Settings) -> None:
     if settings.recording.snapshot_every:
         remedies.insert(0, "raise snapshot_every")
     raise InputError(
-        f"the run needs {gigabytes(plan.disk)} for checkpoints, client states, snapshots and encoders, and "
+        f"the run needs {gigabytes(plan.disk)} for checkpoints, updates, client states, snapshots and encoders, and "
         f"{gigabytes(free)} are free in {existing}; {', or '.join(remedies)}"
     )

@@ -42,7 +42,9 @@ def format_plan(plan: Plan, *, startup: float) -> str:
     per_round = sum(plan.round_seconds) / len(rounds)
     lines.append(["time", f"{per_round:.2g} s per round, {duration(startup + plan.seconds)} in total"])
     if plan.disk:
-        lines.insert(-1, ["disk", f"{gigabytes(plan.disk)} of checkpoints, client states, snapshots and encoders"])
+        lines.insert(
+            -1, ["disk", f"{gigabytes(plan.disk)} of checkpoints, updates, client states, snapshots and encoders"]
+        )
     if plan.states:
         lines.insert(-1, ["", f"{gigabytes(plan.states)} of these are the newest client states"])
     notes = [f"upper bounds, because of {', '.join(plan.upper_bounds)}"] if plan.upper_bounds else []

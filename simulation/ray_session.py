@@ -86,7 +86,7 @@ def _host(node: Mapping[str, Any]) -> Host:
 
 
 def _start(ray: ModuleType, sandbox: ProcessSandbox, *, gpus: int | None, log_to_driver: bool) -> None:
-    from simulation.ray_compat import without_services
+    from simulation.compat import without_services
 
     os.environ.pop("RAY_ADDRESS", None)  # do not use a cluster that is already running
     try:

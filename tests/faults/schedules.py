@@ -25,7 +25,8 @@ import pytest
 
 from client_app import state_store
 from fedssl.errors import InputError, RunError
-from fedssl.runs.manifest import JSONL_FILES
+from fedssl.runs.manifest import CLIENT_MODELS, JSONL_FILES
+from fedssl.untrusted import read_tensors
 from server_app import app
 from server_app.checkpoint import latest_checkpoint
 from simulation import grid
@@ -165,6 +166,10 @@ def outcome(folder: Path) -> Outcome:
         for layer, array in model.layers.items()
     }
     assert all(np.isfinite(array).all() for model in state.models.values() for array in model.layers.values())
+    in_files = {path.parent: path for path in sorted(folder.glob(f"{CLIENT_MODELS}/*/*/round-*.pt"))}
+    for parent, path in in_files.items():
+        layers = read_tensors(path)["layers"]
+        models |= {f"{parent.name} {layer}": tensor.numpy().tobytes() for layer, tensor in layers.items()}
     newest = {path.parent: path for path in sorted(folder.rglob(f"*{STATES}")) if path.is_file()}
     states = {parent.relative_to(folder).as_posix(): path.read_bytes() for parent, path in newest.items()}
     lines = [
@@ -176,9 +181,8 @@ def outcome(folder: Path) -> Outcome:
     participations = [(line["round"], line["client"]) for line in lines if "client" in line and "num_examples" in line]
     assert len(participations) == len(set(participations))
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    return Outcome(
-        models, states, lines, sorted(file for file in files if not file.startswith(("checkpoints/", "clients/")))
-    )
+    versions = ("checkpoints/", "clients/", f"{CLIENT_MODELS}/")
+    return Outcome(models, states, lines, sorted(file for file in files if not file.startswith(versions)))
 
 
 class Simulator:

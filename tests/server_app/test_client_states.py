@@ -42,18 +42,18 @@ def test_the_least_recently_used_are_evicted(tmp_path):
         save(tmp_path, client, 1)
     save(tmp_path, 1, 2)  # an older version does not count
     states = ClientStates(tmp_path, 2 * size)
-    state = states.evict(after(2, {3: 1, 2: 1, 1: 2}), oldest_resumable=0)
+    state = states.evict(after(2, {3: 1, 2: 1, 1: 2}), [1], oldest_resumable=0)
     assert (states.total, states.num_evicted) == (2 * size, 1)
     assert state.evicted == {2: 2}  # of the two of round 1 that with the smaller id
     assert state.state_rounds == {3: 1, 1: 2}
     assert state.last_participation == {3: (1, "global"), 1: (2, "global")}
     save(tmp_path, 0, 3, values=2000)
     state = replace(after(3, {3: 1, 1: 2, 0: 3}), evicted=state.evicted)
-    state = states.evict(state, oldest_resumable=1)
+    state = states.evict(state, [0], oldest_resumable=1)
     assert state.evicted == {2: 2, 3: 3, 1: 3}
     assert list(state.state_rounds) == [0]
     assert saved_rounds(client_folder(tmp_path / "clients", 2), "safetensors") == [1]  # a checkpoint needs it
-    state = states.evict(replace(state, round=4), oldest_resumable=2)
+    state = states.evict(replace(state, round=4), [], oldest_resumable=2)
     assert state.evicted == {2: 2, 3: 3, 1: 3}  # until they participate again
     assert not client_folder(tmp_path / "clients", 2).exists()
     assert states.num_evicted == 0
@@ -62,9 +62,13 @@ def test_the_least_recently_used_are_evicted(tmp_path):
 def test_a_resumed_run_measures_the_same(tmp_path):
     size = save(tmp_path, 0, 1)
     save(tmp_path / "clients" / "0000" / "0", 0, 1)  # a subfolder of the client
-    state = after(1, {0: 1})
-    for states in (ClientStates(tmp_path, None), ClientStates(tmp_path, None)):
-        assert states.evict(state, oldest_resumable=0) == state
+    save(tmp_path, 1, 1)
+    first, resumed = ClientStates(tmp_path, None), ClientStates(tmp_path, None)
+    first.evict(after(1, {0: 1, 1: 1}), [0, 1], oldest_resumable=0)
+    assert first.total == 3 * size
+    state = after(2, {0: 1})  # client 1 was dropped in round 2
+    for states in (first, resumed):
+        assert states.evict(state, [], oldest_resumable=0) == state
         assert states.total == 2 * size
 
 

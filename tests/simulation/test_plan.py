@@ -167,7 +167,7 @@ def test_the_report_by_hand(tmp_path):
         f"download  {down / 6:,.0f} bytes per client and round, {down:,} in total",
         f"upload    {up / 6:,.0f} bytes per client and round, {up:,} in total",
         "memory    0.0 MB: server 0.0 MB, 2 workers with 0.0 MB each",
-        f"disk      {(200 + model) / 1e6:.1f} MB of checkpoints, client states, snapshots and encoders",
+        f"disk      {(200 + model) / 1e6:.1f} MB of checkpoints, updates, client states, snapshots and encoders",
         "time      2.9 s per round, 33 s in total",  # 2 + 1 + 2 * (2 * 1.25 + 0.375) + 16 + 8
         "upper bounds, because of early_stopping",
     ]
