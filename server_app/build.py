@@ -49,7 +49,7 @@ from server_app.evaluator import Evaluator
 from server_app.nodes import ClientDirectory, ClientManager, NodeNames, discover_clients, no_registered_names
 from server_app.round_context import RoundContext, no_flops, raise_no_server_images
 from server_app.secure_aggregation import describe_graph, graph_for
-from server_app.update_memory import check_updates_fit
+from server_app.update_memory import check_models_fit, check_updates_fit
 from server_app.virtual_time import VirtualTime, make_virtual_time
 from strategies.base import FedSSLStrategy
 from strategies.interfaces import StrategyContext
@@ -180,13 +180,15 @@ def build_components(
             settings, method, strategy.server.num_comparison_images if reads_images else 0, device
         ),
     )
-    check_updates_fit(
-        context,
-        exchanged_layers(method),
-        rounds=settings.rounds,
-        folder=settings.recording.folder or Path.cwd(),
-        strategy=settings.recording.choices["strategy"],
-    )
+    new = settings.recording.resumed is None  # else models are on the disk already
+    for check in (check_updates_fit, *([check_models_fit] if new else [])):
+        check(
+            context,
+            exchanged_layers(method),
+            rounds=settings.rounds,
+            folder=settings.recording.folder or Path.cwd(),
+            strategy=settings.recording.choices["strategy"],
+        )
     return RunComponents(
         settings=settings,
         context=context,

@@ -1,4 +1,4 @@
-"""Number of updates that a round can store, in memory and in a file, before the first round."""
+"""Checks before the first round: the updates of a round, and the models of single clients, must fit."""
 
 import shutil
 from dataclasses import dataclass
@@ -61,8 +61,8 @@ def check_updates_fit(context: RoundContext, layers: Layers, *, rounds: int, fol
         context.strategy.server, layers, rounds=rounds, filters_norms=settings.max_norm_ratio is not None
     )
     number = min(context.clients_per_round + settings.over_selection, len(context.nodes))
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    budget, available, disk = memory_budget(), available_memory(), int(DISK_SHARE * shutil.disk_usage(existing).free)
+    existing, disk = _usable_disk(folder)
+    budget, available = memory_budget(), available_memory()
     largest = stored.largest_number(budget=budget, available=available, disk=disk)
     if number <= largest:
         return
@@ -76,3 +76,24 @@ def check_updates_fit(context: RoundContext, layers: Layers, *, rounds: int, fol
         f"{gigabytes(stored.working_memory(number))} of memory to aggregate them, but {gigabytes(budget)} of memory "
         f"and {gigabytes(disk)} in {existing} are available; {', or '.join(remedies)}"
     )
+
+
+def check_models_fit(context: RoundContext, layers: Layers, *, rounds: int, folder: Path, strategy: str) -> None:
+    """Raise `InputError` if a strategy has a model for each client and the models do not fit on the disk."""
+    if not context.strategy.server.models_per_client:
+        return
+    number = min(len(context.nodes) - len(context.untrained_clients), rounds * context.clients_per_round)
+    needed = number * sum(array.nbytes for array in layers.values())
+    existing, disk = _usable_disk(folder)
+    if needed > disk:
+        raise InputError(
+            f"strategy={strategy} writes a model of each of up to {number} clients, {gigabytes(needed)}, but "
+            f"{gigabytes(disk)} in {existing} are available; set output_dir to a disk with more space, or lower "
+            "clients_per_round, rounds or num_clients"
+        )
+
+
+def _usable_disk(folder: Path) -> tuple[Path, int]:
+    """Return the existing part of a path, and the usable bytes on its disk."""
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    return existing, int(DISK_SHARE * shutil.disk_usage(existing).free)
