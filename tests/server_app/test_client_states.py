@@ -105,8 +105,8 @@ EVICTING = [*BASE, "num_clients=5", "clients_per_round=2", "rounds=7", "keep_che
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["strategy=fedu", "method=byol"],
         ["strategy=fedbn", "schedule=layer_wise"],
+        pytest.param(["strategy=fedu", "method=byol"], marks=pytest.mark.heavy),
         pytest.param(["method=orchestra", "strategy=fedavg"], marks=pytest.mark.heavy),
         pytest.param(["strategy=per_ssl"], marks=pytest.mark.heavy),
     ],

@@ -151,6 +151,7 @@ def test_all_actors_and_gpus_are_used(hosts, tmp_path, gpus, fraction):
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 def test_a_gpu_that_somebody_else_uses_is_used_as_soon_as_it_is_free(hosts, tmp_path):
     other = ray.remote(num_cpus=0, num_gpus=0.1)(Counter).remote()
     assert ray.get(other.total.remote()) == 0  # it has its GPU
@@ -201,6 +202,7 @@ def test_a_process_whose_gpu_fails_is_restarted_once_and_then_left_out(hosts, ca
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 def test_a_process_that_dies_with_its_gpu_is_left_out(hosts, caplog):
     """Else it would train its next clients on the CPU."""
     grid, placements = grid_with_gpus(hosts, caplog)

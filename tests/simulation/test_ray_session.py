@@ -81,6 +81,7 @@ def free_resources():
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 def test_a_cluster_is_joined_all_its_gpus_are_used_and_a_lost_host_fails_its_clients_of_one_round(
     cluster, tmp_path, monkeypatch, capsys
 ):
