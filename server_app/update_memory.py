@@ -79,11 +79,22 @@ def check_updates_fit(context: RoundContext, layers: Layers, *, rounds: int, fol
 
 
 def check_models_fit(context: RoundContext, layers: Layers, *, rounds: int, folder: Path, strategy: str) -> None:
-    """Raise `InputError` if a strategy has a model for each client and the models do not fit on the disk."""
+    """Raise `InputError` if a strategy has a model for each client and the models do not fit.
+
+    All are on the disk. In memory are the model and the message of each participant of a round.
+    """
     if not context.strategy.server.models_per_client:
         return
+    model_bytes = sum(array.nbytes for array in layers.values())
+    available, in_round = available_memory(), 2 * context.clients_per_round * model_bytes
+    if available is not None and in_round > available:
+        raise InputError(
+            f"strategy={strategy} has a model for each client, and those of clients_per_round="
+            f"{context.clients_per_round} need {gigabytes(in_round)} of memory, but {gigabytes(available)} are "
+            f"available; set clients_per_round={max(1, available // (2 * model_bytes))}"
+        )
     number = min(len(context.nodes) - len(context.untrained_clients), rounds * context.clients_per_round)
-    needed = number * sum(array.nbytes for array in layers.values())
+    needed = number * model_bytes
     existing, disk = _usable_disk(folder)
     if needed > disk:
         raise InputError(

@@ -81,8 +81,7 @@ def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balanci
         raise InputError(
             f"partition.alpha={alpha} leaves some of num_clients={num_clients} clients with fewer than "
             f"partition.min_size={min_size} of {num_images} images in every draw; "
-            "raise partition.alpha, or lower num_clients or partition.min_size, with which clients may be too small to "
-            "train"
+            "raise partition.alpha, lower num_clients, or set partition.min_size=0: clients with too few never train"
         )
     return _checked([order[rows] for rows in parts], num_images)
 

@@ -173,3 +173,7 @@ def test_models_of_clients_must_fit_on_the_disk(tmp_path, monkeypatch):
     for strategy in (LocalOnly(), Gossip()):
         with pytest.raises(InputError, match=f"each of up to 10 clients, .* in {tmp_path} are available; set output_d"):
             check_models_fit(context(strategy), MODEL, **given)
+    monkeypatch.setattr(server_app.update_memory, "available_memory", lambda: 7_999)
+    message = "clients_per_round=4 need .* of memory, but .* are available; set clients_per_round=3$"
+    with pytest.raises(InputError, match=message):
+        check_models_fit(context(LocalOnly()), MODEL, **given)
