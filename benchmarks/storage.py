@@ -11,7 +11,7 @@ other programs slow down any turn.
 2. two standardized views, without augmentation: fedssl, `ImageFolder` with a `DataLoader` (target: at least 1.5 times
    as fast), WebDataset.
 3. two views of SimCLR, of the same.
-4. many: the index of so many images is made; then a run of two rounds with 4 of 1,000 clients starts in a memory cgroup
+4. many: make the index of these images; then a run of two rounds with 4 of 1,000 clients starts in a memory cgroup
    of 4 GB. Seconds until images and partition are known, and the peak of the memory that is no file (RssAnon).
 """
 
@@ -22,7 +22,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -161,8 +161,8 @@ def ffcv_loader(file: Path, source: Path) -> Job:
     return lambda: exhaust(loader)
 
 
-def exhaust(loader: object) -> None:
-    for _ in loader:  # type: ignore[attr-defined]
+def exhaust(loader: Iterable[object]) -> None:
+    for _ in loader:
         pass
 
 

@@ -32,7 +32,7 @@ def graph_for(settings: SecureAggregationSettings, clients: int) -> SharingGraph
 
 
 def validate_graph(settings: SecureAggregationSettings, clients: int) -> None:
-    """Refuse settings that do not protect the updates of so many clients; raises `InputError`."""
+    """Refuse settings that do not protect the updates of this number of clients; raises `InputError`."""
     if clients > MAX_CLIENTS:
         raise InputError(
             f"secure aggregation of {clients} clients is not possible: the sum of more than {MAX_CLIENTS} quantized "

@@ -17,7 +17,7 @@ DISK_SHARE = 0.9  # of the free disk, so that checkpoints can be written
 
 @dataclass(frozen=True, kw_only=True)
 class StoredUpdates:
-    """What a round stores: ``copies`` of each update of ``model_bytes``; of their ``aggregator`` one copy."""
+    """Updates that a round stores: ``copies`` of each, with ``model_bytes``; one of them in ``aggregator``, if any."""
 
     model_bytes: int
     copies: int

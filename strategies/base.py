@@ -42,7 +42,7 @@ class ServerStrategy:
     Attributes
     ----------
     models_per_client : bool
-        Whether every client has a model of its own, named after its id. Such models are stored in files.
+        Whether every client has a separate model, named after its id. These models are stored in files.
     num_comparison_images : int
         Number of server images on which `on_round_end` compares models; 0 needs none.
     model_state_type, strategy_state_type : type

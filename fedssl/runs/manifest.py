@@ -19,7 +19,7 @@ from fedssl.untrusted import MAX_LINES_BYTES, MAX_TENSORS_BYTES, open_regular_fi
 JSONL_FILES = ("metrics.jsonl", "clients.jsonl", "health.jsonl")
 CLIENT_STATES = "clients"  # folder with one folder per client (see `client_folder`), which may have subfolders
 STATE_SUFFIX = "safetensors"
-CLIENT_MODELS = "client_models"  # folder with one folder per client that has a model of its own on the server
+CLIENT_MODELS = "client_models"  # folder with one folder per client that has a separate model on the server
 MODEL_SUFFIX = "pt"
 MANIFEST_SUFFIX = "json"
 _CLIENTS_PER_FOLDER = 1000

@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from PIL import Image
 
 from fedssl.datasets import base, buffers, cache, decoding, image_folder, pack, tables
@@ -22,6 +21,7 @@ from fedssl.datasets.records import FileRecords
 from fedssl.errors import InputError
 from simulation.cli import run
 from tests.fedssl.datasets.made import settings_of
+from tests.fedssl.datasets.test_cache import same
 
 FORMATS = ["folder", "parquet", "arrow stream", "arrow file", "large arrow", "compressed arrow"]
 BAD = (0, 17, 40)  # no image, a truncated image, and no bytes (in a table)
@@ -79,12 +79,6 @@ def load(folder: Path, kind: str, location: Path | None, split: str = "federated
     result = base.load_split(settings_of(name, **settings | own | changes), split)
     assert result is not None
     return result
-
-
-def same(one: ImageData, other: ImageData) -> bool:
-    columns = ((one.images[:], other.images[:]), (one.labels, other.labels), (one.owners, other.owners))
-    names = (one.classes, one.owner_names, one.warnings) == (other.classes, other.owner_names, other.warnings)
-    return names and all(a is b is None or (a.dtype == b.dtype and torch.equal(a, b)) for a, b in columns)
 
 
 def only(location: Path) -> Path:
