@@ -71,9 +71,9 @@ class Federation:
         for indices in client.client_indices:
             for batch in batches(torch.as_tensor(indices), client.training.batch_size, generator=generator):
                 views = client.training.augment(client.images[batch], generator)
-                view1, view2 = (view.contiguous(memory_format=torch.channels_last) for view in views)
+                views = views.with_images([x.contiguous(memory_format=torch.channels_last) for x in views.images])
                 client.training.optimizer.zero_grad(set_to_none=True)
-                client.method.loss(view1, view2).backward()
+                client.method.loss(views).backward()
                 client.training.optimizer.step()
         return time.perf_counter() - start
 

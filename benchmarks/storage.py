@@ -49,6 +49,7 @@ from fedssl.datasets.images import EncodedImages
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer
 from fedssl.training import Augment, LocalTrainer, train
+from fedssl.views import Views
 from tests.memory_cgroup import memory_cgroup
 
 BATCH, WORKERS = 128, 2
@@ -65,9 +66,9 @@ class TrivialViews:
     def sample_params(self, sizes: Sequence[int], **_: object) -> list[None]:
         return [None] * len(sizes)
 
-    def apply(self, images: Tensor, params: None, *, layout: torch.memory_format) -> tuple[Tensor, Tensor]:
+    def apply(self, images: Tensor, params: None, *, layout: torch.memory_format) -> Views:
         view = images[:, :, :1, :1].float()
-        return view, view
+        return Views.of(view, view)
 
 
 class TrivialMethod(SSLMethod):
@@ -77,8 +78,8 @@ class TrivialMethod(SSLMethod):
         super().__init__()
         self.encoder = nn.Linear(3, 1, bias=False)
 
-    def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
-        return self.encoder(view1.flatten(1)).mean()
+    def loss(self, views: Views) -> Tensor:
+        return self.encoder(views[0].images.flatten(1)).mean()
 
 
 def decoder(images: EncodedImages) -> Job:
@@ -110,11 +111,10 @@ def trivial_training(images: EncodedImages) -> Job:
     return lambda: train(method, images, indices, training=training, generator=generator)
 
 
-def standardized(batch: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def standardized(batch: Tensor, generator: torch.Generator) -> Views:
     """Return two views without augmentation."""
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (MEAN, STD))
-    view1, view2 = (batch.float().mul_(1 / (255 * std)).sub_(mean / std) for _ in range(2))
-    return view1, view2
+    return Views.of(*(batch.float().mul_(1 / (255 * std)).sub_(mean / std) for _ in range(2)))
 
 
 def two_views(images: EncodedImages, augment: Augment) -> Job:

@@ -47,7 +47,8 @@ from fedssl.config.load import compose
 from fedssl.machine.devices import select_device
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_layers
-from fedssl.training import LocalTrainer, train
+from fedssl.training import LocalTrainer, method_inputs, train
+from fedssl.views import Views
 from fedssl.wire.messages import TrainPlan
 
 METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "orchestra", "supervised")
@@ -104,11 +105,11 @@ class Client:
         self.training = LocalTrainer.build(self.settings.training, self.method)
         self.generator = torch.Generator().manual_seed(seed)
 
-    def loss(self, view1: Tensor, view2: Tensor, labels: Tensor) -> Tensor:
-        return self.method.loss(view1, view2, *([labels] if self.method.uses_labels else []))
+    def loss(self, views: Views, labels: Tensor) -> Tensor:
+        return self.method.loss(method_inputs(self.method, views, labels, self.generator))
 
-    def views(self) -> list[tuple[Tensor, Tensor]]:
-        """Return two views of each batch."""
+    def views(self) -> list[Views]:
+        """Return the views of each batch."""
         batches = self.images.split(self.training.batch_size)
         return [self.training.augment(batch, self.generator) for batch in batches]
 
@@ -137,15 +138,18 @@ def augmentation(client: Client) -> Epoch:
 
 
 def bare(client: Client) -> Epoch:
-    views = [[view.contiguous(memory_format=torch.channels_last) for view in pair] for pair in client.views()]
+    views = [
+        views.with_images([images.contiguous(memory_format=torch.channels_last) for images in views.images])
+        for views in client.views()
+    ]
     batches = list(zip(views, client.labels.split(client.training.batch_size), strict=True))
 
     def epoch() -> float:
-        for pair, labels in batches:
+        for views, labels in batches:
             client.method.zero_grad(set_to_none=True)
             bf16 = client.training.precision == "bf16"
             with torch.autocast(client.images.device.type, dtype=torch.bfloat16, enabled=bf16):
-                loss = client.loss(*pair, labels)
+                loss = client.loss(views, labels)
             loss.backward()
         return loss.item()
 
@@ -171,7 +175,8 @@ def usual(client: Client, *, persistent: bool) -> Epoch:
         losses = []
         for views, labels in loader if persistent else make_loader():
             client.training.optimizer.zero_grad()
-            loss = client.loss(*(tensor.to(client.images.device) for tensor in (*views, labels)))
+            view1, view2, labels = (tensor.to(client.images.device) for tensor in (*views, labels))
+            loss = client.loss(Views.of(view1, view2), labels)
             loss.backward()
             client.training.optimizer.step()
             client.method.on_step_end()

@@ -12,7 +12,7 @@ from fedssl.evaluation.features import extract
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import check_loaded
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
-from fedssl.training import LocalTrainer, batches, index_rows, on_device
+from fedssl.training import LocalTrainer, batches, index_rows, method_inputs, on_device
 
 
 class LocalDataSample:
@@ -67,11 +67,8 @@ class LocalDataSample:
         for batch, images in zip(rows, self._images.prefetch(rows), strict=True):
             self._on_step_start()
             views = training.augment(on_device(images, device), generator)
-            inputs = list(method.inputs(*views))
-            if method.frozen:
-                inputs = method.encoder.forward_frozen(inputs, generator)
-            known = () if self._labels is None else (index_rows(self._labels, batch, device),)
-            losses.append(method.loss(*inputs, *known))
+            labels = None if self._labels is None else index_rows(self._labels, batch, device)
+            losses.append(method.loss(method_inputs(method, views, labels, generator)))
             sizes.append(len(batch))
         found: list[float] = torch.stack(losses).tolist()  # one synchronization
         return sum(loss * size for loss, size in zip(found, sizes, strict=True)) / len(few)

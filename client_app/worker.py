@@ -219,6 +219,7 @@ class ClientWorker:
         return changed | set(plan.upload_names or ())
 
     def _active_stages(self, plan: TrainPlan) -> AbstractContextManager[None]:
+        self.method.round = plan.round
         return set_active_stages(
             self.method, depth=plan.num_stages, frozen=plan.num_frozen_stages, depth_dropout=plan.depth_dropout
         )

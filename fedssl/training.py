@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from fedssl.augmentation import Augmentation
 from fedssl.config.settings import TrainingSettings
 from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError
@@ -18,14 +19,15 @@ from fedssl.machine.process import optimizer_step
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import check_loaded
 from fedssl.regularizers.base import Regularizer, RegularizerInput
+from fedssl.views import Views, describe_views
 
-Augment = Callable[[Tensor, torch.Generator], tuple[Tensor, Tensor]]
+Augment = Callable[[Tensor, torch.Generator], Views]
 
 
-class TwoViews(Protocol):
-    """Augmentation of images to two views, in two steps; see `fedssl.augmentation.Augmentation`."""
+class ViewSampler(Protocol):
+    """Augmentation of images to views, in two steps; see `fedssl.augmentation.Augmentation`."""
 
-    def __call__(self, images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def __call__(self, images: Tensor, generator: torch.Generator) -> Views:
         """Run both steps."""
 
     def sample_params(
@@ -33,7 +35,7 @@ class TwoViews(Protocol):
     ) -> Iterable[Any]:
         """Draw all random parameters for batches of these sizes."""
 
-    def apply(self, images: Tensor, params: Any, *, layout: torch.memory_format) -> tuple[Tensor, Tensor]:
+    def apply(self, images: Tensor, params: Any, *, layout: torch.memory_format) -> Views:
         """Compute the views of a batch from its parameters."""
 
 
@@ -41,7 +43,7 @@ class TwoViews(Protocol):
 class LocalTrainer:
     """Training of a method; used by clients, calibration and cost measurement."""
 
-    augment: TwoViews
+    augment: ViewSampler
     optimizer: torch.optim.Optimizer  # of all parameters that the method trains in any phase
     base_lrs: tuple[float, ...]  # of the optimizer's groups, before any factor
     regularizer: Regularizer
@@ -56,12 +58,9 @@ class LocalTrainer:
     def build(cls, settings: TrainingSettings, method: SSLMethod) -> "LocalTrainer":
         """Build the parts for a method, whose weights are converted to the views' memory format on a GPU."""
         regularizer: Regularizer = settings.regularizer.instantiate()
-        part_name = regularizer.resolve_part(method)
-        if part_name not in (None, *(name for name, _ in method.named_children())):
-            raise InputError(
-                f"{type(regularizer).__name__} needs a {part_name}, which {type(method).__name__} does not "
-                "have; set another regularizer or method"
-            )
+        check_regularizer(regularizer, method)
+        augment: Augmentation = settings.augmentation.instantiate()
+        check_views(augment, method)
         device = next(method.parameters()).device
         check_precision(settings.precision, device)
         if is_gpu(device):  # CPUs among the devices of a run ignore these settings
@@ -79,7 +78,7 @@ class LocalTrainer:
                         "set cuda_graphs=false"
                     )
         return cls(
-            augment=settings.augmentation.instantiate(),
+            augment=augment,
             optimizer=optimizer,
             base_lrs=base_lrs,
             regularizer=regularizer,
@@ -168,27 +167,29 @@ def train(
         batch_images = images.prefetch(batch_indices.split(sizes))
         for number, (batch, batch_params) in enumerate(zip(batch_images, params, strict=True)):
             on_step_start()
-            view1, view2 = training.augment.apply(on_device(batch, device), batch_params, layout=layout)
-            inputs = list(method.inputs(view1, view2))
-            if method.frozen:
-                with training.autocast(device):
-                    inputs = method.encoder.forward_frozen(inputs, generator)
-            if method.uses_labels and classes:
-                inputs.append(classes[number])
-            loss = step(*inputs) if graphs is None else graphs.run(step, inputs)
+            views = training.augment.apply(on_device(batch, device), batch_params, layout=layout)
+            with training.autocast(device):
+                views = method_inputs(method, views, classes[number] if classes else None, generator)
+            loss = step(views) if graphs is None else graphs.run(step, views, constants=method.step_constants)
             epoch_loss += loss * (len(batch) / len(indices))
     return TrainResult(loss=epoch_loss.item() if training.epochs else float("nan"), num_examples=len(indices))
 
 
-def _step(method: SSLMethod, training: LocalTrainer, generator: torch.Generator, *inputs: Tensor) -> Tensor:
-    """Run one optimizer step on the inputs of `SSLMethod.loss`; return the loss including the regularizer, detached."""
+def method_inputs(method: SSLMethod, views: Views, labels: Tensor | None, generator: torch.Generator) -> Views:
+    """Return the argument of `SSLMethod.loss`; frozen stages of the encoder are applied to all views."""
+    views = replace(method.inputs(views), labels=labels if method.uses_labels else None)
+    return views.with_images(method.encoder.forward_frozen(views.images, generator)) if method.frozen else views
+
+
+def _step(method: SSLMethod, training: LocalTrainer, generator: torch.Generator, views: Views) -> Tensor:
+    """Run one optimizer step on the argument of `SSLMethod.loss`; return the loss with the regularizer, detached."""
     optimizer, regularizer = training.optimizer, training.regularizer
     optimizer.zero_grad(set_to_none=True)
-    with training.autocast(inputs[0].device):
+    with training.autocast(views[0].images.device):
         with capture_outputs(method, regularizer.resolve_part(method)) as outputs:
-            loss = method.loss(*inputs)
-        z1, z2 = outputs if len(outputs) == 2 else outputs[0].chunk(2) if outputs else (None, None)
-        loss = regularizer.apply(loss, RegularizerInput(method, inputs[0], inputs[1], z1, z2, generator))
+            loss = method.loss(views)
+        z = [rows for output in outputs for rows in output.split(views.num_images)][: regularizer.num_views]
+        loss = regularizer.apply(loss, RegularizerInput(method, views, tuple(z), generator))
     loss.backward()
     if training.clip_norm is not None:
         trained = [parameter for parameter in method.parameters() if parameter.requires_grad]
@@ -196,6 +197,35 @@ def _step(method: SSLMethod, training: LocalTrainer, generator: torch.Generator,
     optimizer_step(optimizer)
     method.on_step_end()
     return loss.detach()
+
+
+def check_regularizer(regularizer: Regularizer, method: SSLMethod) -> None:
+    """Reject a regularizer of outputs that the method does not compute."""
+    part, name = regularizer.resolve_part(method), type(method).__name__
+    if part is None:
+        return
+    if part not in (child for child, _ in method.named_children()):
+        raise InputError(
+            f"{type(regularizer).__name__} needs a {part}, which {name} does not have; set another regularizer or "
+            "method"
+        )
+    if part not in method.regularized_parts or method.accepted_views.min_global < regularizer.num_views:
+        raise InputError(
+            f"{type(regularizer).__name__} needs the {part}'s output for {regularizer.num_views} whole views, which "
+            f"{name} does not compute; set regularizer=none or regularizer=prox, or another method"
+        )
+
+
+def check_views(augment: Augmentation, method: SSLMethod) -> None:
+    """Reject an augmentation whose views the method does not accept, or whose sizes the encoder does not accept."""
+    roles = [recipe.role for recipe in augment.recipes]
+    masks = [recipe.mask.kind if recipe.mask else None for recipe in augment.recipes]
+    accepted = method.accepted_views
+    if not accepted.accept(roles, masks):
+        raise InputError(
+            f"{type(method).__name__} trains on {accepted} but augmentation.views has {describe_views(roles, masks)}; "
+            f"set augmentation={accepted.augmentation}"
+        )
 
 
 def index_rows(source: Tensor, rows: Tensor, device: torch.device) -> Tensor:

@@ -65,6 +65,7 @@ class Calibration:
     def __call__(self, round: int, layers: Layers) -> Layers:
         with set_active_stages(self._method, depth=self._lr_schedule.phase(round).depth):
             load_layers(self._method, layers)
+            self._method.round = round
             self._method.start_round(first=True)
             seed_path = (self._seed, "calibrate", round)
             seed_torch(derive_seed(*seed_path), self._device)

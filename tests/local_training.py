@@ -1,32 +1,35 @@
 """Local training for tests, with what most of them do not care about."""
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from fedssl.regularizers.base import Regularizer
-from fedssl.training import Augment, LocalTrainer
+from fedssl.training import LocalTrainer
+from fedssl.views import Views
 
 
 class AtOnce:
     """Views by a function that draws what it needs when it makes them."""
 
-    def __init__(self, augment: Augment) -> None:
+    def __init__(self, augment: Callable[..., tuple[Tensor, Tensor]]) -> None:
         self.augment = augment
 
     def __call__(self, images, generator):
-        return self.augment(images, generator)
+        return Views.of(*self.augment(images, generator))
 
     def sample_params(self, sizes, *, image_shape, device, generator):
         return [generator] * len(sizes)
 
     def apply(self, images, params, *, layout):
-        view1, view2 = self.augment(images, params)
-        return view1.contiguous(memory_format=layout), view2.contiguous(memory_format=layout)
+        return Views.of(*(view.contiguous(memory_format=layout) for view in self.augment(images, params)))
 
 
 def local_training(
     optimizer: torch.optim.Optimizer,
     *,
-    augment: Augment = lambda batch, generator: (batch.float(), batch.float()),
+    augment: Callable[..., tuple[Tensor, Tensor]] = lambda batch, generator: (batch.float(), batch.float()),
     regularizer: Regularizer | None = None,
     epochs: int = 1,
     batch_size: int = 2,

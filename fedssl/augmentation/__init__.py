@@ -1,4 +1,4 @@
-"""Two random views of each image of a batch."""
+"""Random views of each image of a batch."""
 
 from fedssl.augmentation.augmentation import Augmentation
 

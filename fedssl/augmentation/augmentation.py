@@ -1,4 +1,4 @@
-"""Augmentation of a run: random parameters, and two random views of each image of a batch, on the images' device.
+"""Augmentation of a run: random parameters, and random views of each image of a batch, on the images' device.
 
 Parameters come from a CPU generator, so that CPUs and GPUs compute the same views. They are drawn for a whole epoch and
 copied to the device at once.
@@ -12,27 +12,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedssl.augmentation.recipe import UNIFORMS, Parameters, View, parameters, read_view
-from fedssl.augmentation.views import AugmentationParams, Matrices, apply_both, apply_view, blur_matrices, crop_matrices
+from fedssl.augmentation.masks import check_grid, sample_masks
+from fedssl.augmentation.recipe import UNIFORMS, Parameters, parameters, read_recipe
+from fedssl.augmentation.views import AugmentationParams, Matrices, apply_all, apply_view, blur_matrices, crop_matrices
 from fedssl.errors import InputError
 from fedssl.machine.devices import is_gpu, to_device
+from fedssl.views import GLOBAL, Mask, View, Views
 
 CHUNK = 128  # images per block on a CPU: larger temporaries exceed the cache and cause page faults
 MATRIX_BYTES = 2**26  # bytes of matrices that a GPU computes at a time
+SMALLEST = 4  # height and width in pixels of the smallest view of a recipe with its own size
 KERNEL_SIZE, KERNEL_CHANNELS = 64, (1, 3)  # largest images of `fedssl.augmentation.kernel`, and their channels
 
 
 class Augmentation:
-    """Computes two normalized random views of a batch of images.
+    """Computes normalized random views of a batch of images.
 
     Parameters
     ----------
     size : int
-        Height and width of the views in pixels.
+        Height and width in pixels of a view with ``size`` 1.
     mean, std : sequence of float
         One number per channel, for images with values in [0, 1]; a view is ``(image - mean) / std``.
     views : sequence of mapping
-        Two recipes: mappings of the fields of `fedssl.augmentation.recipe.View`.
+        Recipes: mappings of the fields of `fedssl.augmentation.recipe.ViewRecipe`. Global views come first.
     gpu_augmentation : {"torch", "triton"}
         Implementation on a GPU: torch operations, or `fedssl.augmentation.kernel`.
     """
@@ -46,8 +49,11 @@ class Augmentation:
         views: Sequence[Mapping[str, Any]],
         gpu_augmentation: str = "torch",
     ) -> None:
-        if len(views) != 2:
-            raise InputError(f"augmentation.views has {len(views)} recipes; set exactly two")
+        recipes = [read_recipe(recipe, name=f"augmentation.views.{index}") for index, recipe in enumerate(views)]
+        self.recipes = [one for recipe in recipes for one in [recipe] * recipe.count]
+        self.recipes.sort(key=lambda recipe: recipe.role != GLOBAL)
+        if not self.recipes or self.recipes[0].role != GLOBAL:
+            raise InputError("augmentation.views has no global view; set role=global in one of its recipes")
         if not len(mean) == len(std) > 0 or min(std) <= 0:
             raise InputError(
                 f"dataset.mean={list(mean)} and dataset.std={list(std)} are not valid; set one mean and one std "
@@ -62,14 +68,22 @@ class Augmentation:
                 f"gpu_augmentation=triton supports views of at most {KERNEL_SIZE} pixels with 1 or 3 channels but "
                 f"dataset.size={size} with {len(mean)} channels; set gpu_augmentation=torch"
             )
-        self.size = size
         self.by_kernel = gpu_augmentation == "triton"
-        self.views = [read_view(recipe, name=f"augmentation.views.{index}") for index, recipe in enumerate(views)]
+        self.sizes = [round(recipe.size * size) for recipe in self.recipes]
+        for index, recipe in enumerate(recipes):
+            pixels = round(recipe.size * size)
+            if pixels < SMALLEST and recipe.size < 1:
+                raise InputError(
+                    f"augmentation.views.{index}.size={recipe.size} gives views of {pixels} pixels; set it to at least "
+                    f"{SMALLEST / size:g}, for views of {SMALLEST} pixels"
+                )
+            if recipe.mask is not None:
+                check_grid(recipe.mask, size=pixels, name=f"augmentation.views.{index}.mask")
         self._mean = torch.tensor(list(mean), dtype=torch.float32).view(-1, 1, 1, 1)
         self._std = torch.tensor(list(std), dtype=torch.float32).view(-1, 1, 1, 1)
 
-    def __call__(self, images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draw parameters and compute two views of each image; see `sample_params` and `apply`."""
+    def __call__(self, images: Tensor, generator: torch.Generator) -> Views:
+        """Draw parameters and compute the views of each image; see `sample_params` and `apply`."""
         (params,) = self.sample_params(
             [len(images)], image_shape=images.shape[1:], device=images.device, generator=generator
         )
@@ -86,91 +100,108 @@ class Augmentation:
         channels, height, width = image_shape
         self._check(channels, height, width, device)
         orders, uniforms = [], []
+        masks: list[list[Mask | None]] = []
         for size in sizes:
-            orders.append([torch.randperm(4, generator=generator).tolist() for _ in self.views])
-            uniforms.append(torch.rand(size, 2, UNIFORMS, generator=generator, dtype=torch.float64))
+            orders.append([torch.randperm(4, generator=generator).tolist() for _ in self.recipes])
+            uniforms.append(torch.rand(size, len(self.recipes), UNIFORMS, generator=generator, dtype=torch.float64))
+            masks.append([self._sample_mask(index, size, generator) for index in range(len(self.recipes))])
         uniform = torch.cat(uniforms)
         draws = [
-            torch.stack(parameters(view, uniform[:, index], height=height, width=width))
-            for index, view in enumerate(self.views)
+            torch.stack(parameters(recipe.view, uniform[:, index], height=height, width=width))
+            for index, recipe in enumerate(self.recipes)
         ]
         numbers = torch.stack(draws, 1).float()
         if is_gpu(device) and self.by_kernel:
             numbers = torch.cat((numbers, _per_image(orders, sizes)))
         packed = to_device(numbers, device)
         self._mean, self._std = self._mean.to(device), self._std.to(device)
+        moved = _masks_to_device(masks, device)
         if is_gpu(device) and not self.by_kernel:
-            return self._with_matrices(packed, orders, sizes, image_shape)
-        return (
-            AugmentationParams(part, order) for part, order in zip(packed.split(list(sizes), 2), orders, strict=True)
-        )
+            return self._with_matrices(packed, orders, moved, sizes, image_shape)
+        return map(AugmentationParams, packed.split(list(sizes), 2), orders, moved)
+
+    def _sample_mask(self, index: int, batch: int, generator: torch.Generator) -> Mask | None:
+        recipe = self.recipes[index].mask
+        if recipe is None or recipe.patch is None:
+            return None
+        return sample_masks(recipe, batch, grid=self.sizes[index] // recipe.patch, generator=generator)
 
     def _with_matrices(
         self,
         packed: Tensor,
         orders: Sequence[Sequence[Sequence[int]]],
+        masks: Sequence[Sequence[Mask | None]],
         sizes: Sequence[int],
         image_shape: Sequence[int],
     ) -> Iterator[AugmentationParams]:
         """Yield parameters with their matrices, which are computed for many batches at once."""
-        max_images = MATRIX_BYTES // (
-            8 * self.size * (image_shape[1] + image_shape[2] + self.size)
-        )  # images: two views, 4 bytes a number
+        numbers = sum(size * (image_shape[1] + image_shape[2] + size) for size in self.sizes)
+        max_images = MATRIX_BYTES // (4 * numbers)  # 4 bytes a number
         start = 0
         while start < len(sizes):
             fitting = list(takewhile(lambda end: end <= max_images, accumulate(sizes[start:])))
             cut = list(sizes[start : start + max(1, len(fitting))])
             block, packed = packed.split([sum(cut), packed.shape[2] - sum(cut)], 2)
-            made = [
-                self._matrices(view, Parameters(*block[:, k]), image_shape, cut) for k, view in enumerate(self.views)
-            ]
+            made = [self._matrices(k, Parameters(*block[:, k]), image_shape, cut) for k in range(len(self.recipes))]
             for part, *matrices in zip(block.split(cut, 2), *made, strict=True):
-                yield AugmentationParams(part.contiguous(), orders[start], tuple(matrices))
+                yield AugmentationParams(part.contiguous(), orders[start], masks[start], tuple(matrices))
                 start += 1
 
     def _matrices(
-        self, view: View, params: Parameters, image_shape: Sequence[int], cut: list[int]
+        self, index: int, params: Parameters, image_shape: Sequence[int], cut: list[int]
     ) -> Iterator[Matrices]:
-        rows, columns = crop_matrices(view, params, height=image_shape[1], width=image_shape[2], size=self.size)
-        blur = (
-            blur_matrices(view, params.sigma, size=self.size).split(cut)
-            if view.blur_prob > 0
-            else repeat(None, len(cut))
-        )
+        view, size = self.recipes[index].view, self.sizes[index]
+        rows, columns = crop_matrices(view, params, height=image_shape[1], width=image_shape[2], size=size)
+        blur = blur_matrices(view, params.sigma, size=size).split(cut) if view.blur_prob > 0 else repeat(None, len(cut))
         return (Matrices(*maps) for maps in zip(rows.split(cut), columns.split(cut), blur, strict=True))
 
     def apply(
         self, images: Tensor, params: AugmentationParams, *, layout: torch.memory_format = torch.contiguous_format
-    ) -> tuple[Tensor, Tensor]:
-        """Compute two views of each image, float32 ``(batch, channels, size, size)``, on the device of the images.
+    ) -> Views:
+        """Compute the views of each image, float32 ``(batch, channels, size, size)``, on the device of the images.
 
         ``images`` are uint8, ``(batch, channels, height, width)``, on any device. ``params`` are those of
         `sample_params` for this batch size, image shape and device. ``layout`` is the memory format of the views.
         """
+        computed: list[Tensor] = [images] * len(self.recipes)
+        for size in dict.fromkeys(self.sizes):
+            indices = [index for index, other in enumerate(self.sizes) if other == size]
+            for index, view in zip(indices, self._views_of_size(size, indices, images, params, layout), strict=True):
+                computed[index] = view
+        parts = zip(computed, self.recipes, params.masks, strict=True)
+        return Views(tuple(View(view, recipe.role, mask) for view, recipe, mask in parts))
+
+    def _views_of_size(
+        self, size: int, indices: list[int], images: Tensor, params: AugmentationParams, layout: torch.memory_format
+    ) -> Sequence[Tensor]:
+        """Compute the views with these indices, whose sizes are equal, in memory that follows each other."""
         batch, channels = images.shape[:2]
         if channels == 1:  # both layouts are equal; kernels choose by strides
             layout = torch.contiguous_format
-        result = torch.empty(2 * batch, channels, self.size, self.size, device=images.device, memory_format=layout)
-        views = result.chunk(2)
+        recipes = [self.recipes[index].view for index in indices]
+        shape = (len(indices) * batch, channels, size, size)
+        result = torch.empty(shape, device=images.device, memory_format=layout)
+        views = result.chunk(len(indices))
         if self.by_kernel and is_gpu(images.device):
             from fedssl.augmentation import kernel  # here: only this branch needs Triton
 
-            numbers = params.parameters.contiguous()
+            numbers = params.subset(indices).parameters.contiguous()
             contiguous = images.contiguous()
-            kernel.apply_views(contiguous, numbers, views=self.views, mean=self._mean, std=self._std, out=result)
-            return views[0], views[1]
-        if params.matrices:
+            kernel.apply_views(contiguous, numbers, views=recipes, mean=self._mean, std=self._std, out=result)
+        elif params.matrices:
             planes = images.permute(0, 2, 1, 3).to(torch.float32, memory_format=torch.contiguous_format).div_(255)
-            self._normalize(apply_both(planes.permute(2, 0, 1, 3), views=self.views, params=params), out=result)
-            return views[0], views[1]
-        for start in range(0, batch, CHUNK):
-            part = slice(start, start + CHUNK)
-            planes = images[part].transpose(0, 1).contiguous().float().div_(255)
-            for index, view in enumerate(self.views):
-                parameters, order = params.of(index, part), params.jitter_orders[index]
-                made = apply_view(planes, view=view, params=parameters, order=order, size=self.size)
-                self._normalize(made, out=views[index][part])
-        return views[0], views[1]
+            made = apply_all(planes.permute(2, 0, 1, 3), views=recipes, params=params.subset(indices))
+            self._normalize(made, out=result)
+        else:
+            for start in range(0, batch, CHUNK):
+                part = slice(start, start + CHUNK)
+                planes = images[part].transpose(0, 1).contiguous().float().div_(255)
+                for index, recipe, out in zip(indices, recipes, views, strict=True):
+                    drawn, order = params.of(index, part), params.jitter_orders[index]
+                    self._normalize(
+                        apply_view(planes, view=recipe, params=drawn, order=order, size=size), out=out[part]
+                    )
+        return views
 
     def _normalize(self, planes: Tensor, *, out: Tensor) -> None:
         torch.div(planes.sub_(self._mean), self._std, out=out.transpose(0, 1))
@@ -191,7 +222,7 @@ class Augmentation:
                 f"the images have {channels} channels but dataset.mean has {len(self._mean)} numbers; "
                 "set one number per channel in dataset.mean and dataset.std"
             )
-        widest = max(view.pad for view in self.views)
+        widest = max(recipe.view.pad for recipe in self.recipes)
         if widest >= min(height, width):
             raise InputError(
                 f"augmentation.views has pad={widest} but the images have {height}x{width} pixels; set pad to at "
@@ -200,5 +231,26 @@ class Augmentation:
 
 
 def _per_image(orders: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int]) -> Tensor:
-    """Repeat the order of each batch for its images, ``(4, 2, images)``."""
+    """Repeat the order of each batch for its images, ``(4, views, images)``."""
     return torch.tensor(orders, dtype=torch.float32).permute(2, 1, 0).repeat_interleave(torch.tensor(sizes), dim=2)
+
+
+def _masks_to_device(masks: Sequence[Sequence[Mask | None]], device: torch.device) -> list[list[Mask | None]]:
+    """Copy the masks of all batches at once; patch indices fit into 16 bits."""
+    parts = [part for batch in masks for mask in batch if mask for part in (mask.hidden, mask.visible, mask.targets)]
+    tensors = [part for part in parts if part is not None]
+    if not tensors:
+        return [list(batch) for batch in masks]
+    packed = to_device(torch.cat([part.flatten().to(torch.int16) for part in tensors]), device)
+    pieces = iter(packed.split([part.numel() for part in tensors]))
+
+    def moved(part: Tensor | None) -> Tensor | None:
+        return None if part is None else next(pieces).view(part.shape).to(part.dtype)
+
+    def moved_mask(mask: Mask | None) -> Mask | None:
+        if mask is None:
+            return None
+        hidden = next(pieces).view(mask.hidden.shape).bool()
+        return Mask(hidden, moved(mask.visible), moved(mask.targets))
+
+    return [[moved_mask(mask) for mask in batch] for batch in masks]

@@ -22,11 +22,11 @@ ROWS = 16  # numbers per image and view: 12 `Parameters`, and the order of the 4
 def apply_views(
     images: Tensor, numbers: Tensor, *, views: Sequence[View], mean: Tensor, std: Tensor, out: Tensor
 ) -> None:
-    """Compute both views of each image.
+    """Compute views of one size of each image.
 
     ``images`` are uint8, ``(batch, channels, height, width)``, with 1 or 3 channels, contiguous. ``numbers`` are
-    float32, ``(ROWS, 2, batch)``, contiguous. ``out`` receives view 1 of each image, then view 2: float32, ``(2 *
-    batch, channels, size, size)``, in any layout.
+    float32, ``(ROWS, views, batch)``, contiguous. ``out`` receives view 1 of each image, then view 2 and so on:
+    float32, ``(views * batch, channels, size, size)``, in any layout.
     """
     batch, channels, height, width = images.shape
     size = out.shape[-1]
@@ -39,7 +39,7 @@ def apply_views(
             mean,
             std,
             out[index * batch :],
-            2 * batch,
+            numbers.stride(0),
             *out.stride(),
             CHANNELS=channels,
             HEIGHT=height,

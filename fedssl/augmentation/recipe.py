@@ -1,4 +1,4 @@
-"""Recipe of a random view, and the random parameters of each image of a batch.
+"""Recipes of random views, and the random parameters of each image of a batch.
 
 Distributions are those of torchvision's ``RandomResizedCrop``, ``ColorJitter`` (applied as a whole with one
 probability), ``RandomGrayscale``, ``GaussianBlur`` and ``RandomSolarize``. All parameters are functions of uniform
@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fedssl.augmentation.masks import MaskRecipe, read_mask
 from fedssl.config.renamed import VIEW
 from fedssl.errors import InputError
+from fedssl.views import GLOBAL, LOCAL
 
 CANDIDATES = 10  # crop boxes tried per image before the center crop, as in torchvision
 BOX_UNIFORMS = 2 * CANDIDATES + 2
@@ -79,6 +81,49 @@ UPPER_BOUNDS = {
     "blur_prob": 1.0,
     "solarize_prob": 1.0,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewRecipe:
+    """Recipe of one or several views with equal settings.
+
+    Parameters
+    ----------
+    view : View
+        Random operations.
+    count : int
+        Number of views, each with separate random parameters; 0 disables the recipe.
+    size : float
+        Height and width of the views as a fraction of the size of the images, in (0, 1].
+    role : {"global", "local"}
+        See `fedssl.views.View`.
+    mask : MaskRecipe or None
+        Random masks; None masks nothing.
+    """
+
+    view: View
+    count: int = 1
+    size: float = 1.0
+    role: str = GLOBAL
+    mask: MaskRecipe | None = None
+
+
+def read_recipe(recipe: Mapping[str, Any], *, name: str) -> ViewRecipe:
+    """Build a `ViewRecipe` from its fields and those of its `View`, after validation; ``name`` as in `read_view`."""
+    own = {key: recipe[key] for key in ("count", "size", "role", "mask") if key in recipe}
+    count, size, role = own.get("count", 1), own.get("size", 1.0), own.get("role", GLOBAL)
+    if type(count) is not int or count < 0:
+        raise InputError(f"{name}.count={count} is not a number of views; set it to an integer of at least 0")
+    if type(size) not in (int, float) or not 0 < size <= 1:
+        raise InputError(
+            f"{name}.size={size} is not a fraction of the image size; set it to a number above 0, at most 1"
+        )
+    if role not in (GLOBAL, LOCAL):
+        raise InputError(f"{name}.role={role} is unknown; set it to {GLOBAL} or {LOCAL}")
+    if own.get("mask") is not None:
+        own["mask"] = read_mask(own["mask"], name=f"{name}.mask")
+    others = {key: value for key, value in recipe.items() if key not in own}
+    return ViewRecipe(view=read_view(others, name=name), **own)
 
 
 def read_view(recipe: Mapping[str, Any], *, name: str) -> View:

@@ -1,4 +1,4 @@
-"""Computation of random views from drawn parameters, one view at a time or both at once.
+"""Computation of random views from drawn parameters, one view at a time or all at once.
 
 The views are those of SimCLR (Chen et al. 2020, appendix A) and BYOL (Grill et al. 2020, appendix B): random resized
 crop, flip, color jitter, grayscale, Gaussian blur and solarization, in this order. Each image has separate parameters
@@ -9,10 +9,10 @@ crop, flip, color jitter, grayscale, Gaussian blur and solarization, in this ord
 - Blur extends to 3 times the recipe's largest sigma; there is no separate kernel size.
 - Saturation, hue and grayscale are skipped unless there are 3 channels.
 
-`apply_view` is the CPU version: one view after the other, a few images at a time, to stay in the cache. `apply_both` is
+`apply_view` is the CPU version: one view after the other, a few images at a time, to stay in the cache. `apply_all` is
 the GPU version, where each operation costs a launch: all images at once and, as far as the order of the jitter allows,
-both views. `fedssl.augmentation.kernel` computes a view in one launch. The cost of the matrix products is cubic in the
-image size, which suits images up to about 100 pixels wide.
+all views of one size. `fedssl.augmentation.kernel` computes a view in one launch. The cost of the matrix products is
+cubic in the image size, which suits images up to about 100 pixels wide.
 """
 
 import math
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fedssl.augmentation import operations
 from fedssl.augmentation.recipe import Parameters, View
+from fedssl.views import Mask
 
 HUE = 3  # index among the jitter operations
 
@@ -41,13 +42,24 @@ class Matrices(NamedTuple):
 class AugmentationParams:
     """Random parameters of a batch."""
 
-    parameters: Tensor  # values of `Parameters` for both views, ``(12, 2, batch)``, on the device of the images
+    parameters: Tensor  # values of `Parameters` of each view, ``(12, views, batch)``, on the device of the images
     jitter_orders: Sequence[Sequence[int]]  # of each view; 0 is brightness, 1 contrast, 2 saturation, 3 hue
+    masks: Sequence[Mask | None]  # of each view
     matrices: tuple[Matrices, ...] = ()  # matrices of each view if they are precomputed, else empty
 
     def of(self, view: int, part: slice = slice(None)) -> Parameters:
         """Return the parameters of one view, for some of the images."""
         return Parameters(*self.parameters[:, view, part])
+
+    def subset(self, views: Sequence[int]) -> "AugmentationParams":
+        """Return the parameters of some of the views, with their matrices."""
+        if len(views) == len(self.masks):
+            return self
+        parameters = torch.stack([self.parameters[:, k] for k in views], 1)  # a list of indices would synchronize
+        matrices = tuple(self.matrices[k] for k in views) if self.matrices else ()
+        return AugmentationParams(
+            parameters, [self.jitter_orders[k] for k in views], [self.masks[k] for k in views], matrices
+        )
 
 
 def crop_matrices(view: View, params: Parameters, *, height: int, width: int, size: int) -> tuple[Tensor, Tensor]:
@@ -98,34 +110,35 @@ def apply_view(planes: Tensor, *, view: View, params: Parameters, order: Sequenc
     return planes
 
 
-def apply_both(planes: Tensor, *, views: Sequence[View], params: AugmentationParams) -> Tensor:
-    """Compute both views at once with precomputed matrices; equals `apply_view` of each, in few launches.
+def apply_all(planes: Tensor, *, views: Sequence[View], params: AugmentationParams) -> Tensor:
+    """Compute views of one size with precomputed matrices; equals `apply_view` of each, in few launches.
 
     Images without an operation have neutral parameters; selecting images would synchronize with the device. Return view
-    1 of each image, then view 2, ``(channels, 2 * batch, size, size)``.
+    1 of each image, then view 2 and so on, ``(channels, views * batch, size, size)``.
     """
     color = len(planes) == 3
-    both = Parameters(*params.parameters.flatten(1))
+    joined = Parameters(*params.parameters.flatten(1))
     made = [operations.separable(planes, rows=maps.rows, columns=maps.columns) for maps in params.matrices]
     turns = [order.index(HUE) for order in params.jitter_orders]
-    each = list(zip(views, (params.of(0), params.of(1)), params.jitter_orders, turns, strict=True))
+    drawn = [params.of(index) for index in range(len(views))]
+    each = list(zip(views, drawn, params.jitter_orders, turns, strict=True))
     made = [jitter(x, view=v, params=d, order=o[:at]) for x, (v, d, o, at) in zip(made, each, strict=True)]
     if color and any(view.hue > 0 and view.jitter_prob > 0 for view in views):
-        made = list(operations.hue(torch.cat(made, 1), both.hue).chunk(2, 1))
+        made = list(operations.hue(torch.cat(made, 1), joined.hue).chunk(len(views), 1))
     made = [jitter(x, view=v, params=d, order=o[at + 1 :]) for x, (v, d, o, at) in zip(made, each, strict=True)]
     planes = torch.cat(made, 1)
     if color and any(view.gray_prob > 0 for view in views):
-        planes = operations.saturation(planes, both.color)
+        planes = operations.saturation(planes, joined.color)
     if any(view.blur_prob > 0 for view in views):
         planes = _blur(planes, params.matrices)
     if any(view.solarize_prob > 0 for view in views):
-        planes = operations.solarize(planes, both.solarize)
+        planes = operations.solarize(planes, joined.solarize)
     return planes
 
 
 def _blur(planes: Tensor, matrices: Sequence[Matrices]) -> Tensor:
     parts = [
         part if maps.blur is None else operations.separable(part, rows=maps.blur, columns=maps.blur)
-        for part, maps in zip(planes.chunk(2, 1), matrices, strict=True)
+        for part, maps in zip(planes.chunk(len(matrices), 1), matrices, strict=True)
     ]
     return torch.cat(parts, 1)

@@ -175,8 +175,7 @@ class Views:
         """Return a view of each image, from uint8 ``(batch, channels, height, width)`` on the CPU."""
         if self._transform is not None:
             images = torch.stack([self._transform(image) for image in images])
-        view, _ = self._augment(to_device(images, self._device), self.generator)
-        return view
+        return self._augment(to_device(images, self._device), self.generator)[0].images
 
 
 def make_classifier(encoder: nn.Module, evaluation_input: EvaluationInput) -> nn.Linear:

@@ -103,9 +103,12 @@ class CollapseMetrics:
         self._mean, self._std, self._device = mean, std, device
         start = generator.get_state()
 
-        def views(used: torch.device, _: int) -> tuple[Tensor, Tensor]:
+        def views(used: torch.device, _: int) -> list[Tensor]:
             generator.set_state(start)
-            return augment(sample.to(used), generator)
+            images = augment(sample.to(used), generator).global_images
+            if len(images) < 2:
+                images += augment(sample.to(used), generator).global_images
+            return images[:2]
 
         self._views = with_less_memory(views, device=device, what="views are computed")
 

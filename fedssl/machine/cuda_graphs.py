@@ -14,17 +14,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fedssl.errors import InputError, RequestRefused
+from fedssl.views import Views
 
 WARMUP_STEPS = 3  # eager steps before capture: libraries choose kernels, the optimizer creates its state
 MAX_GRAPHS = 16  # captured kinds of steps, which differ in batch size
 
-TrainStep = Callable[..., Tensor]
+TrainStep = Callable[[Views], Tensor]
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 
 
 @dataclass(frozen=True)
 class _CapturedStep:
-    inputs: list[Tensor]
+    inputs: Views
     replay: Callable[[], None]
     result: Tensor
 
@@ -62,26 +63,27 @@ class CudaGraphCache:
         for group, lr in zip(groups, lrs, strict=True):
             group["lr"].fill_(lr)
 
-    def run(self, step: TrainStep, inputs: Sequence[Tensor]) -> Tensor:
+    def run(self, step: TrainStep, inputs: Views, *, constants: Hashable = ()) -> Tensor:
         """Run a step; the result is valid until the next step.
 
-        The operations of the step may depend on the shapes and dtypes of the inputs only, until a `reset_optimizer`
-        with other trained parameters.
+        The operations of the step may depend on ``constants``, and the shapes and dtypes of the inputs only, until a
+        `reset_optimizer` with other trained parameters.
         """
-        kind = tuple((x.shape, x.dtype) for x in inputs)
+        tensors = inputs.tensors()
+        kind = (constants, *((x.shape, x.dtype) for x in tensors))
         captured = self._captured.get(kind)
         if captured is None:
             self._done[kind] += 1
             if self._done[kind] <= WARMUP_STEPS:
-                return step(*inputs)
-            static = [x.clone() for x in inputs]
-            captured = _CapturedStep(static, *self._capture(lambda: step(*static)))
+                return step(inputs)
+            static = inputs.with_tensors([x.clone() for x in tensors])
+            captured = _CapturedStep(static, *self._capture(lambda: step(static)))
             self._captured[kind] = captured
             if len(self._captured) > MAX_GRAPHS:
                 self._captured.popitem(last=False)
             return captured.result
         self._captured.move_to_end(kind)
-        for static_input, x in zip(captured.inputs, inputs, strict=True):
+        for static_input, x in zip(captured.inputs.tensors(), tensors, strict=True):
             static_input.copy_(x)
         captured.replay()
         return captured.result

@@ -13,6 +13,7 @@ from fedssl.encoders import Encoder
 from fedssl.losses import barlow_twins, barlow_twins_unbiased
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.heads import MLP
+from fedssl.views import Views
 
 LOSSES = {"standard": barlow_twins, "l_dawa": barlow_twins_unbiased}
 
@@ -44,6 +45,6 @@ class BarlowTwins(SSLMethod):
         self.projector = projector(encoder.feature_dim)
         self.lambd = lambd
 
-    def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
-        z1, z2 = (self.projector(self.encoder(view)) for view in (view1, view2))
+    def loss(self, views: Views) -> Tensor:
+        z1, z2 = (self.projector(self.encoder(view)) for view in views.images)
         return self._loss(z1, z2, lambd=self.lambd)

@@ -1,4 +1,4 @@
-"""Self-supervised methods: an encoder, heads, and a loss on two views of the same images."""
+"""Self-supervised methods: an encoder, heads, and a loss on views of the same images."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -11,6 +11,7 @@ from fedssl.config.settings import ModelSettings
 from fedssl.encoders.base import Encoder
 from fedssl.schedule.phases import make_phases
 from fedssl.seeding import derive_seed
+from fedssl.views import AcceptedViews, Views
 
 TEACHER = "teacher"  # static part; the server reads its weights from the file of the setting `teacher`
 
@@ -49,10 +50,19 @@ class SSLMethod(nn.Module):
         Smallest number of images per step that provides a training signal. The default is 2: a single image has no
         other image to compare with, and batch normalization maps it to 0.
     uses_labels : bool
-        Whether `loss` needs the labels of the images, int64, ``(batch,)``, as a third argument.
+        Whether `loss` needs the labels of the images.
+    accepted_views : AcceptedViews
+        Views that `loss` accepts; the default are two global views.
+    regularized_parts : tuple of str
+        Parts whose ``forward`` `loss` calls on the whole global views, in their order, so that a regularizer can use
+        their outputs.
     cuda_graph_safe : bool
-        Whether `loss` and `on_step_end` run the same operations in every step with the same batch size, on memory that
-        does not move between rounds, so that CUDA graphs can capture them.
+        Whether `loss` and `on_step_end` run the same operations in every step with the same batch size and the same
+        `step_constants`, on memory that does not move between rounds, so that CUDA graphs can capture them.
+    round, rounds : int
+        The current round, counted from 1, and the number of rounds of the run, for schedules over rounds.
+    seed : int
+        Seed of the run.
     """
 
     encoder: Encoder
@@ -65,7 +75,12 @@ class SSLMethod(nn.Module):
     target_init: str | None = None
     min_batch_size: int = 2
     uses_labels: bool = False
+    accepted_views: AcceptedViews = AcceptedViews()
+    regularized_parts: tuple[str, ...] = ("encoder", "projector")
     cuda_graph_safe: bool = True
+    round: int = 1
+    rounds: int = 1
+    seed: int = 0
 
     @cached_property
     def named_tensors(self) -> dict[str, Tensor]:
@@ -92,16 +107,21 @@ class SSLMethod(nn.Module):
         super()._apply(fn, recurse)
         return self
 
-    def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
-        """Return the training loss, a scalar, of two views of the same images.
+    @property
+    def step_constants(self) -> tuple[float, ...]:
+        """Numbers that `loss` and `on_step_end` use and that change between rounds."""
+        return ()
 
-        Views are ``(batch, channels, size, size)``, or the output of the frozen stages if stages are frozen.
+    def loss(self, views: Views) -> Tensor:
+        """Return the training loss, a scalar, of the result of `inputs`.
+
+        If stages are frozen, the images of the views are the output of the frozen stages.
         """
         raise NotImplementedError
 
-    def inputs(self, view1: Tensor, view2: Tensor) -> tuple[Tensor, ...]:
-        """Return all images that `loss` needs: the two views, and further ones that the method derives from them."""
-        return view1, view2
+    def inputs(self, views: Views) -> Views:
+        """Return all views that `loss` needs: the given ones, and further ones that the method derives from them."""
+        return views
 
     def start_round(self, *, first: bool) -> None:
         """Prepare for local training after the layers were loaded.
@@ -146,4 +166,5 @@ def build_method(model: ModelSettings) -> SSLMethod:
             with torch.random.fork_rng(devices=[]):  # heads have the same initial weights under every schedule
                 encoder.add_bridges()
         method: SSLMethod = model.method.instantiate(encoder=encoder)
+    method.rounds, method.seed = model.schedule.rounds, model.seed
     return method

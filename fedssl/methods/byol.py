@@ -7,11 +7,12 @@ from torch import Tensor
 
 from fedssl.losses import byol
 from fedssl.methods.momentum import EMAPredictorMethod
+from fedssl.views import Views
 
 
 class BYOL(EMAPredictorMethod):
     """BYOL; parameters as in `EMAPredictorMethod`."""
 
-    def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
-        p1, p2, z1, z2 = self.forward_views(view1, view2)
+    def loss(self, views: Views) -> Tensor:
+        p1, p2, z1, z2 = self.forward_views(*views.images)
         return byol(p1, z2, p2, z1)

@@ -32,6 +32,7 @@ from fedssl.errors import InputError
 from fedssl.losses import at_least_float32, nt_xent
 from fedssl.methods.base import TEACHER, SSLMethod
 from fedssl.methods.heads import MLP
+from fedssl.views import Views
 
 LOCAL_DICTIONARY, DICTIONARY = "local_dictionary", "dictionary"
 
@@ -113,8 +114,8 @@ class FedCA(SSLMethod):
             self.teacher.eval()
         return self
 
-    def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
-        both = torch.cat((view1, view2))
+    def loss(self, views: Views) -> Tensor:
+        both = torch.cat(views.images)
         h = self.encoder(both)
         z1, z2 = self.projector(h).chunk(2)
         if self.uploaded_parts:

@@ -25,6 +25,7 @@ from fedssl.losses import nt_xent, relational
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.heads import MLP
 from fedssl.methods.momentum import predictor_for
+from fedssl.views import Views
 
 
 class FedX(SSLMethod):
@@ -71,7 +72,8 @@ class FedX(SSLMethod):
         for network, online in zip(self.received, (self.encoder, self.projector), strict=True):
             network.load_state_dict(online.state_dict())
 
-    def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
+    def loss(self, views: Views) -> Tensor:
+        view1, view2 = views.images
         z1, z2 = (self.projector(self.encoder(view)) for view in (view1, view2))
         p1, p2 = self.predictor(z1), self.predictor(z2)
         encoder, projector = self.received

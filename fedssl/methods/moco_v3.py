@@ -13,6 +13,7 @@ from fedssl.encoders import Encoder
 from fedssl.losses import info_nce
 from fedssl.methods.heads import MLP
 from fedssl.methods.momentum import EMAPredictorMethod
+from fedssl.views import Views
 
 
 class MoCoV3(EMAPredictorMethod):
@@ -50,7 +51,7 @@ class MoCoV3(EMAPredictorMethod):
         self.temperature = temperature
         self.loss_scale = 2 * temperature if loss_scale is None else loss_scale
 
-    def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
-        p1, p2, z1, z2 = self.forward_views(view1, view2)
+    def loss(self, views: Views) -> Tensor:
+        p1, p2, z1, z2 = self.forward_views(*views.images)
         losses = [info_nce(q, k, temperature=self.temperature) for q, k in ((p1, z2), (p2, z1))]
         return self.loss_scale * (losses[0] + losses[1])

@@ -45,6 +45,7 @@ from fedssl.encoders import Encoder
 from fedssl.errors import InputError
 from fedssl.methods.heads import MLP
 from fedssl.methods.momentum import EMATargetMethod
+from fedssl.views import View, Views
 
 LOCAL_CENTROIDS, CENTROIDS = "local_centroids", "centroids"
 
@@ -174,12 +175,12 @@ class Orchestra(EMATargetMethod):
         self.register_buffer(LOCAL_CENTROIDS, torch.zeros(local_clusters, dim))
         self.register_buffer(CENTROIDS, torch.zeros(global_clusters, dim))
 
-    def inputs(self, view1: Tensor, view2: Tensor) -> tuple[Tensor, ...]:
-        return view1, view2, rotate_quarters(view1)
+    def inputs(self, views: Views) -> Views:
+        """Append the rotated first view, see `rotate_quarters`."""
+        return Views((*views, View(rotate_quarters(views[0].images))))
 
-    def loss(self, view1: Tensor, view2: Tensor, turned: Tensor | None = None) -> Tensor:
-        """Return the loss; ``turned`` is `rotate_quarters` of view 1 and is computed here if it is None."""
-        turned = rotate_quarters(view1) if turned is None else turned
+    def loss(self, views: Views) -> Tensor:
+        view1, view2, turned = views.images
         quarters = torch.arange(len(turned), device=turned.device) % 4
         rotation = F.cross_entropy(self.rotation(self.projector(self.encoder(turned))).float(), quarters)
         z2 = self.projector(self.encoder(view2))

@@ -15,6 +15,7 @@ from fedssl.encoders import Encoder
 from fedssl.losses import nt_xent, nt_xent_one_sided
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.heads import MLP
+from fedssl.views import Views
 
 LOSSES = {"standard": nt_xent, "l_dawa": nt_xent_one_sided}
 
@@ -53,9 +54,9 @@ class SimCLR(SSLMethod):
         self.temperature = temperature
         self.concat_views = concat_views
 
-    def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
+    def loss(self, views: Views) -> Tensor:
         if self.concat_views:
-            z1, z2 = self.projector(self.encoder(torch.cat((view1, view2)))).chunk(2)
+            z1, z2 = self.projector(self.encoder(torch.cat(views.images))).chunk(2)
         else:
-            z1, z2 = (self.projector(self.encoder(view)) for view in (view1, view2))
+            z1, z2 = (self.projector(self.encoder(view)) for view in views.images)
         return self._loss(z1, z2, temperature=self.temperature)

@@ -12,6 +12,7 @@ from fedssl.losses import negative_cosine
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.heads import MLP
 from fedssl.methods.momentum import predictor_for
+from fedssl.views import Views
 
 
 class SimSiam(SSLMethod):
@@ -36,6 +37,6 @@ class SimSiam(SSLMethod):
         self.projector = projector(encoder.feature_dim)
         self.predictor = predictor_for(self.projector, predictor)
 
-    def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
-        z1, z2 = (self.projector(self.encoder(view)) for view in (view1, view2))
+    def loss(self, views: Views) -> Tensor:
+        z1, z2 = (self.projector(self.encoder(view)) for view in views.images)
         return (negative_cosine(self.predictor(z1), z2) + negative_cosine(self.predictor(z2), z1)) / 2  # Eq. 4

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
+from fedssl.views import Views
 
 
 class Supervised(SSLMethod):
@@ -35,10 +36,11 @@ class Supervised(SSLMethod):
         self.encoder = encoder
         self.classifier = nn.Linear(encoder.feature_dim, num_classes)
 
-    def loss(self, view1: Tensor, view2: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]  # see uses_labels
-        """Return the mean cross entropy over both views; ``labels``: int64, ``(batch,)``."""
-        logits = self.classifier(self.encoder(torch.cat((view1, view2))))
-        return F.cross_entropy(logits.float(), labels.repeat(2))
+    def loss(self, views: Views) -> Tensor:
+        """Return the mean cross entropy over both views."""
+        assert views.labels is not None  # see `uses_labels`
+        logits = self.classifier(self.encoder(torch.cat(views.images)))
+        return F.cross_entropy(logits.float(), views.labels.repeat(2))
 
     def classify(self, h: Tensor) -> Tensor:
         logits: Tensor = self.classifier(h)

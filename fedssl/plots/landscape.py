@@ -24,7 +24,7 @@ from fedssl.runs.snapshots import SnapshotRound
 from fedssl.schedule.phases import phase_at
 from fedssl.schedule.stages import frozen_names, set_active_stages
 from fedssl.seeding import torch_generator
-from fedssl.training import index_rows
+from fedssl.training import index_rows, method_inputs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -190,9 +190,7 @@ def loss_of(run: LoadedRun, last: Layers, names: Sequence[str]) -> Loss:
     rows = torch.arange(len(images)).split(size)
     rows = rows[: len(images) // size]  # full batches, because a contrastive loss depends on their size
     views = [augment(images[batch].to(run.device), generator) for batch in rows]
-    known = [
-        () if not method.uses_labels or labels is None else (index_rows(labels, batch, run.device),) for batch in rows
-    ]
+    known = [None if labels is None else index_rows(labels, batch, run.device) for batch in rows]
     sizes = {name: last[name].shape for name in names}
 
     def loss(weights: np.ndarray) -> float:
@@ -203,11 +201,8 @@ def loss_of(run: LoadedRun, last: Layers, names: Sequence[str]) -> Loss:
         method.train()
         with torch.no_grad():
             losses = []
-            for pair, classes in zip(views, known, strict=True):
-                inputs = list(method.inputs(*pair))
-                if method.frozen:
-                    inputs = method.encoder.forward_frozen(inputs, generator)
-                losses.append(float(method.loss(*inputs, *classes)))
+            for batch, classes in zip(views, known, strict=True):
+                losses.append(float(method.loss(method_inputs(method, batch, classes, generator))))
         return sum(losses) / len(losses)
 
     return loss

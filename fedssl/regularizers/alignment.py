@@ -76,9 +76,10 @@ class Alignment(Regularizer):
             self.received.load_state_dict(method.encoder.state_dict())
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
-        if self.received is None or step.z1 is None or step.z2 is None:
+        if self.received is None or not step.z:
             return loss
+        z1, z2 = step.z
         with torch.no_grad():
-            g1, g2 = self.received(torch.cat((step.view1, step.view2))).chunk(2)
-        term = alignment(step.z1, step.z2, g1, g2, distance=self.distance, temperature=self.temperature)
+            g1, g2 = self.received(torch.cat(step.views.images[:2])).chunk(2)
+        term = alignment(z1, z2, g1, g2, distance=self.distance, temperature=self.temperature)
         return loss + self.weight * term

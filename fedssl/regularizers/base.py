@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fedssl.methods.base import SSLMethod
+from fedssl.views import Views
 
 
 @dataclass(frozen=True)
@@ -13,10 +14,10 @@ class RegularizerInput:
     """Values of one training step that a regularizer may use."""
 
     method: SSLMethod
-    view1: Tensor  # view 1 of the batch, as passed to `SSLMethod.loss`
-    view2: Tensor
-    z1: Tensor | None  # `Regularizer.resolve_part` of view 1, ``(batch, dim)``, with gradient; None without a part
-    z2: Tensor | None
+    views: Views  # as passed to `SSLMethod.loss`
+    # Output of `Regularizer.resolve_part` for the first `Regularizer.num_views` views, each ``(batch, dim)``, with
+    # gradient; empty without a part.
+    z: tuple[Tensor, ...]
     generator: torch.Generator  # CPU generator of all random numbers of local training
 
 
@@ -27,12 +28,15 @@ class Regularizer:
     ----------
     part : str or None
         Part of the method whose outputs the term needs: "encoder" or "projector".
+    num_views : int
+        Number of views, the first global ones, for which it needs them.
     cuda_graph_safe : bool
         Whether `apply` runs the same operations in every step with the same batch size, on memory that does not move
         until the next `on_train_start`, so that CUDA graphs can capture it.
     """
 
     part: str | None = None
+    num_views: int = 2
     cuda_graph_safe: bool = True
 
     def on_train_start(self, method: SSLMethod) -> None:

@@ -58,6 +58,7 @@ class Decorrelation(Regularizer):
         self.weight = weight
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
-        if step.z1 is None or step.z2 is None:
+        if not step.z:
             return loss
-        return loss + self.weight * (feature_decorrelation(step.z1) + feature_decorrelation(step.z2))
+        z1, z2 = step.z
+        return loss + self.weight * (feature_decorrelation(z1) + feature_decorrelation(z2))

@@ -177,9 +177,9 @@ class FUR(Regularizer):
         return "encoder" if self.part == "projector" and "projector" not in parts else self.part
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
-        if step.z1 is None or step.z2 is None:
+        if not step.z:
             return loss
-        views = torch.stack((step.z1, step.z2))
+        views = torch.stack(step.z)
         samples = _sphere(views, step.generator)
         if self.variant == "uot":
             with one_thread():  # small operations: synchronizing threads would cost more
@@ -190,7 +190,7 @@ class FUR(Regularizer):
             lines = _normal((*views.shape, LINES_PER_SPACE), views.device, step.generator)
             spaces = zip(views, samples, bases, lines, strict=True)
             terms = torch.stack([tangent_swd(z, samples=s, bases=b, projections=p) for z, s, b, p in spaces])
-        weight = self.weight * PAPER_BATCH_SIZE / len(step.z1) if self.reduction == "mean" else self.weight
+        weight = self.weight * PAPER_BATCH_SIZE / len(step.z[0]) if self.reduction == "mean" else self.weight
         return loss + weight * terms.sum()  # Eq. 2
 
 

@@ -77,6 +77,13 @@ def test_the_upload_is_read_after_the_end_of_the_round(tmp_path, monkeypatch):
     assert (uploaded["encoder.blocks.0.0.weight"] == 7).all()
 
 
+def test_the_method_has_the_round_and_the_number_of_rounds(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(SSLMethod, "start_round", lambda self, *, first: seen.append((self.round, self.rounds)))
+    Federation(tmp_path, *SMALL, "strategy=fedavg", "num_clients=2", "rounds=7").run(2)
+    assert seen == [(1, 7), (1, 7), (2, 7), (2, 7)]
+
+
 def test_a_strategy_that_forgets_to_load_the_model_is_reported(tmp_path, monkeypatch):
     """The first client trains the model as it was built, the others what a client before them has left."""
     monkeypatch.setattr(ClientStrategy, "load_start", lambda self, method, plan, state: plan.layers)

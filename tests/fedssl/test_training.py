@@ -12,7 +12,8 @@ from fedssl.model_arrays import copy_layers, exchanged_names, local_names, move_
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.regularizers.prox import Proximal, proximal
 from fedssl.seeding import derive_seed, torch_generator
-from fedssl.training import LocalTrainer, batches, train
+from fedssl.training import LocalTrainer, batches, check_regularizer, train
+from fedssl.views import AcceptedViews, Views
 from tests.federation import Federation
 from tests.gpu_stand_in import treat_cpu_as_gpu
 from tests.local_training import local_training
@@ -61,7 +62,7 @@ NONE = Regularizer()
 
 
 class Toy(SSLMethod):
-    """Loss w * mean(view1) - so the gradient is mean(view1), known by hand."""
+    """Loss w * mean(view 1) - so the gradient is mean(view 1), known by hand."""
 
     def __init__(self):
         super().__init__()
@@ -69,8 +70,8 @@ class Toy(SSLMethod):
         self.encoder.weight.data.fill_(1.0)
         self.steps = 0
 
-    def loss(self, view1, view2):
-        return self.encoder.weight.squeeze() * view1.mean()
+    def loss(self, views):
+        return self.encoder.weight.squeeze() * views[0].images.mean()
 
     def on_step_end(self):
         self.steps += 1
@@ -151,7 +152,7 @@ def test_frozen_parameters_have_no_proximal_term():
     method.untrained = nn.Parameter(torch.ones(1), requires_grad=False)
     regularizer.on_train_start(method)
     method.untrained.data.fill_(9.0)
-    step = RegularizerInput(method, torch.ones(1), torch.ones(1), None, None, torch_generator(0, "x"))
+    step = RegularizerInput(method, Views.of(torch.ones(1)), (), torch_generator(0, "x"))
     assert regularizer.apply(torch.tensor(1.5), step).item() == 1.5
 
 
@@ -164,15 +165,15 @@ class Outputs(Regularizer):
         self.seen = []
 
     def apply(self, loss, step):
-        self.seen.append((step.z1, step.z2))
+        self.seen.append(step.z)
         return loss
 
 
 @pytest.mark.parametrize("concat_views", [True, False])
 def test_a_regularizer_sees_the_representations_of_both_views(concat_views):
     class Sums(Toy):
-        def loss(self, view1, view2):
-            flat = [view.flatten(1) for view in (view1, view2)]
+        def loss(self, views):
+            flat = [images.flatten(1) for images in views.images]
             h = [self.encoder(torch.cat(flat))] if concat_views else [self.encoder(view) for view in flat]
             return torch.cat(h).sum()
 
@@ -183,6 +184,56 @@ def test_a_regularizer_sees_the_representations_of_both_views(concat_views):
     assert sorted(z1.flatten().tolist()) == sorted(z2.flatten().tolist()) == [1.0, 2.0]
     assert z1.requires_grad
     assert not method.encoder._forward_hooks
+
+
+def test_a_regularizer_sees_the_first_two_of_more_views():
+    """Three views of two images in one forward pass: rows 1 and 2, and rows 3 and 4."""
+
+    class Sums(Toy):
+        def loss(self, views):
+            return self.encoder(torch.cat(views.images).flatten(1)).sum()
+
+    method, regularizer = Sums(), Outputs()
+    optimizer = torch.optim.SGD(method.parameters(), lr=0.1)
+    training = local_training(
+        optimizer, augment=lambda x, _: (x.float(), 10.0 + x, 100.0 + x), regularizer=regularizer, batch_size=2
+    )
+    images = TensorImages(torch.tensor([1, 2], dtype=torch.uint8).reshape(2, 1, 1, 1))
+    train(method, images, torch.arange(2), training=training, generator=torch_generator(0, "train"))
+    ((z1, z2),) = regularizer.seen
+    assert torch.equal(z2, z1 + 10)
+    assert sorted(z1.flatten().tolist()) == [1, 2]
+
+
+class OneView(Toy):
+    accepted_views = AcceptedViews(min_global=1, max_global=1)
+
+
+class Masked(Toy):
+    regularized_parts = ()
+
+
+@pytest.mark.parametrize("kind", [OneView, Masked])
+def test_a_regularizer_of_outputs_that_the_method_does_not_compute_is_rejected(kind):
+    message = f"Outputs needs the encoder's output for 2 whole views, which {kind.__name__} does not compute; set"
+    with pytest.raises(InputError, match=message):
+        check_regularizer(Outputs(), kind())
+    check_regularizer(Outputs(), Toy())
+    check_regularizer(Proximal(weight=1.0), kind())
+
+
+def test_views_that_the_method_does_not_accept_are_rejected_with_a_recipe():
+    """The message names an augmentation that works."""
+    overrides = ["encoder.width=4", "augmentation=digits_multi_crop"]
+    settings = compose(overrides)
+    message = (
+        "^SimCLR trains on 2 global views but augmentation.views has 2 global views and 4 local views; "
+        "set augmentation=simclr$"
+    )
+    with pytest.raises(InputError, match=message):
+        LocalTrainer.build(settings.training, build_method(settings.model))
+    settings = compose([*overrides[:1], "augmentation=simclr"])
+    LocalTrainer.build(settings.training, build_method(settings.model))
 
 
 def test_no_epochs_leave_the_model_alone():
@@ -199,9 +250,9 @@ def test_seeds_differ_by_every_part_of_the_path():
 
 def test_the_layout_of_the_views():
     class Reader(Toy):
-        def loss(self, view1, view2):
-            layouts.append([v.is_contiguous(memory_format=torch.channels_last) for v in (view1, view2)])
-            return super().loss(view1, view2)
+        def loss(self, views):
+            layouts.append([x.is_contiguous(memory_format=torch.channels_last) for x in views.images])
+            return super().loss(views)
 
     images = torch.randint(256, (2, 3, 4, 4), dtype=torch.uint8)
     for channels_last in (True, False):

@@ -12,6 +12,7 @@ from fedssl.methods.byol import BYOL
 from fedssl.methods.heads import MLP
 from fedssl.model_arrays import exchanged_layers, exchanged_names, local_names
 from fedssl.regularizers.base import Regularizer, RegularizerInput
+from fedssl.views import Views
 from fedssl.wire.messages import NUM_EXAMPLES, TrainPlan
 from server_app.checkpoint import latest_checkpoint
 from server_app.messaging import MessageExchange
@@ -83,7 +84,7 @@ def test_a_step_by_hand(weight, expected):
     coupling.on_train_start(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     loss = coupling.apply(
-        (model.v * torch.tensor([4.0, 8.0])).sum(), RegularizerInput(model, NOTHING, NOTHING, None, None, None)
+        (model.v * torch.tensor([4.0, 8.0])).sum(), RegularizerInput(model, Views.of(NOTHING, NOTHING), (), None)
     )
     assert float(loss.detach()) == pytest.approx(12 - 8 + weight / 2 * 8)
     loss.backward()

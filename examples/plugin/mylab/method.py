@@ -9,6 +9,7 @@ from torch import Tensor
 from fedssl.encoders import Encoder
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.heads import MLP
+from fedssl.views import Views
 
 
 def align_uniform(z1: Tensor, z2: Tensor, *, spread: float) -> Tensor:
@@ -28,6 +29,6 @@ class AlignUniform(SSLMethod):
         self.projector = projector(encoder.feature_dim)
         self.spread = spread
 
-    def loss(self, view1: Tensor, view2: Tensor) -> Tensor:
-        z1, z2 = (self.projector(self.encoder(view)) for view in (view1, view2))
+    def loss(self, views: Views) -> Tensor:
+        z1, z2 = (self.projector(self.encoder(view)) for view in views.images)
         return align_uniform(z1, z2, spread=self.spread)

@@ -15,6 +15,4 @@ class UnitLength(Regularizer):
         self.weight = weight
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
-        assert step.z1 is not None  # guaranteed by `part`
-        assert step.z2 is not None
-        return loss + self.weight * (torch.cat((step.z1, step.z2)).norm(dim=1) - 1).square().mean()
+        return loss + self.weight * (torch.cat(step.z).norm(dim=1) - 1).square().mean()

@@ -7,16 +7,15 @@ import sys
 from unittest.mock import patch
 
 import torch
-from omegaconf import OmegaConf
 
 from fedssl.augmentation import Augmentation
 from fedssl.machine import devices
-from tests.fedssl.augmentation.made import EVERYTHING, RECIPES, generator, random_images
+from tests.fedssl.augmentation.made import EVERYTHING, RECIPES, generator, random_images, recipe_views
 
 CPU = torch.device("cpu")
 SIZES = [3, 2]  # of two batches, whose jitter has different orders
 # Jitter, blur and padding without the others; `everything` combines them.
-SOME = [("dec_ssl", 3, 24), ("digits", 1, 8), ("fedx", 3, 24), ("none", 1, 8)]
+SOME = [("dec_ssl", 3, 24), ("multi_crop", 3, 24), ("digits", 1, 8), ("fedx", 3, 24), ("none", 1, 8)]
 
 
 def largest_difference(
@@ -28,10 +27,10 @@ def largest_difference(
         Augmentation(size=size, views=views, gpu_augmentation=way, **statistics) for way in ("torch", "triton")
     )
     images, source, ahead = random_images(sum(SIZES), channels, *form).split(SIZES), generator(), generator()
-    expected = [usual(batch, source) for batch in images]
+    expected = [usual(batch, source).images for batch in images]
     with patch.object(devices, "CPU", "none"), patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone):
         drawn = by_kernel.sample_params(SIZES, image_shape=(channels, *form), device=CPU, generator=ahead)
-        made = [by_kernel.apply(batch, own, layout=layout) for batch, own in zip(images, drawn, strict=True)]
+        made = [by_kernel.apply(batch, own, layout=layout).images for batch, own in zip(images, drawn, strict=True)]
     std = torch.tensor(statistics["std"])[:, None, None]
     pairs = [pair for both in zip(made, expected, strict=True) for pair in zip(*both, strict=True)]
     return max(((one - other) * std).abs().max().item() for one, other in pairs)
@@ -39,7 +38,7 @@ def largest_difference(
 
 def main() -> None:
     torch.set_num_threads(1)
-    recipes = {path.stem: OmegaConf.to_container(OmegaConf.load(path).views) for path in sorted(RECIPES.glob("*.yaml"))}
+    recipes = {path.stem: recipe_views(path.stem) for path in sorted(RECIPES.glob("*.yaml"))}
     chosen = [(name, channels, size) for name in recipes for channels in (1, 3) for size in (8, 24, 32, 64)]
     cases = [
         (name, channels, (size, size), size) for name, channels, size in (chosen if sys.argv[1] == "all" else SOME)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 import torchvision.transforms.v2.functional as F
+from omegaconf import OmegaConf
 
 from fedssl.augmentation import Augmentation
 
@@ -31,9 +32,25 @@ def random_images(*shape, seed=0):
     return torch.randint(0, 256, shape, generator=generator(seed), dtype=torch.uint8)
 
 
-def augmentation(first, second=None, *, size=16, channels=3):
-    views = [first, first if second is None else second]
-    return Augmentation(size=size, mean=[0.4, 0.5, 0.6][:channels], std=[0.2, 0.25, 0.3][:channels], views=views)
+class ImagesOfViews(Augmentation):
+    """Computes images instead of views."""
+
+    def apply(self, images, params, *, layout=torch.contiguous_format):
+        return super().apply(images, params, layout=layout).images
+
+
+def recipe_views(name):
+    """Return the views of a recipe of ``conf/augmentation``, with masks of patches of 1 pixel."""
+    config = OmegaConf.create({"encoder": {"patch": 1}, "augmentation": OmegaConf.load(RECIPES / f"{name}.yaml")})
+    return [OmegaConf.to_container(view, resolve=True) for view in config.augmentation.views]
+
+
+def augmentation(first, second=None, **settings):
+    return augmentation_of([first, first if second is None else second], **settings)
+
+
+def augmentation_of(views, *, size=16, channels=3):
+    return ImagesOfViews(size=size, mean=[0.4, 0.5, 0.6][:channels], std=[0.2, 0.25, 0.3][:channels], views=views)
 
 
 def normalized(images):

@@ -17,10 +17,12 @@ from tests.fedssl.augmentation.made import (
     JITTER,
     RECIPES,
     augmentation,
+    augmentation_of,
     close,
     generator,
     normalized,
     random_images,
+    recipe_views,
 )
 
 # Whole batches.
@@ -113,15 +115,16 @@ def test_the_way_of_a_gpu_makes_the_same_views(monkeypatch, recipe, channels, he
     """Both views at once, with matrices made for several batches, on a CPU that stands in for a GPU."""
     views = [EVERYTHING, EVERYTHING | {"blur_prob": 0.0, "pad": 2}]
     if recipe != "everything":
-        views = OmegaConf.to_container(OmegaConf.load(RECIPES / f"{recipe}.yaml").views)
+        views = recipe_views(recipe)
     sizes = [5, 4, 4, 7]
     images = random_images(sum(sizes), channels, height, width).split(sizes)
-    make = augmentation(*views, size=size, channels=channels)
+    make = augmentation_of(views, size=size, channels=channels)
     draws, source = generator(), generator()
     expected = [make(batch, source) for batch in images]
     monkeypatch.setattr(devices, "CPU", "none")
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
-    monkeypatch.setattr(module, "MATRIX_BYTES", 10 * 8 * size * (height + width + size))  # ten images
+    numbers = sum(size * (height + width + size) for size in make.sizes)
+    monkeypatch.setattr(module, "MATRIX_BYTES", 10 * 4 * numbers)  # ten images
     drawn = list(
         make.sample_params(sizes, image_shape=(channels, height, width), device=torch.device("cpu"), generator=draws)
     )
@@ -155,14 +158,31 @@ def test_cuda_makes_the_same_views_as_the_cpu():
         torch.testing.assert_close(cuda.cpu(), cpu, rtol=0, atol=1e-4)
 
 
+def test_global_views_come_first_and_sizes_are_fractions():
+    small = {"role": "local", "count": 2, "size": 0.5, "crop_scale": [0.1, 0.4]}
+    make = Augmentation(size=16, mean=[0.5], std=[0.5], views=[small, {"count": 2}, {"count": 0}])
+    views = make(random_images(3, 1, 16, 16), generator())
+    assert [view.role for view in views] == ["global", "global", "local", "local"]
+    assert [view.images.shape[-1] for view in views] == [16, 16, 8, 8]
+    assert not torch.equal(views[2].images, views[3].images)
+
+
 # Settings.
 
 
 @pytest.mark.parametrize(
     ("views", "message"),
     [
-        ([{}], "augmentation.views has 1 recipes; set exactly two"),
-        ([{}, {}, {}], "3 recipes"),
+        ([], "augmentation.views has no global view; set role=global in one of its recipes"),
+        ([{"role": "local"}], "augmentation.views has no global view"),
+        ([{"count": 0}], "augmentation.views has no global view"),
+        (
+            [{"count": 1.5}],
+            "augmentation.views.0.count=1.5 is not a number of views; set it to an integer of at least 0",
+        ),
+        ([{"size": 0}, {}], "augmentation.views.0.size=0 is not a fraction of the image size"),
+        ([{}, {"size": 0.25}], "size=0.25 gives views of 2 pixels; set it to at least 0.5, for views of 4 pixels"),
+        ([{"role": "target"}, {}], "augmentation.views.0.role=target is unknown; set it to global or local"),
         ([{"flip_prob": 1.5}, {}], r"augmentation.views.0.flip_prob=1.5 .* at least 0 and at most 1"),
         ([{}, {"gray_prob": -0.1}], "augmentation.views.1.gray_prob=-0.1"),
         ([{"hue": 0.6}, {}], "at most 0.5"),
@@ -207,10 +227,19 @@ def test_a_border_is_narrower_than_the_image():
 def test_recipes_make_views(recipe, channels):
     dataset = {"size": 8, "mean": [0.5] * channels, "std": [0.25] * channels}
     config = OmegaConf.create(
-        {"gpu_augmentation": "torch", "dataset": dataset, "augmentation": OmegaConf.load(RECIPES / f"{recipe}.yaml")}
+        {
+            "gpu_augmentation": "torch",
+            "dataset": dataset,
+            "encoder": {"patch": 1},
+            "augmentation": OmegaConf.load(RECIPES / f"{recipe}.yaml"),
+        }
     )
     images = random_images(4, channels, 8, 8)
-    first, second = instantiate(config.augmentation)(images, generator())
-    assert first.shape == second.shape == (4, channels, 8, 8)
-    assert torch.isfinite(first).all()
-    assert torch.equal(first, second) == (recipe == "none")
+    views = instantiate(config.augmentation)(images, generator())
+    for view in views:
+        size = 8 if view.role == "global" else 4
+        assert view.images.shape == (4, channels, size, size)
+        assert torch.isfinite(view.images).all()
+        assert view.mask is None or view.mask.hidden.shape == (4, 64)
+    if len(views) > 1:
+        assert torch.equal(views[0].images, views[1].images) == (recipe == "none")

@@ -12,6 +12,7 @@ from fedssl.errors import InputError, RequestRefused
 from fedssl.machine import cuda_graphs
 from fedssl.machine.cuda_graphs import CudaGraphCache
 from fedssl.methods.base import build_method
+from fedssl.methods.simclr import SimCLR
 from fedssl.regularizers import fur
 from fedssl.regularizers.base import CombinedRegularizer
 from fedssl.regularizers.prox import Proximal
@@ -131,6 +132,24 @@ def test_a_new_stage_is_captured_anew(method, schedule):
     for client in (recorded, plain):
         for depth in (1, 2, 2):
             client.round(depth=depth, frozen=depth - 1 if schedule == "layer_wise" else 0)
+    assert (recorder.recorded, recorder.replayed) == (2, 2 + 8)
+    assert recorded.is_like(plain)
+
+
+def test_numbers_that_change_between_rounds_are_captured_anew():
+    class Scheduled(SimCLR):
+        step_constants = property(lambda self: (self.round,))
+
+        def loss(self, views):
+            return self.round * super().loss(views)
+
+    recorder = Recorder()
+    recorded, plain = Client(record=recorder), Client()
+    for client in (recorded, plain):
+        client.method.__class__ = Scheduled
+        for number in (1, 2, 2):
+            client.method.round = number
+            client.round()
     assert (recorder.recorded, recorder.replayed) == (2, 2 + 8)
     assert recorded.is_like(plain)
 

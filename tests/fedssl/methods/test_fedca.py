@@ -20,6 +20,7 @@ from fedssl.methods.fedca import FedCA, enqueue, teacher_distance
 from fedssl.methods.heads import MLP
 from fedssl.methods.simclr import SimCLR
 from fedssl.model_arrays import copy_layers, exchanged_names, names_in_parts
+from fedssl.views import Views
 from fedssl.wire.records import arrays_to_record
 from server_app.checkpoint import latest_checkpoint
 from server_app.messaging import receive
@@ -122,7 +123,7 @@ def test_the_loss_has_both_terms():
     method.train()
     view1, view2 = images()
     both = torch.cat((view1, view2))
-    result = method.loss(view1, view2)
+    result = method.loss(Views.of(view1, view2))
     with torch.no_grad():
         h = method.encoder(both)
         z1, z2 = method.projector(h).double().chunk(2)
@@ -141,7 +142,7 @@ def test_the_teacher_stays_as_it_is_in_training():
     before = copy_layers(method, names_in_parts(method, ["teacher"]))
     optimizer = torch.optim.SGD([method.named_tensors[name] for name in method.trainable], lr=0.1)
     method.train()
-    method.loss(*images()).backward()
+    method.loss(Views.of(*images())).backward()
     optimizer.step()
     assert not method.teacher.training
     assert method.encoder.training
@@ -152,9 +153,9 @@ def test_the_teacher_stays_as_it_is_in_training():
 def test_bf16_passes_end_in_a_loss_of_full_precision():
     method = with_entries(make_method(alignment_weight=0.5), draw(2, 4, seed=5))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = method.loss(*images())
+        loss = method.loss(Views.of(*images()))
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, method.loss(*images()), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(loss, method.loss(Views.of(*images())), rtol=0.05, atol=0.05)
 
 
 # --- the dictionary ---
@@ -190,7 +191,7 @@ def test_a_client_sends_its_first_projections():
     method.start_round(first=False)
     assert not method.local_dictionary.any()
     view1, view2 = images()
-    method.loss(view1, view2)
+    method.loss(Views.of(view1, view2))
     z1, _ = method.projector(method.encoder(torch.cat((view1, view2)))).chunk(2)
     torch.testing.assert_close(method.local_dictionary, torch.nn.functional.normalize(z1[:5], dim=1))
 
@@ -222,7 +223,7 @@ def test_without_entries_and_alignment_it_is_simclr_bit_for_bit(off):
     assert isinstance(simclr, SimCLR)
     for method in (ours, simclr):
         method.start_round(first=True)
-        loss = method.loss(*images(16))
+        loss = method.loss(Views.of(*images(16)))
         loss.backward()
     for name, parameter in simclr.named_parameters():
         assert torch.equal(parameter, ours.get_parameter(name))

@@ -16,6 +16,7 @@ from fedssl.losses import nt_xent, relational
 from fedssl.methods.fedx import FedX
 from fedssl.methods.heads import MLP
 from fedssl.model_arrays import local_names
+from fedssl.views import Views
 from fedssl.wire.messages import TrainPlan
 from tests.federation import Federation
 
@@ -125,7 +126,7 @@ def views(batch: int = 6) -> tuple[Tensor, Tensor]:
 
 def step(method: FedX) -> None:
     optimizer = torch.optim.SGD(method.parameters(), lr=0.1)
-    method.loss(*views()).backward()
+    method.loss(Views.of(*views())).backward()
     optimizer.step()
 
 
@@ -153,7 +154,7 @@ def test_the_loss_has_two_local_and_two_global_terms() -> None:
         + slow_relational(z1, z2, z1, 0.1)
         + slow_relational(p1, p2, g2, 0.1)
     )
-    assert method.loss(view1, view2).item() == pytest.approx(expected.item(), rel=1e-4)
+    assert method.loss(Views.of(view1, view2)).item() == pytest.approx(expected.item(), rel=1e-4)
 
 
 def test_equal_views_have_equal_relations() -> None:
@@ -161,7 +162,7 @@ def test_equal_views_have_equal_relations() -> None:
     g = method.received[1](method.received[0](view))
     z = method.projector(method.encoder(view))
     expected = nt_xent(z, z, temperature=0.1) + nt_xent(method.predictor(z), g, temperature=0.1)
-    torch.testing.assert_close(method.loss(view, view), expected)
+    torch.testing.assert_close(method.loss(Views.of(view, view)), expected)
 
 
 def test_the_received_model_is_frozen_and_follows_at_the_start_of_a_round() -> None:
@@ -189,7 +190,7 @@ def test_the_received_model_is_no_part_but_moves_along() -> None:
     method.double()
     assert all(value.dtype in (torch.float64, torch.int64) for value in received(method).values())
     view1, view2 = views()
-    assert method.loss(view1.double(), view2.double()).dtype == torch.float64
+    assert method.loss(Views.of(view1.double(), view2.double())).dtype == torch.float64
 
 
 def test_a_round_starts_with_the_received_model_and_keeps_nothing(tmp_path) -> None:
@@ -214,10 +215,10 @@ def test_clients_of_one_process_do_not_see_what_the_others_received(tmp_path) ->
 
 def test_training_lowers_the_loss() -> None:
     method = make(temperature=0.5)
-    start = method.loss(*views()).item()
+    start = method.loss(Views.of(*views())).item()
     for _ in range(30):
         step(method)
-    assert method.loss(*views()).item() < 0.8 * start
+    assert method.loss(Views.of(*views())).item() < 0.8 * start
 
 
 def test_a_temperature_of_zero_is_refused() -> None:

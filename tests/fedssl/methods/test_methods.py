@@ -29,6 +29,7 @@ from fedssl.methods.heads import MLP
 from fedssl.methods.moco_v3 import MoCoV3
 from fedssl.methods.simclr import SimCLR
 from fedssl.methods.simsiam import SimSiam
+from fedssl.views import Views
 
 CONF = Path(__file__).parents[3] / "conf"
 HEAD = partial(MLP, hidden_dim=16, out_dim=8)
@@ -56,7 +57,7 @@ def pairs(method: BYOL) -> list[tuple[Tensor, Tensor]]:
 
 def step(method: SSLMethod, *, lr: float = 0.5) -> None:
     optimizer = torch.optim.SGD([p for p in method.parameters() if p.requires_grad], lr=lr)
-    method.loss(*views()).backward()
+    method.loss(Views.of(*views())).backward()
     optimizer.step()
     method.on_step_end()
 
@@ -92,23 +93,25 @@ def test_simclr_in_one_forward_normalizes_both_views_together() -> None:
     method = SimCLR(encoder(), projector=HEAD, temperature=0.5)
     view1, view2 = views()
     z = method.projector(method.encoder(torch.cat((view1, view2))))
-    torch.testing.assert_close(method.loss(view1, view2), nt_xent(z[:6], z[6:], temperature=0.5), rtol=0, atol=0)
+    torch.testing.assert_close(
+        method.loss(Views.of(view1, view2)), nt_xent(z[:6], z[6:], temperature=0.5), rtol=0, atol=0
+    )
 
 
 def test_simclr_in_two_forwards_normalizes_each_view_alone() -> None:
     method = SimCLR(encoder(), projector=HEAD, temperature=0.5, concat_views=False)
     view1, view2 = views()
     z1, z2 = method.projector(method.encoder(view1)), method.projector(method.encoder(view2))
-    apart = method.loss(view1, view2)
+    apart = method.loss(Views.of(view1, view2))
     torch.testing.assert_close(apart, nt_xent(z1, z2, temperature=0.5), rtol=0, atol=0)
     method.concat_views = True
-    assert abs(method.loss(view1, view2) - apart) > 1e-4
+    assert abs(method.loss(Views.of(view1, view2)) - apart) > 1e-4
 
 
 @pytest.mark.parametrize(("concat_views", "updates"), [(True, 1), (False, 2)])
 def test_simclr_updates_running_statistics_once_per_forward(concat_views: bool, updates: int) -> None:
     method = SimCLR(encoder(), projector=HEAD, temperature=0.5, concat_views=concat_views)
-    method.loss(*views())
+    method.loss(Views.of(*views()))
     counters = [value for name, value in method.state_dict().items() if name.endswith("num_batches_tracked")]
     assert {int(counter) for counter in counters} == {updates}
 
@@ -130,7 +133,7 @@ def test_byol_loss_is_the_symmetric_loss_of_all_four_networks() -> None:
     p2 = method.predictor(method.projector(method.encoder(view2)))
     z1 = method.target_projector(method.target_encoder(view1))
     z2 = method.target_projector(method.target_encoder(view2))
-    torch.testing.assert_close(method.loss(view1, view2), byol(p1, z2, p2, z1), rtol=0, atol=0)
+    torch.testing.assert_close(method.loss(Views.of(view1, view2)), byol(p1, z2, p2, z1), rtol=0, atol=0)
 
 
 def test_byol_target_is_a_copy_without_gradient() -> None:
@@ -140,7 +143,7 @@ def test_byol_target_is_a_copy_without_gradient() -> None:
         assert target.data_ptr() != online.data_ptr()
         assert not target.requires_grad
         assert online.requires_grad
-    method.loss(*views()).backward()
+    method.loss(Views.of(*views())).backward()
     assert all(target.grad is None and online.grad is not None for target, online in pairs(method))
     assert all(p.grad is not None for p in method.predictor.parameters())
 
@@ -178,7 +181,7 @@ def test_byol_moving_average_after_a_real_step() -> None:
 def test_byol_moving_average_leaves_statistics_to_the_targets_own_passes() -> None:
     """Each network sees both views once; the average itself moves no buffer."""
     method = make_byol(ema_decay=0.0)
-    method.loss(*views())
+    method.loss(Views.of(*views()))
     buffers = {name: buffer.clone() for name, buffer in method.target_encoder.named_buffers()}
     assert all(int(value) == 2 for name, value in buffers.items() if name.endswith("num_batches_tracked"))
     with torch.no_grad():
@@ -226,7 +229,7 @@ def test_moco_loss_has_keys_from_the_target_and_the_factor_of_the_temperature() 
     q1, q2 = (method.predictor(method.projector(method.encoder(view))) for view in (view1, view2))
     k1, k2 = (method.target_projector(method.target_encoder(view)) for view in (view1, view2))
     expected = 2 * 0.2 * (info_nce(q1, k2, temperature=0.2) + info_nce(q2, k1, temperature=0.2))
-    torch.testing.assert_close(method.loss(view1, view2), expected, rtol=0, atol=0)
+    torch.testing.assert_close(method.loss(Views.of(view1, view2)), expected, rtol=0, atol=0)
     assert method.local_parts == ("target_encoder", "target_projector")
 
 
@@ -245,7 +248,7 @@ def test_moco_loss_is_scaled_as_asked(loss_scale: float | None, factor: float) -
     method = make_moco(loss_scale=loss_scale)
     step(method)
     with torch.no_grad():
-        (p1, p2, z1, z2), loss = method.forward_views(*views()), method.loss(*views())
+        (p1, p2, z1, z2), loss = method.forward_views(*views()), method.loss(Views.of(*views()))
     expected = factor * (slow_info_nce(p1, z2, 0.2) + slow_info_nce(p2, z1, 0.2))
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
@@ -264,7 +267,7 @@ def test_simsiam_loss_is_symmetric_and_stops_the_gradient_of_what_is_predicted()
     z1, z2 = (method.projector(method.encoder(view)) for view in (view1, view2))
     p1, p2 = method.predictor(z1), method.predictor(z2)
     expected = negative_cosine(p1, z2) / 2 + negative_cosine(p2, z1) / 2
-    torch.testing.assert_close(method.loss(view1, view2), expected)
+    torch.testing.assert_close(method.loss(Views.of(view1, view2)), expected)
     assert not negative_cosine(p1.detach(), z2).requires_grad  # no path left to the projector
 
 
@@ -272,7 +275,7 @@ def test_barlow_twins_loss_compares_projections_of_each_view_by_itself() -> None
     method = BarlowTwins(encoder(), projector=HEAD, lambd=0.01)
     view1, view2 = views()
     z1, z2 = (method.projector(method.encoder(view)) for view in (view1, view2))
-    torch.testing.assert_close(method.loss(view1, view2), barlow_twins(z1, z2, lambd=0.01), rtol=0, atol=0)
+    torch.testing.assert_close(method.loss(Views.of(view1, view2)), barlow_twins(z1, z2, lambd=0.01), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -293,12 +296,12 @@ def test_the_loss_is_chosen(method: str, standard, l_dawa) -> None:
         z1, z2 = (made.projector(made.encoder(view)) for view in views())
         if method == "simclr":
             z1, z2 = made.projector(made.encoder(torch.cat(views()))).chunk(2)
-        torch.testing.assert_close(made.loss(*views()), function(z1, z2, **kwargs), rtol=0, atol=0)
+        torch.testing.assert_close(made.loss(Views.of(*views())), function(z1, z2, **kwargs), rtol=0, atol=0)
     kwargs = {"lambd": 0.005} if method == "barlow_twins" else {"temperature": 0.07}
     both = recipe.projector(recipe.encoder(torch.cat(views()))).chunk(2)
     each = [recipe.projector(recipe.encoder(view)) for view in views()]
     expected = l_dawa(*(both if method == "simclr" else each), **kwargs)
-    torch.testing.assert_close(recipe.loss(*views()), expected, rtol=0, atol=0)
+    torch.testing.assert_close(recipe.loss(Views.of(*views())), expected, rtol=0, atol=0)
 
 
 MAKERS = {
@@ -312,10 +315,10 @@ MAKERS = {
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 def test_training_lowers_the_loss(make) -> None:
     method = make()
-    start = method.loss(*views()).item()
+    start = method.loss(Views.of(*views())).item()
     for _ in range(30):
         step(method, lr=0.05)
-    assert method.loss(*views()).item() < 0.8 * start
+    assert method.loss(Views.of(*views())).item() < 0.8 * start
 
 
 @pytest.mark.parametrize(
@@ -426,5 +429,5 @@ def test_every_yaml_builds(file: str) -> None:
     assert method.encoder is network
     if "projector" in config.method:
         assert method.projector.out_features == 24
-    labels = (torch.tensor([0, 1, 2, 0, 1, 2]),) if method.uses_labels else ()
-    assert method.loss(*views(), *labels).isfinite()
+    batch = Views.of(*views(), labels=torch.tensor([0, 1, 2, 0, 1, 2]))
+    assert method.loss(batch if method.uses_labels else method.inputs(batch)).isfinite()

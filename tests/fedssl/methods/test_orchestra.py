@@ -26,6 +26,7 @@ from fedssl.methods.orchestra import (
     sinkhorn_assignment,
 )
 from fedssl.model_arrays import exchanged_names, local_names, read_layers
+from fedssl.views import Views
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
 from strategies.interfaces import GLOBAL
@@ -65,7 +66,7 @@ def with_centroids(method: Orchestra) -> Orchestra:
 
 def step(method: Orchestra, *, lr: float = 0.05) -> None:
     optimizer = torch.optim.SGD([p for p in method.parameters() if p.requires_grad], lr=lr)
-    method.loss(*images()).backward()
+    method.loss(method.inputs(Views.of(*images()))).backward()
     optimizer.step()
     method.on_step_end()
 
@@ -236,8 +237,8 @@ def test_loss_is_consistency_plus_turns():
     z2 = method.projector(method.encoder(view2))
     target1 = method.target_projector(method.target_encoder(view1))
     expected = consistency(z2, target1, method.centroids, temperature=0.1) + F.cross_entropy(logits, quarters)
-    torch.testing.assert_close(method.loss(view1, view2), expected, rtol=0, atol=0)
-    assert method.loss(*method.inputs(view1, view2)).shape == ()
+    torch.testing.assert_close(method.loss(method.inputs(Views.of(view1, view2))), expected, rtol=0, atol=0)
+    assert method.loss(method.inputs(Views.of(view1, view2))).shape == ()
 
 
 def test_parts_and_who_has_them():
@@ -246,25 +247,25 @@ def test_parts_and_who_has_them():
     assert parts == {"encoder", "projector", "rotation"}
     assert (method.uploaded_parts, method.broadcast_parts) == (("local_centroids",), ("centroids",))
     assert {name.partition(".")[0] for name in local_names(method)} == {"target_encoder", "target_projector", "memory"}
-    method.loss(*images()).backward()
+    method.loss(method.inputs(Views.of(*images()))).backward()
     for name, parameter in method.named_parameters():
         assert (parameter.grad is None) == name.startswith("target_"), name
 
 
 def test_training_lowers_the_loss():
     method = with_centroids(make_method())
-    start = method.loss(*images()).item()
+    start = method.loss(method.inputs(Views.of(*images()))).item()
     for _ in range(10):
         step(method, lr=0.01)
-    assert method.loss(*images()).item() < 0.8 * start
+    assert method.loss(method.inputs(Views.of(*images()))).item() < 0.8 * start
 
 
 def test_bf16_passes_end_in_a_loss_of_full_precision():
     method = with_centroids(make_method())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = method.loss(*images())
+        loss = method.loss(method.inputs(Views.of(*images())))
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, method.loss(*images()), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(loss, method.loss(method.inputs(Views.of(*images()))), rtol=0.05, atol=0.05)
 
 
 # --- memory and local centroids ---
@@ -286,7 +287,7 @@ def test_the_memory_holds_what_the_target_made_of_the_first_view():
     method = with_centroids(make_method(queue_size=16))
     step(method)
     view1, view2 = images()
-    method.loss(view1, view2)
+    method.loss(method.inputs(Views.of(view1, view2)))
     expected = F.normalize(method.target_projector(method.target_encoder(view1)), dim=1)
     torch.testing.assert_close(method.memory[:6], expected)
     assert method.memory[6:12].any(dim=1).all()

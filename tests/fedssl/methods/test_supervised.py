@@ -19,6 +19,7 @@ from fedssl.methods.supervised import Supervised
 from fedssl.model_arrays import load_layers
 from fedssl.seeding import torch_generator
 from fedssl.training import train
+from fedssl.views import Views
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
 from tests.federation import Federation
@@ -48,7 +49,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_both_views():
         for x, label in zip(view.double().flatten(1), labels, strict=True):
             logits = [float(w @ x + b) for w, b in zip(weight, bias, strict=True)]
             expected.append(math.log(sum(math.exp(logit) for logit in logits)) - logits[label])
-    assert method.loss(view1, view2, labels).item() == pytest.approx(sum(expected) / 8, rel=1e-6)
+    assert method.loss(Views.of(view1, view2, labels=labels)).item() == pytest.approx(sum(expected) / 8, rel=1e-6)
 
 
 def test_the_loss_by_hand():
@@ -57,13 +58,13 @@ def test_the_loss_by_hand():
     with torch.no_grad():
         method.classifier.weight.copy_(torch.eye(2))
         method.classifier.bias.zero_()
-    loss = method.loss(images([math.log(3), 0]), images([0, 0]), torch.tensor([0]))
+    loss = method.loss(Views.of(images([math.log(3), 0]), images([0, 0]), labels=torch.tensor([0])))
     assert loss.item() == pytest.approx((math.log(4 / 3) + math.log(2)) / 2, rel=1e-6)
 
 
 def test_both_views_are_normalized_together_in_one_pass():
     method = Supervised(conv_small(channels=1, size=8, width=4), num_classes=2)
-    method.loss(torch.rand(4, 1, 8, 8), torch.rand(4, 1, 8, 8), torch.tensor([0, 1, 0, 1])).backward()
+    method.loss(Views.of(*torch.rand(2, 4, 1, 8, 8), labels=torch.tensor([0, 1, 0, 1]))).backward()
     counters = {int(value) for name, value in method.state_dict().items() if name.endswith("num_batches_tracked")}
     assert counters == {1}
     assert all(parameter.grad is not None for parameter in method.parameters())
@@ -87,8 +88,8 @@ class Recorded(SSLMethod):
         self.encoder = nn.Linear(1, 1)
         self.seen = []
 
-    def loss(self, view1, view2, labels):
-        self.seen += list(zip(view1.flatten().tolist(), labels.tolist(), strict=True))
+    def loss(self, views):
+        self.seen += list(zip(views[0].images.flatten().tolist(), views.labels.tolist(), strict=True))
         return self.encoder.weight.sum()
 
 

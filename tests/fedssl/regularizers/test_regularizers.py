@@ -24,6 +24,7 @@ from fedssl.regularizers.fur import FUR, tangent_swd, uot_uniformity
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
 from fedssl.training import train
+from fedssl.views import Views
 from tests.fedssl.regularizers.points import random, sphere
 from tests.local_training import local_training
 
@@ -49,7 +50,7 @@ def test_following_the_gradient_spreads_a_narrow_cone(variant):
     optimizer = torch.optim.Adam([z], lr=0.05)
     for _ in range(60):
         optimizer.zero_grad()
-        term.apply(torch.zeros(()), RegularizerInput(SSLMethod(), z, z, z, z, generator)).backward()
+        term.apply(torch.zeros(()), RegularizerInput(SSLMethod(), Views.of(z, z), (z, z), generator)).backward()
         optimizer.step()
     assert before > 0.9
     assert resultant() < 0.5
@@ -58,7 +59,7 @@ def test_following_the_gradient_spreads_a_narrow_cone(variant):
 def test_the_terms_of_both_views_are_added_with_the_weight():
     # The samples are redrawn here the way the class draws them: for both views at once, from the step's generator.
     z1, z2 = random(5, 4).float(), random(5, 4, seed=1).float()
-    step = RegularizerInput(SSLMethod(), z1, z2, z1, z2, torch_generator(0, "train"))
+    step = RegularizerInput(SSLMethod(), Views.of(z1, z2), (z1, z2), torch_generator(0, "train"))
     s1, s2 = F.normalize(torch.randn(2, 5, 4, generator=torch_generator(0, "train")), dim=-1)
     alone = [uot_uniformity(z, samples=s, max_iter=20, tolerance=0).item() for z, s in ((z1, s1), (z2, s2))]
     together = uot_uniformity(torch.stack((z1, z2)), samples=torch.stack((s1, s2)), max_iter=20, tolerance=0)
@@ -75,7 +76,7 @@ def test_the_mean_weighs_the_same_at_every_batch_size_and_equals_the_sum_at_128(
         z = random(2, batch, 16).float().requires_grad_()
         gradients = []
         for reduction in ("mean", "sum"):
-            step = RegularizerInput(SSLMethod(), z[0], z[1], z[0], z[1], torch_generator(0, "train"))
+            step = RegularizerInput(SSLMethod(), Views.of(*z), (z[0], z[1]), torch_generator(0, "train"))
             term = FUR(variant=variant, reduction=reduction).apply(torch.zeros(()), step)
             gradients += torch.autograd.grad(term, z)
         assert torch.allclose(gradients[0], gradients[1] * 128 / batch, rtol=1e-5)
@@ -151,8 +152,8 @@ def test_projections_of_both_views_are_spread_with_every_method_and_no_other_par
         fit(method, term)
     head, length = ("encoder", method.encoder.feature_dim) if name == "supervised" else ("projector", 8)
     assert term.resolve_part(method) == head
-    assert term.step.z1.shape == term.step.z2.shape == (6, length)
-    assert not torch.equal(term.step.z1, term.step.z2)
+    assert term.step.z[0].shape == term.step.z[1].shape == (6, length)
+    assert not torch.equal(term.step.z[0], term.step.z[1])
     touched = {part for part, weights in method.named_parameters() if weights.grad is not None and weights.grad.any()}
     assert {part.split(".")[0] for part in touched} == {"encoder", head}
     blocks = {part.split(".")[2] for part in touched if part.startswith("encoder.blocks.")}
@@ -162,7 +163,7 @@ def test_projections_of_both_views_are_spread_with_every_method_and_no_other_par
 def test_the_encoders_outputs_are_an_option():
     method, term = make("byol"), Alone(part="encoder")
     fit(method, term)
-    assert term.step.z1.shape == (6, method.encoder.feature_dim)
+    assert term.step.z[0].shape == (6, method.encoder.feature_dim)
     assert all(weights.grad is None for weights in method.projector.parameters())
 
 
@@ -213,9 +214,8 @@ def test_alignment_by_hand():
 
 
 def step_of(method: SSLMethod, view1: Tensor, view2: Tensor) -> RegularizerInput:
-    return RegularizerInput(
-        method, view1, view2, method.encoder(view1), method.encoder(view2), torch_generator(0, "train")
-    )
+    z = (method.encoder(view1), method.encoder(view2))
+    return RegularizerInput(method, Views.of(view1, view2), z, torch_generator(0, "train"))
 
 
 def test_alignment_compares_with_the_other_view_under_the_received_encoder():
@@ -228,7 +228,7 @@ def test_alignment_compares_with_the_other_view_under_the_received_encoder():
         for weights in method.encoder.parameters():
             weights.mul_(1.1).add_(0.05)
     step = step_of(method, view1, view2)
-    expected = 2 + 0.5 * (info_nce(step.z1, g2, temperature=0.2) + info_nce(step.z2, g1, temperature=0.2))
+    expected = 2 + 0.5 * (info_nce(step.z[0], g2, temperature=0.2) + info_nce(step.z[1], g1, temperature=0.2))
     assert term.apply(torch.tensor(2.0), step).item() == pytest.approx(expected.item(), rel=1e-6)
 
 

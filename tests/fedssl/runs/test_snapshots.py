@@ -100,7 +100,7 @@ def test_landscape_has_the_loss_of_its_models(folder: Path, opened: LoadedRun):
         images[:64], torch_generator(opened.settings.seed, "landscape views")
     )
     with torch.no_grad():
-        expected = float(method.train().loss(*views))
+        expected = float(method.train().loss(views))
     assert float(trajectory[-1][5]) == pytest.approx(expected, rel=1e-6)
     assert float(trajectory[0][5]) > expected
 

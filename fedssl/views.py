@@ -1,0 +1,184 @@
+"""A batch of views: random views of the same images, on which a method trains.
+
+Multi-crop methods distinguish *global* views, which show most of an image, and smaller *local* views (SwAV, arXiv
+2006.09882; DINO, arXiv 2104.14294). Masked methods hide patches of a view (MAE, arXiv 2111.06377).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import overload
+
+from torch import Tensor
+
+GLOBAL, LOCAL = "global", "local"  # roles of a view
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Patches of a view that are hidden from the encoder, and patches to predict; patches are numbered row by row.
+
+    Attributes
+    ----------
+    hidden : Tensor
+        Whether a patch is hidden, bool, ``(batch, patches)``.
+    visible : Tensor or None
+        Indices of the patches that the encoder processes, ascending, int64, ``(batch, n)``. None if their number
+        differs between images.
+    targets : Tensor or None
+        Indices of the patches to predict, in blocks, ascending, int64, ``(batch, blocks, m)``. None as in ``visible``.
+    """
+
+    hidden: Tensor
+    visible: Tensor | None = None
+    targets: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class View:
+    """One random view of each image of a batch.
+
+    Attributes
+    ----------
+    images : Tensor
+        Normalized images, ``(batch, channels, size, size)``, or the output of the frozen stages of an encoder.
+    role : {"global", "local"}
+        Whether the view shows most of an image or a small part of it.
+    mask : Mask or None
+        Hidden patches; None if no patch is hidden.
+    """
+
+    images: Tensor
+    role: str = GLOBAL
+    mask: Mask | None = None
+
+
+@dataclass(frozen=True)
+class Views(Sequence[View]):
+    """Views of the same images: global ones first, then local ones.
+
+    Attributes
+    ----------
+    views : tuple of View
+        At least one.
+    labels : Tensor or None
+        Classes of the images, int64, ``(batch,)``, for methods that use them.
+    """
+
+    views: tuple[View, ...]
+    labels: Tensor | None = None
+
+    @classmethod
+    def of(cls, *images: Tensor, labels: Tensor | None = None) -> "Views":
+        """Build global views without masks from their images."""
+        return cls(tuple(map(View, images)), labels)
+
+    @property
+    def images(self) -> list[Tensor]:
+        """Images of all views."""
+        return [view.images for view in self.views]
+
+    @property
+    def global_images(self) -> list[Tensor]:
+        """Images of the global views."""
+        return [view.images for view in self.views if view.role == GLOBAL]
+
+    @property
+    def local_images(self) -> list[Tensor]:
+        """Images of the local views."""
+        return [view.images for view in self.views if view.role == LOCAL]
+
+    @property
+    def num_images(self) -> int:
+        """Number of images of the batch."""
+        return len(self.views[0].images)
+
+    def with_images(self, images: Sequence[Tensor]) -> "Views":
+        """Return the views with other images, such as the output of frozen stages."""
+        pairs = zip(self.views, images, strict=True)
+        return replace(self, views=tuple(replace(view, images=tensor) for view, tensor in pairs))
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, in the order of `with_tensors`."""
+        masks = [view.mask for view in self.views if view.mask is not None]
+        parts = [*self.images, *(part for mask in masks for part in (mask.hidden, mask.visible, mask.targets))]
+        return [part for part in (*parts, self.labels) if part is not None]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "Views":
+        """Return the views with other tensors, of the same number and order as in `tensors`."""
+        left = iter(tensors)
+
+        def another(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else next(left)
+
+        views = self.with_images([next(left) for _ in self.views]).views
+        masked = tuple(
+            view
+            if view.mask is None
+            else replace(view, mask=Mask(next(left), another(view.mask.visible), another(view.mask.targets)))
+            for view in views
+        )
+        return Views(masked, another(self.labels))
+
+    @overload
+    def __getitem__(self, index: int) -> View: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[View, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> View | tuple[View, ...]:
+        return self.views[index]
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    def __iter__(self) -> Iterator[View]:
+        return iter(self.views)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptedViews:
+    """Views that a method accepts.
+
+    Attributes
+    ----------
+    min_global, max_global : int
+        Smallest and largest number of global views; ``max_global`` None is any number.
+    local : bool
+        Whether the method accepts local views, in any number.
+    masks : tuple of str
+        Accepted kinds of masks of the global views, see `fedssl.augmentation.masks`; empty if views are not masked.
+    augmentation : str
+        A choice of ``augmentation`` with such views, for error messages.
+    """
+
+    min_global: int = 2
+    max_global: int | None = 2
+    local: bool = False
+    masks: tuple[str, ...] = ()
+    augmentation: str = "simclr"
+
+    def accept(self, roles: Sequence[str], masks: Sequence[str | None]) -> bool:
+        """Return whether views with these roles and kinds of masks are accepted."""
+        count = sum(role == GLOBAL for role in roles)
+        enough = self.min_global <= count and (self.max_global is None or count <= self.max_global)
+        masked = all(
+            mask in self.masks if self.masks and role == GLOBAL else mask is None
+            for role, mask in zip(roles, masks, strict=True)
+        )
+        return enough and masked and (self.local or LOCAL not in roles)
+
+    def __str__(self) -> str:
+        number = f"{self.min_global}" if self.min_global == self.max_global else f"at least {self.min_global}"
+        kinds = " with a mask of kind " + " or ".join(self.masks) if self.masks else ""
+        plural = "" if number == "1" else "s"
+        return f"{number} global view{plural}{kinds}" + (" and any number of local views" if self.local else "")
+
+
+def describe_views(roles: Sequence[str], masks: Sequence[str | None]) -> str:
+    """Return a short description of views for error messages, e.g. "2 global views and 6 local views"."""
+    kinds = list(zip(roles, masks, strict=True))
+    return " and ".join(
+        f"{kinds.count(kind)} {kind[0]} view{'' if kinds.count(kind) == 1 else 's'}"
+        + (f" with a mask of kind {kind[1]}" if kind[1] else "")
+        for kind in dict.fromkeys(kinds)
+    )
