@@ -26,7 +26,7 @@ from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import exchanged_names, load_layers
 from fedssl.runs.representations import Representations
 from fedssl.seeding import torch_generator
-from fedssl.training import Augment
+from fedssl.training import Augment, method_inputs
 from strategies.interfaces import GLOBAL
 
 log = logging.getLogger("fedssl")
@@ -63,10 +63,12 @@ class CollapseReport:
     """Collapse metrics of the global models and then the clients' models of one round, and their representations.
 
     A row has the metrics by name, ``client`` (None for a global model), and ``model``, the name of a global model.
+    ``failures`` are the messages of the method's failure modes that apply to the global models.
     """
 
     rows: list[dict[str, Any]]
     representations: Representations
+    failures: tuple[str, ...] = ()
 
 
 class CollapseMonitor:
@@ -91,6 +93,9 @@ class CollapseMonitor:
         self._measured: dict[int, Measurement] = {}
         self._mean, self._std = data.mean, data.std
         federated = load_federated(data)
+        generator = torch_generator(seed, "diagnose")
+        rows = torch.randperm(len(federated.images), generator=generator)[: max(num_images, method.min_batch_size)]
+        self._training_images, self._augment, self._seed = federated.images[rows], augment, seed
         self._health = CollapseMetrics(
             federated.images,
             num_images=num_images,
@@ -129,7 +134,16 @@ class CollapseMonitor:
         healthy = {name: measurement for name, measurement in measured.items() if measurement is not None}
         if not healthy:
             return None
-        rows = [{"client": None, "model": name, **numbers} for name, (numbers, _) in healthy.items()]
+        diagnostics = {name: self._diagnose(models[name]) for name in healthy}
+        failures = [
+            f"{names[name]}: {mode.message} ({mode.diagnostic} {found[mode.diagnostic]:.3g})"
+            for name, found in diagnostics.items()
+            for mode in self._method.failure_modes
+            if mode.applies(found)
+        ]
+        rows = [
+            {"client": None, "model": name, **numbers, **diagnostics[name]} for name, (numbers, _) in healthy.items()
+        ]
         rows += [{"client": client, **numbers} for client, (numbers, _) in clients.items()]
         vectors = zip(*(vectors for _, vectors in (*healthy.values(), *clients.values())), strict=True)
         kept = [np.stack(part) for part in vectors]
@@ -140,10 +154,23 @@ class CollapseMonitor:
             z=kept[1] if len(kept) > 1 else None,
             labels=self._labels,
         )
-        return CollapseReport(rows, representations)
+        return CollapseReport(rows, representations, tuple(failures))
 
     def _needed(self) -> set[str]:
         return {name for name in exchanged_names(self._method) if name.split(".")[0] in self._parts}
+
+    def _diagnose(self, layers: Layers) -> dict[str, float]:
+        """Return the method's diagnostics of a global model."""
+        method = self._method
+        if not method.failure_modes:
+            return {}
+        load_layers(method, {name: layers[name] for name in exchanged_names(method)})
+        method.start_round(first=True)
+        method.eval()
+        generator = torch_generator(self._seed, "diagnose", "views")
+        with torch.no_grad():
+            views = self._augment(self._training_images.to(self._device), generator)
+            return method.diagnose(method_inputs(method, views, None, generator))
 
     def _measure(self, layers: Layers, name: str) -> Measurement | None:
         """Measure one model. Log a warning and return None if a metric is not finite."""

@@ -122,6 +122,8 @@ class Recorder(RunFolder):
         if health:
             line["health"] = summarize_health(health.rows)
             warn_of_collapse(health.rows)
+            for failure in health.failures:
+                log.warning(failure)
             self.lines["health.jsonl"].append([{"round": report.round, **row} for row in health.rows])
             health.representations.save(self.folder, round=report.round)
         self.lines["clients.jsonl"].append([row.line() for row in report.clients])

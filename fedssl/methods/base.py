@@ -1,6 +1,8 @@
 """Self-supervised methods: an encoder, heads, and a loss on views of the same images."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -14,6 +16,20 @@ from fedssl.seeding import derive_seed
 from fedssl.views import AcceptedViews, Views
 
 TEACHER = "teacher"  # static part; the server reads its weights from the file of the setting `teacher`
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureMode:
+    """A diagnostic of a method, and its values after a failed training."""
+
+    diagnostic: str  # key of `SSLMethod.diagnose`
+    minimum: float = -math.inf  # smaller values are a failure
+    maximum: float = math.inf  # larger values are a failure
+    message: str  # the failure, and the setting to change; logged as a warning
+
+    def applies(self, diagnostics: Mapping[str, float]) -> bool:
+        """Return whether the training has failed in this way."""
+        return not self.minimum <= diagnostics[self.diagnostic] <= self.maximum
 
 
 class SSLMethod(nn.Module):
@@ -63,6 +79,8 @@ class SSLMethod(nn.Module):
         The current round, counted from 1, and the number of rounds of the run, for schedules over rounds.
     seed : int
         Seed of the run.
+    failure_modes : tuple of FailureMode
+        Failures that `diagnose` detects.
     """
 
     encoder: Encoder
@@ -81,6 +99,7 @@ class SSLMethod(nn.Module):
     round: int = 1
     rounds: int = 1
     seed: int = 0
+    failure_modes: tuple[FailureMode, ...] = ()
 
     @cached_property
     def named_tensors(self) -> dict[str, Tensor]:
@@ -142,6 +161,13 @@ class SSLMethod(nn.Module):
         ``layers`` are those of ``uploaded_parts`` and ``local_parts``, on the CPU, read-only.
         """
         return {name: array.copy() for name, array in layers.items() if name.partition(".")[0] in self.uploaded_parts}
+
+    def diagnose(self, views: Views) -> dict[str, float]:
+        """Return diagnostics of the method's `failure_modes` by name, in eval mode and without gradient.
+
+        ``views`` are those of `loss`. The method has the global layers, and client state as in a client's first round.
+        """
+        return {}
 
     def classify(self, h: Tensor) -> Tensor | None:
         """Return logits ``(batch, num_classes)`` of the method's classifier, if it uses labels; None if it has none."""

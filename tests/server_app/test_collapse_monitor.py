@@ -10,7 +10,8 @@ from PIL import Image
 
 from fedssl.config.load import compose
 from fedssl.datasets.base import load
-from fedssl.methods.base import build_method
+from fedssl.methods.base import FailureMode, build_method
+from fedssl.methods.simclr import SimCLR
 from fedssl.model_arrays import exchanged_layers
 from fedssl.runs.representations import read_representations
 from fedssl.schedule.stages import set_active_stages
@@ -177,6 +178,31 @@ def test_several_global_models_are_measured_one_by_one(caplog):
     assert kept.names.tolist() == ["model 0", "model 2", "client 3"]
     assert kept.globals == 2
     np.testing.assert_array_equal(kept.h[1], kept.h[2])
+
+
+class Diagnosed(SimCLR):
+    """Reports the mean absolute weight of the projector and the number of images."""
+
+    failure_modes = (
+        FailureMode(diagnostic="weight", minimum=1e-3, message="the projector is zero; lower optimizer.lr"),
+        FailureMode(diagnostic="images", maximum=20, message="too many images"),
+    )
+
+    def diagnose(self, views):
+        assert not self.training
+        assert not torch.is_grad_enabled()
+        assert len(views) == 2
+        return {"weight": self.projector[0].weight.abs().mean().item(), "images": float(views.num_images)}
+
+
+def test_failure_modes_of_the_method_are_reported_for_global_models():
+    watch, layers = monitor("collapse_images=20")
+    watch._method.__class__ = Diagnosed
+    watch.observe(2, collapsed(layers))
+    report = watch.finish({"a": layers, "b": {**layers, "projector.0.weight": 0 * layers["projector.0.weight"]}})
+    assert report.failures == ("model b: the projector is zero; lower optimizer.lr (weight 0)",)
+    assert [row.get("images") for row in report.rows] == [20.0, 20.0, None]
+    assert summarize_health(report.rows)["global"]["images"] == 20
 
 
 def test_it_can_be_turned_off(tmp_path):
