@@ -6,9 +6,9 @@ import pytest
 from fedssl.config.overrides import CONF
 from fedssl.model_arrays import exchanged_names, local_names
 from tests.federation import Federation
+from tests.methods import METHODS, overrides_of
 
 STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
-METHODS = sorted(file.stem for file in (CONF / "method").glob("*.yaml"))
 
 
 # Strategies know a method by its parts alone: a predictor and a target (byol, and so moco_v3), a server side
@@ -26,7 +26,7 @@ OTHERS = (OTHERS | {("euc", kind) for kind in METHODS}) - set(CORE)
 def test_every_strategy_works_with_every_method_and_sends_no_more_than_it_declares(tmp_path, name, kind):
     few = {"krum": 5, "trimmed_mean": 5}.get(name, 2)  # fewer would be refused
     overrides = [f"num_clients={few + 1}", f"clients_per_round={few}"]  # in every round a client is absent
-    federation = Federation(tmp_path, f"strategy={name}", f"method={kind}", *overrides)
+    federation = Federation(tmp_path, f"strategy={name}", *overrides_of(kind), *overrides)
     before = {key: (array.shape, array.dtype) for key, array in federation.layers.items()}
     after = federation.run(3)
     assert {key: (array.shape, array.dtype) for key, array in after.items()} == before

@@ -27,9 +27,9 @@ from fedssl.training import train
 from fedssl.views import Views
 from tests.fedssl.regularizers.points import random, sphere
 from tests.local_training import local_training
+from tests.methods import WHOLE
 
 CONF = Path(__file__).parents[3] / "conf"
-METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
 REGULARIZERS = {
     "fur": FUR,
     "decorr": Decorrelation,
@@ -144,7 +144,7 @@ class Alone(FUR):
 
 @pytest.mark.parametrize("frozen", [0, 1])
 @pytest.mark.parametrize("variant", ["uot", "tangent_swd"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", WHOLE)
 def test_projections_of_both_views_are_spread_with_every_method_and_no_other_part_is_touched(name, variant, frozen):
     method, term = make(name), Alone(variant=variant)
     depth = method.encoder.active_stages.depth
@@ -319,7 +319,7 @@ KINDS = ("byol", "orchestra", "supervised")
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in KINDS else pytest.mark.heavy) for name in METHODS]
+    "name", [pytest.param(name, marks=[] if name in KINDS else pytest.mark.heavy) for name in WHOLE]
 )
 def test_every_regularizer_trains_with_every_method_the_same_bits_from_the_same_seed(name, variant):
     if name == "supervised" and variant == "decorr of projections":
