@@ -30,6 +30,7 @@ from fedssl.methods.moco_v3 import MoCoV3
 from fedssl.methods.simclr import SimCLR
 from fedssl.methods.simsiam import SimSiam
 from fedssl.views import Views
+from tests.methods import WHOLE
 
 CONF = Path(__file__).parents[3] / "conf"
 HEAD = partial(MLP, hidden_dim=16, out_dim=8)
@@ -417,7 +418,7 @@ def test_heads_without_normalization_and_a_frozen_patch_embedding() -> None:
     assert not moco.encoder.conv_proj.weight.requires_grad
 
 
-@pytest.mark.parametrize("file", sorted(path.stem for path in (CONF / "method").glob("*.yaml")))
+@pytest.mark.parametrize("file", WHOLE)
 def test_every_yaml_builds(file: str) -> None:
     config = OmegaConf.create(
         {"method": OmegaConf.load(CONF / "method" / f"{file}.yaml"), "dataset": {"num_classes": 3}}

@@ -19,10 +19,10 @@ from fedssl.schedule.stages import Stages, frozen_names, set_active_stages
 from fedssl.seeding import torch_generator
 from simulation.cli import run
 from tests.federation import Federation, model_of
+from tests.methods import WHOLE
 from tests.resuming import repeat_from
 
 STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
-METHODS = sorted(file.stem for file in (CONF / "method").glob("*.yaml"))
 VIT = ["encoder=vit_tiny", "encoder.depth=3", "encoder.width=12", "encoder.patch=4"]
 
 # --- rounds per stage ---
@@ -164,7 +164,7 @@ def settings(*overrides):
     return compose(["rounds=6", "encoder.width=8", "schedule=layer_wise", *overrides]).model
 
 
-@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("kind", WHOLE)
 def test_what_is_trained_and_kept_in_a_stage(kind):
     method = build_method(settings(f"method={kind}"))
     whole = set(exchanged_names(method)) | set(local_names(method))
@@ -364,7 +364,7 @@ def test_every_strategy_works_in_stages(tmp_path, name, schedule):
     assert all(trained) or (name == "clustered" and any(trained))
 
 
-@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("kind", WHOLE)
 def test_every_method_works_layer_wise_with_calibration(tmp_path, kind):
     overrides = ["strategy=eua", f"method={kind}", "rounds=4", "schedule=layer_wise", "num_clients=2"]
     calibration = [] if kind == "supervised" else ["calibration=auxiliary"]
