@@ -1,9 +1,10 @@
-"""Losses that standardize or decorrelate features over the batch: Barlow Twins.
+"""Losses that keep the features of a batch varied and uncorrelated: Barlow Twins and VICReg.
 
 `barlow_twins_unbiased` has the form of L-DAWA's code, which is an option of the method.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedssl.losses.precision import at_least_float32, product
@@ -48,6 +49,46 @@ def barlow_twins_unbiased(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
         Scalar >= ``dim / batch^2``.
     """
     return _redundancy_reduction(_unbiased(z1), _unbiased(z2), lambd)
+
+
+def vicreg(
+    z1: Tensor, z2: Tensor, *, sim_weight: float = 25.0, var_weight: float = 25.0, cov_weight: float = 1.0
+) -> Tensor:
+    """Return VICReg's loss (arXiv 2105.04906, Eq. 6): invariance, variance and covariance of features.
+
+    - Invariance s: the mean of ``(z1 - z2)^2`` over images and features. Eq. 5 sums over features.
+    - Variance v: the mean of ``max(0, 1 - sqrt(variance + 1e-4))`` over features and both views. Eq. 6 adds the means
+      of the two views, which is twice as much.
+    - Covariance c: the sum of squared covariances of two different features divided by dim, added over both views.
+
+    These are the terms of the authors' code, to which the default weights refer. The loss is ``sim_weight * s +
+    var_weight * v + cov_weight * c``.
+
+    Parameters
+    ----------
+    z1, z2 : Tensor
+        Projections of the two views, ``(batch, dim)``, of at least two images. The gradient flows into both.
+    sim_weight, var_weight, cov_weight : float
+        Weights of the terms, >= 0; 0 disables a term.
+
+    Returns
+    -------
+    Tensor
+        Scalar >= 0, up to rounding.
+    """
+    z = at_least_float32(torch.stack((z1, z2)))
+    variance, mean = torch.var_mean(z, dim=1, keepdim=True)
+    hinge = F.relu(1 - (variance + 1e-4).sqrt()).mean()  # Eq. 1 and 2
+    covariance = _squared_covariances(z - mean, variance) / z.shape[2]  # Eq. 4
+    return sim_weight * F.mse_loss(z[0], z[1]) + var_weight * hinge + cov_weight * covariance  # Eq. 6
+
+
+def _squared_covariances(centered: Tensor, variance: Tensor) -> Tensor:
+    """Return the sum over views of squared covariances of two different features (Eq. 3), ``(views, batch, dim)``."""
+    batch, dim = centered.shape[1:]
+    # Z^T Z and Z Z^T have the same squared sum; the smaller of them costs less.
+    products = product(centered.mT, centered) if dim <= batch else product(centered, centered.mT)
+    return products.square().sum() / (batch - 1) ** 2 - variance.square().sum()
 
 
 def _redundancy_reduction(z1: Tensor, z2: Tensor, lambd: float) -> Tensor:
