@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from fedssl.errors import InputError
 from fedssl.losses.precision import at_least_float32, product
+from fedssl.machine.devices import to_device
 
 
 def sigreg(z: Tensor, *, slices: int, generator: torch.Generator, num_points: int = 17, t_max: float = 5.0) -> Tensor:
@@ -44,7 +45,8 @@ def sigreg(z: Tensor, *, slices: int, generator: torch.Generator, num_points: in
     """
     z = at_least_float32(z)
     directions = F.normalize(torch.randn(z.shape[-1], slices, generator=generator), dim=0)
-    return epps_pulley(product(z, directions.to(z)), num_points=num_points, t_max=t_max).mean()
+    directions = to_device(directions, z.device).to(z.dtype)
+    return epps_pulley(product(z, directions), num_points=num_points, t_max=t_max).mean()
 
 
 def epps_pulley(x: Tensor, *, num_points: int = 17, t_max: float = 5.0) -> Tensor:
