@@ -43,6 +43,7 @@ from fedssl.arrays import Layers
 from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
+from fedssl.losses import sinkhorn
 from fedssl.methods.heads import MLP
 from fedssl.methods.momentum import EMATargetMethod
 from fedssl.views import View, Views
@@ -58,10 +59,7 @@ def sinkhorn_assignment(similarity: Tensor, *, sharpness: float = 25.0, iteratio
     is numerically stable. Row sums are exact; column sums become more accurate with each of the ``iterations``. A
     larger ``sharpness`` gives a harder assignment.
     """
-    log_share = sharpness * similarity
-    for _ in range(iterations):
-        log_share = log_share.log_softmax(dim=0).log_softmax(dim=1)
-    return log_share.exp()
+    return sinkhorn(sharpness * similarity, epsilon=1.0, iterations=iterations)
 
 
 def farthest_points(points: Tensor, *, count: int) -> Tensor:

@@ -1,0 +1,111 @@
+"""Losses that keep the features of a batch varied and uncorrelated: Barlow Twins and VICReg.
+
+`barlow_twins_unbiased` has the form of L-DAWA's code, which is an option of the method.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedssl.losses.precision import at_least_float32, product
+
+
+def barlow_twins(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
+    """Return Barlow Twins' redundancy reduction loss (arXiv 2103.03230, Eq. 1 and 2).
+
+    With C the cross-correlation of the two views' features over the batch, the loss is ``sum_i (1 - C_ii)^2 + lambd
+    sum_{i != j} C_ij^2``. Features are standardized by the standard deviation of the batch (divisor ``batch``) with
+    1e-5 added to the variance, as in the authors' code: a constant feature counts as uncorrelated.
+
+    Parameters
+    ----------
+    z1, z2 : Tensor
+        Projections of the two views, ``(batch, dim)``. The gradient flows into both.
+    lambd : float
+        Weight of the redundancy term, >= 0; 0 disables it.
+
+    Returns
+    -------
+    Tensor
+        Scalar >= 0.
+    """
+    return _redundancy_reduction(_standardized(z1), _standardized(z2), lambd)
+
+
+def barlow_twins_unbiased(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
+    """Return Barlow Twins as in the code of L-DAWA (arXiv 2307.07393): the standard deviation has divisor batch - 1.
+
+    The correlation is still divided by ``batch``, so that its diagonal is at most ``(batch - 1) / batch``. Nothing is
+    added to the variance. A constant feature counts as uncorrelated here; in the authors' code it gives NaN.
+
+    Parameters
+    ----------
+    z1, z2, lambd
+        As in `barlow_twins`; at least two images.
+
+    Returns
+    -------
+    Tensor
+        Scalar >= ``dim / batch^2``.
+    """
+    return _redundancy_reduction(_unbiased(z1), _unbiased(z2), lambd)
+
+
+def vicreg(
+    z1: Tensor, z2: Tensor, *, sim_weight: float = 25.0, var_weight: float = 25.0, cov_weight: float = 1.0
+) -> Tensor:
+    """Return VICReg's loss (arXiv 2105.04906, Eq. 6): invariance, variance and covariance of features.
+
+    - Invariance s: the mean of ``(z1 - z2)^2`` over images and features. Eq. 5 sums over features.
+    - Variance v: the mean of ``max(0, 1 - sqrt(variance + 1e-4))`` over features and both views. Eq. 6 adds the means
+      of the two views, which is twice as much.
+    - Covariance c: the sum of squared covariances of two different features divided by dim, added over both views.
+
+    These are the terms of the authors' code, to which the default weights refer. The loss is ``sim_weight * s +
+    var_weight * v + cov_weight * c``.
+
+    Parameters
+    ----------
+    z1, z2 : Tensor
+        Projections of the two views, ``(batch, dim)``, of at least two images. The gradient flows into both.
+    sim_weight, var_weight, cov_weight : float
+        Weights of the terms, >= 0; 0 disables a term.
+
+    Returns
+    -------
+    Tensor
+        Scalar >= 0, up to rounding.
+    """
+    z = at_least_float32(torch.stack((z1, z2)))
+    variance, mean = torch.var_mean(z, dim=1, keepdim=True)
+    hinge = F.relu(1 - (variance + 1e-4).sqrt()).mean()  # Eq. 1 and 2
+    covariance = _squared_covariances(z - mean, variance) / z.shape[2]  # Eq. 4
+    return sim_weight * F.mse_loss(z[0], z[1]) + var_weight * hinge + cov_weight * covariance  # Eq. 6
+
+
+def _squared_covariances(centered: Tensor, variance: Tensor) -> Tensor:
+    """Return the sum over views of squared covariances of two different features (Eq. 3), ``(views, batch, dim)``."""
+    batch, dim = centered.shape[1:]
+    # Z^T Z and Z Z^T have the same squared sum; the smaller of them costs less.
+    products = product(centered.mT, centered) if dim <= batch else product(centered, centered.mT)
+    return products.square().sum() / (batch - 1) ** 2 - variance.square().sum()
+
+
+def _redundancy_reduction(z1: Tensor, z2: Tensor, lambd: float) -> Tensor:
+    correlation = product(z1.T, z2) / z1.shape[0]  # Eq. 2
+    diagonal = correlation.diagonal()
+    invariance = (1 - diagonal).square().sum()
+    redundancy = correlation.square().sum() - diagonal.square().sum()
+    return invariance + lambd * redundancy  # Eq. 1
+
+
+def _unbiased(z: Tensor) -> Tensor:
+    z = at_least_float32(z)
+    variance, mean = torch.var_mean(z, dim=0)
+    return (z - mean) * torch.rsqrt(variance.clamp(min=torch.finfo(z.dtype).tiny))
+
+
+def _standardized(z: Tensor) -> Tensor:
+    z = at_least_float32(z)
+    variance, mean = torch.var_mean(z, dim=0, correction=0)
+    return (z - mean) * torch.rsqrt(variance + 1e-5)

@@ -1,0 +1,84 @@
+"""Losses that predict hidden parts of an image: its pixels (MAE) or its features (I-JEPA)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedssl.errors import InputError
+from fedssl.losses.precision import at_least_float32
+
+
+def patchify(images: Tensor, patch: int) -> Tensor:
+    """Divide images into square patches, row by row.
+
+    Parameters
+    ----------
+    images : Tensor
+        ``(batch, channels, height, width)``.
+    patch : int
+        Height and width of a patch; a divisor of those of the images.
+
+    Returns
+    -------
+    Tensor
+        ``(batch, patches, patch * patch * channels)``. Values of a patch are ordered by row, column and channel, as in
+        MAE.
+
+    Raises
+    ------
+    InputError
+        If ``patch`` does not divide height and width.
+    """
+    batch, channels, height, width = images.shape
+    if patch < 1 or height % patch or width % patch:
+        raise InputError(f"patch={patch} but images have {height} x {width} pixels; pass a divisor of both")
+    grid = images.reshape(batch, channels, height // patch, patch, width // patch, patch)
+    return grid.permute(0, 2, 4, 3, 5, 1).reshape(batch, -1, patch * patch * channels)
+
+
+def masked_reconstruction(prediction: Tensor, patches: Tensor, *, normalize: bool = True) -> Tensor:
+    """Return MAE's loss (arXiv 2111.06377): the mean squared error of the pixels of the masked patches.
+
+    Parameters
+    ----------
+    prediction : Tensor
+        Predicted pixels of the masked patches, ``(batch, masked, pixels)``.
+    patches : Tensor
+        Their true pixels, ``(batch, masked, pixels)``, see `patchify`; without gradient.
+    normalize : bool
+        Standardize the true pixels of each patch: its variance has divisor ``pixels - 1`` and 1e-6 added, as in the
+        authors' code.
+
+    Returns
+    -------
+    Tensor
+        Scalar >= 0.
+    """
+    target = at_least_float32(patches.detach())
+    if normalize:
+        variance, mean = torch.var_mean(target, dim=-1, keepdim=True)
+        target = (target - mean) * torch.rsqrt(variance + 1e-6)
+    return F.mse_loss(at_least_float32(prediction), target)
+
+
+def ijepa(prediction: Tensor, target: Tensor) -> Tensor:
+    """Return I-JEPA's loss (arXiv 2301.08243): the distance of predicted and true features of the target blocks.
+
+    The paper has the squared distance. This is the authors' code: the smooth L1 distance, ``d^2 / 2`` for a difference
+    d of less than 1 and ``|d| - 1/2`` for others, its mean over all features, and targets standardized over the
+    features of each patch (layer normalization without weights).
+
+    Parameters
+    ----------
+    prediction : Tensor
+        Predicted features of the patches of each block, ``(batch, blocks, n, dim)``.
+    target : Tensor
+        Features of the target encoder, ``(batch, blocks, n, dim)``; without gradient.
+
+    Returns
+    -------
+    Tensor
+        Scalar >= 0.
+    """
+    target = at_least_float32(target.detach())
+    return F.smooth_l1_loss(at_least_float32(prediction), F.layer_norm(target, target.shape[-1:]))

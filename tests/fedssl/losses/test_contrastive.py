@@ -1,0 +1,135 @@
+"""Contrastive losses against slow transcriptions of their equations and numbers computed by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedssl.losses import info_nce, nt_xent, nt_xent_one_sided
+from tests.fedssl.losses.vectors import E1, E2, draw
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
+
+
+def slow_nt_xent(z1: Tensor, z2: Tensor, temperature: float) -> float:
+    z, n = [*z1, *z2], len(z1)
+    losses = []
+    for i in range(2 * n):
+        other = i + n if i < n else i - n
+        denominator = sum(math.exp(cosine(z[i], z[k]) / temperature) for k in range(2 * n) if k != i)
+        losses.append(-math.log(math.exp(cosine(z[i], z[other]) / temperature) / denominator))
+    return sum(losses) / len(losses)
+
+
+def slow_nt_xent_one_sided(z1: Tensor, z2: Tensor, temperature: float) -> float:
+    losses = []
+    for own, other in zip(z1, z2, strict=True):
+        denominator = sum(math.exp(cosine(own, z) / temperature) for z in [*z1, *z2])
+        losses.append(-math.log(math.exp(cosine(own, other) / temperature) / denominator))
+    return sum(losses) / len(losses)
+
+
+def slow_info_nce(q: Tensor, k: Tensor, temperature: float) -> float:
+    losses = []
+    for i in range(len(q)):
+        denominator = sum(math.exp(cosine(q[i], key) / temperature) for key in k)
+        losses.append(-math.log(math.exp(cosine(q[i], k[i]) / temperature) / denominator))
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("temperature", [0.07, 0.5, 2.0])
+@pytest.mark.parametrize("batch", [2, 5])
+@pytest.mark.parametrize(("fast", "slow"), [(nt_xent, slow_nt_xent), (nt_xent_one_sided, slow_nt_xent_one_sided)])
+def test_nt_xent_is_its_equation(fast, slow, temperature: float, batch: int) -> None:
+    z1, z2 = draw(batch, 7)
+    loss = fast(z1, z2, temperature=temperature)
+    assert loss.dtype == torch.float64
+    assert loss.item() == pytest.approx(slow(z1, z2, temperature), rel=1e-12)
+    assert fast(z1.float(), z2.float(), temperature=temperature).item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_nt_xent_by_hand() -> None:
+    """Two images whose views agree, e1 and e2. Every anchor has cosine 1 with its other view and 0 with both views of
+    the other image, so the loss is -log(e^(1/t) / (e^(1/t) + 2)) = log(1 + 2 e^(-1/t)); with t = 1: 0.551445."""
+    z = torch.stack((E1, E2))
+    assert nt_xent(z, 3 * z, temperature=1.0).item() == pytest.approx(0.551445, abs=1e-6)
+    assert nt_xent(z, z, temperature=0.5).item() == pytest.approx(math.log(1 + 2 * math.exp(-2)), rel=1e-6)
+
+
+def test_nt_xent_of_swapped_views_by_hand() -> None:
+    """The second views belong to the wrong images: cosine 0 with the positive, and 0 and 1 with the other two, so the
+    loss is -log(1 / (1 + 1 + e)) = log(2 + e) = 1.551445 at t = 1 (1 more than with the right ones)."""
+    z = torch.stack((E1, E2))
+    assert nt_xent(z, z.flip(0), temperature=1.0).item() == pytest.approx(1.551445, abs=1e-6)
+
+
+def test_nt_xent_of_all_equal_vectors_is_the_logarithm_of_the_others() -> None:
+    """Of 2 * 8 - 1 = 15 equal candidates one is right; with the self-similarity left in it would be log 16."""
+    z = torch.ones(8, 3)
+    assert nt_xent(z, z, temperature=0.07).item() == pytest.approx(math.log(15), rel=1e-6)
+
+
+def test_one_sided_nt_xent_has_one_direction_and_other_candidates() -> None:
+    z1, z2 = draw(5, 7)
+    loss = nt_xent_one_sided(z1, z2, temperature=0.5).item()
+    assert loss != pytest.approx(nt_xent_one_sided(z2, z1, temperature=0.5).item(), rel=1e-6)
+    assert loss != pytest.approx(nt_xent(z1, z2, temperature=0.5).item(), rel=1e-3)
+
+
+def test_one_sided_nt_xent_by_hand() -> None:
+    """Two images whose views agree, e1 and e2. An anchor has cosine 1 with itself and its other view and 0 with both
+    views of the other image: -log(e^(1/t) / (2 e^(1/t) + 2)) = log 2 + log(1 + e^(-1/t)); with t = 1: 1.006409.
+    Of eight equal images all 16 candidates are alike, the anchor too: log 16."""
+    z = torch.stack((E1, E2))
+    assert nt_xent_one_sided(z, 3 * z, temperature=1.0).item() == pytest.approx(1.006409, abs=1e-6)
+    assert nt_xent_one_sided(torch.ones(8, 3), torch.ones(8, 3), temperature=0.07).item() == pytest.approx(math.log(16))
+
+
+def test_one_sided_nt_xent_gradient_is_right_and_flows_into_both_views() -> None:
+    z1, z2 = (z.requires_grad_() for z in draw(3, 4))
+    assert torch.autograd.gradcheck(lambda a, b: nt_xent_one_sided(a, b, temperature=0.5), (z1, z2))
+
+
+def test_nt_xent_does_not_depend_on_order_or_length_of_vectors() -> None:
+    z1, z2 = draw(6, 4)
+    loss = nt_xent(z1, z2, temperature=0.3)
+    order = torch.tensor([3, 1, 5, 0, 2, 4])
+    torch.testing.assert_close(nt_xent(z1[order], z2[order], temperature=0.3), loss)
+    torch.testing.assert_close(nt_xent(z2, z1, temperature=0.3), loss)
+    torch.testing.assert_close(nt_xent(7 * z1, 0.1 * z2, temperature=0.3), loss)
+
+
+def test_nt_xent_gradient_is_right_and_flows_into_both_views() -> None:
+    z1, z2 = (z.requires_grad_() for z in draw(3, 4))
+    assert torch.autograd.gradcheck(lambda a, b: nt_xent(a, b, temperature=0.5), (z1, z2))
+
+
+@pytest.mark.parametrize("temperature", [0.1, 1.0])
+def test_info_nce_is_its_equation(temperature: float) -> None:
+    q, k = draw(5, 6)
+    assert info_nce(q, k, temperature=temperature).item() == pytest.approx(slow_info_nce(q, k, temperature), rel=1e-12)
+    assert info_nce(q, k, temperature=temperature) != info_nce(k, q, temperature=temperature)
+
+
+def test_info_nce_by_hand() -> None:
+    """Queries e1, e2 and keys equal to them: log(1 + e^(-1/t)), at t = 1 log(1 + 1/e) = 0.313262."""
+    z = torch.stack((E1, E2))
+    assert info_nce(z, 2 * z, temperature=1.0).item() == pytest.approx(0.313262, abs=1e-6)
+
+
+def test_info_nce_gradient_is_right() -> None:
+    q, k = (z.requires_grad_() for z in draw(3, 4))
+    assert torch.autograd.gradcheck(lambda a, b: info_nce(a, b, temperature=0.5), (q, k))
+
+
+def test_one_image_gives_zero_not_nan() -> None:
+    z1, z2 = (z.requires_grad_() for z in draw(1, 4))
+    loss = nt_xent(z1, z2, temperature=0.1)
+    loss.backward()
+    assert loss.item() == 0
+    assert z1.grad is not None
+    assert z1.grad.abs().max() < 1e-12
+    assert info_nce(z1, z2, temperature=0.1).item() == 0

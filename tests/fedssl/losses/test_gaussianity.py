@@ -1,0 +1,136 @@
+"""SIGReg against a slow transcription of its statistic, its closed form, and distributions with known values."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedssl.errors import InputError
+from fedssl.losses import epps_pulley, sigreg
+from tests.fedssl.losses.vectors import draw
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def slow_epps_pulley(x: list[float], num_points: int, t_max: float) -> float:
+    """The trapezoid rule over [-t_max, t_max], without symmetry."""
+    step = t_max / (num_points - 1)
+    total = 0.0
+    for k in range(1 - num_points, num_points):
+        t = k * step
+        real = sum(math.cos(t * value) for value in x) / len(x) - math.exp(-(t**2) / 2)
+        imaginary = sum(math.sin(t * value) for value in x) / len(x)
+        end = 0.5 if abs(k) == num_points - 1 else 1
+        total += end * step * (real**2 + imaginary**2) * math.exp(-(t**2) / 2)
+    return len(x) * total
+
+
+def closed_form(x: list[float]) -> float:
+    """The integral over all t: of cos(t d) exp(-t^2 / 2) it is sqrt(2 pi) exp(-d^2 / 2), and of cos(t x) exp(-t^2) it
+    is sqrt(pi) exp(-x^2 / 4)."""
+    n = len(x)
+    pairs = sum(math.exp(-((a - b) ** 2) / 2) for a in x for b in x) / n
+    singles = sum(math.exp(-(a**2) / 4) for a in x)
+    return math.sqrt(2 * math.pi) * pairs - 2 * math.sqrt(math.pi) * singles + n * math.sqrt(2 * math.pi / 3)
+
+
+@pytest.mark.parametrize(("num_points", "t_max"), [(17, 5.0), (17, 3.0), (2, 1.0), (30, 4.0)])
+def test_epps_pulley_is_its_equation(num_points: int, t_max: float) -> None:
+    (x,) = draw(6, 3, count=1)
+    statistic = epps_pulley(2 * x + 1, num_points=num_points, t_max=t_max)
+    slow = [slow_epps_pulley((2 * x + 1)[:, i].tolist(), num_points, t_max) for i in range(3)]
+    assert statistic.tolist() == pytest.approx(slow, rel=1e-10)
+
+
+@pytest.mark.parametrize("samples", [[0.0], [1.0, -1.0], [0.3, -2.0, 1.1, 0.4]])
+def test_the_rule_is_close_to_the_integral(samples: list[float]) -> None:
+    statistic = epps_pulley(torch.tensor(samples)[:, None])
+    assert statistic.item() == pytest.approx(closed_form(samples), abs=2e-5)
+
+
+def test_epps_pulley_by_hand() -> None:
+    """One sample 0 has phi(t) = 1. At the points 0 and 1 the integrand (1 - exp(-t^2 / 2))^2 exp(-t^2 / 2) is 0 and
+    (1 - 0.606531)^2 0.606531 = 0.093902. The trapezoid is half of it, and both sides of 0 the whole."""
+    assert epps_pulley(torch.zeros(1, 1), num_points=2, t_max=1).item() == pytest.approx(0.093902, abs=1e-6)
+
+
+def test_epps_pulley_gradient_is_right() -> None:
+    (x,) = draw(2, 3, 2, count=1)
+    assert torch.autograd.gradcheck(lambda y: epps_pulley(y, num_points=9, t_max=4), x.requires_grad_())
+
+
+def test_autograd_saves_little_more_than_the_samples() -> None:
+    """The cosine and the sine of the first point; with those of all 16 points it would be 32 times the samples."""
+    x = draw(64, 20)[0].requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.numel()), lambda _: None):
+        epps_pulley(x)
+    assert x.numel() < sum(saved) < 3 * x.numel()
+
+
+def test_sigreg_is_the_mean_statistic_along_its_directions() -> None:
+    (z,) = draw(2, 6, 5, count=1)
+    directions = F.normalize(torch.randn(5, 4, generator=generator()), dim=0).double()
+    assert directions.norm(dim=0).tolist() == pytest.approx([1] * 4, rel=1e-6)
+    slow = [slow_epps_pulley((view @ line).tolist(), 17, 5) for view in z for line in directions.T]
+    loss = sigreg(z, slices=4, generator=generator())
+    assert loss.dtype == torch.float64
+    assert loss.item() == pytest.approx(sum(slow) / len(slow), rel=1e-10)
+    each = [sigreg(view, slices=4, generator=generator()) for view in z]
+    torch.testing.assert_close(torch.stack(each).mean(), loss)
+
+
+def test_sigreg_of_standard_normal_projections_is_its_expectation() -> None:
+    """n E|phi(t) - exp(-t^2 / 2)|^2 is the variance of exp(i t x), 1 - exp(-t^2). Its integral with the weight exp(-t^2
+    / 2) is sqrt(2 pi) - sqrt(2 pi / 3) = 1.0594."""
+    expected = math.sqrt(2 * math.pi) - math.sqrt(2 * math.pi / 3)
+    z = torch.randn(50, 128, 64, generator=generator(1))
+    loss = sigreg(z, slices=256, generator=generator()).item()
+    assert loss == pytest.approx(expected, rel=0.03)
+    assert loss == pytest.approx(1.06, abs=0.03)
+
+
+@pytest.mark.parametrize("batch", [16, 256])
+def test_sigreg_of_collapsed_projections_grows_with_the_batch(batch: int) -> None:
+    """All z are 0, so phi(t) = 1: n times the integral of (1 - exp(-t^2 / 2))^2 exp(-t^2 / 2), sqrt(2 pi) - 2 sqrt pi +
+    sqrt(2 pi / 3) = 0.40892."""
+    assert sigreg(torch.zeros(batch, 8), slices=4, generator=generator()).item() == pytest.approx(
+        0.40892 * batch, rel=1e-4
+    )
+
+
+def spread(scale: float) -> Tensor:
+    return scale * torch.randn(256, 16, generator=generator(1))
+
+
+@pytest.mark.parametrize("other", [spread(0.2), spread(5.0), spread(1.0) + 1, spread(1.0).sign() * 3])
+def test_sigreg_is_smallest_for_standard_normal_projections(other: Tensor) -> None:
+    normal = sigreg(spread(1.0), slices=64, generator=generator())
+    assert sigreg(other, slices=64, generator=generator()) > 3 * normal
+
+
+def test_descent_along_the_gradient_makes_projections_normal() -> None:
+    z = (0.1 * torch.randn(128, 4, generator=generator(1))).requires_grad_()
+    directions = generator()
+    for _ in range(200):
+        (grad,) = torch.autograd.grad(sigreg(z, slices=64, generator=directions), z)
+        z = (z - grad).detach().requires_grad_()
+    assert sigreg(z, slices=64, generator=directions).item() < 0.5
+    torch.testing.assert_close(z.detach().T.cov(), torch.eye(4), rtol=0, atol=0.2)
+
+
+def test_sigreg_does_not_depend_on_the_order_of_images() -> None:
+    (z,) = draw(6, 5, count=1)
+    order = torch.tensor([3, 1, 5, 0, 2, 4])
+    loss = sigreg(z, slices=8, generator=generator())
+    torch.testing.assert_close(sigreg(z[order], slices=8, generator=generator()), loss)
+    assert sigreg(z, slices=8, generator=generator(1)).item() != pytest.approx(loss.item(), rel=1e-3)
+
+
+def test_a_rule_of_one_point_is_rejected() -> None:
+    with pytest.raises(InputError, match="num_points=1 but the trapezoid rule needs both ends; pass at least 2"):
+        sigreg(torch.zeros(2, 3), slices=1, generator=generator(), num_points=1)

@@ -1,0 +1,147 @@
+"""DINO and iBOT's loss of masked patches against slow transcriptions of their equations and numbers by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedssl.errors import InputError
+from fedssl.losses import dino, masked_tokens
+from tests.fedssl.losses.vectors import assert_gradients, draw, slow_cross_entropy, slow_softmax
+
+TEMPERATURES = {"student_temperature": 0.1, "teacher_temperature": 0.04}
+# Logits of the distributions (3/4, 1/4), (1/2, 1/2) and (1/8, 7/8).
+THREE_QUARTERS, HALF, EIGHTH = (torch.tensor([[math.log(odds), 0.0]]) for odds in (3, 1, 1 / 7))
+
+
+def slow_entropy(student: Tensor, teacher: Tensor, center: Tensor, temperatures: dict[str, float]) -> float:
+    p = slow_softmax([float(x) / temperatures["teacher_temperature"] for x in teacher - center])
+    return slow_cross_entropy(p, slow_softmax([float(x) / temperatures["student_temperature"] for x in student]))
+
+
+def slow_dino(student: list[Tensor], teacher: list[Tensor], center: Tensor, temperatures: dict[str, float]) -> float:
+    terms = []
+    for i in range(len(teacher)):
+        for j in range(len(student)):
+            if i != j:
+                for t, s in zip(teacher[i], student[j], strict=True):
+                    terms.append(slow_entropy(s, t, center, temperatures))
+    return sum(terms) / len(terms)
+
+
+@pytest.mark.parametrize(("views", "global_views"), [(2, 2), (2, 1), (5, 2), (4, 3)])
+def test_dino_is_its_equation(views: int, global_views: int) -> None:
+    student, teacher = draw(3, 7, count=views), draw(3, 7, seed=1, count=global_views)
+    (center,) = draw(7, seed=2, count=1)
+    loss = dino(student, teacher, center=center, **TEMPERATURES)
+    assert loss.item() == pytest.approx(slow_dino(student, teacher, center, TEMPERATURES), rel=1e-12)
+
+
+def test_dino_by_hand() -> None:
+    """One image, temperatures 1, K = 2, and a center that the teacher's logits contain. Teacher: (3/4, 1/4) and (1/2,
+    1/2). Student: (1/2, 1/2), (3/4, 1/4) and of a local view (1/8, 7/8). The four pairs of different views:
+    t1, s2: -(3/4 log 3/4 + 1/4 log 1/4) = 0.562335; t1, s3: -(3/4 log 1/8 + 1/4 log 7/8) = 1.592964;
+    t2, s1: log 2 = 0.693147; t2, s3: -(log 1/8 + log 7/8) / 2 = 1.106486. Mean: 0.988733."""
+    center = torch.tensor([5.0, -2.0])
+    loss = dino(
+        [HALF, THREE_QUARTERS, EIGHTH],
+        [THREE_QUARTERS + center, HALF + center],
+        center=center,
+        student_temperature=1,
+        teacher_temperature=1,
+    )
+    assert loss.item() == pytest.approx(0.988733, abs=1e-6)
+
+
+def test_dino_of_uniform_distributions_is_log_k() -> None:
+    logits = [torch.full((4, 10), 3.0)] * 3
+    loss = dino(logits, logits[:2], center=torch.ones(10), **TEMPERATURES)
+    assert loss.item() == pytest.approx(math.log(10), rel=1e-6)
+
+
+def test_dino_does_not_depend_on_the_order_of_images_and_local_views() -> None:
+    student, teacher, center = draw(6, 5, count=4), draw(6, 5, seed=1), draw(5, seed=2)[0]
+    loss = dino(student, teacher, center=center, **TEMPERATURES)
+    order = torch.tensor([3, 1, 5, 0, 2, 4])
+    images = dino([s[order] for s in student], [t[order] for t in teacher], center=center, **TEMPERATURES)
+    torch.testing.assert_close(images, loss)
+    swapped = [student[0], student[1], student[3], student[2]]
+    torch.testing.assert_close(dino(swapped, teacher, center=center, **TEMPERATURES), loss)
+    others = [student[1], student[0], student[2], student[3]]  # views 1 and 2 are the teacher's
+    assert dino(others, teacher, center=center, **TEMPERATURES).item() != pytest.approx(loss.item(), rel=1e-3)
+
+
+def test_dino_gradient_is_right_and_flows_into_the_student_only() -> None:
+    student, teacher = draw(2, 3, count=3), draw(2, 3, seed=1)
+    (center,) = draw(3, seed=2, count=1)
+    tensors = [tensor.requires_grad_() for tensor in (*student, *teacher, center)]
+    soft = {"student_temperature": 0.7, "teacher_temperature": 0.5}
+    fixed = [t.detach() for t in teacher]
+    assert torch.autograd.gradcheck(lambda *s: dino(s, fixed, center=center.detach(), **soft), tensors[:3])
+    assert_gradients(dino(student, teacher, center=center, **soft), into=student, not_into=[*teacher, center])
+
+
+@pytest.mark.parametrize(("views", "global_views"), [(1, 1), (1, 2), (2, 3)])
+def test_dino_without_a_pair_is_rejected(views: int, global_views: int) -> None:
+    student, teacher = draw(2, 3, count=views), draw(2, 3, count=global_views)
+    with pytest.raises(InputError, match=f"{global_views} target views and {views} predicted views; pass at least two"):
+        dino(student, teacher, center=torch.zeros(3), **TEMPERATURES)
+
+
+def slow_masked_tokens(
+    student: Tensor, teacher: Tensor, masked: Tensor, center: Tensor, temperatures: dict[str, float]
+) -> float:
+    total = 0.0
+    for s, t, mask in zip(student, teacher, masked, strict=True):
+        terms = [slow_entropy(s[n], t[n], center, temperatures) for n in range(len(mask)) if mask[n]]
+        total += sum(terms) / len(terms) if terms else 0
+    return total / len(masked)
+
+
+def some_masked() -> Tensor:
+    return torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0]]).bool()
+
+
+def test_masked_tokens_is_its_equation() -> None:
+    student, teacher = draw(4, 4, 6)
+    (center,) = draw(6, seed=2, count=1)
+    loss = masked_tokens(student, teacher, some_masked(), center=center, **TEMPERATURES)
+    slow = slow_masked_tokens(student, teacher, some_masked(), center, TEMPERATURES)
+    assert loss.item() == pytest.approx(slow, rel=1e-12)
+
+
+def test_masked_tokens_by_hand() -> None:
+    """Image 1 has two masked patches: (3/4, 1/4) predicted as such, 0.562335, and (1/2, 1/2) as such, log 2; their mean
+    is 0.627741. Its third patch is not masked. Image 2 has none and counts as 0; the mean over images is 0.313871."""
+    logits = torch.cat((THREE_QUARTERS, HALF, EIGHTH))
+    teacher = torch.stack((logits, logits)) + 1
+    student = torch.stack((torch.cat((THREE_QUARTERS, HALF, 9 * EIGHTH)), -logits))
+    masked = torch.tensor([[True, True, False], [False, False, False]])
+    one = {"student_temperature": 1, "teacher_temperature": 1}
+    loss = masked_tokens(student, teacher, masked, center=torch.ones(2), **one)
+    assert loss.item() == pytest.approx(0.313871, abs=1e-6)
+
+
+def test_only_masked_patches_matter_even_if_others_are_not_finite() -> None:
+    student, teacher = draw(4, 4, 6)
+    masked, center = some_masked(), torch.zeros(6)
+    loss = masked_tokens(student, teacher, masked, center=center, **TEMPERATURES)
+    other = torch.where(masked[:, :, None], student, torch.inf)
+    torch.testing.assert_close(masked_tokens(other, teacher, masked, center=center, **TEMPERATURES), loss)
+    order = torch.tensor([2, 0, 3, 1])
+    permuted = masked_tokens(student[order], teacher[order], masked[order], center=center, **TEMPERATURES)
+    torch.testing.assert_close(permuted, loss)
+
+
+def test_masked_tokens_gradient_is_right_and_flows_into_masked_patches_of_the_student() -> None:
+    student, teacher, center = (x.requires_grad_() for x in (*draw(4, 4, 3), draw(3)[0]))
+    soft = {"student_temperature": 0.7, "teacher_temperature": 0.5}
+    fixed = teacher.detach()
+    assert torch.autograd.gradcheck(
+        lambda s: masked_tokens(s, fixed, some_masked(), center=center.detach(), **soft), student
+    )
+    loss = masked_tokens(student, teacher, some_masked(), center=center, **soft)
+    assert_gradients(loss, into=[student], not_into=[teacher, center])
+    assert student.grad is not None
+    assert torch.equal(student.grad.any(dim=2), some_masked())
