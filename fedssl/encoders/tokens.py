@@ -65,7 +65,7 @@ class TokenEncoder(Encoder):
     def check_view_shape(self, shape: Sequence[int]) -> None:
         """Accept also smaller squares whose side is a multiple of ``patch_size``."""
         channels, height, width = shape[-3:]
-        if height != width or height >= self.image_size:
+        if height != width or height > self.image_size:
             self.check_image_shape(shape)
             return
         self.check_image_shape((channels, self.image_size, self.image_size))
