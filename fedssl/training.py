@@ -226,6 +226,8 @@ def check_views(augment: Augmentation, method: SSLMethod) -> None:
             f"{type(method).__name__} trains on {accepted} but augmentation.views has {describe_views(roles, masks)}; "
             f"set augmentation={accepted.augmentation}"
         )
+    for size in dict.fromkeys(augment.sizes):
+        method.encoder.check_view_shape((augment.channels, size, size))
 
 
 def index_rows(source: Tensor, rows: Tensor, device: torch.device) -> Tensor:

@@ -68,6 +68,7 @@ class Augmentation:
                 f"gpu_augmentation=triton supports views of at most {KERNEL_SIZE} pixels with 1 or 3 channels but "
                 f"dataset.size={size} with {len(mean)} channels; set gpu_augmentation=torch"
             )
+        self.channels = len(mean)
         self.by_kernel = gpu_augmentation == "triton"
         self.sizes = [round(recipe.size * size) for recipe in self.recipes]
         for index, recipe in enumerate(recipes):

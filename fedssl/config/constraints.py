@@ -237,6 +237,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "stem": _choice("small", "imagenet"),
         "pool": _choice("token", "mean"),
         "positions": _choice("sincos", "learned"),
+        "registers": _integer(0, 1024),
     },
     "method": {
         "temperature": _POSITIVE,

@@ -117,6 +117,14 @@ class Encoder(nn.Module):
                 f"at its default, or use images of {self.image_size}x{self.image_size}"
             )
 
+    def check_view_shape(self, shape: Sequence[int]) -> None:
+        """Reject training views ``(..., channels, height, width)`` that `forward` does not accept in training mode.
+
+        Outside of training, images must pass `check_image_shape`, so that no encoder is evaluated or used on images of
+        a size that it was not built for.
+        """
+        self.check_image_shape(shape)
+
     def stem(self, images: Tensor) -> Tensor:
         """Return the input of the first stage."""
         return images
@@ -129,7 +137,8 @@ class Encoder(nn.Module):
         """Return representations ``(batch, feature_dim)`` of images, or of the output of the frozen stages, if any."""
         active = self.active_stages
         if not active.frozen:
-            self.check_image_shape(x.shape)
+            check_shape = self.check_view_shape if self.training else self.check_image_shape
+            check_shape(x.shape)
             x = self.stem(x)
         for stage in self.stages()[active.frozen : active.depth]:
             x = stage(x)
@@ -151,7 +160,7 @@ class Encoder(nn.Module):
             draws = torch.rand(len(stages), generator=generator).tolist()
             stages = [stage for stage, draw in zip(stages, draws, strict=True) if draw >= active.depth_dropout]
         for batch in images:
-            self.check_image_shape(batch.shape)
+            self.check_view_shape(batch.shape)
         with torch.no_grad():
             outputs = [self.stem(batch) for batch in images]
             for stage in stages:

@@ -1,6 +1,6 @@
 """Functions that build the encoders.
 
-One function per encoder, named as in ``conf/encoder/``. ResNets and the vision transformer are torchvision's networks
+One function per encoder, named as in ``conf/encoder/``. ResNets and vision transformers are torchvision's networks
 without the classifier. Their ``state_dict`` has torchvision's names, so weights can be exchanged with torchvision. By
 default ResNets have a stem for small images: one 3x3 convolution of stride 1 and no pooling, as SimCLR uses on CIFAR-10
 (arXiv 2002.05709, appendix B.9) and the federated papers after it. Nothing is downloaded.
@@ -112,6 +112,7 @@ def vit_tiny(
     heads: int = 3,
     pool: str = "token",
     positions: str = "learned",
+    registers: int = 0,
 ) -> Encoder:
     """Build torchvision's VisionTransformer in the "tiny" size of DeiT (arXiv 2012.12877).
 
@@ -129,9 +130,99 @@ def vit_tiny(
     positions : {"sincos", "learned"}
         Position embedding: the fixed one of `fedssl.encoders.torchvision_encoders.sincos_position_embedding`, or
         trained weights as in torchvision. Encoder files of earlier versions have trained weights.
+    registers : int
+        Number of register tokens (arXiv 2309.16588), which take part in attention but not in h. 0 disables them.
     """
-    _check_image_size("vit_tiny", channels=channels, size=size, smallest=1)
+    return _vit(
+        "vit_tiny",
+        channels=channels,
+        size=size,
+        patch=patch,
+        depth=depth,
+        width=width,
+        heads=heads,
+        pool=pool,
+        positions=positions,
+        registers=registers,
+    )
+
+
+def vit_small(
+    *,
+    channels: int,
+    size: int,
+    patch: int = 4,
+    depth: int = 12,
+    width: int = 384,
+    heads: int = 6,
+    pool: str = "token",
+    positions: str = "learned",
+    registers: int = 0,
+) -> Encoder:
+    """Build torchvision's VisionTransformer in the "small" size of DeiT; ``feature_dim`` is 384.
+
+    Parameters as in `vit_tiny`.
+    """
+    return _vit(
+        "vit_small",
+        channels=channels,
+        size=size,
+        patch=patch,
+        depth=depth,
+        width=width,
+        heads=heads,
+        pool=pool,
+        positions=positions,
+        registers=registers,
+    )
+
+
+def vit_base(
+    *,
+    channels: int,
+    size: int,
+    patch: int = 4,
+    depth: int = 12,
+    width: int = 768,
+    heads: int = 12,
+    pool: str = "token",
+    positions: str = "learned",
+    registers: int = 0,
+) -> Encoder:
+    """Build torchvision's VisionTransformer in the "base" size of DeiT; ``feature_dim`` is 768.
+
+    Parameters as in `vit_tiny`.
+    """
+    return _vit(
+        "vit_base",
+        channels=channels,
+        size=size,
+        patch=patch,
+        depth=depth,
+        width=width,
+        heads=heads,
+        pool=pool,
+        positions=positions,
+        registers=registers,
+    )
+
+
+def _vit(
+    name: str,
+    *,
+    channels: int,
+    size: int,
+    patch: int,
+    depth: int,
+    width: int,
+    heads: int,
+    pool: str,
+    positions: str,
+    registers: int,
+) -> Encoder:
+    _check_image_size(name, channels=channels, size=size, smallest=1)
     check_arguments("encoder", patch=patch, depth=depth, width=width, heads=heads, pool=pool, positions=positions)
+    check_arguments("encoder", registers=registers)
     _check_divisible(size, patch=patch, width=width, heads=heads)
     if positions == "sincos" and width % 4:
         raise InputError(
@@ -141,7 +232,14 @@ def vit_tiny(
     from fedssl.encoders.torchvision_encoders import ViTEncoder  # here: slow import
 
     encoder = ViTEncoder(
-        size=size, patch=patch, depth=depth, heads=heads, width=width, pool=pool, fixed_positions=positions == "sincos"
+        size=size,
+        patch=patch,
+        depth=depth,
+        heads=heads,
+        width=width,
+        pool=pool,
+        fixed_positions=positions == "sincos",
+        registers=registers,
     )
     if channels != 3:
         projection = nn.Conv2d(channels, width, patch, patch)

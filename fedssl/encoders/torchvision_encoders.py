@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
-from fedssl.encoders.base import Encoder
+from fedssl.encoders.tokens import TokenEncoder, interpolate_positions
+from fedssl.errors import InputError
 
 
 def sincos_position_embedding(side: int, width: int) -> Tensor:
@@ -25,7 +26,7 @@ def sincos_position_embedding(side: int, width: int) -> Tensor:
     return torch.cat((half.repeat_interleave(side, dim=0), half.repeat(side, 1)), dim=1).float()
 
 
-class ViTEncoder(Encoder, VisionTransformer):
+class ViTEncoder(TokenEncoder, VisionTransformer):
     """VisionTransformer of torchvision; its blocks are the stages, the last layer normalization is the tail.
 
     Parameters
@@ -37,18 +38,30 @@ class ViTEncoder(Encoder, VisionTransformer):
     fixed_positions : bool
         Whether positions are `sincos_position_embedding` (and 0 for the class token), which are neither trained,
         exchanged nor part of the ``state_dict``. False: they are weights.
+    registers : int
+        Number of register tokens (arXiv 2309.16588): weights after the class token, without position. They take part in
+        attention but not in h.
     """
 
     conv_proj: nn.Conv2d
-    _process_input: Any
     class_token: nn.Parameter
+    register_tokens: nn.Parameter
     encoder: Any
     heads: nn.Module
     patch_embedding = "conv_proj"
     stages_interchangeable = True
 
     def __init__(
-        self, *, size: int, patch: int, depth: int, heads: int, width: int, pool: str, fixed_positions: bool
+        self,
+        *,
+        size: int,
+        patch: int,
+        depth: int,
+        heads: int,
+        width: int,
+        pool: str,
+        fixed_positions: bool,
+        registers: int = 0,
     ) -> None:
         super().__init__(
             image_size=size, patch_size=patch, num_layers=depth, num_heads=heads, hidden_dim=width, mlp_dim=4 * width
@@ -56,7 +69,8 @@ class ViTEncoder(Encoder, VisionTransformer):
         self.feature_dim = width
         self.image_size = size
         self.heads = nn.Identity()
-        self._pooling = pool
+        self._pooling, self._registers = pool, registers
+        self.num_prefix_tokens = registers + (pool == "token")
         if pool == "mean":
             del self.class_token
             self.encoder.pos_embedding = nn.Parameter(self.encoder.pos_embedding.detach()[:, 1:].clone())
@@ -66,6 +80,8 @@ class ViTEncoder(Encoder, VisionTransformer):
             positions[0, -len(patches) :] = patches
             del self.encoder.pos_embedding
             self.encoder.register_buffer("pos_embedding", positions.detach(), persistent=False)
+        if registers:  # drawn as learned positions, so that they differ from each other
+            self.register_tokens = nn.Parameter(torch.empty(1, registers, width).normal_(std=0.02))
         self.define_stages(
             stages=tuple(f"encoder.layers.{name}" for name, _ in self.encoder.layers.named_children()),
             widths=(width,) * depth,
@@ -73,12 +89,67 @@ class ViTEncoder(Encoder, VisionTransformer):
         )
 
     def stem(self, images: Tensor) -> Tensor:
-        tokens: Tensor = self._process_input(images)
-        if self._pooling == "token":
-            tokens = torch.cat((self.class_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
-        placed: Tensor = self.encoder.dropout(tokens + self.encoder.pos_embedding)
+        # One addition for all tokens: with two, the gradients of learned positions have other last bits.
+        placed: Tensor = self._prepend(self._prefix(), self._patches(images)) + self.positions(self._side(images))
         return placed
 
     def pool(self, x: Tensor) -> Tensor:
-        h: Tensor = self.encoder.ln(x[:, 0]) if self._pooling == "token" else self.encoder.ln(x).mean(dim=1)
+        # h needs no normalization of other tokens than the class token.
+        h: Tensor = self.encoder.ln(x[:, 0]) if self._pooling == "token" else self.pool_tokens(self.encoder.ln(x))
         return h
+
+    def positions(self, side: int) -> Tensor:
+        """Return the positions of all tokens of an image of ``side x side`` patches.
+
+        They are ``(1, num_prefix_tokens + side^2, width)``. Those of registers are 0.
+        """
+        stored: Tensor = self.encoder.pos_embedding
+        if side == self.grid and not self._registers:
+            return stored
+        token, patches = stored[:, : -(self.grid**2)], stored[:, -(self.grid**2) :]
+        if side != self.grid:
+            patches = interpolate_positions(patches, side)
+        return torch.cat((token, stored.new_zeros(1, self._registers, self.feature_dim), patches), dim=1)
+
+    def embed(self, images: Tensor, *, hidden: Tensor | None = None, mask_token: Tensor | None = None) -> Tensor:
+        self.check_view_shape(images.shape)
+        patches = self._patches(images)
+        if hidden is not None:
+            assert mask_token is not None
+            patches = torch.where(hidden[..., None], mask_token, patches)
+        return patches + self.positions(self._side(images))[:, self.num_prefix_tokens :]
+
+    def forward_tokens(self, patches: Tensor) -> Tensor:
+        active = self.active_stages
+        if active.frozen:
+            raise InputError(
+                f"{active.frozen} stages of the encoder are frozen, but a masked method trains all stages that run; "
+                "set schedule=end_to_end or schedule=progressive"
+            )
+        prefix = self._prefix() + self.positions(self.grid)[:, : self.num_prefix_tokens]
+        tokens = self._prepend(prefix, patches)
+        for stage in self.stages()[: active.depth]:
+            tokens = stage(tokens)
+        normalized: Tensor = self.encoder.ln(tokens)
+        return normalized
+
+    def pool_tokens(self, tokens: Tensor) -> Tensor:
+        return tokens[:, 0] if self._pooling == "token" else tokens[:, self.num_prefix_tokens :].mean(dim=1)
+
+    def _side(self, images: Tensor) -> int:
+        """Return the number of patches per side of images."""
+        return images.shape[-1] // self.patch_size
+
+    def _patches(self, images: Tensor) -> Tensor:
+        """Return the tokens of patches without positions, row by row: ``(batch, patches, width)``."""
+        patches: Tensor = self.conv_proj(images).flatten(2).transpose(1, 2)
+        return patches
+
+    def _prefix(self) -> Tensor:
+        """Return the class token and the registers without positions, ``(1, num_prefix_tokens, width)``."""
+        tokens: list[Tensor] = [self.class_token] if self._pooling == "token" else []
+        tokens += [self.register_tokens] if self._registers else []
+        return torch.cat(tokens, dim=1) if tokens else self.encoder.pos_embedding[:, :0]
+
+    def _prepend(self, prefix: Tensor, patches: Tensor) -> Tensor:
+        return torch.cat((prefix.expand(patches.shape[0], -1, -1), patches), dim=1) if prefix.shape[1] else patches

@@ -1,8 +1,8 @@
 """``format=huggingface``: a folder for the Hugging Face Hub, which also works locally.
 
-If timm can create the architecture (ResNets with ``encoder.stem=imagenet``, ``vit_tiny``), timm loads the folder:
-``timm.create_model("local-dir:FOLDER", pretrained=True)``, or ``hf-hub:USER/NAME`` after an upload. fedssl loads the
-other architectures (``conv_small``, ResNets with a stem for small images):
+If timm can create the architecture (ResNets with ``encoder.stem=imagenet``, vision transformers), timm loads the
+folder: ``timm.create_model("local-dir:FOLDER", pretrained=True)``, or ``hf-hub:USER/NAME`` after an upload. fedssl
+loads the other architectures (``conv_small``, ResNets with a stem for small images):
 ``load_encoder("FOLDER/model.safetensors")``. This module does not upload the folder. Its ``README.md`` is a model card
 with training settings, results and usage.
 """

@@ -19,8 +19,10 @@ from fedssl.export.source import ExportSource, represent
 from fedssl.export.weights import KEY, write_weights
 
 _RESNETS = ("resnet18", "resnet34", "resnet50")
+_VITS = ("vit_tiny", "vit_small", "vit_base")
 _RENAMED = (  # names in a vision transformer: torchvision's and timm's
     (r"^class_token$", "cls_token"),
+    (r"^register_tokens$", "reg_token"),
     (r"^conv_proj\.", "patch_embed.proj."),
     (r"^encoder\.pos_embedding$", "pos_embed"),
     (r"^encoder\.ln\.", "norm."),
@@ -67,7 +69,7 @@ class TimmModel:
 def has_timm(source: ExportSource) -> bool:
     """Return whether timm has the encoder's architecture."""
     package, _, name = source.architecture.rpartition(".")
-    return package == encoders.__name__ and name in (*_RESNETS, "vit_tiny")
+    return package == encoders.__name__ and name in (*_RESNETS, *_VITS)
 
 
 def timm_model(source: ExportSource) -> TimmModel:
@@ -75,8 +77,8 @@ def timm_model(source: ExportSource) -> TimmModel:
     name = source.architecture.rpartition(".")[2]
     if not has_timm(source):
         raise InputError(
-            f"format=timm supports only architectures that timm has ({', '.join(_RESNETS)}, vit_tiny) and this encoder "
-            f"is {name}; choose format=onnx, torch_export or safetensors"
+            f"format=timm supports only architectures that timm has ({', '.join((*_RESNETS, *_VITS))}) and this "
+            f"encoder is {name}; choose format=onnx, torch_export or safetensors"
         )
     settings = _all_settings(source)
     arguments = {"num_classes": 0, "in_chans": settings["channels"]}
@@ -94,15 +96,19 @@ def timm_model(source: ExportSource) -> TimmModel:
         "global_pool": "token" if token else "avg",
         "fc_norm": False,
     }
-    return TimmModel(name="vit_tiny_patch16_224", arguments=arguments, small_stem=False)
+    arguments |= {"reg_tokens": settings["registers"]} if settings["registers"] else {}
+    return TimmModel(name=f"{name}_patch16_224", arguments=arguments, small_stem=False)
 
 
 def timm_weights(source: ExportSource) -> dict[str, Tensor]:
-    """Return the weights with timm's names, including a transformer's fixed position embeddings."""
+    """Return the weights with timm's names, including a transformer's fixed position embeddings.
+
+    timm adds positions to registers, too; they are 0.
+    """
     weights = dict(source.encoder.state_dict())
-    if source.architecture.rpartition(".")[2] != "vit_tiny":
+    if source.architecture.rpartition(".")[2] not in _VITS:
         return weights  # timm's ResNets have torchvision's names
-    weights["encoder.pos_embedding"] = source.encoder.encoder.pos_embedding.detach()
+    weights["encoder.pos_embedding"] = source.encoder.positions(source.encoder.grid).detach()
     return {_renamed(name): value for name, value in weights.items()}
 
 

@@ -10,14 +10,16 @@ import torch
 from fedssl.config.load import compose
 from fedssl.datasets.images import TensorImages
 from fedssl.encoders import vit_tiny
+from fedssl.encoders.tokens import gather_patches
 from fedssl.methods.base import build_method
 from fedssl.methods.heads import MLP
 from fedssl.methods.moco_v3 import MoCoV3
 from fedssl.methods.simclr import SimCLR
+from fedssl.methods.transformer import Transformer
 from fedssl.regularizers.alignment import Alignment
 from fedssl.regularizers.base import Regularizer
 from fedssl.schedule.stages import set_active_stages
-from fedssl.step_cost import TensorMemory, step_cost
+from fedssl.step_cost import TensorMemory, count_flops, step_cost
 from fedssl.training import LocalTrainer, train
 from fedssl.wire.messages import ARRAYS
 from tests.federation import Federation
@@ -103,6 +105,28 @@ def test_stages_that_do_not_run_cost_nothing():
     expected = 2 * 2 * (2 * PATCHES + TRAINED_BLOCK + PATCHES + LINEAR + ATTENTION + HEADS + SCORES)
     with set_active_stages(method, depth=1):
         assert cost_of(method).flops_per_image == expected
+
+
+def test_a_quarter_of_the_patches_needs_a_quarter_of_the_flops_of_linear_layers():
+    """And a sixteenth of those of attention. The patch embedding sees all patches; there are no prefix tokens."""
+    encoder = moco(size=16, depth=2).encoder  # 64 patches
+    images, indices = torch.rand(BATCH, 1, 16, 16), torch.arange(0, 64, 4).expand(BATCH, -1)
+    linear, attention = 64 * 192, 2 * 64 * 64 * 4
+    flops = {}
+    for visible in (64, 16):
+        with count_flops() as counter:
+            patches = encoder.embed(images)
+            encoder.forward_tokens(patches if visible == 64 else gather_patches(patches, indices))
+        flops[visible] = counter.get_total_flops() / (2 * BATCH) - 64 * 4 * 4
+    assert flops == {64: 2 * (linear + attention), 16: 2 * (linear / 4 + attention / 16)}
+
+
+def test_the_transformer_of_decoders_counts_as_the_blocks_of_an_encoder():
+    tokens = torch.rand(BATCH, 4, 4)
+    block = Transformer(4, depth=1, heads=2)
+    with count_flops() as counter:
+        block(tokens).sum().backward()
+    assert counter.get_total_flops() == 2 * BATCH * TRAINED_BLOCK
 
 
 def test_depth_dropout_counts_as_its_expectation():

@@ -11,7 +11,7 @@ import torchvision
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from fedssl.encoders import Encoder, conv_small, resnet18, resnet34, resnet50, vit_tiny
+from fedssl.encoders import Encoder, conv_small, resnet18, resnet34, resnet50, vit_base, vit_small, vit_tiny
 from fedssl.encoders.base import ActiveStages
 from fedssl.encoders.torchvision_encoders import sincos_position_embedding
 from fedssl.errors import InputError
@@ -133,6 +133,20 @@ def test_vit_tiny_has_the_blocks_of_the_paper() -> None:
     assert not [name for name in encoder.state_dict() if name.startswith("heads")]
 
 
+@pytest.mark.parametrize(("build", "width"), [(vit_tiny, 192), (vit_small, 384), (vit_base, 768)])
+def test_vits_have_deits_sizes(build, width: int) -> None:
+    """12 blocks of 12 d^2 + 13 d weights (as above, 444,864 for d = 192), and heads of 64 numbers.
+
+    The rest by hand: (48 + 1) d of the patch embedding, 65 positions and the class token of d, the last norm of 2 d.
+    """
+    with torch.device("meta"):  # without drawing 85 million weights
+        encoder = build(channels=3, size=32)
+    expected = 12 * (12 * width**2 + 13 * width) + 49 * width + 65 * width + width + 2 * width
+    assert sum(p.numel() for p in encoder.parameters()) == expected
+    assert {block.self_attention.head_dim for block in encoder.encoder.layers} == {64}
+    assert encoder.feature_dim == width
+
+
 @pytest.mark.parametrize(("side", "width"), [(1, 4), (2, 8), (8, 192), (3, 20)])
 def test_fixed_positions_equal_the_formula(side: int, width: int) -> None:
     """Number by number: a quarter each of sin and cos of the row, and sin and cos of the column."""
@@ -203,6 +217,12 @@ def test_vit_tiny_draws_the_same_kind_of_patch_weights_for_any_channels() -> Non
             {"channels": 3, "size": 32, "width": 6, "heads": 1, "positions": "sincos"},
             "encoder.width=6 is not a multiple of 4; set encoder.width to a multiple of 4",
         ),
+        (
+            vit_small,
+            {"channels": 3, "size": 32, "registers": -1},
+            "^encoder.registers=-1 must be an integer from 0 to 1024$",
+        ),
+        (vit_base, {"channels": 3, "size": 30}, "encoder.patch=4 does not divide the 30x30"),
         (resnet18, {"channels": 3, "size": 32, "stem": "big"}, "^encoder.stem=big must be small or imagenet$"),
         (resnet18, {"channels": 0, "size": 32}, "^encoder.channels=0 must be an integer of at least 1$"),
         (conv_small, {"channels": 3, "size": 3}, "3x3"),

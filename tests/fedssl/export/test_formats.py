@@ -153,7 +153,16 @@ def test_onnx_has_opset_and_metadata(graph: Path):
     assert described["feature_dim"] == 16
 
 
-@pytest.mark.parametrize("changes", [{"positions": "sincos"}, {"pool": "mean", "channels": 1}], ids=["token", "mean"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"positions": "sincos"},
+        {"pool": "mean", "channels": 1},
+        {"_target_": "fedssl.encoders.vit_small", "registers": 2},
+        {"_target_": "fedssl.encoders.vit_base", "registers": 3, "pool": "mean", "positions": "sincos"},
+    ],
+    ids=["token", "mean", "registers", "registers-mean"],
+)
 def test_timm_makes_our_transformer(changes: dict[str, Any], tmp_path: Path):
     source = source_of(tmp_path, {**VIT, **changes})
     file = tmp_path / "encoder.timm.safetensors"
@@ -273,7 +282,11 @@ def test_card_of_a_run_that_ended_early_and_of_one_whose_summary_is_damaged(run:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("form", ["onnx", "torch_export", "safetensors"])
-@pytest.mark.parametrize("settings", [VIT, {**VIT, "pool": "mean"}, RESNET], ids=["token", "mean", "resnet18"])
+@pytest.mark.parametrize(
+    "settings",
+    [VIT, {**VIT, "pool": "mean", "registers": 2}, RESNET],
+    ids=["token", "mean", "resnet18"],
+)
 def test_every_format_has_every_architecture(form: str, settings: dict[str, Any], tmp_path: Path):
     source = source_of(tmp_path, settings)
     assert export(source, form, tmp_path / f"encoder{FORMATS[form].ending}") <= 1e-5
