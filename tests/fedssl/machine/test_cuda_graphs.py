@@ -21,9 +21,10 @@ from fedssl.seeding import seed_torch, torch_generator
 from fedssl.training import LocalTrainer, train
 from tests.federation import Federation
 from tests.gpu_stand_in import treat_cpu_as_gpu
+from tests.methods import overrides_of
 from tests.recording import Recorder
 
-METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "dino", "fedx", "orchestra", "supervised")
+METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "dino", "fedx", "orchestra", "supervised", "mae")
 # 2^-10 is the same number in float32, in which recorded steps read it.
 SMALL = ["dataset=digits", "encoder.width=4", "batch_size=8", "local_epochs=2", "optimizer.fused=true"]
 SMALL += ["optimizer.lr=0.0009765625", "threads=1"]
@@ -75,7 +76,7 @@ def both_ways(*overrides, rounds=2, **how):
 @pytest.mark.parametrize(("method", "optimizer"), [*((method, "sgd") for method in METHODS), ("byol", "adam")])
 def test_a_captured_step_gives_the_same_bits_for_every_method(method, optimizer):
     """Run 12 steps (2 rounds, 2 epochs, 3 batches): 3 run eagerly, the fourth is captured, and 8 are replayed."""
-    recorded, recorder, plain = both_ways(f"method={method}", f"optimizer={optimizer}")
+    recorded, recorder, plain = both_ways(*overrides_of(method), f"optimizer={optimizer}")
     assert (recorder.recorded, recorder.replayed) == (1, 8)
     assert recorded.is_like(plain)
 

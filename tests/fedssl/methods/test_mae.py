@@ -153,6 +153,14 @@ def test_diagnosis_hides_the_same_patches_of_all_images():
     assert method.diagnose(views)["explained_variance"] == pytest.approx(expected.item(), rel=1e-5)
 
 
+def test_the_decoder_of_the_paper():
+    """Its sizes, and 8 blocks and a normalization."""
+    overrides = ["encoder=vit_tiny", "encoder.depth=1", "encoder.patch=2", "method=original/mae"]
+    part = build_method(compose(overrides).model).decoder
+    block = part.transformer[0]
+    assert (len(part.transformer), block.qkv.in_features, block._heads) == (8 + 1, 512, 16)
+
+
 # --- in a federation ---
 
 

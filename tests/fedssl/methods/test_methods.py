@@ -403,7 +403,8 @@ def test_the_heads_of_papers(name: str) -> None:
 
 def test_no_paper_is_forgotten() -> None:
     nested = {str(file.relative_to(CONF / "method").with_suffix("")) for file in (CONF / "method").glob("*/*.yaml")}
-    assert nested == {name for name in PAPERS if "/" in name}
+    masked = {"original/mae", "original/ijepa"}  # a decoder or predictor of patches, see the tests of these methods
+    assert nested == {name for name in PAPERS if "/" in name} | masked
 
 
 def test_orchestra_has_the_clusters_and_the_memory_of_its_authors() -> None:
