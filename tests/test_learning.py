@@ -27,6 +27,7 @@ METHODS = {
     "fedca": [],
     "supervised": [],
 }
+MASKED = ["mae", "ijepa"]  # experiments of their own, on the digits
 ON_DIGITS = {"orchestra": ["num_clients=10", "rounds=10", "batch_size=16", "optimizer=sgd", "optimizer.lr=0.01"]}
 ON_IMAGES = {"orchestra": ["augmentation=orchestra"]}
 
@@ -55,6 +56,15 @@ def test_every_method_learns_from_digits(method, unlearned, tmp_path):
     # The mean over ten draws of labels has a standard error of one point, the difference of two on the same draws less.
     assert found["federated"] > unlearned + 4
     assert found["federated"] > found["pixels"]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("method", MASKED)
+def test_masked_methods_learn_from_digits(method, tmp_path):
+    """Without a classifier that is trained, by nearest neighbors; transformers have no batch normalization."""
+    run([f"experiment={method}", "final_evaluation=knn", "seed=0", "threads=1", f"output_dir={tmp_path / 'run'}"])
+    final = json.loads((tmp_path / "run" / "summary.json").read_text())["final"]
+    assert 100 * final["federated"]["knn"] > 100 * final["untrained"]["knn"] + 5
 
 
 @pytest.mark.heavy

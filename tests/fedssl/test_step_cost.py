@@ -24,6 +24,7 @@ from fedssl.training import LocalTrainer, train
 from fedssl.wire.messages import ARRAYS
 from tests.federation import Federation
 from tests.local_training import local_training
+from tests.methods import MASKED, overrides_of
 
 BATCH = 8
 
@@ -330,6 +331,7 @@ def same(one, other):
         ),
         ["method=orchestra"],
         ["method=fedca", "method.alignment_weight=0.1"],
+        *map(overrides_of, MASKED),
         *(["regularizer=" + name] for name in ("fur", "decorr", "prox", "alignment")),
     ],
     ids=lambda overrides: overrides[0],

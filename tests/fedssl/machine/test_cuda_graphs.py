@@ -220,7 +220,7 @@ def test_a_gpu_records_its_steps(method):
     """Kernels of a GPU need not add in the same order in every step, so numbers are near, not equal."""
     results = []
     for overrides in (["cuda_graphs=true"], []):
-        settings = compose([*SMALL, f"method={method}", *overrides])
+        settings = compose([*SMALL, *overrides_of(method), *overrides])
         training_on = build_method(settings.model).to("cuda")
         training = LocalTrainer.build(settings.training, training_on)
         images = torch.randint(256, (24, 1, 8, 8), dtype=torch.uint8, generator=torch_generator(0, "pictures")).cuda()

@@ -220,6 +220,24 @@ def test_clients_keep_their_own_decoders_which_begin_alike(tmp_path):
     assert not any(torch.equal(one[name], other[name]) for name in one if name.endswith("weight"))
 
 
+def test_a_personalized_model_has_a_local_decoder_of_its_own(tmp_path):
+    """The proximal term pulls the encoder to the global one, which has no decoder."""
+    overrides = [*MAE_ON_DIGITS, "method.exchange_decoder=false", "strategy=per_ssl", "strategy.weight=1e4"]
+    federation = Federation(tmp_path, *overrides, "num_clients=1", "optimizer.lr=1e-4", "optimizer.momentum=0")
+    start = federation.layers
+    federation.run(1)
+    (folder,) = tmp_path.glob("clients/0000/*")
+    state = load_tensors(folder, before=2)
+    initial = build_method(federation.settings.model).state_dict()
+
+    def moved(name: str) -> float:
+        return (state[name].double() - initial[name.removeprefix("personal.")].double()).norm().item()
+
+    assert set(start) == {name for name in initial if name.startswith("encoder.")}
+    assert moved("personal.decoder.output.weight") == pytest.approx(moved("decoder.output.weight"), rel=0.1)
+    assert moved("personal.decoder.output.weight") > 0
+
+
 def test_calibration_needs_an_exchanged_decoder(tmp_path):
     overrides = [*MAE_ON_DIGITS, "strategy=fedavg", "calibration=auxiliary"]
     Federation(tmp_path / "exchanged", *overrides).run(1)
