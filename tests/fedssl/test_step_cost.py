@@ -24,6 +24,7 @@ from fedssl.training import LocalTrainer, train
 from fedssl.wire.messages import ARRAYS
 from tests.federation import Federation
 from tests.local_training import local_training
+from tests.methods import overrides_of
 
 BATCH = 8
 
@@ -329,6 +330,8 @@ def same(one, other):
             for name in ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "supervised")
         ),
         ["method=orchestra"],
+        ["method=dino", "augmentation=digits_multi_crop"],
+        overrides_of("ibot"),
         ["method=fedca", "method.alignment_weight=0.1"],
         *(["regularizer=" + name] for name in ("fur", "decorr", "prox", "alignment")),
     ],
