@@ -276,6 +276,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "warmup_rounds": _integer(0),
         "center_momentum": _FRACTION,
         "freeze_last_layer_rounds": _integer(0),
+        "patch_weight": _NOT_NEGATIVE,
         "ema_schedule": _choice("constant", "cosine"),
     },
     "SimCLR": {"loss": _choice("standard", "l_dawa")},

@@ -17,8 +17,8 @@ Differences from the authors' code:
 - The optimizer has the same weight decay for all parameters and rounds.
 """
 
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Callable
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from fedssl.losses import at_least_float32, dino
 from fedssl.methods.base import FailureMode
 from fedssl.methods.heads import MLP, PrototypeHead
 from fedssl.methods.momentum import EMATargetMethod
+from fedssl.methods.multi_crop import by_size
 from fedssl.methods.schedules import cosine_increase, linear_warmup
 from fedssl.views import AcceptedViews, Views
 
@@ -45,15 +46,6 @@ ONE_PROTOTYPE = FailureMode(
     message="the teacher assigns all images to one prototype; lower method.center_momentum, or raise "
     "method.teacher_temperature",
 )
-
-
-def forward_by_size(network: Callable[[Tensor], Tensor], images: Sequence[Tensor]) -> Tensor:
-    """Return a network's outputs for views, concatenated; neighbors of equal size share a forward pass.
-
-    Batch normalization uses the statistics of the views of a forward pass together.
-    """
-    groups = [list(group) for _, group in groupby(images, key=lambda view: view.shape[1:])]
-    return torch.cat([network(torch.cat(group)) for group in groups])
 
 
 def assignment_entropies(probabilities: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +114,7 @@ class DINO(EMATargetMethod):
 
     local_parts = (*EMATargetMethod.local_parts, "target_prototypes")
     accepted_views = AcceptedViews(max_global=None, local=True, augmentation="multi_crop")
-    failure_modes = (UNIFORM, ONE_PROTOTYPE)
+    failure_modes: tuple[FailureMode, ...] = (UNIFORM, ONE_PROTOTYPE)
     target_prototypes: PrototypeHead
 
     def __init__(
@@ -158,7 +150,12 @@ class DINO(EMATargetMethod):
         self.student_temperature, self.teacher_temperature = student_temperature, teacher_temperature
         self.warmup_teacher_temperature, self.warmup_rounds = warmup_teacher_temperature, warmup_rounds
         self.freeze_last_layer_rounds, self.ema_schedule = freeze_last_layer_rounds, ema_schedule
-        assert "prototypes.weight" in self.trainable  # lists it before a round freezes it
+
+    @cached_property
+    def trainable(self) -> list[str]:
+        """Names of the parameters that are trained, also of the prototypes, which the first rounds freeze."""
+        parameters = self.named_parameters()
+        return [name for name, parameter in parameters if parameter.requires_grad or name.startswith("prototypes.")]
 
     @property
     def current_decay(self) -> float:
@@ -185,10 +182,11 @@ class DINO(EMATargetMethod):
         self.prototypes.requires_grad_(self.round > self.freeze_last_layer_rounds)
 
     def loss(self, views: Views) -> Tensor:
-        logits = self.prototypes(self.projector(forward_by_size(self.encoder, views.images)))
+        h = torch.cat([self.encoder(images) for images in by_size(views.images)])
+        student = self.prototypes(self.projector(h)).chunk(len(views))
         teacher = self.teacher_logits(views)
         loss = dino(
-            logits.chunk(len(views)),
+            student,
             teacher,
             center=self.center.running_mean,
             student_temperature=self.student_temperature,
@@ -200,10 +198,9 @@ class DINO(EMATargetMethod):
     @torch.no_grad()
     def teacher_logits(self, views: Views) -> tuple[Tensor, ...]:
         """Return the teacher's logits of each global view, ``(batch, K)``."""
-        images = views.global_images
-        h = forward_by_size(self.target_encoder, images)
+        h = torch.cat([self.target_encoder(images) for images in by_size(views.global_images)])
         logits: Tensor = self.target_prototypes(self.target_projector(h))
-        return logits.chunk(len(images))
+        return logits.chunk(len(views.global_images))
 
     def diagnose(self, views: Views) -> dict[str, float]:
         """Return `assignment_entropies` of the teacher with its final temperature."""

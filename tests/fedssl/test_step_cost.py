@@ -330,8 +330,9 @@ def same(one, other):
             for name in ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "supervised")
         ),
         ["method=orchestra"],
-        ["method=fedca", "method.alignment_weight=0.1"],
+        ["method=dino", "augmentation=digits_multi_crop"],
         *map(overrides_of, MASKED),
+        ["method=fedca", "method.alignment_weight=0.1"],
         *(["regularizer=" + name] for name in ("fur", "decorr", "prox", "alignment")),
     ],
     ids=lambda overrides: overrides[0],

@@ -14,7 +14,7 @@ from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.losses import dino
 from fedssl.methods.base import build_method
-from fedssl.methods.dino import DINO, Center, assignment_entropies, forward_by_size
+from fedssl.methods.dino import DINO, Center, assignment_entropies
 from fedssl.methods.heads import MLP, PrototypeHead
 from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.training import capture_outputs
@@ -82,20 +82,6 @@ def test_the_head_of_the_paper() -> None:
     method = build_method(compose(["method=original/dino"]).model)
     assert method.prototypes.weight.shape == (65536, 256)
     assert method.step_constants == (0.996, 0.04)
-
-
-def test_views_of_equal_size_share_a_forward_pass() -> None:
-    sizes = []
-
-    def network(images: Tensor) -> Tensor:
-        sizes.append(tuple(images.shape))
-        return images.mean(dim=(1, 2, 3))[:, None]
-
-    images = make_views().images
-    outputs = forward_by_size(network, images)
-    assert sizes == [(12, 1, 8, 8), (12, 1, 4, 4)]
-    expected = torch.cat([view.mean(dim=(1, 2, 3)) for view in images])
-    torch.testing.assert_close(outputs[:, 0], expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("local", [0, 2])
@@ -186,6 +172,7 @@ def test_the_student_is_trained_and_the_teacher_follows() -> None:
 
 def test_prototypes_are_frozen_in_the_first_rounds() -> None:
     method, views = make_dino(freeze_last_layer_rounds=2), make_views()
+    method.start_round(first=True)
     assert "prototypes.weight" in method.trainable
     for method.round in (1, 2, 3):
         method.start_round(first=method.round == 1)
@@ -230,7 +217,8 @@ def test_the_teachers_temperature_of_the_round_is_used() -> None:
 
 
 def make_loss(method: DINO, views: Views, *, temperature: float) -> Tensor:
-    student = method.prototypes(method.projector(forward_by_size(method.encoder, views.images))).chunk(len(views))
+    h = torch.cat([method.encoder(torch.cat(images)) for images in (views.global_images, views.local_images)])
+    student = method.prototypes(method.projector(h)).chunk(len(views))
     center = method.center.running_mean
     return dino(
         student,

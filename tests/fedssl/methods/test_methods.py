@@ -30,7 +30,7 @@ from fedssl.methods.moco_v3 import MoCoV3
 from fedssl.methods.simclr import SimCLR
 from fedssl.methods.simsiam import SimSiam
 from fedssl.views import Views
-from tests.methods import WHOLE
+from tests.methods import MASKED, WHOLE
 
 CONF = Path(__file__).parents[3] / "conf"
 HEAD = partial(MLP, hidden_dim=16, out_dim=8)
@@ -381,6 +381,7 @@ PAPERS = {
     "original/moco_v3_resnet": ("512 4096 256 n", "256 4096 256", {"temperature": 1.0}),
     "original/moco_v3_vit": ("512 4096 4096 256 n", "256 4096 256 n", {"temperature": 0.2}),
     "original/dino": ("512 2048 2048 256", "", {"teacher_temperature": 0.07, "ema_schedule": "cosine"}),
+    "original/ibot": ("512 2048 2048 256", "", {"teacher_temperature": 0.07, "ema_schedule": "cosine"}),
     "original/fedx": ("512 512 256", "256 512 256", {"temperature": 0.1}),
     "orchestra": ("512 512 512 n", "", {"temperature": 0.1, "ema_decay": 0.996}),
 }
@@ -395,7 +396,9 @@ def widths(head: MLP) -> str:
 @pytest.mark.parametrize("name", PAPERS)
 def test_the_heads_of_papers(name: str) -> None:
     projector, predictor, numbers = PAPERS[name]
-    method = build_method(compose(["encoder.width=128", f"method={name}"]).model)  # representations of length 512
+    masked = MASKED.get(name.rpartition("/")[2])
+    encoder = [*masked, "encoder.width=512"] if masked else ["encoder.width=128"]  # representations of length 512
+    method = build_method(compose([*encoder, f"method={name}"]).model)
     assert widths(method.projector) == projector
     assert not predictor or widths(method.predictor) == predictor
     assert {key: getattr(method, key) for key in numbers} == numbers
