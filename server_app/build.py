@@ -40,6 +40,7 @@ from server_app.compatibility import (
     trains_all_clients,
     validate_aggregation,
     validate_batch_size,
+    validate_compilation,
     validate_early_stopping,
     validate_edge_method,
     validate_personalized_evaluation,
@@ -124,6 +125,7 @@ def build_components(
     evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=settings.seed)
     method = build_method(settings.model).to(device)
     validate_batch_size(settings, method)
+    validate_compilation(settings, method)
     lr_schedule = make_lr_schedule(settings, method)
     load_teacher(method, settings.teacher, data=data)
     strategy, server_optimizer = make_algorithm(settings, method, is_deployment=bool(task))

@@ -102,6 +102,15 @@ def validate_batch_size(settings: Settings, method: SSLMethod) -> None:
         )
 
 
+def validate_compilation(settings: Settings, method: SSLMethod) -> None:
+    """Refuse to compile an encoder whose ``forward`` is not used in training; raises `InputError`."""
+    if settings.machine.compile_encoder and method.masks_patches and "encoder" not in method.regularized_parts:
+        raise InputError(
+            f"compile=true compiles the encoder for whole images, but {type(method).__name__} trains it on patches; "
+            "set compile=false"
+        )
+
+
 def clients_with_few_images(settings: Settings, parts: Sequence[np.ndarray], method: SSLMethod) -> frozenset[int]:
     """Return the clients with too few images for training, and log them.
 

@@ -268,6 +268,24 @@ def test_steps_are_not_captured(tmp_path):
     assert len(shapes) > 5
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["schedule=progressive", "rounds=2", "method.exchange_predictor=false"],
+        ["method.target_init=average", "method.ema_schedule=cosine"],
+        ["secure_aggregation=secagg_plus", "strategy.weighting=uniform"],
+        ["privacy=central", "strategy.weighting=uniform"],
+        ["calibration=auxiliary"],
+    ],
+    ids=" ".join,
+)
+def test_it_works_with(tmp_path, overrides):
+    federation = Federation(tmp_path, *ON_DIGITS, "strategy=fedavg", *overrides)
+    after = federation.run(2)
+    assert all(np.isfinite(array).all() for array in after.values())
+    assert federation.report.dropped == {}
+
+
 # --- failures ---
 
 

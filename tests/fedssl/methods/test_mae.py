@@ -8,6 +8,8 @@ from fedssl.augmentation.masks import MaskRecipe
 from fedssl.config.load import compose
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
+from fedssl.evaluation.cli import run as evaluate
+from fedssl.export import load_encoder
 from fedssl.methods.base import build_method
 from fedssl.methods.mae import MAE, equal_mask, explained_variance
 from fedssl.model_arrays import exchanged_layers, exchanged_names, load_layers
@@ -17,6 +19,7 @@ from fedssl.step_cost import count_flops
 from fedssl.training import LocalTrainer, train
 from fedssl.views import View, Views
 from server_app.collapse_monitor import CollapseMonitor
+from simulation.cli import run
 from strategies.interfaces import GLOBAL
 from tests.federation import Federation
 from tests.fedssl.methods.masked import masked_views, slow_prediction, vit
@@ -255,6 +258,7 @@ def test_calibration_needs_an_exchanged_decoder(tmp_path):
         (["augmentation=digits"], "1 global view with a mask of kind random .*; set augmentation=mae$"),
         (["augmentation=ijepa"], "a mask of kind multi_block; set augmentation=mae$"),
         (["schedule=layer_wise"], "^the schedule freezes stages .* MAE hides patches.*; set schedule=end_to_end or"),
+        (["compile=true"], "^compile=true compiles .* but MAE trains it on patches; set compile=false$"),
         (["regularizer=decorr"], "Decorrelation needs a projector, which MAE does not have"),
         (["regularizer=fur"], "FUR needs the encoder's output for 2 whole views, which MAE does not compute"),
         (["strategy=fedu", "method.exchange_decoder=false"], "MAE exchanges neither; set strategy.predictor=global$"),
@@ -287,6 +291,39 @@ def test_one_pixel_per_patch_is_not_standardized():
 def test_dapu_decides_on_the_decoder(tmp_path):
     federation = Federation(tmp_path, *MAE_ON_DIGITS, "strategy=fedu")
     assert "decoder (if DAPU decides so)" in federation.strategy.describe_communication(federation.method).local_state
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["schedule=progressive", "rounds=2"],
+        ["secure_aggregation=secagg_plus", "strategy.weighting=uniform"],
+        ["privacy=central", "strategy.weighting=uniform"],
+        ["regularizer=prox"],
+    ],
+    ids=" ".join,
+)
+def test_it_works_with(tmp_path, overrides):
+    federation = Federation(tmp_path, *MAE_ON_DIGITS, "strategy=fedavg", *overrides)
+    after = federation.run(2)
+    assert all(np.isfinite(array).all() for array in after.values())
+    assert federation.report.dropped == {}
+
+
+def test_a_trained_encoder_is_saved_loaded_and_evaluated_on_all_patches(tmp_path):
+    folder = tmp_path / "run"
+    overrides = [*MAE_ON_DIGITS, "num_clients=2", "dataset.limit=200", "rounds=1", "local_epochs=1", "threads=1"]
+    run([*overrides, "strategy=fedavg", "final_evaluation=none", "collapse_images=0", f"output_dir={folder}"])
+    encoder = load_encoder(folder / "encoder.pt")
+    images = torch.rand(2, 1, 8, 8)
+    h = encoder(images)
+    assert h.shape == (2, encoder.feature_dim) == (2, 16)
+    changed = images.clone()
+    changed[0, 0, 7, 7] += 1
+    assert ((encoder(changed) - h).abs().amax(dim=1) > 1e-5).tolist() == [True, False]
+    evaluate([f"run={folder}", "evaluation=knn", "threads=1"])
+    (result,) = (folder / "evaluation").iterdir()
+    assert "knn" in result.read_text()
 
 
 # --- failures ---
