@@ -26,6 +26,7 @@ METHODS = {
     "orchestra": [],
     "fedca": [],
     "supervised": [],
+    "vicreg": [],
 }
 ON_DIGITS = {"orchestra": ["num_clients=10", "rounds=10", "batch_size=16", "optimizer=sgd", "optimizer.lr=0.01"]}
 ON_IMAGES = {"orchestra": ["augmentation=orchestra"]}

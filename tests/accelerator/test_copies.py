@@ -17,7 +17,7 @@ CLIENTS, EPOCHS = 2, 2
 BASE = ["dataset=digits", f"num_clients={CLIENTS}", f"local_epochs={EPOCHS}", "batch_size=8"]  # 4 steps per epoch
 BASE += ["measure_resources=false", "collapse_images=0", "evaluate_every=0"]
 VIT = ["encoder=vit_tiny", "encoder.patch=4", "encoder.width=16", "encoder.depth=2", "encoder.heads=2"]
-METHODS = ["byol", "barlow_twins", "fedca", "fedx", "moco_v3", "orchestra", "simclr", "simsiam", "supervised"]
+METHODS = ["byol", "barlow_twins", "fedca", "fedx", "moco_v3", "orchestra", "simclr", "simsiam", "supervised", "vicreg"]
 TRANSFER, DATA, TRAIN = "fedssl/machine/transfer.py", "fedssl/machine/devices.py:to_device", "fedssl/training.py:train"
 SETUP = ("client_app/worker.py:ClientWorker.__init__", "fedssl/methods/base.py:SSLMethod._apply")
 PARAMETERS = {

@@ -302,7 +302,7 @@ def same(one, other):
     [
         *(
             ["method=" + name]
-            for name in ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "supervised")
+            for name in ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "supervised", "vicreg")
         ),
         ["method=orchestra"],
         ["method=fedca", "method.alignment_weight=0.1"],

@@ -23,7 +23,7 @@ from tests.federation import Federation
 from tests.gpu_stand_in import treat_cpu_as_gpu
 from tests.recording import Recorder
 
-METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "orchestra", "supervised")
+METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "orchestra", "supervised", "vicreg")
 # 2^-10 is the same number in float32, in which recorded steps read it.
 SMALL = ["dataset=digits", "encoder.width=4", "batch_size=8", "local_epochs=2", "optimizer.fused=true"]
 SMALL += ["optimizer.lr=0.0009765625", "threads=1"]
