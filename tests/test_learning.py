@@ -25,6 +25,7 @@ METHODS = {
     "fedx": [],
     "orchestra": [],
     "fedca": [],
+    "lejepa": [],
     "supervised": [],
     "vicreg": [],
 }

@@ -261,9 +261,13 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "sim_weight": _NOT_NEGATIVE,
         "var_weight": _NOT_NEGATIVE,
         "cov_weight": _NOT_NEGATIVE,
+        "num_slices": _integer(1),
+        "num_points": _integer(2, 1024),
+        "t_max": Constraint(above=0, maximum=100),
     },
     "SimCLR": {"loss": _choice("standard", "l_dawa")},
     "BarlowTwins": {"loss": _choice("standard", "l_dawa")},
+    "LeJEPA": {"lambd": _FRACTION},
     "regularizer": {
         "weight": _NOT_NEGATIVE,
         "temperature": _POSITIVE,
