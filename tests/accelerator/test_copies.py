@@ -28,6 +28,7 @@ METHODS = [
     "simclr",
     "simsiam",
     "supervised",
+    "swav",
     "vicreg",
 ]
 TRANSFER, DATA, TRAIN = "fedssl/machine/transfer.py", "fedssl/machine/devices.py:to_device", "fedssl/training.py:train"

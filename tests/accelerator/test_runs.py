@@ -28,6 +28,7 @@ METHODS = [
     "simclr",
     "simsiam",
     "supervised",
+    "swav",
     "vicreg",
 ]
 VIT = ["encoder=vit_tiny", "encoder.patch=4", "encoder.width=16", "encoder.depth=2", "encoder.heads=2"]
