@@ -17,7 +17,20 @@ CLIENTS, EPOCHS = 2, 2
 BASE = ["dataset=digits", f"num_clients={CLIENTS}", f"local_epochs={EPOCHS}", "batch_size=8"]  # 4 steps per epoch
 BASE += ["measure_resources=false", "collapse_images=0", "evaluate_every=0"]
 VIT = ["encoder=vit_tiny", "encoder.patch=4", "encoder.width=16", "encoder.depth=2", "encoder.heads=2"]
-METHODS = ["byol", "barlow_twins", "fedca", "fedx", "moco_v3", "orchestra", "simclr", "simsiam", "supervised"]
+METHODS = [
+    "byol",
+    "barlow_twins",
+    "fedca",
+    "fedx",
+    "lejepa",
+    "moco_v3",
+    "orchestra",
+    "simclr",
+    "simsiam",
+    "supervised",
+    "swav",
+    "vicreg",
+]
 TRANSFER, DATA, TRAIN = "fedssl/machine/transfer.py", "fedssl/machine/devices.py:to_device", "fedssl/training.py:train"
 SETUP = ("client_app/worker.py:ClientWorker.__init__", "fedssl/methods/base.py:SSLMethod._apply")
 PARAMETERS = {
@@ -62,7 +75,8 @@ def per_client(events: Counter) -> dict:
 def test_parameters_cross_once_per_dtype_and_direction(accelerator, method, tmp_path):
     first, second = accelerator(events_of_rounds, str(tmp_path), [f"method={method}", "strategy=fedavg"]).result()
     masks = {("synchronize", "fedssl/methods/fedca.py:FedCA.start_round"): 1} if method == "fedca" else {}
-    assert per_client(second) == PLAIN | masks
+    directions = {("to_device", DATA): (2 + 4) * EPOCHS} if method == "lejepa" else {}  # one copy per step
+    assert per_client(second) == PLAIN | masks | directions
     server = {"fedca": 2, "orchestra": 2}.get(method, 0)  # the method's server side reads its untrained parts once
     for key, number in PARAMETERS.items():
         assert first[key] == CLIENTS * number + (server if "to_cpu" in key[1] else 0)

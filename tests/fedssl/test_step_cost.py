@@ -326,7 +326,17 @@ def same(one, other):
     [
         *(
             ["method=" + name]
-            for name in ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "supervised")
+            for name in (
+                "simclr",
+                "byol",
+                "simsiam",
+                "barlow_twins",
+                "moco_v3",
+                "fedx",
+                "supervised",
+                "vicreg",
+                "lejepa",
+            )
         ),
         ["method=orchestra"],
         ["method=fedca", "method.alignment_weight=0.1"],
