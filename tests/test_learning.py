@@ -31,6 +31,8 @@ METHODS = {
     "vicreg": [],
 }
 ON_DIGITS = {"orchestra": ["num_clients=10", "rounds=10", "batch_size=16", "optimizer=sgd", "optimizer.lr=0.01"]}
+# Methods with an experiment of their own, and the points of kNN that they gain at least.
+OWN_EXPERIMENTS = {"dino": 2, "ibot": 4, "ijepa": 5, "mae": 5}
 ON_IMAGES = {"orchestra": ["augmentation=orchestra"]}
 
 
@@ -58,6 +60,16 @@ def test_every_method_learns_from_digits(method, unlearned, tmp_path):
     # The mean over ten draws of labels has a standard error of one point, the difference of two on the same draws less.
     assert found["federated"] > unlearned + 4
     assert found["federated"] > found["pixels"]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("method", OWN_EXPERIMENTS)
+def test_a_method_with_its_own_experiment_learns_from_digits(method, tmp_path):
+    """Its encoder, views and optimizer differ from those of `test_every_method_learns_from_digits`."""
+    overrides = [f"experiment={method}", "seed=0", "threads=1", "evaluate_every=0", "collapse_images=0"]
+    unlearned = accuracy(tmp_path / "unlearned", "knn", *overrides, *NO_LEARNING, "local_epochs=1")
+    found = accuracy(tmp_path / "run", "knn", *overrides)
+    assert found["federated"] > max(unlearned["federated"], unlearned["untrained"]) + OWN_EXPERIMENTS[method]
 
 
 @pytest.mark.heavy

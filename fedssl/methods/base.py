@@ -69,6 +69,8 @@ class SSLMethod(nn.Module):
         Whether `loss` needs the labels of the images.
     accepted_views : AcceptedViews
         Views that `loss` accepts; the default are two global views.
+    masks_patches : bool
+        Whether `loss` calls `fedssl.encoders.tokens.TokenEncoder.forward_tokens`, which does not support frozen stages.
     regularized_parts : tuple of str
         Parts whose ``forward`` `loss` calls on the whole global views, in their order, so that a regularizer can use
         their outputs.
@@ -94,6 +96,7 @@ class SSLMethod(nn.Module):
     min_batch_size: int = 2
     uses_labels: bool = False
     accepted_views: AcceptedViews = AcceptedViews()
+    masks_patches: bool = False
     regularized_parts: tuple[str, ...] = ("encoder", "projector")
     cuda_graph_safe: bool = True
     round: int = 1

@@ -1,14 +1,20 @@
-"""Heads: small networks between a representation h and the loss (projector, predictor)."""
+"""Heads: small networks between a representation h and the loss (projector, predictor, prototypes)."""
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from fedssl.config.constraints import check_arguments
+from fedssl.losses.precision import at_least_float32
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": partial(nn.ReLU, inplace=True), "gelu": nn.GELU}
 
 
 class MLP(nn.Sequential):
-    """Linear layers with ReLU and, by default, batch normalization between them.
+    """Linear layers with an activation and, by default, batch normalization between them.
 
     The papers' heads are special cases: ``num_layers=1`` is the linear head of L-DAWA, ``num_layers=2`` are the
     projectors of SimCLR and BYOL, ``num_layers=3, last_batch_norm=True`` those of SimSiam and MoCo v3.
@@ -23,6 +29,8 @@ class MLP(nn.Sequential):
         Whether batch normalization follows every layer but the last; FedX's heads have none.
     last_batch_norm : bool
         Whether batch normalization without scale and shift follows the last layer.
+    activation : {"relu", "gelu"}
+        Function after every layer but the last; DINO and iBOT use GELU.
     """
 
     def __init__(
@@ -34,15 +42,41 @@ class MLP(nn.Sequential):
         num_layers: int = 2,
         batch_norm: bool = True,
         last_batch_norm: bool = False,
+        activation: str = "relu",
     ) -> None:
-        check_arguments("method", hidden_dim=hidden_dim, out_dim=out_dim, num_layers=num_layers)
+        check_arguments("method", hidden_dim=hidden_dim, out_dim=out_dim, num_layers=num_layers, activation=activation)
         super().__init__()
         widths = [in_features, *[hidden_dim] * (num_layers - 1), out_dim]
         for before, after in pairwise(widths[:-1]):
             # No bias before a normalization, which would remove it.
             normalization = [nn.BatchNorm1d(after)] if batch_norm else []
-            self.extend([nn.Linear(before, after, bias=not batch_norm), *normalization, nn.ReLU(inplace=True)])
+            self.extend([nn.Linear(before, after, bias=not batch_norm), *normalization, ACTIVATIONS[activation]()])
         self.append(nn.Linear(widths[-2], out_dim, bias=not last_batch_norm))
         if last_batch_norm:
             self.append(nn.BatchNorm1d(out_dim, affine=False))
         self.out_features = out_dim  # as in torch's layers
+
+
+class PrototypeHead(nn.Module):
+    """Cosines of projections with prototypes: DINO's last layer, weight normalization with a constant gain of 1.
+
+    The weight is stored as it is trained; it is normalized in every forward pass.
+
+    Parameters
+    ----------
+    in_features : int
+        Length of a projection.
+    num_prototypes : int
+        Number of prototypes K.
+    """
+
+    def __init__(self, in_features: int, *, num_prototypes: int) -> None:
+        check_arguments("method", num_prototypes=num_prototypes)
+        super().__init__()
+        self.weight = nn.Linear(in_features, num_prototypes, bias=False).weight
+        self.out_features = num_prototypes
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Return the cosines ``(..., K)`` of projections ``(..., in_features)``."""
+        # CPUs would normalize in bfloat16 inside autocast.
+        return F.linear(F.normalize(at_least_float32(z), dim=-1), F.normalize(self.weight, dim=1))

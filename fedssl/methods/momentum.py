@@ -1,4 +1,4 @@
-"""Base classes of BYOL, MoCo v3 and Orchestra: an online network, and a target network that is its moving average.
+"""Base classes of methods with an online network and a target network that is its moving average, such as BYOL.
 
 As in the code of FedU and FedEMA the decay of the target is constant, and by default the target stays with the client
 between rounds. It starts as a copy of the online network. In FedU's code a client's first target *is* the online
@@ -9,7 +9,7 @@ network and therefore identical to it at every step. In the code of FedU2 target
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from fedssl.config.constraints import check_arguments
@@ -20,19 +20,14 @@ from fedssl.methods.base import SSLMethod
 from fedssl.methods.heads import MLP
 
 
-class EMATargetMethod(SSLMethod):
-    """Online encoder and projector, and a target encoder and projector that are their moving average.
+class EMAMethod(SSLMethod):
+    """Online networks, and targets of some of them that are their moving average; a subclass adds the targets.
 
-    The target is in train mode like the online network: its batch normalization uses batch statistics, and its running
-    statistics come from its own forward passes. The moving average covers parameters only and is updated after each
-    step.
-
-    A batch needs at least three images: batch normalization maps any two images to 1 and -1.
+    The target is in train mode like the online network. The moving average covers parameters only and is updated after
+    each step.
 
     Parameters
     ----------
-    projector
-        As in `fedssl.methods.simclr.SimCLR`.
     ema_decay : float
         Weight of the previous target in each update, in [0, 1]. 0 copies the online network at every step, 1 never
         changes the target.
@@ -44,48 +39,86 @@ class EMATargetMethod(SSLMethod):
         in every stage.
     """
 
-    local_parts: tuple[str, ...] = ("target_encoder", "target_projector")
-    min_batch_size = 3
+    target_encoder: Encoder
 
-    def __init__(
-        self, encoder: Encoder, *, projector: Callable[[int], MLP], ema_decay: float, target_init: str = "persist"
-    ) -> None:
+    def __init__(self, encoder: Encoder, *, ema_decay: float, target_init: str = "persist") -> None:
         check_arguments("method", ema_decay=ema_decay, target_init=target_init)
         super().__init__()
         self.encoder = encoder
-        self.projector = projector(encoder.feature_dim)
-        self.target_encoder = frozen_copy(self.encoder)
-        self.target_projector = frozen_copy(self.projector)
         self.ema_decay = ema_decay
-        self._ema_pairs = self._pairs()
+        self._followed: list[str] = []
         self.target_init = target_init
         if target_init == "average":
-            self.local_parts = tuple(part for part in self.local_parts if part not in EMATargetMethod.local_parts)
+            self.local_parts = tuple(part for part in self.local_parts if not part.startswith("target_"))
+
+    @property
+    def current_decay(self) -> float:
+        """Decay of the target in the current round."""
+        return self.ema_decay
+
+    def add_target(self, part: str) -> None:
+        """Add the target of a part, ``target_`` followed by its name: a copy, which the moving average then updates."""
+        self.add_module(f"target_{part}", frozen_copy(self.get_submodule(part)))
+        self._followed.append(part)
+        self._ema_pairs = self._pairs()
 
     def start_round(self, *, first: bool) -> None:
         if self.target_init == "reset" or (first and self.target_init == "persist"):
-            self.target_encoder.load_state_dict(self.encoder.state_dict())
-            self.target_projector.load_state_dict(self.projector.state_dict())
+            for online, target in self._networks():
+                target.load_state_dict(online.state_dict())
 
-    def train(self, mode: bool = True) -> "EMATargetMethod":
+    def train(self, mode: bool = True) -> "EMAMethod":
         """Set training mode, and update the list of averaged parameters, because the trained ones may have changed."""
         super().train(mode)
         self._ema_pairs = self._pairs()
         return self
 
+    def _networks(self) -> list[tuple[nn.Module, nn.Module]]:
+        return [(self.get_submodule(part), self.get_submodule(f"target_{part}")) for part in self._followed]
+
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         pairs = [
             pair
-            for network, follower in ((self.encoder, self.target_encoder), (self.projector, self.target_projector))
-            for pair in zip(network.parameters(), follower.parameters(), strict=True)
+            for network, target in self._networks()
+            for pair in zip(network.parameters(), target.parameters(), strict=True)
             if pair[0].requires_grad
         ]
         return [online for online, _ in pairs], [target for _, target in pairs]
 
     def on_step_end(self) -> None:
         online, target = self._ema_pairs
-        # target = ema_decay * target + (1 - ema_decay) * online; torch ignores the third argument.
-        get_ema_multi_avg_fn(self.ema_decay)(target, online, 0)
+        # target = decay * target + (1 - decay) * online; torch ignores the third argument.
+        get_ema_multi_avg_fn(self.current_decay)(target, online, 0)
+
+
+class EMATargetMethod(EMAMethod):
+    """Online encoder and projector, and a target encoder and projector that are their moving average.
+
+    Batch normalization of the target uses batch statistics, and its running statistics come from its own forward
+    passes.
+
+    A batch needs at least three images: batch normalization maps any two images to 1 and -1.
+
+    Parameters
+    ----------
+    projector
+        As in `fedssl.methods.simclr.SimCLR`.
+    encoder, ema_decay, target_init
+        As in `EMAMethod`.
+    """
+
+    local_parts: tuple[str, ...] = ("target_encoder", "target_projector")
+    min_batch_size = 3
+    projector: MLP
+    target_projector: MLP
+
+    def __init__(
+        self, encoder: Encoder, *, projector: Callable[[int], MLP], ema_decay: float, target_init: str = "persist"
+    ) -> None:
+        super().__init__(encoder, ema_decay=ema_decay, target_init=target_init)
+        self.projector = projector(encoder.feature_dim)
+        for part in ("encoder", "projector"):
+            self.add_target(part)
 
 
 class EMAPredictorMethod(EMATargetMethod):

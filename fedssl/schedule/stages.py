@@ -112,6 +112,11 @@ def check_phases(method: SSLMethod, phases: Sequence[Phase]) -> None:
             "the schedule trains parts of the encoder but the teacher is a whole encoder; set schedule=end_to_end, or "
             "disable the teacher with method.alignment_weight=0"
         )
+    if method.masks_patches and any(phase.frozen for phase in phases):
+        raise InputError(
+            f"the schedule freezes stages of the encoder, but {type(method).__name__} hides patches, and frozen stages "
+            "would run on all of them; set schedule=end_to_end or schedule=progressive"
+        )
     if any(phase.depth_dropout for phase in phases) and not method.encoder.stages_interchangeable:
         raise InputError(
             "schedule.depth_dropout skips stages of the encoder, which only a vision transformer supports; "

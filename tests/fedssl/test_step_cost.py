@@ -24,6 +24,7 @@ from fedssl.training import LocalTrainer, train
 from fedssl.wire.messages import ARRAYS
 from tests.federation import Federation
 from tests.local_training import local_training
+from tests.methods import MASKED, overrides_of
 
 BATCH = 8
 
@@ -339,6 +340,8 @@ def same(one, other):
             )
         ),
         ["method=orchestra"],
+        ["method=dino", "augmentation=digits_multi_crop"],
+        *map(overrides_of, MASKED),
         ["method=fedca", "method.alignment_weight=0.1"],
         *(["regularizer=" + name] for name in ("fur", "decorr", "prox", "alignment")),
     ],

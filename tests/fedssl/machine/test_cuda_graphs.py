@@ -21,9 +21,11 @@ from fedssl.seeding import seed_torch, torch_generator
 from fedssl.training import LocalTrainer, train
 from tests.federation import Federation
 from tests.gpu_stand_in import treat_cpu_as_gpu
+from tests.methods import overrides_of
 from tests.recording import Recorder
 
-METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "orchestra", "supervised", "vicreg", "swav")
+METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "dino", "fedx", "ibot", "orchestra", "supervised")
+METHODS += ("mae", "swav", "vicreg")
 # 2^-10 is the same number in float32, in which recorded steps read it.
 SMALL = ["dataset=digits", "encoder.width=4", "batch_size=8", "local_epochs=2", "optimizer.fused=true"]
 SMALL += ["optimizer.lr=0.0009765625", "threads=1"]
@@ -75,7 +77,7 @@ def both_ways(*overrides, rounds=2, **how):
 @pytest.mark.parametrize(("method", "optimizer"), [*((method, "sgd") for method in METHODS), ("byol", "adam")])
 def test_a_captured_step_gives_the_same_bits_for_every_method(method, optimizer):
     """Run 12 steps (2 rounds, 2 epochs, 3 batches): 3 run eagerly, the fourth is captured, and 8 are replayed."""
-    recorded, recorder, plain = both_ways(f"method={method}", f"optimizer={optimizer}")
+    recorded, recorder, plain = both_ways(*overrides_of(method), f"optimizer={optimizer}")
     assert (recorder.recorded, recorder.replayed) == (1, 8)
     assert recorded.is_like(plain)
 
@@ -234,7 +236,7 @@ def test_a_gpu_records_its_steps(method):
     """Kernels of a GPU need not add in the same order in every step, so numbers are near, not equal."""
     results = []
     for overrides in (["cuda_graphs=true"], []):
-        settings = compose([*SMALL, f"method={method}", *overrides])
+        settings = compose([*SMALL, *overrides_of(method), *overrides])
         training_on = build_method(settings.model).to("cuda")
         training = LocalTrainer.build(settings.training, training_on)
         images = torch.randint(256, (24, 1, 8, 8), dtype=torch.uint8, generator=torch_generator(0, "pictures")).cuda()

@@ -1,0 +1,167 @@
+"""iBOT (Zhou et al., arXiv 2111.07832): DINO, and the student predicts the teacher's tokens of hidden patches.
+
+The student sees the global views with a mask token in place of hidden patches, the teacher sees all patches. DINO's
+loss applies to the class tokens of global and local views, the loss of masked patches to the patch tokens of the global
+views.
+
+Differences from the authors' code, besides those of `fedssl.methods.dino`:
+
+- Class and patch tokens have the same head, temperatures and momentum of the centers (the authors' defaults).
+- The patch loss counts in every epoch and is a mean over images with and without hidden patches, as in the authors'
+  code; there the share of hidden patches varies between images as here.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedssl.config.constraints import check_arguments
+from fedssl.encoders import Encoder
+from fedssl.encoders.tokens import TokenEncoder
+from fedssl.errors import InputError
+from fedssl.losses import at_least_float32, dino, masked_tokens
+from fedssl.methods.base import FailureMode
+from fedssl.methods.dino import DINO, Center, assignment_entropies
+from fedssl.methods.heads import MLP
+from fedssl.methods.multi_crop import by_size
+from fedssl.views import AcceptedViews, Views
+
+PATCHES_UNIFORM = FailureMode(
+    diagnostic="patch_assignment_entropy",
+    maximum=0.98,
+    message="the teacher assigns every patch to all prototypes equally; lower method.teacher_temperature and "
+    "method.warmup_teacher_temperature",
+)
+ONE_PATCH_PROTOTYPE = FailureMode(
+    diagnostic="patch_prototype_entropy",
+    minimum=0.05,
+    message="the teacher assigns all patches to one prototype; lower method.center_momentum, or raise "
+    "method.teacher_temperature",
+)
+
+
+class IBOT(DINO):
+    """iBOT: DINO's networks on a vision transformer with a class token, a mask token, and a center of patch tokens.
+
+    The parts ``mask_token`` and ``patch_center`` are exchanged like ``projector`` and ``center``.
+
+    The projector's first outputs are those of the class tokens of the global views; regularizers use them. Patches of
+    these views are hidden.
+
+    Parameters
+    ----------
+    patch_weight : float
+        Weight of the loss of masked patches; 0 disables it.
+    encoder, projector, num_prototypes, student_temperature, teacher_temperature, warmup_teacher_temperature,
+    warmup_rounds, center_momentum, freeze_last_layer_rounds, ema_decay, ema_schedule, target_init
+        As in `fedssl.methods.dino.DINO`.
+    """
+
+    encoder: TokenEncoder
+    target_encoder: TokenEncoder
+    accepted_views = AcceptedViews(max_global=None, local=True, masks=("block", "random"), augmentation="ibot")
+    masks_patches = True
+    regularized_parts = ("projector",)
+    failure_modes = (*DINO.failure_modes, PATCHES_UNIFORM, ONE_PATCH_PROTOTYPE)
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        projector: Callable[[int], MLP],
+        num_prototypes: int,
+        student_temperature: float,
+        teacher_temperature: float,
+        warmup_teacher_temperature: float,
+        warmup_rounds: int,
+        center_momentum: float,
+        freeze_last_layer_rounds: int,
+        ema_decay: float,
+        ema_schedule: str = "constant",
+        target_init: str = "persist",
+        patch_weight: float = 1.0,
+    ) -> None:
+        check_arguments("method", patch_weight=patch_weight)
+        _check_encoder(encoder)
+        super().__init__(
+            encoder,
+            projector=projector,
+            num_prototypes=num_prototypes,
+            student_temperature=student_temperature,
+            teacher_temperature=teacher_temperature,
+            warmup_teacher_temperature=warmup_teacher_temperature,
+            warmup_rounds=warmup_rounds,
+            center_momentum=center_momentum,
+            freeze_last_layer_rounds=freeze_last_layer_rounds,
+            ema_decay=ema_decay,
+            ema_schedule=ema_schedule,
+            target_init=target_init,
+        )
+        self.patch_weight = patch_weight
+        self.mask_token = nn.Parameter(torch.zeros(encoder.feature_dim))
+        self.patch_center = Center(num_prototypes, momentum=center_momentum)
+
+    def loss(self, views: Views) -> Tensor:
+        images, masked = torch.cat(views.global_images), hidden_patches(views)
+        tokens = self.encoder.forward_tokens(self.encoder.embed(images, hidden=masked, mask_token=self.mask_token))
+        h = self.encoder.pool_tokens(tokens)
+        if views.local_images:
+            h = torch.cat((h, *(self.encoder(local) for local in by_size(views.local_images))))
+        student = self.prototypes(self.projector(h)).chunk(len(views))
+        student_patches = self.prototypes(_project_patches(self.projector, self.encoder, tokens))
+        teacher, teacher_patches = self.teacher_token_logits(views)
+        temperatures = {
+            "student_temperature": self.student_temperature,
+            "teacher_temperature": self.current_teacher_temperature,
+        }
+        loss = dino(student, teacher, center=self.center.running_mean, **temperatures)
+        patch_loss = masked_tokens(
+            student_patches, teacher_patches, masked, center=self.patch_center.running_mean, **temperatures
+        )
+        self.center.update(torch.cat(teacher))
+        self.patch_center.update(teacher_patches)
+        return loss + self.patch_weight * patch_loss
+
+    def teacher_logits(self, views: Views) -> tuple[Tensor, ...]:
+        return self.teacher_token_logits(views)[0]
+
+    @torch.no_grad()
+    def teacher_token_logits(self, views: Views) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return the teacher's logits of each global view, ``(batch, K)``, and those of the patches of all of them.
+
+        The latter are ``(views * batch, patches, K)``.
+        """
+        encoder, projector = self.target_encoder, self.target_projector
+        tokens = encoder.forward_tokens(encoder.embed(torch.cat(views.global_images)))
+        logits = self.target_prototypes(projector(encoder.pool_tokens(tokens)))
+        patches = self.target_prototypes(_project_patches(projector, encoder, tokens))
+        return logits.chunk(len(views.global_images)), patches
+
+    def diagnose(self, views: Views) -> dict[str, float]:
+        """Return `assignment_entropies` of the teacher's class tokens and of its patch tokens."""
+        patches = at_least_float32(self.teacher_token_logits(views)[1]).flatten(end_dim=1)
+        centered = patches - self.patch_center.running_mean
+        single, mean = assignment_entropies(F.softmax(centered / self.teacher_temperature, dim=1))
+        own = {"patch_assignment_entropy": single.item(), "patch_prototype_entropy": mean.item()}
+        return super().diagnose(views) | own
+
+
+def hidden_patches(views: Views) -> Tensor:
+    """Return which patches of the global views are hidden, bool, ``(views * batch, patches)``."""
+    return torch.cat([view.mask.hidden for view in views if view.mask is not None])
+
+
+def _project_patches(projector: MLP, encoder: TokenEncoder, tokens: Tensor) -> Tensor:
+    """Return the projections of the patch tokens, ``(batch, patches, dim)``."""
+    patches = tokens[:, encoder.num_prefix_tokens :]
+    projections: Tensor = projector(patches.flatten(end_dim=1))  # batch norm expects one axis of vectors
+    return projections.view(*patches.shape[:2], -1)
+
+
+def _check_encoder(encoder: Encoder) -> None:
+    if not isinstance(encoder, TokenEncoder) or "class_token" not in dict(encoder.named_parameters()):
+        raise InputError(
+            "IBOT needs an encoder with tokens of patches and a class token; set encoder=vit_tiny encoder.pool=token"
+        )

@@ -1,0 +1,358 @@
+"""DINO: the loss from its parts, the center, the entropies, schedules over rounds, and what a federation exchanges."""
+
+from functools import partial
+from math import cos, log, pi
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedssl.config.load import compose
+from fedssl.encoders import conv_small
+from fedssl.errors import InputError
+from fedssl.losses import dino
+from fedssl.methods.base import build_method
+from fedssl.methods.dino import DINO, Center, assignment_entropies
+from fedssl.methods.heads import MLP, PrototypeHead
+from fedssl.model_arrays import exchanged_names, local_names
+from fedssl.training import capture_outputs
+from fedssl.views import LOCAL, View, Views
+from fedssl.wire.messages import ARRAYS
+from fedssl.wire.records import record_to_arrays
+from server_app.collapse_monitor import CollapseMonitor
+from strategies.interfaces import GLOBAL
+from tests.federation import Federation
+
+WORDS = ["method=dino", "augmentation=digits_multi_crop"]
+SMALL = ["method.projector.hidden_dim=16", "method.projector.out_dim=6", "method.num_prototypes=10", "batch_size=16"]
+TEACHER = {"target_encoder", "target_projector", "target_prototypes"}
+SETTINGS = {
+    "student_temperature": 0.1,
+    "teacher_temperature": 0.07,
+    "warmup_teacher_temperature": 0.04,
+    "warmup_rounds": 3,
+    "center_momentum": 0.75,
+    "freeze_last_layer_rounds": 1,
+    "ema_decay": 0.5,
+}
+
+
+def make_dino(**changed) -> DINO:
+    torch.manual_seed(0)
+    encoder = conv_small(channels=1, size=8, width=4)
+    projector = partial(MLP, hidden_dim=16, out_dim=6, num_layers=3, batch_norm=False, activation="gelu")
+    return DINO(encoder, projector=projector, num_prototypes=10, **(SETTINGS | changed))
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_views(batch: int = 6, *, local: int = 2) -> Views:
+    """Two global views of 8 x 8 pixels, and local ones of 4 x 4."""
+    views = [View(draw(batch, 1, 8, 8, seed=seed)) for seed in (1, 2)]
+    return Views((*views, *(View(draw(batch, 1, 4, 4, seed=3 + number), LOCAL) for number in range(local))))
+
+
+def step(method: DINO, views: Views, *, lr: float = 0.5) -> None:
+    optimizer = torch.optim.SGD([p for p in method.parameters() if p.requires_grad], lr=lr)
+    method.loss(views).backward()
+    optimizer.step()
+    method.on_step_end()
+
+
+def test_prototypes_return_cosines() -> None:
+    """(3, 4) with the prototypes (1, 0) and (0, 5): 3/5 and 4/5, whatever the lengths."""
+    head = PrototypeHead(2, num_prototypes=2)
+    with torch.no_grad():
+        head.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 5.0]]))
+    torch.testing.assert_close(head(torch.tensor([[3.0, 4.0], [30.0, 40.0]])), torch.tensor([[0.6, 0.8]] * 2))
+    assert head(draw(3, 7, 2)).shape == (3, 7, 2)  # tokens of images
+    assert head.out_features == 2
+
+
+def test_the_head_has_gelu_between_its_layers() -> None:
+    layers = build_method(compose(["method=dino"]).model).projector
+    assert [type(layer) for layer in layers] == [nn.Linear, nn.GELU, nn.Linear, nn.GELU, nn.Linear]
+
+
+def test_the_head_of_the_paper() -> None:
+    method = build_method(compose(["method=original/dino"]).model)
+    assert method.prototypes.weight.shape == (65536, 256)
+    assert method.step_constants == (0.996, 0.04)
+
+
+@pytest.mark.parametrize("local", [0, 2])
+def test_the_loss_is_that_of_its_forward_passes(local: int) -> None:
+    method, views = make_dino(), make_views(local=local)
+    step(method, views)  # teacher and student differ, and the center is not zero
+    center = method.center.running_mean.clone()
+    assert center.abs().min() > 0
+    images = views.images
+    student = [method.encoder(torch.cat(images[:2]))] + ([method.encoder(torch.cat(images[2:]))] if local else [])
+    student = method.prototypes(method.projector(torch.cat(student))).chunk(2 + local)
+    teacher = method.target_encoder(torch.cat(images[:2]))
+    teacher = method.target_prototypes(method.target_projector(teacher)).chunk(2)
+    expected = dino(student, teacher, center=center, student_temperature=0.1, teacher_temperature=0.04)
+    torch.testing.assert_close(method.loss(views), expected, rtol=0, atol=0)
+
+
+def test_the_teacher_does_not_see_local_views() -> None:
+    method = make_dino()
+    seen = []
+    method.target_encoder.register_forward_hook(lambda module, inputs, output: seen.append(tuple(inputs[0].shape)))
+    method.loss(make_views())
+    assert seen == [(12, 1, 8, 8)]
+
+
+def test_the_center_by_hand() -> None:
+    """Eq. 4 with momentum 3/4: the mean (2, 6) gives (0.5, 1.5), then (4, 0) gives (1.375, 1.125)."""
+    center = Center(2, momentum=0.75)
+    center.update(torch.tensor([[1.0, 4.0], [3.0, 8.0]]))
+    assert center.running_mean.tolist() == [0.5, 1.5]
+    center.eval()
+    center.update(torch.tensor([[100.0, 100.0]]))
+    assert center.running_mean.tolist() == [0.5, 1.5]
+    center.train()
+    center.update(torch.tensor([[[5.0, 1.0], [3.0, -1.0]]]))  # tokens of an image
+    assert center.running_mean.tolist() == [1.375, 1.125]
+
+
+def test_the_center_follows_the_teachers_logits_of_all_global_views() -> None:
+    method, views = make_dino(), make_views()
+    logits = torch.cat(method.teacher_logits(views)).double()
+    assert logits.shape == (12, 10)
+    method.loss(views)
+    torch.testing.assert_close(method.center.running_mean.double(), 0.25 * logits.mean(dim=0), rtol=1e-5, atol=1e-7)
+
+
+def slow_entropies(probabilities: Tensor) -> tuple[float, float]:
+    rows = probabilities.double().tolist()
+    columns = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+    entropies = [-sum(p * log(p) for p in row if p) / log(len(row)) for row in (*rows, columns)]
+    return sum(entropies[:-1]) / len(rows), entropies[-1]
+
+
+def test_entropies_are_their_equations() -> None:
+    probabilities = F.softmax(3 * draw(7, 5), dim=1)
+    assert tuple(map(float, assignment_entropies(probabilities))) == pytest.approx(
+        slow_entropies(probabilities), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([[0.25] * 4] * 2, (1, 1)),
+        ([[0.0, 1.0, 0.0, 0.0]] * 2, (0, 0)),
+        ([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]], (0, 0.5)),  # log 2 / log 4
+        ([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]], (0.5, 1)),
+    ],
+)
+def test_entropies_by_hand(rows, expected) -> None:
+    assert tuple(map(float, assignment_entropies(torch.tensor(rows)))) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_student_is_trained_and_the_teacher_follows() -> None:
+    method, views = make_dino(freeze_last_layer_rounds=0), make_views()
+    before = {name: value.detach().double() for name, value in method.named_parameters()}
+    step(method, views)
+    for name, value in method.named_parameters():
+        if name.startswith("target_"):
+            assert value.grad is None
+            online = dict(method.named_parameters())[name.removeprefix("target_")]
+            torch.testing.assert_close(value.double(), 0.5 * before[name] + 0.5 * online.double(), rtol=1e-6, atol=1e-7)
+        else:
+            assert value.grad is not None
+            assert value.grad.abs().sum() > 0
+            assert not torch.equal(value.double(), before[name])
+
+
+def test_prototypes_are_frozen_in_the_first_rounds() -> None:
+    method, views = make_dino(freeze_last_layer_rounds=2), make_views()
+    method.start_round(first=True)
+    assert "prototypes.weight" in method.trainable
+    for method.round in (1, 2, 3):
+        method.start_round(first=method.round == 1)
+        method.train()
+        before = {part: method.get_parameter(f"{part}.weight").clone() for part in ("prototypes", "target_prototypes")}
+        step(method, views)
+        for part, old in before.items():
+            assert torch.equal(method.get_parameter(f"{part}.weight"), old) == (method.round < 3), (part, method.round)
+    assert not torch.equal(method.encoder.blocks[0][0].weight, method.target_encoder.blocks[0][0].weight)
+    assert not method.target_prototypes.weight.requires_grad
+
+
+def test_schedules_over_rounds() -> None:
+    """The temperature 0.04, 0.05, 0.06, 0.07, 0.07; the decay 1 - 0.5 (1 + cos(pi t)) / 2 with t = 0, 1/4, ..., 1."""
+    constant, growing = make_dino(), make_dino(ema_schedule="cosine")
+    assert constant.step_constants == (0.5, 0.04)
+    growing.rounds = 5
+    for number, temperature in enumerate([0.04, 0.05, 0.06, 0.07, 0.07]):
+        growing.round = number + 1
+        decay = 1 - 0.5 * (1 + cos(pi * number / 4)) / 2
+        assert growing.step_constants == pytest.approx((decay, temperature))
+        assert constant.current_decay == 0.5
+    with torch.no_grad():  # decay 1: the teacher stays as it is
+        for parameter in growing.encoder.parameters():
+            parameter.add_(1)
+    before = [parameter.clone() for parameter in growing.target_encoder.parameters()]
+    growing.on_step_end()
+    assert all(map(torch.equal, before, growing.target_encoder.parameters()))
+    growing.round = 1
+    growing.on_step_end()
+    torch.testing.assert_close(next(growing.target_encoder.parameters()), before[0] + 0.5)
+
+
+def test_the_teachers_temperature_of_the_round_is_used() -> None:
+    method, views = make_dino(), make_views()
+    method.eval()  # statistics and the center stay
+    first = method.loss(views)
+    method.round = 4
+    assert abs(method.loss(views) - first) > 1e-3
+    method.warmup_teacher_temperature, method.round = 0.07, 1
+    torch.testing.assert_close(method.loss(views), make_loss(method, views, temperature=0.07))
+
+
+def make_loss(method: DINO, views: Views, *, temperature: float) -> Tensor:
+    h = torch.cat([method.encoder(torch.cat(images)) for images in (views.global_images, views.local_images)])
+    student = method.prototypes(method.projector(h)).chunk(len(views))
+    center = method.center.running_mean
+    return dino(
+        student,
+        method.teacher_logits(views),
+        center=center,
+        student_temperature=0.1,
+        teacher_temperature=temperature,
+    )
+
+
+def test_regularizers_use_the_bottleneck_of_the_global_views() -> None:
+    method, views = make_dino(), make_views()
+    with capture_outputs(method, "projector") as outputs:
+        method.loss(views)
+    rows = [rows for output in outputs for rows in output.split(views.num_images)][:2]
+    expected = method.projector(method.encoder(torch.cat(views.global_images)))
+    torch.testing.assert_close(torch.cat(rows), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("target_init", ["persist", "reset", "average"])
+def test_what_is_exchanged(target_init: str) -> None:
+    method = make_dino(target_init=target_init)
+    teacher = TEACHER if target_init == "average" else set()
+    sent = {name.partition(".")[0] for name in exchanged_names(method)}
+    assert sent == {"encoder", "projector", "prototypes", "center", *teacher}
+    assert {name.partition(".")[0] for name in local_names(method)} == TEACHER - teacher
+
+
+@pytest.mark.parametrize(
+    ("target_init", "first", "copied"),
+    [
+        ("persist", True, True),
+        ("persist", False, False),
+        ("reset", False, True),
+        ("average", True, False),
+    ],
+)
+def test_the_teacher_at_the_start_of_a_round(target_init: str, first: bool, copied: bool) -> None:
+    method = make_dino(target_init=target_init, freeze_last_layer_rounds=0)
+    step(method, make_views())
+    before = method.target_prototypes.weight.clone()
+    method.start_round(first=first)
+    assert torch.equal(method.target_prototypes.weight, method.prototypes.weight) == copied
+    assert torch.equal(method.target_prototypes.weight, before) != copied
+
+
+def two_clients(folder, *overrides: str) -> tuple[Federation, list[int], list[dict]]:
+    """Run a round of two clients with different numbers of images; return these numbers and the uploads."""
+    words = ["num_clients=2", "dataset.limit=40", "partition=dirichlet", "partition.alpha=0.5", *WORDS, *SMALL]
+    federation = Federation(folder, *words, "rounds=3", *overrides)
+    federation.run(1)
+    sizes = [len(part) for part in federation.components.client_data.parts]
+    assert sizes[0] != sizes[1]
+    return federation, sizes, [record_to_arrays(update.array_records[ARRAYS]) for update in federation.updates]
+
+
+@pytest.mark.parametrize("target_init", ["persist", "average"])
+def test_the_server_averages_center_and_prototypes_by_examples(tmp_path, target_init: str) -> None:
+    federation, sizes, sent = two_clients(tmp_path, "strategy=fedavg", f"method.target_init={target_init}")
+    names = ["center.running_mean", "prototypes.weight"]
+    names += ["target_prototypes.weight"] if target_init == "average" else []
+    assert ("target_prototypes.weight" in sent[0]) == (target_init == "average")
+    for name in names:
+        mean = sum(size * layers[name].astype(float) for size, layers in zip(sizes, sent, strict=True)) / sum(sizes)
+        np.testing.assert_allclose(federation.layers[name], mean, rtol=1e-5, atol=1e-7)
+    assert np.abs(sent[0]["center.running_mean"] - sent[1]["center.running_mean"]).max() > 1e-3
+
+
+def test_l_dawa_does_not_scale_the_center(tmp_path) -> None:
+    """It is a statistic, whose plain mean is taken; a weight would be multiplied by its cosine with the last one."""
+    federation, _, sent = two_clients(tmp_path, "strategy=l_dawa", "strategy.weighting=uniform")
+    federation.run(1)
+    sent = [record_to_arrays(update.array_records[ARRAYS]) for update in federation.updates[2:]]
+    mean = np.mean([layers["center.running_mean"].astype(float) for layers in sent], axis=0)
+    np.testing.assert_allclose(federation.layers["center.running_mean"], mean, rtol=1e-5, atol=1e-7)
+
+
+def trained(folder, *overrides: str) -> tuple[list[str], dict[str, float]]:
+    """Return the failures and diagnostics of a global model after two rounds."""
+    federation = Federation(folder, *WORDS, *SMALL, "strategy=fedavg", "rounds=2", *overrides)
+    layers = federation.run(2)
+    settings = federation.settings
+    monitor = CollapseMonitor(
+        build_method(settings.model),
+        data=settings.data,
+        num_images=40,
+        augment=settings.training.augmentation.instantiate(),
+        device=torch.device("cpu"),
+        seed=0,
+    )
+    report = monitor.finish({GLOBAL: layers})
+    return list(report.failures), report.rows[0]
+
+
+def test_a_healthy_training_has_no_failure(tmp_path) -> None:
+    failures, found = trained(tmp_path, "method.projector.last_batch_norm=true")
+    assert failures == []
+    assert 0.1 < found["assignment_entropy"] < found["prototype_entropy"] <= 1
+
+
+def test_a_warm_teacher_is_uniform(tmp_path) -> None:
+    failures, _ = trained(tmp_path, "method.teacher_temperature=1", "method.warmup_teacher_temperature=1")
+    assert len(failures) == 1
+    assert "all prototypes equally; lower method.teacher_temperature" in failures[0]
+
+
+def test_without_centering_one_prototype_is_left(tmp_path) -> None:
+    failures, _ = trained(
+        tmp_path, "method.center_momentum=1", "method.teacher_temperature=0.01", "optimizer.lr=0.1", "local_epochs=3"
+    )
+    assert len(failures) == 1
+    assert "all images to one prototype; lower method.center_momentum" in failures[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"student_temperature": 0}, "method.student_temperature=0 must be a number above 0"),
+        ({"teacher_temperature": -1}, "method.teacher_temperature=-1 must be a number above 0"),
+        ({"warmup_teacher_temperature": 0}, "method.warmup_teacher_temperature=0 must be a number above 0"),
+        ({"warmup_rounds": -1}, "method.warmup_rounds=-1 must be an integer of at least 0"),
+        ({"center_momentum": 1.5}, "method.center_momentum=1.5 must be at most 1"),
+        ({"freeze_last_layer_rounds": 0.5}, "method.freeze_last_layer_rounds=0.5 must be an integer"),
+        ({"ema_schedule": "linear"}, "method.ema_schedule=linear must be constant or cosine"),
+        ({"ema_decay": 2}, "method.ema_decay=2 must be"),
+    ],
+)
+def test_invalid_settings_are_refused(changed, message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        make_dino(**changed)
+
+
+def test_one_prototype_or_an_unknown_activation_is_refused() -> None:
+    with pytest.raises(InputError, match="^method.num_prototypes=1 must be an integer of at least 2"):
+        PrototypeHead(4, num_prototypes=1)
+    with pytest.raises(InputError, match="^method.activation=tanh must be relu or gelu"):
+        MLP(4, hidden_dim=4, out_dim=4, activation="tanh")

@@ -1,0 +1,254 @@
+"""iBOT: the loss from its forward passes, hidden patches, both centers, and what it needs of the encoder."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedssl.config.load import compose
+from fedssl.encoders import conv_small, vit_tiny
+from fedssl.errors import InputError
+from fedssl.losses import dino, masked_tokens
+from fedssl.methods.base import build_method
+from fedssl.methods.heads import MLP
+from fedssl.methods.ibot import IBOT
+from fedssl.model_arrays import exchanged_names, local_names
+from fedssl.training import LocalTrainer, capture_outputs
+from fedssl.views import LOCAL, Mask, View, Views
+from fedssl.wire.messages import ARRAYS
+from fedssl.wire.records import record_to_arrays
+from server_app.collapse_monitor import CollapseMonitor
+from strategies.interfaces import GLOBAL
+from tests.federation import Federation
+from tests.methods import overrides_of
+
+WORDS = overrides_of("ibot")
+SMALL = ["method.projector.hidden_dim=16", "method.projector.out_dim=6", "method.num_prototypes=10", "batch_size=16"]
+SETTINGS = {
+    "num_prototypes": 10,
+    "student_temperature": 0.1,
+    "teacher_temperature": 0.05,
+    "warmup_teacher_temperature": 0.05,
+    "warmup_rounds": 0,
+    "center_momentum": 0.75,
+    "freeze_last_layer_rounds": 0,
+    "ema_decay": 0.5,
+}
+PATCHES = 16  # of 2 x 2 pixels, in images of 8 x 8
+
+
+def make_ibot(*, registers: int = 0, batch_norm: bool = False, **changed) -> IBOT:
+    torch.manual_seed(0)
+    encoder = vit_tiny(channels=1, size=8, patch=2, depth=2, width=8, heads=2, registers=registers)
+    projector = partial(MLP, hidden_dim=16, out_dim=6, num_layers=3, batch_norm=batch_norm, activation="gelu")
+    return IBOT(encoder, projector=projector, **(SETTINGS | changed))
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_views(batch: int = 4, *, local: int = 2) -> Views:
+    """Global views of 8 x 8 pixels with hidden patches, none of them in the first image, and local ones of 4 x 4."""
+    hidden = [draw(batch, PATCHES, seed=seed) > 0.5 for seed in (11, 12)]
+    for patches in hidden:
+        patches[0] = False
+    views = [View(draw(batch, 1, 8, 8, seed=seed), mask=Mask(hidden[seed])) for seed in (0, 1)]
+    return Views((*views, *(View(draw(batch, 1, 4, 4, seed=3 + number), LOCAL) for number in range(local))))
+
+
+def step(method: IBOT, views: Views, *, lr: float = 0.5) -> None:
+    optimizer = torch.optim.SGD([p for p in method.parameters() if p.requires_grad], lr=lr)
+    method.loss(views).backward()
+    optimizer.step()
+    method.on_step_end()
+
+
+@pytest.mark.parametrize(
+    ("local", "registers", "weight", "batch_norm"),
+    [(2, 0, 1.0, False), (0, 0, 1.0, False), (2, 2, 0.5, False), (2, 0, 1.0, True)],
+)
+def test_the_loss_is_that_of_its_forward_passes(local: int, registers: int, weight: float, batch_norm: bool) -> None:
+    """Class and patch tokens of the masked global views, class tokens of the local ones, and the teacher's of all."""
+    method = make_ibot(registers=registers, patch_weight=weight, batch_norm=batch_norm)
+    views = make_views(local=local)
+    step(method, views)  # teacher, centers and mask token are not at their start
+    centers = [method.center.running_mean.clone(), method.patch_center.running_mean.clone()]
+    assert all(center.abs().min() > 0 for center in (*centers, method.mask_token))
+
+    def tokens_of(encoder, **hidden) -> tuple[Tensor, Tensor]:
+        tokens = encoder.forward_tokens(encoder.embed(torch.cat(views.global_images), **hidden))
+        assert tokens.shape == (8, 1 + registers + PATCHES, 8)
+        return tokens[:, 0], tokens[:, 1 + registers :].reshape(8 * PATCHES, 8)
+
+    hidden = torch.cat([views[0].mask.hidden, views[1].mask.hidden])
+    h, patches = tokens_of(method.encoder, hidden=hidden, mask_token=method.mask_token)
+    h = torch.cat([h, *([method.encoder(torch.cat(views.local_images))] if local else [])])
+    student = method.prototypes(method.projector(h)).chunk(2 + local)
+    student_patches = method.prototypes(method.projector(patches)).view(8, PATCHES, 10)
+    h, patches = tokens_of(method.target_encoder)
+    teacher = method.target_prototypes(method.target_projector(h)).chunk(2)
+    teacher_patches = method.target_prototypes(method.target_projector(patches)).view(8, PATCHES, 10)
+    temperatures = {"student_temperature": 0.1, "teacher_temperature": 0.05}
+    expected = dino(student, teacher, center=centers[0], **temperatures)
+    expected = expected + weight * masked_tokens(
+        student_patches, teacher_patches, hidden, center=centers[1], **temperatures
+    )
+    torch.testing.assert_close(method.loss(views), expected, rtol=1e-6, atol=1e-6)
+    for center, old, logits in zip(
+        (method.center, method.patch_center), centers, (torch.cat(teacher), teacher_patches), strict=True
+    ):
+        mean = 0.75 * old.double() + 0.25 * logits.double().reshape(-1, 10).mean(dim=0)  # Eq. 4 of DINO
+        torch.testing.assert_close(center.running_mean.double(), mean, rtol=1e-5, atol=1e-6)
+
+
+def test_the_student_does_not_see_hidden_patches() -> None:
+    """Other pixels in them change the teacher's part of the loss only."""
+    method, views = make_ibot(), make_views()
+    step(method, views)
+    seen = []
+    method.encoder.encoder.layers[0].register_forward_hook(lambda module, inputs, output: seen.append(output))
+    method.loss(views)
+    pixels = [view.mask.hidden.view(4, 1, 4, 4).repeat_interleave(2, 2).repeat_interleave(2, 3) for view in views[:2]]
+    other = [torch.where(hidden, 9.0, view.images) for view, hidden in zip(views, pixels, strict=False)]
+    method.loss(views.with_images([*other, *views.local_images]))
+    torch.testing.assert_close(seen[0], seen[2], rtol=0, atol=0)
+    torch.testing.assert_close(seen[1], seen[3], rtol=0, atol=0)  # local views
+    assert pixels[0].any()
+
+
+def test_the_student_is_trained_and_the_teacher_follows() -> None:
+    method, views = make_ibot(), make_views()
+    before = {name: value.detach().double() for name, value in method.named_parameters()}
+    step(method, views)
+    parameters = dict(method.named_parameters())
+    for name, value in parameters.items():
+        if name.startswith("target_"):
+            online = parameters[name.removeprefix("target_")]
+            torch.testing.assert_close(value.double(), 0.5 * before[name] + 0.5 * online.double(), rtol=1e-6, atol=1e-7)
+        else:
+            assert not torch.equal(value.double(), before[name]), name
+
+
+def test_without_weight_or_hidden_patches_it_is_dino() -> None:
+    """The mask token is not used, and the loss is that of the class tokens."""
+    views = make_views()
+    nothing = Views((*(View(view.images, mask=Mask(view.mask.hidden & False)) for view in views[:2]), *views[2:]))
+    torch.testing.assert_close(make_ibot(patch_weight=0).loss(nothing), make_ibot().loss(nothing), rtol=0, atol=0)
+    method = make_ibot()
+    expected = super(IBOT, method).loss(nothing)
+    torch.testing.assert_close(make_ibot().loss(nothing), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_regularizers_use_the_class_tokens_of_the_global_views() -> None:
+    method, views = make_ibot(), make_views()
+    with capture_outputs(method, "projector") as outputs:
+        method.loss(views)
+    rows = [rows for output in outputs for rows in output.split(views.num_images)][:2]
+    embedded = [
+        method.encoder.embed(view.images, hidden=view.mask.hidden, mask_token=method.mask_token) for view in views[:2]
+    ]
+    for found, patches in zip(rows, embedded, strict=True):
+        expected = method.projector(method.encoder.forward_tokens(patches)[:, 0])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("target_init", ["persist", "average"])
+def test_the_server_averages_all_but_the_teacher_by_examples(tmp_path, target_init: str) -> None:
+    overrides = ["num_clients=2", "dataset.limit=40", "partition=dirichlet", "partition.alpha=0.5", "strategy=fedavg"]
+    federation = Federation(tmp_path, *WORDS, *SMALL, *overrides, f"method.target_init={target_init}")
+    federation.run(1)
+    teacher = {"target_encoder", "target_projector", "target_prototypes"}
+    assert {name.partition(".")[0] for name in local_names(federation.method)} == (
+        teacher if target_init == "persist" else set()
+    )
+    sent = {name.partition(".")[0] for name in exchanged_names(federation.method)}
+    assert sent - teacher == {"encoder", "projector", "prototypes", "center", "patch_center", "mask_token"}
+    sizes = [len(part) for part in federation.components.client_data.parts]
+    assert sizes[0] != sizes[1]
+    updates = [record_to_arrays(update.array_records[ARRAYS]) for update in federation.updates]
+    for name in ("patch_center.running_mean", "center.running_mean", "mask_token"):
+        mean = sum(size * layers[name].astype(float) for size, layers in zip(sizes, updates, strict=True)) / sum(sizes)
+        np.testing.assert_allclose(federation.layers[name], mean, rtol=1e-5, atol=1e-7)
+        assert np.abs(updates[0][name] - updates[1][name]).max() > 1e-6
+
+
+def test_masks_of_blocks_and_random_ones_are_accepted() -> None:
+    for kind, accepted in (("block", True), ("random", True), ("multi_block", False), (None, False)):
+        assert IBOT.accepted_views.accept(["global", "global", "local"], [kind, kind, None]) == accepted
+
+
+@pytest.mark.parametrize(
+    "encoder",
+    [
+        lambda: conv_small(channels=1, size=8, width=4),
+        lambda: vit_tiny(channels=1, size=8, patch=2, depth=1, width=8, heads=2, pool="mean", registers=1),
+    ],
+)
+def test_an_encoder_without_class_token_is_refused(encoder) -> None:
+    with pytest.raises(InputError, match="^IBOT needs .* set encoder=vit_tiny encoder.pool=token$"):
+        IBOT(encoder(), projector=partial(MLP, hidden_dim=4, out_dim=4), **SETTINGS)
+
+
+def test_a_negative_weight_is_refused() -> None:
+    with pytest.raises(InputError, match="^method.patch_weight=-1 must be a number of at least 0"):
+        make_ibot(patch_weight=-1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["augmentation=digits_multi_crop"], "IBOT trains on .* set augmentation=ibot"),
+        (["regularizer=fur", "regularizer.part=encoder"], "needs the encoder's output"),
+    ],
+)
+def test_views_without_masks_and_regularizers_of_the_encoder_are_refused(overrides, message: str) -> None:
+    settings = compose([*WORDS, *overrides])
+    with pytest.raises(InputError, match=message):
+        LocalTrainer.build(settings.training, build_method(settings.model))
+
+
+def test_frozen_stages_are_refused(tmp_path) -> None:
+    with pytest.raises(InputError, match="IBOT hides patches.*set schedule=end_to_end or schedule=progressive"):
+        Federation(tmp_path, *WORDS, *SMALL, "schedule=layer_wise", "rounds=2")
+
+
+def test_stages_can_be_added(tmp_path) -> None:
+    federation = Federation(tmp_path, *WORDS, *SMALL, "schedule=progressive", "rounds=2")
+    start = federation.layers
+    federation.run(1)
+    name = "encoder.encoder.layers.encoder_layer_1.mlp.0.weight"
+    assert np.array_equal(federation.layers[name], start[name])  # not active in the first round
+    federation.run(1)
+    assert not np.array_equal(federation.layers[name], start[name])
+
+
+def trained(folder, *overrides: str) -> tuple[list[str], dict[str, float]]:
+    """Return the failures and diagnostics of a global model after two rounds."""
+    federation = Federation(folder, *WORDS, *SMALL, "strategy=fedavg", "rounds=2", *overrides)
+    layers = federation.run(2)
+    settings = federation.settings
+    monitor = CollapseMonitor(
+        build_method(settings.model),
+        data=settings.data,
+        num_images=40,
+        augment=settings.training.augmentation.instantiate(),
+        device=torch.device("cpu"),
+        seed=0,
+    )
+    report = monitor.finish({GLOBAL: layers})
+    return list(report.failures), report.rows[0]
+
+
+def test_patches_of_a_warm_teacher_are_uniform(tmp_path) -> None:
+    failures, found = trained(tmp_path, "method.teacher_temperature=3", "method.warmup_teacher_temperature=3")
+    assert any("every patch to all prototypes equally; lower method.teacher_temperature" in text for text in failures)
+    assert found["patch_prototype_entropy"] > 0.99
+
+
+def test_without_centering_patches_have_one_prototype(tmp_path) -> None:
+    overrides = ["method.center_momentum=1", "method.teacher_temperature=0.01", "optimizer=adam", "optimizer.lr=0.02"]
+    failures, _ = trained(tmp_path, *overrides, "local_epochs=4", "method.warmup_teacher_temperature=0.01")
+    assert any("all patches to one prototype; lower method.center_momentum" in text for text in failures)
