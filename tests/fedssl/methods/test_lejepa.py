@@ -1,4 +1,4 @@
-"""LeJEPA: the prediction by its equation and as in lightly, the loss of several sizes of views, and directions common to all clients."""
+"""LeJEPA: the prediction by its equation and as in lightly, views of several sizes, and common directions."""
 
 from functools import partial
 
