@@ -1,9 +1,10 @@
-"""LeJEPA: the prediction by its equation, the loss of several sizes of views, and directions common to all clients."""
+"""LeJEPA: the prediction by its equation and as in lightly, views of several sizes, and common directions."""
 
 from functools import partial
 
 import pytest
 import torch
+from lightly.loss.lejepa_loss import lejepa_invariance_loss
 from torch import Tensor
 
 from fedssl.config.load import compose
@@ -62,6 +63,12 @@ def test_prediction_is_its_equation(num_global):
         for v in range(5):
             expected += sum((float(z[v, i, a]) - center[a]) ** 2 for a in range(3)) / (5 * 4 * 3)
     assert prediction(z, num_global=num_global).item() == pytest.approx(expected)
+
+
+def test_prediction_is_that_of_lightly():
+    z = draw(5, 4, 3)
+    expected = lejepa_invariance_loss(all_proj=z, global_proj=z[:2])
+    torch.testing.assert_close(prediction(z, num_global=2), expected)
 
 
 def test_prediction_by_hand():

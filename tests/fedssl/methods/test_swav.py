@@ -16,8 +16,11 @@ from fedssl.methods.heads import MLP
 from fedssl.methods.swav import SwAV, best_order, distinct_assignments, used_share
 from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.views import LOCAL, View, Views
+from server_app.checkpoint import latest_checkpoint
+from simulation.cli import run
 from tests.failures import failures_after
-from tests.federation import Federation
+from tests.federation import TINY, Federation
+from tests.resuming import repeat_from
 
 HEAD = partial(MLP, hidden_dim=16, out_dim=8)
 SMALL = ["method=swav", "method.projector.hidden_dim=16", "method.projector.out_dim=8", "method.num_prototypes=5"]
@@ -196,6 +199,26 @@ def test_the_server_averages_prototypes_by_numbers_of_images_and_clients_normali
     np.testing.assert_allclose(method.prototypes.weight.detach(), normalized, rtol=1e-5, atol=1e-7)
 
 
+def test_fedu_keeps_prototypes_on_the_client_with_the_projector_of_the_server(tmp_path):
+    overrides = ["strategy=fedu", "strategy.predictor=local", "num_clients=2", "method.freeze_prototypes_rounds=0"]
+    federation = Federation(tmp_path, *SMALL, *overrides)
+    kept = []
+    original = SwAV.start_round
+
+    def record(method, *, first):
+        original(method, first=first)
+        kept.append(method.prototypes.weight.detach().clone())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SwAV, "start_round", record)
+        federation.run(2)
+    sent = federation.updates[0]["arrays"]["projector.0.weight"].numpy()
+    assert not np.array_equal(federation.plans[2]["arrays"]["projector.0.weight"].numpy(), sent)  # the average
+    first, second = kept[:2], kept[-2:]
+    assert torch.equal(first[0], first[1])
+    assert (second[0] - second[1]).abs().max() > 1e-4
+
+
 # --- queue ---
 
 
@@ -263,6 +286,16 @@ def test_a_client_has_its_own_queue_and_never_sends_it(tmp_path):
     for message in (*federation.plans, *federation.updates):
         assert "queue" not in message["arrays"]
         assert "prototypes.weight" in message["arrays"]
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    overrides = [*SMALL, *TINY, "strategy=fedavg", "method.queue_size=8", "method.queue_start_round=2"]
+    overrides += ["clients_per_round=2", "evaluate_every=0", "measure_resources=false", "collapse_images=0"]
+    run([*overrides, "rounds=3", f"output_dir={tmp_path / 'whole'}"])
+    folders = (tmp_path / "whole", repeat_from(2, tmp_path / "whole"))
+    whole, parts = (latest_checkpoint(folder / "checkpoints").models["global"].layers for folder in folders)
+    assert whole.keys() == parts.keys()
+    assert all(np.array_equal(array, parts[name]) for name, array in whole.items())
 
 
 # --- matched prototypes ---
