@@ -28,8 +28,7 @@ PARAMETERS = {
     ("synchronize", f"{TRANSFER}:copy_to_cpu"): 2,
 }
 PLAIN = {**PARAMETERS, ("to_device", DATA): 2 * EPOCHS, ("synchronize", TRAIN): 1}  # the loss
-# A transformer has no layers of int64, and masks are a third copy per epoch.
-WITH_MASKS = {**PLAIN, **dict.fromkeys(PARAMETERS, 1), ("to_device", DATA): 3 * EPOCHS}
+WITH_MASKS = {**PLAIN, ("to_device", DATA): 3 * EPOCHS}
 SETTINGS = {
     "stages": [*VIT, "schedule=layer_wise", "rounds=2", "method=moco_v3"],
     "clipped": ["clip_norm=0.1"],
