@@ -12,6 +12,7 @@ from torch import Tensor
 from fedssl.augmentation import Augmentation
 from fedssl.config.settings import TrainingSettings
 from fedssl.datasets.images import ImageSource
+from fedssl.encoders.tokens import TokenEncoder
 from fedssl.errors import InputError
 from fedssl.machine.cuda_graphs import CudaGraphCache, check_fused
 from fedssl.machine.devices import check_cuda_features, check_precision, is_gpu, to_device
@@ -226,6 +227,13 @@ def check_views(augment: Augmentation, method: SSLMethod) -> None:
             f"{type(method).__name__} trains on {accepted} but augmentation.views has {describe_views(roles, masks)}; "
             f"set augmentation={accepted.augmentation}"
         )
+    for number, recipe in enumerate(augment.recipes):
+        patch = method.encoder.patch_size if isinstance(method.encoder, TokenEncoder) else None
+        if recipe.mask is not None and recipe.mask.patch != patch:
+            raise InputError(
+                f"augmentation.views.{number}.mask.patch={recipe.mask.patch} but encoder.patch={patch}; leave "
+                "augmentation.views.*.mask.patch at its default"
+            )
     for size in dict.fromkeys(augment.sizes):
         method.encoder.check_view_shape((augment.channels, size, size))
 

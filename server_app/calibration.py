@@ -14,7 +14,7 @@ from fedssl.config.settings import CalibrationSettings, DataSettings
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import exchanged_layers, load_layers
+from fedssl.model_arrays import exchanged_layers, load_layers, local_names, part_name
 from fedssl.partition import server_indices
 from fedssl.regularizers.base import Regularizer
 from fedssl.schedule.lr import LRSchedule
@@ -48,6 +48,13 @@ class Calibration:
             raise InputError(
                 f"calibration trains on images without labels, which {type(method).__name__} cannot; "
                 "set calibration=none or another method"
+            )
+        trained = {part_name(name) for name in local_names(method)} & {part_name(name) for name in method.trainable}
+        if trained:
+            parts = " and ".join(sorted(trained))
+            raise InputError(
+                f"calibration trains on the server, which does not have the clients' {parts}; set calibration=none or "
+                f"method.exchange_{min(trained)}=true"
             )
         self.when = settings.when
         self._method, self._lr_schedule, self._device, self._seed = method, lr_schedule, device, seed

@@ -15,8 +15,8 @@ their layers, including running statistics. Deviations from the paper or the aut
 - in a client's first round the authors' target *is* the online network. Here it starts as a copy of it;
 - the authors' clients also exchange networks that no option requires. Here these stay local.
 
-For methods without a predictor (SimCLR, supervised) DAPU decides on the projector or the classifier, the last part of
-the network instead.
+For methods without a predictor (SimCLR, supervised, MAE) DAPU decides on the projector, the classifier or the decoder,
+the last part of the network, instead.
 """
 
 import math
@@ -90,8 +90,8 @@ class FedUClient(ClientStrategy):
             )
         if options.predictor != "global" and _head(method) not in _parts(exchanged_names(method)):
             raise InputError(
-                f"strategy.predictor={options.predictor} needs a method with a predictor or projector and {kind} has "
-                "neither; set strategy.predictor=global"
+                f"strategy.predictor={options.predictor} needs a method that exchanges a predictor or projector and "
+                f"{kind} exchanges neither; set strategy.predictor=global"
             )
         if options.predictor == "dapu":
             distance_names(method, distance=options.distance)
@@ -185,7 +185,7 @@ def _targets(method: SSLMethod) -> dict[str, str]:
 
 def _head(method: SSLMethod) -> str:
     parts = _parts(exchanged_names(method))
-    return next((part for part in ("predictor", "projector", "classifier") if part in parts), "predictor")
+    return next((part for part in ("predictor", "projector", "classifier", "decoder") if part in parts), "predictor")
 
 
 def _parts(names: Sequence[str]) -> list[str]:

@@ -12,9 +12,9 @@ regularized. The abstract mentions a distance between representations, and names
 - v_k starts as the downloaded global model in the client's first participation. It is trained once in each of its
   rounds, after the global model, on the same images, views and batches and with the same regularizer.
 
-All other parts of v_k are local: running statistics, targets that follow it (a copy of v_k itself in its first round,
-under ``method.target_init=reset`` in every round) and stages that were trained before they were frozen. Global
-centroids of Orchestra are the server's. No layer of v_k is uploaded.
+All other parts of v_k are local: running statistics, parts that the method trains locally, targets that follow it (a
+copy of v_k itself in its first round, under ``method.target_init=reset`` in every round) and stages that were trained
+before they were frozen. Global centroids of Orchestra are the server's. No layer of v_k is uploaded.
 """
 
 from dataclasses import replace
@@ -37,14 +37,18 @@ PERSONAL = "personal."  # prefix of v_k's layers in a client's state
 
 
 class ProximalTo(Regularizer):
-    """Proximal term with ``weight`` lambda that pulls the trained weights to ``layers``; 0 disables it."""
+    """Proximal term with ``weight`` lambda that pulls the trained weights to ``layers``; 0 disables it.
+
+    Trained weights of local parts, which are not in ``layers``, are free.
+    """
 
     def __init__(self, layers: Layers, *, weight: float) -> None:
         self._layers, self._weight = layers, weight
 
     @torch.no_grad()
     def on_train_start(self, method: SSLMethod) -> None:
-        trained = {name: weights for name, weights in method.named_tensors.items() if weights.requires_grad}
+        tensors = method.named_tensors
+        trained = {name: tensors[name] for name in tensors if name in self._layers and tensors[name].requires_grad}
         self._trained = list(trained.values())
         self._reference = [torch.empty_like(weights) for weights in self._trained]
         copy_arrays(self._reference, [self._layers[name] for name in trained])

@@ -7,6 +7,8 @@ VIT = ["encoder=vit_tiny", "encoder.patch=1", "encoder.width=16", "encoder.depth
 # Methods that hide patches of their views need a vision transformer and a recipe with masks.
 MASKED: dict[str, list[str]] = {
     "ibot": [*VIT, "augmentation=digits_ibot"],
+    "ijepa": [*VIT, "augmentation=digits_ijepa"],
+    "mae": [*VIT, "encoder.patch=2", "augmentation=digits_mae"],
 }
 WHOLE = [name for name in METHODS if name not in MASKED]
 

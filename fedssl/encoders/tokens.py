@@ -23,6 +23,19 @@ def gather_patches(tokens: Tensor, indices: Tensor) -> Tensor:
     return tokens.gather(1, indices[..., None].expand(-1, -1, tokens.shape[-1]))
 
 
+def sincos_position_embedding(side: int, width: int) -> Tensor:
+    """Return MoCo v3's fixed positions (arXiv 2104.02057) of ``side x side`` patches, row by row: ``(side^2, width)``.
+
+    The embedding of a patch in row r and column c concatenates sin(r w_i), cos(r w_i), sin(c w_i) and cos(c w_i), each
+    for i = 0 to n - 1 with n = width / 4 and w_i = 10000^(-i / n).
+    """
+    position = torch.arange(side, dtype=torch.float64)
+    frequency = 10000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
+    angle = torch.outer(position, frequency)
+    half = torch.cat((angle.sin(), angle.cos()), dim=1)
+    return torch.cat((half.repeat_interleave(side, dim=0), half.repeat(side, 1)), dim=1).float()
+
+
 def interpolate_positions(positions: Tensor, side: int) -> Tensor:
     """Interpolate the position embeddings ``(1, grid^2, width)`` of a square bicubically: ``(1, side^2, width)``.
 

@@ -9,21 +9,8 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
-from fedssl.encoders.tokens import TokenEncoder, interpolate_positions
+from fedssl.encoders.tokens import TokenEncoder, interpolate_positions, sincos_position_embedding
 from fedssl.errors import InputError
-
-
-def sincos_position_embedding(side: int, width: int) -> Tensor:
-    """Return MoCo v3's fixed positions (arXiv 2104.02057) of ``side x side`` patches, row by row: ``(side^2, width)``.
-
-    The embedding of a patch in row r and column c concatenates sin(r w_i), cos(r w_i), sin(c w_i) and cos(c w_i), each
-    for i = 0 to n - 1 with n = width / 4 and w_i = 10000^(-i / n).
-    """
-    position = torch.arange(side, dtype=torch.float64)
-    frequency = 10000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
-    angle = torch.outer(position, frequency)
-    half = torch.cat((angle.sin(), angle.cos()), dim=1)
-    return torch.cat((half.repeat_interleave(side, dim=0), half.repeat(side, 1)), dim=1).float()
 
 
 class ViTEncoder(TokenEncoder, VisionTransformer):
@@ -36,8 +23,8 @@ class ViTEncoder(TokenEncoder, VisionTransformer):
     pool : {"token", "mean"}
         h is the class token, or the mean over patches, in which case there is no class token.
     fixed_positions : bool
-        Whether positions are `sincos_position_embedding` (and 0 for the class token), which are neither trained,
-        exchanged nor part of the ``state_dict``. False: they are weights.
+        Whether positions are `fedssl.encoders.tokens.sincos_position_embedding` (and 0 for the class token), which are
+        neither trained, exchanged nor part of the ``state_dict``. False: they are weights.
     registers : int
         Number of register tokens (arXiv 2309.16588): weights after the class token, without position. They take part in
         attention but not in h.

@@ -54,11 +54,15 @@ def masked_reconstruction(prediction: Tensor, patches: Tensor, *, normalize: boo
     Tensor
         Scalar >= 0.
     """
-    target = at_least_float32(patches.detach())
-    if normalize:
-        variance, mean = torch.var_mean(target, dim=-1, keepdim=True)
-        target = (target - mean) * torch.rsqrt(variance + 1e-6)
+    target = standardize_patches(patches.detach()) if normalize else at_least_float32(patches.detach())
     return F.mse_loss(at_least_float32(prediction), target)
+
+
+def standardize_patches(patches: Tensor) -> Tensor:
+    """Standardize the pixels of each patch ``(..., pixels)``, see `masked_reconstruction`."""
+    patches = at_least_float32(patches)
+    variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
+    return (patches - mean) * torch.rsqrt(variance + 1e-6)
 
 
 def ijepa(prediction: Tensor, target: Tensor) -> Tensor:

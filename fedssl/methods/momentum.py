@@ -20,19 +20,14 @@ from fedssl.methods.base import SSLMethod
 from fedssl.methods.heads import MLP
 
 
-class EMATargetMethod(SSLMethod):
-    """Online encoder and projector, and a target encoder and projector that are their moving average.
+class EMAMethod(SSLMethod):
+    """Online networks, and targets of some of them that are their moving average; a subclass adds the targets.
 
-    The target is in train mode like the online network: its batch normalization uses batch statistics, and its running
-    statistics come from its own forward passes. The moving average covers parameters only and is updated after each
-    step.
-
-    A batch needs at least three images: batch normalization maps any two images to 1 and -1.
+    The target is in train mode like the online network. The moving average covers parameters only and is updated after
+    each step.
 
     Parameters
     ----------
-    projector
-        As in `fedssl.methods.simclr.SimCLR`.
     ema_decay : float
         Weight of the previous target in each update, in [0, 1]. 0 copies the online network at every step, 1 never
         changes the target.
@@ -44,23 +39,14 @@ class EMATargetMethod(SSLMethod):
         in every stage.
     """
 
-    local_parts: tuple[str, ...] = ("target_encoder", "target_projector")
-    min_batch_size = 3
-    projector: MLP
     target_encoder: Encoder
-    target_projector: MLP
 
-    def __init__(
-        self, encoder: Encoder, *, projector: Callable[[int], MLP], ema_decay: float, target_init: str = "persist"
-    ) -> None:
+    def __init__(self, encoder: Encoder, *, ema_decay: float, target_init: str = "persist") -> None:
         check_arguments("method", ema_decay=ema_decay, target_init=target_init)
         super().__init__()
         self.encoder = encoder
-        self.projector = projector(encoder.feature_dim)
         self.ema_decay = ema_decay
         self._followed: list[str] = []
-        for part in ("encoder", "projector"):
-            self.add_target(part)
         self.target_init = target_init
         if target_init == "average":
             self.local_parts = tuple(part for part in self.local_parts if not part.startswith("target_"))
@@ -81,7 +67,7 @@ class EMATargetMethod(SSLMethod):
             for online, target in self._networks():
                 target.load_state_dict(online.state_dict())
 
-    def train(self, mode: bool = True) -> "EMATargetMethod":
+    def train(self, mode: bool = True) -> "EMAMethod":
         """Set training mode, and update the list of averaged parameters, because the trained ones may have changed."""
         super().train(mode)
         self._ema_pairs = self._pairs()
@@ -103,6 +89,36 @@ class EMATargetMethod(SSLMethod):
         online, target = self._ema_pairs
         # target = decay * target + (1 - decay) * online; torch ignores the third argument.
         get_ema_multi_avg_fn(self.current_decay)(target, online, 0)
+
+
+class EMATargetMethod(EMAMethod):
+    """Online encoder and projector, and a target encoder and projector that are their moving average.
+
+    Batch normalization of the target uses batch statistics, and its running statistics come from its own forward
+    passes.
+
+    A batch needs at least three images: batch normalization maps any two images to 1 and -1.
+
+    Parameters
+    ----------
+    projector
+        As in `fedssl.methods.simclr.SimCLR`.
+    encoder, ema_decay, target_init
+        As in `EMAMethod`.
+    """
+
+    local_parts: tuple[str, ...] = ("target_encoder", "target_projector")
+    min_batch_size = 3
+    projector: MLP
+    target_projector: MLP
+
+    def __init__(
+        self, encoder: Encoder, *, projector: Callable[[int], MLP], ema_decay: float, target_init: str = "persist"
+    ) -> None:
+        super().__init__(encoder, ema_decay=ema_decay, target_init=target_init)
+        self.projector = projector(encoder.feature_dim)
+        for part in ("encoder", "projector"):
+            self.add_target(part)
 
 
 class EMAPredictorMethod(EMATargetMethod):

@@ -24,7 +24,7 @@ from fedssl.training import LocalTrainer, train
 from fedssl.wire.messages import ARRAYS
 from tests.federation import Federation
 from tests.local_training import local_training
-from tests.methods import overrides_of
+from tests.methods import MASKED, overrides_of
 
 BATCH = 8
 
@@ -327,11 +327,21 @@ def same(one, other):
     [
         *(
             ["method=" + name]
-            for name in ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "supervised")
+            for name in (
+                "simclr",
+                "byol",
+                "simsiam",
+                "barlow_twins",
+                "moco_v3",
+                "fedx",
+                "supervised",
+                "vicreg",
+                "lejepa",
+            )
         ),
         ["method=orchestra"],
         ["method=dino", "augmentation=digits_multi_crop"],
-        overrides_of("ibot"),
+        *map(overrides_of, MASKED),
         ["method=fedca", "method.alignment_weight=0.1"],
         *(["regularizer=" + name] for name in ("fur", "decorr", "prox", "alignment")),
     ],

@@ -265,7 +265,7 @@ def make_bare():
             partial(make_byol, target_init="reset"),
             "strategy.update=target; set method.target_init=persist",
         ),
-        ({}, make_bare, "strategy.predictor=dapu needs .* Bare has neither; set strategy.predictor=global"),
+        ({}, make_bare, "strategy.predictor=dapu needs .* Bare exchanges neither; set strategy.predictor=global"),
     ],
 )
 @pytest.mark.parametrize("strategy", [FedU, LDAWAFedU])

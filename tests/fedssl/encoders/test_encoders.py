@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from fedssl.encoders import Encoder, conv_small, resnet18, resnet34, resnet50, vit_base, vit_small, vit_tiny
 from fedssl.encoders.base import ActiveStages
-from fedssl.encoders.torchvision_encoders import sincos_position_embedding
+from fedssl.encoders.tokens import sincos_position_embedding
 from fedssl.errors import InputError
 
 CONF = Path(__file__).parents[3] / "conf"

@@ -380,6 +380,9 @@ PAPERS = {
     "original/barlow_twins": ("512 8192 8192 8192", "", {"lambd": 0.0051}),
     "original/moco_v3_resnet": ("512 4096 256 n", "256 4096 256", {"temperature": 1.0}),
     "original/moco_v3_vit": ("512 4096 4096 256 n", "256 4096 256 n", {"temperature": 0.2}),
+    "original/vicreg": ("512 8192 8192 8192", "", {"sim_weight": 25, "var_weight": 25, "cov_weight": 1}),
+    "original/lejepa": ("512 2048 2048 128", "", {"lambd": 0.05, "num_slices": 1024}),
+    "original/swav": ("512 2048 128", "", {"temperature": 0.1, "epsilon": 0.05, "queue_size": 3840}),
     "original/dino": ("512 2048 2048 256", "", {"teacher_temperature": 0.07, "ema_schedule": "cosine"}),
     "original/ibot": ("512 2048 2048 256", "", {"teacher_temperature": 0.07, "ema_schedule": "cosine"}),
     "original/fedx": ("512 512 256", "256 512 256", {"temperature": 0.1}),
@@ -406,7 +409,8 @@ def test_the_heads_of_papers(name: str) -> None:
 
 def test_no_paper_is_forgotten() -> None:
     nested = {str(file.relative_to(CONF / "method").with_suffix("")) for file in (CONF / "method").glob("*/*.yaml")}
-    assert nested == {name for name in PAPERS if "/" in name}
+    masked = {"original/mae", "original/ijepa"}  # a decoder or predictor of patches, see the tests of these methods
+    assert nested == {name for name in PAPERS if "/" in name} | masked
 
 
 def test_orchestra_has_the_clusters_and_the_memory_of_its_authors() -> None:

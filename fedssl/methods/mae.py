@@ -1,0 +1,141 @@
+"""MAE (He et al., arXiv 2111.06377): reconstruct the pixels of hidden patches.
+
+Most patches of a view are hidden at random. The encoder processes the visible patches only. The decoder, a narrow
+transformer, receives the encoder's tokens and a mask token in place of each hidden patch, and predicts the pixels of
+the hidden patches. Only the encoder is evaluated and exported, on all patches.
+
+Differences from the authors' code:
+
+- The decoder predicts the hidden patches only; theirs also computes the pixels of visible ones, which the loss ignores.
+- Hidden patches follow the visible ones in the decoder instead of being sorted into them, which changes nothing.
+- Positions are those of `fedssl.encoders.tokens.sincos_position_embedding`, in another order of the same numbers.
+- The encoder is initialized as for the other methods.
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from fedssl.config.constraints import check_arguments
+from fedssl.encoders import Encoder
+from fedssl.encoders.tokens import TokenEncoder, gather_patches
+from fedssl.errors import InputError
+from fedssl.losses import masked_reconstruction, patchify
+from fedssl.losses.masked_images import standardize_patches
+from fedssl.methods.base import FailureMode, SSLMethod
+from fedssl.methods.patch_prediction import PatchPredictor, require_tokens
+from fedssl.views import AcceptedViews, Mask, View, Views
+
+
+def explained_variance(prediction: Tensor, target: Tensor) -> float:
+    """Return the share of the targets' variance over images that predictions explain, at most 1.
+
+    It is ``1 - mean((p - t)^2) / mean((t - m)^2)`` with m the mean of a number over images, and 0 for the prediction m.
+    Both are ``(batch, ...)``. Constant targets give 0.
+    """
+    prediction, target = prediction.double(), target.double()
+    variance = target.var(dim=0, correction=0).mean().item()
+    return 1 - (prediction - target).square().mean().item() / variance if variance else 0.0
+
+
+def equal_mask(mask: Mask) -> Mask:
+    """Return the mask of the first image for all images, with indices."""
+    visible, targets = mask.visible, mask.targets
+    assert visible is not None
+    assert targets is not None
+    return Mask(*(part[:1].expand_as(part) for part in (mask.hidden, visible, targets)))
+
+
+class MAE(SSLMethod):
+    """A masked autoencoder: encoder of the visible patches, and decoder of the hidden ones.
+
+    Encoder and decoder are exchanged and averaged. With ``exchange_decoder`` false the decoder stays with the client.
+    It starts in the client's first round with the weights of the newly built method, which are equal for all clients.
+
+    Parameters
+    ----------
+    encoder : TokenEncoder
+        Vision transformer.
+    decoder_width, decoder_depth, decoder_heads : int
+        Width, blocks and attention heads of the decoder, see `fedssl.methods.patch_prediction.PatchPredictor`.
+    normalize_patches : bool
+        Whether the pixels of each target patch are standardized.
+    exchange_decoder : bool
+        Whether the decoder is exchanged and averaged.
+    """
+
+    encoder: TokenEncoder
+    accepted_views = AcceptedViews(min_global=1, max_global=1, masks=("random",), augmentation="mae")
+    masks_patches = True
+    regularized_parts = ()
+    failure_modes: tuple[FailureMode, ...] = (
+        FailureMode(
+            diagnostic="explained_variance",
+            minimum=0.02,
+            message="the decoder predicts hidden patches no better than their mean over images; raise rounds or "
+            "optimizer.lr, or lower the mask's ratio in augmentation.views",
+        ),
+    )
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        decoder_width: int,
+        decoder_depth: int,
+        decoder_heads: int,
+        normalize_patches: bool = True,
+        exchange_decoder: bool = True,
+    ) -> None:
+        check_arguments("method", normalize_patches=normalize_patches, exchange_decoder=exchange_decoder)
+        super().__init__()
+        self.encoder = require_tokens(encoder, method="MAE")
+        assert encoder.channels is not None
+        pixels = self.encoder.patch_size**2 * encoder.channels
+        if normalize_patches and pixels == 1:
+            raise InputError(
+                "method.normalize_patches=true standardizes the pixels of a patch, but encoder.patch=1 has a "
+                "single one; set method.normalize_patches=false or encoder.patch=2"
+            )
+        self.decoder = PatchPredictor(
+            self.encoder,
+            part="decoder",
+            width=decoder_width,
+            depth=decoder_depth,
+            heads=decoder_heads,
+            out_features=pixels,
+        )
+        self.normalize_patches = normalize_patches
+        self._initial_decoder: dict[str, Tensor] | None = None
+        if not exchange_decoder:
+            self.local_parts = ("decoder",)
+            self.failure_modes = ()  # of the decoder, which is not part of the global model
+            self._initial_decoder = {name: value.clone() for name, value in self.decoder.state_dict().items()}
+
+    def start_round(self, *, first: bool) -> None:
+        if first and self._initial_decoder is not None:
+            self.decoder.load_state_dict(self._initial_decoder)
+
+    def loss(self, views: Views) -> Tensor:
+        prediction, patches = self.predict(views[0])
+        return masked_reconstruction(prediction, patches, normalize=self.normalize_patches)
+
+    def predict(self, view: View) -> tuple[Tensor, Tensor]:
+        """Return the predicted and the true pixels of the hidden patches, each ``(batch, hidden, pixels)``."""
+        mask = view.mask
+        assert mask is not None
+        assert mask.visible is not None
+        assert mask.targets is not None
+        tokens = self.encoder.forward_tokens(gather_patches(self.encoder.embed(view.images), mask.visible))
+        prediction = self.decoder(
+            tokens, visible=mask.visible, targets=mask.targets, patches=mask.hidden.shape[1]
+        ).flatten(1, 2)
+        patches = patchify(view.images, self.encoder.patch_size)
+        return prediction, gather_patches(patches, mask.targets.flatten(1))
+
+    def diagnose(self, views: Views) -> dict[str, float]:
+        """Return the explained variance of the pixels of the same hidden patches of all images."""
+        assert views[0].mask is not None
+        prediction, patches = self.predict(replace(views[0], mask=equal_mask(views[0].mask)))
+        target = standardize_patches(patches) if self.normalize_patches else patches
+        return {"explained_variance": explained_variance(prediction, target)}

@@ -1,0 +1,94 @@
+"""Prediction of hidden patches from the visible ones: the decoder of MAE and the predictor of I-JEPA."""
+
+import torch
+from torch import Tensor, nn
+
+from fedssl.config.constraints import check_arguments
+from fedssl.encoders import Encoder
+from fedssl.encoders.tokens import TokenEncoder, gather_patches, interpolate_positions, sincos_position_embedding
+from fedssl.errors import InputError
+from fedssl.methods.transformer import Transformer
+
+
+def require_tokens(encoder: Encoder, *, method: str) -> TokenEncoder:
+    """Return the encoder; raise `InputError` unless it computes tokens of some of the patches."""
+    if not isinstance(encoder, TokenEncoder):
+        raise InputError(
+            f"{method} encodes some of the patches of an image, which {type(encoder).__name__} cannot; "
+            "set encoder=vit_tiny"
+        )
+    return encoder
+
+
+class PatchPredictor(nn.Module):
+    """A transformer that predicts a vector of each target patch from the encoder's tokens of the visible patches.
+
+    Tokens are mapped to ``width`` and get the fixed positions of their patches (`sincos_position_embedding`); prefix
+    tokens have none. A target patch is a mask token, which is trained, with its position. Attention does not depend on
+    the order of the tokens, so that the target patches follow the visible ones.
+
+    Parameters
+    ----------
+    encoder : TokenEncoder
+        Encoder of the visible patches.
+    part : str
+        Name of this part in the settings: ``method.PART_width`` and so on.
+    width, depth, heads
+        As in `fedssl.methods.transformer.Transformer`; ``width`` is also a multiple of 4.
+    out_features : int
+        Length of a predicted vector.
+    """
+
+    positions: Tensor
+
+    def __init__(
+        self, encoder: TokenEncoder, *, part: str, width: int, depth: int, heads: int, out_features: int
+    ) -> None:
+        for name, size in (("width", width), ("depth", depth), ("heads", heads)):
+            check_arguments("method", **{f"{part}_{name}": size})  # type: ignore[arg-type]  # no name is `owner`
+        if width % 4 or width % heads:
+            raise InputError(
+                f"method.{part}_width={width} must be a multiple of 4 and of method.{part}_heads={heads}; change one"
+            )
+        super().__init__()
+        self.embedding = nn.Linear(encoder.feature_dim, width)
+        self.mask_token = nn.Parameter(torch.empty(width).normal_(std=0.02))
+        self.transformer = Transformer(width, depth=depth, heads=heads)
+        self.output = nn.Linear(width, out_features)
+        self.out_features = out_features
+        for layer in (self.embedding, self.output):  # as in the transformer
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)
+        positions = sincos_position_embedding(encoder.grid, width)[None]
+        self.register_buffer("positions", positions, persistent=False)
+
+    def forward(self, tokens: Tensor, *, visible: Tensor, targets: Tensor, patches: int) -> Tensor:
+        """Predict the vectors of target patches, ``(batch, blocks, m, out_features)``.
+
+        The target blocks of an image are separate sequences, which do not attend to each other.
+
+        Parameters
+        ----------
+        tokens : Tensor
+            Prefix tokens and tokens of the visible patches, ``(batch, prefix + n, feature_dim)``.
+        visible : Tensor
+            Indices of the visible patches, int64 ``(batch, n)``.
+        targets : Tensor
+            Indices of the target patches, int64 ``(batch, blocks, m)``.
+        patches : int
+            Number of patches of an image.
+        """
+        batch, blocks, m = targets.shape
+        positions = self._positions(patches).expand(batch, -1, -1)
+        x = self.embedding(tokens)
+        prefix, context = x.split([x.shape[1] - visible.shape[1], visible.shape[1]], dim=1)
+        x = torch.cat((prefix, context + gather_patches(positions, visible)), dim=1)
+        x = x[:, None].expand(-1, blocks, -1, -1).flatten(0, 1)
+        masked = self.mask_token + gather_patches(positions, targets.flatten(1)).unflatten(1, (blocks, m)).flatten(0, 1)
+        predicted: Tensor = self.output(self.transformer(torch.cat((x, masked), dim=1))[:, -m:])
+        return predicted.view(batch, blocks, m, -1)
+
+    def _positions(self, patches: int) -> Tensor:
+        """Return the positions of all patches of an image or of a smaller view: ``(1, patches, width)``."""
+        side = round(patches**0.5)
+        return self.positions if patches == self.positions.shape[1] else interpolate_positions(self.positions, side)

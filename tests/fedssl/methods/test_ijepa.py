@@ -1,0 +1,326 @@
+"""I-JEPA: its loss, the target encoder, schedules over rounds, the predictor in a federation, and collapse."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl.augmentation.masks import MaskRecipe
+from fedssl.config.load import compose
+from fedssl.datasets.base import load_federated
+from fedssl.encoders.tokens import gather_patches
+from fedssl.errors import InputError
+from fedssl.losses import ijepa
+from fedssl.methods.base import build_method
+from fedssl.methods.ijepa import IJEPA, feature_variances
+from fedssl.model_arrays import exchanged_layers, exchanged_names, local_names
+from fedssl.schedule.stages import set_active_stages
+from fedssl.seeding import torch_generator
+from fedssl.training import LocalTrainer, train
+from fedssl.views import View, Views
+from server_app.collapse_monitor import CollapseMonitor
+from strategies.interfaces import GLOBAL
+from tests.federation import Federation
+from tests.fedssl.methods.masked import masked_views, slow_prediction, vit
+from tests.methods import overrides_of
+from tests.states import load_tensors
+
+RECIPE = MaskRecipe(kind="multi_block", patch=1)
+ON_DIGITS = overrides_of("ijepa")
+
+
+def make_ijepa(
+    *,
+    ema_decay: float = 0.9,
+    ema_schedule: str = "constant",
+    target_init: str = "persist",
+    exchange_predictor: bool = True,
+    **kind,
+) -> IJEPA:
+    return IJEPA(
+        vit(patch=1, **kind),
+        predictor_width=12,
+        predictor_depth=1,
+        predictor_heads=3,
+        ema_decay=ema_decay,
+        ema_schedule=ema_schedule,
+        target_init=target_init,
+        exchange_predictor=exchange_predictor,
+    )
+
+
+@torch.no_grad()
+def differ(method: IJEPA) -> IJEPA:
+    """Move the target away from the online encoder, and the predictor from its initial weights."""
+    generator = torch.Generator().manual_seed(5)
+    for network in (method.target_encoder, method.predictor):
+        for parameter in network.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return method
+
+
+def slow_loss(method: IJEPA, view: View) -> float:
+    """Transcribe the paper with the authors' loss, one image, block and patch at a time, in float64."""
+    mask, prefix = view.mask, method.encoder.num_prefix_tokens
+    distances = []
+    for image, visible, blocks in zip(view.images, mask.visible, mask.targets, strict=True):
+        context = method.encoder.forward_tokens(method.encoder.embed(image[None])[:, visible])[0]
+        target = method.target_encoder.forward_tokens(method.target_encoder.embed(image[None]))[0, prefix:]
+        for block in blocks:
+            predicted = slow_prediction(method.predictor, context, visible, block, side=8)
+            for prediction, patch in zip(predicted, block.tolist(), strict=True):
+                t = target[patch]
+                t = (t - t.mean()) / (t.var(correction=0) + 1e-5).sqrt()
+                distances += [d**2 / 2 if d < 1 else d - 1 / 2 for d in (prediction - t).abs().tolist()]
+    return sum(distances) / len(distances)
+
+
+@pytest.mark.parametrize("kind", [{"pool": "token"}, {"pool": "mean"}])
+def test_the_loss_is_its_transcription(kind):
+    method = differ(make_ijepa(**kind).double())
+    view = masked_views(RECIPE, batch=3)[0]
+    assert view.mask.targets.shape[1] == 4
+    view = View(view.images.double(), mask=view.mask)
+    assert method.loss(Views((view,))).item() == pytest.approx(slow_loss(method, view), rel=1e-8)
+
+
+def test_the_context_does_not_contain_the_targets_and_the_target_encoder_sees_all_patches():
+    method = differ(make_ijepa(pool="mean"))
+    views = masked_views(RECIPE)
+    view = views[0]
+    shown = (~view.mask.hidden).view(-1, 1, 8, 8)
+    seen, features = [], method.target_features(view.images)
+    method.predictor.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    method.loss(views)
+    changed = View(torch.where(shown, view.images, 3.0), mask=view.mask)  # pixels outside of the context
+    method.loss(Views((changed,)))
+    assert torch.equal(*seen)
+    others = (method.target_features(changed.images) - features).abs().amin(dim=2)
+    assert (others > 1e-5).all()  # every patch attends to every other
+
+
+def test_encoder_and_predictor_are_trained_and_the_target_is_not():
+    method = make_ijepa()
+    method.loss(masked_views(RECIPE)).backward()
+    with_gradient = {name for name, p in method.named_parameters() if p.grad is not None}
+    assert with_gradient == set(method.trainable)
+    assert {name.partition(".")[0] for name in with_gradient} == {"encoder", "predictor"}
+
+
+def test_the_target_follows_the_encoder_after_every_step():
+    method = differ(make_ijepa(ema_decay=0.75))
+    before = [parameter.clone() for parameter in method.target_encoder.parameters()]
+    method.on_step_end()
+    for old, new, online in zip(before, method.target_encoder.parameters(), method.encoder.parameters(), strict=True):
+        torch.testing.assert_close(new, 0.75 * old + 0.25 * online)
+
+
+def test_the_decay_increases_to_one_over_the_rounds():
+    """Halfway between 0.5 and 1, cos(pi / 2) is 0: 0.75."""
+    method = make_ijepa(ema_decay=0.5, ema_schedule="cosine")
+    method.rounds = 5
+    found = []
+    for method.round in range(1, 6):
+        found.append(method.current_decay)
+        assert method.step_constants == (method.current_decay,)
+    quarter = 1 - 0.5 * (1 + math.cos(math.pi / 4)) / 2
+    assert found == pytest.approx([0.5, quarter, 0.75, 1.5 - quarter, 1.0])
+    method.ema_schedule = "constant"
+    assert method.step_constants == (0.5,)
+
+
+@pytest.mark.parametrize("init", ["persist", "reset", "average"])
+def test_the_target_at_the_start_of_a_round(init):
+    method = differ(make_ijepa(target_init=init))
+
+    def is_copy() -> bool:
+        pairs = zip(method.encoder.parameters(), method.target_encoder.parameters(), strict=True)
+        return all(torch.equal(online, target) for online, target in pairs)
+
+    method.start_round(first=False)
+    assert is_copy() == (init == "reset")
+    method.start_round(first=True)
+    assert is_copy() == (init != "average")
+    exchanged = {name.partition(".")[0] for name in exchanged_names(method)}
+    assert exchanged == {"encoder", "predictor"} | ({"target_encoder"} if init == "average" else set())
+
+
+def test_a_local_predictor_starts_from_the_weights_of_the_new_method_and_goes_on():
+    initial = {name: value.clone() for name, value in make_ijepa().predictor.state_dict().items()}
+    method = differ(make_ijepa(exchange_predictor=False))
+    assert method.local_parts == ("target_encoder", "predictor")
+    trained = {name: value.clone() for name, value in method.predictor.state_dict().items()}
+    method.start_round(first=False)
+    assert all(torch.equal(value, trained[name]) for name, value in method.predictor.state_dict().items())
+    method.start_round(first=True)
+    assert all(torch.equal(value, initial[name]) for name, value in method.predictor.state_dict().items())
+    shared = make_ijepa(exchange_predictor=False, target_init="average")
+    assert shared.local_parts == ("predictor",)
+
+
+def test_progressive_stages_run_in_both_encoders():
+    method, views = make_ijepa(depth=3), masked_views(RECIPE)
+    whole = method.target_features(views[0].images)
+    with set_active_stages(method, depth=1):
+        method.train()
+        method.loss(views).backward()
+        method.on_step_end()
+        assert not torch.allclose(method.target_features(views[0].images), whole)
+    trained = {name for name, p in method.named_parameters() if p.grad is not None}
+    assert any("encoder_layer_0" in name for name in trained)
+    assert not any("encoder_layer_1" in name for name in trained)
+
+
+def test_variances_by_hand():
+    """Features (1, -1) or (-1, 1) are standardized already.
+
+    Two images with two patches: the first patch is the same in both images, the second one differs. Over images the
+    variances are 0 and 1, over the patches of the first image 0 and of the second one 1.
+    """
+    up, down = torch.tensor([1.0, -1.0]), torch.tensor([-1.0, 1.0])
+    features = torch.stack((torch.stack((up, up)), torch.stack((up, down))))
+    assert feature_variances(features) == pytest.approx((0.5, 0.5), rel=1e-4)
+    assert feature_variances(5 * features + 2) == pytest.approx((0.5, 0.5), rel=1e-4)
+    assert feature_variances(features[:1].expand(3, -1, -1))[0] == 0
+    assert feature_variances(features[:, :1].expand(-1, 3, -1))[1] == 0
+    assert feature_variances(torch.stack((up.expand(2, 2), down.expand(2, 2)))) == pytest.approx((1, 0), rel=1e-4)
+
+
+def test_the_predictor_of_the_paper():
+    """Its sizes, and 6 blocks and a normalization."""
+    overrides = ["encoder=vit_tiny", "encoder.depth=1", "encoder.patch=2", "method=original/ijepa"]
+    part = build_method(compose(overrides).model).predictor
+    block = part.transformer[0]
+    assert (len(part.transformer), block.qkv.in_features, block._heads) == (6 + 1, 384, 12)
+
+
+# --- in a federation ---
+
+
+def test_encoder_and_predictor_are_averaged_and_targets_stay(tmp_path):
+    """Two clients, weighted by their numbers of images."""
+    settings = ["strategy=fedavg", "num_clients=2", "partition=dirichlet", "partition.alpha=0.3"]
+    federation = Federation(tmp_path, *ON_DIGITS, *settings, "optimizer.lr=0.1")
+    after = federation.run(1)
+    assert {name.partition(".")[0] for name in after} == {"encoder", "predictor"}
+    one, other = federation.updates
+    images = [update["metrics"]["num-examples"] for update in (one, other)]
+    assert sum(images) == 60
+    assert images[0] != images[1]
+    for name, array in after.items():
+        a, b = (update["arrays"][name].numpy().astype(np.float64) for update in (one, other))
+        np.testing.assert_allclose(array, (images[0] * a + images[1] * b) / 60, rtol=1e-5, atol=1e-6, err_msg=name)
+    states = [load_tensors(folder, before=2) for folder in sorted(tmp_path.glob("clients/0000/*"))]
+    assert all({name.partition(".")[0] for name in state} == {"target_encoder"} for state in states)
+    assert not any(torch.equal(states[0][name], states[1][name]) for name in states[0] if name.endswith("weight"))
+
+
+def test_a_local_predictor_is_in_the_state_of_a_client(tmp_path):
+    overrides = [*ON_DIGITS, "method.exchange_predictor=false", "strategy=fedavg", "num_clients=2"]
+    federation = Federation(tmp_path, *overrides)
+    federation.run(2)
+    assert not any("predictor" in name for update in federation.updates for name in update["arrays"])
+    for folder in sorted(tmp_path.glob("clients/0000/*")):
+        state = load_tensors(folder, before=3)
+        assert set(state) == set(local_names(federation.method))
+        assert {name.partition(".")[0] for name in state} == {"target_encoder", "predictor"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["augmentation=digits"], "1 global view with a mask of kind multi_block .*; set augmentation=ijepa$"),
+        (["augmentation=digits_mae"], "a mask of kind random; set augmentation=ijepa$"),
+        (["schedule=layer_wise"], "^the schedule freezes stages .* IJEPA hides patches.*; set schedule=end_to_end or"),
+        (["regularizer=decorr"], "Decorrelation needs a projector, which IJEPA does not have"),
+        (
+            ["strategy=fedu", "method.exchange_predictor=false"],
+            "IJEPA exchanges neither; set strategy.predictor=global$",
+        ),
+        (
+            ["calibration=auxiliary", "method.exchange_predictor=false"],
+            "does not have the clients' predictor; .*=true$",
+        ),
+        (["method.predictor_width=18"], "^method.predictor_width=18 must be a multiple of 4 and of method.predictor_h"),
+        (["method.ema_schedule=line"], "^method.ema_schedule=line must be constant or cosine"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_run(tmp_path, overrides, message):
+    with pytest.raises(InputError, match=message):
+        Federation(tmp_path, *ON_DIGITS, "strategy=fedavg", *overrides)
+
+
+def test_an_encoder_without_tokens_is_refused():
+    with pytest.raises(
+        InputError, match="^IJEPA encodes some of the patches .* ConvSmall cannot; set encoder=vit_tiny"
+    ):
+        build_method(compose(["method=ijepa", "encoder=conv_small"]).model)
+
+
+def test_steps_are_not_captured(tmp_path):
+    """The sizes of contexts and targets differ between batches."""
+    settings = compose([*ON_DIGITS, "cuda_graphs=true", "optimizer.fused=true"])
+    method = build_method(settings.model)
+    with pytest.raises(InputError, match="the steps of IJEPA differ with these settings; set cuda_graphs=false"):
+        LocalTrainer.build(settings.training, method)
+    shapes = {masked_views(RECIPE, batch=8, seed=seed)[0].mask.visible.shape[1] for seed in range(40)}
+    assert len(shapes) > 5
+
+
+# --- failures ---
+
+
+def monitored(method, settings):
+    """Return the failures of a global model, and its diagnostics."""
+    monitor = CollapseMonitor(
+        method,
+        data=settings.data,
+        num_images=64,
+        augment=settings.training.augmentation.instantiate(),
+        device=torch.device("cpu"),
+        seed=0,
+    )
+    report = monitor.finish({GLOBAL: exchanged_layers(method)})
+    return report.failures, report.rows[0]
+
+
+def test_a_collapse_is_reported():
+    """Without a moving average, and with a large learning rate, encoder and target become constant."""
+    overrides = [*ON_DIGITS, "encoder.pool=mean", "dataset.limit=100", "threads=1", "optimizer=adam", "batch_size=16"]
+    settings = compose([*overrides, "local_epochs=3", "optimizer.lr=0.1", "method.ema_decay=0"])
+    method = build_method(settings.model)
+    assert monitored(method, settings)[0] == ()
+    training = LocalTrainer.build(settings.training, method)
+    images = load_federated(settings.data).images
+    train(method, images, torch.arange(100), training=training, generator=torch_generator(0, "train"))
+    failures, numbers = monitored(method, settings)
+    assert numbers["variance_over_images"] < 0.05
+    assert (
+        "the target features of all images are equal: the encoder has collapsed; raise method.ema_decay" in failures[0]
+    )
+
+
+@torch.no_grad()
+def test_equal_features_of_all_patches_are_reported():
+    """A last normalization with weights of 0 has equal features."""
+    settings = compose([*ON_DIGITS, "dataset.limit=60", "threads=1"])
+    method = build_method(settings.model)
+    method.encoder.encoder.ln.weight.zero_()
+    method.encoder.encoder.ln.bias.normal_()
+    failures, numbers = monitored(method, settings)
+    assert numbers["variance_over_patches"] < 1e-9
+    assert [failure.partition(";")[0] for failure in failures] == [
+        "global model: the target features of all images are equal: the encoder has collapsed",
+        "global model: the target features of all patches of an image are equal, so that no position is predicted",
+    ]
+
+
+def test_the_loss_of_equal_encoders_is_that_of_its_parts():
+    method = make_ijepa(pool="mean")
+    view = masked_views(RECIPE)[0]
+    tokens = method.encoder.forward_tokens(gather_patches(method.encoder.embed(view.images), view.mask.visible))
+    p = method.predictor(tokens, visible=view.mask.visible, targets=view.mask.targets, patches=64)
+    full = method.encoder.forward_tokens(method.encoder.embed(view.images))
+    t = torch.stack([gather_patches(full, view.mask.targets[:, block]) for block in range(4)], dim=1)
+    torch.testing.assert_close(method.loss(Views((view,))), ijepa(p, t), rtol=0, atol=0)
