@@ -15,8 +15,8 @@ their layers, including running statistics. Deviations from the paper or the aut
 - in a client's first round the authors' target *is* the online network. Here it starts as a copy of it;
 - the authors' clients also exchange networks that no option requires. Here these stay local.
 
-For methods without a predictor (SimCLR, supervised, MAE) DAPU decides on the projector, the classifier or the decoder,
-the last part of the network, instead.
+For methods without a predictor (SimCLR, DINO, supervised, MAE) DAPU decides on the projector, the prototypes, the
+classifier or the decoder, the last part of the network, instead.
 """
 
 import math
@@ -185,7 +185,8 @@ def _targets(method: SSLMethod) -> dict[str, str]:
 
 def _head(method: SSLMethod) -> str:
     parts = _parts(exchanged_names(method))
-    return next((part for part in ("predictor", "projector", "classifier", "decoder") if part in parts), "predictor")
+    heads = ("predictor", "prototypes", "projector", "classifier", "decoder")
+    return next((part for part in heads if part in parts), "predictor")
 
 
 def _parts(names: Sequence[str]) -> list[str]:

@@ -48,7 +48,8 @@ class IBOT(DINO):
     The parts ``mask_token`` and ``patch_center`` are exchanged like ``projector`` and ``center``.
 
     The projector's first outputs are those of the class tokens of the global views; regularizers use them. Patches of
-    these views are hidden.
+    these views are hidden. If the projector has batch normalization, class tokens and patch tokens have their own
+    statistics in a step.
 
     Parameters
     ----------

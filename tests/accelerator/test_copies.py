@@ -12,14 +12,12 @@ import pytest
 from server_app.training_loop import load_each
 from tests.accelerator.device import recorded
 from tests.federation import Federation
-from tests.methods import MASKED, overrides_of
+from tests.methods import MASKED, METHODS, overrides_of
 
 CLIENTS, EPOCHS = 2, 2
 BASE = ["dataset=digits", f"num_clients={CLIENTS}", f"local_epochs={EPOCHS}", "batch_size=8"]  # 4 steps per epoch
 BASE += ["measure_resources=false", "collapse_images=0", "evaluate_every=0"]
 VIT = ["encoder=vit_tiny", "encoder.patch=4", "encoder.width=16", "encoder.depth=2", "encoder.heads=2"]
-METHODS = ["byol", "barlow_twins", "dino", "fedca", "fedx", "ibot", "moco_v3", "orchestra", "simclr", "simsiam"]
-METHODS += ["supervised", "ijepa", "mae"]
 TRANSFER, DATA, TRAIN = "fedssl/machine/transfer.py", "fedssl/machine/devices.py:to_device", "fedssl/training.py:train"
 SETUP = ("client_app/worker.py:ClientWorker.__init__", "fedssl/methods/base.py:SSLMethod._apply")
 PARAMETERS = {
@@ -28,8 +26,8 @@ PARAMETERS = {
     ("synchronize", f"{TRANSFER}:copy_to_cpu"): 2,
 }
 PLAIN = {**PARAMETERS, ("to_device", DATA): 2 * EPOCHS, ("synchronize", TRAIN): 1}  # the loss
-# A transformer has no layers of int64, and masks are a third copy per epoch.
-WITH_MASKS = {**PLAIN, **dict.fromkeys(PARAMETERS, 1), ("to_device", DATA): 3 * EPOCHS}
+WITH_MASKS = {**PLAIN, ("to_device", DATA): 3 * EPOCHS}  # masks are a third copy per epoch
+WITHOUT_INTEGERS = ("ijepa", "mae")  # no batch normalization, whose counter is int64
 SETTINGS = {
     "stages": [*VIT, "schedule=layer_wise", "rounds=2", "method=moco_v3"],
     "clipped": ["clip_norm=0.1"],
@@ -67,7 +65,9 @@ def test_parameters_cross_once_per_dtype_and_direction(accelerator, method, tmp_
     first, second = accelerator(events_of_rounds, str(tmp_path), [*overrides_of(method), "strategy=fedavg"]).result()
     masks = {("synchronize", "fedssl/methods/fedca.py:FedCA.start_round"): 1} if method == "fedca" else {}
     usual = PLAIN if method not in MASKED else WITH_MASKS
-    assert per_client(second) == usual | masks
+    usual = usual | dict.fromkeys(PARAMETERS, 1) if method in WITHOUT_INTEGERS else {}
+    directions = {("to_device", DATA): (2 + 4) * EPOCHS} if method == "lejepa" else {}  # one copy per step
+    assert per_client(second) == usual | masks | directions
     server = {"fedca": 2, "orchestra": 2}.get(method, 0)  # the method's server side reads its untrained parts once
     for key in PARAMETERS:
         assert first[key] == CLIENTS * usual[key] + (server if "to_cpu" in key[1] else 0)

@@ -13,13 +13,11 @@ import torch
 from simulation.cli import run
 from tests import test_digests
 from tests.accelerator.results import assert_equal, numbers_of
-from tests.methods import overrides_of
+from tests.methods import METHODS, overrides_of
 
 OF_A_RUN = 1000  # operators; data and copies are fewer
 BASE = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=90", "threads=1"]
 BASE += ["batch_size=16", "evaluate_every=0", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
-METHODS = ["byol", "barlow_twins", "dino", "fedca", "fedx", "ibot", "moco_v3", "orchestra", "simclr", "simsiam"]
-METHODS += ["supervised", "ijepa", "mae"]
 VIT = ["encoder=vit_tiny", "encoder.patch=4", "encoder.width=16", "encoder.depth=2", "encoder.heads=2"]
 RGB = ["dataset.channels=3", "dataset.mean=[0.3,0.3,0.3]", "dataset.std=[0.4,0.4,0.4]"]
 RESNET = ["encoder=resnet18", "dataset.limit=30"]

@@ -327,7 +327,17 @@ def same(one, other):
     [
         *(
             ["method=" + name]
-            for name in ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "fedx", "supervised")
+            for name in (
+                "simclr",
+                "byol",
+                "simsiam",
+                "barlow_twins",
+                "moco_v3",
+                "fedx",
+                "supervised",
+                "vicreg",
+                "lejepa",
+            )
         ),
         ["method=orchestra"],
         ["method=dino", "augmentation=digits_multi_crop"],

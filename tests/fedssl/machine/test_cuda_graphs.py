@@ -25,7 +25,7 @@ from tests.methods import overrides_of
 from tests.recording import Recorder
 
 METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "dino", "fedx", "ibot", "orchestra", "supervised")
-METHODS += ("mae",)
+METHODS += ("mae", "swav", "vicreg")
 # 2^-10 is the same number in float32, in which recorded steps read it.
 SMALL = ["dataset=digits", "encoder.width=4", "batch_size=8", "local_epochs=2", "optimizer.fused=true"]
 SMALL += ["optimizer.lr=0.0009765625", "threads=1"]
@@ -94,6 +94,7 @@ def test_a_captured_step_gives_the_same_bits_for_every_method(method, optimizer)
         ["optimizer=adamw"],
         ["optimizer.momentum=0"],
         ["method=fedca", "method.sent_per_round=0"],
+        ["method=swav", "method.queue_size=16", "method.queue_start_round=1", "augmentation=digits_multi_crop"],
     ],
     ids=" ".join,
 )
@@ -152,6 +153,20 @@ def test_numbers_that_change_between_rounds_are_captured_anew():
         for number in (1, 2, 2):
             client.method.round = number
             client.round()
+    assert (recorder.recorded, recorder.replayed) == (2, 2 + 8)
+    assert recorded.is_like(plain)
+
+
+def test_prototypes_that_are_frozen_in_the_first_round_are_captured_anew():
+    """Momentum of fused SGD needs a gradient of all weights in all rounds."""
+    recorder = Recorder()
+    recorded, plain = Client("method=swav", record=recorder), Client("method=swav")
+    for client in (recorded, plain):
+        before = client.method.prototypes.weight.clone()
+        for number in (1, 2, 2):
+            client.method.round = number
+            client.round()
+            assert torch.allclose(client.method.prototypes.weight, before, atol=1e-6) == (number == 1)
     assert (recorder.recorded, recorder.replayed) == (2, 2 + 8)
     assert recorded.is_like(plain)
 

@@ -1,0 +1,222 @@
+"""LeJEPA: the prediction by its equation and as in lightly, views of several sizes, and common directions."""
+
+from functools import partial
+
+import pytest
+import torch
+from lightly.loss.lejepa_loss import lejepa_invariance_loss
+from torch import Tensor
+
+from fedssl.config.load import compose
+from fedssl.encoders import conv_small
+from fedssl.errors import InputError
+from fedssl.losses import sigreg
+from fedssl.methods import lejepa
+from fedssl.methods.base import build_method
+from fedssl.methods.heads import MLP
+from fedssl.methods.lejepa import LeJEPA, prediction
+from fedssl.methods.multi_crop import by_size
+from fedssl.model_arrays import exchanged_names, local_names
+from fedssl.seeding import torch_generator
+from fedssl.training import LocalTrainer
+from fedssl.views import LOCAL, View, Views
+from tests.failures import failures_after
+from tests.federation import Federation
+
+HEAD = partial(MLP, hidden_dim=16, out_dim=8)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def multi_crop(batch: int = 6, *, num_local: int = 3) -> Views:
+    """Two global views of 8 pixels, and local ones of 4."""
+    sizes = [8, 8, *[4] * num_local]
+    images = [draw(batch, 1, size, size, seed=seed).float() for seed, size in enumerate(sizes)]
+    return Views(tuple(View(image, "global" if image.shape[2] == 8 else LOCAL) for image in images))
+
+
+def make(*, lambd: float = 0.05, num_slices: int = 16, num_points: int = 17, t_max: float = 5.0) -> LeJEPA:
+    torch.manual_seed(0)
+    encoder = conv_small(channels=1, size=8, width=4)
+    return LeJEPA(encoder, projector=HEAD, lambd=lambd, num_slices=num_slices, num_points=num_points, t_max=t_max)
+
+
+# --- views and loss ---
+
+
+def test_views_of_a_size_are_together_and_stay_in_order():
+    views = multi_crop(batch=2)
+    large, small = by_size(views.images)
+    assert torch.equal(large, torch.cat(views.images[:2]))
+    assert torch.equal(small, torch.cat(views.images[2:]))
+    assert len(by_size([*views.images, views.images[0]])) == 3  # only neighbors
+
+
+@pytest.mark.parametrize("num_global", [2, 3])
+def test_prediction_is_its_equation(num_global):
+    z = draw(5, 4, 3)
+    expected = 0.0
+    for i in range(4):
+        center = [sum(float(z[v, i, a]) for v in range(num_global)) / num_global for a in range(3)]
+        for v in range(5):
+            expected += sum((float(z[v, i, a]) - center[a]) ** 2 for a in range(3)) / (5 * 4 * 3)
+    assert prediction(z, num_global=num_global).item() == pytest.approx(expected)
+
+
+def test_prediction_is_that_of_lightly():
+    z = draw(5, 4, 3)
+    expected = lejepa_invariance_loss(all_proj=z, global_proj=z[:2])
+    torch.testing.assert_close(prediction(z, num_global=2), expected)
+
+
+def test_prediction_by_hand():
+    """The global views 0 and 2 have the mean 1. Squared distances of 0, 2 and the local 4 are 1, 1 and 9."""
+    z = torch.tensor([0.0, 2.0, 4.0]).view(3, 1, 1)
+    assert prediction(z, num_global=2).item() == pytest.approx(11 / 3)
+
+
+def test_the_gradient_flows_through_the_mean_of_the_global_views():
+    """Of ((a - m)^2 + (b - m)^2 + (c - m)^2) / 3 with m = (a + b) / 2, the derivative by a is
+    (2 (a - m) - (a - m) - (b - m) - (c - m)) / 3 = (a - b - c + m) / 3: -5 / 3 for a, b, c = 0, 2, 4 and m = 1."""
+    z = torch.tensor([0.0, 2.0, 4.0]).view(3, 1, 1).requires_grad_()
+    prediction(z, num_global=2).backward()
+    assert z.grad[0].item() == pytest.approx(-5 / 3)
+
+
+@pytest.mark.parametrize("num_local", [0, 3])
+def test_loss_is_that_of_one_pass_per_size(num_local):
+    method, views = make(lambd=0.3), multi_crop(num_local=num_local)
+    z = method.projector(method.encoder(torch.cat(views.images[:2]))).chunk(2)
+    if num_local:
+        z += method.projector(method.encoder(torch.cat(views.images[2:]))).chunk(num_local)
+    z = torch.stack(z)
+    statistic = sigreg(z, slices=16, generator=torch_generator(0, "directions", 1), num_points=17, t_max=5.0)
+    expected = 0.7 * prediction(z, num_global=2) + 0.3 * statistic
+    torch.testing.assert_close(method.loss(views), expected, rtol=1e-6, atol=0)
+
+
+def test_settings_of_the_statistic_are_used():
+    views, methods = multi_crop(), (make(), make(num_slices=4), make(num_points=5), make(t_max=3.0))
+    values = {method.gaussianity(method.project(views), torch_generator(0, "x")).item() for method in methods}
+    assert len(values) == 4
+
+
+def test_all_parts_are_trained_and_exchanged():
+    method = make()
+    method.loss(multi_crop()).backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in method.parameters())
+    assert {name.partition(".")[0] for name in exchanged_names(method)} == {"encoder", "projector"}
+    assert local_names(method) == []
+
+
+def test_bf16_passes_end_in_a_loss_of_full_precision():
+    method, views = make(), multi_crop()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = method.loss(views)
+    assert loss.dtype == torch.float32
+
+
+# --- directions ---
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Record the first number that each call of SIGReg would draw."""
+    numbers = []
+
+    def record(z, *, generator, **settings):
+        numbers.append(torch.randn(1, generator=torch.Generator().set_state(generator.get_state())).item())
+        return sigreg(z, generator=generator, **settings)
+
+    monkeypatch.setattr(lejepa, "sigreg", record)
+    return numbers
+
+
+def test_step_i_of_a_round_has_the_same_directions_on_all_clients(drawn, tmp_path):
+    """The clients have different images, and numbers of images: 8 and 3 batches of 8."""
+    overrides = ["method=lejepa", "num_clients=2", "partition=dirichlet", "partition.alpha=0.1", "batch_size=8"]
+    federation = Federation(tmp_path, *overrides, "strategy=fedavg", "dataset.limit=80")
+    rounds = []
+    for _ in range(2):
+        drawn.clear()
+        federation.run(1)
+        counts = [-(-update["metrics"]["num-examples"] // 8) for update in federation.updates[-2:]]
+        assert counts[0] != counts[1]
+        first, second = drawn[: counts[0]], drawn[counts[0] :]
+        assert len(second) == counts[1]
+        steps = min(counts)
+        assert first[:steps] == second[:steps]
+        assert len(set(drawn)) == max(counts)  # each step of a client has others
+        rounds.append(drawn[0])
+    assert rounds[0] != rounds[1]
+
+
+def test_directions_depend_on_the_seed_of_the_run(drawn):
+    for seed in (0, 0, 1):
+        method = build_method(compose(["method=lejepa", "encoder.width=4", f"seed={seed}"]).model)
+        method.start_round(first=True)
+        method.loss(multi_crop())
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_repeated_round_has_the_same_directions(drawn):
+    method, views = make(), multi_crop()
+    for _ in range(2):
+        method.start_round(first=False)
+        method.loss(views)
+    method.diagnose(views)  # draws from others
+    method.loss(views)
+    assert drawn[0] == drawn[1]
+    assert len({*drawn}) == 3
+
+
+def test_cuda_graphs_are_rejected_with_their_reason(monkeypatch):
+    monkeypatch.setattr("fedssl.training.is_gpu", lambda device: False)
+    settings = compose(["method=lejepa", "encoder.width=4", "cuda_graphs=true", "optimizer.fused=true"])
+    with pytest.raises(InputError, match="the steps of LeJEPA differ"):
+        LocalTrainer.build(settings.training, build_method(settings.model))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lambd": 1.5}, "^method.lambd=1.5 must be at most 1$"),
+        ({"num_slices": 0}, "^method.num_slices=0 must be an integer of at least 1$"),
+        ({"num_points": 1}, "^method.num_points=1 must be an integer from 2 to 1024$"),
+        ({"t_max": 0.0}, "^method.t_max=0.0 must be a number above 0 and at most 100$"),
+    ],
+)
+def test_invalid_settings_are_rejected(settings, message):
+    with pytest.raises(InputError, match=message):
+        make(**settings)
+
+
+# --- failures ---
+
+
+def test_training_without_sigreg_is_reported_as_a_failure(tmp_path):
+    (failure,) = failures_after(tmp_path, 4, "method=lejepa", "method.lambd=0")
+    assert "nearly the same projection; raise method.lambd" in failure
+
+
+def test_training_with_sigreg_is_no_failure(tmp_path):
+    assert failures_after(tmp_path, 4, "method=lejepa") == ()
+
+
+@torch.no_grad()
+def test_projections_too_far_from_each_other_are_a_failure():
+    """The characteristic function of distant projections is 1 at t = 0 and near 0 elsewhere. The integral of
+    exp(-3 t^2 / 2) is sqrt(2 pi / 3) = 1.447, of which the trapezoid rule has 5 / 16 at t = 0."""
+    method, views = make(num_slices=64).eval(), multi_crop(200)
+    deviations = method.project(views).std(dim=(0, 1))
+    last = method.projector[-1]
+    last.weight.copy_(1e3 * last.weight / deviations[:, None])
+    found = method.diagnose(views)
+    assert found["projection_std"] == pytest.approx(1e3, rel=0.2)
+    assert found["sigreg_per_image"] == pytest.approx((2 * torch.pi / 3) ** 0.5 - 5 / 16, rel=0.03)
+    assert [mode.diagnostic for mode in method.failure_modes if mode.applies(found)] == ["sigreg_per_image"]
+    last.weight.zero_()
+    last.bias.zero_()
+    assert method.diagnose(views)["sigreg_per_image"] == pytest.approx(0.41, abs=0.01)

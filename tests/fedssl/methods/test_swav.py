@@ -1,0 +1,454 @@
+"""SwAV: loss and codes by hand, prototypes of unit length, the queue, matched prototypes, and failures."""
+
+from functools import partial
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedssl.encoders import conv_small
+from fedssl.errors import InputError
+from fedssl.losses import sinkhorn, swav
+from fedssl.methods.heads import MLP
+from fedssl.methods.swav import SwAV, best_order, distinct_assignments, used_share
+from fedssl.model_arrays import exchanged_names, local_names
+from fedssl.views import LOCAL, View, Views
+from server_app.checkpoint import latest_checkpoint
+from simulation.cli import run
+from tests.failures import failures_after
+from tests.federation import TINY, Federation
+from tests.resuming import repeat_from
+
+HEAD = partial(MLP, hidden_dim=16, out_dim=8)
+SMALL = ["method=swav", "method.projector.hidden_dim=16", "method.projector.out_dim=8", "method.num_prototypes=5"]
+SETTINGS = {
+    "num_prototypes": 5,
+    "temperature": 0.2,
+    "epsilon": 0.1,
+    "iterations": 3,
+    "freeze_prototypes_rounds": 0,
+    "queue_size": 0,
+    "queue_start_round": 1,
+    "match_prototypes": False,
+}
+
+
+def make(**changes) -> SwAV:
+    torch.manual_seed(0)
+    return SwAV(conv_small(channels=1, size=8, width=4), projector=HEAD, **{**SETTINGS, **changes})
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def unit(*shape: int, seed: int = 0) -> Tensor:
+    return F.normalize(draw(*shape, seed=seed), dim=-1)
+
+
+def multi_crop(batch: int = 6, *, num_local: int = 3, seed: int = 0) -> Views:
+    """Two global views of 8 pixels, and local ones of 4."""
+    sizes = [8, 8, *[4] * num_local]
+    images = [draw(batch, 1, size, size, seed=seed + number).float() for number, size in enumerate(sizes)]
+    return Views(tuple(View(image, "global" if image.shape[2] == 8 else LOCAL) for image in images))
+
+
+def step(method: SwAV, optimizer: torch.optim.Optimizer | None = None, *, views: Views | None = None) -> None:
+    trained = [parameter for parameter in method.parameters() if parameter.requires_grad]
+    optimizer = optimizer or torch.optim.SGD(trained, lr=0.1)
+    optimizer.zero_grad()
+    method.loss(multi_crop() if views is None else views).backward()
+    optimizer.step()
+    method.on_step_end()
+
+
+def fill(method: SwAV) -> Tensor:
+    method.queue.copy_(unit(*method.queue.shape, seed=5))
+    return method.queue.clone()
+
+
+# --- loss ---
+
+
+@pytest.mark.parametrize("num_local", [0, 3])
+def test_loss_is_that_of_one_pass_of_the_projector(num_local):
+    """All views have cosines with the prototypes, and the global ones codes, each view by itself."""
+    method, views = make(), multi_crop(num_local=num_local)
+    h = [method.encoder(torch.cat(views.images[:2]))]
+    if num_local:
+        h.append(method.encoder(torch.cat(views.images[2:])))
+    z = method.projector(torch.cat(h)).chunk(2 + num_local)
+    weight = method.prototypes.weight
+    scores = [F.cosine_similarity(view[:, None], weight[None], dim=2) for view in z]
+    codes = [sinkhorn(view, epsilon=0.1, iterations=3) for view in scores[:2]]
+    torch.testing.assert_close(method.loss(views), swav(scores, codes, temperature=0.2), rtol=1e-5, atol=1e-6)
+
+
+def test_settings_of_the_loss_are_used():
+    views = multi_crop()
+    others = ({}, {"temperature": 0.3}, {"epsilon": 0.3}, {"iterations": 1}, {"num_prototypes": 4})
+    assert len({make(**changes).loss(views).item() for changes in others}) == 5
+
+
+def test_all_networks_and_prototypes_are_trained_and_exchanged_and_the_queue_stays():
+    method = make(queue_size=6)
+    method.loss(multi_crop()).backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in method.parameters())
+    assert {name.partition(".")[0] for name in exchanged_names(method)} == {"encoder", "projector", "prototypes"}
+    assert local_names(method) == ["queue"]
+    assert local_names(make()) == []
+
+
+def test_codes_have_no_gradient():
+    """The loss of fixed codes has the same gradient."""
+    method, views = make(), multi_crop()
+    method.loss(views).backward()
+    found = method.prototypes.weight.grad.clone()
+    method.zero_grad()
+    z, weight = method.project(views), method.prototypes.weight
+    scores = z @ weight.T
+    codes = sinkhorn(scores[:2].detach(), epsilon=0.1, iterations=3)
+    swav(scores.unbind(), codes.unbind(), temperature=0.2).backward()
+    torch.testing.assert_close(weight.grad, found)
+
+
+def test_bf16_passes_end_in_a_loss_of_full_precision():
+    method, views = make(queue_size=6), multi_crop()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = method.loss(views)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, make(queue_size=6).loss(views), rtol=0.05, atol=0.05)
+
+
+# --- prototypes ---
+
+
+def test_prototypes_have_unit_length_before_each_step():
+    method = make()
+    with torch.no_grad():
+        method.prototypes.weight.mul_(3)
+    method.start_round(first=False)
+    ones = torch.ones(5)
+    torch.testing.assert_close(method.prototypes.weight.norm(dim=1), ones)
+    before = method.prototypes.weight.clone()
+    step(method)
+    torch.testing.assert_close(method.prototypes.weight.norm(dim=1), ones)
+    assert (method.prototypes.weight - before).abs().max() > 1e-4
+
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adam": partial(torch.optim.Adam, lr=0.1, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_prototypes_are_frozen_in_the_first_rounds(optimizer):
+    method = make(freeze_prototypes_rounds=2)
+    made = OPTIMIZERS[optimizer](method.parameters())
+    changed = []
+    for round in (1, 2, 3):
+        method.round = round
+        method.start_round(first=False)
+        before = method.prototypes.weight.clone(), method.projector[0].weight.clone()
+        for _ in range(2):
+            step(method, made)
+        changed.append(not torch.equal(method.prototypes.weight, before[0]))
+        assert not torch.equal(method.projector[0].weight, before[1])
+        # A gradient that is not 0 would count in the norm by which gradients are clipped.
+        assert bool(method.prototypes.weight.grad.any()) == (round == 3)
+    assert changed == [False, False, True]
+
+
+def test_frozen_prototypes_have_the_same_loss():
+    torch.testing.assert_close(make(freeze_prototypes_rounds=1).loss(multi_crop()), make().loss(multi_crop()))
+
+
+def test_numbers_that_change_between_rounds_are_constants_of_the_step():
+    method = make(freeze_prototypes_rounds=2, queue_size=4, queue_start_round=4)
+    found = []
+    for round in range(1, 6):
+        method.round = round
+        found.append(method.step_constants)
+    assert found == [(1, 0), (1, 0), (0, 0), (0, 1), (0, 1)]
+    method.queue_size = 0
+    assert method.step_constants == (0, 0)
+
+
+def test_the_server_averages_prototypes_by_numbers_of_images_and_clients_normalize_them(tmp_path):
+    overrides = ["strategy=fedavg", "partition=dirichlet", "partition.alpha=0.1", "num_clients=2"]
+    federation = Federation(tmp_path, *SMALL, *overrides, "method.freeze_prototypes_rounds=0")
+    layers = federation.run(1)
+    counts = [update["metrics"]["num-examples"] for update in federation.updates]
+    assert len(set(counts)) == 2
+    name = "prototypes.weight"
+    sent = [update["arrays"][name].numpy().astype(np.float64) for update in federation.updates]
+    for prototypes in sent:
+        np.testing.assert_allclose(np.linalg.norm(prototypes, axis=1), 1, rtol=1e-6)
+    expected = (counts[0] * sent[0] + counts[1] * sent[1]) / sum(counts)
+    np.testing.assert_allclose(layers[name], expected, rtol=1e-5, atol=1e-7)
+    assert np.linalg.norm(layers[name], axis=1).max() < 1
+    method = make()
+    with torch.no_grad():
+        method.prototypes.weight.copy_(torch.from_numpy(layers[name]))
+    method.start_round(first=False)
+    normalized = expected / np.linalg.norm(expected, axis=1, keepdims=True)
+    np.testing.assert_allclose(method.prototypes.weight.detach(), normalized, rtol=1e-5, atol=1e-7)
+
+
+def test_fedu_keeps_prototypes_on_the_client_with_the_projector_of_the_server(tmp_path):
+    overrides = ["strategy=fedu", "strategy.predictor=local", "num_clients=2", "method.freeze_prototypes_rounds=0"]
+    federation = Federation(tmp_path, *SMALL, *overrides)
+    kept = []
+    original = SwAV.start_round
+
+    def record(method, *, first):
+        original(method, first=first)
+        kept.append(method.prototypes.weight.detach().clone())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SwAV, "start_round", record)
+        federation.run(2)
+    sent = federation.updates[0]["arrays"]["projector.0.weight"].numpy()
+    assert not np.array_equal(federation.plans[2]["arrays"]["projector.0.weight"].numpy(), sent)  # the average
+    first, second = kept[:2], kept[-2:]
+    assert torch.equal(first[0], first[1])
+    assert (second[0] - second[1]).abs().max() > 1e-4
+
+
+# --- queue ---
+
+
+def test_the_queue_is_first_in_first_out_for_each_global_view():
+    method = make(queue_size=4)
+    batches = [unit(2, 3, 8, seed=seed).float() for seed in range(2)]
+    for z in batches:
+        method.assign(z, z @ method.prototypes.weight.T)
+    expected = torch.cat((batches[1], batches[0][:, :1]), dim=1)  # the newest first
+    assert torch.equal(method.queue, expected)
+    large = unit(2, 6, 8, seed=2).float()
+    method.assign(large, large @ method.prototypes.weight.T)
+    assert torch.equal(method.queue, large[:, :4])
+
+
+def test_steps_insert_the_projections_of_the_global_views():
+    method, views = make(queue_size=6), multi_crop()
+    z = make(queue_size=6).project(views)[:2]
+    method.loss(views)
+    torch.testing.assert_close(method.queue, z.detach())
+
+
+def test_codes_with_a_full_queue_are_those_of_batch_and_queue_of_each_view():
+    method, z = make(queue_size=4), unit(2, 3, 8, seed=1).float()
+    older, weight = fill(method), method.prototypes.weight.detach()
+    codes = method.assign(z, z @ weight.T)
+    for view in range(2):
+        together = torch.cat((z[view], older[view])) @ weight.T
+        torch.testing.assert_close(codes[view], sinkhorn(together, epsilon=0.1, iterations=3)[:3])
+    assert (codes - sinkhorn(z @ weight.T, epsilon=0.1, iterations=3)).abs().max() > 1e-3
+
+
+def test_a_queue_that_is_not_full_is_not_used():
+    """Rows of zeros would be images that are equally near to all prototypes."""
+    method, z = make(queue_size=4), unit(2, 3, 8, seed=1).float()
+    fill(method)
+    method.queue[:, -1] = 0
+    scores = z @ method.prototypes.weight.T
+    assert torch.equal(method.assign(z, scores), sinkhorn(scores, epsilon=0.1, iterations=3))
+
+
+def test_the_queue_is_used_from_its_round_on():
+    method, z = make(queue_size=4, queue_start_round=3), unit(2, 3, 8, seed=1).float()
+    scores, used = z @ method.prototypes.weight.T, []
+    for round in (1, 2, 3, 4):
+        method.round = round
+        fill(method)
+        used.append(not torch.equal(method.assign(z, scores), sinkhorn(scores, epsilon=0.1, iterations=3)))
+        assert torch.equal(method.queue[:, :3], z)  # filled in every round
+    assert used == [False, False, True, True]
+
+
+def test_the_queue_is_kept_between_rounds_of_a_client_and_empty_in_its_first():
+    method = make(queue_size=4)
+    older = fill(method)
+    method.start_round(first=False)
+    assert torch.equal(method.queue, older)
+    method.start_round(first=True)
+    assert not method.queue.any()
+
+
+def test_a_client_has_its_own_queue_and_never_sends_it(tmp_path):
+    federation = Federation(tmp_path, *SMALL, "strategy=fedavg", "num_clients=2", "method.queue_size=8")
+    federation.run(2)
+    for message in (*federation.plans, *federation.updates):
+        assert "queue" not in message["arrays"]
+        assert "prototypes.weight" in message["arrays"]
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    overrides = [*SMALL, *TINY, "strategy=fedavg", "method.queue_size=8", "method.queue_start_round=2"]
+    overrides += ["clients_per_round=2", "evaluate_every=0", "measure_resources=false", "collapse_images=0"]
+    run([*overrides, "rounds=3", f"output_dir={tmp_path / 'whole'}"])
+    folders = (tmp_path / "whole", repeat_from(2, tmp_path / "whole"))
+    whole, parts = (latest_checkpoint(folder / "checkpoints").models["global"].layers for folder in folders)
+    assert whole.keys() == parts.keys()
+    assert all(np.array_equal(array, parts[name]) for name, array in whole.items())
+
+
+# --- matched prototypes ---
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_order_is_the_best_of_all(seed):
+    prototypes, reference = unit(5, 3, seed=seed), unit(5, 3, seed=seed + 10)
+    best = max(
+        permutations(range(5)), key=lambda order: sum(float(prototypes[k] @ reference[i]) for i, k in enumerate(order))
+    )
+    assert best_order(prototypes, reference).tolist() == list(best)
+
+
+def test_order_by_hand():
+    """Products with reference rows: (1, 0) has 1 and 0.9 with the prototypes, (0, 1) has 0 and 0.1. Both orders put one
+    prototype to each: 1 + 0.1 is more than 0.9 + 0."""
+    prototypes = torch.tensor([[0.9, 0.1], [1.0, 0.0]])
+    assert best_order(prototypes, torch.eye(2)).tolist() == [1, 0]
+
+
+def test_matching_changes_no_loss_and_undoes_a_permutation():
+    method, order = make(match_prototypes=True), torch.tensor([3, 0, 4, 1, 2])
+    method.start_round(first=False)
+    for seed in range(3):
+        step(method, views=multi_crop(seed=seed))
+    trained, views = method.prototypes.weight.detach().clone(), multi_crop()
+    losses = [method.loss(views).item()]
+    with torch.no_grad():
+        method.prototypes.weight.copy_(trained[order])
+    losses.append(method.loss(views).item())
+    method.end_round()
+    losses.append(method.loss(views).item())
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+    assert torch.equal(method.prototypes.weight, trained)
+
+
+def test_without_matching_the_order_stays():
+    method, order = make(), torch.tensor([3, 0, 4, 1, 2])
+    permuted = method.prototypes.weight.detach()[order].clone()
+    with torch.no_grad():
+        method.prototypes.weight.copy_(permuted)
+    method.end_round()
+    assert torch.equal(method.prototypes.weight, permuted)
+
+
+@pytest.mark.parametrize("match", [False, True])
+def test_a_client_with_permuted_prototypes_gives_the_same_average(tmp_path, monkeypatch, match):
+    """Permute those of the first of two clients after its training."""
+    overrides = [*SMALL, "strategy=fedavg", "num_clients=2", f"method.match_prototypes={match}"]
+    overrides += ["method.freeze_prototypes_rounds=0"]
+    plain = Federation(tmp_path / "plain", *overrides).run(1)
+    end_round, clients = SwAV.end_round, []
+
+    def permute_first(method):
+        clients.append(method)
+        if len(clients) == 1:
+            with torch.no_grad():
+                method.prototypes.weight.copy_(method.prototypes.weight.roll(1, dims=0))
+        end_round(method)
+
+    monkeypatch.setattr(SwAV, "end_round", permute_first)
+    permuted = Federation(tmp_path / "permuted", *overrides).run(1)
+    assert len(clients) == 2
+    assert np.array_equal(plain["prototypes.weight"], permuted["prototypes.weight"]) == match
+    assert np.array_equal(plain["projector.0.weight"], permuted["projector.0.weight"])
+
+
+@pytest.mark.parametrize(
+    "overrides", [["secure_aggregation=secagg_plus"], ["privacy=central", "encoder.norm=group"]], ids=" ".join
+)
+def test_matched_prototypes_and_queues_work_where_the_server_sees_only_sums(tmp_path, overrides):
+    overrides = ["strategy=fedavg", "strategy.weighting=uniform", *overrides]
+    federation = Federation(tmp_path, *SMALL, *overrides, "method.match_prototypes=true", "method.queue_size=8")
+    layers = federation.run(2)
+    assert all(np.isfinite(array).all() for array in layers.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_prototypes": 1}, "method.num_prototypes=1 must be an integer of at least 2"),
+        ({"temperature": 0.0}, "method.temperature=0.0 must be a number above 0"),
+        ({"epsilon": 0.0}, "method.epsilon=0.0 must be a number above 0"),
+        ({"iterations": 0}, "method.iterations=0 must be an integer of at least 1"),
+        ({"freeze_prototypes_rounds": -1}, "method.freeze_prototypes_rounds=-1 must be an integer of at least 0"),
+        ({"queue_size": -1}, "method.queue_size=-1 must be an integer of at least 0"),
+        ({"queue_start_round": 0}, "method.queue_start_round=0 must be an integer of at least 1"),
+        ({"match_prototypes": 1}, "method.match_prototypes=1 must be true or false"),
+    ],
+)
+def test_invalid_settings_are_rejected(settings, message):
+    with pytest.raises(InputError) as error:
+        make(**settings)
+    assert str(error.value) == message
+
+
+# --- failures ---
+
+
+def test_distinct_assignments_by_hand():
+    """Two images on one prototype each have the information log 2, and so have two pairs of images. For an image on two
+    of three prototypes and one on the third, the mean is (1/4, 1/4, 1/2). Its entropy 1.5 log 2, less the mean entropy
+    of the images log(2) / 2, is log 2."""
+    assert distinct_assignments(torch.eye(2)) == pytest.approx(2)
+    assert distinct_assignments(torch.eye(3)[[0, 0, 2, 2]]) == pytest.approx(2)
+    assert distinct_assignments(torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]])) == pytest.approx(2)
+    assert distinct_assignments(torch.full((4, 3), 1 / 3)) == pytest.approx(1)
+    assert distinct_assignments(torch.eye(3)[[1, 1, 1]]) == pytest.approx(1)
+
+
+def test_used_share_by_hand():
+    """Three of five prototypes are used. Of two images at most two prototypes are."""
+    assert used_share(torch.tensor([0, 0, 3, 4, 0, 3, 4, 0]), num_prototypes=5) == 3 / 5
+    assert used_share(torch.tensor([1, 2]), num_prototypes=5) == 1
+    assert used_share(torch.tensor([3, 3, 3]), num_prototypes=5) == 1 / 3
+
+
+@torch.no_grad()
+def test_diagnostics_are_those_of_the_global_views():
+    method, views = make().eval(), multi_crop()
+    h = method.projector(method.encoder(torch.cat(views.images[:2])))
+    cosines = F.cosine_similarity(h[:, None], method.prototypes.weight[None], dim=2)
+    found = method.diagnose(views)
+    assert found["distinct_prototypes"] == pytest.approx(distinct_assignments((cosines / 0.2).softmax(1)), rel=1e-5)
+    assert found["used_prototypes"] == used_share(cosines.argmax(dim=1), num_prototypes=5)
+
+
+def test_codes_that_are_too_soft_are_reported_as_a_failure(tmp_path):
+    """With equal codes of all images the easiest prediction is the same for all images."""
+    (failure,) = failures_after(tmp_path, 4, "method=swav", "method.epsilon=10")
+    assert "nearly the same assignment to prototypes; lower method.epsilon" in failure
+
+
+def test_unused_prototypes_are_reported_as_a_failure(tmp_path):
+    """Projections of different models collapse the codes if they are used from the start."""
+    queue = ["method.queue_size=64", "method.queue_start_round=1", "method.freeze_prototypes_rounds=0"]
+    failures = failures_after(tmp_path, 4, "method=swav", "method.epsilon=0.1", *queue)
+    assert len(failures) == 2
+    assert "few prototypes are the nearest one of any image; lower method.num_prototypes" in failures[1]
+
+
+def test_training_with_the_defaults_is_no_failure(tmp_path):
+    assert failures_after(tmp_path, 4, "method=swav") == ()
+
+
+@torch.no_grad()
+def test_images_on_one_prototype_are_a_failure():
+    method, views = make(num_prototypes=20, temperature=0.01).eval(), multi_crop(20)
+    center = F.normalize(method.project(views)[:2].flatten(0, 1).mean(dim=0), dim=0)
+    method.prototypes.weight.copy_(-center.expand(20, -1))
+    method.prototypes.weight[4] = center
+    found = method.diagnose(views)
+    assert found["distinct_prototypes"] == pytest.approx(1, abs=1e-4)
+    assert found["used_prototypes"] == 1 / 20
+    assert all(mode.applies(found) for mode in method.failure_modes)
