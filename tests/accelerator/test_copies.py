@@ -65,7 +65,7 @@ def test_parameters_cross_once_per_dtype_and_direction(accelerator, method, tmp_
     first, second = accelerator(events_of_rounds, str(tmp_path), [*overrides_of(method), "strategy=fedavg"]).result()
     masks = {("synchronize", "fedssl/methods/fedca.py:FedCA.start_round"): 1} if method == "fedca" else {}
     usual = PLAIN if method not in MASKED else WITH_MASKS
-    usual = usual | dict.fromkeys(PARAMETERS, 1) if method in WITHOUT_INTEGERS else {}
+    usual = usual | (dict.fromkeys(PARAMETERS, 1) if method in WITHOUT_INTEGERS else {})
     directions = {("to_device", DATA): (2 + 4) * EPOCHS} if method == "lejepa" else {}  # one copy per step
     assert per_client(second) == usual | masks | directions
     server = {"fedca": 2, "orchestra": 2}.get(method, 0)  # the method's server side reads its untrained parts once
