@@ -31,7 +31,7 @@ from fedssl.methods.base import FailureMode
 from fedssl.methods.heads import MLP, PrototypeHead
 from fedssl.methods.momentum import EMATargetMethod
 from fedssl.methods.multi_crop import by_size
-from fedssl.methods.schedules import cosine_increase, linear_warmup
+from fedssl.methods.schedules import linear_warmup
 from fedssl.views import AcceptedViews, Views
 
 UNIFORM = FailureMode(
@@ -107,9 +107,7 @@ class DINO(EMATargetMethod):
         Weight of the previous center in each step, in [0, 1]; 1 disables centering.
     freeze_last_layer_rounds : int
         Number of first rounds in which prototypes are not trained.
-    ema_schedule : {"constant", "cosine"}
-        Whether ``ema_decay`` is that of all rounds, or that of round 1 and increases to 1 along half a cosine.
-    encoder, projector, ema_decay, target_init
+    encoder, projector, ema_decay, ema_schedule, target_init
         As in `EMATargetMethod`.
     """
 
@@ -142,27 +140,22 @@ class DINO(EMATargetMethod):
             warmup_rounds=warmup_rounds,
             center_momentum=center_momentum,
             freeze_last_layer_rounds=freeze_last_layer_rounds,
-            ema_schedule=ema_schedule,
         )
-        super().__init__(encoder, projector=projector, ema_decay=ema_decay, target_init=target_init)
+        super().__init__(
+            encoder, projector=projector, ema_decay=ema_decay, target_init=target_init, ema_schedule=ema_schedule
+        )
         self.prototypes = PrototypeHead(self.projector.out_features, num_prototypes=num_prototypes)
         self.add_target("prototypes")
         self.center = Center(num_prototypes, momentum=center_momentum)
         self.student_temperature, self.teacher_temperature = student_temperature, teacher_temperature
         self.warmup_teacher_temperature, self.warmup_rounds = warmup_teacher_temperature, warmup_rounds
-        self.freeze_last_layer_rounds, self.ema_schedule = freeze_last_layer_rounds, ema_schedule
+        self.freeze_last_layer_rounds = freeze_last_layer_rounds
 
     @cached_property
     def trainable(self) -> list[str]:
         """Names of the parameters that are trained, also of the prototypes, which the first rounds freeze."""
         parameters = self.named_parameters()
         return [name for name, parameter in parameters if parameter.requires_grad or name.startswith("prototypes.")]
-
-    @property
-    def current_decay(self) -> float:
-        if self.ema_schedule == "constant":
-            return self.ema_decay
-        return cosine_increase(self.ema_decay, end=1.0, round=self.round, rounds=self.rounds)
 
     @property
     def current_teacher_temperature(self) -> float:
@@ -176,7 +169,7 @@ class DINO(EMATargetMethod):
 
     @property
     def step_constants(self) -> tuple[float, ...]:
-        return (self.current_decay, self.current_teacher_temperature)
+        return (*super().step_constants, self.current_teacher_temperature)
 
     def start_round(self, *, first: bool) -> None:
         super().start_round(first=first)

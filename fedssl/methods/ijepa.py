@@ -29,7 +29,6 @@ from fedssl.losses import at_least_float32, ijepa
 from fedssl.methods.base import FailureMode
 from fedssl.methods.momentum import EMAMethod
 from fedssl.methods.patch_prediction import PatchPredictor, require_tokens
-from fedssl.methods.schedules import cosine_increase
 from fedssl.views import AcceptedViews, Views
 
 
@@ -60,9 +59,7 @@ class IJEPA(EMAMethod):
         Width, blocks and attention heads of the predictor, see `fedssl.methods.patch_prediction.PatchPredictor`.
     exchange_predictor : bool
         Whether the predictor is exchanged and averaged.
-    ema_schedule : {"constant", "cosine"}
-        Whether ``ema_decay`` is that of all rounds, or that of round 1 and increases to 1 along half a cosine.
-    ema_decay, target_init
+    ema_decay, ema_schedule, target_init
         As in `fedssl.methods.momentum.EMAMethod`.
     """
 
@@ -100,8 +97,9 @@ class IJEPA(EMAMethod):
         target_init: str = "persist",
         exchange_predictor: bool = True,
     ) -> None:
-        check_arguments("method", ema_schedule=ema_schedule, exchange_predictor=exchange_predictor)
-        super().__init__(require_tokens(encoder, method="IJEPA"), ema_decay=ema_decay, target_init=target_init)
+        check_arguments("method", exchange_predictor=exchange_predictor)
+        tokens = require_tokens(encoder, method="IJEPA")
+        super().__init__(tokens, ema_decay=ema_decay, target_init=target_init, ema_schedule=ema_schedule)
         self.predictor = PatchPredictor(
             self.encoder,
             part="predictor",
@@ -111,21 +109,10 @@ class IJEPA(EMAMethod):
             out_features=encoder.feature_dim,
         )
         self.add_target("encoder")
-        self.ema_schedule = ema_schedule
         self._initial_predictor: dict[str, Tensor] | None = None
         if not exchange_predictor:
             self.local_parts = (*self.local_parts, "predictor")
             self._initial_predictor = {name: value.clone() for name, value in self.predictor.state_dict().items()}
-
-    @property
-    def current_decay(self) -> float:
-        if self.ema_schedule == "constant":
-            return self.ema_decay
-        return cosine_increase(self.ema_decay, end=1.0, round=self.round, rounds=self.rounds)
-
-    @property
-    def step_constants(self) -> tuple[float, ...]:
-        return (self.current_decay,)
 
     def start_round(self, *, first: bool) -> None:
         super().start_round(first=first)

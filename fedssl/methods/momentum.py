@@ -18,6 +18,7 @@ from fedssl.encoders.base import frozen_copy
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.heads import MLP
+from fedssl.methods.schedules import cosine_increase
 
 
 class EMAMethod(SSLMethod):
@@ -37,15 +38,19 @@ class EMAMethod(SSLMethod):
         downloaded target, which is exchanged and aggregated like all other layers and starts as a copy of the untrained
         online network. If the encoder grows by stages, "persist" and "average" start with a copy of the online network
         in every stage.
+    ema_schedule : {"constant", "cosine"}
+        Whether ``ema_decay`` is that of all rounds, or that of round 1 and increases to 1 along half a cosine.
     """
 
     target_encoder: Encoder
 
-    def __init__(self, encoder: Encoder, *, ema_decay: float, target_init: str = "persist") -> None:
-        check_arguments("method", ema_decay=ema_decay, target_init=target_init)
+    def __init__(
+        self, encoder: Encoder, *, ema_decay: float, target_init: str = "persist", ema_schedule: str = "constant"
+    ) -> None:
+        check_arguments("method", ema_decay=ema_decay, target_init=target_init, ema_schedule=ema_schedule)
         super().__init__()
         self.encoder = encoder
-        self.ema_decay = ema_decay
+        self.ema_decay, self.ema_schedule = ema_decay, ema_schedule
         self._followed: list[str] = []
         self.target_init = target_init
         if target_init == "average":
@@ -54,7 +59,13 @@ class EMAMethod(SSLMethod):
     @property
     def current_decay(self) -> float:
         """Decay of the target in the current round."""
-        return self.ema_decay
+        if self.ema_schedule == "constant":
+            return self.ema_decay
+        return cosine_increase(self.ema_decay, end=1.0, round=self.round, rounds=self.rounds)
+
+    @property
+    def step_constants(self) -> tuple[float, ...]:
+        return (self.current_decay,)
 
     def add_target(self, part: str) -> None:
         """Add the target of a part, ``target_`` followed by its name: a copy, which the moving average then updates."""
@@ -103,7 +114,7 @@ class EMATargetMethod(EMAMethod):
     ----------
     projector
         As in `fedssl.methods.simclr.SimCLR`.
-    encoder, ema_decay, target_init
+    encoder, ema_decay, target_init, ema_schedule
         As in `EMAMethod`.
     """
 
@@ -113,9 +124,15 @@ class EMATargetMethod(EMAMethod):
     target_projector: MLP
 
     def __init__(
-        self, encoder: Encoder, *, projector: Callable[[int], MLP], ema_decay: float, target_init: str = "persist"
+        self,
+        encoder: Encoder,
+        *,
+        projector: Callable[[int], MLP],
+        ema_decay: float,
+        target_init: str = "persist",
+        ema_schedule: str = "constant",
     ) -> None:
-        super().__init__(encoder, ema_decay=ema_decay, target_init=target_init)
+        super().__init__(encoder, ema_decay=ema_decay, target_init=target_init, ema_schedule=ema_schedule)
         self.projector = projector(encoder.feature_dim)
         for part in ("encoder", "projector"):
             self.add_target(part)
