@@ -46,6 +46,7 @@ FIRST_PAGES = (
     "devices.md",
     "extend.md",
     "strategies.md",
+    "objectives.md",
     "papers.md",
     "paper_index.md",
     "learning.md",

@@ -1,4 +1,4 @@
-"""SwaV (Caron et al., NeurIPS 2020, arXiv 2006.09882): a view predicts the cluster assignment of another view."""
+"""SwAV (Caron et al., NeurIPS 2020, arXiv 2006.09882): a view predicts the cluster assignment of another view."""
 
 from collections.abc import Sequence
 
@@ -47,7 +47,7 @@ def sinkhorn(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor:
 
 
 def swav(scores: Sequence[Tensor], codes: Sequence[Tensor], *, temperature: float) -> Tensor:
-    """Return SwaV's loss (Eq. 2 and 6): each view predicts the codes of the other views.
+    """Return SwAV's loss (Eq. 2 and 6): each view predicts the codes of the other views.
 
     With p_j the softmax of ``scores_j / temperature``, the loss is the mean of ``-sum_k codes_i(k) log p_j(k)`` over
     images and all pairs of a view i with codes and a view j != i. Eq. 6 sums over pairs; the mean is that of the

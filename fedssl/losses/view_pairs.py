@@ -1,4 +1,4 @@
-"""Cross entropy over pairs of different views, of which DINO and SwaV consist."""
+"""Cross entropy over pairs of different views, of which DINO and SwAV consist."""
 
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Sinkhorn-Knopp and SwaV against slow transcriptions of their equations and numbers computed by hand."""
+"""Sinkhorn-Knopp and SwAV against slow transcriptions of their equations and numbers computed by hand."""
 
 import math
 
