@@ -84,16 +84,16 @@ def dino(encoder: nn.Module, dim: int, *, hidden: int, bottleneck: int, prototyp
     return Loop(transform, student, loss, lambda: utils.update_momentum(student, teacher, m=0.99))
 
 
-def mae(*, patch: int, width: int, depth: int, heads: int, decoder_width: int, decoder_depth: int) -> Loop:
+def mae(*, patch: int, width: int, depth: int, heads: int, sizes: dict[str, int]) -> Loop:
     encoder = _vit(patch=patch, width=width, depth=depth, heads=heads)
     tokens = encoder.sequence_length
     decoder = MAEDecoderTIMM(
         num_patches=(SIZE // patch) ** 2,
         patch_size=patch,
         embed_dim=width,
-        decoder_embed_dim=decoder_width,
-        decoder_depth=decoder_depth,
-        decoder_num_heads=heads,
+        decoder_embed_dim=sizes["width"],
+        decoder_depth=sizes["depth"],
+        decoder_num_heads=sizes["heads"],
     )
 
     def loss(views: Sequence[Tensor]) -> Tensor:
@@ -110,15 +110,15 @@ def mae(*, patch: int, width: int, depth: int, heads: int, decoder_width: int, d
     return Loop(MAETransform(SIZE), nn.ModuleList([encoder, decoder]), loss)
 
 
-def ijepa(*, patch: int, width: int, depth: int, heads: int, predictor_width: int, predictor_depth: int) -> Loop:
+def ijepa(*, patch: int, width: int, depth: int, heads: int, sizes: dict[str, int]) -> Loop:
     encoder = _vit(patch=patch, width=width, depth=depth, heads=heads, class_token=False)
     target = copy.deepcopy(encoder).requires_grad_(False)
     predictor = IJEPAPredictorTIMM(
         num_patches=(SIZE // patch) ** 2,
-        depth=predictor_depth,
+        depth=sizes["depth"],
         mlp_dim=width,
-        predictor_embed_dim=predictor_width,
-        num_heads=heads,
+        predictor_embed_dim=sizes["width"],
+        num_heads=sizes["heads"],
     )
     collate = IJEPAMaskCollator(
         SIZE, patch, enc_mask_scale=(0.85, 1.0), pred_mask_scale=(0.15, 0.2), aspect_ratio=(0.75, 1.5), npred=4

@@ -64,11 +64,9 @@ def loop_of(client: Client) -> loops.Loop:
     name, method = type(client.method).__name__.lower(), client.settings.model.method.values
     encoder = conv_small(channels=3, size=32)
     if name == "mae":
-        sizes = {"decoder_width": method["decoder_width"], "decoder_depth": method["decoder_depth"]}
-        return loops.mae(**VIT, **sizes)
+        return loops.mae(**VIT, sizes={key: method[f"decoder_{key}"] for key in ("width", "depth", "heads")})
     if name == "ijepa":
-        sizes = {"predictor_width": method["predictor_width"], "predictor_depth": method["predictor_depth"]}
-        return loops.ijepa(**VIT, **sizes)
+        return loops.ijepa(**VIT, sizes={key: method[f"predictor_{key}"] for key in ("width", "depth", "heads")})
     if name == "ibot":
         return loops.ibot(**VIT, **HEAD)
     if name == "dino":
