@@ -128,10 +128,8 @@ def test_a_transformer_is_compared_as_a_whole(patch, train):
     assert {"encoder.encoder.layers.encoder_layer_0.mlp.0.weight", "encoder.encoder.ln.bias"} < names
 
 
-SMALL = {
-    "conv_small": ["encoder.width=4"],
-    "vit_tiny": ["encoder.patch=4", "encoder.width=16", "encoder.depth=3", "encoder.heads=2"],
-}
+VIT = ["encoder.patch=4", "encoder.width=16", "encoder.depth=3", "encoder.heads=2"]
+SMALL = {"conv_small": ["encoder.width=4"], "vit_tiny": VIT, "vit_small": VIT, "vit_base": VIT}
 
 
 def encoders_and_schedules():
