@@ -22,6 +22,7 @@ from fedssl.datasets.base import load_federated, load_split
 from fedssl.datasets.images import ImageSource
 from fedssl.evaluation.collapse_metrics import TOP, CollapseMetrics, spectrum
 from fedssl.evaluation.features import extract
+from fedssl.machine.out_of_memory import module_on_cpu, with_less_memory
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import exchanged_names, load_layers
 from fedssl.runs.representations import Representations
@@ -167,10 +168,15 @@ class CollapseMonitor:
         load_layers(method, {name: layers[name] for name in exchanged_names(method)})
         method.start_round(first=True)
         method.eval()
-        generator = torch_generator(self._seed, "diagnose", "views")
-        with torch.no_grad():
-            views = self._augment(self._training_images.to(self._device), generator)
-            return method.diagnose(method_inputs(method, views, None, generator))
+
+        def diagnose(used: torch.device, _: int) -> dict[str, float]:
+            network = method if used == self._device else module_on_cpu(method)
+            generator = torch_generator(self._seed, "diagnose", "views")
+            with torch.no_grad():
+                views = self._augment(self._training_images.to(used), generator)
+                return network.diagnose(method_inputs(network, views, None, generator))
+
+        return with_less_memory(diagnose, device=self._device, what="failures are diagnosed")
 
     def _measure(self, layers: Layers, name: str) -> Measurement | None:
         """Measure one model. Log a warning and return None if a metric is not finite."""

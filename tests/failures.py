@@ -11,7 +11,7 @@ SHORT += ["optimizer=adam", "collapse_images=128"]
 
 
 def failures_after(folder: Path, rounds: int, *overrides: str) -> tuple[str, ...]:
-    """Return the failures of the global model after so many rounds on the digits."""
+    """Return the failures of the global model after a number of rounds on the digits."""
     federation = Federation(folder, *SHORT, *overrides)
     layers = federation.run(rounds)
     monitor = federation.components.monitor

@@ -9,7 +9,7 @@ Three kinds:
   (I-JEPA, Assran et al., arXiv 2301.08243, section 3). The context is cut to the smallest one of the batch.
 
 Differences from the authors' code: the patches that are cut from a context of ``multi_block`` are random (I-JEPA cuts
-the lowest rows). Rectangles of all images are drawn at once, so BEiT's trials count from the first rectangle.
+the lowest rows). An image of ``block`` has `TRIALS` candidate rectangles in total; BEiT tries ten for each rectangle.
 """
 
 import math
@@ -120,6 +120,20 @@ def check_grid(recipe: MaskRecipe, *, size: int, name: str) -> None:
             f"{name}.kind={recipe.kind} draws rectangles of patches but a view has only {patches}; set encoder.patch "
             f"to at most {max(1, size // 4)}"
         )
+    elif recipe.kind == "multi_block" and _smallest_context(recipe, grid=size // recipe.patch) < 1:
+        raise InputError(
+            f"{name}.target_scale={list(recipe.target_scale)} lets a target cover the whole context of "
+            f"{name}.context_scale={list(recipe.context_scale)}; lower target_scale"
+        )
+
+
+def _smallest_context(recipe: MaskRecipe, *, grid: int) -> int:
+    """Return the smallest number of patches in a context of which the largest target is removed."""
+    shapes = [number / 100 for number in range(101)]
+    largest = max(
+        math.prod(_rectangle_size(recipe.target_scale[1], recipe.aspect_ratio, shape, grid=grid)) for shape in shapes
+    )
+    return math.prod(_rectangle_size(recipe.context_scale[0], (1.0, 1.0), 0.0, grid=grid)) - largest
 
 
 def num_hidden(ratio: float, patches: int) -> int:
@@ -159,8 +173,8 @@ def random_mask(batch: int, patches: int, *, ratio: float, generator: torch.Gene
 def block_mask(recipe: MaskRecipe, batch: int, *, grid: int, generator: torch.Generator) -> Mask:
     """Hide random rectangles of patches of each image, until its share is reached.
 
-    A rectangle is added if it hides at least one more patch and at most the share. Its area is uniform between
-    a 9th of the grid (at least 1 patch) and the patches that are left of the share.
+    A candidate is used if the image then has at most its share of hidden patches. Its area is uniform between a 9th of
+    the grid (at least one patch) and the patches that are left of the share.
     """
     uniform = torch.rand(batch, 2 + 4 * TRIALS, generator=generator)
     low, high = recipe.ratio_range
@@ -184,8 +198,9 @@ def block_mask(recipe: MaskRecipe, batch: int, *, grid: int, generator: torch.Ge
 def multi_block_mask(recipe: MaskRecipe, batch: int, *, grid: int, generator: torch.Generator) -> Mask:
     """Draw target rectangles and a context without their patches; sizes are equal within the batch.
 
-    The position of all rectangles is drawn `TRIALS` times. The arrangement with the largest context is used if its
-    first one leaves less than a 10th of the patches, as far as possible.
+    The positions of all rectangles are drawn `TRIALS` times. An image has the first arrangement whose context has at
+    least a 10th of the patches, or else the one with the largest context. All targets of the last arrangement are at
+    the same position, so that every context has a patch, see `check_grid`.
     """
     shape = torch.rand(3, generator=generator).tolist()
     low, high = recipe.target_scale
@@ -193,7 +208,7 @@ def multi_block_mask(recipe: MaskRecipe, batch: int, *, grid: int, generator: to
     low, high = recipe.context_scale
     context = _rectangle_size(low + (high - low) * shape[2], (1.0, 1.0), 0.0, grid=grid)
     positions = torch.rand(batch, TRIALS, recipe.num_targets + 1, 2, generator=generator)
-    positions[:, -1, 1:-1] = positions[:, -1, :1]  # all targets of the last arrangement are at the same position
+    positions[:, -1, 1:-1] = positions[:, -1, :1]
     sizes = torch.tensor([target] * recipe.num_targets + [context], dtype=torch.float32)
     blocks = _rectangles(*positions.unbind(-1), *sizes.unbind(-1), grid=grid).flatten(-2)
     targets, contexts = blocks[:, :, :-1], blocks[:, :, -1] & ~blocks[:, :, :-1].any(dim=2)

@@ -83,6 +83,9 @@ UPPER_BOUNDS = {
 }
 
 
+RECIPE_KEYS = ("count", "size", "role", "mask")  # fields of a recipe, besides those of its view
+
+
 @dataclass(frozen=True, kw_only=True)
 class ViewRecipe:
     """Recipe of one or several views with equal settings.
@@ -110,7 +113,7 @@ class ViewRecipe:
 
 def read_recipe(recipe: Mapping[str, Any], *, name: str) -> ViewRecipe:
     """Build a `ViewRecipe` from its fields and those of its `View`, after validation; ``name`` as in `read_view`."""
-    own = {key: recipe[key] for key in ("count", "size", "role", "mask") if key in recipe}
+    own = {key: recipe[key] for key in RECIPE_KEYS if key in recipe}
     count, size, role = own.get("count", 1), own.get("size", 1.0), own.get("role", GLOBAL)
     if type(count) is not int or count < 0:
         raise InputError(f"{name}.count={count} is not a number of views; set it to an integer of at least 0")
@@ -123,17 +126,21 @@ def read_recipe(recipe: Mapping[str, Any], *, name: str) -> ViewRecipe:
     if own.get("mask") is not None:
         own["mask"] = read_mask(own["mask"], name=f"{name}.mask")
     others = {key: value for key, value in recipe.items() if key not in own}
-    return ViewRecipe(view=read_view(others, name=name), **own)
+    return ViewRecipe(view=read_view(others, name=name, further_keys=RECIPE_KEYS), **own)
 
 
-def read_view(recipe: Mapping[str, Any], *, name: str) -> View:
-    """Build a `View` from some of its fields, after validation; ``name`` is that of the recipe, for error messages."""
+def read_view(recipe: Mapping[str, Any], *, name: str, further_keys: Sequence[str] = ()) -> View:
+    """Build a `View` from some of its fields, after validation.
+
+    ``name`` is that of the recipe, and ``further_keys`` are its other settings, for error messages.
+    """
     defaults = asdict(View())
     for key, value in recipe.items():
         if key in VIEW:
             raise InputError(f"{name}.{key} is now {name}.{VIEW[key]}")
         if key not in defaults:
-            near = get_close_matches(key, defaults) or list(defaults)
+            known = [*defaults, *further_keys]
+            near = get_close_matches(key, known) or known
             raise InputError(f"{name}.{key} is not a setting of a view; use one of: {', '.join(near)}")
         largest = UPPER_BOUNDS.get(key, math.inf)
         limit = "" if largest == math.inf else f" and at most {largest:g}"

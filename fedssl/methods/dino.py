@@ -87,9 +87,9 @@ class DINO(EMATargetMethod):
     The parts ``encoder``, ``projector``, ``prototypes`` and ``center`` are exchanged and aggregated by the strategy.
     The center is treated like running statistics: fedavg averages it by examples, l_dawa does not scale it. The
     teacher, ``target_encoder``, ``target_projector`` and ``target_prototypes``, stays with the client unless
-    ``target_init="average"``. A client then centers the outputs of its own teacher by the mean of all clients' centers,
-    which its first steps adapt. With ``privacy=central`` the server does not release statistics, and every round starts
-    with a center of 0.
+    ``target_init="average"``. If it stays, the logits of a client's own teacher are centered by the mean of all
+    clients' centers, which the first steps of a round adapt. With ``privacy=central`` the server does not release
+    statistics, and every round starts with a center of 0.
 
     Views of equal size share a forward pass of each encoder, and all views of the student one of the projector.
 

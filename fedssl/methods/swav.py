@@ -159,12 +159,12 @@ class SwAV(SSLMethod):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the prototypes are not trained in this round."""
+        """Whether prototypes are frozen in the current round."""
         return self.round <= self.freeze_prototypes_rounds
 
     @property
     def uses_queue(self) -> bool:
-        """Whether a full queue is used in this round."""
+        """Whether codes use the queue in the current round, once it is full."""
         return self.queue_size > 0 and self.round >= self.queue_start_round
 
     @property

@@ -20,6 +20,8 @@ from fedssl.evaluation.features import extract
 from fedssl.machine import cuda_graphs, devices
 from fedssl.machine.transfer import copy_from_cpu, copy_to_cpu
 from fedssl.methods.base import build_method
+from fedssl.model_arrays import exchanged_layers
+from server_app.collapse_monitor import CollapseMonitor
 from simulation.cli import run
 from tests.accelerator.device import NAME, limited_memory
 from tests.accelerator.results import assert_equal, numbers_of
@@ -245,3 +247,27 @@ def test_representations_are_computed_with_less_memory(accelerator, what):
     assert lines[0].startswith(f"{DEVICE} has too little memory: representations are computed {expected}")
     assert unchanged
     assert torch.equal(h, represent(None)[0])
+
+
+def diagnosed(num_bytes: int | None) -> tuple[dict[str, float], list[str]]:
+    """Return the diagnostics of a global model and the log, with limited memory of the device or on a CPU."""
+    settings = compose([*SMALL, "method=dino"])
+    method = build_method(settings.model).to("cpu" if num_bytes is None else DEVICE)
+    monitor = CollapseMonitor(
+        method,
+        data=settings.data,
+        num_images=64,
+        augment=settings.training.augmentation.instantiate(),
+        device=next(method.parameters()).device,
+        seed=0,
+    )
+    layers = exchanged_layers(method)
+    with logged() as lines, nullcontext() if num_bytes is None else limit(num_bytes):
+        report = monitor.finish({"global": layers})
+    return {name: report.rows[0][name] for name in ("assignment_entropy", "prototype_entropy")}, lines
+
+
+def test_failures_are_diagnosed_with_less_memory(accelerator):
+    found, lines = accelerator(diagnosed, 30_000).result()
+    assert any(line.endswith("has too little memory: failures are diagnosed on the CPU") for line in lines)
+    assert found == pytest.approx(diagnosed(None)[0], rel=1e-5)

@@ -182,6 +182,7 @@ def test_global_views_come_first_and_sizes_are_fractions():
         ),
         ([{"size": 0}, {}], "augmentation.views.0.size=0 is not a fraction of the image size"),
         ([{}, {"size": 0.25}], "size=0.25 gives views of 2 pixels; set it to at least 0.5, for views of 4 pixels"),
+        ([{"rol": "local"}, {}], "rol is not a setting of a view; use one of: role"),
         ([{"role": "target"}, {}], "augmentation.views.0.role=target is unknown; set it to global or local"),
         ([{"flip_prob": 1.5}, {}], r"augmentation.views.0.flip_prob=1.5 .* at least 0 and at most 1"),
         ([{}, {"gray_prob": -0.1}], "augmentation.views.1.gray_prob=-0.1"),

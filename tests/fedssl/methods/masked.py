@@ -1,4 +1,4 @@
-"""What the tests of masked methods share: small encoders, views with masks, and the predictor in the authors' order."""
+"""Small encoders, views with masks, and the predictor in the authors' order, for tests of masked methods."""
 
 import torch
 from torch import Tensor
