@@ -32,7 +32,7 @@ METHODS = {
 }
 ON_DIGITS = {"orchestra": ["num_clients=10", "rounds=10", "batch_size=16", "optimizer=sgd", "optimizer.lr=0.01"]}
 # Methods with an experiment of their own, and the points of kNN that they gain at least.
-OWN_EXPERIMENTS = {"dino": 3, "ibot": 10, "ijepa": 5, "mae": 5}
+OWN_EXPERIMENTS = {"dino": 5, "ibot": 10, "ijepa": 5, "mae": 5}
 ON_IMAGES = {"orchestra": ["augmentation=orchestra"]}
 
 
