@@ -19,6 +19,7 @@ from torch import nn
 from client_app.state_store import read_state
 from fedssl.export import load_encoder
 from simulation.cli import run
+from tests.methods import overrides_of
 
 RECORDS = Path(__file__).parent / "digests.json"
 
@@ -26,6 +27,7 @@ BASE = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=90", "enco
 BASE += ["batch_size=16", "evaluate_every=0", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
 STAGES = ["schedule=layer_wise", "rounds=5"]
 THRESHOLD = ["strategy.predictor_threshold=0.1"]
+SWAV = ["method.queue_size=32", "method.queue_start_round=2", "method.match_prototypes=true", "rounds=3"]
 VIT = ["encoder=vit_tiny", "encoder.patch=4", "encoder.width=16", "encoder.depth=2", "encoder.heads=2"]
 
 RUNS = {
@@ -79,6 +81,13 @@ RUNS = {
     "gossip-simclr": ["strategy=gossip", "rounds=3", "clients_per_round=2"],
     "per_ssl-byol": ["strategy=per_ssl", "method=byol", "rounds=3"],
     "simclr-bf16-adam": ["precision=bf16", "optimizer=adam", "channels_last=false"],
+    "dino-multi-crop": ["method=dino", "augmentation=digits_multi_crop"],
+    "ibot-adamw": [*overrides_of("ibot"), "encoder.patch=2", "strategy=fedavg", "optimizer=adamw"],
+    "ijepa-bf16": [*overrides_of("ijepa"), "encoder.patch=2", "precision=bf16"],
+    "lejepa-multi-crop-eua": ["method=lejepa", "augmentation=digits_multi_crop", "strategy=eua"],
+    "mae-fedu": [*overrides_of("mae"), "strategy=fedu", "rounds=3"],
+    "swav-queue-matched": ["method=swav", *SWAV],
+    "vicreg-cosine": ["method=vicreg", "lr_schedule=cosine"],
 }
 
 REPEATED = {
@@ -186,5 +195,7 @@ def test_the_numbers_of_a_run_are_those_on_record(name, recorded, request, tmp_p
         records = json.loads(RECORDS.read_text()) if RECORDS.is_file() else {}
         records.setdefault(arithmetic(), {})[name] = found
         RECORDS.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
+    elif name not in recorded:
+        pytest.skip(f"no digest of this run on record for this machine's arithmetic ({arithmetic()})")
     else:
         assert found == recorded[name]
