@@ -5,12 +5,13 @@ archive need no more memory than the size of the archive. No file can name code.
 terminal, a log, a table or a figure.
 """
 
+import argparse
 import math
 import os
 import pickletools
 import stat
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ _MAX_DEPTH = 32  # of nested values
 _ALLOWED_GLOBALS = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict"}
 _STORAGES = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
 _ALLOWED_GLOBALS |= {f"torch {kind}Storage" for kind in _STORAGES}
+_SCRIPT_GLOBALS = {"torch._utils _rebuild_parameter", "argparse Namespace"}
 
 
 def corrupt_file_error(file: Path, problem: str) -> InputError:
@@ -99,9 +101,10 @@ def read_yaml(file: Path, kind: type) -> Any:
     return content
 
 
-def read_tensors(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> Any:
+def read_tensors(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES, training_script: bool = False) -> Any:
     """Read dictionaries, lists, plain values and tensors that `torch.save` wrote, on the CPU.
 
+    With ``training_script`` also parameters and an `argparse.Namespace`, which checkpoints of training scripts have.
     Raise an OSError if the file cannot be opened or is larger than ``max_bytes``; ValueError, RuntimeError, and errors
     of reading an archive if it contains anything else.
     """
@@ -114,12 +117,13 @@ def read_tensors(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> Any:
             (listed,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl"))
             if listed.file_size > _MAX_PICKLE_BYTES:
                 raise ValueError("its list of tensors is too long")
-            _check_names(archive.read(listed))
+            _check_names(archive.read(listed), _ALLOWED_GLOBALS | (_SCRIPT_GLOBALS if training_script else set()))
         size = os.fstat(stream.fileno()).st_size
         stream.seek(0)
-        _check_tensors(torch.load(stream, map_location="meta", weights_only=True), size, values=listed.file_size)
-        stream.seek(0)
-        return torch.load(stream, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([argparse.Namespace] if training_script else []):
+            _check_tensors(torch.load(stream, map_location="meta", weights_only=True), size, values=listed.file_size)
+            stream.seek(0)
+            return torch.load(stream, map_location="cpu", weights_only=True)
 
 
 def check_tensors_like(tensors: Mapping[str, Any], template: Mapping[str, Any]) -> None:
@@ -160,6 +164,8 @@ def iter_leaves(value: Any) -> Iterator[Any]:
         item, depth = stack.pop()
         if depth > _MAX_DEPTH:
             raise ValueError(f"it is nested more than {_MAX_DEPTH} levels deep")
+        if isinstance(item, argparse.Namespace):
+            item = vars(item)
         if isinstance(item, Mapping):
             yield from item
             stack += [(inner, depth + 1) for inner in item.values()]
@@ -205,9 +211,9 @@ def _archive(stream: IO[bytes]) -> zipfile.ZipFile:
     return archive
 
 
-def _check_names(listed: bytes) -> None:
+def _check_names(listed: bytes, allowed: Set[str]) -> None:
     for code, argument, _ in pickletools.genops(listed):
-        if code.name in ("STACK_GLOBAL", "INST") or (code.name == "GLOBAL" and argument not in _ALLOWED_GLOBALS):
+        if code.name in ("STACK_GLOBAL", "INST") or (code.name == "GLOBAL" and argument not in allowed):
             raise ValueError(f"it names {argument or 'a global'}, which is not a tensor")
 
 

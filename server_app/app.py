@@ -32,6 +32,7 @@ from server_app.compatibility import NO_SERVER_DATA
 from server_app.console import disk_errors_as_run_error, log_to, make_screen
 from server_app.delivery import EncoderSender
 from server_app.evaluator import ResultsByModel
+from server_app.initial_weights import store_initial_weights
 from server_app.messaging import MessageExchange
 from server_app.nodes import federation_size
 from server_app.personalization import evaluate_personalized
@@ -185,6 +186,7 @@ def run(
             )
         )
     recorder.start_run(settings.recording, components.client_data)
+    store_initial_weights(settings, recorder.folder)
     recorder.register(components.client_manager.clients)
     server.plot(recorder.folder / "figures")
     images = f"{len(components.client_data.image_data.images)} images" if components.client_data else "their own images"

@@ -47,6 +47,7 @@ from server_app.compatibility import (
 )
 from server_app.differential_privacy import Privacy, check_model
 from server_app.evaluator import Evaluator
+from server_app.initial_weights import adopt_statistics
 from server_app.nodes import ClientDirectory, ClientManager, NodeNames, discover_clients, no_registered_names
 from server_app.round_context import RoundContext, no_flops, raise_no_server_images
 from server_app.secure_aggregation import describe_graph, graph_for
@@ -115,6 +116,7 @@ def build_components(
     Without ``reads_images`` nothing that needs the server's images can be used.
     """
     device = configure_process(settings.machine)
+    settings = adopt_statistics(settings)
     task = make_task(settings).text() if clients.client_ids else None
     # The noise of privacy=central is for a fixed number of clients.
     trains_new_devices = bool(task) and trains_all_clients(settings) and settings.privacy is None

@@ -19,6 +19,7 @@ from fedssl.atomic_files import (
     write_text,
 )
 from fedssl.config.load import DEVICE_NUMBERS_FILE
+from fedssl.config.saved_run import INITIAL_ENCODER_FILE
 from fedssl.config.settings import RecordingSettings, Settings
 from fedssl.errors import InputError
 from fedssl.export import save_encoder
@@ -55,7 +56,8 @@ PERSONALIZED_FILE = "personalized.json"
 # Files of a run, besides encoders, checkpoints and figures.
 RUN_FILES = (
     *(LOCK_FILE, "run.log", "config.yaml", "overrides.yaml", "choices.yaml", "partition.csv"),
-    *(DEVICE_NUMBERS_FILE, FLEET_FILE, "summary.json", *JSONL_FILES, "representations.npz", PERSONALIZED_FILE),
+    *(DEVICE_NUMBERS_FILE, FLEET_FILE, INITIAL_ENCODER_FILE, "summary.json", *JSONL_FILES),
+    *("representations.npz", PERSONALIZED_FILE),
 )
 
 

@@ -34,15 +34,17 @@ STOP_TIMEOUT = 30.0  # seconds
 def validate(settings: Settings) -> None:
     """Build the run for devices that do not exist, which rejects invalid settings before it is submitted.
 
-    Files of the SuperLink's machine are not read: its images, and a teacher that is not on this machine.
+    Files of the SuperLink's machine are not read: its images, and a teacher or weights that are not on this machine.
     """
-    from server_app.build import build_components  # slow imports
+    from fedssl.pretrained.sources import file_of  # slow imports
+    from server_app.build import build_components
     from server_app.nodes import ClientDirectory
     from server_app.round import Round
     from simulation.grid import LocalGrid, load_client_app
     from strategies.interfaces import ServerState
 
-    if settings.teacher is not None and not settings.teacher.exists():
+    weights = None if settings.model.weights is None else file_of(settings.model.weights)
+    if any(file is not None and not file.exists() for file in (settings.teacher, weights)):
         return
     grid = LocalGrid(load_client_app(), num_clients=settings.num_clients)
     client_ids = {f"device-{number}": number for number in range(settings.num_clients)}

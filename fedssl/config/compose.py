@@ -72,6 +72,10 @@ def resolve_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]
         config.output_dir = str(config.output_dir)
         if not config.output_dir:
             raise InputError("output_dir is empty; set a folder, or null for runs/<date>_<time>")
+    if config.encoder.get("weights") is not None:
+        from fedssl.pretrained.sources import absolute_source  # here: slow import
+
+        config.encoder.weights = absolute_source(str(config.encoder.weights))
     _make_absolute(config, "teacher")
     _make_absolute(config.strategy, "file")
     _make_absolute(config.partition, "encoder")

@@ -227,6 +227,8 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "self_balancing": _BOOL,
     },
     "encoder": {
+        "name": Constraint(kind=str),
+        "weights": _optional(Constraint(kind=str)),
         "channels": _integer(1),
         "size": _integer(1, MAX_IMAGE_SIZE),
         "width": _integer(1, 65_536),

@@ -17,7 +17,7 @@ from fedssl.config.compose import check_types, compose_config, flatten, validate
 from fedssl.config.constraints import check_channels
 from fedssl.config.load import client_settings, training_components
 from fedssl.config.overrides import check_run_id, config_groups, did_you_mean
-from fedssl.config.settings import ClientSettings, Settings
+from fedssl.config.settings import SERVER_ENCODER_KEYS, ClientSettings, Settings
 from fedssl.config.targets import add_import_path, check_targets, search_folders, searchpath_override
 from fedssl.errors import InputError, RequestRefused
 
@@ -25,6 +25,8 @@ GROUPS = ("augmentation", "encoder", "method", "regularizer", "schedule", "optim
 ALLOWED_KEYS = ("run_id", "seed", "rounds", "local_epochs", "batch_size", "clip_norm", "precision", "channels_last")
 DATA_KEYS = ("dataset.channels", "dataset.size", "dataset.mean", "dataset.std")  # what a model needs
 REQUIRED_KEYS = ("run_id", "seed", "rounds", "dataset.size")
+
+_SERVER_KEYS = {"strategy.reported_metrics", "strategy.file", *(f"encoder.{key}" for key in SERVER_ENCODER_KEYS)}
 
 MAX_TEXT_LENGTH, MAX_LIST_LENGTH, MAX_WORD_LENGTH, MAX_DEPTH = 65_536, 4096, 64, 4
 # Largest integers by the last part of a key.
@@ -132,7 +134,7 @@ def _check_single(key: str, value: Any) -> None:
 
 def _is_allowed_key(key: str) -> bool:
     first, *others = key.split(".")
-    if any(part.startswith("_") for part in others) or key in ("strategy.reported_metrics", "strategy.file"):
+    if any(part.startswith("_") for part in others) or key in _SERVER_KEYS:
         return False
     return (first in GROUPS and bool(others)) or key in ALLOWED_KEYS or key in DATA_KEYS
 

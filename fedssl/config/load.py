@@ -4,8 +4,8 @@ import copy
 import functools
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,9 +14,19 @@ from omegaconf import DictConfig, OmegaConf
 from fedssl.atomic_files import write_text
 from fedssl.config.aggregation_settings import AggregationSettings, PrivacySettings, SecureAggregationSettings
 from fedssl.config.compose import RESUMABLE_KEYS, diff, flatten, resolve_config
-from fedssl.config.overrides import CONF, by_key, check_run_id, did_you_mean, key_and_group, parse, quote_value
-from fedssl.config.saved_run import check_saved_overrides, read_overrides, read_settings
+from fedssl.config.overrides import (
+    CONF,
+    by_key,
+    check_run_id,
+    did_you_mean,
+    key_and_group,
+    parse,
+    partition_by_key,
+    quote_value,
+)
+from fedssl.config.saved_run import INITIAL_ENCODER_FILE, check_saved_overrides, read_overrides, read_settings
 from fedssl.config.settings import (
+    SERVER_ENCODER_KEYS,
     AlgorithmSettings,
     CalibrationSettings,
     ClientSettings,
@@ -74,6 +84,8 @@ def load_settings(overrides: Sequence[str]) -> Settings:
             "again"
         )
     explicit = by_key(normalize_searchpath(overrides))
+    # The run folder has the initial weights, so that the source is read only for a new run.
+    saved_overrides, sources = partition_by_key(saved_overrides, "encoder.weights")
     # A new choice of a group, such as engine=local, replaces the saved one and its settings.
     not_inherited = explicit.keys() | {"pause_after"}
     inherited = [override for override in saved_overrides if not_inherited.isdisjoint(key_and_group(override))]
@@ -87,6 +99,7 @@ def load_settings(overrides: Sequence[str]) -> Settings:
         _recheck_saved(saved_overrides, folder / "overrides.yaml")
         raise
     config.run_id = saved.run_id
+    _restore_initial_weights(config, saved, explicit=explicit.keys())
     # The number of edge clients is counted, and their images are not partitioned.
     counted = {"num_clients", "clients_per_round", "partition"} if (folder / DEVICE_NUMBERS_FILE).exists() else set()
     resumable = RESUMABLE_KEYS | _RUN_KEYS | counted
@@ -102,7 +115,19 @@ def load_settings(overrides: Sequence[str]) -> Settings:
         listed = ", ".join(f"{key}={old} (now {new})" for key, (old, new) in list(changed.items())[:_MAX_LISTED])
         listed += f" and {len(changed) - _MAX_LISTED} more" if len(changed) > _MAX_LISTED else ""
         raise InputError(f"resume={folder} was run with {listed}; keep the settings, or start a new run")
-    return make_settings(config, choices, overrides=overrides, resumed=saved.rounds)
+    recorded = [*overrides, *(override for override in sources if override.partition("=")[0] not in merged)]
+    return make_settings(config, choices, overrides=recorded, resumed=saved.rounds)
+
+
+def _restore_initial_weights(config: DictConfig, saved: DictConfig, *, explicit: Collection[str]) -> None:
+    """Set the source of the initial weights of a resumed run, and the statistics that a new run takes from it."""
+    source = saved.encoder.get("weights")
+    if source is None:
+        return
+    if "encoder.weights" not in explicit:
+        OmegaConf.update(config, "encoder.weights", source, force_add=True)
+    for key in {"dataset.mean", "dataset.std"}.difference(explicit):
+        OmegaConf.update(config, key, OmegaConf.select(saved, key), merge=False)
 
 
 def _recheck_saved(overrides: Sequence[str], file: Path) -> None:
@@ -239,7 +264,7 @@ def make_settings(
         lr_schedule=_component(config.lr_schedule),
         data=read_data(config.dataset),
         partition=_partition(config),
-        model=_model(config),
+        model=replace(_model(config), weights=_weights(config, resumed=resumed is not None)),
         training=_training(config),
         algorithm=AlgorithmSettings(
             strategy=_component(config.strategy, without=("reported_metrics",)),
@@ -296,11 +321,17 @@ def _partition(config: DictConfig) -> PartitionSettings:
 
 def _model(config: DictConfig) -> ModelSettings:
     return ModelSettings(
-        encoder=_component(config.encoder),
+        encoder=_component(config.encoder, without=SERVER_ENCODER_KEYS),
         method=_component(config.method),
         schedule=ScheduleSettings(phases=_component(config.schedule), rounds=config.rounds),
         seed=config.seed,
     )
+
+
+def _weights(config: DictConfig, *, resumed: bool) -> str | None:
+    """Return the source of the initial weights, which is the run folder if the run is resumed."""
+    source: str | None = config.encoder.get("weights")
+    return str(Path(config.output_dir).resolve() / INITIAL_ENCODER_FILE) if source and resumed else source
 
 
 def _training(config: DictConfig) -> TrainingSettings:

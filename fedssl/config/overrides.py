@@ -39,6 +39,12 @@ def by_key(overrides: Iterable[str]) -> dict[str, str]:
     return {override.partition("=")[0]: override for override in overrides}
 
 
+def partition_by_key(overrides: Iterable[str], key: str) -> tuple[list[str], list[str]]:
+    """Return the overrides of other keys, and those of this key."""
+    mine = [override for override in overrides if override.partition("=")[0].lstrip("+") == key]
+    return [override for override in overrides if override not in mine], mine
+
+
 def key_and_group(override: str) -> set[str]:
     """Return the key of an override, and its config group or first part."""
     key = override.partition("=")[0]

@@ -19,6 +19,8 @@ from fedssl.config.renamed import CHOICES, current_key, is_earlier, update, upda
 from fedssl.errors import InputError
 from fedssl.untrusted import corrupt_file_error, iter_leaves, read_text, read_yaml, sanitize
 
+INITIAL_ENCODER_FILE = "initial_encoder.pt"  # in the folder of a run with encoder.weights, from which it is resumed
+
 # Image caches, addresses of clusters and SuperLinks, and trackers.
 _EXTERNAL_KEYS = {"dataset.cache", "calibration.dataset.cache", "engine.address", "engine.root_certificates"}
 _EXTERNAL_KEYS |= {"tracker.uri", "tracker.mode"}

@@ -25,6 +25,9 @@ CLIENT_SETTINGS = [
     *("device", "threads", "keep_freed_memory", "output_dir", "run_id"),
 ]
 
+# Settings of ``conf/encoder`` that only the server reads.
+SERVER_ENCODER_KEYS = ("weights",)
+
 
 @dataclass(frozen=True)
 class Component:
@@ -141,6 +144,7 @@ class ModelSettings:
     method: Component
     schedule: ScheduleSettings
     seed: int
+    weights: str | None = None  # source of the encoder's initial weights, of the server alone; None: random
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,4 +284,6 @@ class Settings:
     @property
     def client_yaml(self) -> str:
         """Return the source of `ClientSettings` for simulated clients, see `fedssl.config.load.parse_client_config`."""
-        return OmegaConf.to_yaml(OmegaConf.masked_copy(self.recording.config, CLIENT_SETTINGS))
+        config = OmegaConf.masked_copy(self.recording.config, CLIENT_SETTINGS)
+        config.encoder = {key: value for key, value in config.encoder.items() if key not in SERVER_ENCODER_KEYS}
+        return OmegaConf.to_yaml(config)

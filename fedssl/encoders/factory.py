@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fedssl.config.constraints import check_arguments
 from fedssl.encoders.base import Encoder
+from fedssl.encoders.library import require_timm
 from fedssl.encoders.resnet import BasicBlock, Bottleneck, ResNetEncoder
 from fedssl.errors import InputError
 
@@ -205,6 +206,28 @@ def vit_base(
         positions=positions,
         registers=registers,
     )
+
+
+def timm(*, name: str, channels: int, size: int) -> Encoder:
+    """Build timm's network of this name without its classifier, such as ``vit_small_patch16_224``.
+
+    Needs timm, the extra ``timm``.
+    """
+    check_arguments("encoder", name=name)
+    _check_image_size(f"encoder.name={name}", channels=channels, size=size, smallest=1)
+    require_timm("encoder=timm")
+    from fedssl.encoders.timm_networks import build_timm  # here: slow import
+
+    return build_timm(name, channels=channels, size=size)
+
+
+def torchvision(*, name: str, channels: int, size: int) -> Encoder:
+    """Build torchvision's classification network of this name without its classifier, such as ``efficientnet_b0``."""
+    check_arguments("encoder", name=name)
+    _check_image_size(f"encoder.name={name}", channels=channels, size=size, smallest=1)
+    from fedssl.encoders.torchvision_networks import build_torchvision  # here: slow import
+
+    return build_torchvision(name, channels=channels, size=size)
 
 
 def _vit(

@@ -6,7 +6,6 @@ timm has our ResNets and vision transformers, but not ``conv_small``. Its ResNet
 
 import inspect
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,22 +16,11 @@ from fedssl import encoders
 from fedssl.errors import InputError
 from fedssl.export.source import ExportSource, represent
 from fedssl.export.weights import KEY, write_weights
+from fedssl.pretrained.names import VIT_NAMES, substitute
 
 _RESNETS = ("resnet18", "resnet34", "resnet50")
 _VITS = ("vit_tiny", "vit_small", "vit_base")
-_RENAMED = (  # names in a vision transformer: torchvision's and timm's
-    (r"^class_token$", "cls_token"),
-    (r"^register_tokens$", "reg_token"),
-    (r"^conv_proj\.", "patch_embed.proj."),
-    (r"^encoder\.pos_embedding$", "pos_embed"),
-    (r"^encoder\.ln\.", "norm."),
-    (r"^encoder\.layers\.encoder_layer_(\d+)\.", r"blocks.\1."),
-    (r"\.ln_([12])\.", r".norm\1."),
-    (r"\.self_attention\.in_proj_", ".attn.qkv."),
-    (r"\.self_attention\.out_proj\.", ".attn.proj."),
-    (r"\.mlp\.0\.", ".mlp.fc1."),
-    (r"\.mlp\.3\.", ".mlp.fc2."),
-)
+_TIMM = "timm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +57,7 @@ class TimmModel:
 def has_timm(source: ExportSource) -> bool:
     """Return whether timm has the encoder's architecture."""
     package, _, name = source.architecture.rpartition(".")
-    return package == encoders.__name__ and name in (*_RESNETS, *_VITS)
+    return package == encoders.__name__ and name in (*_RESNETS, *_VITS, _TIMM)
 
 
 def timm_model(source: ExportSource) -> TimmModel:
@@ -81,6 +69,11 @@ def timm_model(source: ExportSource) -> TimmModel:
             f"encoder is {name}; choose format=onnx, torch_export or safetensors"
         )
     settings = _all_settings(source)
+    if name == _TIMM:
+        from fedssl.encoders.timm_networks import creation_arguments
+
+        arguments = creation_arguments(settings["name"], channels=settings["channels"], size=settings["size"])
+        return TimmModel(name=settings["name"], arguments=arguments, small_stem=False)
     arguments = {"num_classes": 0, "in_chans": settings["channels"]}
     if name in _RESNETS:
         norm = {"norm_layer": "groupnorm"} if settings["norm"] == "group" else {}
@@ -109,7 +102,7 @@ def timm_weights(source: ExportSource) -> dict[str, Tensor]:
     if source.architecture.rpartition(".")[2] not in _VITS:
         return weights  # timm's ResNets have torchvision's names
     weights["encoder.pos_embedding"] = source.encoder.positions(source.encoder.grid).detach()
-    return {_renamed(name): value for name, value in weights.items()}
+    return {substitute(name, VIT_NAMES): value for name, value in weights.items()}
 
 
 def write_timm(source: ExportSource, file: Path) -> None:
@@ -135,9 +128,3 @@ def _all_settings(source: ExportSource) -> dict[str, Any]:
     bound = inspect.signature(build).bind(**settings)
     bound.apply_defaults()
     return bound.arguments
-
-
-def _renamed(name: str) -> str:
-    for pattern, new in _RENAMED:
-        name = re.sub(pattern, new, name)
-    return name

@@ -1,6 +1,6 @@
 """Networks on torch's meta device: shapes without memory or numbers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,9 +72,10 @@ def _adaptive_avg_pool2d(x: Tensor, size: Any) -> Tensor:
     return torch.empty(*x.shape[:2], *(length if wanted is None else wanted for wanted, length in heights_and_widths))
 
 
-def _mean(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    averaged = (dim,) if isinstance(dim, int) else dim
-    return torch.empty([length for axis, length in enumerate(x.shape) if axis not in averaged])
+def _mean(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    averaged = range(x.ndim) if dim is None else [axis % x.ndim for axis in ((dim,) if isinstance(dim, int) else dim)]
+    lengths = [1 if axis in averaged else length for axis, length in enumerate(x.shape)]
+    return torch.empty([length for axis, length in enumerate(lengths) if keepdim or axis not in averaged])
 
 
 _SHAPES: dict[Any, Any] = {

@@ -185,11 +185,22 @@ class SSLMethod(nn.Module):
         return broadcast
 
 
+def build_encoder(model: ModelSettings) -> Encoder:
+    """Build the encoder with its initial weights: random ones of torch's generator, or those of a source."""
+    encoder: Encoder = model.encoder.instantiate()
+    if model.weights is not None:
+        from fedssl.pretrained.loading import load_pretrained  # here: only a server needs it
+
+        with torch.random.fork_rng(devices=[]):  # heads have the same initial weights with every source
+            load_pretrained(encoder, model.weights)
+    return encoder
+
+
 def build_method(model: ModelSettings) -> SSLMethod:
     """Build the method with its encoder and heads, initialized from the run's seed alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(model.seed, "initialise"))
-        encoder = model.encoder.instantiate()
+        encoder = build_encoder(model)
         phases = make_phases(model.schedule, stages=len(encoder.stage_names))
         if phases[0].depth < len(encoder.stage_names):
             with torch.random.fork_rng(devices=[]):  # heads have the same initial weights under every schedule

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedssl.atomic_files import round_file, saved_rounds
-from fedssl.config.saved_run import read_overrides
+from fedssl.config.saved_run import INITIAL_ENCODER_FILE, read_overrides
 from fedssl.errors import InputError
 from fedssl.runs.manifest import MANIFEST_SUFFIX, read_manifest
 from fedssl.runs.run import RUN_MARKERS, read_run
@@ -84,8 +84,9 @@ def _encoder_problems(folder: Path) -> Iterator[str]:
 
 
 def _archive_problems(folder: Path) -> Iterator[str]:
-    """Yield the snapshots and representations whose CRC-32 is wrong. No content is loaded."""
-    for file in sorted([*folder.glob("models/*/*.pt"), *folder.glob("representations.npz")]):
+    """Yield the initial encoder, snapshots and representations whose CRC-32 is wrong. No content is loaded."""
+    patterns = (INITIAL_ENCODER_FILE, "models/*/*.pt", "representations.npz")
+    for file in sorted(file for pattern in patterns for file in folder.glob(pattern)):
         try:
             with zipfile.ZipFile(file) as archive:
                 damaged = archive.testzip() is not None

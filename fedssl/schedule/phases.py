@@ -35,6 +35,11 @@ class Phase:
 
 def make_phases(settings: ScheduleSettings, *, stages: int) -> list[Phase]:
     """Return the phases of a run, in order, for an encoder with this number of stages; they cover all rounds."""
+    if stages == 1 and settings.phases.name in (layer_wise.__name__, progressive.__name__):
+        raise InputError(
+            f"schedule={settings.phases.name} trains an encoder stage by stage, but this encoder has one stage; set "
+            "schedule=end_to_end, or choose another encoder"
+        )
     phases: list[Phase] = settings.phases.instantiate()(rounds=settings.rounds, depth=stages)
     return phases
 

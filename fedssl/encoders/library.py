@@ -1,0 +1,185 @@
+"""Networks of timm and torchvision without their classifier as encoders.
+
+``state_dict`` has the library's names, so weights can be exchanged. A network is divided into a stem, stages and a head
+if its family is known (`Parts`); otherwise it has a single stage. Nothing is downloaded. This module imports neither
+library: `fedssl.encoders.timm_networks` and `fedssl.encoders.torchvision_networks` do.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedssl.encoders.base import Encoder, StageRange
+from fedssl.errors import InputError
+from fedssl.machine.meta_device import shapes_only
+
+_WHOLE = ""  # name of the only stage of a network whose family is unknown
+
+Part = Callable[[Any, Tensor], Tensor]  # maps a network and the previous part's output to its output
+
+
+def require_timm(feature: str) -> None:
+    """Raise an `InputError` if timm is not installed; ``feature`` needs it."""
+    if find_spec("timm") is None:
+        raise InputError(f"{feature} needs timm; install it: uv sync --extra timm, or pip install timm")
+
+
+def run_modules(*names: str) -> Part:
+    """Return the part that runs these submodules of a network one after the other."""
+
+    def run(network: nn.Module, x: Tensor) -> Tensor:
+        for name in names:
+            x = network.get_submodule(name)(x)
+        return x
+
+    return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Division of a network: ``head(stages(stem(images)))`` is the network without its classifier."""
+
+    stem: Part
+    stages: tuple[str, ...]  # names of submodules
+    head: Part  # from the last stage's output to the representation
+    tail: tuple[str, ...] = ()  # names of the modules with weights in ``head``
+    # Whether ``head`` maps the output of every stage, as in a transformer. Otherwise the representation after an
+    # earlier stage is the average over positions.
+    any_stage: bool = False
+    patch_embedding: str | None = None  # name of the submodule that maps patches to tokens
+    # Smaller training views are valid if their side is a multiple of this number of pixels; None: they are not.
+    view_step: int | None = None
+
+
+@dataclass(frozen=True)
+class Library:
+    """Functions that build networks of a library."""
+
+    create: Callable[[str, int, int], nn.Module]  # without classifier, of a name, channels and image size
+    divide: Callable[[Any], Parts | None]  # the parts of a network; None if its family is unknown
+
+
+class LibraryEncoder(Encoder):
+    """A network of another library, whose parameters, buffers and submodules are the encoder's, with their names.
+
+    Parameters
+    ----------
+    network : nn.Module
+        Network without classifier: ``(batch, channels, size, size)`` to ``(batch, feature_dim)``.
+    parts : Parts or None
+        Its division. None: the network is the only stage.
+    widths : sequence of int
+        Length of a representation after each stage.
+    channels : int
+        Channels of valid images.
+    image_size : int or None
+        Height and width of valid images in pixels; None if any size is valid.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        parts: Parts | None,
+        *,
+        widths: Sequence[int],
+        channels: int,
+        image_size: int | None,
+    ) -> None:
+        super().__init__()
+        # The same dictionaries, so that both see every replaced tensor or module. The network is not a submodule, which
+        # would prefix all names.
+        self._parameters, self._buffers, self._modules = network._parameters, network._buffers, network._modules
+        self._non_persistent_buffers_set = network._non_persistent_buffers_set
+        self.__dict__["_network"] = network
+        self._parts = parts
+        self.feature_dim, self.channels, self.image_size = widths[-1], channels, image_size
+        self.define_stages(stages=(_WHOLE,) if parts is None else parts.stages, widths=tuple(widths))
+        if parts is not None:
+            first = 0 if parts.any_stage else len(parts.stages)
+            tail = StageRange(first, float("inf"), float("inf"))
+            self._stage_ranges |= dict.fromkeys(parts.tail, tail)
+            self.patch_embedding = parts.patch_embedding
+            self.stages_interchangeable = parts.any_stage
+
+    def stages(self) -> list[nn.Module]:
+        return [self.get_submodule(name) for name in self.stage_names]
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return the submodule of this name; "" is the network."""
+        network: nn.Module = self.__dict__["_network"]
+        return network.get_submodule(target)  # a submodule may have the name of a method of the encoder
+
+    def stem(self, images: Tensor) -> Tensor:
+        return images if self._parts is None else self._parts.stem(self.get_submodule(""), images)
+
+    def pool(self, x: Tensor) -> Tensor:
+        if self._parts is None:
+            return x
+        if self.active_stages.depth < len(self.stage_names) and not self._parts.any_stage:
+            return x.mean(dim=(2, 3))
+        return self._parts.head(self.get_submodule(""), x)
+
+    def check_view_shape(self, shape: Sequence[int]) -> None:
+        """Accept also smaller squares whose side is a multiple of the parts' ``view_step``."""
+        channels, height, width = shape[-3:]
+        step = None if self._parts is None else self._parts.view_step
+        if step and self.image_size and height == width < self.image_size and height % step == 0:
+            self.check_image_shape((channels, self.image_size, self.image_size))
+        else:
+            self.check_image_shape(shape)
+
+    def train(self, mode: bool = True) -> "LibraryEncoder":
+        """Set training mode; frozen stages stay in eval mode."""
+        super().train(mode)
+        self.get_submodule("").training = mode
+        return self
+
+
+def build_library_encoder(library: Library, *, name: str, channels: int, size: int, fixed_size: bool) -> LibraryEncoder:
+    """Build a library's network as an encoder, after checking that it accepts images of this shape.
+
+    ``fixed_size``: whether it accepts no images of another size.
+    """
+    widths = _check_network(library, name, channels, size)
+    network = library.create(name, channels, size)
+    return LibraryEncoder(
+        network,
+        library.divide(network),
+        widths=widths,
+        channels=channels,
+        image_size=size if fixed_size else None,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _check_network(library: Library, name: str, channels: int, size: int) -> list[int]:
+    """Return the length of the representation after each stage, computed without memory; `InputError` if it fails."""
+    try:
+        with shapes_only():
+            probe = library.create(name, channels, size)
+            return _widths(probe, library.divide(probe), torch.empty(2, channels, size, size))
+    except Exception as error:  # a library may reject a shape in any way
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"encoder.name={name} cannot encode images of {channels} x {size} x {size} ({reason}); set dataset.size to "
+            "a size that it supports, such as 224, or choose another encoder"
+        ) from error
+
+
+def _widths(network: Any, parts: Parts | None, images: Tensor) -> list[int]:
+    """Return the length of the representation after each stage; raise an exception if the network does not run."""
+    x = network(images)  # in training mode, in which some networks have further outputs
+    if not isinstance(x, Tensor) or x.ndim != 2:
+        shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"its output is {shape} instead of one vector per image")
+    if parts is None or parts.any_stage:
+        return [x.shape[1]] * (1 if parts is None else len(parts.stages))
+    outputs, feature_dim = [parts.stem(network, images)], x.shape[1]
+    for name in parts.stages:
+        outputs.append(network.get_submodule(name)(outputs[-1]))
+    return [*(output.shape[1] for output in outputs[1:-1]), feature_dim]

@@ -1,0 +1,67 @@
+"""Adaption of single tensors to an encoder of another image size or another number of channels."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fedssl.encoders.base import Encoder
+from fedssl.encoders.tokens import interpolate_positions
+
+POSITIONS = ("pos_embed", "encoder.pos_embedding")  # names of position embeddings: timm's, and torchvision's
+
+
+def adapt_channels(weight: Tensor, channels: int) -> Tensor:
+    """Convert a kernel ``(out, in, height, width)`` to another number of input channels.
+
+    One channel has the sum over all, so that a gray image has the same output as three equal channels. Otherwise the
+    channels are repeated and multiplied by in / channels, which keeps the output for equal channels, too.
+    """
+    before = weight.shape[1]
+    if channels == 1:
+        return weight.sum(dim=1, keepdim=True)
+    repeated = weight.repeat(1, math.ceil(channels / before), 1, 1)[:, :channels]
+    return repeated * (before / channels)
+
+
+def adapt_positions(positions: Tensor, *, side: int, prefix: int) -> Tensor | None:
+    """Interpolate position embeddings ``(1, tokens, width)`` to ``prefix`` tokens and ``side * side`` patches.
+
+    The source's patches are a square, and the tokens before it are class and register tokens, which keep their
+    positions. They get zeros if the source has no positions for them. None if the source has other tokens.
+    """
+    count = positions.shape[1]
+    before = next((number for number in (prefix, 0) if math.isqrt(count - number) ** 2 == count - number), None)
+    if before is None:
+        return None
+    grid = math.isqrt(count - before)
+    tokens, patches = positions[:, :before], positions[:, before:]
+    if not before:
+        tokens = positions.new_zeros(1, prefix, positions.shape[2])
+    return torch.cat((tokens, interpolate_positions(patches, side) if side != grid else patches), dim=1)
+
+
+def adapt_tensor(name: str, value: Tensor, encoder: Encoder, template: Tensor, *, first_kernel: str) -> Tensor | None:
+    """Return the tensor of a checkpoint with the shape of the encoder's ``template``, or None if it does not fit.
+
+    ``first_kernel`` is the name of the encoder's first convolution.
+    """
+    if value.shape == template.shape:
+        return value
+    if name == first_kernel and value.ndim == 4 and _without(value, 1) == _without(template, 1):
+        return adapt_channels(value, template.shape[1])
+    if name in POSITIONS and value.ndim == 3 and value.shape[2] == template.shape[2]:
+        side = _patches_per_side(encoder)
+        return None if side is None else adapt_positions(value, side=side, prefix=template.shape[1] - side * side)
+    return None
+
+
+def _patches_per_side(encoder: Encoder) -> int | None:
+    if encoder.patch_embedding is None or encoder.image_size is None:
+        return None
+    kernels = [weight for weight in encoder.get_submodule(encoder.patch_embedding).parameters() if weight.ndim == 4]
+    return encoder.image_size // kernels[0].shape[-1]
+
+
+def _without(tensor: Tensor, axis: int) -> list[int]:
+    return [length for number, length in enumerate(tensor.shape) if number != axis]

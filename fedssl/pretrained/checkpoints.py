@@ -1,0 +1,90 @@
+"""Reading of checkpoint files, which are untrusted: tensors by name, and no code."""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedssl.errors import InputError
+from fedssl.export.weights import KEY
+from fedssl.untrusted import MAX_TENSORS_BYTES, open_regular_file, read_tensors, sanitize
+
+_ZIP = b"PK\x03\x04"
+_MAX_BYTES = MAX_TENSORS_BYTES // 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Tensors by dotted name, and the statistics of the training images if they are known."""
+
+    tensors: Mapping[str, Tensor]
+    mean: tuple[float, ...] | None = None  # per channel, of pixels in [0, 1]
+    std: tuple[float, ...] | None = None
+
+
+def read_checkpoint(file: Path) -> Checkpoint:
+    """Read a file of ``torch.save`` or safetensors; raise an `InputError` if it has no tensors or is not readable.
+
+    Nested dictionaries become dotted names: ``{"state_dict": {"fc.weight": w}}`` has ``state_dict.fc.weight``.
+    """
+    try:
+        content, metadata = _read(file)
+        tensors = dict(_flatten(content))
+    except FileNotFoundError as error:
+        raise InputError(f"encoder.weights={file} does not exist; set it to a checkpoint or a run folder") from error
+    except OSError as error:
+        reason = error.strerror
+        raise InputError(f"encoder.weights={file} cannot be read ({reason}); set it to another file") from error
+    except Exception as error:  # a damaged or foreign file can raise any exception
+        reason = sanitize(" ".join(str(error).split())[:200])
+        raise InputError(
+            f"encoder.weights={file} is damaged or has more than tensors and plain values ({reason}); store its state "
+            "dict alone with torch.save(network.state_dict(), FILE)"
+        ) from error
+    if not tensors:
+        raise InputError(f"encoder.weights={file} has no tensors; set it to a checkpoint with a state dict")
+    mean, std = (_statistics(metadata.get(key)) for key in ("mean", "std"))
+    return Checkpoint(tensors=tensors, mean=mean, std=std)
+
+
+def _read(file: Path) -> tuple[Any, Mapping[str, Any]]:
+    """Return the content of a file, and what an encoder's file of this project states about it."""
+    with open_regular_file(file, max_bytes=_MAX_BYTES) as stream:
+        start = stream.read(len(_ZIP))
+    if file.suffix == ".safetensors":
+        from safetensors import safe_open
+
+        with safe_open(file, "pt") as stored:
+            metadata = json.loads((stored.metadata() or {}).get(KEY, "{}"))
+            return {name: stored.get_tensor(name) for name in stored.keys()}, metadata  # noqa: SIM118, not a dictionary
+    if start == _ZIP:
+        content = read_tensors(file, max_bytes=_MAX_BYTES, training_script=True)
+    else:  # the format of torch.save before torch 1.6
+        with (
+            open_regular_file(file, max_bytes=_MAX_BYTES) as stream,
+            torch.serialization.safe_globals([argparse.Namespace]),
+        ):
+            content = torch.load(stream, map_location="cpu", weights_only=True)
+    is_own = isinstance(content, dict) and str(content.get("format", "")).startswith("fedssl-encoder")
+    return content, content if is_own else {}
+
+
+def _flatten(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield prefix.removesuffix("."), value
+    elif isinstance(value, Mapping) and depth < 8:
+        for key, inner in value.items():
+            yield from _flatten(inner, f"{prefix}{key}.", depth + 1)
+
+
+def _statistics(values: Any) -> tuple[float, ...] | None:
+    """Return numbers per channel, or None if there are none."""
+    if not isinstance(values, list) or not all(isinstance(value, float) and math.isfinite(value) for value in values):
+        return None
+    return tuple(values) or None

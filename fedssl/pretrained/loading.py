@@ -1,0 +1,118 @@
+"""Strict loading of a source's weights into an encoder."""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedssl.atomic_files import atomic_write
+from fedssl.encoders.base import Encoder
+from fedssl.errors import InputError
+from fedssl.pretrained.adapting import POSITIONS, adapt_tensor
+from fedssl.pretrained.checkpoints import Checkpoint
+from fedssl.pretrained.names import Match, known_statistics, match_names
+from fedssl.pretrained.sources import read_source
+
+_MAX_LISTED = 3  # tensors of each kind in an error message
+_COUNTER = "num_batches_tracked"  # last component of a name that checkpoints of torch before 0.4.1 lack
+# Settings of the encoder that differ, by the name of a tensor that then does not fit.
+_REMEDIES = {
+    "conv1.weight": "set encoder.stem to that of the weights (imagenet: 7x7, small: 3x3)",
+    "pos_embed": "set encoder.positions=learned and encoder.pool=token",
+}
+
+
+def load_pretrained(encoder: Encoder, source: str) -> str:
+    """Load the weights of a source into an encoder; return what was renamed, ignored or adapted.
+
+    Every tensor of the encoder must be in the source, and every tensor of the source must be the encoder's, part of a
+    classifier or head, or part of another network. Raise an `InputError` otherwise.
+    """
+    checkpoint = read_source(source)
+    template = encoder.state_dict()
+    match = match_names(checkpoint.tensors, template)
+    if match is None:
+        raise InputError(
+            f"encoder.weights={source} has no tensor of the encoder: it has {_listed(list(checkpoint.tensors))}, and "
+            f"the encoder has {_listed(list(template))}; set the encoder that the weights were trained with"
+        )
+    tensors, adapted = _fit(encoder, template, checkpoint, match, source=source)
+    encoder.load_state_dict({**template, **tensors})
+    changes = [f"{len(tensors)} tensors with {match.layout.name} and the prefix {match.prefix or 'none'}"]
+    if match.ignored:
+        changes.append(f"ignored {', '.join(f'{name} ({count})' for name, count in match.ignored.items())}")
+    if adapted:
+        changes.append(f"adapted {', '.join(adapted)}")
+    return "; ".join(changes)
+
+
+def initial_statistics(source: str, *, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """Return mean and standard deviation of the images that the source was trained on, one number for each channel.
+
+    None if they are unknown. For another number of channels, all channels have the mean over the source's.
+    """
+    checkpoint = read_source(source)
+    mean, std, known = checkpoint.mean, checkpoint.std, known_statistics(checkpoint.tensors)
+    if known is not None and mean is None:
+        mean, std = (known[0],), (known[1],)
+    if mean is None or std is None:
+        return None
+    return _for_channels(mean, channels), _for_channels(std, channels)
+
+
+def store_initial_encoder(encoder: Encoder, file: Path) -> None:
+    """Write the encoder's tensors as a source for resumed runs."""
+    weights = dict(encoder.state_dict())
+    atomic_write(file, lambda stream: torch.save(weights, stream))
+
+
+def _fit(
+    encoder: Encoder, template: Mapping[str, Tensor], checkpoint: Checkpoint, match: Match, *, source: str
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the tensors with the encoder's names, shapes and dtypes, and a description of those that were adapted."""
+    first_kernel = next((name for name, value in template.items() if value.ndim == 4), "")
+    tensors: dict[str, Tensor] = {}
+    adapted, misshapen, infinite = [], [], []
+    for name, stored in match.sources.items():
+        value, expected = checkpoint.tensors[stored], template[name]
+        fitting = adapt_tensor(name, value.detach(), encoder, expected, first_kernel=first_kernel)
+        if fitting is None or fitting.shape != expected.shape:
+            misshapen.append(f"{name} {tuple(value.shape)} instead of {tuple(expected.shape)}")
+            continue
+        if fitting.shape != value.shape:
+            kind = "positions" if name in POSITIONS else "channels"
+            adapted.append(f"{kind} of {name} from {tuple(value.shape)} to {tuple(fitting.shape)}")
+        tensors[name] = fitting.to(expected.dtype)
+        if not torch.isfinite(tensors[name]).all():
+            infinite.append(name)
+    missing = [name for name in template if name not in match.sources and not name.endswith(_COUNTER)]
+    problems = {
+        "are missing": missing,
+        "are unexpected": match.unexpected,
+        "have other shapes": misshapen,
+        "have values that are not finite": infinite,
+    }
+    found = [f"{len(names)} {kind} ({_listed(names)})" for kind, names in problems.items() if names]
+    if found:
+        raise InputError(
+            f"encoder.weights={source} does not fit the encoder: of {len(template)} tensors, {', '.join(found)}; "
+            f"{_remedy([*missing, *match.unexpected, *misshapen])}"
+        )
+    return tensors, adapted
+
+
+def _remedy(names: Collection[str]) -> str:
+    if len(names) == 1:
+        for name, remedy in _REMEDIES.items():
+            if any(name in each for each in names):
+                return remedy
+    return "set the encoder that the weights were trained with, or weights of this encoder"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
+
+
+def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    return values if len(values) == channels else (sum(values) / len(values),) * channels

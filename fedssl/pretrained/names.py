@@ -1,0 +1,172 @@
+"""Names of tensors in checkpoints, and the rule that finds those of an encoder among them.
+
+A checkpoint has further networks (heads, momentum encoders), and a prefix for the modules that contained the encoder
+(``module.encoder_q.`` in MoCo, ``teacher.backbone.`` in DINO, ``backbone.`` in SimCLR and lightly). The rule removes
+the prefix that leaves most names of the encoder, in its own layout or in one of `LAYOUTS`.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+# Names in a vision transformer: torchvision's, which are this project's, and timm's.
+VIT_NAMES = (
+    (r"^class_token$", "cls_token"),
+    (r"^register_tokens$", "reg_token"),
+    (r"^conv_proj\.", "patch_embed.proj."),
+    (r"^encoder\.pos_embedding$", "pos_embed"),
+    (r"^encoder\.ln\.", "norm."),
+    (r"^encoder\.layers\.encoder_layer_(\d+)\.", r"blocks.\1."),
+    (r"\.ln_([12])\.", r".norm\1."),
+    (r"\.self_attention\.in_proj_", ".attn.qkv."),
+    (r"\.self_attention\.out_proj\.", ".attn.proj."),
+    (r"\.mlp\.0\.", ".mlp.fc1."),
+    (r"\.mlp\.3\.", ".mlp.fc2."),
+)
+_TIMM_VIT_NAMES = (
+    (r"^cls_token$", "class_token"),
+    (r"^reg_token$", "register_tokens"),
+    (r"^patch_embed\.proj\.", "conv_proj."),
+    (r"^pos_embed$", "encoder.pos_embedding"),
+    (r"^norm\.", "encoder.ln."),
+    (r"^blocks\.(\d+)\.", r"encoder.layers.encoder_layer_\1."),
+    (r"\.norm([12])\.", r".ln_\1."),
+    (r"\.attn\.qkv\.", ".self_attention.in_proj_"),
+    (r"\.attn\.proj\.", ".self_attention.out_proj."),
+    (r"\.mlp\.fc1\.", ".mlp.0."),
+    (r"\.mlp\.fc2\.", ".mlp.3."),
+)
+# A ResNet as a sequence of its children: torchvision's, and lightly's ``ResNetGenerator``, which has neither activation
+# nor pooling among them.
+_SEQUENTIAL_RESNET = (
+    (r"^0\.", "conv1."),
+    (r"^1\.", "bn1."),
+    *((rf"^{number + 3}\.", f"layer{number}.") for number in (1, 2, 3, 4)),
+)
+_LIGHTLY_RESNET = (
+    (r"^0\.", "conv1."),
+    (r"^1\.", "bn1."),
+    *((rf"^{number + 1}\.", f"layer{number}.") for number in (1, 2, 3, 4)),
+    (r"\.shortcut\.", ".downsample."),
+)
+
+# Networks of a checkpoint that are not its encoder, if another one has the same names.
+_SECONDARY = re.compile(r"encoder_k|target.*|student.*|.*momentum.*|.*ema")
+# First components of names of classifiers, heads and queues, and of the token that hides patches.
+_HEAD = re.compile(
+    r".*head.*|fc|classifier|linear|projector|predictor|projection.*|prediction.*|prototypes|queue.*|mask_token"
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of an architecture in another library."""
+
+    name: str
+    rename: Callable[[Collection[str], Collection[str]], dict[str, str]]  # of a checkpoint's and an encoder's names
+
+
+@dataclass(frozen=True)
+class Match:
+    """Tensors of a checkpoint that belong to an encoder."""
+
+    layout: Layout
+    prefix: str
+    sources: Mapping[str, str]  # names in the checkpoint by names in the encoder
+    unexpected: Sequence[str]  # names in the checkpoint that neither the encoder nor a head has
+    ignored: Mapping[str, int]  # number of tensors of each network or head that is not part of the encoder
+
+
+def _substituted(patterns: Sequence[tuple[str, str]]) -> Callable[[Collection[str], Collection[str]], dict[str, str]]:
+    def rename(names: Collection[str], encoder_names: Collection[str]) -> dict[str, str]:
+        return {name: substitute(name, patterns) for name in names}
+
+    return rename
+
+
+def substitute(name: str, patterns: Sequence[tuple[str, str]]) -> str:
+    """Apply pairs of a pattern and its replacement to a name, one after the other."""
+    for pattern, new in patterns:
+        name = re.sub(pattern, new, name)
+    return name
+
+
+def _from_efficientnet_pytorch(names: Collection[str], encoder_names: Collection[str]) -> dict[str, str]:
+    """Rename EfficientNet-PyTorch's names to timm's, which number blocks within each stage.
+
+    The first convolution of a block with expansion is timm's ``conv_pw``; without, the last one is.
+    """
+    outer = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2", "_fc": "classifier"}
+    expanded = {"_expand_conv": "conv_pw", "_bn0": "bn1", "_depthwise_conv": "conv_dw", "_bn1": "bn2"}
+    expanded |= {"_project_conv": "conv_pwl", "_bn2": "bn3"}
+    plain = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
+    excitation = {"_se_reduce": "se.conv_reduce", "_se_expand": "se.conv_expand"}
+    blocks = dict.fromkeys(found[0] for name in encoder_names if (found := re.match(r"blocks\.\d+\.\d+", name)))
+    numbered = {str(number): block for number, block in enumerate(blocks)}
+    renamed = {}
+    for name in names:
+        parts = name.split(".")
+        if parts[0] == "_blocks" and len(parts) > 3 and parts[1] in numbered:
+            has_expansion = f"_blocks.{parts[1]}._expand_conv.weight" in names
+            inner = {**(expanded if has_expansion else plain), **excitation}
+            renamed[name] = ".".join([numbered[parts[1]], inner.get(parts[2], parts[2]), *parts[3:]])
+        else:
+            renamed[name] = ".".join([outer.get(parts[0], parts[0]), *parts[1:]])
+    return renamed
+
+
+LAYOUTS = (
+    Layout("the encoder's names", _substituted(())),
+    Layout("timm's names", _substituted(_TIMM_VIT_NAMES)),
+    Layout("torchvision's names", _substituted(VIT_NAMES)),
+    Layout("names of a sequence of torchvision's modules", _substituted(_SEQUENTIAL_RESNET)),
+    Layout("names of a sequence of lightly's modules", _substituted(_LIGHTLY_RESNET)),
+    Layout("names of EfficientNet-PyTorch", _from_efficientnet_pytorch),  # github.com/lukemelas/EfficientNet-PyTorch
+)
+
+
+def known_statistics(names: Collection[str]) -> tuple[float, float] | None:
+    """Return mean and standard deviation of all channels if the names identify them, as for EfficientNet-PyTorch."""
+    is_efficientnet = any(name.endswith("_blocks.0._depthwise_conv.weight") for name in names)
+    return (0.5, 0.5) if is_efficientnet else None  # as in the TensorFlow models from which it was converted
+
+
+def match_names(names: Collection[str], encoder_names: Collection[str]) -> Match | None:
+    """Find the names of an encoder among those of a checkpoint, both dotted; None if there are none."""
+    best = min(_candidates(names, encoder_names), key=lambda candidate: candidate[0], default=None)
+    if best is None:
+        return None
+    _, prefix, layout, renamed = best
+    wanted = set(encoder_names)
+    sources = {new: prefix + name for name, new in renamed.items() if new in wanted}
+    others = [name for name, new in renamed.items() if new not in wanted]
+    unexpected = [prefix + name for name in others if not _HEAD.fullmatch(renamed[name].split(".")[0])]
+    ignored = Counter(_first(renamed[name]) for name in others if prefix + name not in unexpected)
+    ignored.update(_first(name) for name in names if not name.startswith(prefix))
+    return Match(layout, prefix, sources, unexpected, ignored)
+
+
+def _candidates(
+    names: Collection[str], encoder_names: Collection[str]
+) -> Iterator[tuple[tuple[object, ...], str, Layout, dict[str, str]]]:
+    """Yield every prefix and layout with common names, and first the key by which they are compared."""
+    wanted = set(encoder_names)
+    for prefix in _prefixes(names, len(wanted)):
+        inner = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        for order, layout in enumerate(LAYOUTS):
+            renamed = layout.rename(inner, encoder_names)
+            common = wanted.intersection(renamed.values())
+            if common:
+                secondary = any(_SECONDARY.fullmatch(part) for part in prefix.split("."))
+                yield (-len(common), secondary, len(prefix), prefix, order), prefix, layout, renamed
+
+
+def _prefixes(names: Collection[str], encoder_size: int) -> list[str]:
+    """Return "" and every prefix, with its dot, that enough names have to contain an encoder."""
+    counts = Counter(name[: dot.end()] for name in names for dot in re.finditer(r"\.", name))
+    return ["", *(prefix for prefix, count in counts.items() if 2 * count >= encoder_size)]
+
+
+def _first(name: str) -> str:
+    return name.split(".")[0]

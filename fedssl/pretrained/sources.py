@@ -1,0 +1,160 @@
+"""Sources of weights: files, run folders, and the models of timm, torchvision and the Hugging Face Hub.
+
+A source is a path, ``timm:NAME``, ``torchvision:NAME`` or ``hf:REPO``. Models are read from the libraries' caches, or
+downloaded. Only safetensors and files without code are read.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedssl.config.overrides import did_you_mean
+from fedssl.encoders.library import require_timm
+from fedssl.errors import InputError
+from fedssl.pretrained.checkpoints import Checkpoint, read_checkpoint
+
+_TIMEOUT = 10.0  # seconds until the Hub counts as not reachable
+_MAX_CONFIG_BYTES = 2**20
+
+
+def absolute_source(source: str) -> str:
+    """Return the source with an absolute path; raise an `InputError` if its prefix is unknown."""
+    prefix, name = _split(source)
+    if prefix:
+        return f"{prefix}:{name}"
+    if not source:
+        raise InputError("encoder.weights is empty; set a file, a run folder, timm:NAME, torchvision:NAME or hf:REPO")
+    return str(Path(source).expanduser().absolute())
+
+
+def read_source(source: str) -> Checkpoint:
+    """Return tensors and statistics of a source; raise an `InputError` if it cannot be read."""
+    prefix, name = _split(source)
+    return _READERS[prefix](name) if prefix else _read_path(Path(name))
+
+
+def file_of(source: str) -> Path | None:
+    """Return the file or folder of a source, or None if it names a library's model."""
+    prefix, name = _split(source)
+    return None if prefix else Path(name)
+
+
+def _split(source: str) -> tuple[str, str]:
+    """Return the prefix, "" for a path, and the rest."""
+    found = re.fullmatch(r"(\w+):([^/\\].*)", source, flags=re.DOTALL)
+    if found is None or Path(source).exists():
+        return "", source
+    if found[1] not in _READERS:
+        raise InputError(
+            f"encoder.weights={source} has the unknown prefix {found[1]}{did_you_mean(found[1], list(_READERS))}; set "
+            "a file, a run folder, timm:NAME, torchvision:NAME or hf:REPO"
+        )
+    return found[1], found[2]
+
+
+def _read_path(path: Path) -> Checkpoint:
+    if path.is_dir():
+        if not (path / "encoder.pt").is_file():
+            raise InputError(
+                f"encoder.weights={path} is a folder without encoder.pt; set the folder of a finished run, or a file"
+            )
+        path /= "encoder.pt"
+    return read_checkpoint(path)
+
+
+def _read_timm(name: str) -> Checkpoint:
+    """Read weights by timm's name, such as ``vit_small_patch16_224.augreg_in1k``, or of its default tag."""
+    require_timm(f"encoder.weights=timm:{name}")
+    import timm
+
+    if name not in [*timm.list_models(), *timm.list_pretrained()]:
+        near = did_you_mean(name, [*timm.list_models(), *timm.list_pretrained()])
+        raise InputError(f"encoder.weights=timm:{name} is not a model of timm {timm.__version__}{near}")
+    config: Any = timm.get_pretrained_cfg(name)
+    if not config.hf_hub_id:
+        raise InputError(f"encoder.weights=timm:{name} has no weights on the Hugging Face Hub; choose another tag")
+    file = _hub_file(config.hf_hub_id, "model.safetensors", source=f"timm:{name}")
+    # timm converts weights that have the names of their first publication. It reads safetensors without code.
+    overlay = {"file": str(file), "source": "file"}
+    network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay)
+    return Checkpoint(tensors=network.state_dict(), mean=tuple(config.mean), std=tuple(config.std))
+
+
+def _read_torchvision(name: str) -> Checkpoint:
+    """Read the default weights of a model, or an entry such as ``ResNet50_Weights.IMAGENET1K_V1``."""
+    from torch import hub
+    from torchvision import models
+
+    names = models.list_models(module=models)
+    try:
+        weights: Any = models.get_weight(name) if "." in name else models.get_model_weights(name)["DEFAULT"]
+    except (ValueError, KeyError) as error:
+        raise InputError(
+            f"encoder.weights=torchvision:{name} is not a model of torchvision{did_you_mean(name, names)}"
+        ) from error
+    file = Path(hub.get_dir()) / "checkpoints" / weights.url.rpartition("/")[2]
+    if not file.is_file():
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            hub.download_url_to_file(weights.url, str(file), hash_prefix=file.stem.rpartition("-")[2], progress=False)
+        except Exception as error:  # any error of the network
+            raise InputError(
+                f"encoder.weights=torchvision:{name} cannot be downloaded ({_reason(error)}); place {weights.url} at "
+                f"{file}"
+            ) from error
+    transforms = weights.transforms()
+    return Checkpoint(tensors=read_checkpoint(file).tensors, mean=tuple(transforms.mean), std=tuple(transforms.std))
+
+
+def _read_hub(repository: str) -> Checkpoint:
+    """Read ``model.safetensors`` of a repository, and the statistics of timm's ``config.json`` if it has one."""
+    source = f"hf:{repository}"
+    checkpoint = read_checkpoint(_hub_file(repository, "model.safetensors", source=source))
+    if checkpoint.mean is not None:
+        return checkpoint
+    try:
+        config = _hub_file(repository, "config.json", source=source).read_text()[:_MAX_CONFIG_BYTES]
+        statistics = _pretrained_statistics(json.loads(config))
+    except (InputError, ValueError, OSError):  # the weights are usable without it
+        return checkpoint
+    return Checkpoint(tensors=checkpoint.tensors, mean=statistics.get("mean"), std=statistics.get("std"))
+
+
+def _pretrained_statistics(config: Any) -> dict[str, tuple[float, ...]]:
+    node = config.get("pretrained_cfg", {}) if isinstance(config, dict) else {}
+    values = {key: node.get(key) for key in ("mean", "std")} if isinstance(node, dict) else {}
+    return {
+        key: tuple(map(float, value))
+        for key, value in values.items()
+        if isinstance(value, list) and value and all(isinstance(item, int | float) for item in value)
+    }
+
+
+def _hub_file(repository: str, name: str, *, source: str) -> Path:
+    """Return a file of the Hub from the local cache, or download it; raise an `InputError` if neither is possible."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    try:
+        cached = try_to_load_from_cache(repository, name)
+        if isinstance(cached, str):
+            return Path(cached)
+        return Path(hf_hub_download(repository, name, etag_timeout=_TIMEOUT))
+    except Exception as error:  # of the network, of the repository or of its name
+        raise InputError(
+            f"encoder.weights={source}: {name} of {repository} is not in the cache and cannot be downloaded "
+            f"({_reason(error)}); download https://huggingface.co/{repository}/resolve/main/{name} elsewhere, and set "
+            f"encoder.weights to the path of this file"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:150] or type(error).__name__
+
+
+_READERS: Mapping[str, Callable[[str], Checkpoint]] = {
+    "timm": _read_timm,
+    "torchvision": _read_torchvision,
+    "hf": _read_hub,
+}

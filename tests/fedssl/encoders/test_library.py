@@ -1,0 +1,233 @@
+"""Encoders of timm and torchvision: the libraries' outputs and names, stages, copies, sizes, files, and bad input."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from torchvision import models
+
+from fedssl import encoders
+from fedssl.config.settings import Component
+from fedssl.encoders import library, torchvision_networks
+from fedssl.encoders.base import ActiveStages, frozen_copy
+from fedssl.encoders.library import Library, LibraryEncoder, build_library_encoder
+from fedssl.errors import InputError
+from fedssl.export import load_encoder, read_content, save_encoder
+from fedssl.export.source import ExportSource
+from fedssl.export.timm_weights import run_timm, timm_model, write_timm
+from fedssl.schedule.phases import ScheduleSettings, make_phases
+
+# Name, image size, number of stages, widths of the first and the last stage, arguments of timm.
+TIMM = [
+    ("test_vit", 32, 6, 64, 64, {"img_size": 32}),
+    ("test_resnet", 32, 4, 32, 96, {}),
+    ("test_efficientnet", 32, 5, 16, 256, {}),
+    ("test_convnext", 32, 4, 24, 64, {}),
+    ("test_nfnet", 64, 1, 192, 192, {}),  # of an unknown family
+]
+
+
+def small_vit(name, channels, size):
+    network = models.VisionTransformer(
+        image_size=size, patch_size=8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32
+    )
+    torchvision_networks._remove_classifier(network)
+    return network
+
+
+def vit_of_torchvision(size=32) -> LibraryEncoder:
+    return build_library_encoder(
+        Library(small_vit, torchvision_networks.divide), name="vit", channels=3, size=size, fixed_size=True
+    )
+
+
+def build(name, size=32, channels=3):
+    return encoders.timm(name=name, channels=channels, size=size).eval()
+
+
+@pytest.mark.parametrize(("name", "size", "stages", "first", "last", "arguments"), TIMM)
+def test_timm_encoders_are_timms_networks(name, size, stages, first, last, arguments):
+    encoder, images = build(name, size), torch.rand(2, 3, size, size)
+    theirs = timm.create_model(name, num_classes=0, **arguments).eval()
+    assert list(encoder.state_dict()) == list(theirs.state_dict())
+    theirs.load_state_dict(encoder.state_dict())
+    with torch.no_grad():
+        h = encoder(images)
+        torch.testing.assert_close(h, theirs(images), rtol=0, atol=1e-6)
+    assert (len(encoder.stage_names), encoder._widths[0], encoder._widths[-1]) == (stages, first, last)
+    assert h.shape == (2, encoder.feature_dim) == (2, last)
+
+
+def test_efficientnet_lite0_has_the_stages_of_its_blocks():
+    encoder = build("efficientnet_lite0", 64, channels=1)
+    assert encoder.stage_names == tuple(f"blocks.{number}" for number in range(7))
+    # Channels of the stages (arXiv 1905.11946, Table 1); the last convolution has 1280.
+    assert encoder._widths == (16, 24, 40, 80, 112, 192, 1280)
+    assert encoder.state_dict()["conv_stem.weight"].shape == (32, 1, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "stages"), [("resnet18", 64, 4), ("efficientnet_b0", 64, 7), ("mobilenet_v3_small", 64, 1)]
+)
+def test_torchvision_encoders_are_torchvisions_networks(name, size, stages):
+    encoder, images = encoders.torchvision(name=name, channels=3, size=size).eval(), torch.rand(2, 3, size, size)
+    theirs = models.get_model(name).eval()
+    ours = encoder.state_dict()
+    assert [key for key in theirs.state_dict() if key not in ours] in (
+        ["fc.weight", "fc.bias"],
+        ["classifier.1.weight", "classifier.1.bias"],
+        ["classifier.3.weight", "classifier.3.bias"],
+    )
+    theirs.load_state_dict(ours, strict=False)
+    inputs = []  # of the classifier
+    list(theirs.modules())[-1].register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    with torch.no_grad():
+        theirs(images)
+        torch.testing.assert_close(encoder(images), inputs[0], rtol=0, atol=1e-6)
+    assert len(encoder.stage_names) == stages
+
+
+def test_torchvisions_vision_transformer_has_its_blocks_as_stages():
+    encoder, images = vit_of_torchvision().eval(), torch.rand(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(encoder(images), encoder.get_submodule("")(images), rtol=0, atol=1e-6)
+    assert encoder.stage_names == ("encoder.layers.encoder_layer_0", "encoder.layers.encoder_layer_1")
+    assert (encoder.patch_embedding, encoder.image_size) == ("conv_proj", 32)
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_efficientnet", "test_convnext"])
+def test_frozen_stages_and_the_others_are_the_whole_encoder(name):
+    encoder, images = build(name), torch.rand(2, 3, 32, 32)
+    with torch.no_grad():
+        whole = encoder(images)
+        for frozen in range(1, len(encoder.stage_names)):
+            with encoder.run_stages(ActiveStages(len(encoder.stage_names), frozen)):
+                (x,) = encoder.forward_frozen([images], torch.Generator())
+                torch.testing.assert_close(encoder(x), whole, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_efficientnet", "test_convnext"])
+def test_only_running_stages_have_gradients(name):
+    encoder, depth = build(name), 2
+    with encoder.run_stages(ActiveStages(depth)):
+        h = encoder(torch.rand(2, 3, 32, 32))
+        h.square().sum().backward()
+        ranges = {layer: encoder.stage_range(layer) for layer, _ in encoder.named_parameters()}
+    assert h.shape == (2, encoder._widths[depth - 1])
+    for layer, parameter in encoder.named_parameters():
+        assert (parameter.grad is not None) == (ranges[layer].first <= depth), layer
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_nfnet"])
+def test_copies_are_independent_and_frozen_copies_run_the_same_stages(name):
+    encoder, images = build(name, 64), torch.rand(1, 3, 64, 64)
+    with torch.no_grad():
+        before = encoder(images)
+        copied, target = copy.deepcopy(encoder), frozen_copy(encoder)
+        for parameter in copied.parameters():
+            parameter.zero_()
+        assert torch.equal(encoder(images), before)
+        assert torch.equal(target(images), before)
+        assert not torch.equal(copied(images), before)
+        with encoder.run_stages(ActiveStages(1)):
+            assert torch.equal(target(images), encoder(images))
+    assert not any(parameter.requires_grad for parameter in target.parameters())
+
+
+def test_the_network_follows_its_encoder():
+    """To another device (which replaces parameters and buffers), to training mode, and with replaced modules."""
+    encoder = build("test_vit")
+    network = encoder.get_submodule("")
+    assert encoder.train().training is network.training is True
+    encoder.head = torch.nn.Hardtanh()
+    assert network.head is encoder.get_submodule("head")
+    encoder.to("meta")
+    assert network.cls_token.is_meta
+    assert network.cls_token is dict(encoder.named_parameters())["cls_token"]
+
+
+def test_smaller_views_in_training_only():
+    encoder = build("test_vit")
+    assert encoder.train()(torch.rand(2, 3, 16, 16)).shape == (2, 64)
+    with pytest.raises(InputError, match="encoder.size=32 but the images have 24x24 pixels"):
+        encoder(torch.rand(2, 3, 24, 24))  # not a multiple of the patch size
+    with pytest.raises(InputError, match="encoder.size=32 but the images have 16x16 pixels"):
+        encoder.eval()(torch.rand(2, 3, 16, 16))
+    with pytest.raises(InputError, match="encoder.channels=3 but the images have 1 channels"):
+        encoder(torch.rand(2, 1, 32, 32))
+    assert build("test_resnet").train()(torch.rand(2, 3, 24, 24)).shape == (2, 96)  # any size
+
+
+@pytest.mark.parametrize(
+    ("target", "name"), [("timm", "test_convnext"), ("timm", "test_vit"), ("torchvision", "mobilenet_v3_small")]
+)
+def test_saved_encoders_are_loaded(target, name, tmp_path):
+    settings = {"name": name, "channels": 1, "size": 32}
+    encoder = vars(encoders)[target](**settings).eval()
+    save_encoder(
+        tmp_path / "encoder.pt",
+        encoder,
+        settings={"_target_": f"fedssl.encoders.{target}", **settings},
+        mean=[0.5],
+        std=[0.25],
+        metadata={},
+    )
+    loaded, images = load_encoder(tmp_path / "encoder.pt"), torch.rand(2, 1, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(loaded(images), encoder(images))
+
+
+@pytest.mark.parametrize("name", ["test_efficientnet", "test_vit"])
+def test_exported_weights_are_loaded_by_timm(name, tmp_path):
+    settings = {"name": name, "channels": 1, "size": 32}
+    settings["_target_"] = "fedssl.encoders.timm"
+    file = tmp_path / "encoder.pt"
+    save_encoder(file, build(name, channels=1), settings=settings, mean=[0.5], std=[0.25], metadata={})
+    encoder = load_encoder(file)
+    source = ExportSource(encoder=encoder, content=read_content(file))
+    write_timm(source, tmp_path / "encoder.safetensors")
+    images = source.random_images(2)
+    with torch.no_grad():
+        h = encoder(encoder.preprocess(images))
+    torch.testing.assert_close(run_timm(source, tmp_path / "encoder.safetensors", images), h, rtol=0, atol=1e-6)
+    assert f"timm.create_model('{name}', num_classes=0, in_chans=1" in timm_model(source).code(tmp_path)
+
+
+@pytest.mark.parametrize("schedule", ["layer_wise", "progressive"])
+def test_schedules_of_stages_need_several(schedule):
+    phases = Component({"_target_": f"fedssl.schedule.phases.{schedule}", "_partial_": True})
+    with pytest.raises(InputError, match=f"schedule={schedule} .* this encoder has one stage; set schedule=end_to_end"):
+        make_phases(ScheduleSettings(phases=phases, rounds=4), stages=1)
+    assert len(make_phases(ScheduleSettings(phases=phases, rounds=4), stages=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "message"),
+    [
+        ("timm", "resnet19", "is not an architecture of timm .*did you mean resnet18"),
+        ("timm", "hf-hub:somebody/network", "is not an architecture of timm"),
+        ("timm", "test_vit.r160_in1k", "set encoder.name=test_vit encoder.weights=timm:test_vit.r160_in1k"),
+        ("timm", "vgg11_", "is not an architecture of timm"),
+        ("timm", "inception_v3", "cannot encode images of 3 x 32 x 32 .*set dataset.size to a size"),
+        ("timm", "test_vit2", None),
+        ("torchvision", "resnet19", "is not a classification network of torchvision.*did you mean"),
+        ("torchvision", "fcn_resnet50", "is not a classification network"),
+        ("torchvision", "squeezenet1_0", "its classifier has no linear layer"),
+        ("torchvision", "googlenet", "its output is GoogLeNetOutputs instead of one vector"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The default weight initialization")
+def test_bad_names_and_sizes_are_rejected(target, name, message):
+    if message is None:  # 30 is no multiple of the patch size
+        with pytest.raises(InputError, match=f"encoder.name={name} cannot encode images of 3 x 30 x 30"):
+            encoders.timm(name=name, channels=3, size=30)
+        return
+    with pytest.raises(InputError, match=message):
+        vars(encoders)[target](name=name, channels=3, size=32)
+
+
+def test_timm_is_optional(monkeypatch):
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="encoder=timm needs timm; install it: uv sync --extra timm, or pip"):
+        encoders.timm(name="test_vit", channels=3, size=32)

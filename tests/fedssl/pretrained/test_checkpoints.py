@@ -1,0 +1,99 @@
+"""Reading of checkpoints: formats, nested dictionaries, statistics, and rejected files, whose code is not run."""
+
+import argparse
+import os
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from fedssl.encoders import conv_small
+from fedssl.errors import InputError
+from fedssl.export import read_content, save_encoder
+from fedssl.export.weights import write_safetensors
+from fedssl.pretrained.checkpoints import read_checkpoint
+
+WEIGHT = torch.arange(6.0).reshape(2, 3)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_nested_dictionaries_become_dotted_names(legacy, tmp_path):
+    content = {
+        "state_dict": {"fc.weight": WEIGHT, "fc.bias": nn.Parameter(WEIGHT[0])},
+        "optimizer": {"state": {0: {"step": 3, "exp_avg": WEIGHT}}, "param_groups": [{"lr": 0.1}]},
+        "args": argparse.Namespace(arch="resnet50", epochs=800),
+        "epoch": 100,
+    }
+    torch.save(content, tmp_path / "a.pth", _use_new_zipfile_serialization=not legacy)
+    tensors = read_checkpoint(tmp_path / "a.pth").tensors
+    assert list(tensors) == ["state_dict.fc.weight", "state_dict.fc.bias", "optimizer.state.0.exp_avg"]
+    assert torch.equal(tensors["state_dict.fc.weight"], WEIGHT)
+
+
+def test_statistics_of_encoder_files(tmp_path):
+    settings = {"_target_": "fedssl.encoders.conv_small", "channels": 1, "size": 8, "width": 4}
+    encoder = conv_small(channels=1, size=8, width=4)
+    save_encoder(tmp_path / "encoder.pt", encoder, settings=settings, mean=[0.3], std=[0.2], metadata={})
+    write_safetensors(tmp_path / "encoder.safetensors", read_content(tmp_path / "encoder.pt"))
+    for name, prefix in (("encoder.pt", "weights."), ("encoder.safetensors", "")):
+        checkpoint = read_checkpoint(tmp_path / name)
+        assert (checkpoint.mean, checkpoint.std) == ((0.3,), (0.2,))
+        assert {name.removeprefix(prefix) for name in checkpoint.tensors} == encoder.state_dict().keys()
+
+
+def test_other_files_have_no_statistics(tmp_path):
+    save_file({"weight": WEIGHT}, tmp_path / "a.safetensors")
+    torch.save({"weight": WEIGHT, "mean": [0.3], "std": [0.2]}, tmp_path / "a.pt")  # not an encoder's file
+    for name in ("a.safetensors", "a.pt"):
+        checkpoint = read_checkpoint(tmp_path / name)
+        assert (checkpoint.mean, checkpoint.std) == (None, None)
+        assert torch.equal(checkpoint.tensors["weight"], WEIGHT)
+
+
+class Malicious:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (self.marker,)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_code_is_not_run(legacy, tmp_path):
+    marker = tmp_path / "marker"
+    content = {"weight": WEIGHT, "x": Malicious(str(marker))}
+    torch.save(content, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
+    (tmp_path / "b.pt").write_bytes(pickle.dumps(Malicious(str(marker))))
+    for name in ("a.pt", "b.pt"):
+        with pytest.raises(InputError, match="has more than tensors and plain values .*store its state dict alone"):
+            read_checkpoint(tmp_path / name)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.pt", None, "does not exist; set it to a checkpoint or a run folder"),
+        ("text.pt", b"no checkpoint", "is damaged or has more than tensors"),
+        ("text.safetensors", b"no checkpoint", "is damaged or has more than tensors"),
+        ("empty.pt", b"", "is damaged or has more than tensors"),
+    ],
+)
+def test_files_that_are_not_checkpoints(name, content, message, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        read_checkpoint(tmp_path / name)
+
+
+def test_files_without_tensors_and_too_large_ones(tmp_path, monkeypatch):
+    torch.save({"epoch": 3, "state_dict": {}}, tmp_path / "a.pt")
+    with pytest.raises(InputError, match="has no tensors; set it to a checkpoint with a state dict"):
+        read_checkpoint(tmp_path / "a.pt")
+    monkeypatch.setattr("fedssl.pretrained.checkpoints._MAX_BYTES", 10)
+    with pytest.raises(InputError, match="cannot be read .*maximum is 10"):
+        read_checkpoint(tmp_path / "a.pt")
+    with pytest.raises(InputError, match="cannot be read .*not a regular file"):
+        read_checkpoint(tmp_path)

