@@ -88,7 +88,7 @@ def _pieces(method: SSLMethod, image: Tensor) -> tuple[list[Piece], list[Piece]]
     stem_parameters = [parameter for name, parameter in encoder.named_parameters() if encoder.stage_range(name) == stem]
     flops, x = _forward(encoder.stem, image)
     pieces = [Piece(flops, stem_parameters)]
-    for stage in encoder.stages():
+    for stage in encoder.stage_modules():
         flops, x = _forward(stage, x)
         pieces.append(Piece(flops, list(stage.parameters())))
     x = encoder.pool(x)

@@ -53,8 +53,8 @@ def pyramid(encoder: Encoder, *, size: int, out_channels: int = 256) -> tuple[Ba
     probe = copy.deepcopy(encoder).eval()  # a copy: running statistics do not change
     channels, strides = [], []
     with torch.no_grad():
-        x = probe.stem(next(probe.parameters()).new_zeros(1, encoder.channels, size, size))
-        for stage in probe.stages():
+        x = probe.run_stem(next(probe.parameters()).new_zeros(1, encoder.channels, size, size))
+        for stage in probe.stage_modules():
             x = stage(x)
             channels.append(x.shape[1])
             strides.append(size // x.shape[-1])

@@ -25,7 +25,7 @@ from tests.fedssl.export.test_formats import VIT, write_encoder
 from tests.flower import ENVIRONMENT, flwr_run, free_port
 from tests.test_docs import ROOT
 
-GUIDE = ("train", "sweep", "data", "evaluate", "devices")
+GUIDE = ("train", "sweep", "data", "pretrained", "evaluate", "devices")
 PAGES = (ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in GUIDE))
 RUN = "runs/2026-11-21_14-03-07"  # the run folder that the pages take as an example
 PROGRAMS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -40,6 +40,7 @@ SMALLER = {
     "schedule=layer_wise": ("rounds=4", "dataset.limit=60"),
     "strategy=featarc": ("num_clients=5", "clients_per_round=3"),
     "encoder=resnet18": ("num_clients=2",),
+    "encoder=timm": ("dataset.limit=40", "partition=iid", "evaluation=none", "final_evaluation=none"),
     "dataset=image_folder": ("num_clients=2",),
     "seed=0,1,2": ("dataset.limit=100",),
     "snapshot_every=1": ("rounds=3", "dataset.limit=100", f"hydra.sweep.dir=multirun/{Path(RUN).name}"),

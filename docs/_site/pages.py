@@ -40,6 +40,7 @@ FIRST_PAGES = (
     "install.md",
     "train.md",
     "data.md",
+    "pretrained.md",
     "evaluate.md",
     "settings.md",
     "sweep.md",

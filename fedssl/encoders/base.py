@@ -125,7 +125,7 @@ class Encoder(nn.Module):
         """
         self.check_image_shape(shape)
 
-    def stem(self, images: Tensor) -> Tensor:
+    def run_stem(self, images: Tensor) -> Tensor:
         """Return the input of the first stage."""
         return images
 
@@ -139,8 +139,8 @@ class Encoder(nn.Module):
         if not active.frozen:
             check_shape = self.check_view_shape if self.training else self.check_image_shape
             check_shape(x.shape)
-            x = self.stem(x)
-        for stage in self.stages()[active.frozen : active.depth]:
+            x = self.run_stem(x)
+        for stage in self.stage_modules()[active.frozen : active.depth]:
             x = stage(x)
         if self.return_feature_map:
             return x.flatten(1)
@@ -155,14 +155,14 @@ class Encoder(nn.Module):
         trained stage for each batch.
         """
         active = self.active_stages
-        stages = self.stages()[: active.frozen]
+        stages = self.stage_modules()[: active.frozen]
         if active.depth_dropout:
             draws = torch.rand(len(stages), generator=generator).tolist()
             stages = [stage for stage, draw in zip(stages, draws, strict=True) if draw >= active.depth_dropout]
         for batch in images:
             self.check_view_shape(batch.shape)
         with torch.no_grad():
-            outputs = [self.stem(batch) for batch in images]
+            outputs = [self.run_stem(batch) for batch in images]
             for stage in stages:
                 outputs = [stage(x) for x in outputs]
         return outputs
@@ -176,7 +176,7 @@ class Encoder(nn.Module):
                     module.training = False  # not eval(), which would also change submodules
         return self
 
-    def stages(self) -> list[nn.Module]:
+    def stage_modules(self) -> list[nn.Module]:
         return [self.get_submodule(name) for name in self.stage_names]
 
     def stage_range(self, name: str) -> StageRange:

@@ -106,15 +106,12 @@ class LibraryEncoder(Encoder):
             self.patch_embedding = parts.patch_embedding
             self.stages_interchangeable = parts.any_stage
 
-    def stages(self) -> list[nn.Module]:
-        return [self.get_submodule(name) for name in self.stage_names]
-
     def get_submodule(self, target: str) -> nn.Module:
         """Return the submodule of this name; "" is the network."""
         network: nn.Module = self.__dict__["_network"]
-        return network.get_submodule(target)  # a submodule may have the name of a method of the encoder
+        return network.get_submodule(target)
 
-    def stem(self, images: Tensor) -> Tensor:
+    def run_stem(self, images: Tensor) -> Tensor:
         return images if self._parts is None else self._parts.stem(self.get_submodule(""), images)
 
     def pool(self, x: Tensor) -> Tensor:
@@ -136,7 +133,7 @@ class LibraryEncoder(Encoder):
     def train(self, mode: bool = True) -> "LibraryEncoder":
         """Set training mode; frozen stages stay in eval mode."""
         super().train(mode)
-        self.get_submodule("").training = mode
+        self.get_submodule("").training = self.training
         return self
 
 

@@ -100,7 +100,7 @@ class ResNetEncoder(Encoder):
             stages=("layer1", "layer2", "layer3", "layer4"), widths=tuple(width * block.expansion for width in _WIDTHS)
         )
 
-    def stem(self, images: Tensor) -> Tensor:
+    def run_stem(self, images: Tensor) -> Tensor:
         features: Tensor = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         return features
 

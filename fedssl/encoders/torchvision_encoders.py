@@ -75,7 +75,7 @@ class ViTEncoder(TokenEncoder, VisionTransformer):
             tail=("encoder.ln",),
         )
 
-    def stem(self, images: Tensor) -> Tensor:
+    def run_stem(self, images: Tensor) -> Tensor:
         # One addition for all tokens: with two, the gradients of learned positions have other last bits.
         placed: Tensor = self._prepend(self._prefix(), self._patches(images)) + self.positions(self._side(images))
         return placed
@@ -115,7 +115,7 @@ class ViTEncoder(TokenEncoder, VisionTransformer):
             )
         prefix = self._prefix() + self.positions(self.grid)[:, : self.num_prefix_tokens]
         tokens = self._prepend(prefix, patches)
-        for stage in self.stages()[: active.depth]:
+        for stage in self.stage_modules()[: active.depth]:
             tokens = stage(tokens)
         normalized: Tensor = self.encoder.ln(tokens)
         return normalized

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedssl.evaluation.scores import as_scores, format_table
 from fedssl.export.encoder_file import Preprocess, load_encoder
 from fedssl.export.source import ExportSource, represent
-from fedssl.export.timm_weights import TimmModel, has_timm, timm_model, timm_weights
+from fedssl.export.timm_weights import TimmModel, default_config, has_timm, timm_model, timm_weights
 from fedssl.export.weights import write_safetensors, write_weights
 from fedssl.plots.partition import read_partition_table
 from fedssl.runs.run import Run
@@ -95,7 +95,7 @@ def _config(source: ExportSource, timm: TimmModel | None) -> dict[str, Any]:
     ours = {"fedssl": source.metadata_dict()}
     if timm is None:
         return ours
-    encoder = source.encoder
+    encoder, default = source.encoder, default_config(timm.name)
     pretrained = {
         "input_size": [encoder.channels, encoder.size, encoder.size],
         "fixed_input_size": encoder.image_size is not None,
@@ -106,8 +106,7 @@ def _config(source: ExportSource, timm: TimmModel | None) -> dict[str, Any]:
         "std": encoder.std,
         "num_classes": 0,
         "custom_load": False,
-        "first_conv": "patch_embed.proj" if encoder.patch_embedding else "conv1",
-        "classifier": "head" if encoder.patch_embedding else "fc",
+        **{key: default[key] for key in ("first_conv", "classifier")},
     }
     return {
         "architecture": timm.name,

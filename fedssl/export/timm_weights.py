@@ -105,6 +105,15 @@ def timm_weights(source: ExportSource) -> dict[str, Tensor]:
     return {substitute(name, VIT_NAMES): value for name, value in weights.items()}
 
 
+def default_config(name: str) -> dict[str, Any]:
+    """Return timm's description of an architecture: names of its first convolution and classifier, among others."""
+    import timm
+
+    config: Any = timm.get_pretrained_cfg(name)
+    values: dict[str, Any] = config.to_dict()
+    return values
+
+
 def write_timm(source: ExportSource, file: Path) -> None:
     """Write the weights, with the model's arguments and `ExportSource.metadata_dict` as metadata."""
     model = timm_model(source)

@@ -135,7 +135,10 @@ def _pretrained_statistics(config: Any) -> dict[str, tuple[float, ...]]:
 def _hub_file(repository: str, name: str, *, source: str) -> Path:
     """Return a file of the Hub from the local cache, or download it; raise an `InputError` if neither is possible."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.utils import logging
 
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # without a warning for every attempt
     try:
         cached = try_to_load_from_cache(repository, name)
         if isinstance(cached, str):
@@ -144,9 +147,11 @@ def _hub_file(repository: str, name: str, *, source: str) -> Path:
     except Exception as error:  # of the network, of the repository or of its name
         raise InputError(
             f"encoder.weights={source}: {name} of {repository} is not in the cache and cannot be downloaded "
-            f"({_reason(error)}); download https://huggingface.co/{repository}/resolve/main/{name} elsewhere, and set "
+            f"({type(error).__name__}); download https://huggingface.co/{repository}/resolve/main/{name} elsewhere, and set "
             f"encoder.weights to the path of this file"
         ) from error
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _reason(error: Exception) -> str:

@@ -126,7 +126,7 @@ def test_a_detector_uses_and_trains_the_encoder_with_its_statistics(encoder) -> 
     assert detector.roi_heads.box_predictor.cls_score.out_features == 4
     losses = detector.train()([torch.rand(3, 32, 32)], [TARGET])
     sum(losses.values()).backward()
-    gradient = network.stages()[0][0].weight.grad
+    gradient = network.stage_modules()[0][0].weight.grad
     assert gradient is not None
     assert gradient.abs().sum() > 0
     (result,) = detector.eval()([torch.rand(3, 40, 32)])  # scaled to the encoder's size

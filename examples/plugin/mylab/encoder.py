@@ -15,7 +15,7 @@ class Perceptron(Encoder):
         self.feature_dim = width
         self.define_stages(stages=("first", "second"), widths=(width, width))
 
-    def stem(self, images: Tensor) -> Tensor:
+    def run_stem(self, images: Tensor) -> Tensor:
         return images.flatten(1)
 
     def pool(self, x: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ def test_tokens_and_their_order_by_hand(kind: dict):
         ]
         expected.append(torch.stack([*prefix, *patches]))
     tokens = torch.stack(expected).float()
-    torch.testing.assert_close(encoder.stem(images.float()), tokens, rtol=0, atol=1e-5)
+    torch.testing.assert_close(encoder.run_stem(images.float()), tokens, rtol=0, atol=1e-5)
     embedded = encoder.embed(images.float())
     torch.testing.assert_close(embedded, tokens[:, encoder.num_prefix_tokens :], rtol=0, atol=1e-5)
     with encoder.run_stages(ActiveStages(depth=0)):  # the layer normalization alone

@@ -105,8 +105,8 @@ def test_frozen_and_trained_stages_together_are_the_whole(kind, depth, frozen):
     images = torch.rand(5, 3, 16, 16)
     encoder.eval()
     with torch.no_grad():
-        x = encoder.stem(images)
-        for stage in encoder.stages()[:depth]:
+        x = encoder.run_stem(images)
+        for stage in encoder.stage_modules()[:depth]:
             x = stage(x)
         expected = encoder.pool(x)
         if str(depth) in encoder.bridges:
@@ -145,7 +145,7 @@ def test_depth_dropout_leaves_frozen_blocks_out_at_its_rate():
     for number, name in enumerate(encoder.stage_names):
         setattr(encoder.encoder.layers, name.rpartition(".")[2], Add(10.0**number))
     images, generator = torch.zeros(1, 3, 8, 8), torch_generator(0, "dropout")
-    before = encoder.stem(images)
+    before = encoder.run_stem(images)
     seen = []
     with encoder.run_stages(ActiveStages(depth=4, frozen=3, depth_dropout=0.5)):
         for _ in range(400):
