@@ -40,7 +40,7 @@ SMALLER = {
     "schedule=layer_wise": ("rounds=4", "dataset.limit=60"),
     "strategy=featarc": ("num_clients=5", "clients_per_round=3"),
     "encoder=resnet18": ("num_clients=2",),
-    "encoder=timm": ("dataset.limit=40", "partition=iid", "evaluation=none", "final_evaluation=none"),
+    "encoder=timm": ("partition=iid", "evaluation=none", "final_evaluation=none"),
     "dataset=image_folder": ("num_clients=2",),
     "seed=0,1,2": ("dataset.limit=100",),
     "snapshot_every=1": ("rounds=3", "dataset.limit=100", f"hydra.sweep.dir=multirun/{Path(RUN).name}"),

@@ -13,8 +13,10 @@ from fedssl.pretrained.adapting import POSITIONS, adapt_tensor
 from fedssl.pretrained.checkpoints import Checkpoint
 from fedssl.pretrained.names import Match, known_statistics, match_names
 from fedssl.pretrained.sources import read_source
+from fedssl.untrusted import sanitize
 
 _MAX_LISTED = 3  # tensors of each kind in an error message
+_MAX_NETWORKS = 10  # ignored networks and heads in the log
 _COUNTER = "num_batches_tracked"  # last component of a name that checkpoints of torch before 0.4.1 lack
 # Settings of the encoder that differ, by the name of a tensor that then does not fit.
 _REMEDIES = {
@@ -41,7 +43,8 @@ def load_pretrained(encoder: Encoder, source: str) -> str:
     encoder.load_state_dict({**template, **tensors})
     changes = [f"{len(tensors)} tensors with {match.layout.name} and the prefix {match.prefix or 'none'}"]
     if match.ignored:
-        changes.append(f"ignored {', '.join(f'{name} ({count})' for name, count in match.ignored.items())}")
+        ignored = [f"{name} ({count})" for name, count in match.ignored.items()]
+        changes.append(f"ignored {_listed(ignored, maximum=_MAX_NETWORKS)}")
     if adapted:
         changes.append(f"adapted {', '.join(adapted)}")
     return "; ".join(changes)
@@ -110,8 +113,8 @@ def _remedy(names: Collection[str]) -> str:
     return "set the encoder that the weights were trained with, or weights of this encoder"
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
+def _listed(names: Sequence[str], *, maximum: int = _MAX_LISTED) -> str:
+    return sanitize(", ".join(name[:100] for name in names[:maximum])) + (", ..." if len(names) > maximum else "")
 
 
 def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:

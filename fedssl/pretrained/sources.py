@@ -147,8 +147,8 @@ def _hub_file(repository: str, name: str, *, source: str) -> Path:
     except Exception as error:  # of the network, of the repository or of its name
         raise InputError(
             f"encoder.weights={source}: {name} of {repository} is not in the cache and cannot be downloaded "
-            f"({type(error).__name__}); download https://huggingface.co/{repository}/resolve/main/{name} elsewhere, and set "
-            f"encoder.weights to the path of this file"
+            f"({type(error).__name__}); download https://huggingface.co/{repository}/resolve/main/{name} elsewhere, "
+            "and set encoder.weights to the path of this file"
         ) from error
     finally:
         logging.set_verbosity(verbosity)

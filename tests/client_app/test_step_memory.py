@@ -17,6 +17,9 @@ ENCODERS = [
     ["encoder=resnet18"],
     ["encoder=resnet18", "encoder.stem=imagenet", "dataset.size=65"],
     ["encoder=resnet50", "encoder.norm=group", "encoder.stem=imagenet"],
+    ["encoder=timm", "encoder.name=test_vit", "dataset.size=32"],
+    ["encoder=timm", "encoder.name=test_efficientnet", "dataset.size=33"],
+    ["encoder=torchvision", "encoder.name=efficientnet_b0", "dataset.size=64"],
 ]
 PROGRAM = """
 import sys

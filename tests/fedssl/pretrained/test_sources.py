@@ -104,7 +104,7 @@ def test_a_repository_from_the_cache(hub):
     ],
 )
 def test_an_offline_hub(hub, source, url):
-    with pytest.raises(InputError, match=f"not in the cache and cannot be .*download {url} elsewhere, and set"):
+    with pytest.raises(InputError, match=f"not in the cache and cannot be .*download {url} elsewhere, and"):
         read_source(source)
 
 
