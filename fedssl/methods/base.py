@@ -191,8 +191,7 @@ def build_encoder(model: ModelSettings) -> Encoder:
     if model.weights is not None:
         from fedssl.pretrained.loading import load_pretrained  # here: only a server needs it
 
-        with torch.random.fork_rng(devices=[]):  # heads have the same initial weights with every source
-            load_pretrained(encoder, model.weights)
+        load_pretrained(encoder, model.weights)
     return encoder
 
 

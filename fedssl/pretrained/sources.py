@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedssl.config.overrides import did_you_mean
 from fedssl.encoders.library import require_timm
 from fedssl.errors import InputError
 from fedssl.pretrained.checkpoints import Checkpoint, read_checkpoint
+from fedssl.untrusted import sanitize
 
 _TIMEOUT = 10.0  # seconds until the Hub counts as not reachable
 _MAX_CONFIG_BYTES = 2**20
@@ -32,7 +35,8 @@ def absolute_source(source: str) -> str:
 def read_source(source: str) -> Checkpoint:
     """Return tensors and statistics of a source; raise an `InputError` if it cannot be read."""
     prefix, name = _split(source)
-    return _READERS[prefix](name) if prefix else _read_path(Path(name))
+    with torch.random.fork_rng(devices=[]):  # a library may draw weights before it loads others
+        return _READERS[prefix](name) if prefix else _read_path(Path(name))
 
 
 def file_of(source: str) -> Path | None:
@@ -77,8 +81,13 @@ def _read_timm(name: str) -> Checkpoint:
         raise InputError(f"encoder.weights=timm:{name} has no weights on the Hugging Face Hub; choose another tag")
     file = _hub_file(config.hf_hub_id, "model.safetensors", source=f"timm:{name}")
     # timm converts weights that have the names of their first publication. It reads safetensors without code.
-    overlay = {"file": str(file), "source": "file"}
-    network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay)
+    overlay = {"file": str(file), "source": "file", "custom_load": False}
+    try:
+        network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay)
+    except Exception as error:  # the file can have any content
+        raise InputError(
+            f"encoder.weights=timm:{name}: timm cannot load {file} ({_reason(error)}); delete it, to download it again"
+        ) from error
     return Checkpoint(tensors=network.state_dict(), mean=tuple(config.mean), std=tuple(config.std))
 
 
@@ -155,7 +164,7 @@ def _hub_file(repository: str, name: str, *, source: str) -> Path:
 
 
 def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:150] or type(error).__name__
+    return sanitize(" ".join(str(error).split())[:150]) or type(error).__name__
 
 
 _READERS: Mapping[str, Callable[[str], Checkpoint]] = {
