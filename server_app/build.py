@@ -123,6 +123,7 @@ def build_components(
         log_devices(settings, clients)
     data = settings.data
     evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=settings.seed)
+    check_teacher_exists(settings.teacher)
     method = build_method(settings.model).to(device)
     validate_batch_size(settings, method)
     validate_compilation(settings, method)
@@ -353,17 +354,29 @@ def load_teacher(method: SSLMethod, file: Path | None, *, data: DataSettings) ->
     if TEACHER not in method.static_parts:
         if file is not None:
             raise InputError(
-                f"teacher={file} but {name} uses no teacher; set method=fedca method.alignment_weight=0.1, or "
-                "leave teacher out"
+                f"teacher={file} but {name} uses no teacher; set method=fedca method.alignment_weight=0.1 or "
+                "method=distillation, or leave teacher out"
             )
         return
     if file is None:
         raise InputError(
-            f"teacher=null but {name} is aligned with a teacher; give teacher=FILE, the encoder.pt of a run on public "
+            f"teacher=null but {name} needs a teacher; give teacher=FILE, the encoder.pt of a run on public "
             "images, or set method.alignment_weight=0"
         )
     metadata = load_weights(file, method.get_submodule(TEACHER))
+    channels = len(metadata["mean"])
+    if data.channels not in (1, channels):
+        raise InputError(
+            f"the teacher of {file} was trained on images with {channels} channel(s) but dataset.channels="
+            f"{data.channels}; set dataset.channels={channels}, or give another teacher"
+        )
     here = {"size": data.size, "mean": list(data.mean), "std": list(data.std)}
     others = [f"dataset.{key}={here[key]} (there {metadata[key]})" for key in here if here[key] != metadata[key]]
-    if others:
+    if others and method.teacher_sees_views:
         log.warning("the teacher of %s was trained with other preprocessing: %s", file, ", ".join(others))
+
+
+def check_teacher_exists(file: Path | None) -> None:
+    """Raise `InputError` if the teacher's file does not exist, from which a method may need the architecture."""
+    if file is not None and not file.exists():
+        raise InputError(f"teacher={file} does not exist; choose the encoder.pt of a run folder")

@@ -288,10 +288,12 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "center_momentum": _FRACTION,
         "freeze_last_layer_rounds": _integer(0),
         "patch_weight": _NOT_NEGATIVE,
+        "cache_bytes": _integer(0, 2**40),
         "ema_schedule": _choice("constant", "cosine"),
     },
     "SimCLR": {"loss": _choice("standard", "l_dawa")},
     "BarlowTwins": {"loss": _choice("standard", "l_dawa")},
+    "Distillation": {"loss": _choice("cosine", "mse", "similarity")},
     "LeJEPA": {"lambd": _FRACTION},
     "SwAV": {"queue_size": _integer(0)},
     "regularizer": {

@@ -10,10 +10,13 @@ from torch import Tensor, nn
 
 from fedssl.arrays import Layers
 from fedssl.config.settings import ModelSettings
+from fedssl.datasets.images import ImageSource
 from fedssl.encoders.base import Encoder
 from fedssl.schedule.phases import make_phases
 from fedssl.seeding import derive_seed
 from fedssl.views import AcceptedViews, Views
+
+ImageTargets = Callable[[Tensor, Tensor], Tensor]  # (indices of a batch, its uint8 images) -> targets, (batch, dim)
 
 TEACHER = "teacher"  # static part; the server reads its weights from the file of the setting `teacher`
 
@@ -69,6 +72,8 @@ class SSLMethod(nn.Module):
         Whether `loss` needs the labels of the images.
     accepted_views : AcceptedViews
         Views that `loss` accepts; the default are two global views.
+    teacher_sees_views : bool
+        Whether the teacher, if the method has one, encodes the views. Otherwise it encodes the images, see `targets`.
     masks_patches : bool
         Whether `loss` calls `fedssl.encoders.tokens.TokenEncoder.forward_tokens`, which does not support frozen stages.
     regularized_parts : tuple of str
@@ -96,6 +101,7 @@ class SSLMethod(nn.Module):
     min_batch_size: int = 2
     uses_labels: bool = False
     accepted_views: AcceptedViews = AcceptedViews()
+    teacher_sees_views: bool = True
     masks_patches: bool = False
     regularized_parts: tuple[str, ...] = ("encoder", "projector")
     cuda_graph_safe: bool = True
@@ -144,6 +150,17 @@ class SSLMethod(nn.Module):
     def inputs(self, views: Views) -> Views:
         """Return all views that `loss` needs: the given ones, and further ones that the method derives from them."""
         return views
+
+    def targets(
+        self, images: ImageSource, indices: Tensor, *, on_step_start: Callable[[], None] = lambda: None
+    ) -> ImageTargets | None:
+        """Return a function that computes `Views.targets` of a batch, or None if the method has no targets.
+
+        Called before local training on the images at ``indices``, int64, ``(n,)``, on the CPU. The function maps
+        indices among these, ``(batch,)``, and their images, uint8 on the method's device, to targets ``(batch, dim)``
+        on the method's device. ``on_step_start`` as in `fedssl.training.train`, for long computations.
+        """
+        return None
 
     def start_round(self, *, first: bool) -> None:
         """Prepare for local training after the layers were loaded.

@@ -341,7 +341,7 @@ def same(one, other):
         ),
         ["method=orchestra"],
         ["method=dino", "augmentation=digits_multi_crop"],
-        *map(overrides_of, MASKED),
+        *map(overrides_of, [*MASKED, "distillation"]),
         ["method=fedca", "method.alignment_weight=0.1"],
         *(["regularizer=" + name] for name in ("fur", "decorr", "prox", "alignment")),
     ],

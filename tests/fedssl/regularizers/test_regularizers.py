@@ -279,6 +279,9 @@ def make(name: str) -> SSLMethod:
         settings.method[head].hidden_dim = 16
     if "projector" in settings.method:
         settings.method.projector.out_dim = 8
+    if name == "distillation":
+        arguments = {"channels": 1, "size": 8, "width": 2}  # representations of length 8
+        settings.method.teacher_encoder = {"encoder": "conv_small", "arguments": arguments, "mean": [0.5], "std": [0.5]}
     torch.manual_seed(0)
     return instantiate(settings.method, encoder=conv_small(channels=1, size=8, width=4))
 
