@@ -60,6 +60,8 @@ class LocalTrainer:
         """Build the parts for a method, whose weights are converted to the views' memory format on a GPU."""
         regularizer: Regularizer = settings.regularizer.instantiate()
         check_regularizer(regularizer, method)
+        if regularizer.uses_initial_encoder:
+            method.keep_initial_encoder()
         augment: Augmentation = settings.augmentation.instantiate()
         check_views(augment, method)
         device = next(method.parameters()).device

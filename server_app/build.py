@@ -44,6 +44,7 @@ from server_app.compatibility import (
     validate_early_stopping,
     validate_edge_method,
     validate_personalized_evaluation,
+    validate_regularizer,
 )
 from server_app.differential_privacy import Privacy, check_model
 from server_app.evaluator import Evaluator
@@ -152,6 +153,7 @@ def build_components(
         untrained |= client_data.few_images
     per_round = min(settings.clients_per_round, settings.num_clients - len(untrained))
     training = LocalTrainer.build(settings.training, method)
+    validate_regularizer(training.regularizer, lr_schedule.phases)
     if reads_images:
         evaluator.validate(method.encoder)
         units = evaluator.result_units()

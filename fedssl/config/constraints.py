@@ -298,6 +298,8 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
     "SwAV": {"queue_size": _integer(0)},
     "regularizer": {
         "weight": _NOT_NEGATIVE,
+        "alpha": _NOT_NEGATIVE,
+        "beta": _NOT_NEGATIVE,
         "temperature": _POSITIVE,
         "distance": _choice("info_nce", "cosine"),
         "part": _PARTS,

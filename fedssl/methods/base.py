@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedssl.arrays import Layers
 from fedssl.config.settings import ModelSettings
 from fedssl.datasets.images import ImageSource
-from fedssl.encoders.base import Encoder
+from fedssl.encoders.base import Encoder, frozen_copy
 from fedssl.schedule.phases import make_phases
 from fedssl.seeding import derive_seed
 from fedssl.views import AcceptedViews, Views
@@ -19,6 +19,8 @@ from fedssl.views import AcceptedViews, Views
 ImageTargets = Callable[[Tensor, Tensor], Tensor]  # (indices of a batch, its uint8 images) -> targets, (batch, dim)
 
 TEACHER = "teacher"  # static part; the server reads its weights from the file of the setting `teacher`
+
+INITIAL_ENCODER = "initial_encoder"  # static part; see `SSLMethod.keep_initial_encoder`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +58,8 @@ class SSLMethod(nn.Module):
         Parts that clients send to the method's server side, and parts that the server side sends to clients. Their
         layers have the names, shapes and dtypes of the newly built method.
     static_parts : tuple of str
-        Subset of ``broadcast_parts`` that `aggregate_parts` does not change. A client downloads them once and caches
-        them.
+        Subset of ``broadcast_parts`` that `aggregate_parts` does not change: networks in eval mode. A client downloads
+        them once and caches them.
     frozen : int
         Number of encoder stages that are frozen in the current phase, see `fedssl.schedule.stages`.
     inactive_names : frozenset of str
@@ -134,6 +136,24 @@ class SSLMethod(nn.Module):
         self.__dict__.pop("named_tensors", None)  # torch replaces buffers when it moves a module
         super()._apply(fn, recurse)
         return self
+
+    def train(self, mode: bool = True) -> "SSLMethod":
+        """Set training mode; static parts stay in eval mode."""
+        super().train(mode)
+        for part in self.static_parts:
+            self.get_submodule(part).eval()
+        return self
+
+    def keep_initial_encoder(self) -> None:
+        """Add the static part ``initial_encoder``, a frozen copy of the encoder, unless there is one.
+
+        Called before the encoder is trained. Clients overwrite it by that of the server.
+        """
+        if INITIAL_ENCODER not in self.static_parts:
+            self.add_module(INITIAL_ENCODER, frozen_copy(self.encoder).eval())
+            self.broadcast_parts = (*self.broadcast_parts, INITIAL_ENCODER)
+            self.static_parts = (*self.static_parts, INITIAL_ENCODER)
+            self.__dict__.pop("named_tensors", None)
 
     @property
     def step_constants(self) -> tuple[float, ...]:

@@ -98,11 +98,6 @@ class Distillation(SSLMethod):
             self.register_buffer(QUEUE, torch.zeros(queue_size, teacher.feature_dim))
             self.local_parts = (QUEUE,)
 
-    def train(self, mode: bool = True) -> "Distillation":
-        super().train(mode)
-        self.teacher.eval()
-        return self
-
     def start_round(self, *, first: bool) -> None:
         if first and self.local_parts:
             self.queue.zero_()

@@ -99,12 +99,6 @@ class FedCA(SSLMethod):
         self._negatives: Tensor | None = None
         self._filled = 0
 
-    def train(self, mode: bool = True) -> "FedCA":
-        super().train(mode)
-        if self.teacher is not None:
-            self.teacher.eval()
-        return self
-
     def loss(self, views: Views) -> Tensor:
         both = torch.cat(views.images)
         h = self.encoder(both)

@@ -344,6 +344,7 @@ def same(one, other):
         *map(overrides_of, [*MASKED, "distillation"]),
         ["method=fedca", "method.alignment_weight=0.1"],
         *(["regularizer=" + name] for name in ("fur", "decorr", "prox", "alignment")),
+        *(["regularizer=" + name] for name in ("l2_sp", "feature_distillation")),
     ],
     ids=lambda overrides: overrides[0],
 )

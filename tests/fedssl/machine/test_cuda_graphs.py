@@ -88,6 +88,8 @@ def test_a_captured_step_gives_the_same_bits_for_every_method(method, optimizer)
         ["regularizer=prox"],
         ["regularizer=decorr"],
         ["regularizer=alignment"],
+        ["regularizer=l2_sp"],
+        ["regularizer=feature_distillation"],
         ["clip_norm=0.01"],
         ["precision=bf16"],
         ["channels_last=false"],

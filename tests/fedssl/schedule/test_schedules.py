@@ -373,7 +373,7 @@ def test_every_method_works_layer_wise_with_calibration(tmp_path, kind):
     assert federation.report.dropped == {}
 
 
-@pytest.mark.parametrize("kind", ["prox", "fur", "decorr", "alignment"])
+@pytest.mark.parametrize("kind", ["prox", "fur", "decorr", "alignment", "l2_sp"])
 def test_every_regularizer_works_layer_wise(tmp_path, kind):
     overrides = ["strategy=l_dawa", f"regularizer={kind}", "rounds=4", "schedule=layer_wise", "num_clients=2"]
     federation = Federation(tmp_path, *overrides)
