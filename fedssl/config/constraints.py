@@ -384,6 +384,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "T_max": _integer(0),
         "num_ops": _integer(1, 64),
         "magnitude": _integer(0, 30),
+        "include_own": _BOOL,
     },
 }
 
