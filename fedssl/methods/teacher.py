@@ -4,9 +4,10 @@ Plain values describe the architecture (`fedssl.export.describe_encoder`), so th
 ``fedssl.encoders`` alone. Its weights are a static part of the method, see `SSLMethod.static_parts`.
 """
 
+import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedssl import encoders
+from fedssl.config.constraints import MAX_IMAGE_SIZE
 from fedssl.datasets.images import ImageSource, TensorImages
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
@@ -21,11 +23,14 @@ from fedssl.evaluation.features import extract
 from fedssl.machine.devices import to_device
 from fedssl.methods.base import ImageTargets
 
+_BATCH = 32  # images that the teacher encodes at a time, which bounds its memory
 _PIECE = 1024  # images whose features are computed at a time
 
 
 def build_teacher(description: Mapping[str, Any]) -> Encoder:
     """Build the frozen encoder of a description (`fedssl.export.describe_encoder`), in eval mode, untrained."""
+    if not _is_description(description):
+        raise InputError("method.teacher_encoder does not describe an encoder; leave it out and give teacher=FILE")
     known = {name: vars(encoders)[name] for name in encoders.__all__ if name != Encoder.__name__}
     if description["encoder"] not in known:
         raise InputError(
@@ -34,6 +39,22 @@ def build_teacher(description: Mapping[str, Any]) -> Encoder:
         )
     teacher: Encoder = known[description["encoder"]](**description["arguments"])
     return teacher.requires_grad_(False).eval()
+
+
+def _is_description(value: Any) -> bool:
+    """Return whether a value has the form of a result of `fedssl.export.describe_encoder`."""
+    if not (isinstance(value, Mapping) and value.keys() == {"encoder", "arguments", "mean", "std"}):
+        return False
+    arguments, statistics = value["arguments"], (value["mean"], value["std"])
+    return (
+        isinstance(arguments, Mapping)
+        and all(type(arguments.get(key)) is int for key in ("channels", "size"))
+        and 0 < arguments["size"] <= MAX_IMAGE_SIZE
+        and arguments["channels"] > 0
+        and all(isinstance(values, Sequence) and len(values) == arguments["channels"] for values in statistics)
+        and all(isinstance(value, float) and math.isfinite(value) for values in statistics for value in values)
+        and min(value["std"]) > 0
+    )
 
 
 class Resize(nn.Module):
@@ -115,4 +136,4 @@ class TeacherFeatures:
 
     def _extract(self, network: nn.Module, images: ImageSource) -> Tensor:
         device = next(network.parameters()).device
-        return extract(network, images, mean=self.mean, std=self.std, device=device)
+        return extract(network, images, mean=self.mean, std=self.std, device=device, batch_size=_BATCH)

@@ -1,11 +1,13 @@
 """Distillation: its loss slowly, the queue, what travels, what devices receive, and whole runs."""
 
+import copy
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from flwr.app import Message
 from torch import Tensor
 
 from client_app.step_memory import estimate_step_memory
@@ -22,10 +24,14 @@ from fedssl.seeding import torch_generator
 from fedssl.step_cost import step_cost
 from fedssl.training import LocalTrainer, train
 from fedssl.views import Views
-from server_app.build import load_teacher
+from fedssl.wire.messages import CONFIG
+from server_app import nodes
+from server_app.build import build_run, load_teacher
 from server_app.checkpoint import latest_checkpoint
+from server_app.round import Round
 from simulation.cli import run
-from strategies.interfaces import GLOBAL
+from strategies.interfaces import GLOBAL, ServerState
+from tests.devices import Devices, ask, context, write_images
 from tests.federation import Federation
 from tests.methods import overrides_of, save_teacher, teacher_file
 from tests.resuming import repeat_from
@@ -202,6 +208,61 @@ def test_the_memory_of_a_device_includes_the_teacher(tmp_path):
 def test_what_does_not_fit_is_refused(tmp_path, overrides, sentence):
     with pytest.raises(InputError, match=sentence):
         Federation(tmp_path, *overrides)
+
+
+# --- devices ---
+
+DEVICE = ["rounds=3", "local_epochs=1", "encoder.width=4", "dataset=image_folder", "dataset.size=8", "run_id=mine"]
+DEVICE += ["dataset.channels=1", "dataset.mean=[0.5]", "dataset.std=[0.5]", "strategy=fedavg", "batch_size=4"]
+
+
+@pytest.fixture
+def devices(tmp_path, monkeypatch):
+    """The configuration of a device, and a run with it."""
+    monkeypatch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
+    images = write_images(tmp_path / "images", 6, size=12)
+    device = context(data_path=images, state_path=tmp_path / "states", client_name="a")
+    settings = compose([*DEVICE, *overrides_of("distillation"), f"output_dir={tmp_path / 'run'}"])
+    return device, build_run(Devices(device), settings).context
+
+
+def test_a_device_trains_with_the_teacher_and_caches_it(devices):
+    device, round_context = devices
+    state = ServerState()
+    for number in (1, 2):
+        one = Round(round_context, state)
+        teacher = set(names_in_parts(round_context.method, ["teacher"]))
+        assert set(one.messages[0].content["method-broadcast"]) == (teacher if number == 1 else set())
+        reply = ask(one.messages[0].content, device)
+        assert not reply.has_error(), reply.error.reason
+        state, report = one.finish([Message(reply.content, reply_to=one.messages[0])])
+        assert report.dropped == {}
+
+
+HOSTILE = {
+    "a function": ({"encoder": "os.system"}, "method.teacher_encoder.encoder=os.system does not exist"),
+    "a class": ({"_target_": "os.system"}, "method.teacher_encoder has the key '_target_'"),
+    "large images": ({"size": 513}, "the teacher has images of 513 pixels but this device allows 512 at most"),
+    "a large network": ({"width": 65_536}, "of memory but this device allows"),
+    "unknown settings": ({"evil": 1}, "rejects its settings"),
+    "no statistics": ({"mean": []}, "method.teacher_encoder does not describe an encoder"),
+    "a path": ({"encoder": "/etc/passwd"}, "InputError; see the log of the device"),
+}
+
+
+@pytest.mark.parametrize("attempt", HOSTILE)
+def test_a_device_builds_no_teacher_beyond_its_limits(devices, attempt):
+    device, round_context = devices
+    changes, sentence = HOSTILE[attempt]
+    content = copy.deepcopy(Round(round_context, ServerState()).messages[0].content)
+    task = json.loads(str(content.config_records[CONFIG]["settings"]))
+    teacher = task["values"]["method.teacher_encoder"]
+    for key, value in changes.items():
+        (teacher["arguments"] if key in ("size", "width", "evil") else teacher)[key] = value
+    content.config_records[CONFIG]["settings"] = json.dumps(task)
+    reply = ask(content, device)
+    assert reply.has_error()
+    assert sentence in reply.error.reason
 
 
 # --- whole runs ---

@@ -158,10 +158,40 @@ def test_a_description_has_plain_values(tmp_path):
     }
 
 
+DESCRIPTION = {
+    "encoder": "conv_small",
+    "arguments": {"channels": 1, "size": 8, "width": 4},
+    "mean": [0.5],
+    "std": [0.5],
+}
+
+
 @pytest.mark.parametrize("name", ["Encoder", "os.system", None, "conv_smal"])
 def test_only_functions_of_the_package_build_a_teacher(name):
     with pytest.raises(InputError, match=f"encoder={name} does not exist; a teacher is one of conv_small"):
-        build_teacher({"encoder": name, "arguments": {"channels": 1, "size": 8}})
+        build_teacher({**DESCRIPTION, "encoder": name})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"arguments": None},
+        {"arguments": {"channels": 1}},
+        {"arguments": {"channels": 1, "size": 0}},
+        {"arguments": {"channels": 1, "size": 5000}},
+        {"arguments": {"channels": True, "size": 8}},
+        {"mean": [0.5, 0.5]},
+        {"mean": 0.5},
+        {"mean": [float("nan")]},
+        {"std": [0.0]},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_description_is_validated(changes):
+    assert build_teacher(DESCRIPTION).feature_dim == DIM
+    with pytest.raises(InputError, match="method.teacher_encoder does not describe an encoder; leave it out"):
+        build_teacher({**DESCRIPTION, **changes})
 
 
 def test_an_encoder_of_another_package_is_refused(tmp_path):

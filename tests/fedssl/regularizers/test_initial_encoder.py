@@ -135,7 +135,7 @@ def test_feature_distillation_slowly():
     distances = []
     for h, images in zip(z, views.images, strict=True):
         initial = model.initial_encoder(images)  # in eval mode, unlike the encoder
-        for one, other in zip(h.double(), initial.double(), strict=True):
+        for one, other in zip(h.detach().double(), initial.double(), strict=True):
             distances.append(float(((one / one.norm() - other / other.norm()) ** 2).sum()))
     expected = 10 + 0.5 * sum(distances) / len(distances)
     assert add(FeatureDistillation(weight=0.5), model, views, z).item() == pytest.approx(expected, rel=1e-5)
