@@ -351,6 +351,7 @@ def same(one, other):
 def test_every_method_and_regularizer_can_be_measured(overrides):
     settings = compose(["dataset=digits", "encoder.width=4", *overrides])
     method = build_method(settings.model)
+    LocalTrainer.build(settings.training, method)  # adds the parts that the regularizer uses
     images, labels = make_images(16, size=8), torch.arange(16) % 10
     before = copy.deepcopy(method.state_dict())
     costs = [
