@@ -60,6 +60,10 @@ def check_settings(settings: ClientSettings, limits: Limits, *, num_images: int)
             if part.values.get(name, value) != value:
                 raise RequestRefused(f"{part.name} is for {name}={part.values[name]} but the images have {value}")
     step, batch, allowed = estimate_step_memory(settings), min(training.batch_size, num_images), limits.memory_bytes()
+    teacher = settings.model.method.values.get("teacher_encoder")  # valid, since the step was estimated
+    size = teacher["arguments"]["size"] if teacher else 0
+    if size > limits.size:
+        raise RequestRefused(f"the teacher has images of {size} pixels but this device allows {limits.size} at most")
     needed = step.of_batch(batch)
     if needed > allowed:
         raise RequestRefused(

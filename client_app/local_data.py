@@ -63,10 +63,14 @@ class LocalDataSample:
         method.train()
         few = self._subset(max_images)
         losses, sizes = [], []
+        targets = method.targets(self._images, few, on_step_start=self._on_step_start)
         rows = list(batches(few, training.batch_size, generator=generator, min_batch_size=method.min_batch_size))
         for batch, images in zip(rows, self._images.prefetch(rows), strict=True):
             self._on_step_start()
-            views = training.augment(on_device(images, device), generator)
+            images = on_device(images, device)
+            views = training.augment(images, generator)
+            if targets is not None:
+                views = replace(views, targets=targets(batch, images))
             labels = None if self._labels is None else index_rows(self._labels, batch, device)
             losses.append(method.loss(method_inputs(method, views, labels, generator)))
             sizes.append(len(batch))

@@ -46,6 +46,8 @@ def estimate_step_memory(settings: ClientSettings) -> StepMemory:
     try:
         with shapes_only():
             method = build_method(settings.model)
+            if settings.training.regularizer.instantiate().uses_initial_encoder:
+                method.keep_initial_encoder()
             for module in method.encoder.modules():
                 if not list(module.children()):
                     module.register_forward_hook(count)

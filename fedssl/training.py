@@ -60,6 +60,8 @@ class LocalTrainer:
         """Build the parts for a method, whose weights are converted to the views' memory format on a GPU."""
         regularizer: Regularizer = settings.regularizer.instantiate()
         check_regularizer(regularizer, method)
+        if regularizer.uses_initial_encoder:
+            method.keep_initial_encoder()
         augment: Augmentation = settings.augmentation.instantiate()
         check_views(augment, method)
         device = next(method.parameters()).device
@@ -158,6 +160,7 @@ def train(
     device = next(method.parameters()).device
     layout = torch.channels_last if training.channels_last else torch.contiguous_format
     epoch_loss = torch.zeros((), device=device)
+    targets = method.targets(images, indices, on_step_start=on_step_start)
     for _ in range(training.epochs):
         epoch_loss.zero_()
         epoch = list(batches(indices, training.batch_size, generator=generator, min_batch_size=method.min_batch_size))
@@ -168,7 +171,10 @@ def train(
         batch_images = images.prefetch(batch_indices.split(sizes))
         for number, (batch, batch_params) in enumerate(zip(batch_images, params, strict=True)):
             on_step_start()
-            views = training.augment.apply(on_device(batch, device), batch_params, layout=layout)
+            batch = on_device(batch, device)
+            views = training.augment.apply(batch, batch_params, layout=layout)
+            if targets is not None:
+                views = replace(views, targets=targets(epoch[number], batch))
             with training.autocast(device):
                 views = method_inputs(method, views, classes[number] if classes else None, generator)
             loss = step(views) if graphs is None else graphs.run(step, views, constants=method.step_constants)

@@ -62,10 +62,14 @@ class Views(Sequence[View]):
         At least one.
     labels : Tensor or None
         Classes of the images, int64, ``(batch,)``, for methods that use them.
+    targets : Tensor or None
+        Targets of the images, such as a teacher's features, ``(batch, dim)``, for methods that define
+        `fedssl.methods.base.SSLMethod.targets`.
     """
 
     views: tuple[View, ...]
     labels: Tensor | None = None
+    targets: Tensor | None = None
 
     @classmethod
     def of(cls, *images: Tensor, labels: Tensor | None = None) -> "Views":
@@ -101,7 +105,7 @@ class Views(Sequence[View]):
         """Return all tensors, in the order of `with_tensors`."""
         masks = [view.mask for view in self.views if view.mask is not None]
         parts = [*self.images, *(part for mask in masks for part in (mask.hidden, mask.visible, mask.targets))]
-        return [part for part in (*parts, self.labels) if part is not None]
+        return [part for part in (*parts, self.labels, self.targets) if part is not None]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Views":
         """Return the views with other tensors, of the same number and order as in `tensors`."""
@@ -117,7 +121,7 @@ class Views(Sequence[View]):
             else replace(view, mask=Mask(next(left), another(view.mask.visible), another(view.mask.targets)))
             for view in views
         )
-        return Views(masked, another(self.labels))
+        return Views(masked, another(self.labels), another(self.targets))
 
     @overload
     def __getitem__(self, index: int) -> View: ...

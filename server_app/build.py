@@ -44,6 +44,7 @@ from server_app.compatibility import (
     validate_early_stopping,
     validate_edge_method,
     validate_personalized_evaluation,
+    validate_regularizer,
 )
 from server_app.differential_privacy import Privacy, check_model
 from server_app.evaluator import Evaluator
@@ -125,6 +126,7 @@ def build_components(
         log_devices(settings, clients)
     data = settings.data
     evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=settings.seed)
+    check_teacher_exists(settings.teacher)
     method = build_method(settings.model).to(device)
     validate_batch_size(settings, method)
     validate_compilation(settings, method)
@@ -153,6 +155,7 @@ def build_components(
         untrained |= client_data.few_images
     per_round = min(settings.clients_per_round, settings.num_clients - len(untrained))
     training = LocalTrainer.build(settings.training, method)
+    validate_regularizer(training.regularizer, lr_schedule.phases)
     if reads_images:
         evaluator.validate(method.encoder)
         units = evaluator.result_units()
@@ -355,17 +358,29 @@ def load_teacher(method: SSLMethod, file: Path | None, *, data: DataSettings) ->
     if TEACHER not in method.static_parts:
         if file is not None:
             raise InputError(
-                f"teacher={file} but {name} uses no teacher; set method=fedca method.alignment_weight=0.1, or "
-                "leave teacher out"
+                f"teacher={file} but {name} uses no teacher; set method=fedca method.alignment_weight=0.1 or "
+                "method=distillation, or leave teacher out"
             )
         return
     if file is None:
         raise InputError(
-            f"teacher=null but {name} is aligned with a teacher; give teacher=FILE, the encoder.pt of a run on public "
+            f"teacher=null but {name} needs a teacher; give teacher=FILE, the encoder.pt of a run on public "
             "images, or set method.alignment_weight=0"
         )
     metadata = load_weights(file, method.get_submodule(TEACHER))
+    channels = len(metadata["mean"])
+    if data.channels not in (1, channels):
+        raise InputError(
+            f"the teacher of {file} was trained on images with {channels} channel(s) but dataset.channels="
+            f"{data.channels}; set dataset.channels={channels}, or give another teacher"
+        )
     here = {"size": data.size, "mean": list(data.mean), "std": list(data.std)}
     others = [f"dataset.{key}={here[key]} (there {metadata[key]})" for key in here if here[key] != metadata[key]]
-    if others:
+    if others and method.teacher_sees_views:
         log.warning("the teacher of %s was trained with other preprocessing: %s", file, ", ".join(others))
+
+
+def check_teacher_exists(file: Path | None) -> None:
+    """Raise `InputError` if the teacher's file does not exist, from which a method may need the architecture."""
+    if file is not None and not file.exists():
+        raise InputError(f"teacher={file} does not exist; choose the encoder.pt of a run folder")

@@ -16,6 +16,8 @@ from fedssl.evaluation.early_stopping import check_monitor, check_threshold_unit
 from fedssl.evaluation.protocol import why_not_evaluable
 from fedssl.evaluation.scores import ACCURACY
 from fedssl.methods.base import SSLMethod
+from fedssl.regularizers.base import Regularizer
+from fedssl.schedule.phases import Phase
 from server_app.nodes import ClientDirectory
 from server_app.plans import PlanBuilder
 from server_app.round_context import RoundContext
@@ -108,6 +110,15 @@ def validate_compilation(settings: Settings, method: SSLMethod) -> None:
         raise InputError(
             f"compile=true compiles the encoder for whole images, but {type(method).__name__} trains it on patches; "
             "set compile=false"
+        )
+
+
+def validate_regularizer(regularizer: Regularizer, phases: Sequence[Phase]) -> None:
+    """Refuse a schedule that freezes trained stages whose input the regularizer needs; raises `InputError`."""
+    if len(phases) > 1 and any(phase.frozen for phase in phases) and not regularizer.supports_frozen_stages:
+        raise InputError(
+            f"{type(regularizer).__name__} compares representations of images, but the schedule freezes trained stages "
+            "and trains on their output; set schedule=end_to_end or schedule=progressive, or another regularizer"
         )
 
 

@@ -100,7 +100,7 @@ class PlanBuilder:
             chosen = context.strategy.server.download_names(start.model, self._number, start.trainable, last)
             downloaded = tuple(start.trainable) if chosen is None else chosen
             down = (*self._missing_frozen(start, last), *downloaded)
-            shared = self._broadcast_for(start.model, last)
+            shared = self._broadcast_for(start.model, first=client not in self._state.last_participation)
             key = (names, down, tuple(shared))
             if key not in contents:
                 models = [self._subset(name, down) for name in names]
@@ -143,9 +143,12 @@ class PlanBuilder:
             depth_dropout=phase.depth_dropout,
         )
 
-    def _broadcast_for(self, model: GlobalModel, last: int | None) -> Layers:
-        """Return the arrays of the method's server side, without those that the client holds from an earlier round."""
-        held = () if last is None else self._context.method.static_parts
+    def _broadcast_for(self, model: GlobalModel, *, first: bool) -> Layers:
+        """Return the arrays of the method's server side, without those that the client holds from an earlier round.
+
+        ``first`` is whether the client has no earlier round. Static parts are the same for all models.
+        """
+        held = () if first else self._context.method.static_parts
         return {layer: array for layer, array in model.broadcast.items() if part_name(layer) not in held}
 
     def _missing_frozen(self, start: StartingModel, last: int | None) -> tuple[str, ...]:

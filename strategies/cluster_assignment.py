@@ -171,7 +171,7 @@ class ClusteredServer(DelegatingServer):
                 "calibration=auxiliary trains the one model that clients share, and "
                 f"strategy.clusters={clusters} makes several; set calibration=none"
             )
-        if context.method.uploaded_parts or context.method.broadcast_parts:
+        if set(context.method.broadcast_parts) - set(context.method.static_parts) or context.method.uploaded_parts:
             raise InputError(
                 f"{type(context.method).__name__} has a server side of its own for one model, and "
                 f"strategy.clusters={clusters} makes several; set another method"

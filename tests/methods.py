@@ -1,5 +1,9 @@
 """The methods, and what they need to run on the digits."""
 
+import tempfile
+from functools import cache
+from pathlib import Path
+
 from fedssl.config.overrides import CONF
 
 METHODS = sorted(file.stem for file in (CONF / "method").glob("*.yaml"))
@@ -15,4 +19,27 @@ WHOLE = [name for name in METHODS if name not in MASKED]
 
 def overrides_of(method: str) -> list[str]:
     """Return overrides that select the method with an encoder and an augmentation that it accepts."""
-    return [f"method={method}", *MASKED.get(method, [])]
+    teacher = [f"teacher={teacher_file()}"] if method == "distillation" else []
+    return [f"method={method}", *MASKED.get(method, []), *teacher]
+
+
+_folder = tempfile.TemporaryDirectory()  # until the process ends
+
+
+@cache
+def teacher_file() -> Path:
+    """Return the file of an untrained encoder of the digits that differs from those of the tests in its width."""
+    return save_teacher(Path(_folder.name) / "encoder.pt", "encoder.width=6", "seed=7")
+
+
+def save_teacher(file: Path, *overrides: str) -> Path:
+    """Save the untrained encoder of a run with these overrides, as its encoder.pt."""
+    from fedssl.config.load import compose
+    from fedssl.export import save_encoder
+    from fedssl.methods.base import build_method
+
+    settings = compose(overrides)
+    values, data = settings.model.encoder.values, settings.data
+    encoder = build_method(settings.model).encoder
+    save_encoder(file, encoder, settings=values, mean=data.mean, std=data.std, metadata={})
+    return file

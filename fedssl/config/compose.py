@@ -77,6 +77,7 @@ def resolve_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]
 
         config.encoder.weights = absolute_source(str(config.encoder.weights))
     _make_absolute(config, "teacher")
+    _describe_teacher(config)
     _make_absolute(config.strategy, "file")
     _make_absolute(config.partition, "encoder")
     _make_absolute(config.partition, "file")
@@ -88,6 +89,17 @@ def resolve_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]
             if node.get("cache") != "auto":
                 _make_absolute(node, "cache")
     return config, choices
+
+
+def _describe_teacher(config: DictConfig) -> None:
+    """Set the architecture of the teacher, which clients build, from its file, which only the server reads.
+
+    A file that does not exist here may exist where the run starts, which checks it.
+    """
+    if "teacher_encoder" in config.method and config.teacher is not None and Path(config.teacher).exists():
+        from fedssl.export import describe_encoder  # here: it needs torch
+
+        config.method.teacher_encoder = describe_encoder(config.teacher)
 
 
 def _make_absolute(node: DictConfig, key: str) -> None:

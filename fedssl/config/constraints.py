@@ -290,14 +290,18 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "center_momentum": _FRACTION,
         "freeze_last_layer_rounds": _integer(0),
         "patch_weight": _NOT_NEGATIVE,
+        "cache_bytes": _integer(0, 2**40),
         "ema_schedule": _choice("constant", "cosine"),
     },
     "SimCLR": {"loss": _choice("standard", "l_dawa")},
     "BarlowTwins": {"loss": _choice("standard", "l_dawa")},
+    "Distillation": {"loss": _choice("cosine", "mse", "similarity")},
     "LeJEPA": {"lambd": _FRACTION},
     "SwAV": {"queue_size": _integer(0)},
     "regularizer": {
         "weight": _NOT_NEGATIVE,
+        "alpha": _NOT_NEGATIVE,
+        "beta": _NOT_NEGATIVE,
         "temperature": _POSITIVE,
         "distance": _choice("info_nce", "cosine"),
         "part": _PARTS,
@@ -382,6 +386,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "T_max": _integer(0),
         "num_ops": _integer(1, 64),
         "magnitude": _integer(0, 30),
+        "include_own": _BOOL,
     },
 }
 

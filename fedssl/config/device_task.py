@@ -24,13 +24,14 @@ from fedssl.errors import InputError, RequestRefused
 GROUPS = ("augmentation", "encoder", "method", "regularizer", "schedule", "optimizer", "strategy")
 ALLOWED_KEYS = ("run_id", "seed", "rounds", "local_epochs", "batch_size", "clip_norm", "precision", "channels_last")
 DATA_KEYS = ("dataset.channels", "dataset.size", "dataset.mean", "dataset.std")  # what a model needs
+MAPPING_KEYS = ("method.teacher_encoder",)  # settings whose value is a mapping with any keys
 REQUIRED_KEYS = ("run_id", "seed", "rounds", "dataset.size")
 
 _SERVER_KEYS = {"strategy.reported_metrics", "strategy.file", *(f"encoder.{key}" for key in SERVER_ENCODER_KEYS)}
 
 MAX_TEXT_LENGTH, MAX_LIST_LENGTH, MAX_WORD_LENGTH, MAX_DEPTH = 65_536, 4096, 64, 4
 # Largest integers by the last part of a key.
-MAX_VALUES = {"depth": 256, "num_layers": 256, "rounds": 10**6, "seed": 2**63 - 1}
+MAX_VALUES = {"cache_bytes": 2**40, "depth": 256, "num_layers": 256, "rounds": 10**6, "seed": 2**63 - 1}
 MAX_OTHER_VALUE = 2**16
 
 
@@ -50,6 +51,10 @@ def make_task(settings: Settings) -> DeviceTask:
     """Return the task of a run for edge clients; `InputError` if a setting cannot be part of a task."""
     config = settings.recording.config
     values = {key: value for key, value in flatten(config) if _is_allowed_key(key)}
+    for key in MAPPING_KEYS:
+        if (node := OmegaConf.select(config, key)) is not None:
+            values = {name: value for name, value in values.items() if not name.startswith(f"{key}.")}
+            values[key] = OmegaConf.to_container(node)
     task = DeviceTask({group: settings.recording.choices[group] for group in GROUPS}, values)
     try:
         composed = compose_task(task.text(), search_folders(settings.recording.overrides))

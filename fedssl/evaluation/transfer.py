@@ -1,4 +1,4 @@
-"""Transfer: a protocol on other data sets than the run's."""
+"""Transfer: a protocol on other data sets than the run's, such as the source domain of a pretrained encoder."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from fedssl.config.constraints import check_arguments
 from fedssl.config.load import read_data
 from fedssl.config.settings import Component
 from fedssl.errors import InputError
@@ -31,20 +32,31 @@ class Transfer(EvaluationProtocol):
         A choice of the group ``evaluation``.
     datasets : mapping of str to mapping
         Choices of the group ``dataset`` by the names in the results.
+    include_own : bool
+        Whether to evaluate also on the run's own data set, as ``<result>``.
     """
 
-    def __init__(self, *, protocol: Mapping[str, Any], datasets: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        *,
+        protocol: Mapping[str, Any],
+        datasets: Mapping[str, Mapping[str, Any]],
+        include_own: bool = False,
+    ) -> None:
+        check_arguments("evaluation", include_own=include_own)
         if not datasets:
             raise InputError(
-                "evaluation=transfer needs a data set: add +dataset@evaluation.datasets.NAME=CHOICE, and its settings "
-                "as evaluation.datasets.NAME.KEY=VALUE (final_evaluation instead of evaluation for the end of a run)"
+                "evaluation=transfer or domains needs a data set: add +dataset@evaluation.datasets.NAME=CHOICE, and "
+                "its settings as evaluation.datasets.NAME.KEY=VALUE (final_evaluation instead of evaluation for the "
+                "end of a run)"
             )
         self.protocol = check_protocol(Component(protocol).instantiate())
         self.trains_network, self.uses_features = self.protocol.trains_network, self.protocol.uses_features
         self.datasets = {name: read_data(OmegaConf.create(dict(node))) for name, node in datasets.items()}
+        self.include_own = include_own
 
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
-        results: dict[str, Score] = {}
+        results = evaluate(self.protocol, evaluation_input, seed=seed) if self.include_own else {}
         for name in self.datasets:
             scores = evaluate(self.protocol, self._on(name, evaluation_input), seed=seed)
             results |= {f"{key}@{name}": score for key, score in scores.items()}
@@ -52,9 +64,12 @@ class Transfer(EvaluationProtocol):
 
     def result_units(self, num_classes: int) -> dict[str, str]:
         units = self.protocol.result_units(num_classes)
-        return {f"{key}@{name}": unit for name in self.datasets for key, unit in units.items()}
+        others = {f"{key}@{name}": unit for name in self.datasets for key, unit in units.items()}
+        return {**(units if self.include_own else {}), **others}
 
     def validate(self, evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
+        if self.include_own:
+            self.protocol.validate(evaluation_input, feature_dim=feature_dim)
         for name in self.datasets:
             self.protocol.validate(self._on(name, evaluation_input), feature_dim=feature_dim)
 

@@ -5,6 +5,7 @@
 
 from fedssl.export.encoder_file import (
     Preprocess,
+    describe_encoder,
     load_encoder,
     load_weights,
     read_content,
@@ -12,4 +13,12 @@ from fedssl.export.encoder_file import (
     saved_target,
 )
 
-__all__ = ["Preprocess", "load_encoder", "load_weights", "read_content", "save_encoder", "saved_target"]
+__all__ = [
+    "Preprocess",
+    "describe_encoder",
+    "load_encoder",
+    "load_weights",
+    "read_content",
+    "save_encoder",
+    "saved_target",
+]

@@ -177,6 +177,21 @@ def load_weights(path: str | Path, encoder: nn.Module) -> Mapping[str, Any]:
     return {"size": content["encoder"]["size"], "mean": content["mean"], "std": content["std"]}
 
 
+def describe_encoder(path: str | Path) -> dict[str, Any]:
+    """Return the architecture and the preprocessing of an encoder's file as plain values, as a teacher needs them.
+
+    ``encoder`` is the name of a function of ``fedssl.encoders``, ``arguments`` are its arguments, and ``mean`` and
+    ``std`` are the statistics of the standardization. Raise an `InputError` if another function built the encoder.
+    """
+    content = read_content(Path(path))
+    arguments = dict(content["encoder"])
+    target = str(arguments.pop("_target_", None))
+    if _builder(target) is None:
+        raise InputError(f"{path} holds the encoder {target}, which is not part of fedssl; give another teacher")
+    values = {"encoder": target.rpartition(".")[2], "arguments": arguments, "mean": content["mean"]}
+    return {**values, "std": content["std"]}
+
+
 def saved_target(path: str | Path) -> str:
     """Return the dotted name of the function that built the encoder; raises `InputError` as `load_encoder`."""
     return str(read_content(Path(path))["encoder"].get("_target_"))

@@ -8,6 +8,7 @@ from fedssl.losses.clustering import sinkhorn, swav
 from fedssl.losses.contrastive import info_nce, nt_xent, nt_xent_one_sided, relational
 from fedssl.losses.cosine import byol, negative_cosine
 from fedssl.losses.decorrelation import barlow_twins, barlow_twins_unbiased, vicreg
+from fedssl.losses.distillation import feature_mse, similarity_distillation, teacher_distance
 from fedssl.losses.gaussianity import epps_pulley, sigreg
 from fedssl.losses.masked_images import ijepa, masked_reconstruction, patchify
 from fedssl.losses.precision import at_least_float32
@@ -20,6 +21,7 @@ __all__ = [
     "byol",
     "dino",
     "epps_pulley",
+    "feature_mse",
     "ijepa",
     "info_nce",
     "masked_reconstruction",
@@ -30,7 +32,9 @@ __all__ = [
     "patchify",
     "relational",
     "sigreg",
+    "similarity_distillation",
     "sinkhorn",
     "swav",
+    "teacher_distance",
     "vicreg",
 ]

@@ -10,12 +10,17 @@ from torch import Tensor, nn
 
 from fedssl.arrays import Layers
 from fedssl.config.settings import ModelSettings
-from fedssl.encoders.base import Encoder
+from fedssl.datasets.images import ImageSource
+from fedssl.encoders.base import Encoder, frozen_copy
 from fedssl.schedule.phases import make_phases
 from fedssl.seeding import derive_seed
 from fedssl.views import AcceptedViews, Views
 
+ImageTargets = Callable[[Tensor, Tensor], Tensor]  # (indices of a batch, its uint8 images) -> targets, (batch, dim)
+
 TEACHER = "teacher"  # static part; the server reads its weights from the file of the setting `teacher`
+
+INITIAL_ENCODER = "initial_encoder"  # static part; see `SSLMethod.keep_initial_encoder`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +58,8 @@ class SSLMethod(nn.Module):
         Parts that clients send to the method's server side, and parts that the server side sends to clients. Their
         layers have the names, shapes and dtypes of the newly built method.
     static_parts : tuple of str
-        Subset of ``broadcast_parts`` that `aggregate_parts` does not change. A client downloads them once and caches
-        them.
+        Subset of ``broadcast_parts`` that `aggregate_parts` does not change: networks in eval mode. A client downloads
+        them once and caches them.
     frozen : int
         Number of encoder stages that are frozen in the current phase, see `fedssl.schedule.stages`.
     inactive_names : frozenset of str
@@ -69,6 +74,8 @@ class SSLMethod(nn.Module):
         Whether `loss` needs the labels of the images.
     accepted_views : AcceptedViews
         Views that `loss` accepts; the default are two global views.
+    teacher_sees_views : bool
+        Whether the teacher, if the method has one, encodes the views. Otherwise it encodes the images, see `targets`.
     masks_patches : bool
         Whether `loss` calls `fedssl.encoders.tokens.TokenEncoder.forward_tokens`, which does not support frozen stages.
     regularized_parts : tuple of str
@@ -96,6 +103,7 @@ class SSLMethod(nn.Module):
     min_batch_size: int = 2
     uses_labels: bool = False
     accepted_views: AcceptedViews = AcceptedViews()
+    teacher_sees_views: bool = True
     masks_patches: bool = False
     regularized_parts: tuple[str, ...] = ("encoder", "projector")
     cuda_graph_safe: bool = True
@@ -129,6 +137,24 @@ class SSLMethod(nn.Module):
         super()._apply(fn, recurse)
         return self
 
+    def train(self, mode: bool = True) -> "SSLMethod":
+        """Set training mode; static parts stay in eval mode."""
+        super().train(mode)
+        for part in self.static_parts:
+            self.get_submodule(part).eval()
+        return self
+
+    def keep_initial_encoder(self) -> None:
+        """Add the static part ``initial_encoder``, a frozen copy of the encoder, unless there is one.
+
+        Called before the encoder is trained. Clients overwrite it by that of the server.
+        """
+        if INITIAL_ENCODER not in self.static_parts:
+            self.add_module(INITIAL_ENCODER, frozen_copy(self.encoder).eval())
+            self.broadcast_parts = (*self.broadcast_parts, INITIAL_ENCODER)
+            self.static_parts = (*self.static_parts, INITIAL_ENCODER)
+            self.__dict__.pop("named_tensors", None)
+
     @property
     def step_constants(self) -> tuple[float, ...]:
         """Numbers that `loss` and `on_step_end` use and that change between rounds."""
@@ -144,6 +170,17 @@ class SSLMethod(nn.Module):
     def inputs(self, views: Views) -> Views:
         """Return all views that `loss` needs: the given ones, and further ones that the method derives from them."""
         return views
+
+    def targets(
+        self, images: ImageSource, indices: Tensor, *, on_step_start: Callable[[], None] = lambda: None
+    ) -> ImageTargets | None:
+        """Return a function that computes `Views.targets` of a batch, or None if the method has no targets.
+
+        Called before local training on the images at ``indices``, int64, ``(n,)``, on the CPU. The function maps
+        indices among these, ``(batch,)``, and their images, uint8 on the method's device, to targets ``(batch, dim)``
+        on the method's device. ``on_step_start`` as in `fedssl.training.train`, for long computations.
+        """
+        return None
 
     def start_round(self, *, first: bool) -> None:
         """Prepare for local training after the layers were loaded.

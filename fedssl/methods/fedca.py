@@ -29,21 +29,12 @@ from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.encoders.base import frozen_copy
 from fedssl.errors import InputError
-from fedssl.losses import at_least_float32, nt_xent
+from fedssl.losses import nt_xent, teacher_distance
 from fedssl.methods.base import TEACHER, SSLMethod
 from fedssl.methods.heads import MLP
 from fedssl.views import Views
 
 LOCAL_DICTIONARY, DICTIONARY = "local_dictionary", "dictionary"
-
-
-def teacher_distance(h: Tensor, teacher_features: Tensor) -> Tensor:
-    """Return the mean squared distance of normalized representations, ``|h / |h| - t / |t||^2``, a scalar in [0, 4].
-
-    Both are of the same images, ``(batch, dim)``, and normalized here. The gradient flows into ``h`` only.
-    """
-    h, teacher = (F.normalize(at_least_float32(x), dim=1) for x in (h, teacher_features.detach()))
-    return (h - teacher).square().sum(dim=1).mean()
 
 
 def enqueue(queue: np.ndarray, newest: Sequence[np.ndarray]) -> np.ndarray:
@@ -74,7 +65,7 @@ class FedCA(SSLMethod):
     dictionary_capacity : int
         Length of the dictionary; at least ``sent_per_round``.
     alignment_weight : float
-        Weight of `teacher_distance`, >= 0; 0 disables the teacher.
+        Weight of `fedssl.losses.teacher_distance`, >= 0; 0 disables the teacher.
     """
 
     def __init__(
@@ -107,12 +98,6 @@ class FedCA(SSLMethod):
             self.broadcast_parts, self.static_parts = (*self.broadcast_parts, TEACHER), (TEACHER,)
         self._negatives: Tensor | None = None
         self._filled = 0
-
-    def train(self, mode: bool = True) -> "FedCA":
-        super().train(mode)
-        if self.teacher is not None:
-            self.teacher.eval()
-        return self
 
     def loss(self, views: Views) -> Tensor:
         both = torch.cat(views.images)

@@ -13,6 +13,7 @@ from fedssl.plots.forgetting import plot_forgetting
 from fedssl.plots.landscape import plot_landscape
 from fedssl.plots.partition import plot_partition
 from fedssl.plots.style import PAPER_FORMATS, SCREEN_FORMATS, PlotData, save_figure
+from fedssl.plots.tradeoff import plot_tradeoff
 from fedssl.runs.loaded_run import LoadedRun, load_run_folder
 from fedssl.runs.run import Run
 
@@ -42,6 +43,12 @@ PLOTS = {
         missing="no run was evaluated in its rounds; run again with evaluation=knn evaluate_every=1",
     ),
     "divergence": Plot(plot_divergence, "runs"),
+    "tradeoff": Plot(
+        plot_tradeoff,
+        "runs",
+        missing="no run was evaluated on its own data set and another one in its rounds; run again with "
+        "evaluation=domains evaluate_every=1",
+    ),
     "sensitivity": Plot(plot_sensitivity, "runs"),
     "heatmap": Plot(plot_heatmap, "runs"),
 }

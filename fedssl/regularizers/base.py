@@ -30,6 +30,11 @@ class Regularizer:
         Part of the method whose outputs the term needs: "encoder" or "projector".
     num_views : int
         Number of views, the first global ones, for which it needs them.
+    uses_initial_encoder : bool
+        Whether it uses the encoder as before the first round, see `SSLMethod.keep_initial_encoder`.
+    supports_frozen_stages : bool
+        Whether it can be used if a schedule trains stages of the encoder and freezes them later. The images of the
+        views are then the output of these stages.
     cuda_graph_safe : bool
         Whether `apply` runs the same operations in every step with the same batch size, on memory that does not move
         until the next `on_train_start`, so that CUDA graphs can capture it.
@@ -37,6 +42,8 @@ class Regularizer:
 
     part: str | None = None
     num_views: int = 2
+    uses_initial_encoder: bool = False
+    supports_frozen_stages: bool = True
     cuda_graph_safe: bool = True
 
     def on_train_start(self, method: SSLMethod) -> None:

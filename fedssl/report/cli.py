@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         help="write these figures, or all that a run has data for (some seconds each), to its figures/: partition, "
         "metrics, cosines, spectrum, tsne, sphere, cka; landscape, cka_layers, forgetting of runs with snapshot_every; "
-        "accuracy, divergence, sensitivity, heatmap of all runs",
+        "accuracy, divergence, tradeoff, sensitivity, heatmap of all runs",
     )
     parser.add_argument("--into", metavar="FOLDER", type=Path, help="write figures of all runs to its figures/")
     parser.add_argument(

@@ -154,6 +154,9 @@ def figures_of_all(runs: Sequence[Run]) -> list[tuple[str, str]]:
     caption = "accuracy over rounds, over bytes and over FLOPs of a client"
     data = PLOTS["accuracy"].plot(plotted) if plotted else None
     figures = [(caption, image(data.figure, label=caption, kind="wide"))] if data else []
+    caption = "accuracy on another data set over that on the run's own"
+    data = PLOTS["tradeoff"].plot(plotted) if plotted else None
+    figures += [(caption, image(data.figure, label=caption, kind="wide"))] if data else []
     swept = {"sensitivity": "final accuracy over a swept setting", "heatmap": "final accuracy over two swept settings"}
     for name, caption in swept.items():
         with suppress(InputError):  # other settings vary

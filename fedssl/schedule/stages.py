@@ -107,7 +107,7 @@ class Stages:
 
 def check_phases(method: SSLMethod, phases: Sequence[Phase]) -> None:
     """Reject phases that the method or its encoder does not support."""
-    if TEACHER in method.static_parts and len(phases) > 1:
+    if TEACHER in method.static_parts and method.teacher_sees_views and len(phases) > 1:
         raise InputError(
             "the schedule trains parts of the encoder but the teacher is a whole encoder; set schedule=end_to_end, or "
             "disable the teacher with method.alignment_weight=0"

@@ -66,9 +66,11 @@ def test_parameters_cross_once_per_dtype_and_direction(accelerator, method, tmp_
     masks = {("synchronize", "fedssl/methods/fedca.py:FedCA.start_round"): 1} if method == "fedca" else {}
     usual = PLAIN if method not in MASKED else WITH_MASKS
     usual = usual | (dict.fromkeys(PARAMETERS, 1) if method in WITHOUT_INTEGERS else {})
-    directions = {("to_device", DATA): (2 + 4) * EPOCHS} if method == "lejepa" else {}  # one copy per step
-    assert per_client(second) == usual | masks | directions
-    server = {"fedca": 2, "orchestra": 2}.get(method, 0)  # the method's server side reads its untrained parts once
+    # One copy per step, of directions or of the teacher's features.
+    per_step = {("to_device", DATA): (2 + 4) * EPOCHS} if method in ("distillation", "lejepa") else {}
+    assert per_client(second) == usual | masks | per_step
+    # The method's server side reads its untrained parts once.
+    server = {"distillation": 2, "fedca": 2, "orchestra": 2}.get(method, 0)
     for key in PARAMETERS:
         assert first[key] == CLIENTS * usual[key] + (server if "to_cpu" in key[1] else 0)
 

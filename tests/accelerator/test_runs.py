@@ -27,6 +27,8 @@ EVALUATED = ["evaluate_every=1", "final_evaluation=knn", "collapse_images=16", "
 PERSONALIZED = [*EVALUATED, "evaluate_personalized=true"]
 ONCE = ["rounds=1", "dataset.limit=400"]  # enough images of a class for all protocols
 
+REGULARIZERS = ("alignment", "decorr", "featarc", "feature_distillation", "fur", "l2_sp", "prox")
+
 DEFAULT = {  # together they use most code of the others
     "measured": [*EVALUATED, "method=byol", "strategy=fedu", "measure_resources=true", "snapshot_every=1"],
     "calibrated-stages": [*CALIBRATED, "schedule=layer_wise", "rounds=4", "wire_dtype=int8"],
@@ -49,7 +51,7 @@ EVALUATION_RUNS = {
     "supervised-measured": [*EVALUATED, "method=supervised", "measure_resources=true"],
 }
 OTHER_RUNS = {
-    **{f"regularizer-{name}": [f"regularizer={name}"] for name in ("alignment", "decorr", "featarc", "fur", "prox")},
+    **{f"regularizer-{name}": [f"regularizer={name}"] for name in REGULARIZERS},
     "regularizer-fur-converged": ["regularizer=fur", "regularizer.gpu_iter=0"],
     "regularizer-tangent": ["regularizer=fur", "regularizer.variant=tangent_swd"],
     "vit-progressive-calibrated": [*VIT, "schedule=progressive", "calibration=auxiliary"],

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fedssl.config.overrides import CONF
-from fedssl.model_arrays import exchanged_names, local_names
+from fedssl.model_arrays import exchanged_names, local_names, part_name
 from tests.federation import Federation
 from tests.methods import METHODS, overrides_of
 
@@ -54,7 +54,8 @@ def test_every_strategy_works_with_every_method_and_sends_no_more_than_it_declar
         }
         assert set(plan["config"]) <= known
         assert set(plan["arrays"]) <= travelling
-        assert set(plan["method-broadcast"]) == set(method.broadcast_parts)
+        sent = {part_name(layer) for layer in plan["method-broadcast"]}
+        assert sent | set(method.static_parts) == set(method.broadcast_parts)
         assert set(update) == {"arrays", "method-upload", "metrics", "reply-config"}
         up = plan["config"].get("upload-names")
         assert set(update["arrays"]) == (travelling if up is None else set(up.splitlines()[1:]))

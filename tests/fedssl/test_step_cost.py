@@ -341,15 +341,17 @@ def same(one, other):
         ),
         ["method=orchestra"],
         ["method=dino", "augmentation=digits_multi_crop"],
-        *map(overrides_of, MASKED),
+        *map(overrides_of, [*MASKED, "distillation"]),
         ["method=fedca", "method.alignment_weight=0.1"],
         *(["regularizer=" + name] for name in ("fur", "decorr", "prox", "alignment")),
+        *(["regularizer=" + name] for name in ("l2_sp", "feature_distillation")),
     ],
     ids=lambda overrides: overrides[0],
 )
 def test_every_method_and_regularizer_can_be_measured(overrides):
     settings = compose(["dataset=digits", "encoder.width=4", *overrides])
     method = build_method(settings.model)
+    LocalTrainer.build(settings.training, method)  # adds the parts that the regularizer uses
     images, labels = make_images(16, size=8), torch.arange(16) % 10
     before = copy.deepcopy(method.state_dict())
     costs = [

@@ -58,7 +58,7 @@ def test_other_images_are_told(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ([], "teacher=null but FedCA is aligned with a teacher; give teacher=FILE"),
+        ([], "teacher=null but FedCA needs a teacher; give teacher=FILE"),
         (["teacher=/nowhere/encoder.pt"], "/nowhere/encoder.pt does not exist"),
         (["teacher=5"], "5 does not exist"),
         (["teacher={file}", "method.alignment_weight=0"], "FedCA uses no teacher; set method=fedca method"),

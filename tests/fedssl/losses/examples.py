@@ -3,13 +3,16 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedssl.losses import (
+    at_least_float32,
     barlow_twins,
     barlow_twins_unbiased,
     byol,
     dino,
+    feature_mse,
     ijepa,
     info_nce,
     masked_reconstruction,
@@ -18,8 +21,10 @@ from fedssl.losses import (
     nt_xent_one_sided,
     relational,
     sigreg,
+    similarity_distillation,
     sinkhorn,
     swav,
+    teacher_distance,
     vicreg,
 )
 
@@ -30,6 +35,10 @@ def directions() -> torch.Generator:
 
 def center(z: Tensor) -> Tensor:
     return torch.linspace(-1, 1, z.shape[-1], device=z.device)
+
+
+def unit(z: Tensor) -> Tensor:
+    return F.normalize(at_least_float32(z), dim=1)
 
 
 def masked(z: Tensor) -> Tensor:
@@ -55,5 +64,8 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swav": lambda a, b: swav((a, b), (sinkhorn(a, epsilon=0.5, iterations=3),), temperature=0.1),
     "sigreg": lambda a, b: sigreg(torch.stack((a, b)), slices=8, generator=directions()),
     "masked_reconstruction": lambda a, b: masked_reconstruction(a.view(2, 8, 32), b.view(2, 8, 32)),
+    "teacher_distance": teacher_distance,
+    "feature_mse": feature_mse,
+    "similarity_distillation": lambda a, b: similarity_distillation(a, b, unit(b.flip(0)), **SHARP),
     "ijepa": lambda a, b: ijepa(a.view(2, 2, 4, 32), b.view(2, 2, 4, 32)),
 }

@@ -25,7 +25,7 @@ from tests.methods import overrides_of
 from tests.recording import Recorder
 
 METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "dino", "fedx", "ibot", "orchestra", "supervised")
-METHODS += ("mae", "swav", "vicreg")
+METHODS += ("distillation", "mae", "swav", "vicreg")
 # 2^-10 is the same number in float32, in which recorded steps read it.
 SMALL = ["dataset=digits", "encoder.width=4", "batch_size=8", "local_epochs=2", "optimizer.fused=true"]
 SMALL += ["optimizer.lr=0.0009765625", "threads=1"]
@@ -88,6 +88,8 @@ def test_a_captured_step_gives_the_same_bits_for_every_method(method, optimizer)
         ["regularizer=prox"],
         ["regularizer=decorr"],
         ["regularizer=alignment"],
+        ["regularizer=l2_sp"],
+        ["regularizer=feature_distillation"],
         ["clip_norm=0.01"],
         ["precision=bf16"],
         ["channels_last=false"],

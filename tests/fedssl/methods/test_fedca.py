@@ -14,9 +14,9 @@ from fedssl.config.load import compose
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.export import save_encoder
-from fedssl.losses import nt_xent
+from fedssl.losses import nt_xent, teacher_distance
 from fedssl.methods.base import build_method
-from fedssl.methods.fedca import FedCA, enqueue, teacher_distance
+from fedssl.methods.fedca import FedCA, enqueue
 from fedssl.methods.heads import MLP
 from fedssl.methods.simclr import SimCLR
 from fedssl.model_arrays import copy_layers, exchanged_names, names_in_parts
@@ -94,25 +94,6 @@ def test_further_negatives_by_hand():
     e1, e2 = torch.eye(2)
     result = nt_xent(e1[None], e1[None], temperature=1.0, negatives=torch.stack((2 * e2, e1)))
     assert result.item() == pytest.approx(math.log((2 * math.e + 1) / math.e), rel=1e-6)
-
-
-def test_nearness_by_hand_and_where_it_flows():
-    """Directions e1 and e1 are 0 apart, e1 and e2 have the squared distance 2, e1 and -e1 have 4: the mean is 2."""
-    h = torch.tensor([[3.0, 0.0], [1.0, 0.0], [1.0, 0.0]], requires_grad=True)
-    teacher_features = torch.tensor([[1.0, 0.0], [0.0, 5.0], [-1.0, 0.0]], requires_grad=True)
-    result = teacher_distance(h, teacher_features)
-    assert result.item() == pytest.approx(2)
-    result.backward()
-    assert h.grad.any()
-    assert teacher_features.grad is None
-
-
-def test_nearness_is_two_less_twice_the_cosine():
-    h, teacher_features = draw(5, 7, seed=1), draw(5, 7, seed=2)
-    slow = sum(
-        2 - 2 * float(a @ b) / math.sqrt(float(a @ a) * float(b @ b)) for a, b in zip(h, teacher_features, strict=True)
-    )
-    assert teacher_distance(h, teacher_features).item() == pytest.approx(slow / 5, rel=1e-12)
 
 
 def test_the_loss_has_both_terms():

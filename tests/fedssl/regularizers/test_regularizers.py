@@ -21,6 +21,7 @@ from fedssl.regularizers.alignment import Alignment, alignment
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.regularizers.decorr import Decorrelation, feature_decorrelation
 from fedssl.regularizers.fur import FUR, tangent_swd, uot_uniformity
+from fedssl.regularizers.initial_encoder import L2SP, FeatureDistillation
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
 from fedssl.training import train
@@ -279,6 +280,9 @@ def make(name: str) -> SSLMethod:
         settings.method[head].hidden_dim = 16
     if "projector" in settings.method:
         settings.method.projector.out_dim = 8
+    if name == "distillation":
+        arguments = {"channels": 1, "size": 8, "width": 2}  # representations of length 8
+        settings.method.teacher_encoder = {"encoder": "conv_small", "arguments": arguments, "mean": [0.5], "std": [0.5]}
     torch.manual_seed(0)
     return instantiate(settings.method, encoder=conv_small(channels=1, size=8, width=4))
 
@@ -286,6 +290,8 @@ def make(name: str) -> SSLMethod:
 def fit(method: SSLMethod, regularizer: Regularizer, *, precision: str = "fp32", epochs: int = 1) -> float:
     generator = torch_generator(0, "train")
     images = torch.randint(256, (12, 1, 8, 8), generator=generator, dtype=torch.uint8)
+    if regularizer.uses_initial_encoder:
+        method.keep_initial_encoder()
     return train(
         method,
         TensorImages(images),
@@ -310,6 +316,8 @@ VARIANTS = {
     "decorr of projections": lambda: Decorrelation(),
     "info_nce": lambda: Alignment(),
     "cosine": lambda: Alignment(weight=1.0, distance="cosine"),
+    "l2_sp": lambda: L2SP(alpha=0.1, beta=0.01),
+    "feature_distillation": lambda: FeatureDistillation(weight=1.0),
 }
 
 

@@ -19,7 +19,7 @@ from fedssl.schedule.stages import Stages, frozen_names, set_active_stages
 from fedssl.seeding import torch_generator
 from simulation.cli import run
 from tests.federation import Federation, model_of
-from tests.methods import WHOLE
+from tests.methods import WHOLE, overrides_of
 from tests.resuming import repeat_from
 
 STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
@@ -166,7 +166,7 @@ def settings(*overrides):
 
 @pytest.mark.parametrize("kind", WHOLE)
 def test_what_is_trained_and_kept_in_a_stage(kind):
-    method = build_method(settings(f"method={kind}"))
+    method = build_method(settings(*overrides_of(kind)))
     whole = set(exchanged_names(method)) | set(local_names(method))
     every = {name: method.named_tensors[name].requires_grad for name in method.trainable}
     with set_active_stages(method, depth=2, frozen=1):
@@ -366,14 +366,14 @@ def test_every_strategy_works_in_stages(tmp_path, name, schedule):
 
 @pytest.mark.parametrize("kind", WHOLE)
 def test_every_method_works_layer_wise_with_calibration(tmp_path, kind):
-    overrides = ["strategy=eua", f"method={kind}", "rounds=4", "schedule=layer_wise", "num_clients=2"]
+    overrides = ["strategy=eua", *overrides_of(kind), "rounds=4", "schedule=layer_wise", "num_clients=2"]
     calibration = [] if kind == "supervised" else ["calibration=auxiliary"]
     federation = Federation(tmp_path, *overrides, *calibration)
     assert all(np.isfinite(array).all() for array in federation.run(4).values())
     assert federation.report.dropped == {}
 
 
-@pytest.mark.parametrize("kind", ["prox", "fur", "decorr", "alignment"])
+@pytest.mark.parametrize("kind", ["prox", "fur", "decorr", "alignment", "l2_sp"])
 def test_every_regularizer_works_layer_wise(tmp_path, kind):
     overrides = ["strategy=l_dawa", f"regularizer={kind}", "rounds=4", "schedule=layer_wise", "num_clients=2"]
     federation = Federation(tmp_path, *overrides)

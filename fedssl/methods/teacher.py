@@ -1,0 +1,139 @@
+"""A teacher that is a saved encoder of any architecture, and its features of a client's images.
+
+Plain values describe the architecture (`fedssl.export.describe_encoder`), so that devices build it from functions of
+``fedssl.encoders`` alone. Its weights are a static part of the method, see `SSLMethod.static_parts`.
+"""
+
+import math
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedssl import encoders
+from fedssl.config.constraints import MAX_IMAGE_SIZE
+from fedssl.datasets.images import ImageSource, TensorImages
+from fedssl.encoders import Encoder
+from fedssl.errors import InputError
+from fedssl.evaluation.features import extract
+from fedssl.machine.devices import to_device
+from fedssl.methods.base import ImageTargets
+
+_BATCH = 32  # images that the teacher encodes at a time, which bounds its memory
+_PIECE = 1024  # images whose features are computed at a time
+
+
+def build_teacher(description: Mapping[str, Any]) -> Encoder:
+    """Build the frozen encoder of a description (`fedssl.export.describe_encoder`), in eval mode, untrained."""
+    if not _is_description(description):
+        raise InputError("method.teacher_encoder does not describe an encoder; leave it out and give teacher=FILE")
+    known = {name: vars(encoders)[name] for name in encoders.__all__ if name != Encoder.__name__}
+    if description["encoder"] not in known:
+        raise InputError(
+            f"method.teacher_encoder.encoder={description['encoder']} does not exist; a teacher is one of "
+            f"{', '.join(known)}"
+        )
+    teacher: Encoder = known[description["encoder"]](**description["arguments"])
+    return teacher.requires_grad_(False).eval()
+
+
+def _is_description(value: Any) -> bool:
+    """Return whether a value has the form of a result of `fedssl.export.describe_encoder`."""
+    if not (isinstance(value, Mapping) and value.keys() == {"encoder", "arguments", "mean", "std"}):
+        return False
+    arguments, statistics = value["arguments"], (value["mean"], value["std"])
+    return (
+        isinstance(arguments, Mapping)
+        and all(type(arguments.get(key)) is int for key in ("channels", "size"))
+        and 0 < arguments["size"] <= MAX_IMAGE_SIZE
+        and arguments["channels"] > 0
+        and all(isinstance(values, Sequence) and len(values) == arguments["channels"] for values in statistics)
+        and all(isinstance(value, float) and math.isfinite(value) for values in statistics for value in values)
+        and min(value["std"]) > 0
+    )
+
+
+class Resize(nn.Module):
+    """Resizes standardized images ``(batch, channels, height, width)`` to ``size``, as `fedssl.export.Preprocess`."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, images: Tensor) -> Tensor:
+        if images.shape[-2:] == (self.size, self.size):
+            return images
+        return F.interpolate(images, (self.size, self.size), mode="bilinear", antialias=True)
+
+
+class TeacherFeatures:
+    """Features of un-augmented images by a teacher in its own size and standardization.
+
+    They are computed once for the images of a client, in the order of their indices, so that they do not depend on
+    earlier rounds, and cached in this process. Beyond ``cache_bytes`` those of the least recently trained clients are
+    dropped. A client whose features alone exceed it has those of each batch computed in every step. A cache is valid
+    for one source of images and one teacher, as those of a run are; a copy of this object starts empty.
+
+    Parameters
+    ----------
+    size : int
+        Height and width of the teacher's images in pixels.
+    mean, std : sequence of float
+        Statistics of the teacher's standardization, per channel, of pixels in [0, 1]. Gray images become equal channels
+        of a teacher of color images.
+    cache_bytes : int
+        Maximum size of the cache in bytes.
+    """
+
+    def __init__(self, *, size: int, mean: tuple[float, ...], std: tuple[float, ...], cache_bytes: int) -> None:
+        self.mean, self.std = mean, std
+        self._resize, self._cache_bytes = Resize(size), cache_bytes
+        self._cached: OrderedDict[bytes, Tensor] = OrderedDict()  # by the sorted indices of the images
+        self._images: Callable[[], ImageSource | None] = lambda: None
+
+    def __deepcopy__(self, memo: object) -> "TeacherFeatures":
+        return TeacherFeatures(size=self._resize.size, mean=self.mean, std=self.std, cache_bytes=self._cache_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Current size of the cache in bytes."""
+        return sum(features.nbytes for features in self._cached.values())
+
+    def targets(
+        self, teacher: Encoder, images: ImageSource, indices: Tensor, *, on_step_start: Callable[[], None]
+    ) -> ImageTargets:
+        """Return a function that maps the indices of a batch and its images to features, see `SSLMethod.targets`."""
+        device = next(teacher.parameters()).device
+        network = nn.Sequential(self._resize, teacher)
+        if 4 * teacher.feature_dim * len(indices) > self._cache_bytes:
+            return lambda rows, batch: to_device(self._extract(network, TensorImages(batch)), device)
+        ordered = indices.sort().values
+        features = self._features(network, images, ordered, on_step_start)
+        return lambda rows, batch: to_device(features[torch.searchsorted(ordered, rows)], device)
+
+    def _features(
+        self, network: nn.Module, images: ImageSource, ordered: Tensor, on_step_start: Callable[[], None]
+    ) -> Tensor:
+        """Return the features of the images at sorted indices, ``(n, dim)`` on the CPU, from the cache if possible."""
+        if self._images() is not images:
+            self._cached.clear()
+            self._images = weakref.ref(images)
+        key = ordered.numpy().tobytes()
+        if key not in self._cached:
+            pieces = []
+            for rows in ordered.split(_PIECE):
+                on_step_start()
+                pieces.append(self._extract(network, images.subset(rows)))
+            self._cached[key] = torch.cat(pieces)
+        self._cached.move_to_end(key)
+        while self.nbytes > self._cache_bytes:
+            self._cached.popitem(last=False)
+        return self._cached[key]
+
+    def _extract(self, network: nn.Module, images: ImageSource) -> Tensor:
+        device = next(network.parameters()).device
+        return extract(network, images, mean=self.mean, std=self.std, device=device, batch_size=_BATCH)

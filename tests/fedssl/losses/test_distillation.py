@@ -1,0 +1,110 @@
+"""Losses of distillation against their equations, numbers computed by hand, and where gradients flow."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedssl.losses import feature_mse, similarity_distillation, teacher_distance
+from tests.fedssl.losses.vectors import E1, E2, assert_gradients, draw, slow_cross_entropy, slow_softmax
+
+SHARP = {"student_temperature": 0.5, "teacher_temperature": 0.2}
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
+
+
+def test_teacher_distance_by_hand() -> None:
+    """Directions E1 and E1 are 0 apart, E1 and E2 have the squared distance 2, E1 and -E1 have 4: the mean is 2."""
+    distance = teacher_distance(torch.stack((E1, 3 * E1, E1)), torch.stack((2 * E1, E2, -E1)))
+    assert distance.item() == pytest.approx(2, rel=1e-6)
+
+
+def test_teacher_distance_is_its_equation() -> None:
+    h, t = draw(5, 7)
+    slow = sum(float(((a / a.norm() - b / b.norm()) ** 2).sum()) for a, b in zip(h, t, strict=True)) / 5
+    assert teacher_distance(h, t).item() == pytest.approx(slow, rel=1e-12)
+
+
+def test_mean_squared_error_by_hand() -> None:
+    """Squared errors (1, 4) and (0, 9): their mean over images and dimensions is 14 / 4."""
+    z, t = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0.0, 0.0], [3.0, 1.0]])
+    assert feature_mse(z, t).item() == 3.5
+
+
+def test_mean_squared_error_is_its_equation() -> None:
+    z, t = draw(5, 7)
+    slow = sum((float(z[i, j]) - float(t[i, j])) ** 2 for i in range(5) for j in range(7)) / 35
+    assert feature_mse(z, t).item() == pytest.approx(slow, rel=1e-12)
+
+
+def test_similarities_by_hand() -> None:
+    """One image, temperatures 1, t = E1, a queue with E2. The teacher's cosines with (E1, E2) are (1, 0): with
+    s = e / (e + 1), p_t = (s, 1 - s). The student z = E2 has the cosines (0, 1): log p_s = (log(1 - s), log s)."""
+    s = math.e / (math.e + 1)
+    expected = -(s * math.log(1 - s) + (1 - s) * math.log(s))
+    one = {"student_temperature": 1.0, "teacher_temperature": 1.0}
+    loss = similarity_distillation(3 * E2[None], 2 * E1[None], torch.stack((E2, 0 * E1)), **one)
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("empty", [0, 3])
+def test_similarities_are_their_equation(empty: int) -> None:
+    """The dictionary of an image are the queue and the image's own teacher feature (SEED, section 3.2)."""
+    z, t = draw(4, 6)
+    queue = torch.nn.functional.normalize(draw(9, 6, seed=1)[0], dim=1)
+    losses = []
+    for student, teacher in zip(z, t, strict=True):
+        entries = [teacher, *queue]
+        p = slow_softmax([cosine(teacher, entry) / 0.2 for entry in entries])
+        q = slow_softmax([cosine(student, entry) / 0.5 for entry in entries])
+        losses.append(slow_cross_entropy(p, q))
+    rows = torch.cat((queue[:5], torch.zeros(empty, 6, dtype=queue.dtype), queue[5:]))
+    assert similarity_distillation(z, t, rows, **SHARP).item() == pytest.approx(sum(losses) / 4, rel=1e-12)
+
+
+def test_similarities_with_an_empty_queue_are_0_and_have_no_gradient() -> None:
+    z, t = draw(4, 6)
+    loss = similarity_distillation(z.requires_grad_(), t, torch.zeros(5, 6), **SHARP)
+    loss.backward()
+    assert loss.item() == 0
+    assert z.grad is not None
+    assert not z.grad.any()
+
+
+def test_the_minimum_of_similarities_is_the_teachers_entropy() -> None:
+    """At equal temperatures a student with the teacher's directions has its distribution, the minimum of a cross
+    entropy."""
+    z, t = draw(4, 6)
+    queue = torch.nn.functional.normalize(draw(9, 6, seed=1)[0], dim=1)
+    equal = {"student_temperature": 0.3, "teacher_temperature": 0.3}
+    least = similarity_distillation(2 * t, t, queue, **equal)
+    assert least < similarity_distillation(z, t, queue, **equal)
+    z = t.clone().requires_grad_()
+    similarity_distillation(z, t, queue, **equal).backward()
+    assert z.grad is not None
+    assert z.grad.abs().max() < 1e-12
+
+
+def test_gradients_flow_into_the_student_only() -> None:
+    z, t, queue = (tensor.requires_grad_() for tensor in draw(4, 5, count=3))
+    loss = teacher_distance(z, t) + feature_mse(z, t) + similarity_distillation(z, t, queue.detach(), **SHARP)
+    assert_gradients(loss, into=[z], not_into=[t, queue])
+
+
+def test_gradients_of_similarities() -> None:
+    z, t = draw(3, 4)
+    queue = torch.cat((torch.nn.functional.normalize(draw(4, 4, seed=1)[0], dim=1), torch.zeros(2, 4).double()))
+    z.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: similarity_distillation(x, t, queue, **SHARP), z)
+
+
+def test_permuted_images_change_nothing() -> None:
+    z, t = draw(5, 4)
+    queue, order = torch.nn.functional.normalize(draw(6, 4, seed=1)[0], dim=1), torch.tensor([3, 1, 4, 0, 2])
+    torch.testing.assert_close(
+        similarity_distillation(z[order], t[order], queue.flip(0), **SHARP),
+        similarity_distillation(z, t, queue, **SHARP),
+    )

@@ -1,0 +1,347 @@
+"""Distillation: its loss slowly, the queue, what travels, what devices receive, and whole runs."""
+
+import copy
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Message
+from torch import Tensor
+
+from client_app.step_memory import estimate_step_memory
+from fedssl.config.device_task import compose_task, make_task, read_task
+from fedssl.config.load import compose, load_settings, parse_client_config, training_components
+from fedssl.datasets.images import TensorImages
+from fedssl.errors import InputError
+from fedssl.losses import feature_mse, similarity_distillation, teacher_distance
+from fedssl.methods.base import build_method
+from fedssl.methods.distillation import Distillation
+from fedssl.methods.simclr import SimCLR
+from fedssl.model_arrays import exchanged_names, local_names, names_in_parts
+from fedssl.seeding import torch_generator
+from fedssl.step_cost import step_cost
+from fedssl.training import LocalTrainer, train
+from fedssl.views import Views
+from fedssl.wire.messages import CONFIG
+from server_app import nodes
+from server_app.build import build_run, load_teacher
+from server_app.checkpoint import latest_checkpoint
+from server_app.round import Round
+from simulation.cli import run
+from strategies.interfaces import GLOBAL, ServerState
+from tests.devices import Devices, ask, context, write_images
+from tests.federation import Federation
+from tests.methods import overrides_of, save_teacher, teacher_file
+from tests.resuming import repeat_from
+
+WORDS = [*overrides_of("distillation"), "encoder.width=4"]
+SIMILARITY = ["method.loss=similarity", "method.queue_size=10"]
+TEACHER_DIM = 24  # of the teacher's width of 6
+
+
+def make_method(*overrides: str) -> Distillation:
+    settings = compose([*WORDS, *overrides])
+    method = build_method(settings.model)
+    load_teacher(method, settings.teacher, data=settings.data)
+    assert isinstance(method, Distillation)
+    return method
+
+
+def batch(seed: int = 0, count: int = 6) -> Views:
+    generator = torch.Generator().manual_seed(seed)
+    images = [torch.randn(count, 1, 8, 8, generator=generator) for _ in range(2)]
+    return Views(Views.of(*images).views, targets=torch.randn(count, TEACHER_DIM, generator=generator))
+
+
+def slowly(method: Distillation, views: Views, queue: Tensor) -> Tensor:
+    """The mean over both views, which share their batch normalization."""
+    z = method.projector(method.encoder(torch.cat(views.images))).double()
+    t = views.targets.double()
+    if method.objective == "similarity":
+        temperatures = {"student_temperature": 0.2, "teacher_temperature": 0.01}
+        losses = [similarity_distillation(part, t, queue.double(), **temperatures) for part in z.chunk(2)]
+    else:
+        distance = {"cosine": teacher_distance, "mse": feature_mse}[method.objective]
+        losses = [distance(part, t) for part in z.chunk(2)]
+    return (losses[0] + losses[1]) / 2
+
+
+@pytest.mark.parametrize("overrides", [["method.loss=cosine"], ["method.loss=mse"], SIMILARITY], ids=" ".join)
+def test_the_loss_is_the_mean_over_views(overrides):
+    method = make_method(*overrides)
+    queue = torch.nn.functional.normalize(torch.randn(10, TEACHER_DIM, generator=torch_generator(0, "queue")), dim=1)
+    if method.local_parts:
+        method.queue.copy_(queue)
+    views = batch()
+    loss = method.loss(views)
+    assert loss.item() == pytest.approx(slowly(method, views, queue).item(), rel=1e-5)
+    loss.backward()
+    trained = {name for name, weights in method.named_parameters() if weights.grad is not None and weights.grad.any()}
+    assert {name.partition(".")[0] for name in trained} == {"encoder", "projector"}
+
+
+def test_the_queue_has_normalized_features_newest_first():
+    method = make_method(*SIMILARITY)
+    first, second = batch(1), batch(2)
+    method.loss(first)
+    method.loss(second)
+    unit = [torch.nn.functional.normalize(views.targets, dim=1) for views in (second, first)]
+    torch.testing.assert_close(method.queue, torch.cat(unit)[:10])
+    method.start_round(first=False)
+    assert method.queue.any()
+    method.start_round(first=True)
+    assert not method.queue.any()
+
+
+def test_a_queue_smaller_than_a_batch_keeps_its_first_features():
+    method = make_method("method.loss=similarity", "method.queue_size=4")
+    views = batch()
+    method.loss(views)
+    torch.testing.assert_close(method.queue, torch.nn.functional.normalize(views.targets[:4], dim=1))
+
+
+def test_parts():
+    method = make_method(*SIMILARITY)
+    assert (method.static_parts, method.broadcast_parts, method.local_parts) == (("teacher",), ("teacher",), ("queue",))
+    assert {name.partition(".")[0] for name in exchanged_names(method)} == {"encoder", "projector"}
+    assert local_names(method) == ["queue"]
+    assert (method.encoder.feature_dim, method.projector.out_features) == (16, TEACHER_DIM)
+    assert make_method().local_parts == ()
+
+
+def train_on(method: Distillation, images: Tensor, *overrides: str, indices: Tensor | None = None) -> float:
+    training = LocalTrainer.build(compose([*WORDS, "batch_size=8", "local_epochs=2", *overrides]).training, method)
+    rows = torch.arange(len(images)) if indices is None else indices
+    return train(method, TensorImages(images), rows, training=training, generator=torch_generator(0, "train")).loss
+
+
+def test_training_changes_neither_the_teacher_nor_its_mode_and_the_loss_falls():
+    generator = torch_generator(0, "images")
+    images = torch.randint(256, (40, 1, 8, 8), dtype=torch.uint8, generator=generator)
+    method = make_method()
+    before = {name: value.clone() for name, value in method.teacher.state_dict().items()}
+    first = train_on(method, images, "local_epochs=1")
+    last = [train_on(method, images) for _ in range(3)][-1]
+    assert last < 0.8 * first
+    assert not method.teacher.training
+    assert all(torch.equal(before[name], value) for name, value in method.teacher.state_dict().items())
+
+
+def test_targets_belong_to_their_images(monkeypatch):
+    """With images of one gray level each, the targets of a batch are recognized by their images."""
+    images = torch.arange(0, 240, 10, dtype=torch.uint8)[:, None, None, None].expand(-1, 1, 8, 8).contiguous()
+    indices = torch.tensor([20, 1, 17, 4, 9, 12, 3, 8, 22, 15])
+    method, seen = make_method(), []
+    features = method.targets(TensorImages(images), torch.arange(24))(torch.arange(24), images)
+
+    def look(method, views):
+        seen.extend(zip(views.images[0][:, 0, 0, 0].tolist(), views.targets, strict=True))
+        return loss(method, views)
+
+    loss = Distillation.loss
+    monkeypatch.setattr(Distillation, "loss", look)
+    train_on(method, images, "augmentation=none", "local_epochs=1", indices=indices)
+    assert len(seen) == 10
+    for pixel, target in seen:
+        row = round((pixel * 0.3761 + 0.3053) * 255 / 10)
+        assert row in indices
+        torch.testing.assert_close(target, features[row], rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_costs_what_the_student_costs():
+    """Features are computed once per image and are no part of a step; beyond the cache they are."""
+    images = torch.zeros(8, 1, 8, 8, dtype=torch.uint8)
+    flops = {}
+    for name, overrides in {
+        "cached": WORDS,
+        "computed": [*WORDS, "method.cache_bytes=0"],
+        "simclr": ["encoder.width=4", "method.projector.num_layers=1", f"method.projector.out_dim={TEACHER_DIM}"],
+    }.items():
+        settings = compose(overrides)
+        method = build_method(settings.model)
+        flops[name] = step_cost(method, images=images, training=LocalTrainer.build(settings.training, method)).flops
+        if isinstance(method, SimCLR):
+            products = 3 * 2 * 16 * 16 * TEACHER_DIM  # of normalized projections of 16 views, which distillation lacks
+    assert flops["cached"] < flops["computed"]
+    assert abs(flops["cached"] - flops["simclr"]) <= 2 * products
+
+
+# --- settings ---
+
+
+def test_clients_and_devices_receive_the_architecture_as_plain_values_and_no_path():
+    settings = compose([*WORDS, "dataset=cifar10", "output_dir=/runs/1"])
+    text = make_task(settings).text()
+    assert str(teacher_file()) not in text + settings.client_yaml
+    full = parse_client_config(settings.client_yaml)
+    composed = compose_task(text)
+    assert training_components(composed) == (full.model, full.training, full.strategy)
+    assert full.model.method.values["teacher_encoder"]["arguments"]["width"] == 6
+    assert json.loads(text)["values"]["method.teacher_encoder"]["encoder"] == "conv_small"
+
+
+def test_the_memory_of_a_device_includes_the_teacher(tmp_path):
+    fixed = []
+    for width in (4, 64):
+        save_teacher(tmp_path / "encoder.pt", f"encoder.width={width}")
+        settings = compose([*WORDS, f"teacher={tmp_path / 'encoder.pt'}"])
+        client = read_task(make_task(settings).text(), states=tmp_path)
+        fixed.append(estimate_step_memory(client).fixed)
+    assert fixed[1] > fixed[0] + 3_000_000
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["method=distillation"], "method=distillation needs a teacher, and teacher=null; give teacher=FILE"),
+        (["method=distillation", "teacher=/nowhere/encoder.pt"], "teacher=/nowhere/encoder.pt does not exist"),
+        ([*WORDS, "method.loss=cosin"], "method.loss=cosin must be cosine or mse or similarity"),
+        ([*WORDS, "method.queue_size=0", "method.loss=similarity"], "method.queue_size=0 must be an integer"),
+        (
+            [*WORDS, "dataset.channels=3", "dataset.mean=[0,0,0]", "dataset.std=[1,1,1]"],
+            r"was trained on images with 1 channel\(s\) but dataset.channels=3",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, overrides, sentence):
+    with pytest.raises(InputError, match=sentence):
+        Federation(tmp_path, *overrides)
+
+
+# --- devices ---
+
+DEVICE = ["rounds=3", "local_epochs=1", "encoder.width=4", "dataset=image_folder", "dataset.size=8", "run_id=mine"]
+DEVICE += ["dataset.channels=1", "dataset.mean=[0.5]", "dataset.std=[0.5]", "strategy=fedavg", "batch_size=4"]
+
+
+@pytest.fixture
+def devices(tmp_path, monkeypatch):
+    """The configuration of a device, and a run with it."""
+    monkeypatch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
+    images = write_images(tmp_path / "images", 6, size=12)
+    device = context(data_path=images, state_path=tmp_path / "states", client_name="a")
+    settings = compose([*DEVICE, *overrides_of("distillation"), f"output_dir={tmp_path / 'run'}"])
+    return device, build_run(Devices(device), settings).context
+
+
+def test_a_device_trains_with_the_teacher_and_caches_it(devices):
+    device, round_context = devices
+    state = ServerState()
+    for number in (1, 2):
+        one = Round(round_context, state)
+        teacher = set(names_in_parts(round_context.method, ["teacher"]))
+        assert set(one.messages[0].content["method-broadcast"]) == (teacher if number == 1 else set())
+        reply = ask(one.messages[0].content, device)
+        assert not reply.has_error(), reply.error.reason
+        state, report = one.finish([Message(reply.content, reply_to=one.messages[0])])
+        assert report.dropped == {}
+
+
+HOSTILE = {
+    "a function": ({"encoder": "os.system"}, "method.teacher_encoder.encoder=os.system does not exist"),
+    "a class": ({"_target_": "os.system"}, "method.teacher_encoder has the key '_target_'"),
+    "large images": ({"size": 513}, "the teacher has images of 513 pixels but this device allows 512 at most"),
+    "a large network": ({"width": 65_536}, "of memory but this device allows"),
+    "unknown settings": ({"evil": 1}, "rejects its settings"),
+    "no statistics": ({"mean": []}, "method.teacher_encoder does not describe an encoder"),
+    "a path": ({"encoder": "/etc/passwd"}, "InputError; see the log of the device"),
+}
+
+
+@pytest.mark.parametrize("attempt", HOSTILE)
+def test_a_device_builds_no_teacher_beyond_its_limits(devices, attempt):
+    device, round_context = devices
+    changes, sentence = HOSTILE[attempt]
+    content = copy.deepcopy(Round(round_context, ServerState()).messages[0].content)
+    task = json.loads(str(content.config_records[CONFIG]["settings"]))
+    teacher = task["values"]["method.teacher_encoder"]
+    for key, value in changes.items():
+        (teacher["arguments"] if key in ("size", "width", "evil") else teacher)[key] = value
+    content.config_records[CONFIG]["settings"] = json.dumps(task)
+    reply = ask(content, device)
+    assert reply.has_error()
+    assert sentence in reply.error.reason
+
+
+# --- whole runs ---
+
+
+def test_a_federation_downloads_the_teacher_once_and_uploads_no_features(tmp_path):
+    federation = Federation(tmp_path, *WORDS, *SIMILARITY, "strategy=fedavg", "num_clients=2")
+    federation.run(2)
+    assert federation.report.dropped == {}
+    teacher = set(names_in_parts(federation.method, ["teacher"]))
+    assert [set(plan["method-broadcast"]) for plan in federation.plans] == [teacher, teacher, set(), set()]
+    exchanged = set(exchanged_names(federation.method))
+    assert all(set(update["arrays"]) == exchanged for update in federation.updates)
+    assert not any(update["method-upload"] for update in federation.updates)
+    stored = torch.load(teacher_file(), weights_only=True)["weights"]
+    for name, value in stored.items():
+        np.testing.assert_array_equal(federation.state.models[GLOBAL].broadcast[f"teacher.{name}"], value.numpy())
+
+
+@pytest.mark.parametrize("strategy", ["clustered", "featarc"])
+def test_strategies_with_several_models_send_the_teacher_once(tmp_path, strategy):
+    """Clients compare the models by their loss, or by features of their images."""
+    words = [f"strategy={strategy}", "strategy.num_images=16", "num_clients=2", *SIMILARITY]
+    federation = Federation(tmp_path, *WORDS, *words)
+    federation.run(3)
+    assert federation.report.dropped == {}
+    assert [bool(plan["method-broadcast"]) for plan in federation.plans] == [True, True] + 4 * [False]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["calibration=auxiliary", "precision=bf16"],
+        ["schedule=progressive", "rounds=4", *SIMILARITY],
+        ["regularizer=fur", "method.cache_bytes=0"],
+    ],
+    ids=" ".join,
+)
+def test_other_federations(tmp_path, overrides):
+    federation = Federation(tmp_path, *WORDS, "num_clients=2", *overrides)
+    federation.run(2)
+    assert federation.report.dropped == {}
+    for model in federation.state.models.values():
+        assert all(np.isfinite(array).all() for array in model.layers.values())
+
+
+RUN = [*WORDS, *SIMILARITY, "num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limit=60", "threads=1"]
+RUN += ["evaluate_every=1", "evaluation=none", "final_evaluation=none", "collapse_images=20", "rounds=3"]
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    run([*RUN, f"output_dir={tmp_path / 'whole'}"])
+    other = repeat_from(2, tmp_path / "whole")
+    left, right = (latest_checkpoint(folder / "checkpoints").models[GLOBAL] for folder in (tmp_path / "whole", other))
+    assert all(np.array_equal(array, right.layers[name]) for name, array in left.layers.items())
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert all({"cost", "health"} <= line.keys() for line in lines)
+
+
+def test_a_run_is_resumed_only_with_the_same_teacher(tmp_path):
+    file = save_teacher(tmp_path / "encoder.pt", "encoder.width=6")
+    run([*RUN, f"teacher={file}", "pause_after=1", f"output_dir={tmp_path / 'run'}"])
+    save_teacher(file, "encoder.width=8")
+    with pytest.raises(InputError, match=r"was run with method.teacher_encoder.arguments.width=6 \(now 8\)"):
+        load_settings([f"resume={tmp_path / 'run'}"])
+
+
+def accuracy(folder: Path, *overrides: str) -> float:
+    run(["experiment=distillation", "threads=1", *overrides, f"output_dir={folder}"])
+    return 100 * json.loads((folder / "summary.json").read_text())["final"]["federated"]["knn"]
+
+
+@pytest.mark.slow
+@pytest.mark.heavy
+@pytest.mark.parametrize("loss", ["cosine", "mse", "similarity"])
+def test_a_student_learns_from_a_larger_teacher(tmp_path, loss):
+    """The commands of docs/learning.md with a teacher of fewer rounds."""
+    teacher = ["experiment=centralized", "method=simclr", "encoder.width=64", "optimizer=adam", "rounds=3"]
+    run([*teacher, "threads=1", "evaluate_every=0", "final_evaluation=none", f"output_dir={tmp_path / 'teacher'}"])
+    words = [f"teacher={tmp_path / 'teacher' / 'encoder.pt'}", f"method.loss={loss}", "rounds=4"]
+    unlearned = accuracy(tmp_path / "unlearned", *words, "optimizer.lr=0", "rounds=1", "local_epochs=1")
+    assert accuracy(tmp_path / "student", *words) > unlearned + 5

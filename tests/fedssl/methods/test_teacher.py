@@ -1,0 +1,208 @@
+"""The teacher's features: those of its saved encoder, computed once, in a cache of limited size."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl.config.load import compose
+from fedssl.datasets.images import TensorImages
+from fedssl.encoders import conv_small
+from fedssl.errors import InputError
+from fedssl.export import describe_encoder, load_encoder, load_weights, save_encoder
+from fedssl.methods.base import build_method
+from fedssl.methods.teacher import TeacherFeatures, build_teacher
+from tests.methods import save_teacher
+
+DIM = 16  # of a `conv_small` of width 4
+
+
+class Counting(torch.nn.Module):
+    """A teacher that counts the images that it encodes."""
+
+    feature_dim = DIM
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.images = conv_small(channels=1, size=8, width=4), 0
+
+    def forward(self, images):
+        self.images += len(images)
+        return self.encoder(images)
+
+
+def make_images(count: int = 20, *, channels: int = 1, size: int = 8, seed: int = 0) -> TensorImages:
+    generator = torch.Generator().manual_seed(seed)
+    return TensorImages(torch.randint(256, (count, channels, size, size), dtype=torch.uint8, generator=generator))
+
+
+def features_of(bytes_: int = 10**6, *, size: int = 8) -> TeacherFeatures:
+    return TeacherFeatures(size=size, mean=(0.3,), std=(0.4,), cache_bytes=bytes_)
+
+
+def ask(features, teacher, images, indices):
+    targets = features.targets(teacher, images, indices, on_step_start=lambda: None)
+    return targets(indices, images[indices])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["encoder.width=4"],
+        ["encoder.width=4", "dataset.size=12", "dataset.mean=[0.2]", "dataset.std=[0.7]"],
+        ["encoder.width=4", "dataset.channels=3", "dataset.mean=[0.1,0.2,0.3]", "dataset.std=[0.4,0.5,0.6]"],
+        ["encoder=vit_tiny", "encoder.width=16", "encoder.depth=1", "encoder.heads=2", "encoder.patch=2"],
+    ],
+    ids=["same", "other-size-and-statistics", "color", "vit"],
+)
+@pytest.mark.parametrize("cache_bytes", [0, 10**6])
+def test_features_are_those_of_the_saved_encoder(tmp_path, overrides, cache_bytes):
+    """The teacher of a file, and `load_encoder` with its preprocessing of the same images, which are gray."""
+    file, images = save_teacher(tmp_path / "encoder.pt", *overrides), make_images()
+    described, known = describe_encoder(file), load_encoder(file)
+    teacher = build_teacher(described)
+    load_weights(file, teacher)
+    features = TeacherFeatures(
+        size=described["arguments"]["size"],
+        mean=described["mean"],
+        std=described["std"],
+        cache_bytes=cache_bytes,
+    )
+    indices = torch.tensor([7, 3, 11])
+    with torch.no_grad():
+        gray = images[indices].expand(-1, known.channels, -1, -1)
+        expected = known(known.preprocess(gray))
+    found = ask(features, teacher, images, indices)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert not found.requires_grad
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+
+
+def test_features_of_an_image_are_computed_once_and_do_not_depend_on_the_order_of_requests():
+    teacher, images, features = Counting(), make_images(), features_of()
+    indices = torch.tensor([9, 2, 5, 14])
+    first = ask(features, teacher, images, indices)
+    assert teacher.images == 4
+    shuffled = indices[torch.tensor([2, 0, 3, 1])]
+    assert torch.equal(ask(features, teacher, images, shuffled), first[torch.tensor([2, 0, 3, 1])])
+    assert teacher.images == 4
+    targets = features.targets(teacher, images, indices, on_step_start=lambda: None)
+    assert torch.equal(targets(indices[2:], images[indices[2:]]), first[2:])
+    assert teacher.images == 4
+    assert torch.equal(ask(features_of(), teacher, images, shuffled), first[torch.tensor([2, 0, 3, 1])])
+
+
+def test_the_least_recently_used_features_are_dropped_beyond_the_limit():
+    """Features of 4 images of 4 bytes times 16 have 256 bytes: two clients fit into 600."""
+    teacher, images, features = Counting(), make_images(), features_of(600)
+    one, two, three = torch.arange(12).split(4)
+    for indices in (one, two, one, three):  # drops `two`
+        ask(features, teacher, images, indices)
+    assert (teacher.images, features.nbytes) == (12, 512)
+    ask(features, teacher, images, one)
+    assert teacher.images == 12
+    ask(features, teacher, images, two)
+    assert (teacher.images, features.nbytes) == (16, 512)
+
+
+def test_a_client_beyond_the_limit_has_its_features_computed_in_every_step():
+    teacher, images, features = Counting(), make_images(), features_of(255)
+    expected = ask(features_of(), Counting(), images, torch.arange(4))
+    targets = features.targets(teacher, images, torch.arange(4), on_step_start=lambda: None)
+    assert teacher.images == 0
+    for rows in (torch.tensor([1, 3]), torch.tensor([0, 2])):
+        torch.testing.assert_close(targets(rows, images[rows]), expected[rows], rtol=1e-4, atol=1e-6)
+    assert (teacher.images, features.nbytes) == (4, 0)
+
+
+def test_a_cache_belongs_to_one_source_of_images_and_is_not_copied():
+    teacher, features, indices = Counting(), features_of(), torch.arange(4)
+    first = ask(features, teacher, make_images(seed=1), indices)
+    second = ask(features, teacher, make_images(seed=2), indices)
+    assert not torch.equal(first, second)
+    assert copy.deepcopy(features).nbytes == 0
+    assert features.nbytes == 256
+
+
+def test_long_computations_can_be_stopped():
+    teacher, images = Counting(), make_images(2000)
+    calls = iter([None, TimeoutError()])
+
+    def stop() -> None:
+        if (error := next(calls)) is not None:
+            raise error
+
+    with pytest.raises(TimeoutError):
+        features_of().targets(teacher, images, torch.arange(2000), on_step_start=stop)
+    assert teacher.images == 1024
+
+
+def test_modes_and_random_numbers_stay():
+    teacher, images = Counting(), make_images()
+    teacher.train()
+    state = torch.get_rng_state()
+    ask(features_of(), teacher, images, torch.arange(4))
+    assert teacher.training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_description_has_plain_values(tmp_path):
+    file = save_teacher(tmp_path / "encoder.pt", "encoder.width=6")
+    assert describe_encoder(file) == {
+        "encoder": "conv_small",
+        "arguments": {"channels": 1, "size": 8, "width": 6, "norm": "batch"},
+        "mean": [0.3053],
+        "std": [0.3761],
+    }
+
+
+DESCRIPTION = {
+    "encoder": "conv_small",
+    "arguments": {"channels": 1, "size": 8, "width": 4},
+    "mean": [0.5],
+    "std": [0.5],
+}
+
+
+@pytest.mark.parametrize("name", ["Encoder", "os.system", None, "conv_smal"])
+def test_only_functions_of_the_package_build_a_teacher(name):
+    with pytest.raises(InputError, match=f"encoder={name} does not exist; a teacher is one of conv_small"):
+        build_teacher({**DESCRIPTION, "encoder": name})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"arguments": None},
+        {"arguments": {"channels": 1}},
+        {"arguments": {"channels": 1, "size": 0}},
+        {"arguments": {"channels": 1, "size": 5000}},
+        {"arguments": {"channels": True, "size": 8}},
+        {"mean": [0.5, 0.5]},
+        {"mean": 0.5},
+        {"mean": [float("nan")]},
+        {"std": [0.0]},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_description_is_validated(changes):
+    assert build_teacher(DESCRIPTION).feature_dim == DIM
+    with pytest.raises(InputError, match="method.teacher_encoder does not describe an encoder; leave it out"):
+        build_teacher({**DESCRIPTION, **changes})
+
+
+def test_an_encoder_of_another_package_is_refused(tmp_path):
+    settings = compose(["encoder.width=4"])
+    values = {**settings.model.encoder.values, "_target_": "mine.encoder"}
+    encoder = build_method(settings.model).encoder
+    save_encoder(tmp_path / "encoder.pt", encoder, settings=values, mean=[0.5], std=[0.5], metadata={})
+    with pytest.raises(InputError, match="holds the encoder mine.encoder, which is not part of fedssl"):
+        describe_encoder(tmp_path / "encoder.pt")
+
+
+def test_features_are_finite_for_constant_images():
+    images = TensorImages(torch.zeros(3, 1, 8, 8, dtype=torch.uint8))
+    assert np.isfinite(ask(features_of(), Counting(), images, torch.arange(3)).numpy()).all()

@@ -1,0 +1,110 @@
+"""The trade-off between two data sets: its points by hand, its file, and a run that logs both in every round."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedssl.config.load import compose
+from fedssl.datasets.base import load
+from fedssl.errors import InputError
+from fedssl.plots.registry import write_plot
+from fedssl.plots.tradeoff import accuracies, domain_pairs, mean_points
+from fedssl.runs.run import Run, find_runs
+from simulation.cli import run
+
+PAIR = ("knn", "knn@source")
+
+
+def made(folder: Path, *overrides: str, rounds: dict[int, tuple[float, float]], first=(0.2, 0.9)) -> Run:
+    folder.mkdir(parents=True)
+    untrained = dict(zip(PAIR, first, strict=True)) if first else {}
+    final = {"federated": {"knn": 0.5}, "untrained": untrained, "pixels": {"knn": 0.1}}
+    summary = {"status": "finished", "reason": None, "overrides": list(overrides), "final": final}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    lines = [
+        {"round": round, "clients": 2, "loss": 1.0, "evaluation": {**dict(zip(PAIR, values, strict=True)), "rank": 7.0}}
+        | {"units": {"rank": ""}}
+        for round, values in rounds.items()
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (found,) = find_runs([folder])
+    return found
+
+
+def test_points_by_hand(tmp_path: Path) -> None:
+    """Round 1: 0.4 and 0.6 have the mean 0.5 and the deviation 0.1. Only the first run has round 2."""
+    runs = [
+        made(tmp_path / "0", rounds={1: (0.4, 0.8), 2: (0.5, 0.7)}),
+        made(tmp_path / "1", rounds={1: (0.6, 0.8), 3: (0.9, 0.1)}, first=(0.4, 0.9)),
+    ]
+    values = [accuracies(run) for run in runs]
+    assert values[0] == {0: {"knn": 0.2, "knn@source": 0.9}, 1: {"knn": 0.4, "knn@source": 0.8}} | {
+        2: {"knn": 0.5, "knn@source": 0.7}
+    }
+    points = mean_points(values, PAIR)
+    np.testing.assert_allclose(points, [(0, 0.3, 0.1, 0.9, 0), (1, 0.5, 0.1, 0.8, 0)], atol=1e-12)
+
+
+def test_pairs_are_an_own_result_and_that_of_another_data_set() -> None:
+    names = ["knn", "linear@a", "knn@a", "knn@b", "knn", "few@a"]
+    assert domain_pairs(names) == [("knn", "knn@a"), ("knn", "knn@b")]
+
+
+def test_the_file_has_a_line_for_each_group_and_round(tmp_path: Path) -> None:
+    runs = [
+        made(tmp_path / "a0", "strategy=fedavg", "seed=0", rounds={1: (0.4, 0.8)}),
+        made(tmp_path / "a1", "strategy=fedavg", "seed=1", rounds={1: (0.6, 0.6)}),
+        made(tmp_path / "b0", "strategy=fedbn", "seed=0", rounds={1: (0.3, 0.9)}, first=None),
+    ]
+    file = write_plot("tradeoff", runs, tmp_path, formats=("png", "csv"))
+    assert file == tmp_path / "figures" / "tradeoff.png"
+    with file.with_suffix(".csv").open(newline="") as stream:
+        header, *rows = csv.reader(stream)
+    assert header == ["run", "round", "own", "own deviation", "other", "accuracy", "deviation"]
+    assert [[*row[:2], row[4]] for row in rows] == [
+        ["fedavg", "0", "knn@source"],
+        ["fedavg", "1", "knn@source"],
+        ["fedbn", "1", "knn@source"],
+    ]
+    numbers = [[float(row[index]) for index in (2, 3, 5, 6)] for row in rows]
+    np.testing.assert_allclose(numbers, [[0.2, 0, 0.9, 0], [0.5, 0.1, 0.7, 0.1], [0.3, 0, 0.9, 0]], atol=1e-12)
+
+
+def test_runs_without_a_second_data_set_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    made(folder, rounds={})
+    with pytest.raises(InputError, match=r"run again with evaluation=domains evaluate_every=1"):
+        write_plot("tradeoff", find_runs([folder]), tmp_path)
+
+
+def save_turned_digits(folder: Path, *, per_class: int = 12) -> None:
+    """Digits turned by 90 degrees with inverted gray levels, as folders of classes for training and test."""
+    for split in ("train", "test"):
+        data = load(compose([]).data, split)
+        for label in range(10):
+            rows = (data.labels == label).nonzero().flatten()[:per_class]
+            (folder / split / str(label)).mkdir(parents=True)
+            for number, image in enumerate(data.images[rows]):
+                pixels = 255 - np.rot90(image[0].numpy())
+                Image.fromarray(np.ascontiguousarray(pixels)).save(folder / split / str(label) / f"{number}.png")
+
+
+def test_a_run_logs_the_accuracy_on_both_data_sets_in_every_round(tmp_path: Path) -> None:
+    save_turned_digits(tmp_path / "turned")
+    words = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=90", "encoder.width=4", "threads=1"]
+    words += ["evaluate_every=1", "collapse_images=0", "measure_resources=false", "strategy=fedavg"]
+    for group in ("evaluation", "final_evaluation"):
+        words += [f"{group}=domains", f"+dataset@{group}.datasets.turned=image_folder"]
+        words += [f"{group}.datasets.turned.path={tmp_path / 'turned'}", f"{group}.datasets.turned.channels=1"]
+        words += [f"{group}.datasets.turned.mean=[0.3]", f"{group}.datasets.turned.std=[0.4]"]
+    run([*words, f"output_dir={tmp_path / 'run'}"])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [set(line["evaluation"]) for line in lines] == [{"knn", "knn@turned"}] * 2
+    final = json.loads((tmp_path / "run" / "summary.json").read_text())["final"]
+    assert final["federated"] == lines[-1]["evaluation"]
+    assert set(accuracies(*find_runs([tmp_path / "run"]))) == {0, 1, 2}
+    assert write_plot("tradeoff", find_runs([tmp_path / "run"]), tmp_path) is not None

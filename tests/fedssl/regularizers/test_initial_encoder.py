@@ -1,0 +1,256 @@
+"""L2-SP and feature distillation: by hand, slowly, and against the initial encoder of a federation."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from client_app.step_memory import estimate_step_memory
+from fedssl.config.load import compose, parse_client_config
+from fedssl.datasets.base import load_federated
+from fedssl.errors import InputError
+from fedssl.losses import teacher_distance
+from fedssl.methods.base import INITIAL_ENCODER, SSLMethod, build_method
+from fedssl.model_arrays import exchanged_names, load_layers, names_in_parts
+from fedssl.regularizers.base import RegularizerInput
+from fedssl.regularizers.initial_encoder import L2SP, FeatureDistillation
+from fedssl.seeding import torch_generator
+from fedssl.training import LocalTrainer
+from fedssl.views import Views
+from strategies.interfaces import GLOBAL
+from tests.federation import Federation
+from tests.methods import overrides_of
+
+
+class Linear(SSLMethod):
+    """A linear encoder without bias and a linear projector."""
+
+    def __init__(self, encoder: list[list[float]], projector: list[list[float]]) -> None:
+        super().__init__()
+        for name, weight in (("encoder", encoder), ("projector", projector)):
+            layer = nn.Linear(len(weight[0]), len(weight), bias=False)
+            layer.weight = nn.Parameter(torch.tensor(weight))
+            self.add_module(name, layer)
+
+
+def add(regularizer, method, views=None, z=()):
+    step = RegularizerInput(method, views or Views.of(torch.zeros(1, 2)), z, torch_generator(0, "train"))
+    regularizer.on_train_start(method)
+    return regularizer.apply(torch.tensor(10.0), step)
+
+
+def moved() -> Linear:
+    """Encoder weights (1, 1), (0, 2) that training has moved to (3, 1), (0, 1), and projector weights (2, -1)."""
+    method = Linear([[1.0, 1.0], [0.0, 2.0]], [[2.0, -1.0]])
+    method.keep_initial_encoder()
+    with torch.no_grad():
+        method.encoder.weight.copy_(torch.tensor([[3.0, 1.0], [0.0, 1.0]]))
+    return method
+
+
+def test_l2_sp_by_hand():
+    """Differences (2, 0), (0, -1) have the squared norm 5, the projector has 5: 10 + 0.4 / 2 * 5 + 0.2 / 2 * 5 = 11.5.
+
+    Gradients: 0.4 times the differences, and 0.2 times the projector's weights.
+    """
+    method = moved()
+    loss = add(L2SP(alpha=0.4, beta=0.2), method)
+    assert loss.item() == pytest.approx(11.5)
+    loss.backward()
+    torch.testing.assert_close(method.encoder.weight.grad, torch.tensor([[0.8, 0.0], [0.0, -0.4]]))
+    torch.testing.assert_close(method.projector.weight.grad, torch.tensor([[0.4, -0.2]]))
+    assert method.initial_encoder.weight.grad is None
+
+
+def test_each_term_of_l2_sp_by_itself():
+    assert add(L2SP(alpha=0.4, beta=0), moved()).item() == pytest.approx(11)
+    assert add(L2SP(alpha=0, beta=0.2), moved()).item() == pytest.approx(10.5)
+    assert add(L2SP(alpha=0, beta=0), moved()).item() == 10
+    assert not L2SP(alpha=0, beta=1).uses_initial_encoder
+
+
+def test_frozen_weights_are_in_no_term():
+    method = moved()
+    method.projector.weight.requires_grad_(False)
+    assert add(L2SP(alpha=0.4, beta=0.2), method).item() == pytest.approx(11)
+    method.encoder.weight.requires_grad_(False)
+    assert add(L2SP(alpha=0.4, beta=0.2), method).item() == 10
+
+
+@pytest.mark.parametrize("method", ["simclr", "byol", "supervised"])
+def test_l2_sp_slowly(method):
+    settings = compose([f"method={method}", "encoder.width=4"])
+    model = build_method(settings.model)
+    regularizer = L2SP(alpha=0.3, beta=0.7)
+    model.keep_initial_encoder()
+    expected = 0.0
+    for index, (name, weights) in enumerate(model.named_parameters()):
+        if not weights.requires_grad:
+            continue
+        change = torch.randn(weights.shape, generator=torch_generator(0, index))
+        before = weights.detach().double()
+        with torch.no_grad():
+            weights.add_(change)
+        if name.startswith("encoder."):
+            expected += 0.3 / 2 * float(((weights.detach().double() - before) ** 2).sum())
+        else:
+            expected += 0.7 / 2 * float((weights.detach().double() ** 2).sum())
+    assert add(regularizer, model).item() - 10 == pytest.approx(expected, rel=1e-4)
+
+
+def test_feature_distillation_by_hand():
+    """Of view 1, (1, 0), h = (3, 0) and h_0 = (1, 0) have the same direction. Of view 2, (0, 1), h = (1, 1) and h_0 =
+    (1, 2): the squared distance is 2 - 2 * 3 / sqrt 10. The mean times 2 is 2 - 6 / sqrt 10."""
+    method = moved()
+    views = Views.of(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]))
+    z = tuple(method.encoder(view) for view in views.images)
+    loss = add(FeatureDistillation(weight=2.0), method, views, z)
+    assert loss.item() == pytest.approx(10 + 2 - 6 / 10**0.5, rel=1e-6)
+    loss.backward()
+    assert method.encoder.weight.grad.any()
+    assert method.initial_encoder.weight.grad is None
+
+
+def test_feature_distillation_is_0_at_the_start_and_with_weight_0():
+    """Of equal encoders in eval mode; with weight 0 there is no copy."""
+    model = build_method(compose(["encoder.width=4"]).model)
+    model.keep_initial_encoder()
+    model.eval()
+    views = Views.of(*(torch.randn(5, 1, 8, 8, generator=torch_generator(0, number)) for number in range(2)))
+    z = tuple(model.encoder(view) for view in views.images)
+    assert add(FeatureDistillation(weight=2.0), model, views, z).item() == pytest.approx(10, abs=1e-5)
+    off = FeatureDistillation(weight=0)
+    assert (off.part, off.uses_initial_encoder, add(off, model, views).item()) == (None, False, 10)
+
+
+def test_feature_distillation_slowly():
+    model = build_method(compose(["encoder.width=4"]).model)
+    model.keep_initial_encoder()
+    model.train()
+    with torch.no_grad():
+        for weights in model.encoder.parameters():
+            weights.mul_(1.1).add_(0.01)
+    views = Views.of(*(torch.randn(5, 1, 8, 8, generator=torch_generator(0, number)) for number in range(2)))
+    z = tuple(model.encoder(view) for view in views.images)
+    distances = []
+    for h, images in zip(z, views.images, strict=True):
+        initial = model.initial_encoder(images)  # in eval mode, unlike the encoder
+        for one, other in zip(h.detach().double(), initial.double(), strict=True):
+            distances.append(float(((one / one.norm() - other / other.norm()) ** 2).sum()))
+    expected = 10 + 0.5 * sum(distances) / len(distances)
+    assert add(FeatureDistillation(weight=0.5), model, views, z).item() == pytest.approx(expected, rel=1e-5)
+    assert not model.initial_encoder.training
+
+
+def test_the_part_is_added_once():
+    model = build_method(compose(["encoder.width=4", "method=simclr"]).model)
+    names = exchanged_names(model)
+    for _ in range(2):
+        LocalTrainer.build(compose(["regularizer=l2_sp"]).training, model)
+    assert model.static_parts == model.broadcast_parts == (INITIAL_ENCODER,)
+    assert exchanged_names(model) == names
+    assert len(names_in_parts(model, [INITIAL_ENCODER])) == len(model.encoder.state_dict())
+
+
+# --- federations ---
+
+
+@pytest.mark.parametrize("name", ["l2_sp", "feature_distillation"])
+def test_clients_download_the_initial_encoder_once_and_keep_it(tmp_path, name):
+    """Two of three clients a round: a client that joins late receives that of before the first round, too."""
+    federation = Federation(tmp_path, f"regularizer={name}", "strategy=fedavg", "clients_per_round=2")
+    initial = {layer: array.copy() for layer, array in federation.layers.items() if layer.startswith("encoder.")}
+    sent = {f"initial_{layer}" for layer in initial}
+    seen: set[int] = set()
+    for _ in range(4):
+        federation.run(1)
+        assert federation.report.dropped == {}
+        for row, plan in zip(federation.report.clients, federation.plans[-2:], strict=True):
+            assert set(plan["method-broadcast"]) == (set() if row.client in seen else sent)
+            seen.add(row.client)
+            for layer, array in plan["method-broadcast"].items():
+                np.testing.assert_array_equal(array.numpy(), initial[layer.removeprefix("initial_")])
+    assert len(seen) == 3
+    assert not any(INITIAL_ENCODER in layer for update in federation.updates for layer in update["arrays"])
+    broadcast = federation.state.models[GLOBAL].broadcast
+    assert all(np.array_equal(broadcast[f"initial_{layer}"], array) for layer, array in initial.items())
+    summary = federation.strategy.describe_communication(federation.method)
+    assert summary.download == "encoder, projector, initial_encoder (of the server side, once)"
+
+
+def distance_from_start(folder, *overrides: str) -> float:
+    """Of the encoder's trained weights after three rounds."""
+    words = ["strategy=fedavg", "num_clients=2", "optimizer.lr=0.05", "local_epochs=3"]
+    federation = Federation(folder, *words, *overrides)
+    weights = [name for name in federation.method.trainable if name.startswith("encoder.")]
+    before, after = federation.layers, federation.run(3)
+    return sum(float(((after[name] - before[name]) ** 2).sum()) for name in weights) ** 0.5
+
+
+def test_weights_stay_nearer_to_the_initial_ones_than_with_fedprox_of_the_same_weight(tmp_path):
+    """FedProx's reference moves every round."""
+    none = distance_from_start(tmp_path / "none")
+    prox = distance_from_start(tmp_path / "prox", "regularizer=prox", "regularizer.weight=1")
+    l2_sp = distance_from_start(tmp_path / "l2_sp", "regularizer=l2_sp", "regularizer.alpha=1", "regularizer.beta=0")
+    assert l2_sp < prox < none
+    assert l2_sp < 0.8 * none
+
+
+def test_representations_stay_near_the_initial_ones(tmp_path):
+    """The term of a training step: representations in training mode against those of the initial encoder."""
+    found = []
+    for name, overrides in {"none": [], "distilled": ["regularizer=feature_distillation"]}.items():
+        words = ["strategy=fedavg", "num_clients=2", "local_epochs=3", *overrides]
+        federation = Federation(tmp_path / name, *words)
+        images = (load_federated(federation.settings.data).images[:40].float() / 255 - 0.3053) / 0.3761
+        method = build_method(federation.settings.model)
+        method.keep_initial_encoder()
+        load_layers(method, federation.run(4))
+        method.train()
+        with torch.no_grad():
+            found.append(float(teacher_distance(method.encoder(images), method.initial_encoder(images))))
+    assert found[1] < 0.7 * found[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["regularizer=feature_distillation", "schedule=progressive", "rounds=4"],
+        ["regularizer=l2_sp", "strategy=fedbn"],
+        ["regularizer=l2_sp", "strategy=featarc", "strategy.num_images=16"],
+        ["regularizer=l2_sp", "calibration=auxiliary", "precision=bf16"],
+        ["regularizer=feature_distillation", *overrides_of("distillation")],
+    ],
+    ids=lambda overrides: " ".join(overrides[:2]),
+)
+def test_other_federations(tmp_path, overrides):
+    federation = Federation(tmp_path, "num_clients=2", "strategy=fedavg", *overrides)
+    federation.run(2)
+    assert federation.report.dropped == {}
+    for model in federation.state.models.values():
+        assert all(np.isfinite(array).all() for array in model.layers.values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["regularizer=feature_distillation", "schedule=layer_wise", "rounds=5"],
+            "FeatureDistillation compares representations of images, but the schedule freezes trained stages",
+        ),
+        (["regularizer=l2_sp", "regularizer.alpha=-1"], "regularizer.alpha=-1 must be a number of at least 0"),
+        (["regularizer=feature_distillation", *overrides_of("mae")], "FeatureDistillation needs the encoder's output"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, overrides, sentence):
+    with pytest.raises(InputError, match=sentence):
+        Federation(tmp_path, *overrides)
+
+
+def test_the_memory_of_a_device_includes_the_initial_encoder():
+    fixed = []
+    for overrides in ([], ["regularizer=l2_sp"]):
+        settings = compose(["encoder.width=32", "output_dir=/runs/1", *overrides])
+        fixed.append(estimate_step_memory(parse_client_config(settings.client_yaml)).fixed)
+    encoder = build_method(compose(["encoder.width=32"]).model).encoder
+    assert fixed[1] - fixed[0] == sum(tensor.nbytes for tensor in encoder.state_dict().values())
