@@ -14,6 +14,7 @@ import torch
 from client_app.local_data import LocalDataSample
 from client_app.state_store import FILE_STORE, StateStore, load_state, save_state
 from fedssl.arrays import Layers
+from fedssl.base_layers import check_base, load_base, save_base
 from fedssl.config.settings import ClientSettings
 from fedssl.datasets.base import forget_images, load_federated
 from fedssl.errors import RequestRefused
@@ -76,6 +77,7 @@ class ClientWorker:
         self.training = LocalTrainer.build(settings.training, self.method)
         if settings.machine.compile_encoder:
             self.method.encoder.compile()
+        self._base_digest = ""  # of the base layers that are loaded
 
     def train(
         self,
@@ -192,7 +194,7 @@ class ClientWorker:
             names = [
                 name
                 for name in method.named_tensors
-                if name.startswith("encoder.") and name not in method.inactive_names
+                if name.startswith("encoder.") and name not in {*method.inactive_names, *method.base_names}
             ]
             check_loaded(method, names)
             return ClientUpdate(
@@ -234,6 +236,7 @@ class ClientWorker:
         on_step_start: Callable[[], None] = lambda: None,
     ) -> ClientRound:
         """Complete the plan by the layers that the client cached, and join broadcast parts to its layers."""
+        self._load_base(plan)
         evicted = client in plan.evicted_clients  # then the plan has all layers
         stored = None if evicted else store.load(state_folder, before=plan.round, template=self.method.named_tensors)
         state, state_round = (stored.tensors or None, stored.round) if stored else (None, 0)
@@ -265,6 +268,29 @@ class ClientWorker:
             ),
             on_step_start=on_step_start,
         )
+
+    def _load_base(self, plan: TrainPlan) -> None:
+        """Load the base layers of the plan or of a file, once per process; refuse the plan if it lacks them."""
+        names = self.method.base_names
+        if bool(names) != bool(plan.base_digest):
+            raise RequestRefused("the plan has base layers but the settings do not, or the reverse")
+        if plan.base_digest == self._base_digest:
+            return
+        like = {name: self.method.named_tensors[name] for name in names}
+        folders = self.settings.base_folders
+        if not plan.base:
+            base = load_base(folders, like=like, digest=plan.base_digest)
+            if base is None:
+                raise RequestRefused(f"the client lacks the base layers {plan.base_digest}, and the plan has none")
+        else:
+            base = plan.base
+            try:
+                check_base(base, like=like, digest=plan.base_digest)
+            except ValueError as error:
+                raise RequestRefused(f"the base layers of the plan are refused: {error}") from error
+            save_base(folders[0], base, digest=plan.base_digest)
+        load_layers(self.method, base)
+        self._base_digest = plan.base_digest
 
     def _select_model(self, round: ClientRound) -> ClientRound:
         if len(round.plans) == 1:

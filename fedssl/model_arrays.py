@@ -113,11 +113,13 @@ def local_names(method: SSLMethod) -> list[str]:
 
 
 def exchanged_names(method: SSLMethod) -> list[str]:
-    """Return the names of the active layers of all exchanged parts, without those of the method's server side."""
+    """Return the names of the active layers of all exchanged parts, without base layers.
+
+    Parts of the method's server side are not among them.
+    """
     others = {*method.local_parts, *method.uploaded_parts, *method.broadcast_parts}
-    return [
-        name for name in method.named_tensors if part_name(name) not in others and name not in method.inactive_names
-    ]
+    unused = {*method.inactive_names, *method.base_names}
+    return [name for name in method.named_tensors if part_name(name) not in others and name not in unused]
 
 
 def load_and_start_round(method: SSLMethod, layers: Layers) -> Layers:

@@ -11,6 +11,7 @@ import torch
 from flwr.serverapp import Grid
 
 from fedssl.arrays import Layers
+from fedssl.base_layers import layers_digest
 from fedssl.config.device_task import make_task
 from fedssl.config.load import default_unlabeled_partition
 from fedssl.config.settings import DataSettings, Settings
@@ -19,7 +20,7 @@ from fedssl.errors import InputError
 from fedssl.export import load_weights
 from fedssl.machine.process import configure_process
 from fedssl.methods.base import TEACHER, SSLMethod, build_method
-from fedssl.model_arrays import exchanged_layers
+from fedssl.model_arrays import exchanged_layers, read_layers
 from fedssl.partition import Partition, make_partition
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import Phase, make_phases
@@ -47,7 +48,14 @@ from server_app.compatibility import (
 )
 from server_app.differential_privacy import Privacy, check_model
 from server_app.evaluator import Evaluator
-from server_app.nodes import ClientDirectory, ClientManager, NodeNames, discover_clients, no_registered_names
+from server_app.nodes import (
+    ClientDirectory,
+    ClientManager,
+    NodeNames,
+    base_holders,
+    discover_clients,
+    no_registered_names,
+)
 from server_app.round_context import RoundContext, no_flops, raise_no_server_images
 from server_app.secure_aggregation import describe_graph, graph_for
 from server_app.update_memory import check_models_fit, check_updates_fit
@@ -155,6 +163,8 @@ def build_components(
         evaluator.validate(method.encoder)
         units = evaluator.result_units()
         validate_early_stopping(settings, method, result_units=units, phases=len(lr_schedule.phases))
+    base = read_layers(method, method.base_names)  # which nothing changes
+    base_digest = layers_digest(base) if base else ""
     costs = make_costs(settings, method, training, client_data, device, strategy.client.trainings_per_round)
     context = RoundContext(
         strategy=strategy,
@@ -167,6 +177,9 @@ def build_components(
         timeout=settings.reply_timeout,
         client_config=task or settings.client_yaml,
         code_fingerprint=code_fingerprint(),
+        base=base,
+        base_digest=base_digest,
+        base_holders=base_holders(clients, base_digest),
         metrics=settings.algorithm.reported_metrics,
         server_optimizer=server_optimizer,
         lr_factor=lr_schedule,
@@ -251,7 +264,10 @@ def make_algorithm(
 
 def make_lr_schedule(settings: Settings, method: SSLMethod) -> LRSchedule:
     """Return the phases and the learning rates; raises `InputError` if the encoder does not allow them."""
-    phases: Sequence[Phase] = make_phases(settings.model.schedule, stages=len(method.encoder.stage_names))
+    encoder = method.encoder
+    phases: Sequence[Phase] = make_phases(
+        settings.model.schedule, stages=len(encoder.stage_names), frozen=encoder.frozen_stages
+    )
     check_phases(method, phases)
     lr_schedule = LRSchedule(settings.lr_schedule.instantiate(), phases, settings.rounds)
     lr_schedule(1)  # validates its settings

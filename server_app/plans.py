@@ -12,7 +12,7 @@ from fedssl.arrays import Layers, ReferenceLayers
 from fedssl.availability import Workload
 from fedssl.model_arrays import part_name
 from fedssl.schedule.phases import phase_at
-from fedssl.wire.messages import TrainPlan
+from fedssl.wire.messages import BASE, TrainPlan
 from fedssl.wire.records import content_bytes, encode_arrays, layer_bytes, record_bytes
 from server_app.round_context import RoundContext
 from strategies.interfaces import GlobalModel, ServerState
@@ -40,13 +40,14 @@ class ClientSlot:
     bytes_down: int
     destinations: tuple[str, ...] = ()  # names of the models that its update goes into
     features: Tensor | None = None  # of the server's images under its model, if the strategy compares models
+    base_bytes: int = 0  # bytes of base layers among ``bytes_down``
 
 
 class PlanBuilder:
     """Builder of the slots and messages of the round that follows a state, for each client in order.
 
     ``candidates`` are the models from which each client selects its start, and ``extra_models`` further models that
-    updates go into.
+    updates go into. ``resend_base`` sends base layers to all clients, which may have lost them.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class PlanBuilder:
         candidates: Mapping[int, tuple[str, ...]],
         extra_models: Iterable[str],
         oldest_resumable: int,
+        resend_base: bool = False,
     ) -> None:
-        self._context, self._state = context, state
+        self._context, self._state, self._resend_base = context, state, resend_base
         self._number = state.round + 1
         self._phase = phase_at(context.phases, self._number)
         untrained = functools.cache(context.initial_model)  # made once, and only if it is needed
@@ -88,6 +90,7 @@ class PlanBuilder:
             metrics=context.requested_metrics(self._number),
             oldest_resumable_round=oldest_resumable,
             code_fingerprint=context.code_fingerprint,
+            base_digest=context.base_digest,
             wire_dtype=context.wire_dtype,
             lr_factor=context.lr_factor(self._number),
             evicted_clients=tuple(client for client in candidates if client in self._state.evicted),
@@ -101,7 +104,8 @@ class PlanBuilder:
             downloaded = tuple(start.trainable) if chosen is None else chosen
             down = (*self._missing_frozen(start, last), *downloaded)
             shared = self._broadcast_for(start.model, last)
-            key = (names, down, tuple(shared))
+            base = {} if self._has_base(client) else context.base
+            key = (names, down, tuple(shared), tuple(base))
             if key not in contents:
                 models = [self._subset(name, down) for name in names]
                 client_plan = replace(
@@ -109,11 +113,19 @@ class PlanBuilder:
                     layers=models[0],
                     candidate_arrays=tuple(models[1:]),
                     broadcast=shared,
+                    base=base,
                     upload_names=start.upload_names,
                 )
                 contents[key] = self._in_phase(client_plan, start).to_content(self._encode)
             content = contents[key]
-            self.slots[client] = ClientSlot(client, names, names[0], downloaded, content_bytes(content))
+            self.slots[client] = ClientSlot(
+                client,
+                names,
+                names[0],
+                downloaded,
+                bytes_down=content_bytes(content),
+                base_bytes=record_bytes(content.array_records[BASE]) if base else 0,
+            )
             messages.append(Message(content, context.nodes[client], "train", group_id=str(self._number)))
         return messages
 
@@ -130,18 +142,24 @@ class PlanBuilder:
         return self._packed[id(layers)]
 
     def _in_phase(self, plan: TrainPlan, start: StartingModel) -> TrainPlan:
-        """Return the plan with the fields of the phase, if there are several phases."""
-        phase = self._phase
-        if len(self._context.phases) == 1:
+        """Return the plan with the fields of the phase, if there are several phases or frozen stages."""
+        phase, num_phases = self._phase, len(self._context.phases)
+        if num_phases > 1:
+            plan = replace(plan, upload_names=tuple(start.expected_upload.layers))
+        if num_phases == 1 and not phase.frozen:
             return plan
         return replace(
             plan,
-            upload_names=tuple(start.expected_upload.layers),
             num_stages=phase.depth,
             num_frozen_stages=phase.frozen,
             cache_frozen=self._context.clients_cache_frozen,
             depth_dropout=phase.depth_dropout,
         )
+
+    def _has_base(self, client: int) -> bool:
+        """Return whether a client has the base layers: of an earlier round, or of its owner."""
+        had_it = client in self._state.last_participation or client in self._context.base_holders
+        return had_it and not self._resend_base
 
     def _broadcast_for(self, model: GlobalModel, last: int | None) -> Layers:
         """Return the arrays of the method's server side, without those that the client holds from an earlier round."""

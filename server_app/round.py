@@ -81,7 +81,12 @@ class Round:
         for client, names in candidates.items():
             targets |= dict.fromkeys(into for name in names for into in self._targets(client, name))
         plans = PlanBuilder(
-            context, state, candidates=candidates, extra_models=targets, oldest_resumable=oldest_resumable
+            context,
+            state,
+            candidates=candidates,
+            extra_models=targets,
+            oldest_resumable=oldest_resumable,
+            resend_base=attempt > 0,
         )
         self.starts, self.slots, self.messages = plans.starts, plans.slots, plans.messages
         self._aggregations = {name: _Aggregation(server.aggregator(self.number, name)) for name in targets}

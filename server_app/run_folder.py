@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fedssl.arrays import Layers
 from fedssl.atomic_files import (
     fsync_file,
     fsync_folder,
@@ -18,7 +19,8 @@ from fedssl.atomic_files import (
     saved_rounds,
     write_text,
 )
-from fedssl.config.load import DEVICE_NUMBERS_FILE
+from fedssl.base_layers import save_base
+from fedssl.config.load import BASE_FOLDER, DEVICE_NUMBERS_FILE
 from fedssl.config.settings import RecordingSettings, Settings
 from fedssl.errors import InputError
 from fedssl.export import save_encoder
@@ -36,6 +38,7 @@ from fedssl.runs.manifest import (
 from fedssl.runs.run import FLEET_FILE, LOCK_FILE
 from fedssl.runs.snapshots import SnapshotWriter, remove_later_snapshots
 from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text, read_yaml
+from fedssl.wire.records import encode_arrays, record_bytes
 from server_app.build import ClientData
 from server_app.checkpoint import (
     StateSchema,
@@ -74,6 +77,7 @@ class RunFolder:
         self._written: dict[str, str] = {}  # content of files about edge clients
         self._client_states = ClientStateParts(self.folder)
         self._states = ClientStates(self.folder, settings.max_state_bytes)
+        self._base: dict[str, Any] = {}  # digest and bytes of the base layers
         self.recoveries: list[str] = []  # damage after which the run resumed from an earlier checkpoint
         self.lines = {name: LineFile(self.folder / name) for name in JSONL_FILES}
         self._make_folder()
@@ -122,6 +126,19 @@ class RunFolder:
         if len(set(client_ids.values())) < len(client_ids):
             raise corrupt_file_error(file, "two names have the same number")
         return client_ids
+
+    def store_base(self, base: Layers, *, digest: str) -> None:
+        """Store the base layers once; raises `InputError` if the run that is resumed has others."""
+        folder = self.folder / BASE_FOLDER
+        others = [file for file in folder.glob("*.safetensors") if file.stem != digest]
+        if others:
+            raise InputError(
+                f"{others[0]} has other base layers than this run, whose source (encoder.weights) has changed since "
+                "the run started; restore the source, or start a new run"
+            )
+        if digest:
+            save_base(folder, base, digest=digest)
+            self._base = {"digest": digest, "bytes": record_bytes(encode_arrays(base))}
 
     def register(self, clients: ClientDirectory) -> None:
         """Store edge clients: their ids by name, which a resumed run assigns again, and what they reported."""

@@ -44,12 +44,15 @@ class ClientMetrics:
     layer_cosine: float | None
     staleness: int = 0
     virtual_seconds: float | None = None  # of the client's round; None in wall-clock time
+    base_bytes: int = 0  # bytes of base layers among ``bytes_down``
 
     def line(self) -> dict[str, Any]:
         """Return the line of ``clients.jsonl``."""
         line = asdict(self)
         if self.virtual_seconds is None:
             del line["virtual_seconds"]
+        if not self.base_bytes:
+            del line["base_bytes"]
         return line
 
 
@@ -102,6 +105,7 @@ class ValidUpdate:
             model_cosine=cosines.model if cosines.weights else None,
             layer_cosine=cosines.mean,
             staleness=self.staleness,
+            base_bytes=slot.base_bytes,
         )
 
 

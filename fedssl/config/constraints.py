@@ -319,6 +319,9 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "depth_dropout": _BELOW_ONE,
         "weight_transfer": _BOOL,
     },
+    "tuning": {
+        "blocks": _integer(1),
+    },
     "server_optimizer": {
         "lr": _POSITIVE,
         "momentum": _BELOW_ONE,

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from fedssl.arrays import Layers
 from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
-from fedssl.encoders.base import frozen_copy
+from fedssl.encoders.base import separate_copy
 from fedssl.errors import InputError
 from fedssl.losses import at_least_float32, nt_xent
 from fedssl.methods.base import TEACHER, SSLMethod
@@ -103,7 +103,7 @@ class FedCA(SSLMethod):
             self.cuda_graph_safe = False  # write position and number of negatives change from step to step
         self.teacher: nn.Module | None = None
         if alignment_weight:
-            self.teacher = frozen_copy(encoder).eval()
+            self.teacher = separate_copy(encoder).requires_grad_(False).eval()
             self.broadcast_parts, self.static_parts = (*self.broadcast_parts, TEACHER), (TEACHER,)
         self._negatives: Tensor | None = None
         self._filled = 0

@@ -1,6 +1,6 @@
 """Load the settings, the method and the snapshots of a run, for plots of its models."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fedssl.arrays import Layers
-from fedssl.config.load import load_settings
+from fedssl.base_layers import load_base, stored_digests
+from fedssl.config.load import BASE_FOLDER, load_settings
 from fedssl.config.overrides import quote_value
 from fedssl.config.saved_run import read_overrides
 from fedssl.config.settings import Settings
@@ -40,12 +41,25 @@ class LoadedRun:
     @cached_property
     def method(self) -> SSLMethod:
         """Return the method as before the first round."""
-        return build_method(self.settings.model).to(self.device)
+        method = build_method(self.settings.model)
+        like = {name: method.named_tensors[name] for name in method.base_names}
+        if like:
+            load_layers(method, self._base(like))
+        return method.to(self.device)
+
+    def _base(self, like: Mapping[str, Tensor]) -> Layers:
+        """Read the base layers of the run; raises `InputError`."""
+        folder = self.folder / BASE_FOLDER
+        for digest in stored_digests([folder]):
+            if base := load_base([folder], like=like, digest=digest):
+                return base
+        raise InputError(f"{folder} lacks the base layers of the run; restore them from a copy of the run folder")
 
     @cached_property
     def phases(self) -> Sequence[Phase]:
         """Return the phases of the run's schedule."""
-        return make_phases(self.settings.model.schedule, stages=len(self.method.encoder.stage_names))
+        encoder = self.method.encoder
+        return make_phases(self.settings.model.schedule, stages=len(encoder.stage_names), frozen=encoder.frozen_stages)
 
     def images(self, max_images: int) -> tuple[Tensor, Tensor | None]:
         """Return the same sample of images in every call, and their labels if known.

@@ -107,15 +107,17 @@ class Stages:
 
 def check_phases(method: SSLMethod, phases: Sequence[Phase]) -> None:
     """Reject phases that the method or its encoder does not support."""
-    if TEACHER in method.static_parts and len(phases) > 1:
+    if TEACHER in method.static_parts and (len(phases) > 1 or phases[0].frozen):
         raise InputError(
-            "the schedule trains parts of the encoder but the teacher is a whole encoder; set schedule=end_to_end, or "
-            "disable the teacher with method.alignment_weight=0"
+            "the schedule or the tuning trains parts of the encoder but the teacher is a whole encoder; set "
+            "schedule=end_to_end and tuning=full, norm, bias or lora, or disable the teacher with "
+            "method.alignment_weight=0"
         )
     if method.masks_patches and any(phase.frozen for phase in phases):
         raise InputError(
-            f"the schedule freezes stages of the encoder, but {type(method).__name__} hides patches, and frozen stages "
-            "would run on all of them; set schedule=end_to_end or schedule=progressive"
+            f"the schedule or the tuning freezes stages of the encoder, but {type(method).__name__} hides patches, and "
+            "frozen stages would run on all of them; set schedule=end_to_end or schedule=progressive, and tuning=full, "
+            "norm, bias or lora"
         )
     if any(phase.depth_dropout for phase in phases) and not method.encoder.stages_interchangeable:
         raise InputError(
