@@ -17,6 +17,7 @@ import numpy as np
 
 from fedssl.arrays import Layers
 from fedssl.atomic_files import atomic_write
+from fedssl.errors import InputError
 from fedssl.untrusted import MAX_TENSORS_BYTES, check_tensors_like, open_regular_file
 
 if TYPE_CHECKING:  # a device's process starts without torch
@@ -83,6 +84,14 @@ def load_base(folders: Iterable[Path], *, like: "Mapping[str, Tensor]", digest: 
         else:
             return base
     return None
+
+
+def read_base(folder: Path) -> Layers:
+    """Return the base layers of a run folder; raises `InputError` if there are none, or if they are damaged."""
+    digests = stored_digests([folder])
+    if not digests:
+        raise InputError(f"{folder} lacks the base layers of the run; restore them from a copy of the run folder")
+    return _read(folder / f"{digests[0]}{_SUFFIX}", max_bytes=MAX_TENSORS_BYTES)
 
 
 def stored_digests(folders: Sequence[Path]) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from fedssl.config.load import BASE_FOLDER, DEVICE_NUMBERS_FILE
 from fedssl.config.settings import RecordingSettings, Settings
 from fedssl.errors import InputError
 from fedssl.export import save_encoder
+from fedssl.export.adapter import write_adapter
 from fedssl.methods.base import SSLMethod
 from fedssl.plots.partition import partition_table
 from fedssl.runs.manifest import (
@@ -37,6 +38,7 @@ from fedssl.runs.manifest import (
 )
 from fedssl.runs.run import FLEET_FILE, LOCK_FILE
 from fedssl.runs.snapshots import SnapshotWriter, remove_later_snapshots
+from fedssl.tuning import plain_copy
 from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text, read_yaml
 from fedssl.wire.records import encode_arrays, record_bytes
 from server_app.build import ClientData
@@ -102,7 +104,12 @@ class RunFolder:
     def _check_files(self) -> None:
         """Refuse a folder or a broken link in place of a file; raises `InputError`."""
         paths = [self.folder / name for name in RUN_FILES]
-        paths += [*self.folder.glob("encoder*.pt"), *self.folder.glob("checkpoints/*"), *self.folder.glob("figures/*")]
+        paths += [
+            *self.folder.glob("encoder*.pt"),
+            *self.folder.glob("adapter*.safetensors"),
+            *self.folder.glob("checkpoints/*"),
+            *self.folder.glob("figures/*"),
+        ]
         for path in paths:
             if os.path.lexists(path) and not path.is_file():
                 raise InputError(f"{path} must be a regular file; remove it and retry")
@@ -244,11 +251,15 @@ class RunFolder:
             )
 
     def encoder(self, name: str, method: SSLMethod, settings: Settings, *, rounds: int) -> Path:
-        """Export the encoder of the model of this name; return the file."""
+        """Export the encoder of the model of this name, with LoRA merged into its weights; return the file."""
         file = self.folder / f"encoder{model_suffix(name)}.pt"
+        encoder = method.encoder
+        if encoder.low_rank_layers:
+            write_adapter(self.folder / f"adapter{model_suffix(name)}.safetensors", encoder)
+            encoder = plain_copy(encoder)
         save_encoder(
             file,
-            method.encoder,
+            encoder,
             settings=settings.model.encoder.values,
             mean=settings.data.mean,
             std=settings.data.std,

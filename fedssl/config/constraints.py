@@ -321,6 +321,10 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
     },
     "tuning": {
         "blocks": _integer(1),
+        "rank": _integer(1),
+        "alpha": _POSITIVE,
+        "targets": _optional(_list_of(Constraint(kind=str))),
+        "aggregation": _choice("factors", "freeze_a"),
     },
     "server_optimizer": {
         "lr": _POSITIVE,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.errors import InputError
+from fedssl.low_rank import LowRankLayer
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -69,6 +70,8 @@ class Encoder(nn.Module):
         Whether each stage accepts the output of any other.
     base_names : frozenset of str
         Layers that no client trains, see `freeze_base`; none by default.
+    low_rank_layers : tuple of LowRankLayer
+        Names of the factors that the tuning added (`fedssl.tuning.lora`); none by default.
     frozen_stages : int
         Number of stages, from the first, that only have base layers and run once for all networks of a method.
     return_feature_map : bool
@@ -84,6 +87,7 @@ class Encoder(nn.Module):
     bridges: nn.ModuleDict
     stages_interchangeable = False
     base_names: frozenset[str] = frozenset()
+    low_rank_layers: tuple[LowRankLayer, ...] = ()
     frozen_stages: int = 0
     return_feature_map = False
 
@@ -235,11 +239,3 @@ def frozen_copy(network: Network) -> Network:
             tensors = module.state_dict(keep_vars=True)
             shared += [module._stage_state, *(tensors[name] for name in sorted(module.base_names))]
     return copy.deepcopy(network, {id(value): value for value in shared}).requires_grad_(False)
-
-
-def separate_copy(network: Network) -> Network:
-    """Return a copy that shares neither layers nor active stages, of which everything can be trained."""
-    copied = copy.deepcopy(network)
-    if isinstance(copied, Encoder):
-        copied.freeze_base(())
-    return copied.requires_grad_(True)

@@ -16,13 +16,13 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from fedssl.config.constraints import check_arguments
-from fedssl.encoders.base import separate_copy
 from fedssl.evaluation.classifier import ClassifierTraining, SeedPath, make_classifier, predict
 from fedssl.evaluation.features import accuracy
 from fedssl.evaluation.few_labels import stratified_sample
 from fedssl.evaluation.protocol import EvaluationInput
 from fedssl.evaluation.scores import Score
 from fedssl.seeding import numpy_generator
+from fedssl.tuning import plain_copy
 
 
 @dataclass(kw_only=True, eq=False)
@@ -68,7 +68,7 @@ class FineTune(ClassifierTraining):
         rows = stratified_sample(train.labels, share=share, generator=numpy_generator(*seed_path))
         few = train.subset(rows)
         assert evaluation_input.encoder is not None
-        encoder = separate_copy(evaluation_input.encoder).to(evaluation_input.device)
+        encoder = plain_copy(evaluation_input.encoder).to(evaluation_input.device)
         classifier = make_classifier(encoder, evaluation_input)
         network = nn.Sequential(encoder, classifier)
         views = self.views(evaluation_input, seed_path)

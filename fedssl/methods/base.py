@@ -12,6 +12,7 @@ from fedssl.arrays import Layers
 from fedssl.config.settings import ModelSettings
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
+from fedssl.low_rank import LowRankLayer
 from fedssl.schedule.phases import make_phases
 from fedssl.seeding import derive_seed
 from fedssl.views import AcceptedViews, Views
@@ -125,6 +126,18 @@ class SSLMethod(nn.Module):
         frozen = self.encoder.base_names
         names = self.encoder.state_dict() if frozen else ()
         return tuple(f"encoder.{name}" for name in names if name in frozen)
+
+    @cached_property
+    def low_rank_layers(self) -> tuple[LowRankLayer, ...]:
+        """Names of the factors of LoRA that are exchanged, also those of exchanged target networks."""
+        layers = []
+        for part in (part for part in ("encoder", "target_encoder") if part not in self.local_parts):
+            for layer in self.encoder.low_rank_layers:
+                if f"{part}.{layer.b}" in self.named_tensors:
+                    shared = f"encoder.{layer.a}" in self.base_names
+                    a = f"{'encoder' if shared else part}.{layer.a}"
+                    layers.append(LowRankLayer(f"{part}.{layer.weight}", a, f"{part}.{layer.b}", layer.scale))
+        return tuple(layers)
 
     @cached_property
     def moved_out(self) -> set[str]:

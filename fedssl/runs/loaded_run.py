@@ -1,6 +1,6 @@
 """Load the settings, the method and the snapshots of a run, for plots of its models."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedssl.arrays import Layers
-from fedssl.base_layers import load_base, stored_digests
+from fedssl.base_layers import check_base, layers_digest, read_base
 from fedssl.config.load import BASE_FOLDER, load_settings
 from fedssl.config.overrides import quote_value
 from fedssl.config.saved_run import read_overrides
@@ -24,6 +24,7 @@ from fedssl.runs.snapshots import SnapshotRound, read_layers, snapshot_rounds
 from fedssl.schedule.phases import Phase, make_phases, phase_at
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
+from fedssl.untrusted import corrupt_file_error
 
 # A run folder must not decide where decoded images are written, or which engine is used.
 RESUME_OVERRIDES = {"dataset.cache": "dataset.cache=auto", "engine": "engine=local"}
@@ -44,16 +45,13 @@ class LoadedRun:
         method = build_method(self.settings.model)
         like = {name: method.named_tensors[name] for name in method.base_names}
         if like:
-            load_layers(method, self._base(like))
+            base = read_base(self.folder / BASE_FOLDER)
+            try:
+                check_base(base, like=like, digest=layers_digest(base))
+            except ValueError as error:
+                raise corrupt_file_error(self.folder / BASE_FOLDER, str(error)) from error
+            load_layers(method, base)
         return method.to(self.device)
-
-    def _base(self, like: Mapping[str, Tensor]) -> Layers:
-        """Read the base layers of the run; raises `InputError`."""
-        folder = self.folder / BASE_FOLDER
-        for digest in stored_digests([folder]):
-            if base := load_base([folder], like=like, digest=digest):
-                return base
-        raise InputError(f"{folder} lacks the base layers of the run; restore them from a copy of the run folder")
 
     @cached_property
     def phases(self) -> Sequence[Phase]:

@@ -36,9 +36,20 @@ from tests.federation import TINY, Federation
 TUNED = ["tuning=last_blocks", "method.projector.hidden_dim=8"]
 
 
-@pytest.mark.parametrize("tuning", ["last_blocks", "head_only", "norm", "bias"])
-def test_clients_exchange_exactly_the_layers_that_they_train(tmp_path, tuning):
-    federation = Federation(tmp_path, *TUNED, f"tuning={tuning}", "num_clients=2", "strategy=fedavg")
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["tuning=last_blocks"],
+        ["tuning=head_only"],
+        ["tuning=norm"],
+        ["tuning=bias"],
+        ["tuning=lora", "tuning.rank=2"],
+        ["tuning=lora", "tuning.rank=2", "tuning.aggregation=freeze_a"],
+    ],
+    ids=" ".join,
+)
+def test_clients_exchange_exactly_the_layers_that_they_train(tmp_path, overrides):
+    federation = Federation(tmp_path, *TUNED[1:], *overrides, "num_clients=2", "strategy=fedavg")
     names, base = set(exchanged_names(federation.method)), set(federation.method.base_names)
     before = {name: value.copy() for name, value in read_layers(federation.method, base).items()}
     federation.run(1)

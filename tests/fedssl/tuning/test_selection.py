@@ -9,7 +9,7 @@ from torch import nn
 from fedssl.config.load import compose
 from fedssl.datasets.images import TensorImages
 from fedssl.encoders import conv_small, resnet18, vit_tiny
-from fedssl.encoders.base import Encoder, frozen_copy, separate_copy
+from fedssl.encoders.base import Encoder, frozen_copy
 from fedssl.errors import InputError
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_names, local_names
@@ -17,7 +17,7 @@ from fedssl.schedule.phases import make_phases
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
 from fedssl.training import LocalTrainer, method_inputs, train
-from fedssl.tuning import bias, full, head_only, last_blocks, norm
+from fedssl.tuning import bias, full, head_only, last_blocks, norm, plain_copy
 from fedssl.views import Views
 
 SMALL = ["encoder.width=4", "batch_size=4", "local_epochs=1", "method.projector.hidden_dim=8", "threads=1"]
@@ -153,10 +153,10 @@ def test_target_networks_share_the_base_layers(convert):
         assert (online[name].data_ptr() == target[name].data_ptr()) == (name in method.encoder.base_names)
 
 
-def test_a_separate_copy_shares_nothing_and_is_trained_completely():
+def test_a_plain_copy_shares_nothing_and_is_trained_completely():
     encoder = small_vit()
     last_blocks(encoder, blocks=1)
-    copied = separate_copy(encoder)
+    copied = plain_copy(encoder)
     addresses = {value.data_ptr() for value in encoder.state_dict().values()}
     assert addresses.isdisjoint(value.data_ptr() for value in copied.state_dict().values())
     assert all(parameter.requires_grad for parameter in copied.parameters())
