@@ -85,6 +85,8 @@ class SSLMethod(nn.Module):
         Seed of the run.
     failure_modes : tuple of FailureMode
         Failures that `diagnose` detects.
+    low_rank_layers : tuple of LowRankLayer
+        Names of LoRA's factors, those of exchanged target networks included.
     """
 
     encoder: Encoder
@@ -105,6 +107,7 @@ class SSLMethod(nn.Module):
     rounds: int = 1
     seed: int = 0
     failure_modes: tuple[FailureMode, ...] = ()
+    low_rank_layers: tuple[LowRankLayer, ...] = ()
 
     @cached_property
     def named_tensors(self) -> dict[str, Tensor]:
