@@ -44,6 +44,7 @@ from server_app.compatibility import (
     validate_compilation,
     validate_early_stopping,
     validate_edge_method,
+    validate_low_rank_aggregation,
     validate_personalized_evaluation,
 )
 from server_app.differential_privacy import Privacy, check_model
@@ -139,6 +140,7 @@ def build_components(
     strategy, server_optimizer = make_algorithm(settings, method, is_deployment=bool(task))
     method.encoder.check_image_shape((data.channels, data.size, data.size))
     validate_aggregation(settings, is_deployment=bool(task))
+    validate_low_rank_aggregation(settings, method, strategy, server_optimizer)
     log_secure_aggregation(settings)
     virtual_time = make_virtual_time(settings, is_deployment=bool(task))
     client_data = None

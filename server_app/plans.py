@@ -144,7 +144,7 @@ class PlanBuilder:
     def _in_phase(self, plan: TrainPlan, start: StartingModel) -> TrainPlan:
         """Return the plan with the fields of the phase, if there are several phases or frozen stages."""
         phase, num_phases = self._phase, len(self._context.phases)
-        if num_phases > 1:
+        if num_phases > 1 or self._context.method.merged_names:
             plan = replace(plan, upload_names=tuple(start.expected_upload.layers))
         if num_phases == 1 and not phase.frozen:
             return plan

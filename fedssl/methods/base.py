@@ -87,6 +87,10 @@ class SSLMethod(nn.Module):
         Failures that `diagnose` detects.
     low_rank_layers : tuple of LowRankLayer
         Names of LoRA's factors, those of exchanged target networks included.
+    low_rank_aggregation : {"factors", "freeze_a", "exact", "stack", "svd"}
+        What becomes of the aggregated products, see `strategies.low_rank_aggregation`.
+    merged_names : tuple of str
+        Weights that the server adds products to. Clients download them in every round, and do not train them.
     """
 
     encoder: Encoder
@@ -108,6 +112,8 @@ class SSLMethod(nn.Module):
     seed: int = 0
     failure_modes: tuple[FailureMode, ...] = ()
     low_rank_layers: tuple[LowRankLayer, ...] = ()
+    low_rank_aggregation: str = "factors"
+    merged_names: tuple[str, ...] = ()
 
     @cached_property
     def named_tensors(self) -> dict[str, Tensor]:
