@@ -12,7 +12,7 @@ from fedssl.arrays import Layers, ReferenceLayers
 from fedssl.config.aggregation_settings import AggregationSettings, SecureAggregationSettings
 from fedssl.config.settings import LOSSLESS
 from fedssl.errors import InputError
-from fedssl.low_rank_products import FactorPairs
+from fedssl.low_rank_products import FactorPairs, cut_factors
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import copy_layers, factor_pairs, names_in_parts
 from fedssl.schedule.phases import Phase, phase_at
@@ -103,6 +103,15 @@ class RoundContext:
     def factor_pairs(self) -> FactorPairs:
         """Return the pairs of LoRA's factors."""
         return factor_pairs(self.method)
+
+    def rank_of(self, client: int) -> int | None:
+        """Return the rank of the factors that a client exchanges; None if it is that of the model."""
+        ranks = self.method.client_ranks
+        return ranks[client % len(ranks)] if ranks else None
+
+    def with_rank(self, layers: Layers, rank: int | None) -> Layers:
+        """Return layers as a client of this rank exchanges them."""
+        return layers if rank is None else cut_factors(layers, self.factor_pairs.layers, rank)
 
     @property
     def clients_cache_frozen(self) -> bool:

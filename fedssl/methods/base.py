@@ -89,6 +89,9 @@ class SSLMethod(nn.Module):
         Names of LoRA's factors, those of exchanged target networks included.
     low_rank_aggregation : {"factors", "freeze_a", "exact", "stack", "svd"}
         What becomes of the aggregated products, see `strategies.low_rank_aggregation`.
+    client_ranks : tuple of int
+        Ranks of the factors that clients exchange, of which client k has number k modulo their number. Empty if all
+        have those of the model.
     merged_names : tuple of str
         Weights that the server adds products to. Clients download them in every round, and do not train them.
     """
@@ -113,6 +116,7 @@ class SSLMethod(nn.Module):
     failure_modes: tuple[FailureMode, ...] = ()
     low_rank_layers: tuple[LowRankLayer, ...] = ()
     low_rank_aggregation: str = "factors"
+    client_ranks: tuple[int, ...] = ()
     merged_names: tuple[str, ...] = ()
 
     @cached_property

@@ -43,7 +43,7 @@ def parameter(random, *shape):
 class Tuned(SSLMethod):
     """Factors of rank 2, the weight that they are added to if the server changes it, and a head, all in float64."""
 
-    def __init__(self, aggregation):
+    def __init__(self, aggregation, ranks=()):
         super().__init__()
         random = np.random.default_rng(0)
         self.encoder = Encoder()
@@ -53,14 +53,14 @@ class Tuned(SSLMethod):
         self.encoder.define_stages(stages=(), widths=())
         self.head = parameter(random, 3)
         self.low_rank_layers = (FC,)
-        self.low_rank_aggregation = aggregation
+        self.low_rank_aggregation, self.client_ranks = aggregation, ranks
         if aggregation in ("exact", "stack"):
             self.encoder.fc.weight = parameter(random, 5, 7).requires_grad_(False)
             self.merged_names = (FC.weight,)
 
 
-def federation(grid, strategy, aggregation):
-    method = Tuned(aggregation)
+def federation(grid, strategy, aggregation, ranks=()):
+    method = Tuned(aggregation, ranks)
     return RoundContext(
         strategy=strategy,
         method=method,
@@ -91,10 +91,10 @@ def with_weight(layers, partition):
     return trained(layers, partition) | {FC.weight: np.zeros((5, 7))}
 
 
-def run(strategy, aggregation, *, rounds=1, behaviors=(trained,) * CLIENTS, reverse=False):
+def run(strategy, aggregation, *, rounds=1, behaviors=(trained,) * CLIENTS, reverse=False, ranks=()):
     """The state and the last report after some rounds, and all messages."""
     grid = make_grid(behaviors)
-    context, state, messages = federation(grid, strategy, aggregation), ServerState(), []
+    context, state, messages = federation(grid, strategy, aggregation, ranks), ServerState(), []
     for _ in range(rounds):
         one = Round(context, state)
         messages += one.messages
@@ -211,3 +211,36 @@ def test_new_factors_of_a_stack_differ_between_rounds():
     first, second = (run(FedAvg(), "stack", rounds=rounds)[0].models[GLOBAL].layers[FC.a] for rounds in (1, 2))
     assert not np.array_equal(first, second)
     assert abs(first).max() <= 7**-0.5
+
+
+def test_clients_of_smaller_ranks_exchange_the_leading_factors():
+    # Client k has the rank 1 or 2. What it uploads is a product of its rank, and the new product the nearest of rank 2.
+    layers = exchanged_layers(Tuned("svd"))
+    for round in (1, 2):
+        sent = [{**layers, FC.a: layers[FC.a][:rank], FC.b: layers[FC.b][:, :rank]} for rank in (1, 2, 1, 2, 1)]
+        state, report, messages = run(FedAvg(weighting="uniform"), "svd", rounds=round, ranks=(1, 2))
+        assert not report.dropped
+        for message, expected in zip(messages[-CLIENTS:], sent, strict=True):
+            received = TrainPlan.from_content(message.content).layers
+            assert received.keys() == expected.keys()
+            assert all(np.array_equal(received[name], expected[name]) for name in expected)
+        uploads = [trained(one, client) for client, one in enumerate(sent)]
+        mean = sum(FC.scale * one[FC.b] @ one[FC.a] for one in uploads) / CLIENTS
+        u, s, vt = np.linalg.svd(mean)
+        layers = state.models[GLOBAL].layers
+        np.testing.assert_allclose(total(layers, 0), (u[:, :2] * s[:2]) @ vt[:2], rtol=1e-9, atol=1e-9)
+        assert report.clients[0].bytes_up < report.clients[1].bytes_up
+        assert report.clients[0].bytes_down < report.clients[1].bytes_down
+        # From now on, what a client of rank 1 receives is the nearest product of rank 1.
+        np.testing.assert_allclose(
+            FC.scale * layers[FC.b][:, :1] @ layers[FC.a][:1], s[0] * np.outer(u[:, 0], vt[0]), rtol=1e-9, atol=1e-9
+        )
+
+
+def test_an_update_of_another_rank_than_the_clients_is_dropped():
+    def of_rank_2(layers, partition):
+        return trained(layers, partition) | {FC.a: np.zeros((2, 7)), FC.b: np.zeros((5, 2))}
+
+    _, report, _ = run(FedAvg(), "svd", behaviors=[of_rank_2, *[trained] * 4], ranks=(1, 2))
+    assert list(report.dropped) == [0]
+    assert "layer encoder.fc.lora_A has shape (2, 7) instead of (1, 7)" in report.dropped[0]
