@@ -72,6 +72,8 @@ class Encoder(nn.Module):
         Layers that no client trains, see `freeze_base`; none by default.
     low_rank_layers : tuple of LowRankLayer
         Names of the factors that the tuning added (`fedssl.tuning.lora`); none by default.
+    merged_names : frozenset of str
+        Those of the base layers that the server changes, see `fedssl.methods.base.SSLMethod.merged_names`.
     frozen_stages : int
         Number of stages, from the first, that only have base layers and run once for all networks of a method.
     return_feature_map : bool
@@ -88,6 +90,7 @@ class Encoder(nn.Module):
     stages_interchangeable = False
     base_names: frozenset[str] = frozenset()
     low_rank_layers: tuple[LowRankLayer, ...] = ()
+    merged_names: frozenset[str] = frozenset()
     frozen_stages: int = 0
     return_feature_map = False
 

@@ -92,8 +92,6 @@ class SSLMethod(nn.Module):
     client_ranks : tuple of int
         Ranks of the factors that clients exchange, of which client k has number k modulo their number. Empty if all
         have those of the model.
-    merged_names : tuple of str
-        Weights that the server adds products to. Clients download them in every round, and do not train them.
     """
 
     encoder: Encoder
@@ -117,7 +115,6 @@ class SSLMethod(nn.Module):
     low_rank_layers: tuple[LowRankLayer, ...] = ()
     low_rank_aggregation: str = "factors"
     client_ranks: tuple[int, ...] = ()
-    merged_names: tuple[str, ...] = ()
 
     @cached_property
     def named_tensors(self) -> dict[str, Tensor]:
@@ -126,8 +123,8 @@ class SSLMethod(nn.Module):
         Base layers, which the encoder shares with its copies, have their name in ``encoder``.
         """
         tensors = dict(self.state_dict(keep_vars=True))
-        base = {id(tensors[name]) for name in self.base_names}
-        own = set(self.base_names)
+        own = {*self.base_names, *self.merged_names}
+        base = {id(tensors[name]) for name in own}
         return {name: tensor for name, tensor in tensors.items() if id(tensor) not in base or name in own}
 
     @cached_property
@@ -136,7 +133,7 @@ class SSLMethod(nn.Module):
 
         They are not exchanged, aggregated or trained. The server sends them once to a client that lacks them.
         """
-        frozen = self.encoder.base_names
+        frozen = self.encoder.base_names - self.encoder.merged_names
         names = self.encoder.state_dict() if frozen else ()
         return tuple(f"encoder.{name}" for name in names if name in frozen)
 
@@ -151,6 +148,16 @@ class SSLMethod(nn.Module):
                     a = f"{'encoder' if shared else part}.{layer.a}"
                     layers.append(LowRankLayer(f"{part}.{layer.weight}", a, f"{part}.{layer.b}", layer.scale))
         return tuple(layers)
+
+    @cached_property
+    def merged_names(self) -> tuple[str, ...]:
+        """Names of frozen weights of the encoder that the server adds products to, in the order of the model.
+
+        They are exchanged in one direction: clients download them in every round, and neither train nor upload them.
+        """
+        merged = self.encoder.merged_names
+        names = self.encoder.state_dict() if merged else ()
+        return tuple(f"encoder.{name}" for name in names if name in merged)
 
     @cached_property
     def moved_out(self) -> set[str]:
@@ -169,7 +176,7 @@ class SSLMethod(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SSLMethod":
         self.__dict__.pop("named_tensors", None)  # torch replaces buffers when it moves a module
-        super()._apply(_once(fn) if self.base_names else fn, recurse)
+        super()._apply(_once(fn) if self.encoder.base_names else fn, recurse)
         return self
 
     @property

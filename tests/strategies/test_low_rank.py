@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fedssl.arrays import ReferenceLayers
+from fedssl.encoders.base import Encoder
 from fedssl.low_rank_products import FactorPairs
 from fedssl.methods.base import SSLMethod
 from fedssl.wire.messages import TrainPlan
@@ -411,7 +412,8 @@ class Tuned(SSLMethod):
 
     def __init__(self, *, fixed_a):
         super().__init__()
-        self.encoder = nn.Module()
+        self.encoder = Encoder()
+        self.encoder.define_stages(stages=(), widths=())
         self.encoder.fc = nn.Module()
         arrays = low_rank_model(0)
         self.encoder.fc.weight = nn.Parameter(torch.zeros(5, 9, dtype=torch.float64), requires_grad=False)
