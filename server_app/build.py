@@ -34,10 +34,12 @@ from server_app.calibration import Calibration
 from server_app.collapse_monitor import CollapseMonitor, ServerFeatureExtractor
 from server_app.compatibility import (
     adapt_to_edge_clients,
+    client_ranks,
     clients_with_few_images,
     forbid_personalized_evaluation,
     forbid_state_limit,
     log_devices,
+    low_rank_aggregation,
     trains_all_clients,
     validate_aggregation,
     validate_batch_size,
@@ -189,6 +191,8 @@ def build_components(
         aggregation=settings.aggregation,
         secure_aggregation=settings.secure_aggregation,
         privacy=make_privacy(settings, method, clients_per_round=per_round, is_deployment=bool(task)),
+        low_rank_aggregation=low_rank_aggregation(settings),
+        client_ranks=client_ranks(settings),
         wire_dtype=settings.wire_dtype,
         client_flops=no_flops if costs is None else costs.client_flops,
         update_storage=partial(UpdateStorage, settings.recording.folder),

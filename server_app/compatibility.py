@@ -172,12 +172,30 @@ def validate_aggregation(settings: Settings, *, is_deployment: bool) -> None:
         )
 
 
+def low_rank_aggregation(settings: Settings) -> str:
+    """Return what becomes of LoRA's products, see `strategies.low_rank_aggregation`; "factors" without LoRA."""
+    return str(settings.model.tuning.values.get("aggregation", "factors"))
+
+
+def client_ranks(settings: Settings) -> tuple[int, ...]:
+    """Return the ranks of LoRA's factors that clients exchange, in turn; empty if all have that of the model."""
+    return tuple(settings.model.tuning.values.get("ranks") or ())
+
+
 def validate_low_rank_aggregation(
     settings: Settings, method: SSLMethod, strategy: FedSSLStrategy, server_optimizer: ServerOptimizer
 ) -> None:
     """Refuse what an aggregation of LoRA's products does not support; raises `InputError`."""
-    aggregation, others = method.low_rank_aggregation, "set tuning.aggregation=factors or tuning.aggregation=freeze_a"
-    if not method.low_rank_layers or aggregation not in OF_PRODUCTS:
+    aggregation, others = (
+        low_rank_aggregation(settings),
+        "set tuning.aggregation=factors or tuning.aggregation=freeze_a",
+    )
+    if client_ranks(settings) and aggregation not in ("svd", "stack"):
+        raise InputError(
+            f"tuning.ranks={list(client_ranks(settings))} needs an aggregation of products of different ranks; set "
+            "tuning.aggregation=svd or stack, or tuning.ranks=null"
+        )
+    if aggregation not in OF_PRODUCTS:
         return
     of_sums = {
         "privacy=central": settings.privacy is not None,

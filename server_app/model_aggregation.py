@@ -22,13 +22,13 @@ class ModelAggregation:
     @classmethod
     def new(cls, context: RoundContext, storage: UpdateStorage, *, round: int, name: str) -> "ModelAggregation":
         """Return the aggregation of the model ``name``, which may store updates in ``storage``."""
-        aggregator, method = context.strategy.server.aggregator(round, name), context.method
+        aggregator, aggregation = context.strategy.server.aggregator(round, name), context.low_rank_aggregation
         if isinstance(aggregator, CollectingAggregator):
             aggregator.storage = storage
-        if not method.low_rank_layers or method.low_rank_aggregation not in OF_PRODUCTS:
+        if aggregation not in OF_PRODUCTS:
             return cls(aggregator)
         seed_path = (context.seed, "factors", round, name)
-        return cls(aggregator, ProductSum(method.low_rank_aggregation, storage, seed_path=seed_path))
+        return cls(aggregator, ProductSum(aggregation, storage, seed_path=seed_path))
 
     def start(self, global_layers: ReferenceLayers) -> None:
         """Start the round."""

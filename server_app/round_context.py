@@ -65,6 +65,8 @@ class RoundContext:
     aggregation: AggregationSettings = field(default_factory=AggregationSettings)
     privacy: Privacy | None = None
     secure_aggregation: SecureAggregationSettings | None = None
+    low_rank_aggregation: str = "factors"  # of LoRA's products, see `strategies.low_rank_aggregation`
+    client_ranks: Sequence[int] = ()  # client k has the one of number k modulo their number; empty: that of the model
     wire_dtype: str = LOSSLESS
     # Returns features of the server's images under a model, for strategies that compare models.
     extract_features: Callable[[Layers], Tensor] = raise_no_server_images
@@ -106,7 +108,7 @@ class RoundContext:
 
     def rank_of(self, client: int) -> int | None:
         """Return the rank of the factors that a client exchanges; None if it is that of the model."""
-        ranks = self.method.client_ranks
+        ranks = self.client_ranks
         return ranks[client % len(ranks)] if ranks else None
 
     def with_rank(self, layers: Layers, rank: int | None) -> Layers:

@@ -180,13 +180,14 @@ class Encoder(nn.Module):
                 outputs = [stage(x) for x in outputs]
         return outputs
 
-    def freeze_base(self, names: Collection[str], *, stages: int = 0) -> None:
+    def freeze_base(self, names: Collection[str], *, stages: int = 0, merged: Collection[str] = ()) -> None:
         """Freeze these layers, parameters and buffers, in all phases; the first ``stages`` have no other layers.
 
+        The server changes those of them that are ``merged``.
         A module whose parameters are all frozen stays in eval mode, and so does batch normalization whose running
         statistics are. Copies by `frozen_copy` share the layers.
         """
-        self.base_names, self.frozen_stages = frozenset(names), stages
+        self.base_names, self.frozen_stages, self.merged_names = frozenset(names), stages, frozenset(merged)
         for name, parameter in self.named_parameters():
             if name in self.base_names:
                 parameter.requires_grad_(False)

@@ -85,13 +85,6 @@ class SSLMethod(nn.Module):
         Seed of the run.
     failure_modes : tuple of FailureMode
         Failures that `diagnose` detects.
-    low_rank_layers : tuple of LowRankLayer
-        Names of LoRA's factors, those of exchanged target networks included.
-    low_rank_aggregation : {"factors", "freeze_a", "exact", "stack", "svd"}
-        What becomes of the aggregated products, see `strategies.low_rank_aggregation`.
-    client_ranks : tuple of int
-        Ranks of the factors that clients exchange, of which client k has number k modulo their number. Empty if all
-        have those of the model.
     """
 
     encoder: Encoder
@@ -112,9 +105,6 @@ class SSLMethod(nn.Module):
     rounds: int = 1
     seed: int = 0
     failure_modes: tuple[FailureMode, ...] = ()
-    low_rank_layers: tuple[LowRankLayer, ...] = ()
-    low_rank_aggregation: str = "factors"
-    client_ranks: tuple[int, ...] = ()
 
     @cached_property
     def named_tensors(self) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ def parameter(random, *shape):
 class Tuned(SSLMethod):
     """Factors of rank 2, the weight that they are added to if the server changes it, and a head, all in float64."""
 
-    def __init__(self, aggregation, ranks=()):
+    def __init__(self, aggregation):
         super().__init__()
         random = np.random.default_rng(0)
         self.encoder = Encoder()
@@ -53,14 +53,13 @@ class Tuned(SSLMethod):
         self.encoder.define_stages(stages=(), widths=())
         self.head = parameter(random, 3)
         self.low_rank_layers = (FC,)
-        self.low_rank_aggregation, self.client_ranks = aggregation, ranks
         if aggregation in ("exact", "stack"):
             self.encoder.fc.weight = parameter(random, 5, 7).requires_grad_(False)
             self.merged_names = (FC.weight,)
 
 
 def federation(grid, strategy, aggregation, ranks=()):
-    method = Tuned(aggregation, ranks)
+    method = Tuned(aggregation)
     return RoundContext(
         strategy=strategy,
         method=method,
@@ -72,6 +71,8 @@ def federation(grid, strategy, aggregation, ranks=()):
         timeout=60,
         client_config="{}",
         code_fingerprint="x",
+        low_rank_aggregation=aggregation,
+        client_ranks=ranks,
     )
 
 
