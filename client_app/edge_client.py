@@ -7,6 +7,7 @@ The SuperNode's ``--node-config`` has these keys. Only the first is required:
 ``client-name``   name under which the server lists it; the default is the host name
 ``state-path``    folder of the client state; the default is ``fedssl`` in the user's data folder
 ``limits``        file of limits, see `fedssl.fleet.limits`
+``base-path``     folder with files of a run folder's ``base/``: base layers that the device need not download
 ``authority``     certificate of the fleet's authority; encoders are accepted only with a signature of its server
 ``config-dir``    folder of settings beside ``conf/``, whose classes a server may select
 ``threads``       CPU threads
@@ -32,7 +33,9 @@ from typing import ClassVar
 from client_app.limits import check_settings
 from client_app.state_store import FILE_STORE, StateStore
 from fedssl.atomic_files import write_text
+from fedssl.base_layers import stored_digests
 from fedssl.config.device_task import compose_task, read_task
+from fedssl.config.load import BASE_FOLDER
 from fedssl.config.settings import ClientSettings, Component
 from fedssl.config.targets import search_folders, searchpath_override
 from fedssl.datasets.image_folder import SUFFIXES, count_files, files_digest
@@ -52,6 +55,7 @@ NODE_CONFIG_KEYS = (
     "client-name",
     "state-path",
     "limits",
+    "base-path",
     "authority",
     "config-dir",
     "threads",
@@ -81,6 +85,7 @@ class EdgeClient:
     secure_aggregation_only: bool = False
     limits: Limits = field(default_factory=Limits)
     authority: Path | None = None
+    base_path: Path | None = None
     store: ClassVar[StateStore] = FILE_STORE  # the state is on the disk before the reply is sent
 
     @classmethod
@@ -105,6 +110,7 @@ class EdgeClient:
         select_device(device)  # rejects a device that torch does not have
         limits, folder = node_config.get("limits"), node_config.get("config-dir")
         states, authority = node_config.get("state-path"), node_config.get("authority")
+        base_path = node_config.get("base-path")
         return cls(
             data_path=_path(node_config["data-path"]),
             states=_path(states) if states else _data_home() / "fedssl",
@@ -116,6 +122,7 @@ class EdgeClient:
             secure_aggregation_only=_flag(node_config, "secure-aggregation-only"),
             limits=read_limits(_path(limits)) if limits else Limits(),
             authority=_path(authority) if authority else None,
+            base_path=_path(base_path) if base_path else None,
         )
 
     @property
@@ -129,6 +136,11 @@ class EdgeClient:
         return states / self.name
 
     @property
+    def base_folders(self) -> tuple[Path, ...]:
+        """Return the folders of base layers: that of all runs, and the owner's."""
+        return (self.states / BASE_FOLDER, *((self.base_path,) if self.base_path else ()))
+
+    @property
     def node_info(self) -> NodeInfo:
         num_images, problem = self._count_images()
         if problem:
@@ -139,6 +151,7 @@ class EdgeClient:
             num_images=None if self.secure_aggregation_only else num_images,
             free_disk=free_space(self.states) // 10**6,
             versions=installed_versions(),
+            base_digests=stored_digests(self.base_folders),
             problem=problem,
         )
 
@@ -178,6 +191,7 @@ class EdgeClient:
         return replace(
             settings,
             machine=replace(settings.machine, device=self.torch_device, threads=threads),
+            base_folders=self.base_folders,
             data=replace(settings.data, reader=reader, federated="train", train=None, test=None),
         )
 

@@ -1,6 +1,7 @@
 """An estimate of the memory of a training step, from the shapes of all tensors."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,25 +33,27 @@ def estimate_step_memory(settings: ClientSettings) -> StepMemory:
     """Estimate the memory of a training step, without computing or allocating anything.
 
     Weights with gradients and the optimizer's moments, and once more in the layout of torch's kernels; two views of a
-    batch, and the matrices of crop and blur along both axes; and the outputs of all modules of the encoder. It is that
-    of a process which keeps no freed memory.
+    batch, and the matrices of crop and blur along both axes; and the outputs of all modules of the encoder. Of the
+    stages that the tuning freezes, whose outputs are freed, only the two largest outputs count. It is that of a process
+    which keeps no freed memory.
     """
     data = settings.data
-    activations = 0
+    kept, freed = [0], [0, 0]  # bytes of the outputs in stages that are trained, and in the others
 
-    def count(module: nn.Module, inputs: Any, output: Any) -> None:
-        nonlocal activations
+    def count(outputs: list[int], module: nn.Module, inputs: Any, output: Any) -> None:
         in_place = output is inputs[0]
-        activations += output.nbytes if isinstance(output, Tensor) and not in_place else 0
+        outputs.append(output.nbytes if isinstance(output, Tensor) and not in_place else 0)
 
     try:
         with shapes_only():
             method = build_method(settings.model)
             if settings.training.regularizer.instantiate().uses_initial_encoder:
                 method.keep_initial_encoder()
-            for module in method.encoder.modules():
+            encoder = method.encoder
+            for name, module in encoder.named_modules():
                 if not list(module.children()):
-                    module.register_forward_hook(count)
+                    is_frozen = encoder.stage_range(name).frozen_from <= encoder.frozen_stages
+                    module.register_forward_hook(partial(count, freed if is_frozen else kept))
             method.encoder(torch.empty(2, data.channels, data.size, data.size))
     except InputError:
         raise
@@ -63,7 +66,7 @@ def estimate_step_memory(settings: ClientSettings) -> StepMemory:
     views = 2 * (data.channels + 4) * data.size**2 * 4
     return StepMemory(
         fixed=weights + (2 + _num_moments(settings.training.optimizer)) * trained,
-        per_image=views + activations,
+        per_image=views + sum(kept) + sum(sorted(freed)[-2:]),
     )
 
 

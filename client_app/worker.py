@@ -14,9 +14,11 @@ import torch
 from client_app.local_data import LocalDataSample
 from client_app.state_store import FILE_STORE, StateStore, load_state, save_state
 from fedssl.arrays import Layers
+from fedssl.base_layers import check_base, load_base, save_base
 from fedssl.config.settings import ClientSettings
 from fedssl.datasets.base import forget_images, load_federated
 from fedssl.errors import RequestRefused
+from fedssl.low_rank_products import cut_factors, pad_factors
 from fedssl.machine.cuda_graphs import WARMUP_STEPS
 from fedssl.machine.devices import is_gpu
 from fedssl.machine.process import configure_process
@@ -76,6 +78,7 @@ class ClientWorker:
         self.training = LocalTrainer.build(settings.training, self.method)
         if settings.machine.compile_encoder:
             self.method.encoder.compile()
+        self._base_digest = ""  # of the base layers that are loaded
 
     def train(
         self,
@@ -112,6 +115,9 @@ class ClientWorker:
                 state = strategy.state_to_save(method, round.plan, start=start_layers, state=round.state) | personalized
                 uploaded_parts = self._parts_to_upload()
                 layers = strategy.layers_to_upload(method, round.plan)
+            rank = self._rank_of(plan)
+            if rank is not None:
+                layers = cut_factors(layers, method.low_rank_layers, rank)
             # Without an empty state, the next round would use the evicted one.
             saves = bool(state) or client in plan.evicted_clients
             if saves:
@@ -192,7 +198,7 @@ class ClientWorker:
             names = [
                 name
                 for name in method.named_tensors
-                if name.startswith("encoder.") and name not in method.inactive_names
+                if name.startswith("encoder.") and name not in {*method.inactive_names, *method.base_names}
             ]
             check_loaded(method, names)
             return ClientUpdate(
@@ -234,10 +240,11 @@ class ClientWorker:
         on_step_start: Callable[[], None] = lambda: None,
     ) -> ClientRound:
         """Complete the plan by the layers that the client cached, and join broadcast parts to its layers."""
+        self._load_base(plan)
         evicted = client in plan.evicted_clients  # then the plan has all layers
         stored = None if evicted else store.load(state_folder, before=plan.round, template=self.method.named_tensors)
         state, state_round = (stored.tensors or None, stored.round) if stored else (None, 0)
-        layers = plan.layers
+        layers, candidates = self._padded(plan.layers), [self._padded(one) for one in plan.candidate_arrays]
         if plan.num_frozen_stages:
             layers = self._cached(plan, state_folder / "frozen") | layers
         missing = set(exchanged_names(self.method)) - layers.keys() - (state or {}).keys()
@@ -251,7 +258,7 @@ class ClientWorker:
             raise RequestRefused(
                 f"the plan lacks {len(missing)} layers of the method's server side, such as {min(missing)}"
             )
-        if any(candidate.keys() != layers.keys() for candidate in plan.candidate_arrays):
+        if any(candidate.keys() != layers.keys() for candidate in candidates):
             raise RequestRefused("the models of the plan are not of the same layers")
         return ClientRound(
             client=client,
@@ -260,11 +267,45 @@ class ClientWorker:
             state_round=state_round,
             # Broadcast parts are loaded with the other layers, in one copy.
             plans=tuple(
-                replace(plan, layers=model | broadcast, broadcast=broadcast)
-                for model in (layers, *plan.candidate_arrays)
+                replace(plan, layers=model | broadcast, broadcast=broadcast) for model in (layers, *candidates)
             ),
             on_step_start=on_step_start,
         )
+
+    def _load_base(self, plan: TrainPlan) -> None:
+        """Load the base layers of the plan or of a file, once per process; refuse the plan if it lacks them."""
+        names = self.method.base_names
+        if bool(names) != bool(plan.base_digest):
+            raise RequestRefused("the plan has base layers but the settings do not, or the reverse")
+        if plan.base_digest == self._base_digest:
+            return
+        like = {name: self.method.named_tensors[name] for name in names}
+        folders = self.settings.base_folders
+        if not plan.base:
+            base = load_base(folders, like=like, digest=plan.base_digest)
+            if base is None:
+                raise RequestRefused(f"the client lacks the base layers {plan.base_digest}, and the plan has none")
+        else:
+            base = plan.base
+            try:
+                check_base(base, like=like, digest=plan.base_digest)
+            except ValueError as error:
+                raise RequestRefused(f"the base layers of the plan are refused: {error}") from error
+            save_base(folders[0], base, digest=plan.base_digest)
+        load_layers(self.method, base)
+        self._base_digest = plan.base_digest
+
+    def _padded(self, layers: Layers) -> Layers:
+        """Return layers whose factors have the rank of the model, with zeros beyond that of the client."""
+        pairs = self.method.low_rank_layers
+        if not pairs:
+            return layers
+        return pad_factors(layers, pairs, {name: tensor.shape for name, tensor in self.method.named_tensors.items()})
+
+    def _rank_of(self, plan: TrainPlan) -> int | None:
+        """Return the rank of the factors that the client received; None without factors."""
+        factors = (plan.layers[pair.a] for pair in self.method.low_rank_layers if pair.a in plan.layers)
+        return next((len(factor) for factor in factors), None)
 
     def _select_model(self, round: ClientRound) -> ClientRound:
         if len(round.plans) == 1:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedssl.arrays import Layers
+from fedssl.low_rank_products import FactorPairs
 from fedssl.machine.devices import is_gpu
 from fedssl.machine.transfer import copy_from_cpu, copy_to_cpu
 from fedssl.methods.base import SSLMethod
@@ -113,11 +114,13 @@ def local_names(method: SSLMethod) -> list[str]:
 
 
 def exchanged_names(method: SSLMethod) -> list[str]:
-    """Return the names of the active layers of all exchanged parts, without those of the method's server side."""
+    """Return the names of the active layers of all exchanged parts, without base layers.
+
+    Parts of the method's server side are not among them.
+    """
     others = {*method.local_parts, *method.uploaded_parts, *method.broadcast_parts}
-    return [
-        name for name in method.named_tensors if part_name(name) not in others and name not in method.inactive_names
-    ]
+    unused = {*method.inactive_names, *method.base_names}
+    return [name for name in method.named_tensors if part_name(name) not in others and name not in unused]
 
 
 def load_and_start_round(method: SSLMethod, layers: Layers) -> Layers:
@@ -153,6 +156,13 @@ def copy_arrays(tensors: Sequence[Tensor], arrays: Sequence[np.ndarray]) -> None
         return
     for tensor, source in zip(tensors, sources, strict=True):
         tensor.copy_(source)
+
+
+def factor_pairs(method: SSLMethod) -> FactorPairs:
+    """Return the pairs of factors among the exchanged layers, with copies of the factors A that are not exchanged."""
+    exchanged = set(exchanged_names(method))
+    layers = tuple(pair for pair in method.low_rank_layers if pair.b in exchanged)
+    return FactorPairs(layers, copy_layers(method, [pair.a for pair in layers if pair.a not in exchanged]))
 
 
 def part_name(name: str) -> str:

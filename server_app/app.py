@@ -172,6 +172,7 @@ def run(
             "number, or start a new run"
         )
     server = components.context.strategy.server
+    recorder.store_base(components.context.base, digest=components.context.base_digest)
     state = ServerState(models=ClientModels(recorder.folder, {}) if server.models_per_client else {})
     if resumed is not None:
         context, client_ids = components.context, components.client_manager.clients.client_ids
@@ -246,6 +247,9 @@ def describe_exchange(components: RunComponents) -> str:
     if len(context.phases) > 1:
         frozen = "all frozen stages, which calibration changes" if settings.calibration else "frozen stages it lacks"
         staged = f"; of the encoder, upload the trained stages, download these and {frozen}"
+    if context.base:
+        num_bytes = record_bytes(encode_arrays(context.base))
+        staged += f"; base layers, which tuning={settings.model.tuning.name} freezes, once: {num_bytes} bytes"
     return (
         f"download {summary.download}; upload {summary.upload}; metrics {', '.join(metrics) or 'none'}; "
         f"local {summary.local_state}; wire format {describe_wire_format(settings.wire_dtype)}{staged}"

@@ -11,6 +11,7 @@ import torch
 from flwr.serverapp import Grid
 
 from fedssl.arrays import Layers
+from fedssl.base_layers import layers_digest
 from fedssl.config.device_task import make_task
 from fedssl.config.load import default_unlabeled_partition
 from fedssl.config.settings import DataSettings, Settings
@@ -19,7 +20,7 @@ from fedssl.errors import InputError
 from fedssl.export import load_weights
 from fedssl.machine.process import configure_process
 from fedssl.methods.base import TEACHER, SSLMethod, build_method
-from fedssl.model_arrays import exchanged_layers
+from fedssl.model_arrays import exchanged_layers, read_layers
 from fedssl.partition import Partition, make_partition
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import Phase, make_phases
@@ -33,23 +34,33 @@ from server_app.calibration import Calibration
 from server_app.collapse_monitor import CollapseMonitor, ServerFeatureExtractor
 from server_app.compatibility import (
     adapt_to_edge_clients,
+    client_ranks,
     clients_with_few_images,
     forbid_personalized_evaluation,
     forbid_state_limit,
     log_devices,
+    low_rank_aggregation,
     trains_all_clients,
     validate_aggregation,
     validate_batch_size,
     validate_compilation,
     validate_early_stopping,
     validate_edge_method,
+    validate_low_rank_aggregation,
     validate_personalized_evaluation,
     validate_regularizer,
 )
 from server_app.differential_privacy import Privacy, check_model
 from server_app.evaluator import Evaluator
 from server_app.initial_weights import adopt_statistics
-from server_app.nodes import ClientDirectory, ClientManager, NodeNames, discover_clients, no_registered_names
+from server_app.nodes import (
+    ClientDirectory,
+    ClientManager,
+    NodeNames,
+    base_holders,
+    discover_clients,
+    no_registered_names,
+)
 from server_app.round_context import RoundContext, no_flops, raise_no_server_images
 from server_app.secure_aggregation import describe_graph, graph_for
 from server_app.update_memory import check_models_fit, check_updates_fit
@@ -135,6 +146,7 @@ def build_components(
     strategy, server_optimizer = make_algorithm(settings, method, is_deployment=bool(task))
     method.encoder.check_image_shape((data.channels, data.size, data.size))
     validate_aggregation(settings, is_deployment=bool(task))
+    validate_low_rank_aggregation(settings, method, strategy, server_optimizer)
     log_secure_aggregation(settings)
     virtual_time = make_virtual_time(settings, is_deployment=bool(task))
     client_data = None
@@ -160,6 +172,8 @@ def build_components(
         evaluator.validate(method.encoder)
         units = evaluator.result_units()
         validate_early_stopping(settings, method, result_units=units, phases=len(lr_schedule.phases))
+    base = read_layers(method, method.base_names)  # which nothing changes
+    base_digest = layers_digest(base) if base else ""
     costs = make_costs(settings, method, training, client_data, device, strategy.client.trainings_per_round)
     context = RoundContext(
         strategy=strategy,
@@ -172,6 +186,9 @@ def build_components(
         timeout=settings.reply_timeout,
         client_config=task or settings.client_yaml,
         code_fingerprint=code_fingerprint(),
+        base=base,
+        base_digest=base_digest,
+        base_holders=base_holders(clients, base_digest),
         metrics=settings.algorithm.reported_metrics,
         server_optimizer=server_optimizer,
         lr_factor=lr_schedule,
@@ -179,6 +196,8 @@ def build_components(
         aggregation=settings.aggregation,
         secure_aggregation=settings.secure_aggregation,
         privacy=make_privacy(settings, method, clients_per_round=per_round, is_deployment=bool(task)),
+        low_rank_aggregation=low_rank_aggregation(settings),
+        client_ranks=client_ranks(settings),
         wire_dtype=settings.wire_dtype,
         client_flops=no_flops if costs is None else costs.client_flops,
         update_storage=partial(UpdateStorage, settings.recording.folder),
@@ -256,7 +275,10 @@ def make_algorithm(
 
 def make_lr_schedule(settings: Settings, method: SSLMethod) -> LRSchedule:
     """Return the phases and the learning rates; raises `InputError` if the encoder does not allow them."""
-    phases: Sequence[Phase] = make_phases(settings.model.schedule, stages=len(method.encoder.stage_names))
+    encoder = method.encoder
+    phases: Sequence[Phase] = make_phases(
+        settings.model.schedule, stages=len(encoder.stage_names), frozen=encoder.frozen_stages
+    )
     check_phases(method, phases)
     lr_schedule = LRSchedule(settings.lr_schedule.instantiate(), phases, settings.rounds)
     lr_schedule(1)  # validates its settings

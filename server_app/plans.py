@@ -12,7 +12,7 @@ from fedssl.arrays import Layers, ReferenceLayers
 from fedssl.availability import Workload
 from fedssl.model_arrays import part_name
 from fedssl.schedule.phases import phase_at
-from fedssl.wire.messages import TrainPlan
+from fedssl.wire.messages import BASE, TrainPlan
 from fedssl.wire.records import content_bytes, encode_arrays, layer_bytes, record_bytes
 from server_app.round_context import RoundContext
 from strategies.interfaces import GlobalModel, ServerState
@@ -40,13 +40,15 @@ class ClientSlot:
     bytes_down: int
     destinations: tuple[str, ...] = ()  # names of the models that its update goes into
     features: Tensor | None = None  # of the server's images under its model, if the strategy compares models
+    base_bytes: int = 0  # bytes of base layers among ``bytes_down``
+    rank: int | None = None  # of its factors; None if it is that of the model
 
 
 class PlanBuilder:
     """Builder of the slots and messages of the round that follows a state, for each client in order.
 
     ``candidates`` are the models from which each client selects its start, and ``extra_models`` further models that
-    updates go into.
+    updates go into. ``resend_base`` sends base layers to all clients, which may have lost them.
     """
 
     def __init__(
@@ -57,14 +59,15 @@ class PlanBuilder:
         candidates: Mapping[int, tuple[str, ...]],
         extra_models: Iterable[str],
         oldest_resumable: int,
+        resend_base: bool = False,
     ) -> None:
-        self._context, self._state = context, state
+        self._context, self._state, self._resend_base = context, state, resend_base
         self._number = state.round + 1
         self._phase = phase_at(context.phases, self._number)
         untrained = functools.cache(context.initial_model)  # made once, and only if it is needed
         names = dict.fromkeys([*chain.from_iterable(candidates.values()), *extra_models])
         self.starts = {name: self._start(state.models.get(name) or untrained()) for name in names}
-        self._models: dict[tuple[str, tuple[str, ...]], Layers] = {}
+        self._models: dict[tuple[str, tuple[str, ...], int | None], Layers] = {}
         self._packed: dict[int, ArrayRecord] = {}  # by the ids of these models
         self.slots: dict[int, ClientSlot] = {}
         self.messages = self._plan_clients(candidates, oldest_resumable=oldest_resumable)
@@ -76,7 +79,7 @@ class PlanBuilder:
         trained = {layer: layers[layer] for layer in context.stages.trained(self._phase, layers)}
         frozen = {layer: layers[layer] for layer in context.stages.frozen(self._phase, layers)}
         up = context.strategy.server.upload_names(model, self._number, trained)
-        sent = ReferenceLayers(trained if up is None else {layer: trained[layer] for layer in up})
+        sent = ReferenceLayers(trained if up is None else {layer: trained[layer] for layer in up}, context.factor_pairs)
         return StartingModel(model, trained, frozen, up, sent)
 
     def _plan_clients(self, candidates: Mapping[int, tuple[str, ...]], *, oldest_resumable: int) -> list[Message]:
@@ -88,11 +91,12 @@ class PlanBuilder:
             metrics=context.requested_metrics(self._number),
             oldest_resumable_round=oldest_resumable,
             code_fingerprint=context.code_fingerprint,
+            base_digest=context.base_digest,
             wire_dtype=context.wire_dtype,
             lr_factor=context.lr_factor(self._number),
             evicted_clients=tuple(client for client in candidates if client in self._state.evicted),
         )
-        contents: dict[tuple[tuple[str, ...], ...], RecordDict] = {}  # clients that receive the same share a record
+        contents: dict[tuple[object, ...], RecordDict] = {}  # clients that receive the same share a record
         for client, names in candidates.items():
             start = self.starts[names[0]]
             # With several candidates nothing is known about the layers that the client holds.
@@ -101,27 +105,39 @@ class PlanBuilder:
             downloaded = tuple(start.trainable) if chosen is None else chosen
             down = (*self._missing_frozen(start, last), *downloaded)
             shared = self._broadcast_for(start.model, first=client not in self._state.last_participation)
-            key = (names, down, tuple(shared))
+            base = {} if self._has_base(client) else context.base
+            rank = context.rank_of(client)
+            key = (names, down, tuple(shared), tuple(base), rank)
             if key not in contents:
-                models = [self._subset(name, down) for name in names]
+                models = [self._subset(name, down, rank) for name in names]
                 client_plan = replace(
                     plan,
                     layers=models[0],
                     candidate_arrays=tuple(models[1:]),
                     broadcast=shared,
+                    base=base,
                     upload_names=start.upload_names,
                 )
                 contents[key] = self._in_phase(client_plan, start).to_content(self._encode)
             content = contents[key]
-            self.slots[client] = ClientSlot(client, names, names[0], downloaded, content_bytes(content))
+            self.slots[client] = ClientSlot(
+                client,
+                names,
+                names[0],
+                downloaded,
+                bytes_down=content_bytes(content),
+                base_bytes=record_bytes(content.array_records[BASE]) if base else 0,
+                rank=rank,
+            )
             messages.append(Message(content, context.nodes[client], "train", group_id=str(self._number)))
         return messages
 
-    def _subset(self, name: str, down: tuple[str, ...]) -> Layers:
-        """Return these layers of a model, the same object for all clients."""
-        if (name, down) not in self._models:
-            self._models[name, down] = {layer: self.starts[name].model.layers[layer] for layer in down}
-        return self._models[name, down]
+    def _subset(self, name: str, down: tuple[str, ...], rank: int | None) -> Layers:
+        """Return these layers of a model, the same object for all clients of a rank."""
+        if (name, down, rank) not in self._models:
+            layers = {layer: self.starts[name].model.layers[layer] for layer in down}
+            self._models[name, down, rank] = self._context.with_rank(layers, rank)
+        return self._models[name, down, rank]
 
     def _encode(self, layers: Layers, wire_dtype: str) -> ArrayRecord:
         """Return the record of a model. It is encoded once for all clients."""
@@ -130,18 +146,24 @@ class PlanBuilder:
         return self._packed[id(layers)]
 
     def _in_phase(self, plan: TrainPlan, start: StartingModel) -> TrainPlan:
-        """Return the plan with the fields of the phase, if there are several phases."""
-        phase = self._phase
-        if len(self._context.phases) == 1:
+        """Return the plan with the fields of the phase, if there are several phases or frozen stages."""
+        phase, num_phases = self._phase, len(self._context.phases)
+        if num_phases > 1 or self._context.method.merged_names:
+            plan = replace(plan, upload_names=tuple(start.expected_upload.layers))
+        if num_phases == 1 and not phase.frozen:
             return plan
         return replace(
             plan,
-            upload_names=tuple(start.expected_upload.layers),
             num_stages=phase.depth,
             num_frozen_stages=phase.frozen,
             cache_frozen=self._context.clients_cache_frozen,
             depth_dropout=phase.depth_dropout,
         )
+
+    def _has_base(self, client: int) -> bool:
+        """Return whether a client has the base layers: of an earlier round, or of its owner."""
+        had_it = client in self._state.last_participation or client in self._context.base_holders
+        return had_it and not self._resend_base
 
     def _broadcast_for(self, model: GlobalModel, *, first: bool) -> Layers:
         """Return the arrays of the method's server side, without those that the client holds from an earlier round.
@@ -181,8 +203,11 @@ def client_workloads(
     bytes_down = {key: layer_bytes(content) for key, content in contents.items()}
     parts = record_bytes(encode_arrays(context.gathered.layers))
     bytes_up = {
-        name: parts + record_bytes(encode_arrays(start.expected_upload.layers, context.wire_dtype))
-        for name, start in starts.items()
+        (slot.start, slot.rank): parts
+        + record_bytes(
+            encode_arrays(context.with_rank(starts[slot.start].expected_upload.layers, slot.rank), context.wire_dtype)
+        )
+        for slot in {(slot.start, slot.rank): slot for slot in slots.values()}.values()
     }
     return {
         message.metadata.dst_node_id: Workload(
@@ -190,7 +215,7 @@ def client_workloads(
             round=number,
             flops=context.client_flops(phase, client),
             bytes_down=bytes_down[id(message.content)],
-            bytes_up=bytes_up[slot.start],
+            bytes_up=bytes_up[slot.start, slot.rank],
         )
         for (client, slot), message in zip(slots.items(), messages, strict=True)
     }

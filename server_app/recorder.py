@@ -108,7 +108,9 @@ class Recorder(RunFolder):
             line |= {"virtual_seconds": report.virtual_seconds, "virtual_time": report.virtual_time}
         if report.state_bytes or report.num_evicted:
             line |= {"state_bytes": report.state_bytes, "evicted_states": report.num_evicted}
+        received = [row.base_bytes for row in rows if row.base_bytes]
         further = {
+            "base": {"bytes": sum(received), "clients": len(received)} if received else {},
             "privacy": report.privacy,
             "secure_aggregation": report.secure_aggregation,
             "late": len(report.late),
@@ -223,6 +225,7 @@ class Recorder(RunFolder):
             **results,
             "client": asdict(sum_costs(lines)),  # of a client that takes part in every round
             "recoveries": self.recoveries,
+            "base": self._base,  # base layers, which a client receives once; empty without any
             "clients_with_few_images": self._few_images,  # which never train
             "client_states": {  # on disk, without the versions of earlier rounds
                 "bytes": state_bytes,

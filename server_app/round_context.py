@@ -12,8 +12,9 @@ from fedssl.arrays import Layers, ReferenceLayers
 from fedssl.config.aggregation_settings import AggregationSettings, SecureAggregationSettings
 from fedssl.config.settings import LOSSLESS
 from fedssl.errors import InputError
+from fedssl.low_rank_products import FactorPairs, cut_factors
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import copy_layers, names_in_parts
+from fedssl.model_arrays import copy_layers, factor_pairs, names_in_parts
 from fedssl.schedule.phases import Phase, phase_at
 from fedssl.schedule.stages import Stages
 from fedssl.seeding import numpy_generator
@@ -64,10 +65,15 @@ class RoundContext:
     aggregation: AggregationSettings = field(default_factory=AggregationSettings)
     privacy: Privacy | None = None
     secure_aggregation: SecureAggregationSettings | None = None
+    low_rank_aggregation: str = "factors"  # of LoRA's products, see `strategies.low_rank_aggregation`
+    client_ranks: Sequence[int] = ()  # client k has the one of number k modulo their number; empty: that of the model
     wire_dtype: str = LOSSLESS
     # Returns features of the server's images under a model, for strategies that compare models.
     extract_features: Callable[[Layers], Tensor] = raise_no_server_images
     update_storage: Callable[[], UpdateStorage] = UpdateStorage  # returns that of one round
+    base: Layers = field(default_factory=dict)  # base layers, which clients receive once, see `fedssl.base_layers`
+    base_digest: str = ""  # of these; empty if there are none
+    base_holders: frozenset[int] = frozenset()  # clients that have the base layers before their first participation
     untrained_clients: frozenset[int] = frozenset()  # they never train: unseen ones, and those with too few images
     offline_clients: frozenset[int] = frozenset()  # in virtual time, at the start of the round
     client_flops: Callable[[Phase, int], float] = no_flops  # of a client's round, for virtual time
@@ -94,6 +100,20 @@ class RoundContext:
     def gathered(self) -> ReferenceLayers:
         """Return the names, shapes and dtypes of the parts that clients upload to the method's server side."""
         return ReferenceLayers(self._copied(self.method.uploaded_parts))
+
+    @cached_property
+    def factor_pairs(self) -> FactorPairs:
+        """Return the pairs of LoRA's factors."""
+        return factor_pairs(self.method)
+
+    def rank_of(self, client: int) -> int | None:
+        """Return the rank of the factors that a client exchanges; None if it is that of the model."""
+        ranks = self.client_ranks
+        return ranks[client % len(ranks)] if ranks else None
+
+    def with_rank(self, layers: Layers, rank: int | None) -> Layers:
+        """Return layers as a client of this rank exchanges them."""
+        return layers if rank is None else cut_factors(layers, self.factor_pairs.layers, rank)
 
     @property
     def clients_cache_frozen(self) -> bool:

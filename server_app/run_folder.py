@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fedssl.arrays import Layers
 from fedssl.atomic_files import (
     fsync_file,
     fsync_folder,
@@ -18,11 +19,13 @@ from fedssl.atomic_files import (
     saved_rounds,
     write_text,
 )
-from fedssl.config.load import DEVICE_NUMBERS_FILE
+from fedssl.base_layers import save_base
+from fedssl.config.load import BASE_FOLDER, DEVICE_NUMBERS_FILE
 from fedssl.config.saved_run import INITIAL_ENCODER_FILE
 from fedssl.config.settings import RecordingSettings, Settings
 from fedssl.errors import InputError
 from fedssl.export import save_encoder
+from fedssl.export.adapter import write_adapter
 from fedssl.methods.base import SSLMethod
 from fedssl.plots.partition import partition_table
 from fedssl.runs.manifest import (
@@ -36,7 +39,9 @@ from fedssl.runs.manifest import (
 )
 from fedssl.runs.run import FLEET_FILE, LOCK_FILE
 from fedssl.runs.snapshots import SnapshotWriter, remove_later_snapshots
+from fedssl.tuning import plain_copy
 from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text, read_yaml
+from fedssl.wire.records import encode_arrays, record_bytes
 from server_app.build import ClientData
 from server_app.checkpoint import (
     StateSchema,
@@ -76,6 +81,7 @@ class RunFolder:
         self._written: dict[str, str] = {}  # content of files about edge clients
         self._client_states = ClientStateParts(self.folder)
         self._states = ClientStates(self.folder, settings.max_state_bytes)
+        self._base: dict[str, Any] = {}  # digest and bytes of the base layers
         self.recoveries: list[str] = []  # damage after which the run resumed from an earlier checkpoint
         self.lines = {name: LineFile(self.folder / name) for name in JSONL_FILES}
         self._make_folder()
@@ -100,7 +106,12 @@ class RunFolder:
     def _check_files(self) -> None:
         """Refuse a folder or a broken link in place of a file; raises `InputError`."""
         paths = [self.folder / name for name in RUN_FILES]
-        paths += [*self.folder.glob("encoder*.pt"), *self.folder.glob("checkpoints/*"), *self.folder.glob("figures/*")]
+        paths += [
+            *self.folder.glob("encoder*.pt"),
+            *self.folder.glob("adapter*.safetensors"),
+            *self.folder.glob("checkpoints/*"),
+            *self.folder.glob("figures/*"),
+        ]
         for path in paths:
             if os.path.lexists(path) and not path.is_file():
                 raise InputError(f"{path} must be a regular file; remove it and retry")
@@ -124,6 +135,19 @@ class RunFolder:
         if len(set(client_ids.values())) < len(client_ids):
             raise corrupt_file_error(file, "two names have the same number")
         return client_ids
+
+    def store_base(self, base: Layers, *, digest: str) -> None:
+        """Store the base layers once; raises `InputError` if the run that is resumed has others."""
+        folder = self.folder / BASE_FOLDER
+        others = [file for file in folder.glob("*.safetensors") if file.stem != digest]
+        if others:
+            raise InputError(
+                f"{others[0]} has other base layers than this run, whose source (encoder.weights) has changed since "
+                "the run started; restore the source, or start a new run"
+            )
+        if digest:
+            save_base(folder, base, digest=digest)
+            self._base = {"digest": digest, "bytes": record_bytes(encode_arrays(base))}
 
     def register(self, clients: ClientDirectory) -> None:
         """Store edge clients: their ids by name, which a resumed run assigns again, and what they reported."""
@@ -229,11 +253,15 @@ class RunFolder:
             )
 
     def encoder(self, name: str, method: SSLMethod, settings: Settings, *, rounds: int) -> Path:
-        """Export the encoder of the model of this name; return the file."""
+        """Export the encoder of the model of this name, with LoRA merged into its weights; return the file."""
         file = self.folder / f"encoder{model_suffix(name)}.pt"
+        encoder = method.encoder
+        if encoder.low_rank_layers:
+            write_adapter(self.folder / f"adapter{model_suffix(name)}.safetensors", encoder)
+            encoder = plain_copy(encoder)
         save_encoder(
             file,
-            method.encoder,
+            encoder,
             settings=settings.model.encoder.values,
             mean=settings.data.mean,
             std=settings.data.std,

@@ -27,6 +27,7 @@ from server_app.client_models import ClientModels, MappedValues
 from server_app.collapse_monitor import CollapseReport
 from server_app.evaluator import ResultsByModel
 from server_app.messaging import MessageExchange, replies_of
+from server_app.nodes import base_holders
 from server_app.plans import client_workloads
 from server_app.recorder import Recorder
 from server_app.round import Round, TooFewUpdatesError, UpdateObserver
@@ -76,6 +77,7 @@ class TrainingLoop:
         self._deliver = deliver  # sends the encoders of a state to devices, if that is due
         self.state = state
         self.paused = False
+        self._dropped: set[int] = set()  # clients that may lack base layers although they reported them
         self._background_recorder = BackgroundRecorder(components, recorder, state, background=background)
 
     def run(self) -> ServerState:
@@ -124,6 +126,7 @@ class TrainingLoop:
             )
             self._exchange.flush()  # a run that resumes from this round's checkpoint needs the client states
             self.state = replace(self.state, in_flight=self._exchange.snapshot())
+            self._dropped |= result.dropped.keys()
             self.state, result = recorder.end_round(self.state, result)
             seconds = time.monotonic() - start
             clients = [row.client for row in result.clients]
@@ -153,6 +156,9 @@ class TrainingLoop:
         context = components.context
         if clients.nodes is not context.nodes:  # else keep what it has cached about all clients
             context = replace(context, nodes=clients.nodes)
+        if context.base and clients.client_ids:
+            holders = base_holders(clients, context.base_digest)
+            context = replace(context, base_holders=holders - self._dropped)
         return replace(context, clients_per_round=len(clients.nodes)) if components.trains_new_devices else context
 
 

@@ -6,9 +6,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from flwr.app import Message
 
 from fedssl.arrays import Cosines, Layers, ReferenceLayers, is_weight
+from fedssl.low_rank_products import pad_factors
 from fedssl.wire.messages import ARRAYS, ClientUpdate
 from fedssl.wire.records import content_bytes, decode_arrays
 from server_app.block_sums import BlockSum, SummedContent
@@ -44,12 +46,15 @@ class ClientMetrics:
     layer_cosine: float | None
     staleness: int = 0
     virtual_seconds: float | None = None  # of the client's round; None in wall-clock time
+    base_bytes: int = 0  # bytes of base layers among ``bytes_down``
 
     def line(self) -> dict[str, Any]:
         """Return the line of ``clients.jsonl``."""
         line = asdict(self)
         if self.virtual_seconds is None:
             del line["virtual_seconds"]
+        if not self.base_bytes:
+            del line["base_bytes"]
         return line
 
 
@@ -102,6 +107,7 @@ class ValidUpdate:
             model_cosine=cosines.model if cosines.weights else None,
             layer_cosine=cosines.mean,
             staleness=self.staleness,
+            base_bytes=slot.base_bytes,
         )
 
 
@@ -131,10 +137,9 @@ class CollectedUpdates:
         del self._updates[client]
 
     def deltas(self) -> Iterator[tuple[int, Layers]]:
-        """Yield each client with the change of its layers."""
+        """Yield each client with the change of its layers; see `layer_changes`."""
         for valid in self:
-            start = self._starts[valid.slot.start].expected_upload.layers
-            yield valid.slot.client, {name: valid.update.layers[name] - start[name] for name in start}
+            yield valid.slot.client, layer_changes(self._starts[valid.slot.start].expected_upload, valid.update.layers)
 
     def __iter__(self) -> Iterator[ValidUpdate]:
         for valid, index in self._updates.values():
@@ -156,6 +161,7 @@ class UpdateReader:
     ) -> None:
         self._context, self._starts, self._state_rounds = context, starts, state_rounds
         self._number = number
+        self._ranked: dict[tuple[str, int], ReferenceLayers] = {}
         self.validator = UpdateValidator(
             gathered=context.gathered,
             required_metrics=tuple(required_metrics),
@@ -176,7 +182,7 @@ class UpdateReader:
         """Return the update of a reply to an earlier plan, applied to the current model; raises `InvalidUpdate`."""
         current, number = self._starts[GLOBAL].expected_upload, int(plan.metadata.group_id)
         start_layers = decode_arrays(plan.content.array_records[ARRAYS], self._context.wire_dtype)
-        start = ReferenceLayers({name: start_layers[name] for name in current.layers})
+        start = current.with_layers({name: start_layers[name] for name in current.layers})
         slot = ClientSlot(client, (GLOBAL,), GLOBAL, tuple(start_layers), content_bytes(plan.content), (GLOBAL,))
         valid = self._validate(slot, reply, start, number=number)
         staleness = self._number - number
@@ -193,10 +199,36 @@ class UpdateReader:
             node=self._context.nodes[slot.client],
             round=number,
             downloaded=slot.downloaded,
-            expected=expected,
+            expected=self._with_rank(expected, slot),
             saved_round=self._state_rounds.get(slot.client, 0),
         )
+        if slot.rank is not None:
+            shapes = {name: array.shape for name, array in expected.layers.items()}
+            layers = pad_factors(update.layers, self._context.factor_pairs.layers, shapes)
+            update = replace(update, layers=layers)
         return ValidUpdate(slot, update, cosines, content_bytes(reply.content))
+
+    def _with_rank(self, expected: ReferenceLayers, slot: ClientSlot) -> ReferenceLayers:
+        """Return the layers as a client of its rank received them, the same object for all clients of the rank."""
+        if slot.rank is None:
+            return expected
+        key = (slot.start, slot.rank)
+        if key not in self._ranked:
+            self._ranked[key] = expected.with_layers(self._context.with_rank(expected.layers, slot.rank))
+        return self._ranked[key]
+
+
+def layer_changes(start: ReferenceLayers, layers: Layers) -> Layers:
+    """Return the changes of a client's layers. Factors of a product become those of its change, of twice the rank.
+
+    A product whose factor A is fixed changes by the product of that factor and the change of B.
+    """
+    changes = {name: layers[name] - array for name, array in start.layers.items()}
+    for b, pair in start.products.items():
+        if pair.a in start.first_factors:  # (B_k - B) A_k + B (A_k - A)
+            changes[b] = np.hstack((changes[b], start.layers[b]))
+            changes[pair.a] = np.vstack((layers[pair.a], changes[pair.a]))
+    return changes
 
 
 def norm_outliers(norms_of: Mapping[int, tuple[float, float]], *, factor: float) -> dict[int, str]:

@@ -24,12 +24,13 @@ from strategies.interfaces import ClientState, CommunicationSummary, StrategyCon
 
 
 def batch_norm_names(method: SSLMethod) -> list[str]:
-    """Return the names of the layers of all batch normalizations, except broadcast parts, in model order."""
+    """Return the names of the layers of all batch normalizations, except broadcast parts and base layers, in order."""
+    base = set(method.base_names)
     modules = {name for name, module in method.named_modules() if isinstance(module, _BatchNorm)}
     return [
         name
         for name in method.named_tensors
-        if name.rpartition(".")[0] in modules and part_name(name) not in method.broadcast_parts
+        if name.rpartition(".")[0] in modules and part_name(name) not in method.broadcast_parts and name not in base
     ]
 
 
@@ -38,7 +39,7 @@ class FedBNClient(ClientStrategy):
 
     def validate(self, context: StrategyContext) -> None:
         if not batch_norm_names(context.method):
-            raise InputError("strategy=fedbn but the model has no batch normalisation; use strategy=fedavg")
+            raise InputError("strategy=fedbn but the model trains no batch normalization; use strategy=fedavg")
 
     def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
         return replace(usual, local_state=", ".join(["its batch norm", *method.local_parts]))

@@ -74,7 +74,8 @@ class PersonalClient(ClientStrategy):
     def train_personalized(
         self, method: SSLMethod, plan: TrainPlan, state: ClientState | None, *, train: TrainAgain
     ) -> ClientState:
-        trained = {name: value.detach().clone() for name, value in method.named_tensors.items()}
+        base = set(method.base_names)
+        trained = {name: value.detach().clone() for name, value in method.named_tensors.items() if name not in base}
         self.personalized_model(method, plan, state)
         train(ProximalTo(plan.layers, weight=self.weight))
         names = [*exchanged_names(method), *local_names(method)]

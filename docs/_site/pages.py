@@ -20,6 +20,7 @@ GROUPS = {  # titles of the groups, in the order of the site
     "regularizer": "Regularizers",
     "partition": "Partitions",
     "evaluation": "Evaluation protocols",
+    "tuning": "Tuning",
     "schedule": "Schedules",
     "encoder": "Encoders",
     "augmentation": "Augmentations",

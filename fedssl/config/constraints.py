@@ -325,6 +325,14 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "depth_dropout": _BELOW_ONE,
         "weight_transfer": _BOOL,
     },
+    "tuning": {
+        "blocks": _integer(1),
+        "rank": _integer(1),
+        "alpha": _POSITIVE,
+        "targets": _optional(_list_of(Constraint(kind=str))),
+        "aggregation": _choice("factors", "freeze_a", "exact", "stack", "svd"),
+        "ranks": _optional(_list_of(_integer(1))),
+    },
     "server_optimizer": {
         "lr": _POSITIVE,
         "momentum": _BELOW_ONE,

@@ -21,7 +21,8 @@ from fedssl.config.settings import SERVER_ENCODER_KEYS, ClientSettings, Settings
 from fedssl.config.targets import add_import_path, check_targets, search_folders, searchpath_override
 from fedssl.errors import InputError, RequestRefused
 
-GROUPS = ("augmentation", "encoder", "method", "regularizer", "schedule", "optimizer", "strategy")
+GROUPS = ("augmentation", "encoder", "tuning", "method", "regularizer", "schedule", "optimizer", "strategy")
+ADDED_GROUPS = {"tuning": "full"}  # choices of tasks that an earlier version of a device stored
 ALLOWED_KEYS = ("run_id", "seed", "rounds", "local_epochs", "batch_size", "clip_norm", "precision", "channels_last")
 DATA_KEYS = ("dataset.channels", "dataset.size", "dataset.mean", "dataset.std")  # what a model needs
 MAPPING_KEYS = ("method.teacher_encoder",)  # settings whose value is a mapping with any keys
@@ -155,7 +156,7 @@ def _read(text: str) -> DeviceTask:
         raise RequestRefused("the task must have the keys choices and values")
     if not all(isinstance(part, dict) for part in task.values()):
         raise RequestRefused("the task's choices and values must each be a mapping")
-    return DeviceTask(task["choices"], task["values"])
+    return DeviceTask({**ADDED_GROUPS, **task["choices"]}, task["values"])
 
 
 def _check_choices(choices: Mapping[str, Any], known: Mapping[str, Sequence[str]]) -> None:

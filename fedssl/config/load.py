@@ -54,6 +54,7 @@ Group = TypeVar("Group", bound="DataclassInstance")
 
 log = logging.getLogger("fedssl")
 
+BASE_FOLDER = "base"  # beside the folder of the client states: base layers, see `fedssl.base_layers`
 DEVICE_NUMBERS_FILE = "devices.json"  # in the run folder: client ids of edge clients by name
 _RUN_KEYS = {"resume", "output_dir", "run_id"}
 _MAX_LISTED = 8  # settings in an error message
@@ -210,6 +211,7 @@ def client_settings(config: DictConfig, *, states: Path, partition: PartitionSet
     return ClientSettings(
         seed=config.seed,
         states=states,
+        base_folders=(states.parent / BASE_FOLDER,),
         data=read_data(config.dataset),
         partition=partition,
         model=model,
@@ -322,6 +324,7 @@ def _partition(config: DictConfig) -> PartitionSettings:
 def _model(config: DictConfig) -> ModelSettings:
     return ModelSettings(
         encoder=_component(config.encoder, without=SERVER_ENCODER_KEYS),
+        tuning=_component(config.tuning),
         method=_component(config.method),
         schedule=ScheduleSettings(phases=_component(config.schedule), rounds=config.rounds),
         seed=config.seed,

@@ -20,7 +20,7 @@ WIRE_DTYPES = (LOSSLESS, "fp16", "bf16", "int8")  # dtypes of exchanged layers, 
 # Settings of a simulated client, without engine, evaluation and tracking.
 CLIENT_SETTINGS = [
     *("seed", "num_clients", "rounds", "dataset", "partition", "augmentation", "encoder", "method", "regularizer"),
-    *("schedule", "calibration", "optimizer", "strategy", "local_epochs", "batch_size", "clip_norm"),
+    *("tuning", "schedule", "calibration", "optimizer", "strategy", "local_epochs", "batch_size", "clip_norm"),
     *("precision", "channels_last", "gpu_augmentation", "cuda_graphs", "compile"),
     *("device", "threads", "keep_freed_memory", "output_dir", "run_id"),
 ]
@@ -141,6 +141,7 @@ class ModelSettings:
     """Method with encoder and heads, and everything that determines its initial weights."""
 
     encoder: Component
+    tuning: Component
     method: Component
     schedule: ScheduleSettings
     seed: int
@@ -243,6 +244,7 @@ class ClientSettings:
 
     seed: int
     states: Path  # folder of the client states, with a subfolder for each client
+    base_folders: tuple[Path, ...]  # folders of base layers; new ones are stored in the first
     data: DataSettings
     partition: PartitionSettings | None  # None if the client holds all images
     model: ModelSettings

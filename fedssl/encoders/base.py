@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.errors import InputError
+from fedssl.low_rank import LowRankLayer
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -67,6 +68,14 @@ class Encoder(nn.Module):
         stages differ in width; see `add_bridges`.
     stages_interchangeable : bool
         Whether each stage accepts the output of any other.
+    base_names : frozenset of str
+        Layers that no client trains, see `freeze_base`; none by default.
+    low_rank_layers : tuple of LowRankLayer
+        Names of the factors that the tuning added (`fedssl.tuning.lora`); none by default.
+    merged_names : frozenset of str
+        Those of the base layers that the server changes, see `fedssl.methods.base.SSLMethod.merged_names`.
+    frozen_stages : int
+        Number of stages, from the first, that only have base layers and run once for all networks of a method.
     return_feature_map : bool
         Whether `forward` returns the flattened output of the last stage instead of the output of `pool`. Evaluation
         protocols set it, on a copy.
@@ -79,6 +88,10 @@ class Encoder(nn.Module):
     stage_names: tuple[str, ...] = ()
     bridges: nn.ModuleDict
     stages_interchangeable = False
+    base_names: frozenset[str] = frozenset()
+    low_rank_layers: tuple[LowRankLayer, ...] = ()
+    merged_names: frozenset[str] = frozenset()
+    frozen_stages: int = 0
     return_feature_map = False
 
     def define_stages(self, *, stages: tuple[str, ...], widths: tuple[int, ...], tail: tuple[str, ...] = ()) -> None:
@@ -167,14 +180,39 @@ class Encoder(nn.Module):
                 outputs = [stage(x) for x in outputs]
         return outputs
 
+    def freeze_base(self, names: Collection[str], *, stages: int = 0, merged: Collection[str] = ()) -> None:
+        """Freeze these layers, parameters and buffers, in all phases; the first ``stages`` have no other layers.
+
+        The server changes those of them that are ``merged``.
+        A module whose parameters are all frozen stays in eval mode, and so does batch normalization whose running
+        statistics are. Copies by `frozen_copy` share the layers.
+        """
+        self.base_names, self.frozen_stages, self.merged_names = frozenset(names), stages, frozenset(merged)
+        for name, parameter in self.named_parameters():
+            if name in self.base_names:
+                parameter.requires_grad_(False)
+
     def train(self, mode: bool = True) -> "Encoder":
-        """Set training mode; frozen stages stay in eval mode."""
+        """Set training mode; frozen stages and modules of base layers stay in eval mode, see `freeze_base`."""
         super().train(mode)
+        for module in self._base_modules():
+            module.training = False  # not eval(), which would call this method again
         if self.active_stages.frozen:
             for name, module in self.named_modules():
                 if self.stage_range(name).frozen_from <= self.active_stages.frozen:
                     module.training = False  # not eval(), which would also change submodules
         return self
+
+    def _base_modules(self) -> Iterator[nn.Module]:
+        """Yield modules whose parameters are all base layers, with their submodules, and those with base buffers."""
+        if not self.base_names:
+            return
+        for prefix, module in self.named_modules():
+            names = {f"{prefix}.{name}".removeprefix(".") for name, _ in module.named_parameters()}
+            if names and names <= self.base_names:
+                yield from module.modules()
+            elif any(f"{prefix}.{name}" in self.base_names for name, _ in module.named_buffers(recurse=False)):
+                yield module
 
     def stage_modules(self) -> list[nn.Module]:
         return [self.get_submodule(name) for name in self.stage_names]
@@ -197,7 +235,11 @@ class Encoder(nn.Module):
 def frozen_copy(network: Network) -> Network:
     """Return a copy without gradients, such as a target network, whose encoder runs the same stages as the original.
 
-    A copy by `copy.deepcopy` has separate active stages.
+    It shares the base layers with the original. A copy by `copy.deepcopy` has separate active stages and layers.
     """
-    shared = [module._stage_state for module in network.modules() if isinstance(module, Encoder)]
-    return copy.deepcopy(network, {id(state): state for state in shared}).requires_grad_(False)
+    shared: list[object] = []
+    for module in network.modules():
+        if isinstance(module, Encoder):
+            tensors = module.state_dict(keep_vars=True)
+            shared += [module._stage_state, *(tensors[name] for name in sorted(module.base_names))]
+    return copy.deepcopy(network, {id(value): value for value in shared}).requires_grad_(False)

@@ -111,7 +111,7 @@ class ViTEncoder(TokenEncoder, VisionTransformer):
         if active.frozen:
             raise InputError(
                 f"{active.frozen} stages of the encoder are frozen, but a masked method trains all stages that run; "
-                "set schedule=end_to_end or schedule=progressive"
+                "set schedule=end_to_end or schedule=progressive, and tuning=full, norm, bias or lora"
             )
         prefix = self._prefix() + self.positions(self.grid)[:, : self.num_prefix_tokens]
         tokens = self._prepend(prefix, patches)

@@ -8,7 +8,6 @@ The labeled images are drawn per class (stratified), the same for every encoder.
 The result is that of the last epoch; test images have no influence on it.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from fedssl.evaluation.few_labels import stratified_sample
 from fedssl.evaluation.protocol import EvaluationInput
 from fedssl.evaluation.scores import Score
 from fedssl.seeding import numpy_generator
+from fedssl.tuning import plain_copy
 
 
 @dataclass(kw_only=True, eq=False)
@@ -67,9 +67,8 @@ class FineTune(ClassifierTraining):
         train = evaluation_input.train
         rows = stratified_sample(train.labels, share=share, generator=numpy_generator(*seed_path))
         few = train.subset(rows)
-        encoder = copy.deepcopy(evaluation_input.encoder)
-        assert encoder is not None
-        encoder.to(evaluation_input.device).requires_grad_(True)
+        assert evaluation_input.encoder is not None
+        encoder = plain_copy(evaluation_input.encoder).to(evaluation_input.device)
         classifier = make_classifier(encoder, evaluation_input)
         network = nn.Sequential(encoder, classifier)
         views = self.views(evaluation_input, seed_path)

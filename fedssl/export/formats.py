@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fedssl.errors import InputError, RunError
+from fedssl.export.adapter import run_peft, write_peft
 from fedssl.export.encoder_file import load_encoder
 from fedssl.export.huggingface import run_huggingface, write_huggingface
 from fedssl.export.onnx import MEASURED, QuantizedModel, compare, quantize, run_onnx, write_onnx
@@ -57,6 +58,7 @@ FORMATS = {
         run=lambda source, file, images: run_torch_export(file, images),
     ),
     "timm": Format(ending=".timm.safetensors", packages=("safetensors", "timm"), write=write_timm, run=run_timm),
+    "peft": Format(ending="", packages=("safetensors",), write=write_peft, run=run_peft),
     "huggingface": Format(ending="", packages=("safetensors", "timm"), write=write_huggingface, run=run_huggingface),
 }
 

@@ -12,6 +12,8 @@ from fedssl.arrays import Layers
 from fedssl.config.settings import ModelSettings
 from fedssl.datasets.images import ImageSource
 from fedssl.encoders.base import Encoder, frozen_copy
+from fedssl.errors import InputError
+from fedssl.low_rank import LowRankLayer
 from fedssl.schedule.phases import make_phases
 from fedssl.seeding import derive_seed
 from fedssl.views import AcceptedViews, Views
@@ -114,8 +116,46 @@ class SSLMethod(nn.Module):
 
     @cached_property
     def named_tensors(self) -> dict[str, Tensor]:
-        """Live parameters and buffers by name, cached because ``state_dict`` builds a new dictionary at every call."""
-        return dict(self.state_dict(keep_vars=True))
+        """Live parameters and buffers by name, cached because ``state_dict`` builds a new dictionary at every call.
+
+        Base layers, which the encoder shares with its copies, have their name in ``encoder``.
+        """
+        tensors = dict(self.state_dict(keep_vars=True))
+        own = {*self.base_names, *self.merged_names}
+        base = {id(tensors[name]) for name in own}
+        return {name: tensor for name, tensor in tensors.items() if id(tensor) not in base or name in own}
+
+    @cached_property
+    def base_names(self) -> tuple[str, ...]:
+        """Names of the base layers: layers of the encoder that the tuning freezes, in the order of the model.
+
+        They are not exchanged, aggregated or trained. The server sends them once to a client that lacks them.
+        """
+        frozen = self.encoder.base_names - self.encoder.merged_names
+        names = self.encoder.state_dict() if frozen else ()
+        return tuple(f"encoder.{name}" for name in names if name in frozen)
+
+    @cached_property
+    def low_rank_layers(self) -> tuple[LowRankLayer, ...]:
+        """Names of the factors of LoRA that are exchanged, also those of exchanged target networks."""
+        layers = []
+        for part in (part for part in ("encoder", "target_encoder") if part not in self.local_parts):
+            for layer in self.encoder.low_rank_layers:
+                if f"{part}.{layer.b}" in self.named_tensors:
+                    shared = f"encoder.{layer.a}" in self.base_names
+                    a = f"{'encoder' if shared else part}.{layer.a}"
+                    layers.append(LowRankLayer(f"{part}.{layer.weight}", a, f"{part}.{layer.b}", layer.scale))
+        return tuple(layers)
+
+    @cached_property
+    def merged_names(self) -> tuple[str, ...]:
+        """Names of frozen weights of the encoder that the server adds products to, in the order of the model.
+
+        They are exchanged in one direction: clients download them in every round, and neither train nor upload them.
+        """
+        merged = self.encoder.merged_names
+        names = self.encoder.state_dict() if merged else ()
+        return tuple(f"encoder.{name}" for name in names if name in merged)
 
     @cached_property
     def moved_out(self) -> set[str]:
@@ -134,7 +174,7 @@ class SSLMethod(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SSLMethod":
         self.__dict__.pop("named_tensors", None)  # torch replaces buffers when it moves a module
-        super()._apply(fn, recurse)
+        super()._apply(_once(fn) if self.encoder.base_names else fn, recurse)
         return self
 
     def train(self, mode: bool = True) -> "SSLMethod":
@@ -232,8 +272,20 @@ def build_encoder(model: ModelSettings) -> Encoder:
     return encoder
 
 
+def _once(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a function that converts a shared tensor once, so that the results are shared, too."""
+    converted: dict[int, tuple[Tensor, Tensor]] = {}  # with the argument, whose id is not used again
+
+    def convert(tensor: Tensor) -> Tensor:
+        if id(tensor) not in converted:
+            converted[id(tensor)] = tensor, fn(tensor)
+        return converted[id(tensor)][1]
+
+    return convert
+
+
 def build_method(model: ModelSettings) -> SSLMethod:
-    """Build the method with its encoder and heads, initialized from the run's seed alone."""
+    """Build the method with its encoder and heads, initialized from the run's seed alone, and apply the tuning."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(model.seed, "initialise"))
         encoder = build_encoder(model)
@@ -241,6 +293,14 @@ def build_method(model: ModelSettings) -> SSLMethod:
         if phases[0].depth < len(encoder.stage_names):
             with torch.random.fork_rng(devices=[]):  # heads have the same initial weights under every schedule
                 encoder.add_bridges()
+        with torch.random.fork_rng(devices=[]):  # heads have the same initial weights under every tuning
+            torch.manual_seed(derive_seed(model.seed, "tuning"))
+            model.tuning.instantiate()(encoder)
+        if encoder.base_names and len(phases) > 1:
+            raise InputError(
+                f"the schedule trains one stage after another, and tuning={model.tuning.name} freezes layers of all "
+                "stages; set schedule=end_to_end or tuning=full"
+            )
         method: SSLMethod = model.method.instantiate(encoder=encoder)
     method.rounds, method.seed = model.schedule.rounds, model.seed
     return method

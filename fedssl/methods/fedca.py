@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from fedssl.arrays import Layers
 from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
-from fedssl.encoders.base import frozen_copy
 from fedssl.errors import InputError
 from fedssl.losses import nt_xent, teacher_distance
 from fedssl.methods.base import TEACHER, SSLMethod
 from fedssl.methods.heads import MLP
+from fedssl.tuning import plain_copy
 from fedssl.views import Views
 
 LOCAL_DICTIONARY, DICTIONARY = "local_dictionary", "dictionary"
@@ -94,7 +94,7 @@ class FedCA(SSLMethod):
             self.cuda_graph_safe = False  # write position and number of negatives change from step to step
         self.teacher: nn.Module | None = None
         if alignment_weight:
-            self.teacher = frozen_copy(encoder).eval()
+            self.teacher = plain_copy(encoder).requires_grad_(False).eval()
             self.broadcast_parts, self.static_parts = (*self.broadcast_parts, TEACHER), (TEACHER,)
         self._negatives: Tensor | None = None
         self._filled = 0

@@ -19,6 +19,7 @@ HARDWARE = {"device", "threads", "engine"}  # change costs but no result
 COLUMNS = {
     "memory": "peak memory",
     "flops": "FLOPs",
+    "base_bytes": "base bytes, once",
     "bytes_down": "bytes down",
     "bytes_up": "bytes up",
     "communication": "down + up",
@@ -73,9 +74,12 @@ class CostTable(TextTable):
 
     @property
     def _columns(self) -> dict[str, str]:
-        """Return the titles of the columns; virtual time has one if a run has it."""
-        is_virtual = any(row.cost.virtual_seconds is not None for row in self.rows)
-        return {name: title for name, title in COLUMNS.items() if is_virtual or name != "virtual_seconds"}
+        """Return the titles of the columns; virtual time and base layers have one if a run has them."""
+        optional = {
+            "virtual_seconds": any(row.cost.virtual_seconds is not None for row in self.rows),
+            "base_bytes": any(row.cost.base_bytes for row in self.rows),
+        }
+        return {name: title for name, title in COLUMNS.items() if optional.get(name, True)}
 
     def _pair(self, row: CostRow, name: str) -> tuple[float | None, float | None]:
         """Return a cost and its ratio to the baseline's, None if unknown."""

@@ -11,11 +11,12 @@ class CostTotals:
 
     memory: float | None  # peak bytes of a training step; None if not measured
     flops: float | None  # of all training steps; None if not measured
-    bytes_down: float
+    bytes_down: float  # with base layers
     bytes_up: float
     seconds: float | None  # of training; None if clients did not report it
     round_seconds: float  # duration of all rounds, in which clients train one after another or in parallel
     virtual_seconds: float | None = None  # virtual duration of all rounds; None in wall-clock time
+    base_bytes: float = 0.0  # bytes of base layers among ``bytes_down``, which a client receives once
 
     @property
     def communication(self) -> float:
@@ -30,12 +31,16 @@ def sum_costs(rounds: Sequence[Mapping[str, Any]]) -> CostTotals:
     measured = [cost for cost in costs if cost is not None]
     known = [value for value in seconds if value is not None]
     complete = len(measured) == len(rounds) > 0
+    sent = [line.get("base", {"bytes": 0, "clients": 1}) for line in rounds]
+    base_bytes = max((base["bytes"] / base["clients"] for base in sent), default=0.0)
     return CostTotals(
         memory=max(cost["peak_memory"] for cost in measured) if complete else None,
         flops=sum(cost["flops"] for cost in measured) if complete else None,
-        bytes_down=sum(line["bytes_down"] / line["clients"] for line in rounds),
+        bytes_down=base_bytes
+        + sum((line["bytes_down"] - base["bytes"]) / line["clients"] for line, base in zip(rounds, sent, strict=True)),
         bytes_up=sum(line["bytes_up"] / line["clients"] for line in rounds),
         seconds=sum(known) if len(known) == len(rounds) > 0 else None,
         round_seconds=sum(line["seconds"] for line in rounds),
         virtual_seconds=rounds[-1].get("virtual_time") if rounds else None,
+        base_bytes=base_bytes,
     )

@@ -131,6 +131,10 @@ def _cost(value: Any) -> bool:
     return mapping_of(amount)(value) and {"peak_memory", "flops"} <= value.keys()
 
 
+def _base(value: Any) -> bool:
+    return isinstance(value, dict) and all(count(1)(value.get(key)) for key in ("bytes", "clients"))
+
+
 def _spectrum(value: Any) -> bool:
     return (
         isinstance(value, dict)
@@ -154,6 +158,7 @@ SCHEMAS: dict[str, dict[str, Validator]] = {
         "dropped": mapping_of(text),
         **dict.fromkeys(("state_bytes", "evicted_states"), count(0)),
         "cost": _cost,
+        "base": _base,
         "evaluation": mapping_of(finite_number),
         "units": mapping_of(text),
     },
@@ -163,6 +168,7 @@ SCHEMAS: dict[str, dict[str, Validator]] = {
         "model": text,
         "cosine": mapping_of(finite_number),
         "virtual_seconds": amount,
+        "base_bytes": count(0),
         **dict.fromkeys(("model_cosine", "layer_cosine"), optional(finite_number)),
     },
     "health": {"round": count(1), "client": optional(count(0)), "model": text, "spectrum": _spectrum},

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fedssl.arrays import Layers
-from fedssl.config.load import load_settings
+from fedssl.base_layers import check_base, layers_digest, read_base
+from fedssl.config.load import BASE_FOLDER, load_settings
 from fedssl.config.overrides import quote_value
 from fedssl.config.saved_run import read_overrides
 from fedssl.config.settings import Settings
@@ -23,6 +24,7 @@ from fedssl.runs.snapshots import SnapshotRound, read_layers, snapshot_rounds
 from fedssl.schedule.phases import Phase, make_phases, phase_at
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
+from fedssl.untrusted import corrupt_file_error
 
 # A run folder must not decide where decoded images are written, or which engine is used.
 RESUME_OVERRIDES = {"dataset.cache": "dataset.cache=auto", "engine": "engine=local"}
@@ -40,12 +42,22 @@ class LoadedRun:
     @cached_property
     def method(self) -> SSLMethod:
         """Return the method as before the first round."""
-        return build_method(self.settings.model).to(self.device)
+        method = build_method(self.settings.model)
+        like = {name: method.named_tensors[name] for name in method.base_names}
+        if like:
+            base = read_base(self.folder / BASE_FOLDER)
+            try:
+                check_base(base, like=like, digest=layers_digest(base))
+            except ValueError as error:
+                raise corrupt_file_error(self.folder / BASE_FOLDER, str(error)) from error
+            load_layers(method, base)
+        return method.to(self.device)
 
     @cached_property
     def phases(self) -> Sequence[Phase]:
         """Return the phases of the run's schedule."""
-        return make_phases(self.settings.model.schedule, stages=len(self.method.encoder.stage_names))
+        encoder = self.method.encoder
+        return make_phases(self.settings.model.schedule, stages=len(encoder.stage_names), frozen=encoder.frozen_stages)
 
     def images(self, max_images: int) -> tuple[Tensor, Tensor | None]:
         """Return the same sample of images in every call, and their labels if known.

@@ -9,7 +9,7 @@ the first stage, which reproduces the FLOPs of the paper's Table 3; the paper do
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fedssl.config.constraints import check_arguments
@@ -33,15 +33,18 @@ class Phase:
     depth_dropout: float = 0.0  # probability that a frozen stage is skipped in a training step
 
 
-def make_phases(settings: ScheduleSettings, *, stages: int) -> list[Phase]:
-    """Return the phases of a run, in order, for an encoder with this number of stages; they cover all rounds."""
+def make_phases(settings: ScheduleSettings, *, stages: int, frozen: int = 0) -> list[Phase]:
+    """Return the phases of a run, in order, for an encoder with this number of stages; they cover all rounds.
+
+    At least ``frozen`` stages are frozen in all phases (`fedssl.encoders.base.Encoder.frozen_stages`).
+    """
     if stages == 1 and settings.phases.name in (layer_wise.__name__, progressive.__name__):
         raise InputError(
             f"schedule={settings.phases.name} trains an encoder stage by stage, but this encoder has one stage; set "
             "schedule=end_to_end, or choose another encoder"
         )
     phases: list[Phase] = settings.phases.instantiate()(rounds=settings.rounds, depth=stages)
-    return phases
+    return [replace(phase, frozen=max(phase.frozen, frozen)) for phase in phases]
 
 
 def end_to_end(*, rounds: int, depth: int) -> list[Phase]:

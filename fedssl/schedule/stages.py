@@ -63,11 +63,14 @@ class Stages:
         self._stage_ranges = {name: stage_range(method, name) for name in method.named_tensors}
         self._names = [f"encoder.{name}." for name in method.encoder.stage_names]
         self._averages_target = method.target_init == "average"
+        self._merged = frozenset(method.merged_names)
 
     def trained(self, phase: Phase, names: Iterable[str]) -> tuple[str, ...]:
         """Return those of the layers that clients train."""
         return tuple(
-            name for name in self._running(phase, names) if phase.frozen < self._stage_ranges[name].frozen_from
+            name
+            for name in self._running(phase, names)
+            if phase.frozen < self._stage_ranges[name].frozen_from and name not in self._merged
         )
 
     def frozen(self, phase: Phase, names: Iterable[str]) -> tuple[str, ...]:
@@ -75,7 +78,8 @@ class Stages:
         return tuple(
             name
             for name in self._running(phase, names)
-            if phase.frozen >= self._stage_ranges[name].frozen_from and not name.startswith(TARGET_ENCODER)
+            if (phase.frozen >= self._stage_ranges[name].frozen_from and not name.startswith(TARGET_ENCODER))
+            or name in self._merged
         )
 
     def transfer_weights(self, layers: Layers, phase: Phase) -> Layers:
@@ -107,15 +111,18 @@ class Stages:
 
 def check_phases(method: SSLMethod, phases: Sequence[Phase]) -> None:
     """Reject phases that the method or its encoder does not support."""
-    if TEACHER in method.static_parts and method.teacher_sees_views and len(phases) > 1:
+    parts_trained = len(phases) > 1 or phases[0].frozen > 0
+    if TEACHER in method.static_parts and method.teacher_sees_views and parts_trained:
         raise InputError(
-            "the schedule trains parts of the encoder but the teacher is a whole encoder; set schedule=end_to_end, or "
-            "disable the teacher with method.alignment_weight=0"
+            "the schedule or the tuning trains parts of the encoder but the teacher is a whole encoder; set "
+            "schedule=end_to_end and tuning=full, norm, bias or lora, or disable the teacher with "
+            "method.alignment_weight=0"
         )
     if method.masks_patches and any(phase.frozen for phase in phases):
         raise InputError(
-            f"the schedule freezes stages of the encoder, but {type(method).__name__} hides patches, and frozen stages "
-            "would run on all of them; set schedule=end_to_end or schedule=progressive"
+            f"the schedule or the tuning freezes stages of the encoder, but {type(method).__name__} hides patches, and "
+            "frozen stages would run on all of them; set schedule=end_to_end or schedule=progressive, and tuning=full, "
+            "norm, bias or lora"
         )
     if any(phase.depth_dropout for phase in phases) and not method.encoder.stages_interchangeable:
         raise InputError(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
+from fedssl.base_layers import MAX_ADVERTISED, is_digest
 from fedssl.untrusted import sanitize_line
 from fedssl.wire.device import COMPARED_PACKAGES, check_device_name
 from fedssl.wire.messages import METRICS, as_count
@@ -22,6 +23,7 @@ class NodeInfo:
     num_images: int | None = None  # of an edge client; None if it participates in secure aggregation only
     free_disk: int | None = None  # MB for the states of an edge client
     versions: Mapping[str, str] = field(default_factory=dict)  # of `COMPARED_PACKAGES` and Python on an edge client
+    base_digests: tuple[str, ...] = ()  # of base layers that the edge client has, see `fedssl.base_layers`
     problem: str = ""  # why the edge client cannot participate, a predicate without paths; empty if it can
 
 
@@ -35,6 +37,8 @@ def node_info_reply(message: Message, info: NodeInfo) -> Message:
             record["num-images"] = info.num_images
         if info.free_disk is not None:
             record["free-disk"] = info.free_disk
+        if info.base_digests:  # Flower cannot size an empty list
+            record["base-digests"] = list(info.base_digests)
         for package, installed in info.versions.items():
             record[f"version-{package}"] = installed
         return Message(RecordDict({NODE_INFO: record}), reply_to=message)
@@ -59,8 +63,17 @@ def read_node_info(message: Message) -> NodeInfo:
         num_images=counts.get("num-images"),
         free_disk=counts.get("free-disk"),
         versions={package: _text(record[key]) for package, key in versions.items() if key in record},
+        base_digests=_digests(record.get("base-digests", [])),
         problem=_text(record.get("problem", "")),
     )
+
+
+def _digests(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > MAX_ADVERTISED:
+        raise ValueError("its base layers are not a list of digests")
+    if not all(isinstance(digest, str) and is_digest(digest) for digest in value):
+        raise ValueError("a digest of its base layers is invalid")
+    return tuple(value)
 
 
 def _text(value: object) -> str:

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedssl.arrays import Layers
+from fedssl.base_layers import is_digest
 from fedssl.config.settings import LOSSLESS
 from fedssl.wire.records import decode_arrays, encode_arrays
 from fedssl.wire.wire_format import check_wire_dtype
 
-ARRAYS, METHOD_BROADCAST, METHOD_UPLOAD = "arrays", "method-broadcast", "method-upload"
+ARRAYS, METHOD_BROADCAST, METHOD_UPLOAD, BASE = "arrays", "method-broadcast", "method-upload", "base"
 CONFIG, METRICS, REPLY_CONFIG, PERSONALIZED = "config", "metrics", "reply-config", "personalized"
 NUM_EXAMPLES, TRAIN_LOSS, SECONDS = "num-examples", "train-loss", "seconds"
 CLIENT_METRICS = (NUM_EXAMPLES, TRAIN_LOSS, SECONDS)
@@ -44,6 +45,8 @@ class TrainPlan:
     depth_dropout: float = 0.0  # probability that a training step skips a frozen stage
     # Clients that must not use what they saved in earlier rounds (simulations).
     evicted_clients: tuple[int, ...] = ()
+    base: Layers = field(default_factory=dict)  # base layers, if the client lacks them (`fedssl.base_layers`)
+    base_digest: str = ""  # of the base layers; empty: the model has none
     # Further models. The client selects one of these or ``layers`` and reports its index.
     candidate_arrays: tuple[Layers, ...] = ()
 
@@ -69,9 +72,13 @@ class TrainPlan:
             plan["depth-dropout"] = self.depth_dropout
         if self.evicted_clients:
             plan["evicted-clients"] = list(self.evicted_clients)
+        if self.base_digest:
+            plan["base-digest"] = self.base_digest
         content = RecordDict(
             {ARRAYS: pack(self.layers, self.wire_dtype), METHOD_BROADCAST: encode_arrays(self.broadcast), CONFIG: plan}
         )
+        if self.base:
+            content[BASE] = pack(self.base, LOSSLESS)
         for number, layers in enumerate(self.candidate_arrays, start=1):
             content[f"{ARRAYS}-{number}"] = pack(layers, self.wire_dtype)
         return content
@@ -82,12 +89,15 @@ class TrainPlan:
         plan = content.config_records[CONFIG]
         wire_dtype = check_wire_dtype(plan["wire-dtype"])
         records = content.array_records
-        candidates = [records[f"{ARRAYS}-{number}"] for number in range(1, len(records) - 1)]
+        num_others = len({ARRAYS, METHOD_BROADCAST, BASE} & records.keys())
+        candidates = [records[f"{ARRAYS}-{number}"] for number in range(1, len(records) - num_others + 1)]
         return cls(
             round=int(_number(plan["round"])),
             layers=decode_arrays(records[ARRAYS], wire_dtype),
             candidate_arrays=tuple(decode_arrays(record, wire_dtype) for record in candidates),
             broadcast=decode_arrays(records[METHOD_BROADCAST]),
+            base=decode_arrays(records[BASE]) if BASE in records else {},
+            base_digest=_digest(plan.get("base-digest", "")),
             wire_dtype=wire_dtype,
             settings=str(plan["settings"]),
             metrics=_split_names(plan["metrics"]),
@@ -224,6 +234,13 @@ def _integers(value: object) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(one) is int for one in value):
         raise ValueError(f"{value} instead of integers")
     return tuple(value)
+
+
+def _digest(value: object) -> str:
+    """Return a digest of base layers; empty if there are none."""
+    if not isinstance(value, str) or (value and not is_digest(value)):
+        raise ValueError("the digest of the base layers is invalid")
+    return value
 
 
 def _state_rounds(value: object) -> tuple[int, int]:

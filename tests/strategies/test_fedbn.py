@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.wire.messages import TrainPlan
@@ -17,7 +18,9 @@ from tests.states import load_tensors
 class Toy(SSLMethod):
     def __init__(self, *modules):
         super().__init__()
-        self.encoder = nn.Sequential(*modules)
+        self.encoder = Encoder()
+        for number, module in enumerate(modules):
+            self.encoder.add_module(str(number), module)
 
 
 def test_batch_norm_is_found_by_type():
@@ -30,7 +33,7 @@ def test_batch_norm_is_found_by_type():
 
 
 def test_models_without_batch_norm_are_refused():
-    with pytest.raises(InputError, match="strategy=fedbn but the model has no batch normalisation"):
+    with pytest.raises(InputError, match="strategy=fedbn but the model trains no batch normalization"):
         FedBN().validate(
             StrategyContext(method=Toy(nn.Linear(2, 2), nn.LayerNorm(2)), num_clients=10, clients_per_round=2)
         )

@@ -1,0 +1,167 @@
+"""``format=peft``: the factors of ``tuning=lora`` as an adapter of PEFT (https://github.com/huggingface/peft).
+
+A run with ``tuning=lora`` writes the merged encoder (``encoder.pt``) and beside it the factors
+(``adapter.safetensors``). The export is a folder with ``adapter_model.safetensors`` and ``adapter_config.json``, which
+``peft.PeftModel.from_pretrained(encoder, FOLDER)`` loads onto the encoder before training. The weights of that encoder
+are in the run folder's ``base/``. PEFT 0.21 adds the product of the output projection of
+`torch.nn.MultiheadAttention` twice; without ``out_proj`` in ``tuning.targets`` its encoder is ours.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedssl.atomic_files import atomic_write
+from fedssl.base_layers import read_base
+from fedssl.config.load import BASE_FOLDER
+from fedssl.encoders.base import Encoder
+from fedssl.errors import InputError
+from fedssl.export.source import ExportSource, represent
+from fedssl.export.weights import KEY, write_weights
+from fedssl.low_rank import LowRankLayer
+from fedssl.untrusted import MAX_TENSORS_BYTES, corrupt_file_error, open_regular_file
+
+ADAPTER_FILE = "adapter.safetensors"
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX = "base_model.model."  # of the names in PEFT
+_IN_PROJ, _OUT_PROJ = ".in_proj_weight", ".out_proj.weight"
+
+
+def write_adapter(file: Path, encoder: Encoder) -> None:
+    """Write the factors of an encoder with `fedssl.tuning.lora`, atomically."""
+    from safetensors.torch import save
+
+    tensors, layers = encoder.state_dict(), encoder.low_rank_layers
+    factors = {name: tensors[name].cpu() for layer in layers for name in (layer.a, layer.b)}
+    content = save(factors, {"format": "pt", KEY: json.dumps([astuple(layer) for layer in layers])})
+    atomic_write(file, lambda stream: stream.write(content))
+
+
+def read_adapter(file: Path, weights: Mapping[str, Tensor]) -> list[tuple[LowRankLayer, Tensor, Tensor]]:
+    """Read A and B of each layer; `InputError` for a damaged file, or one that does not fit the encoder's weights."""
+    from safetensors import safe_open
+
+    try:
+        open_regular_file(file, max_bytes=MAX_TENSORS_BYTES).close()
+        with safe_open(file, "pt") as stored:
+            layers = [LowRankLayer(*row) for row in json.loads((stored.metadata() or {})[KEY])]
+            factors = [(layer, stored.get_tensor(layer.a), stored.get_tensor(layer.b)) for layer in layers]
+        for layer, a, b in factors:
+            weight = weights[layer.weight]
+            if (len(b), a.shape[1], b.shape[1]) != (len(weight), weight[0].numel(), len(a)):
+                raise ValueError(f"the factors of {layer.weight} have other shapes than the weight")
+        if not factors or len({(layer.scale, len(a)) for layer, a, _ in factors}) != 1:
+            raise ValueError("its layers have no common rank and scale")
+    except FileNotFoundError as error:
+        raise InputError(
+            f"{file} does not exist: format=peft is for runs with tuning=lora; choose another format"
+        ) from error
+    except Exception as error:  # a foreign file can raise any exception
+        raise corrupt_file_error(file, " ".join(str(error).split())[:200]) from error
+    return factors
+
+
+def write_peft(source: ExportSource, folder: Path) -> None:
+    """Write the folder with its two files."""
+    weights = source.content["weights"]
+    factors = read_adapter(_run_folder(source) / ADAPTER_FILE, weights)
+    base = read_base(_run_folder(source) / BASE_FOLDER)
+    if any(f"encoder.{layer.weight}" not in base for layer, _, _ in factors):
+        raise InputError(
+            "format=peft has an adapter for the weights before training, but tuning.aggregation=exact or stack changed "
+            "them; choose another format"
+        )
+    tensors: dict[str, Tensor] = {}
+    for layer, a, b in factors:
+        weight, module = weights[layer.weight], _module(layer.weight, weights)
+        if weight.ndim == 4:  # PEFT has the kernel of A, and a 1x1 convolution as B
+            _check_groups(source, layer.weight)
+            a, b = a.view(-1, *weight.shape[1:]), b[:, :, None, None]
+        tensors |= {f"{_PREFIX}{module}.lora_A.weight": a, f"{_PREFIX}{module}.lora_B.weight": b}
+    rank = len(factors[0][1])
+    for module, weight in _other_projections(factors, weights).items():  # PEFT adapts both projections of an attention
+        tensors[f"{_PREFIX}{module}.lora_A.weight"] = weight.new_zeros(rank, weight.shape[1])
+        tensors[f"{_PREFIX}{module}.lora_B.weight"] = weight.new_zeros(len(weight), rank)
+    folder.mkdir()
+    write_weights(folder / WEIGHTS, tensors, metadata={})
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": factors[0][0].scale * rank,
+        "target_modules": sorted({_target(layer.weight, weights) for layer, _, _ in factors}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+@torch.no_grad()
+def run_peft(source: ExportSource, folder: Path, images: Tensor) -> Tensor:
+    """Compute the representations ``(batch, feature_dim)`` of images by the base layers and the folder's adapter."""
+    from safetensors.torch import load_file
+
+    base = read_base(_run_folder(source) / BASE_FOLDER)
+    adapter, config = load_file(folder / WEIGHTS), json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    scale = config["lora_alpha"] / config["r"]
+    weights: dict[str, Tensor] = {}
+    for name in source.content["weights"]:
+        weight = torch.from_numpy(base[f"encoder.{name}"]).clone()
+        key = f"{_PREFIX}{_module(name, source.content['weights'])}"
+        if f"{key}.lora_A.weight" in adapter:
+            a, b = (adapter[f"{key}.lora_{factor}.weight"].flatten(1) for factor in "AB")
+            weight += scale * (b @ a).view_as(weight)
+        weights[name] = weight
+    model: Any = source.encoder
+    trained = {name: value.clone() for name, value in model.state_dict().items()}
+    try:
+        model.load_state_dict(weights)
+        return represent(model, model.preprocess, images)
+    finally:
+        model.load_state_dict(trained)
+
+
+def _run_folder(source: ExportSource) -> Path:
+    if source.run is None:
+        raise InputError("format=peft needs the run folder; give run=DIR instead of encoder=FILE")
+    return source.run.folder
+
+
+def _module(weight: str, weights: Mapping[str, Tensor]) -> str:
+    """Return the name of the module in PEFT that adapts a weight."""
+    if weight.endswith(_IN_PROJ):
+        return weight.removesuffix(_IN_PROJ)
+    attention = weight.removesuffix(_OUT_PROJ)
+    if weight.endswith(_OUT_PROJ) and f"{attention}{_IN_PROJ}" in weights:
+        return f"{attention}.base_layer.out_proj"
+    return weight.removesuffix(".weight")
+
+
+def _target(weight: str, weights: Mapping[str, Tensor]) -> str:
+    """Return the name in ``target_modules`` of a weight."""
+    return _module(weight, weights).removesuffix(".base_layer.out_proj")
+
+
+def _other_projections(
+    factors: list[tuple[LowRankLayer, Tensor, Tensor]], weights: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the projections without factors of attentions with factors: modules in PEFT, and their weights."""
+    adapted = {layer.weight for layer, _, _ in factors}
+    attentions = {_target(weight, weights) for weight in adapted}
+    attentions = {path for path in attentions if f"{path}{_IN_PROJ}" in weights}
+    names = {f"{path}{end}" for path in attentions for end in (_IN_PROJ, _OUT_PROJ)}
+    return {_module(name, weights): weights[name] for name in sorted(names - adapted)}
+
+
+def _check_groups(source: ExportSource, weight: str) -> None:
+    name = weight.removesuffix(".weight")
+    if source.encoder.get_submodule(name).groups > 1:
+        raise InputError(
+            f"format=peft does not support the grouped convolution {name}, whose factors PEFT defines differently; "
+            "choose another format, or leave it out of tuning.targets"
+        )

@@ -1,0 +1,159 @@
+"""LoRA (Hu et al., arXiv 2106.09685) of the linear and convolutional layers of an encoder."""
+
+import copy
+from collections.abc import Sequence
+
+from torch import nn
+
+from fedssl.config.constraints import check_arguments
+from fedssl.config.overrides import did_you_mean
+from fedssl.encoders.base import Encoder, Network
+from fedssl.errors import InputError
+from fedssl.low_rank import LowRankLayer
+from fedssl.tuning.lora_layers import LoRAAttention, LoRAConv2d, LoRALayer, LoRALinear, merge, weight_name
+
+IN_PROJ = "in_proj"  # name of the input projection of an attention
+
+
+def lora(
+    encoder: Encoder,
+    *,
+    rank: int,
+    alpha: float,
+    targets: Sequence[str] | None = None,
+    aggregation: str = "factors",
+    ranks: Sequence[int] | None = None,
+) -> None:
+    """Train low-rank factors A and B of weights W, which become W + ``alpha`` / ``rank`` B A.
+
+    Parameters
+    ----------
+    encoder : Encoder
+        The new encoder. Its layers become base layers.
+    rank : int
+        r, at most the number of rows and columns of each weight.
+    alpha : float
+        Numerator of the scale; positive.
+    targets : sequence of str or None
+        Names of layers, or their last components as in PEFT's ``target_modules``. The projections of an attention are
+        ``in_proj`` and ``out_proj``. None: all linear and convolutional layers, except depthwise convolutions whose
+        kernel has fewer than ``rank`` elements.
+    aggregation : {"factors", "freeze_a", "exact", "stack", "svd"}
+        "factors": A and B are trained and aggregated separately (FedIT, arXiv 2305.05644). "freeze_a": A keeps its
+        initial values, so that the mean of products is the product of the means (FFA-LoRA, arXiv 2403.12313). For the
+        others see `strategies.low_rank_aggregation`; with "exact" and "stack" the server changes W.
+    ranks : sequence of int or None
+        Ranks that clients have in turn, at most ``rank``. None: all have ``rank``.
+    """
+    check_arguments("tuning", rank=rank, alpha=alpha, targets=targets, aggregation=aggregation, ranks=ranks)
+    if ranks is not None and (not ranks or max(ranks) > rank):
+        raise InputError(f"tuning.ranks={list(ranks)} must be ranks up to tuning.rank={rank}; raise tuning.rank")
+    base = list(encoder.state_dict())
+    weights = _weights(encoder)
+    names = _select(encoder, weights, targets=targets, rank=rank)
+    for name in names:
+        rows, columns = weights[name]
+        if rank > min(rows, columns):
+            raise InputError(
+                f"tuning.rank={rank} but the layer {name} of the encoder has a weight of {rows} x {columns}; set "
+                f"tuning.rank to at most {min(rows, columns)}, or tuning.targets without this layer"
+            )
+    _insert(encoder, names, rank=rank, scale=alpha / rank)
+    layers = []
+    for path, module in encoder.named_modules():
+        if isinstance(module, LoRALayer) and module.lora_B is not None:
+            layers.append(
+                LowRankLayer(f"{path}.{weight_name(module)}", f"{path}.lora_A", f"{path}.lora_B", alpha / rank)
+            )
+    encoder.low_rank_layers = tuple(layers)
+    fixed = [layer.a for layer in layers] if aggregation == "freeze_a" else []
+    merged = [layer.weight for layer in layers] if aggregation in ("exact", "stack") else []
+    encoder.freeze_base([*base, *fixed], merged=merged)
+
+
+def plain_copy(network: Network) -> Network:
+    """Return a copy without LoRA layers, whose products are added to the weights, and without base layers.
+
+    It shares neither layers nor active stages with the original, and everything can be trained.
+    """
+    copied = copy.deepcopy(network)
+    for module in copied.modules():
+        if isinstance(module, LoRALayer):
+            merge(module)
+    if isinstance(copied, Encoder):
+        copied.low_rank_layers = ()
+        copied.freeze_base(())
+    return copied.requires_grad_(True)
+
+
+def _weights(encoder: Encoder) -> dict[str, tuple[int, int]]:
+    """Return rows and columns of the weights that can have LoRA, by the name of their layer."""
+    weights = {}
+    for name, module in encoder.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
+            rows, columns = module.in_proj_weight.shape
+            weights[f"{name}.{IN_PROJ}"] = rows, columns
+        # Subclasses with another forward, such as TensorFlow's padding, are not replaced.
+        if isinstance(module, nn.Linear | nn.Conv2d) and type(module).forward in (nn.Linear.forward, nn.Conv2d.forward):
+            weights[name] = len(module.weight), module.weight[0].numel()
+    return weights
+
+
+def _select(
+    encoder: Encoder, weights: dict[str, tuple[int, int]], *, targets: Sequence[str] | None, rank: int
+) -> list[str]:
+    """Return the names of the layers that get factors; raises `InputError` for a target without a layer."""
+    if targets is None:
+        depthwise = {
+            name
+            for name, module in encoder.named_modules()
+            if isinstance(module, nn.Conv2d) and module.groups == module.in_channels > 1
+        }
+        names = [name for name in weights if not (name in depthwise and rank > min(weights[name]))]
+        if not names:
+            raise InputError("tuning=lora but the encoder has no linear or convolutional layer; set another tuning")
+        return names
+    for target in targets:
+        if not any(_matches(name, target) for name in weights):
+            short = (name.rpartition(".")[2] for name in weights)
+            known = dict.fromkeys([*(name for name in short if not name.isdecimal()), *weights])
+            raise InputError(
+                f"tuning.targets has {target!r}, which is no linear or convolutional layer of the encoder"
+                f"{did_you_mean(target, list(known))}; its layers have names such as {', '.join(list(known)[:4])}"
+            )
+    names = [name for name in weights if any(_matches(name, target) for target in targets)]
+    if not names:
+        raise InputError("tuning.targets is empty; name layers of the encoder, or set it to null")
+    return names
+
+
+def _matches(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _insert(encoder: Encoder, names: Sequence[str], *, rank: int, scale: float) -> None:
+    """Replace the layers of these names."""
+    chosen = set(names)
+    for path, module in list(encoder.named_modules()):
+        if isinstance(module, nn.MultiheadAttention) and chosen & {f"{path}.{IN_PROJ}", f"{path}.out_proj"}:
+            rank_in = rank if f"{path}.{IN_PROJ}" in chosen else 0
+            _replace(encoder, path, LoRAAttention(_supported(module, path), rank=rank_in, scale=scale))
+    for path, module in list(encoder.named_modules()):
+        if path in chosen and isinstance(module, nn.Linear):
+            _replace(encoder, path, LoRALinear(module, rank=rank, scale=scale))
+        elif path in chosen and isinstance(module, nn.Conv2d):
+            _replace(encoder, path, LoRAConv2d(module, rank=rank, scale=scale))
+
+
+def _supported(attention: nn.MultiheadAttention, path: str) -> nn.MultiheadAttention:
+    if not attention.batch_first or attention.dropout or attention.bias_k is not None or attention.add_zero_attn:
+        raise InputError(
+            f"tuning=lora does not support the attention {path} of the encoder (dropout, key biases, or another order "
+            "of axes); set tuning.targets to other layers"
+        )
+    return attention
+
+
+def _replace(encoder: Encoder, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    encoder.get_submodule(parent).add_module(name, module)

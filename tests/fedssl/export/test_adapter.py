@@ -1,0 +1,113 @@
+"""format=peft: a folder with the names, shapes and scale of PEFT, and refusals."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fedssl.base_layers import read_base
+from fedssl.errors import InputError
+from fedssl.export import cli, load_encoder
+from fedssl.export.adapter import ADAPTER_FILE, CONFIG, WEIGHTS
+from simulation.cli import run
+
+SMALL = [
+    "num_clients=2",
+    "rounds=1",
+    "local_epochs=2",
+    "dataset.limit=60",
+    "threads=1",
+    "batch_size=16",
+    "partition=iid",
+]
+SMALL += ["evaluate_every=0", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
+SMALL += ["method.projector.hidden_dim=8", "tuning=lora", "tuning.rank=2", "tuning.alpha=8"]
+VIT = ["encoder=vit_tiny", "encoder.width=8", "encoder.depth=1", "encoder.heads=2", "encoder.patch=4"]
+PREFIX = "base_model.model."
+BLOCK = "encoder.layers.encoder_layer_0"
+
+
+@pytest.fixture(scope="module")
+def conv(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("conv") / "run"
+    run([*SMALL, "encoder.width=4", "tuning.targets=[blocks.1.0,blocks.3.0]", f"output_dir={folder}"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vit") / "run"
+    run([*SMALL, *VIT, "tuning.targets=[in_proj,mlp.0]", f"output_dir={folder}"])
+    return folder
+
+
+def export(folder, **options):
+    return cli.run([f"run={folder}", "format=peft", *(f"{key}={value}" for key, value in options.items())])
+
+
+def test_the_encoder_file_is_that_of_the_plain_architecture(conv):
+    """Weights of adapted layers are W + alpha / r B A, and those of the others are the base layers."""
+    base = {name.removeprefix("encoder."): torch.from_numpy(array) for name, array in read_base(conv / "base").items()}
+    weights, factors = load_encoder(conv / "encoder.pt").state_dict(), load_file(conv / ADAPTER_FILE)
+    assert weights.keys() == base.keys()
+    assert set(factors) == {f"blocks.{block}.0.lora_{factor}" for block in (1, 3) for factor in "AB"}
+    for name, weight in weights.items():
+        layer = name.removesuffix(".weight")
+        expected = base[name]
+        if f"{layer}.lora_A" in factors:
+            a, b = (factors[f"{layer}.lora_{factor}"].double() for factor in "AB")
+            assert b.any()
+            expected = (expected.double() + 8 / 2 * (b @ a).view_as(weight)).float()
+        torch.testing.assert_close(weight, expected, rtol=0, atol=1e-7)
+
+
+def test_convolutions_have_the_kernels_of_peft(conv):
+    assert "largest difference of representations" in export(conv)
+    folder = conv / "encoder-peft"
+    config, factors = json.loads((folder / CONFIG).read_text()), load_file(conv / ADAPTER_FILE)
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 2, 8)
+    assert config["target_modules"] == ["blocks.1.0", "blocks.3.0"]
+    adapter = load_file(folder / WEIGHTS)
+    assert set(adapter) == {f"{PREFIX}blocks.{block}.0.lora_{factor}.weight" for block in (1, 3) for factor in "AB"}
+    a, b = (adapter[f"{PREFIX}blocks.1.0.lora_{factor}.weight"] for factor in "AB")
+    assert (a.shape, b.shape) == ((2, 4, 3, 3), (8, 2, 1, 1))
+    assert torch.equal(a.flatten(1), factors["blocks.1.0.lora_A"])
+    assert torch.equal(b.flatten(1), factors["blocks.1.0.lora_B"])
+
+
+def test_an_attention_has_factors_of_both_projections(vit):
+    """PEFT adapts the output projection as well; without factors here, its product is 0."""
+    export(vit, output=vit / "adapter")
+    adapter, factors = load_file(vit / "adapter" / WEIGHTS), load_file(vit / ADAPTER_FILE)
+    names = [f"{BLOCK}.mlp.0", f"{BLOCK}.self_attention", f"{BLOCK}.self_attention.base_layer.out_proj"]
+    assert set(adapter) == {f"{PREFIX}{name}.lora_{factor}.weight" for name in names for factor in "AB"}
+    config = json.loads((vit / "adapter" / CONFIG).read_text())
+    assert config["target_modules"] == names[:2]
+    assert not adapter[f"{PREFIX}{names[2]}.lora_B.weight"].any()
+    b = adapter[f"{PREFIX}{names[1]}.lora_B.weight"]
+    assert torch.equal(b, factors[f"{BLOCK}.self_attention.lora_B"])
+    assert b.any()
+
+
+def test_encoders_without_factors_are_refused(conv, tmp_path):
+    with pytest.raises(InputError, match="format=peft needs the run folder; give run=DIR"):
+        cli.run([f"encoder={conv / 'encoder.pt'}", "format=peft", f"output={tmp_path / 'x'}"])
+    folder = tmp_path / "run"
+    run([*SMALL[:-3], "encoder.width=4", f"output_dir={folder}"])
+    assert not (folder / ADAPTER_FILE).exists()
+    with pytest.raises(InputError, match="format=peft is for runs with tuning=lora"):
+        export(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100])
+def test_damaged_factors_are_refused(conv, tmp_path, content):
+    file = conv / ADAPTER_FILE
+    kept = file.read_bytes()
+    try:
+        file.write_bytes(content)
+        with pytest.raises(InputError, match="adapter.safetensors cannot be used"):
+            export(conv, output=tmp_path / "x")
+    finally:
+        file.write_bytes(kept)
+    assert not (tmp_path / "x").exists()

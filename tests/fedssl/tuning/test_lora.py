@@ -1,0 +1,243 @@
+"""tuning=lora: the layers that get factors, what is trained and exchanged, and the merged encoder."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from fedssl.config.load import compose
+from fedssl.datasets.base import load_federated
+from fedssl.encoders import conv_small, vit_tiny
+from fedssl.encoders.base import Encoder, frozen_copy
+from fedssl.errors import InputError
+from fedssl.low_rank import LowRankLayer
+from fedssl.methods.base import build_method
+from fedssl.model_arrays import exchanged_names, local_names
+from fedssl.seeding import torch_generator
+from fedssl.training import LocalTrainer, train
+from fedssl.tuning import lora, plain_copy
+
+SMALL = ["encoder.width=8", "method.projector.hidden_dim=8", "threads=1", "tuning=lora", "tuning.rank=2"]
+VIT = ["encoder=vit_tiny", "encoder.depth=2", "encoder.heads=2", "encoder.patch=4"]
+ATTENTION = "encoder.layers.encoder_layer_0.self_attention"
+FACTORS = ("lora_A", "lora_B")
+
+
+def small_vit():
+    return vit_tiny(channels=1, size=8, depth=1, width=8, heads=2)
+
+
+def make(*overrides):
+    settings = compose([*SMALL, *overrides])
+    return settings, build_method(settings.model)
+
+
+def adapted(encoder):
+    return [layer.weight for layer in encoder.low_rank_layers]
+
+
+def fill(encoder):
+    """Draw the factors B, which are 0 at first."""
+    with torch.no_grad():
+        for layer in encoder.low_rank_layers:
+            encoder.get_parameter(layer.b).normal_(std=0.1)
+
+
+def test_all_linear_and_convolutional_layers_get_factors():
+    encoder = small_vit()
+    before = list(encoder.state_dict())
+    lora(encoder, rank=2, alpha=6)
+    assert set(adapted(encoder)) == {
+        "conv_proj.weight",
+        f"{ATTENTION}.in_proj_weight",
+        f"{ATTENTION}.out_proj.weight",
+        "encoder.layers.encoder_layer_0.mlp.0.weight",
+        "encoder.layers.encoder_layer_0.mlp.3.weight",
+    }
+    assert encoder.base_names == set(before)
+    assert encoder.low_rank_layers[0] == LowRankLayer("conv_proj.weight", "conv_proj.lora_A", "conv_proj.lora_B", 3.0)
+    for layer in encoder.low_rank_layers:
+        weight, a, b = (encoder.get_parameter(name) for name in (layer.weight, layer.a, layer.b))
+        assert (len(b), b.shape[1], a.shape[1]) == (len(weight), 2, weight[0].numel())
+        assert (weight.requires_grad, a.requires_grad, b.requires_grad) == (False, True, True)
+    trained = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
+    assert trained == set(encoder.state_dict()) - set(before)
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (["in_proj"], [f"{ATTENTION}.in_proj_weight"]),
+        (["out_proj", "conv_proj"], ["conv_proj.weight", f"{ATTENTION}.out_proj.weight"]),
+        (["mlp.3"], ["encoder.layers.encoder_layer_0.mlp.3.weight"]),
+        (["encoder.layers.encoder_layer_0.mlp.0"], ["encoder.layers.encoder_layer_0.mlp.0.weight"]),
+    ],
+)
+def test_targets_are_names_or_their_last_components(targets, expected):
+    encoder = small_vit()
+    images = torch.rand(2, 1, 8, 8)
+    before = encoder.eval()(images)
+    lora(encoder, rank=2, alpha=2, targets=targets)
+    assert adapted(encoder) == expected
+    torch.testing.assert_close(encoder.eval()(images), before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"targets": ["inproj"]}, "tuning.targets has 'inproj', which is no linear .*; did you mean in_proj or"),
+        ({"targets": ["ln_1"]}, "tuning.targets has 'ln_1', which is no linear or convolutional layer"),
+        ({"targets": []}, "tuning.targets is empty"),
+        ({"rank": 9}, "tuning.rank=9 but the layer .* has a weight of .* set tuning.rank to at most 8"),
+        ({"rank": 0}, "tuning.rank=0 must be an integer of at least 1"),
+        ({"alpha": 0}, "tuning.alpha=0 must be a number above 0"),
+        ({"aggregation": "mean"}, "tuning.aggregation=mean must be factors or freeze_a"),
+    ],
+)
+def test_invalid_settings_are_rejected_before_the_encoder_changes(arguments, message):
+    encoder = small_vit()
+    before = list(encoder.state_dict())
+    with pytest.raises(InputError, match=message):
+        lora(encoder, **{"rank": 2, "alpha": 2, **arguments})
+    assert list(encoder.state_dict()) == before
+
+
+class Depthwise(Encoder):
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Conv2d(4, 8, 3, groups=4)
+        self.point = nn.Conv2d(8, 16, 1)
+        self.padded = Padded(16, 16, 3)
+        self.define_stages(stages=("wide", "point", "padded"), widths=(8, 16, 16))
+
+
+class Padded(nn.Conv2d):
+    """A convolution with another forward, such as timm's padding of TensorFlow."""
+
+    def forward(self, input):
+        return super().forward(nn.functional.pad(input, (0, 2, 0, 2)))
+
+
+def test_depthwise_convolutions_below_the_rank_and_other_layers_are_left_out():
+    """A depthwise 3x3 kernel has 9 elements, so that its matrix is 8 x 9."""
+    for rank, expected in ((8, ["wide.weight", "point.weight"]), (9, None)):
+        encoder = Depthwise()
+        if expected is None:  # the 1x1 convolution has 16 x 8
+            with pytest.raises(InputError, match=r"the layer point of the encoder has a weight of 16 x 8"):
+                lora(encoder, rank=rank, alpha=1)
+            continue
+        lora(encoder, rank=rank, alpha=1)
+        assert adapted(encoder) == expected
+    with pytest.raises(InputError, match=r"tuning.rank=9 but the layer wide of the encoder has a weight of 8 x 9"):
+        lora(Depthwise(), rank=9, alpha=1, targets=["wide"])
+
+
+@pytest.mark.parametrize("overrides", [[], VIT])
+def test_only_factors_are_exchanged_and_targets_share_the_base(overrides):
+    _, method = make("method=byol", *overrides)
+    expected = {f"encoder.{name}" for layer in method.encoder.low_rank_layers for name in (layer.a, layer.b)}
+    assert {name for name in exchanged_names(method) if name.startswith("encoder.")} == expected
+    targets = {name for name in local_names(method) if name.startswith("target_encoder.")}
+    assert targets == {f"target_{name}" for name in expected}
+    online, target = method.encoder.state_dict(keep_vars=True), method.target_encoder.state_dict(keep_vars=True)
+    assert all((online[name] is target[name]) == (name in method.encoder.base_names) for name in online)
+    assert [layer.b for layer in method.low_rank_layers] == [
+        f"encoder.{layer.b}" for layer in method.encoder.low_rank_layers
+    ]
+
+
+def test_frozen_factors_are_base_layers_that_targets_share():
+    _, method = make("method=byol", "method.target_init=average", "tuning.aggregation=freeze_a")
+    assert all("lora_B" in name for name in exchanged_names(method) if "encoder." in name)
+    layers = method.low_rank_layers
+    assert {layer.a for layer in layers} <= set(method.base_names)
+    assert {layer.b for layer in layers} <= set(exchanged_names(method))
+    assert {layer.weight.partition(".")[0] for layer in layers} == {"encoder", "target_encoder"}
+    assert len(layers) == 2 * len(method.encoder.low_rank_layers)
+    assert all(name in method.named_tensors for layer in layers for name in (layer.a, layer.b))
+
+
+def test_the_heads_and_weights_are_those_of_full_training():
+    _, method = make()
+    reference = build_method(compose([*SMALL[:-2]]).model)
+    for name, value in reference.state_dict().items():
+        assert torch.equal(method.state_dict()[name], value)
+
+
+def test_the_initial_factors_depend_on_the_seed_alone():
+    (_, one), (_, same), (_, other) = make(), make("method=simclr"), make("seed=1")
+    name = one.encoder.low_rank_layers[0].a
+    assert torch.equal(one.encoder.get_parameter(name), same.encoder.get_parameter(name))
+    assert not torch.equal(one.encoder.get_parameter(name), other.encoder.get_parameter(name))
+
+
+@pytest.mark.parametrize("make_encoder", [small_vit, lambda: conv_small(channels=1, size=8, width=8)])
+def test_the_plain_copy_has_the_products_in_its_weights(make_encoder):
+    """Also of a network in training mode, whose copy by `frozen_copy` gives the same output."""
+    encoder, plain = make_encoder(), make_encoder()
+    names = list(encoder.state_dict())
+    lora(encoder, rank=4, alpha=2, targets=None)
+    fill(encoder)
+    encoder.eval()
+    images = torch.rand(4, 1, 8, 8)
+    copied = plain_copy(encoder).eval()
+    assert list(copied.state_dict()) == names
+    plain.load_state_dict(copied.state_dict())
+    for other in (copied, plain.eval(), frozen_copy(encoder).eval(), copy.deepcopy(encoder)):
+        torch.testing.assert_close(other(images), encoder(images), rtol=0, atol=1e-6)
+    layer = encoder.low_rank_layers[0]
+    a, b = (encoder.get_parameter(name).double() for name in (layer.a, layer.b))
+    weight = encoder.get_parameter(layer.weight)
+    expected = weight.double() + 0.5 * (b @ a).view_as(weight)
+    torch.testing.assert_close(copied.get_parameter(layer.weight).double(), expected, rtol=1e-6, atol=1e-7)
+    assert all(parameter.requires_grad for parameter in copied.parameters())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["optimizer.lr=0.1"],
+        [*VIT, "optimizer=adam", "optimizer.lr=0.01"],
+        ["optimizer.lr=0.1", "tuning.aggregation=freeze_a"],
+    ],
+)
+def test_training_on_the_digits_lowers_the_loss_and_leaves_the_base_as_it_is(overrides):
+    settings, method = make("tuning.rank=4", "tuning.alpha=16", *overrides)
+    base = {name: method.named_tensors[name].detach().clone() for name in method.base_names}
+    training = LocalTrainer.build(settings.training, method)
+    images = load_federated(settings.data).images
+    method.start_round(first=True)
+    first, last = (
+        train(
+            method,
+            images,
+            torch.arange(320),
+            training=replace(training, epochs=epochs, batch_size=64),
+            generator=torch_generator(0),
+        ).loss
+        for epochs in (1, 6)
+    )
+    assert last < first - 0.02
+    assert all(torch.equal(method.named_tensors[name], value) for name, value in base.items())
+    assert all(method.encoder.get_parameter(layer.b).any() for layer in method.encoder.low_rank_layers)
+
+
+def test_the_factors_learn_what_the_heads_alone_cannot():
+    """With frozen heads only the encoder can lower the loss."""
+    settings, method = make("tuning.rank=4", "tuning.alpha=16", "optimizer.lr=0.3")
+    method.projector.requires_grad_(False)
+    training = LocalTrainer.build(settings.training, method)
+    images = load_federated(settings.data).images
+    losses = [
+        train(
+            method,
+            images,
+            torch.arange(320),
+            training=replace(training, epochs=epochs, batch_size=64),
+            generator=torch_generator(0),
+        ).loss
+        for epochs in (1, 6)
+    ]
+    assert losses[1] < losses[0] - 0.02
