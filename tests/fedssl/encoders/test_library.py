@@ -139,6 +139,7 @@ def test_the_network_follows_its_encoder():
     """To another device (which replaces parameters and buffers), to training mode, and with replaced modules."""
     encoder = build("test_vit")
     network = encoder.get_submodule("")
+    assert encoder.training is network.training is False
     assert encoder.train().training is network.training is True
     encoder.head = torch.nn.Hardtanh()
     assert network.head is encoder.get_submodule("head")
