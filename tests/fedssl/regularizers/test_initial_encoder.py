@@ -8,6 +8,7 @@ from torch import nn
 from client_app.step_memory import estimate_step_memory
 from fedssl.config.load import compose, parse_client_config
 from fedssl.datasets.base import load_federated
+from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.losses import teacher_distance
 from fedssl.methods.base import INITIAL_ENCODER, SSLMethod, build_method
@@ -22,15 +23,26 @@ from tests.federation import Federation
 from tests.methods import overrides_of
 
 
+class LinearEncoder(Encoder):
+    """An encoder that is a matrix."""
+
+    def __init__(self, weight: list[list[float]]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(weight))
+        self.define_stages(stages=(), widths=())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+
 class Linear(SSLMethod):
     """A linear encoder without bias and a linear projector."""
 
     def __init__(self, encoder: list[list[float]], projector: list[list[float]]) -> None:
         super().__init__()
-        for name, weight in (("encoder", encoder), ("projector", projector)):
-            layer = nn.Linear(len(weight[0]), len(weight), bias=False)
-            layer.weight = nn.Parameter(torch.tensor(weight))
-            self.add_module(name, layer)
+        self.encoder = LinearEncoder(encoder)
+        self.projector = nn.Linear(len(projector[0]), len(projector), bias=False)
+        self.projector.weight = nn.Parameter(torch.tensor(projector))
 
 
 def add(regularizer, method, views=None, z=()):
