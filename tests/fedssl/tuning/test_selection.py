@@ -143,7 +143,18 @@ def test_only_other_layers_are_exchanged_and_kept(tuning, target_init):
     assert set(method.trainable).isdisjoint(method.base_names)
 
 
-@pytest.mark.parametrize("convert", [lambda method: method, copy.deepcopy, lambda method: method.double()])
+def replace_parameters(method):
+    """Convert as for a device whose tensors cannot take the place of those of a CPU: parameters are new objects."""
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        return method.double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize(
+    "convert", [lambda method: method, copy.deepcopy, lambda method: method.double(), replace_parameters]
+)
 def test_target_networks_share_the_base_layers(convert):
     _, method = make("tuning=bias", "method=byol")
     method = convert(method)
