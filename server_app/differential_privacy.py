@@ -65,11 +65,12 @@ class Privacy:
 
 
 def check_model(method: SSLMethod) -> None:
-    """Refuse a model with running statistics, which are not released; raises `InputError`."""
-    if any(name.endswith(("running_mean", "running_var")) for name, _ in method.encoder.named_buffers()):
+    """Refuse a model that updates running statistics, which are not released; raises `InputError`."""
+    updated = {name for name, _ in method.encoder.named_buffers()} - method.encoder.base_names
+    if any(name.endswith(("running_mean", "running_var")) for name in updated):
         raise InputError(
-            "privacy=central leaves running statistics out, which the encoder needs; set encoder.norm=group, or "
-            "encoder=vit_tiny"
+            "privacy=central leaves running statistics out, which the encoder needs; set encoder.norm=group, "
+            "encoder=vit_tiny, or a tuning with frozen statistics, such as tuning.freeze_statistics=true"
         )
 
 

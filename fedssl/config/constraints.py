@@ -327,6 +327,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
     },
     "tuning": {
         "blocks": _integer(1),
+        "freeze_statistics": _BOOL,
         "rank": _integer(1),
         "alpha": _POSITIVE,
         "targets": _optional(_list_of(Constraint(kind=str))),

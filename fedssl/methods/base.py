@@ -1,9 +1,10 @@
 """Self-supervised methods: an encoder, heads, and a loss on views of the same images."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -174,8 +175,25 @@ class SSLMethod(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SSLMethod":
         self.__dict__.pop("named_tensors", None)  # torch replaces buffers when it moves a module
-        super()._apply(_once(fn) if self.encoder.base_names else fn, recurse)
+        shared = list(self._shared_base())
+        super()._apply(fn, recurse)
+        tensors = self.encoder.state_dict(keep_vars=True) if shared else {}
+        for tensors_of_module, key, name in shared:  # a conversion may give each module a tensor of its own
+            tensors_of_module[key] = tensors[name]
         return self
+
+    def _shared_base(self) -> Iterator[tuple[dict[str, Any], str, str]]:
+        """Yield where copies of the encoder have its base layers: tensors of a module, key, and name of the layer."""
+        if not self.base_names:
+            return
+        tensors = self.encoder.state_dict(keep_vars=True)
+        names = {id(tensors[name]): name for name in self.encoder.base_names}
+        own = set(self.encoder.modules())
+        for module in self.modules():
+            for tensors_of_module in (module._parameters, module._buffers) if module not in own else ():
+                for key, value in tensors_of_module.items():
+                    if id(value) in names:
+                        yield tensors_of_module, key, names[id(value)]
 
     def train(self, mode: bool = True) -> "SSLMethod":
         """Set training mode; static parts stay in eval mode."""
@@ -270,18 +288,6 @@ def build_encoder(model: ModelSettings) -> Encoder:
 
         load_pretrained(encoder, model.weights)
     return encoder
-
-
-def _once(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a function that converts a shared tensor once, so that the results are shared, too."""
-    converted: dict[int, tuple[Tensor, Tensor]] = {}  # with the argument, whose id is not used again
-
-    def convert(tensor: Tensor) -> Tensor:
-        if id(tensor) not in converted:
-            converted[id(tensor)] = tensor, fn(tensor)
-        return converted[id(tensor)][1]
-
-    return convert
 
 
 def build_method(model: ModelSettings) -> SSLMethod:

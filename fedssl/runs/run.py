@@ -265,7 +265,7 @@ def _is_summary(summary: dict[str, Any]) -> bool:
     needed = {"status": text, "reason": optional(text), "overrides": _is_text_list}
     if summary.get("status") == "finished":
         needed |= {"final": mapping_of(mapping_of(finite_number))}
-    allowed = {"units": optional(mapping_of(text))}
+    allowed = {"units": optional(mapping_of(text)), "base": lambda value: isinstance(value, dict)}
     return needed.keys() <= summary.keys() and all(
         kind(summary[key]) for key, kind in (needed | allowed).items() if key in summary
     )

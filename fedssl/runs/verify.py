@@ -2,10 +2,12 @@
 
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedssl.atomic_files import round_file, saved_rounds
+from fedssl.config.load import BASE_FOLDER
 from fedssl.config.saved_run import INITIAL_ENCODER_FILE, read_overrides
 from fedssl.errors import InputError
 from fedssl.runs.manifest import MANIFEST_SUFFIX, read_manifest
@@ -36,7 +38,7 @@ def verify_run(folder: Path) -> Verification:
     if not any((folder / name).exists() for name in RUN_MARKERS):
         raise InputError(f"{folder} is not a run folder; `fedssl-runs list` shows all runs")
     problems = [*_settings_problems(folder)]
-    problems += [*_encoder_problems(folder), *_archive_problems(folder)]
+    problems += [*_base_problems(folder), *_encoder_problems(folder), *_archive_problems(folder)]
     checkpoints = {round: list(_checkpoint_problems(folder, round)) for round in saved_rounds(folder / "checkpoints")}
     for round, found in checkpoints.items():
         problems += [f"checkpoint of round {round}: {problem}" for problem in found]
@@ -71,6 +73,19 @@ def _checkpoint_problems(folder: Path, round: int) -> Iterator[str]:
         yield str(error)
     else:
         yield from manifest.problems(folder)
+
+
+def _base_problems(folder: Path) -> Iterator[str]:
+    """Yield the files of base layers that do not have the layers of their digest, and a file that is missing."""
+    from fedssl.base_layers import stored_digests  # imports NumPy
+
+    base = folder / BASE_FOLDER
+    expected = {file.stem for file in base.glob("*.safetensors")}
+    with suppress(InputError):  # which `_settings_problems` yields
+        summary = read_run(folder).summary or {}
+        expected |= {str(digest) for key, digest in summary.get("base", {}).items() if key == "digest"}
+    for digest in sorted(expected - set(stored_digests([base]))):
+        yield f"{BASE_FOLDER}/{digest}.safetensors is missing or damaged"
 
 
 def _encoder_problems(folder: Path) -> Iterator[str]:

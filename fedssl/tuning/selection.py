@@ -10,8 +10,15 @@ from fedssl.errors import InputError
 _NORMALIZATIONS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-def full(encoder: Encoder) -> None:
-    """Train all parameters of the encoder."""
+def full(encoder: Encoder, *, freeze_statistics: bool = False) -> None:
+    """Train all parameters of the encoder.
+
+    ``freeze_statistics`` keeps the initial running statistics of batch normalization, which then uses them in training
+    as well: of few images, of augmented views or of one client they differ from those of the images that are embedded.
+    """
+    check_arguments("tuning", freeze_statistics=freeze_statistics)
+    if freeze_statistics:
+        encoder.freeze_base(_statistics(encoder))
 
 
 def head_only(encoder: Encoder) -> None:
@@ -19,9 +26,12 @@ def head_only(encoder: Encoder) -> None:
     encoder.freeze_base(encoder.state_dict(), stages=len(encoder.stage_names))
 
 
-def last_blocks(encoder: Encoder, *, blocks: int) -> None:
-    """Train the last ``blocks`` stages and what follows them, such as the last layer normalization of a transformer."""
-    check_arguments("tuning", blocks=blocks)
+def last_blocks(encoder: Encoder, *, blocks: int, freeze_statistics: bool = True) -> None:
+    """Train the last ``blocks`` stages and what follows them, such as the last layer normalization of a transformer.
+
+    ``freeze_statistics`` as in `full`.
+    """
+    check_arguments("tuning", blocks=blocks, freeze_statistics=freeze_statistics)
     stages = len(encoder.stage_names)
     if blocks >= stages:
         raise InputError(
@@ -32,19 +42,21 @@ def last_blocks(encoder: Encoder, *, blocks: int) -> None:
         )
     frozen = stages - blocks
     names = [name for name in encoder.state_dict() if encoder.stage_range(name).frozen_from <= frozen]
-    encoder.freeze_base(names, stages=frozen)
+    encoder.freeze_base({*names, *(_statistics(encoder) if freeze_statistics else ())}, stages=frozen)
 
 
-def norm(encoder: Encoder) -> None:
-    """Train scale and shift of normalization layers, whose running statistics are updated as well.
+def norm(encoder: Encoder, *, freeze_statistics: bool = True) -> None:
+    """Train scale and shift of normalization layers; ``freeze_statistics`` as in `full`.
 
     Frankle et al., *Training BatchNorm and Only BatchNorm*, arXiv 2003.00152; for transformers the same layers are
     those of LayerNorm tuning (Zhao et al., arXiv 2312.11420).
     """
+    check_arguments("tuning", freeze_statistics=freeze_statistics)
     normalizations = {
         name for name, module in encoder.named_modules() if isinstance(module, _NORMALIZATIONS) and module.state_dict()
     }
     trained = {name for name in encoder.state_dict() if name.rpartition(".")[0] in normalizations}
+    trained -= _statistics(encoder) if freeze_statistics else set()
     _train_only(encoder, trained, tuning="norm", layers="normalization layers with a scale")
 
 
@@ -61,3 +73,13 @@ def _train_only(encoder: Encoder, trained: set[str], *, tuning: str, layers: str
     if not any(name in trained for name, _ in encoder.named_parameters()):
         raise InputError(f"tuning={tuning} but the encoder has no {layers}; set another tuning, such as last_blocks")
     encoder.freeze_base([name for name in encoder.state_dict() if name not in trained])
+
+
+def _statistics(encoder: Encoder) -> set[str]:
+    """Return the names of the buffers of batch normalization."""
+    return {
+        f"{path}.{name}".removeprefix(".")
+        for path, module in encoder.named_modules()
+        if isinstance(module, _NormBase)
+        for name, _ in module.named_buffers(recurse=False)
+    }

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from client_app.state_store import read_state
 from fedssl.export import load_encoder
@@ -35,7 +36,7 @@ def numbers_of(folder: Path) -> Numbers:
 def _read(file: Path, folder: Path) -> Any:
     place = file.relative_to(folder).parts
     if file.suffix == ".safetensors":
-        return read_state(file)
+        return read_state(file) if place[0] == "clients" else load_file(file)
     if file.suffix == ".pt":
         return load_encoder(file).state_dict() if len(place) == 1 else torch.load(file, weights_only=True)
     if file.suffix == ".npz":

@@ -20,6 +20,7 @@ from fedssl.model_arrays import exchanged_names, read_layers
 from fedssl.runs.costs import sum_costs
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.loaded_run import load_run_folder
+from fedssl.runs.verify import verify_run
 from fedssl.wire.messages import ARRAYS, BASE, CONFIG, TrainPlan
 from fedssl.wire.records import encode_arrays, record_bytes
 from server_app import nodes
@@ -218,7 +219,11 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     loaded = load_run_folder(folder, [])
     with loaded.loaded(loaded.only_model(loaded.snapshots[-1], figure="x"), round=3) as method:
         assert all(torch.equal(method.encoder.state_dict()[name], weights[name]) for name in weights)
+    assert verify_run(folder).problems == ()
     file.rename(file.with_name(f"{'0' * 64}.safetensors"))
+    assert verify_run(folder).problems == tuple(
+        f"base/{name}.safetensors is missing or damaged" for name in sorted(["0" * 64, file.stem])
+    )
     with pytest.raises(InputError, match="has other base layers than this run"):
         run([f"resume={folder}", "rounds=4"])
     with pytest.raises(InputError, match="lacks the base layers of the run"):

@@ -25,6 +25,8 @@ MIXED = [
         "channels_last=false",
         "seed=123456789012",
     ],
+    ["tuning=lora", "tuning.rank=4", "tuning.alpha=16", "tuning.targets=[in_proj,mlp.0]", "encoder=vit_tiny"],
+    ["tuning=last_blocks", "tuning.blocks=2"],
     [
         "augmentation.views=[{flip_prob: 1.0}, {crop_scale: [0.5, 1.0], pad: 2}]",
         "dataset.mean=[0,0.1,1]",
@@ -138,6 +140,14 @@ def test_a_choice_that_the_device_does_not_have(name):
     task["choices"]["method"] = name
     with pytest.raises(RequestRefused, match="is not a choice of this edge client"):
         compose_task(json.dumps(task))
+
+
+def test_a_task_of_an_earlier_version_has_the_choices_of_groups_that_it_lacked():
+    """A device compares a run's task with the one that it stored before it was upgraded."""
+    new = make_task(compose([])).text()
+    stored = json.loads(new)
+    del stored["choices"]["tuning"]
+    assert compose_task(json.dumps(stored)) == compose_task(new)
 
 
 @pytest.mark.parametrize("run_id", ["../x", "/tmp/x", "a.b", "'a b'", "x" * 65])

@@ -1,6 +1,7 @@
 """Tunings: which layers are trained, that the others stay as they are, and that networks of a method share them."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -62,21 +63,35 @@ def test_last_blocks_trains_the_last_stages_and_the_tail():
     starts = ("encoder.layers.encoder_layer_1.", "encoder.layers.encoder_layer_2.", "encoder.ln.")
     assert trained(encoder) == {name for name in encoder.state_dict() if name.startswith(starts)}
     resnet = resnet18(channels=3, size=8)
-    last_blocks(resnet, blocks=1)
+    last_blocks(resnet, blocks=1, freeze_statistics=False)
     assert trained(resnet) == {name for name in resnet.state_dict() if name.startswith("layer4.")}
 
 
-def test_norm_trains_scale_shift_and_statistics():
+def test_norm_trains_scale_and_shift():
     encoder = conv_small(channels=1, size=8, width=4)
     norm(encoder)
-    assert trained(encoder) == {
-        f"blocks.{block}.1.{name}" for block in range(4) for name in ("weight", "bias", *STATISTICS)
-    }
+    assert trained(encoder) == {f"blocks.{block}.1.{name}" for block in range(4) for name in ("weight", "bias")}
     vit = small_vit()
     norm(vit)
     layers = [f"encoder.layers.encoder_layer_{block}.ln_{number}" for block in (0, 1) for number in (1, 2)]
     assert trained(vit) == {f"{layer}.{name}" for layer in (*layers, "encoder.ln") for name in ("weight", "bias")}
-    assert all(module.training for module in encoder.train().modules() if isinstance(module, nn.BatchNorm2d))
+
+
+@pytest.mark.parametrize("tune", [full, norm, partial(last_blocks, blocks=1)])
+def test_running_statistics_are_frozen_or_updated(tune):
+    """The statistics of the last block follow the setting, whatever else is frozen."""
+    names = {f"blocks.{block}.1.{name}" for block in range(4) for name in STATISTICS}
+    encoder = conv_small(channels=1, size=8, width=4)
+    tune(encoder, freeze_statistics=True)
+    assert names <= encoder.base_names
+    before = {name: encoder.state_dict()[name].clone() for name in names}
+    encoder.train()(torch.rand(4, 1, 8, 8))
+    assert all(torch.equal(encoder.state_dict()[name], value) for name, value in before.items())
+    encoder = conv_small(channels=1, size=8, width=4)
+    tune(encoder, freeze_statistics=False)
+    encoder.train()(torch.rand(4, 1, 8, 8))
+    assert "blocks.3.1.running_mean" in trained(encoder)
+    assert not torch.equal(encoder.state_dict()["blocks.3.1.running_mean"], before["blocks.3.1.running_mean"])
 
 
 def test_bias_trains_biases_with_frozen_statistics():
@@ -143,7 +158,18 @@ def test_only_other_layers_are_exchanged_and_kept(tuning, target_init):
     assert set(method.trainable).isdisjoint(method.base_names)
 
 
-@pytest.mark.parametrize("convert", [lambda method: method, copy.deepcopy, lambda method: method.double()])
+def replace_parameters(method):
+    """Convert as for a device whose tensors cannot take the place of those of a CPU: parameters are new objects."""
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        return method.double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize(
+    "convert", [lambda method: method, copy.deepcopy, lambda method: method.double(), replace_parameters]
+)
 def test_target_networks_share_the_base_layers(convert):
     _, method = make("tuning=bias", "method=byol")
     method = convert(method)
@@ -190,15 +216,14 @@ def test_frozen_stages_run_once_for_all_networks():
 
 @pytest.mark.parametrize("tuning", TUNINGS)
 def test_gradients_equal_those_of_the_whole_network(tuning):
-    """The reference computes all gradients of the whole network, with the batch norm of base layers in eval mode."""
+    """The reference computes all gradients of the whole network, with the encoder's batch norm in eval mode."""
     _, method = make(f"tuning={tuning}", "method=byol")
     _, reference = make("method=byol")
     method.double()
     reference.double().train()
     for name, module in reference.named_modules():
-        if isinstance(module, nn.BatchNorm2d) and "encoder" in name and tuning != "norm":
-            last = tuning == "last_blocks" and "blocks.3." in name
-            module.training = last
+        if isinstance(module, nn.BatchNorm2d) and "encoder" in name:
+            module.training = False
     views = Views.of(*torch.rand(2, 6, 1, 8, 8, dtype=torch.float64, generator=torch_generator(0)))
     with set_active_stages(method, depth=4, frozen=method.encoder.frozen_stages):
         loss = method.loss(method_inputs(method.train(), views, None, torch_generator(0)))

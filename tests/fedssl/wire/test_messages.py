@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedssl import messages as public
-from fedssl.wire.identity import NodeInfo, node_info_reply, read_node_info
+from fedssl.wire.identity import NODE_INFO, NodeInfo, node_info_reply, read_node_info
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import Array, arrays_to_record, read_array, record_to_arrays
 
@@ -198,8 +198,32 @@ def test_who_query():
         NodeInfo(partition=3, partitions=10),
         NodeInfo(partition=None, name="roof"),
         NodeInfo(partition=0, name="garden-2"),
+        NodeInfo(partition=None, name="roof", base_digests=("a" * 64, "0" * 64)),
     ):
         assert read_node_info(node_info_reply(query, who)) == who
+
+
+@pytest.mark.parametrize("digests", [["a" * 63], ["../x"], [3], ["a" * 64] * 65, "a" * 64])
+def test_invalid_digests_of_a_node_are_refused(digests):
+    TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, 1
+    reply = node_info_reply(Message(RecordDict(), 2, "query.node_info"), NodeInfo(partition=None, name="roof"))
+    reply.content.config_records[NODE_INFO]["base-digests"] = digests
+    with pytest.raises(ValueError, match="base layers"):
+        read_node_info(reply)
+
+
+@pytest.mark.parametrize("num_candidates", [0, 2])
+def test_a_plan_has_base_layers_beside_its_models(num_candidates):
+    others = tuple({name: array + number for name, array in LAYERS.items()} for number in range(num_candidates))
+    plan = replace(PLAN, candidate_arrays=others, base=CENTROIDS, base_digest="b" * 64)
+    back = TrainPlan.from_content(plan.to_content())
+    assert back.base_digest == "b" * 64
+    assert same(back.base, CENTROIDS)
+    assert same(back.layers, LAYERS)
+    assert len(back.candidate_arrays) == num_candidates
+    assert all(same(one, other) for one, other in zip(back.candidate_arrays, others, strict=True))
+    without = TrainPlan.from_content(replace(plan, base={}).to_content())
+    assert (without.base, without.base_digest, len(without.candidate_arrays)) == ({}, "b" * 64, num_candidates)
 
 
 def test_messages_have_a_public_path():
