@@ -66,7 +66,7 @@ def test_other_images_are_told(tmp_path, caplog):
         (["teacher={file}", "encoder.width=8"], "holds another encoder than this run's"),
         (
             ["teacher={file}", "schedule=layer_wise", "rounds=5"],
-            "the schedule trains parts of the encoder but the teacher",
+            "the schedule or the tuning trains parts of the encoder but the teacher",
         ),
     ],
 )

@@ -211,7 +211,7 @@ def test_invalid_values_are_reported(folder, name):
     lines = file.read_text().splitlines()
     kinds = SCHEMAS[file.stem]
     assert kinds.keys() <= {key for line in lines for key in json.loads(line)} | {
-        *("cost", "virtual_seconds", "virtual_time"),  # of other runs
+        *("cost", "virtual_seconds", "virtual_time", "base", "base_bytes"),  # of other runs
     }
     for key in kinds:
         for wrong in ([], {"a": []}, [[1]], True, -1.5, "\x1b[2J" if key not in ("model",) else 1, float("inf")):
