@@ -184,7 +184,7 @@ class SSLMethod(nn.Module):
 
     def _shared_base(self) -> Iterator[tuple[dict[str, Any], str, str]]:
         """Yield where copies of the encoder have its base layers: tensors of a module, key, and name of the layer."""
-        if not self.base_names:
+        if not self.encoder.base_names:
             return
         tensors = self.encoder.state_dict(keep_vars=True)
         names = {id(tensors[name]): name for name in self.encoder.base_names}

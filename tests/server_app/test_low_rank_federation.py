@@ -39,12 +39,15 @@ def totals(layers, method):
 @every_aggregation
 def test_the_global_weights_are_the_means_of_the_clients_weights(tmp_path, aggregation):
     federated = federation(tmp_path, aggregation)
-    method = federated.method
+    method, before = federated.method, {}
     for _ in range(2):
         first = len(federated.plans)
         layers = federated.run(1)
         plans = [TrainPlan.from_content(content) for content in federated.plans[first:]]
         updates = [ClientUpdate.from_content(content, 0).layers for content in federated.updates[first:]]
+        for name in method.merged_names:  # also of a client that starts later
+            assert all(np.array_equal(plan.layers[name], before.get(name, plans[0].layers[name])) for plan in plans)
+        before = layers
         clients = [totals(plan.layers | update, method) for plan, update in zip(plans, updates, strict=True)]
         found = totals(layers, method)
         for name, total in found.items():
@@ -55,8 +58,8 @@ def test_the_global_weights_are_the_means_of_the_clients_weights(tmp_path, aggre
                 weight = read_layers(method, [name])[name].astype(np.float64)
                 s = np.linalg.svd((mean - weight).reshape(len(weight), -1), compute_uv=False)
                 assert np.linalg.norm(total - mean) == pytest.approx(np.sqrt((s[2:] ** 2).sum()), rel=1e-3, abs=1e-6)
-    before = totals(plans[0].layers, method)
-    assert max(np.abs(found[name] - before[name]).max() for name in found) > 1e-3  # training has changed the weights
+    start = totals(plans[0].layers, method)
+    assert max(np.abs(found[name] - start[name]).max() for name in found) > 1e-3  # training has changed the weights
 
 
 @every_aggregation
@@ -129,6 +132,39 @@ def test_a_resumed_run_ends_with_the_same_bits_and_the_encoder_has_everything(tm
     with torch.no_grad():
         expected = method.eval().encoder(images)
         torch.testing.assert_close(encoder(images), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_secure_aggregation_sums_factors(tmp_path):
+    overrides = [
+        *TINY,
+        *LORA,
+        "tuning.aggregation=freeze_a",
+        "rounds=1",
+        "strategy=fedavg",
+        "strategy.weighting=uniform",
+    ]
+    folders = [tmp_path / name for name in ("plain", "secure")]
+    for folder, secure in zip(folders, ([], ["secure_aggregation=secagg_plus"]), strict=True):
+        run([*overrides, *secure, f"output_dir={folder}"])
+    plain, secure = (latest_checkpoint(folder / "checkpoints").models["global"].layers for folder in folders)
+    assert any(name.endswith("lora_B") and array.any() for name, array in plain.items())
+    for name, array in plain.items():
+        if array.dtype.kind == "f":  # counters are not summed
+            np.testing.assert_allclose(secure[name], array, atol=1e-4)
+
+
+@pytest.mark.parametrize("aggregation", ["exact", "stack", "svd"])
+def test_training_lowers_the_loss(tmp_path, aggregation):
+    # Of 10 classes: log 10 = 2.30 without knowledge. Seeds 0 and 1 end at 2.01 to 2.15 under all of these aggregations.
+    training = ["method=supervised", "encoder.width=8", "dataset.limit=200", "local_epochs=5", "batch_size=50"]
+    options = ["tuning.rank=4", "tuning.alpha=16", "optimizer=adam", "optimizer.lr=0.01"]
+    start = [*LORA[:1], f"tuning.aggregation={aggregation}", "strategy=fedavg", "num_clients=2"]
+    federated = Federation(tmp_path, *start, *training, *options)
+    losses = []
+    for _ in range(3):
+        federated.run(1)
+        losses.append(np.mean([row.loss for row in federated.report.clients]))
+    assert losses[2] < losses[0] - 0.05
 
 
 @pytest.mark.parametrize("aggregation", ["svd", "stack"])
