@@ -9,10 +9,13 @@ float32 by BLAS over rows of `ROW` numbers and in float64 across rows (relative 
 layer of millions of numbers has an error of 1e-5 and more). One thread processes a whole layer, and OpenBLAS, which
 NumPy's wheels contain, multiplies up to 10,000 numbers on one thread. Results therefore do not depend on the number of
 threads.
+
+Two layers may be factors of a product that is added to a weight (LoRA, `fedssl.low_rank`). They are exchanged, summed
+and stored like other layers. Their cosine, however, is that of the product, under the name of the weight.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +24,8 @@ import numpy as np
 import torch
 
 from fedssl.errors import InputError
+from fedssl.low_rank import LowRankLayer
+from fedssl.low_rank_products import NO_PAIRS, FactorPairs, LowRank
 
 Layers = dict[str, np.ndarray]
 
@@ -68,7 +73,7 @@ def cosine(wg: float, ww: float, gg: float) -> float:
 class Cosines:
     """Cosines of one client's layers with their initial values."""
 
-    weights: dict[str, float]  # cosine of each weight, in [-1, 1]; 1: same direction
+    weights: dict[str, float]  # cosine of each weight or product, in [-1, 1]; 1: same direction
     statistics: dict[str, float]  # cosine of each running statistic
     model: float  # cosine of all weights as one vector
     first_invalid: str | None  # first layer that contains NaN or an infinite value
@@ -85,16 +90,61 @@ class Cosines:
 
 
 class ReferenceLayers:
-    """The initial layers of clients in a round, to which their updates are compared."""
+    """The initial layers of clients in a round, to which their updates are compared.
 
-    def __init__(self, layers: Layers) -> None:
-        self.layers = layers
-        self._weights = {name for name, array in layers.items() if is_weight(name, array)}
+    Attributes
+    ----------
+    layers : Layers
+        Those that the updates have.
+    pairs : FactorPairs
+        The layers that are compared as products. Others than those in ``layers`` are ignored.
+    products : dict of str to LowRankLayer
+        Pairs of factors in ``layers``, by the name of B. A is in ``layers`` or fixed.
+    first_factors : frozenset of str
+        Names of all A in ``layers``.
+    """
+
+    def __init__(self, layers: Layers, pairs: FactorPairs = NO_PAIRS) -> None:
+        self.layers, self.pairs = layers, pairs
+        self.products = {pair.b: pair for pair in pairs.layers if pair.b in layers}
+        self.first_factors = frozenset(pair.a for pair in self.products.values()) & layers.keys()
         self._by_size = sorted(layers, key=lambda name: layers[name].size, reverse=True)
 
     @cached_property
     def _squares(self) -> dict[str, float]:
         return {name: ww for name, (_, ww) in self._measure([self.layers])[0].items()}
+
+    @cached_property
+    def _weight_sizes(self) -> dict[str, int]:
+        """Return the number of elements of each weight and product."""
+        return {
+            self.compared_name(name): math.prod(self.product(name, self.layers).shape)
+            if name in self.products
+            else array.size
+            for name, array in self.layers.items()
+            if is_weight(name, array) and name not in self.first_factors
+        }
+
+    def subset(self, names: Iterable[str]) -> "ReferenceLayers":
+        """Return some of the layers. Both factors of a pair must be among the names, or neither."""
+        return self.with_layers({name: self.layers[name] for name in names})
+
+    def with_layers(self, layers: Layers) -> "ReferenceLayers":
+        """Return other layers with the same pairs."""
+        return ReferenceLayers(layers, self.pairs)
+
+    def weights(self) -> "ReferenceLayers":
+        """Return the weights among the layers."""
+        return self.subset(name for name, array in self.layers.items() if is_weight(name, array))
+
+    def product(self, name: str, layers: Layers) -> LowRank:
+        """Return the product in ``layers`` whose factor B has this name."""
+        return self.pairs.product(self.products[name], layers)
+
+    def compared_name(self, name: str) -> str:
+        """Return the name under which a layer is compared: that of its product if it is a factor B."""
+        pair: LowRankLayer | None = self.products.get(name)
+        return name if pair is None else pair.weight
 
     def check(self, layers: Layers) -> None:
         """Raise an `InputError` if a layer is missing or unknown, or has another shape or dtype than the global one."""
@@ -146,14 +196,23 @@ class ReferenceLayers:
 
     def _measure(self, clients: Sequence[Layers]) -> list[dict[str, tuple[float, float]]]:
         """Return w.g and w.w of the floating-point layers for each client, in the order of the global layers."""
-        floats = dict.fromkeys(name for name, array in self.layers.items() if array.dtype.kind == "f")
-        products: list[dict[str, tuple[float, float]]] = [dict.fromkeys(floats, (0.0, 0.0)) for _ in clients]
+        floats = {
+            name: self.compared_name(name)
+            for name, array in self.layers.items()
+            if array.dtype.kind == "f" and name not in self.first_factors
+        }
+        products: list[dict[str, tuple[float, float]]] = [dict.fromkeys(floats.values(), (0.0, 0.0)) for _ in clients]
 
         def measure(name: str) -> None:
-            if name in floats:
-                arrays = [layers[name] for layers in clients]
-                for measured, pair in zip(products, inner_products(arrays, self.layers[name]), strict=True):
-                    measured[name] = pair
+            if name not in floats:
+                return
+            if name in self.products:
+                initial = self.product(name, self.layers)
+                pairs = [_product_products(self.product(name, layers), initial) for layers in clients]
+            else:
+                pairs = inner_products([layers[name] for layers in clients], self.layers[name])
+            for measured, pair in zip(products, pairs, strict=True):
+                measured[floats[name]] = pair
 
         self.parallel_for(measure)
         return products
@@ -165,11 +224,11 @@ class ReferenceLayers:
         total, numbers = 0.0, 0
         for name, (wg, ww) in measured.items():
             gg = self._squares[name]
-            if name in self._weights:
+            if name in self._weight_sizes:
                 weights[name] = cosine(wg, ww, gg)
                 model_wg, model_ww, model_gg = model_wg + wg, model_ww + ww, model_gg + gg
                 if gg:
-                    size = self.layers[name].size
+                    size = self._weight_sizes[name]
                     total, numbers = total + size * weights[name], numbers + size
             else:
                 statistics[name] = cosine(wg, ww, gg)
@@ -192,6 +251,14 @@ def _relative(square: float, of: float) -> float:
     if not math.isfinite(square):
         return math.inf
     return max(math.sqrt(max(square, 0.0) / of), _MIN_CHANGE) if of else _MIN_CHANGE if square <= 0 else math.inf
+
+
+def _product_products(w: LowRank, g: LowRank) -> tuple[float, float]:
+    """Return w.g and w.w of products; infinite if a factor is far too large, even if the other one is zero."""
+    factors = (float(np.square(factor, dtype=np.float64).sum()) for factor in (w.b, w.a))
+    if not all(square < _LARGEST_SQUARE for square in factors):
+        return math.inf, math.inf
+    return w.inner(g), w.square()
 
 
 def _inner_products(clients: Sequence[np.ndarray], g: np.ndarray, dtype: np.dtype) -> list[tuple[float, float]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedssl.arrays import Layers
+from fedssl.low_rank_products import FactorPairs
 from fedssl.machine.devices import is_gpu
 from fedssl.machine.transfer import copy_from_cpu, copy_to_cpu
 from fedssl.methods.base import SSLMethod
@@ -155,6 +156,13 @@ def copy_arrays(tensors: Sequence[Tensor], arrays: Sequence[np.ndarray]) -> None
         return
     for tensor, source in zip(tensors, sources, strict=True):
         tensor.copy_(source)
+
+
+def factor_pairs(method: SSLMethod) -> FactorPairs:
+    """Return the pairs of factors among the exchanged layers, with copies of the factors A that are not exchanged."""
+    exchanged = set(exchanged_names(method))
+    layers = tuple(pair for pair in method.low_rank_layers if pair.b in exchanged)
+    return FactorPairs(layers, copy_layers(method, [pair.a for pair in layers if pair.a not in exchanged]))
 
 
 def part_name(name: str) -> str:

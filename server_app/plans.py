@@ -78,7 +78,7 @@ class PlanBuilder:
         trained = {layer: layers[layer] for layer in context.stages.trained(self._phase, layers)}
         frozen = {layer: layers[layer] for layer in context.stages.frozen(self._phase, layers)}
         up = context.strategy.server.upload_names(model, self._number, trained)
-        sent = ReferenceLayers(trained if up is None else {layer: trained[layer] for layer in up})
+        sent = ReferenceLayers(trained if up is None else {layer: trained[layer] for layer in up}, context.factor_pairs)
         return StartingModel(model, trained, frozen, up, sent)
 
     def _plan_clients(self, candidates: Mapping[int, tuple[str, ...]], *, oldest_resumable: int) -> list[Message]:

@@ -282,7 +282,7 @@ class Round:
             deltas: UpdateStore | None = None
             for client, delta in collected.deltas():
                 if deltas is None:
-                    deltas = self._storage.new_store(delta)
+                    deltas = self._storage.new_store(delta, self._context.factor_pairs)
                 deltas.add(delta)
                 clients.append(client)
             if deltas is None:

@@ -12,8 +12,9 @@ from fedssl.arrays import Layers, ReferenceLayers
 from fedssl.config.aggregation_settings import AggregationSettings, SecureAggregationSettings
 from fedssl.config.settings import LOSSLESS
 from fedssl.errors import InputError
+from fedssl.low_rank_products import FactorPairs
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import copy_layers, names_in_parts
+from fedssl.model_arrays import copy_layers, factor_pairs, names_in_parts
 from fedssl.schedule.phases import Phase, phase_at
 from fedssl.schedule.stages import Stages
 from fedssl.seeding import numpy_generator
@@ -97,6 +98,11 @@ class RoundContext:
     def gathered(self) -> ReferenceLayers:
         """Return the names, shapes and dtypes of the parts that clients upload to the method's server side."""
         return ReferenceLayers(self._copied(self.method.uploaded_parts))
+
+    @cached_property
+    def factor_pairs(self) -> FactorPairs:
+        """Return the pairs of LoRA's factors."""
+        return factor_pairs(self.method)
 
     @property
     def clients_cache_frozen(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from flwr.app import Message
 
 from fedssl.arrays import Cosines, Layers, ReferenceLayers, is_weight
@@ -135,10 +136,9 @@ class CollectedUpdates:
         del self._updates[client]
 
     def deltas(self) -> Iterator[tuple[int, Layers]]:
-        """Yield each client with the change of its layers."""
+        """Yield each client with the change of its layers; see `layer_changes`."""
         for valid in self:
-            start = self._starts[valid.slot.start].expected_upload.layers
-            yield valid.slot.client, {name: valid.update.layers[name] - start[name] for name in start}
+            yield valid.slot.client, layer_changes(self._starts[valid.slot.start].expected_upload, valid.update.layers)
 
     def __iter__(self) -> Iterator[ValidUpdate]:
         for valid, index in self._updates.values():
@@ -180,7 +180,7 @@ class UpdateReader:
         """Return the update of a reply to an earlier plan, applied to the current model; raises `InvalidUpdate`."""
         current, number = self._starts[GLOBAL].expected_upload, int(plan.metadata.group_id)
         start_layers = decode_arrays(plan.content.array_records[ARRAYS], self._context.wire_dtype)
-        start = ReferenceLayers({name: start_layers[name] for name in current.layers})
+        start = current.with_layers({name: start_layers[name] for name in current.layers})
         slot = ClientSlot(client, (GLOBAL,), GLOBAL, tuple(start_layers), content_bytes(plan.content), (GLOBAL,))
         valid = self._validate(slot, reply, start, number=number)
         staleness = self._number - number
@@ -201,6 +201,19 @@ class UpdateReader:
             saved_round=self._state_rounds.get(slot.client, 0),
         )
         return ValidUpdate(slot, update, cosines, content_bytes(reply.content))
+
+
+def layer_changes(start: ReferenceLayers, layers: Layers) -> Layers:
+    """Return the changes of a client's layers. Factors of a product become those of its change, of twice the rank.
+
+    A product whose factor A is fixed changes by the product of that factor and the change of B.
+    """
+    changes = {name: layers[name] - array for name, array in start.layers.items()}
+    for b, pair in start.products.items():
+        if pair.a in start.first_factors:  # (B_k - B) A_k + B (A_k - A)
+            changes[b] = np.hstack((changes[b], start.layers[b]))
+            changes[pair.a] = np.vstack((layers[pair.a], changes[pair.a]))
+    return changes
 
 
 def norm_outliers(norms_of: Mapping[int, tuple[float, float]], *, factor: float) -> dict[int, str]:

@@ -273,13 +273,13 @@ class OneShotClusters(ClusteredServer):
 def cluster_by_cosine(deltas: UpdateStore, *, clusters: int) -> list[int]:
     """Divide updates by average linkage on 1 - cosine (Briggs et al., IJCNN 2020, arXiv 2004.11791).
 
-    Return the cluster of each update, numbered in the order of their first updates. Only weights are compared. An
-    update of length 0 is orthogonal to all others.
+    Return the cluster of each update, numbered in the order of their first updates. Only weights are compared, and of
+    pairs of factors the changes of their products. An update of length 0 is orthogonal to all others.
     """
     if len(deltas) < 2:
         return [0] * len(deltas)
     zero = {name: np.zeros_like(array) for name, array in deltas.reference.items() if is_weight(name, array)}
-    gram = deviation_gram(ReferenceLayers(zero), deltas, exact=True)
+    gram = deviation_gram(ReferenceLayers(zero, deltas.pairs), deltas, exact=True)
     lengths = np.sqrt(gram.diagonal())
     lengths[lengths == 0] = 1.0
     distances = np.maximum(1 - gram / np.outer(lengths, lengths), 0)

@@ -11,6 +11,8 @@ Deviations from the paper, with the option that reproduces it:
 - the paper gives no step size. Here the step length is that of the mean deviation times ``server_lr``, so that a single
   client becomes the global model (``server_lr=1``). ``step="constant"`` is theta - server_lr d.
 
+With LoRA the deviations are those of the products of factors, and both factors take the step.
+
 Deviations from the authors' code: it uses g_k = 2 delta_k / ||delta_k|| (``deviation="unit"``), which gives large
 deviations more weight, and stops its solver before the optimum. Statistics and counters are plain means here, and
 weighted by batches there.
@@ -24,15 +26,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedssl.arrays import ROW, Cosines, Layers, ReferenceLayers, is_weight
+from fedssl.arrays import ROW, Cosines, Layers, ReferenceLayers
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
-from strategies.interfaces import Aggregator, GlobalModel
+from strategies.interfaces import Aggregator, Combination, GlobalModel
 from strategies.update_geometry import deviation_gram, gram_memory, min_norm_weights
 from strategies.update_store import CollectingAggregator, UpdateStore
-from strategies.weighted_sum import WeightedSum, check_updates
+from strategies.weighted_sum import WeightedSum, as_reference, check_updates
 
 _MOVE_TILE = 64 * ROW  # elements per step; few enough for the cache, enough to hide the overhead of a call
 _MIN_TILE = 8 * ROW
@@ -108,7 +110,7 @@ class EUAAggregator(CollectingAggregator):
         """Start a round."""
         layers = global_layers.layers
         self._names = list(layers)
-        self._weights = ReferenceLayers({name: array for name, array in layers.items() if is_weight(name, array)})
+        self._weights = global_layers.weights()
         buffers = {name: layers[name] for name in layers if name not in self._weights.layers}
         self._buffers.start(ReferenceLayers(buffers))
         self._models = self.new_store(self._weights.layers)
@@ -132,6 +134,11 @@ class EUAAggregator(CollectingAggregator):
         result |= _moved(self._weights, self._models, self.solution.factors)
         self._models.close()
         return {name: result[name] for name in self._names}
+
+    def combination(self, name: str) -> Combination:
+        """Return 1 - sum_k c_k and the factors c_k of `Solution`, which all weights have."""
+        factors = self.solution.factors.tolist()
+        return Combination(1 - sum(factors), dict(zip(self.clients, factors, strict=True)))
 
 
 def _move_step(number: int) -> int:
@@ -165,7 +172,7 @@ def _moved(weights: ReferenceLayers, models: UpdateStore, factors: np.ndarray) -
 
 
 def eua(
-    global_layers: Layers,
+    global_layers: Layers | ReferenceLayers,
     updates: Sequence[ClientUpdate],
     *,
     deviation: str = "log",
@@ -189,7 +196,7 @@ def eua(
         Positive.
     """
     aggregator = EUAAggregator(deviation=deviation, step=step, server_lr=server_lr)
-    reference = ReferenceLayers(global_layers)
+    reference = as_reference(global_layers)
     aggregator.start(reference)
     check_updates(reference, updates)
     for update in sorted(updates, key=lambda update: update.partition_id):

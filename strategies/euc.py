@@ -16,6 +16,8 @@ Deviations from the authors' code:
 - a client that was not sampled for some rounds downloads exactly the layers that were averaged in the meantime.
 
 The squares need one number per layer beside the sum: mean ||avg - x_k||^2 = mean ||x_k - g||^2 - ||avg - g||^2.
+
+LoRA's factors A and B are averaged in the same rounds. Their x is the product, avg the mean of the clients' products.
 """
 
 import math
@@ -28,12 +30,21 @@ import numpy as np
 from fedssl.arrays import TILE, Cosines, Layers, ReferenceLayers, is_weight
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
+from fedssl.low_rank_products import deviation_products
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy, layers_in_state, upload_names_of
 from strategies.fedavg import mean
-from strategies.interfaces import GLOBAL, Aggregator, ClientState, CommunicationSummary, GlobalModel, StrategyContext
+from strategies.interfaces import (
+    GLOBAL,
+    Aggregator,
+    ClientState,
+    Combination,
+    CommunicationSummary,
+    GlobalModel,
+    StrategyContext,
+)
 from strategies.weighted_sum import WeightedSum
 
 
@@ -45,8 +56,9 @@ def is_deferrable(name: str, array: np.ndarray) -> bool:
 class DiscrepancySum:
     """Weighted sum that also measures the discrepancy between clients, layer by layer.
 
-    After `finish`, ``discrepancy`` has for every deferrable layer the mean over clients of the squared distance from
-    the average. This mean has the weights of the sum, as the identity in the module docstring requires.
+    After `finish`, ``discrepancy`` has for every deferrable layer or product the mean over clients of the squared
+    distance from the average. This mean has the weights of the sum, as the identity in the module docstring requires.
+    ``layers_of`` has the names of its layer or factors.
     """
 
     def __init__(self, inner: WeightedSum) -> None:
@@ -60,7 +72,14 @@ class DiscrepancySum:
     def start(self, global_layers: ReferenceLayers) -> None:
         """Start a round."""
         self._global = global_layers
-        self._squares = {name: 0.0 for name, array in global_layers.layers.items() if is_deferrable(name, array)}
+        deferrable = [name for name, array in global_layers.layers.items() if is_deferrable(name, array)]
+        pairs = {pair.weight: (pair.a, pair.b) for pair in global_layers.products.values()}
+        factors = {name for names in pairs.values() for name in names}
+        self._squares = {name: 0.0 for name in deferrable if name not in factors}
+        self.layers_of = {name: (name,) for name in self._squares} | {
+            name: tuple(one for one in names if one in global_layers.layers) for name, names in pairs.items()
+        }
+        self._factors: list[tuple[float, Layers]] = []  # of each client, with its weight
         self._weights = 0.0
         self._sum.start(global_layers)
 
@@ -71,6 +90,8 @@ class DiscrepancySum:
         assert weight is not None  # the sum requires it
         for name, distance in self._distances(update.layers).items():
             self._squares[name] += weight * distance
+        factors = {*self._global.products, *self._global.first_factors}
+        self._factors.append((weight, {name: update.layers[name] for name in factors}))
         self._weights += weight
 
     def finish(self) -> Layers:
@@ -80,8 +101,28 @@ class DiscrepancySum:
         self.discrepancy = {
             name: max(square / self._weights - displacement[name], 0.0)  # rounding may make it negative
             for name, square in self._squares.items()
-        }
+        } | self._product_discrepancies()
+        self._factors = []
         return average
+
+    def combination(self, name: str) -> Combination:
+        """As in `WeightedSum`."""
+        return self._sum.combination(name)
+
+    def _product_discrepancies(self) -> dict[str, float]:
+        """Return the discrepancy of every product: sum_k c_k ||P_k - g||^2 - ||sum_k c_k (P_k - g)||^2."""
+        weights = np.array([weight for weight, _ in self._factors]) / self._weights
+        discrepancies: dict[str, float] = {}
+
+        def measure(name: str) -> None:
+            if name in self._global.products:
+                products = [self._global.product(name, factors) for _, factors in self._factors]
+                gram = deviation_products(self._global.product(name, self._global.layers), products)
+                spread = float(weights @ gram.diagonal() - weights @ gram @ weights)
+                discrepancies[name] = max(spread, 0.0)  # rounding may make it negative
+
+        self._global.parallel_for(measure)
+        return {pair.weight: discrepancies[name] for name, pair in self._global.products.items()}
 
     def _distances(self, layers: Layers) -> dict[str, float]:
         """Return ||x - g||^2 of every deferrable layer."""
@@ -188,8 +229,13 @@ class EUCServer(ServerStrategy):
         averaged = {**state.get("averaged", {}), **dict.fromkeys(names, round)}
         if self._is_adjustment_round(round):  # all layers were averaged
             assert isinstance(aggregator, DiscrepancySum)
-            per_round = {name: d / intervals_now.get(name, 1) for name, d in aggregator.discrepancy.items()}
-            new = averaging_intervals(per_round, {name: layers[name].size for name in per_round}, phi=self.interval)
+            layers_of = aggregator.layers_of
+            per_round = {
+                name: d / intervals_now.get(layers_of[name][0], 1) for name, d in aggregator.discrepancy.items()
+            }
+            sizes = {name: sum(layers[layer].size for layer in layers_of[name]) for name in per_round}
+            intervals = averaging_intervals(per_round, sizes, phi=self.interval)
+            new = {layer: phi for name, phi in intervals.items() for layer in layers_of[name]}
             if new != {name: intervals_now.get(name, 1) for name in new}:
                 strategy_metrics["intervals"] = {name: phi for name, phi in new.items() if phi > 1}
             intervals_now = new

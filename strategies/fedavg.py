@@ -7,20 +7,23 @@ average them as floating-point numbers, which loading then truncates.
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from fedssl.arrays import Layers
+from fedssl.arrays import Layers, ReferenceLayers
 from fedssl.config.constraints import check_arguments
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.weighted_sum import WeightedSum, weighted_sum
 
 
-def fedavg(global_layers: Layers, updates: Sequence[ClientUpdate], *, weighting: str = "examples") -> Layers:
+def fedavg(
+    global_layers: Layers | ReferenceLayers, updates: Sequence[ClientUpdate], *, weighting: str = "examples"
+) -> Layers:
     """Return the weighted mean of every layer of the clients' models.
 
     Parameters
     ----------
-    global_layers : Layers
-        Layers from which the clients started. They define names, order, shapes and dtypes.
+    global_layers : Layers or ReferenceLayers
+        Layers from which the clients started. They define names, order, shapes and dtypes. `ReferenceLayers` may have
+        pairs of factors (LoRA).
     updates : sequence of ClientUpdate
         One per client, in any order. NaN in an update gives NaN in the result.
     weighting : {"examples", "uniform"}

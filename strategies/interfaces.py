@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import torch
 
@@ -87,6 +87,23 @@ class Aggregator(Protocol):
 
     def finish(self) -> Layers:
         """Return the new layers, with the names, order, shapes and dtypes of the old ones."""
+        ...
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A new layer as a linear combination of the old one and those of the clients."""
+
+    initial: float  # coefficient of the old layer
+    clients: Mapping[int, float]  # coefficients by client id
+
+
+@runtime_checkable
+class LinearAggregator(Aggregator, Protocol):
+    """Aggregator whose new weights are linear combinations, with coefficients that may depend on all updates."""
+
+    def combination(self, name: str) -> Combination:
+        """Return the combination of the last `finish` for a product, named by its factor B, or for a weight."""
         ...
 
 

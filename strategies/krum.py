@@ -19,28 +19,30 @@ from typing import Any
 
 import numpy as np
 
-from fedssl.arrays import Layers, ReferenceLayers, is_weight
+from fedssl.arrays import Layers, ReferenceLayers
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
-from strategies.interfaces import Aggregator, GlobalModel, StrategyContext
+from strategies.interfaces import Aggregator, Combination, GlobalModel, StrategyContext
 from strategies.robust import BatchAggregator, validated
 from strategies.update_geometry import deviation_gram, gram_memory
 from strategies.update_store import UpdateStore, in_memory
-from strategies.weighted_sum import NO_COSINES, WeightedSum, block_size
+from strategies.weighted_sum import NO_COSINES, WeightedSum, as_reference, block_size
 
 log = logging.getLogger("fedssl")
 
 
-def krum(global_layers: Layers, updates: Sequence[ClientUpdate], *, malicious: int = 1, select: int = 1) -> Layers:
+def krum(
+    global_layers: Layers | ReferenceLayers, updates: Sequence[ClientUpdate], *, malicious: int = 1, select: int = 1
+) -> Layers:
     """Return the mean of the clients that are `closest` to the others. Arguments as there."""
     chosen = closest(global_layers, updates, malicious=malicious, select=select)
-    return _mean(global_layers, in_memory([update.layers for update in chosen]), range(len(chosen)))
+    return _mean(as_reference(global_layers), in_memory([update.layers for update in chosen]), range(len(chosen)))
 
 
 def closest(
-    global_layers: Layers, updates: Sequence[ClientUpdate], *, malicious: int = 1, select: int = 1
+    global_layers: Layers | ReferenceLayers, updates: Sequence[ClientUpdate], *, malicious: int = 1, select: int = 1
 ) -> list[ClientUpdate]:
     """Return the clients, by id, with the smallest sums of squared distances to their K - f - 2 nearest neighbors.
 
@@ -54,22 +56,22 @@ def closest(
         Number of selected clients, at most all; 1 is Krum, more is Multi-Krum.
     """
     check_arguments("strategy", malicious=malicious, select=select)
-    updates = validated(global_layers, updates)
+    reference = as_reference(global_layers)
+    updates = validated(reference, updates)
     store = in_memory([update.layers for update in updates])
-    return [updates[k] for k in _closest(global_layers, store, malicious=malicious, select=select)]
+    return [updates[k] for k in _closest(reference, store, malicious=malicious, select=select)]
 
 
-def _closest(global_layers: Layers, updates: UpdateStore, *, malicious: int, select: int) -> list[int]:
-    weights = ReferenceLayers({name: array for name, array in global_layers.items() if is_weight(name, array)})
-    gram = deviation_gram(weights, updates, exact=True)
+def _closest(global_layers: ReferenceLayers, updates: UpdateStore, *, malicious: int, select: int) -> list[int]:
+    gram = deviation_gram(global_layers.weights(), updates, exact=True)
     best = np.argsort(scores(gram, malicious=malicious), kind="stable")[:select]
     return sorted(int(k) for k in best)
 
 
-def _mean(global_layers: Layers, updates: UpdateStore, chosen: Sequence[int]) -> Layers:
+def _mean(global_layers: ReferenceLayers, updates: UpdateStore, chosen: Sequence[int]) -> Layers:
     """Return the mean of the chosen updates, which are read one by one."""
     total, size = WeightedSum(), block_size(len(chosen))
-    total.start(ReferenceLayers(global_layers))
+    total.start(global_layers)
     for position, index in enumerate(chosen):
         if position % size == 0:
             total.end_block()
@@ -107,7 +109,11 @@ class KrumAggregator(BatchAggregator):
         read = 3 * sum(array.nbytes for array in layers.values())  # a chosen update and its sum
         return gram_memory(layers, number, exact=True) + read
 
-    def _mean_of_closest(self, global_layers: Layers, updates: UpdateStore) -> Layers:
+    def combination(self, name: str) -> Combination:
+        """Return 1 / K for each of the K selected clients."""
+        return Combination(0.0, dict.fromkeys(self.chosen, 1 / len(self.chosen)))
+
+    def _mean_of_closest(self, global_layers: ReferenceLayers, updates: UpdateStore) -> Layers:
         if len(updates) < self.min_safe_updates:
             log.warning(
                 "only %d updates are left, but Krum with malicious=%d and select=%d needs %d to be safe",

@@ -12,6 +12,9 @@ A layer is one named array, as in the authors' code. Deviations from that code, 
 The cosine of a client depends only on its own and the global model, so the client can scale its layers before upload
 (``scale_at="client"``). The server then computes a plain (weighted) mean, which is all that secure aggregation allows.
 
+With LoRA (`fedssl.low_rank`) a layer is the product ``scale B A``: its cosine is that of the products, and multiplies
+the factor B. Factors A are averaged.
+
 Cosines are clipped above at 1 and not below: a client that points away from the global layer has its sign flipped.
 Eqs. 5 and 6 weight by examples and by loss. There is no published code for either.
 """
@@ -25,7 +28,9 @@ import numpy as np
 from fedssl.arrays import Layers, ReferenceLayers
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
+from fedssl.low_rank_products import NO_PAIRS, FactorPairs
 from fedssl.methods.base import SSLMethod
+from fedssl.model_arrays import factor_pairs
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
 from strategies.delegating import DelegatingClient
@@ -34,7 +39,7 @@ from strategies.weighted_sum import WeightedSum, weighted_sum
 
 
 def l_dawa(
-    global_layers: Layers,
+    global_layers: Layers | ReferenceLayers,
     updates: Sequence[ClientUpdate],
     *,
     weighting: str = "uniform",
@@ -61,17 +66,22 @@ def l_dawa(
     return weighted_sum(global_layers, updates, aggregator=aggregator)  # Eqs. 4-6
 
 
-def scale_layers(global_layers: Layers, layers: Layers, *, buffers: str = "average") -> Layers:
+def scale_layers(
+    global_layers: Layers, layers: Layers, *, buffers: str = "average", pairs: FactorPairs = NO_PAIRS
+) -> Layers:
     """Return one client's layers, each multiplied by its cosine with the global layer (Eq. 2), as new arrays.
 
-    Their plain mean is `l_dawa`. ``buffers`` as there.
+    Their plain mean is `l_dawa`. ``buffers`` as there. Of ``pairs`` of factors, B is multiplied.
     """
-    cosines = ReferenceLayers({name: global_layers[name] for name in layers}).cosines_of(layers)
-    factors = cosines.weights | (cosines.statistics if buffers == "scale" else {})
-    return {
-        name: np.asarray(array * array.dtype.type(factors[name])) if name in factors else array
-        for name, array in layers.items()
-    }
+    reference = ReferenceLayers({name: global_layers[name] for name in layers}, pairs)
+    cosines = reference.cosines_of(layers)
+    cosine_of = cosines.weights | (cosines.statistics if buffers == "scale" else {})
+    scaled = dict(layers)
+    for name, array in layers.items():
+        compared = reference.compared_name(name)
+        if compared in cosine_of and name not in reference.first_factors:
+            scaled[name] = np.asarray(array * array.dtype.type(cosine_of[compared]))
+    return scaled
 
 
 class WarmupServer(ServerStrategy):
@@ -101,7 +111,7 @@ class LDAWAScalingClient(DelegatingClient):
         layers = super().layers_to_upload(method, plan)
         if plan.round <= self._warmup_rounds:
             return layers
-        return scale_layers(plan.layers, layers, buffers=self._buffers)
+        return scale_layers(plan.layers, layers, buffers=self._buffers, pairs=factor_pairs(method))
 
 
 class LDAWA(FedSSLStrategy):

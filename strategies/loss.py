@@ -8,13 +8,13 @@ to the smallest loss, which works for losses of any size and sign.
 from collections.abc import Sequence
 from functools import partial
 
-from fedssl.arrays import Layers
+from fedssl.arrays import Layers, ReferenceLayers
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.weighted_sum import WeightedSum, weighted_sum
 
 
-def loss_weighted(global_layers: Layers, updates: Sequence[ClientUpdate]) -> Layers:
+def loss_weighted(global_layers: Layers | ReferenceLayers, updates: Sequence[ClientUpdate]) -> Layers:
     """Return the mean of the clients' models, weighted by the softmax of minus their training losses.
 
     Parameters

@@ -33,7 +33,8 @@ _NEARLY_HALF = 0.5 - 1e-9
 
 def median(global_layers: Layers, updates: Sequence[ClientUpdate]) -> Layers:
     """Return the elementwise median over the clients; for an even number of clients, the mean of the middle two."""
-    return _median(global_layers, as_store(global_layers, updates))
+    reference = ReferenceLayers(global_layers)
+    return _median(reference, as_store(reference, updates))
 
 
 def trimmed_mean(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta: float = 0.2) -> Layers:
@@ -43,7 +44,8 @@ def trimmed_mean(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta
     end; ``beta`` is in (0, 0.5).
     """
     check_arguments("strategy", beta=beta)
-    return _trimmed(global_layers, as_store(global_layers, updates), beta=beta)
+    reference = ReferenceLayers(global_layers)
+    return _trimmed(reference, as_store(reference, updates), beta=beta)
 
 
 class BatchAggregator(CollectingAggregator):
@@ -51,7 +53,7 @@ class BatchAggregator(CollectingAggregator):
 
     required_metrics: tuple[str, ...] = ()
 
-    def __init__(self, combine: Callable[[Layers, UpdateStore], Layers]) -> None:
+    def __init__(self, combine: Callable[[ReferenceLayers, UpdateStore], Layers]) -> None:
         self._combine = combine
 
     def start(self, global_layers: ReferenceLayers) -> None:
@@ -74,8 +76,8 @@ class BatchAggregator(CollectingAggregator):
         """Combine the updates, and release them and the old layers."""
         if not len(self._updates):
             raise InputError("no client sent an update; at least one is needed")
-        layers, self._global = self._global.layers, ReferenceLayers({})
-        result = self._combine(layers, self._updates)
+        reference, self._global = self._global, ReferenceLayers({})
+        result = self._combine(reference, self._updates)
         self._updates.close()
         return result
 
@@ -102,7 +104,7 @@ class TrimmedServer(ServerStrategy):
                 "client, so nobody is trimmed; beta must be at least 1/clients_per_round and below 0.5"
             )
 
-    def _combine(self, global_layers: Layers, updates: UpdateStore) -> Layers:
+    def _combine(self, global_layers: ReferenceLayers, updates: UpdateStore) -> Layers:
         if not int(self.beta * len(updates)):
             log.warning("only %d updates are left, of which beta=%g trims none: a plain mean", len(updates), self.beta)
         return _trimmed(global_layers, updates, beta=self.beta)
@@ -115,13 +117,13 @@ class TrimmedMean(FedSSLStrategy):
         super().__init__(TrimmedServer(beta=beta))
 
 
-def _median(global_layers: Layers, updates: UpdateStore) -> Layers:
+def _median(global_layers: ReferenceLayers, updates: UpdateStore) -> Layers:
     # Trimming just less than one half at each end leaves the middle one or two.
     return _trimmed(global_layers, updates, beta=_NEARLY_HALF)
 
 
-def _trimmed(global_layers: Layers, updates: UpdateStore, *, beta: float) -> Layers:
-    result = {name: np.empty_like(array, order="C") for name, array in global_layers.items()}
+def _trimmed(global_layers: ReferenceLayers, updates: UpdateStore, *, beta: float) -> Layers:
+    result = {name: np.empty_like(array, order="C") for name, array in global_layers.layers.items()}
     cut = int(beta * len(updates))
     last = len(updates) - cut
 
@@ -133,18 +135,18 @@ def _trimmed(global_layers: Layers, updates: UpdateStore, *, beta: float) -> Lay
             mean = partitioned[cut:last].mean(axis=0)
             new[tile] = mean if new.dtype.kind == "f" else np.rint(mean)
 
-    ReferenceLayers(global_layers).parallel_for(trim)
+    global_layers.parallel_for(trim)
     return result
 
 
-def validated(global_layers: Layers, updates: Sequence[ClientUpdate]) -> list[ClientUpdate]:
+def validated(global_layers: ReferenceLayers, updates: Sequence[ClientUpdate]) -> list[ClientUpdate]:
     """Return the updates in order of partition id if they fit the global layers, else raise `InputError`."""
     if not updates:
         raise InputError("no client sent an update; at least one is needed")
-    check_updates(ReferenceLayers(global_layers), updates)
+    check_updates(global_layers, updates)
     return sorted(updates, key=lambda update: update.partition_id)
 
 
-def as_store(global_layers: Layers, updates: Sequence[ClientUpdate]) -> UpdateStore:
+def as_store(global_layers: ReferenceLayers, updates: Sequence[ClientUpdate]) -> UpdateStore:
     """Return the `validated` updates as a store."""
     return in_memory([update.layers for update in validated(global_layers, updates)])

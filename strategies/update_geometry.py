@@ -11,6 +11,7 @@ import torch
 
 from fedssl.arrays import ROW, Layers, ReferenceLayers, is_weight
 from fedssl.errors import InputError
+from fedssl.low_rank_products import deviation_products
 from strategies.update_store import UpdateStore
 
 _TILE = 8 * ROW  # numbers of each client in one product; sums in float32 of twice as many may err by 1e-6
@@ -27,17 +28,24 @@ def deviation_gram(weights: ReferenceLayers, models: UpdateStore, *, exact: bool
 
     ``weights`` are the floating-point layers theta, which each of the ``models`` theta_k has. ``exact`` computes
     products in float64, with errors of about 1e-15 of the product of the lengths. In float32, twice as fast, they are
-    below 1e-6 of it, and about 1e-8 for models with millions of weights.
+    below 1e-6 of it, and about 1e-8 for models with millions of weights. The deviations of a pair of factors are those
+    of its product, and always exact.
     """
     grams: dict[str, np.ndarray] = {}
 
     def measure(name: str) -> None:
+        if name in weights.first_factors:
+            return
+        if name in weights.products:
+            products = [weights.product(name, one) for one in factors_of(weights, name, models)]
+            grams[name] = deviation_products(weights.product(name, weights.layers), products)
+            return
         g = weights.layers[name].reshape(-1)
         dtype = np.dtype(np.float64) if exact else np.result_type(g.dtype, np.float32)
         grams[name] = _lower_triangle(g, name, models, dtype)
 
     weights.parallel_for(measure)
-    lower = sum((grams[name] for name in weights.layers), np.zeros((len(models), len(models))))
+    lower = sum((grams[name] for name in weights.layers if name in grams), np.zeros((len(models), len(models))))
     return np.asarray(np.tril(lower) + np.tril(lower, -1).T)
 
 
@@ -58,6 +66,20 @@ def _lower_triangle(g: np.ndarray, name: str, models: UpdateStore, dtype: np.dty
             torch.mm(x[first:end], x[:end].T, out=products[first:end, :end])
         total += part
     return total
+
+
+def factors_of(layers: ReferenceLayers, name: str, models: UpdateStore) -> list[Layers]:
+    """Return the factors of each model's product whose factor B has this name."""
+    pair = layers.products[name]
+    factors: list[Layers] = [{} for _ in range(len(models))]
+    for factor in (pair.a, pair.b):
+        if factor not in layers.layers:
+            continue
+        array = layers.layers[factor]
+        for _, arrays in models.tiles(factor, array.size):
+            for one, values in zip(factors, arrays, strict=True):
+                one[factor] = values.reshape(array.shape)
+    return factors
 
 
 def gram_memory(layers: Layers, number: int, *, exact: bool) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from fedssl.arrays import ROW, Layers
+from fedssl.low_rank_products import NO_PAIRS, FactorPairs
 from fedssl.machine.memory import available_memory
 
 MEMORY_SHARE = 4  # updates use at most one part in four of the available memory
@@ -43,9 +44,9 @@ class UpdateStorage:
         self._free = memory_budget() if memory is None else memory
         self._stores: list[UpdateStore] = []
 
-    def new_store(self, layers: Layers) -> "UpdateStore":
+    def new_store(self, layers: Layers, pairs: FactorPairs = NO_PAIRS) -> "UpdateStore":
         """Return an empty store of updates with the names, shapes and dtypes of ``layers``."""
-        store = UpdateStore(layers, self)
+        store = UpdateStore(layers, self, pairs)
         self._stores.append(store)
         return store
 
@@ -66,11 +67,11 @@ class UpdateStorage:
 class UpdateStore:
     """The layers of updates, in the order of `add`. Created by `UpdateStorage.new_store`.
 
-    ``reference`` are layers with the same names, shapes and dtypes.
+    ``reference`` are layers with the same names, shapes and dtypes, and ``pairs`` the factors among them.
     """
 
-    def __init__(self, layers: Layers, storage: UpdateStorage) -> None:
-        self.reference, self._storage = layers, storage
+    def __init__(self, layers: Layers, storage: UpdateStorage, pairs: FactorPairs) -> None:
+        self.reference, self.pairs, self._storage = layers, pairs, storage
         self._bytes = sum(array.nbytes for array in layers.values())
         self._in_memory: list[Layers] = []  # the first updates
         self._file: _UpdateFile | None = None  # of all others

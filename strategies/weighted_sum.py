@@ -9,6 +9,9 @@ Updates are added one by one, in blocks of consecutive clients (`block_size`). T
 the blocks before it. Blocks depend only on the sampled clients, so any process can compute the sum of a block, with
 equal bits. A round needs the memory of two models beside the global one for any number of clients.
 
+The scale of a product of two factors (LoRA) multiplies its factor B. Factors A are averaged with s = 1, so that the
+product of a single client is scaled once.
+
 Running statistics are averaged with s = 1 (``buffers="average"``), or scaled like weights as in the authors' code
 (``buffers="scale"``). Counters are averaged with s = 1 and rounded to the nearest integer.
 """
@@ -25,6 +28,7 @@ from fedssl.arrays import TILE, Cosines, Layers, ReferenceLayers, is_weight
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.wire.messages import NUM_EXAMPLES, TRAIN_LOSS, ClientUpdate
+from strategies.interfaces import Combination
 
 # Layers in shared memory are read-only, and are only read here.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -60,9 +64,7 @@ class PartialSum:
         """Add the weights of another sum. Return the factors by which the layers of both must be multiplied."""
         # Weights are relative to the smallest loss so far: exp(-1000) would be 0 for every client.
         min_loss = min(self.min_loss, addend.min_loss)
-        own, other = (
-            1.0 if loss == min_loss else math.exp(min_loss - loss) for loss in (self.min_loss, addend.min_loss)
-        )
+        own, other = (_loss_weight(loss, min_loss) for loss in (self.min_loss, addend.min_loss))
         self.weight = own * self.weight + other * addend.weight
         for name, weight in addend.scaled_weights.items():
             self.scaled_weights[name] = own * self.scaled_weights[name] + other * weight
@@ -90,6 +92,16 @@ class _Block:
 
     addends: Sequence[_Addend]
     merge: _Addend | None = None
+
+
+@dataclass(frozen=True)
+class _Term:
+    """Weight of one client, relative to exp(-loss), and its products with the scales of the layers."""
+
+    client: int
+    loss: float
+    weight: float
+    coefficients: dict[str, float]
 
 
 class WeightedSum:
@@ -129,6 +141,7 @@ class WeightedSum:
         self._global = global_layers
         self._sum: PartialSum | None = None  # of the blocks that have ended
         self._block: PartialSum | None = None
+        self._terms: list[_Term] = []  # for `combination`; empty without products
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
         """Add an update that `ReferenceLayers.check` validated."""
@@ -139,6 +152,7 @@ class WeightedSum:
         """Add an update with an explicit weight and without scaling. The options do not apply."""
         block = self._open_block()
         coefficients = dict.fromkeys(block.layers, weight)
+        self._record_terms(update, math.inf, weight, coefficients)
         self._accumulate(block, [_Block([_addend(block, update.layers, coefficients, weight=weight)])])
 
     def add_block(self, block: PartialSum) -> None:
@@ -202,6 +216,19 @@ class WeightedSum:
         self._global.parallel_for(divide)
         return result
 
+    def combination(self, name: str) -> Combination:
+        """Return the weights beta_k s_k / sum_k beta_k of all added updates for a factor B or another layer."""
+        min_loss = min((term.loss for term in self._terms), default=math.inf)
+        scaled = {term.client: _loss_weight(term.loss, min_loss) * term.coefficients[name] for term in self._terms}
+        divisor = sum(_loss_weight(term.loss, min_loss) * term.weight for term in self._terms)
+        if self.normalize:
+            divisor = sum(map(abs, scaled.values())) or divisor
+        return Combination(0.0, {client: coefficient / divisor for client, coefficient in scaled.items()})
+
+    def _record_terms(self, update: ClientUpdate, loss: float, weight: float, coefficients: dict[str, float]) -> None:
+        if self._global.products:
+            self._terms.append(_Term(update.partition_id, loss, weight, coefficients))
+
     def _accumulate(self, total: PartialSum, blocks: Sequence[_Block]) -> None:
         self._global.parallel_for(lambda name: _accumulate(total.layers[name], name, blocks))
 
@@ -223,18 +250,21 @@ class WeightedSum:
         elif self.weighting == "loss":
             loss = _metric(update, TRAIN_LOSS, update.train_loss)  # Eq. 6
         coefficients = {name: weight * self._scale_of(name, cosines) for name in self._global.layers}
+        self._record_terms(update, loss, weight, coefficients)
         return _addend(total, update.layers, coefficients, weight=weight, loss=loss)
 
     def _scale_of(self, name: str, cosines: Cosines) -> float:
         """Return s_k of a layer."""
         array = self._global.layers[name]
-        if self.scale == "none" or array.dtype.kind != "f":
+        if self.scale == "none" or array.dtype.kind != "f" or name in self._global.first_factors:
             return 1.0
         if not is_weight(name, array):
             if self.buffers == "average":
                 return 1.0
             return cosines.model if self.scale == "model" else cosines.statistics[name]
-        return cosines.model if self.scale == "model" else cosines.weights[name]  # Eqs. 3, 4-6
+        if self.scale == "model":
+            return cosines.model  # Eq. 3
+        return cosines.weights[self._global.compared_name(name)]  # Eqs. 4-6
 
 
 def _addend(
@@ -245,6 +275,11 @@ def _addend(
     client = PartialSum(layers={}, scaled_weights=scaled_weights, weight=weight, min_loss=loss)
     own, other = total.add_weights(client)
     return _Addend(own, {name: other * value for name, value in coefficients.items()}, layers)
+
+
+def _loss_weight(loss: float, min_loss: float) -> float:
+    """Return the weight of a loss relative to that of the smallest one."""
+    return 1.0 if loss == min_loss else math.exp(min_loss - loss)
 
 
 def _merge(total: PartialSum, block: PartialSum) -> _Addend:
@@ -283,6 +318,11 @@ def is_uniform_sum(aggregator: object) -> bool:
     return isinstance(aggregator, WeightedSum) and (aggregator.weighting, aggregator.scale) == ("uniform", "none")
 
 
+def as_reference(layers: Layers | ReferenceLayers) -> ReferenceLayers:
+    """Return global layers as a reference, without products unless they are one."""
+    return layers if isinstance(layers, ReferenceLayers) else ReferenceLayers(layers)
+
+
 def check_updates(global_layers: ReferenceLayers, updates: Sequence[ClientUpdate]) -> None:
     """Call `ReferenceLayers.check` for every update. The `InputError` names the client."""
     for update in updates:
@@ -292,9 +332,11 @@ def check_updates(global_layers: ReferenceLayers, updates: Sequence[ClientUpdate
             raise InputError(f"client {update.partition_id}: {problem}") from problem
 
 
-def weighted_sum(global_layers: Layers, updates: Sequence[ClientUpdate], *, aggregator: WeightedSum) -> Layers:
+def weighted_sum(
+    global_layers: Layers | ReferenceLayers, updates: Sequence[ClientUpdate], *, aggregator: WeightedSum
+) -> Layers:
     """Aggregate a list of updates in order of partition id."""
-    aggregator.start(ReferenceLayers(global_layers))
+    aggregator.start(as_reference(global_layers))
     aggregator.add_all(sorted(updates, key=lambda update: update.partition_id))
     return aggregator.finish()
 

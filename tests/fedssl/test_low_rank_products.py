@@ -1,0 +1,146 @@
+"""Products of factors: by hand, against dense float64 matrices, and their cosines among other layers."""
+
+import numpy as np
+import pytest
+
+from fedssl.arrays import ReferenceLayers
+from fedssl.low_rank import LowRankLayer
+from fedssl.low_rank_products import FactorPairs, LowRank, deviation_products, stack
+
+
+def low_rank(seed, shape=(5, 7), rank=2, scale=1.5, dtype=np.float64):
+    random = np.random.default_rng(seed)
+    b, a = random.standard_normal((shape[0], rank)), random.standard_normal((rank, shape[1]))
+    return LowRank(b.astype(dtype), a.astype(dtype), scale)
+
+
+def dense(product):
+    return product.scale * product.b.astype(np.float64) @ product.a.astype(np.float64)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("rank", [1, 2, 6])  # 6: more than the matrix can have
+def test_products_against_dense_matrices(dtype, rank):
+    one, other = low_rank(0, rank=rank, dtype=dtype), low_rank(1, rank=3, scale=0.5, dtype=dtype)
+    assert one.shape == (5, 7)
+    np.testing.assert_allclose(one.dense(), dense(one), rtol=1e-13, atol=1e-13)
+    assert one.inner(other) == pytest.approx((dense(one) * dense(other)).sum(), rel=1e-12)
+    assert one.square() == pytest.approx((dense(one) ** 2).sum(), rel=1e-12)
+    np.testing.assert_allclose(one.minus(other).dense(), dense(one) - dense(other), rtol=1e-12, atol=1e-12)
+    total = stack([2.0, -0.25], [one, other])
+    assert total.rank == rank + 3
+    np.testing.assert_allclose(total.dense(), 2 * dense(one) - dense(other) / 4, rtol=1e-12, atol=1e-12)
+
+
+def test_products_by_hand():
+    # 2 (1, 0)^T (3, 4) = ((6, 8), (0, 0)) and (1, 1)^T (4, 3) = ((4, 3), (4, 3)): 24 + 24 = 48, 36 + 64 = 100, 50.
+    one = LowRank(np.array([[1.0], [0]]), np.array([[3.0, 4]]), 2)
+    other = LowRank(np.array([[1.0], [1]]), np.array([[4.0, 3]]))
+    assert (one.inner(other), one.square(), other.square()) == (48, 100, 50)
+
+
+def test_the_difference_of_equal_products_is_exactly_zero():
+    one = low_rank(0, dtype=np.float32)
+    assert one.minus(LowRank(one.b.copy(), one.a.copy(), one.scale)).square() == 0
+
+
+@pytest.mark.parametrize("step", [1e-2, 1e-4, 1e-6])
+def test_nearly_equal_products_keep_their_differences(step):
+    # The reference has the 64 bits of a long double. Inner products of the products themselves would lose them: at
+    # 1e-6, squares of differences are 1e-12 of squares of products, of which float64 has 1e-16.
+    initial = low_rank(0, (40, 60), 4)
+    near = [LowRank(initial.b + step * low_rank(k, (40, 60), 4).b, initial.a + step * low_rank(k, (40, 60), 4).a, 1.5)
+            for k in (1, 2, 3)]  # fmt: skip
+    exact = [
+        1.5 * (one.b.astype(np.longdouble) @ one.a - initial.b.astype(np.longdouble) @ initial.a).ravel()
+        for one in near
+    ]
+    expected = np.array([[float(x @ y) for y in exact] for x in exact])
+    lengths = np.sqrt(expected.diagonal())
+    np.testing.assert_array_less(abs(deviation_products(initial, near) - expected), 1e-10 * np.outer(lengths, lengths))
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 5])
+def test_truncation_against_a_dense_decomposition(rank):
+    total = stack([1.0, 0.5, -2.0], [low_rank(seed) for seed in range(3)])
+    u, s, vt = np.linalg.svd(total.dense(), full_matrices=False)
+    expected = (u[:, :rank] * s[:rank]) @ vt[:rank]
+    nearest = LowRank(total.b, total.a, 1.0).truncate(rank)
+    np.testing.assert_allclose(nearest.dense(), expected, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(nearest.a @ nearest.a.T, np.eye(rank), atol=1e-12)
+    # The leading columns and rows are the truncation to a smaller rank.
+    smaller = LowRank(nearest.b[:, :1], nearest.a[:1], nearest.scale)
+    np.testing.assert_allclose(smaller.dense(), s[0] * np.outer(u[:, 0], vt[0]), rtol=1e-10, atol=1e-10)
+
+
+def test_truncation_keeps_the_scale_and_trainable_rows():
+    # The product has rank 1 and the scale 4. The second row of A has length 1 although its singular value is 0: with a
+    # row of zeros neither factor would have a gradient.
+    b, a = np.array([[1.0, 2], [2, 4], [0, 0]]), np.array([[1.0, 0, 1, 0], [0, 1, 0, 1]])
+    product = LowRank(b, a, 4.0).truncate(2)
+    np.testing.assert_allclose(product.dense(), 4 * b @ a, atol=1e-13)
+    assert product.scale == 4
+    np.testing.assert_allclose(np.linalg.norm(product.a, axis=1), 1)
+    np.testing.assert_allclose(product.b[:, 1], 0, atol=1e-13)
+
+
+def test_truncation_of_a_product_of_smaller_rank():
+    product = low_rank(0, rank=1)
+    larger = product.truncate(3)
+    assert (larger.b.shape, larger.a.shape) == ((5, 3), (3, 7))
+    np.testing.assert_allclose(larger.dense(), dense(product), atol=1e-12)
+    np.testing.assert_allclose(larger.a @ larger.a.T, np.eye(3), atol=1e-12)
+
+
+# A product with its factors, one whose factor A is fixed, and another weight. 2 (1, 0)^T (3, 4) has the length 10.
+PAIRS = FactorPairs(
+    (LowRankLayer("encoder.fc.weight", "encoder.fc.lora_A", "encoder.fc.lora_B", 2.0),
+     LowRankLayer("encoder.out.weight", "encoder.out.lora_A", "encoder.out.lora_B", 1.0)),
+    {"encoder.out.lora_A": np.array([[1.0, 0], [1, 1]])},
+)  # fmt: skip
+START = {
+    "encoder.fc.lora_A": np.array([[3.0, 4]]),
+    "encoder.fc.lora_B": np.array([[1.0], [0]]),
+    "encoder.out.lora_B": np.array([[1.0, 0]]),
+    "projector.weight": np.array([3.0, 4]),
+}
+
+
+def test_cosines_of_products_by_hand():
+    # (4, 3) instead of (3, 4): 24/25. B = (0, 1) instead of (1, 0) with the rows (1, 0), (1, 1): (1, 1) instead of
+    # (1, 0), 1/sqrt(2). The mean by size: 4 numbers of 0.96, 2 of 0.7071 and 2 of 1.
+    client = START | {"encoder.fc.lora_A": np.array([[4.0, 3]]), "encoder.out.lora_B": np.array([[0.0, 1]])}
+    cosines = ReferenceLayers(START, PAIRS).cosines_of(client)
+    expected = {"encoder.fc.weight": 0.96, "encoder.out.weight": 0.5**0.5, "projector.weight": 1}
+    assert cosines.weights == pytest.approx(expected, rel=1e-14)
+    assert list(cosines.weights) == list(expected)
+    assert cosines.mean == pytest.approx((4 * 0.96 + 2 * 0.5**0.5 + 2) / 8)
+    # 4 * 24 + 1 + 25 over the lengths of (100, 1, 25) and (100, 2, 25).
+    assert cosines.model == pytest.approx(122 / (126 * 127) ** 0.5)
+
+
+def test_cosines_do_not_depend_on_the_factors_of_a_product():
+    start = ReferenceLayers({"a": low_rank(0).a, "b": low_rank(0).b}, FactorPairs((LowRankLayer("w", "a", "b", 1.5),)))
+    b, a = low_rank(1).b, low_rank(1).a
+    turn = np.array([[2.0, 1], [-1, 3]])
+    one, other = (
+        start.cosines_of(layers) for layers in ({"a": a, "b": b}, {"a": np.linalg.solve(turn, a), "b": b @ turn})
+    )
+    assert other.weights == pytest.approx(one.weights, rel=1e-13)
+    x, y = dense(low_rank(0)).ravel(), dense(low_rank(1)).ravel()
+    assert one.weights == pytest.approx({"w": x @ y / np.sqrt((x @ x) * (y @ y))}, rel=1e-12)
+
+
+def test_a_product_of_zero_has_the_cosine_one():
+    start = START | {"encoder.fc.lora_B": np.zeros((2, 1))}  # as LoRA starts
+    cosines = ReferenceLayers(start, PAIRS).cosines_of(START)
+    assert cosines.weights["encoder.fc.weight"] == 1
+    assert cosines.finite
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+@pytest.mark.parametrize("factor", ["encoder.fc.lora_A", "encoder.fc.lora_B"])
+def test_a_factor_that_is_not_finite_is_found_although_the_other_one_is_zero(factor, value):
+    bad = {name: np.zeros_like(array) if name.startswith("encoder.fc") else array for name, array in START.items()}
+    bad[factor] = np.full_like(bad[factor], value)
+    assert ReferenceLayers(START, PAIRS).cosines_of(bad).first_invalid == "encoder.fc.weight"

@@ -1,0 +1,451 @@
+"""Strategies see LoRA's products: every rule against the same rule on dense float64 weights, and properties."""
+
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedssl.arrays import ReferenceLayers
+from fedssl.encoders.base import Encoder
+from fedssl.low_rank_products import FactorPairs
+from fedssl.methods.base import SSLMethod
+from fedssl.wire.messages import TrainPlan
+from server_app.updates import apply_stale_update, layer_changes
+from strategies.base import ClientStrategy
+from strategies.cluster_assignment import cluster_by_cosine
+from strategies.encoder_divergence import divergence, encoder_divergence
+from strategies.eua import EUAAggregator, eua
+from strategies.euc import DiscrepancySum, EUCServer
+from strategies.fedavg import fedavg
+from strategies.gossip import NeighborAverage, consensus_distance
+from strategies.interfaces import GlobalModel, LinearAggregator
+from strategies.krum import KrumAggregator, closest
+from strategies.l_dawa import LDAWAScalingClient, l_dawa, scale_layers
+from strategies.low_rank_aggregation import combine, exact_weight, stacked_weight
+from strategies.m_dawa import m_dawa
+from strategies.update_geometry import deviation_gram
+from strategies.update_store import UpdateStorage, in_memory
+from strategies.weighted_sum import WeightedSum
+from tests.strategies.low_rank import (
+    CONV,
+    FC,
+    clients_near,
+    dense_layers,
+    dense_updates,
+    low_rank_model,
+    pairs_of,
+    reference,
+)
+from tests.strategies.made import update
+
+LINEAR = {
+    "fedavg": partial(WeightedSum, weighting="examples"),
+    "loss": partial(WeightedSum, weighting="loss"),
+    "l_dawa": partial(WeightedSum, scale="layer"),
+    "l_dawa loss": partial(WeightedSum, scale="layer", weighting="loss"),
+    "l_dawa normalize": partial(WeightedSum, scale="layer", weighting="examples", normalize=True),
+    "m_dawa": partial(WeightedSum, scale="model"),
+    "eua": EUAAggregator,
+    "eua unit": partial(EUAAggregator, deviation="unit", step="constant", server_lr=0.3),
+    "euc": lambda: DiscrepancySum(WeightedSum(weighting="examples")),
+    "gossip": partial(NeighborAverage, 2, {0: 0.1, 1: 0.2, 3: 0.3, 4: 0.15}),
+    "krum": partial(KrumAggregator, malicious=1, select=2),
+}
+every_linear_rule = pytest.mark.parametrize("rule", LINEAR.values(), ids=LINEAR.keys())
+
+
+def aggregate(aggregator, start, updates):
+    aggregator.start(start)
+    for one in updates:
+        aggregator.add(one, start.cosines_of(one.layers))
+    return aggregator.finish()
+
+
+def new_products(aggregator, start, updates):
+    """The dense product of the strategy for each pair."""
+    return {
+        start.compared_name(name): combine(
+            aggregator.combination(name),
+            start.product(name, start.layers),
+            {one.partition_id: start.product(name, one.layers) for one in updates},
+        ).dense()
+        for name in start.products
+    }
+
+
+@every_linear_rule
+@pytest.mark.parametrize("fixed_a", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_new_products_are_those_of_dense_weights(rule, fixed_a, dtype):
+    start = reference(dtype, fixed_a=fixed_a)
+    updates = clients_near(start)
+    aggregator = rule()
+    assert isinstance(aggregator, LinearAggregator)
+    layers = aggregate(aggregator, start, updates)
+    products = new_products(aggregator, start, updates)
+    dense_start = ReferenceLayers(dense_layers(start.layers, start.pairs))
+    dense = aggregate(rule(), dense_start, dense_updates(updates, start.pairs))
+    assert list(layers) == list(start.layers)
+    # The coefficients of EUA and M-DAWA also depend on other weights, which are compared in float32.
+    whole_model = rule in (LINEAR["eua"], LINEAR["eua unit"], LINEAR["m_dawa"])
+    tolerance = 1e-6 if dtype == np.float32 and whole_model else 1e-10
+    for name, product in products.items():
+        error = np.abs(product - dense[name]).max() / np.abs(dense[name]).max()
+        assert error < tolerance, name
+
+
+@every_linear_rule
+def test_the_new_factors_are_the_same_combinations(rule):
+    # B' has the coefficients of the strategy. So has A', except that it is not scaled by cosines.
+    start = reference()
+    updates = clients_near(start)
+    aggregator = rule()
+    layers = aggregate(aggregator, start, updates)
+    for name in start.products:
+        combination = aggregator.combination(name)
+        expected = combination.initial * start.layers[name] + sum(
+            combination.clients.get(one.partition_id, 0) * one.layers[name] for one in updates
+        )
+        np.testing.assert_allclose(layers[name], expected, rtol=1e-12, atol=1e-12)
+
+
+@every_linear_rule
+def test_a_fixed_factor_makes_the_new_factors_exact(rule):
+    start = reference(fixed_a=True)
+    updates = clients_near(start)
+    aggregator = rule()
+    layers = dense_layers(aggregate(aggregator, start, updates), start.pairs)
+    for name, product in new_products(aggregator, start, updates).items():
+        np.testing.assert_allclose(layers[name], product, rtol=1e-10, atol=1e-12)
+
+
+@every_linear_rule
+def test_exact_and_stacked_weights_against_dense_ones(rule):
+    # W + s B A for all modes: of the clients' W + P_k, with P' from the test above.
+    start = reference()
+    updates = clients_near(start)
+    aggregator = rule()
+    layers = aggregate(aggregator, start, updates)
+    random = np.random.default_rng(5)
+    for name, pair in start.products.items():
+        initial = start.product(name, start.layers)
+        products = {one.partition_id: start.product(name, one.layers) for one in updates}
+        product = combine(aggregator.combination(name), initial, products)
+        weight = random.standard_normal((6, 2, 2, 2) if pair == CONV else (5, 9))
+        expected = weight + product.dense().reshape(weight.shape)
+        factors = start.product(name, layers)
+        moved = exact_weight(weight, product, factors)
+        assert moved.shape == weight.shape
+        np.testing.assert_allclose(moved + factors.dense().reshape(weight.shape), expected, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(stacked_weight(weight, product), expected, rtol=1e-12, atol=1e-12)
+        assert stacked_weight(weight.astype(np.float32), product).dtype == np.float32
+        u, s, vt = np.linalg.svd(product.dense())
+        nearest = (u[:, :2] * s[:2]) @ vt[:2]
+        np.testing.assert_allclose(product.truncate(2).dense(), nearest, rtol=1e-10, atol=1e-10)
+
+
+def test_the_mean_of_factors_is_not_the_mean_of_products():
+    # (1, 0)^T (1, 0) and (0, 1)^T (0, 1): the mean of the products is I / 2, the product of the means 1/4 everywhere.
+    pairs = FactorPairs((FC,))
+    start = ReferenceLayers({FC.a: np.array([[1.0, 1]]), FC.b: np.array([[0.0], [0]])}, pairs)
+    updates = [
+        update(k, {FC.a: row[None] / FC.scale, FC.b: row[:, None]}, num_examples=1) for k, row in enumerate(np.eye(2))
+    ]
+    aggregator = WeightedSum()
+    layers = aggregate(aggregator, start, updates)
+    [product] = new_products(aggregator, start, updates).values()
+    np.testing.assert_allclose(product, np.eye(2) / 2)
+    np.testing.assert_allclose(dense_layers(layers, pairs)[FC.weight], np.full((2, 2), 0.25))
+
+
+def test_l_dawa_scales_one_factor_by_the_cosine_of_the_product():
+    # (4, 3) instead of (3, 4): the cosine is 0.96. A single client's product is scaled once, as a dense weight is.
+    start = ReferenceLayers({FC.a: np.array([[3.0, 4]]), FC.b: np.array([[2.0], [0]])}, FactorPairs((FC,)))
+    client = update(0, {FC.a: np.array([[4.0, 3]]), FC.b: np.array([[2.0], [0]])}, num_examples=1)
+    for layers in (
+        l_dawa(start, [client]),
+        m_dawa(start, [client]),
+        scale_layers(start.layers, client.layers, pairs=start.pairs),
+    ):
+        np.testing.assert_allclose(layers[FC.b], [[1.92], [0]])
+        np.testing.assert_array_equal(layers[FC.a], [[4, 3]])
+
+
+def test_scaling_at_the_client_gives_the_same_model():
+    start = reference()
+    updates = clients_near(start)
+    scaled = [
+        update(one.partition_id, scale_layers(start.layers, one.layers, pairs=start.pairs), num_examples=1)
+        for one in updates
+    ]
+    at_server, at_client = l_dawa(start, updates), fedavg(start, scaled, weighting="uniform")
+    for name in at_server:
+        np.testing.assert_allclose(at_client[name], at_server[name], rtol=1e-12)
+
+
+@pytest.mark.parametrize("fixed_a", [False, True])
+@pytest.mark.parametrize("moved", [0.5, 1e-3, 1e-6])
+@pytest.mark.parametrize("memory", [2**40, 0])  # 0: all updates are in the file
+def test_the_gram_matrix_of_deviations_is_that_of_products(fixed_a, moved, memory, tmp_path):
+    start = reference(fixed_a=fixed_a)
+    updates = clients_near(start, moved=moved)
+    storage = UpdateStorage(tmp_path, memory=memory)
+    store = storage.new_store(start.layers, start.pairs)
+    for one in updates:
+        store.add(one.layers)
+    gram = deviation_gram(start.weights(), store, exact=True)
+    expected = slow_gram(start, updates)
+    lengths = np.sqrt(expected.diagonal())
+    np.testing.assert_array_less(abs(gram - expected), 1e-10 * np.outer(lengths, lengths))
+    storage.close()
+
+
+def slow_gram(start, updates):
+    """Inner products of theta - theta_k over all weights, with the 64 bits of long doubles."""
+
+    def vector(layers):
+        parts = []
+        for name, array in layers.items():
+            wide = array.astype(np.longdouble)
+            if name in start.products:
+                pair = start.products[name]
+                a = layers[pair.a] if pair.a in layers else start.pairs.fixed[pair.a]
+                parts.append(pair.scale * (wide @ a.astype(np.longdouble)).ravel())
+            elif name.startswith("projector") and array.dtype.kind == "f":
+                parts.append(wide.ravel())
+        return np.concatenate(parts)
+
+    deviations = [vector(one.layers) - vector(start.layers) for one in updates]
+    return np.array([[float(x @ y) for y in deviations] for x in deviations])
+
+
+def test_rules_do_not_depend_on_the_factors_of_a_product():
+    # (B R) (R^-1 A) is the same client. Its factors differ, which rules on factors would see.
+    start = reference()
+    updates = clients_near(start)
+    turn = np.array([[2.0, 1], [-1, 3]])
+    b, a = updates[1].layers[FC.b], updates[1].layers[FC.a]
+    turned = update(1, updates[1].layers | {FC.b: b @ turn, FC.a: np.linalg.solve(turn, a)})
+    others = [updates[0], turned, *updates[2:]]
+    one, other = (in_memory([one.layers for one in some]) for some in (updates, others))
+    expected = deviation_gram(start.weights(), one, exact=True)
+    np.testing.assert_allclose(deviation_gram(start.weights(), other, exact=True), expected, rtol=1e-10, atol=1e-10)
+    assert [one.partition_id for one in closest(start, others, select=2)] == [
+        one.partition_id for one in closest(start, updates, select=2)
+    ]
+
+
+@every_linear_rule
+def test_permuting_clients_changes_nothing(rule):
+    start = reference()
+    updates = clients_near(start)
+    order = [3, 2, 0, 4, 1]  # client 2 stays the own one of gossip
+    renamed = [
+        update(new, updates[old].layers, num_examples=updates[old].num_examples, train_loss=updates[old].train_loss)
+        for new, old in enumerate(order)
+    ]
+    if isinstance(rule(), NeighborAverage):
+        pytest.skip("the clients have different weights")
+    one, other = rule(), rule()
+    layers, permuted = aggregate(one, start, updates), aggregate(other, start, renamed)
+    for name, array in layers.items():
+        np.testing.assert_allclose(permuted[name], array, rtol=1e-9, atol=1e-11)
+    products, others = new_products(one, start, updates), new_products(other, start, renamed)
+    for name, product in products.items():
+        np.testing.assert_allclose(others[name], product, rtol=1e-9, atol=1e-11)
+
+
+@every_linear_rule
+def test_clients_equal_to_the_global_model_are_a_fixed_point(rule):
+    start = reference()
+    updates = [update(k, dict(start.layers), num_examples=3, train_loss=1.0) for k in range(5)]
+    aggregator = rule()
+    layers = aggregate(aggregator, start, updates)
+    for name, array in start.layers.items():
+        np.testing.assert_allclose(layers[name], array, rtol=1e-12)
+    for name, product in new_products(aggregator, start, updates).items():
+        np.testing.assert_allclose(product, dense_layers(start.layers, start.pairs)[name], rtol=1e-12)
+
+
+def test_eua_leaves_out_a_client_equal_to_the_global_model():
+    start = reference()
+    updates = [*clients_near(start, 3), update(3, dict(start.layers))]
+    aggregator = EUAAggregator()
+    aggregate(aggregator, start, updates)
+    assert aggregator.solution.weights[3] == 0
+    assert aggregator.solution.weights[:3].sum() == pytest.approx(1)
+    buffers = {name for name in start.layers if name.endswith(("running_var", "num_batches_tracked"))}
+    with_it, without = eua(start, updates), eua(start, updates[:3])
+    moved = {
+        name: (with_it[name] - start.layers[name], without[name] - start.layers[name])
+        for name in start.layers.keys() - buffers
+    }
+    # The mean deviation, and so the step, is shorter; the direction is the same.
+    one, other = (np.concatenate([pair[index].ravel() for pair in moved.values()]) for index in (0, 1))
+    assert one @ other == pytest.approx(np.sqrt((one @ one) * (other @ other)), rel=1e-12)
+
+
+def test_sums_of_blocks_scale_like_the_whole_sum():
+    start = reference(np.float32)
+    updates = clients_near(start, 7)
+    whole, blocks = (WeightedSum(scale="layer", weighting="loss") for _ in range(2))
+    expected = l_dawa(start, updates, weighting="loss")
+    for aggregator in (whole, blocks):
+        aggregator.start(start)
+    other = WeightedSum(scale="layer", weighting="loss")
+    other.start(start)
+    for one in updates[:5]:
+        other.add(one, start.cosines_of(one.layers))
+    blocks.add_block(other.take_block())
+    blocks.end_block()
+    for one in updates[5:]:
+        blocks.add(one, start.cosines_of(one.layers))
+    result = blocks.finish()
+    assert all(np.array_equal(result[name], expected[name]) for name in expected)
+
+
+# --- other strategies ---
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "examples"])
+@pytest.mark.parametrize("fixed_a", [False, True])
+def test_euc_measures_the_discrepancy_of_products(weighting, fixed_a):
+    start = reference(fixed_a=fixed_a)
+    updates = clients_near(start)
+    aggregator = DiscrepancySum(WeightedSum(weighting=weighting))
+    aggregate(aggregator, start, updates)
+    weights = np.array([one.num_examples if weighting == "examples" else 1 for one in updates], float)
+    weights /= weights.sum()
+    dense = [one.layers for one in dense_updates(updates, start.pairs)]
+    assert aggregator.discrepancy.keys() == {FC.weight, CONV.weight, "projector.weight"}
+    for name, value in aggregator.discrepancy.items():
+        mean = sum(w * layers[name] for w, layers in zip(weights, dense, strict=True))
+        expected = sum(w * ((layers[name] - mean) ** 2).sum() for w, layers in zip(weights, dense, strict=True))
+        assert value == pytest.approx(expected, rel=1e-10)
+
+
+def test_euc_defers_both_factors_together():
+    # Clients k = -1, 0, 1 move the projector by k everywhere: 20 numbers, d = 20 * 2/3. They move B of fc by k t, t
+    # such that the product moves by a length of sqrt(1.7 * 20): d = 1.7 * 20 * 2/3, of 28 numbers in its factors. The
+    # convolution's 42 numbers have d = 0. In the order of d / numbers (0, 0.67, 0.81) there remain (48, 28, 0) of 90
+    # numbers, and shares (0, 1 / 2.7, 1) of d: 28/90 < 1/2.7 stops after the projector.
+    start = reference()
+    step = np.ones((5, 2))
+    step *= np.sqrt(1.7 * 20) / np.linalg.norm(FC.scale * step @ start.layers[FC.a])
+    updates = [
+        update(
+            k,
+            start.layers
+            | {
+                FC.b: start.layers[FC.b] + (k - 1) * step,
+                "projector.weight": start.layers["projector.weight"] + (k - 1),
+            },
+        )
+        for k in range(3)
+    ]
+    server = EUCServer(interval=2, weighting="uniform")
+    aggregator = server.aggregator(2)
+    layers = aggregate(aggregator, start, updates)
+    assert aggregator.discrepancy == pytest.approx(
+        {CONV.weight: 0, "projector.weight": 40 / 3, FC.weight: 1.7 * 40 / 3}, abs=1e-12
+    )
+    state, _ = server.after_aggregation(
+        GlobalModel(layers=start.layers), 2, layers, aggregator=aggregator, received={0: tuple(layers)}
+    )
+    assert state["intervals"] == {CONV.a: 2, CONV.b: 2, "projector.weight": 2, FC.a: 1, FC.b: 1}
+
+
+@pytest.mark.parametrize("fixed_a", [False, True])
+def test_clusters_compare_the_changes_of_products(fixed_a):
+    # Clients 0, 2 and 3 move the products in one direction, 1 and 4 in the opposite one, with other factors.
+    start = reference(fixed_a=fixed_a)
+    change = {name: low_rank_model(7)[name] for name in (FC.b, CONV.b)}
+    changes = []
+    for sign in (1, -1, 1, 1, -1):
+        moved = start.layers | {name: start.layers[name] + sign * array for name, array in change.items()}
+        if not fixed_a:  # minus both factors is the same product
+            moved |= {name: -moved[name] for name in (FC.a, FC.b)}
+        changes.append(layer_changes(start, moved))
+        expected = {
+            name: array - dense_layers(start.layers, start.pairs)[name]
+            for name, array in dense_layers(moved, start.pairs).items()
+        }
+        found = dense_layers(changes[-1], start.pairs)
+        for name, array in expected.items():
+            np.testing.assert_allclose(found[name], array, rtol=1e-10, atol=1e-10)
+    with tempfile.TemporaryDirectory() as folder:
+        deltas = UpdateStorage(Path(folder)).new_store(changes[0], start.pairs)
+        for one in changes:
+            deltas.add(one)
+        assert cluster_by_cosine(deltas, clusters=2) == [0, 1, 0, 0, 1]
+
+
+def test_consensus_is_measured_on_products():
+    start = reference()
+    models = [one.layers for one in clients_near(start, 4)]
+    dense = [
+        np.concatenate([array.ravel() for name, array in dense_layers(layers, start.pairs).items() if "_" not in name])
+        for layers in models
+    ]
+    mean = np.mean(dense, axis=0)
+    expected = np.sqrt(np.mean([((one - mean) ** 2).sum() for one in dense]) / (mean**2).sum())
+    assert consensus_distance(models, pairs=start.pairs) == pytest.approx(expected, rel=1e-10)
+    assert consensus_distance([start.layers] * 3, pairs=start.pairs) < 1e-15
+
+
+def test_a_stale_update_moves_the_factors():
+    # Buffered aggregation adds changes to factors, a client's product included: with start = current it is as sent.
+    start = reference()
+    client = clients_near(start, 1)[0].layers
+    moved = apply_stale_update(client, start=start.layers, current=start.layers, staleness=0)
+    np.testing.assert_allclose(
+        dense_layers(moved, start.pairs)[FC.weight], dense_layers(client, start.pairs)[FC.weight]
+    )
+
+
+class Tuned(SSLMethod):
+    """Encoder whose only trained weights are a pair of factors, A fixed or not."""
+
+    def __init__(self, *, fixed_a):
+        super().__init__()
+        self.encoder = Encoder()
+        self.encoder.define_stages(stages=(), widths=())
+        self.encoder.fc = nn.Module()
+        arrays = low_rank_model(0)
+        self.encoder.fc.weight = nn.Parameter(torch.zeros(5, 9, dtype=torch.float64), requires_grad=False)
+        self.encoder.fc.lora_A = nn.Parameter(torch.from_numpy(arrays[FC.a]), requires_grad=not fixed_a)
+        self.encoder.fc.lora_B = nn.Parameter(torch.from_numpy(arrays[FC.b]))
+        self.low_rank_layers = (FC,)
+
+
+@pytest.mark.parametrize("distance", ["mean_conv_l2", "squared_l2"])
+def test_the_divergence_of_an_encoder_is_that_of_its_products(distance):
+    start = {name: low_rank_model(1)[name] for name in (FC.a, FC.b)}
+    method = Tuned(fixed_a=False)
+    before, after = (dense_layers(layers, pairs_of())[FC.weight] for layers in (start, low_rank_model(0)))
+    square = ((after - before) ** 2).sum()
+    expected = square if distance == "squared_l2" else np.sqrt(square)
+    assert encoder_divergence(method, start, distance=distance) == pytest.approx(expected, rel=1e-12)
+    same = {name: low_rank_model(0)[name] for name in (FC.a, FC.b)}
+    assert encoder_divergence(method, same, distance=distance) == 0
+    assert not np.isfinite(
+        divergence(start | {FC.a: np.full((2, 9), np.inf)}, start, distance=distance, pairs=pairs_of())
+    )
+
+
+def test_the_client_of_l_dawa_scales_products():
+    method = Tuned(fixed_a=False)
+    start = {name: low_rank_model(1)[name] for name in (FC.a, FC.b)}
+    plan = TrainPlan(
+        round=1, layers=start, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="",
+        upload_names=(FC.a, FC.b),
+    )  # fmt: skip
+    uploaded = LDAWAScalingClient(ClientStrategy(), buffers="average", warmup_rounds=0).layers_to_upload(method, plan)
+    x, y = (dense_layers(layers, pairs_of())[FC.weight].ravel() for layers in (start, low_rank_model(0)))
+    cosine = x @ y / np.sqrt((x @ x) * (y @ y))
+    np.testing.assert_allclose(uploaded[FC.b], cosine * low_rank_model(0)[FC.b])
+    np.testing.assert_array_equal(uploaded[FC.a], low_rank_model(0)[FC.a])
