@@ -18,6 +18,7 @@ from fedssl.base_layers import check_base, load_base, save_base
 from fedssl.config.settings import ClientSettings
 from fedssl.datasets.base import forget_images, load_federated
 from fedssl.errors import RequestRefused
+from fedssl.low_rank_products import cut_factors, pad_factors
 from fedssl.machine.cuda_graphs import WARMUP_STEPS
 from fedssl.machine.devices import is_gpu
 from fedssl.machine.process import configure_process
@@ -114,6 +115,9 @@ class ClientWorker:
                 state = strategy.state_to_save(method, round.plan, start=start_layers, state=round.state) | personalized
                 uploaded_parts = self._parts_to_upload()
                 layers = strategy.layers_to_upload(method, round.plan)
+            rank = self._rank_of(plan)
+            if rank is not None:
+                layers = cut_factors(layers, method.low_rank_layers, rank)
             # Without an empty state, the next round would use the evicted one.
             saves = bool(state) or client in plan.evicted_clients
             if saves:
@@ -240,7 +244,7 @@ class ClientWorker:
         evicted = client in plan.evicted_clients  # then the plan has all layers
         stored = None if evicted else store.load(state_folder, before=plan.round, template=self.method.named_tensors)
         state, state_round = (stored.tensors or None, stored.round) if stored else (None, 0)
-        layers = plan.layers
+        layers, candidates = self._padded(plan.layers), [self._padded(one) for one in plan.candidate_arrays]
         if plan.num_frozen_stages:
             layers = self._cached(plan, state_folder / "frozen") | layers
         missing = set(exchanged_names(self.method)) - layers.keys() - (state or {}).keys()
@@ -254,7 +258,7 @@ class ClientWorker:
             raise RequestRefused(
                 f"the plan lacks {len(missing)} layers of the method's server side, such as {min(missing)}"
             )
-        if any(candidate.keys() != layers.keys() for candidate in plan.candidate_arrays):
+        if any(candidate.keys() != layers.keys() for candidate in candidates):
             raise RequestRefused("the models of the plan are not of the same layers")
         return ClientRound(
             client=client,
@@ -263,8 +267,7 @@ class ClientWorker:
             state_round=state_round,
             # Broadcast parts are loaded with the other layers, in one copy.
             plans=tuple(
-                replace(plan, layers=model | broadcast, broadcast=broadcast)
-                for model in (layers, *plan.candidate_arrays)
+                replace(plan, layers=model | broadcast, broadcast=broadcast) for model in (layers, *candidates)
             ),
             on_step_start=on_step_start,
         )
@@ -291,6 +294,18 @@ class ClientWorker:
             save_base(folders[0], base, digest=plan.base_digest)
         load_layers(self.method, base)
         self._base_digest = plan.base_digest
+
+    def _padded(self, layers: Layers) -> Layers:
+        """Return layers whose factors have the rank of the model, with zeros beyond that of the client."""
+        pairs = self.method.low_rank_layers
+        if not pairs:
+            return layers
+        return pad_factors(layers, pairs, {name: tensor.shape for name, tensor in self.method.named_tensors.items()})
+
+    def _rank_of(self, plan: TrainPlan) -> int | None:
+        """Return the rank of the factors that the client received; None without factors."""
+        factors = (plan.layers[pair.a] for pair in self.method.low_rank_layers if pair.a in plan.layers)
+        return next((len(factor) for factor in factors), None)
 
     def _select_model(self, round: ClientRound) -> ClientRound:
         if len(round.plans) == 1:

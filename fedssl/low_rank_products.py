@@ -109,6 +109,33 @@ def deviation_products(initial: LowRank, products: Sequence[LowRank]) -> np.ndar
     return np.asarray(gram.numpy())
 
 
+def cut_factors(layers: Mapping[str, np.ndarray], pairs: Sequence[LowRankLayer], rank: int) -> dict[str, np.ndarray]:
+    """Return the layers with the first ``rank`` columns of every factor B and rows of every factor A."""
+    columns, rows = {pair.b for pair in pairs}, {pair.a for pair in pairs}
+    return {
+        name: array[:, :rank] if name in columns else array[:rank] if name in rows else array
+        for name, array in layers.items()
+    }
+
+
+def pad_factors(
+    layers: Mapping[str, np.ndarray], pairs: Sequence[LowRankLayer], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, np.ndarray]:
+    """Return the layers with zeros in the missing columns of every factor B and rows of every factor A.
+
+    The product stays, and training keeps the zeros: the gradient of each factor is a product with the other one.
+    ``shapes`` are those of the factors afterwards, by name. A factor of a larger rank is returned unchanged.
+    """
+    padded = dict(layers)
+    for name, axis in ((name, axis) for pair in pairs for name, axis in ((pair.a, 0), (pair.b, 1))):
+        if name in layers and layers[name].ndim == 2:
+            width = [(0, 0), (0, 0)]
+            width[axis] = (0, shapes[name][axis] - layers[name].shape[axis])
+            if width[axis] > (0, 0):
+                padded[name] = np.pad(layers[name], width)
+    return padded
+
+
 @dataclass(frozen=True)
 class FactorPairs:
     """The layers that are factors of products; ``fixed`` are factors A by name that are not exchanged."""

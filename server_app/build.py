@@ -34,16 +34,19 @@ from server_app.calibration import Calibration
 from server_app.collapse_monitor import CollapseMonitor, ServerFeatureExtractor
 from server_app.compatibility import (
     adapt_to_edge_clients,
+    client_ranks,
     clients_with_few_images,
     forbid_personalized_evaluation,
     forbid_state_limit,
     log_devices,
+    low_rank_aggregation,
     trains_all_clients,
     validate_aggregation,
     validate_batch_size,
     validate_compilation,
     validate_early_stopping,
     validate_edge_method,
+    validate_low_rank_aggregation,
     validate_personalized_evaluation,
 )
 from server_app.differential_privacy import Privacy, check_model
@@ -139,6 +142,7 @@ def build_components(
     strategy, server_optimizer = make_algorithm(settings, method, is_deployment=bool(task))
     method.encoder.check_image_shape((data.channels, data.size, data.size))
     validate_aggregation(settings, is_deployment=bool(task))
+    validate_low_rank_aggregation(settings, method, strategy, server_optimizer)
     log_secure_aggregation(settings)
     virtual_time = make_virtual_time(settings, is_deployment=bool(task))
     client_data = None
@@ -187,6 +191,8 @@ def build_components(
         aggregation=settings.aggregation,
         secure_aggregation=settings.secure_aggregation,
         privacy=make_privacy(settings, method, clients_per_round=per_round, is_deployment=bool(task)),
+        low_rank_aggregation=low_rank_aggregation(settings),
+        client_ranks=client_ranks(settings),
         wire_dtype=settings.wire_dtype,
         client_flops=no_flops if costs is None else costs.client_flops,
         update_storage=partial(UpdateStorage, settings.recording.folder),

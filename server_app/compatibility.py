@@ -20,8 +20,12 @@ from server_app.nodes import ClientDirectory
 from server_app.plans import PlanBuilder
 from server_app.round_context import RoundContext
 from server_app.secure_aggregation import validate_graph
-from strategies.interfaces import GLOBAL, Aggregator
-from strategies.weighted_sum import is_uniform_sum
+from strategies.base import FedSSLStrategy
+from strategies.interfaces import GLOBAL, Aggregator, LinearAggregator
+from strategies.l_dawa import LDAWAScalingClient
+from strategies.low_rank_aggregation import CHANGING_WEIGHTS, OF_PRODUCTS
+from strategies.server_optimizer import ServerOptimizer
+from strategies.weighted_sum import WeightedSum, is_uniform_sum
 
 log = logging.getLogger("fedssl")
 
@@ -165,6 +169,66 @@ def validate_aggregation(settings: Settings, *, is_deployment: bool) -> None:
     if aggregation.buffered and aggregation.over_selection:
         raise InputError(
             "aggregation.buffered=true waits for aggregation.min_updates; set aggregation.over_selection=0"
+        )
+
+
+def low_rank_aggregation(settings: Settings) -> str:
+    """Return what becomes of LoRA's products, see `strategies.low_rank_aggregation`; "factors" without LoRA."""
+    return str(settings.model.tuning.values.get("aggregation", "factors"))
+
+
+def client_ranks(settings: Settings) -> tuple[int, ...]:
+    """Return the ranks of LoRA's factors that clients exchange, in turn; empty if all have that of the model."""
+    return tuple(settings.model.tuning.values.get("ranks") or ())
+
+
+def validate_low_rank_aggregation(
+    settings: Settings, method: SSLMethod, strategy: FedSSLStrategy, server_optimizer: ServerOptimizer
+) -> None:
+    """Refuse what an aggregation of LoRA's products does not support; raises `InputError`."""
+    aggregation, others = (
+        low_rank_aggregation(settings),
+        "set tuning.aggregation=factors or tuning.aggregation=freeze_a",
+    )
+    if client_ranks(settings) and aggregation not in ("svd", "stack"):
+        raise InputError(
+            f"tuning.ranks={list(client_ranks(settings))} needs an aggregation of products of different ranks; set "
+            "tuning.aggregation=svd or stack, or tuning.ranks=null"
+        )
+    if aggregation not in OF_PRODUCTS:
+        return
+    of_sums = {
+        "privacy=central": settings.privacy is not None,
+        "secure_aggregation=secagg_plus": settings.secure_aggregation is not None,
+        "server_optimizer": server_optimizer.is_active,
+        "aggregation.buffered=true": settings.aggregation.buffered,
+    }
+    for setting in (setting for setting, given in of_sums.items() if given):
+        raise InputError(
+            f"{setting} needs sums of layers, which tuning.aggregation={aggregation} replaces by products; {others}"
+        )
+    name, aggregator = settings.recording.choices["strategy"], strategy.server.aggregator(settings.rounds)
+    if not isinstance(aggregator, LinearAggregator):
+        raise InputError(
+            f"strategy={name} is no weighted sum of the clients, which tuning.aggregation={aggregation} needs; {others}"
+        )
+    if aggregation not in CHANGING_WEIGHTS:
+        return
+    if strategy.client.starts_from_own_layers:
+        raise InputError(
+            f"clients of strategy={name} start from factors of their own, which do not fit the weights that "
+            f"tuning.aggregation={aggregation} changes; set tuning.aggregation=svd, factors or freeze_a"
+        )
+    if method.target_init == "average" or (aggregation == "stack" and method.target_init == "persist"):
+        raise InputError(
+            f"method.target_init={method.target_init} keeps factors of target networks, which do not fit the weights "
+            f"that tuning.aggregation={aggregation} changes; set method.target_init=reset, or tuning.aggregation=svd"
+        )
+    scales = isinstance(aggregator, WeightedSum) and aggregator.scale != "none"
+    if aggregation == "stack" and (scales or isinstance(strategy.client, LDAWAScalingClient)):
+        raise InputError(
+            f"strategy={name} compares clients with the global product, which tuning.aggregation=stack resets to zero "
+            "in every round; set tuning.aggregation=exact or svd"
         )
 
 

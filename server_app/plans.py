@@ -41,6 +41,7 @@ class ClientSlot:
     destinations: tuple[str, ...] = ()  # names of the models that its update goes into
     features: Tensor | None = None  # of the server's images under its model, if the strategy compares models
     base_bytes: int = 0  # bytes of base layers among ``bytes_down``
+    rank: int | None = None  # of its factors; None if it is that of the model
 
 
 class PlanBuilder:
@@ -66,7 +67,7 @@ class PlanBuilder:
         untrained = functools.cache(context.initial_model)  # made once, and only if it is needed
         names = dict.fromkeys([*chain.from_iterable(candidates.values()), *extra_models])
         self.starts = {name: self._start(state.models.get(name) or untrained()) for name in names}
-        self._models: dict[tuple[str, tuple[str, ...]], Layers] = {}
+        self._models: dict[tuple[str, tuple[str, ...], int | None], Layers] = {}
         self._packed: dict[int, ArrayRecord] = {}  # by the ids of these models
         self.slots: dict[int, ClientSlot] = {}
         self.messages = self._plan_clients(candidates, oldest_resumable=oldest_resumable)
@@ -95,7 +96,7 @@ class PlanBuilder:
             lr_factor=context.lr_factor(self._number),
             evicted_clients=tuple(client for client in candidates if client in self._state.evicted),
         )
-        contents: dict[tuple[tuple[str, ...], ...], RecordDict] = {}  # clients that receive the same share a record
+        contents: dict[tuple[object, ...], RecordDict] = {}  # clients that receive the same share a record
         for client, names in candidates.items():
             start = self.starts[names[0]]
             # With several candidates nothing is known about the layers that the client holds.
@@ -105,9 +106,10 @@ class PlanBuilder:
             down = (*self._missing_frozen(start, last), *downloaded)
             shared = self._broadcast_for(start.model, last)
             base = {} if self._has_base(client) else context.base
-            key = (names, down, tuple(shared), tuple(base))
+            rank = context.rank_of(client)
+            key = (names, down, tuple(shared), tuple(base), rank)
             if key not in contents:
-                models = [self._subset(name, down) for name in names]
+                models = [self._subset(name, down, rank) for name in names]
                 client_plan = replace(
                     plan,
                     layers=models[0],
@@ -125,15 +127,17 @@ class PlanBuilder:
                 downloaded,
                 bytes_down=content_bytes(content),
                 base_bytes=record_bytes(content.array_records[BASE]) if base else 0,
+                rank=rank,
             )
             messages.append(Message(content, context.nodes[client], "train", group_id=str(self._number)))
         return messages
 
-    def _subset(self, name: str, down: tuple[str, ...]) -> Layers:
-        """Return these layers of a model, the same object for all clients."""
-        if (name, down) not in self._models:
-            self._models[name, down] = {layer: self.starts[name].model.layers[layer] for layer in down}
-        return self._models[name, down]
+    def _subset(self, name: str, down: tuple[str, ...], rank: int | None) -> Layers:
+        """Return these layers of a model, the same object for all clients of a rank."""
+        if (name, down, rank) not in self._models:
+            layers = {layer: self.starts[name].model.layers[layer] for layer in down}
+            self._models[name, down, rank] = self._context.with_rank(layers, rank)
+        return self._models[name, down, rank]
 
     def _encode(self, layers: Layers, wire_dtype: str) -> ArrayRecord:
         """Return the record of a model. It is encoded once for all clients."""
@@ -144,7 +148,7 @@ class PlanBuilder:
     def _in_phase(self, plan: TrainPlan, start: StartingModel) -> TrainPlan:
         """Return the plan with the fields of the phase, if there are several phases or frozen stages."""
         phase, num_phases = self._phase, len(self._context.phases)
-        if num_phases > 1:
+        if num_phases > 1 or self._context.method.merged_names:
             plan = replace(plan, upload_names=tuple(start.expected_upload.layers))
         if num_phases == 1 and not phase.frozen:
             return plan
@@ -196,8 +200,11 @@ def client_workloads(
     bytes_down = {key: layer_bytes(content) for key, content in contents.items()}
     parts = record_bytes(encode_arrays(context.gathered.layers))
     bytes_up = {
-        name: parts + record_bytes(encode_arrays(start.expected_upload.layers, context.wire_dtype))
-        for name, start in starts.items()
+        (slot.start, slot.rank): parts
+        + record_bytes(
+            encode_arrays(context.with_rank(starts[slot.start].expected_upload.layers, slot.rank), context.wire_dtype)
+        )
+        for slot in {(slot.start, slot.rank): slot for slot in slots.values()}.values()
     }
     return {
         message.metadata.dst_node_id: Workload(
@@ -205,7 +212,7 @@ def client_workloads(
             round=number,
             flops=context.client_flops(phase, client),
             bytes_down=bytes_down[id(message.content)],
-            bytes_up=bytes_up[slot.start],
+            bytes_up=bytes_up[slot.start, slot.rank],
         )
         for (client, slot), message in zip(slots.items(), messages, strict=True)
     }

@@ -7,7 +7,7 @@ compared with the model that it started from.
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 
 from flwr.app import Message
 
@@ -21,28 +21,20 @@ from server_app.block_sums import BlockClient, BlockSumTask, LostSumError
 from server_app.client_models import ClientModels, MappedValues
 from server_app.compatibility import require_full_exchange, require_uniform_sum
 from server_app.messaging import NO_REPLY, MessageExchange, ordered_by_client
+from server_app.model_aggregation import ModelAggregation
 from server_app.plans import PlanBuilder
 from server_app.round_context import RoundContext
 from server_app.secagg_round import TooFewParticipants
 from server_app.secure_aggregation import apply_delta, privacy_parameters, secure_mean_delta
 from server_app.updates import CollectedUpdates, RoundResult, UpdateReader, ValidUpdate, norm_outliers
 from server_app.validation import InvalidUpdate
-from strategies.interfaces import GLOBAL, Aggregator, GlobalModel, RoundOutcome, ServerState, model_suffix
-from strategies.update_store import CollectingAggregator, UpdateStore
+from strategies.interfaces import GLOBAL, GlobalModel, RoundOutcome, ServerState, model_suffix
+from strategies.update_store import UpdateStore
 from strategies.weighted_sum import NO_COSINES, WeightedSum, block_size
 
 log = logging.getLogger("fedssl")
 
 UpdateObserver = Callable[[int, Layers], None]  # gets the client and the active layers of every update that is used
-
-
-@dataclass(frozen=True)
-class _Aggregation:
-    """Aggregator of one model, the layers that its clients had received, and the parts that they uploaded."""
-
-    aggregator: Aggregator
-    received: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    gathered: list[Layers] = field(default_factory=list)
 
 
 class TooFewUpdatesError(RunError):
@@ -89,11 +81,10 @@ class Round:
             resend_base=attempt > 0,
         )
         self.starts, self.slots, self.messages = plans.starts, plans.slots, plans.messages
-        self._aggregations = {name: _Aggregation(server.aggregator(self.number, name)) for name in targets}
         self._storage = context.update_storage()
-        for aggregation in self._aggregations.values():
-            if isinstance(aggregation.aggregator, CollectingAggregator):
-                aggregation.aggregator.storage = self._storage
+        self._aggregations = {
+            name: ModelAggregation.new(context, self._storage, round=self.number, name=name) for name in targets
+        }
         self._reader = UpdateReader(
             context,
             self.starts,
@@ -122,6 +113,8 @@ class Round:
         if is_cut_off or compares or context.privacy or context.secure_aggregation:
             return None
         if type(aggregation.aggregator) is not WeightedSum:  # a subclass may need more than a sum
+            return None
+        if aggregation.products is not None:
             return None
         if any(self._targets(client, GLOBAL) != (GLOBAL,) for client in self.slots):
             return None
@@ -156,7 +149,7 @@ class Round:
         if ``lost`` has their nodes and a reason after the last reply. Raises `TooFewUpdatesError`.
         """
         for name, aggregation in self._aggregations.items():
-            aggregation.aggregator.start(self.starts[name].expected_upload)
+            aggregation.start(self.starts[name].expected_upload)
         collected: CollectedUpdates | None = None
         if self._context.aggregation.max_norm_ratio is not None or self._cluster_models:
             collected = CollectedUpdates(
@@ -310,7 +303,7 @@ class Round:
         if context.privacy:
             update = replace(update, layers=context.privacy.clip(update.layers, start.expected_upload.layers))
         for name in slot.destinations:
-            self._aggregations[name].aggregator.add(update, valid.cosines)
+            self._aggregations[name].add(update, valid.cosines)
         for observe in observers:
             observe(slot.client, layers)
         self._record(valid)
@@ -399,7 +392,7 @@ class Round:
     def _aggregate(self, name: str) -> GlobalModel:
         context, start, aggregation = self._context, self.starts[name], self._aggregations[name]
         model, layers = start.model, start.expected_upload.layers
-        mean = aggregation.aggregator.finish()
+        mean, weights = aggregation.finish(start.frozen)
         if context.privacy:
             mean = context.privacy.add_noise(mean, layers, used=len(aggregation.received), round=self.number)
         server_optimizer_state, new = context.server_optimizer.step(
@@ -413,7 +406,7 @@ class Round:
         self._result.strategy_metrics.update({f"{key}{suffix}": value for key, value in strategy_metrics.items()})
         model = replace(
             model,
-            layers={**model.layers, **trained},
+            layers={**model.layers, **weights, **trained},
             broadcast=context.method.aggregate_parts(aggregation.gathered, model.broadcast),
             strategy_state=strategy_state,
             server_optimizer_state=server_optimizer_state,

@@ -12,7 +12,7 @@ from fedssl.arrays import Layers, ReferenceLayers
 from fedssl.config.aggregation_settings import AggregationSettings, SecureAggregationSettings
 from fedssl.config.settings import LOSSLESS
 from fedssl.errors import InputError
-from fedssl.low_rank_products import FactorPairs
+from fedssl.low_rank_products import FactorPairs, cut_factors
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import copy_layers, factor_pairs, names_in_parts
 from fedssl.schedule.phases import Phase, phase_at
@@ -65,6 +65,8 @@ class RoundContext:
     aggregation: AggregationSettings = field(default_factory=AggregationSettings)
     privacy: Privacy | None = None
     secure_aggregation: SecureAggregationSettings | None = None
+    low_rank_aggregation: str = "factors"  # of LoRA's products, see `strategies.low_rank_aggregation`
+    client_ranks: Sequence[int] = ()  # client k has the one of number k modulo their number; empty: that of the model
     wire_dtype: str = LOSSLESS
     # Returns features of the server's images under a model, for strategies that compare models.
     extract_features: Callable[[Layers], Tensor] = raise_no_server_images
@@ -103,6 +105,15 @@ class RoundContext:
     def factor_pairs(self) -> FactorPairs:
         """Return the pairs of LoRA's factors."""
         return factor_pairs(self.method)
+
+    def rank_of(self, client: int) -> int | None:
+        """Return the rank of the factors that a client exchanges; None if it is that of the model."""
+        ranks = self.client_ranks
+        return ranks[client % len(ranks)] if ranks else None
+
+    def with_rank(self, layers: Layers, rank: int | None) -> Layers:
+        """Return layers as a client of this rank exchanges them."""
+        return layers if rank is None else cut_factors(layers, self.factor_pairs.layers, rank)
 
     @property
     def clients_cache_frozen(self) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from flwr.app import Message
 
 from fedssl.arrays import Cosines, Layers, ReferenceLayers, is_weight
+from fedssl.low_rank_products import pad_factors
 from fedssl.wire.messages import ARRAYS, ClientUpdate
 from fedssl.wire.records import content_bytes, decode_arrays
 from server_app.block_sums import BlockSum, SummedContent
@@ -160,6 +161,7 @@ class UpdateReader:
     ) -> None:
         self._context, self._starts, self._state_rounds = context, starts, state_rounds
         self._number = number
+        self._ranked: dict[tuple[str, int], ReferenceLayers] = {}
         self.validator = UpdateValidator(
             gathered=context.gathered,
             required_metrics=tuple(required_metrics),
@@ -197,10 +199,23 @@ class UpdateReader:
             node=self._context.nodes[slot.client],
             round=number,
             downloaded=slot.downloaded,
-            expected=expected,
+            expected=self._with_rank(expected, slot),
             saved_round=self._state_rounds.get(slot.client, 0),
         )
+        if slot.rank is not None:
+            shapes = {name: array.shape for name, array in expected.layers.items()}
+            layers = pad_factors(update.layers, self._context.factor_pairs.layers, shapes)
+            update = replace(update, layers=layers)
         return ValidUpdate(slot, update, cosines, content_bytes(reply.content))
+
+    def _with_rank(self, expected: ReferenceLayers, slot: ClientSlot) -> ReferenceLayers:
+        """Return the layers as a client of its rank received them, the same object for all clients of the rank."""
+        if slot.rank is None:
+            return expected
+        key = (slot.start, slot.rank)
+        if key not in self._ranked:
+            self._ranked[key] = expected.with_layers(self._context.with_rank(expected.layers, slot.rank))
+        return self._ranked[key]
 
 
 def layer_changes(start: ReferenceLayers, layers: Layers) -> Layers:

@@ -154,10 +154,13 @@ class ClientStrategy:
     selects_by_state : bool
         Whether `select_model` compares models with the client's state. An unseen client, which has none, trains before
         it selects.
+    starts_from_own_layers : bool
+        Whether a client may start from its own values of the encoder's exchanged layers instead of the downloaded ones.
     """
 
     trainings_per_round: int = 1
     selects_by_state: bool = False
+    starts_from_own_layers: bool = False
 
     def select_model(
         self, method: SSLMethod, plans: Sequence[TrainPlan], state: ClientState | None, local_data: LocalData

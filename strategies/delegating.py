@@ -93,6 +93,7 @@ class DelegatingClient(ClientStrategy):
         self.base_strategy = base_strategy
         self.trainings_per_round = base_strategy.trainings_per_round
         self.selects_by_state = base_strategy.selects_by_state
+        self.starts_from_own_layers = base_strategy.starts_from_own_layers
 
     def select_model(
         self, method: SSLMethod, plans: Sequence[TrainPlan], state: ClientState | None, local_data: LocalData

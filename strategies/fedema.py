@@ -56,6 +56,8 @@ def blend(received: Layers, own: Layers, *, mu: float) -> Layers:
 class FedEMAClient(ClientStrategy):
     """Client side of FedEMA. Options as in `FedEMA`."""
 
+    starts_from_own_layers = True
+
     def __init__(self, *, tau: float, distance: str) -> None:
         check_arguments("strategy", tau=tau, distance=distance)
         self.tau = tau

@@ -68,6 +68,7 @@ class FedUClient(ClientStrategy):
 
     def __init__(self, options: FedUOptions) -> None:
         self.options = options
+        self.starts_from_own_layers = options.update == "target"
 
     def validate(self, context: StrategyContext) -> None:
         method, options = context.method, self.options

@@ -324,7 +324,8 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "rank": _integer(1),
         "alpha": _POSITIVE,
         "targets": _optional(_list_of(Constraint(kind=str))),
-        "aggregation": _choice("factors", "freeze_a"),
+        "aggregation": _choice("factors", "freeze_a", "exact", "stack", "svd"),
+        "ranks": _optional(_list_of(_integer(1))),
     },
     "server_optimizer": {
         "lr": _POSITIVE,

@@ -70,6 +70,12 @@ def write_peft(source: ExportSource, folder: Path) -> None:
     """Write the folder with its two files."""
     weights = source.content["weights"]
     factors = read_adapter(_run_folder(source) / ADAPTER_FILE, weights)
+    base = read_base(_run_folder(source) / BASE_FOLDER)
+    if any(f"encoder.{layer.weight}" not in base for layer, _, _ in factors):
+        raise InputError(
+            "format=peft has an adapter for the weights before training, but tuning.aggregation=exact or stack changed "
+            "them; choose another format"
+        )
     tensors: dict[str, Tensor] = {}
     for layer, a, b in factors:
         weight, module = weights[layer.weight], _module(layer.weight, weights)

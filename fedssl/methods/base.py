@@ -114,8 +114,8 @@ class SSLMethod(nn.Module):
         Base layers, which the encoder shares with its copies, have their name in ``encoder``.
         """
         tensors = dict(self.state_dict(keep_vars=True))
-        base = {id(tensors[name]) for name in self.base_names}
-        own = set(self.base_names)
+        own = {*self.base_names, *self.merged_names}
+        base = {id(tensors[name]) for name in own}
         return {name: tensor for name, tensor in tensors.items() if id(tensor) not in base or name in own}
 
     @cached_property
@@ -124,7 +124,7 @@ class SSLMethod(nn.Module):
 
         They are not exchanged, aggregated or trained. The server sends them once to a client that lacks them.
         """
-        frozen = self.encoder.base_names
+        frozen = self.encoder.base_names - self.encoder.merged_names
         names = self.encoder.state_dict() if frozen else ()
         return tuple(f"encoder.{name}" for name in names if name in frozen)
 
@@ -139,6 +139,16 @@ class SSLMethod(nn.Module):
                     a = f"{'encoder' if shared else part}.{layer.a}"
                     layers.append(LowRankLayer(f"{part}.{layer.weight}", a, f"{part}.{layer.b}", layer.scale))
         return tuple(layers)
+
+    @cached_property
+    def merged_names(self) -> tuple[str, ...]:
+        """Names of frozen weights of the encoder that the server adds products to, in the order of the model.
+
+        They are exchanged in one direction: clients download them in every round, and neither train nor upload them.
+        """
+        merged = self.encoder.merged_names
+        names = self.encoder.state_dict() if merged else ()
+        return tuple(f"encoder.{name}" for name in names if name in merged)
 
     @cached_property
     def moved_out(self) -> set[str]:
@@ -166,7 +176,7 @@ class SSLMethod(nn.Module):
 
     def _shared_base(self) -> Iterator[tuple[dict[str, Any], str, str]]:
         """Yield where copies of the encoder have its base layers: tensors of a module, key, and name of the layer."""
-        if not self.base_names:
+        if not self.encoder.base_names:
             return
         tensors = self.encoder.state_dict(keep_vars=True)
         names = {id(tensors[name]): name for name in self.encoder.base_names}

@@ -63,11 +63,14 @@ class Stages:
         self._stage_ranges = {name: stage_range(method, name) for name in method.named_tensors}
         self._names = [f"encoder.{name}." for name in method.encoder.stage_names]
         self._averages_target = method.target_init == "average"
+        self._merged = frozenset(method.merged_names)
 
     def trained(self, phase: Phase, names: Iterable[str]) -> tuple[str, ...]:
         """Return those of the layers that clients train."""
         return tuple(
-            name for name in self._running(phase, names) if phase.frozen < self._stage_ranges[name].frozen_from
+            name
+            for name in self._running(phase, names)
+            if phase.frozen < self._stage_ranges[name].frozen_from and name not in self._merged
         )
 
     def frozen(self, phase: Phase, names: Iterable[str]) -> tuple[str, ...]:
@@ -75,7 +78,8 @@ class Stages:
         return tuple(
             name
             for name in self._running(phase, names)
-            if phase.frozen >= self._stage_ranges[name].frozen_from and not name.startswith(TARGET_ENCODER)
+            if (phase.frozen >= self._stage_ranges[name].frozen_from and not name.startswith(TARGET_ENCODER))
+            or name in self._merged
         )
 
     def transfer_weights(self, layers: Layers, phase: Phase) -> Layers:

@@ -16,7 +16,13 @@ IN_PROJ = "in_proj"  # name of the input projection of an attention
 
 
 def lora(
-    encoder: Encoder, *, rank: int, alpha: float, targets: Sequence[str] | None = None, aggregation: str = "factors"
+    encoder: Encoder,
+    *,
+    rank: int,
+    alpha: float,
+    targets: Sequence[str] | None = None,
+    aggregation: str = "factors",
+    ranks: Sequence[int] | None = None,
 ) -> None:
     """Train low-rank factors A and B of weights W, which become W + ``alpha`` / ``rank`` B A.
 
@@ -32,11 +38,16 @@ def lora(
         Names of layers, or their last components as in PEFT's ``target_modules``. The projections of an attention are
         ``in_proj`` and ``out_proj``. None: all linear and convolutional layers, except depthwise convolutions whose
         kernel has fewer than ``rank`` elements.
-    aggregation : {"factors", "freeze_a"}
+    aggregation : {"factors", "freeze_a", "exact", "stack", "svd"}
         "factors": A and B are trained and aggregated separately (FedIT, arXiv 2305.05644). "freeze_a": A keeps its
-        initial values, so that the mean of products is the product of the means (FFA-LoRA, arXiv 2403.12313).
+        initial values, so that the mean of products is the product of the means (FFA-LoRA, arXiv 2403.12313). For the
+        others see `strategies.low_rank_aggregation`; with "exact" and "stack" the server changes W.
+    ranks : sequence of int or None
+        Ranks that clients have in turn, at most ``rank``. None: all have ``rank``.
     """
-    check_arguments("tuning", rank=rank, alpha=alpha, targets=targets, aggregation=aggregation)
+    check_arguments("tuning", rank=rank, alpha=alpha, targets=targets, aggregation=aggregation, ranks=ranks)
+    if ranks is not None and (not ranks or max(ranks) > rank):
+        raise InputError(f"tuning.ranks={list(ranks)} must be ranks up to tuning.rank={rank}; raise tuning.rank")
     base = list(encoder.state_dict())
     weights = _weights(encoder)
     names = _select(encoder, weights, targets=targets, rank=rank)
@@ -55,7 +66,9 @@ def lora(
                 LowRankLayer(f"{path}.{weight_name(module)}", f"{path}.lora_A", f"{path}.lora_B", alpha / rank)
             )
     encoder.low_rank_layers = tuple(layers)
-    encoder.freeze_base([*base, *((layer.a for layer in layers) if aggregation == "freeze_a" else ())])
+    fixed = [layer.a for layer in layers] if aggregation == "freeze_a" else []
+    merged = [layer.weight for layer in layers] if aggregation in ("exact", "stack") else []
+    encoder.freeze_base([*base, *fixed], merged=merged)
 
 
 def plain_copy(network: Network) -> Network:

@@ -5,7 +5,7 @@ import pytest
 
 from fedssl.arrays import ReferenceLayers
 from fedssl.low_rank import LowRankLayer
-from fedssl.low_rank_products import FactorPairs, LowRank, deviation_products, stack
+from fedssl.low_rank_products import FactorPairs, LowRank, cut_factors, deviation_products, pad_factors, stack
 
 
 def low_rank(seed, shape=(5, 7), rank=2, scale=1.5, dtype=np.float64):
@@ -144,3 +144,16 @@ def test_a_factor_that_is_not_finite_is_found_although_the_other_one_is_zero(fac
     bad = {name: np.zeros_like(array) if name.startswith("encoder.fc") else array for name, array in START.items()}
     bad[factor] = np.full_like(bad[factor], value)
     assert ReferenceLayers(START, PAIRS).cosines_of(bad).first_invalid == "encoder.fc.weight"
+
+
+def test_factors_of_a_smaller_rank_are_the_leading_ones_and_zeros_complete_them():
+    layers = {"a": np.arange(6.0).reshape(3, 2), "b": np.arange(12.0).reshape(4, 3), "head": np.ones((3, 3))}
+    pairs = (LowRankLayer("w", "a", "b", 1.0),)
+    cut = cut_factors(layers, pairs, 2)
+    np.testing.assert_array_equal(cut["a"], [[0, 1], [2, 3]])
+    np.testing.assert_array_equal(cut["b"], [[0, 1], [3, 4], [6, 7], [9, 10]])
+    padded = pad_factors(cut, pairs, {name: array.shape for name, array in layers.items()})
+    np.testing.assert_array_equal(padded["a"], [[0, 1], [2, 3], [0, 0]])
+    np.testing.assert_array_equal(padded["b"], [[0, 1, 0], [3, 4, 0], [6, 7, 0], [9, 10, 0]])
+    assert padded["head"] is cut["head"] is layers["head"]
+    assert pad_factors(layers, pairs, {"a": (2, 2), "b": (4, 2)})["a"].shape == (3, 2)

@@ -1,0 +1,247 @@
+"""Rounds with LoRA's factors: what each aggregation sends, and the weights that result, against dense float64 ones."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedssl.encoders.base import Encoder
+from fedssl.low_rank import LowRankLayer
+from fedssl.methods.base import SSLMethod
+from fedssl.model_arrays import exchanged_layers
+from fedssl.schedule.phases import end_to_end
+from fedssl.wire.messages import TrainPlan
+from server_app.messaging import receive
+from server_app.round import Round
+from server_app.round_context import RoundContext
+from strategies.eua import EUA
+from strategies.fedavg import FedAvg
+from strategies.interfaces import GLOBAL, ServerState
+from strategies.krum import Krum
+from strategies.l_dawa import LDAWA
+from strategies.m_dawa import MDAWA
+from tests.server_app.test_round import make_grid
+
+FC = LowRankLayer("encoder.fc.weight", "encoder.fc.lora_A", "encoder.fc.lora_B", 2.0)
+CLIENTS = 5
+STRATEGIES = {
+    "fedavg": FedAvg,
+    "l_dawa": LDAWA,
+    "l_dawa normalize": lambda: LDAWA(normalize=True),
+    "m_dawa": MDAWA,
+    "eua": EUA,
+    "krum": lambda: Krum(malicious=1, select=2),
+}
+
+
+def parameter(random, *shape):
+    return nn.Parameter(torch.from_numpy(random.standard_normal(shape)))
+
+
+class Tuned(SSLMethod):
+    """Factors of rank 2, the weight that they are added to if the server changes it, and a head, all in float64."""
+
+    def __init__(self, aggregation):
+        super().__init__()
+        random = np.random.default_rng(0)
+        self.encoder = Encoder()
+        self.encoder.fc = nn.Module()
+        self.encoder.fc.lora_A = parameter(random, 2, 7)
+        self.encoder.fc.lora_B = parameter(random, 5, 2)
+        self.encoder.define_stages(stages=(), widths=())
+        self.head = parameter(random, 3)
+        self.low_rank_layers = (FC,)
+        if aggregation in ("exact", "stack"):
+            self.encoder.fc.weight = parameter(random, 5, 7).requires_grad_(False)
+            self.merged_names = (FC.weight,)
+
+
+def federation(grid, strategy, aggregation, ranks=()):
+    method = Tuned(aggregation)
+    return RoundContext(
+        strategy=strategy,
+        method=method,
+        phases=end_to_end(rounds=1000, depth=0),
+        initial_arrays=lambda: exchanged_layers(Tuned(aggregation)),
+        nodes=dict(enumerate(grid.get_node_ids())),
+        seed=0,
+        clients_per_round=CLIENTS,
+        timeout=60,
+        client_config="{}",
+        code_fingerprint="x",
+        low_rank_aggregation=aggregation,
+        client_ranks=ranks,
+    )
+
+
+def trained(layers, partition):
+    """The upload of a client: all but the weight, moved by numbers of its own."""
+    random = np.random.default_rng(10 + partition)
+    return {
+        name: array + 0.5 * random.standard_normal(array.shape) for name, array in layers.items() if name != FC.weight
+    }
+
+
+def bad_rank(layers, partition):
+    return trained(layers, partition) | {FC.a: np.zeros((3, 7)), FC.b: np.zeros((5, 3))}
+
+
+def with_weight(layers, partition):
+    return trained(layers, partition) | {FC.weight: np.zeros((5, 7))}
+
+
+def run(strategy, aggregation, *, rounds=1, behaviors=(trained,) * CLIENTS, reverse=False, ranks=()):
+    """The state and the last report after some rounds, and all messages."""
+    grid = make_grid(behaviors)
+    context, state, messages = federation(grid, strategy, aggregation, ranks), ServerState(), []
+    for _ in range(rounds):
+        one = Round(context, state)
+        messages += one.messages
+        replies = list(receive(grid, one.messages, timeout=60))
+        state, report = one.finish(replies[::-1] if reverse else replies)
+    return state, report, messages
+
+
+def total(layers, weight):
+    return layers.get(FC.weight, weight) + FC.scale * layers[FC.b] @ layers[FC.a]
+
+
+def dense_round(strategy, layers):
+    """The same strategy on a model whose product is one dense weight, and the head; the new product."""
+    grid = make_grid([trained] * CLIENTS)
+    uploads = [trained(layers, client) for client in range(CLIENTS)]
+    start = {"encoder.fc": FC.scale * layers[FC.b] @ layers[FC.a], "head": layers["head"]}
+    dense = [{"encoder.fc": FC.scale * one[FC.b] @ one[FC.a], "head": one["head"]} for one in uploads]
+
+    class Dense(SSLMethod):
+        def __init__(self):
+            super().__init__()
+            self.encoder = Encoder()
+            self.encoder.fc = nn.Parameter(torch.from_numpy(start["encoder.fc"].copy()))
+            self.encoder.define_stages(stages=(), widths=())
+            self.head = nn.Parameter(torch.from_numpy(start["head"].copy()))
+
+    grid = make_grid([lambda received, client: dense[client]] * CLIENTS)
+    method = Dense()
+    context = replace(
+        federation(grid, strategy, "factors"), method=method, initial_arrays=lambda: exchanged_layers(method)
+    )
+    one = Round(context, ServerState())
+    state, _ = one.finish(receive(grid, one.messages, timeout=60))
+    return state.models[GLOBAL].layers["encoder.fc"]
+
+
+WEIGHT = exchanged_layers(Tuned("exact"))[FC.weight]
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES.keys())
+
+
+@every_strategy
+@pytest.mark.parametrize("aggregation", ["exact", "stack"])
+def test_the_new_weight_is_that_of_the_strategy_on_dense_weights(strategy, aggregation):
+    layers = exchanged_layers(Tuned(aggregation))
+    for round in (1, 2):
+        state, _, _ = run(strategy(), aggregation, rounds=round)
+        expected = layers[FC.weight] + dense_round(strategy(), layers)
+        layers = state.models[GLOBAL].layers
+        np.testing.assert_allclose(total(layers, WEIGHT), expected, rtol=1e-10, atol=1e-10)
+    if aggregation == "stack":
+        assert not layers[FC.b].any()
+        assert layers[FC.a].any()
+
+
+@every_strategy
+def test_svd_is_the_nearest_product_of_the_rank(strategy):
+    start = exchanged_layers(Tuned("svd"))
+    state, _, _ = run(strategy(), "svd")
+    layers = state.models[GLOBAL].layers
+    assert FC.weight not in layers
+    u, s, vt = np.linalg.svd(dense_round(strategy(), start))
+    np.testing.assert_allclose(total(layers, 0), (u[:, :2] * s[:2]) @ vt[:2], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("aggregation", ["factors", "exact", "stack", "svd"])
+def test_only_weights_that_the_server_changes_are_sent_and_in_every_round(aggregation):
+    _, report, messages = run(FedAvg(), aggregation, rounds=2)
+    assert not report.dropped  # no client has uploaded the weight
+    for message in messages:
+        plan = TrainPlan.from_content(message.content)
+        assert (FC.weight in plan.layers) == (aggregation in ("exact", "stack"))
+        if aggregation in ("exact", "stack"):
+            assert set(plan.upload_names) == {FC.a, FC.b, "head"}
+
+
+@pytest.mark.parametrize("aggregation", ["exact", "stack", "svd"])
+def test_the_bits_do_not_depend_on_the_order_of_arrival_or_threads(aggregation):
+    layers = []
+    for reverse, threads in ((False, 1), (True, 2)):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            state, _, _ = run(LDAWA() if aggregation != "stack" else FedAvg(), aggregation, rounds=2, reverse=reverse)
+        finally:
+            torch.set_num_threads(before)
+        layers.append(state.models[GLOBAL].layers)
+    assert all(np.array_equal(layers[0][name], layers[1][name]) for name in layers[0])
+
+
+@pytest.mark.parametrize("aggregation", ["factors", "exact", "stack", "svd"])
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (bad_rank, r"layer encoder.fc.lora_A has shape \(3, 7\) instead of \(2, 7\)"),
+        (with_weight, "layer encoder.fc.weight is not part of the global model"),
+    ],
+)
+def test_a_bad_update_is_dropped(aggregation, bad, reason):
+    behaviors = [trained, trained, bad, trained, trained]
+    state, report, _ = run(FedAvg(), aggregation, behaviors=behaviors)
+    assert list(report.dropped) == [2]
+    assert pytest.raises(AssertionError, match=reason).matches(AssertionError(report.dropped[2]))
+    # As if the client had not replied.
+    grid = make_grid([trained] * CLIENTS)
+    one = Round(federation(grid, FedAvg(), aggregation), ServerState())
+    replies = list(receive(grid, one.messages, timeout=60))
+    expected, _ = one.finish([*replies[:2], *replies[3:]])
+    for name, array in expected.models[GLOBAL].layers.items():
+        assert np.array_equal(state.models[GLOBAL].layers[name], array)
+
+
+def test_new_factors_of_a_stack_differ_between_rounds():
+    first, second = (run(FedAvg(), "stack", rounds=rounds)[0].models[GLOBAL].layers[FC.a] for rounds in (1, 2))
+    assert not np.array_equal(first, second)
+    assert abs(first).max() <= 7**-0.5
+
+
+def test_clients_of_smaller_ranks_exchange_the_leading_factors():
+    # Client k has the rank 1 or 2. What it uploads is a product of its rank, and the new product the nearest of rank 2.
+    layers = exchanged_layers(Tuned("svd"))
+    for round in (1, 2):
+        sent = [{**layers, FC.a: layers[FC.a][:rank], FC.b: layers[FC.b][:, :rank]} for rank in (1, 2, 1, 2, 1)]
+        state, report, messages = run(FedAvg(weighting="uniform"), "svd", rounds=round, ranks=(1, 2))
+        assert not report.dropped
+        for message, expected in zip(messages[-CLIENTS:], sent, strict=True):
+            received = TrainPlan.from_content(message.content).layers
+            assert received.keys() == expected.keys()
+            assert all(np.array_equal(received[name], expected[name]) for name in expected)
+        uploads = [trained(one, client) for client, one in enumerate(sent)]
+        mean = sum(FC.scale * one[FC.b] @ one[FC.a] for one in uploads) / CLIENTS
+        u, s, vt = np.linalg.svd(mean)
+        layers = state.models[GLOBAL].layers
+        np.testing.assert_allclose(total(layers, 0), (u[:, :2] * s[:2]) @ vt[:2], rtol=1e-9, atol=1e-9)
+        assert report.clients[0].bytes_up < report.clients[1].bytes_up
+        assert report.clients[0].bytes_down < report.clients[1].bytes_down
+        # From now on, what a client of rank 1 receives is the nearest product of rank 1.
+        np.testing.assert_allclose(
+            FC.scale * layers[FC.b][:, :1] @ layers[FC.a][:1], s[0] * np.outer(u[:, 0], vt[0]), rtol=1e-9, atol=1e-9
+        )
+
+
+def test_an_update_of_another_rank_than_the_clients_is_dropped():
+    def of_rank_2(layers, partition):
+        return trained(layers, partition) | {FC.a: np.zeros((2, 7)), FC.b: np.zeros((5, 2))}
+
+    _, report, _ = run(FedAvg(), "svd", behaviors=[of_rank_2, *[trained] * 4], ranks=(1, 2))
+    assert list(report.dropped) == [0]
+    assert "layer encoder.fc.lora_A has shape (2, 7) instead of (1, 7)" in report.dropped[0]
