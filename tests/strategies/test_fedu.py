@@ -9,7 +9,7 @@ import torch
 
 from client_app.state_store import read_state, save_state
 from fedssl.arrays import ReferenceLayers
-from fedssl.encoders import conv_small
+from fedssl.encoders import Encoder, conv_small
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.methods.byol import BYOL
@@ -251,7 +251,9 @@ class Bare(SSLMethod):
 
 
 def make_bare():
-    return Bare(torch.nn.Linear(3, 2))
+    encoder = Encoder()
+    encoder.fc = torch.nn.Linear(3, 2)
+    return Bare(encoder)
 
 
 @pytest.mark.parametrize(
