@@ -36,8 +36,8 @@ def lora(
         Numerator of the scale; positive.
     targets : sequence of str or None
         Names of layers, or their last components as in PEFT's ``target_modules``. The projections of an attention are
-        ``in_proj`` and ``out_proj``. None: all linear and convolutional layers, except depthwise convolutions whose
-        kernel has fewer than ``rank`` elements.
+        ``in_proj`` and ``out_proj``. None: all linear and convolutional layers, except depthwise convolutions, whose
+        kernels have few elements and whose factors would need r times as many channels.
     aggregation : {"factors", "freeze_a", "exact", "stack", "svd"}
         "factors": A and B are trained and aggregated separately (FedIT, arXiv 2305.05644). "freeze_a": A keeps its
         initial values, so that the mean of products is the product of the means (FFA-LoRA, arXiv 2403.12313). For the
@@ -50,7 +50,7 @@ def lora(
         raise InputError(f"tuning.ranks={list(ranks)} must be ranks up to tuning.rank={rank}; raise tuning.rank")
     base = list(encoder.state_dict())
     weights = _weights(encoder)
-    names = _select(encoder, weights, targets=targets, rank=rank)
+    names = _select(encoder, weights, targets=targets)
     for name in names:
         rows, columns = weights[name]
         if rank > min(rows, columns):
@@ -99,9 +99,7 @@ def _weights(encoder: Encoder) -> dict[str, tuple[int, int]]:
     return weights
 
 
-def _select(
-    encoder: Encoder, weights: dict[str, tuple[int, int]], *, targets: Sequence[str] | None, rank: int
-) -> list[str]:
+def _select(encoder: Encoder, weights: dict[str, tuple[int, int]], *, targets: Sequence[str] | None) -> list[str]:
     """Return the names of the layers that get factors; raises `InputError` for a target without a layer."""
     if targets is None:
         depthwise = {
@@ -109,7 +107,7 @@ def _select(
             for name, module in encoder.named_modules()
             if isinstance(module, nn.Conv2d) and module.groups == module.in_channels > 1
         }
-        names = [name for name in weights if not (name in depthwise and rank > min(weights[name]))]
+        names = [name for name in weights if name not in depthwise]
         if not names:
             raise InputError("tuning=lora but the encoder has no linear or convolutional layer; set another tuning")
         return names

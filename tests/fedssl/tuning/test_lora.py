@@ -120,16 +120,16 @@ class Padded(nn.Conv2d):
         return super().forward(nn.functional.pad(input, (0, 2, 0, 2)))
 
 
-def test_depthwise_convolutions_below_the_rank_and_other_layers_are_left_out():
-    """A depthwise 3x3 kernel has 9 elements, so that its matrix is 8 x 9."""
-    for rank, expected in ((8, ["wide.weight", "point.weight"]), (9, None)):
-        encoder = Depthwise()
-        if expected is None:  # the 1x1 convolution has 16 x 8
-            with pytest.raises(InputError, match=r"the layer point of the encoder has a weight of 16 x 8"):
-                lora(encoder, rank=rank, alpha=1)
-            continue
-        lora(encoder, rank=rank, alpha=1)
-        assert adapted(encoder) == expected
+def test_depthwise_convolutions_are_adapted_if_they_are_named():
+    """A depthwise 3x3 kernel has 9 elements, so that its matrix is 8 x 9; the 1x1 convolution has 16 x 8."""
+    encoder = Depthwise()
+    lora(encoder, rank=8, alpha=1)
+    assert adapted(encoder) == ["point.weight"]
+    encoder = Depthwise()
+    lora(encoder, rank=8, alpha=1, targets=["wide"])
+    assert adapted(encoder) == ["wide.weight"]
+    with pytest.raises(InputError, match=r"the layer point of the encoder has a weight of 16 x 8"):
+        lora(Depthwise(), rank=9, alpha=1)
     with pytest.raises(InputError, match=r"tuning.rank=9 but the layer wide of the encoder has a weight of 8 x 9"):
         lora(Depthwise(), rank=9, alpha=1, targets=["wide"])
 
