@@ -86,7 +86,7 @@ def _pieces(method: SSLMethod, image: Tensor) -> tuple[list[Piece], list[Piece]]
     encoder, children = method.encoder, dict(method.named_children())
     stem = encoder.stage_range("")  # of parameters outside of all stages
     stem_parameters = [parameter for name, parameter in encoder.named_parameters() if encoder.stage_range(name) == stem]
-    flops, x = _forward(encoder.stem, image)
+    flops, x = _forward(encoder.run_stem, image)
     pieces = [Piece(flops, stem_parameters)]
     for stage in encoder.stage_modules():
         flops, x = _forward(stage, x)

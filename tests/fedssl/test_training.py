@@ -14,6 +14,7 @@ from fedssl.regularizers.prox import Proximal, proximal
 from fedssl.seeding import derive_seed, torch_generator
 from fedssl.training import LocalTrainer, batches, check_regularizer, train
 from fedssl.views import AcceptedViews, Views
+from tests.encoders import LinearEncoder
 from tests.federation import Federation
 from tests.gpu_stand_in import treat_cpu_as_gpu
 from tests.local_training import local_training
@@ -66,8 +67,7 @@ class Toy(SSLMethod):
 
     def __init__(self):
         super().__init__()
-        self.encoder = nn.Linear(1, 1, bias=False)
-        self.encoder.weight.data.fill_(1.0)
+        self.encoder = LinearEncoder([[1.0]])
         self.steps = 0
 
     def loss(self, views):

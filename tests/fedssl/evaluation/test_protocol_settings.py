@@ -24,7 +24,7 @@ from fedssl.methods.base import build_method
 from tests.fedssl.evaluation.made import Given, blobs, results
 
 FOLDER = Path(__file__).resolve().parents[3] / "conf" / "evaluation"
-TRANSFERS = ("transfer", "stl10", "table3", "four")  # they need data sets
+TRANSFERS = ("transfer", "domains", "stl10", "table3", "four")  # they need data sets
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

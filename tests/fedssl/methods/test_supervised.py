@@ -22,6 +22,7 @@ from fedssl.training import train
 from fedssl.views import Views
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
+from tests.encoders import LinearEncoder
 from tests.federation import Federation
 from tests.local_training import local_training
 
@@ -85,7 +86,7 @@ class Recorded(SSLMethod):
 
     def __init__(self):
         super().__init__()
-        self.encoder = nn.Linear(1, 1)
+        self.encoder = LinearEncoder([[1.0]])
         self.seen = []
 
     def loss(self, views):

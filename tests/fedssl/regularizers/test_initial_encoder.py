@@ -8,7 +8,6 @@ from torch import nn
 from client_app.step_memory import estimate_step_memory
 from fedssl.config.load import compose, parse_client_config
 from fedssl.datasets.base import load_federated
-from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.losses import teacher_distance
 from fedssl.methods.base import INITIAL_ENCODER, SSLMethod, build_method
@@ -19,20 +18,9 @@ from fedssl.seeding import torch_generator
 from fedssl.training import LocalTrainer
 from fedssl.views import Views
 from strategies.interfaces import GLOBAL
+from tests.encoders import LinearEncoder
 from tests.federation import Federation
 from tests.methods import overrides_of
-
-
-class LinearEncoder(Encoder):
-    """An encoder that is a matrix."""
-
-    def __init__(self, weight: list[list[float]]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(weight))
-        self.define_stages(stages=(), widths=())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight.T
 
 
 class Linear(SSLMethod):
