@@ -4,6 +4,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from fedssl.config.overrides import CONF
 
 METHODS = sorted(file.stem for file in (CONF / "method").glob("*.yaml"))
@@ -14,6 +16,9 @@ MASKED: dict[str, list[str]] = {
     "ijepa": [*VIT, "augmentation=digits_ijepa"],
     "mae": [*VIT, "encoder.patch=2", "augmentation=digits_mae"],
 }
+# Every mechanism of a method once: targets, parts of the server side, local state, masks, targets of images.
+TYPICAL = ("byol", "dino", "distillation", "fedca", "mae", "orchestra", "simclr", "swav")
+CASES = [pytest.param(name, marks=[] if name in TYPICAL else pytest.mark.heavy) for name in METHODS]
 WHOLE = [name for name in METHODS if name not in MASKED]
 
 

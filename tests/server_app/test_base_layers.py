@@ -151,6 +151,7 @@ def test_a_client_that_lost_the_base_is_dropped_and_receives_it_again(tmp_path):
     assert federation.round() == ({}, [True, False])
 
 
+@pytest.mark.heavy
 def test_a_repeated_round_sends_the_base_again(tmp_path):
     federation = Changing(tmp_path, "aggregation.max_retries=1")
     federation.round()

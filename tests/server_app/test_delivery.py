@@ -89,6 +89,7 @@ def test_every_device_has_the_encoder_of_the_run(tmp_path, keys, caplog, monkeyp
     assert [fields["round"] for _, fields in stored_encoders(folders[1])] == [4]
 
 
+@pytest.mark.heavy
 def test_each_device_receives_the_model_of_its_cluster(tmp_path):
     overrides = ["rounds=2", "strategy=clustered", "strategy.assign_by=loss", "strategy.num_images=4"]
     overrides += ["strategy.clusters=2", "clients_per_round=2"]
@@ -112,6 +113,7 @@ def test_a_device_with_an_authority_refuses_other_signatures(tmp_path, keys, cap
     assert "1 of 2 devices received the encoder of round 1" in output
 
 
+@pytest.mark.heavy
 def test_an_encoder_is_converted_to_onnx(tmp_path, monkeypatch, capsys):
     onnxruntime = pytest.importorskip("onnxruntime")
     folder, target = run(tmp_path, ["rounds=1"])[0], tmp_path / "mine.onnx"
@@ -146,7 +148,7 @@ def test_an_encoder_of_the_owners_config_directory_is_stored(tmp_path, monkeypat
     assert encoder_quality(stored, images, folders=[tmp_path / "conf"])["effective_rank"] > 1
 
 
-@pytest.mark.parametrize("num_sharing", [2, 3])
+@pytest.mark.parametrize("num_sharing", [2, pytest.param(3, marks=pytest.mark.heavy)])
 def test_the_operator_receives_the_quality_only_as_a_mean_over_devices_that_share_it(tmp_path, num_sharing):
     (tmp_path / "limits.yaml").write_text("share_quality: true")
     sharing = {"limits": str(tmp_path / "limits.yaml")}

@@ -340,6 +340,7 @@ def test_bad_input_is_one_sentence_in_a_process_of_its_own(tmp_path):
 
 
 class TestSweep:
+    @pytest.mark.heavy
     def test_one_table_for_all_jobs_and_the_failed_are_listed(self, tmp_path):
         choices = ["strategy=fedavg,l_dawa", "clients_per_round=2,9"]
         finished = fedssl("-m", *QUICK, "final_evaluation=knn", *choices, f"hydra.sweep.dir={tmp_path}")

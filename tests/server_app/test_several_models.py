@@ -59,7 +59,9 @@ def separately(folder, group, *, rounds, overrides):
         yield report, federation.state.models[GLOBAL].layers
 
 
-@pytest.mark.parametrize("overrides", [["method=byol"], ["server_optimizer=fedadam"]])
+@pytest.mark.parametrize(
+    "overrides", [["method=byol"], pytest.param(["server_optimizer=fedadam"], marks=pytest.mark.heavy)]
+)
 def test_two_groups_are_two_separate_federations(tmp_path, overrides):
     overrides = [*FOUR, *overrides]
     federation = Federation(tmp_path / "both", *TWO_GROUPS, *overrides)

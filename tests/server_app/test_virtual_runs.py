@@ -209,7 +209,7 @@ def test_devices_have_their_own_speed(chosen: str) -> None:
     assert make_virtual_time(compose(["aggregation.buffered=true"]), is_deployment=True) is None
 
 
-@pytest.mark.parametrize("buffered", [False, True])
+@pytest.mark.parametrize("buffered", [False, pytest.param(True, marks=pytest.mark.heavy)])
 def test_a_run_of_an_earlier_version_resumes(buffered: bool, tmp_path: Path) -> None:
     """Its settings lack both groups, and its messages in flight their clients, seconds and losses."""
     plain = [one for one in BASE if not one.startswith("client_speed")]

@@ -181,7 +181,14 @@ def test_the_time_of_concurrent_jobs_by_hand(seconds, concurrency, expected):
     assert makespan(seconds, concurrency) == expected
 
 
-@pytest.mark.parametrize("overrides", [[], ["strategy=krum", "clients_per_round=5"], ["strategy=gossip"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        pytest.param(["strategy=krum", "clients_per_round=5"], marks=pytest.mark.heavy),
+        pytest.param(["strategy=gossip"], marks=pytest.mark.heavy),
+    ],
+)
 def test_measurement_of_a_run(tmp_path, overrides):
     """All parts are measured, nothing is written, and the run itself is unchanged."""
     components = build([*QUICK, "evaluate_every=1", "collapse_images=16", "final_evaluation=knn", *overrides], tmp_path)

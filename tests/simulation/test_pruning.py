@@ -235,6 +235,7 @@ def table(folder):
     return (folder / "results.csv").read_text()
 
 
+@pytest.mark.heavy
 def test_a_sweep_prunes_and_can_be_continued_without_pruning(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     jobs = [*QUICK, "optimizer.lr=0,0.1,1", "hydra.sweep.dir=sweep"]

@@ -178,7 +178,7 @@ def stop(grid, placements):
             remove_placement_group(placement.placement_group)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_process_whose_gpu_fails_is_restarted_once_and_then_left_out(hosts, caplog):
     """A restarted process finds no accelerator on this host, as if its GPU was lost."""
     grid, placements = grid_with_gpus(hosts, caplog)
@@ -338,7 +338,7 @@ def test_the_actor_of_a_hanging_client_is_replaced(grid):
     assert not any(reply.has_error() for reply in again.values())
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_client_without_gpu_memory_is_retried_alone(grid, caplog):
     """Client 1 finds a full GPU once; client 2 also finds it full when it is alone."""
     wait_for_actors(grid)

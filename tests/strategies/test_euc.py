@@ -421,6 +421,7 @@ def test_a_client_that_lost_what_it_kept_sits_out_a_round_and_then_receives_ever
     assert federation.report.dropped == {}
 
 
+@pytest.mark.heavy
 def test_clients_start_at_every_process_from_files_alone(tmp_path):
     """The same bits when the model object of the clients is new in every round."""
     from client_app.worker import release_worker
