@@ -34,7 +34,8 @@ def atomic_write(file: Path, write: Callable[[BinaryIO], object]) -> None:
         partial.replace(file)
         fsync_folder(file.parent)
     except RuntimeError as error:
-        if isinstance(error.__context__, OSError):  # torch hides the error of the file system
+        # torch's writer replaces errors of the file system and interrupts by its own.
+        if isinstance(error.__context__, OSError | KeyboardInterrupt | SystemExit):
             raise error.__context__ from None
         raise
     finally:
