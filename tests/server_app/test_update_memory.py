@@ -121,7 +121,13 @@ def assert_equal(one, other):
         np.testing.assert_array_equal(other[name], array, strict=True)
 
 
-@pytest.mark.parametrize("words", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, id=name, marks=[] if name == "clusters" else pytest.mark.heavy)
+        for name, words in KINDS.items()
+    ],
+)
 def test_a_run_with_a_file_has_the_same_bits_after_a_full_disk(words, tmp_path, monkeypatch):
     run([*WORDS, *words, f"output_dir={tmp_path / 'memory'}"])
     monkeypatch.setattr(strategies.update_store, "memory_budget", lambda: 0)

@@ -204,6 +204,7 @@ def test_measurement_of_a_run(tmp_path, overrides):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.heavy
 def test_cached_layers_are_no_state(tmp_path):
     """Clients cache frozen stages, but have no state whose round they report."""
     components = build([*QUICK, "schedule=layer_wise", "measure_resources=false"], tmp_path)

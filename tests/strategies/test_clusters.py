@@ -222,6 +222,7 @@ def test_new_clients_are_not_clustered(tmp_path):
     assert federation.state.strategy_state["members"].keys() == {0, 1}
 
 
+@pytest.mark.heavy
 def test_a_model_per_client_equals_local_training(tmp_path):
     alone = Federation(tmp_path / "alone", "strategy=local_only", "num_clients=3")
     alone.run(2)

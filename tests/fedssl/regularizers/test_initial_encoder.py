@@ -187,6 +187,7 @@ def distance_from_start(folder, *overrides: str) -> float:
     return sum(float(((after[name] - before[name]) ** 2).sum()) for name in weights) ** 0.5
 
 
+@pytest.mark.heavy
 def test_weights_stay_nearer_to_the_initial_ones_than_with_fedprox_of_the_same_weight(tmp_path):
     """FedProx's reference moves every round."""
     none = distance_from_start(tmp_path / "none")
