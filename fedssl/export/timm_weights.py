@@ -16,7 +16,7 @@ from fedssl import encoders
 from fedssl.errors import InputError
 from fedssl.export.source import ExportSource, represent
 from fedssl.export.weights import KEY, write_weights
-from fedssl.pretrained.names import VIT_NAMES, substitute
+from fedssl.pretrained.names import TO_TIMM_VIT, substitute
 
 _RESNETS = ("resnet18", "resnet34", "resnet50")
 _VITS = ("vit_tiny", "vit_small", "vit_base")
@@ -102,7 +102,7 @@ def timm_weights(source: ExportSource) -> dict[str, Tensor]:
     if source.architecture.rpartition(".")[2] not in _VITS:
         return weights  # timm's ResNets have torchvision's names
     weights["encoder.pos_embedding"] = source.encoder.positions(source.encoder.grid).detach()
-    return {substitute(name, VIT_NAMES): value for name, value in weights.items()}
+    return {substitute(name, TO_TIMM_VIT): value for name, value in weights.items()}
 
 
 def default_config(name: str) -> dict[str, Any]:

@@ -178,7 +178,7 @@ class SSLMethod(nn.Module):
         shared = list(self._shared_base())
         super()._apply(fn, recurse)
         tensors = self.encoder.state_dict(keep_vars=True) if shared else {}
-        for tensors_of_module, key, name in shared:  # a conversion may give each module a tensor of its own
+        for tensors_of_module, key, name in shared:  # a conversion may replace a shared tensor by several
             tensors_of_module[key] = tensors[name]
         return self
 

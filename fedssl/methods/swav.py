@@ -159,12 +159,12 @@ class SwAV(SSLMethod):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether prototypes are frozen in the current round."""
+        """Return whether prototypes are frozen in the current round."""
         return self.round <= self.freeze_prototypes_rounds
 
     @property
     def uses_queue(self) -> bool:
-        """Whether codes use the queue in the current round, once it is full."""
+        """Return whether codes use the queue, once it is full, in the current round."""
         return self.queue_size > 0 and self.round >= self.queue_start_round
 
     @property

@@ -10,33 +10,31 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-# Names in a vision transformer: torchvision's, which are this project's, and timm's.
-VIT_NAMES = (
-    (r"^class_token$", "cls_token"),
-    (r"^register_tokens$", "reg_token"),
-    (r"^conv_proj\.", "patch_embed.proj."),
-    (r"^encoder\.pos_embedding$", "pos_embed"),
-    (r"^encoder\.ln\.", "norm."),
-    (r"^encoder\.layers\.encoder_layer_(\d+)\.", r"blocks.\1."),
-    (r"\.ln_([12])\.", r".norm\1."),
-    (r"\.self_attention\.in_proj_", ".attn.qkv."),
-    (r"\.self_attention\.out_proj\.", ".attn.proj."),
-    (r"\.mlp\.0\.", ".mlp.fc1."),
-    (r"\.mlp\.3\.", ".mlp.fc2."),
+# Names in a vision transformer: torchvision's, which are this project's, and timm's. # stands for a number.
+_VIT_NAMES = (
+    ("^class_token$", "^cls_token$"),
+    ("^register_tokens$", "^reg_token$"),
+    ("^conv_proj.", "^patch_embed.proj."),
+    ("^encoder.pos_embedding$", "^pos_embed$"),
+    ("^encoder.ln.", "^norm."),
+    ("^encoder.layers.encoder_layer_#.", "^blocks.#."),
+    (".ln_#.", ".norm#."),
+    (".self_attention.in_proj_", ".attn.qkv."),
+    (".self_attention.out_proj.", ".attn.proj."),
+    (".mlp.0.", ".mlp.fc1."),
+    (".mlp.3.", ".mlp.fc2."),
 )
-_TIMM_VIT_NAMES = (
-    (r"^cls_token$", "class_token"),
-    (r"^reg_token$", "register_tokens"),
-    (r"^patch_embed\.proj\.", "conv_proj."),
-    (r"^pos_embed$", "encoder.pos_embedding"),
-    (r"^norm\.", "encoder.ln."),
-    (r"^blocks\.(\d+)\.", r"encoder.layers.encoder_layer_\1."),
-    (r"\.norm([12])\.", r".ln_\1."),
-    (r"\.attn\.qkv\.", ".self_attention.in_proj_"),
-    (r"\.attn\.proj\.", ".self_attention.out_proj."),
-    (r"\.mlp\.fc1\.", ".mlp.0."),
-    (r"\.mlp\.fc2\.", ".mlp.3."),
-)
+
+
+def _substitution(old: str, new: str) -> tuple[str, str]:
+    """Return the pattern of a name and its replacement."""
+    return re.escape(old).replace(r"\^", "^").replace(r"\$", "$").replace(r"\#", r"(\d+)"), new.strip("^$").replace(
+        "#", r"\1"
+    )
+
+
+TO_TIMM_VIT = tuple(_substitution(ours, timm) for ours, timm in _VIT_NAMES)
+_FROM_TIMM_VIT = tuple(_substitution(timm, ours) for ours, timm in _VIT_NAMES)
 # A ResNet as a sequence of its children: torchvision's, and lightly's ``ResNetGenerator``, which has neither activation
 # nor pooling among them.
 _SEQUENTIAL_RESNET = (
@@ -118,8 +116,8 @@ def _from_efficientnet_pytorch(names: Collection[str], encoder_names: Collection
 
 LAYOUTS = (
     Layout("the encoder's names", _substituted(())),
-    Layout("timm's names", _substituted(_TIMM_VIT_NAMES)),
-    Layout("torchvision's names", _substituted(VIT_NAMES)),
+    Layout("timm's names", _substituted(_FROM_TIMM_VIT)),
+    Layout("torchvision's names", _substituted(TO_TIMM_VIT)),
     Layout("names of a sequence of torchvision's modules", _substituted(_SEQUENTIAL_RESNET)),
     Layout("names of a sequence of lightly's modules", _substituted(_LIGHTLY_RESNET)),
     Layout("names of EfficientNet-PyTorch", _from_efficientnet_pytorch),  # github.com/lukemelas/EfficientNet-PyTorch

@@ -11,7 +11,7 @@ from fedssl.atomic_files import atomic_write
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))])
 def test_an_interrupted_write_raises_its_cause_and_keeps_the_file(error, tmp_path):
-    """torch's writer raises an error of its own when it is closed after an incomplete write."""
+    """Closing torch's writer after an incomplete write raises another error."""
     file = tmp_path / "weights.pt"
     file.write_bytes(b"previous")
 

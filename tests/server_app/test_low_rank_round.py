@@ -77,7 +77,7 @@ def federation(grid, strategy, aggregation, ranks=()):
 
 
 def trained(layers, partition):
-    """The upload of a client: all but the weight, moved by numbers of its own."""
+    """Return the upload of a client: all layers but the weight, each moved by random numbers."""
     random = np.random.default_rng(10 + partition)
     return {
         name: array + 0.5 * random.standard_normal(array.shape) for name, array in layers.items() if name != FC.weight

@@ -8,7 +8,7 @@ from torch import nn
 
 from fedssl.encoders import resnet18, vit_tiny
 from fedssl.encoders import timm as timm_encoder
-from fedssl.pretrained.names import VIT_NAMES, known_statistics, match_names, substitute
+from fedssl.pretrained.names import TO_TIMM_VIT, known_statistics, match_names, substitute
 
 RESNET = list(resnet18(channels=3, size=32).state_dict())
 FULL = list(torchvision.models.resnet18().state_dict())  # with fc
@@ -95,7 +95,7 @@ def test_timms_and_torchvisions_vision_transformers():
     assert (match.unexpected, match.ignored) == ([], {"head": 2})
     back = match_names(ours, [name for name in theirs if not name.startswith("head.")])
     assert {new: old for old, new in match.sources.items()} == back.sources
-    assert [substitute(name, VIT_NAMES) for name in match.sources] == list(match.sources.values())
+    assert [substitute(name, TO_TIMM_VIT) for name in match.sources] == list(match.sources.values())
 
 
 def efficientnet_pytorch_names(repeats, excitation):

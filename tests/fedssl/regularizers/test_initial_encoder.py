@@ -99,8 +99,8 @@ def test_l2_sp_slowly(method):
 
 
 def test_feature_distillation_by_hand():
-    """Of view 1, (1, 0), h = (3, 0) and h_0 = (1, 0) have the same direction. Of view 2, (0, 1), h = (1, 1) and h_0 =
-    (1, 2): the squared distance is 2 - 2 * 3 / sqrt 10. The mean times 2 is 2 - 6 / sqrt 10."""
+    """View 1 is (1, 0): h = (3, 0) and h_0 = (1, 0) have the same direction. View 2 is (0, 1): h = (1, 1) and
+    h_0 = (1, 2) have the squared distance 2 - 2 * 3 / sqrt 10. The mean times 2 is 2 - 6 / sqrt 10."""
     method = moved()
     views = Views.of(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]))
     z = tuple(method.encoder(view) for view in views.images)
@@ -112,7 +112,7 @@ def test_feature_distillation_by_hand():
 
 
 def test_feature_distillation_is_0_at_the_start_and_with_weight_0():
-    """Of equal encoders in eval mode; with weight 0 there is no copy."""
+    """Equal encoders in eval mode have the distance 0; a weight of 0 needs no copy."""
     model = build_method(compose(["encoder.width=4"]).model)
     model.keep_initial_encoder()
     model.eval()
@@ -179,7 +179,7 @@ def test_clients_download_the_initial_encoder_once_and_keep_it(tmp_path, name):
 
 
 def distance_from_start(folder, *overrides: str) -> float:
-    """Of the encoder's trained weights after three rounds."""
+    """Return the distance of the encoder's trained weights after three rounds."""
     words = ["strategy=fedavg", "num_clients=2", "optimizer.lr=0.05", "local_epochs=3"]
     federation = Federation(folder, *words, *overrides)
     weights = [name for name in federation.method.trainable if name.startswith("encoder.")]

@@ -1,4 +1,4 @@
-"""Tunings: which layers are trained, that the others stay as they are, and that networks of a method share them."""
+"""Tunings: trained layers, frozen layers, and the sharing of frozen layers by the networks of a method."""
 
 import copy
 from functools import partial
