@@ -132,6 +132,16 @@ def test_next_to_no_noise_and_a_long_clip_are_federated_averaging(tmp_path):
             assert np.array_equal(private[name], start[name]), name
 
 
+@pytest.mark.parametrize("tuning", [["tuning=norm"], ["tuning=full", "tuning.freeze_statistics=true"]])
+def test_frozen_running_statistics_need_no_release(tuning, tmp_path):
+    """The statistics of the encoder are those before the first round; the scales are trained."""
+    run([*SMALL, *PRIVATE, "encoder.norm=batch", *tuning, "evaluate_every=0", f"output_dir={tmp_path / 'run'}"])
+    private = load_encoder(tmp_path / "run" / "encoder.pt").state_dict()
+    assert private["blocks.0.1.running_mean"].eq(0).all()
+    assert private["blocks.0.1.running_var"].eq(1).all()
+    assert private["blocks.0.1.weight"].ne(1).any()
+
+
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
