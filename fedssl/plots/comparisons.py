@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedssl.errors import InputError
-from fedssl.evaluation.scores import ACCURACY, as_scores, column_title
+from fedssl.evaluation.scores import ACCURACY, Score, as_scores, column_title
 from fedssl.plots.style import MARKERS, PlotData, axes_over_rounds, line_style, new_figure
 from fedssl.runs.groups import RunGroup, group_by_seed
 from fedssl.runs.jsonl import read_jsonl
@@ -68,21 +68,39 @@ class EvaluationPoint:
         return self.bytes, self.flops, self.virtual_seconds
 
 
-def evaluation_points(lines: Iterable[Mapping[str, Any]]) -> list[EvaluationPoint]:
-    """Return the evaluations in lines of ``metrics.jsonl``; the cost of a round is the mean over its clients."""
+def evaluation_points(
+    lines: Iterable[Mapping[str, Any]],
+    *,
+    initial: Mapping[str, float] | None = None,
+    final: Mapping[str, float] | None = None,
+) -> list[EvaluationPoint]:
+    """Return the evaluations in lines of ``metrics.jsonl``; the cost of a round is the mean over its clients.
+
+    ``initial`` are accuracies before the first round, whose costs are 0, and ``final`` those after the last one.
+    """
+    lines = list(lines)
     sent, flops, points = 0.0, 0.0, []
     complete = measured = True
+    if initial:
+        virtual = 0.0 if any(line.get("virtual_time") is not None for line in lines) else None
+        points.append(EvaluationPoint(0, 0.0, 0.0, dict(initial), virtual))
     for round, line in enumerate(lines, start=1):
         complete = complete and line["round"] == round
         sent += (line["bytes_down"] + line["bytes_up"]) / line["clients"]
         measured = measured and complete and "cost" in line
         flops += line["cost"]["flops"] if measured else 0.0
-        results = as_scores(line.get("evaluation", {}), line.get("units"))
-        scores = {name: score.value for name, score in results.items() if score.unit == ACCURACY}
+        scores = accuracies(as_scores(line.get("evaluation", {}), line.get("units")))
+        if final and round == len(lines):
+            scores = {**final, **scores}
         if scores:
             costs = sent if complete else None, flops if measured else None
             points.append(EvaluationPoint(line["round"], *costs, scores, line.get("virtual_time")))
     return points
+
+
+def accuracies(scores: Mapping[str, Score]) -> dict[str, float]:
+    """Return those of the scores that are accuracies, in [0, 1]."""
+    return {name: score.value for name, score in scores.items() if score.unit == ACCURACY}
 
 
 def mean_over_seeds(runs: Sequence[Sequence[EvaluationPoint]], protocol: str) -> list[tuple[Any, ...]]:
@@ -103,16 +121,27 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def plot_accuracy(runs: Sequence[Run]) -> PlotData | None:
-    """Plot accuracy over rounds, bytes, FLOPs and virtual time; None if no run was evaluated in its rounds."""
+    """Plot accuracy over rounds, bytes, FLOPs and virtual time; None if no run was evaluated.
+
+    The first point is the encoder before the first round, if the end of the run was evaluated in the same way. If no
+    run was evaluated in its rounds, the results at the end of the run make the only other point.
+    """
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     required = ("bytes_down", "bytes_up", "clients")
     groups = group_by_seed(runs)
     evaluations = [
-        [evaluation_points(read_jsonl(run.folder / "metrics.jsonl", required=required)) for run in group.runs]
+        [
+            evaluation_points(
+                read_jsonl(run.folder / "metrics.jsonl", required=required),
+                initial=accuracies(run.results_of("untrained")),
+                final=accuracies(run.results_of("federated")),
+            )
+            for run in group.runs
+        ]
         for group in groups
     ]
-    protocols = list(
+    protocols = _evaluated_in_rounds(groups) or list(
         dict.fromkeys(name for group in evaluations for run in group for point in run for name in point.scores)
     )
     if not protocols:
@@ -142,6 +171,13 @@ def plot_accuracy(runs: Sequence[Run]) -> PlotData | None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", fontsize="small", frameon=False)
     return PlotData(figure, rows)
+
+
+def _evaluated_in_rounds(groups: Sequence[RunGroup]) -> list[str]:
+    """Return the accuracies in lines of rounds."""
+    lines = (line for group in groups for run in group.runs for line in read_jsonl(run.folder / "metrics.jsonl"))
+    results = (accuracies(as_scores(line.get("evaluation", {}), line.get("units"))) for line in lines)
+    return list(dict.fromkeys(name for scores in results for name in scores))
 
 
 def mean_cosines(lines: Iterable[Mapping[str, Any]]) -> dict[int, float]:

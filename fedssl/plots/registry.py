@@ -40,7 +40,7 @@ PLOTS = {
     "accuracy": Plot(
         plot_accuracy,
         "runs",
-        missing="no run was evaluated in its rounds; run again with evaluation=knn evaluate_every=1",
+        missing="no run was evaluated; run again with final_evaluation=knn, or evaluation=knn evaluate_every=1",
     ),
     "divergence": Plot(plot_divergence, "runs"),
     "tradeoff": Plot(

@@ -31,10 +31,17 @@ def round_of(number: int, flops: float | None = 10.0, **knn: float) -> dict[str,
     return line if flops is None else {**line, "cost": {"flops": flops, "peak_memory": 1.0}}
 
 
-def made(folder: Path, *overrides: str, knn: float = 0.5, lines: list[dict[str, Any]] | None = None) -> Run:
-    """A run folder of these words; every client's cosine falls by 0.1 in each round."""
+def made(
+    folder: Path,
+    *overrides: str,
+    knn: float = 0.5,
+    lines: list[dict[str, Any]] | None = None,
+    final: dict[str, Any] | None = None,
+) -> Run:
+    """Return a run folder with these overrides; every client's cosine falls by 0.1 in each round."""
     folder.mkdir(parents=True)
-    summary = {"status": "finished", "reason": None, "overrides": list(overrides), "final": {"federated": {"knn": knn}}}
+    final = {"federated": {"knn": knn}} if final is None else final
+    summary = {"status": "finished", "reason": None, "overrides": list(overrides), "final": final}
     (folder / "summary.json").write_text(json.dumps(summary))
     lines = [round_of(1, knn=knn - 0.1), round_of(2), round_of(3, knn=knn)] if lines is None else lines
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -130,6 +137,29 @@ def test_accuracy_figure(sweep: list[Run], tmp_path: Path):
     assert [float(cell) for cell in rows[3][5:]] == pytest.approx([0.7, 0.1])
 
 
+def test_accuracy_starts_with_the_initial_encoder(tmp_path: Path):
+    """kNN of the rounds, not the linear probe, which only the end of the run has; round 3 from there."""
+    final = {"untrained": {"knn": 0.3, "linear": 0.2}, "federated": {"knn": 0.7, "linear": 0.8}}
+    run = made(tmp_path / "run", lines=[round_of(1, knn=0.5), round_of(2), round_of(3)], final=final)
+    _, *rows = rows_of(write_plot("accuracy", [run], tmp_path, **FORMATS))
+    assert [row[1:6] for row in rows] == [
+        ["knn", "0", "0.0", "0.0", "0.3"],
+        ["knn", "1", "50.0", "10.0", "0.5"],
+        ["knn", "3", "150.0", "30.0", "0.7"],
+    ]
+
+
+def test_accuracy_of_the_end_of_runs_that_were_not_evaluated_before(tmp_path: Path):
+    final = {"untrained": {"linear": 0.2}, "federated": {"linear": 0.8}}
+    lines = [round_of(1) | {"virtual_time": 10.0}, round_of(2) | {"virtual_time": 30.0}]
+    run = made(tmp_path / "run", lines=lines, final=final)
+    _, *rows = rows_of(write_plot("accuracy", [run], tmp_path, **FORMATS))
+    assert [row[1:7] for row in rows] == [
+        ["linear", "0", "0.0", "0.0", "0.0", "0.2"],
+        ["linear", "2", "100.0", "20.0", "30.0", "0.8"],
+    ]
+
+
 def test_mean_cosines_by_hand(sweep: list[Run], tmp_path: Path):
     lines = [{"round": 2, "model_cosine": 0.5}, {"round": 1, "model_cosine": 0.9}, {"round": 1, "model_cosine": 0.7}]
     assert mean_cosines([*lines, {"round": 3, "model_cosine": None}]) == pytest.approx({1: 0.8, 2: 0.5})
@@ -174,8 +204,8 @@ def test_what_runs_lack_is_said(sweep: list[Run], tmp_path: Path):
     other = made(tmp_path / "other", "strategy=fedavg", "regularizer.weight=0.2", "local_epochs=2")
     with pytest.raises(InputError, match=r"and 2 do \(regularizer.weight, local_epochs\)"):
         write_plot("sensitivity", [more, other], tmp_path)
-    bare = made(tmp_path / "bare", "strategy=fedavg", lines=[round_of(1)])
-    with pytest.raises(InputError, match="no run was evaluated in its rounds"):
+    bare = made(tmp_path / "bare", "strategy=fedavg", lines=[round_of(1)], final={})
+    with pytest.raises(InputError, match="no run was evaluated; run again with final_evaluation=knn"):
         write_plot("accuracy", [bare], tmp_path)
     (bare.folder / "clients.jsonl").unlink()
     with pytest.raises(InputError, match="no run has cosines of clients' models"):
