@@ -115,7 +115,7 @@ class ClientWorker:
                 state = strategy.state_to_save(method, round.plan, start=start_layers, state=round.state) | personalized
                 uploaded_parts = self._parts_to_upload()
                 layers = strategy.layers_to_upload(method, round.plan)
-            rank = self._rank_of(plan)
+            rank = self.rank_of(plan)
             if rank is not None:
                 layers = cut_factors(layers, method.low_rank_layers, rank)
             # Without an empty state, the next round would use the evicted one.
@@ -302,10 +302,10 @@ class ClientWorker:
             return layers
         return pad_factors(layers, pairs, {name: tensor.shape for name, tensor in self.method.named_tensors.items()})
 
-    def _rank_of(self, plan: TrainPlan) -> int | None:
+    def rank_of(self, plan: TrainPlan) -> int | None:
         """Return the rank of the factors that the client received; None without factors."""
-        factors = (plan.layers[pair.a] for pair in self.method.low_rank_layers if pair.a in plan.layers)
-        return next((len(factor) for factor in factors), None)
+        factors = (plan.layers[pair.b] for pair in self.method.low_rank_layers if pair.b in plan.layers)
+        return next((factor.shape[1] for factor in factors), None)
 
     def _select_model(self, round: ClientRound) -> ClientRound:
         if len(round.plans) == 1:
