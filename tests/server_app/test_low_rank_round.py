@@ -282,3 +282,13 @@ def test_an_update_of_another_rank_than_the_clients_is_dropped():
     _, report, _ = run(FedAvg(), "svd", behaviors=[of_rank_2, *[trained] * 4], ranks=(1, 2))
     assert list(report.dropped) == [0]
     assert "layer encoder.fc.lora_A has shape (2, 7) instead of (1, 7)" in report.dropped[0]
+
+
+def test_the_rank_of_a_client_is_at_most_its_limit():
+    def ranks_of(aggregation, ranks, limits):
+        context = replace(federation(make_grid([trained] * 4), FedAvg(), aggregation, ranks), max_ranks=limits)
+        return [context.rank_of(client) for client in range(4)]
+
+    assert ranks_of("svd", (1, 2), {0: 2, 1: 1}) == [1, 1, 1, 2]
+    assert ranks_of("stack", (), {0: 9, 1: 1}) == [2, 1, None, None]  # the rank of the model is 2
+    assert ranks_of("factors", (), {0: 1}) == [None] * 4
