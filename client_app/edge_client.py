@@ -8,6 +8,7 @@ The SuperNode's ``--node-config`` has these keys. Only the first is required:
 ``state-path``    folder of the client state; the default is ``fedssl`` in the user's data folder
 ``limits``        file of limits, see `fedssl.fleet.limits`
 ``base-path``     folder with files of a run folder's ``base/``: base layers that the device need not download
+``max-rank``      largest rank of LoRA's factors that the device trains and exchanges
 ``authority``     certificate of the fleet's authority; encoders are accepted only with a signature of its server
 ``config-dir``    folder of settings beside ``conf/``, whose classes a server may select
 ``threads``       CPU threads
@@ -56,6 +57,7 @@ NODE_CONFIG_KEYS = (
     "state-path",
     "limits",
     "base-path",
+    "max-rank",
     "authority",
     "config-dir",
     "threads",
@@ -86,6 +88,7 @@ class EdgeClient:
     limits: Limits = field(default_factory=Limits)
     authority: Path | None = None
     base_path: Path | None = None
+    max_rank: int | None = None
     store: ClassVar[StateStore] = FILE_STORE  # the state is on the disk before the reply is sent
 
     @classmethod
@@ -123,6 +126,7 @@ class EdgeClient:
             limits=read_limits(_path(limits)) if limits else Limits(),
             authority=_path(authority) if authority else None,
             base_path=_path(base_path) if base_path else None,
+            max_rank=_number(node_config, "max-rank", minimum=1),
         )
 
     @property
@@ -152,6 +156,7 @@ class EdgeClient:
             free_disk=free_space(self.states) // 10**6,
             versions=installed_versions(),
             base_digests=stored_digests(self.base_folders),
+            max_rank=self.max_rank,
             problem=problem,
         )
 
@@ -167,6 +172,14 @@ class EdgeClient:
         _bind_run_to_task(settings.states, text, folders=self.folders)
         self.limits.check_start(self.states)
         return settings
+
+    def check_rank(self, rank: int | None) -> None:
+        """Refuse factors of a larger rank than ``max-rank``; raises `RequestRefused`. None: the plan has no factors."""
+        if rank is not None and self.max_rank is not None and rank > self.max_rank:
+            raise RequestRefused(
+                f"the plan has low-rank factors of rank {rank} but this device allows {self.max_rank} (max-rank); set "
+                f"tuning.rank={self.max_rank}, or tuning.aggregation=svd or stack, which aggregate different ranks"
+            )
 
     def images_digest(self, settings: ClientSettings) -> str:
         """Return a digest of the device's images, which changes when an image is added, replaced or deleted."""

@@ -216,6 +216,7 @@ def _train_on_device(plan: TrainPlan, client: EdgeClient, on_step_start: StepHoo
     folder, images_digest = client.state_folder(settings.states), client.images_digest(settings)
 
     def train(worker: ClientWorker) -> ClientUpdate:
+        client.check_rank(worker.rank_of(plan))
         return worker.train(plan, client.number, folder, store=client.store, on_step_start=before_step)
 
     try:

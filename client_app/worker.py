@@ -17,6 +17,7 @@ from fedssl.arrays import Layers
 from fedssl.base_layers import check_base, load_base, save_base
 from fedssl.config.settings import ClientSettings
 from fedssl.datasets.base import forget_images, load_federated
+from fedssl.datasets.cache import cache_folder
 from fedssl.errors import RequestRefused
 from fedssl.low_rank_products import cut_factors, pad_factors
 from fedssl.machine.cuda_graphs import WARMUP_STEPS
@@ -41,6 +42,8 @@ from fedssl.training import LocalTrainer, TrainResult, train
 from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan
 from strategies.base import ClientStrategy
 from strategies.interfaces import ClientState
+
+TARGETS_FOLDER = "targets"  # in the folder of ``dataset.cache``
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,9 @@ class ClientWorker:
         self.client_indices = None if settings.partition is None else client_indices(settings.partition, image_data)
         self.client_strategy: ClientStrategy = settings.strategy.instantiate().client
         self.method = build_method(settings.model).to(self.device)
+        cache = settings.data.reader.values.get("cache")
+        if cache is not None:
+            self.method.store_targets_in(cache_folder(cache) / TARGETS_FOLDER)
         if self.method.uses_labels and settings.partition is None:
             raise RequestRefused(f"{type(self.method).__name__} needs labels, and devices agree on no classes")
         labels = image_data.labels if self.method.uses_labels else None
@@ -115,7 +121,7 @@ class ClientWorker:
                 state = strategy.state_to_save(method, round.plan, start=start_layers, state=round.state) | personalized
                 uploaded_parts = self._parts_to_upload()
                 layers = strategy.layers_to_upload(method, round.plan)
-            rank = self._rank_of(plan)
+            rank = self.rank_of(plan)
             if rank is not None:
                 layers = cut_factors(layers, method.low_rank_layers, rank)
             # Without an empty state, the next round would use the evicted one.
@@ -302,10 +308,10 @@ class ClientWorker:
             return layers
         return pad_factors(layers, pairs, {name: tensor.shape for name, tensor in self.method.named_tensors.items()})
 
-    def _rank_of(self, plan: TrainPlan) -> int | None:
+    def rank_of(self, plan: TrainPlan) -> int | None:
         """Return the rank of the factors that the client received; None without factors."""
-        factors = (plan.layers[pair.a] for pair in self.method.low_rank_layers if pair.a in plan.layers)
-        return next((len(factor) for factor in factors), None)
+        factors = (plan.layers[pair.b] for pair in self.method.low_rank_layers if pair.b in plan.layers)
+        return next((factor.shape[1] for factor in factors), None)
 
     def _select_model(self, round: ClientRound) -> ClientRound:
         if len(round.plans) == 1:

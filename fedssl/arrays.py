@@ -240,13 +240,13 @@ class ReferenceLayers:
             first_invalid=next((name for name, (_, ww) in measured.items() if not ww < _LARGEST_SQUARE), None),
             mean=total / numbers if numbers else None,
             relative_change=(
-                _relative(model_ww - 2 * model_wg + model_gg, model_gg),
-                _relative(buffers_delta, buffers_gg),
+                relative_norm(model_ww - 2 * model_wg + model_gg, model_gg),
+                relative_norm(buffers_delta, buffers_gg),
             ),
         )
 
 
-def _relative(square: float, of: float) -> float:
+def relative_norm(square: float, of: float) -> float:
     """Return the norm of a vector relative to another's, from their squares; at least `_MIN_CHANGE`."""
     if not math.isfinite(square):
         return math.inf

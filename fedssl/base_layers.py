@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # a device's process starts without torch
 log = logging.getLogger("fedssl")
 
 MAX_ADVERTISED = 64  # digests that a device reports
+KEPT = 4  # files that `save_base` keeps in a folder
 _SUFFIX = ".safetensors"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -57,7 +58,7 @@ def check_base(base: Layers, *, like: "Mapping[str, Tensor]", digest: str) -> No
 
 
 def save_base(folder: Path, base: Layers, *, digest: str) -> None:
-    """Write base layers to the folder, unless they are there."""
+    """Write base layers to the folder, unless they are there, and delete all but the `KEPT` newest files."""
     from safetensors.numpy import save  # here: the server of a run without base layers does not need it
 
     file = folder / f"{digest}{_SUFFIX}"
@@ -65,6 +66,10 @@ def save_base(folder: Path, base: Layers, *, digest: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         arrays = {name: np.asarray(array, order="C") for name, array in base.items()}
         atomic_write(file, lambda stream: stream.write(save(arrays)))
+        others = [other for other in _files(folder) if other != file]
+        for other in others[KEPT - 1 :]:
+            log.info("%s is deleted: the %d newest base layers are kept", other, KEPT)
+            other.unlink(missing_ok=True)
 
 
 def load_base(folders: Iterable[Path], *, like: "Mapping[str, Tensor]", digest: str) -> Layers | None:
@@ -96,10 +101,15 @@ def read_base(folder: Path) -> Layers:
 
 def stored_digests(folders: Sequence[Path]) -> tuple[str, ...]:
     """Return the digests of the intact base layers in these folders, at most `MAX_ADVERTISED`, the newest first."""
-    files = [file for folder in folders for file in folder.glob(f"*{_SUFFIX}") if is_digest(file.stem)]
-    files.sort(key=lambda file: -file.stat().st_mtime_ns)
+    files = _files(*folders)
     intact = [file.stem for file in files[:MAX_ADVERTISED] if _is_intact(file, file.stat().st_mtime_ns)]
     return tuple(dict.fromkeys(intact))
+
+
+def _files(*folders: Path) -> list[Path]:
+    """Return the files of base layers in these folders, the newest first."""
+    files = [file for folder in folders for file in folder.glob(f"*{_SUFFIX}") if is_digest(file.stem)]
+    return sorted(files, key=lambda file: -file.stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=256)

@@ -59,6 +59,7 @@ from server_app.nodes import (
     NodeNames,
     base_holders,
     discover_clients,
+    max_ranks,
     no_registered_names,
 )
 from server_app.round_context import RoundContext, no_flops, raise_no_server_images
@@ -198,6 +199,7 @@ def build_components(
         privacy=make_privacy(settings, method, clients_per_round=per_round, is_deployment=bool(task)),
         low_rank_aggregation=low_rank_aggregation(settings),
         client_ranks=client_ranks(settings),
+        max_ranks=max_ranks(clients),
         wire_dtype=settings.wire_dtype,
         client_flops=no_flops if costs is None else costs.client_flops,
         update_storage=partial(UpdateStorage, settings.recording.folder),

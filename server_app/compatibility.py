@@ -25,7 +25,7 @@ from server_app.secure_aggregation import validate_graph
 from strategies.base import FedSSLStrategy
 from strategies.interfaces import GLOBAL, Aggregator, LinearAggregator
 from strategies.l_dawa import LDAWAScalingClient
-from strategies.low_rank_aggregation import CHANGING_WEIGHTS, OF_PRODUCTS
+from strategies.low_rank_aggregation import CHANGING_WEIGHTS, OF_PRODUCTS, REPLACING_FACTORS
 from strategies.server_optimizer import ServerOptimizer
 from strategies.weighted_sum import WeightedSum, is_uniform_sum
 
@@ -201,7 +201,7 @@ def validate_low_rank_aggregation(
         low_rank_aggregation(settings),
         "set tuning.aggregation=factors or tuning.aggregation=freeze_a",
     )
-    if client_ranks(settings) and aggregation not in ("svd", "stack"):
+    if client_ranks(settings) and aggregation not in REPLACING_FACTORS:
         raise InputError(
             f"tuning.ranks={list(client_ranks(settings))} needs an aggregation of products of different ranks; set "
             "tuning.aggregation=svd or stack, or tuning.ranks=null"

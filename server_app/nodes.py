@@ -47,6 +47,12 @@ def base_holders(clients: ClientDirectory, digest: str) -> frozenset[int]:
     return frozenset(client for client, node in clients.nodes.items() if node in holders)
 
 
+def max_ranks(clients: ClientDirectory) -> dict[int, int]:
+    """Return the largest ranks that edge clients train, by the ids of those that have a limit."""
+    limits = {client: clients.info[node].max_rank for client, node in clients.nodes.items() if node in clients.info}
+    return {client: limit for client, limit in limits.items() if limit is not None}
+
+
 @dataclass(frozen=True)
 class _Replies:
     """Replies of nodes by node id: their info, errors, and nodes without a reply."""
@@ -259,8 +265,7 @@ def add_devices(
         log.warning("node %d%s does not take part: it %s", node, f" {name}".rstrip(), reason)
     accepted = {one.name: node for node, one in found.items() if node not in rejected}
     for name, node in accepted.items():
-        if other := differences(found[node].versions):
-            log.info("device %s has other versions than the server: %s", name, other)
+        _log_properties(name, found[node])
     order = {name: (found[node].partition is None, found[node].partition or 0, name) for name, node in accepted.items()}
     client_ids = dict(directory.client_ids)
     for name in sorted(accepted.keys() - client_ids.keys(), key=order.__getitem__):
@@ -271,6 +276,13 @@ def add_devices(
         info={**directory.info, **found},
         rejected={**directory.rejected, **rejected},
     )
+
+
+def _log_properties(name: str, info: NodeInfo) -> None:
+    if other := differences(info.versions):
+        log.info("device %s has other versions than the server: %s", name, other)
+    if info.max_rank is not None:
+        log.info("device %s trains low-rank factors of a rank up to %d (max-rank)", name, info.max_rank)
 
 
 def _next_number(client_ids: Mapping[str, int]) -> int:

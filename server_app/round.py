@@ -29,6 +29,7 @@ from server_app.secure_aggregation import apply_delta, privacy_parameters, secur
 from server_app.updates import CollectedUpdates, RoundResult, UpdateReader, ValidUpdate, norm_outliers
 from server_app.validation import InvalidUpdate
 from strategies.interfaces import GLOBAL, GlobalModel, RoundOutcome, ServerState, model_suffix
+from strategies.low_rank_aggregation import REPLACING_FACTORS
 from strategies.update_store import UpdateStore
 from strategies.weighted_sum import NO_COSINES, WeightedSum, block_size
 
@@ -152,9 +153,9 @@ class Round:
             aggregation.start(self.starts[name].expected_upload)
         collected: CollectedUpdates | None = None
         if self._context.aggregation.max_norm_ratio is not None or self._cluster_models:
-            collected = CollectedUpdates(
-                self._storage, self.starts
-            )  # these compare all updates before any of them is used
+            combines = self._context.low_rank_aggregation not in REPLACING_FACTORS
+            # These compare all updates before any of them is used.
+            collected = CollectedUpdates(self._storage, self.starts, compares_factors=combines)
         nodes = {self._context.nodes[client]: client for client in self.slots}
         for client, reply in ordered_by_client(replies, sent=self.messages, clients=nodes):
             if reply == NO_REPLY and (not drop_missing or self._context.nodes[client] in (lost or {})):

@@ -22,6 +22,7 @@ from fedssl.wire.messages import CLIENT_METRICS
 from server_app.differential_privacy import Privacy
 from strategies.base import FedSSLStrategy
 from strategies.interfaces import GlobalModel
+from strategies.low_rank_aggregation import REPLACING_FACTORS
 from strategies.server_optimizer import NoServerOptimizer, ServerOptimizer
 from strategies.update_store import UpdateStorage
 
@@ -67,6 +68,7 @@ class RoundContext:
     secure_aggregation: SecureAggregationSettings | None = None
     low_rank_aggregation: str = "factors"  # of LoRA's products, see `strategies.low_rank_aggregation`
     client_ranks: Sequence[int] = ()  # client k has the one of number k modulo their number; empty: that of the model
+    max_ranks: Mapping[int, int] = field(default_factory=dict)  # of the clients that have a limit
     wire_dtype: str = LOSSLESS
     # Returns features of the server's images under a model, for strategies that compare models.
     extract_features: Callable[[Layers], Tensor] = raise_no_server_images
@@ -107,9 +109,19 @@ class RoundContext:
         return factor_pairs(self.method)
 
     def rank_of(self, client: int) -> int | None:
-        """Return the rank of the factors that a client exchanges; None if it is that of the model."""
-        ranks = self.client_ranks
-        return ranks[client % len(ranks)] if ranks else None
+        """Return the rank of the factors that a client exchanges; None if it is that of the model.
+
+        A client's limit has no effect on an aggregation that combines factors: it refuses a plan of a larger rank.
+        """
+        ranks, limit = self.client_ranks, self.max_ranks.get(client)
+        rank = ranks[client % len(ranks)] if ranks else None
+        if limit is None or self.low_rank_aggregation not in REPLACING_FACTORS:
+            return rank
+        return min(limit, rank or self._model_rank)
+
+    @cached_property
+    def _model_rank(self) -> int:
+        return len(self.method.named_tensors[self.method.low_rank_layers[0].a])
 
     def with_rank(self, layers: Layers, rank: int | None) -> Layers:
         """Return layers as a client of this rank exchanges them."""

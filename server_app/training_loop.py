@@ -27,7 +27,7 @@ from server_app.client_models import ClientModels, MappedValues
 from server_app.collapse_monitor import CollapseReport
 from server_app.evaluator import ResultsByModel
 from server_app.messaging import MessageExchange, replies_of
-from server_app.nodes import base_holders
+from server_app.nodes import base_holders, max_ranks
 from server_app.plans import client_workloads
 from server_app.recorder import Recorder
 from server_app.round import Round, TooFewUpdatesError, UpdateObserver
@@ -155,7 +155,7 @@ class TrainingLoop:
         self._recorder.register(clients)
         context = components.context
         if clients.nodes is not context.nodes:  # else keep what it has cached about all clients
-            context = replace(context, nodes=clients.nodes)
+            context = replace(context, nodes=clients.nodes, max_ranks=max_ranks(clients))
         if context.base and clients.client_ids:
             holders = base_holders(clients, context.base_digest)
             context = replace(context, base_holders=holders - self._dropped)

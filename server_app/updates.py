@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Message
 
-from fedssl.arrays import Cosines, Layers, ReferenceLayers, is_weight
+from fedssl.arrays import Cosines, Layers, ReferenceLayers, is_weight, relative_norm
 from fedssl.low_rank_products import pad_factors
 from fedssl.wire.messages import ARRAYS, ClientUpdate
 from fedssl.wire.records import content_bytes, decode_arrays
@@ -20,7 +20,7 @@ from server_app.validation import UpdateValidator, read_model_index
 from strategies.interfaces import GLOBAL
 from strategies.update_store import UpdateStorage, UpdateStore
 
-PARTS = ("weights", "running statistics")
+PARTS = ("weights", "running statistics", "low-rank factors")
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,18 @@ class ValidUpdate:
 
 
 class CollectedUpdates:
-    """Updates that are compared before any of them is used. Their layers are in a store for each starting model."""
+    """Updates that are compared before any of them is used. Their layers are in a store for each starting model.
 
-    def __init__(self, storage: UpdateStorage, starts: Mapping[str, StartingModel]) -> None:
-        self._storage, self._starts = storage, starts
+    With ``compares_factors`` LoRA's factors are compared besides their products.
+    """
+
+    def __init__(
+        self, storage: UpdateStorage, starts: Mapping[str, StartingModel], *, compares_factors: bool = False
+    ) -> None:
+        self._storage, self._starts, self._compares_factors = storage, starts, compares_factors
         self._stores: dict[str, UpdateStore] = {}
         self._updates: dict[int, tuple[ValidUpdate, int]] = {}  # without layers, and their indices in the store
+        self._norms: dict[int, tuple[float, ...]] = {}
 
     def add(self, valid: ValidUpdate) -> None:
         """Add an update."""
@@ -126,11 +132,15 @@ class CollectedUpdates:
             self._stores[start] = self._storage.new_store(self._starts[start].expected_upload.layers)
         store = self._stores[start]
         store.add(valid.update.layers)
+        self._norms[valid.slot.client] = valid.cosines.relative_change
+        if self._compares_factors:
+            change = factor_change(self._starts[start].expected_upload, valid.update.layers)
+            self._norms[valid.slot.client] += (change,)
         self._updates[valid.slot.client] = replace(valid, update=replace(valid.update, layers={})), len(store) - 1
 
-    def norms(self) -> dict[int, tuple[float, float]]:
-        """Return the relative change of weights and of running statistics by client."""
-        return {client: valid.cosines.relative_change for client, (valid, _) in self._updates.items()}
+    def norms(self) -> dict[int, tuple[float, ...]]:
+        """Return the relative change of each of `PARTS` by client; that of factors only if they are compared."""
+        return {client: self._norms[client] for client in self._updates}
 
     def remove(self, client: int) -> None:
         """Remove the update of a client."""
@@ -231,11 +241,22 @@ def layer_changes(start: ReferenceLayers, layers: Layers) -> Layers:
     return changes
 
 
-def norm_outliers(norms_of: Mapping[int, tuple[float, float]], *, factor: float) -> dict[int, str]:
+def factor_change(start: ReferenceLayers, layers: Layers) -> float:
+    """Return the distance of LoRA's factors from their initial values, as one vector, as `Cosines.relative_change`.
+
+    A product is small if one of its factors is, however large the other one. The mean of such factors is not.
+    """
+    names = {*start.products, *start.first_factors}
+    initial = {name: start.layers[name].astype(np.float64) for name in sorted(names)}
+    change = sum(float(np.square(layers[name] - array).sum()) for name, array in initial.items())
+    return relative_norm(change, sum(float(np.square(array).sum()) for array in initial.values()))
+
+
+def norm_outliers(norms_of: Mapping[int, tuple[float, ...]], *, factor: float) -> dict[int, str]:
     """Return the clients whose update norm is more than ``factor`` times the median of the round, with the reason.
 
     More than half of the clients must be honest. With fewer than three clients there are no outliers. ``norms_of`` has
-    the relative change of weights and running statistics by client, see `fedssl.arrays.Cosines`.
+    the relative changes by client, see `CollectedUpdates.norms`.
     """
     outliers: dict[int, str] = {}
     for what, norms in zip(PARTS, zip(*norms_of.values(), strict=True), strict=False):

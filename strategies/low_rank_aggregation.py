@@ -30,6 +30,8 @@ from strategies.update_store import UpdateStorage
 # Aggregations that need the strategy's product, and those of them that add it to the weight.
 OF_PRODUCTS = ("exact", "stack", "svd")
 CHANGING_WEIGHTS = ("exact", "stack")
+# Those whose new factors depend on the products alone. The others combine the factors, which must have one rank.
+REPLACING_FACTORS = ("stack", "svd")
 
 
 def combine(combination: Combination, initial: LowRank, products: Mapping[int, LowRank]) -> LowRank:

@@ -1,6 +1,6 @@
 """The command ``fedssl-fleet``: the devices of a fleet, for its operator.
 
-    fedssl-fleet invite NAME --server HOST:PORT [--with-key]  create a startup kit, from which a device joins
+    fedssl-fleet invite NAME ... --server HOST:PORT [--with-key]   create startup kits, from which devices join
     fedssl-fleet add NAME KEY.pub                             register the key of a device under a name
     fedssl-fleet list [--run FOLDER] [--json]                 all devices: status, last contact, versions, rounds
     fedssl-fleet show NAME [--run FOLDER] [--json]            one device
@@ -58,23 +58,29 @@ def main() -> int:
 
 
 def invite(options: argparse.Namespace) -> str:
-    """Create a startup kit."""
-    check_device_name(options.name)
-    key = new_private_key() if options.with_key else None
-    file = options.output or Path(f"{options.name}.kit")
+    """Create a startup kit for each name."""
+    for name in options.names:
+        check_device_name(name)
+    if options.output and len(options.names) > 1:
+        raise InputError(f"--output names one kit, but {len(options.names)} names are given; leave it out")
+    return "\n".join(_invite(name, options.output or Path(f"{name}.kit"), options) for name in options.names)
+
+
+def _invite(name: str, file: Path, options: argparse.Namespace) -> str:
     certificate = Path(options.certificates or _connection().root_certificates or "ca.crt")
-    if key is not None:
+    if options.with_key:
+        key = new_private_key()
         with control_api(_engine(options)) as control:
-            _check_unused(options.name, registered_devices(control))
-            write_kit(make_kit(options.name, options.server, certificate=certificate, private_key=key), file)
+            _check_unused(name, registered_devices(control))
+            write_kit(make_kit(name, options.server, certificate=certificate, private_key=key), file)
             public = file.with_suffix(".pub")
-            public.write_bytes(public_key_line(key, options.name))
-            compat.register_node(control, read_public_key(public), name=options.name)
-        return f"{file} has the private key of {options.name}, which is registered; pass it on confidentially"
-    write_kit(make_kit(options.name, options.server, certificate=certificate), file)
+            public.write_bytes(public_key_line(key, name))
+            compat.register_node(control, read_public_key(public), name=name)
+        return f"{file} has the private key of {name}, which is registered; pass it on confidentially"
+    write_kit(make_kit(name, options.server, certificate=certificate), file)
     return (
-        f"{file} is for the device {options.name}, where `fedssl-device setup {file.name} images=FOLDER` creates "
-        f"{options.name}.pub; register it with `fedssl-fleet add {options.name} {options.name}.pub`"
+        f"{file} is for the device {name}, where `fedssl-device setup {file.name} images=FOLDER` creates "
+        f"{name}.pub; register it with `fedssl-fleet add {name} {name}.pub`"
     )
 
 
@@ -270,7 +276,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("invite", "add", "list", "show", "watch", "remove", "rotate"):
         command = commands.add_parser(name, parents=[superlink])
-        if name not in ("list", "watch"):
+        if name == "invite":
+            command.add_argument("names", metavar="NAME", nargs="+")
+        elif name not in ("list", "watch"):
             command.add_argument("name", metavar="NAME")
         if name in ("add", "rotate"):
             command.add_argument("key", metavar="KEY.pub", type=Path)

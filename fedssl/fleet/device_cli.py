@@ -1,6 +1,7 @@
 """The command ``fedssl-device``: join a fleet with a device, for its owner.
 
     fedssl-device setup KIT images=FOLDER [folder=FOLDER] [states=FOLDER]   check this device, and write its files
+                        [--start]                                           then become its SuperNode
     fedssl-device status [folder=FOLDER]                                    check it again, and show what it shared
     fedssl-device encoder [folder=FOLDER] [output=FILE]                     list delivered encoders, copy the newest
     fedssl-device quality [folder=FOLDER]                                   their label-free quality on the local images
@@ -15,6 +16,7 @@ import datetime
 import json
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +38,7 @@ from fedssl.text_table import align
 from fedssl.untrusted import read_text, sanitize
 
 SHOWN_EVENTS = 10
+ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 LIMITS = """# What a server may request of this device. docs/devices.md explains the limits.
 memory: {memory:.1f} # GB, of a message, of the images, and of a training step by estimate
@@ -79,7 +82,9 @@ def setup(options: argparse.Namespace) -> int:
         return 1
     states = Path(values.get("states", folder / "states")).expanduser().absolute()
     write_files(kit, folder, images=images, states=states)
-    print(f"\n{_shared(folder)}\n\n{folder} has the key and the configuration.")
+    print(f"\n{_shared(folder)}\n\n{folder} has the key and the configuration.", flush=True)
+    if options.start:
+        start(folder)
     if kit.private_key is None:
         print(f"Send {folder / f'{kit.name}.pub'} to the operator, who registers it.")
     print(f"Start the SuperNode:\n\n  {command(folder)}\n")
@@ -222,6 +227,19 @@ def command(folder: Path) -> str:
     )
 
 
+def start(folder: Path) -> None:
+    """Replace this process by the SuperNode of a device, with a free port for its own processes.
+
+    As in the unit of ``deploy/systemd``, freed memory returns to the system at once.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # Flower's programs
+    program, *arguments = shlex.split(command(folder))
+    os.execvpe(program, [program, *arguments, "--port", str(port)], {**ALLOCATOR, **os.environ, "PATH": path})
+
+
 def read_device(folder: Path) -> dict[str, Any]:
     """Return ``device.json`` of a folder that `setup` wrote; raises `InputError`."""
     text = read_text(folder / "device.json")
@@ -265,6 +283,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     create = commands.add_parser("setup")
     create.add_argument("kit", metavar="KIT", type=Path)
+    create.add_argument("--start", action="store_true", help="start the SuperNode in place of this process")
     for each in (create, *(commands.add_parser(name) for name in ("status", "encoder", "quality"))):
         each.add_argument("values", metavar="KEY=VALUE", nargs="*")
     return parser

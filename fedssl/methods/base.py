@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -239,6 +240,9 @@ class SSLMethod(nn.Module):
         on the method's device. ``on_step_start`` as in `fedssl.training.train`, for long computations.
         """
         return None
+
+    def store_targets_in(self, folder: Path) -> None:
+        """Store targets that take long to compute in files of a folder, which all processes of a host share."""
 
     def start_round(self, *, first: bool) -> None:
         """Prepare for local training after the layers were loaded.

@@ -7,6 +7,7 @@ Here it runs once per image, and its features are cached on the client (`fedssl.
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,6 +102,9 @@ class Distillation(SSLMethod):
     def start_round(self, *, first: bool) -> None:
         if first and self.local_parts:
             self.queue.zero_()
+
+    def store_targets_in(self, folder: Path) -> None:
+        self.features.store_in(folder)
 
     def targets(
         self, images: ImageSource, indices: Tensor, *, on_step_start: Callable[[], None] = lambda: None

@@ -7,7 +7,8 @@ Plain values describe the architecture (`fedssl.export.describe_encoder`), so th
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from fedssl.errors import InputError
 from fedssl.evaluation.features import extract
 from fedssl.machine.devices import to_device
 from fedssl.methods.base import ImageTargets
+from fedssl.methods.feature_files import FeatureFiles, features_key
 
 _BATCH = 32  # images that the teacher encodes at a time, which bounds its memory
 _PIECE = 1024  # images whose features are computed at a time
@@ -74,9 +76,10 @@ class TeacherFeatures:
     """Features of un-augmented images by a teacher in its own size and standardization.
 
     They are computed once for the images of a client, in the order of their indices, so that they do not depend on
-    earlier rounds, and cached in this process. Beyond ``cache_bytes`` those of the least recently trained clients are
-    dropped. A client whose features alone exceed it has those of each batch computed in every step. A cache is valid
-    for one source of images and one teacher, as those of a run are; a copy of this object starts empty.
+    earlier rounds, and cached in this process, and with `store_in` in files for others. Beyond ``cache_bytes`` those of
+    the least recently trained clients are dropped. A client whose features alone exceed it has those of each batch
+    computed in every step. A cache is valid for one source of images and one teacher, as those of a run are; a copy of
+    this object starts empty and has no files.
 
     Parameters
     ----------
@@ -94,9 +97,14 @@ class TeacherFeatures:
         self._resize, self._cache_bytes = Resize(size), cache_bytes
         self._cached: OrderedDict[bytes, Tensor] = OrderedDict()  # by the sorted indices of the images
         self._images: Callable[[], ImageSource | None] = lambda: None
+        self._files: FeatureFiles | None = None
 
     def __deepcopy__(self, memo: object) -> "TeacherFeatures":
         return TeacherFeatures(size=self._resize.size, mean=self.mean, std=self.std, cache_bytes=self._cache_bytes)
+
+    def store_in(self, folder: Path) -> None:
+        """Store features of at most ``cache_bytes`` in files of a folder, and read those that are there."""
+        self._files = FeatureFiles(folder, self._cache_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -124,15 +132,33 @@ class TeacherFeatures:
             self._images = weakref.ref(images)
         key = ordered.numpy().tobytes()
         if key not in self._cached:
-            pieces = []
-            for rows in ordered.split(_PIECE):
-                on_step_start()
-                pieces.append(self._extract(network, images.subset(rows)))
-            self._cached[key] = torch.cat(pieces)
+            self._cached[key] = self._stored(network, images, ordered, on_step_start)
         self._cached.move_to_end(key)
         while self.nbytes > self._cache_bytes:
             self._cached.popitem(last=False)
         return self._cached[key]
+
+    def _stored(
+        self, network: nn.Module, images: ImageSource, ordered: Tensor, on_step_start: Callable[[], None]
+    ) -> Tensor:
+        """Return the features of the images at sorted indices from their file, or compute them."""
+
+        def pieces() -> Iterator[ImageSource]:
+            for rows in ordered.split(_PIECE):
+                on_step_start()
+                yield images.subset(rows)
+
+        def compute() -> Tensor:
+            return torch.cat([self._extract(network, piece) for piece in pieces()])
+
+        if self._files is None:
+            return compute()
+        key = features_key(network, pieces(), size=self._resize.size, mean=self.mean, std=self.std)
+        features = self._files.load(key, count=len(ordered))
+        if features is None:
+            features = compute()
+            self._files.save(key, features)
+        return features
 
     def _extract(self, network: nn.Module, images: ImageSource) -> Tensor:
         device = next(network.parameters()).device

@@ -24,6 +24,7 @@ class NodeInfo:
     free_disk: int | None = None  # MB for the states of an edge client
     versions: Mapping[str, str] = field(default_factory=dict)  # of `COMPARED_PACKAGES` and Python on an edge client
     base_digests: tuple[str, ...] = ()  # of base layers that the edge client has, see `fedssl.base_layers`
+    max_rank: int | None = None  # of LoRA's factors that the edge client trains; None: any
     problem: str = ""  # why the edge client cannot participate, a predicate without paths; empty if it can
 
 
@@ -37,6 +38,8 @@ def node_info_reply(message: Message, info: NodeInfo) -> Message:
             record["num-images"] = info.num_images
         if info.free_disk is not None:
             record["free-disk"] = info.free_disk
+        if info.max_rank is not None:
+            record["max-rank"] = info.max_rank
         if info.base_digests:  # Flower cannot size an empty list
             record["base-digests"] = list(info.base_digests)
         for package, installed in info.versions.items():
@@ -55,7 +58,10 @@ def read_node_info(message: Message) -> NodeInfo:
     record = message.content.config_records[NODE_INFO]
     name = _text(record["name"])
     check_device_name(name)
-    counts = {key: as_count(record[key]) for key in ("partition-id", "num-images", "free-disk") if key in record}
+    numbers = ("partition-id", "num-images", "free-disk", "max-rank")
+    counts = {key: as_count(record[key]) for key in numbers if key in record}
+    if counts.get("max-rank") == 0:
+        raise ValueError("its max-rank is 0")
     versions = {package: f"version-{package}" for package in ("python", *COMPARED_PACKAGES)}
     return NodeInfo(
         partition=counts.get("partition-id"),
@@ -64,6 +70,7 @@ def read_node_info(message: Message) -> NodeInfo:
         free_disk=counts.get("free-disk"),
         versions={package: _text(record[key]) for package, key in versions.items() if key in record},
         base_digests=_digests(record.get("base-digests", [])),
+        max_rank=counts.get("max-rank"),
         problem=_text(record.get("problem", "")),
     )
 

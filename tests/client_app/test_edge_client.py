@@ -362,6 +362,7 @@ def test_threads_and_the_device_are_the_nodes(plan, node, tmp_path):
             {"data-path": "x", "threads": 0},
             "threads=0 of the node's configuration must be an integer of at least 1",
         ),
+        ({"data-path": "x", "max-rank": 0}, "max-rank=0 of the node's configuration must be an integer of at least 1"),
         ({"data-path": "x", "device": "tpu"}, "device=tpu but torch has cpu"),
         ({"data-path": "x", "limits": "/nowhere"}, "InputError; see the log of the device"),
     ],
@@ -387,6 +388,7 @@ def test_who_a_device_is(tmp_path, monkeypatch):
             {"client_name": "roof", "secure_aggregation_only": True},
             NodeInfo(partition=None, name="roof", **own | {"num_images": None}),
         ),
+        ({"client_name": "roof", "max_rank": 4}, NodeInfo(partition=None, name="roof", max_rank=4, **own)),
     ):
         assert read_node_info(ask(RecordDict(), context(data_path=images, **config), "query.node_info")) == who
     assert EdgeClient.read({"data-path": "x", "partition-id": 4}).number == 4

@@ -1,12 +1,13 @@
 """Base layers: their digest, and files that are intact or not."""
 
 import hashlib
+import os
 
 import numpy as np
 import pytest
 import torch
 
-from fedssl.base_layers import check_base, is_digest, layers_digest, load_base, save_base, stored_digests
+from fedssl.base_layers import KEPT, check_base, is_digest, layers_digest, load_base, save_base, stored_digests
 
 BASE = {
     "encoder.b": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -98,3 +99,15 @@ def test_other_names_are_not_advertised(tmp_path):
     (tmp_path / "notes.safetensors").write_bytes(b"")
     (tmp_path / f"{DIGEST}.txt").write_bytes(b"")
     assert stored_digests([tmp_path]) == (DIGEST,)
+
+
+def test_the_newest_files_are_kept(tmp_path):
+    other, digests = tmp_path / "notes.safetensors", []  # not the name of a digest
+    other.write_bytes(b"")
+    for number in range(KEPT + 2):
+        base = {**BASE, "encoder.a": np.array(number, dtype=np.int64)}
+        digests.append(layers_digest(base))
+        save_base(tmp_path, base, digest=digests[-1])
+        os.utime(tmp_path / f"{digests[-1]}.safetensors", (number, number))
+        assert {file.stem for file in tmp_path.iterdir()} == {*digests[-KEPT:], "notes"}
+    assert stored_digests([tmp_path]) == tuple(reversed(digests[-KEPT:]))

@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 
 from client_app import handlers
 from client_app.worker import release_worker
-from fedssl.base_layers import layers_digest
+from fedssl.base_layers import KEPT, layers_digest
 from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
@@ -253,6 +253,9 @@ def test_a_device_that_has_the_base_does_not_receive_it(tmp_path, monkeypatch):
     # In another run device a still has it, and the owner of c has copied it from the run folder.
     owner = tmp_path / "owner"
     shutil.copytree(tmp_path / "first" / "base", owner)
+    others = [owner / f"{number:064}.safetensors" for number in range(2 * KEPT)]
+    for file in others:
+        file.write_bytes(b"")
     c = context(
         data_path=write_images(tmp_path / "c", 6),
         state_path=tmp_path / "c_states",
@@ -268,3 +271,4 @@ def test_a_device_that_has_the_base_does_not_receive_it(tmp_path, monkeypatch):
     assert rows == {0: False, 1: True, 2: False}
     assert read_jsonl(tmp_path / "second" / "metrics.jsonl")[0]["dropped"] == {}
     assert not (tmp_path / "c_states" / "base").exists()
+    assert all(file.exists() for file in others)

@@ -1,6 +1,7 @@
 """Runs with devices: their images, their names and numbers, and what a server without images does without."""
 
 import json
+import re
 import shutil
 from importlib.metadata import version
 
@@ -73,8 +74,43 @@ def lines(file):
     ],
 )
 def test_a_run_on_devices_has_the_bits_of_the_simulation_on_the_same_images(overrides, places, tmp_path):
-    overrides = [*SMALL, "rounds=2", "seed=3", *overrides]
+    compare_with_simulation([*SMALL, "rounds=2", "seed=3", *overrides], places, tmp_path)
+
+
+LORA = ["tuning=lora", "tuning.rank=2", "tuning.alpha=2", "method.projector.hidden_dim=8", "strategy=fedavg"]
+
+
+@pytest.mark.parametrize("aggregation", ["svd", "stack"])
+def test_the_largest_rank_of_a_device_has_the_bits_of_its_rank_in_a_simulation(aggregation, places, tmp_path, capsys):
+    overrides = [*SMALL, *LORA, "rounds=2", "seed=3", f"tuning.aggregation={aggregation}"]
+    limits = ({"max_rank": 1}, {"max_rank": 9}, {})
+    rows = compare_with_simulation(overrides, places, tmp_path, simulated=["tuning.ranks=[1,2,2]"], limits=limits)
+    small, *others = [row["bytes_up"] for row in rows if row["round"] == 1]
+    assert small < min(others)
+    assert (
+        len(re.findall(r"device d\d trains low-rank factors of a rank up to 1 \(max-rank\)", capsys.readouterr().out))
+        == 1
+    )
+
+
+def test_a_device_refuses_a_larger_rank_if_the_aggregation_needs_equal_ranks(places, tmp_path):
+    for aggregation in ("factors", "freeze_a"):
+        overrides = [*SMALL, *LORA, "rounds=1", f"tuning.aggregation={aggregation}", "aggregation.min_updates=1"]
+        made = devices(places, tmp_path / aggregation)
+        made[1].node_config["max-rank"] = 1
+        run_server_app(Devices(*made), [*overrides, f"output_dir={tmp_path / aggregation / 'run'}"])
+        (metrics,) = lines(tmp_path / aggregation / "run" / "metrics.jsonl")
+        assert list(metrics["dropped"]) == ["1"]
+        assert metrics["dropped"]["1"].endswith(
+            "the plan has low-rank factors of rank 2 but this device allows 1 (max-rank); set tuning.rank=1, or "
+            "tuning.aggregation=svd or stack, which aggregate different ranks"
+        )
+
+
+def compare_with_simulation(overrides, places, tmp_path, *, simulated=(), limits=({}, {}, {})):
+    """Run in a simulation and on devices, whose configuration has the limits; return the lines of the clients."""
     simulated = [
+        *simulated,
         f"dataset.path={tmp_path / 'images'}",
         "dataset.folders=owner",
         "partition=natural",
@@ -85,7 +121,13 @@ def test_a_run_on_devices_has_the_bits_of_the_simulation_on_the_same_images(over
     sizes = [int(line.split(",")[1]) for line in table]  # by which the owner of a partition is known
     by_partition = sorted(range(3), key=lambda place: sizes.index(9 + place))
     made = [
-        context(data_path=places[place], state_path=tmp_path / "states", client_name=f"d{place}", partition_id=number)
+        context(
+            data_path=places[place],
+            state_path=tmp_path / "states",
+            client_name=f"d{place}",
+            partition_id=number,
+            **limits[number],
+        )
         for number, place in enumerate(by_partition)
     ]
     run_server_app(Devices(*reversed(made)), [*overrides, f"output_dir={tmp_path / 'devices'}"])
@@ -99,6 +141,7 @@ def test_a_run_on_devices_has_the_bits_of_the_simulation_on_the_same_images(over
     assert json.loads((tmp_path / "devices" / "devices.json").read_text()) == {
         f"d{place}": number for number, place in enumerate(by_partition)
     }
+    return rows
 
 
 def test_without_images_the_server_says_what_it_does_without(places, tmp_path, capsys):
@@ -289,6 +332,7 @@ def test_devices_and_simulated_clients_do_not_mix():
         {"node-info": ConfigRecord({"name": 3})},
         {"node-info": ConfigRecord({"name": "a", "partition-id": -1})},
         {"node-info": ConfigRecord({"name": "a", "partition-id": float("nan")})},
+        {"node-info": ConfigRecord({"name": "a", "max-rank": 0})},
         {"metrics": MetricRecord({"partition-id": [1, 2], "num-partitions": 1})},
         {"metrics": MetricRecord({"partition-id": float("inf"), "num-partitions": 1})},
     ],

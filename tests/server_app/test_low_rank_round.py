@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from fedssl.config.aggregation_settings import AggregationSettings
 from fedssl.encoders.base import Encoder
 from fedssl.low_rank import LowRankLayer
 from fedssl.methods.base import SSLMethod
@@ -58,6 +59,12 @@ class Tuned(SSLMethod):
             self.merged_names = (FC.weight,)
 
 
+def tiny_b_huge_a(layers, partition):
+    """Return factors of the product of `trained`."""
+    update = trained(layers, partition)
+    return update | {FC.a: 1e6 * update[FC.a], FC.b: 1e-6 * update[FC.b]}
+
+
 def federation(grid, strategy, aggregation, ranks=()):
     method = Tuned(aggregation)
     return RoundContext(
@@ -92,10 +99,20 @@ def with_weight(layers, partition):
     return trained(layers, partition) | {FC.weight: np.zeros((5, 7))}
 
 
-def run(strategy, aggregation, *, rounds=1, behaviors=(trained,) * CLIENTS, reverse=False, ranks=()):
+def run(
+    strategy,
+    aggregation,
+    *,
+    rounds=1,
+    behaviors=(trained,) * CLIENTS,
+    reverse=False,
+    ranks=(),
+    max_norm_ratio=None,
+):
     """The state and the last report after some rounds, and all messages."""
     grid = make_grid(behaviors)
     context, state, messages = federation(grid, strategy, aggregation, ranks), ServerState(), []
+    context = replace(context, aggregation=AggregationSettings(max_norm_ratio=max_norm_ratio))
     for _ in range(rounds):
         one = Round(context, state)
         messages += one.messages
@@ -208,6 +225,26 @@ def test_a_bad_update_is_dropped(aggregation, bad, reason):
         assert np.array_equal(state.models[GLOBAL].layers[name], array)
 
 
+@pytest.mark.parametrize("aggregation", ["factors", "exact", "stack", "svd"])
+def test_huge_factors_of_a_plausible_product_are_dropped_if_factors_are_combined(aggregation):
+    # svd and stack use the product alone.
+    behaviors = [trained, trained, tiny_b_huge_a, trained, trained]
+    state, report, _ = run(FedAvg(), aggregation, behaviors=behaviors, max_norm_ratio=10)
+    if aggregation in ("stack", "svd"):
+        assert report.dropped == {}
+        expected, _, _ = run(FedAvg(), aggregation)
+        product, other = (total(one.models[GLOBAL].layers, 0) for one in (state, expected))
+        np.testing.assert_allclose(product, other, rtol=1e-6, atol=1e-6)
+        return
+    assert list(report.dropped) == [2]
+    assert "its low-rank factors moved" in report.dropped[2]
+    assert [row.client for row in report.clients] == [0, 1, 3, 4]
+    # Without the limit the mean of A is that of the attack.
+    state, report, _ = run(FedAvg(), aggregation, behaviors=behaviors)
+    assert report.dropped == {}
+    assert abs(state.models[GLOBAL].layers[FC.a]).max() > 1e4
+
+
 def test_new_factors_of_a_stack_differ_between_rounds():
     first, second = (run(FedAvg(), "stack", rounds=rounds)[0].models[GLOBAL].layers[FC.a] for rounds in (1, 2))
     assert not np.array_equal(first, second)
@@ -245,3 +282,13 @@ def test_an_update_of_another_rank_than_the_clients_is_dropped():
     _, report, _ = run(FedAvg(), "svd", behaviors=[of_rank_2, *[trained] * 4], ranks=(1, 2))
     assert list(report.dropped) == [0]
     assert "layer encoder.fc.lora_A has shape (2, 7) instead of (1, 7)" in report.dropped[0]
+
+
+def test_the_rank_of_a_client_is_at_most_its_limit():
+    def ranks_of(aggregation, ranks, limits):
+        context = replace(federation(make_grid([trained] * 4), FedAvg(), aggregation, ranks), max_ranks=limits)
+        return [context.rank_of(client) for client in range(4)]
+
+    assert ranks_of("svd", (1, 2), {0: 2, 1: 1}) == [1, 1, 1, 2]
+    assert ranks_of("stack", (), {0: 9, 1: 1}) == [2, 1, None, None]  # the rank of the model is 2
+    assert ranks_of("factors", (), {0: 1}) == [None] * 4

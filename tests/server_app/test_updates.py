@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from fedssl.arrays import ReferenceLayers
+from fedssl.low_rank import LowRankLayer
+from fedssl.low_rank_products import FactorPairs
 from fedssl.wire.messages import ClientUpdate
-from server_app.updates import norm_outliers
+from server_app.updates import factor_change, norm_outliers
 from server_app.validation import InvalidUpdate, check_update
 
 
@@ -44,3 +46,14 @@ def test_statistics_count_by_themselves_and_one_reason_is_enough():
 def test_what_is_infinite_is_never_plausible_and_nobody_is_no_one():
     assert list(norm_outliers({0: (1.0, 1.0), 1: (float("inf"), 1.0), 2: (1.0, 1.0)}, factor=1e9)) == [1]
     assert norm_outliers({}, factor=2) == {}
+
+
+def test_how_far_factors_moved():
+    """A = (3, 4), B = (0, 0): norm 5. A moves by (6, 8) and B by (0, 10): sqrt(36 + 64 + 100) / 5."""
+    pair = LowRankLayer("w", "a", "b", 1.0)
+    start = {"a": np.array([[3.0, 4.0]]), "b": np.zeros((2, 1)), "head": np.ones(3)}
+    reference = ReferenceLayers(start, FactorPairs((pair,)))
+    moved = {"a": np.array([[9.0, 12.0]]), "b": np.array([[0.0], [10.0]]), "head": np.full(3, 1e9)}
+    assert factor_change(reference, moved) == pytest.approx(200**0.5 / 5)
+    assert factor_change(reference, start) == 0.001  # the smallest change, as of weights
+    assert factor_change(ReferenceLayers(start), moved) == 0.001  # without factors

@@ -1,8 +1,13 @@
 """``fedssl-fleet`` and ``fedssl-device`` with a real SuperLink: kits, keys, checks, and what a run recorded."""
 
 import json
+import os
+import re
+import shlex
 import stat
+import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +17,7 @@ from fedssl.fleet.kit import make_kit, read_kit, write_kit
 from fedssl.runs.run import acquire_lock
 from tests.deploy.test_fleet import check_the_public_port
 from tests.devices import write_images
-from tests.fleet import fleet
+from tests.fleet import DEPLOY, fleet
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +90,39 @@ def test_a_device_joins_with_a_kit_and_leaves(running, call, tmp_path, monkeypat
     status, text = call(cli, "remove", "garden")
     assert (status, "no device garden registered" in text) == (2, True)
 
-    assert call(cli, "invite", "roof", "--server", server, "--with-key")[0] == 0
+    assert call(cli, "invite", "roof", "barn", "--server", server, "--with-key")[0] == 0
     assert "PRIVATE KEY" in read_kit(tmp_path / "roof.kit").private_key.decode()
     assert stat.S_IMODE((tmp_path / "roof.kit").stat().st_mode) == 0o600
-    assert [row["name"] for row in json.loads(call(cli, "list", "--json")[1])] == ["roof"]
+    assert read_kit(tmp_path / "roof.kit").private_key != read_kit(tmp_path / "barn.kit").private_key
+    assert {row["name"] for row in json.loads(call(cli, "list", "--json")[1])} == {"roof", "barn"}
+    status, text = call(cli, "invite", "a", "b", "--server", server, "--output", "one.kit")
+    assert (status, "--output names one kit, but 2 names are given; leave it out" in text) == (2, True)
+    assert not (tmp_path / "one.kit").exists()
+    assert call(cli, "remove", "roof")[0] == call(cli, "remove", "barn")[0] == 0
+
+
+def test_setup_becomes_the_supernode(running, call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "3")
+    write_kit(make_kit("garden", f"127.0.0.1:{running.public}", certificate=running.keys / "ca.crt"), Path("a.kit"))
+    images, folder, started = write_images(tmp_path / "images", 2), tmp_path / "my device", []
+    monkeypatch.setattr("os.execvpe", lambda *arguments: started.append(arguments))
+    (tmp_path / "empty").mkdir()
+    assert call(device_cli, "setup", "a.kit", "images=empty", f"folder={folder}", "--start")[0] == 1
+    assert call(device_cli, "setup", "a.kit", f"images={images}", f"folder={folder}")[0] == 0
+    assert started == []
+    assert call(device_cli, "setup", "a.kit", f"images={images}", f"folder={folder}", "--start")[0] == 0
+    ((program, command, environment),) = started
+    *known, option, port = command
+    assert known == shlex.split(device_cli.command(folder))
+    assert program == command[0] == "flower-supernode"
+    assert option == "--port"
+    assert 1024 <= int(port) < 65536
+    assert environment["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+    assert (environment["MALLOC_ARENA_MAX"], environment["MALLOC_TRIM_THRESHOLD_"]) == ("3", "65536")
+    unit = (DEPLOY / "systemd" / "fedssl-supernode.service").read_text()
+    (line,) = re.findall(r"^Environment=(MALLOC_.*)$", unit, flags=re.MULTILINE)
+    assert dict(word.split("=") for word in line.split()) == device_cli.ALLOCATOR
 
 
 def test_devices_reach_only_the_fleet_api(running):

@@ -11,11 +11,13 @@ from flwr.app import Message
 from torch import Tensor
 
 from client_app.step_memory import estimate_step_memory
+from client_app.worker import release_worker
 from fedssl.config.device_task import compose_task, make_task, read_task
 from fedssl.config.load import compose, load_settings, parse_client_config, training_components
 from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.losses import feature_mse, similarity_distillation, teacher_distance
+from fedssl.methods import teacher as teacher_module
 from fedssl.methods.base import build_method
 from fedssl.methods.distillation import Distillation
 from fedssl.methods.simclr import SimCLR
@@ -237,6 +239,21 @@ def test_a_device_trains_with_the_teacher_and_caches_it(devices):
         assert not reply.has_error(), reply.error.reason
         state, report = one.finish([Message(reply.content, reply_to=one.messages[0])])
         assert report.dropped == {}
+
+
+def test_a_new_process_of_a_device_reads_the_features(devices, tmp_path, monkeypatch):
+    device, round_context = devices
+    state, computed = ServerState(), []
+    extract = teacher_module.extract
+    monkeypatch.setattr(teacher_module, "extract", lambda *args, **given: computed.append(1) or extract(*args, **given))
+    for number in (1, 2):
+        release_worker()
+        one = Round(round_context, state)
+        reply = ask(one.messages[0].content, device)
+        assert not reply.has_error(), reply.error.reason
+        state, _ = one.finish([Message(reply.content, reply_to=one.messages[0])])
+        assert len(computed) == 1, number
+    assert len(list((tmp_path / "states" / ".pictures" / "targets").iterdir())) == 1
 
 
 HOSTILE = {

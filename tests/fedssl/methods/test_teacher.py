@@ -1,9 +1,12 @@
 """The teacher's features: those of its saved encoder, computed once, in a cache of limited size."""
 
 import copy
+import os
+import time
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from fedssl.config.load import compose
@@ -206,3 +209,95 @@ def test_an_encoder_of_another_package_is_refused(tmp_path):
 def test_features_are_finite_for_constant_images():
     images = TensorImages(torch.zeros(3, 1, 8, 8, dtype=torch.uint8))
     assert np.isfinite(ask(features_of(), Counting(), images, torch.arange(3)).numpy()).all()
+
+
+def test_another_process_reads_the_features_from_files(tmp_path):
+    images, indices = make_images(), torch.tensor([9, 2, 5, 14])
+    first, other = features_of(), features_of()
+    for features in (first, other):
+        features.store_in(tmp_path)
+    expected = ask(first, Counting(), images, indices)
+    (file,) = tmp_path.iterdir()
+    teacher, again = Counting(), torch.tensor([14, 9, 5, 2])
+    assert torch.equal(ask(other, teacher, images, again), expected[torch.tensor([3, 0, 2, 1])])
+    assert teacher.images == 0
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda features, teacher, images: images.tensor[5, 0, 0, 0].bitwise_xor_(1),
+        lambda features, teacher, images: next(teacher.parameters()).data.add_(1e-3),
+        lambda features, teacher, images: setattr(teacher, "encoder", torch.nn.Sequential(teacher.encoder)),
+        lambda features, teacher, images: setattr(features, "mean", (0.31,)),
+        lambda features, teacher, images: setattr(features, "std", (0.41,)),
+        lambda features, teacher, images: setattr(features._resize, "size", 9),
+    ],
+    ids=["image", "weight", "layer", "mean", "std", "size"],
+)
+def test_files_are_those_of_teacher_images_and_preprocessing(tmp_path, change):
+    indices = torch.tensor([2, 5])
+    for changed in (False, True):
+        features, teacher, images = features_of(), Counting(), make_images()
+        if changed:
+            change(features, teacher, images)
+        features.store_in(tmp_path)
+        ask(features, teacher, images, indices)
+        assert teacher.images == 2
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: file.write_bytes(file.read_bytes()[:-8]),
+        lambda file: file.write_bytes(file.read_bytes()[:-1] + b"\x07"),
+        lambda file: file.write_bytes(b"0" * 200),
+        lambda file: safetensors.torch.save_file({"features": torch.zeros(3, DIM)}, file),
+        lambda file: (file.unlink(), file.symlink_to("/dev/zero")),
+    ],
+    ids=["short", "another number", "no safetensors", "no checksum", "no file"],
+)
+def test_features_of_a_damaged_file_are_computed_again(tmp_path, damage, caplog):
+    images, indices = make_images(), torch.tensor([2, 5, 9])
+    for number in range(3):
+        features, teacher = features_of(), Counting()
+        features.store_in(tmp_path)
+        found = ask(features, teacher, images, indices)
+        assert teacher.images == (3, 3, 0)[number]
+        assert torch.equal(found, ask(features_of(), Counting(), images, indices))
+        if number == 0:
+            (file,) = tmp_path.iterdir()
+            damage(file)
+            assert "is damaged" not in caplog.text
+    assert caplog.text.count("the teacher computes its features again") == 1
+
+
+def test_the_least_recently_used_files_are_deleted_beyond_the_limit(tmp_path):
+    """A file of 4 images has 256 bytes of features, and less than 200 others."""
+    images, (one, two, three) = make_images(), torch.arange(12).split(4)
+    for number, (indices, computed) in enumerate(((one, 4), (two, 4), (one, 0), (three, 4), (one, 0), (two, 4))):
+        features, teacher = features_of(1000), Counting()
+        features.store_in(tmp_path)
+        ask(features, teacher, images, indices)
+        assert teacher.images == computed
+        for file in tmp_path.iterdir():
+            if time.time() - file.stat().st_mtime < 3600:  # used now: order by number
+                os.utime(file, (number, number))
+        assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 1000
+
+
+def test_a_folder_that_cannot_be_written_is_logged(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    features, teacher, images, indices = features_of(), Counting(), make_images(), torch.tensor([2, 5])
+    features.store_in(tmp_path / "file" / "folder")
+    assert ask(features, teacher, images, indices).shape == (2, DIM)
+    assert "every process runs the teacher" in caplog.text
+
+
+def test_a_copy_stores_nothing(tmp_path):
+    features = features_of()
+    features.store_in(tmp_path)
+    ask(copy.deepcopy(features), Counting(), make_images(), torch.tensor([2, 5]))
+    assert list(tmp_path.iterdir()) == []

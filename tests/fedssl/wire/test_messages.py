@@ -199,6 +199,7 @@ def test_who_query():
         NodeInfo(partition=None, name="roof"),
         NodeInfo(partition=0, name="garden-2"),
         NodeInfo(partition=None, name="roof", base_digests=("a" * 64, "0" * 64)),
+        NodeInfo(partition=None, name="roof", max_rank=4),
     ):
         assert read_node_info(node_info_reply(query, who)) == who
 
