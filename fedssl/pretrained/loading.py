@@ -1,5 +1,6 @@
 """Strict loading of a source's weights into an encoder."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from fedssl.untrusted import sanitize
 
 _MAX_LISTED = 3  # tensors of each kind in an error message
 _MAX_NETWORKS = 10  # ignored networks and heads in the log
+_ADAPTER = re.compile(r"\badapters\.\d+\.(down|up)\.")
 _COUNTER = "num_batches_tracked"  # last component of a name that checkpoints of torch before 0.4.1 lack
 # Settings of the encoder that differ, by the name of a tensor that then does not fit.
 _REMEDIES = {
@@ -106,6 +108,11 @@ def _fit(
 
 
 def _remedy(names: Collection[str]) -> str:
+    if any(_ADAPTER.search(name) for name in names):
+        return (
+            "it is the encoder of a run with tuning=adapter, which no other run can start from; set encoder.weights to "
+            "the source of that run"
+        )
     if len(names) == 1:
         for name, remedy in _REMEDIES.items():
             if any(name in each for each in names):
