@@ -7,9 +7,9 @@ from torch import Tensor, nn
 class Adapter(nn.Module):
     """Residual bottleneck h + up(gelu(down(h))) of the features at each position, without normalization.
 
-    ``up`` starts as zero, so that the output is h at first. ``down`` is drawn as `torch.nn.Linear`. Stages of
-    convolutional networks end with ReLU: their features are not negative, and with ReLU up to half of the units of
-    ``down`` were 0, without gradient, for all images.
+    ``up`` starts as zero, so that the output is h at first. ``down`` is drawn as `torch.nn.Linear`. GELU has
+    gradients where ReLU has none: after stages that end with ReLU, up to half of the hidden units of adapters with ReLU
+    were 0 for 200 digits (untrained ``conv_small``).
 
     Parameters
     ----------

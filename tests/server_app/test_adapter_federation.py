@@ -168,3 +168,13 @@ def test_teachers(tmp_path, method):
     if method == "fedca":
         with pytest.raises(InputError, match="holds another encoder than this run's"):
             load_teacher(federation.method, adapted, data=federation.settings.data)
+
+
+@pytest.mark.heavy
+def test_adapters_raise_the_linear_probe_of_the_frozen_encoder(tmp_path):
+    """Of random weights, on digits: 87.7 before and 91.4 after with seed 0, and 86.9 and 93.0 with seed 1."""
+    options = ["encoder.width=8", "rounds=4", "num_clients=2", "local_epochs=3", "strategy=fedavg", "threads=1", *QUIET]
+    options += ["optimizer=adam", "optimizer.lr=0.003", "final_evaluation=linear", f"output_dir={tmp_path / 'run'}"]
+    run(["tuning=adapter", *options])
+    final = json.loads((tmp_path / "run" / "summary.json").read_text())["final"]
+    assert final["federated"]["linear"] > final["untrained"]["linear"] + 0.015
