@@ -50,6 +50,11 @@ def pyramid(encoder: Encoder, *, size: int, out_channels: int = 256) -> tuple[Ba
             f"the stages of {type(encoder).__name__} return tokens but a feature pyramid needs maps; use a "
             "convolutional encoder, such as encoder=resnet18"
         )
+    if encoder.adapters:
+        raise InputError(
+            "the encoder has adapters (tuning=adapter), which a feature pyramid on its stages would leave out; use an "
+            "encoder of another tuning"
+        )
     probe = copy.deepcopy(encoder).eval()  # a copy: running statistics do not change
     channels, strides = [], []
     with torch.no_grad():

@@ -88,6 +88,10 @@ RUNS = {
     "mae-fedu": [*overrides_of("mae"), "strategy=fedu", "rounds=3"],
     "swav-queue-matched": ["method=swav", *SWAV],
     "vicreg-cosine": ["method=vicreg", "lr_schedule=cosine"],
+    "distillation": overrides_of("distillation"),
+    "tuning-adapter-byol": ["tuning=adapter", "tuning.blocks=2", "method=byol"],
+    "tuning-lora": ["tuning=lora", "tuning.rank=2", "strategy=fedavg"],
+    "tuning-norm": ["tuning=norm", "strategy=fedavg"],
 }
 
 REPEATED = {

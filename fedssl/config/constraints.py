@@ -327,6 +327,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
     },
     "tuning": {
         "blocks": _integer(1),
+        "bottleneck": _integer(1),
         "freeze_statistics": _BOOL,
         "rank": _integer(1),
         "alpha": _POSITIVE,
@@ -371,6 +372,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "scale_at": _choice("server", "client"),
         "warmup_rounds": _integer(0),
     },
+    "adapter": {"blocks": _optional(_integer(1))},
     "LDAWA": {"weighting": _LOSS_WEIGHTING},
     "LDAWAFedU": {"weighting": _LOSS_WEIGHTING},
     "Clustered": {"weighting": _optional(_LOSS_WEIGHTING)},

@@ -10,6 +10,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fedssl.config.constraints import check_arguments
+from fedssl.encoders.adapters import Adapter
 from fedssl.errors import InputError
 from fedssl.low_rank import LowRankLayer
 
@@ -66,6 +68,8 @@ class Encoder(nn.Module):
     bridges : ModuleDict
         Linear maps from the output of earlier stages to representations, for layer-wise training of encoders whose
         stages differ in width; see `add_bridges`.
+    adapters : ModuleDict
+        Adapters after stages, by the number of the stage, counted from 1; see `add_adapters`.
     stages_interchangeable : bool
         Whether each stage accepts the output of any other.
     base_names : frozenset of str
@@ -87,6 +91,7 @@ class Encoder(nn.Module):
     patch_embedding: str | None = None
     stage_names: tuple[str, ...] = ()
     bridges: nn.ModuleDict
+    adapters: nn.ModuleDict
     stages_interchangeable = False
     base_names: frozenset[str] = frozenset()
     low_rank_layers: tuple[LowRankLayer, ...] = ()
@@ -94,13 +99,23 @@ class Encoder(nn.Module):
     frozen_stages: int = 0
     return_feature_map = False
 
-    def define_stages(self, *, stages: tuple[str, ...], widths: tuple[int, ...], tail: tuple[str, ...] = ()) -> None:
-        """Declare submodules as stages, with lengths of `pool`'s output after each, or as part of `pool` (``tail``)."""
-        self.stage_names, self._widths = stages, widths
+    def define_stages(
+        self,
+        *,
+        stages: tuple[str, ...],
+        widths: tuple[int, ...],
+        features: tuple[int, ...] | None = None,
+        tail: tuple[str, ...] = (),
+    ) -> None:
+        """Declare submodules as stages, with lengths of `pool`'s output after each, or as part of `pool` (``tail``).
+
+        ``features`` are the channels or token lengths of the stages' outputs, which adapters need; None: the widths.
+        """
+        self.stage_names, self._widths, self._features = stages, widths, widths if features is None else features
         self._stage_ranges = {name: StageRange(number, math.inf, number) for number, name in enumerate(stages, start=1)}
         self._stage_ranges |= dict.fromkeys(tail, StageRange(0, math.inf, math.inf))
         self._stage_state = _StageState(ActiveStages(depth=len(stages)))
-        self.bridges = nn.ModuleDict()
+        self.bridges, self.adapters = nn.ModuleDict(), nn.ModuleDict()
 
     @property
     def active_stages(self) -> ActiveStages:
@@ -153,8 +168,8 @@ class Encoder(nn.Module):
             check_shape = self.check_view_shape if self.training else self.check_image_shape
             check_shape(x.shape)
             x = self.run_stem(x)
-        for stage in self.stage_modules()[active.frozen : active.depth]:
-            x = stage(x)
+        for number in range(active.frozen + 1, active.depth + 1):
+            x = self.run_stage(number, x)
         if self.return_feature_map:
             return x.flatten(1)
         h = self.pool(x)
@@ -168,7 +183,7 @@ class Encoder(nn.Module):
         trained stage for each batch.
         """
         active = self.active_stages
-        stages = self.stage_modules()[: active.frozen]
+        stages = list(range(1, active.frozen + 1))
         if active.depth_dropout:
             draws = torch.rand(len(stages), generator=generator).tolist()
             stages = [stage for stage, draw in zip(stages, draws, strict=True) if draw >= active.depth_dropout]
@@ -177,7 +192,7 @@ class Encoder(nn.Module):
         with torch.no_grad():
             outputs = [self.run_stem(batch) for batch in images]
             for stage in stages:
-                outputs = [stage(x) for x in outputs]
+                outputs = [self.run_stage(stage, x) for x in outputs]
         return outputs
 
     def freeze_base(self, names: Collection[str], *, stages: int = 0, merged: Collection[str] = ()) -> None:
@@ -214,7 +229,13 @@ class Encoder(nn.Module):
             elif any(f"{prefix}.{name}" in self.base_names for name, _ in module.named_buffers(recurse=False)):
                 yield module
 
+    def run_stage(self, number: int, x: Tensor) -> Tensor:
+        """Return the output of a stage, counted from 1, after its adapter if it has one."""
+        x = self.get_submodule(self.stage_names[number - 1])(x)
+        return self.adapters[str(number)](x) if str(number) in self.adapters else x
+
     def stage_modules(self) -> list[nn.Module]:
+        """Return the stages without their adapters."""
         return [self.get_submodule(name) for name in self.stage_names]
 
     def stage_range(self, name: str) -> StageRange:
@@ -230,6 +251,27 @@ class Encoder(nn.Module):
             if width != self.feature_dim:
                 self.bridges[str(number)] = nn.Linear(width, self.feature_dim)
                 self._stage_ranges[f"bridges.{number}"] = StageRange(number, number, math.inf)
+
+    def add_adapters(self, *, bottleneck: int, blocks: int | None) -> None:
+        """Add an adapter to each of the last ``blocks`` stages, or to all; raises `InputError` for invalid numbers."""
+        check_arguments("tuning", owner="adapter", bottleneck=bottleneck, blocks=blocks)
+        stages = len(self.stage_names)
+        if (blocks or 1) > stages:
+            raise InputError(
+                f"tuning.blocks={blocks} but the encoder has {stages} stages; set tuning.blocks to at most {stages}, "
+                "or to null for all stages"
+                if stages
+                else "tuning=adapter but the encoder has no stages; set another tuning, such as bias"
+            )
+        for number in range(1 if blocks is None else stages - blocks + 1, stages + 1):
+            self.adapters[str(number)] = Adapter(self._features[number - 1], bottleneck=bottleneck)
+            self._stage_ranges[f"adapters.{number}"] = StageRange(number, math.inf, number)
+
+    @property
+    def adapter_settings(self) -> dict[str, int] | None:
+        """Arguments of `add_adapters`; None without adapters."""
+        sizes = [layer.out_features for name, layer in self.adapters.named_modules() if name.endswith(".down")]
+        return {"bottleneck": sizes[0], "blocks": len(sizes)} if sizes else None
 
 
 def frozen_copy(network: Network) -> Network:

@@ -73,8 +73,8 @@ class LibraryEncoder(Encoder):
         Network without classifier: ``(batch, channels, size, size)`` to ``(batch, feature_dim)``.
     parts : Parts or None
         Its division. None: the network is the only stage.
-    widths : sequence of int
-        Length of a representation after each stage.
+    widths, features : sequence of int
+        Length of a representation after each stage, and channels or token length of the stage's output.
     channels : int
         Channels of valid images.
     image_size : int or None
@@ -87,6 +87,7 @@ class LibraryEncoder(Encoder):
         parts: Parts | None,
         *,
         widths: Sequence[int],
+        features: Sequence[int],
         channels: int,
         image_size: int | None,
     ) -> None:
@@ -98,7 +99,9 @@ class LibraryEncoder(Encoder):
         self.__dict__["_network"] = network
         self._parts = parts
         self.feature_dim, self.channels, self.image_size = widths[-1], channels, image_size
-        self.define_stages(stages=(_WHOLE,) if parts is None else parts.stages, widths=tuple(widths))
+        self.define_stages(
+            stages=(_WHOLE,) if parts is None else parts.stages, widths=tuple(widths), features=tuple(features)
+        )
         if parts is not None:
             first = 0 if parts.any_stage else len(parts.stages)
             tail = StageRange(first, float("inf"), float("inf"))
@@ -142,24 +145,25 @@ def build_library_encoder(library: Library, *, name: str, channels: int, size: i
 
     ``fixed_size``: whether it accepts no images of another size.
     """
-    widths = _check_network(library, name, channels, size)
+    widths, features = _check_network(library, name, channels, size)
     network = library.create(name, channels, size)
     return LibraryEncoder(
         network,
         library.divide(network),
         widths=widths,
+        features=features,
         channels=channels,
         image_size=size if fixed_size else None,
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _check_network(library: Library, name: str, channels: int, size: int) -> list[int]:
-    """Return the length of the representation after each stage, computed without memory; `InputError` if it fails."""
+def _check_network(library: Library, name: str, channels: int, size: int) -> tuple[list[int], list[int]]:
+    """Return the lengths of `_stage_lengths`, computed without memory; `InputError` if the network does not run."""
     try:
         with shapes_only():
             probe = library.create(name, channels, size)
-            return _widths(probe, library.divide(probe), torch.empty(2, channels, size, size))
+            return _stage_lengths(probe, library.divide(probe), torch.empty(2, channels, size, size))
     except Exception as error:  # a library may reject a shape in any way
         reason = " ".join(str(error).split())[:200]
         raise InputError(
@@ -168,15 +172,22 @@ def _check_network(library: Library, name: str, channels: int, size: int) -> lis
         ) from error
 
 
-def _widths(network: Any, parts: Parts | None, images: Tensor) -> list[int]:
-    """Return the length of the representation after each stage; raise an exception if the network does not run."""
+def _stage_lengths(network: Any, parts: Parts | None, images: Tensor) -> tuple[list[int], list[int]]:
+    """Return the length of the representation after each stage, and the channels or token length of its output.
+
+    Raise an exception if the network does not run.
+    """
     x = network(images)  # in training mode, in which some networks have further outputs
     if not isinstance(x, Tensor) or x.ndim != 2:
         shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"its output is {shape} instead of one vector per image")
-    if parts is None or parts.any_stage:
-        return [x.shape[1]] * (1 if parts is None else len(parts.stages))
-    outputs, feature_dim = [parts.stem(network, images)], x.shape[1]
+    feature_dim = x.shape[1]
+    if parts is None:
+        return [feature_dim], [feature_dim]
+    outputs = [parts.stem(network, images)]
+    if parts.any_stage:  # of tokens, whose length no stage changes
+        return [feature_dim] * len(parts.stages), [outputs[0].shape[-1]] * len(parts.stages)
     for name in parts.stages:
         outputs.append(network.get_submodule(name)(outputs[-1]))
-    return [*(output.shape[1] for output in outputs[1:-1]), feature_dim]
+    features = [output.shape[1] for output in outputs[1:]]
+    return [*features[:-1], feature_dim], features

@@ -111,12 +111,13 @@ class ViTEncoder(TokenEncoder, VisionTransformer):
         if active.frozen:
             raise InputError(
                 f"{active.frozen} stages of the encoder are frozen, but a masked method trains all stages that run; "
-                "set schedule=end_to_end or schedule=progressive, and tuning=full, norm, bias or lora"
+                "set schedule=end_to_end or schedule=progressive, and tuning=full, norm, bias, lora or adapter with "
+                "tuning.blocks=null"
             )
         prefix = self._prefix() + self.positions(self.grid)[:, : self.num_prefix_tokens]
         tokens = self._prepend(prefix, patches)
-        for stage in self.stage_modules()[: active.depth]:
-            tokens = stage(tokens)
+        for number in range(1, active.depth + 1):
+            tokens = self.run_stage(number, tokens)
         normalized: Tensor = self.encoder.ln(tokens)
         return normalized
 

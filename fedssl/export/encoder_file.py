@@ -6,7 +6,8 @@
 
 The file is a dictionary that ``torch.load(weights_only=True)`` reads: ``format``, ``encoder`` (the settings of
 ``conf/encoder``), ``mean``, ``std``, ``metadata`` and ``weights`` (the encoder's ``state_dict``, for ResNets with
-torchvision's names). Loading runs no code that the file chooses: it calls a function of ``fedssl.encoders`` or the
+torchvision's names). An encoder with adapters also has their settings (``adapters``), and another format, which earlier
+versions reject. Loading runs no code that the file chooses: it calls a function of ``fedssl.encoders`` or the
 ``build`` function of the caller.
 """
 
@@ -32,6 +33,8 @@ from fedssl.untrusted import check_tensors_like, read_tensors, sanitize
 
 _FORMATS = "fedssl-encoder-"
 FORMAT = f"{_FORMATS}1"
+_KEYS = frozenset({"format", "encoder", "mean", "std", "metadata", "weights"})
+_KEYS_OF = {FORMAT: _KEYS, f"{_FORMATS}2": _KEYS | {"adapters"}}  # by format
 MAX_BYTES = 2**33  # of a file
 
 
@@ -73,7 +76,7 @@ def save_encoder(
     path : str or Path
         The file; its folder must exist.
     encoder : nn.Module
-        Encoder built from ``settings``, on any device.
+        Encoder built from ``settings``, on any device, with or without adapters.
     settings : mapping
         The resolved ``encoder`` group of the run's config: ``_target_`` and the arguments, as plain values.
     mean, std : sequence of float
@@ -86,8 +89,10 @@ def save_encoder(
             f"mean={list(mean)} and std={list(std)} need one number for each of the {settings['channels']} channels; "
             "set dataset.mean and dataset.std"
         )
+    adapters = encoder.adapter_settings if isinstance(encoder, encoders.Encoder) else None
     content = {
-        "format": FORMAT,
+        "format": f"{_FORMATS}2" if adapters else FORMAT,
+        **({"adapters": adapters} if adapters else {}),
         "encoder": _plain(settings),
         "mean": [float(value) for value in mean],
         "std": [float(value) for value in std],
@@ -132,8 +137,8 @@ def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = N
         ``preprocess`` (a :class:`Preprocess`). Its ``state_dict`` has only the encoder's parameter names.
     """
     content = read_content(Path(path))
-    settings = dict(content["encoder"])
-    target = str(settings.pop("_target_", None))
+    settings = content["encoder"]
+    target = str(settings.get("_target_"))
     known = _builder(target) if build is None else None
     build = build or known
     if build is None:
@@ -145,9 +150,9 @@ def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = N
     try:
         if known is not None:  # first without memory, since the settings may need any amount
             with shapes_only():
-                check_tensors_like(content["weights"], known(**settings).state_dict())
+                check_tensors_like(content["weights"], _build(known, content).state_dict())
         with torch.random.fork_rng(devices=[]):  # weights drawn only to be overwritten
-            encoder: Any = build(**settings)
+            encoder = _build(build, content)
         check_tensors_like(content["weights"], encoder.state_dict())
         encoder.load_state_dict(content["weights"], strict=True)
     except Exception as error:  # a constructor can raise any exception for such settings
@@ -161,6 +166,14 @@ def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = N
     encoder.preprocess = Preprocess(size=encoder.size, mean=encoder.mean, std=encoder.std)
     result: nn.Module = encoder.eval()
     return result
+
+
+def _build(build: Callable[..., nn.Module], content: Mapping[str, Any]) -> Any:
+    """Build the encoder of a file, with its adapters if it has any."""
+    encoder: Any = build(**{key: value for key, value in content["encoder"].items() if key != "_target_"})
+    if "adapters" in content:
+        encoder.add_adapters(**content["adapters"])
+    return encoder
 
 
 def load_weights(path: str | Path, encoder: nn.Module) -> Mapping[str, Any]:
@@ -180,8 +193,9 @@ def load_weights(path: str | Path, encoder: nn.Module) -> Mapping[str, Any]:
 def describe_encoder(path: str | Path) -> dict[str, Any]:
     """Return the architecture and the preprocessing of an encoder's file as plain values, as a teacher needs them.
 
-    ``encoder`` is the name of a function of ``fedssl.encoders``, ``arguments`` are its arguments, and ``mean`` and
-    ``std`` are the statistics of the standardization. Raise an `InputError` if another function built the encoder.
+    ``encoder`` is the name of a function of ``fedssl.encoders``, ``arguments`` are its arguments, ``mean`` and ``std``
+    are the statistics of the standardization, and ``adapters``, if there are any, their settings. Raise an
+    `InputError` if another function built the encoder.
     """
     content = read_content(Path(path))
     arguments = dict(content["encoder"])
@@ -189,7 +203,8 @@ def describe_encoder(path: str | Path) -> dict[str, Any]:
     if _builder(target) is None:
         raise InputError(f"{path} holds the encoder {target}, which is not part of fedssl; give another teacher")
     values = {"encoder": target.rpartition(".")[2], "arguments": arguments, "mean": content["mean"]}
-    return {**values, "std": content["std"]}
+    adapters = {key: content[key] for key in ("adapters",) if key in content}
+    return {**values, "std": content["std"], **adapters}
 
 
 def saved_target(path: str | Path) -> str:
@@ -225,11 +240,11 @@ def read_content(path: Path) -> dict[str, Any]:
         raise InputError(
             f"{path} is damaged or not an encoder's file ({reason}); choose the encoder.pt of a run folder"
         ) from error
-    keys = {"format", "encoder", "mean", "std", "metadata", "weights"}
     found = sanitize(content.get("format", ""))[:40] if isinstance(content, dict) else ""
-    if found.startswith(_FORMATS) and found != FORMAT:
-        raise InputError(f"{path} has the format {found} and this version reads {FORMAT}; upgrade fedssl here")
-    if not isinstance(content, dict) or content.keys() != keys or not _is_encoder(content):
+    if found.startswith(_FORMATS) and found not in _KEYS_OF:
+        readable = " and ".join(_KEYS_OF)
+        raise InputError(f"{path} has the format {found} and this version reads {readable}; upgrade fedssl here")
+    if not isinstance(content, dict) or content.keys() != _KEYS_OF.get(found) or not _is_encoder(content):
         raise InputError(f"{path} does not hold an encoder; choose the encoder.pt of a run folder")
     return content
 
@@ -238,8 +253,7 @@ def _is_encoder(content: dict[str, Any]) -> bool:
     """Return whether the values have the types that `save_encoder` writes."""
     settings, statistics = content["encoder"], (content["mean"], content["std"])
     return (
-        content["format"] == FORMAT
-        and all(isinstance(content[key], dict) for key in ("encoder", "metadata", "weights"))
+        all(isinstance(content[key], dict) for key in content.keys() & {"encoder", "metadata", "weights", "adapters"})
         and all(isinstance(settings.get(key), int) and 0 < settings[key] <= 4096 for key in ("channels", "size"))
         and all(isinstance(values, list) and len(values) == settings["channels"] for values in statistics)
         and all(isinstance(value, float) and math.isfinite(value) for values in statistics for value in values)

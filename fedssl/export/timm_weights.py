@@ -55,9 +55,9 @@ class TimmModel:
 
 
 def has_timm(source: ExportSource) -> bool:
-    """Return whether timm has the encoder's architecture."""
+    """Return whether timm has the encoder's architecture; it has none with adapters."""
     package, _, name = source.architecture.rpartition(".")
-    return package == encoders.__name__ and name in (*_RESNETS, *_VITS, _TIMM)
+    return "adapters" not in source.content and package == encoders.__name__ and name in (*_RESNETS, *_VITS, _TIMM)
 
 
 def timm_model(source: ExportSource) -> TimmModel:
@@ -66,7 +66,8 @@ def timm_model(source: ExportSource) -> TimmModel:
     if not has_timm(source):
         raise InputError(
             f"format=timm supports only architectures that timm has ({', '.join((*_RESNETS, *_VITS))}) and this "
-            f"encoder is {name}; choose format=onnx, torch_export or safetensors"
+            f"encoder is {name}{' with adapters' * ('adapters' in source.content)}; choose format=onnx, torch_export "
+            "or safetensors"
         )
     settings = _all_settings(source)
     if name == _TIMM:

@@ -94,7 +94,9 @@ class FedCA(SSLMethod):
             self.cuda_graph_safe = False  # write position and number of negatives change from step to step
         self.teacher: nn.Module | None = None
         if alignment_weight:
-            self.teacher = plain_copy(encoder).requires_grad_(False).eval()
+            teacher = plain_copy(encoder).requires_grad_(False).eval()
+            teacher.adapters.clear()  # they belong to the tuning of this run
+            self.teacher = teacher
             self.broadcast_parts, self.static_parts = (*self.broadcast_parts, TEACHER), (TEACHER,)
         self._negatives: Tensor | None = None
         self._filled = 0

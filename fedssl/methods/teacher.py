@@ -40,12 +40,17 @@ def build_teacher(description: Mapping[str, Any]) -> Encoder:
             f"{', '.join(known)}"
         )
     teacher: Encoder = known[description["encoder"]](**description["arguments"])
+    if "adapters" in description:
+        teacher.add_adapters(**description["adapters"])
     return teacher.requires_grad_(False).eval()
 
 
 def _is_description(value: Any) -> bool:
     """Return whether a value has the form of a result of `fedssl.export.describe_encoder`."""
-    if not (isinstance(value, Mapping) and value.keys() == {"encoder", "arguments", "mean", "std"}):
+    if not (isinstance(value, Mapping) and value.keys() - {"adapters"} == {"encoder", "arguments", "mean", "std"}):
+        return False
+    adapters = value.get("adapters", {"bottleneck": 1, "blocks": 1})
+    if not (isinstance(adapters, Mapping) and adapters.keys() == {"bottleneck", "blocks"}):
         return False
     arguments, statistics = value["arguments"], (value["mean"], value["std"])
     return (

@@ -1,6 +1,8 @@
 """Strict loading of a source's weights into an encoder."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -12,11 +14,12 @@ from fedssl.errors import InputError
 from fedssl.pretrained.adapting import POSITIONS, adapt_tensor
 from fedssl.pretrained.checkpoints import Checkpoint
 from fedssl.pretrained.names import Match, known_statistics, match_names
-from fedssl.pretrained.sources import read_source
+from fedssl.pretrained.sources import file_of, read_source
 from fedssl.untrusted import sanitize
 
 _MAX_LISTED = 3  # tensors of each kind in an error message
 _MAX_NETWORKS = 10  # ignored networks and heads in the log
+_ADAPTER = re.compile(r"\badapters\.\d+\.(down|up)\.")
 _COUNTER = "num_batches_tracked"  # last component of a name that checkpoints of torch before 0.4.1 lack
 # Settings of the encoder that differ, by the name of a tensor that then does not fit.
 _REMEDIES = {
@@ -25,13 +28,30 @@ _REMEDIES = {
 }
 
 
+def _read_once(source: str) -> Checkpoint:
+    """Return `read_source` of a source, from memory unless its file has changed since the last call.
+
+    A server builds its method several times. The tensors of the last source stay in memory.
+    """
+    file = file_of(source)
+    if file is not None and file.is_dir():
+        file /= "encoder.pt"
+    found = file.stat() if file is not None and file.is_file() else None
+    return _read(source, found and (found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+@lru_cache(maxsize=1)
+def _read(source: str, version: tuple[int, int, int] | None) -> Checkpoint:
+    return read_source(source)
+
+
 def load_pretrained(encoder: Encoder, source: str) -> str:
     """Load the weights of a source into an encoder; return what was renamed, ignored or adapted.
 
     Every tensor of the encoder must be in the source, and every tensor of the source must be the encoder's, part of a
     classifier or head, or part of another network. Raise an `InputError` otherwise.
     """
-    checkpoint = read_source(source)
+    checkpoint = _read_once(source)
     template = encoder.state_dict()
     match = match_names(checkpoint.tensors, template)
     if match is None:
@@ -55,7 +75,7 @@ def initial_statistics(source: str, *, channels: int) -> tuple[tuple[float, ...]
 
     None if they are unknown. For another number of channels, all channels have the mean over the source's.
     """
-    checkpoint = read_source(source)
+    checkpoint = _read_once(source)
     mean, std, known = checkpoint.mean, checkpoint.std, known_statistics(checkpoint.tensors)
     if known is not None and mean is None:
         mean, std = (known[0],), (known[1],)
@@ -106,6 +126,11 @@ def _fit(
 
 
 def _remedy(names: Collection[str]) -> str:
+    if any(_ADAPTER.search(name) for name in names):
+        return (
+            "it is the encoder of a run with tuning=adapter, which no other run can start from; set encoder.weights to "
+            "the source of that run"
+        )
     if len(names) == 1:
         for name, remedy in _REMEDIES.items():
             if any(name in each for each in names):

@@ -115,14 +115,14 @@ def check_phases(method: SSLMethod, phases: Sequence[Phase]) -> None:
     if TEACHER in method.static_parts and method.teacher_sees_views and parts_trained:
         raise InputError(
             "the schedule or the tuning trains parts of the encoder but the teacher is a whole encoder; set "
-            "schedule=end_to_end and tuning=full, norm, bias or lora, or disable the teacher with "
-            "method.alignment_weight=0"
+            "schedule=end_to_end and tuning=full, norm, bias, lora or adapter with tuning.blocks=null, or disable the "
+            "teacher with method.alignment_weight=0"
         )
     if method.masks_patches and any(phase.frozen for phase in phases):
         raise InputError(
             f"the schedule or the tuning freezes stages of the encoder, but {type(method).__name__} hides patches, and "
             "frozen stages would run on all of them; set schedule=end_to_end or schedule=progressive, and tuning=full, "
-            "norm, bias or lora"
+            "norm, bias, lora or adapter with tuning.blocks=null"
         )
     if any(phase.depth_dropout for phase in phases) and not method.encoder.stages_interchangeable:
         raise InputError(

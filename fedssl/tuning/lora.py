@@ -74,7 +74,7 @@ def lora(
 def plain_copy(network: Network) -> Network:
     """Return a copy without LoRA layers, whose products are added to the weights, and without base layers.
 
-    It shares neither layers nor active stages with the original, and everything can be trained.
+    Adapters stay. It shares neither layers nor active stages with the original, and everything can be trained.
     """
     copied = copy.deepcopy(network)
     for module in copied.modules():

@@ -57,6 +57,7 @@ OTHER_RUNS = {
     "vit-progressive-calibrated": [*VIT, "schedule=progressive", "calibration=auxiliary"],
     "tuning-last_blocks": ["tuning=last_blocks", "method=byol", *PERSONALIZED],
     "tuning-bias": ["tuning=bias", "method=byol", *EVALUATED],
+    "tuning-adapter": ["tuning=adapter", "tuning.blocks=2", "method=byol", *EVALUATED],
     "tuning-lora": ["tuning=lora", "tuning.rank=2", "method=byol", *EVALUATED],
     "tuning-lora-vit": [*VIT, "tuning=lora", "tuning.rank=2", "tuning.aggregation=freeze_a", "method=moco_v3"],
     "resnet18": RESNET,

@@ -146,6 +146,10 @@ def test_mask_rcnn_returns_masks(encoder) -> None:
 def test_encoders_without_maps_or_statistics_are_rejected() -> None:
     with pytest.raises(InputError, match=r"ViTEncoder return tokens.*such as encoder=resnet18"):
         detection.pyramid(vit_tiny(channels=3, size=32, depth=1), size=32)
+    adapted = conv_small(channels=3, size=32)
+    adapted.add_adapters(bottleneck=2, blocks=None)
+    with pytest.raises(InputError, match="has adapters .* which a feature pyramid on its stages would leave out"):
+        detection.pyramid(adapted, size=32)
     with pytest.raises(InputError, match="load it by load_encoder"):
         detection.faster_rcnn(conv_small(channels=3, size=32), num_classes=2)
     with pytest.raises(InputError, match="load it by load_encoder"):

@@ -17,6 +17,8 @@ from fedssl.evaluation.cli import run as evaluate
 from fedssl.export import read_content, save_encoder
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_layers
+from fedssl.pretrained import loading
+from fedssl.pretrained.sources import read_source
 from fedssl.runs.loaded_run import load_run_folder
 from fedssl.runs.verify import verify_run
 from server_app.initial_weights import adopt_statistics
@@ -55,6 +57,34 @@ def test_the_run_starts_from_the_source_and_clients_do_not_receive_it(source, tm
     assert settings.recording.config.encoder.weights == str(source)  # recorded with the run
     federation.run(1)
     assert len(federation.updates) == 2
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_run_reads_its_source_once(source, tmp_path, monkeypatch, is_folder):
+    """Also one that builds its method for the baseline and for the evaluation of rounds in the background."""
+    if is_folder:
+        (tmp_path / "earlier").mkdir()
+        source = source.rename(tmp_path / "earlier" / "encoder.pt").parent
+    calls = []
+    monkeypatch.setattr(loading, "read_source", lambda name: calls.append(name) or read_source(name))
+    options = ["num_clients=2", "rounds=1", "local_epochs=1", "dataset.limit=100", "evaluate_every=1", "partition=iid"]
+    options += ["encoder.width=4", "final_evaluation=knn", "evaluation=knn", f"encoder.weights={source}"]
+    run([*options, f"output_dir={tmp_path / 'run'}"])
+    assert calls == [str(source)]
+
+
+def test_a_source_that_has_changed_is_read_again(source):
+    model = compose([f"encoder.weights={source}", "encoder.width=4"]).model
+    before = {name: value.clone() for name, value in build_method(model).encoder.state_dict().items()}
+    content = torch.load(source, weights_only=True)
+    torch.save({**content, "weights": {name: value + 1 for name, value in content["weights"].items()}}, source)
+    after = build_method(model).encoder.state_dict()
+    assert all(torch.equal(after[name], value + 1) for name, value in before.items())
+    with torch.no_grad():
+        for value in after.values():
+            value.zero_()
+    again = build_method(model).encoder.state_dict()  # training does not change the tensors in memory
+    assert all(torch.equal(again[name], value + 1) for name, value in before.items())
 
 
 def test_tasks_of_devices_have_the_statistics_and_not_the_source(source):

@@ -27,6 +27,7 @@ MIXED = [
     ],
     ["tuning=lora", "tuning.rank=4", "tuning.alpha=16", "tuning.targets=[in_proj,mlp.0]", "encoder=vit_tiny"],
     ["tuning=last_blocks", "tuning.blocks=2"],
+    ["tuning=adapter", "tuning.bottleneck=4"],
     [
         "augmentation.views=[{flip_prob: 1.0}, {crop_scale: [0.5, 1.0], pad: 2}]",
         "dataset.mean=[0,0.1,1]",

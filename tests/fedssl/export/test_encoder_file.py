@@ -11,7 +11,8 @@ import torch
 
 from fedssl.encoders import Encoder, conv_small, resnet18, vit_tiny
 from fedssl.errors import InputError
-from fedssl.export import Preprocess, load_encoder, save_encoder, saved_target
+from fedssl.export import Preprocess, load_encoder, read_content, save_encoder, saved_target
+from fedssl.export.weights import write_safetensors
 
 SMALL = {"_target_": "fedssl.encoders.conv_small", "channels": 3, "size": 16, "width": 4}
 MEAN, STD = (0.5, 0.25, 0.125), (0.5, 0.25, 1.0)
@@ -173,10 +174,71 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, content: obje
 
 
 def test_a_format_of_a_newer_version_is_refused(tmp_path: Path) -> None:
-    torch.save({"format": "fedssl-encoder-2", "layers": []}, tmp_path / "encoder.pt")
-    assert "has the format fedssl-encoder-2 and this version reads fedssl-encoder-1; upgrade fedssl here" in refused(
-        tmp_path / "encoder.pt"
-    )
+    torch.save({"format": "fedssl-encoder-3", "layers": []}, tmp_path / "encoder.pt")
+    readable = "this version reads fedssl-encoder-1 and fedssl-encoder-2; upgrade fedssl here"
+    assert f"has the format fedssl-encoder-3 and {readable}" in refused(tmp_path / "encoder.pt")
+
+
+def adapted(path: Path, **changes: Any) -> Path:
+    """Save an encoder with adapters after the last two of its four stages."""
+    encoder = conv_small(channels=3, size=16, width=4)
+    encoder.add_adapters(bottleneck=3, blocks=2)
+    torch.nn.init.normal_(encoder.adapters["4"].up.weight)
+    return save(path, encoder=encoder, **changes)
+
+
+@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
+def test_adapters_are_rebuilt_from_the_file_alone(tmp_path: Path, ending: str) -> None:
+    path = adapted(tmp_path / "encoder.pt")
+    content = read_content(path)
+    assert (content["format"], content["adapters"]) == ("fedssl-encoder-2", {"bottleneck": 3, "blocks": 2})
+    if ending == ".safetensors":
+        path = tmp_path / "encoder.safetensors"
+        write_safetensors(path, content)
+    loaded = load_encoder(path)
+    assert list(loaded.adapters) == ["3", "4"]
+    assert loaded.state_dict().keys() == content["weights"].keys()
+    assert all(torch.equal(value, content["weights"][name]) for name, value in loaded.state_dict().items())
+    images = torch.rand(2, 3, 16, 16)
+    plain = conv_small(channels=3, size=16, width=4).eval()
+    plain.load_state_dict({name: value for name, value in content["weights"].items() if "adapters" not in name})
+    assert not torch.allclose(plain(images), loaded(images))
+    again = save(tmp_path / "again.pt", encoder=loaded)  # an encoder of a file is saved with its adapters, too
+    assert torch.equal(load_encoder(again)(images), loaded(images))
+
+
+def test_a_file_without_adapters_keeps_its_format(tmp_path: Path) -> None:
+    content = torch.load(save(tmp_path / "encoder.pt"), weights_only=True)
+    assert content["format"] == "fedssl-encoder-1"
+    assert content.keys() == {"format", "encoder", "mean", "std", "metadata", "weights"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"adapters": {"bottleneck": 4, "blocks": 2}}, "do not fit its settings"),
+        ({"adapters": {"bottleneck": 3, "blocks": 1}}, "do not fit its settings"),
+        ({"adapters": {"bottleneck": 3, "blocks": 5}}, "the encoder has 4 stages"),
+        ({"adapters": {"bottleneck": -3, "blocks": 2}}, "bottleneck=-3 must be an integer of at least 1"),
+        ({"adapters": {"bottleneck": 3, "blocks": "x"}}, "blocks=x must be an integer of at least 1"),
+        ({"adapters": {"bottleneck": 10**9, "blocks": 4}}, "do not fit its settings"),
+        ({"adapters": {"bottleneck": 3, "blocks": 2, "evil": 1}}, "do not fit its settings"),
+        ({"adapters": [3, 2]}, "does not hold an encoder"),
+        ({"format": "fedssl-encoder-1"}, "does not hold an encoder"),
+    ],
+    ids=str,
+)
+def test_invalid_adapters_are_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    path = adapted(tmp_path / "encoder.pt")
+    rewrite(path, **changes)
+    assert reason in refused(path)
+
+
+def test_adapters_of_an_encoder_of_another_class_are_refused(tmp_path: Path) -> None:
+    path = adapted(tmp_path / "encoder.pt", settings={**SMALL, "_target_": "mine.Encoder"})
+    assert len(load_encoder(path, build=conv_small).adapters) == 2
+    with pytest.raises(InputError, match="do not fit its settings"):
+        load_encoder(path, build=lambda channels, size, width: torch.nn.Linear(size, width))
 
 
 def test_a_cut_file_is_refused(tmp_path: Path) -> None:

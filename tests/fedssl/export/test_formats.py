@@ -27,6 +27,7 @@ from fedssl.export.formats import FORMATS, export
 from fedssl.export.onnx import check_calibration_size, compare, quantize
 from fedssl.export.source import ExportSource
 from fedssl.export.timm_weights import timm_model
+from fedssl.runs.run import read_run
 
 SMALL = {"_target_": "fedssl.encoders.conv_small", "channels": 3, "size": 8, "width": 4}
 VIT = {
@@ -42,11 +43,15 @@ RESNET = {"_target_": "fedssl.encoders.resnet18", "channels": 3, "size": 16}
 METADATA = {"method": "SimCLR", "rounds": 7}
 
 
-def write_encoder(file: Path, settings: dict[str, Any]) -> Path:
-    """An encoder with running statistics other than the initial ones."""
+def write_encoder(file: Path, settings: dict[str, Any], *, adapters: bool = False) -> Path:
+    """An encoder with running statistics other than the initial ones, and with trained adapters."""
     arguments = {key: value for key, value in settings.items() if key != "_target_"}
     torch.manual_seed(0)
     encoder = vars(encoders)[settings["_target_"].rpartition(".")[2]](**arguments)
+    if adapters:
+        encoder.add_adapters(bottleneck=3, blocks=2)
+        for layer in encoder.adapters.values():
+            torch.nn.init.normal_(layer.up.weight, std=0.3)
     channels, size = settings["channels"], settings["size"]
     encoder.train()(torch.randn(8, channels, size, size))
     mean, std = [0.25, 0.5, 0.75][:channels], [0.5, 0.25, 0.125][:channels]
@@ -54,8 +59,8 @@ def write_encoder(file: Path, settings: dict[str, Any]) -> Path:
     return file
 
 
-def source_of(folder: Path, settings: dict[str, Any]) -> ExportSource:
-    file = write_encoder(folder / "encoder.pt", settings)
+def source_of(folder: Path, settings: dict[str, Any], *, adapters: bool = False) -> ExportSource:
+    file = write_encoder(folder / "encoder.pt", settings, adapters=adapters)
     return ExportSource(encoder=load_encoder(file), content=read_content(file))
 
 
@@ -290,6 +295,28 @@ def test_card_of_a_run_that_ended_early_and_of_one_whose_summary_is_damaged(run:
 def test_every_format_has_every_architecture(form: str, settings: dict[str, Any], tmp_path: Path):
     source = source_of(tmp_path, settings)
     assert export(source, form, tmp_path / f"encoder{FORMATS[form].ending}") <= 1e-5
+
+
+@pytest.mark.parametrize("form", ["safetensors", "onnx", "torch_export", "huggingface"])
+@pytest.mark.parametrize("settings", [SMALL, VIT], ids=["conv_small", "vit_tiny"])
+def test_an_encoder_with_adapters(form: str, settings: dict[str, Any], tmp_path: Path):
+    source = source_of(tmp_path, settings, adapters=True)
+    plain = source_of(tmp_path, settings)
+    images = images_like(source.encoder)
+    assert not torch.allclose(ours(plain.encoder, images), ours(source.encoder, images), rtol=1e-2)
+    target = tmp_path / f"exported{FORMATS[form].ending}"
+    assert export(source, form, target) <= formats.TOLERANCE
+    theirs = FORMATS[form].run(source, target, images)
+    torch.testing.assert_close(theirs, ours(source.encoder, images), rtol=1e-4, atol=1e-5)
+
+
+def test_formats_that_have_no_adapters_reject_them(tmp_path: Path):
+    source = source_of(tmp_path, VIT, adapters=True)
+    with pytest.raises(InputError, match="this encoder is vit_tiny with adapters; choose format=onnx, torch_export or"):
+        export(source, "timm", tmp_path / "x.timm.safetensors")
+    source = dataclasses.replace(source, run=read_run(tmp_path))
+    with pytest.raises(InputError, match="format=peft is for runs with tuning=lora; choose another format"):
+        export(source, "peft", tmp_path / "x")
 
 
 # --- int8 ---

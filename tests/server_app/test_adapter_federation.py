@@ -1,0 +1,180 @@
+"""Federations with tuning=adapter: what travels, what stays as it is, whole runs, and encoders of finished runs."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl.config.load import compose
+from fedssl.config.overrides import CONF
+from fedssl.errors import InputError
+from fedssl.evaluation.cli import run as evaluate
+from fedssl.export import load_encoder
+from fedssl.methods.base import build_method
+from fedssl.model_arrays import exchanged_names, load_layers, read_layers
+from fedssl.runs.loaded_run import load_run_folder
+from fedssl.runs.verify import verify_run
+from fedssl.wire.messages import ARRAYS
+from fedssl.wire.records import encode_arrays, record_bytes
+from server_app.build import load_teacher
+from server_app.checkpoint import latest_checkpoint
+from simulation.cli import run
+from tests.federation import TINY, Federation
+from tests.methods import save_teacher
+from tests.resuming import repeat_from
+
+ADAPTER = ["tuning=adapter", "tuning.bottleneck=3", "method.projector.hidden_dim=8"]
+QUIET = ["evaluate_every=0", "collapse_images=0", "measure_resources=false"]
+STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
+NEEDS = {
+    "fedu": ["method=byol"],
+    "fedema": ["method=byol"],
+    "l_dawa_fedu": ["method=byol"],
+    "per_ssl": ["method=byol"],
+    "krum": ["num_clients=5"],
+    "trimmed_mean": ["strategy.beta=0.4"],
+    "featarc": ["strategy.num_images=16"],
+    "clustered": ["strategy.num_images=16"],
+}
+
+
+def is_trained(name):
+    part, _, rest = name.partition(".")
+    return part not in ("encoder", "target_encoder") or rest.startswith("adapters.")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_strategies_exchange_adapters_and_heads_and_leave_the_base_as_it_is(tmp_path, strategy):
+    federation = Federation(tmp_path, *ADAPTER, f"strategy={strategy}", *NEEDS.get(strategy, []))
+    method = federation.method
+    base = {name: value.copy() for name, value in read_layers(method, method.base_names).items()}
+    start = {name: value.copy() for name, value in read_layers(method, exchanged_names(method)).items()}
+    federation.run(2)
+    assert federation.report.dropped == {}
+    for message in (*federation.plans, *federation.updates):
+        assert all(is_trained(name) for name in message.array_records[ARRAYS])
+    assert all(np.array_equal(value, base[name]) for name, value in read_layers(method, base).items())
+    for model in federation.state.models.values():
+        assert all(is_trained(name) for name in model.layers)
+        ups = [name for name in model.layers if name.startswith("encoder.adapters.") and name.endswith("up.weight")]
+        assert all(model.layers[name].any() and not start[name].any() for name in ups)
+
+
+def test_the_upload_has_the_bytes_of_adapters_and_heads(tmp_path):
+    """Adapters after 4, 8, 16 and 16 channels: 2 * 3 * 44 weights and 4 * 3 + 44 biases of 4 bytes."""
+    adapted = Federation(tmp_path, *ADAPTER, "strategy=fedavg", "num_clients=2")
+    heads = Federation(tmp_path, "tuning=head_only", *ADAPTER[2:], "strategy=fedavg", "num_clients=2")
+    arrays = [read_layers(each.method, exchanged_names(each.method)) for each in (adapted, heads)]
+    more, fewer = (sum(value.nbytes for value in layers.values()) for layers in arrays)
+    assert more - fewer == 4 * (2 * 3 * 44 + 4 * 3 + 44)
+    assert record_bytes(encode_arrays(arrays[0])) - record_bytes(encode_arrays(arrays[1])) >= more - fewer
+
+
+@pytest.mark.parametrize("blocks", ["null", "1"])
+def test_a_run_is_resumed_with_the_same_bits_and_its_encoder_needs_no_settings(tmp_path, blocks):
+    folder = tmp_path / "run"
+    overrides = [*TINY, *ADAPTER, f"tuning.blocks={blocks}", "method=byol", "rounds=2", *QUIET]
+    run([*overrides, "keep_checkpoints=2", f"output_dir={folder}"])
+    layers = latest_checkpoint(folder / "checkpoints").models["global"].layers
+    again = repeat_from(1, folder)
+    resumed = latest_checkpoint(again / "checkpoints").models["global"].layers
+    assert layers.keys() == resumed.keys()
+    assert all(np.array_equal(layers[name], resumed[name]) for name in layers)
+
+    method = build_method(compose([*overrides, f"output_dir={folder}"]).model).eval()
+    initial = {name: value.clone() for name, value in method.encoder.state_dict().items()}
+    load_layers(method, layers)
+    images = torch.rand(4, 1, 8, 8)
+    for encoder in (load_encoder(folder / "encoder.pt"), load_encoder(again / "encoder.pt")):
+        assert torch.equal(encoder(images), method.encoder(images))
+        assert encoder.adapter_settings == {"bottleneck": 3, "blocks": 4 if blocks == "null" else 1}
+        weights = encoder.state_dict()
+        assert all(
+            torch.equal(weights[name], value) == (name not in weights_of_adapters(weights))
+            for name, value in initial.items()
+        )
+    assert verify_run(folder).problems == ()
+
+
+def weights_of_adapters(names):
+    return {name for name in names if name.startswith("adapters.")}
+
+
+def test_snapshots_of_a_run_are_loaded(tmp_path):
+    folder = tmp_path / "run"
+    run([*TINY, *ADAPTER, "rounds=1", "snapshot_every=1", *QUIET, f"output_dir={folder}"])
+    loaded, images = load_run_folder(folder, []), torch.rand(4, 1, 8, 8)
+    with loaded.loaded(loaded.only_model(loaded.snapshots[-1], figure=""), round=1) as method:
+        assert torch.equal(method.eval().encoder(images), load_encoder(folder / "encoder.pt")(images))
+
+
+def test_a_finished_run_is_evaluated_and_no_run_starts_from_it(tmp_path):
+    folder = tmp_path / "run"
+    options = [*TINY[:-1], "dataset.limit=200", "final_evaluation=knn", "evaluate_personalized=true"]
+    run([*options, *ADAPTER, "rounds=1", *QUIET, f"output_dir={folder}"])
+    final = json.loads((folder / "summary.json").read_text())["final"]
+    assert final["federated"] != final["untrained"]
+    evaluate([f"run={folder}", "evaluation=knn"])
+    evaluated = json.loads((folder / "evaluation" / "knn-digits.json").read_text())
+    assert evaluated["results"]["knn"] == final["federated"]["knn"]
+    evaluate(
+        [
+            f"encoder={folder / 'encoder.pt'}",
+            "dataset=digits",
+            "dataset.limit=200",
+            "evaluation=fine_tune",
+            "evaluation.epochs=1",
+        ]
+    )
+    for source in (folder, folder / "encoder.pt"):
+        for tuning in ("full", "adapter", "lora"):
+            with pytest.raises(InputError, match="is the encoder of a run with tuning=adapter, which no other run can"):
+                build_method(compose([f"encoder.weights={source}", "encoder.width=4", f"tuning={tuning}"]).model)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["secure_aggregation=secagg_plus"], ["privacy=central"], ["wire_dtype=int8"], ["engine=local"]],
+    ids=str,
+)
+def test_whole_runs(tmp_path, overrides):
+    """With batch normalization in the encoder, whose statistics are frozen."""
+    uniform = ["strategy=fedavg", "strategy.weighting=uniform", "rounds=1", *QUIET]
+    run([*TINY, *ADAPTER, *uniform, *overrides, f"output_dir={tmp_path / 'run'}"])
+    weights = load_encoder(tmp_path / "run" / "encoder.pt").state_dict()
+    assert weights["adapters.4.up.weight"].any()
+    assert weights["blocks.0.1.running_mean"].eq(0).all()
+
+
+@pytest.mark.parametrize("method", ["fedca", "distillation"])
+def test_teachers(tmp_path, method):
+    """The teacher of FedCA has no adapters; that of distillation has those of its file."""
+    plain = save_teacher(tmp_path / "plain.pt", "encoder.width=4", "seed=7")
+    adapted = save_teacher(
+        tmp_path / "adapted.pt", "encoder.width=6", "seed=7", "tuning=adapter", "tuning.bottleneck=5"
+    )
+    file = {"fedca": plain, "distillation": adapted}[method]
+    settings = {"fedca": ["method.alignment_weight=0.1"], "distillation": []}[method]
+    federation = Federation(tmp_path, ADAPTER[0], ADAPTER[1], f"method={method}", f"teacher={file}", *settings)
+    teacher = federation.method.get_submodule("teacher")
+    images = torch.rand(4, 1, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(teacher(images), load_encoder(file)(images))
+    assert teacher.adapter_settings == {"fedca": None, "distillation": {"bottleneck": 5, "blocks": 4}}[method]
+    federation.run(1)
+    assert federation.report.dropped == {}
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    if method == "fedca":
+        with pytest.raises(InputError, match="holds another encoder than this run's"):
+            load_teacher(federation.method, adapted, data=federation.settings.data)
+
+
+@pytest.mark.heavy
+def test_adapters_raise_the_linear_probe_of_the_frozen_encoder(tmp_path):
+    """Of random weights, on digits: 87.7 before and 91.4 after with seed 0, and 86.9 and 93.0 with seed 1."""
+    options = ["encoder.width=8", "rounds=4", "num_clients=2", "local_epochs=3", "strategy=fedavg", "threads=1", *QUIET]
+    options += ["optimizer=adam", "optimizer.lr=0.003", "final_evaluation=linear", f"output_dir={tmp_path / 'run'}"]
+    run(["tuning=adapter", *options])
+    final = json.loads((tmp_path / "run" / "summary.json").read_text())["final"]
+    assert final["federated"]["linear"] > final["untrained"]["linear"] + 0.015
