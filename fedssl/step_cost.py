@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, sdpa_backward_flop_count, sdpa_flop_count
 
 from fedssl.datasets.base import ImageData
 from fedssl.datasets.images import TensorImages
@@ -127,7 +127,7 @@ def _step_cost(method: SSLMethod, *, images: Tensor, training: LocalTrainer, lab
 
 
 def count_flops() -> FlopCounterMode:
-    """Return torch's counter with a formula for every kernel of attention."""
+    """Return torch's counter with a formula for every kernel of attention, and for groups of convolutions."""
     aten: Any = torch.ops.aten
     formulas = {
         # Older versions of torch count 0 for these two.
@@ -135,6 +135,8 @@ def count_flops() -> FlopCounterMode:
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
         # Used in eval mode without gradients if the number of heads is even.
         aten._native_multi_head_attention: _attention_layer,
+        # torch 2.15 counts the gradient of weights once per group.
+        aten.convolution_backward: _convolution_backward,
     }
     return FlopCounterMode(display=False, custom_mapping=formulas)
 
@@ -217,6 +219,12 @@ def _expected(method: SSLMethod, measure: Callable[[], tuple[int, int]]) -> tupl
         return flops, peak
     with method.encoder.run_stages(replace(active, depth_dropout=1.0)):
         return (1 - dropout) * flops + dropout * measure()[0], peak
+
+
+def _convolution_backward(grad: Any, x: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
+    """Return as many FLOPs as the forward pass has, for each of the gradients of input and weight."""
+    _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, outputs = args
+    return int(conv_flop_count(x, weight, grad, transposed) * sum(outputs[:2]))
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:

@@ -62,7 +62,8 @@ def plot_tradeoff(runs: Sequence[Run]) -> PlotData | None:
     pairs = domain_pairs(name for of_round in in_rounds for name in of_round)
     if not pairs:
         return None
-    figure = new_figure(height=3.6 + 0.2 * len(groups), width=4.5 * len(pairs))
+    longest = max(len(group.label) for group in groups)
+    figure = new_figure(height=3.6 + 0.2 * len(groups), width=max(4.5 * len(pairs), 0.8 + 0.065 * longest))
     rows: list[list[object]] = [["run", "round", "own", "own deviation", "other", "accuracy", "deviation"]]
     for column, (own, other) in enumerate(pairs, start=1):
         axes = figure.add_subplot(

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from fedssl.config.load import compose
 from fedssl.datasets.images import TensorImages
@@ -99,6 +100,27 @@ def test_frozen_stages_count_forward_and_once_for_all_networks(precision):
         # Alignment: the received block, and scores of representations with those of the other view.
         aligned = cost_of(method, precision=precision, regularizer=Alignment())
     assert aligned.flops_per_image == expected + 2 * 2 * (LINEAR + ATTENTION + SCORES)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+def test_flops_of_convolutions_with_groups(groups):
+    """2 * 5 images * 4 * 3 positions * 3 * 3 elements of a kernel * 12 output channels * 6 / groups input channels.
+
+    The forward pass and both gradients have as many; the input of the first convolution has no gradient.
+    """
+    first, second = (nn.Conv2d(width, 12, 3, padding=1, groups=groups) for width in (6, 12))
+    with count_flops() as flops:
+        second(first(torch.ones(5, 6, 4, 3))).sum().backward()
+    one = 2 * 5 * 12 * 9 * 12 * 6 // groups
+    assert flops.get_total_flops() == 2 * one + 3 * 2 * one
+
+
+def test_flops_of_transposed_convolutions():
+    """Each of the 4 * 3 positions of the input is multiplied by a kernel of 6 * 12 * 2 * 2 elements."""
+    layer = nn.ConvTranspose2d(6, 12, 2, stride=2)
+    with count_flops() as flops:
+        layer(torch.ones(5, 6, 4, 3, requires_grad=True)).sum().backward()
+    assert flops.get_total_flops() == 3 * 2 * 5 * 12 * 6 * 12 * 4
 
 
 def test_stages_that_do_not_run_cost_nothing():
