@@ -172,7 +172,7 @@ def test_teachers(tmp_path, method):
 
 @pytest.mark.heavy
 def test_adapters_raise_the_linear_probe_of_the_frozen_encoder(tmp_path):
-    """Of random weights, on digits: 87.7 before and 91.4 after with seed 0, and 86.9 and 93.0 with seed 1."""
+    """Compare linear probes on the digits, measured as 87.7% before and 91.4% after training (seed 1: 86.9%, 93.0%)."""
     options = ["encoder.width=8", "rounds=4", "num_clients=2", "local_epochs=3", "strategy=fedavg", "threads=1", *QUIET]
     options += ["optimizer=adam", "optimizer.lr=0.003", "final_evaluation=linear", f"output_dir={tmp_path / 'run'}"]
     run(["tuning=adapter", *options])
