@@ -54,9 +54,10 @@ def _section(title: str, rows: list[tuple[str, str, Setting]]) -> str:
     for key, choices in by_key.items():
         if all(row.default.startswith("#") for _, row in choices):  # a nested node
             continue
-        values = " or ".join(dict.fromkeys(_values(key, choice, row) for choice, row in choices))
+        values = _by_choice([(choice, _values(key, choice, row)) for choice, row in choices], separator="; ")
         comments = dict.fromkeys(row.comment.rstrip(".") for _, row in choices if row.comment)
-        lines.append(f"| `{key}` | {_cell(values)} | {_defaults(choices)} | {_cell('; '.join(comments))} |")
+        defaults = _by_choice([(choice, as_code(row.default)) for choice, row in choices])
+        lines.append(f"| `{key}` | {_cell(values)} | {defaults} | {_cell('; '.join(comments))} |")
     return "\n".join([*lines, ""])
 
 
@@ -79,13 +80,14 @@ def _owner(group: str, choice: str) -> str:
     return str(node.get("_target_", "")).rpartition(".")[2]
 
 
-def _defaults(choices: list[tuple[str, Setting]]) -> str:
-    defaults: dict[str, list[str]] = {}
-    for choice, row in choices:
-        defaults.setdefault(row.default, []).append(choice)
-    if len(defaults) == 1:
-        return as_code(next(iter(defaults)))
-    return ", ".join(f"{as_code(default)} ({', '.join(names)})" for default, names in defaults.items())
+def _by_choice(cells: list[tuple[str, str]], *, separator: str = ", ") -> str:
+    """Return the cell of all choices, or each different cell with its choices."""
+    choices: dict[str, list[str]] = {}
+    for choice, cell in cells:
+        choices.setdefault(cell, []).append(choice)
+    if len(choices) == 1:
+        return cells[0][1]
+    return separator.join(f"{cell} ({', '.join(names)})" for cell, names in choices.items())
 
 
 def _cell(text: str) -> str:

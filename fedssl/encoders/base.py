@@ -263,6 +263,11 @@ class Encoder(nn.Module):
                 if stages
                 else "tuning=adapter but the encoder has no stages; set another tuning, such as bias"
             )
+        if type(self).forward is not Encoder.forward:
+            raise InputError(
+                f"tuning=adapter but {type(self).__name__} overrides forward, which runs the adapters; override "
+                "run_stem or pool instead, or set another tuning, such as bias"
+            )
         for number in range(1 if blocks is None else stages - blocks + 1, stages + 1):
             self.adapters[str(number)] = Adapter(self._features[number - 1], bottleneck=bottleneck)
             self._stage_ranges[f"adapters.{number}"] = StageRange(number, math.inf, number)

@@ -11,6 +11,7 @@ from fedssl.datasets.base import load_federated
 from fedssl.encoders import conv_small, resnet18, resnet50, timm, torchvision, vit_tiny
 from fedssl.encoders.adapters import Adapter
 from fedssl.encoders.base import frozen_copy
+from fedssl.encoders.factory import ConvSmall
 from fedssl.errors import InputError
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_names, local_names
@@ -266,6 +267,15 @@ def test_null_blocks_are_for_adapters_only():
 def test_an_encoder_without_stages_is_rejected():
     with pytest.raises(InputError, match="tuning=adapter but the encoder has no stages; set another tuning"):
         adapter(LinearEncoder([[1.0]]), bottleneck=1)
+
+
+def test_an_encoder_with_its_own_forward_is_rejected():
+    class Plain(ConvSmall):
+        def forward(self, x):
+            return self.pool(x)
+
+    with pytest.raises(InputError, match="tuning=adapter but Plain overrides forward, which runs the adapters"):
+        adapter(Plain(widths=(1, 2), strides=(1,)), bottleneck=1)
 
 
 def test_a_bottleneck_may_be_wider_than_the_features():
