@@ -19,7 +19,7 @@ import numpy as np
 
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY, Score, as_scores, column_title
-from fedssl.plots.style import MARKERS, PlotData, axes_over_rounds, line_style, new_figure
+from fedssl.plots.style import MARKERS, PlotData, axes_over_rounds, line_style, new_figure, nth_line_style
 from fedssl.runs.groups import RunGroup, group_by_seed
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import Run
@@ -34,12 +34,16 @@ UNITS = {"bytes": "B", "flops": "", VIRTUAL_TIME: "s"}
 
 
 def line_styles(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
-    """Return the line style of each group: color and dashes of its strategy, and different markers within it."""
+    """Return the line style of each group: color and dashes of its strategy, and different markers within it.
+
+    Several groups of a single strategy differ in color as well.
+    """
+    single = len(groups) > 1 and len({group.strategy for group in groups}) == 1
     styles: list[dict[str, Any]] = []
     for index, group in enumerate(groups):
         before = sum(other.strategy == group.strategy for other in groups[:index])
-        marker = MARKERS[before % len(MARKERS)]
-        styles.append({**line_style(group.strategy)._asdict(), "marker": marker, "label": group.label})
+        style = nth_line_style(index) if single else line_style(group.strategy)
+        styles.append({**style._asdict(), "marker": MARKERS[before % len(MARKERS)], "label": group.label})
     return styles
 
 
@@ -104,10 +108,14 @@ def accuracies(scores: Mapping[str, Score]) -> dict[str, float]:
 
 
 def mean_over_seeds(runs: Sequence[Sequence[EvaluationPoint]], protocol: str) -> list[tuple[Any, ...]]:
-    """Return the costs of `COSTS`, mean and standard deviation (divisor n) of an accuracy for rounds of all runs."""
+    """Return the costs of `COSTS`, mean and standard deviation (divisor n) of an accuracy for rounds of all runs.
+
+    Runs without this accuracy, such as those that have not ended, are not counted.
+    """
     by_round = [{point.round: point for point in points if protocol in point.scores} for points in runs]
+    by_round = [points for points in by_round if points]
     rows = []
-    for round in sorted(set.intersection(*map(set, by_round))):
+    for round in sorted(set.intersection(*map(set, by_round))) if by_round else []:
         points = [of_run[round] for of_run in by_round]
         values = [point.scores[protocol] for point in points]
         costs = (_mean(values) for values in zip(*(point.costs for point in points), strict=True))

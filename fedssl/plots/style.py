@@ -1,7 +1,8 @@
 """Size, colors and files of all figures, and axes over rounds.
 
 Colors are safe for color-blind readers: Okabe and Ito's (Color Universal Design, 2008) for strategies and models, and
-Paul Tol's "muted" ones for classes. A strategy has the same color and line style in every figure.
+Paul Tol's "muted" ones for classes. A strategy has the same color and line style in every figure that compares
+strategies.
 """
 
 import hashlib
@@ -69,6 +70,12 @@ def line_style(strategy: str) -> LineStyle:
     """Return the line style of a strategy: for an unknown one dotted, in a color derived from its name."""
     known = STRATEGY_STYLES.get(strategy)
     return known or LineStyle(COLORS[hashlib.sha256(strategy.encode()).digest()[0] % len(COLORS)], ":")
+
+
+def nth_line_style(number: int) -> LineStyle:
+    """Return the line style of one of several lines of the same strategy, counted from 0."""
+    linestyles = ("-", "--", "-.", ":")
+    return LineStyle(COLORS[number % len(COLORS)], linestyles[number // len(COLORS) % len(linestyles)])
 
 
 def strategy_color(folder: Path) -> str:

@@ -20,7 +20,7 @@ from fedssl.plots.comparisons import (
 )
 from fedssl.plots.forgetting import ClientForgetting, mean_forgetting
 from fedssl.plots.registry import write_plot
-from fedssl.plots.style import STRATEGY_STYLES, line_style
+from fedssl.plots.style import STRATEGY_STYLES, line_style, nth_line_style
 from fedssl.runs.groups import group_by_seed
 from fedssl.runs.run import Run, find_runs
 
@@ -99,6 +99,13 @@ def test_groups_are_runs_that_differ_in_the_seed_alone(sweep: list[Run]):
     ]
 
 
+def test_groups_of_one_strategy_differ_in_color(sweep: list[Run]):
+    found = [group for group in group_by_seed(sweep) if group.strategy == "fedavg"]
+    assert [style["color"] for style in line_styles(found)] == ["#000000", "#E69F00"]
+    assert [style["color"] for style in line_styles(found[1:])] == ["#000000"]
+    assert len({nth_line_style(number) for number in range(28)}) == 28
+
+
 def test_progress_by_hand():
     # (60 + 40) bytes / 2 clients = 50 a round.
     first, second = evaluation_points([round_of(1, knn=0.5), round_of(2), round_of(3, knn=0.6, other=0.1)])
@@ -116,6 +123,9 @@ def test_over_seeds_takes_rounds_that_all_have():
     ((round, sent, flops, seconds, mean, deviation),) = mean_over_seeds([one, other], "knn")
     assert (round, sent, flops, seconds) == (2, 100, None, None)
     assert (mean, deviation) == pytest.approx((0.7, 0.1))
+    running = evaluation_points([round_of(1)])
+    assert mean_over_seeds([one, running, other], "knn") == mean_over_seeds([one, other], "knn")
+    assert mean_over_seeds([running], "knn") == []
 
 
 def test_accuracy_over_virtual_time(tmp_path: Path):
