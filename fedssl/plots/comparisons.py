@@ -210,9 +210,10 @@ def plot_divergence(runs: Sequence[Run]) -> PlotData:
     axes = axes_over_rounds(figure, (1, 1, 1), "mean cosine with the global model")
     rows: list[list[object]] = [["run", "round", "cosine", "deviation"]]
     for group, style, runs_cosines in zip(groups, line_styles(groups), cosines, strict=True):
-        common = sorted(set.intersection(*map(set, runs_cosines)))
+        runs_cosines = [of_run for of_run in runs_cosines if of_run]  # without runs that have not started
+        common = sorted(set.intersection(*map(set, runs_cosines))) if runs_cosines else []
         values = np.array([[of_run[round] for of_run in runs_cosines] for round in common])
-        values = values.reshape(-1, len(runs_cosines))
+        values = values.reshape(len(common), max(len(runs_cosines), 1))
         points = np.stack([values.mean(axis=1), values.std(axis=1)], axis=1)
         plot_line(axes, common, points, style)
         rows += [[group.label, round, *point] for round, point in zip(common, points.tolist(), strict=True)]

@@ -176,6 +176,10 @@ def test_mean_cosines_by_hand(sweep: list[Run], tmp_path: Path):
     _, *rows = rows_of(write_plot("divergence", sweep, tmp_path, **FORMATS))
     assert len(rows) == 6
     assert [float(row[2]) for row in rows[:2]] == pytest.approx([0.89, 0.79])
+    (sweep[1].folder / "clients.jsonl").write_text("")  # before its first round, as is the only run of l_dawa
+    (sweep[3].folder / "clients.jsonl").write_text("")
+    _, *fewer = rows_of(write_plot("divergence", sweep, tmp_path, **FORMATS))
+    assert fewer == rows[:4]
 
 
 def test_sensitivity(sweep: list[Run], tmp_path: Path):
