@@ -104,6 +104,17 @@ def test_tables_of_strategies_have_all_of_them_and_no_others(page, column):
     assert sorted(named) == sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
 
 
+def test_the_table_of_groups_has_all_choices():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[lines.index("| group | choices |") + 2 :])
+    named = {tuple(re.findall(r"`(\w+)`", row.split("|")[1])): row for row in rows}
+    for groups, row in named.items():
+        files = {file.stem for group in groups for file in (CONF / group).glob("*.yaml")}
+        files = {name for name in files if not name.startswith("digits_")}  # of one method and these images
+        if groups != ("strategy",):  # a table of their own
+            assert files <= set(re.findall(r"`(\w+)`", row.split("|")[2])), groups
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_have_a_target(page):
     for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
