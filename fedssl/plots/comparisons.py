@@ -149,9 +149,8 @@ def plot_accuracy(runs: Sequence[Run]) -> PlotData | None:
         ]
         for group in groups
     ]
-    protocols = _evaluated_in_rounds(groups) or list(
-        dict.fromkeys(name for group in evaluations for run in group for point in run for name in point.scores)
-    )
+    names = dict.fromkeys(name for group in evaluations for run in group for point in run for name in point.scores)
+    protocols = _evaluated_in_rounds(groups) or list(filter(runs[0].selects, names))
     if not protocols:
         return None
     has_virtual_time = any(point.virtual_seconds is not None for group in evaluations for run in group for point in run)
@@ -182,10 +181,13 @@ def plot_accuracy(runs: Sequence[Run]) -> PlotData | None:
 
 
 def _evaluated_in_rounds(groups: Sequence[RunGroup]) -> list[str]:
-    """Return the accuracies in lines of rounds."""
-    lines = (line for group in groups for run in group.runs for line in read_jsonl(run.folder / "metrics.jsonl"))
-    results = (accuracies(as_scores(line.get("evaluation", {}), line.get("units"))) for line in lines)
-    return list(dict.fromkeys(name for scores in results for name in scores))
+    """Return the names of the accuracies in lines of rounds."""
+    names: dict[str, None] = {}
+    for run in (run for group in groups for run in group.runs):
+        for line in read_jsonl(run.folder / "metrics.jsonl"):
+            scores = accuracies(as_scores(line.get("evaluation", {}), line.get("units")))
+            names |= dict.fromkeys(filter(run.selects, scores))
+    return list(names)
 
 
 def mean_cosines(lines: Iterable[Mapping[str, Any]]) -> dict[int, float]:

@@ -1,11 +1,13 @@
 """The command ``fedssl-report``: results of any runs as a table, and figures.
 
-    fedssl-report DIR... [--paper PAPER.TABLE] [--figures [NAME...]] [--into FOLDER] [--out FILE] [--watch SECONDS]
+    fedssl-report DIR... [--paper PAPER.TABLE] [--metrics NAME...] [--figures [NAME...]] [--into FOLDER] [--out FILE]
+        [--watch SECONDS]
 
 A folder is a run folder or contains some (``multirun/...``, ``runs``). Runs that differ only in their seed make one
 row, with mean and standard deviation; unfinished runs are listed with the reason. ``--figures`` writes the given
 figures, or all that a run has data for, to its ``figures/`` as PNG, PDF and CSV, also while it is running; figures of
-several runs are written to ``FOLDER/figures/``. ``--paper`` compares the runs with a table of a paper
+several runs are written to ``FOLDER/figures/``. ``--metrics`` selects results in tables and in figures of several
+runs. ``--paper`` compares the runs with a table of a paper
 (`fedssl.report.paper_table`). ``--out`` writes the tables to FILE.md, FILE.csv or FILE.tex, or a page to FILE.html
 (`fedssl.report.html_page`); ``--watch`` repeats everything until all runs have ended.
 """
@@ -22,7 +24,7 @@ from fedssl.errors import InputError
 from fedssl.report.accuracy_table import run_table
 from fedssl.report.cost_table import cost_table
 from fedssl.report.paper_table import paper_table, read_table
-from fedssl.runs.run import Run, find_runs, is_locked, run_folders
+from fedssl.runs.run import Run, find_runs, is_locked, run_folders, select_metrics
 from fedssl.text_table import TextTable
 from fedssl.untrusted import sanitize
 
@@ -40,19 +42,34 @@ def _run(options: argparse.Namespace) -> None:
     if options.pictures:
         raise InputError("--pictures is now --figures; use fedssl-report DIR... --figures")
     if not options.folders:
-        raise InputError("no folder is given; use fedssl-report DIR..., with --figures after the folders")
+        raise InputError("no folder is given; use fedssl-report DIR..., with --figures and --metrics after the folders")
     if options.into and options.figures is None:
         raise InputError(f"--into {options.into} requires --figures NAME...; add it, or remove --into")
+    if options.metrics and options.paper:
+        raise InputError("--metrics and --paper exclude each other: a paper has its own metrics; remove one of them")
     if options.figures is not None:
-        figures(options.folders, options.figures, into=options.into, settings=options.config_dir)
-    report(options.folders, out=options.out, paper=options.paper, watch=options.watch)
+        figures(
+            options.folders,
+            options.figures,
+            into=options.into,
+            settings=options.config_dir,
+            metrics=options.metrics,
+        )
+    report(options.folders, out=options.out, paper=options.paper, watch=options.watch, metrics=options.metrics)
 
 
-def figures(folders: Sequence[Path], names: Sequence[str], *, into: Path | None, settings: Sequence[Path]) -> None:
+def figures(
+    folders: Sequence[Path],
+    names: Sequence[str],
+    *,
+    into: Path | None,
+    settings: Sequence[Path],
+    metrics: Sequence[str] | None,
+) -> None:
     """Write figures of the runs in folders; without ``names`` all figures of single runs.
 
     Figures of several runs go to ``into``, by default the only one of ``folders``. ``settings`` are folders for
-    ``--config-dir``.
+    ``--config-dir``, and ``metrics`` the results in figures of several runs.
     """
     # Imported here because they need torch and matplotlib.
     from fedssl.config.targets import expand_config_dir_flag
@@ -65,7 +82,7 @@ def figures(folders: Sequence[Path], names: Sequence[str], *, into: Path | None,
     if into is not None and not into.is_dir():
         raise InputError(f"--into {into} is not a folder; create it, or choose another one")
     write_plots(
-        find_runs(folders),
+        _with_metrics(find_runs(folders), metrics),
         names,
         into=into or folders[0],
         overrides=overrides,
@@ -74,10 +91,17 @@ def figures(folders: Sequence[Path], names: Sequence[str], *, into: Path | None,
     print()
 
 
-def report(folders: Sequence[Path], *, out: Path | None, paper: str | None = None, watch: float | None = None) -> None:
+def report(
+    folders: Sequence[Path],
+    *,
+    out: Path | None,
+    paper: str | None = None,
+    watch: float | None = None,
+    metrics: Sequence[str] | None = None,
+) -> None:
     """Print the tables of the runs in folders, or the comparison with a paper, and write them to ``out``.
 
-    Repeat it every ``watch`` seconds until all runs have ended.
+    Repeat it every ``watch`` seconds until all runs have ended. ``metrics`` are the results in the tables.
     """
     if paper is not None:
         read_table(paper)  # raises if it does not exist
@@ -89,6 +113,7 @@ def report(folders: Sequence[Path], *, out: Path | None, paper: str | None = Non
 
     def show(runs: Sequence[Run], active: bool) -> None:
         nonlocal printed
+        runs = _with_metrics(runs, metrics)
         tables = _tables(runs, paper)
         text = "\n\n".join(table.text() for table in tables)
         if text != printed:
@@ -105,6 +130,10 @@ def report(folders: Sequence[Path], *, out: Path | None, paper: str | None = Non
         show(runs, False)
     if out is not None:
         print(f"\nwritten to {out}")
+
+
+def _with_metrics(runs: Sequence[Run], metrics: Sequence[str] | None) -> Sequence[Run]:
+    return select_metrics(runs, metrics) if metrics else runs
 
 
 def _check_results(runs: Sequence[Run]) -> None:
@@ -146,6 +175,12 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("folders", metavar="DIR", type=Path, nargs="*", help="run folder, or folder that contains some")
+    parser.add_argument(
+        "--metrics",
+        metavar="NAME",
+        nargs="+",
+        help="only these results in tables and in figures of all runs, e.g. linear knn (default: all)",
+    )
     parser.add_argument(
         "--figures",
         metavar="NAME",

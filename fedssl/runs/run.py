@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
@@ -42,6 +42,7 @@ class Run:
     settings: dict[str, Any] | None  # as plain values; None if they were rejected
     summary: dict[str, Any] | None  # ``summary.json``; None for a run that is not over or was killed
     running: bool  # whether a process of this host, or of one that shares its disk, has locked the folder
+    metrics: frozenset[str] | None = None  # names of the results that are read; None: all
 
     @property
     def finished(self) -> bool:
@@ -56,7 +57,12 @@ class Run:
         """Return the results of the ``"federated"`` or the ``"untrained"`` encoder, or of raw ``"pixels"``."""
         if self.summary is None or not self.finished:
             return {}
-        return as_scores(self.summary["final"].get(encoder_kind, {}), self.summary.get("units"))
+        scores = as_scores(self.summary["final"].get(encoder_kind, {}), self.summary.get("units"))
+        return {name: score for name, score in scores.items() if self.selects(name)}
+
+    def selects(self, name: str) -> bool:
+        """Return whether a result is one of `metrics`."""
+        return self.metrics is None or name in self.metrics
 
     def metric(self, name: str, *, round: int | None = None) -> float | None:
         """Return a final result or, with ``round``, that of the last evaluation until then; None if there is none.
@@ -170,6 +176,15 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
             raise InputError(f"{problem} {folder}; give the folders of runs or of sweeps, e.g. runs/* or multirun/*")
         runs |= {path.resolve(): read_run(path) for path in paths if path.resolve() not in runs}
     return list(runs.values())
+
+
+def select_metrics(runs: Sequence[Run], metrics: Sequence[str]) -> list[Run]:
+    """Return the runs with only these results; raises `InputError` for one that none of the finished runs has."""
+    known = dict.fromkeys(name for run in runs for name in run.results)
+    unknown = [name for name in metrics if known and name not in known]
+    if unknown:
+        raise InputError(f"--metrics {unknown[0]} is not a result of these runs; choose from {', '.join(known)}")
+    return [replace(run, metrics=frozenset(metrics)) for run in runs]
 
 
 def read_run(folder: Path) -> Run:

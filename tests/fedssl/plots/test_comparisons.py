@@ -22,7 +22,7 @@ from fedssl.plots.forgetting import ClientForgetting, mean_forgetting
 from fedssl.plots.registry import write_plot
 from fedssl.plots.style import STRATEGY_STYLES, line_style, nth_line_style
 from fedssl.runs.groups import group_by_seed
-from fedssl.runs.run import Run, find_runs
+from fedssl.runs.run import Run, find_runs, select_metrics
 
 
 def round_of(number: int, flops: float | None = 10.0, **knn: float) -> dict[str, Any]:
@@ -168,6 +168,16 @@ def test_accuracy_of_the_end_of_runs_that_were_not_evaluated_before(tmp_path: Pa
         ["linear", "0", "0.0", "0.0", "0.0", "0.2"],
         ["linear", "2", "100.0", "20.0", "30.0", "0.8"],
     ]
+
+
+def test_accuracy_of_selected_results(tmp_path: Path):
+    """kNN is known in rounds 1 and 3, and linear at the end only."""
+    final = {"untrained": {"knn": 0.2, "linear": 0.3}, "federated": {"knn": 0.5, "linear": 0.8}}
+    run = made(tmp_path / "run", final=final)
+    for name, expected in (("knn", [0, 1, 3]), ("linear", [0, 3])):
+        (selected,) = select_metrics([run], [name])
+        _, *rows = rows_of(write_plot("accuracy", [selected], tmp_path, **FORMATS))
+        assert [(row[1], int(row[2])) for row in rows] == [(name, round) for round in expected]
 
 
 def test_mean_cosines_by_hand(sweep: list[Run], tmp_path: Path):

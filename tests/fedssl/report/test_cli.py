@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,19 @@ def test_table_of_a_sweep(sweep: Path, command):
         "",
         f"  {sweep / '2'} (strategy=eua seed=0): no GPU",
     ]
+
+
+def test_selected_metrics(sweep: Path, command):
+    for number, linear in ((0, 0.8), (1, 0.9)):
+        summary = json.loads((sweep / f"{number}" / "summary.json").read_text())
+        summary["final"]["federated"] |= {"linear": linear, "linear_2_per_class": 0.3}
+        (sweep / f"{number}" / "summary.json").write_text(json.dumps(summary))
+    header, row = command(sweep, "--metrics", "linear", "knn")[1].splitlines()[:2]
+    assert re.findall(r"\w+ \(%\)", header) == ["knn (%)", "linear (%)"]
+    assert row.split()[-8:] == ["60.0", "±", "14.1", "85.0", "±", "7.1", "2", "0"]
+    header = command(sweep, "--metrics", "linear")[1].splitlines()[0]
+    assert "linear (%)" in header
+    assert "knn" not in header
 
 
 def test_table_into_a_file(sweep: Path, tmp_path: Path, command):
@@ -147,7 +161,7 @@ def test_figures_need_no_end_of_the_run(tmp_path: Path, command):
     [
         (["missing"], "there is no folder missing; give the folders of runs"),
         (["."], "there is no run in .; give the folders of runs"),
-        ([], "no folder is given; use fedssl-report DIR..., with --figures after the folders"),
+        ([], "no folder is given; use fedssl-report DIR..., with --figures and --metrics after the folders"),
         (["--figures", "sweep"], "no folder is given"),
         (["sweep", "--figures", "landscap"], "--figures landscap does not exist; choose from partition, metrics,"),
         (["sweep/0", "--figures", "landscape"], "sweep/0 has no snapshots of models, which this figure needs"),
@@ -162,6 +176,9 @@ def test_figures_need_no_end_of_the_run(tmp_path: Path, command):
             "--out nowhere/table.md: the folder nowhere does not exist; create it",
         ),
         (["sweep", "--into", "sweep"], "--into sweep requires --figures NAME...; add it, or remove --into"),
+        (["sweep", "--metrics", "knn", "lineer"], "--metrics lineer is not a result of these runs; choose from knn"),
+        (["sweep", "--metrics", "knn", "--paper", "fedu.table1"], "--metrics and --paper exclude each other: a paper"),
+        (["sweep/2", "--metrics", "lineer"], "no run has finished, so there are no results (sweep/2: no GPU)"),
         (["sweep/2"], "no run has finished, so there are no results (sweep/2: no GPU)"),
     ],
 )
