@@ -1,5 +1,6 @@
 """Results of the jobs of a sweep or of any runs as a table: mean and standard deviation over seeds."""
 
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +46,8 @@ def is_higher(first: Sequence[float], second: Sequence[float]) -> bool:
         return first[0] > second[0]
     from scipy.stats import ttest_ind  # slow import
 
-    return bool(ttest_ind(first, second, equal_var=False, alternative="greater").pvalue < SIGNIFICANCE)
+    with warnings.catch_warnings(category=RuntimeWarning, action="ignore"):  # one of them may have no spread
+        return bool(ttest_ind(first, second, equal_var=False, alternative="greater").pvalue < SIGNIFICANCE)
 
 
 @dataclass

@@ -404,8 +404,10 @@ def test_a_summary_of_another_program_is_none_of_ours(tmp_path: Path):
         # Without any spread every lead is one, but a tie is none.
         ([[0.5, 0.5], [0.6, 0.6]], {1}),
         ([[0.5, 0.5], [0.5, 0.5]], set()),
+        ([[0.6, 0.6], [0.5, 0.51]], {0}),  # of one row only
     ],
 )
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_row_is_marked_if_welchs_test_finds_it_higher_than_each_other_one(
     values: list[list[float]], expected: set[int]
 ):
