@@ -64,7 +64,7 @@ def figures(
     *,
     into: Path | None,
     settings: Sequence[Path],
-    metrics: Sequence[str] | None,
+    metrics: Sequence[str] | None = None,
 ) -> None:
     """Write figures of the runs in folders; without ``names`` all figures of single runs.
 
