@@ -88,12 +88,13 @@ def test_plots_of_models_have_the_numbers_of_the_cpu(accelerator, finished, name
 @pytest.mark.heavy
 @pytest.mark.parametrize("form", FORMATS)
 def test_exports_where_an_accelerator_is_found(accelerator, finished, form, tmp_path):
-    encoder = "resnet18" if form in ("timm", "huggingface") else None  # timm has no other encoder
-    folder = finished if encoder is None else tmp_path / "run"
-    if encoder:
-        accelerator(
-            run_on_device, [*BASE, f"encoder={encoder}", "rounds=1", "dataset.limit=30", f"output_dir={folder}"]
-        ).result()
+    resnet = ["encoder=resnet18"]  # timm has no other encoder
+    needs = {"timm": resnet, "huggingface": resnet, "peft": ["tuning=lora", "tuning.rank=2"]}
+    folder = finished
+    if form in needs:
+        folder = tmp_path / "run"
+        overrides = [*BASE, *needs[form], "rounds=1", "dataset.limit=30", f"output_dir={folder}"]
+        accelerator(run_on_device, overrides).result()
     target = tmp_path / f"exported{FORMATS[form].ending}"
     text = accelerator(export_cli.run, [f"run={folder}", f"format={form}", f"output={target}"]).result()
     assert "largest difference of representations" in text
