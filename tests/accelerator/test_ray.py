@@ -166,7 +166,7 @@ def test_measured_memory_limits_the_clients_of_a_gpu(environment, tmp_path, num_
     """Without the tensors of a step, which occupy more than a megabyte, two clients would fit both times."""
     environment |= {on_ray.MEMORY: ",".join([str(num_bytes)] * 4), on_ray.CPUS: "8"}
     output, clients, _ = run_on_ray([*SMALL, "rounds=1", f"output_dir={tmp_path / 'run'}"], environment)
-    limited = ", because each needs 0.6 GB of GPU memory" if fit == 1 else ""
+    limited = ", because each needs 601 MB of GPU memory" if fit == 1 else ""
     share = {1: "1", 2: "0.5"}[fit]
     assert f"{4 * fit} clients at once, each on 1 of 8 CPUs and {share} of 4 GPUs{limited}\n" in output
     assert max(processes_of_gpus(clients).values()) == fit
