@@ -152,9 +152,13 @@ def sweep_table(folders: Sequence[Path], *, metric: str | None = None) -> Table:
     Jobs whose folder has no readable ``summary.json`` count as failed. ``metric`` is the result by which the sweep
     compares jobs; `fedssl.runs.run.RANKME` has a column only then.
     """
+    runs = [read_run(folder) for folder in folders]
+    ignored = {"seed"}
+    if any(run.overrides and "engine" not in run.overrides for run in runs):
+        ignored.add("engine")  # a sweep adds it to the jobs that it runs in parallel, and no result depends on it
     return _table(
-        [read_run(folder) for folder in folders],
-        lambda run: {key: value for key, value in run.overrides.items() if key != "seed"},
+        runs,
+        lambda run: {key: value for key, value in run.overrides.items() if key not in ignored},
         with_rankme=metric == RANKME,
     )
 

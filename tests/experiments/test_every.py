@@ -23,6 +23,7 @@ from tests.experiments.every import (
     write_images,
     written,
 )
+from tests.methods import teacher_file
 
 # What is run by default: each has a rule, a method, a schedule or an evaluation that the others have not.
 QUICK = {"l_dawa/table2", "fedu2/table1", "lw_fedssl/lw_fedssl", "dec_ssl/table2_transfer"}
@@ -87,6 +88,8 @@ def test_an_experiment_runs(tmp_path, data, name):
     assert not OmegaConf.missing_keys(config)
     assert choices["experiment"] == name
     assert config.num_clients == written(name)[2]
+    if choices["method"] == "distillation":
+        overrides.append(f"teacher={teacher_file()}")
     run([*overrides, *small(config, data=data), f"output_dir={tmp_path / 'run'}"])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "finished"

@@ -59,6 +59,16 @@ def test_sweep_groups_by_everything_but_the_seed(sweep: list[Path]):
     assert table.failed == 3
 
 
+def test_the_engine_that_a_sweep_adds_to_parallel_jobs_divides_no_row(tmp_path: Path):
+    parallel = job(tmp_path / "0", "strategy=fedavg seed=0 engine=local", knn=0.5)
+    last = job(tmp_path / "1", "strategy=fedavg seed=1", knn=0.7)  # of a resumed sweep
+    (row,) = sweep_table([parallel, last]).rows
+    assert (row.settings, row.runs) == ({"strategy": "fedavg"}, 2)
+    other = job(tmp_path / "2", "strategy=fedavg seed=0 engine=ray", knn=0.5)
+    assert sweep_table([parallel, other]).keys == ["engine"]
+    assert sweep_table([parallel, other, tmp_path / "3"]).keys == ["engine"]
+
+
 def test_sweep_text(sweep: list[Path], tmp_path: Path):
     # Sample deviation of 0.5 and 0.7: sqrt(2 * 0.1^2 / 1) = 0.1414.
     assert sweep_table(sweep).text().split("\n") == [
