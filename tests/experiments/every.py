@@ -132,6 +132,8 @@ def small(config: DictConfig, *, data: Path) -> list[str]:
         overrides += ["num_clients=10", "clients_per_round=2"]
     if "vit" in config.encoder._target_:
         overrides += ["encoder.depth=2", "encoder.width=16", "encoder.heads=2", "rounds=2"]
+    elif config.encoder._target_.endswith(".timm"):
+        overrides.append("encoder.name=test_resnet")
     elif "conv_small" not in config.encoder._target_:
         overrides += ["encoder=conv_small", "encoder.width=4"]
     overrides += [f"method.{name}.hidden_dim=8" for name in ("projector", "predictor") if name in config.method]
