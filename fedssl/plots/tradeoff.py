@@ -29,7 +29,8 @@ def accuracies(run: Run) -> Accuracies:
     for line in read_jsonl(run.folder / "metrics.jsonl"):
         units = line.get("units", {})
         results = line.get("evaluation", {})
-        values = {name: value for name, value in results.items() if units.get(name, ACCURACY) == ACCURACY}
+        selected = {name: value for name, value in results.items() if run.selects(name)}
+        values = {name: value for name, value in selected.items() if units.get(name, ACCURACY) == ACCURACY}
         if values:
             found[line["round"]] = values
     return found

@@ -351,8 +351,8 @@ def test_a_run_is_resumed_only_with_the_same_teacher(tmp_path):
 
 
 def accuracy(folder: Path, *overrides: str) -> float:
-    run(["experiment=distillation", "threads=1", *overrides, f"output_dir={folder}"])
-    return 100 * json.loads((folder / "summary.json").read_text())["final"]["federated"]["linear_2_per_class"]
+    run(["experiment=distillation", "final_evaluation=knn", "threads=1", *overrides, f"output_dir={folder}"])
+    return 100 * json.loads((folder / "summary.json").read_text())["final"]["federated"]["knn"]
 
 
 @pytest.mark.slow
@@ -364,4 +364,4 @@ def test_a_student_learns_from_a_larger_teacher(tmp_path, loss):
     run([*teacher, "threads=1", "evaluate_every=0", "final_evaluation=none", f"output_dir={tmp_path / 'teacher'}"])
     words = [f"teacher={tmp_path / 'teacher' / 'encoder.pt'}", f"method.loss={loss}", "rounds=4"]
     unlearned = accuracy(tmp_path / "unlearned", *words, "optimizer.lr=0", "rounds=1", "local_epochs=1")
-    assert accuracy(tmp_path / "student", *words) > unlearned + 10
+    assert accuracy(tmp_path / "student", *words) > unlearned + 5
