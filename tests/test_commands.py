@@ -131,7 +131,7 @@ def marked(block: Block) -> object:
 @pytest.mark.parametrize("block", [marked(block) for block in {block.text: block for block in OWN}.values()])
 def test_a_block_of_our_programs_runs(block: Block, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "hydra/sweeper=optuna" in block.text:
-        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="hydra-optuna-sweeper is not installed")
+        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs uv run --group launchers")
     monkeypatch.chdir(workspace)
     monkeypatch.setenv("XDG_CACHE_HOME", str(workspace / "cache"))
     for overrides in block.commands:
