@@ -3,7 +3,7 @@
 import datetime
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,60 @@ def check_hours(hours: Hours, now: datetime.datetime) -> None:
         raise RequestRefused(f"this device trains from {start:%H:%M} to {end:%H:%M} only (active_hours)")
 
 
+@dataclass(frozen=True)
+class PowerSupply:
+    """A power supply, by its files in sysfs (see Linux, ABI/testing/sysfs-class-power); empty if unreadable."""
+
+    type: str  # Battery, UPS, Mains, Wireless, USB, ...
+    scope: str  # Device: it supplies a mouse or another device, not this computer
+    status: str  # of a battery: Charging, Discharging, Not charging, Full, Unknown
+    online: str  # 0: no external power; 1 or 2: fixed or programmable voltage
+    present: str  # 0: no battery is inserted
+
+    @classmethod
+    def read(cls, folder: Path) -> "PowerSupply":
+        return cls(**{field.name: _read_attribute(folder / field.name) for field in fields(cls)})
+
+    @property
+    def is_battery(self) -> bool:
+        return self.type in ("Battery", "UPS")
+
+    @property
+    def is_online(self) -> bool:
+        return not self.is_battery and self.online not in ("", "0")
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether it is a battery that supplies nothing."""
+        return self.present == "0" or self.status in ("Charging", "Not charging", "Full")
+
+
 def check_power(supplies: Path = POWER_SUPPLIES) -> None:
-    """Refuse a round on battery; raises `RequestRefused`. A device without battery always has power."""
-    states = {supply.name: read_text(supply / "online") for supply in sorted(supplies.glob("*"))}
-    online = [state.strip() for state in states.values() if state is not None]
-    if online and "1" not in online:
-        raise RequestRefused("this device trains on external power only (only_on_power), and runs on battery")
+    """Refuse a round on battery; raises `RequestRefused`. A computer without power supplies in sysfs has power.
+
+    A discharging battery outweighs a USB port that is online, which may supply another device.
+    """
+    found = [supply for supply in map(PowerSupply.read, sorted(supplies.glob("*"))) if supply.scope != "Device"]
+    batteries = [supply for supply in found if supply.is_battery]
+    usb = [supply for supply in found if supply.type.startswith("USB")]
+    others = [supply for supply in found if supply not in batteries and supply not in usb]
+    discharging = any(battery.status == "Discharging" and not battery.is_idle for battery in batteries)
+    if any(supply.is_online for supply in others):
+        return
+    if not discharging and any(supply.is_online for supply in usb):
+        return
+    if all(battery.is_idle for battery in batteries) if batteries else not others:
+        return
+    reason = "runs on battery" if discharging or not batteries else "reports no external power"
+    raise RequestRefused(f"this device trains on external power only (only_on_power), and {reason}")
+
+
+def _read_attribute(file: Path) -> str:
+    """Return an attribute of sysfs; empty if it is missing or the driver cannot read it."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True)

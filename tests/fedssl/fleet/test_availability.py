@@ -78,25 +78,68 @@ def test_no_round_starts_whose_update_could_not_be_sent(tmp_path):
         limits.count_message(tmp_path, 1)
 
 
+MAINS = {"type": "Mains", "online": "1"}
+UNPLUGGED = {"type": "Mains", "online": "0"}
+BATTERY = {"type": "Battery", "status": "Discharging", "scope": "System", "present": "1"}
+FULL = BATTERY | {"status": "Full"}
+UNKNOWN = {"type": "Battery", "status": "Unknown"}
+USB = {"type": "USB", "online": "1", "scope": "System"}
+MOUSE = {"type": "Battery", "status": "Discharging", "online": "1", "scope": "Device"}
+CHARGER_OF_A_PEN = {"type": "Mains", "online": "1", "scope": "Device"}
+
+
 @pytest.mark.parametrize(
-    ("supplies", "allowed"),
+    "supplies",
     [
-        ({}, True),  # no battery
-        ({"AC": "1", "BAT0": None}, True),
-        ({"AC": "0", "BAT0": None}, False),
-        ({"AC": "0", "usb": "1"}, True),
+        [],  # a desktop, or a container
+        [MAINS, FULL],
+        [MAINS, BATTERY],  # a charger that is weaker than the computer
+        [MAINS, BATTERY | {"status": "Charging"}],
+        [{"type": "Wireless", "online": "1"}, BATTERY],
+        [UNPLUGGED, USB | {"online": "2"}, FULL],  # a programmable voltage
+        [USB, UNKNOWN],
+        [USB | {"online": "0"}],  # the USB-C port of a desktop
+        [USB | {"online": "0"}, MOUSE],
+        [UNPLUGGED, USB | {"online": "0"}, BATTERY | {"status": "Not charging"}],  # power that the kernel does not list
+        [UNPLUGGED, USB | {"online": "0"}, BATTERY | {"present": "0"}],  # a board with an empty connector
+        [FULL, BATTERY | {"status": "Charging"}],
     ],
 )
-def test_power(tmp_path, supplies, allowed):
-    for name, online in supplies.items():
-        (tmp_path / name).mkdir()
-        if online is not None:
-            (tmp_path / name / "online").write_text(f"{online}\n")
-    if allowed:
-        check_power(tmp_path)
-    else:
-        with pytest.raises(RequestRefused, match="runs on battery"):
-            check_power(tmp_path)
+def test_a_round_starts_on_external_power(tmp_path, supplies):
+    check_power(power_supplies(tmp_path, supplies))
+
+
+@pytest.mark.parametrize(
+    ("supplies", "reason"),
+    [
+        ([UNPLUGGED, BATTERY], "runs on battery"),
+        ([UNPLUGGED, BATTERY, MOUSE], "runs on battery"),
+        ([BATTERY], "runs on battery"),  # a board without an entry of its charger
+        ([UNPLUGGED, FULL, BATTERY], "runs on battery"),
+        ([USB, BATTERY], "runs on battery"),  # the port supplies a telephone
+        ([BATTERY, CHARGER_OF_A_PEN], "runs on battery"),
+        ([UNPLUGGED], "runs on battery"),
+        ([{"type": "UPS", "status": "Discharging", "online": "1"}], "runs on battery"),
+        ([UNPLUGGED, UNKNOWN], "reports no external power"),
+        ([UNKNOWN], "reports no external power"),
+        ([UNPLUGGED, {"type": "Battery", "status": None}], "reports no external power"),  # unreadable
+    ],
+)
+def test_no_round_starts_on_battery(tmp_path, supplies, reason):
+    with pytest.raises(RequestRefused, match=rf"external power only \(only_on_power\), and {reason}"):
+        check_power(power_supplies(tmp_path, supplies))
+
+
+def power_supplies(folder, supplies):
+    """A folder as `/sys/class/power_supply`; None is a file that cannot be read."""
+    for number, supply in enumerate(supplies):
+        (folder / str(number)).mkdir()
+        for name, value in supply.items():
+            if value is None:
+                (folder / str(number) / name).mkdir()
+            else:
+                (folder / str(number) / name).write_text(f"{value}\n")
+    return folder
 
 
 def test_limits_are_read_and_checked(tmp_path):
