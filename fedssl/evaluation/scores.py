@@ -24,8 +24,14 @@ class Score:
 
     @classmethod
     def over_draws(cls, values: Sequence[float], unit: str = ACCURACY) -> "Score":
-        """Return the mean and the standard deviation (divisor n - 1) of draws or seeds; one value has no deviation."""
-        return cls(mean(values), unit, stdev(values) if len(values) > 1 else None)
+        """Return the score of several draws or models, see `mean_and_std`."""
+        average, std = mean_and_std(values)
+        return cls(average, unit, std)
+
+    @classmethod
+    def over_runs(cls, scores: Sequence["Score"]) -> "Score":
+        """Return the score over runs; that of one run is unchanged, with its deviation over draws."""
+        return scores[0] if len(scores) == 1 else cls.over_draws([score.value for score in scores], scores[0].unit)
 
     @property
     def number(self) -> str:
@@ -37,6 +43,11 @@ class Score:
     def text(self) -> str:
         """Display text with the unit."""
         return f"{self.number}%" if self.unit == ACCURACY else f"{self.number} {self.unit}".rstrip()
+
+
+def mean_and_std(values: Sequence[float]) -> tuple[float, float | None]:
+    """Return mean and sample standard deviation (divisor n - 1) as in all tables and figures; None for one value."""
+    return mean(values), stdev(values) if len(values) > 1 else None
 
 
 def column_title(name: str, unit: str) -> str:
@@ -64,12 +75,7 @@ def as_scores(results: Mapping[str, Score | float], units: Mapping[str, str] | N
 
 def mean_over_models(results: Sequence[Mapping[str, Score]]) -> dict[str, Score]:
     """Average results over models, with standard deviations; the results of one model are unchanged."""
-    if len(results) == 1:
-        return dict(results[0])
-    return {
-        name: Score.over_draws([result[name].value for result in results], first.unit)
-        for name, first in results[0].items()
-    }
+    return {name: Score.over_runs([result[name] for result in results]) for name in results[0]}
 
 
 def to_flat_dict(scores: Mapping[str, Score]) -> dict[str, float]:

@@ -12,13 +12,13 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import mean, pstdev
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedssl.errors import InputError
-from fedssl.evaluation.scores import ACCURACY, Score, as_scores, column_title
+from fedssl.evaluation.scores import ACCURACY, Score, as_scores, column_title, mean_and_std
 from fedssl.plots.style import MARKERS, PlotData, axes_over_rounds, line_style, new_figure, nth_line_style
 from fedssl.runs.groups import RunGroup, group_by_seed
 from fedssl.runs.jsonl import read_jsonl
@@ -48,9 +48,9 @@ def line_styles(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
 
 
 def plot_line(axes: "Axes", x: Sequence[Any], points: np.ndarray, style: Mapping[str, Any]) -> None:
-    """Plot means with a band of one standard deviation, ``(n, 2)``."""
+    """Plot means with a band of one standard deviation, ``(n, 2)``; no band where it is NaN."""
     axes.plot(x, points[:, 0], markersize=4, **style)
-    if points[:, 1].any():
+    if np.isfinite(points[:, 1]).any():
         axes.fill_between(
             x, points[:, 0] - points[:, 1], points.sum(axis=1), color=style["color"], alpha=0.2, linewidth=0
         )
@@ -108,7 +108,7 @@ def accuracies(scores: Mapping[str, Score]) -> dict[str, float]:
 
 
 def mean_over_seeds(runs: Sequence[Sequence[EvaluationPoint]], protocol: str) -> list[tuple[Any, ...]]:
-    """Return the costs of `COSTS`, mean and standard deviation (divisor n) of an accuracy for rounds of all runs.
+    """Return the costs of `COSTS`, mean and standard deviation of an accuracy for rounds of all runs.
 
     Runs without this accuracy, such as those that have not ended, are not counted.
     """
@@ -119,7 +119,7 @@ def mean_over_seeds(runs: Sequence[Sequence[EvaluationPoint]], protocol: str) ->
         points = [of_run[round] for of_run in by_round]
         values = [point.scores[protocol] for point in points]
         costs = (_mean(values) for values in zip(*(point.costs for point in points), strict=True))
-        rows.append((round, *costs, mean(values), pstdev(values)))
+        rows.append((round, *costs, *mean_and_std(values)))
     return rows
 
 
@@ -166,7 +166,9 @@ def plot_accuracy(runs: Sequence[Run]) -> PlotData | None:
             for style, points in zip(line_styles(groups), means, strict=True):
                 known = [point for point in points if point[column] is not None]
                 across = [point[column] for point in known]
-                plot_line(axes, across, 100 * np.array([point[-2:] for point in known]).reshape(-1, 2), style)
+                plot_line(
+                    axes, across, 100 * np.array([point[-2:] for point in known], dtype=float).reshape(-1, 2), style
+                )
             if cost == "round":
                 axes.set_ylabel(column_title(f"{protocol} accuracy", "%"))
                 axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -214,11 +216,9 @@ def plot_divergence(runs: Sequence[Run]) -> PlotData:
     for group, style, runs_cosines in zip(groups, line_styles(groups), cosines, strict=True):
         runs_cosines = [of_run for of_run in runs_cosines if of_run]  # without runs that have not started
         common = sorted(set.intersection(*map(set, runs_cosines))) if runs_cosines else []
-        values = np.array([[of_run[round] for of_run in runs_cosines] for round in common])
-        values = values.reshape(len(common), max(len(runs_cosines), 1))
-        points = np.stack([values.mean(axis=1), values.std(axis=1)], axis=1)
-        plot_line(axes, common, points, style)
-        rows += [[group.label, round, *point] for round, point in zip(common, points.tolist(), strict=True)]
+        points = [mean_and_std([of_run[round] for of_run in runs_cosines]) for round in common]
+        plot_line(axes, common, np.array(points, dtype=float).reshape(-1, 2), style)
+        rows += [[group.label, round, *point] for round, point in zip(common, points, strict=True)]
     axes.legend(fontsize="small")
     return PlotData(figure, rows)
 
@@ -263,7 +263,7 @@ def plot_sensitivity(runs: Sequence[Run]) -> PlotData:
         styles = line_styles([members[0] for members in lines.values()])
         for (label, members), style in zip(lines.items(), styles, strict=True):
             scores = final_scores(members, key, protocol)
-            points = 100 * np.array([score[1:3] for score in scores]).reshape(-1, 2)
+            points = 100 * np.array([score[1:3] for score in scores], dtype=float).reshape(-1, 2)
             plot_line(axes, [values.index(score[0]) for score in scores], points, {**style, "label": label})
             rows += [[label, protocol, *score] for score in scores]
         axes.set_xticks(range(len(values)), [f"{value:g}" for value in values])
@@ -275,7 +275,7 @@ def plot_sensitivity(runs: Sequence[Run]) -> PlotData:
 def plot_heatmap(runs: Sequence[Run]) -> PlotData:
     """Plot final accuracies over two swept numbers, with a column for each protocol and a row for all other settings.
 
-    A cell has the mean over seeds, and the standard deviation (divisor n) if there are several.
+    A cell has the mean over seeds, and the standard deviation if there are several.
     """
     groups = group_by_seed([run for run in runs if run.finished])
     keys = numeric_settings(groups)
@@ -303,7 +303,7 @@ def plot_heatmap(runs: Sequence[Run]) -> PlotData:
         image = axes.imshow(np.ma.masked_invalid(cells), cmap="cividis", aspect="auto", origin="lower")
         middle = (np.nanmin(cells) + np.nanmax(cells)) / 2 if scores else 0
         for (x, y), (score, deviation, num_runs) in scores.items():
-            text = f"{100 * score:.1f}" + (f" ± {100 * deviation:.1f}" if num_runs > 1 else "")
+            text = f"{100 * score:.1f}" + ("" if deviation is None else f" ± {100 * deviation:.1f}")
             color = "black" if 100 * score > middle else "white"
             axes.text(columns.index(x), rows.index(y), text, ha="center", va="center", color=color, fontsize="small")
             lines.append([label, protocol, x, y, score, deviation, num_runs])
@@ -322,13 +322,13 @@ def _accuracies(groups: Sequence[RunGroup]) -> list[str]:
     return protocols
 
 
-def final_scores(groups: Sequence[RunGroup], key: str, protocol: str) -> list[tuple[float, float, float, int]]:
-    """Return setting, mean and standard deviation (divisor n) of a final accuracy over seeds, and number of runs."""
+def final_scores(groups: Sequence[RunGroup], key: str, protocol: str) -> list[tuple[float, float, float | None, int]]:
+    """Return setting, mean and standard deviation of a final accuracy over seeds, and number of runs."""
     scores = []
     for group in groups:
         results = [run.results[protocol].value for run in group.runs if protocol in run.results]
         if results:
-            scores.append((float(group.settings[key]), mean(results), pstdev(results), len(results)))
+            scores.append((float(group.settings[key]), *mean_and_std(results), len(results)))
     return sorted(scores)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedssl.evaluation.collapse_metrics import TOP, gaussian_spectrum
-from fedssl.evaluation.scores import as_scores
+from fedssl.evaluation.scores import as_scores, mean_and_std
 from fedssl.plots.style import MARKERS, PlotData, axes_over_rounds, new_figure, strategy_color
 from fedssl.runs.jsonl import read_jsonl
 
@@ -72,8 +72,7 @@ def plot_cosines(folder: Path) -> PlotData | None:
 
 def _plot_clients(axes: "Axes", lines: Sequence[Mapping[str, Any]], color: str) -> None:
     rounds, clients = _by_round(lines, "model_cosine")
-    center = np.array([np.mean(values) for values in clients])
-    spread = np.array([np.std(values) for values in clients])
+    center, spread = np.array([mean_and_std(values) for values in clients], dtype=float).T
     axes.plot(rounds, center, marker=".", color=color, label="all weights as one vector, mean over clients")
     band = (center - spread, center + spread)
     axes.fill_between(rounds, *band, color=color, alpha=0.25, label="standard deviation over clients")

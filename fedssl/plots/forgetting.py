@@ -18,7 +18,7 @@ from fedssl.errors import InputError
 from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.label_matched import sample_label_matched, subset
 from fedssl.evaluation.protocol import EvaluationInput, LabeledImages, load_labeled, why_not_evaluable
-from fedssl.evaluation.scores import column_title
+from fedssl.evaluation.scores import column_title, mean_and_std
 from fedssl.partition import client_indices
 from fedssl.plots.style import PlotData, axes_over_rounds, new_figure, strategy_color
 from fedssl.runs.loaded_run import LoadedRun
@@ -48,12 +48,12 @@ class ClientForgetting:
         return self.local_matched - self.global_matched
 
 
-def mean_forgetting(results: Sequence[ClientForgetting]) -> dict[int, tuple[float, float]]:
-    """Return mean and standard deviation (divisor n) of forgetting over the clients of each round."""
+def mean_forgetting(results: Sequence[ClientForgetting]) -> dict[int, tuple[float, float | None]]:
+    """Return mean and standard deviation of forgetting over the clients of each round."""
     rounds: dict[int, list[float]] = {}
     for result in results:
         rounds.setdefault(result.round, []).append(result.forgetting)
-    return {round: (float(np.mean(values)), float(np.std(values))) for round, values in sorted(rounds.items())}
+    return {round: mean_and_std(values) for round, values in sorted(rounds.items())}
 
 
 def measure_forgetting(run: LoadedRun) -> list[ClientForgetting]:
@@ -150,7 +150,7 @@ def forgetting_figure(results: Sequence[ClientForgetting], *, color: str) -> "Fi
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, fontsize="small")
     axes = axes_over_rounds(figure, (1, 2, 2), "forgetting (percentage points)")
     rounds = list(means)
-    center, spread = 100 * np.array(list(means.values())).T
+    center, spread = 100 * np.array(list(means.values()), dtype=float).T
     axes.axhline(0, color="0.5", linewidth=0.8)
     axes.plot(rounds, center, color=color, marker=".", label="mean over clients")
     axes.fill_between(rounds, center - spread, center + spread, color=color, alpha=0.2, label="standard deviation")

@@ -6,11 +6,10 @@ way (``final_evaluation=domains``). Runs that differ only in their seed make one
 """
 
 from collections.abc import Iterable, Sequence
-from statistics import mean, pstdev
 
 import numpy as np
 
-from fedssl.evaluation.scores import ACCURACY, column_title
+from fedssl.evaluation.scores import ACCURACY, column_title, mean_and_std
 from fedssl.plots.comparisons import line_styles
 from fedssl.plots.style import PlotData, new_figure
 from fedssl.runs.groups import group_by_seed
@@ -42,13 +41,15 @@ def domain_pairs(names: Iterable[str]) -> list[tuple[str, str]]:
     return [(own, name) for name in names for own, at, _ in [name.partition("@")] if at and own in names]
 
 
-def mean_points(runs: Sequence[Accuracies], pair: tuple[str, str]) -> list[tuple[int, float, float, float, float]]:
-    """Return the rounds in which all runs have both results, and mean and standard deviation (divisor n) of each."""
+def mean_points(
+    runs: Sequence[Accuracies], pair: tuple[str, str]
+) -> list[tuple[int, float, float | None, float, float | None]]:
+    """Return the rounds in which all runs have both results, and mean and standard deviation of each."""
     rounds = set.intersection(*({round for round, values in run.items() if values.keys() >= set(pair)} for run in runs))
     points = []
     for round in sorted(rounds):
         own, other = ([run[round][name] for run in runs] for name in pair)
-        points.append((round, mean(own), pstdev(own), mean(other), pstdev(other)))
+        points.append((round, *mean_and_std(own), *mean_and_std(other)))
     return points
 
 
@@ -76,7 +77,7 @@ def plot_tradeoff(runs: Sequence[Run]) -> PlotData | None:
         )
         for group, style, of_runs in zip(groups, line_styles(groups), values, strict=True):
             points = mean_points(of_runs, (own, other))
-            x, x_std, y, y_std = 100 * np.array([point[1:] for point in points]).reshape(-1, 4).T
+            x, x_std, y, y_std = 100 * np.array([point[1:] for point in points], dtype=float).reshape(-1, 4).T
             axes.plot(x, y, markersize=3, **style)
             axes.errorbar(x[-1:], y[-1:], y_std[-1:], x_std[-1:], fmt=style["marker"], color=style["color"])
             rows += [[group.label, *point[:3], other, *point[3:]] for point in points]

@@ -55,16 +55,20 @@ class Row:
     """Runs that differ only in their seed."""
 
     settings: dict[str, str]
-    metrics: dict[str, list[float]] = field(default_factory=dict)  # protocol to one value per finished run
+    metrics: dict[str, list[Score]] = field(default_factory=dict)  # protocol to the score of each finished run
     runs: int = 0  # finished
     failed: int = 0
+
+    def has_draws(self, name: str) -> bool:
+        """Return whether the row has one score of this protocol, with a deviation over draws."""
+        return [score.std is None for score in self.metrics.get(name, [])] == [False]
 
 
 @dataclass(frozen=True)
 class Table(TextTable):
     """Settings that vary, the federated encoder's results over seeds, and the runs that did not finish or were pruned.
 
-    Standard deviations have the divisor n - 1.
+    The deviation of a row with one run is that over the draws of its evaluation.
     """
 
     rows: list[Row]
@@ -85,12 +89,11 @@ class Table(TextTable):
 
     @property
     def keys(self) -> list[str]:
-        """Return the displayed settings: `always`, then those that vary."""
+        """Return the displayed settings: those that vary, then the others of `always`."""
         settings = [dict.fromkeys(self.always, "") | row.settings for row in self.rows]
         hidden = {key for key in self.always if {values[key] for values in settings} == {""}}
-        keys = dict.fromkeys([*self.always, *(key for values in settings for key in values)])
-        displayed = {*varying(settings), *self.always} - hidden
-        return [key for key in keys if key in displayed]
+        first = varying(settings)
+        return [*first, *(key for key in self.always if key not in first and key not in hidden)]
 
     def data(self) -> TableData:
         """Return the cells; accuracies in percent."""
@@ -104,7 +107,9 @@ class Table(TextTable):
             ]
             for index, row in enumerate(self.rows)
         ]
+        over_draws = [name for name in self.units if any(row.has_draws(name) for row in self.rows)]
         notes = {
+            "± in rows with one run is that of its evaluation, over draws of images or over models:": over_draws,
             "running:": self.running,
             "pruned:": self.pruned,
             "not finished:": self.failures,
@@ -135,15 +140,16 @@ class Table(TextTable):
         if self.units[name] != ACCURACY:  # more may be worse
             return set()
         return best_rows(
-            [row.metrics.get(name, []) for row in self.rows], [comparison_key(row.settings) for row in self.rows]
+            [[score.value for score in row.metrics.get(name, [])] for row in self.rows],
+            [comparison_key(row.settings) for row in self.rows],
         )
 
     def _settings(self, row: Row) -> list[str]:
         return [row.settings.get(key, "") for key in self.keys]
 
     def _over_seeds(self, row: Row, name: str) -> Score | None:
-        values = row.metrics.get(name)
-        return Score.over_draws(values, self.units[name]) if values else None
+        scores = row.metrics.get(name)
+        return Score.over_runs(scores) if scores else None
 
 
 def sweep_table(folders: Sequence[Path], *, metric: str | None = None) -> Table:
@@ -216,7 +222,7 @@ def _add_results(results: Mapping[str, Score], row: Row, units: dict[str, str]) 
         if units.setdefault(name, score.unit) != score.unit:  # a protocol of another program
             name = f"{name}, {score.unit}"
             units.setdefault(name, score.unit)
-        row.metrics.setdefault(name, []).append(score.value)
+        row.metrics.setdefault(name, []).append(score)
 
 
 def _result(score: Score | None, *, best: bool) -> TableCell:

@@ -8,8 +8,9 @@ row, with mean and standard deviation; unfinished runs are listed with the reaso
 figures, or all that a run has data for, to its ``figures/`` as PNG, PDF and CSV, also while it is running; figures of
 several runs are written to ``FOLDER/figures/``. ``--metrics`` selects results in tables and in figures of several
 runs. ``--paper`` compares the runs with a table of a paper
-(`fedssl.report.paper_table`). ``--out`` writes the tables to FILE.md, FILE.csv or FILE.tex, or a page to FILE.html
-(`fedssl.report.html_page`); ``--watch`` repeats everything until all runs have ended.
+(`fedssl.report.paper_table`). ``--out`` writes the tables to FILE.md or FILE.tex, the results to FILE.csv and the costs
+to FILE_costs.csv, or a page to FILE.html (`fedssl.report.html_page`); ``--watch`` repeats everything until all runs
+have ended.
 """
 
 import argparse
@@ -110,6 +111,7 @@ def report(
     if out is not None and not out.parent.is_dir():
         raise InputError(f"--out {out}: the folder {out.parent} does not exist; create it, or choose another file")
     printed = ""
+    written: dict[Path, None] = {}
 
     def show(runs: Sequence[Run], active: bool) -> None:
         nonlocal printed
@@ -120,7 +122,9 @@ def report(
             print(f"\n{text}" if printed else text, flush=True)
             printed = text
         if out is not None:
-            _write(out, _format(out.suffix, runs, tables, again=watch if active else None))
+            for file, content in _files(out, runs, tables, again=watch if active else None).items():
+                _write(file, content)
+                written[file] = None
 
     if watch is not None:
         watch_runs(folders, every=watch, show=show)
@@ -129,7 +133,7 @@ def report(
         _check_results(runs)
         show(runs, False)
     if out is not None:
-        print(f"\nwritten to {out}")
+        print(f"\nwritten to {' and '.join(map(str, written))}")
 
 
 def _with_metrics(runs: Sequence[Run], metrics: Sequence[str] | None) -> Sequence[Run]:
@@ -151,14 +155,16 @@ def _tables(runs: Sequence[Run], paper: str | None) -> list[TextTable]:
     return [run_table(runs), *([costs] if costs.rows else [])]
 
 
-def _format(suffix: str, runs: Sequence[Run], tables: Sequence[TextTable], *, again: float | None) -> str:
-    if suffix == ".html":
+def _files(out: Path, runs: Sequence[Run], tables: Sequence[TextTable], *, again: float | None) -> dict[Path, str]:
+    """Return the content of each file; a CSV file has one table."""
+    if out.suffix == ".html":
         from fedssl.report.html_page import page  # needs matplotlib
 
-        return page(runs, tables, again=again)
-    if suffix == ".tex":
-        return "\n".join(table.latex() for table in tables)
-    return "\n".join(table.markdown() if suffix == ".md" else table.csv() for table in tables)
+        return {out: page(runs, tables, again=again)}
+    if out.suffix == ".csv":
+        names = [out, out.with_stem(f"{out.stem}_costs")]
+        return {file: table.csv() for file, table in zip(names, tables, strict=False)}  # there may be no costs
+    return {out: "\n".join(table.latex() if out.suffix == ".tex" else table.markdown() for table in tables)}
 
 
 def _write(file: Path, text: str) -> None:
@@ -204,7 +210,8 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         metavar="FILE",
         type=Path,
-        help="write the tables to FILE.md, FILE.csv or FILE.tex, or a page with figures to FILE.html",
+        help="write the tables to FILE.md or FILE.tex, the results to FILE.csv and the costs to FILE_costs.csv, or a "
+        "page with figures to FILE.html",
     )
     parser.add_argument("--watch", metavar="SECONDS", type=float, help="repeat until all runs have ended")
     return parser

@@ -221,7 +221,7 @@ def encoder_table(runs: Sequence[Run]) -> TableData:
 def _score_cell(scores: Sequence[Score] | None) -> TableCell:
     if not scores:
         return TableCell("-")
-    score = Score.over_draws([score.value for score in scores], scores[0].unit)
+    score = Score.over_runs(scores)
     return TableCell(score.number, score.value)
 
 

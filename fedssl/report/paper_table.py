@@ -168,10 +168,10 @@ def _line(number: PaperNumber, differs: Differences, runs: Sequence[Run]) -> Pap
     runs = first_of_each_seed(runs)
     for result in number.results:
         scores = [run.results_of(number.encoder_kind).get(result) for run in runs]
-        values = [score.value for score in scores if score is not None and score.unit == ACCURACY]
-        if values:
-            ours = Score.over_draws(values)
-            return PaperRow(number=number, result=result, differs=differs, runs=len(values), ours=ours)
+        known = [score for score in scores if score is not None and score.unit == ACCURACY]
+        if known:
+            ours = Score.over_runs(known)
+            return PaperRow(number=number, result=result, differs=differs, runs=len(known), ours=ours)
     return PaperRow(number=number, result=number.results[0], differs=differs, runs=len(runs), ours=None)
 
 

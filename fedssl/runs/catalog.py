@@ -139,8 +139,7 @@ def rank_runs(entries: Iterable[RunEntry], metric: str, *, each: bool = False) -
     for group in group_runs(runs, (lambda run: {"folder": str(run.folder)}) if each else all_compared_settings):
         members = [entry_of[run.folder] for run in first_of_each_seed(group.runs)]
         members.sort(key=lambda entry: entry.results[metric].value, reverse=True)
-        values = [entry.results[metric].value for entry in members]
-        ranked.append(RankedRuns(members, Score.over_draws(values, members[0].results[metric].unit)))
+        ranked.append(RankedRuns(members, Score.over_runs([entry.results[metric] for entry in members])))
     return sorted(ranked, key=lambda group: group.score.value, reverse=True)
 
 

@@ -36,7 +36,7 @@ def made(folder: Path, *overrides: str, rounds: dict[int, tuple[float, float]], 
 
 
 def test_points_by_hand(tmp_path: Path) -> None:
-    """Round 1: 0.4 and 0.6 have the mean 0.5 and the deviation 0.1. Only the first run has round 2."""
+    """Round 1: 0.4 and 0.6 have the mean 0.5 and the deviation sqrt(2 x 0.1^2). Only the first run has round 2."""
     runs = [
         made(tmp_path / "0", rounds={1: (0.4, 0.8), 2: (0.5, 0.7)}),
         made(tmp_path / "1", rounds={1: (0.6, 0.8), 3: (0.9, 0.1)}, first=(0.4, 0.9)),
@@ -46,7 +46,7 @@ def test_points_by_hand(tmp_path: Path) -> None:
         2: {"knn": 0.5, "knn@source": 0.7}
     }
     points = mean_points(values, PAIR)
-    np.testing.assert_allclose(points, [(0, 0.3, 0.1, 0.9, 0), (1, 0.5, 0.1, 0.8, 0)], atol=1e-12)
+    np.testing.assert_allclose(points, [(0, 0.3, 0.02**0.5, 0.9, 0), (1, 0.5, 0.02**0.5, 0.8, 0)], atol=1e-12)
 
 
 def test_selected_results_are_those_of_all_rounds(tmp_path: Path) -> None:
@@ -75,8 +75,11 @@ def test_the_file_has_a_line_for_each_group_and_round(tmp_path: Path) -> None:
         ["fedavg", "1", "knn@source"],
         ["fedbn", "1", "knn@source"],
     ]
-    numbers = [[float(row[index]) for index in (2, 3, 5, 6)] for row in rows]
-    np.testing.assert_allclose(numbers, [[0.2, 0, 0.9, 0], [0.5, 0.1, 0.7, 0.1], [0.3, 0, 0.9, 0]], atol=1e-12)
+    numbers = [[float(row[index] or "nan") for index in (2, 3, 5, 6)] for row in rows]
+    deviation = 0.02**0.5  # of 0.4 and 0.6; one run has none
+    np.testing.assert_allclose(
+        numbers, [[0.2, 0, 0.9, 0], [0.5, deviation, 0.7, deviation], [0.3, np.nan, 0.9, np.nan]], atol=1e-12
+    )
 
 
 def test_runs_without_a_second_data_set_are_refused(tmp_path: Path) -> None:

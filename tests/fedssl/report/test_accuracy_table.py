@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 
 from fedssl.config.overrides import CONF
 from fedssl.errors import InputError
-from fedssl.report.accuracy_table import best_rows, comparison_key, run_table, sweep_table
+from fedssl.evaluation.scores import Score
+from fedssl.report.accuracy_table import Row, best_rows, comparison_key, run_table, sweep_table
 from fedssl.runs.run import LOCK_FILE, find_runs, read_run, run_folders
 
 
@@ -25,6 +26,10 @@ def job(folder: Path, overrides: str, status: str = "finished", reason: str | No
     (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "metrics.jsonl").write_text('{"round": 1}\n{"round": 2}\n')
     return folder
+
+
+def values(row: Row, name: str = "knn") -> list[float]:
+    return [score.value for score in row.metrics[name]]
 
 
 # --- sweeps ---
@@ -55,7 +60,10 @@ def test_sweep_groups_by_everything_but_the_seed(sweep: list[Path]):
         ("l_dawa", 1, 1),
         ("m_dawa", 0, 1),
     ]
-    assert table.rows[0].metrics == {"knn": [0.5, 0.7], "linear": [0.6, 0.6]}
+    assert table.rows[0].metrics == {
+        "knn": [Score(0.5), Score(0.7)],
+        "linear": [Score(0.6, std=0.01), Score(0.6, std=0.02)],
+    }
     assert table.failed == 3
 
 
@@ -139,13 +147,30 @@ def test_sweep_shows_other_units_as_plain_numbers(tmp_path: Path):
     assert table.csv().splitlines()[0] == "knn_mean,knn_std,nll_mean,nll_std,runs,failed"
 
 
+def test_one_run_keeps_its_deviation_over_draws(tmp_path: Path):
+    """Two runs have that over seeds: of 0.5 and 0.7 it is 0.1 x sqrt(2)."""
+    folders = [
+        job(tmp_path / "0", "strategy=fedavg seed=0", few=0.5, few_std=0.03),
+        job(tmp_path / "1", "strategy=fedavg seed=1", few=0.7, few_std=0.05),
+        job(tmp_path / "2", "strategy=eua seed=0", few=0.6, few_std=0.04),
+    ]
+    table = sweep_table(folders)
+    both, one = csv.DictReader(table.csv().splitlines())
+    assert (float(both["few_std"]), one["few_std"]) == (pytest.approx(0.02**0.5), "0.04")
+    assert "60.0 ± 14.1" in table.text()
+    assert "60.0 ± 4.0" in table.text()
+    note = "\n\n± in rows with one run is that of its evaluation, over draws of images or over models:\n\n  few"
+    assert table.text().endswith(note)
+    assert note not in sweep_table(folders[:2]).text()
+
+
 def test_numbers_of_different_units_are_not_mixed(tmp_path: Path):
     folders = [
         with_units(job(tmp_path / "0", "seed=0", loss=0.5), loss="nats"),
         with_units(job(tmp_path / "1", "seed=1", loss=0.7), loss="bits"),
     ]
     (row,) = sweep_table(folders).rows
-    assert row.metrics == {"loss": [0.5], "loss, bits": [0.7]}
+    assert row.metrics == {"loss": [Score(0.5, "nats")], "loss, bits": [Score(0.7, "bits")]}
 
 
 def test_sweep_over_seeds_only_is_one_row(tmp_path: Path):
@@ -253,7 +278,7 @@ def test_the_same_run_counts_once(tmp_path: Path):
         with_settings(tmp_path / "e", "strategy=fedavg seed=1", {"seed": 1}, knn=0.5),
     ]
     table = run_table([read_run(folder) for folder in folders])
-    assert [(row.runs, row.metrics["knn"]) for row in table.rows] == [(2, [0.8, 0.6]), (1, [0.5])]
+    assert [(row.runs, values(row)) for row in table.rows] == [(2, [0.8, 0.6]), (1, [0.5])]
     assert table.repeats == [
         f"{tmp_path / 'b'} repeats {tmp_path / 'a'}",
         f"{tmp_path / 'd'} repeats {tmp_path / 'c'}, with other results",
@@ -268,7 +293,7 @@ def test_the_same_run_counts_once(tmp_path: Path):
 def test_a_job_of_a_sweep_that_repeats_another_counts_once(tmp_path: Path):
     overrides = ("seed=0 rounds=2", "rounds=2", "rounds=2 seed=1")
     table = sweep_table([job(tmp_path / str(n), one, knn=0.8 - 0.1 * n) for n, one in enumerate(overrides)])
-    assert [(row.runs, row.metrics["knn"]) for row in table.rows] == [(2, [0.8, pytest.approx(0.6)])]
+    assert [(row.runs, values(row)) for row in table.rows] == [(2, [0.8, pytest.approx(0.6)])]
     assert len(table.repeats) == 1
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 
 from fedssl.config.load import compose, save_run
@@ -100,6 +101,21 @@ def test_table_into_a_file(sweep: Path, tmp_path: Path, command):
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert lines[2] == "| fedavg | byol | vit_tiny | dirichlet | 0.1 | 5 | 3 | 60.0 ± 14.1 | 2 | 0 |"
     assert lines[-1] == f"- {sweep / '2'} (strategy=eua seed=0): no GPU"
+
+
+def test_every_table_has_a_csv_file_and_differing_settings_come_first(sweep: Path, tmp_path: Path, command):
+    line = {"round": 1, "seconds": 1.0, "clients": 2, "bytes_down": 20, "bytes_up": 20}
+    for number in ("0", "1"):
+        (sweep / number / "metrics.jsonl").write_text(
+            "".join(json.dumps({**line, "round": round}) + "\n" for round in (1, 2, 3))
+        )
+    settings = json.loads((sweep / "2" / "config.yaml").read_text())
+    (sweep / "2" / "config.yaml").write_text(json.dumps({**settings, "num_clients": 7}))
+    _, out, _ = command(sweep, "--out", tmp_path / "table.csv")
+    costs = tmp_path / "table_costs.csv"
+    assert out.endswith(f"\nwritten to {tmp_path / 'table.csv'} and {costs}\n")
+    assert list(pandas.read_csv(tmp_path / "table.csv").columns[:3]) == ["strategy", "num_clients", "method"]
+    assert pandas.read_csv(costs)["bytes_up"].tolist() == [30]  # 3 rounds of 20 bytes from 2 clients
 
 
 def test_a_unit_is_named_in_every_form_of_the_table(sweep: Path, tmp_path: Path, command):

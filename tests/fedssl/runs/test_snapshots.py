@@ -147,10 +147,10 @@ def test_forgetting_is_the_accuracy_that_aggregation_takes_away():
         matched = {"local_matched": local, "global_matched": after}
         return ClientForgetting(round=round, client=client, **matched, local_all=0.1, global_all=0.2)
 
-    # 0.75 - 0.5 = 0.25 and 0.5 - 0.75 = -0.25, whose mean is 0 and deviation 0.25; 1 - 0.25 = 0.75 alone.
+    # 0.75 - 0.5 = 0.25 and 0.5 - 0.75 = -0.25, whose mean is 0 and deviation sqrt(2 x 0.25^2); 1 - 0.25 = 0.75 alone.
     found = [measured(2, 0, 1.0, 0.25), measured(1, 0, 0.75, 0.5), measured(1, 1, 0.5, 0.75)]
     assert [one.forgetting for one in found] == [0.75, 0.25, -0.25]
-    assert mean_forgetting(found) == {1: (0.0, 0.25), 2: (0.75, 0.0)}
+    assert mean_forgetting(found) == {1: (0.0, pytest.approx(0.125**0.5)), 2: (0.75, None)}
 
 
 def test_damaged_models_are_named(tmp_path: Path):
