@@ -1,4 +1,4 @@
-"""EUC: layers with a small discrepancy between clients are averaged less often (FedLAMA, Lee et al., arXiv 2110.10302).
+"""EUC: layers with a small Euclidean discrepancy between clients are averaged less often (FedLAMA, arXiv 2110.10302).
 
 L-DAWA calls it "EUC". After every phi-th round the server measures for each layer l how far its clients are from their
 average, d_l = mean_k ||avg_l - x_l,k||^2 / (rounds since the previous average of l). Layers are selected in ascending

@@ -1,5 +1,6 @@
 """The documentation as a site."""
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -10,6 +11,8 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
 from tests.test_docs import ROOT
+
+SEARCH = "search/search_index.json"
 
 pytest.importorskip("material", reason="the group docs is not installed")
 
@@ -100,6 +103,21 @@ def test_modules_have_pages_and_the_readme_is_the_first(site: Path) -> None:
     first = (site / "index.html").read_text()
     assert 'href="train.html"' in first
     assert 'href="docs/' not in first
+
+
+def test_every_page_is_in_the_navigation_and_the_search_finds_the_guide(site: Path) -> None:
+    first = (site / "index.html").read_text()
+    for file in (ROOT / "docs").glob("*.md"):
+        assert re.search(rf'<a href="{file.stem}.html" class="md-nav__link', first), file
+    found = {entry["location"].partition("#")[0] for entry in json.loads((site / SEARCH).read_text())["docs"]}
+    assert {"train.html", "settings/strategy/l_dawa.html"} <= found
+    assert not any(page.startswith("modules/") for page in found)
+
+
+def test_code_in_tables_has_no_escaped_bars(site: Path) -> None:
+    pages = [file.read_text() for file in site.glob("*.html")]
+    assert not any(r"\|" in code for page in pages for code in re.findall(r"<code>(.*?)</code>", page))
+    assert "weighting=uniform|examples|loss" in (site / "strategies.html").read_text()
 
 
 def test_comments_describe_the_fields_of_a_class(site: Path) -> None:

@@ -37,24 +37,17 @@ GROUPS = {  # titles of the groups, in the order of the site
     "tracker": "Trackers",
     "experiment": "Experiments",
 }
-FIRST_PAGES = (
-    "install.md",
-    "train.md",
-    "data.md",
-    "pretrained.md",
-    "evaluate.md",
-    "settings.md",
-    "sweep.md",
-    "devices.md",
-    "extend.md",
-    "strategies.md",
-    "objectives.md",
-    "papers.md",
-    "paper_index.md",
-    "learning.md",
-)
+GUIDE = {  # sections of the site, and their pages by task
+    "Guide": ("install", "train", "data", "pretrained", "sweep", "evaluate", "choosing", "settings", "extend", "faq"),
+    "Devices and clusters": ("devices", "deployment", "cluster", "scale", "security"),
+    "Algorithms": ("strategies", "objectives", "papers", "paper_index"),
+    "Measurements": ("learning", "results", "l_dawa", "benchmarks"),
+    "Development": ("architecture",),
+}
 _SETTING = re.compile(r"^( *)([a-z]\w*):(?: +(.*?))?(?: +# (.*))?$")
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$", flags=re.DOTALL)
+_TABLE_ROW = re.compile(r"^\|.*$", flags=re.MULTILINE)
+_CODE = re.compile(r"`[^`]+`")
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 
@@ -75,19 +68,18 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
-    """Replace links to files outside the site by plain text."""
+    """Replace links to files outside the site by plain text, and unescape code in tables."""
     if "/" in page.file.src_uri:  # generated
         return markdown
+    markdown = _TABLE_ROW.sub(lambda row: _CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0]), markdown)
     return _LINK.sub(lambda match: match[0] if _is_on_site(match[2]) else match[1], markdown)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Set the navigation."""
-    names = sorted(file.name for file in (ROOT / "docs").glob("*.md"))
-    first = [name for name in FIRST_PAGES if name in names]
     config.nav = [
         {"fedssl": "index.md"},
-        {"Pages": [*first, *(name for name in names if name not in first)]},
+        *({section: [f"{name}.md" for name in names]} for section, names in GUIDE.items()),
         {"Settings": [{title: f"settings/{group}.md"} for group, title in GROUPS.items()]},
         {"Modules": [f"modules/{package}.md" for package in PACKAGES]},
     ]
@@ -208,16 +200,18 @@ def as_code(text: str) -> str:
 
 
 def module_pages() -> Iterator[tuple[str, str]]:
-    """Yield a page for every package and for each of its modules."""
+    """Yield a page for every package and for each of its modules; the search finds the guide instead."""
+    unsearched = "---\nsearch:\n  exclude: true\n---\n"
     for package in PACKAGES:
         rows = []
         for file in sorted((ROOT / package).rglob("*.py")):
             parts = file.relative_to(ROOT).with_suffix("").parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
             if parts[-1] != "__init__":
-                yield f"modules/{name}.md", f"# `{name}`\n\n::: {name}\n    options: {{show_root_heading: false}}\n"
+                content = f"::: {name}\n    options: {{show_root_heading: false}}\n"
+                yield f"modules/{name}.md", f"{unsearched}# `{name}`\n\n{content}"
                 rows.append(f"- [`{name}`]({name}.md)")
-        yield f"modules/{package}.md", "\n".join([f"# `{package}`", "", *rows, ""])
+        yield f"modules/{package}.md", "\n".join([f"{unsearched}# `{package}`", "", *rows, ""])
 
 
 def _is_on_site(link: str) -> bool:
