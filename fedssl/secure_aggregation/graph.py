@@ -7,7 +7,8 @@ With C corrupted clients and D dropouts among n, chosen independently of the gra
 1. an honest client has t corrupted neighbors. Their number is hypergeometric: P[X >= t], X ~ H(n - 1, C, k);
 2. the honest survivors are not connected, which takes k / 2 successive removed nodes at two places of the circle. There
    are n (n - k - 1) / 2 pairs of such places, and all k nodes are removed with probability
-   binom(n - k, C + D - k) / binom(n, C + D).
+   binom(n - k, C + D - k) / binom(n, C + D);
+3. fewer than two honest clients survive: the corrupted ones subtract their updates from the sum.
 
 It is correct unless a client has fewer than t surviving neighbors: P[Y < t], Y ~ H(n - 1, n - D, k) for a client that
 dropped out. Both are bounded by a sum over clients. The server is honest but curious: it follows the protocol, and
@@ -27,6 +28,8 @@ from functools import lru_cache
 import numpy as np
 
 from fedssl.errors import InputError
+
+MIN_HONEST_SURVIVORS = 2  # the sum over one honest client is its update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,11 @@ class SharingGraph:
         return self.clients - self.threshold if self.is_complete else self.dropouts
 
     @property
+    def honest_survivors(self) -> int:
+        """Return the smallest number of honest clients in the sum of a round that succeeds."""
+        return self.clients - self.corrupted - self.max_dropouts
+
+    @property
     def disconnection(self) -> float:
         """Return the bound on the probability that the honest survivors are not connected."""
         removed = self.corrupted + self.dropouts
@@ -61,7 +69,7 @@ class SharingGraph:
     @property
     def security_bits(self) -> float:
         """Return -log2 of the bound on the probability that the sum is not private."""
-        if 2 * self.threshold <= self.shares:
+        if 2 * self.threshold <= self.shares or self.honest_survivors < MIN_HONEST_SURVIVORS:
             return 0.0
         if self.is_complete:
             return math.inf if self.threshold > self.corrupted else 0.0
@@ -122,14 +130,28 @@ def choose_graph(
     Raises `InputError` if it does not satisfy the bounds.
     """
     corrupted, dropouts = removed_clients(corrupted_fraction, clients), removed_clients(dropout_fraction, clients)
-    smallest = smallest_graph(
-        clients,
-        corrupted=corrupted,
-        dropouts=dropouts,
-        security_bits=security_bits,
-        correctness_bits=correctness_bits,
-    )
-    graph = smallest
+
+    def satisfies(graph: SharingGraph) -> bool:
+        return graph.security_bits >= security_bits and graph.correctness_bits >= correctness_bits
+
+    def smallest_for(corrupted: int, dropouts: int) -> SharingGraph:
+        return smallest_graph(
+            clients,
+            corrupted=corrupted,
+            dropouts=dropouts,
+            security_bits=security_bits,
+            correctness_bits=correctness_bits,
+        )
+
+    graph = smallest = smallest_for(corrupted, dropouts)
+    if not satisfies(smallest):
+        dropout, corruption = "secure_aggregation.dropout_fraction=0", "secure_aggregation.corrupted_fraction=0"
+        remedies = {dropout: (corrupted, 0), corruption: (0, dropouts), f"{dropout} {corruption}": (0, 0)}
+        remedy = next(settings for settings, removed in remedies.items() if satisfies(smallest_for(*removed)))
+        raise InputError(
+            f"{_given(smallest)} is not possible with any number of neighbors; set {remedy}, or take more clients per "
+            "round and smaller fractions"
+        )
     if neighbors is not None:
         neighbors = min(neighbors, clients - 1)
         if neighbors % 2 and neighbors != clients - 1:
@@ -145,26 +167,20 @@ def choose_graph(
             f"secure_aggregation.threshold={threshold} but a client has {graph.shares} shares, of its neighbors and of "
             f"itself; lower it to {smallest.threshold}, or set it to null"
         )
-    if graph.security_bits < security_bits or graph.correctness_bits < correctness_bits:
-        raise InputError(_insufficient(graph, smallest, security_bits, correctness_bits))
+    if not satisfies(graph):
+        raise InputError(
+            f"{_given(graph)} with neighbors={graph.neighbors} and threshold={graph.threshold} has "
+            f"{graph.security_bits:.3g} security bits and {graph.correctness_bits:.3g} correctness bits, but "
+            f"{security_bits:g} and {correctness_bits:g} are needed; set secure_aggregation.neighbors="
+            f"{smallest.neighbors} and secure_aggregation.threshold={smallest.threshold}, or both to null"
+        )
     return graph
 
 
-def _insufficient(graph: SharingGraph, smallest: SharingGraph, security_bits: float, correctness_bits: float) -> str:
-    given = (
-        f"secure aggregation of {graph.clients} clients, {graph.corrupted} of them corrupted and {graph.dropouts} "
-        "dropped out,"
-    )
-    if smallest.security_bits < security_bits or smallest.correctness_bits < correctness_bits:
-        return (
-            f"{given} is not possible with any number of neighbors; lower secure_aggregation.corrupted_fraction or "
-            "secure_aggregation.dropout_fraction"
-        )
+def _given(graph: SharingGraph) -> str:
     return (
-        f"{given} with neighbors={graph.neighbors} and threshold={graph.threshold} has {graph.security_bits:.3g} "
-        f"security bits and {graph.correctness_bits:.3g} correctness bits, but {security_bits:g} and "
-        f"{correctness_bits:g} are needed; set secure_aggregation.neighbors={smallest.neighbors} and "
-        f"secure_aggregation.threshold={smallest.threshold}, or both to null"
+        f"secure aggregation of {graph.clients} clients, of which {graph.corrupted} may be corrupted, "
+        f"{graph.dropouts} may drop out and {MIN_HONEST_SURVIVORS} honest ones must remain,"
     )
 
 

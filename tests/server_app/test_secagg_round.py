@@ -64,7 +64,7 @@ def secure_mean(lost=(), *, change=None, settings=DEFAULTS, app=None, clients=CL
     return secure_mean_delta(exchange, contents, settings, length=LENGTH, round=1, timeout=60, deadline=None)
 
 
-@pytest.mark.parametrize("clients", [3, 20])
+@pytest.mark.parametrize("clients", [4, 20])
 @pytest.mark.parametrize("settings", [DEFAULTS, FLOWERS])
 def test_the_sum_is_exact(clients, settings):
     result = secure_mean(clients=clients, settings=settings)
@@ -207,7 +207,7 @@ def test_wrong_shares_end_the_round_instead_of_giving_a_wrong_sum():
 
 
 def test_secrets_are_deleted_after_the_last_phase():
-    grid = LocalGrid(fedssl_app(delta_of_node), num_clients=3)
+    grid = LocalGrid(fedssl_app(delta_of_node), num_clients=4)
     contents = {node: RecordDict() for node in grid.get_node_ids()}
     secure_mean_delta(MessageExchange(grid), contents, DEFAULTS, length=LENGTH, round=1, timeout=60, deadline=None)
     for context in grid._contexts.values():

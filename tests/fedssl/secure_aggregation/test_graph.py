@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from contextlib import suppress
+from dataclasses import replace
 from fractions import Fraction
 
 import networkx
@@ -87,11 +89,43 @@ def test_no_smaller_graph_satisfies_the_bounds(clients):
             assert other.security_bits < 40 or other.correctness_bits < 30
 
 
-@pytest.mark.parametrize(("clients", "threshold"), [(3, 2), (4, 3), (5, 3), (6, 4)])
+@pytest.mark.parametrize(("clients", "threshold"), [(4, 3), (5, 3), (6, 4)])
 def test_few_clients_have_a_complete_graph(clients, threshold):
     graph = choose_graph(clients, **DEFAULTS)
     assert (graph.neighbors, graph.threshold) == (clients - 1, threshold)
     assert graph.max_dropouts == clients - threshold
+
+
+@pytest.mark.parametrize(
+    ("clients", "corrupted_fraction", "dropout_fraction", "remedy"),
+    [
+        (3, 0.2, 0.2, "dropout_fraction=0"),
+        (3, 0.4, 0.2, "corrupted_fraction=0"),
+        (4, 0.4, 0.2, "dropout_fraction=0"),
+        (3, 0.4, 0.5, "dropout_fraction=0 secure_aggregation.corrupted_fraction=0"),
+        (100, 0.6, 0.5, "dropout_fraction=0"),
+    ],
+)
+def test_two_honest_clients_remain_or_the_sum_is_refused(clients, corrupted_fraction, dropout_fraction, remedy):
+    """The sum over one honest client is its update. The setting that the sentence names works."""
+    values = DEFAULTS | {"corrupted_fraction": corrupted_fraction, "dropout_fraction": dropout_fraction}
+    with pytest.raises(InputError, match=f"is not possible with .* set secure_aggregation.{remedy}, or take more"):
+        choose_graph(clients, **values)
+    names = [setting.removeprefix("secure_aggregation.").partition("=")[0] for setting in remedy.split()]
+    assert choose_graph(clients, **values | dict.fromkeys(names, 0)).honest_survivors >= 2
+
+
+def test_the_threshold_bounds_the_dropouts_so_that_two_honest_clients_remain():
+    """5 clients, 2 corrupted: a threshold of 3 would tolerate 2 dropouts, and leave one honest client."""
+    graph = choose_graph(5, **DEFAULTS | {"corrupted_fraction": 0.4})
+    assert (graph.threshold, graph.max_dropouts, graph.honest_survivors) == (4, 1, 2)
+    assert replace(graph, threshold=3).security_bits == 0
+    for clients in range(3, 60):
+        for corrupted, dropouts in itertools.product((0, 0.1, 0.34, 0.5), repeat=2):
+            with suppress(InputError):
+                values = {"corrupted_fraction": corrupted, "dropout_fraction": dropouts}
+                graph = choose_graph(clients, **DEFAULTS | values)
+                assert clients - graph.corrupted - graph.max_dropouts >= 2
 
 
 def test_the_bound_on_a_disconnected_graph_is_above_the_counted_probability():
@@ -147,7 +181,6 @@ def test_neighbors_are_uniform():
         ({"threshold": 42}, "secure_aggregation.threshold=42 but a client has 41 shares"),
         ({"threshold": 20}, "has 0 security bits"),
         ({"threshold": 41}, "and 0 correctness bits, but 40 and 30 are needed"),
-        ({"corrupted_fraction": 0.6, "dropout_fraction": 0.5}, "is not possible with any number of neighbors"),
     ],
 )
 def test_a_choice_below_the_bounds_is_refused(values, sentence):
