@@ -38,25 +38,32 @@ CPU = "cpu"  # key of the CPU seconds of all phases
 Deltas = Callable[[int], np.ndarray]  # the update of a node
 
 
-def fedssl_app(delta: Deltas) -> ClientApp:
-    """Return an app with this project's client side, whose training returns the update of its node."""
+def one_image(node: int) -> int:
+    return 1
+
+
+def fedssl_app(delta: Deltas, images: Callable[[int], int] = one_image) -> ClientApp:
+    """Return an app with this project's client side, whose training returns update and images of its node."""
     app = ClientApp()
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
         layers = {"w": delta(context.node_id)}
-        pair: Any = SimpleNamespace(layers={"w": np.zeros_like(layers["w"])}), SimpleNamespace(layers=layers)
+        update = SimpleNamespace(layers=layers, num_examples=images(context.node_id))
+        pair: Any = SimpleNamespace(layers={"w": np.zeros_like(layers["w"])}), update
         return secagg_reply(message, context, lambda message, context: pair)
 
     return app
 
 
-def flower_app(delta: Deltas) -> ClientApp:
-    """Return an app with Flower's mod, whose training returns the update of its node."""
+def flower_app(delta: Deltas, images: Callable[[int], int] = one_image) -> ClientApp:
+    """Return an app with Flower's mod, whose training returns update and images of its node."""
     app = ClientApp()
 
     def fit(message: Message, context: Context) -> Message:
-        result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([delta(context.node_id)]), 1, {})
+        result = FitRes(
+            Status(Code.OK, ""), ndarrays_to_parameters([delta(context.node_id)]), images(context.node_id), {}
+        )
         return Message(fitres_to_recorddict(result, keep_input=False), reply_to=message)
 
     @app.train()

@@ -40,6 +40,7 @@ class SecAggState:
     share_num: int = 0
     threshold: int = 0
     clipping_range: float = 0.0
+    max_weight: float = 0.0
     mask_generator: str = ""
     mask_key: bytes = b""  # private keys
     share_key: bytes = b""
@@ -72,6 +73,7 @@ def setup(values: Mapping[str, Any], *, node: int) -> tuple[SecAggState, Record]
         share_num=values["share_num"],
         threshold=values["threshold"],
         clipping_range=values["clipping_range"],
+        max_weight=values["max_weight"],
         mask_generator=values.get(MASK_GENERATOR, "mt19937"),
         mask_key=private_key_to_bytes(mask_key),
         share_key=private_key_to_bytes(share_key),
@@ -102,14 +104,18 @@ def share_keys(state: SecAggState, values: Mapping[str, Any]) -> Record:
     return {"dsts": list(state.neighbors), "ctxts": ciphertexts}
 
 
-def collect(state: SecAggState, values: Mapping[str, Any], train: Callable[[], np.ndarray]) -> Record:
-    """Store the neighbors' shares, and mask the quantized update of a training."""
+def collect(state: SecAggState, values: Mapping[str, Any], train: Callable[[], tuple[np.ndarray, int]]) -> Record:
+    """Store the neighbors' shares, and mask the quantized update of a training with its weight."""
     senders = _read_shares(state, values)
-    delta = train()
+    delta, weight = train()
     vector = np.empty(1 + len(delta), np.uint32)
-    vector[0] = TARGET_RANGE  # the weight of the client, which counts those in the sum
+    vector[0] = steps = round(weight / state.max_weight * TARGET_RANGE)
     vector[1:] = quantize(
-        delta, rounding_generator(delta), clipping_range=state.clipping_range, target_range=TARGET_RANGE
+        delta,
+        rounding_generator(delta),
+        clipping_range=state.clipping_range,
+        target_range=TARGET_RANGE,
+        weight=steps / TARGET_RANGE,
     )
     generator = state.mask_generator
     add_mask(vector, state.seed, generator=generator, sign=1)

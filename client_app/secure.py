@@ -21,12 +21,14 @@ from fedssl.wire.secure_aggregation import (
     COLLECT,
     MASK_GENERATOR,
     MAX_CLIENTS,
+    MAX_WEIGHT,
     MIN_CLIENTS,
     PHASES,
     SECAGG_CONFIG_KEY,
     SECAGG_PARAMETERS,
     SETUP,
     SHARE_KEYS,
+    UNIFORM_WEIGHT,
     delta_of,
 )
 
@@ -66,7 +68,7 @@ def secagg_reply(
         if phase == SHARE_KEYS:
             reply = share_keys(state, values)
         elif phase == COLLECT:
-            reply = collect(state, values, lambda: _trained_delta(message, context, train, state.clipping_range))
+            reply = collect(state, values, lambda: _weighted_delta(message, context, train, state))
         else:
             reply = unmask(state, values)
     state.phase = phase
@@ -74,16 +76,26 @@ def secagg_reply(
     return Message(RecordDict({SECAGG_CONFIG_KEY: ConfigRecord(reply)}), reply_to=message)
 
 
-def _trained_delta(
+def _weighted_delta(
     message: Message,
     context: Context,
     train: Callable[[Message, Context], tuple[TrainPlan, ClientUpdate]],
-    clipping_range: float,
-) -> np.ndarray:
+    state: SecAggState,
+) -> tuple[np.ndarray, int]:
+    """Return the change of the layers in a training, and the weight of the client."""
     plan, update = train(message, context)
     delta = delta_of(update.layers, plan.layers)
-    _check_delta(delta, max_abs=clipping_range)
-    return delta
+    _check_delta(delta, max_abs=state.clipping_range)
+    if state.max_weight == UNIFORM_WEIGHT:
+        return delta, UNIFORM_WEIGHT
+    images = update.num_examples or 0
+    if not 0 < images <= state.max_weight:  # a larger weight would count more than its masked sum can hold
+        found = "more images" if images else "no images"
+        raise RequestRefused(
+            f"this client has {found}, but secure_aggregation.max_weight={state.max_weight:g} is the largest weight; "
+            "raise it to the number of images of the largest client"
+        )
+    return delta, images
 
 
 def _check_delta(delta: np.ndarray, *, max_abs: float) -> None:
@@ -116,6 +128,12 @@ def _check_setup(values: Mapping[str, Any]) -> None:
             raise RequestRefused(
                 f"secure aggregation was proposed with {key}={values.get(key)!r} instead of {expected}"
             )
+    max_weight = values.get("max_weight")
+    if not isinstance(max_weight, float) or not (max_weight == UNIFORM_WEIGHT or 2 <= max_weight <= MAX_WEIGHT):
+        raise RequestRefused(
+            f"secure aggregation was proposed with max_weight={max_weight!r}; it is 1.0 for equal weights, or a number "
+            f"of images from 2 to {MAX_WEIGHT}"
+        )
     clipping_range, generator = values.get("clipping_range"), values.get(MASK_GENERATOR, "mt19937")
     if not isinstance(clipping_range, float) or not 0 < clipping_range < math.inf:
         raise RequestRefused(f"secure aggregation was proposed with clipping_range={clipping_range!r}")

@@ -1,8 +1,8 @@
 """Build the components of a run from its settings. Everything is validated before the first round."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 
 from fedssl.arrays import Layers
 from fedssl.base_layers import layers_digest
+from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.config.device_task import make_task
 from fedssl.config.load import default_unlabeled_partition
 from fedssl.config.settings import DataSettings, Settings
@@ -49,6 +50,7 @@ from server_app.compatibility import (
     validate_low_rank_aggregation,
     validate_personalized_evaluation,
     validate_regularizer,
+    validate_sums,
 )
 from server_app.differential_privacy import Privacy, check_model
 from server_app.evaluator import Evaluator
@@ -62,12 +64,13 @@ from server_app.nodes import (
     max_ranks,
     no_registered_names,
 )
+from server_app.round import Round
 from server_app.round_context import RoundContext, no_flops, raise_no_server_images
-from server_app.secure_aggregation import describe_graph, graph_for
+from server_app.secure_aggregation import describe_graph, graph_for, largest_weight
 from server_app.update_memory import check_models_fit, check_updates_fit
 from server_app.virtual_time import VirtualTime, make_virtual_time
 from strategies.base import FedSSLStrategy
-from strategies.interfaces import StrategyContext
+from strategies.interfaces import ServerState, StrategyContext
 from strategies.server_optimizer import ServerOptimizer
 from strategies.update_store import UpdateStorage
 
@@ -148,7 +151,7 @@ def build_components(
     method.encoder.check_image_shape((data.channels, data.size, data.size))
     validate_aggregation(settings, is_deployment=bool(task))
     validate_low_rank_aggregation(settings, method, strategy, server_optimizer)
-    log_secure_aggregation(settings)
+    validate_sums(settings, method, strategy)
     virtual_time = make_virtual_time(settings, is_deployment=bool(task))
     client_data = None
     untrained = frozenset(range(settings.num_clients - settings.unseen_clients, settings.num_clients))
@@ -195,7 +198,7 @@ def build_components(
         lr_factor=lr_schedule,
         calibration=make_calibration(settings, method, lr_schedule, device),
         aggregation=settings.aggregation,
-        secure_aggregation=settings.secure_aggregation,
+        secure_aggregation=make_secure_aggregation(settings, strategy, client_data, untrained=untrained),
         privacy=make_privacy(settings, method, clients_per_round=per_round, is_deployment=bool(task)),
         low_rank_aggregation=low_rank_aggregation(settings),
         client_ranks=client_ranks(settings),
@@ -208,6 +211,8 @@ def build_components(
             settings, method, strategy.server.num_comparison_images if reads_images else 0, device
         ),
     )
+    if context.aggregation.buffered or context.privacy or context.secure_aggregation:
+        Round(replace(context, calibration=None), ServerState())  # refuses the exchange of parts
     new = settings.recording.resumed is None  # else models are on the disk already
     for check in (check_updates_fit, *([check_models_fit] if new else [])):
         check(
@@ -233,11 +238,27 @@ def build_components(
     )
 
 
-def log_secure_aggregation(settings: Settings) -> None:
-    """Log what secure aggregation guarantees for the clients of a round, if it is used."""
+def make_secure_aggregation(
+    settings: Settings, strategy: FedSSLStrategy, client_data: ClientData | None, *, untrained: Collection[int]
+) -> SecureAggregationSettings | None:
+    """Return secure aggregation with the largest weight, and log what it guarantees; None if it is turned off."""
+    secure = settings.secure_aggregation
+    if secure is None:
+        return None
+    if any(strategy.server.aggregator(round).required_metrics for round in (1, settings.rounds)):
+        images = None
+        if client_data is not None:
+            images = max(len(part) for client, part in enumerate(client_data.parts) if client not in untrained)
+        max_examples = settings.aggregation.max_examples
+        secure = replace(secure, max_weight=largest_weight(secure, max_examples=max_examples, images=images))
+        log.info(
+            "secure aggregation weights clients by their numbers of images, at most %d, and reveals the sum of these",
+            secure.max_weight,
+        )
     clients = settings.clients_per_round + settings.aggregation.over_selection
-    if settings.secure_aggregation and clients >= MIN_CLIENTS:
-        log.info(describe_graph(settings.secure_aggregation, graph_for(settings.secure_aggregation, clients)))
+    if clients >= MIN_CLIENTS:
+        log.info(describe_graph(secure, graph_for(secure, clients)))
+    return secure
 
 
 def node_names(settings: Settings) -> NodeNames:

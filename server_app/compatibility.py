@@ -27,7 +27,7 @@ from strategies.interfaces import GLOBAL, Aggregator, LinearAggregator
 from strategies.l_dawa import LDAWAScalingClient
 from strategies.low_rank_aggregation import CHANGING_WEIGHTS, OF_PRODUCTS, REPLACING_FACTORS
 from strategies.server_optimizer import ServerOptimizer
-from strategies.weighted_sum import WeightedSum, is_uniform_sum
+from strategies.weighted_sum import WeightedSum
 
 log = logging.getLogger("fedssl")
 
@@ -312,17 +312,36 @@ def require_full_exchange(what: str, context: RoundContext, plans: PlanBuilder, 
         )
 
 
-def require_uniform_sum(
-    what: str, context: RoundContext, plans: PlanBuilder, aggregators: Mapping[str, Aggregator]
-) -> None:
-    """Require an aggregator that is the sum of all updates with equal weights; raises `InputError`."""
-    require_full_exchange(what, context, plans, models=aggregators)
-    if not all(is_uniform_sum(aggregator) for aggregator in aggregators.values()):
-        raise InputError(
-            f"{what} needs a strategy that adds up the clients with equal weights: set strategy=fedavg "
-            "strategy.weighting=uniform, or strategy=l_dawa strategy.scale_at=client"
-        )
-    if context.method.uploaded_parts:
-        raise InputError(
-            f"{what} does not cover the parts that {type(context.method).__name__} uploads; set another method"
-        )
+def validate_sums(settings: Settings, method: SSLMethod, strategy: FedSSLStrategy) -> None:
+    """Refuse strategies and methods whose updates privacy or secure aggregation cannot sum; raises `InputError`."""
+    known = {
+        "privacy=central": ("uniform",) if settings.privacy else (),
+        "secure_aggregation=secagg_plus": ("uniform", "examples") if settings.secure_aggregation else (),
+    }
+    for what, weightings in known.items():
+        if not weightings:
+            continue
+        for round in (1, settings.rounds):  # a strategy may have a warm-up
+            problem = _why_no_sum(strategy.server.aggregator(round), weightings)
+            if problem:
+                raise InputError(
+                    f"{what} needs a strategy that adds up the clients, but strategy="
+                    f"{settings.recording.choices['strategy']} {problem}: set strategy=fedavg "
+                    "strategy.weighting=uniform, or strategy=l_dawa strategy.scale_at=client"
+                )
+        if method.uploaded_parts:
+            raise InputError(
+                f"{what} does not cover the parts that {type(method).__name__} uploads; set another method"
+            )
+
+
+def _why_no_sum(aggregator: Aggregator, weightings: Sequence[str]) -> str | None:
+    """Return why an aggregator is no sum with one of the weightings; None if it is."""
+    if not isinstance(aggregator, WeightedSum) or aggregator.scale != "none":
+        return "compares or selects them on the server"
+    if aggregator.weighting in weightings:
+        return None
+    return {
+        "examples": "weights them by their numbers of images, so that the influence of one is not bounded",
+        "loss": "weights them by their losses relative to the smallest of the round, which no client knows",
+    }[aggregator.weighting]

@@ -16,10 +16,10 @@ from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.errors import RunError
 from fedssl.untrusted import sanitize_line
 from fedssl.wire.messages import ClientUpdate
-from fedssl.wire.secure_aggregation import summed_size
+from fedssl.wire.secure_aggregation import UNIFORM_WEIGHT, summed_size
 from server_app.block_sums import BlockClient, BlockSumTask, LostSumError
 from server_app.client_models import ClientModels, MappedValues
-from server_app.compatibility import require_full_exchange, require_uniform_sum
+from server_app.compatibility import require_full_exchange
 from server_app.messaging import NO_REPLY, MessageExchange, ordered_by_client
 from server_app.model_aggregation import ModelAggregation
 from server_app.plans import PlanBuilder
@@ -99,9 +99,9 @@ class Round:
         if context.aggregation.buffered:
             require_full_exchange("aggregation.buffered=true", context, plans, models=aggregators)
         if context.privacy:
-            require_uniform_sum("privacy=central", context, plans, aggregators)
+            require_full_exchange("privacy=central", context, plans, models=aggregators)
         if context.secure_aggregation:
-            require_uniform_sum("secure_aggregation=secagg_plus", context, plans, aggregators)
+            require_full_exchange("secure_aggregation=secagg_plus", context, plans, models=aggregators)
 
     def block_sum_task(self, *, has_observers: bool) -> BlockSumTask | None:
         """Return what clients' processes need to sum their updates; None if the server needs each update."""
@@ -184,6 +184,11 @@ class Round:
         context, clients = self._context, self._context.clients
         contents = {message.metadata.dst_node_id: message.content for message in self.messages}
         settings, start = context.aggregation, self.starts[GLOBAL]
+        aggregation, max_weight = self._aggregations[GLOBAL], UNIFORM_WEIGHT
+        assert isinstance(aggregation.aggregator, WeightedSum)
+        if aggregation.aggregator.weighting == "examples":
+            assert secure.max_weight is not None, "the settings of a run have the largest weight"
+            max_weight = secure.max_weight
         try:
             secure_mean = secure_mean_delta(
                 exchange,
@@ -193,6 +198,7 @@ class Round:
                 round=self.number,
                 timeout=context.timeout,
                 deadline=settings.round_deadline,
+                max_weight=max_weight,
             )
             layers = apply_delta(start.expected_upload.layers, secure_mean.delta)
         except TooFewParticipants as reason:
@@ -201,13 +207,12 @@ class Round:
         for node, dropped in secure_mean.dropped.items():
             self._drop(clients[node], dropped)
         self._result.secure_aggregation.update(
-            privacy_parameters(secure, secure_mean.graph),
+            privacy_parameters(secure, secure_mean.graph, max_weight=max_weight),
             phases={name: asdict(cost) for name, cost in secure_mean.phases.items()},
         )
-        aggregation = self._aggregations[GLOBAL]
         aggregation.aggregator.start(start.expected_upload)
         mean = ClientUpdate(layers=layers, partition_id=participants[0])
-        aggregation.aggregator.add(mean, start.expected_upload.cosines_of(layers))
+        aggregation.aggregator.add_weighted(mean, 1.0)  # the clients' weights are in the mean
         for node, client in zip(secure_mean.nodes, participants, strict=True):
             slot = self.slots[client]
             slot.destinations, slot.bytes_down = (GLOBAL,), secure_mean.bytes_down[node]

@@ -34,6 +34,7 @@ from fedssl.wire.secure_aggregation import (
     SETUP,
     SHARE_KEYS,
     TARGET_RANGE,
+    UNIFORM_WEIGHT,
     UNMASK,
 )
 from server_app.messaging import NO_REPLY
@@ -60,7 +61,7 @@ class PhaseCost:
 
 @dataclass
 class SecureMean:
-    """Mean over clients, in the order of `summed_names`, their nodes, reasons of the others, bytes by node, costs."""
+    """Weighted mean over clients, in the order of `summed_names`, their nodes, reasons of the others, bytes, costs."""
 
     graph: SharingGraph
     delta: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -72,7 +73,10 @@ class SecureMean:
 
 
 class SecAggRound:
-    """One round of the protocol. The sets of nodes shrink from phase to phase."""
+    """One round of the protocol. The sets of nodes shrink from phase to phase.
+
+    Clients have weights of at most ``max_weight``, of which the server reads the sum; `UNIFORM_WEIGHT`: equal ones.
+    """
 
     def __init__(
         self,
@@ -82,8 +86,10 @@ class SecAggRound:
         *,
         length: int,
         round: int,
+        max_weight: int = UNIFORM_WEIGHT,
     ) -> None:
         self._send, self._graph, self._settings, self._round = send, graph, settings, round
+        self._max_weight = max_weight
         self._result = SecureMean(graph)
         self._neighbors: dict[int, set[int]] = {}  # with the node itself
         self._publics: dict[int, tuple[bytes, bytes]] = {}
@@ -100,6 +106,7 @@ class SecAggRound:
             "share_num": graph.shares,
             "threshold": graph.threshold,
             "clipping_range": float(settings.clipping_range),
+            "max_weight": float(self._max_weight),
             MASK_GENERATOR: settings.mask_generator,
             **SECAGG_PARAMETERS,
         }
@@ -130,7 +137,11 @@ class SecAggRound:
         result = self._result
         result.nodes = sorted(alive)
         result.delta = dequantized_mean(
-            self._total[1:], clients=len(alive), clipping_range=settings.clipping_range, target_range=TARGET_RANGE
+            self._total[1:],
+            clients=len(alive),
+            total_weight=int(self._total[0]),
+            clipping_range=settings.clipping_range,
+            target_range=TARGET_RANGE,
         )
         return result
 
@@ -258,7 +269,10 @@ class SecAggRound:
             for other in self._neighbors[owner] & alive:
                 pair = generate_shared_key(private, bytes_to_public_key(self._publics[other][0]))
                 add_mask(self._total, pair, generator=generator, sign=1 if owner > other else -1)
-        if int(self._total[0]) != len(alive) * TARGET_RANGE:
+        # Values of a wrong sum are random: each is in the range with a probability of len(alive) / 1024.
+        largest, weight = len(alive) * TARGET_RANGE, int(self._total[0])
+        is_uniform = self._max_weight == UNIFORM_WEIGHT
+        if not (weight == largest if is_uniform else 0 < weight <= largest) or self._total.max() > largest:
             raise TooFewParticipants("secure aggregation received wrong shares or masks: the sum is wrong")
 
 

@@ -10,10 +10,18 @@ from flwr.app import Message, RecordDict
 
 from fedssl.arrays import Layers
 from fedssl.config.aggregation_settings import SecureAggregationSettings
+from fedssl.config.constraints import MIN_IMAGES
 from fedssl.errors import InputError
 from fedssl.secure_aggregation.graph import SharingGraph, choose_graph
 from fedssl.secure_aggregation.masks import SEED_BITS
-from fedssl.wire.secure_aggregation import MAX_CLIENTS, MIN_CLIENTS, summed_names, summed_size
+from fedssl.wire.secure_aggregation import (
+    MAX_CLIENTS,
+    MAX_WEIGHT,
+    MIN_CLIENTS,
+    UNIFORM_WEIGHT,
+    summed_names,
+    summed_size,
+)
 from server_app.messaging import MessageExchange
 from server_app.secagg_round import SecAggRound, SecureMean, TooFewParticipants
 
@@ -53,9 +61,31 @@ def validate_graph(settings: SecureAggregationSettings, clients: int) -> None:
         graph_for(settings, clients)
 
 
-def privacy_parameters(settings: SecureAggregationSettings, graph: SharingGraph) -> dict[str, float | str]:
+def largest_weight(settings: SecureAggregationSettings, *, max_examples: int | None, images: int | None) -> int:
+    """Return the largest number of images that a client may have as its weight.
+
+    ``images`` are those of the largest client, None if clients are devices. Raises `InputError` if nothing limits them.
+    """
+    if settings.max_weight is not None and images is not None and settings.max_weight < images:
+        raise InputError(
+            f"secure_aggregation.max_weight={settings.max_weight} but the largest client has {images} images, which "
+            f"are its weight; set it to {images} or more, or to null"
+        )
+    limits = [limit for limit in (settings.max_weight, max_examples) if limit is not None] or [images or 0]
+    if limits == [0]:
+        raise InputError(
+            "secure_aggregation.max_weight=null but the weight of a device, its number of images, is masked; set "
+            "secure_aggregation.max_weight to the number of images of the largest device, or strategy.weighting=uniform"
+        )
+    return min(max(min(limits), MIN_IMAGES), MAX_WEIGHT)
+
+
+def privacy_parameters(
+    settings: SecureAggregationSettings, graph: SharingGraph, *, max_weight: int = UNIFORM_WEIGHT
+) -> dict[str, float | str]:
     """Return what secure aggregation guarantees, for ``metrics.jsonl`` and ``summary.json``."""
-    return {
+    weights: dict[str, float | str] = {} if max_weight == UNIFORM_WEIGHT else {"max_weight": max_weight}
+    return weights | {
         "clients": graph.clients,
         "neighbors": graph.neighbors,
         "threshold": graph.threshold,
@@ -87,8 +117,12 @@ def secure_mean_delta(
     round: int,
     timeout: float,
     deadline: float | None,
+    max_weight: int = UNIFORM_WEIGHT,
 ) -> SecureMean:
-    """Run the four phases with the nodes of ``contents``, whose deltas have a length; raises `TooFewParticipants`."""
+    """Run the four phases with the nodes of ``contents``, whose deltas have a length; raises `TooFewParticipants`.
+
+    ``max_weight`` is as in `SecAggRound`.
+    """
     if len(contents) < MIN_CLIENTS:
         raise TooFewParticipants(f"{len(contents)} clients are available, and secure aggregation needs {MIN_CLIENTS}")
     try:
@@ -99,7 +133,7 @@ def secure_mean_delta(
     def send(messages: list[Message]) -> Iterator[tuple[Message, Message]]:
         return exchange.send_and_receive(messages, timeout=timeout, deadline=deadline)
 
-    return SecAggRound(send, graph, settings, length=length, round=round).run(contents)
+    return SecAggRound(send, graph, settings, length=length, round=round, max_weight=max_weight).run(contents)
 
 
 def apply_delta(layers: Layers, delta: np.ndarray) -> Layers:

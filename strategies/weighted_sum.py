@@ -313,11 +313,6 @@ def _add(sums: torch.Tensor, layer: torch.Tensor, factor: float, coefficient: fl
     sums.add_(layer, alpha=coefficient)
 
 
-def is_uniform_sum(aggregator: object) -> bool:
-    """Return whether an aggregator adds clients with equal weights."""
-    return isinstance(aggregator, WeightedSum) and (aggregator.weighting, aggregator.scale) == ("uniform", "none")
-
-
 def as_reference(layers: Layers | ReferenceLayers) -> ReferenceLayers:
     """Return global layers as a reference, without products unless they are one."""
     return layers if isinstance(layers, ReferenceLayers) else ReferenceLayers(layers)

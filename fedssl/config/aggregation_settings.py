@@ -35,6 +35,9 @@ class SecureAggregationSettings:
     correctness_bits: float = 30  # -log2 of the probability that masks cannot be removed
     neighbors: int | None = None  # of every client; None: the smallest number for these bounds
     threshold: int | None = None  # number of shares that reveal a mask; None: the smallest number for these bounds
+    # Largest number of images of a client, by which weights become integers; None: ``max_examples``, or that of the
+    # largest simulated client.
+    max_weight: int | None = None
     mask_generator: str = "chacha20"  # see `fedssl.secure_aggregation.masks`
 
 

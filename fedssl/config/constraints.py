@@ -179,6 +179,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "correctness_bits": Constraint(minimum=1, maximum=128),
         "neighbors": _optional(_integer(2)),
         "threshold": _optional(_integer(2)),
+        "max_weight": _optional(_integer(MIN_IMAGES, 2**22)),
         "mask_generator": _choice("chacha20", "mt19937"),
     },
     "availability": {

@@ -42,15 +42,17 @@ def add_mask(total: np.ndarray, seed: bytes, *, generator: str, sign: int) -> No
 
 
 def quantize(
-    delta: np.ndarray, generator: np.random.Generator, *, clipping_range: float, target_range: int
+    delta: np.ndarray, generator: np.random.Generator, *, clipping_range: float, target_range: int, weight: float = 1.0
 ) -> np.ndarray:
-    """Clip a vector and round it to steps from 0 to ``target_range``, as uint32.
+    """Clip a vector, multiply it by a weight of at most 1, and round it to steps from 0 to ``target_range``, as uint32.
 
-    A value is rounded down with the probability that makes the clipped vector the mean over the generator's draws.
+    A value is rounded down with the probability that makes the weighted vector the mean over the generator's draws.
+    Flower multiplies before it clips, so that a client with a small weight could exceed the range.
     """
     quantized = np.empty(len(delta), np.uint32)
     for start in range(0, len(delta), _BLOCK):
         steps = np.clip(delta[start : start + _BLOCK], -clipping_range, clipping_range)
+        steps *= weight
         steps += clipping_range
         steps *= target_range / (2 * clipping_range)
         rounded = np.ceil(steps)
@@ -64,9 +66,14 @@ def rounding_generator(delta: np.ndarray) -> np.random.Generator:
     return np.random.default_rng(xxh3_128_intdigest(np.ascontiguousarray(delta).data))
 
 
-def dequantized_mean(total: np.ndarray, *, clients: int, clipping_range: float, target_range: int) -> np.ndarray:
-    """Return the mean of the vectors whose quantized sum over ``clients`` is ``total``, as Flower computes it."""
+def dequantized_mean(
+    total: np.ndarray, *, clients: int, total_weight: int, clipping_range: float, target_range: int
+) -> np.ndarray:
+    """Return the mean of the vectors whose quantized sum over ``clients`` is ``total``, as Flower computes it.
+
+    ``total_weight`` is the sum of the weights in steps, ``target_range`` for a weight of 1.
+    """
     mean = total.astype(np.float64) * ((2 * clipping_range) / target_range) - clipping_range
     mean += -(clients - 1) * clipping_range
-    mean *= target_range / (clients * target_range)
+    mean *= target_range / total_weight
     return mean

@@ -20,9 +20,11 @@ SECAGG_CONFIG_KEY = "secaggplus_configs"  # Flower's name of the record with the
 SETUP, SHARE_KEYS, COLLECT, UNMASK = PHASES = ("setup", "share_keys", "collect_masked_vectors", "unmask")
 MASK_GENERATOR = "mask_generator"  # not a key of Flower: its clients do not reply it and use ``mt19937``
 MIN_CLIENTS = 3  # of two clients, each computes the other's update from the sum
-# How updates become integers under masks. With other values, masks may not cover all of a number.
-SECAGG_PARAMETERS = {"target_range": 1 << 22, "mod_range": 1 << 32, "max_weight": 1.0}
 TARGET_RANGE = 1 << 22
+# How updates become integers under masks. With other values, masks may not cover all of a number.
+SECAGG_PARAMETERS = {"target_range": TARGET_RANGE, "mod_range": 1 << 32}
+UNIFORM_WEIGHT = 1  # max_weight of a round in which all clients have this weight; larger ones are numbers of images
+MAX_WEIGHT = TARGET_RANGE  # the weight of one image is a step at least
 MAX_CLIENTS = (1 << 32) // TARGET_RANGE - 1  # more quantized values may exceed the modulus
 
 

@@ -68,7 +68,7 @@ OTHER_RUNS = {
         f"augmentation-{name}": [f"augmentation={name}", *RGB]
         for name in ("byol", "dec_ssl", "easyfl", "fedu2", "fedx", "none", "orchestra", "simclr")
     },
-    "secure": ["secure_aggregation=secagg_plus", *UNIFORM],
+    "secure": ["secure_aggregation=secagg_plus", "secure_aggregation.dropout_fraction=0", *UNIFORM],
     "private": ["privacy=central", *UNIFORM, "encoder.norm=group"],
     "contiguous": ["channels_last=false"],
 }

@@ -135,7 +135,12 @@ def test_a_finished_run_is_evaluated_and_no_run_starts_from_it(tmp_path):
 
 @pytest.mark.parametrize(
     "overrides",
-    [["secure_aggregation=secagg_plus"], ["privacy=central"], ["wire_dtype=int8"], ["engine=local"]],
+    [
+        ["secure_aggregation=secagg_plus", "secure_aggregation.dropout_fraction=0"],
+        ["privacy=central"],
+        ["wire_dtype=int8"],
+        ["engine=local"],
+    ],
     ids=str,
 )
 def test_whole_runs(tmp_path, overrides):

@@ -10,7 +10,6 @@ from fedssl.errors import InputError
 from fedssl.export import save_encoder
 from fedssl.methods.base import build_method
 from server_app.build import load_teacher, make_lr_schedule
-from server_app.round import Round
 from tests.federation import Federation
 
 WORDS = ["method=fedca", "encoder.width=4", "method.alignment_weight=0.1"]
@@ -91,19 +90,20 @@ def test_a_file_that_is_no_encoder(tmp_path):
 
 @pytest.mark.parametrize(
     "overrides",
-    [["privacy=central", "encoder.norm=group"], ["secure_aggregation=secagg_plus"]],
+    [
+        ["privacy=central", "encoder.norm=group"],
+        ["secure_aggregation=secagg_plus", "secure_aggregation.dropout_fraction=0"],
+    ],
     ids=lambda overrides: overrides[0],
 )
 def test_what_hides_updates_refuses_a_dictionary_and_takes_a_teacher(tmp_path, overrides):
     overrides = ["method=fedca", "strategy=fedavg", "strategy.weighting=uniform", *overrides]
-    federation = Federation(tmp_path, *overrides)
     with pytest.raises(InputError, match="does not cover the parts that FedCA uploads"):
-        Round(federation.components.context, federation.state)
+        Federation(tmp_path, *overrides)
     norm = [word for word in overrides if word.startswith("encoder.norm")]
     file, _ = save(tmp_path, *norm)
     overrides += ["method.sent_per_round=0", "method.alignment_weight=0.1", f"teacher={file}"]
-    federation = Federation(tmp_path, *overrides)
-    Round(federation.components.context, federation.state)
+    Federation(tmp_path, *overrides)
 
 
 def test_a_missing_teacher_is_refused_before_images_are_loaded(tmp_path, monkeypatch):

@@ -144,7 +144,9 @@ def test_secure_aggregation_sums_factors(tmp_path):
         "strategy.weighting=uniform",
     ]
     folders = [tmp_path / name for name in ("plain", "secure")]
-    for folder, secure in zip(folders, ([], ["secure_aggregation=secagg_plus"]), strict=True):
+    for folder, secure in zip(
+        folders, ([], ["secure_aggregation=secagg_plus", "secure_aggregation.dropout_fraction=0"]), strict=True
+    ):
         run([*overrides, *secure, f"output_dir={folder}"])
     plain, secure = (latest_checkpoint(folder / "checkpoints").models["global"].layers for folder in folders)
     assert any(name.endswith("lora_B") and array.any() for name, array in plain.items())
@@ -201,7 +203,10 @@ def test_clients_of_different_ranks(tmp_path, aggregation):
         (["strategy=euc", "tuning.aggregation=stack"], "start from factors of their own"),
         (["server_optimizer=fedavgm", "tuning.aggregation=exact"], "server_optimizer needs sums of layers"),
         (["aggregation.buffered=true", "tuning.aggregation=svd"], "aggregation.buffered=true needs sums of layers"),
-        (["secure_aggregation=secagg_plus", "tuning.aggregation=exact"], "secure_aggregation=secagg_plus needs sums"),
+        (
+            ["secure_aggregation=secagg_plus", "secure_aggregation.dropout_fraction=0", "tuning.aggregation=exact"],
+            "secure_aggregation=secagg_plus needs sums",
+        ),
         (
             ["privacy=central", "encoder=vit_tiny", "encoder.width=12", "tuning.aggregation=svd"],
             "privacy=central needs sums",

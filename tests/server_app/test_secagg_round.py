@@ -34,7 +34,13 @@ def quantized_mean(nodes):
         quantize(delta, rounding_generator(delta), clipping_range=8.0, target_range=TARGET_RANGE).astype(np.int64)
         for delta in map(delta_of_node, nodes)
     ]
-    return dequantized_mean(sum(vectors), clients=len(vectors), clipping_range=8.0, target_range=TARGET_RANGE)
+    return dequantized_mean(
+        sum(vectors),
+        clients=len(vectors),
+        total_weight=len(vectors) * TARGET_RANGE,
+        clipping_range=8.0,
+        target_range=TARGET_RANGE,
+    )
 
 
 class LossyExchange(MessageExchange):
@@ -57,11 +63,43 @@ class LossyExchange(MessageExchange):
                 yield message, reply
 
 
-def secure_mean(lost=(), *, change=None, settings=DEFAULTS, app=None, clients=CLIENTS):
+def secure_mean(lost=(), *, change=None, settings=DEFAULTS, app=None, clients=CLIENTS, max_weight=1):
     grid = LocalGrid(app or fedssl_app(delta_of_node), num_clients=clients)
     contents = {node: RecordDict() for node in grid.get_node_ids()}
     exchange = LossyExchange(grid, lost, change)
-    return secure_mean_delta(exchange, contents, settings, length=LENGTH, round=1, timeout=60, deadline=None)
+    return secure_mean_delta(
+        exchange, contents, settings, length=LENGTH, round=1, timeout=60, deadline=None, max_weight=max_weight
+    )
+
+
+def images_of_node(node):
+    return 3 * node**2  # from 12 to 1,323 for 20 nodes
+
+
+@pytest.mark.parametrize("lost", [{}, {5: "collect_masked_vectors", 20: "share_keys"}])
+@pytest.mark.parametrize("client", ["fedssl", "Flower"])
+def test_the_weighted_mean_is_that_of_the_plain_updates(client, lost):
+    """Values err by a step of 2 * 8 / 2^22, and weights by half of one, times the largest over the mean weight."""
+    settings = FLOWERS if client == "Flower" else DEFAULTS
+    app = (flower_app if client == "Flower" else fedssl_app)(delta_of_node, images_of_node)
+    result = secure_mean(lost, settings=settings, app=app, max_weight=1400)
+    assert result.nodes == [node for node in range(2, 22) if node not in lost]
+    weights = np.array([images_of_node(node) for node in result.nodes], np.float64)
+    deltas = np.array([delta_of_node(node) for node in result.nodes])
+    expected = (weights[:, None] * deltas).sum(axis=0) / weights.sum()
+    bound = 1.5 * (2 * 8 / TARGET_RANGE) * 1400 / weights.mean()
+    np.testing.assert_allclose(result.delta, expected, rtol=0, atol=bound)
+    assert np.abs(result.delta - deltas.mean(axis=0)).max() > 100 * bound  # it is not the mean with equal weights
+
+
+def test_a_client_whose_weight_exceeds_the_largest_sends_nothing():
+    """A sum of weights beyond its range could exceed 2^32."""
+    result = secure_mean(app=fedssl_app(delta_of_node, images_of_node), max_weight=1322)
+    assert result.dropped.keys() == {21}
+    assert "more images, but secure_aggregation.max_weight=1322 is the largest weight; raise it" in result.dropped[21]
+    assert "1323" not in result.dropped[21]  # the server does not learn the weight
+    result = secure_mean(app=fedssl_app(delta_of_node, lambda node: 5 * (node > 2)), max_weight=5)
+    assert "this client has no images" in result.dropped[2]
 
 
 @pytest.mark.parametrize("clients", [4, 20])

@@ -46,6 +46,30 @@ def test_the_sum_is_that_of_the_plain_round_within_the_step_of_the_integers(tmp_
     assert all(row.bytes_up > 4 * sum(array.size for array in plain.layers.values()) for row in secure.report.clients)
 
 
+def test_the_default_weighting_by_images(tmp_path):
+    """Clients of 7 to 30 images: the mean errs by 1.5 steps times the largest over the mean weight, less than 2."""
+    overrides = ["strategy=fedavg", "partition=dirichlet", "partition.alpha=1"]
+    plain = Federation(tmp_path / "a", *SMALL, *overrides)
+    secure = Federation(tmp_path / "b", *SMALL, *overrides, "secure_aggregation=secagg_plus")
+    sizes = [len(part) for part in secure.components.client_data.parts]
+    assert max(sizes) < 2 * np.mean(sizes)
+    within(secure.run(1), plain.run(1), 3 * 2 * 8 / 2**22)
+    assert secure.report.secure_aggregation["max_weight"] == max(sizes)
+    assert all(row.examples is None for row in secure.report.clients)
+    uniform = Federation(tmp_path / "c", *SMALL, *overrides, "strategy.weighting=uniform").run(1)
+    with pytest.raises(AssertionError):
+        within(uniform, plain.layers, 3 * 2 * 8 / 2**22)
+    # The plain rule drops clients with more images than that; here they drop themselves.
+    limited = Federation(
+        tmp_path / "d",
+        *SMALL,
+        *overrides,
+        "secure_aggregation=secagg_plus",
+        f"aggregation.max_examples={max(sizes) - 1}",
+    )
+    assert limited.components.context.secure_aggregation.max_weight == max(sizes) - 1
+
+
 def test_l_dawa_with_the_cosines_taken_by_the_clients(tmp_path):
     overrides = ["strategy=l_dawa", "strategy.scale_at=client"]
     plain = Federation(tmp_path / "a", *SMALL, *overrides).run(1)
@@ -148,8 +172,13 @@ def test_a_whole_run(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["strategy=l_dawa"], "secure_aggregation=secagg_plus needs a strategy that adds up the clients"),
-        (["strategy=fedavg"], "secure_aggregation=secagg_plus needs a strategy that adds up the clients"),
+        (["strategy=l_dawa"], "needs a strategy that adds up the clients, but strategy=l_dawa compares"),
+        (["strategy=median"], "needs a strategy that adds up the clients, but strategy=median compares or selects"),
+        (["strategy=loss_weighted"], "strategy=loss_weighted weights them by their losses relative to the smallest"),
+        (
+            ["strategy=fedavg", "secure_aggregation.max_weight=10"],
+            "secure_aggregation.max_weight=10 but the largest client has 15 images, which are its weight; set it to 15",
+        ),
         (
             ["privacy=central", "encoder.norm=group"],
             "secure_aggregation=secagg_plus reveals only the sum of updates",
@@ -209,7 +238,8 @@ SETUP = {
         ({**SETUP, "threshold": "3"}, "without the number of clients"),
         ({**SETUP, "mod_range": 2}, "mod_range=2 instead of 4294967296"),  # its masks are all 0
         ({**SETUP, "target_range": 2**31}, "target_range=2147483648 instead of 4194304"),
-        ({**SETUP, "max_weight": 1e-9}, "max_weight=1e-09 instead of 1.0"),
+        ({**SETUP, "max_weight": 1e-9}, "max_weight=1e-09; it is 1.0 for equal weights, or a number"),
+        ({**SETUP, "max_weight": 2.0**23}, "max_weight=8388608.0; it is 1.0 for equal weights, or a number"),
         ({**SETUP, "sample_num": 1024}, "no more than 1023"),  # their sum would exceed the modulus
         ({**SETUP, "share_num": 6, "threshold": 4}, "5 clients with 6 shares"),
         ({**SETUP, "clipping_range": float("nan")}, "clipping_range=nan"),

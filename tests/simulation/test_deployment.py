@@ -51,7 +51,11 @@ def test_invalid_settings_are_rejected_before_submission(overrides, sentence, tm
         (["secure_aggregation=secagg_plus"], "reveals only the sum of updates; set .*aggregation.max_norm_ratio=null"),
         (
             ["secure_aggregation=secagg_plus", "aggregation.max_norm_ratio=null"],
-            "needs a strategy that adds up the clients with equal weights: set strategy=fedavg",
+            "needs a strategy that adds up the clients, but strategy=l_dawa compares or selects them on the server",
+        ),
+        (
+            ["secure_aggregation=secagg_plus", "aggregation.max_norm_ratio=null", "strategy=fedavg"],
+            "secure_aggregation.max_weight=null but the weight of a device, its number of images, is masked; set secu",
         ),
         (["strategy=gossip"], "strategy=gossip is for simulations"),
         (["evaluate_personalized=true"], "evaluate_personalized and unseen_clients are for simulations"),

@@ -301,7 +301,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, overrides):
         ),
         ([*ONE_SHOT, "clients_per_round=2"], "sorts all clients in round 1, but clients_per_round=2 of num_clients=3"),
         (
-            ["strategy=featarc", "secure_aggregation=secagg_plus"],
+            ["strategy=featarc", "secure_aggregation=secagg_plus", "secure_aggregation.dropout_fraction=0"],
             "secure_aggregation=secagg_plus needs clients that all send and receive",
         ),
     ],

@@ -273,7 +273,7 @@ def test_steps_are_not_captured(tmp_path):
     [
         ["schedule=progressive", "rounds=2", "method.exchange_predictor=false"],
         ["method.target_init=average", "method.ema_schedule=cosine"],
-        ["secure_aggregation=secagg_plus", "strategy.weighting=uniform"],
+        ["secure_aggregation=secagg_plus", "secure_aggregation.dropout_fraction=0", "strategy.weighting=uniform"],
         ["privacy=central", "strategy.weighting=uniform"],
         ["calibration=auxiliary"],
     ],

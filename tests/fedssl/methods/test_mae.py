@@ -297,7 +297,7 @@ def test_dapu_decides_on_the_decoder(tmp_path):
     "overrides",
     [
         ["schedule=progressive", "rounds=2"],
-        ["secure_aggregation=secagg_plus", "strategy.weighting=uniform"],
+        ["secure_aggregation=secagg_plus", "secure_aggregation.dropout_fraction=0", "strategy.weighting=uniform"],
         ["privacy=central", "strategy.weighting=uniform"],
         ["regularizer=prox"],
     ],

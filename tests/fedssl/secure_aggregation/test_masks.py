@@ -53,7 +53,14 @@ def test_quantized_vectors_and_means_equal_flowers(monkeypatch):
     (vector,) = dequantize([total], 8.0, 1 << 22)
     vector += -2 * 8.0
     vector *= (1 << 22) / (3 * (1 << 22))
-    assert np.array_equal(dequantized_mean(total, clients=3, clipping_range=8.0, target_range=1 << 22), vector)
+    mean = dequantized_mean(total, clients=3, total_weight=3 << 22, clipping_range=8.0, target_range=1 << 22)
+    assert np.array_equal(mean, vector)
+
+
+def test_a_vector_is_clipped_before_it_is_multiplied_by_its_weight():
+    """Clipped to 8, times 1/4: 2 is a quarter of the range above its middle. Flower would send 8."""
+    found = quantize(np.full(3, 32.0), np.random.default_rng(0), clipping_range=8.0, target_range=64, weight=0.25)
+    assert found.tolist() == [32 + 8] * 3
 
 
 def test_rounding_is_unbiased_and_depends_on_the_vector_alone():
