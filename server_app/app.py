@@ -13,6 +13,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedssl.atomic_files import new_run_folder
+from fedssl.config.literal import literal_values
 from fedssl.config.load import load_settings, with_run_folder
 from fedssl.config.overrides import parse, quote_value
 from fedssl.config.settings import Settings
@@ -294,4 +295,4 @@ def overrides_of(run_config: RunConfig) -> list[str]:
         for key, value in run_config.items()
         if key in RUN_CONFIG_KEYS and value != ""
     ]
-    return [*flat, *shlex.split(str(run_config.get("overrides", "")))]
+    return literal_values([*flat, *shlex.split(str(run_config.get("overrides", "")))])

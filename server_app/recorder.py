@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import platform
-import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from fedssl.atomic_files import saved_rounds, write_text
+from fedssl.config.literal import shell_command
 from fedssl.config.load import save_run
 from fedssl.config.settings import RecordingSettings
 from fedssl.evaluation.scores import Score, format_table, mean_over_models, to_flat_dict, units_of
@@ -221,7 +221,7 @@ class Recorder(RunFolder):
             "rounds": rounds,
             "seconds": round(time.monotonic() - self._start, 3),
             "overrides": repeat,
-            "command": shlex.join(["fedssl", *repeat]),
+            "command": shell_command(repeat),
             **results,
             "client": asdict(sum_costs(lines)),  # of a client that takes part in every round
             "recoveries": self.recoveries,

@@ -28,6 +28,7 @@ from fedssl.atomic_files import make_output_folder, new_run_folder
 from fedssl.command_line import run_command
 from fedssl.config.compat import split_arguments
 from fedssl.config.compose import compose_unresolved, validate_names
+from fedssl.config.literal import literal_values, user_path
 from fedssl.config.load import compose, load_settings, with_run_folder
 from fedssl.config.overrides import CONF, check_single, check_sweep, config_groups, parse, quote_value
 from fedssl.config.settings import Settings
@@ -68,6 +69,8 @@ def main() -> int:
 def _run_all() -> int:
     """Execute the command line, and return the exit status of a sweep."""
     flags, overrides = split_arguments(expand_config_dir_flag(sys.argv[1:]))
+    is_sweep = bool({"-m", "--multirun"} & set(flags))
+    overrides = literal_values(overrides, sweep=is_sweep)
     validate_names(overrides)
     # Hydra's own code for these two flags composes the config again.
     if flags in (["--help"], ["-h"]):
@@ -76,7 +79,6 @@ def _run_all() -> int:
     if flags == ["--cfg", "job"]:
         print(OmegaConf.to_yaml(compose_unresolved(overrides)[0]), end="")
         return 0
-    is_sweep = bool({"-m", "--multirun"} & set(flags))
     is_plan, overrides = split_plan(overrides)
     if is_sweep and {"--cfg", "-c"} & set(flags):
         raise InputError("--cfg shows the settings of one run; remove -m and the swept values")
@@ -285,4 +287,4 @@ def _is_remote_resume(overrides: Sequence[str]) -> bool:
     """Return whether the folder of the run to resume is on the machine of a SuperLink."""
     explicit = {override.key_or_group: override.value() for override in parse(overrides)}
     folder = explicit.get("resume")
-    return folder is not None and explicit.get("engine") == "deployment" and not Path(str(folder)).exists()
+    return folder is not None and explicit.get("engine") == "deployment" and not user_path(str(folder)).exists()

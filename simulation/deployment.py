@@ -69,8 +69,8 @@ def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> None:
         raise InputError(f"{unmet}; install them with pip install -e {APP}, and restart the SuperLink")
     for name in ("root_certificates", "signing_key", "signing_certificate"):
         file = getattr(engine, name)
-        if file:  # the ServerApp has another working directory
-            overrides = [*overrides, f"engine.{name}={quote_value(str(Path(file).absolute()))}"]
+        if file:  # absolute, because the ServerApp has another working directory
+            overrides = [*overrides, f"engine.{name}={quote_value(file)}"]
     with control_api(engine) as control:
         run_id = compat.start_run(control, APP, overrides=shlex.join(overrides))
         print(f"run {run_id} of the SuperLink {engine.address}", flush=True)

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from fedssl.atomic_files import make_output_folder, saved_rounds, write_text
 from fedssl.config.compat import expand_sweep
 from fedssl.config.compose import RESUMABLE_KEYS, hydra_value
+from fedssl.config.literal import user_path
 from fedssl.config.load import compose, load_settings
 from fedssl.config.overrides import by_key, config_groups, key_and_group, parse, quote_value
 from fedssl.config.saved_run import check_saved_overrides
@@ -96,7 +97,7 @@ def needs_hydra(flags: Sequence[str], overrides: Sequence[str]) -> bool:
 
 def new_sweep_folder(overrides: Sequence[str], *, create: bool = True) -> Path:
     """Return the folder of a new sweep, and create it unless only its name is needed; raises `InputError`."""
-    folder = Path(str(hydra_value(overrides, "sweep.dir"))).absolute()
+    folder = user_path(str(hydra_value(overrides, "sweep.dir"))).absolute()
     if (folder / STATE_FILE).exists():
         raise InputError(f"{FOLDER_KEY}={folder} has a sweep; resume it with resume={folder}, or choose another folder")
     if create:
@@ -119,11 +120,11 @@ def folder_to_resume(overrides: Sequence[str]) -> Path | None:
     for override in parse(overrides):
         if override.key_or_group != "resume":
             continue
-        if override.is_sweep_override() or not (Path(str(override.value())) / STATE_FILE).exists():
+        if override.is_sweep_override() or not (user_path(str(override.value())) / STATE_FILE).exists():
             raise InputError(
                 f"{override.input_line} names no sweep, whose folder has {STATE_FILE}; resume a run without -m"
             )
-        return Path(str(override.value())).absolute()
+        return user_path(str(override.value())).absolute()
     return None
 
 

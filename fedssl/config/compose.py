@@ -19,7 +19,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.config.compat import ChoiceSweep, Override, apply_overrides
-from fedssl.config.constraints import as_yaml, constraints_in
+from fedssl.config.constraints import as_yaml, constraint_of, constraints_in
+from fedssl.config.literal import user_path
 from fedssl.config.overrides import CONF, check_choices, config_groups, did_you_mean, parse
 from fedssl.config.renamed import check_renamed
 from fedssl.config.targets import (
@@ -27,7 +28,7 @@ from fedssl.config.targets import (
     add_import_path,
     check_targets,
     installed_targets,
-    normalize_searchpath,
+    normalize,
     search_folders,
 )
 from fedssl.errors import InputError
@@ -52,7 +53,7 @@ RESUMABLE_KEYS = {
 
 def resolve_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
     """Return the validated config without interpolations, and the choice of every group."""
-    overrides = normalize_searchpath(overrides)
+    overrides = normalize(overrides)
     defaults = validate_names(overrides)
     config, choices = compose_config(overrides)
     for key in config:  # the user's files may contain unknown keys
@@ -68,27 +69,25 @@ def resolve_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]
     with open_dict(config):
         del config["sweep"], config["plan"]  # options of the command
     config.threads = config.threads or default_threads(config.dataset.size)
-    if config.output_dir is not None:
-        config.output_dir = str(config.output_dir)
-        if not config.output_dir:
-            raise InputError("output_dir is empty; set a folder, or null for runs/<date>_<time>")
     if config.encoder.get("weights") is not None:
         from fedssl.pretrained.sources import absolute_source  # here: slow import
 
         config.encoder.weights = absolute_source(str(config.encoder.weights))
-    _make_absolute(config, "teacher")
+    _make_absolute(config)
     _describe_teacher(config)
-    _make_absolute(config.strategy, "file")
-    _make_absolute(config.partition, "encoder")
-    _make_absolute(config.partition, "file")
-    _make_absolute(config.availability, "file")
-    _make_absolute(config.client_speed, "file")
-    for node in (config.dataset, config.calibration.get("dataset")):
-        if node is not None:
-            _make_absolute(node, "path")
-            if node.get("cache") != "auto":
-                _make_absolute(node, "cache")
     return config, choices
+
+
+def _make_absolute(config: DictConfig) -> None:
+    """Make paths absolute, because clients and resumed runs have another working directory."""
+    for key, value in list(flatten(config)):
+        constraint = constraint_of(key)
+        if constraint is None or constraint.kind is not Path or not isinstance(value, str):
+            continue
+        if not value:
+            raise InputError(f"{key} is empty; set a path, or null")
+        if not (key.endswith(".cache") and value == "auto"):
+            OmegaConf.update(config, key, str(user_path(value).absolute()))
 
 
 def _describe_teacher(config: DictConfig) -> None:
@@ -102,15 +101,9 @@ def _describe_teacher(config: DictConfig) -> None:
         config.method.teacher_encoder = describe_encoder(config.teacher)
 
 
-def _make_absolute(node: DictConfig, key: str) -> None:
-    """Make a path absolute, because clients and resumed runs have another working directory."""
-    if node.get(key) not in (None, ""):
-        node[key] = str(Path(str(node[key])).expanduser().absolute())
-
-
 def validate_names(overrides: Sequence[str]) -> Mapping[str, Any]:
     """Reject unknown keys and choices in overrides and sweeps; return the default of every setting by dotted key."""
-    overrides = normalize_searchpath(overrides)
+    overrides = normalize(overrides)
     parsed = parse(overrides)
     known_groups = config_groups(search_folders(overrides))
     chosen = [override for override in overrides if override.startswith(f"{SEARCHPATH_KEY}=")]

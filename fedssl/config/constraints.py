@@ -4,10 +4,12 @@
 ``docs/settings.md`` is generated from them. A class with another range for a name has its own entry.
 """
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -24,6 +26,7 @@ _NAMES = {
     float: ("a number", "numbers"),
     bool: ("true or false", "true and false"),
     str: ("a name", "names"),
+    Path: ("a path", "paths"),
 }
 
 
@@ -31,7 +34,7 @@ _NAMES = {
 class Constraint:
     """Type and range of a setting."""
 
-    kind: type = float  # int, float (which accepts integers), bool or str
+    kind: type = float  # int, float (which accepts integers), bool, str or Path (a string that names a file or folder)
     choices: tuple[Any, ...] = ()  # allowed values in place of a type; empty for numbers
     minimum: float = -math.inf  # ``minimum <= value``
     above: float = -math.inf  # ``above < value``
@@ -39,6 +42,11 @@ class Constraint:
     maximum: float = math.inf  # ``value <= maximum``
     optional: bool = False  # whether null is allowed
     is_list: bool = False  # whether the value is a list of constrained items
+
+    @property
+    def is_text(self) -> bool:
+        """Return whether the value is one text."""
+        return self.kind in (str, Path) and not self.choices and not self.is_list
 
     def allows(self, value: Any) -> bool:
         """Return whether a value is valid."""
@@ -51,7 +59,7 @@ class Constraint:
     def _allows_item(self, value: Any) -> bool:
         if self.choices:
             return any(value == choice and type(value) is type(choice) for choice in self.choices)
-        if self.kind is str:
+        if self.kind in (str, Path):
             return isinstance(value, str)
         if self.kind is bool or isinstance(value, bool):
             return self.kind is bool and isinstance(value, bool)
@@ -93,6 +101,9 @@ def _list_of(constraint: Constraint) -> Constraint:
 
 
 _BOOL = Constraint(kind=bool)
+_NAME = Constraint(kind=str)
+_NAME_OR_NULL = _optional(_NAME)
+_PATH = _optional(Constraint(kind=Path))
 _POSITIVE = Constraint(above=0, maximum=_LARGE)
 _NOT_NEGATIVE = Constraint(minimum=0, maximum=_LARGE)
 _FRACTION = Constraint(minimum=0, maximum=1)
@@ -121,7 +132,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "local_epochs": _integer(0),
         "clip_norm": _optional(Constraint(above=0)),
         "batch_size": _integer(2),
-        "device": Constraint(kind=str),  # those that torch has: `fedssl.machine.devices.select_device`
+        "device": _NAME,  # those that torch has: `fedssl.machine.devices.select_device`
         "precision": _choice("fp32", "bf16"),
         "channels_last": _BOOL,
         "gpu_augmentation": _choice("torch", "triton"),
@@ -142,10 +153,16 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "plan": _BOOL,
         "pause_after": _optional(_integer(1)),
         "snapshot_every": _integer(0),
+        "teacher": _PATH,
+        "output_dir": _PATH,
+        "resume": _PATH,
+        "run_id": _NAME_OR_NULL,
     },
     "client_state": {"max_bytes": _optional(_integer(1))},
     "sweep": {
         "jobs": _optional(_integer(1)),
+        "address": _NAME_OR_NULL,
+        "metric": _NAME_OR_NULL,
         "retry": _BOOL,
         "gpus": Constraint(above=0),
         "reduction_factor": _optional(_integer(2)),
@@ -162,6 +179,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "max_examples": _optional(_integer(1)),
     },
     "early_stopping": {
+        "monitor": _NAME_OR_NULL,
         "patience": _optional(_integer(1)),
         "min_delta": Constraint(minimum=0),
         "threshold": _optional(Constraint()),
@@ -183,12 +201,14 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "mask_generator": _choice("chacha20", "mt19937"),
     },
     "availability": {
+        "file": _PATH,
         "fraction": _ABOVE_ZERO,
         "period": _SECONDS,
         "dropout": _FRACTION,
     },
     "Trace": {"period": _optional(_SECONDS)},
     "client_speed": {
+        "file": _PATH,
         "flops_per_second": _PER_SECOND,
         "upload_bytes_per_second": _PER_SECOND,
         "download_bytes_per_second": _PER_SECOND,
@@ -196,9 +216,21 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "sigma_rounds": Constraint(minimum=0, maximum=10),
     },
     "engine": {
+        "name": _choice("auto", "local", "ray", "deployment"),
+        "address": _NAME_OR_NULL,
+        "root_certificates": _PATH,
+        "signing_key": _PATH,
+        "signing_certificate": _PATH,
         "client_cpus": _optional(_integer(1)),
         "deliver_every": _optional(_integer(0)),
         "client_gpus": _optional(Constraint(minimum=0)),
+    },
+    "tracker": {
+        "experiment": _NAME,
+        "project": _NAME,
+        "run": _NAME_OR_NULL,
+        "uri": _NAME_OR_NULL,
+        "mode": _choice("offline", "online"),
     },
     "calibration": {
         "when": _optional(_choice("start", "end")),
@@ -206,6 +238,15 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "epochs": _integer(0),
     },
     "dataset": {
+        "path": _PATH,
+        "cache": _PATH,  # or auto
+        "hub": _NAME_OR_NULL,
+        "image": _NAME,
+        "label": _NAME_OR_NULL,
+        "owner": _NAME_OR_NULL,
+        "federated": _NAME_OR_NULL,  # these three of dataset.splits
+        "train": _NAME_OR_NULL,
+        "test": _NAME_OR_NULL,
         "channels": _choice(1, 3),
         "size": _integer(1, MAX_IMAGE_SIZE),
         "mean": _list_of(Constraint()),
@@ -219,6 +260,8 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "storage": _choice("decoded", "encoded", "auto"),
     },
     "partition": {
+        "file": _PATH,
+        "encoder": _PATH,
         "alpha": Constraint(above=0, maximum=_LARGE),
         "beta": _FRACTION,
         "classes_per_client": _integer(1),
@@ -228,8 +271,8 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "self_balancing": _BOOL,
     },
     "encoder": {
-        "name": Constraint(kind=str),
-        "weights": _optional(Constraint(kind=str)),
+        "name": _NAME,
+        "weights": _NAME_OR_NULL,  # a path, or the name of a model
         "channels": _integer(1),
         "size": _integer(1, MAX_IMAGE_SIZE),
         "width": _integer(1, 65_536),
@@ -359,6 +402,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "clusters": _integer(1),
         "cluster_round": _integer(1),
         "num_images": _integer(2),
+        "file": _PATH,
         "topology": _choice("ring", "grid", "star", "complete", "random_regular", "erdos_renyi", "file"),
         "degree": _optional(_integer(1)),
         "probability": _optional(_ABOVE_ZERO),
@@ -379,6 +423,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
     "Clustered": {"weighting": _optional(_LOSS_WEIGHTING)},
     "evaluation": {
         **_OPTIMIZER,
+        "name": _NAME,
         "k": _integer(1),
         "temperature": _POSITIVE,
         "l2": _NOT_NEGATIVE,
@@ -407,6 +452,12 @@ def find_constraint(group: str, name: str, *, owner: str = "") -> Constraint | N
     """Return the constraint of a setting, first that of its class ``owner``; None if it has none."""
     own = CONSTRAINTS.get(owner, {}).get(name)
     return own or CONSTRAINTS.get(group, {}).get(name)
+
+
+def constraint_of(key: str) -> Constraint | None:
+    """Return the constraint of a setting by its dotted key, apart from those of classes; None if it has none."""
+    *nodes, name = key.split(".")
+    return find_constraint(functools.reduce(_group_of, nodes, ""), name)
 
 
 def check_arguments(group: str, *, owner: str = "", **values: Any) -> None:

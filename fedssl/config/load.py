@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from fedssl.atomic_files import write_text
 from fedssl.config.aggregation_settings import AggregationSettings, PrivacySettings, SecureAggregationSettings
 from fedssl.config.compose import RESUMABLE_KEYS, diff, flatten, resolve_config
+from fedssl.config.literal import user_path
 from fedssl.config.overrides import (
     CONF,
     by_key,
@@ -42,7 +43,7 @@ from fedssl.config.settings import (
     Settings,
     TrainingSettings,
 )
-from fedssl.config.targets import normalize_searchpath
+from fedssl.config.targets import normalize
 from fedssl.errors import InputError
 from fedssl.evaluation.early_stopping import EarlyStopping
 from fedssl.untrusted import checksum_line, corrupt_file_error
@@ -62,7 +63,7 @@ _MAX_LISTED = 8  # settings in an error message
 
 def compose(overrides: Sequence[str]) -> Settings:
     """Return the settings for overrides such as ``strategy=fedavg partition.alpha=0.1``; `InputError` if invalid."""
-    overrides = normalize_searchpath(overrides)
+    overrides = normalize(overrides)
     config, choices = resolve_config(overrides)
     return make_settings(config, choices, overrides=overrides, resumed=None)
 
@@ -73,10 +74,11 @@ def load_settings(overrides: Sequence[str]) -> Settings:
     With ``resume=FOLDER`` the saved overrides of that run come first, and a new override replaces a saved one of the
     same key. Only `RESUMABLE_KEYS` may differ from that run. ``pause_after`` is not inherited.
     """
+    overrides = normalize(overrides)
     given = [override.value() for override in parse(overrides) if override.key_or_group == "resume"]
     if not given or given[-1] is None:
         return compose(overrides)
-    folder = Path(str(given[-1])).resolve()
+    folder = user_path(str(given[-1])).resolve()
     saved, saved_overrides = read_settings(folder / "config.yaml"), read_overrides(folder / "overrides.yaml")
     if saved is None or saved_overrides is None:
         missing = " and ".join(name for name in ("config.yaml", "overrides.yaml") if not (folder / name).exists())
@@ -84,7 +86,7 @@ def load_settings(overrides: Sequence[str]) -> Settings:
             f"resume={folder} is not a run folder: {missing} is missing; set resume to a run folder, or start the run "
             "again"
         )
-    explicit = by_key(normalize_searchpath(overrides))
+    explicit = by_key(overrides)
     # The run folder has the initial weights, so that the source is read only for a new run.
     saved_overrides, sources = partition_by_key(saved_overrides, "encoder.weights")
     # A new choice of a group, such as engine=local, replaces the saved one and its settings.

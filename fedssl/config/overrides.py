@@ -6,8 +6,10 @@ The error for an unknown name or choice suggests the closest valid ones.
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
+from typing import Any
 
 from hydra.errors import HydraException
 
@@ -56,6 +58,17 @@ def quote_value(text: str) -> str:
     # In Hydra's quotes a backslash counts as an escape only before a quote.
     escaped = re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + match[2].replace("'", "\\'"), text)
     return f"'{escaped}'"
+
+
+def to_text(value: Any) -> str:
+    """Format a value in Hydra's grammar."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{to_text(inner)}' for key, inner in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(to_text, value))}]"
+    if isinstance(value, str):
+        return value if re.fullmatch(r"[A-Za-z_]\w*", value) else quote_value(value)
+    return {None: "null", True: "true", False: "false"}[value] if isinstance(value, bool | NoneType) else repr(value)
 
 
 def config_groups(folders: Sequence[Path] = ()) -> dict[str, list[str]]:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.config.compat import Override
-from fedssl.config.overrides import check_run_id, config_groups, parse, quote_value
+from fedssl.config.overrides import check_run_id, config_groups, parse, to_text
 from fedssl.config.renamed import CHOICES, current_key, is_earlier, update, update_choices
 from fedssl.errors import InputError
 from fedssl.untrusted import corrupt_file_error, iter_leaves, read_text, read_yaml, sanitize
@@ -62,23 +62,12 @@ def update_override(override: str) -> str:
         try:
             (parsed,) = parse([override])
             value = parsed.value()
-            text = text if update(value, key) == value else _to_text(update(value, key))
+            text = text if update(value, key) == value else to_text(update(value, key))
         except (InputError, ValueError, RecursionError):
             pass  # its user reports the error
     else:
         text = update(text, key)
     return f"{sign}{current_key(key)}={text}"
-
-
-def _to_text(value: Any) -> str:
-    """Format a value in Hydra's grammar."""
-    if isinstance(value, Mapping):
-        return f"{{{','.join(f'{key}:{_to_text(inner)}' for key, inner in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{','.join(map(_to_text, value))}]"
-    if isinstance(value, str):
-        return value if re.fullmatch(r"[A-Za-z_]\w*", value) else quote_value(value)
-    return {None: "null", True: "true", False: "false"}[value] if isinstance(value, bool | NoneType) else repr(value)
 
 
 def check_saved_overrides(overrides: Sequence[str], file: Path) -> None:

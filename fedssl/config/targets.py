@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedssl.config.literal import literal_values, user_path
 from fedssl.config.overrides import CONF, did_you_mean, parse, quote_value
 from fedssl.config.renamed import current_target
 from fedssl.errors import InputError
@@ -42,8 +43,9 @@ def expand_config_dir_flag(arguments: Sequence[str]) -> list[str]:
     return [*others[:first], searchpath_override([_existing(folder) for folder in folders]), *others[first:]]
 
 
-def normalize_searchpath(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with absolute config directories."""
+def normalize(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides with absolute config directories and quoted text, see `fedssl.config.literal`."""
+    overrides = literal_values(overrides)
     folders = search_folders(overrides)
     others = [override for override in overrides if not _has_key(override, SEARCHPATH_KEY)]
     return [searchpath_override(folders), *others] if folders else others
@@ -142,7 +144,7 @@ def _targets(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _existing(name: str) -> Path:
-    folder = Path(name).expanduser().absolute()
+    folder = user_path(name).absolute()
     if not folder.is_dir():
         raise InputError(
             f"the config directory {folder} does not exist; set --config-dir to a folder with strategy/, method/ "

@@ -17,19 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
+from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.atomic_files import make_subfolder, write_text
 from fedssl.command_line import run_command
+from fedssl.config.compat import apply_overrides
 from fedssl.config.compose import check_types, resolve_config, validate_config
+from fedssl.config.literal import plain_text, user_path
 from fedssl.config.load import compose, make_settings
+from fedssl.config.overrides import parse
 from fedssl.config.saved_run import read_settings
 from fedssl.config.settings import DataSettings, Settings
 from fedssl.config.targets import (
     choice_targets,
     expand_config_dir_flag,
-    normalize_searchpath,
+    normalize,
     search_folders,
     user_encoder,
 )
@@ -60,7 +63,7 @@ def main() -> int:
 
 def run(overrides: Sequence[str]) -> str:
     """Evaluate an encoder by the overrides, write the JSON file, and return the text to print."""
-    source = {key: value for key, _, value in map(_split, overrides) if key in ("run", "encoder")}
+    source = {key: path_of(value) for key, _, value in map(_split, overrides) if key in ("run", "encoder")}
     others = [override for override in overrides if _split(override)[0] not in source]
     file = encoder_file(source)
     settings = compose_evaluation(others, run=Path(source["run"]) if "run" in source else None)
@@ -84,7 +87,7 @@ def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Setting
     A run folder is untrusted and must not select code: its data set must be one of ``conf/`` or of the user's config
     directories.
     """
-    overrides = normalize_searchpath(overrides)
+    overrides = normalize(overrides)
     keys = [override.partition("=")[0] for override in overrides]
     if run is None:
         if "dataset" not in keys:
@@ -108,8 +111,9 @@ def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Setting
         if "cache" in saved.dataset:
             saved.dataset.cache = "auto"  # nor may a run folder select where files are written
         try:
-            config.dataset = OmegaConf.merge(saved, OmegaConf.from_dotlist(changes)).dataset
-        except OmegaConfBaseException as error:
+            apply_overrides(parse(changes), saved)
+            config.dataset = saved.dataset
+        except (HydraException, OmegaConfBaseException) as error:
             raise InputError(
                 f"{' '.join(changes)} does not fit the data set of {run}, which has the settings "
                 f"{', '.join(map(str, saved.dataset))}; add dataset=NAME for another data set"
@@ -119,6 +123,11 @@ def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Setting
     check_types(config, {})
     validate_config(config)
     return make_settings(config, choices, overrides=overrides, resumed=None)
+
+
+def path_of(text: str) -> str:
+    """Return a path behind ``key=``, without quotes of Hydra and with the home folder in place of ``~``."""
+    return str(user_path(plain_text(text)))
 
 
 def encoder_file(source: Mapping[str, str]) -> Path:

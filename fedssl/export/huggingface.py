@@ -8,12 +8,12 @@ with training settings, results and usage.
 """
 
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from fedssl.config.literal import public_overrides, shell_command
 from fedssl.evaluation.scores import as_scores, format_table
 from fedssl.export.encoder_file import Preprocess, load_encoder
 from fedssl.export.source import ExportSource, represent
@@ -181,7 +181,7 @@ def _results(run: Run) -> list[str]:
         f"## Results\n\nOn the data set above, for one run with seed {run.seed}. Standard deviations are over draws of "
         "labels. `untrained` is the encoder before training, `pixels` are the raw pixels.",
         f"```\n{sanitize(table, lines=True)}\n```",
-        f"Command:\n\n```\n{sanitize(shlex.join(['fedssl', *summary['overrides']]))}\n```",
+        f"Command:\n\n```\n{sanitize(shell_command(public_overrides(summary['overrides'])))}\n```",
         "Versions: " + (", ".join(f"{sanitize(name)} {sanitize(value)}" for name, value in listed) or "unknown") + ".",
     ]
 

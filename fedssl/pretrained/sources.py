@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fedssl.config.literal import user_path
 from fedssl.config.overrides import did_you_mean
 from fedssl.encoders.library import require_timm
 from fedssl.errors import InputError
@@ -29,7 +30,7 @@ def absolute_source(source: str) -> str:
         return f"{prefix}:{name}"
     if not source:
         raise InputError("encoder.weights is empty; set a file, a run folder, timm:NAME, torchvision:NAME or hf:REPO")
-    return str(Path(source).expanduser().absolute())
+    return str(user_path(source).absolute())
 
 
 def read_source(source: str) -> Checkpoint:

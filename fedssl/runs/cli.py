@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedssl.command_line import run_command
+from fedssl.config.literal import shell_command
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import column_title, to_flat_dict, units_of
 from fedssl.runs.catalog import (
@@ -90,7 +91,7 @@ def show_run(options: argparse.Namespace) -> str:
     sizes = {str(file.relative_to(folder)): file.stat().st_size for file in files}
     if options.json:
         values = {key: {"value": value, "default": default} for key, (value, default) in differing.items()}
-        rest = {"differs": values, "final": summary.get("final"), "command": summary.get("command"), "files": sizes}
+        rest = {"differs": values, "final": summary.get("final"), "command": entry.run.command, "files": sizes}
         return _json(_plain(entry) | rest)
     parts = [f"{entry.name}\n{entry.date}  {entry.status} after {entry.rounds_done} rounds"]
     reason = summary.get("reason") or (None if entry.run.finished else entry.run.failure_reason)
@@ -103,7 +104,7 @@ def show_run(options: argparse.Namespace) -> str:
     scores = [(name, score.text) for name, score in entry.results.items()]
     title = "result" if entry.run.finished else "latest result"
     parts.append(align([(title, ""), *scores], left=1) if scores else "no results")
-    parts.append(f"repeat it:  {summary.get('command') or f'fedssl resume={folder}'}")
+    parts.append(f"repeat it:  {entry.run.command if summary else shell_command([f'resume={folder}'])}")
     parts.append(align([("file", "bytes"), *((name, f"{size:,}") for name, size in sizes.items())], left=1))
     return "\n\n".join(sanitize(part, lines=True) for part in parts)
 

@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +13,7 @@ from typing import Any, TextIO
 import xxhash
 
 from fedssl.atomic_files import write_text
+from fedssl.config.literal import shell_command
 from fedssl.config.overrides import config_groups
 from fedssl.config.renamed import update, update_choices
 from fedssl.config.saved_run import is_of_earlier_version, read_overrides, update_overrides
@@ -134,7 +134,7 @@ class Run:
     @property
     def command(self) -> str:
         """Return the shell command that repeats the run."""
-        return shlex.join(["fedssl", *map(sanitize, self.command_overrides)])
+        return shell_command(map(sanitize, self.command_overrides))
 
     @property
     def all_settings(self) -> dict[str, str]:

@@ -86,7 +86,7 @@ def test_the_embedded_default():
             ["regularizer=prox", "regularizer.weight=nan"],
             r"regularizer.weight=nan must be a finite number of at least 0; the default is 0.01",
         ),
-        (["output_dir="], r"output_dir is empty; set a folder, or null"),
+        (["output_dir="], r"output_dir is empty; set a path, or null"),
         (["rounds=${nothing}"], r"Interpolation key 'nothing' not found"),
         (["partition.alpha=true"], r"partition.alpha=true must be a number above 0; the default is 0.5"),
         (["rounds=0"], r"rounds=0 must be an integer of at least 1; the default is 20"),
@@ -154,7 +154,7 @@ def test_a_whole_number_serves_as_a_fraction():
 
 @pytest.mark.parametrize("text", ["/tmp/a b", "/tmp/it's, [odd] {name}=1", "C:\\images\\", "/tmp/ünï"])
 def test_any_path_survives_the_command_line(text):
-    assert resolve_config([f"output_dir={quote_value(text)}"])[0].output_dir == text
+    assert resolve_config([f"output_dir={quote_value(text)}"])[0].output_dir == str(Path(text).absolute())
     assert compose([f"output_dir={quote_value(text)}"]).recording.folder == Path(text).resolve()
 
 
@@ -231,7 +231,8 @@ def test_the_folder_of_decoded_images_is_absolute_and_not_chosen_by_a_run_of_oth
     assert cache_of(compose([*overrides, "dataset.cache=null"])) is None
     settings = compose([*overrides, "dataset.cache=here"])
     assert cache_of(settings) == str(Path("here").absolute())
-    with pytest.raises(InputError, match=r"dataset.cache=3 is not a string"):
+    assert cache_of(compose([*overrides, "dataset.cache=3"])) == str(Path("3").absolute())
+    with pytest.raises(InputError, match=r"dataset.cache=\[3\] must be a path, or null"):
         compose([*overrides, "dataset.cache=3"])
     save_run(settings.recording, tmp_path)
     assert cache_of(compose_evaluation([], run=tmp_path)) == "auto"

@@ -13,7 +13,7 @@ from fedssl.config.targets import (
     choice_targets,
     expand_config_dir_flag,
     locate,
-    normalize_searchpath,
+    normalize,
     search_folders,
     user_encoder,
 )
@@ -90,7 +90,7 @@ class TestTheFlag:
     )
     def test_wrong_ones_get_one_sentence(self, arguments, sentence):
         with pytest.raises(InputError, match=sentence) as caught:
-            normalize_searchpath(expand_config_dir_flag(arguments))
+            normalize(expand_config_dir_flag(arguments))
         assert "\n" not in str(caught.value)
 
     def test_a_file_of_the_same_name_is_refused(self, tmp_path):

@@ -1,0 +1,118 @@
+"""Text settings on the command line: paths and names have any characters, which Hydra's grammar refuses.
+
+The value of a setting whose type is text (`fedssl.config.constraints`) is what stands behind ``key=``, unless it is
+quoted as in Hydra, ``null``, or has an interpolation ``${...}``. With ``-m`` commas outside quotes separate values.
+"""
+
+import os
+import re
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fedssl.config.constraints import constraint_of
+from fedssl.config.overrides import parse, quote_value, to_text
+from fedssl.errors import InputError
+
+_QUOTED = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+_ALL_QUOTED = re.compile(rf"{_QUOTED}(\s*,\s*{_QUOTED})*", re.DOTALL)
+_FUNCTION = re.compile(r"\s*(choice|range|interval|glob|sort|shuffle|tag|extend_list)\(.*\)\s*", re.DOTALL)
+_OF_MACHINE = {"engine", "tracker", "cache", "output_dir", "resume"}
+_PATH_STARTS = ("/", "~", "./", "../", "file://", "\\")
+_OF_HYDRA = ("hydra.sweep.dir", "hydra.run.dir")
+_NEVER_SWEPT = (*_OF_HYDRA, "output_dir", "resume", "run_id")
+
+
+def literal_values(overrides: Iterable[str], *, sweep: bool = False) -> list[str]:
+    """Return the overrides, of which the values of text settings are quoted for Hydra; a second call changes nothing.
+
+    ``sweep`` is whether commas separate the values of a sweep. Raises `InputError` for ``key==value``.
+    """
+    return [_literal(override.rstrip("\r\n"), sweep=sweep) for override in overrides]
+
+
+def _literal(override: str, *, sweep: bool) -> str:
+    key, equals, text = override.partition("=")
+    name = key.lstrip("+")
+    if not equals or not is_text(name):
+        return override
+    if text.startswith("="):
+        raise InputError(f"{override} has two equals signs; write {key}={text.lstrip('=')}")
+    if sweep and name not in _NEVER_SWEPT:
+        if _FUNCTION.fullmatch(text):
+            return override
+        return f"{key}={','.join(map(_quoted, re.findall(rf'(?:{_QUOTED}|[^,])+', text) or ['']))}"
+    return f"{key}={_quoted(text)}"
+
+
+def _quoted(text: str) -> str:
+    text = text.strip()
+    if _ALL_QUOTED.fullmatch(text) or text.lower() == "null" or "${" in text:
+        return text
+    return quote_value(text)
+
+
+def is_text(key: str) -> bool:
+    """Return whether a setting is a path or a name, by its dotted key."""
+    constraint = constraint_of(key)
+    return key in _OF_HYDRA or (constraint is not None and constraint.is_text)
+
+
+def plain_override(override: str) -> str:
+    """Return an override without the quotes that it does not need on the command line of a single run."""
+    key, _, text = override.partition("=")
+    if not re.fullmatch(_QUOTED, text, re.DOTALL):
+        return override
+    (parsed,) = parse([override])
+    plain = f"{key}={parsed.value()}"
+    try:
+        same = [other.value() for other in parse(literal_values([plain]))] == [parsed.value()]
+    except InputError:
+        return override
+    return plain if same else override
+
+
+def shell_command(overrides: Iterable[str]) -> str:
+    """Return the shell command of a run with these overrides, quoted for the shell alone wherever that suffices."""
+    return shlex.join(["fedssl", *map(plain_override, overrides)])
+
+
+def public_overrides(overrides: Iterable[str]) -> list[str]:
+    """Return the overrides without what belongs to one machine: engine, tracker, caches, and the folders of paths."""
+    shown = []
+    for override in parse(list(overrides)):
+        key, text = override.get_key_element(), str(override.input_line)
+        parts = override.key_or_group.split(".")
+        if _OF_MACHINE.isdisjoint((parts[0], parts[-1])):
+            value = _without_folders(override.value(), is_path=_is_path(override.key_or_group, text))
+            shown.append(text if value == override.value() else f"{key}={to_text(value)}")
+    return shown
+
+
+def _is_path(key: str, override: str) -> bool:
+    """Return whether the value is a path, and not the name of a model such as ``timm:NAME``."""
+    constraint = constraint_of(key)
+    is_file = key == "encoder.weights" and not re.search(r"=['\"]?\w+:[^/\\]", override)
+    return is_file or (constraint is not None and constraint.kind is Path)
+
+
+def _without_folders(value: Any, *, is_path: bool) -> Any:
+    """Replace paths by their last components, in lists and mappings too."""
+    if isinstance(value, str):
+        return Path(value).name if is_path or value.startswith(_PATH_STARTS) else value
+    if isinstance(value, list):
+        return [_without_folders(item, is_path=is_path) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_folders(item, is_path=is_path) for key, item in value.items()}
+    return value
+
+
+def plain_text(text: str) -> str:
+    """Return the text behind ``key=``, without Hydra's quotes if it has any."""
+    return str(parse([f"text={_quoted(text)}"])[0].value())
+
+
+def user_path(text: str | Path) -> Path:
+    """Return the path with the home folder in place of ``~`` or ``~user``."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111 - pathlib's raises if there is no such user

@@ -1,0 +1,137 @@
+"""Text settings with any characters: on every command line, and in the commands that a run stores."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fedssl.config.literal import literal_values, plain_override, plain_text, public_overrides, shell_command
+from fedssl.config.load import compose
+from fedssl.config.overrides import parse
+from fedssl.errors import InputError
+from fedssl.evaluation import cli as evaluation
+from fedssl.export import cli as export
+from server_app.app import overrides_of
+from simulation import cli
+from tests.devices import write_images
+
+ODD = "Bilder ä~[1], {it's} (x)=50% #$x`\"\\;é"
+TEXTS = [
+    ODD,
+    "a=b",
+    "=",
+    "[x]",
+    "'",
+    '"q',
+    "a,b",
+    "$HOME",
+    "a\\",
+    "True",
+    "1e3",
+    "0x10",
+    "1_000",
+    "nan",
+    "x" * 5000,
+    "a\tb",
+]
+
+
+@pytest.mark.parametrize("key", ["output_dir", "dataset.path", "+evaluation.datasets.x.path", "hydra.sweep.dir"])
+def test_text_is_taken_as_it_stands(key: str):
+    for text in (f"/{text}" if text == "=" else text for text in TEXTS):
+        (quoted,) = literal_values([f"{key}={text}"])
+        assert literal_values([quoted]) == [quoted]
+        assert [override.value() for override in parse([quoted])] == [text]
+        assert literal_values([plain_override(quoted)]) == [quoted]
+        assert plain_text(text) == text
+
+
+def test_what_hydra_reads_stays():
+    for text, value in (("'a b'", "a b"), ('"a, b"', "a, b"), ("null", None), (" /x\r", "/x"), ("", "")):
+        assert parse(literal_values([f"dataset.path={text}"]))[0].value() == value
+    for override in ("rounds=3", "~evaluation.k", "hydra.sweep.dir=multirun/${now:%Y}", "dataset.path='a','b'"):
+        assert literal_values([override]) == [override]
+    with pytest.raises(InputError, match=r"output_dir==x has two equals signs; write output_dir=x"):
+        literal_values(["output_dir==x"])
+
+
+def test_commas_separate_the_values_of_a_sweep_unless_they_are_quoted():
+    given = ["dataset.path=/a ä,'/b,c',null", "resume=/a,b", "encoder.weights=choice(a,b)"]
+    assert literal_values(given, sweep=True) == ["dataset.path='/a ä','/b,c',null", "resume='/a,b'", given[2]]
+    assert literal_values(literal_values(given, sweep=True), sweep=True) == literal_values(given, sweep=True)
+
+
+def test_a_home_folder_is_found_in_every_path_setting(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    overrides = ["output_dir='~/run'", "teacher=~/t.pt", "encoder.weights=~/w", "engine=deployment"]
+    config = compose([*overrides, "engine.root_certificates=~/ca.crt", "dataset.cache=~/c"]).recording.config
+    paths = (config.output_dir, config.teacher, config.encoder.weights, config.engine.root_certificates)
+    assert paths == tuple(f"{tmp_path}/{name}" for name in ("run", "t.pt", "w", "ca.crt"))
+    assert config.dataset.cache == f"{tmp_path}/c"
+    assert compose(["output_dir=~nobody-here/x"]).recording.config.output_dir == f"{Path.cwd()}/~nobody-here/x"
+
+
+def test_the_run_config_of_flower_has_literal_paths_too():
+    config = {"dataset-path": ODD, "overrides": shlex.join([f"output_dir={ODD}", "rounds=2"])}
+    assert [override.value() for override in parse(overrides_of(config))] == [ODD, ODD, 2]
+
+
+def test_commands_quote_once_and_those_for_publication_have_no_folders():
+    overrides = literal_values([f"dataset.path=/home/me/{ODD}", "tracker.run='my run'", "strategy='fedavg'"])
+    assert shlex.split(shell_command(overrides))[1:] == [
+        f"dataset.path=/home/me/{ODD}",
+        "tracker.run=my run",
+        "strategy=fedavg",
+    ]
+    local = [
+        "dataset.path=/home/me/pets",
+        "dataset.cache=/home/me/c",
+        "encoder.weights=../w/a.pt",
+        "engine.address=me:1",
+    ]
+    local += [
+        "hydra.searchpath=['file:///home/me/conf']",
+        "+dataset.extra={at: /home/me/x, n: 1}",
+        "strategy=fedu/byol",
+    ]
+    shown = ["dataset.path=pets", "encoder.weights='a.pt'", "hydra.searchpath=[conf]", "+dataset.extra={at:x,n:1}"]
+    assert public_overrides(local) == [*shown, "strategy=fedu/byol"]
+    assert public_overrides(["encoder.weights=timm:vit_small/x"]) == ["encoder.weights=timm:vit_small/x"]
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Call a command; return its output."""
+
+    def call(main, *arguments: object) -> str:
+        monkeypatch.setattr("sys.argv", ["command", *map(str, arguments)])
+        status = main()
+        out, err = capsys.readouterr()
+        assert status == 0, err
+        return out
+
+    return call
+
+
+def test_every_command_reads_a_folder_with_any_name(command, monkeypatch, tmp_path):
+    home = tmp_path / ODD
+    write_images(home / "images" / "a", 8)
+    write_images(home / "images" / "b", 8)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    quick = "dataset=image_folder dataset.size=8 num_clients=2 local_epochs=1 rounds=1 threads=1 encoder.width=4"
+    quick += " partition=iid engine=local evaluate_every=0 final_evaluation=none collapse_images=0"
+    command(cli.main, *quick.split(), f"dataset.path={home}/images", "dataset.cache=null", "output_dir=~/run")
+    again = json.loads((home / "run" / "summary.json").read_text())["command"]
+    assert f"dataset.path={home}/images" in shlex.split(again)
+    command(cli.main, *shlex.split(again)[1:], f"output_dir={home}/second")
+    command(cli.main, "resume=~/run", "rounds=2")
+    command(evaluation.main, f"run={home}/run", f"dataset.path={home}/images")
+    command(export.main, "encoder=~/run/encoder.pt", "format=huggingface", "output=~/card")
+    command(export.main, f"run={home}/run", "format=huggingface", f"output={home}/both")
+    card = (home / "both" / "README.md").read_text()
+    assert "dataset.path=images" in card
+    assert str(tmp_path) not in card
+    assert {path.name for path in home.iterdir()} == {"images", "run", "second", "card", "both"}
+    assert [path.name for path in tmp_path.iterdir()] == [ODD]
