@@ -254,7 +254,9 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "limit": _optional(_integer(1)),
         "test_limit": _optional(_integer(1)),
         "num_classes": _optional(_integer(1)),
-        "max_pixels": _integer(1),
+        "max_pixels": _integer(1, 178_956_970),  # Pillow's limit
+        "background": _integer(0, 255),
+        "max_value": _optional(Constraint(above=0)),
         "test_fraction": _BELOW_ONE,
         "folders": _choice("class", "owner", "owner/class"),
         "storage": _choice("decoded", "encoded", "auto"),

@@ -22,6 +22,7 @@ import torch
 from fedssl.config.constraints import check_arguments, check_channels
 from fedssl.config.settings import DataSettings
 from fedssl.datasets.images import ImageSource
+from fedssl.datasets.sample_checks import constant_warnings
 from fedssl.errors import InputError
 from fedssl.seeding import numpy_generator
 from fedssl.untrusted import sanitize
@@ -125,8 +126,9 @@ def _read_split(data: DataSettings, source: str, limit: int | None) -> ImageData
             f"{data.reader.name} returns images as {type(image_data.images).__name__}; return "
             "fedssl.datasets.images.TensorImages(images)"
         )
-    for warning in image_data.warnings if image_data is not None else ():
-        log.warning("%s", sanitize(warning))
+    if image_data is not None:
+        for warning in (*image_data.warnings, *constant_warnings(image_data.images)):
+            log.warning("%s", sanitize(warning))
     if image_data is not None and image_data.labels is not None and data.num_classes is not None:
         highest = int(image_data.labels.max())
         if highest >= data.num_classes:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedssl.datasets.decoding import DecodeBuffer, Shape
+from fedssl.datasets.decoding import DecodeBuffer, Decoding, Shape
 from fedssl.datasets.images import EncodedImages, ImageSource, TensorImages
 from fedssl.errors import InputError
 from fedssl.machine.memory import available_memory, gigabytes
@@ -22,7 +22,7 @@ class EncodedInput:
 
     records: Sequence[bytes | Path] | None  # by index, where they are; None if they must be copied to be found again
     num_bytes: int  # of a copy, approximately
-    max_pixels: int  # as in `fedssl.datasets.decoding.read_image`
+    decoding: Decoding
 
 
 class StoredBuffer(DecodeBuffer):
@@ -83,7 +83,7 @@ class RecordBuffer(DecodeBuffer):
         self, shape: Shape, encoded: EncodedInput, *, done: int = 0, unreadable: Mapping[int, str] | None = None
     ) -> None:
         super().__init__(shape, done=done, unreadable=unreadable)
-        self.max_pixels = encoded.max_pixels
+        self._decoding = encoded.decoding
         self.records: Sequence[bytes | Path] | None = encoded.records
         self._copies: list[bytes | Path] = []
 
@@ -95,16 +95,8 @@ class RecordBuffer(DecodeBuffer):
         pass
 
     def finish(self) -> None:
-        self.source = encoded_images(
-            self._copies if self.records is None else self.records, self.readable, self.shape, self.max_pixels
-        )
-
-
-def encoded_images(
-    records: Sequence[bytes | Path], readable: np.ndarray, shape: Shape, max_pixels: int
-) -> EncodedImages:
-    """Return the readable ones of encoded images, for pixels of this shape."""
-    return EncodedImages(records, readable, channels=shape[1], size=shape[2], max_pixels=max_pixels)
+        records = self._copies if self.records is None else self.records
+        self.source = EncodedImages(records, self.readable, self._decoding)
 
 
 def memory_buffer(shape: Shape) -> PixelBuffer:

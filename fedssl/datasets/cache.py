@@ -79,7 +79,7 @@ def open_buffer(
     stored = entry.read() if entry is not None and storage != "encoded" else None
     if stored is None and (storage == "encoded" or (storage == "auto" and not has_room(shape, folder))):
         images = encoded()
-        entry = None if folder is None else IndexEntry(folder.with_name(f"{folder.name}-encoded"), shape, images)
+        entry = None if folder is None else IndexEntry(folder.with_name(f"{folder.name}-encoded"), images)
         stored = None if entry is None else entry.read()
         in_memory: Callable[[], DecodeBuffer] = partial(record_buffer, shape, images)
     else:

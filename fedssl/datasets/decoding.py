@@ -1,19 +1,23 @@
-"""Decoding of images to uint8 pixels in the data set's channels and size."""
+"""Decoding of encoded images to uint8 pixels in the data set's channels and size."""
 
 import logging
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageFile, UnidentifiedImageError
 
+from fedssl.config.constraints import check_arguments
+from fedssl.datasets.pixels import BACKGROUND, to_array
 from fedssl.errors import InputError
 from fedssl.machine.memory import decode_slot
 from fedssl.machine.process import available_cores
@@ -27,60 +31,53 @@ Shape = tuple[int, int, int, int]  # (images, channels, height, width)
 # Accepted image formats, regardless of the file's name: none of them runs a program or fetches a file.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 MAX_PIXELS = 50_000_000  # per image, default of dataset.max_pixels
-_MAX_PIXELS = 178_956_970  # Pillow's limit
 _MAX_BYTES_PER_PIXEL = 8  # in an uncompressed file
-_BYTES_PER_PIXEL = 12  # in memory: the decoded image, a rotated and a converted copy
+_BYTES_PER_PIXEL = 16  # in memory: the decoded image, and a turned, a converted and an opaque copy
 _MAX_LISTED = 5  # images listed in a warning
 THREADS = 8  # maximum number of decoding threads
 DECODE_LOG_INTERVAL = 10.0  # seconds between two progress lines
-VERSION = 3  # of decoded pixels and cache files; increase it if the same images give other pixels
+VERSION = 4  # of decoded pixels and cache files; increase it if the same images give other pixels
 
 log = logging.getLogger("fedssl")
 
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # the limit here is lower
+warnings.filterwarnings("ignore", "Palette images with Transparency")  # `to_array` respects it
 
 
-def to_array(image: Image.Image, *, channels: int, size: int) -> np.ndarray:
-    """Convert an image to the data set's channels (1 or 3) and size: uint8, ``(channels, size, size)``.
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """Settings on which the pixels of encoded images depend; see `fedssl.datasets.pixels.to_array`."""
 
-    Gray becomes RGB by repetition, RGB becomes gray by the luma of ITU-R 601, transparency is dropped, and 16 bits
-    become the upper 8. Images of another size are resized by the shorter side and center-cropped. 32-bit integers and
-    floats, whose range is unknown, are an `InputError`.
-    """
-    if image.mode in ("I", "F"):
-        raise InputError(
-            f"wrong channels: 32-bit values (mode {image.mode}) of unknown range; "
-            "save it as gray, RGB, RGBA or palette with 8 or 16 bits"
-        )
-    if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    mode = "L" if channels == 1 else "RGB"
-    if image.mode != mode:
-        image = image.convert(mode)
-    if image.size != (size, size):
-        image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
-    # A third of the time of `numpy.asarray` with a transposition, which is half of that of decoding.
-    content = b"".join([band.tobytes() for band in image.split()])
-    return np.frombuffer(content, dtype=np.uint8).reshape(channels, size, size)
+    channels: int
+    size: int
+    background: int = BACKGROUND
+    max_value: float | None = None
+    max_pixels: int = MAX_PIXELS
+
+    def __post_init__(self) -> None:
+        check_arguments("dataset", **vars(self))
+
+    def __call__(self, source: bytes | Path) -> np.ndarray:
+        """Decode an image, see `read_image`."""
+        return read_image(source, **vars(self))
 
 
-def read_image(source: bytes | Path, *, channels: int, size: int, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Decode the first frame of an image, upright by its EXIF orientation, as `to_array` returns it.
+def read_image(
+    source: bytes | Path,
+    *,
+    channels: int,
+    size: int,
+    background: int = BACKGROUND,
+    max_value: float | None = None,
+    max_pixels: int = MAX_PIXELS,
+) -> np.ndarray:
+    """Decode the first frame of an image as `fedssl.datasets.pixels.to_array` returns it.
 
     Exceptions can have any type: the file is not regular, damaged, of no format of `FORMATS`, or has more than
     ``max_pixels``.
     """
-    stream = (
-        BytesIO(source)
-        if isinstance(source, bytes)
-        else open_regular_file(source, max_bytes=_MAX_BYTES_PER_PIXEL * max_pixels + 2**20)
-    )
-    with stream, Image.open(stream, formats=FORMATS) as image:
+    with open_image(source, max_pixels=max_pixels) as image:
         pixels = image.width * image.height
-        if pixels > max_pixels:
-            raise ValueError(
-                f"it has {image.width:,} x {image.height:,} pixels, more than dataset.max_pixels={max_pixels}"
-            )
         # A JPEG much larger than needed is decoded at 1/2, 1/4 or 1/8 of its size: a phone's image in a fifth of
         # the time. Twice the target size is enough for the resampling filter. Other formats ignore it.
         image.draft(None, (2 * size, 2 * size))
@@ -88,8 +85,23 @@ def read_image(source: bytes | Path, *, channels: int, size: int, max_pixels: in
             _BYTES_PER_PIXEL * pixels if "progressive" in image.info else 0
         )
         with decode_slot(needed, largest=2 * _BYTES_PER_PIXEL * max_pixels):
-            ImageOps.exif_transpose(image, in_place=True)
-            return to_array(image, channels=channels, size=size)
+            return to_array(image, channels=channels, size=size, background=background, max_value=max_value)
+
+
+@contextmanager
+def open_image(source: bytes | Path, *, max_pixels: int) -> Iterator[ImageFile.ImageFile]:
+    """Open an image of `FORMATS` with at most ``max_pixels``, without decoding it; exceptions as in `read_image`."""
+    stream = (
+        BytesIO(source)
+        if isinstance(source, bytes)
+        else open_regular_file(source, max_bytes=_MAX_BYTES_PER_PIXEL * max_pixels + 2**20)
+    )
+    with stream, Image.open(stream, formats=FORMATS) as image:
+        if image.width * image.height > max_pixels:
+            raise ValueError(
+                f"it has {image.width:,} x {image.height:,} pixels, more than dataset.max_pixels={max_pixels}"
+            )
+        yield image
 
 
 def unreadable_summary(unreadable: Mapping[int, str], name: Callable[[int], str], *, count: int) -> tuple[str, ...]:
@@ -165,16 +177,16 @@ class DecodeBuffer(ABC):
         """Make `source`, after all images are decoded."""
 
 
-def decode(batches: Iterable[Sequence[bytes | Path]], buffer: DecodeBuffer, *, max_pixels: int = MAX_PIXELS) -> None:
+def decode(
+    batches: Iterable[Sequence[bytes | Path]], buffer: DecodeBuffer, read: Callable[[bytes | Path], np.ndarray]
+) -> None:
     """Decode the images that are not in the buffer yet, with a pool of threads.
 
     A thread fetches the next batch only when it is free, so that memory holds at most one batch per thread. The
     progress is logged and saved every `DECODE_LOG_INTERVAL` seconds. ``batches`` are encoded images or files from image
-    ``buffer.done`` on. Images with more than ``max_pixels`` count as unreadable, and are not written.
+    ``buffer.done`` on. Images for which ``read`` raises an exception count as unreadable, and are not written.
     """
-    if not 1 <= max_pixels <= _MAX_PIXELS:
-        raise InputError(f"dataset.max_pixels={max_pixels} must be from 1 to {_MAX_PIXELS}; most have 1 to 50 million")
-    work = _Work(batches, buffer, max_pixels)
+    work = _Work(batches, buffer, read)
     threads = min(THREADS, available_cores())
     with ThreadPoolExecutor(threads) as pool:
         running = [pool.submit(work.run) for _ in range(threads)]
@@ -195,8 +207,13 @@ def decode(batches: Iterable[Sequence[bytes | Path]], buffer: DecodeBuffer, *, m
 class _Work:
     """Batches to decode, shared by threads that process one at a time."""
 
-    def __init__(self, batches: Iterable[Sequence[bytes | Path]], buffer: DecodeBuffer, max_pixels: int) -> None:
-        self.stopped, self._max_pixels = False, max_pixels
+    def __init__(
+        self,
+        batches: Iterable[Sequence[bytes | Path]],
+        buffer: DecodeBuffer,
+        read: Callable[[bytes | Path], np.ndarray],
+    ) -> None:
+        self.stopped, self._read = False, read
         self._buffer, self._unreadable = buffer, dict(buffer.unreadable)
         self._start, self._start_time = buffer.done, time.monotonic()
         self._batches, self._next = iter(batches), buffer.done
@@ -217,10 +234,9 @@ class _Work:
                 self._open.discard(start)
 
     def _decode(self, batch: Sequence[bytes | Path], start: int) -> None:
-        _, channels, size, _ = self._buffer.shape
         for index, source in enumerate(batch, start):
             try:
-                image = read_image(source, channels=channels, size=size, max_pixels=self._max_pixels)
+                image = self._read(source)
             except Exception as error:  # a damaged file can raise any exception in the decoder of its format
                 self._unreadable[index] = unreadable_reason(error)
             else:

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from fedssl.datasets.base import ImageData, stratified_holdout, subsample_indices
-from fedssl.datasets.decoding import to_array
 from fedssl.datasets.images import TensorImages
+from fedssl.datasets.pixels import to_array
 from fedssl.errors import InputError
 
 TEST_FRACTION = 0.2  # of every class

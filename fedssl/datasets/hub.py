@@ -7,6 +7,7 @@ directly to the decoder, without a Python object per row.
 import json
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from fedssl.config.constraints import check_arguments
 from fedssl.datasets.base import ImageData, stratified_holdout, subsample_indices
 from fedssl.datasets.buffers import EncodedInput
 from fedssl.datasets.cache import CacheKey, open_buffer
-from fedssl.datasets.decoding import MAX_PIXELS, decode, unreadable_summary
+from fedssl.datasets.decoding import MAX_PIXELS, Decoding, decode, unreadable_summary
+from fedssl.datasets.pixels import BACKGROUND
+from fedssl.datasets.sample_checks import range_warnings
 from fedssl.datasets.tables import (
     arrow_records,
     column_bytes,
@@ -47,6 +50,8 @@ def read(
     label: str,
     owner: str | None = None,
     test_fraction: float = 0.0,
+    background: int = BACKGROUND,
+    max_value: float | None = None,
     max_pixels: int = MAX_PIXELS,
     cache: str | None = None,
     storage: str = "decoded",
@@ -57,7 +62,7 @@ def read(
     ----------
     split : str
         Name of the split on the Hub, or in the names of the local files.
-    channels, size, limit, max_pixels, cache, storage
+    channels, size, background, max_value, limit, max_pixels, cache, storage
         As in `fedssl.datasets.image_folder.read`.
     path : str or None
         A parquet or arrow file, a folder of them or a pattern such as ``/data/cifar10-*.parquet``; the network is
@@ -78,6 +83,7 @@ def read(
         None if ``path`` holds no file of this split.
     """
     check_arguments("dataset", test_fraction=test_fraction, storage=storage)
+    decoding = Decoding(channels=channels, size=size, background=background, max_value=max_value, max_pixels=max_pixels)
     if test_fraction and path is None:
         raise InputError(
             f"dataset.test_fraction={test_fraction} is for local files, but dataset.path is null and data sets of the "
@@ -100,27 +106,26 @@ def read(
     if not len(rows):
         return None
     owners, owner_names = (None, ()) if owner is None else _owners(files, owner)
-    settings = {"reader": "hub", "split": split, "limit": limit, "channels": channels, "size": size, "image": image}
+    settings = {"reader": "hub", "split": split, "limit": limit, "image": image, **vars(decoding)}
     cache_key = CacheKey(
         name=f"{hub if path is None else Path(path).name}-{split}-{size}px",
         files=files,
         num_images=count,
-        settings=settings
-        | {"label": label, "test_fraction": test_fraction, "held_out": held_out}
-        | {"max_pixels": max_pixels},
+        settings=settings | {"label": label, "test_fraction": test_fraction, "held_out": held_out},
     )
 
     def encoded() -> EncodedInput:
         num_bytes = sum(column_bytes(file, image) for file in files) * len(rows) // count
-        return EncodedInput(arrow_records(files, image, rows), num_bytes=num_bytes, max_pixels=max_pixels)
+        return EncodedInput(arrow_records(files, image, rows), num_bytes=num_bytes, decoding=decoding)
 
     shape = (len(rows), channels, size, size)
     with open_buffer(cache, cache_key, shape, storage=storage, encoded=encoded) as buffer:
         if not buffer.complete:
-            decode(_encoded(files, image, rows[buffer.done :]), buffer, max_pixels=max_pixels)
+            decode(_encoded(files, image, rows[buffer.done :]), buffer, decoding)
         source = f"of the split {split!r} in {files[0].parent}"
         warnings += unreadable_summary(buffer.unreadable, lambda i: f"row {rows[i]} {source}", count=len(rows))
     rows = rows[buffer.readable]
+    warnings += range_warnings(chain.from_iterable(_encoded(files, image, rows)), decoding)
     return ImageData(buffer.source, _at(rows, labels), classes, _at(rows, owners), owner_names, warnings)
 
 

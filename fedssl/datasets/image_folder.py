@@ -13,6 +13,7 @@ Images are sorted by path.
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,10 @@ from fedssl.config.constraints import check_arguments
 from fedssl.datasets.base import ImageData, stratified_holdout, subsample_indices
 from fedssl.datasets.buffers import EncodedInput
 from fedssl.datasets.cache import CacheKey, open_buffer
-from fedssl.datasets.decoding import MAX_PIXELS, decode, unreadable_summary
+from fedssl.datasets.decoding import MAX_PIXELS, Decoding, decode, unreadable_summary
 from fedssl.datasets.images import ImageSource
+from fedssl.datasets.pixels import BACKGROUND
+from fedssl.datasets.sample_checks import SAMPLE, range_warnings
 from fedssl.errors import InputError
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -56,6 +59,8 @@ def read(
     path: str | None,
     folders: str = "class",
     test_fraction: float,
+    background: int = BACKGROUND,
+    max_value: float | None = None,
     max_pixels: int = MAX_PIXELS,
     cache: str | None = None,
     storage: str = "decoded",
@@ -66,8 +71,8 @@ def read(
     ----------
     split : {"train", "test"}
         Without a folder ``test``, labeled images are split by ``test_fraction``; unlabeled images have no test split.
-    channels, size : int
-        Channels and size of the decoded images.
+    channels, size, background, max_value
+        As in `fedssl.datasets.pixels.to_array`.
     limit : int or None
         Maximum number of images; the subset is always the same.
     path : str
@@ -91,6 +96,7 @@ def read(
     if path is None:
         raise InputError("dataset.path=null but image_folder needs a folder of images; give dataset.path=FOLDER")
     check_arguments("dataset", folders=folders, test_fraction=test_fraction, storage=storage)
+    decoding = Decoding(channels=channels, size=size, background=background, max_value=max_value, max_pixels=max_pixels)
     file_list = _of_split(split, Path(path).expanduser(), folders=folders, test_fraction=test_fraction)
     if file_list is None or not file_list.files:
         return None
@@ -101,17 +107,18 @@ def read(
         name=f"{Path(path).name}-{split}-{size}px",
         files=files,
         num_images=count,
-        settings={"reader": "image_folder", "channels": channels, "size": size, "folders": folders, "root": path}
-        | {"max_pixels": max_pixels}
+        settings={"reader": "image_folder", "folders": folders, "root": path}
+        | vars(decoding)
         | {"classes": file_list.classes, "owners": file_list.owner_names},
     )
     shape = (count, channels, size, size)
-    in_files = EncodedInput(records=files, num_bytes=0, max_pixels=max_pixels)
+    in_files = EncodedInput(records=files, num_bytes=0, decoding=decoding)
     with open_buffer(cache, cache_key, shape, storage=storage, encoded=lambda: in_files) as buffer:
         if not buffer.complete:
             batches = (files[start : start + _BATCH] for start in range(buffer.done, count, _BATCH))
-            decode(batches, buffer, max_pixels=max_pixels)
+            decode(batches, buffer, decoding)
         warnings = unreadable_summary(buffer.unreadable, lambda index: str(files[index]), count=count)
+    warnings += range_warnings(files[:: math.ceil(count / SAMPLE)], decoding)
     return _image_data(buffer.source, file_list.at(buffer.readable), warnings)
 
 

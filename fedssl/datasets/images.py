@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedssl.datasets.decoding import THREADS, read_image, unreadable_reason
+from fedssl.datasets.decoding import THREADS, Decoding, unreadable_reason
 from fedssl.errors import InputError
 from fedssl.machine.devices import free_memory, is_gpu
 from fedssl.machine.memory import gigabytes
@@ -152,15 +152,13 @@ class EncodedImages(ImageSource):
         Encoded images, or their files.
     rows : ndarray
         Indices of the readable records, int64, ``(n,)``.
-    channels, size, max_pixels
-        As in `fedssl.datasets.decoding.read_image`.
+    decoding : Decoding
+        Makes their pixels.
     """
 
-    def __init__(
-        self, records: Sequence[bytes | Path], rows: np.ndarray, *, channels: int, size: int, max_pixels: int
-    ) -> None:
-        self.shape = (len(rows), channels, size, size)
-        self._records, self._rows, self._max_pixels = records, rows, max_pixels
+    def __init__(self, records: Sequence[bytes | Path], rows: np.ndarray, decoding: Decoding) -> None:
+        self.shape = (len(rows), decoding.channels, decoding.size, decoding.size)
+        self._records, self._rows, self._decoding = records, rows, decoding
 
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
         chosen = rows if isinstance(rows, slice) else rows.numpy()
@@ -180,9 +178,7 @@ class EncodedImages(ImageSource):
                 batch.cancel()
 
     def subset(self, rows: Tensor) -> "EncodedImages":
-        _, channels, size, _ = self.shape
-        kept = self._rows[rows.numpy()]
-        return EncodedImages(self._records, kept, channels=channels, size=size, max_pixels=self._max_pixels)
+        return EncodedImages(self._records, self._rows[rows.numpy()], self._decoding)
 
     def _start(self, rows: np.ndarray) -> "_Batch":
         """Start the decoding of some records."""
@@ -191,11 +187,9 @@ class EncodedImages(ImageSource):
         return _Batch(images, [_pool().submit(self._decode, rows[piece], images[piece]) for piece in pieces])
 
     def _decode(self, rows: np.ndarray, images: np.ndarray) -> None:
-        _, channels, size, _ = self.shape
         for number, row in enumerate(rows):
             try:
-                source = self._records[row]
-                images[number] = read_image(source, channels=channels, size=size, max_pixels=self._max_pixels)
+                images[number] = self._decoding(self._records[row])
             except Exception as error:  # a changed file can raise any exception in the decoder of its format
                 raise InputError(
                     f"image {row} of the data set was readable and is no longer ({unreadable_reason(error)}); start "

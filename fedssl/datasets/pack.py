@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedssl.datasets.buffers import EncodedInput, RecordBuffer, encoded_images
+from fedssl.datasets.buffers import EncodedInput, RecordBuffer
 from fedssl.datasets.cache_entry import CacheEntry, cache_error, cache_errors, stamp, sync_and_rename
 from fedssl.datasets.decoding import Shape
 from fedssl.datasets.images import EncodedImages
@@ -33,9 +33,9 @@ log = logging.getLogger("fedssl")
 class IndexEntry(CacheEntry):
     """Folder with the index of encoded images of one data set, which are described by ``encoded``."""
 
-    def __init__(self, folder: Path, shape: Shape, encoded: EncodedInput) -> None:
+    def __init__(self, folder: Path, encoded: EncodedInput) -> None:
         super().__init__(folder)
-        self._shape, self.encoded = shape, encoded
+        self.encoded = encoded
         self.pack, self.lengths = folder / "pack", folder / "lengths"
 
     def new_buffer(self, shape: Shape) -> RecordBuffer:
@@ -59,7 +59,7 @@ class IndexEntry(CacheEntry):
         if len(records) != count:
             raise ValueError("it has another number of images")
         readable = np.delete(np.arange(count), list(unreadable))
-        return encoded_images(records, readable, self._shape, self.encoded.max_pixels)
+        return EncodedImages(records, readable, self.encoded.decoding)
 
     def _store(self, buffer: RecordBuffer) -> dict[str, np.ndarray]:
         columns = {"count": np.array(buffer.count)}

@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -85,9 +86,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     seen: list[object] = []
     original = decoding.read_image
 
-    def read_image(source: bytes | Path, *, channels: int, size: int, max_pixels: int) -> np.ndarray:
+    def read_image(source: bytes | Path, **form: Any) -> np.ndarray:
         seen.append(source)
-        return original(source, channels=channels, size=size, max_pixels=max_pixels)
+        return original(source, **form)
 
     monkeypatch.setattr(decoding, "read_image", read_image)
     return seen
@@ -314,10 +315,10 @@ def stop_after(number: int, monkeypatch: pytest.MonkeyPatch, seen: list[object])
     """Raise KeyboardInterrupt in a decoding thread after ``number`` further images."""
     original, end = decoding.read_image, len(seen) + number
 
-    def read_image(source: Path, *, channels: int, size: int, max_pixels: int) -> np.ndarray:
+    def read_image(source: Path, **form: Any) -> np.ndarray:
         if len(seen) >= end:
             raise KeyboardInterrupt
-        return original(source, channels=channels, size=size, max_pixels=max_pixels)
+        return original(source, **form)
 
     monkeypatch.setattr(decoding, "read_image", read_image)
 
@@ -343,9 +344,9 @@ def test_interrupted_decoding_resumes(images, location, decoded, note):
 def test_long_decoding_logs_its_progress(images, location, monkeypatch, caplog):
     original = decoding.read_image
 
-    def slow(source: Path, *, channels: int, size: int, max_pixels: int) -> np.ndarray:
+    def slow(source: Path, **form: Any) -> np.ndarray:
         time.sleep(0.02)
-        return original(source, channels=channels, size=size, max_pixels=max_pixels)
+        return original(source, **form)
 
     monkeypatch.setattr(decoding, "read_image", slow)
     monkeypatch.setattr(decoding, "DECODE_LOG_INTERVAL", 0.05)

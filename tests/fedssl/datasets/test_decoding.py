@@ -14,33 +14,6 @@ from tests.fedssl.datasets.made import first_pixels, make_image, png
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
 
 
-def test_channels_are_converted() -> None:
-    red = Image.new("RGB", (2, 2), (200, 100, 50))
-    # ITU-R 601: 0.299 * 200 + 0.587 * 100 + 0.114 * 50 = 124.2
-    assert (decoding.to_array(red, channels=1, size=2) == 124).all()
-    assert decoding.to_array(red, channels=3, size=2)[:, 0, 0].tolist() == [200, 100, 50]
-    assert decoding.to_array(make_image(7, mode="L"), channels=3, size=4)[:, 0, 1].tolist() == [8, 8, 8]
-    assert decoding.to_array(red.convert("RGBA"), channels=3, size=2)[:, 1, 1].tolist() == [200, 100, 50]
-    assert decoding.to_array(red.convert("P"), channels=3, size=2).shape == (3, 2, 2)
-    sixteen = Image.fromarray(np.array([[0, 255], [256, 65535]], dtype=np.uint16))
-    assert decoding.to_array(sixteen, channels=1, size=2).tolist() == [[[0, 0], [1, 255]]]
-
-
-@pytest.mark.parametrize("mode", ["I", "F"])
-def test_impossible_channels_are_named(mode: str) -> None:
-    with pytest.raises(InputError, match=f"wrong channels: .*mode {mode}"):
-        decoding.to_array(Image.new(mode, (4, 4)), channels=1, size=4)
-
-
-def test_another_size_scales_the_shorter_side_and_crops_the_center() -> None:
-    three = np.repeat(np.array([[10, 20, 30]], dtype=np.uint8), 4, axis=0).repeat(4, axis=1)  # 4 high, 12 wide
-    assert (decoding.to_array(Image.fromarray(three), channels=1, size=4) == 20).all()
-    assert (decoding.to_array(Image.fromarray(three.T.copy()), channels=1, size=4) == 20).all()
-    # Half the size: the filter reaches one pixel over the edge of the crop.
-    assert np.abs(decoding.to_array(Image.fromarray(three), channels=1, size=2).astype(int) - 20).max() <= 2
-    assert decoding.to_array(Image.fromarray(three), channels=3, size=9).shape == (3, 9, 9)
-
-
 def test_exif_orientation_is_honoured(tmp_path: Path) -> None:
     stored = Image.fromarray(np.array([[1, 2], [3, 4]], dtype=np.uint8))
     exif = Image.Exif()
@@ -62,7 +35,7 @@ def test_decode_keeps_order_and_reports_what_it_cannot_read() -> None:
     batches = [[png(make_image(value)) for value in range(start, start + 3)] for start in range(0, 60, 3)]
     batches[4][1] = b"not an image"
     buffer = buffers.memory_buffer((60, 1, 4, 4))
-    decoding.decode(batches, buffer)
+    decoding.decode(batches, buffer, decoding.Decoding(channels=1, size=4))
     assert buffer.complete
     unreadable = buffer.unreadable
     assert list(unreadable) == [13]
@@ -83,7 +56,7 @@ def test_an_unconvertible_image_is_unreadable(tmp_path: Path) -> None:
     batches = [[png(make_image(1))], [tmp_path / "float.tif"], [png(make_image(2))]]
     Image.new("F", (4, 4)).save(tmp_path / "float.tif")
     buffer = buffers.memory_buffer((3, 1, 4, 4))
-    decoding.decode(batches, buffer)
+    decoding.decode(batches, buffer, decoding.Decoding(channels=1, size=4))
     unreadable = buffer.unreadable
     assert list(unreadable) == [1]
     assert unreadable[1].startswith("wrong channels: 32-bit values (mode F)")

@@ -96,15 +96,16 @@ def test_malicious_images_are_left_out(folder, monkeypatch):
     assert time.monotonic() - start < 20
     assert len(result.images) == len(HARMLESS)
     assert (result.images[:].int() - 7).abs().max() <= 2
-    (notice,) = result.warnings
+    notice, dark = result.warnings
     assert notice.startswith(f"{len(HARMFUL)} of {len(HARMFUL) + len(HARMLESS)} images cannot be read, the rest is ")
     assert f"and {len(HARMFUL) - 5} more" in notice
+    assert "a sample of 1 images with more than 8 bits is 1,801 of 65,535" in dark  # sixteen.png: 7 * 256 + 9
 
 
 @pytest.mark.parametrize("name", HARMFUL)
 def test_each_has_its_reason(folder, name):
     buffer = memory_buffer((1, 3, 8, 8))
-    decoding.decode([[folder / name]], buffer)
+    decoding.decode([[folder / name]], buffer, decoding.Decoding(channels=3, size=8))
     (reason,) = buffer.unreadable.values()
     assert HARMFUL[name][1] in reason
     assert reason.isprintable()
@@ -135,7 +136,7 @@ def test_only_regular_files_are_opened(tmp_path):
     start = time.monotonic()
     assert len(read(tmp_path).images) == 1
     buffer = memory_buffer((len(places), 3, 8, 8))
-    decoding.decode([places], buffer)
+    decoding.decode([places], buffer, decoding.Decoding(channels=3, size=8))
     assert list(buffer.unreadable) == list(range(len(places)))
     assert time.monotonic() - start < 5
 
@@ -145,8 +146,8 @@ def test_the_limit_is_a_setting(tmp_path):
         (tmp_path / f"{side}.png").write_bytes(encoded(make_image(size=(side, side)), "PNG"))
     assert len(read(tmp_path, max_pixels=64).images) == 1
     assert len(read(tmp_path, max_pixels=81).images) == 2
-    for wrong in (0, 2 * 10**8):
-        with pytest.raises(InputError, match=f"dataset.max_pixels={wrong} must be from 1 to"):
+    for wrong, allowed in ((0, "an integer of at least 1"), (2 * 10**8, "at most 178,956,970")):
+        with pytest.raises(InputError, match=f"dataset.max_pixels={wrong} must be {allowed}"):
             read(tmp_path, max_pixels=wrong)
 
 

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from fedssl.datasets import images
+from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.images import EncodedImages, ImageSource, MappedImages, TensorImages
 from fedssl.errors import InputError
 from tests.fedssl.datasets.made import png
@@ -38,7 +39,7 @@ def encoded(pixels: torch.Tensor) -> EncodedImages:
     records = [
         record for image in pixels for record in (b"damaged", png(Image.fromarray(image.permute(1, 2, 0).numpy())))
     ]
-    return EncodedImages(records, 2 * np.arange(COUNT) + 1, channels=3, size=SIZE, max_pixels=SIZE**2)
+    return EncodedImages(records, 2 * np.arange(COUNT) + 1, Decoding(channels=3, size=SIZE))
 
 
 def test_it_is_indexed_like_an_array(source, pixels):

@@ -1,0 +1,211 @@
+"""Conversion of images of all modes to pixels."""
+
+import io
+import struct
+
+import numpy as np
+import pytest
+from PIL import Image, ImageCms
+
+from fedssl.datasets.decoding import read_image
+from fedssl.datasets.pixels import to_array
+from fedssl.errors import InputError
+from tests.fedssl.datasets.made import make_image
+
+
+def encoded(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def read(content: bytes, **changes: object) -> list:
+    """Return the pixels of one channel."""
+    form = {"channels": 1, "size": Image.open(io.BytesIO(content)).height, **changes}
+    return read_image(content, **form)[0].tolist()
+
+
+def tiff(values: np.ndarray, *, sample_format: int = 1, photometric: int = 1, bits: int | None = None) -> bytes:
+    """Return a TIFF file of the values ``(height, width)``, in their byte order."""
+    order = ">" if values.dtype.byteorder == ">" else "<"
+    height, width = values.shape
+    tags = {256: width, 257: height, 258: bits or 8 * values.itemsize, 259: 1, 262: photometric}
+    tags |= {273: 8 + 2 + 12 * 10 + 4, 277: 1, 278: height, 279: values.nbytes, 339: sample_format}
+    entries = b"".join(
+        struct.pack(f"{order}HHII", tag, 4, 1, value)
+        if tag in (256, 257, 273, 278, 279)
+        else struct.pack(f"{order}HHIHH", tag, 3, 1, value, 0)
+        for tag, value in tags.items()
+    )
+    header = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(f"{order}IH", 8, len(tags))
+    return header + entries + bytes(4) + values.tobytes()
+
+
+def test_channels_are_converted() -> None:
+    red = Image.new("RGB", (2, 2), (200, 100, 50))
+    # ITU-R 601: 0.299 * 200 + 0.587 * 100 + 0.114 * 50 = 124.2
+    assert (to_array(red, channels=1, size=2) == 124).all()
+    assert to_array(red, channels=3, size=2)[:, 0, 0].tolist() == [200, 100, 50]
+    assert to_array(make_image(7, mode="L"), channels=3, size=4)[:, 0, 1].tolist() == [8, 8, 8]
+    assert to_array(red.convert("RGBA"), channels=3, size=2)[:, 1, 1].tolist() == [200, 100, 50]
+    assert to_array(red.convert("P"), channels=3, size=2).shape == (3, 2, 2)
+
+
+def test_another_size_scales_the_shorter_side_and_crops_the_center() -> None:
+    three = np.repeat(np.array([[10, 20, 30]], dtype=np.uint8), 4, axis=0).repeat(4, axis=1)  # 4 high, 12 wide
+    assert (to_array(Image.fromarray(three), channels=1, size=4) == 20).all()
+    assert (to_array(Image.fromarray(three.T.copy()), channels=1, size=4) == 20).all()
+    # Half the size: the filter reaches one pixel over the edge of the crop.
+    assert np.abs(to_array(Image.fromarray(three), channels=1, size=2).astype(int) - 20).max() <= 2
+    assert to_array(Image.fromarray(three), channels=3, size=9).shape == (3, 9, 9)
+
+
+# Two pixels, the second transparent, in each mode's own form. They are black where the mode has a transparent black.
+BLACK = {
+    "RGBA": (Image.fromarray(np.array([[[0, 0, 0, 255], [0, 0, 0, 0]]], np.uint8)), {}),
+    "LA": (Image.fromarray(np.array([[[0, 255], [0, 0]]], np.uint8), "LA"), {}),
+    "RGB": (Image.fromarray(np.array([[[0, 0, 0], [0, 0, 1]]], np.uint8)), {"transparency": (0, 0, 1)}),
+    "L": (Image.fromarray(np.array([[0, 1]], np.uint8)), {"transparency": 1}),
+    "1": (Image.fromarray(np.array([[255, 0]], np.uint8)).convert("1"), {"transparency": 0}),
+    "I;16": (Image.fromarray(np.array([[0, 256]], np.uint16)), {"transparency": 256}),
+    "P": (Image.fromarray(np.array([[0, 1]], np.uint8)), {"transparency": b"\xff\x00"}),
+}
+BLACK["P"][0].putpalette([0, 0, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("mode", BLACK)
+def test_transparent_pixels_have_the_background(mode):
+    image, options = BLACK[mode]
+    first = 255 if mode == "1" else 0
+    for background in (255, 0, 128):
+        form = {"channels": 3, "size": 1, "background": background}
+        left, right = (encoded(image.crop((x, 0, x + 1, 1)), **options) for x in (0, 1))
+        assert read_image(left, **form).ravel().tolist() == [first] * 3
+        assert read_image(right, **form).ravel().tolist() == [background] * 3
+
+
+@pytest.mark.parametrize("form", ["GIF", "WEBP", "TIFF", "PNG"])
+def test_transparent_files_are_on_white(form):
+    shape = np.zeros((16, 16, 4), np.uint8)
+    shape[4:12, 4:12, 3] = 255
+    found = read_image(
+        encoded(Image.fromarray(shape), form, **({"lossless": True} if form == "WEBP" else {})), channels=3, size=16
+    )
+    assert (found == np.where(shape[..., 3] == 255, 0, 255)).all()
+
+
+def test_half_transparent_pixels_are_mixed():
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 4), dtype=np.uint8)
+    share = pixels[..., 3:].astype(float) / 255
+    expected = np.rint(share * pixels[..., :3] + (1 - share) * 200).transpose(2, 0, 1)
+    assert (to_array(Image.fromarray(pixels), channels=3, size=16, background=200) == expected).all()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P"])
+def test_opaque_images_have_the_pixels_without_their_alpha_channel(mode, channels):
+    plain = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8))
+    plain = plain.convert({"LA": "L", "RGBA": "RGB"}.get(mode, "P"))
+    image = plain.convert(mode)
+    if mode == "P":
+        image.info["transparency"] = b"\xff" * 256
+    expected = to_array(plain, channels=channels, size=7)
+    assert (to_array(image, channels=channels, size=7, background=0) == expected).all()
+
+
+def test_color_spaces_of_print_and_of_editors():
+    """CMYK and YCCK of JPEG, which Adobe stores inverted, LAB of TIFF, HSV, 1 bit and a palette of 16 entries."""
+    color = Image.new("RGB", (16, 16), (200, 100, 50))
+    lab = ImageCms.profileToProfile(
+        color, ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB"), outputMode="LAB"
+    )
+    sixteen = color.quantize(16)
+    files = {
+        "CMYK": encoded(color.convert("CMYK"), "JPEG", quality=100),
+        "CMYK of TIFF": encoded(color.convert("CMYK"), "TIFF"),
+        "LAB": encoded(lab, "TIFF"),
+        "YCbCr": encoded(color, "JPEG", quality=100),
+        "palette": encoded(sixteen, bits=4),
+    }
+    for name, content in files.items():
+        for channels, expected in ((3, [200, 100, 50]), (1, [124])):
+            found = read_image(content, channels=channels, size=16)[:, 8, 8]
+            assert np.abs(found.astype(int) - expected).max() <= 3, (name, found)
+    assert to_array(color.convert("HSV"), channels=1, size=16)[0, 0, 0] in (123, 124)
+    bits = Image.fromarray(np.array([[0, 255], [255, 0]], np.uint8)).convert("1")
+    assert read(encoded(bits)) == read(encoded(bits, "TIFF")) == [[0, 255], [255, 0]]
+
+
+RAMP = np.array([[0, 255], [256, 65535]], np.uint16)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        encoded(Image.fromarray(RAMP)),
+        encoded(Image.fromarray(RAMP), "TIFF"),
+        tiff(RAMP.astype(">u2")),
+        tiff(65535 - RAMP, photometric=0),
+        tiff((RAMP // 2).astype("<i2"), sample_format=2),
+        tiff((RAMP // 2).astype(">i2"), sample_format=2),
+        b"P5 2 2 65535\n" + RAMP.astype(">u2").tobytes(),
+        b"P2 2 2 65535\n0 255 256 65535\n",
+    ],
+    ids=["PNG", "TIFF", "big-endian", "white is zero", "int16", "big-endian int16", "PGM", "plain PGM"],
+)
+def test_values_of_16_bits_become_their_upper_8(content):
+    assert read(content) == [[0, 0], [1, 255]]
+
+
+def test_every_value_of_16_bits():
+    values = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    assert (to_array(Image.fromarray(values), channels=1, size=256) == values >> 8).all()
+    assert (
+        to_array(Image.fromarray(values), channels=1, size=256, max_value=4095) == np.minimum(values >> 4, 255)
+    ).all()
+
+
+def test_values_are_divided_by_the_maximum_of_pgm_or_of_the_setting():
+    twelve = np.array([[0, 16], [2048, 4095]], ">u2")
+    levels = [[0, 1], [128, 255]]
+    assert read(b"P5 2 2 4095\n" + twelve.tobytes()) == levels
+    assert read(b"P6 2 2 4095\n" + twelve.repeat(3).tobytes()) == levels
+    for content in (
+        encoded(Image.fromarray(twelve.astype("<u2"))),
+        tiff(twelve),
+        tiff(twelve.astype("<i4"), sample_format=2),
+    ):
+        assert read(content, max_value=4095) == levels
+    assert read(tiff((twelve / 4095).astype("<f4"), sample_format=3), max_value=1) == levels
+    assert read(encoded(Image.fromarray(twelve.astype(np.uint8))), max_value=4095) == [[0, 16], [0, 255]]  # 8 bits
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (tiff(np.array([[-1000, 5]], "<i2"), sample_format=2), "its lowest value is -1000"),
+        (tiff(np.array([[-1.5, 5]], "<f4"), sample_format=3), "its lowest value is -1.5"),
+        (tiff(np.array([[np.nan, 5]], "<f4"), sample_format=3), "its lowest value is nan"),
+        (tiff(np.array([[-5, 5]], "i1"), sample_format=2), "signed 8-bit values"),
+    ],
+    ids=["int16", "float", "nan", "int8"],
+)
+def test_negative_values_are_refused(content, message):
+    with pytest.raises(InputError, match=message):
+        read(content, max_value=1000)
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_an_unknown_range_is_named_with_the_setting(mode):
+    with pytest.raises(InputError, match=f"wrong channels: .*mode {mode}.*dataset.max_value"):
+        to_array(Image.new(mode, (4, 4)), channels=1, size=4)
+
+
+@pytest.mark.parametrize("mode", ["L", "I;16"])
+def test_images_are_turned_and_not_changed(mode):
+    values = np.array([[1, 2], [3, 4]], np.uint8 if mode == "L" else np.uint16) * (1 if mode == "L" else 256)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the stored image must be turned by 90 degrees clockwise
+    image = Image.open(io.BytesIO(encoded(Image.fromarray(values), exif=exif)))
+    for _ in range(2):
+        assert to_array(image, channels=1, size=2).tolist() == [[[3, 1], [4, 2]]]

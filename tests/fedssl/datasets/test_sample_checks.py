@@ -1,0 +1,105 @@
+"""Warnings about data sets whose images have hardly any content."""
+
+import logging
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from fedssl.datasets import base
+from fedssl.datasets.base import load_federated
+from fedssl.datasets.decoding import Decoding
+from fedssl.datasets.images import TensorImages
+from fedssl.datasets.sample_checks import constant_warnings, range_warnings
+from tests.fedssl.datasets.made import png, settings_of
+
+pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
+
+
+def ramp(maximum: int, dtype: type = np.uint16) -> bytes:
+    return png(Image.fromarray(np.linspace(0, maximum, 64).reshape(8, 8).astype(dtype)))
+
+
+def warnings_of(*sources: bytes, **changes: object) -> tuple[str, ...]:
+    return range_warnings(sources, Decoding(channels=1, size=8, **changes))
+
+
+@pytest.mark.parametrize(("maximum", "bits"), [(4095, 12), (3987, 12), (1023, 10), (16383, 14), (255, 8)])
+def test_a_small_part_of_16_bits_is_named_with_the_setting_that_scales_it(maximum, bits):
+    (warning,) = warnings_of(ramp(99), ramp(maximum), b"damaged")
+    assert f"a sample of 2 images with more than 8 bits is {maximum:,} of 65,535" in warning
+    assert warning.endswith(f"scale them with dataset.max_value={2**bits - 1}")
+    assert warnings_of(ramp(maximum), max_value=2**bits - 1) == ()
+    assert Decoding(channels=1, size=8, max_value=2**bits - 1)(ramp(maximum)).max() >= 248
+
+
+def test_other_ranges():
+    assert warnings_of(ramp(16384)) == warnings_of(ramp(99), ramp(40000)) == warnings_of(ramp(60, np.uint8)) == ()
+    assert warnings_of() == warnings_of(b"damaged") == ()
+    (warning,) = warnings_of(ramp(60000), max_value=4095)
+    assert "is 60,000: all above dataset.max_value=4095 become white; set it to 65535" in warning
+    (warning,) = warnings_of(ramp(60, np.uint8), max_value=4095)
+    assert "dataset.max_value=4095 is for gray images with more than 8 bits" in warning
+
+
+def color_png(*values: int) -> bytes:
+    """Return a PNG file of one pixel with 16 bits per channel."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    header = struct.pack(">IIBBBBB", 1, 1, 16, 2 if len(values) == 3 else 6, 0, 0, 0)
+    row = zlib.compress(b"\0" + struct.pack(f">{len(values)}H", *values))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", row) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("values", [(0, 99, 4095), (0, 99, 4095, 65535)], ids=["RGB", "RGBA"])
+def test_color_images_with_16_bits_have_another_remedy(values):
+    (warning,) = warnings_of(color_png(*values))
+    assert "is 4,095 of 65,535, so that they are nearly black; scale them and save them with 8 bits" in warning
+    assert warnings_of(color_png(0, 99, 40_000)) == ()
+    assert warnings_of(b"P6 1 1 4095\n" + np.array([[[0, 99, 4095]]], ">u2").tobytes()) == ()  # Pillow divides by 4095
+
+
+def test_a_folder_of_16_bits_is_logged_once_also_from_the_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    for number in range(3):
+        (tmp_path / f"{number}.png").write_bytes(ramp(4095))
+    pq.write_table(pa.table({"image": [ramp(4095)] * 3, "label": [0, 1, 1]}), tmp_path / "train.parquet")
+    for data in (
+        settings_of("image_folder", path=str(tmp_path), size=8),
+        settings_of("cifar10", path=str(tmp_path), image="image", size=8),
+    ):
+        for again in (False, True):
+            caplog.clear()
+            base.forget_images()
+            load_federated(data)
+            assert [line for line in caplog.messages if "dataset.max_value=4095" in line] == caplog.messages, again
+
+
+@pytest.mark.parametrize(("constant", "expected"), [(2, False), (3, True)])
+def test_more_than_half_of_the_images_with_a_single_color_are_logged(constant, expected):
+    images = torch.arange(4 * 3 * 5 * 5, dtype=torch.int).reshape(4, 3, 5, 5).to(torch.uint8)
+    images[:constant] = torch.tensor([1, 200, 7], dtype=torch.uint8).view(3, 1, 1)
+    found = constant_warnings(TensorImages(images))
+    assert len(found) == expected
+    assert all(text.startswith("3 of a sample of 4 images have a single color each") for text in found)
+    assert constant_warnings(TensorImages(images[..., :1, :1])) == ()
+
+
+def test_white_glyphs_without_a_background_are_a_warning_with_a_remedy(tmp_path: Path, caplog):
+    caplog.set_level(logging.WARNING)
+    glyph = np.full((8, 8, 4), 255, np.uint8)
+    glyph[:, :4, 3] = 0
+    for number in range(4):
+        (tmp_path / f"{number}.png").write_bytes(png(Image.fromarray(glyph)))
+    assert load_federated(settings_of("image_folder", path=str(tmp_path), size=8)).images[:].min() == 255
+    assert "4 of a sample of 4 images have a single color each" in caplog.text
+    assert "set dataset.background, 0 is black" in caplog.text
+    black = load_federated(settings_of("image_folder", path=str(tmp_path), size=8, background=0)).images[:]
+    assert sorted(black.unique().tolist()) == [0, 255]
