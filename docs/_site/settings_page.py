@@ -24,8 +24,8 @@ _HEAD = """# Settings
 `fedssl --cfg job` prints all settings of a run, with your overrides. Set one with `key=value`, e.g.
 `fedssl rounds=10 optimizer.lr=0.01`. A value of another type or outside its range is rejected before the run starts.
 Where choices have different defaults, the table names each. A choice of a paper, such as `method=fedu/byol`, may have
-other defaults. `evaluation` and `final_evaluation` have the same settings. Paths and names may have any characters, e.g.
-`fedssl 'dataset.path=~/Bilder (März)'`; with `-m`, quote a value that has a comma: `"dataset.path='/my/a,b'"`.
+other defaults. `evaluation` and `final_evaluation` have the same settings. Paths and names may have any characters,
+e.g. `fedssl 'dataset.path=~/Bilder (März)'`; with `-m`, quote a value that has a comma: `"dataset.path='/my/a,b'"`.
 
 This page is generated from `conf/` and `fedssl/config/constraints.py`.
 """
