@@ -66,11 +66,16 @@ def open_regular_file(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> Buff
     return os.fdopen(descriptor, "rb")
 
 
+def read_bytes(file: Path, *, max_bytes: int) -> bytes:
+    """Read a file; an OSError as of `open_regular_file`."""
+    with open_regular_file(file, max_bytes=max_bytes) as stream:
+        return stream.read(max_bytes + 1)  # the file may grow
+
+
 def read_text(file: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str | None:
     """Read a text file, UTF-8; None if it does not exist, `InputError` if it is not readable text."""
     try:
-        with open_regular_file(file, max_bytes=max_bytes) as stream:
-            return str(stream.read(max_bytes + 1), encoding="utf-8")  # the file may grow
+        return str(read_bytes(file, max_bytes=max_bytes), encoding="utf-8")
     except FileNotFoundError:
         return None
     except UnicodeDecodeError as error:

@@ -265,9 +265,10 @@ def node_names(settings: Settings) -> NodeNames:
     """Return the function that requests registered names from the SuperLink, if it is on this machine."""
     if settings.engine.name != "deployment":
         return no_registered_names
-    from fedssl.fleet.control import LOOPBACK, registered_names  # slow import
+    from fedssl.fleet.address import check_address, is_loopback  # slow imports
+    from fedssl.fleet.control import registered_names
 
-    if str(settings.engine.address).rpartition(":")[0] not in LOOPBACK:
+    if not is_loopback(check_address("engine.address", str(settings.engine.address))[0]):
         log.warning("names of devices are not bound to keys: the SuperLink is on another machine")
         return no_registered_names
     return partial(registered_names, settings.engine)

@@ -1,15 +1,20 @@
 """Checks of a device: images, memory, disk, versions, connection and clock."""
 
+import os
 import shutil
 import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from http.client import HTTPSConnection
 from pathlib import Path
 
-from fedssl.fleet.kit import Kit, check_server
+import httpx
+
+from fedssl.errors import InputError
+from fedssl.fleet.certificates import verification_problem
+from fedssl.fleet.kit import Kit
+from fedssl.fleet.proxy import check_proxies, exception_command, proxy_of, proxy_problem
 from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.wire.device import incompatibility, installed_versions
 
@@ -48,7 +53,7 @@ def run_checks(kit: Kit, images: Path, folder: Path) -> Iterator[Check]:
 
 def free_space(folder: Path) -> int:
     """Return the free bytes of the file system of a folder that may not exist yet."""
-    return shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
+    return shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if os.access(parent, os.F_OK))).free
 
 
 def _check_images(images: Path) -> Check:
@@ -71,21 +76,36 @@ def _check_images(images: Path) -> Check:
 
 
 def _check_connection(kit: Kit) -> Iterator[Check]:
-    host, port = check_server(kit.server)
+    """Connect as the SuperNode does: with its HTTP client, and the proxies of the environment."""
+    url = f"https://{kit.server}/v1/fleet/"
     try:
-        context = ssl.create_default_context(cadata=kit.certificate.decode("ascii"))
-        connection = HTTPSConnection(host, port, timeout=TIMEOUT, context=context)
-        connection.request("POST", "/v1/fleet/")
-        date = connection.getresponse().headers["Date"]
-        connection.close()
-    except ssl.SSLCertVerificationError as error:
-        yield Check("connection", f"the certificate of {kit.server} is not valid here ({error.verify_message})", False)
+        check_proxies()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(cadata=kit.certificate.decode("ascii"))
+        with httpx.Client(verify=context, timeout=TIMEOUT) as client:
+            date = client.post(url).headers.get("Date")
+    except InputError as error:
+        yield Check("connection", str(error), False)
         return
-    except (OSError, ValueError) as error:  # ValueError: no PEM certificate
-        yield Check("connection", f"{kit.server} cannot be reached ({error})", False)
+    except (httpx.TransportError, OSError) as error:
+        yield Check("connection", _failure(kit.server, url, error), False)
         return
-    yield Check("connection", f"{kit.server} answers, and its certificate is valid")
+    proxy = proxy_of(url)
+    yield Check(
+        "connection", f"{kit.server} answers{f' through {proxy}' if proxy else ''}, and its certificate is valid"
+    )
+    own = proxy_of("http://127.0.0.1")
+    if own:
+        remedy = f"run {exception_command('127.0.0.1')}"
+        yield Check("proxy", f"{own} would receive the connections within this device (127.0.0.1); {remedy}", False)
     if date is not None:
         difference = time.time() - parsedate_to_datetime(date).timestamp()
         result = f"{abs(difference):.0f} s {'ahead of' if difference > 0 else 'behind'} the server's"
         yield Check("clock", result, abs(difference) <= MAX_CLOCK_ERROR)
+
+
+def _failure(server: str, url: str, error: Exception) -> str:
+    reason = verification_problem(error)
+    if reason:
+        return f"the certificate of {server} is not valid here ({reason})"
+    return f"{server} cannot be reached {proxy_problem(url, error) or f'({error})'}"

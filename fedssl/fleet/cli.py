@@ -22,7 +22,8 @@ import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from fedssl.command_line import run_command
 from fedssl.config.settings import EngineSettings
 from fedssl.errors import InputError
 from fedssl.fleet import compat
+from fedssl.fleet.address import check_address
 from fedssl.fleet.control import RegisteredDevice, control_api, registered_devices
 from fedssl.fleet.keys import new_private_key, public_key_line, read_public_key
 from fedssl.fleet.kit import make_kit, write_kit
@@ -40,6 +42,15 @@ from fedssl.runs.run import FLEET_FILE, is_locked
 from fedssl.text_table import align
 from fedssl.untrusted import read_text, read_yaml, sanitize
 from fedssl.wire.device import COMPARED_PACKAGES, check_device_name
+
+DEFAULT_ADDRESS = "127.0.0.1:8000"  # of a SuperLink
+WATCH_RANGES = {
+    "interval": (0.1, 86400),
+    "port": (1, 65535),
+    "min_devices": (0, 10**6),
+    "max_hours": (0, 10**6),
+    "min_disk": (0, 10**9),
+}
 
 
 def main() -> int:
@@ -61,6 +72,7 @@ def invite(options: argparse.Namespace) -> str:
     """Create a startup kit for each name."""
     for name in options.names:
         check_device_name(name)
+    check_address("--server", options.server)
     if options.output and len(options.names) > 1:
         raise InputError(f"--output names one kit, but {len(options.names)} names are given; leave it out")
     return "\n".join(_invite(name, options.output or Path(f"{name}.kit"), options) for name in options.names)
@@ -70,7 +82,7 @@ def _invite(name: str, file: Path, options: argparse.Namespace) -> str:
     certificate = Path(options.certificates or _connection().root_certificates or "ca.crt")
     if options.with_key:
         key = new_private_key()
-        with control_api(_engine(options)) as control:
+        with _control(options) as control:
             _check_unused(name, registered_devices(control))
             write_kit(make_kit(name, options.server, certificate=certificate, private_key=key), file)
             public = file.with_suffix(".pub")
@@ -88,7 +100,7 @@ def add(options: argparse.Namespace) -> str:
     """Register a key under a name."""
     check_device_name(options.name)
     key = read_public_key(options.key)
-    with control_api(_engine(options)) as control:
+    with _control(options) as control:
         _check_unused(options.name, registered_devices(control))
         node = compat.register_node(control, key, name=options.name)
     return f"{options.name} is registered as node {node}"
@@ -96,7 +108,7 @@ def add(options: argparse.Namespace) -> str:
 
 def remove(options: argparse.Namespace) -> str:
     """Remove a device. The SuperLink rejects its further requests, also in a running round."""
-    with control_api(_engine(options)) as control:
+    with _control(options) as control:
         device = _device(options.name, registered_devices(control))
         compat.unregister_node(control, device.node_id)
     return f"{options.name} (node {device.node_id}) is removed; its key cannot be registered again"
@@ -105,7 +117,7 @@ def remove(options: argparse.Namespace) -> str:
 def rotate(options: argparse.Namespace) -> str:
     """Replace the key of a device. The name stays, so that runs give it the same client id."""
     key = read_public_key(options.key)
-    with control_api(_engine(options)) as control:
+    with _control(options) as control:
         device = _device(options.name, registered_devices(control))
         node = compat.register_node(control, key, name=options.name)
         compat.unregister_node(control, device.node_id)
@@ -151,6 +163,7 @@ def show(options: argparse.Namespace) -> str:
 
 def watch(options: argparse.Namespace) -> str:
     """Show the devices on the terminal until Ctrl-C."""
+    _check_numbers(options)
     columns = _columns(options)
     thresholds = Thresholds(
         min_devices=options.min_devices, max_hours=options.max_hours, min_megabytes=options.min_disk
@@ -166,6 +179,13 @@ def watch(options: argparse.Namespace) -> str:
         time.sleep(options.interval)
 
 
+def _check_numbers(options: argparse.Namespace) -> None:
+    for name, (low, high) in WATCH_RANGES.items():
+        value = vars(options)[name]
+        if value is not None and not low <= value <= high:
+            raise InputError(f"--{name.replace('_', '-')}={value} is out of range; give a number from {low} to {high}")
+
+
 def _view(options: argparse.Namespace, thresholds: Thresholds) -> FleetView:
     """Return the current view. A SuperLink that does not answer is an alert, since it may restart."""
     now = datetime.datetime.now().astimezone()
@@ -177,7 +197,7 @@ def _view(options: argparse.Namespace, thresholds: Thresholds) -> FleetView:
 
 
 def _rows(options: argparse.Namespace, run: Path | None) -> list[dict[str, Any]]:
-    with control_api(_engine(options)) as control:
+    with _control(options) as control:
         devices = registered_devices(control)
     reports, rejected = read_reports(run) if run else ({}, {})
     rows = []
@@ -243,12 +263,16 @@ def _device(name: str, devices: Sequence[RegisteredDevice]) -> RegisteredDevice:
     return named[0]
 
 
+def _control(options: argparse.Namespace) -> AbstractContextManager[compat.ControlHttpClient]:
+    return control_api(_engine(options), names=("--address", "--certificates"))
+
+
 def _engine(options: argparse.Namespace) -> EngineSettings:
     """Return the connection to the SuperLink."""
     if options.address is None and options.certificates is None:
         return _connection()
     return EngineSettings(
-        name="deployment", address=options.address or "127.0.0.1:8000", root_certificates=options.certificates
+        name="deployment", address=options.address or DEFAULT_ADDRESS, root_certificates=options.certificates
     )
 
 
@@ -256,14 +280,25 @@ def _connection() -> EngineSettings:
     """Return the connection ``fleet`` of Flower's ``config.toml``; the SuperLink of this machine without one."""
     file = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
     try:
-        connection = tomllib.loads(read_text(file) or "").get("superlink", {}).get("fleet", {})
+        value: Any = tomllib.loads(read_text(file) or "")
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{file} is not valid TOML ({error}); correct it, or give --address") from error
+    for name in ("superlink", "superlink.fleet"):
+        value = _entry(file, value, name, {})
     return EngineSettings(
         name="deployment",
-        address=connection.get("address", "127.0.0.1:8000"),
-        root_certificates=connection.get("root-certificates"),
+        address=_entry(file, value, "superlink.fleet.address", DEFAULT_ADDRESS),
+        root_certificates=_entry(file, value, "superlink.fleet.root-certificates", "") or None,
     )
+
+
+def _entry(file: Path, table: Mapping[str, Any], name: str, default: str | dict[str, Any]) -> Any:
+    """Return an entry of a table of ``config.toml`` or its default; raises `InputError` for another type."""
+    value = table.get(name.rpartition(".")[2], default)
+    if not isinstance(value, type(default)):
+        kind = "a text in quotes" if isinstance(default, str) else f"a section [{name}]"
+        raise InputError(f"{file} has {name} = {value!r} but it is {kind}; correct it, or give --address")
+    return value
 
 
 def _parser() -> argparse.ArgumentParser:

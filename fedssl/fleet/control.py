@@ -11,8 +11,9 @@ import httpx
 from fedssl.config.settings import EngineSettings
 from fedssl.errors import InputError
 from fedssl.fleet import compat
-
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+from fedssl.fleet.address import check_address, is_loopback
+from fedssl.fleet.certificates import read_authority, verification_problem
+from fedssl.fleet.proxy import check_proxies, proxy_problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,55 +27,59 @@ class RegisteredDevice:
 
 
 @contextmanager
-def control_api(engine: EngineSettings) -> Iterator[compat.ControlHttpClient]:
-    """Yield a client of the Control API; raises `InputError` for an invalid address or certificate."""
+def control_api(
+    engine: EngineSettings, *, names: tuple[str, str] = ("engine.address", "engine.root_certificates")
+) -> Iterator[compat.ControlHttpClient]:
+    """Yield a client of the Control API; raises `InputError` for an invalid address or certificate, or no connection.
+
+    ``names`` are those of the settings or options that give the address and the certificate.
+    """
     address, certificates = str(engine.address), engine.root_certificates
-    host, _, port = address.rpartition(":")
-    if not (host and port.isdigit()):
-        raise InputError(f"engine.address={address} is not the address of a SuperLink; set it to HOST:PORT")
-    if certificates is None and host not in LOOPBACK:
+    host, _ = check_address(names[0], address)
+    if certificates is None and not is_loopback(host):
         raise InputError(
-            f"engine.address={address} is another machine, and without TLS anybody in between could run code on all "
-            "devices; set engine.root_certificates=FILE to the certificate of its authority"
+            f"{names[0]}={address} is another machine, and without TLS anybody in between could run code on all "
+            f"devices; set {names[1]}=FILE to the certificate of its authority"
         )
+    check_proxies()
+    root = None if certificates is None else read_authority(names[1], Path(certificates))
+    control = compat.connect(address, root_certificates=root)
     try:
-        root = None if certificates is None else Path(certificates).read_bytes()
-        control = compat.connect(address, root_certificates=root)
-    except (OSError, ValueError) as error:  # of ssl: OSError
-        raise InputError(
-            f"engine.root_certificates={certificates} cannot be used ({error}); set it to the file ca.crt of "
-            "deploy/keys.py"
-        ) from error
-    try:
-        with _http_errors(address):
+        with _http_errors(f"{names[0]}={address}", names, url=f"{'https' if root else 'http'}://{address}"):
             yield control
     finally:
         control.close()
 
 
 @contextmanager
-def _http_errors(address: str) -> Iterator[None]:
+def _http_errors(server: str, names: tuple[str, str], *, url: str) -> Iterator[None]:
     """Raise HTTP errors as `InputError`."""
     try:
         yield
     except httpx.HTTPStatusError as error:
-        reason = compat.error_message(error.response.text)
+        reason, status = compat.error_message(error.response.text), f"status {error.response.status_code}"
         if reason:
-            raise InputError(f"the SuperLink at engine.address={address} rejects the request: {reason}") from error
+            raise InputError(f"the SuperLink at {server} rejects the request: {reason}") from error
+        proxied = proxy_problem(url, status) if url.startswith("http:") else ""  # TLS hides the answer from a proxy
+        if proxied:
+            raise InputError(f"{server} cannot be reached {proxied}") from error
         raise InputError(
-            f"the SuperLink at engine.address={address} rejects the request (status {error.response.status_code}); set "
-            "engine.address to the port of the Control API, not to that of the devices"
+            f"the SuperLink at {server} rejects the request ({status}); set {names[0]} to the port of the Control "
+            "API, not to that of the devices"
         ) from error
     except httpx.TransportError as error:
-        if "CERTIFICATE_VERIFY_FAILED" in str(error):
-            reason = str(error).partition("certificate verify failed: ")[2].partition(" (_ssl")[0]
+        reason = verification_problem(error)
+        if reason:
             raise InputError(
-                f"the certificate of engine.address={address} is not valid ({reason}); renew it with deploy/keys.py, "
-                "or set engine.root_certificates to the certificate of its authority"
+                f"the certificate of {server} is not valid ({reason}); renew it with deploy/keys.py, or set "
+                f"{names[1]} to the certificate of its authority"
             ) from error
+        proxied = proxy_problem(url, error)
+        if proxied:
+            raise InputError(f"{server} cannot be reached {proxied}") from error
         raise InputError(
-            f"no SuperLink answers at engine.address={address} ({error}); start it, or set engine.address to its "
-            "address, and engine.root_certificates if it has TLS"
+            f"no SuperLink answers at {server} ({error}); start it, or set {names[0]} to its address, and "
+            f"{names[1]} if it has TLS"
         ) from error
 
 

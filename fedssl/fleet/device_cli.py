@@ -13,7 +13,6 @@ rounds, by default a folder in ``folder``. ``output=NAME.onnx`` converts the enc
 
 import argparse
 import datetime
-import json
 import os
 import shlex
 import socket
@@ -22,40 +21,32 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedssl.atomic_files import write_text
 from fedssl.command_line import run_command
 from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet.availability import read_usage
 from fedssl.fleet.checks import Check, run_checks
+from fedssl.fleet.device_files import (
+    KEY,
+    command,
+    device_key,
+    installed_kit,
+    read_device,
+    read_environment,
+    write_files,
+)
 from fedssl.fleet.encoders import stored_encoders
 from fedssl.fleet.history import FILE, read_history
-from fedssl.fleet.keys import new_private_key, public_key_line, write_private
-from fedssl.fleet.kit import Kit, read_kit
+from fedssl.fleet.keys import readable_by_others
+from fedssl.fleet.kit import read_kit
 from fedssl.fleet.limits import read_limits
+from fedssl.fleet.proxy import VARIABLES as PROXY_VARIABLES
 from fedssl.fleet.quality import METRICS, NUM_IMAGES, encoder_quality
-from fedssl.machine.memory import available_memory
 from fedssl.text_table import align
-from fedssl.untrusted import read_text, sanitize
+from fedssl.untrusted import sanitize
 
 SHOWN_EVENTS = 10
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
-LIMITS = """# What a server may request of this device. docs/devices.md explains the limits.
-memory: {memory:.1f} # GB, of a message, of the images, and of a training step by estimate
-epochs: 20 # local epochs of a round
-batch: 256 # images of a step
-size: 256 # height and width of an image, in pixels
-threads: {threads}
-minutes: 30 # of training, per round
-# active_hours: 22:00-06:00 # of local time, in which a round may start
-# max_rounds_per_day: 10
-# max_megabytes_per_day: 200 # of messages that leave the device
-# only_on_power: true # no round on battery (Linux)
-# share_quality: true # label-free quality of delivered encoders on the local images
-# security_bits: 40 # of secure aggregation at least, if these fractions of a round's clients
-# corrupted_fraction: 0.2 # collude with the server
-# dropout_fraction: 0.2 # drop out
-"""
 SHARED = """This device shares updates of model weights, the number of its images, its free disk space, its versions of
 Python, fedssl, flwr, torch and torchvision, and metrics that a run requests (loss, duration){quality}.
 It shares no images, labels, file names or paths."""
@@ -73,15 +64,21 @@ def setup(options: argparse.Namespace) -> int:
     values = _values(options.values, allowed=("images", "folder", "states"))
     if "images" not in values:
         raise InputError("images=FOLDER is missing; name the folder of this device's images")
-    kit, images = read_kit(options.kit), Path(values["images"]).expanduser().absolute()
-    folder = _folder(values)
+    kit, folder = read_kit(options.kit), _folder(values)
+    images = Path(values["images"]).expanduser().absolute()
+    states = Path(values.get("states", folder / "states")).expanduser().absolute()
+    for name, path in {"images": images, "folder": folder, "states": states}.items():
+        _check_text(name, path)
+    key = device_key(kit, folder)
     checks = list(run_checks(kit, images, folder))
     print(_table(checks))
     if not all(check.passed for check in checks):
         print("correct what failed, and repeat the command", file=sys.stderr)
         return 1
-    states = Path(values.get("states", folder / "states")).expanduser().absolute()
-    write_files(kit, folder, images=images, states=states)
+    write_files(kit, folder, key=key, images=images, states=states)
+    _warn_of_readers(folder / KEY)
+    if kit.private_key is not None:
+        _warn_of_readers(options.kit)
     print(f"\n{_shared(folder)}\n\n{folder} has the key and the configuration.", flush=True)
     if options.start:
         start(folder)
@@ -95,14 +92,13 @@ def status(options: argparse.Namespace) -> int:
     """Check this device again; returns 1 if a check failed."""
     folder = _folder(_values(options.values, allowed=("folder",)))
     device = read_device(folder)
-    kit = Kit(
-        name=device["name"],
-        server=device["server"],
-        versions=device["versions"],
-        certificate=(folder / "ca.crt").read_bytes(),
+    os.environ.update(
+        {name: value for name, value in read_environment(folder).items() if name.lower() in PROXY_VARIABLES}
     )
+    kit = installed_kit(folder, device)
     checks = list(run_checks(kit, Path(device["images"]), folder))
     states = Path(device["states"])
+    _warn_of_readers(folder / KEY)
     print(f"{_table(checks)}\n\n{_shared(folder)}\n\n{_budgets(folder, states)}\n\n{_history(states)}")
     return 0 if all(check.passed for check in checks) else 1
 
@@ -190,43 +186,6 @@ def quality(options: argparse.Namespace) -> int:
     return 0
 
 
-def write_files(kit: Kit, folder: Path, *, images: Path, states: Path) -> None:
-    """Write key, certificate, limits and configuration; existing keys and limits are kept."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        key = folder / "node.key"
-        if not key.exists():
-            write_private(key, kit.private_key or new_private_key())
-        (folder / f"{kit.name}.pub").write_bytes(public_key_line(key.read_bytes(), kit.name))
-        (folder / "ca.crt").write_bytes(kit.certificate)
-        if not (folder / "limits.yaml").exists():
-            memory = 0.75 * (available_memory() or 2**31) / 1e9
-            write_text(folder / "limits.yaml", LIMITS.format(memory=memory, threads=os.cpu_count() or 1))
-        device = {"name": kit.name, "server": kit.server, "versions": dict(kit.versions)}
-        device |= {"images": str(images), "states": str(states)}
-        write_text(folder / "device.json", json.dumps(device, indent=2) + "\n")
-        config = {
-            "data-path": images,
-            "client-name": kit.name,
-            "state-path": states,
-            "limits": folder / "limits.yaml",
-            "authority": folder / "ca.crt",
-        }
-        line = " ".join(f'{name}="{value}"' for name, value in config.items())
-        write_text(folder / "node.env", f"SUPERLINK={kit.server}\nNODE_CONFIG={shlex.quote(line)}\n")
-    except OSError as error:
-        raise InputError(f"{folder} cannot be written ({error.strerror}); choose another folder=") from error
-
-
-def command(folder: Path) -> str:
-    """Return the command that starts the SuperNode of a device."""
-    env = dict(line.split("=", 1) for line in (read_text(folder / "node.env") or "").splitlines())
-    return (
-        f"flower-supernode --superlink {env['SUPERLINK']} --root-certificates {shlex.quote(str(folder / 'ca.crt'))} "
-        f"--auth-supernode-private-key {shlex.quote(str(folder / 'node.key'))} --node-config {env['NODE_CONFIG']}"
-    )
-
-
 def start(folder: Path) -> None:
     """Replace this process by the SuperNode of a device, with a free port for its own processes.
 
@@ -238,21 +197,6 @@ def start(folder: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # Flower's programs
     program, *arguments = shlex.split(command(folder))
     os.execvpe(program, [program, *arguments, "--port", str(port)], {**ALLOCATOR, **os.environ, "PATH": path})
-
-
-def read_device(folder: Path) -> dict[str, Any]:
-    """Return ``device.json`` of a folder that `setup` wrote; raises `InputError`."""
-    text = read_text(folder / "device.json")
-    if text is None:
-        raise InputError(f"{folder} has no device.json; run fedssl-device setup, or give its folder=")
-    try:
-        device: dict[str, Any] = json.loads(text)
-        kinds = {"name": str, "server": str, "images": str, "states": str, "versions": dict}
-        if not all(isinstance(device[key], kind) for key, kind in kinds.items()):
-            raise ValueError
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{folder / 'device.json'} is damaged; run fedssl-device setup again") from error
-    return device
 
 
 def _table(checks: Sequence[Check]) -> str:
@@ -269,6 +213,20 @@ def _values(arguments: Sequence[str], *, allowed: Sequence[str]) -> dict[str, st
             raise InputError(f"{argument} is not known; give {' or '.join(f'{name}=FOLDER' for name in allowed)}")
         values[key] = value
     return values
+
+
+def _check_text(name: str, path: Path) -> None:
+    """Raise `InputError` for a path that Flower's configuration cannot contain."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{name}={str(path)!a} is not UTF-8 text; rename the folder, or choose another") from error
+
+
+def _warn_of_readers(file: Path) -> None:
+    warning = readable_by_others(file)
+    if warning:
+        print(warning, file=sys.stderr)
 
 
 def _folder(values: dict[str, str]) -> Path:

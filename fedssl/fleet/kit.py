@@ -13,15 +13,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fedssl.errors import InputError
-from fedssl.fleet.keys import write_private
+from fedssl.fleet.address import parse_address
+from fedssl.fleet.certificates import check_validity, read_authority, root_certificates
+from fedssl.fleet.keys import load_private_key, write_private
+from fedssl.untrusted import open_regular_file
 from fedssl.wire.device import check_device_name, installed_versions
 
 _MAX_BYTES = 2**20  # of a file in a kit
+_MAX_KIT_BYTES = 2**22
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kit:
-    """Content of a startup kit."""
+    """Content of a startup kit; raises `ValueError` if it is invalid."""
 
     name: str
     server: str  # HOST:PORT at which devices reach the server
@@ -31,15 +35,15 @@ class Kit:
 
     def __post_init__(self) -> None:
         check_device_name(self.name)
-        check_server(self.server)
+        parse_address(self.server)
+        if self.private_key is not None:
+            load_private_key(self.private_key)
 
 
 def make_kit(name: str, server: str, *, certificate: Path, private_key: bytes | None = None) -> Kit:
     """Return the kit of a new device; raises `InputError`."""
-    try:
-        content = certificate.read_bytes()
-    except OSError as error:
-        raise InputError(f"{certificate} cannot be read ({error.strerror}); name the file ca.crt") from error
+    content = read_authority("--certificates", certificate)
+    check_validity("--certificates", certificate, content)
     return Kit(name=name, server=server, versions=installed_versions(), certificate=content, private_key=private_key)
 
 
@@ -61,32 +65,31 @@ def write_kit(kit: Kit, file: Path) -> None:
 def read_kit(file: Path) -> Kit:
     """Read a kit; raises `InputError` if it is damaged or no kit."""
     try:
-        with zipfile.ZipFile(file) as archive:
-            if any(entry.file_size > _MAX_BYTES for entry in archive.infolist()):
-                raise ValueError("a file in it is too large")
-            contents = {name: archive.read(name) for name in archive.namelist()}
+        with open_regular_file(file, max_bytes=_MAX_KIT_BYTES) as stream, zipfile.ZipFile(stream) as archive:
+            contents = {name: _read(archive, name) for name in ("kit.json", "ca.crt")}
+            key = _read(archive, "node.key") if "node.key" in archive.namelist() else None
         fields = json.loads(contents["kit.json"])
-        versions = {str(package): str(version) for package, version in dict(fields["versions"]).items()}
         return Kit(
             name=str(fields["name"]),
             server=str(fields["server"]),
-            versions=versions,
-            certificate=contents["ca.crt"],
-            private_key=contents.get("node.key"),
+            versions={str(package): str(version) for package, version in dict(fields["versions"]).items()},
+            certificate=root_certificates(contents["ca.crt"]),
+            private_key=key,
         )
-    except FileNotFoundError as error:
-        raise InputError(f"{file} does not exist; name the kit that fedssl-fleet invite created") from error
-    except InputError:
-        raise
+    except OSError as error:
+        problem = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        raise InputError(f"{file} {problem}; name the kit that fedssl-fleet invite created") from error
     except Exception as error:  # a foreign file can fail in any way
-        raise InputError(
-            f"{file} is not a startup kit ({type(error).__name__}); ask the operator for another one"
-        ) from error
+        reason = str(error) if type(error) in (ValueError, InputError, zipfile.BadZipFile) else type(error).__name__
+        raise InputError(f"{file} is not a startup kit ({reason}); ask the operator for another one") from error
 
 
-def check_server(server: str) -> tuple[str, int]:
-    """Return host and port of an address; raises `InputError`."""
-    host, _, port = server.rpartition(":")
-    if not (host and port.isdigit()):
-        raise InputError(f"--server={server} is not an address; give HOST:PORT, e.g. fed.example.org:443")
-    return host.strip("[]"), int(port)
+def _read(archive: zipfile.ZipFile, name: str) -> bytes:
+    """Return a file of an archive, whose size may be false."""
+    if name not in archive.namelist():
+        raise ValueError(f"it has no {name}")
+    with archive.open(name) as member:
+        content = member.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise ValueError(f"its {name} is too large")
+    return content

@@ -4,6 +4,7 @@ import datetime
 import html
 import json
 import shlex
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -212,7 +213,12 @@ class AlertHook:
     """Runs a command for every new alert, with the alert as its last argument."""
 
     def __init__(self, command: str | None) -> None:
-        self._command = [] if command is None else shlex.split(command)
+        try:
+            self._command = [] if command is None else shlex.split(command)
+        except ValueError as error:  # an open quote
+            raise InputError(f"--alert={command} is not a command ({error}); correct its quotes") from error
+        if self._command and shutil.which(self._command[0]) is None:
+            raise InputError(f"--alert={command}: there is no program {self._command[0]}; install it, or give its path")
         self._active: set[str] = set()
 
     def __call__(self, view: FleetView) -> None:

@@ -29,13 +29,13 @@ def test_the_engine_sets_defaults_for_devices_which_overrides_replace():
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["engine.address=here"], "engine.address=here is not the address of a SuperLink; set it to HOST:PORT"),
+        (["engine.address=here"], r"engine.address=here is not an address \(it has no port\); give HOST:PORT"),
         (
             ["engine.address=fed.example.org:443"],
             "without TLS anybody in between could run code",
         ),
         (["engine.root_certificates=/not/here"], r"engine.root_certificates=/not/here cannot be used \(.*No such file"),
-        (["engine.root_certificates={file}"], "cannot be used .*; set it to the file ca.crt of deploy/keys.py"),
+        (["engine.root_certificates={file}"], "cannot be used .*; give the file ca.crt of deploy/keys.py"),
         (["method=nothing"], "method=nothing does not exist"),
     ],
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fedssl.errors import InputError
-from fedssl.fleet import cli, device_cli
+from fedssl.fleet import cli, device_cli, device_files
 from fedssl.fleet.kit import make_kit, read_kit, write_kit
 from fedssl.runs.run import acquire_lock
 from tests.deploy.test_fleet import check_the_public_port
@@ -114,7 +114,7 @@ def test_setup_becomes_the_supernode(running, call, tmp_path, monkeypatch):
     assert call(device_cli, "setup", "a.kit", f"images={images}", f"folder={folder}", "--start")[0] == 0
     ((program, command, environment),) = started
     *known, option, port = command
-    assert known == shlex.split(device_cli.command(folder))
+    assert known == shlex.split(device_files.command(folder))
     assert program == command[0] == "flower-supernode"
     assert option == "--port"
     assert 1024 <= int(port) < 65536
@@ -129,15 +129,13 @@ def test_devices_reach_only_the_fleet_api(running):
     check_the_public_port(running)
 
 
-def test_setup_reports_what_does_not_fit(tmp_path, running, call):
+def test_setup_reports_what_does_not_fit(tmp_path, running, call, keys):
     """Another authority's certificate, an unreachable server, and another version of Flower."""
-    other = tmp_path / "other.crt"
-    other.write_bytes((running.keys / "server.crt").read_bytes())
     images = write_images(tmp_path / "images", 3)
     for number, (server, certificate, versions, row) in enumerate(
         [
             ("127.0.0.1:1", running.keys / "ca.crt", {}, "connection  FAILED  127.0.0.1:1 cannot be reached"),
-            (f"127.0.0.1:{running.port}", other, {}, "connection  FAILED  the certificate of"),
+            (f"127.0.0.1:{running.port}", keys / "ca.crt", {}, "connection  FAILED  the certificate of"),
             (
                 f"127.0.0.1:{running.port}",
                 running.keys / "ca.crt",
@@ -159,7 +157,7 @@ def test_setup_reports_what_does_not_fit(tmp_path, running, call):
     ("arguments", "sentence"),
     [
         (["setup", "nothing.kit", "images=x"], "nothing.kit does not exist"),
-        (["setup", "{file}", "images=x"], "is not a startup kit"),
+        (["setup", "{file}", "images=x"], "is not a startup kit (File is not a zip file); ask the operator"),
         (["setup", "{file}"], "images=FOLDER is missing"),
         (
             ["setup", "{file}", "pictures=x"],
@@ -201,3 +199,36 @@ def test_a_report_joins_the_files_of_a_run(tmp_path):
         assert cli.read_reports(tmp_path)[0]["garden"].activity == "late"
     with pytest.raises(InputError, match="is not the run folder of a fleet"):
         cli.read_reports(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("superlink = 3", "has superlink = 3 but it is a section [superlink]; correct it, or give --address"),
+        ("[superlink]\nfleet = 'x'", "has superlink.fleet = 'x' but it is a section [superlink.fleet]"),
+        ("[[superlink.fleet]]\naddress = 'x'", "but it is a section [superlink.fleet]"),
+        ("[superlink.fleet]\naddress = 8000", "has superlink.fleet.address = 8000 but it is a text in quotes"),
+        (
+            "[superlink.fleet]\nroot-certificates = true",
+            "has superlink.fleet.root-certificates = True but it is a text",
+        ),
+        ("[superlink.fleet]\naddress = 'https://a:1'", "--address=https://a:1 is not an address (it has a scheme)"),
+        ("[superlink.fleet", "is not valid TOML"),
+    ],
+)
+def test_wrong_entries_of_flowers_configuration(operator, tmp_path, monkeypatch, text, sentence):
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    (tmp_path / "config.toml").write_text(text)
+    status, output = operator("list")
+    assert (status, sentence in output) == (2, True), output
+
+
+def test_no_kit_is_created_for_an_impossible_server_or_with_a_private_key(operator, keys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for server, certificate, sentence in (
+        ("https://fed.example.org", "ca.crt", "--server=https://fed.example.org is not an address (it has a scheme)"),
+        ("fed.example.org:443", "ca.key", "it contains a private key"),
+    ):
+        status, text = operator("invite", "garden", "--server", server, "--certificates", keys / certificate)
+        assert (status, sentence in text) == (2, True), text
+    assert list(tmp_path.iterdir()) == []

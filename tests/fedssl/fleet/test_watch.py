@@ -136,6 +136,27 @@ def test_the_hook_is_called_once_for_each_new_alert(tmp_path):
     assert sorted(lines[1:3]) == find_alerts(DEVICES, Thresholds(max_hours=9), NOW)
 
 
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("--interval=nan", "--interval=nan is out of range; give a number from 0.1 to 86400"),
+        ("--interval=-1", "--interval=-1.0 is out of range"),
+        ("--interval=0", "--interval=0.0 is out of range"),
+        ("--interval=1e300", "--interval=1e+300 is out of range"),
+        ("--port=70000", "--port=70000 is out of range; give a number from 1 to 65535"),
+        ("--port=-1", "--port=-1 is out of range"),
+        ("--min-devices=-1", "--min-devices=-1 is out of range"),
+        ("--max-hours=inf", "--max-hours=inf is out of range"),
+        ("--min-disk=-5", "--min-disk=-5 is out of range"),
+        ("--alert=mail 'x", "--alert=mail 'x is not a command (No closing quotation); correct its quotes"),
+        ("--alert=no-such-program x", "there is no program no-such-program; install it, or give its path"),
+    ],
+)
+def test_impossible_options_are_refused(operator, option, sentence):
+    status, text = operator("watch", option)
+    assert (status, sentence in text) == (2, True), text
+
+
 def test_a_superlink_that_does_not_answer_is_an_alert(tmp_path):
     options = argparse.Namespace(run=tmp_path, address=f"127.0.0.1:{free_port()}", certificates=None)
     (alert,) = cli._view(options, Thresholds()).alerts

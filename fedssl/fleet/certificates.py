@@ -1,0 +1,67 @@
+"""Certificates of a fleet's authority, by which devices and operators recognize its server."""
+
+import datetime
+import shlex
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from fedssl.errors import InputError
+from fedssl.untrusted import read_bytes
+
+_MAX_BYTES = 2**20  # bytes of a file
+
+
+def root_certificates(content: bytes) -> bytes:
+    """Return the certificates of a PEM text without other text; raises `ValueError` unless one is an authority's.
+
+    OpenSSL accepts a server by an authority that signed itself only, not by an intermediate one.
+    """
+    if b"PRIVATE KEY" in content:
+        raise ValueError("it contains a private key")
+    try:
+        found = x509.load_pem_x509_certificates(content)
+        roots = [certificate for certificate in found if certificate.issuer == certificate.subject]
+    except ValueError as error:
+        raise ValueError("it contains no certificate in PEM format") from error
+    if not roots:
+        issuer = found[0].issuer.rfc4514_string()
+        raise ValueError(f"it is not the certificate of an authority, but one that {issuer} signed")
+    return b"".join(certificate.public_bytes(Encoding.PEM) for certificate in found)
+
+
+def read_authority(name: str, file: Path) -> bytes:
+    """Return the certificates of an authority in PEM format; raises `InputError`, which calls the file ``name``."""
+    content = b""
+    try:
+        content = read_bytes(file, max_bytes=_MAX_BYTES)
+        return root_certificates(content)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        remedy = "give the file ca.crt of deploy/keys.py"
+        if content.startswith(b"\x30\x82"):  # ASN.1
+            remedy = f"convert it with openssl x509 -inform der -in {shlex.quote(str(file))} -out ca.crt"
+        raise InputError(f"{name}={file} cannot be used ({reason}); {remedy}") from error
+
+
+def check_validity(name: str, file: Path, certificates: bytes) -> None:
+    """Raise `InputError` if all certificates of a PEM text have expired or are not valid yet."""
+    now, found = datetime.datetime.now(datetime.UTC), x509.load_pem_x509_certificates(certificates)
+    periods = [(certificate.not_valid_before_utc, certificate.not_valid_after_utc) for certificate in found]
+    if not any(start <= now <= end for start, end in periods):
+        start, end = periods[0]
+        raise InputError(
+            f"{name}={file} is valid from {start:%Y-%m-%d} to {end:%Y-%m-%d}, and the clock here shows "
+            f"{now:%Y-%m-%d}; create a new certificate with deploy/keys.py, or correct the clock"
+        )
+
+
+def verification_problem(error: Exception) -> str:
+    """Return why a server's certificate was rejected; empty if the error has another cause."""
+    if "CERTIFICATE_VERIFY_FAILED" not in str(error):
+        return ""
+    reason = str(error).partition("certificate verify failed: ")[2].partition(" (_ssl")[0]
+    if "expired" in reason or "not yet valid" in reason:
+        reason += f"; the clock here shows {datetime.datetime.now().astimezone():%Y-%m-%d %H:%M}"
+    return reason

@@ -1,0 +1,144 @@
+"""Files of a device: its key, the certificate of its authority, its limits, and the configuration of its SuperNode."""
+
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fedssl.atomic_files import atomic_write, write_text
+from fedssl.errors import InputError
+from fedssl.fleet.certificates import root_certificates
+from fedssl.fleet.keys import (
+    load_private_key,
+    new_private_key,
+    public_key_line,
+    read_private_key,
+    replace_key,
+    write_private,
+)
+from fedssl.fleet.kit import Kit
+from fedssl.fleet.proxy import proxy_environment
+from fedssl.machine.memory import available_memory
+from fedssl.untrusted import MAX_TEXT_BYTES, read_bytes, read_text
+
+KEY = "node.key"
+LIMITS = """# What a server may request of this device. docs/devices.md explains the limits.
+memory: {memory:.1f} # GB, of a message, of the images, and of a training step by estimate
+epochs: 20 # local epochs of a round
+batch: 256 # images of a step
+size: 256 # height and width of an image, in pixels
+threads: {threads}
+minutes: 30 # of training, per round
+# active_hours: 22:00-06:00 # of local time, in which a round may start
+# max_rounds_per_day: 10
+# max_megabytes_per_day: 200 # of messages that leave the device
+# only_on_power: true # no round on battery (Linux)
+# share_quality: true # label-free quality of delivered encoders on the local images
+# security_bits: 40 # of secure aggregation at least, if these fractions of a round's clients
+# corrupted_fraction: 0.2 # collude with the server
+# dropout_fraction: 0.2 # drop out
+"""
+
+
+def device_key(kit: Kit, folder: Path) -> bytes:
+    """Return the private key in the folder, else that of the kit, else a new one; raises `InputError` if two differ."""
+    own = read_private_key(folder / KEY)
+    if own is None:
+        return kit.private_key or new_private_key()
+    if kit.private_key and load_private_key(own).public_key() != load_private_key(kit.private_key).public_key():
+        raise InputError(f"{folder / KEY} is another key than that of the kit; {replace_key(folder / KEY)}")
+    return own
+
+
+def write_files(kit: Kit, folder: Path, *, key: bytes, images: Path, states: Path) -> None:
+    """Write key, certificate, limits and configuration; existing keys and limits are kept."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not (folder / KEY).exists():
+            write_private(folder / KEY, key)
+        (folder / f"{kit.name}.pub").write_bytes(public_key_line(key, kit.name))
+        (folder / "ca.crt").write_bytes(kit.certificate)
+        if not (folder / "limits.yaml").exists():
+            memory = 0.75 * (available_memory() or 2**31) / 1e9
+            write_text(folder / "limits.yaml", LIMITS.format(memory=memory, threads=os.cpu_count() or 1))
+        device = {"name": kit.name, "server": kit.server, "versions": dict(kit.versions)}
+        device |= {"images": str(images), "states": str(states)}
+        write_text(folder / "device.json", json.dumps(device, indent=2) + "\n")
+        config = {
+            "data-path": images,
+            "client-name": kit.name,
+            "state-path": states,
+            "limits": folder / "limits.yaml",
+            "authority": folder / "ca.crt",
+        }
+        line = " ".join(f"{name}={_quote(str(value))}" for name, value in config.items())
+        _write_environment(folder / "node.env", {"SUPERLINK": kit.server, "NODE_CONFIG": line, **proxy_environment()})
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written ({error.strerror}); choose another folder=") from error
+
+
+def command(folder: Path) -> str:
+    """Return the command that starts the SuperNode of a device."""
+    env = read_environment(folder)
+    return (
+        f"flower-supernode --superlink {env['SUPERLINK']} --root-certificates {shlex.quote(str(folder / 'ca.crt'))} "
+        f"--auth-supernode-private-key {shlex.quote(str(folder / KEY))} --node-config {shlex.quote(env['NODE_CONFIG'])}"
+    )
+
+
+def read_environment(folder: Path) -> dict[str, str]:
+    """Return the variables in ``node.env``."""
+    words = shlex.split(read_text(folder / "node.env") or "", comments=True)
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def read_device(folder: Path) -> dict[str, Any]:
+    """Return ``device.json`` of a folder that `write_files` wrote; raises `InputError`."""
+    text = read_text(folder / "device.json")
+    if text is None:
+        raise InputError(f"{folder} has no device.json; run fedssl-device setup, or give its folder=")
+    try:
+        device: dict[str, Any] = json.loads(text)
+        kinds = {"name": str, "server": str, "images": str, "states": str, "versions": dict}
+        if not all(isinstance(device[key], kind) for key, kind in kinds.items()):
+            raise ValueError
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{folder / 'device.json'} is damaged; run fedssl-device setup again") from error
+    return device
+
+
+def installed_kit(folder: Path, device: Mapping[str, Any]) -> Kit:
+    """Return the kit with which a device was set up, without the key; raises `InputError`."""
+    try:
+        return Kit(
+            name=device["name"],
+            server=device["server"],
+            versions={str(package): str(version) for package, version in device["versions"].items()},
+            certificate=root_certificates(read_bytes(folder / "ca.crt", max_bytes=MAX_TEXT_BYTES)),
+        )
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{folder} has a damaged device.json or ca.crt ({error}); run fedssl-device setup again"
+        ) from error
+
+
+def _write_environment(file: Path, variables: Mapping[str, str]) -> None:
+    """Write variables for systemd and shells; only the owner may read them, since a proxy may have a password."""
+
+    def write(stream: BinaryIO) -> None:
+        os.fchmod(stream.fileno(), 0o600)
+        stream.write("".join(f"{name}={shlex.quote(value)}\n" for name, value in variables.items()).encode())
+
+    atomic_write(file, write)
+
+
+def _quote(text: str) -> str:
+    r"""Return a string as Flower reads it in ``--node-config``: TOML's, but without quotes, which it has as \u0022."""
+    plain = [char if char.isprintable() and char not in "\"'\\" else _escape(ord(char)) for char in text]
+    return f'"{"".join(plain)}"'
+
+
+def _escape(code: int) -> str:
+    return f"\\u{code:04x}" if code < 2**16 else f"\\U{code:08x}"
