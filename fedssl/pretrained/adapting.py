@@ -28,17 +28,36 @@ def adapt_positions(positions: Tensor, *, side: int, prefix: int) -> Tensor | No
     """Interpolate position embeddings ``(1, tokens, width)`` to ``prefix`` tokens and ``side * side`` patches.
 
     The source's patches are a square, and the tokens before it are class and register tokens, which keep their
-    positions. They get zeros if the source has no positions for them. None if the source has other tokens.
+    positions. Those without positions in the source get zeros: all, or the registers. None if the source has other
+    tokens.
     """
     count = positions.shape[1]
-    before = next((number for number in (prefix, 0) if math.isqrt(count - number) ** 2 == count - number), None)
-    if before is None:
+    known = [number for number in dict.fromkeys((prefix, min(prefix, 1), 0)) if _is_square(count - number)]
+    if not known:
         return None
+    before = known[0]
     grid = math.isqrt(count - before)
-    tokens, patches = positions[:, :before], positions[:, before:]
-    if not before:
-        tokens = positions.new_zeros(1, prefix, positions.shape[2])
+    missing = positions.new_zeros(1, prefix - before, positions.shape[2])
+    tokens, patches = torch.cat((positions[:, :before], missing), dim=1), positions[:, before:]
     return torch.cat((tokens, interpolate_positions(patches, side) if side != grid else patches), dim=1)
+
+
+def fold_class_position(values: dict[str, Tensor], encoder: Encoder) -> bool:
+    """Add the position of the class token to the token where the encoder has positions of patches alone.
+
+    The official DINOv2 with registers has one; timm's network has positions of patches alone. ``values`` are tensors by
+    timm's names, which are replaced. Return whether they were.
+    """
+    side, token, positions = _patches_per_side(encoder), values.get("cls_token"), values.get("pos_embed")
+    if side is None or token is None or positions is None or positions.ndim != 3:
+        return False
+    count = positions.shape[1]
+    if encoder.state_dict()["pos_embed"].shape[1] != side * side or _is_square(count) or not _is_square(count - 1):
+        return False
+    if token.shape != positions[:, :1].shape:
+        return False
+    values["cls_token"], values["pos_embed"] = token + positions[:, :1], positions[:, 1:]
+    return True
 
 
 def adapt_tensor(name: str, value: Tensor, encoder: Encoder, template: Tensor, *, first_kernel: str) -> Tensor | None:
@@ -61,6 +80,10 @@ def _patches_per_side(encoder: Encoder) -> int | None:
         return None
     kernels = [weight for weight in encoder.get_submodule(encoder.patch_embedding).parameters() if weight.ndim == 4]
     return encoder.image_size // kernels[0].shape[-1]
+
+
+def _is_square(count: int) -> bool:
+    return count > 0 and math.isqrt(count) ** 2 == count
 
 
 def _without(tensor: Tensor, axis: int) -> list[int]:

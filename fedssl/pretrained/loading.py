@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fedssl.atomic_files import atomic_write
 from fedssl.encoders.base import Encoder
+from fedssl.encoders.library import LibraryEncoder
 from fedssl.errors import InputError
-from fedssl.pretrained.adapting import POSITIONS, adapt_tensor
+from fedssl.pretrained.adapting import POSITIONS, adapt_tensor, fold_class_position
 from fedssl.pretrained.checkpoints import Checkpoint
 from fedssl.pretrained.names import Match, known_statistics, match_names
 from fedssl.pretrained.sources import file_of, read_source
@@ -21,10 +22,21 @@ _MAX_LISTED = 3  # tensors of each kind in an error message
 _MAX_NETWORKS = 10  # ignored networks and heads in the log
 _ADAPTER = re.compile(r"\badapters\.\d+\.(down|up)\.")
 _COUNTER = "num_batches_tracked"  # last component of a name that checkpoints of torch before 0.4.1 lack
-# Settings of the encoder that differ, by the name of a tensor that then does not fit.
+_CLASS, _REGISTERS = r"(.*\.)?(cls_token|class_token)", r"(.*\.)?(reg_token|register_tokens)"
+_POSITIONS = r"(.*\.)?(pos_embed|encoder\.pos_embedding)"
+_SET_REGISTERS = "set encoder.registers to the number of register tokens of the weights"
+# Settings of this project's encoders to change, by how a tensor does not fit and by its name.
 _REMEDIES = {
-    "conv1.weight": "set encoder.stem to that of the weights (imagenet: 7x7, small: 3x3)",
-    "pos_embed": "set encoder.positions=learned and encoder.pool=token",
+    "are missing": {_CLASS: "set encoder.pool=mean", _REGISTERS: _SET_REGISTERS},
+    "are unexpected": {
+        _CLASS: "set encoder.pool=token",
+        _POSITIONS: "set encoder.positions=learned",
+        _REGISTERS: _SET_REGISTERS,
+    },
+    "have other shapes": {
+        r"conv1\.weight \(.*": "set encoder.stem to that of the weights (imagenet: 7x7, small: 3x3)",
+        rf"{_REGISTERS} \(.*": _SET_REGISTERS,
+    },
 }
 
 
@@ -62,6 +74,8 @@ def load_pretrained(encoder: Encoder, source: str) -> str:
     tensors, adapted = _fit(encoder, template, checkpoint, match, source=source)
     encoder.load_state_dict({**template, **tensors})
     changes = [f"{len(tensors)} tensors with {match.layout.name} and the prefix {match.prefix or 'none'}"]
+    if match.alternatives:
+        changes.append(f"not used: other networks with the same names ({_listed(match.alternatives)})")
     if match.ignored:
         ignored = [f"{name} ({count})" for name, count in match.ignored.items()]
         changes.append(f"ignored {_listed(ignored, maximum=_MAX_NETWORKS)}")
@@ -97,9 +111,12 @@ def _fit(
     first_kernel = next((name for name, value in template.items() if value.ndim == 4), "")
     tensors: dict[str, Tensor] = {}
     adapted, misshapen, infinite = [], [], []
-    for name, stored in match.sources.items():
-        value, expected = checkpoint.tensors[stored], template[name]
-        fitting = adapt_tensor(name, value.detach(), encoder, expected, first_kernel=first_kernel)
+    values = {name: checkpoint.tensors[stored].detach() for name, stored in match.sources.items()}
+    if fold_class_position(values, encoder):
+        adapted.append("the class token by its position")
+    for name, value in values.items():
+        expected = template[name]
+        fitting = adapt_tensor(name, value, encoder, expected, first_kernel=first_kernel)
         if fitting is None or fitting.shape != expected.shape:
             misshapen.append(f"{name} {tuple(value.shape)} instead of {tuple(expected.shape)}")
             continue
@@ -120,22 +137,27 @@ def _fit(
     if found:
         raise InputError(
             f"encoder.weights={source} does not fit the encoder: of {len(template)} tensors, {', '.join(found)}; "
-            f"{_remedy([*missing, *match.unexpected, *misshapen])}"
+            f"{_remedy(encoder, problems)}"
         )
     return tensors, adapted
 
 
-def _remedy(names: Collection[str]) -> str:
-    if any(_ADAPTER.search(name) for name in names):
+def _remedy(encoder: Encoder, problems: Mapping[str, Collection[str]]) -> str:
+    """Return what to do about tensors that do not fit, by how they do not."""
+    found = [(kind, name) for kind, names in problems.items() for name in names]
+    if any(_ADAPTER.search(name) for _, name in found):
         return (
             "it is the encoder of a run with tuning=adapter, which no other run can start from; set encoder.weights to "
             "the source of that run"
         )
-    if len(names) == 1:
-        for name, remedy in _REMEDIES.items():
-            if any(name in each for each in names):
-                return remedy
-    return "set the encoder that the weights were trained with, or weights of this encoder"
+    remedies = dict.fromkeys(
+        next((remedy for pattern, remedy in _REMEDIES.get(kind, {}).items() if re.fullmatch(pattern, name)), None)
+        for kind, name in found
+    )
+    known = [remedy for remedy in remedies if remedy]
+    if len(known) < len(remedies) or isinstance(encoder, LibraryEncoder):  # the settings of a library's are its own
+        return "set the encoder that the weights were trained with, or weights of this encoder"
+    return " and ".join(known)
 
 
 def _listed(names: Sequence[str], *, maximum: int = _MAX_LISTED) -> str:

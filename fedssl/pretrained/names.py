@@ -2,7 +2,8 @@
 
 A checkpoint has further networks (heads, momentum encoders), and a prefix for the modules that contained the encoder
 (``module.encoder_q.`` in MoCo, ``teacher.backbone.`` in DINO, ``backbone.`` in SimCLR and lightly). The rule removes
-the prefix that leaves most names of the encoder, in its own layout or in one of `LAYOUTS`.
+the prefix that leaves most names of the encoder, in its own layout or in one of `LAYOUTS`. Components that
+``torch.compile``, FSDP and checkpointing of activations insert are removed first.
 """
 
 import re
@@ -48,12 +49,22 @@ _LIGHTLY_RESNET = (
     *((rf"^{number + 1}\.", f"layer{number}.") for number in (1, 2, 3, 4)),
     (r"\.shortcut\.", ".downsample."),
 )
+# The official DINOv2 (https://github.com/facebookresearch/dinov2) to timm's: training stores blocks in chunks, in which
+# a block keeps its number in the whole network.
+_DINOV2 = (
+    (r"^blocks\.\d+\.(\d+)\.", r"blocks.\1."),
+    (r"^register_tokens$", "reg_token"),
+    (r"\.mlp\.w12\.", ".mlp.fc1."),
+    (r"\.mlp\.w3\.", ".mlp.fc2."),
+)
 
+_WRAPPER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # Networks of a checkpoint that are not its encoder, if another one has the same names.
 _SECONDARY = re.compile(r"encoder_k|target.*|student.*|.*momentum.*|.*ema")
-# First components of names of classifiers, heads and queues, and of the token that hides patches.
+# First components of names of classifiers, heads, decoders and queues, and of the token that hides patches.
 _HEAD = re.compile(
-    r".*head.*|fc|classifier|linear|projector|predictor|projection.*|prediction.*|prototypes|queue.*|mask_token"
+    r".*head.*|fc|classifier|linear|projector|predictor|projection.*|prediction.*|prototypes|queue.*|.*decoder.*|"
+    r"mask(ed)?_(token|embed\w*)"
 )
 
 
@@ -74,6 +85,7 @@ class Match:
     sources: Mapping[str, str]  # names in the checkpoint by names in the encoder
     unexpected: Sequence[str]  # names in the checkpoint that neither the encoder nor a head has
     ignored: Mapping[str, int]  # number of tensors of each network or head that is not part of the encoder
+    alternatives: Sequence[str]  # other prefixes with as many names of the encoder
 
 
 def _substituted(patterns: Sequence[tuple[str, str]]) -> Callable[[Collection[str], Collection[str]], dict[str, str]]:
@@ -117,6 +129,8 @@ def _from_efficientnet_pytorch(names: Collection[str], encoder_names: Collection
 LAYOUTS = (
     Layout("the encoder's names", _substituted(())),
     Layout("timm's names", _substituted(_FROM_TIMM_VIT)),
+    Layout("DINOv2's names", _substituted(_DINOV2)),
+    Layout("DINOv2's names", _substituted((*_DINOV2, *_FROM_TIMM_VIT))),
     Layout("torchvision's names", _substituted(TO_TIMM_VIT)),
     Layout("names of a sequence of torchvision's modules", _substituted(_SEQUENTIAL_RESNET)),
     Layout("names of a sequence of lightly's modules", _substituted(_LIGHTLY_RESNET)),
@@ -132,17 +146,26 @@ def known_statistics(names: Collection[str]) -> tuple[float, float] | None:
 
 def match_names(names: Collection[str], encoder_names: Collection[str]) -> Match | None:
     """Find the names of an encoder among those of a checkpoint, both dotted; None if there are none."""
-    best = min(_candidates(names, encoder_names), key=lambda candidate: candidate[0], default=None)
-    if best is None:
+    stored = _without_wrappers(names)
+    candidates = sorted(_candidates(stored, encoder_names), key=lambda candidate: candidate[0])
+    if not candidates:
         return None
-    _, prefix, layout, renamed = best
+    key, prefix, layout, renamed = candidates[0]
     wanted = set(encoder_names)
-    sources = {new: prefix + name for name, new in renamed.items() if new in wanted}
+    sources = {new: stored[prefix + name] for name, new in renamed.items() if new in wanted}
     others = [name for name, new in renamed.items() if new not in wanted]
-    unexpected = [prefix + name for name in others if not _HEAD.fullmatch(renamed[name].split(".")[0])]
-    ignored = Counter(_first(renamed[name]) for name in others if prefix + name not in unexpected)
-    ignored.update(_first(name) for name in names if not name.startswith(prefix))
-    return Match(layout, prefix, sources, unexpected, ignored)
+    heads = [name for name in others if _HEAD.fullmatch(_first(renamed[name]))]
+    unexpected = [stored[prefix + name] for name in others if name not in heads]
+    ignored = Counter(_first(renamed[name]) for name in heads)
+    ignored.update(_first(name) for name in stored if not name.startswith(prefix))
+    same = dict.fromkeys(other for count, other, *_ in candidates if count[0] == key[0] and other != prefix)
+    return Match(layout, prefix, sources, unexpected, ignored, list(same))
+
+
+def _without_wrappers(names: Collection[str]) -> dict[str, str]:
+    """Map names without components of wrappers to the names of a checkpoint; unchanged names if some would be equal."""
+    plain = {_WRAPPER.sub("", name): name for name in names}
+    return plain if len(plain) == len(names) else {name: name for name in names}
 
 
 def _candidates(
@@ -154,8 +177,8 @@ def _candidates(
         inner = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
         for order, layout in enumerate(LAYOUTS):
             renamed = layout.rename(inner, encoder_names)
-            common = wanted.intersection(renamed.values())
-            if common:
+            common = [new for new in renamed.values() if new in wanted]
+            if common and len({*common}) == len(common):  # several names must not become one
                 secondary = any(_SECONDARY.fullmatch(part) for part in prefix.split("."))
                 yield (-len(common), secondary, len(prefix), prefix, order), prefix, layout, renamed
 

@@ -123,6 +123,35 @@ def test_the_setting_that_differs_is_named(tmp_path):
         load_pretrained(encoder, source)
 
 
+def test_the_official_dinov2_with_registers(tmp_path):
+    """Its class token has a position, which timm adds to the token; register tokens have another name."""
+    theirs = shift(timm.create_model("vit_small_patch14_reg4_dinov2", img_size=28, num_classes=0))
+    official = {name.replace("reg_token", "register_tokens"): value for name, value in theirs.state_dict().items()}
+    position = torch.full((1, 1, 384), 0.25)
+    official |= {"cls_token": official["cls_token"] - position, "mask_token": torch.zeros(1, 384)}
+    official |= {"pos_embed": torch.cat((position, official["pos_embed"]), dim=1)}
+    ours = timm_encoder(name="vit_small_patch14_reg4_dinov2", channels=3, size=28)
+    changes = load_pretrained(ours, save(official, tmp_path))
+    assert changes.endswith("ignored mask_token (1); adapted the class token by its position")
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+    other = timm_encoder(name="vit_small_patch14_dinov2", channels=3, size=28)
+    with pytest.raises(InputError, match=r"unexpected \(register_tokens\); set the encoder that the weights were"):
+        load_pretrained(other, str(tmp_path / "weights.pt"))
+
+
+def test_the_encoder_of_the_official_ijepa_is_stated(tmp_path):
+    theirs = vit_tiny(channels=3, size=16, patch=8, depth=1, width=8, heads=1, pool="mean")
+    module = {f"module.{name}": value for name, value in theirs.state_dict().items()}
+    content = {"encoder": module, "target_encoder": module}
+    ours = vit_tiny(channels=3, size=16, patch=8, depth=1, width=8, heads=1, pool="mean")
+    changes = load_pretrained(ours, save(content, tmp_path))
+    assert (
+        "the prefix encoder.module.; not used: other networks with the same names (target_encoder.module.)" in changes
+    )
+    with pytest.raises(InputError, match=r"1 are missing \(class_token\); set encoder.pool=mean$"):
+        load_pretrained(vit_tiny(channels=3, size=16, patch=8, depth=1, width=8, heads=1), str(tmp_path / "weights.pt"))
+
+
 def test_statistics_per_channel(tmp_path):
     content = {"format": "fedssl-encoder-1", "mean": [0.2, 0.4, 0.6], "std": [0.1, 0.2, 0.3], "weights": weights_of()}
     source = save(content, tmp_path)

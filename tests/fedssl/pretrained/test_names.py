@@ -1,5 +1,7 @@
 """Which tensors of a checkpoint are the encoder's: prefixes, layouts of other libraries, heads, and other networks."""
 
+import re
+
 import lightly.models
 import pytest
 import timm
@@ -123,6 +125,67 @@ def test_efficientnet_pytorch_has_the_names_of_timms_blocks(name, excitation):
     assert match.sources["blocks.3.2.bn3.bias"] == "_blocks.7._bn2.bias"  # the third block after 1 + 2 + 2
     assert match.sources["bn2.weight"] == "_bn1.weight"
     assert known_statistics(match.sources.values()) == (0.5, 0.5)
+
+
+TIMM_VIT = ["cls_token", "pos_embed", "patch_embed.proj.weight", "norm.bias"]
+TIMM_VIT += [f"blocks.{number}.{part}.weight" for number in range(3) for part in ("norm1", "attn.qkv", "mlp.fc1")]
+
+
+@pytest.mark.parametrize(
+    ("names", "prefix", "ignored"),
+    [
+        (  # MAE (https://github.com/facebookresearch/mae) and forks: the decoder has the prefix of the encoder
+            prefixed("model.", [*TIMM_VIT, "mask_token", "decoder_pos_embed", "decoder_blocks.0.norm1.weight"]),
+            "model.",
+            {"mask_token": 1, "decoder_pos_embed": 1, "decoder_blocks": 1},
+        ),
+        (  # iBOT's student (https://github.com/bytedance/ibot)
+            [*prefixed("student.module.backbone.", [*TIMM_VIT, "masked_embed"]), "student.module.head.mlp.0.weight"],
+            "student.module.backbone.",
+            {"masked_embed": 1, "student": 1},
+        ),
+        (  # DINOv2's training: blocks in chunks, whose numbers are those of the network
+            prefixed(
+                "teacher.backbone.",
+                [re.sub(r"^blocks\.(\d+)", r"blocks.0.\1", name) for name in TIMM_VIT] + ["mask_token"],
+            ),
+            "teacher.backbone.",
+            {"mask_token": 1},
+        ),
+        (  # torch.compile and FSDP
+            prefixed(
+                "_orig_mod.model._fsdp_wrapped_module.",
+                [re.sub(r"^blocks\.\d", r"\g<0>._checkpoint_wrapped_module", name) for name in TIMM_VIT],
+            ),
+            "model.",
+            {},
+        ),
+    ],
+)
+def test_vision_transformers_of_other_programs(names, prefix, ignored):
+    match = match_names(names, TIMM_VIT)
+    assert (match.prefix, match.unexpected, dict(match.ignored), match.alternatives) == (prefix, [], ignored, [])
+    assert sorted(match.sources) == sorted(TIMM_VIT)
+    assert set(match.sources.values()) <= set(names)
+    block = match.sources["blocks.2.mlp.fc1.weight"]
+    assert "2." in block
+    assert block.endswith("mlp.fc1.weight")
+
+
+def test_numbers_within_chunks_do_not_overwrite_blocks():
+    names = ["cls_token", *(f"blocks.{chunk}.{number}.norm1.weight" for chunk in range(2) for number in range(2))]
+    match = match_names(names, ["cls_token", *(f"blocks.{number}.norm1.weight" for number in range(4))])
+    assert list(match.sources) == ["cls_token"]
+    assert len(match.unexpected) == 4
+
+
+def test_the_other_encoder_of_ijepa_is_named():
+    """https://github.com/facebookresearch/ijepa saves the context encoder, the predictor and the target encoder."""
+    networks = ("encoder", "target_encoder", "predictor")
+    names = [name for network in networks for name in prefixed(f"{network}.module.", TIMM_VIT)]
+    names = [name for name in names if not name.startswith("predictor.module.blocks")]
+    match = match_names(names, TIMM_VIT)
+    assert (match.prefix, match.alternatives) == ("encoder.module.", ["target_encoder.module."])
 
 
 def test_unexpected_and_missing_names_remain():
