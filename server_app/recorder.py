@@ -16,6 +16,7 @@ import numpy as np
 from fedssl.atomic_files import saved_rounds, write_text
 from fedssl.config.literal import shell_command
 from fedssl.config.load import save_run
+from fedssl.config.saved_run import read_settings
 from fedssl.config.settings import RecordingSettings
 from fedssl.evaluation.scores import Score, format_table, mean_over_models, to_flat_dict, units_of
 from fedssl.machine.memory import gigabytes
@@ -63,6 +64,14 @@ class Recorder(RunFolder):
         if client_data:
             self.write_partition(client_data)
             self._few_images = len(client_data.few_images)
+        saved = read_settings(self.folder / "config.yaml")
+        if saved is not None and saved.threads != settings.config.threads:
+            log.warning(
+                "threads=%d, but the run began with %d: results differ in their last bits from those of a run without "
+                "an interruption",
+                settings.config.threads,
+                saved.threads,
+            )
         save_run(self._settings, self.folder)
         self._tracking.begin(settings, done=self._resumed_rounds)
 

@@ -72,7 +72,8 @@ def load_settings(overrides: Sequence[str]) -> Settings:
     """Return the settings of a new or resumed run.
 
     With ``resume=FOLDER`` the saved overrides of that run come first, and a new override replaces a saved one of the
-    same key. Only `RESUMABLE_KEYS` may differ from that run. ``pause_after`` is not inherited.
+    same key. Only `RESUMABLE_KEYS` may differ from that run. ``pause_after`` is not inherited. The number of threads is
+    that of the run, whose default depends on the machine, because it decides the order of sums.
     """
     overrides = normalize(overrides)
     given = [override.value() for override in parse(overrides) if override.key_or_group == "resume"]
@@ -90,10 +91,10 @@ def load_settings(overrides: Sequence[str]) -> Settings:
     # The run folder has the initial weights, so that the source is read only for a new run.
     saved_overrides, sources = partition_by_key(saved_overrides, "encoder.weights")
     # A new choice of a group, such as engine=local, replaces the saved one and its settings.
-    not_inherited = explicit.keys() | {"pause_after"}
+    not_inherited = explicit.keys() | {"pause_after", "threads"}
     inherited = [override for override in saved_overrides if not_inherited.isdisjoint(key_and_group(override))]
     check_saved_overrides(inherited, folder / "overrides.yaml")
-    merged = {**by_key(inherited), **explicit}
+    merged = {"threads": f"threads={saved.threads}", **by_key(inherited), **explicit}
     overrides = [override for key, override in merged.items() if key.lstrip("+~") not in _RUN_KEYS]
     overrides += [f"output_dir={quote_value(str(folder))}", f"resume={quote_value(str(folder))}"]
     try:

@@ -114,7 +114,7 @@ def read_settings(file: Path) -> DictConfig | None:
         raise (
             error if isinstance(error, InputError) else corrupt_file_error(file, "it is not the YAML file of a run")
         ) from error
-    kinds = {"seed": int, "rounds": int, "run_id": str, "dataset": DictConfig}
+    kinds = {"seed": int, "rounds": int, "threads": int, "run_id": str, "dataset": DictConfig}
     if not all(key in saved and isinstance(saved[key], kind) for key, kind in kinds.items()):
         raise corrupt_file_error(file, "it lacks settings of a run")
     try:

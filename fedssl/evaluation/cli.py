@@ -82,7 +82,7 @@ def run(overrides: Sequence[str]) -> str:
 
 
 def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Settings:
-    """Return the settings of an evaluation; data set and seed default to those of ``run``.
+    """Return the settings of an evaluation; data set, seed and threads default to those of ``run``.
 
     A run folder is untrusted and must not select code: its data set must be one of ``conf/`` or of the user's config
     directories.
@@ -118,8 +118,8 @@ def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Setting
                 f"{' '.join(changes)} does not fit the data set of {run}, which has the settings "
                 f"{', '.join(map(str, saved.dataset))}; add dataset=NAME for another data set"
             ) from error
-    if "seed" not in keys:
-        config.seed = saved.seed
+    for key in {"seed", "threads"}.difference(keys):  # both decide bits
+        config[key] = saved[key]
     check_types(config, {})
     validate_config(config)
     return make_settings(config, choices, overrides=overrides, resumed=None)

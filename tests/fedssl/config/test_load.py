@@ -11,6 +11,7 @@ from fedssl.config.overrides import CONF, quote_value
 from fedssl.config.settings import Component
 from fedssl.errors import InputError
 from fedssl.evaluation.cli import compose_evaluation
+from fedssl.machine import process
 from fedssl.methods.base import build_method
 from strategies.interfaces import StrategyContext
 
@@ -202,6 +203,20 @@ class TestResume:
     def test_may_be_made_longer(self, folder):
         settings = load_settings([f"resume={folder}", "rounds=6"])
         assert (settings.rounds, settings.recording.resumed) == (6, 4)
+
+    def test_keeps_the_threads_of_the_run_on_another_number_of_cores(self, tmp_path, monkeypatch):
+        """The number of threads decides the order of sums."""
+        monkeypatch.setattr(process, "available_cores", lambda: 3)
+        save_run(compose(["dataset=cifar10"]).recording, tmp_path)
+        monkeypatch.setattr(process, "available_cores", lambda: 1)
+        assert compose(["dataset=cifar10"]).machine.threads == 1
+        assert compose_evaluation([], run=tmp_path).machine.threads == 3
+        settings = load_settings([f"resume={tmp_path}"])
+        assert settings.machine.threads == 3
+        assert load_settings(settings.recording.overrides).machine.threads == 3
+        for explicit, threads in (("threads=2", 2), ("threads=null", 1), ("++threads=2", 2)):
+            assert load_settings([f"resume={tmp_path}", explicit]).machine.threads == threads
+        assert compose_evaluation(["threads=2"], run=tmp_path).machine.threads == 2
 
     def test_refuses_other_settings(self, folder):
         with pytest.raises(InputError, match=r"was run with seed=0 \(now 1\)"):
