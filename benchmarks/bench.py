@@ -7,7 +7,6 @@ Adds the results to that file and regenerates docs/results.md. `--dry-run` measu
 the time of the suite. `--write-partitions` draws the recorded partitions again.
 """
 
-import os
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from benchmarks.fedssl_bench.running import Job, Runner
 from benchmarks.fedssl_bench.suites import SUITES, Suite
 from fedssl.config.load import compose
 from fedssl.datasets.base import load_federated
+from fedssl.machine.process import available_cores
 from fedssl.partition import make_partition, write_partition
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -88,7 +88,7 @@ def main() -> None:
         write_partitions(arguments.data)
         return
     suite, folder = SUITES[arguments.suite], (arguments.folder / arguments.suite).absolute()
-    parallel = arguments.jobs or suite.jobs or os.cpu_count() or 1
+    parallel = arguments.jobs or suite.jobs or available_cores()
     partitions.write_csv([suite.partition(seed) for seed in suite.seeds], folder / "partitions")
     known = [] if arguments.again else read(DOCS / "results.json")
     todo = make_jobs(suite, arguments.data, folder, done={entry.key for entry in known})

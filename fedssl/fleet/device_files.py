@@ -21,6 +21,7 @@ from fedssl.fleet.keys import (
 from fedssl.fleet.kit import Kit
 from fedssl.fleet.proxy import proxy_environment
 from fedssl.machine.memory import available_memory
+from fedssl.machine.process import available_cores
 from fedssl.untrusted import MAX_TEXT_BYTES, read_bytes, read_text
 
 KEY = "node.key"
@@ -62,7 +63,7 @@ def write_files(kit: Kit, folder: Path, *, key: bytes, images: Path, states: Pat
         (folder / "ca.crt").write_bytes(kit.certificate)
         if not (folder / "limits.yaml").exists():
             memory = 0.75 * (available_memory() or 2**31) / 1e9
-            write_text(folder / "limits.yaml", LIMITS.format(memory=memory, threads=os.cpu_count() or 1))
+            write_text(folder / "limits.yaml", LIMITS.format(memory=memory, threads=available_cores()))
         device = {"name": kit.name, "server": kit.server, "versions": dict(kit.versions)}
         device |= {"images": str(images), "states": str(states)}
         write_text(folder / "device.json", json.dumps(device, indent=2) + "\n")

@@ -11,8 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-_CGROUPS = Path("/proc/self/cgroup")  # of this process
-_MOUNT = Path("/sys/fs/cgroup")
+from fedssl.machine.cgroups import iter_cgroups
 
 
 class _Version(NamedTuple):
@@ -24,13 +23,15 @@ class _Version(NamedTuple):
     mapped: str  # of these, mostly libraries: a process without them reads them again and again
 
 
-_VERSION_1 = _Version(
-    "memory.limit_in_bytes",
-    "memory.usage_in_bytes",
-    ("total_active_file", "total_inactive_file"),
-    "total_mapped_file",
-)
-_VERSION_2 = _Version("memory.max", "memory.current", ("active_file", "inactive_file"), "file_mapped")
+_VERSIONS = {
+    1: _Version(
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_active_file", "total_inactive_file"),
+        "total_mapped_file",
+    ),
+    2: _Version("memory.max", "memory.current", ("active_file", "inactive_file"), "file_mapped"),
+}
 
 SMALL = 2**26  # bytes that need no slot
 _MAX_SLOTS = 8  # images at a time, for any amount of memory
@@ -54,17 +55,9 @@ def available_memory(*, reusable: int = 0) -> int | None:
 
 def _available_in_cgroups() -> Iterator[int]:
     """Yield what each limit of this process leaves: those of a container or service, and of all that contain it."""
-    with suppress(OSError):
-        for line in _CGROUPS.read_text(encoding="utf-8").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            root, version = (_MOUNT / "memory", _VERSION_1) if controllers else (_MOUNT, _VERSION_2)
-            # A container's path may be that of its host. Its mount then has only its own cgroup, at the root.
-            folder = root / path.strip("/")
-            for ancestor in (folder, *folder.parents[: len(folder.parts) - len(root.parts)]):
-                with suppress(OSError, ValueError):  # no limit, "max", or not in this mount
-                    yield _available_in(ancestor, version)
+    for folder, version in iter_cgroups("memory"):
+        with suppress(OSError, ValueError):  # no limit, "max", or not in this mount
+            yield _available_in(folder, _VERSIONS[version])
 
 
 def _available_in(folder: Path, version: _Version) -> int:

@@ -5,6 +5,7 @@ torch is imported inside the functions, because the command reads `OPENMP_ENV` b
 
 import ctypes
 import gc
+import math
 import os
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedssl.config.settings import MachineSettings
+from fedssl.machine.cgroups import iter_cgroups
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +31,19 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # parameters of
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    """Return the number of cores that this process may use: those of its affinity, at most its containers' quota."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, math.ceil(min([cores, *_cpu_quotas()])))
+
+
+def _cpu_quotas() -> Iterator[float]:
+    """Yield the cores whose time each limit allows: those of a container or service, and of all that contain it."""
+    for folder, version in iter_cgroups("cpu"):
+        with suppress(OSError, ValueError, ZeroDivisionError):  # no limit, "max", or not in this mount
+            files = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            quota, period = map(int, " ".join((folder / file).read_text(encoding="ascii") for file in files).split())
+            if quota > 0:  # version 1 reports no limit as -1
+                yield quota / period
 
 
 def process_age() -> float:

@@ -13,19 +13,6 @@ from tests.memory_cgroup import NoMemoryCgroup, memory_cgroup
 FAR = 2**60  # no limit, as version 1 reports it
 
 
-@pytest.fixture
-def cgroups(monkeypatch, tmp_path):
-    """Return a function that makes the process one of a cgroup, of files in a folder instead of the kernel's."""
-    monkeypatch.setattr(memory, "_MOUNT", tmp_path / "cgroup")
-    monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "self")
-
-    def enter(line):
-        (tmp_path / "self").write_text(f"5:cpu,cpuacct:/other\n1:name=systemd:/other\n{line}\n")
-        return tmp_path / "cgroup"
-
-    return enter
-
-
 def write_v2(folder, limit, used, *, active=0, inactive=0, mapped=0):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.max").write_text(f"{limit}\n")

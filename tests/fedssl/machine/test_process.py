@@ -1,14 +1,15 @@
-"""glibc's allocator, and optimizer steps without torch's wrappers."""
+"""Available cores, glibc's allocator, and optimizer steps without torch's wrappers."""
 
 import functools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from fedssl.machine.process import optimizer_step
+from fedssl.machine.process import available_cores, optimizer_step
 
 ARENAS = """
 import ctypes, sys, threading
@@ -71,3 +72,53 @@ def test_threads_share_one_arena(tmp_path, allocator, arenas):
         pytest.skip("needs glibc")
     assert done.returncode == 0, done.stderr
     assert heaps.read_text().count("<heap nr=") == arenas
+
+
+def write_v2(folder, cores):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cpu.max").write_text("max 100000\n" if cores is None else f"{cores * 50_000:.0f} 50000\n")
+
+
+def write_v1(folder, cores):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cpu.cfs_quota_us").write_text("-1\n" if cores is None else f"{cores * 50_000:.0f}\n")
+    (folder / "cpu.cfs_period_us").write_text("50000\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs an affinity")
+@pytest.mark.parametrize(
+    ("line", "write", "root"),
+    [
+        ("0::/kubepods/pod/one", write_v2, "."),
+        ("0::/docker/0123", write_v2, "."),  # of the host; the container's own is the root
+        ("4:cpu,cpuacct:/kubepods/pod/one", write_v1, "cpu"),
+        ("4:cpuacct,cpu:/docker/0123", write_v1, "cpu"),
+    ],
+)
+def test_the_smallest_quota_of_containers_limits_the_cores(cgroups, monkeypatch, line, write, root):
+    top = cgroups(line) / root
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16))
+    assert available_cores() == 16
+    for folder in (top / "kubepods/pod/one", top / "kubepods") if "kubepods" in line else (top,):
+        for cores, allowed in ((2, 2), (1.5, 2), (0.1, 1), (64, 16), (None, 16)):
+            write(folder, cores)
+            assert available_cores() == allowed
+    write(top / "other", 1)
+    assert available_cores() == 16
+
+
+@pytest.mark.heavy
+def test_a_quota_of_the_kernel():
+    root = Path("/sys/fs/cgroup/cpu")
+    folder = root / f"fedssl-{os.getpid()}"
+    program = "from fedssl.machine.process import available_cores; print(available_cores())"
+    command = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', folder, sys.executable, "-c", program]
+    try:
+        folder.mkdir()
+        (folder / "cpu.cfs_quota_us").write_text("100000")  # a period
+    except OSError as error:
+        pytest.skip(f"this system permits no quota ({error})")
+    try:
+        assert int(subprocess.run(command, capture_output=True, check=True).stdout) == 1
+    finally:
+        folder.rmdir()
