@@ -6,11 +6,14 @@ terminal, a log, a table or a figure.
 """
 
 import argparse
+import io
 import math
 import os
+import pickle
 import pickletools
 import stat
 import zipfile
+from collections import deque
 from collections.abc import Iterator, Mapping, Set
 from io import BufferedReader
 from pathlib import Path
@@ -35,7 +38,9 @@ _MAX_DEPTH = 32  # of nested values
 _ALLOWED_GLOBALS = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict"}
 _STORAGES = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
 _ALLOWED_GLOBALS |= {f"torch {kind}Storage" for kind in _STORAGES}
-_SCRIPT_GLOBALS = {"torch._utils _rebuild_parameter", "argparse Namespace"}
+_SCRIPT_GLOBALS = {"torch._utils _rebuild_parameter", "torch._utils _rebuild_tensor", "argparse Namespace"}
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # of torch's format before zip files: five pickles, then the storages
+_LEGACY_PICKLES = 5
 
 
 def corrupt_file_error(file: Path, problem: str) -> InputError:
@@ -98,7 +103,7 @@ def read_yaml(file: Path, kind: type) -> Any:
     if first.startswith(CHECKSUM_COMMENT) and first != checksum_line(body):
         raise corrupt_file_error(file, "its checksum is wrong")
     try:
-        content = yaml.load(text, Loader=_PlainLoader)
+        content = load_plain_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise corrupt_file_error(file, f"it is not valid YAML: {_reason(error)}") from error
     if not isinstance(content, kind):
@@ -106,29 +111,75 @@ def read_yaml(file: Path, kind: type) -> Any:
     return content
 
 
+def load_plain_yaml(text: str) -> Any:
+    """Return the plain data of YAML; raises `yaml.YAMLError`, `ValueError` or `RecursionError`."""
+    return yaml.load(text, Loader=_PlainLoader)
+
+
 def read_tensors(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES, training_script: bool = False) -> Any:
     """Read dictionaries, lists, plain values and tensors that `torch.save` wrote, on the CPU.
 
-    With ``training_script`` also parameters and an `argparse.Namespace`, which checkpoints of training scripts have.
+    With ``training_script`` also parameters and an `argparse.Namespace`, which checkpoints of training scripts have,
+    and torch's format before zip files.
     Raise an OSError if the file cannot be opened or is larger than ``max_bytes``; ValueError, RuntimeError, and errors
     of reading an archive if it contains anything else.
     """
-    import torch
-
     with open_regular_file(file, max_bytes=max_bytes) as stream:
-        if stream.read(4) != b"PK\x03\x04":  # torch would read it as its legacy format
+        if stream.read(4) != b"PK\x03\x04":
+            if training_script:
+                return _read_legacy_tensors(stream)
             raise ValueError("it is not an archive of tensors")
         with _archive(stream) as archive:
             (listed,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl"))
             if listed.file_size > _MAX_PICKLE_BYTES:
                 raise ValueError("its list of tensors is too long")
-            _check_names(archive.read(listed), _ALLOWED_GLOBALS | (_SCRIPT_GLOBALS if training_script else set()))
+            allowed = _ALLOWED_GLOBALS | (_SCRIPT_GLOBALS if training_script else set())
+            deque(_operations(archive.read(listed), allowed), maxlen=0)
         size = os.fstat(stream.fileno()).st_size
         stream.seek(0)
-        with torch.serialization.safe_globals([argparse.Namespace] if training_script else []):
-            _check_tensors(torch.load(stream, map_location="meta", weights_only=True), size, values=listed.file_size)
-            stream.seek(0)
-            return torch.load(stream, map_location="cpu", weights_only=True)
+        _check_tensors(_load(stream, device="meta"), size, values=listed.file_size)
+        stream.seek(0)
+        return _load(stream, device="cpu")
+
+
+def _load(stream: IO[bytes], *, device: str) -> Any:
+    """Load tensors and plain values, whose names `_check_names` has validated."""
+    import torch
+
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(stream, map_location=device, weights_only=True)
+    except pickle.UnpicklingError as error:  # its text advises to allow code
+        raise ValueError("it has more than tensors and plain values") from error
+
+
+class _Undirected(io.FileIO):
+    """A file that torch reads in Python, without the attempt to unpack a tar file."""
+
+    def fileno(self) -> int:
+        raise io.UnsupportedOperation
+
+
+def _read_legacy_tensors(stream: BufferedReader) -> Any:
+    """Read a file of torch before version 1.6. Storages take memory only when their bytes are read."""
+    stream.seek(0)
+    for number in range(_LEGACY_PICKLES):
+        start = stream.tell()
+        names = [argument for _, argument in _operations(stream, _ALLOWED_GLOBALS | _SCRIPT_GLOBALS)]
+        if number == 0 and _LEGACY_MAGIC not in names:
+            raise ValueError("it is not a file of torch.save")
+        if number == _LEGACY_PICKLES - 2:
+            values = stream.tell() - start
+    size = os.fstat(stream.fileno()).st_size
+    data = size - stream.tell()
+    with io.BufferedReader(_Undirected(os.dup(stream.fileno()), "rb")) as undirected:
+        undirected.seek(0)
+        content = _load(undirected, device="cpu")
+        end = undirected.tell()
+    num_bytes, count = _check_tensors(content, data, values=values)
+    if end != size or num_bytes + 8 * count != data:  # a storage that is not in the file has uninitialized memory
+        raise ValueError("its tensors do not have the size of the file")
+    return content
 
 
 def check_tensors_like(tensors: Mapping[str, Any], template: Mapping[str, Any]) -> None:
@@ -216,14 +267,21 @@ def _archive(stream: IO[bytes]) -> zipfile.ZipFile:
     return archive
 
 
-def _check_names(listed: bytes, allowed: Set[str]) -> None:
-    for code, argument, _ in pickletools.genops(listed):
+def _operations(listed: bytes | IO[bytes], allowed: Set[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the operations of a pickle with their arguments; raise a `ValueError` for a global that is not allowed."""
+    for code, argument, place in pickletools.genops(listed):
         if code.name in ("STACK_GLOBAL", "INST") or (code.name == "GLOBAL" and argument not in allowed):
             raise ValueError(f"it names {argument or 'a global'}, which is not a tensor")
+        if place is not None and place > _MAX_PICKLE_BYTES:
+            raise ValueError("its list of tensors is too long")
+        yield code.name, argument
 
 
-def _check_tensors(content: Any, size: int, *, values: int) -> None:
-    """Reject tensors that need more memory than the size of the file, and values that are not plain."""
+def _check_tensors(content: Any, size: int, *, values: int) -> tuple[int, int]:
+    """Reject tensors that need more memory than the size of the file, and values that are not plain.
+
+    Return the bytes and the number of storages.
+    """
     from torch import Tensor
 
     storages: dict[int, int] = {}
@@ -239,3 +297,4 @@ def _check_tensors(content: Any, size: int, *, values: int) -> None:
             raise ValueError(f"it contains a {type(value).__name__}")
     if sum(storages.values()) > size:
         raise ValueError("its tensors are larger than the file")
+    return sum(storages.values()), len(storages)

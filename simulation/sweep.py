@@ -252,6 +252,7 @@ def _read_state(file: Path) -> SweepState:
         raise corrupt_file_error(file, "the jobs are not numbered from 0")
     if any(by_key(each).keys() & OWN_KEYS for each in lists):
         raise corrupt_file_error(file, f"it sets {' or '.join(sorted(OWN_KEYS))}")
+    check_saved_overrides(options, file)  # before they are composed
     values, others = split_options(options)
     if others or values.keys() - SAVED_OPTIONS:
         raise corrupt_file_error(file, f"its options are not {', '.join(sorted(SAVED_OPTIONS))}")

@@ -33,6 +33,7 @@ from fedssl.config.targets import (
 )
 from fedssl.errors import InputError
 from fedssl.machine.process import default_threads
+from fedssl.plain_values import plain_values
 
 # Groups that are off by default: a key that ``none`` also has, the choice that uses it, and a key only of that choice.
 _GROUP_REQUIREMENTS = {
@@ -203,7 +204,7 @@ def _check_clients(config: DictConfig) -> None:
         )
 
 
-def diff(left: DictConfig, right: DictConfig) -> dict[str, tuple[Any, Any]]:
+def diff(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the keys whose values differ between two configs, with both values."""
     old, new = dict(flatten(left)), dict(flatten(right))
     keys = dict.fromkeys([*old, *new])
@@ -218,7 +219,16 @@ def compose_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]
     except OmegaConfBaseException as error:
         override = next((override for override in overrides if "${" in override), "a setting")
         raise InputError(f"{override} cannot be resolved: {' '.join(str(error).split())}") from error
+    check_resolved(config)
     return config, choices
+
+
+def check_resolved(config: DictConfig) -> None:
+    """Raise `InputError` if text in a resolved config has an interpolation, which OmegaConf would resolve later."""
+    try:
+        plain_values(OmegaConf.to_container(config, resolve=False), "settings", special=None)
+    except ValueError as error:
+        raise InputError(f"{error}; leave it out, and rename a folder whose name has it") from error
 
 
 def compose_unresolved(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
@@ -310,11 +320,11 @@ def hydra_value(overrides: Sequence[str], key: str) -> Any:
         raise InputError(" ".join(str(error).split())) from error
 
 
-def flatten(node: DictConfig, prefix: str = "", *, inner: bool = False) -> Iterator[tuple[str, Any]]:
+def flatten(node: Mapping[Any, Any], prefix: str = "", *, inner: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield dotted keys and values; with ``inner`` also those of nested nodes."""
     for key in node:
         value, name = node[key], prefix + str(key)
-        if isinstance(value, DictConfig):
+        if isinstance(value, Mapping):
             if inner:
                 yield name, value
             yield from flatten(value, f"{name}.", inner=inner)

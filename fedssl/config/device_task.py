@@ -20,6 +20,7 @@ from fedssl.config.overrides import check_run_id, config_groups, did_you_mean
 from fedssl.config.settings import SERVER_ENCODER_KEYS, ClientSettings, Settings
 from fedssl.config.targets import add_import_path, check_targets, search_folders, searchpath_override
 from fedssl.errors import InputError, RequestRefused
+from fedssl.plain_values import plain_values
 
 GROUPS = ("augmentation", "encoder", "tuning", "method", "regularizer", "schedule", "optimizer", "strategy")
 ADDED_GROUPS = {"tuning": "full"}  # choices of tasks that an earlier version of a device stored
@@ -94,8 +95,12 @@ def compose_task(text: str, folders: Sequence[Path] = ()) -> DictConfig:
     for key, value in task.values.items():
         if key not in defaults:
             raise RequestRefused(f"there is no setting {key!r} that a server may set{did_you_mean(key, defaults)}")
-        check_plain(key, value)
-        OmegaConf.update(config, key, value, merge=False)
+        try:
+            plain = plain_values(value, key)
+        except ValueError as error:
+            raise RequestRefused(str(error)) from error
+        check_limits(key, plain)
+        OmegaConf.update(config, key, plain, merge=False)
     missing = [key for key in REQUIRED_KEYS if key not in task.values]
     if missing:
         raise RequestRefused(f"the task lacks {missing[0]}")
@@ -109,12 +114,12 @@ def compose_task(text: str, folders: Sequence[Path] = ()) -> DictConfig:
     return config
 
 
-def check_plain(key: str, value: Any, *, depth: int = 0) -> None:
-    """Raise `RequestRefused` unless the value is plain and of limited size."""
+def check_limits(key: str, value: Any, *, depth: int = 0) -> None:
+    """Raise `RequestRefused` unless plain values are of limited size."""
     inner: Mapping[str, Any] = {}
     if isinstance(value, Mapping):
         inner = value
-        odd = [name for name in inner if name.startswith("_") or not name.isidentifier()]
+        odd = [name for name in inner if not name.isidentifier()]
         if odd:
             raise RequestRefused(f"{key} has the key {odd[0]!r}, which is not a valid setting name")
     elif isinstance(value, list):
@@ -124,12 +129,12 @@ def check_plain(key: str, value: Any, *, depth: int = 0) -> None:
     if len(inner) > MAX_LIST_LENGTH or depth > MAX_DEPTH:
         raise RequestRefused(f"{key} is longer than {MAX_LIST_LENGTH} values, or nested more than {MAX_DEPTH} deep")
     for name, item in inner.items():
-        check_plain(f"{key}.{name}", item, depth=depth + 1)
+        check_limits(f"{key}.{name}", item, depth=depth + 1)
 
 
 def _check_single(key: str, value: Any) -> None:
     if isinstance(value, str):
-        if len(value) > MAX_WORD_LENGTH or not value.isprintable() or "${" in value or value == "???":
+        if len(value) > MAX_WORD_LENGTH or not value.isprintable():
             raise RequestRefused(f"{key} is not a plain string of at most {MAX_WORD_LENGTH} characters")
     elif isinstance(value, float):
         if not math.isfinite(value):

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from fedssl.atomic_files import write_text
 from fedssl.config.aggregation_settings import AggregationSettings, PrivacySettings, SecureAggregationSettings
-from fedssl.config.compose import RESUMABLE_KEYS, diff, flatten, resolve_config
+from fedssl.config.compose import RESUMABLE_KEYS, check_resolved, diff, flatten, resolve_config
 from fedssl.config.literal import user_path
 from fedssl.config.overrides import (
     CONF,
@@ -46,7 +46,8 @@ from fedssl.config.settings import (
 from fedssl.config.targets import normalize
 from fedssl.errors import InputError
 from fedssl.evaluation.early_stopping import EarlyStopping
-from fedssl.untrusted import checksum_line, corrupt_file_error
+from fedssl.plain_values import plain_values
+from fedssl.untrusted import checksum_line, corrupt_file_error, load_plain_yaml
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -102,7 +103,7 @@ def load_settings(overrides: Sequence[str]) -> Settings:
     except InputError:
         _recheck_saved(saved_overrides, folder / "overrides.yaml")
         raise
-    config.run_id = saved.run_id
+    config.run_id = saved["run_id"]
     _restore_initial_weights(config, saved, explicit=explicit.keys())
     # The number of edge clients is counted, and their images are not partitioned.
     counted = {"num_clients", "clients_per_round", "partition"} if (folder / DEVICE_NUMBERS_FILE).exists() else set()
@@ -120,18 +121,19 @@ def load_settings(overrides: Sequence[str]) -> Settings:
         listed += f" and {len(changed) - _MAX_LISTED} more" if len(changed) > _MAX_LISTED else ""
         raise InputError(f"resume={folder} was run with {listed}; keep the settings, or start a new run")
     recorded = [*overrides, *(override for override in sources if override.partition("=")[0] not in merged)]
-    return make_settings(config, choices, overrides=recorded, resumed=saved.rounds)
+    return make_settings(config, choices, overrides=recorded, resumed=saved["rounds"])
 
 
-def _restore_initial_weights(config: DictConfig, saved: DictConfig, *, explicit: Collection[str]) -> None:
+def _restore_initial_weights(config: DictConfig, saved: Mapping[str, Any], *, explicit: Collection[str]) -> None:
     """Set the source of the initial weights of a resumed run, and the statistics that a new run takes from it."""
-    source = saved.encoder.get("weights")
+    source = saved["encoder"].get("weights")
     if source is None:
         return
     if "encoder.weights" not in explicit:
         OmegaConf.update(config, "encoder.weights", source, force_add=True)
-    for key in {"dataset.mean", "dataset.std"}.difference(explicit):
-        OmegaConf.update(config, key, OmegaConf.select(saved, key), merge=False)
+    for key in ("mean", "std"):
+        if f"dataset.{key}" not in explicit:
+            OmegaConf.update(config, f"dataset.{key}", saved["dataset"][key], merge=False)
 
 
 def _recheck_saved(overrides: Sequence[str], file: Path) -> None:
@@ -201,9 +203,9 @@ def save_run(recording: RecordingSettings, folder: Path) -> None:
 def parse_client_config(text: str) -> ClientSettings:
     """Return the settings of a simulated client from `Settings.client_yaml`.
 
-    The YAML names classes and paths and is trusted. It is for clients on the user's machines only.
+    The YAML names classes and paths of the user's command. It is for clients on the user's machines only.
     """
-    config = OmegaConf.create(text)
+    config = OmegaConf.create(plain_values(load_plain_yaml(text), "settings", special=None))
     assert isinstance(config, DictConfig)
     return client_settings(config, states=Path(config.output_dir) / "clients", partition=_partition(config))
 
@@ -256,6 +258,7 @@ def make_settings(
         config.run_id = f"r{uuid.uuid4().hex[:11]}"  # without the letter, YAML reads 12e4 as a number
     config.run_id = str(config.run_id)
     check_run_id(config.run_id)
+    check_resolved(config)
     OmegaConf.set_readonly(config, True)
     return Settings(
         seed=config.seed,

@@ -7,17 +7,15 @@ interpolations, paths, clusters) are accepted only if the user's own overrides r
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any
-
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.config.compat import Override
 from fedssl.config.overrides import check_run_id, config_groups, parse, to_text
 from fedssl.config.renamed import CHOICES, current_key, is_earlier, update, update_choices
 from fedssl.errors import InputError
-from fedssl.untrusted import corrupt_file_error, iter_leaves, read_text, read_yaml, sanitize
+from fedssl.plain_values import RUN_KEYS, plain_values
+from fedssl.untrusted import corrupt_file_error, read_text, read_yaml, sanitize
 
 INITIAL_ENCODER_FILE = "initial_encoder.pt"  # in the folder of a run with encoder.weights, from which it is resumed
 
@@ -25,7 +23,6 @@ INITIAL_ENCODER_FILE = "initial_encoder.pt"  # in the folder of a run with encod
 _EXTERNAL_KEYS = {"dataset.cache", "calibration.dataset.cache", "engine.address", "engine.root_certificates"}
 _EXTERNAL_KEYS |= {"tracker.uri", "tracker.mode"}
 _SAFE_VALUES = (None, "auto")  # values of these
-_SPECIAL = re.compile(r"_[a-z]+_")  # keys by which Hydra calls something
 
 
 def read_overrides(file: Path) -> list[str] | None:
@@ -75,8 +72,9 @@ def check_saved_overrides(overrides: Sequence[str], file: Path) -> None:
     for text in overrides:
         try:
             (override,) = parse([text])
-            value = override.value()
-            outside = _escapes_run_folder(override, value)
+            if override.is_sweep_override():
+                raise ValueError(f"{text} has several values")
+            outside = _escapes_run_folder(override, override.value())
         except (InputError, ValueError, RecursionError) as error:
             raise corrupt_file_error(file, " ".join(sanitize(error).split())[:300]) from error
         if outside:
@@ -94,58 +92,67 @@ def _escapes_run_folder(override: Override, value: Any) -> bool:
     return (
         "/" in key  # an unknown group
         or key.partition(".")[0] == "hydra"
-        or any(_SPECIAL.fullmatch(part) for part in key.split("."))
         or (key in _EXTERNAL_KEYS and value not in _SAFE_VALUES)
-        or calls(value)
-        or any(isinstance(leaf, str) and "${" in leaf for leaf in iter_leaves([value]))
+        or not _is_plain(dict.fromkeys(key.split("."), value))
     )
 
 
-def read_settings(file: Path) -> DictConfig | None:
-    """Read the saved config of a run as a struct, which rejects unknown keys; return None if there is no file."""
+def _is_plain(value: Any) -> bool:
+    try:
+        plain_values(value, "value")
+    except ValueError:
+        return False
+    return True
+
+
+def read_settings(file: Path) -> dict[str, Any] | None:
+    """Read the saved config of a run as plain values, to compare them; return None if there is no file.
+
+    Its special keys are only ``_target_`` and ``_partial_``, which nothing calls: the commands compose the settings of
+    the chosen names, and `fedssl.evaluation.cli` calls the reader of the data set, which is in a list, if it is known.
+    """
     content = read_yaml(file, dict)
     if content is None:
         return None
     try:
-        if any(isinstance(leaf, str) and "${" in leaf for leaf in iter_leaves(content)):
-            raise corrupt_file_error(file, "it has an interpolation, ${...}, although runs save resolved values")
-        saved: DictConfig = OmegaConf.create(update(content) if is_of_earlier_version(file.parent) else content)
-    except (OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise (
-            error if isinstance(error, InputError) else corrupt_file_error(file, "it is not the YAML file of a run")
-        ) from error
-    kinds = {"seed": int, "rounds": int, "threads": int, "run_id": str, "dataset": DictConfig}
-    if not all(key in saved and isinstance(saved[key], kind) for key, kind in kinds.items()):
-        raise corrupt_file_error(file, "it lacks settings of a run")
-    try:
-        check_run_id(saved.run_id)
-    except InputError as error:
+        content = plain_values(content, "settings", special=RUN_KEYS)
+        saved: dict[str, Any] = update(content) if is_of_earlier_version(file.parent) else content
+        _check_dataset(saved.get("dataset"))
+        numbers = dict.fromkeys(("seed", "rounds", "threads"), int)
+        _check_kinds(saved, {**numbers, "run_id": str, "method": dict, "encoder": dict})
+        if not isinstance(saved["encoder"].get("weights"), str | None):
+            raise ValueError("encoder.weights has the wrong type")
+        check_run_id(saved["run_id"])
+    except (InputError, ValueError, RecursionError) as error:
         raise corrupt_file_error(file, str(error)) from error
-    _check_dataset(saved.dataset, file)
-    OmegaConf.set_struct(saved, True)
     return saved
 
 
-def _check_dataset(node: DictConfig, file: Path) -> None:
-    """Reject a saved data set whose settings have wrong types for `read_data`, or nested ``_target_`` keys."""
-    kinds: dict[str, tuple[type, ...]] = {
-        "_target_": (str,),
-        "splits": (DictConfig,),
-        **dict.fromkeys(("channels", "size"), (int,)),
-        **dict.fromkeys(("limit", "test_limit", "num_classes"), (int, NoneType)),
-        **dict.fromkeys(("mean", "std"), (ListConfig,)),
-    }
+def _check_dataset(node: Any) -> None:
+    """Raise a `ValueError` unless the settings of a data set have the types that readers of data sets need."""
+    if not isinstance(node, dict):
+        raise ValueError("dataset is missing or has the wrong type")
+    plain_values({key: value for key, value in node.items() if key != "_target_"}, "dataset")
+    _check_kinds(
+        node,
+        {
+            **dict.fromkeys(("channels", "size"), int),
+            **dict.fromkeys(("limit", "test_limit", "num_classes"), int | None),
+            "_target_": str,
+            "splits": dict,
+            "mean": list,
+            "std": list,
+        },
+        prefix="dataset.",
+    )
+    splits = {key: node["splits"].get(key, 0) for key in ("federated", "train", "test")}
+    _check_kinds(splits, dict.fromkeys(splits, str | None), prefix="dataset.splits.")
+    for key in ("mean", "std"):
+        if not all(isinstance(value, int | float) for value in node[key]):
+            raise ValueError(f"dataset.{key} is missing or has the wrong type")
+
+
+def _check_kinds(node: Mapping[str, Any], kinds: Mapping[str, type | UnionType], *, prefix: str = "") -> None:
     wrong = [key for key, kind in kinds.items() if key not in node or not isinstance(node[key], kind)]
-    if not wrong:
-        wrong = [key for key in ("federated", "train", "test") if not isinstance(node.splits.get(key, 0), str | None)]
-        wrong += [key for key in ("mean", "std") if not all(isinstance(value, int | float) for value in node[key])]
-        wrong += [str(key) for key in node if key != "_target_" and calls({key: node[key]})]
     if wrong:
-        raise corrupt_file_error(file, f"dataset.{wrong[0]} is missing or has the wrong type")
-
-
-def calls(value: Any) -> bool:
-    """Return whether there is a key that makes Hydra call a target."""
-    if isinstance(value, Mapping | DictConfig):
-        return any(_SPECIAL.fullmatch(str(key)) or calls(value[key]) for key in value)
-    return isinstance(value, list | ListConfig) and any(map(calls, value))
+        raise ValueError(f"{prefix}{wrong[0]} is missing or has the wrong type")

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.atomic_files import make_subfolder, write_text
@@ -102,21 +103,20 @@ def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Setting
     overrides = [override for override in overrides if override not in changes]
     config, choices = resolve_config(overrides)
     if "dataset" not in keys:
-        reader = str(saved.dataset.get("_target_"))
+        reader = saved["dataset"]["_target_"]
         if reader not in choice_targets("dataset", search_folders(overrides)):
             raise InputError(
                 f"the data set of {run} is read by {reader}, which is not part of fedssl; name its config directory "
                 "with --config-dir, or another data set with dataset=NAME"
             )
-        if "cache" in saved.dataset:
-            saved.dataset.cache = "auto"  # nor may a run folder select where files are written
+        if "cache" in saved["dataset"]:
+            saved["dataset"]["cache"] = "auto"  # nor may a run folder select where files are written
         try:
-            apply_overrides(parse(changes), saved)
-            config.dataset = saved.dataset
+            config.dataset = _changed(saved["dataset"], changes)
         except (HydraException, OmegaConfBaseException) as error:
             raise InputError(
                 f"{' '.join(changes)} does not fit the data set of {run}, which has the settings "
-                f"{', '.join(map(str, saved.dataset))}; add dataset=NAME for another data set"
+                f"{', '.join(saved['dataset'])}; add dataset=NAME for another data set"
             ) from error
     for key in {"seed", "threads"}.difference(keys):  # both decide bits
         config[key] = saved[key]
@@ -128,6 +128,16 @@ def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Setting
 def path_of(text: str) -> str:
     """Return a path behind ``key=``, without quotes of Hydra and with the home folder in place of ``~``."""
     return str(user_path(plain_text(text)))
+
+
+def _changed(dataset: Mapping[str, Any], changes: Sequence[str]) -> DictConfig:
+    """Return the settings of a data set, plain values, with changes of them on the command line."""
+    node = OmegaConf.create({"dataset": dict(dataset)})
+    OmegaConf.set_struct(node, True)  # rejects other names
+    apply_overrides(parse(changes), node)
+    OmegaConf.resolve(node)
+    changed: DictConfig = node.dataset
+    return changed
 
 
 def encoder_file(source: Mapping[str, str]) -> Path:

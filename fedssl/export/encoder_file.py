@@ -29,6 +29,7 @@ from fedssl.export.weights import read_safetensors
 from fedssl.machine.devices import is_gpu
 from fedssl.machine.meta_device import shapes_only
 from fedssl.machine.transfer import copy_to_cpu
+from fedssl.plain_values import plain_values
 from fedssl.untrusted import check_tensors_like, read_tensors, sanitize
 
 _FORMATS = "fedssl-encoder-"
@@ -246,7 +247,20 @@ def read_content(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} has the format {found} and this version reads {readable}; upgrade fedssl here")
     if not isinstance(content, dict) or content.keys() != _KEYS_OF.get(found) or not _is_encoder(content):
         raise InputError(f"{path} does not hold an encoder; choose the encoder.pt of a run folder")
-    return content
+    try:
+        return content | {key: _checked(content[key], key) for key in content.keys() - {"weights"}}
+    except ValueError as error:
+        raise InputError(
+            f"{path} is not used, because its {sanitize(error)}; choose the encoder.pt of a run folder"
+        ) from error
+
+
+def _checked(value: Any, key: str) -> Any:
+    """Return plain values; ``_target_`` of the encoder is compared with a list before it is called."""
+    if key != "encoder":
+        return plain_values(value, key)
+    target = {name: str(value[name]) for name in ("_target_",) if name in value}
+    return target | plain_values({name: inner for name, inner in value.items() if name not in target}, key)
 
 
 def _is_encoder(content: dict[str, Any]) -> bool:

@@ -40,8 +40,21 @@ def read_safetensors(file: Path, *, max_bytes: int) -> dict[str, Any]:
 
     open_regular_file(file, max_bytes=max_bytes).close()
     with safe_open(file, "pt") as stored:
-        content: dict[str, Any] = json.loads((stored.metadata() or {})[KEY])
+        content = read_metadata(stored.metadata(), file)
         return {**content, "weights": {name: stored.get_tensor(name) for name in stored.keys()}}  # noqa: SIM118, not a dictionary
+
+
+def read_metadata(metadata: Mapping[str, str] | None, file: Path) -> dict[str, Any]:
+    """Return what a safetensors file of this project states about an encoder; empty for a file of another program."""
+    content: Any = json.loads((metadata or {}).get(KEY, "{}"))
+    if isinstance(content, list):  # see `fedssl.export.adapter`
+        raise InputError(
+            f"{file} has the low-rank factors of a run with tuning=lora, which are no encoder; give the encoder.pt of "
+            "the same run folder, into which they are merged"
+        )
+    if not isinstance(content, dict):
+        raise ValueError("its metadata are not a dictionary")
+    return content
 
 
 def require_packages(feature: str, *packages: str) -> None:

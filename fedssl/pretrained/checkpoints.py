@@ -1,21 +1,17 @@
 """Reading of checkpoint files, which are untrusted: tensors by name, and no code."""
 
-import argparse
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedssl.errors import InputError
-from fedssl.export.weights import KEY
+from fedssl.export.weights import read_metadata
 from fedssl.untrusted import MAX_TENSORS_BYTES, open_regular_file, read_tensors, sanitize
 
-_ZIP = b"PK\x03\x04"
 _MAX_BYTES = MAX_TENSORS_BYTES // 4
 
 
@@ -36,6 +32,8 @@ def read_checkpoint(file: Path) -> Checkpoint:
     try:
         content, metadata = _read(file)
         tensors = dict(_flatten(content))
+    except InputError:
+        raise
     except FileNotFoundError as error:
         raise InputError(f"encoder.weights={file} does not exist; set it to a checkpoint or a run folder") from error
     except OSError as error:
@@ -55,22 +53,14 @@ def read_checkpoint(file: Path) -> Checkpoint:
 
 def _read(file: Path) -> tuple[Any, Mapping[str, Any]]:
     """Return the content of a file, and what an encoder's file of this project states about it."""
-    with open_regular_file(file, max_bytes=_MAX_BYTES) as stream:
-        start = stream.read(len(_ZIP))
     if file.suffix == ".safetensors":
         from safetensors import safe_open
 
+        open_regular_file(file, max_bytes=_MAX_BYTES).close()
         with safe_open(file, "pt") as stored:
-            metadata = json.loads((stored.metadata() or {}).get(KEY, "{}"))
+            metadata = read_metadata(stored.metadata(), file)
             return {name: stored.get_tensor(name) for name in stored.keys()}, metadata  # noqa: SIM118, not a dictionary
-    if start == _ZIP:
-        content = read_tensors(file, max_bytes=_MAX_BYTES, training_script=True)
-    else:  # the format of torch.save before torch 1.6
-        with (
-            open_regular_file(file, max_bytes=_MAX_BYTES) as stream,
-            torch.serialization.safe_globals([argparse.Namespace]),
-        ):
-            content = torch.load(stream, map_location="cpu", weights_only=True)
+    content = read_tensors(file, max_bytes=_MAX_BYTES, training_script=True)
     is_own = isinstance(content, dict) and str(content.get("format", "")).startswith("fedssl-encoder")
     return content, content if is_own else {}
 

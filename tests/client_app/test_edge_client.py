@@ -119,7 +119,10 @@ ATTEMPTS = {
         "no setting 'dataset._ta",
     ),
     "a class in a value": (lambda plan: with_task(plan, clip_norm={"_target_": "antigravity.x"}), "the key '_target_'"),
-    "an interpolation": (lambda plan: with_task(plan, encoder__width="${oc.env:HOME}"), "encoder.width is not a plain"),
+    "an interpolation": (
+        lambda plan: with_task(plan, encoder__width="${oc.env:HOME}"),
+        "width has an interpolation",
+    ),
     "a path": (lambda plan: with_task(plan, dataset__path="/"), "no setting 'dataset.path'"),
     "an output folder": (lambda plan: with_task(plan, output_dir="/tmp/evil"), "no setting 'output_dir'"),
     "a run outside": (lambda plan: with_task(plan, run_id="../../evil"), "is not a valid run id"),

@@ -241,5 +241,5 @@ def test_a_report_resolves_no_interpolation(folder, capsys, monkeypatch):
     config.write_text(text.replace("num_clients: 2", "num_clients: ${oc.env:SECRET}"))
     reported(folder)
     assert "12345" not in capsys.readouterr().out
-    with pytest.raises(InputError, match="it has an interpolation"):
+    with pytest.raises(InputError, match="num_clients has an interpolation"):
         restored(folder)

@@ -69,7 +69,7 @@ def test_what_devices_cannot_be_told_is_refused_by_the_server(overrides, sentenc
 
 
 NOT_PLAIN = [
-    ("encoder.width", "${oc.env:HOME}", "encoder.width is not a plain string"),
+    ("encoder.width", "${oc.env:HOME}", "encoder.width has an interpolation"),
     ("encoder.width", "wide", "encoder.width=wide must be an integer from 1 to 65536; the default is 32"),
     ("encoder.width", 1.5, "encoder.width=1.5 must be an integer from 1 to 65536; the default is 32"),
     ("encoder.width", True, "encoder.width=true must be an integer from 1 to 65536; the default is 32"),
@@ -77,7 +77,7 @@ NOT_PLAIN = [
     ("encoder.width", -(2**20), "encoder.width is beyond 65536"),
     ("method.projector.num_layers", 1000, "method.projector.num_layers is beyond 256"),
     ("optimizer.lr", float("inf"), "optimizer.lr is inf, which is not finite"),
-    ("clip_norm", "${x}", "clip_norm is not a plain string"),
+    ("clip_norm", "${x}", "clip_norm has an interpolation"),
     ("clip_norm", {"_target_": "os.mkdir"}, "clip_norm has the key '_target_'"),
     ("optimizer.fused", {"_target_": "os.mkdir"}, "optimizer.fused has the key '_target_'"),
     (

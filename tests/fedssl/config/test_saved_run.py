@@ -23,7 +23,7 @@ def test_what_is_not_there_is_none(file):
 def test_what_a_run_saved_is_read(file):
     file.write_text(GOOD)
     settings = read_settings(file)
-    assert (settings.seed, settings.dataset.size) == (3, 8)
+    assert (settings["seed"], settings["dataset"]["size"]) == (3, 8)
     file.write_text("- seed=3\n- strategy=fedavg\n")
     assert read_overrides(file) == ["seed=3", "strategy=fedavg"]
 
@@ -38,8 +38,8 @@ def test_words_are_a_list_of_text(file, text):
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("seed: 3\n", "", "lacks settings of a run"),
-        ("seed: 3\n", "seed: three\n", "lacks settings of a run"),
+        ("seed: 3\n", "", "seed is missing or has the wrong type"),
+        ("seed: 3\n", "seed: three\n", "seed is missing or has the wrong type"),
         ("seed: 3\n", "seed: ${rounds}\n", "an interpolation"),
         ("batch_size: 64\n", "batch_size: ${oc.env:HOME}\n", "an interpolation"),
         ("seed: 3\n", "seed: [3\n", "not valid YAML"),
@@ -50,9 +50,9 @@ def test_words_are_a_list_of_text(file, text):
         (
             "  channels: 1\n",
             "  channels: 1\n  x: [{_target_: os.mkdir, path: /tmp/x}]\n",
-            "dataset.x is missing or has the ",
+            "dataset.x.0 has the key '_target_'",
         ),
-        ("  channels: 1\n", "  channels: 1\n  _partial_: true\n", "dataset._partial_ is missing or has the wrong type"),
+        ("  channels: 1\n", "  channels: 1\n  _partial_: true\n", "dataset has the key '_partial_'"),
         ("  channels: 1\n", "", "dataset.channels is missing or has the wrong type"),
     ],
 )

@@ -72,6 +72,51 @@ def test_code_is_not_run(legacy, tmp_path):
     assert not marker.exists()
 
 
+def repeated():
+    value = ["x"]
+    for _ in range(25):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({"a": torch.ones(1).expand(10**12)}, "a tensor is larger than the file"),
+        ({"a": WEIGHT, "x": repeated()}, "its values are referenced too often"),
+        ({"a": torch.ones(2, 2).to_sparse()}, "it names torch._utils _rebuild_sparse_tensor"),
+        ({"a": WEIGHT, "x": b"bytes"}, "which is not a tensor"),
+        ({"a": WEIGHT, "x": {1, 2}}, "which is not a tensor"),
+    ],
+)
+def test_files_before_zip_files_get_the_same_checks(content, reason, tmp_path):
+    for legacy in (True, False):
+        torch.save(content, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
+        with pytest.raises(InputError, match=reason) as caught:
+            read_checkpoint(tmp_path / "a.pt")
+        assert "weights_only" not in str(caught.value)
+
+
+def test_storages_of_files_before_zip_files_are_in_the_file(tmp_path):
+    torch.save({"a": torch.zeros(1000)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    whole = (tmp_path / "a.pt").read_bytes()
+    key = whole.rindex(b"]q\x00X")
+    without_keys = whole[:key] + b"]q\x00." + whole[whole.index(b".", key + 20) + 1 :]  # else memory is not initialized
+    longer = whole.replace(b"M\xe8\x03", b"\x8a\x05\x00\x00\x00\x00\x10")  # 1000 becomes 2^36
+    for content in (without_keys, longer, whole[:-8], whole + bytes(8)):
+        (tmp_path / "a.pt").write_bytes(content)
+        with pytest.raises(InputError, match="is damaged or has more than tensors") as caught:
+            read_checkpoint(tmp_path / "a.pt")
+        assert "\n" not in str(caught.value)
+
+
+def test_the_factors_of_lora_are_no_encoder(tmp_path):
+    save_file({"a": WEIGHT}, tmp_path / "adapter.safetensors", {"fedssl": "[[1, 2]]"})
+    for read in (read_checkpoint, read_content):
+        with pytest.raises(InputError, match=r"low-rank factors of a run with tuning=lora.*give the encoder\.pt"):
+            read(tmp_path / "adapter.safetensors")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -1,0 +1,55 @@
+"""Settings from files and messages of others: plain values, which no configuration library can resolve or call.
+
+Hydra calls what a key ``_target_`` names, and OmegaConf resolves ``${...}``, at any depth. Every reader of settings
+from outside passes them through `plain_values` first.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+MAX_DEPTH = 32  # of nested values
+_MAX_SIZE = 2**22  # number of values and of characters
+RUN_KEYS = frozenset({"_target_", "_partial_"})  # special keys that the settings of a run have
+
+
+def plain_values(value: Any, name: str, *, special: Collection[str] | None = ()) -> Any:
+    """Return a copy of settings; raise a `ValueError` unless they are plain values.
+
+    Plain are None, booleans, numbers, text without ``${``, and lists and dictionaries of these, to a limited depth and
+    size. Keys are text, and none begins with an underscore, except those in ``special`` (None: any). A caller that
+    allows them calls nothing by them, or composed the settings itself. ``name`` is for the error.
+    """
+    left = [_MAX_SIZE]
+
+    def plain(value: Any, name: str, depth: int) -> Any:
+        left[0] -= 1 + (len(value) if isinstance(value, str) else 0)
+        if depth > MAX_DEPTH or left[0] < 0:
+            raise ValueError(f"{name.partition('.')[0]} is nested too deeply or too long")
+        if isinstance(value, Mapping):
+            for key in value:
+                _check_key(key, name, special)
+            return {key: plain(inner, f"{name}.{key}", depth + 1) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(inner, f"{name}.{number}", depth + 1) for number, inner in enumerate(value)]
+        if isinstance(value, str):
+            _check_text(value, name)
+        elif not isinstance(value, bool | int | float | None):
+            raise ValueError(f"{name} is a {type(value).__name__}, which is no plain value")
+        return value
+
+    return plain(value, name, 0)
+
+
+def _check_key(key: Any, name: str, special: Collection[str] | None) -> None:
+    if not isinstance(key, str):
+        raise ValueError(f"{name} has the key {key!r}, which is not text")
+    _check_text(key, name)
+    if key.startswith("_") and special is not None and key not in special:
+        raise ValueError(f"{name} has the key {key!r}, which could select code")
+
+
+def _check_text(text: str, name: str) -> None:
+    if "${" in text:
+        raise ValueError(f"{name} has an interpolation, ${{...}}, which is not resolved")
+    if text == "???":
+        raise ValueError(f"{name} has the text ???, which stands for a missing value")
