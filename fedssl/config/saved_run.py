@@ -4,7 +4,6 @@ A folder may select installed choices by name. Settings that point outside the f
 interpolations, paths, clusters) are accepted only if the user's own overrides repeat them.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
