@@ -65,12 +65,12 @@ class Recorder(RunFolder):
             self.write_partition(client_data)
             self._few_images = len(client_data.few_images)
         saved = read_settings(self.folder / "config.yaml")
-        if saved is not None and saved.threads != settings.config.threads:
+        if saved is not None and saved["threads"] != settings.config.threads:
             log.warning(
                 "threads=%d, but the run began with %d: results differ in their last bits from those of a run without "
                 "an interruption",
                 settings.config.threads,
-                saved.threads,
+                saved["threads"],
             )
         save_run(self._settings, self.folder)
         self._tracking.begin(settings, done=self._resumed_rounds)

@@ -95,7 +95,7 @@ def load_settings(overrides: Sequence[str]) -> Settings:
     not_inherited = explicit.keys() | {"pause_after", "threads"}
     inherited = [override for override in saved_overrides if not_inherited.isdisjoint(key_and_group(override))]
     check_saved_overrides(inherited, folder / "overrides.yaml")
-    merged = {"threads": f"threads={saved.threads}", **by_key(inherited), **explicit}
+    merged = {"threads": f"threads={saved['threads']}", **by_key(inherited), **explicit}
     overrides = [override for key, override in merged.items() if key.lstrip("+~") not in _RUN_KEYS]
     overrides += [f"output_dir={quote_value(str(folder))}", f"resume={quote_value(str(folder))}"]
     try:
