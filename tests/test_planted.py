@@ -258,7 +258,7 @@ def test_the_settings_of_a_simulated_client(text, marker):
 def test_text_of_the_users_own_command_is_resolved_once(monkeypatch):
     monkeypatch.setenv("SECRET", SECRET)
     monkeypatch.setenv("OUTER", "${oc.env:SECRET}")
-    assert compose(["output_dir=${oc.env:SECRET}"]).recording.config.output_dir == SECRET
+    assert compose(["output_dir=${oc.env:SECRET}"]).recording.config.output_dir.endswith(SECRET)
     for text in ("\\${oc.env:SECRET}", "${oc.env:OUTER}"):
         with pytest.raises(
             InputError, match=r"settings.output_dir has an interpolation, \$\{...\}, which is not"
@@ -380,7 +380,7 @@ MODULES = {
     "fedssl/fleet/availability.py": "",
     "fedssl/fleet/cli.py": "",
     "fedssl/fleet/compat.py": "",
-    "fedssl/fleet/device_cli.py": "",
+    "fedssl/fleet/device_files.py": "",
     "fedssl/fleet/encoders.py": "",
     "fedssl/fleet/history.py": "",
     "fedssl/fleet/kit.py": "test_text_files",
