@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -55,6 +56,8 @@ from server_app.client_states import ClientStates
 from server_app.nodes import ClientDirectory
 from server_app.updates import RoundResult
 from strategies.interfaces import ServerState, model_suffix
+
+log = logging.getLogger("fedssl")
 
 PERSONALIZED_FILE = "personalized.json"
 
@@ -257,7 +260,11 @@ class RunFolder:
         file = self.folder / f"encoder{model_suffix(name)}.pt"
         encoder = method.encoder
         if encoder.low_rank_layers:
-            write_adapter(self.folder / f"adapter{model_suffix(name)}.safetensors", encoder)
+            adapter = f"adapter{model_suffix(name)}.safetensors"
+            if encoder.merged_names:  # the factors are only a part of the change
+                log.info("no %s: the aggregation of LoRA's products changed the weights as well", adapter)
+            else:
+                write_adapter(self.folder / adapter, encoder)
             encoder = plain_copy(encoder)
         save_encoder(
             file,

@@ -1,10 +1,11 @@
 """``format=peft``: the factors of ``tuning=lora`` as an adapter of PEFT (https://github.com/huggingface/peft).
 
 A run with ``tuning=lora`` writes the merged encoder (``encoder.pt``) and beside it the factors
-(``adapter.safetensors``). The export is a folder with ``adapter_model.safetensors`` and ``adapter_config.json``, which
-``peft.PeftModel.from_pretrained(encoder, FOLDER)`` loads onto the encoder before training. The weights of that encoder
-are in the run folder's ``base/``. PEFT 0.21 adds the product of the output projection of
-`torch.nn.MultiheadAttention` twice; without ``out_proj`` in ``tuning.targets`` its encoder is ours.
+(``adapter.safetensors``), unless its aggregation changes the weights of the base layers. The export is a folder with
+``adapter_model.safetensors`` and ``adapter_config.json``, which ``peft.PeftModel.from_pretrained(encoder, FOLDER)``
+loads onto the encoder before training. The weights of that encoder are in the run folder's ``base/``. PEFT 0.21 adds
+the product of the output projection of `torch.nn.MultiheadAttention` twice; without ``out_proj`` in ``tuning.targets``
+its encoder is ours.
 """
 
 import json
@@ -59,7 +60,8 @@ def read_adapter(file: Path, weights: Mapping[str, Tensor]) -> list[tuple[LowRan
             raise ValueError("its layers have no common rank and scale")
     except FileNotFoundError as error:
         raise InputError(
-            f"{file} does not exist: format=peft is for runs with tuning=lora; choose another format"
+            f"{file} does not exist: format=peft is for runs with tuning=lora and tuning.aggregation=factors, freeze_a "
+            "or svd, which keep the weights of the base layers; choose another format"
         ) from error
     except Exception as error:  # a foreign file can raise any exception
         raise corrupt_file_error(file, " ".join(str(error).split())[:200]) from error

@@ -48,9 +48,13 @@ def export(folder, **options):
 
 def test_the_encoder_file_is_that_of_the_plain_architecture(conv):
     """Weights of adapted layers are W + alpha / r B A, and those of the others are the base layers."""
+    assert_adapter_gives_encoder(conv)
+
+
+def assert_adapter_gives_encoder(conv):
     base = {name.removeprefix("encoder."): torch.from_numpy(array) for name, array in read_base(conv / "base").items()}
     weights, factors = load_encoder(conv / "encoder.pt").state_dict(), load_file(conv / ADAPTER_FILE)
-    assert weights.keys() == base.keys()
+    assert weights.keys() == {name for name in base if not name.endswith("lora_A")}  # freeze_a never sends A
     assert set(factors) == {f"blocks.{block}.0.lora_{factor}" for block in (1, 3) for factor in "AB"}
     for name, weight in weights.items():
         layer = name.removesuffix(".weight")
@@ -60,6 +64,24 @@ def test_the_encoder_file_is_that_of_the_plain_architecture(conv):
             assert b.any()
             expected = (expected.double() + 8 / 2 * (b @ a).view_as(weight)).float()
         torch.testing.assert_close(weight, expected, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("aggregation", ["freeze_a", "svd", "exact", "stack"])
+def test_an_adapter_gives_the_encoder_or_does_not_exist(tmp_path, aggregation, capsys):
+    """exact and stack add products to the base weights, so that the factors are only a part of the change."""
+    folder = tmp_path / "run"
+    targets = ["encoder.width=4", "tuning.targets=[blocks.1.0,blocks.3.0]"]
+    run([*SMALL, *targets, "strategy=fedavg", f"tuning.aggregation={aggregation}", f"output_dir={folder}"])
+    changes_weights = aggregation in ("exact", "stack")
+    assert (folder / ADAPTER_FILE).exists() != changes_weights
+    assert ("no adapter.safetensors: the aggregation" in capsys.readouterr().out) == changes_weights
+    if changes_weights:
+        with pytest.raises(
+            InputError, match="adapter.safetensors does not exist: format=peft is for .* svd, which keep"
+        ):
+            export(folder)
+    else:
+        assert_adapter_gives_encoder(folder)
 
 
 def test_convolutions_have_the_kernels_of_peft(conv):
