@@ -20,7 +20,7 @@ from flwr.app import Message
 from client_app.worker import ClientWorker
 from fedssl.arrays import Layers
 from fedssl.compat import assign_message_id
-from fedssl.config.load import parse_client_config
+from fedssl.config.load import BASE_FOLDER, parse_client_config
 from fedssl.machine.memory import peak_memory, reset_peak_memory
 from fedssl.machine.process import return_freed_memory
 from fedssl.schedule.phases import Phase
@@ -130,7 +130,8 @@ class _TrainingMeasurement:
         self._images = int(median(sizes))
         # Batches as large as the largest of any client need the memory of the run.
         self._largest = max(batch_size(components, size) for size in map(len, parts))
-        self._settings = parse_client_config(components.context.client_config)
+        settings = parse_client_config(components.context.client_config)
+        self._settings = replace(settings, base_folders=(folder.with_name(BASE_FOLDER),))
         self._worker: ClientWorker | None = ClientWorker(self._settings)
         self.client, self.saves_state = 0.0, False
         self._step: StepSeconds = StepSeconds(0.0, 0.0)
@@ -150,7 +151,8 @@ class _TrainingMeasurement:
     def step(self, phase: Phase) -> StepSeconds:
         """Measure steps of a phase, with the batch of a client with the median number of images and half of it."""
         attempted = Round(self._context, ServerState(round=phase.first - 1))
-        plan = TrainPlan.from_content(attempted.messages[0].content)
+        # Many steps on a few images would diverge.
+        plan = replace(TrainPlan.from_content(attempted.messages[0].content), lr_factor=0.0)
         client = next(iter(attempted.slots))
         self._last = plan, client
         size = batch_size(self._components, self._images)

@@ -204,6 +204,21 @@ def test_measurement_of_a_run(tmp_path, overrides):
     assert not list(tmp_path.iterdir())
 
 
+def test_many_steps_on_few_images_do_not_diverge_and_base_layers_are_not_kept(tmp_path):
+    """VICReg on 4 images, with LoRA, whose base layers a client stores."""
+    small = [
+        "method=vicreg",
+        "batch_size=4",
+        "tuning=lora",
+        "tuning.rank=2",
+        "optimizer.lr=10",
+        "measure_resources=false",
+    ]
+    measured = measure(build([*QUICK, *small], tmp_path), separate_workers=False)
+    assert measured.steps[1].total(steps=1, images=4) > 0
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.heavy
 def test_cached_layers_are_no_state(tmp_path):
     """Clients cache frozen stages, but have no state whose round they report."""
