@@ -1,5 +1,6 @@
 """Evaluation on the server: the models of a run by the protocols of the settings."""
 
+import logging
 from collections.abc import Iterable
 
 import torch
@@ -13,12 +14,15 @@ from fedssl.evaluation.protocol import (
     EvaluationProtocol,
     check_protocol,
     evaluate,
+    log_unknown_classes,
     make_evaluation_input,
     why_not_evaluable,
 )
 from fedssl.evaluation.scores import Score
 from fedssl.machine.out_of_memory import module_on_cpu, with_less_memory
 from fedssl.methods.base import SSLMethod
+
+log = logging.getLogger("fedssl")
 
 ResultsByModel = dict[str, dict[str, Score]]  # results by model name
 
@@ -38,10 +42,18 @@ class Evaluator:
         self._final_protocol = check_protocol(settings.final_protocol.instantiate())
 
     def validate(self, encoder: Encoder) -> None:
-        """Refuse images that a protocol cannot use, before any training; raises `InputError`."""
+        """Refuse images that a protocol cannot use, before any training; raises `InputError`.
+
+        Results that the images cannot give are logged.
+        """
         evaluation_input = make_evaluation_input(encoder, self._data, device=self._device)
         if evaluation_input is None:
             return
+        log_unknown_classes(evaluation_input)
+        protocols = (self._protocol, self._final_protocol)
+        left_out = {name: why for protocol in protocols for name, why in protocol.left_out(evaluation_input).items()}
+        for name, why in left_out.items():
+            log.warning("%s is left out: %s", name, why)
         self._protocol.validate(evaluation_input, feature_dim=encoder.feature_dim)
         # The final comparison includes raw pixels.
         longest = max(encoder.feature_dim, pixel_values(evaluation_input.test.images[:2]).shape[1])
@@ -51,7 +63,10 @@ class Evaluator:
         """Return the units of the results of a round, or of the final ones, by name. Empty without labeled images."""
         protocol = self._final_protocol if final else self._protocol
         evaluation_input = make_evaluation_input(None, self._data, device=self._device)
-        return {} if evaluation_input is None else dict(protocol.result_units(evaluation_input.num_classes))
+        if evaluation_input is None:
+            return {}
+        units, left_out = protocol.result_units(evaluation_input.num_classes), protocol.left_out(evaluation_input)
+        return {name: unit for name, unit in units.items() if name not in left_out}
 
     @property
     def trains_network(self) -> bool:

@@ -12,7 +12,7 @@ with the same source split share one object, so that nothing is decoded twice.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -29,6 +29,8 @@ from fedssl.untrusted import sanitize
 
 Split = Literal["federated", "train", "test"]
 
+NO_LABEL = -1  # of an image without a label in a split where others have one
+
 log = logging.getLogger("fedssl")
 
 # The test split and the limited subset depend on the data, not on the run's seed.
@@ -40,7 +42,7 @@ class ImageData:
     """Images with their labels and owners, if known."""
 
     images: ImageSource  # uint8, ``(n, channels, height, width)``; `TensorImages` for those of a tensor
-    labels: torch.Tensor | None  # int64, ``(n,)``; None if the images have no labels
+    labels: torch.Tensor | None  # int64, ``(n,)``, `NO_LABEL` if unknown; None if no image has a label
     classes: tuple[str, ...] = ()  # names, ``classes[label]``; empty if unknown
     owners: torch.Tensor | None = None  # int64, ``(n,)``, such as writers, devices or hospitals; None if unknown
     owner_names: tuple[str, ...] = ()  # ``owner_names[owner]``; empty if unknown
@@ -105,32 +107,44 @@ def stratified_holdout(labels: np.ndarray, *, fraction: float) -> tuple[np.ndarr
     """Split indices into training and test with equal shares of every class; the split is always the same.
 
     The test set gets the floor of every class's share, then one more image of the classes with the largest remainders,
-    up to ``round(n * fraction)`` images; ``fraction`` is in [0, 1). Return the sorted indices of training and test
-    images.
+    up to ``round(n * fraction)`` images; ``fraction`` is in [0, 1). At least one image of every class, and images
+    without a label, are for training. Return the sorted indices of training and test images.
     """
-    _, codes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    labeled = np.flatnonzero(labels != NO_LABEL)
+    _, codes, sizes = np.unique(labels[labeled], return_inverse=True, return_counts=True)
     shares = sizes * fraction
     quota = np.floor(shares).astype(int)
-    quota[np.argsort(quota - shares, kind="stable")[: round(len(labels) * fraction) - quota.sum()]] += 1
+    quota[np.argsort(quota - shares, kind="stable")[: round(len(labeled) * fraction) - quota.sum()]] += 1
+    quota = np.minimum(quota, sizes - 1)
     generator = numpy_generator(_FIXED_SEED, "hold out")
-    members = [generator.permutation(np.flatnonzero(codes == code)) for code in range(len(sizes))]
-    test = np.concatenate([indices[:size] for indices, size in zip(members, quota, strict=True)])
+    of_class = np.split(labeled[np.argsort(codes, kind="stable")], np.cumsum(sizes))[:-1]
+    members = [generator.permutation(indices) for indices in of_class]
+    drawn = [indices[:size] for indices, size in zip(members, quota, strict=True)]
+    test = np.concatenate([labeled[:0], *drawn])
     return np.setdiff1d(np.arange(len(labels)), test), np.sort(test)
 
 
 @lru_cache(maxsize=4)
 def _read_split(data: DataSettings, source: str, limit: int | None) -> ImageData | None:
     image_data: ImageData | None = data.reader.instantiate(source, limit=limit)
-    if image_data is not None and not isinstance(image_data.images, ImageSource):
+    if image_data is None:
+        return None
+    if not isinstance(image_data.images, ImageSource):
         raise InputError(
             f"{data.reader.name} returns images as {type(image_data.images).__name__}; return "
             "fedssl.datasets.images.TensorImages(images)"
         )
-    if image_data is not None:
-        for warning in (*image_data.warnings, *constant_warnings(image_data.images)):
-            log.warning("%s", sanitize(warning))
-    if image_data is not None and image_data.labels is not None and data.num_classes is not None:
-        highest = int(image_data.labels.max())
-        if highest >= data.num_classes:
-            raise InputError(f"dataset.num_classes={data.num_classes} but a label is {highest}; check dataset.path")
+    for warning in (*image_data.warnings, *constant_warnings(image_data.images)):
+        log.warning("%s", sanitize(warning))
+    if image_data.labels is None:
+        return image_data
+    highest = int(image_data.labels.max())
+    if highest == NO_LABEL:
+        return replace(image_data, labels=None)
+    if data.num_classes is not None and highest >= data.num_classes:
+        count = max(highest + 1, len(image_data.classes))
+        raise InputError(
+            f"dataset.num_classes={data.num_classes} but the class {highest} exists; set dataset.num_classes={count}, "
+            "or check dataset.path and dataset.label"
+        )
     return image_data

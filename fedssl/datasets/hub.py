@@ -4,12 +4,10 @@ Both are read with pyarrow alone, since the Hub's cache of a data set consists o
 directly to the decoder, without a Python object per row.
 """
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,20 +18,20 @@ from fedssl.datasets.base import ImageData, stratified_holdout, subsample_indice
 from fedssl.datasets.buffers import EncodedInput
 from fedssl.datasets.cache import CacheKey, open_buffer
 from fedssl.datasets.decoding import MAX_PIXELS, Decoding, decode, unreadable_summary
+from fedssl.datasets.labels import missing_labels, read_labels
 from fedssl.datasets.pixels import BACKGROUND
 from fedssl.datasets.sample_checks import range_warnings
 from fedssl.datasets.tables import (
     arrow_records,
     column_bytes,
     column_chunks,
+    column_of,
     encoded_bytes,
     num_rows,
     require_column,
-    schema_of,
 )
 from fedssl.errors import InputError
 
-_MAX_CLASSES = 2**20
 _SPLIT_WORD = re.compile(r"(?<![a-z])(train|test|valid|validation|unlabeled)(?![a-z])")
 _HELD_OUT = ("test", "valid", "validation")  # splits that are not for training
 
@@ -47,7 +45,7 @@ def read(
     path: str | None,
     hub: str,
     image: str,
-    label: str,
+    label: str | None,
     owner: str | None = None,
     test_fraction: float = 0.0,
     background: int = BACKGROUND,
@@ -69,8 +67,10 @@ def read(
         not used. None for the Hub.
     hub : str
         Name of the data set on the Hub.
-    image, label : str
-        Names of the columns.
+    image : str
+        Name of the column of images.
+    label : str or None
+        Name of the column of labels, see `fedssl.datasets.labels`. None for no labels.
     owner : str or None
         Name of the column with the owner of each image, as an integer or a string. None if unknown.
     test_fraction : float
@@ -96,11 +96,11 @@ def read(
     if not count:
         return None
 
-    labels, classes, warnings = _labels(files, label)
+    data_set = _siblings(files) if path is None else list(listed_files(path))
+    labels, classes = read_labels(files, label, data_set=data_set)
+    warnings = () if label is None or held_out else missing_labels(labels, files, label, split=split)
     rows = np.arange(count)
-    if held_out and labels is None:
-        return None
-    if labels is not None and shared and (held_out or split == "train"):
+    if shared and (held_out or split == "train"):
         rows = stratified_holdout(labels, fraction=test_fraction)[held_out]
     rows = rows[subsample_indices(len(rows), limit)]
     if not len(rows):
@@ -135,6 +135,17 @@ def local_files(path: str, split: str) -> list[Path]:
     A file belongs to the split that its name, or the name of a folder between ``path`` and it, contains as a word.
     If no name contains a split, the files are training images.
     """
+    names = listed_files(path)
+    if not any(_SPLIT_WORD.search(name) for name in names.values()):
+        return [] if split in _HELD_OUT else sorted(names)
+    # File names of the Hub; a folder may hold further splits that begin with the same word (train_0).
+    exact = [file for file in names if re.match(rf"{split}-\d+-of-\d+", file.name.lower())]
+    word = re.compile(rf"(?<![a-z]){split}(?:ation)?(?![a-z])")
+    return sorted(exact or [file for file, name in names.items() if word.search(name)])
+
+
+def listed_files(path: str) -> dict[Path, str]:
+    """Return all files of a data set with the names that split them; `InputError` if there are none."""
     root = Path(path).expanduser()
     if root.is_file():
         names = {root: root.name.lower()}
@@ -145,12 +156,12 @@ def local_files(path: str, split: str) -> list[Path]:
         names = {file: file.name.lower() for file in _matching(root)}
     if not names:
         raise InputError(f"dataset.path={path} holds no .parquet or .arrow file; give a file or a folder of them")
-    if not any(_SPLIT_WORD.search(name) for name in names.values()):
-        return [] if split in _HELD_OUT else sorted(names)
-    # File names of the Hub; a folder may hold further splits that begin with the same word (train_0).
-    exact = [file for file in names if re.match(rf"{split}-\d+-of-\d+", file.name.lower())]
-    word = re.compile(rf"(?<![a-z]){split}(?:ation)?(?![a-z])")
-    return sorted(exact or [file for file, name in names.items() if word.search(name)])
+    return names
+
+
+def _siblings(files: Sequence[Path]) -> list[Path]:
+    """Return the files of all splits in the Hub's cache, without results of ``datasets``' own operations."""
+    return [file for file in sorted(files[0].parent.glob("*.arrow")) if not file.name.startswith("cache-")]
 
 
 def _matching(pattern: Path) -> list[Path]:
@@ -178,39 +189,6 @@ def hub_files(hub: str, split: str) -> list[Path]:
     return [Path(file["filename"]) for file in dataset.cache_files]
 
 
-def _values(files: Sequence[Path], column: str) -> list[Any]:
-    # A list instead of pyarrow's conversion to NumPy, which imports pandas and is slower.
-    return [value for file in files for batch in column_chunks(file, column) for value in batch.to_pylist()]
-
-
-def _labels(files: Sequence[Path], column: str) -> tuple[np.ndarray | None, tuple[str, ...], tuple[str, ...]]:
-    """Return labels ``(n,)`` (None if missing or unknown), class names, and warnings."""
-    for file in files:
-        schema = schema_of(file)
-        if column not in schema.names:
-            return None, (), (f"{file} has no column {column!r} (it has {schema.names}): used without labels",)
-        if not pa.types.is_integer(schema.field(column).type):
-            raise InputError(
-                f"dataset.label={column} is of type {schema.field(column).type}; an integer column is needed"
-            )
-    values = _values(files, column)
-    if None in values or min(values) < 0:  # -1 is "unknown", as in the unlabeled split of STL-10
-        return None, (), ()
-    if max(values) >= _MAX_CLASSES:
-        raise InputError(f"dataset.label={column} has the class {max(values)}; allowed are 0 to {_MAX_CLASSES - 1}")
-    return np.array(values), _class_names(schema_of(files[0]), column), ()
-
-
-def _class_names(schema: pa.Schema, column: str) -> tuple[str, ...]:
-    """Return the class names in the Hub's metadata of the file; empty if there are none."""
-    try:
-        described = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-        names = described["info"]["features"][column]["names"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return ()
-    return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
-
-
 def _owners(files: Sequence[Path], column: str) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return the owner index of every row ``(n,)`` and the owners' names, the sorted values of the column."""
     remedy = "set dataset.owner to the column with the owners of the images, or dataset.owner=null if there is none"
@@ -219,7 +197,7 @@ def _owners(files: Sequence[Path], column: str) -> tuple[np.ndarray, tuple[str, 
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             raise InputError(f"dataset.owner={column} is of type {kind}; an integer or string column is needed")
-    values = _values(files, column)
+    values = [value for file in files for value in column_of(file, column).to_pylist()]
     if None in values:
         raise InputError(
             f"dataset.owner={column} has no value in {values.count(None)} of {len(values)} rows, first row "

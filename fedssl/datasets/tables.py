@@ -35,6 +35,14 @@ def require_column(file: Path, column: str, remedy: str) -> pa.Schema:
     return schema
 
 
+def column_of(file: Path, column: str) -> pa.Array:
+    """Return a whole column."""
+    opened = _open(file)
+    with _reading(file):
+        table = opened if isinstance(opened, pa.Table) else opened.read(columns=[column])
+        return table.column(column).combine_chunks()
+
+
 def column_chunks(file: Path, column: str) -> Iterator[pa.Array]:
     """Yield a column in order, at most `CHUNK` rows at a time."""
     table = _open(file)

@@ -38,7 +38,13 @@ from fedssl.config.targets import (
     user_encoder,
 )
 from fedssl.errors import InputError
-from fedssl.evaluation.protocol import EvaluationInput, evaluate, make_evaluation_input, why_not_evaluable
+from fedssl.evaluation.protocol import (
+    EvaluationInput,
+    evaluate,
+    log_unknown_classes,
+    make_evaluation_input,
+    why_not_evaluable,
+)
 from fedssl.evaluation.scores import Score, format_table, to_flat_dict, units_of
 from fedssl.export import load_encoder, saved_target
 from fedssl.machine.devices import select_device
@@ -74,12 +80,16 @@ def run(overrides: Sequence[str]) -> str:
     explicit_size = any(_split(override)[0] == "dataset.size" for override in overrides)
     data = match_encoder(encoder, settings.data, explicit_size=explicit_size)
     evaluation_input = _evaluation_input(encoder, data, device=settings.machine.device)
+    log_unknown_classes(evaluation_input)
+    left_out = "; ".join(f"{name} is left out: {why}" for name, why in protocol.left_out(evaluation_input).items())
     results = evaluate(protocol, evaluation_input, seed=settings.seed)
+    if left_out and not results:
+        raise InputError(f"{left_out}; choose evaluation=knn or evaluation=linear")
     name = data.name.rpartition("/")[2]
     chosen = {"evaluation": "knn", **{key: value for key, _, value in map(_split, others)}}["evaluation"]
     report = file.parent / "evaluation" / f"{chosen.replace('/', '_')}-{name}.json"
     _write(report, _content(file, settings, data, evaluation_input, results))
-    return f"{format_table({name: results})}\nwritten to {report}"
+    return "\n".join([format_table({name: results}), *filter(None, [left_out]), f"written to {report}"])
 
 
 def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Settings:

@@ -27,25 +27,16 @@ from fedssl.evaluation.scores import ACCURACY, Score
 from fedssl.seeding import numpy_generator
 
 
-def sample_per_class(labels: Tensor, *, per_class: int, num_classes: int, generator: np.random.Generator) -> Tensor:
-    """Draw ``per_class`` images of every class without replacement.
+def sample_per_class(labels: Tensor, *, per_class: int, generator: np.random.Generator) -> Tensor:
+    """Draw ``per_class`` images of every class that occurs, without replacement.
 
-    ``labels`` are int64, ``(n,)``. The indices are int64, ``(num_classes * per_class,)``, class after class.
+    ``labels`` are int64, ``(n,)``. The indices are int64, ``(classes * per_class,)``, class after class.
     """
-    check_labels_per_class(labels, per_class=per_class, num_classes=num_classes)
-    classes = labels.cpu().numpy()
-    drawn = [generator.choice(np.flatnonzero(classes == c), per_class, replace=False) for c in range(num_classes)]
+    numbers = labels.cpu().numpy()
+    drawn = [
+        generator.choice(np.flatnonzero(numbers == label), per_class, replace=False) for label in np.unique(numbers)
+    ]
     return torch.from_numpy(np.concatenate(drawn))
-
-
-def check_labels_per_class(labels: Tensor, *, per_class: int, num_classes: int) -> None:
-    """Raise an `InputError` if a class has fewer than ``per_class`` images."""
-    counts = np.bincount(labels.cpu().numpy(), minlength=num_classes)
-    if counts.min() < per_class:
-        raise InputError(
-            f"labels_per_class={per_class} but class {counts.argmin()} has {counts.min()} labeled training images; "
-            "lower labels_per_class, or choose evaluation=knn or evaluation=linear"
-        )
 
 
 def stratified_sample(labels: Tensor, *, share: float, generator: np.random.Generator) -> Tensor:
@@ -70,13 +61,17 @@ def center_and_scale(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
     return train / scale, test / scale
 
 
+def _name(per_class: int) -> str:
+    return f"linear_{per_class}_per_class"
+
+
 class FewLabels(EvaluationProtocol):
     """Accuracy as ``linear_<n>_per_class`` and ``linear_<share>_percent``, means over draws with standard deviations.
 
     Parameters
     ----------
     labels_per_class : sequence of int
-        Numbers of labeled images per class; one result for each.
+        Numbers of labeled images per class; one result for each, left out if a class has fewer images.
     shares : sequence of float
         Shares of the labels of every class, at least one image of each; one result for each.
     draws : int
@@ -105,27 +100,30 @@ class FewLabels(EvaluationProtocol):
         self.l2, self.max_iterations = l2, max_iterations
 
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
-        data = evaluation_input.features
+        data, left_out = evaluation_input.features, self.left_out(evaluation_input)
         train, test = center_and_scale(data.train, data.test)
         scaled = replace(data, train=train, test=test)
         results = {}
         for number in self.labels_per_class:
-            sample = partial(sample_per_class, data.train_labels, per_class=number, num_classes=data.num_classes)
-            results[f"linear_{number}_per_class"] = self._score(scaled, sample, (seed, "few labels", number))
+            if _name(number) not in left_out:
+                sample = partial(sample_per_class, data.train_labels, per_class=number)
+                results[_name(number)] = self._score(scaled, sample, (seed, "few labels", number))
         for share in self.shares:
             sample = partial(stratified_sample, data.train_labels, share=share)
             results[f"linear_{100 * share:g}_percent"] = self._score(scaled, sample, (seed, "few labels", f"{share:g}"))
         return results
 
     def result_units(self, num_classes: int) -> dict[str, str]:
-        names = [f"linear_{per_class}_per_class" for per_class in self.labels_per_class]
+        names = [_name(number) for number in self.labels_per_class]
         return dict.fromkeys([*names, *(f"linear_{100 * share:g}_percent" for share in self.shares)], ACCURACY)
 
-    def validate(self, evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
-        super().validate(evaluation_input, feature_dim=feature_dim)
-        labels, num_classes = evaluation_input.train.labels, evaluation_input.num_classes
-        for per_class in self.labels_per_class:
-            check_labels_per_class(labels, per_class=per_class, num_classes=num_classes)
+    def left_out(self, evaluation_input: EvaluationInput) -> dict[str, str]:
+        """Return the results for which a class has too few labeled images."""
+        train = evaluation_input.train
+        labels, counts = train.labels.unique(return_counts=True)
+        rarest, count = int(labels[counts.argmin()]), int(counts.min())
+        reason = f"class {train.class_name(rarest)} has {count} labeled training image{'s' * (count > 1)}"
+        return {_name(number): reason for number in self.labels_per_class if number > count}
 
     def _score(self, data: Features, sample: Callable[..., Tensor], seed_path: tuple[int, str, int | str]) -> Score:
         drawn = [sample(generator=numpy_generator(*seed_path, draw)) for draw in range(self.draws)]

@@ -1,5 +1,6 @@
 """The interface of evaluation protocols: their input, their call and their combination."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.config.settings import DataSettings
-from fedssl.datasets.base import Split, load, load_split, source_split
+from fedssl.datasets.base import NO_LABEL, Split, load, load_split, source_split
 from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError
 from fedssl.evaluation.features import Features, extract, pixels
@@ -17,9 +18,13 @@ from fedssl.evaluation.scores import Score, as_scores
 from fedssl.machine.devices import CPU
 from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.machine.out_of_memory import module_on_cpu, with_less_memory
+from fedssl.untrusted import sanitize
 
 # Splits that an evaluation needs, with their names in messages.
 SPLITS: dict[Split, str] = {"train": "training", "test": "test"}
+_MAX_LISTED = 5  # classes in a message
+
+log = logging.getLogger("fedssl")
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +33,15 @@ class LabeledImages:
 
     images: ImageSource
     labels: Tensor
+    classes: tuple[str, ...] = ()  # ``classes[label]``; empty if unknown
+
+    def class_name(self, label: int) -> str:
+        """Return the name of a class for a message, or its number if it has no name."""
+        return repr(sanitize(self.classes[label])) if label < len(self.classes) else str(label)
 
     def subset(self, rows: Tensor) -> "LabeledImages":
         """Return the images at ``rows``, int64, with their labels."""
-        return LabeledImages(self.images.subset(rows), self.labels[rows])
+        return LabeledImages(self.images.subset(rows), self.labels[rows], self.classes)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -109,9 +119,9 @@ def _on_cpu(given: EvaluationInput) -> _OnCpu:
 def make_evaluation_input(
     encoder: nn.Module | None, data: DataSettings, *, device: torch.device
 ) -> EvaluationInput | None:
-    """Join the encoder and the labeled images of the data set; None without labeled training and test images."""
+    """Join the encoder and the labeled images of the data set; None if they are too few, see `why_not_evaluable`."""
     train, test = load_labeled(data, "train"), load_labeled(data, "test")
-    if train is None or test is None:
+    if train is None or test is None or _only_class(train, test) is not None:
         return None
     return EvaluationInput(encoder=encoder, train=train, test=test, mean=data.mean, std=data.std, device=device)
 
@@ -126,22 +136,52 @@ def why_not_evaluable(data: DataSettings) -> str | None:
         remedies = [f"set dataset.splits.{split} to a split with labeled images"]
         if load_split(data, split) is None:
             reason = "names no images"
-            if split == "test" and "test_fraction" in keys:
+            if split == "test" and keys.get("test_fraction") == 0:
                 remedies.append("hold out a share of the training images with dataset.test_fraction=0.2")
         else:
             reason = "names images without labels"
             remedies += ["name the column of the labels with dataset.label=COLUMN"] if "label" in keys else []
             remedies += ["use one subfolder per class"] if "folders" in keys else []
         return f"the data set has no labeled {name} images ({setting} {reason}); {', or '.join(remedies)}"
-    return None
+    train, test = load_labeled(data, "train"), load_labeled(data, "test")
+    assert train is not None  # see above
+    assert test is not None
+    only = _only_class(train, test)
+    if only is None:
+        return None
+    return (
+        f"all labeled images of the data set are of the class {train.class_name(only)}, so that nothing can be "
+        "classified; add images of other classes to dataset.path"
+    )
+
+
+def _only_class(train: LabeledImages, test: LabeledImages) -> int | None:
+    """Return the class of all images; None if there are several."""
+    label = train.labels[0]
+    return None if (train.labels != label).any() or (test.labels != label).any() else int(label)
+
+
+def log_unknown_classes(evaluation_input: EvaluationInput) -> None:
+    """Log how test images of classes count that have no labeled training image."""
+    train, test = evaluation_input.train, evaluation_input.test
+    unknown = ~torch.isin(test.labels, train.labels)
+    if unknown.any():
+        names = [test.class_name(label) for label in test.labels[unknown].unique().tolist()]
+        listed = ", ".join(names[:_MAX_LISTED]) + f" and {len(names) - _MAX_LISTED} more" * (len(names) > _MAX_LISTED)
+        log.warning(
+            "%s of %s test images count as errors, because no labeled training image has their class (%s)",
+            *(int(unknown.sum()), len(unknown), listed),
+        )
 
 
 def load_labeled(data: DataSettings, split: Split) -> LabeledImages | None:
-    """Load the labeled images of a split; None if it has no images or no labels."""
+    """Load the images of a split that have a label; None if there are none."""
     image_data = load(data, split)
     if image_data is None or image_data.labels is None:
         return None
-    return LabeledImages(image_data.images, image_data.labels)
+    images = LabeledImages(image_data.images, image_data.labels, image_data.classes)
+    rows = (image_data.labels != NO_LABEL).nonzero().flatten()
+    return images if len(rows) == len(image_data.labels) else images.subset(rows)
 
 
 class EvaluationProtocol(ABC):
@@ -170,6 +210,10 @@ class EvaluationProtocol(ABC):
     @abstractmethod
     def result_units(self, num_classes: int) -> Mapping[str, str]:
         """Return the unit of each result for an encoder, see `fedssl.evaluation.scores.Score`."""
+
+    def left_out(self, evaluation_input: EvaluationInput) -> Mapping[str, str]:
+        """Return the names of declared results that these images cannot give, with the reasons."""
+        return {}
 
     def validate(self, evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
         """Raise an `InputError` if the protocol cannot use the images. Called before the first round."""
@@ -225,6 +269,10 @@ class CombinedProtocol(EvaluationProtocol):
             for protocol in self.protocols.values()
             for name, unit in protocol.result_units(num_classes).items()
         }
+
+    def left_out(self, evaluation_input: EvaluationInput) -> dict[str, str]:
+        parts = (protocol.left_out(evaluation_input) for protocol in self.protocols.values())
+        return {name: reason for part in parts for name, reason in part.items()}
 
     def validate(self, evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
         for protocol in self.protocols.values():

@@ -15,7 +15,8 @@ from fedssl.evaluation.protocol import (
     EvaluationProtocol,
     check_protocol,
     evaluate,
-    load_labeled,
+    log_unknown_classes,
+    make_evaluation_input,
     why_not_evaluable,
 )
 from fedssl.evaluation.scores import Score
@@ -67,11 +68,18 @@ class Transfer(EvaluationProtocol):
         others = {f"{key}@{name}": unit for name in self.datasets for key, unit in units.items()}
         return {**(units if self.include_own else {}), **others}
 
+    def left_out(self, evaluation_input: EvaluationInput) -> dict[str, str]:
+        own = self.protocol.left_out(evaluation_input) if self.include_own else {}
+        others = {name: self.protocol.left_out(self._on(name, evaluation_input)) for name in self.datasets}
+        return {**own, **{f"{key}@{name}": why for name, part in others.items() for key, why in part.items()}}
+
     def validate(self, evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
         if self.include_own:
             self.protocol.validate(evaluation_input, feature_dim=feature_dim)
         for name in self.datasets:
-            self.protocol.validate(self._on(name, evaluation_input), feature_dim=feature_dim)
+            other = self._on(name, evaluation_input)
+            log_unknown_classes(other)
+            self.protocol.validate(other, feature_dim=feature_dim)
 
     def _on(self, name: str, evaluation_input: EvaluationInput) -> EvaluationInput:
         _, channels, size, _ = evaluation_input.train.images.shape
@@ -81,7 +89,7 @@ class Transfer(EvaluationProtocol):
                 f"the encoder needs images with {channels} channel(s) but datasets.{name}.channels={data.channels}; "
                 f"set datasets.{name}.channels={channels} to convert the images"
             )
-        train, test = load_labeled(data, "train"), load_labeled(data, "test")
-        if train is None or test is None:
+        other = make_evaluation_input(None, data, device=evaluation_input.device)
+        if other is None:
             raise InputError(f"datasets.{name}: {why_not_evaluable(data)}")
-        return replace(evaluation_input, train=train, test=test)
+        return replace(evaluation_input, train=other.train, test=other.test)

@@ -2,13 +2,14 @@
 
 Its accuracy on the test images is Dec-SL. Dec-SLRep is its encoder under the same evaluation protocols as all other
 encoders. Both views of an image are classified, so that a step processes the same number of images as a self-supervised
-method; the authors classify one view.
+method; the authors classify one view. Images without a label have no loss.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedssl.datasets.base import NO_LABEL
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
@@ -37,10 +38,11 @@ class Supervised(SSLMethod):
         self.classifier = nn.Linear(encoder.feature_dim, num_classes)
 
     def loss(self, views: Views) -> Tensor:
-        """Return the mean cross entropy over both views."""
+        """Return the mean cross entropy over both views of the images with a label, 0 if there are none."""
         assert views.labels is not None  # see `uses_labels`
         logits = self.classifier(self.encoder(torch.cat(views.images)))
-        return F.cross_entropy(logits.float(), views.labels.repeat(2))
+        loss = F.cross_entropy(logits.float(), views.labels.repeat(2), ignore_index=NO_LABEL)
+        return torch.where((views.labels != NO_LABEL).any(), loss, torch.zeros_like(loss))
 
     def classify(self, h: Tensor) -> Tensor:
         logits: Tensor = self.classifier(h)

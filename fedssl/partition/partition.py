@@ -35,7 +35,7 @@ class ImageSubset:
 class PartitionInput:
     """Input of a partitioner."""
 
-    labels: Tensor | None  # int64, ``(n,)``; None if the data set has none
+    labels: Tensor | None  # int64, ``(n,)``, `NO_LABEL` if unknown; None if the data set has none
     owners: Tensor | None = None  # int64, ``(n,)``, owner of each image; None if unknown
     images: ImageSubset
     num_clients: int

@@ -24,8 +24,8 @@ def from_file(data: PartitionInput, *, file: str | Path | None) -> list[np.ndarr
     ----------
     file : str or Path
         A CSV file with one line per image, in the order of the data set, and the column ``client``: the client's
-        number, or empty for no client. An optional column ``label`` must equal the labels of the images. It detects
-        other images and another order.
+        number, or empty for no client. An optional column ``label``, empty for no label, must equal the labels of the
+        images. It detects other images and another order.
     """
     check_counts(data)
     num_images, num_clients = data.num_images, data.num_clients
@@ -52,7 +52,8 @@ def write_partition(parts: Iterable[np.ndarray], labels: torch.Tensor) -> str:
     clients = np.full(len(labels), -1)
     for client, part in enumerate(parts):
         clients[part] = client
-    rows = (f"{'' if client < 0 else client},{label}" for client, label in zip(clients, labels.tolist(), strict=True))
+    numbers = zip(clients.tolist(), labels.tolist(), strict=True)
+    rows = (",".join("" if number < 0 else str(number) for number in row) for row in numbers)
     return "\n".join([",".join(COLUMNS), *rows, ""])
 
 
@@ -79,7 +80,7 @@ def _read(file: Path, num_clients: int, setting: str) -> tuple[np.ndarray, np.nd
 
 
 def _number(value: str, name: str, num_clients: int, location: str) -> int:
-    if name == "client" and not value.strip():
+    if not value.strip():  # no client, or no label
         return -1
     if not (value.isascii() and value.isdigit() and len(value) <= _MAX_DIGITS):
         raise InputError(f"{location}: {sanitize(value)[:50]!r} is no {name}; write a whole number from 0")

@@ -9,6 +9,8 @@ one writer, device or hospital together. flwr-datasets' partitioners by owner ne
 instead of the number of clients, and the last client may get fewer owners. ``feature_clusters`` of
 `fedssl.partition.feature_clustering` divides by the images themselves.
 
+``dirichlet``, ``pathological`` and ``skew`` divide by class; images without a label are dealt evenly, at random.
+
 Differences from the authors' code: L-DAWA's code drops the images left over by rounding. Dec-SSL's code trains on the
 first 80% of every client's images, which removes most of the uniform part. Here all images are used.
 
@@ -35,6 +37,7 @@ import math
 import numpy as np
 
 from fedssl.config.constraints import check_arguments
+from fedssl.datasets.base import NO_LABEL
 from fedssl.errors import InputError
 from fedssl.partition import dirichlet_shares, flwr_partitioners
 from fedssl.partition.partition import PartitionInput
@@ -65,15 +68,16 @@ def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balanci
     check_counts(data)
     check_arguments("partition", alpha=alpha, min_size=min_size)
     num_images, num_clients = data.num_images, data.num_clients
-    order = _order(data)
-    labels = _require_labels(data, "dirichlet")[order]
+    labels = _require_labels(data, "dirichlet")
+    order = _labeled_order(data, labels)
+    dealt = (num_images - len(order)) // num_clients  # images without a label, at least, of every client
     parts = None
     if min_size * num_clients <= num_images:
         parts = dirichlet_shares.dirichlet(
-            labels,
+            labels[order],
             num_clients=num_clients,
             alpha=alpha,
-            min_size=min_size,
+            min_size=max(0, min_size - dealt),
             seed=derive_seed(data.seed, "partition", "shares"),
             self_balancing=self_balancing,
         )
@@ -83,7 +87,7 @@ def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balanci
             f"partition.min_size={min_size} of {num_images} images in every draw; "
             "raise partition.alpha, lower num_clients, or set partition.min_size=0: clients with too few never train"
         )
-    return _checked([order[rows] for rows in parts], num_images)
+    return _with_unlabeled([order[rows] for rows in parts], data, labels)
 
 
 def pathological(data: PartitionInput, *, classes_per_client: int) -> list[np.ndarray]:
@@ -98,8 +102,10 @@ def pathological(data: PartitionInput, *, classes_per_client: int) -> list[np.nd
         From 1 to the number of classes.
     """
     check_counts(data)
-    num_images, num_clients, seed = data.num_images, data.num_clients, data.seed
-    names, codes, sizes = np.unique(_require_labels(data, "pathological"), return_inverse=True, return_counts=True)
+    num_clients, seed = data.num_clients, data.seed
+    labels = _require_labels(data, "pathological")
+    order = _labeled_order(data, labels)
+    names, codes, sizes = np.unique(labels[order], return_inverse=True, return_counts=True)
     if not 1 <= classes_per_client <= len(names):
         raise InputError(
             f"partition.classes_per_client={classes_per_client} must be from 1 to the {len(names)} classes of the data"
@@ -117,12 +123,11 @@ def pathological(data: PartitionInput, *, classes_per_client: int) -> list[np.nd
             f"partition.classes_per_client={classes_per_client} for num_clients={num_clients} clients divides each "
             f"class among {holders} of them but the smallest class has {sizes.min()} images; lower either"
         )
-    order = _order(data)
     rank = numpy_generator(seed, "partition", "classes").permutation(len(names))
-    class_shards = flwr_partitioners.class_shards(rank[codes][order], num_shards=num_shards)
+    class_shards = flwr_partitioners.class_shards(rank[codes], num_shards=num_shards)
     # Consecutive shards have different classes, since a client gets at most as many shards as there are classes.
     by_client = [class_shards[first : first + classes_per_client] for first in range(0, num_shards, classes_per_client)]
-    return _checked([order[np.concatenate(shards)] for shards in by_client], num_images)
+    return _with_unlabeled([order[np.concatenate(shards)] for shards in by_client], data, labels)
 
 
 def skew(data: PartitionInput, *, beta: float) -> list[np.ndarray]:
@@ -135,8 +140,9 @@ def skew(data: PartitionInput, *, beta: float) -> list[np.ndarray]:
     """
     check_counts(data)
     check_arguments("partition", beta=beta)
-    labels, order = _require_labels(data, "skew"), _order(data)
-    of_class = [order[labels[order] == name] for name in np.unique(labels)]
+    labels = _require_labels(data, "skew")
+    order = _labeled_order(data, labels)
+    of_class = [order[labels[order] == name] for name in np.unique(labels[order])]
     cuts = [round((1 - beta) * len(members)) for members in of_class]
     sorted_pool = np.concatenate([members[:cut] for members, cut in zip(of_class, cuts, strict=True)])
     uniform_pool = np.concatenate([members[cut:] for members, cut in zip(of_class, cuts, strict=True)])
@@ -144,7 +150,7 @@ def skew(data: PartitionInput, *, beta: float) -> list[np.ndarray]:
     # The first blocks and the last draws may have one image more, so that sizes differ by at most one.
     blocks = np.array_split(sorted_pool, data.num_clients)
     draws = np.array_split(uniform_pool, data.num_clients)[::-1]
-    return _checked([np.concatenate(pair) for pair in zip(blocks, draws, strict=True)], data.num_images)
+    return _with_unlabeled([np.concatenate(pair) for pair in zip(blocks, draws, strict=True)], data, labels)
 
 
 def natural(data: PartitionInput) -> list[np.ndarray]:
@@ -172,7 +178,7 @@ def check_counts(data: PartitionInput) -> None:
 
 
 def _require_labels(data: PartitionInput, name: str) -> np.ndarray:
-    if data.labels is None:
+    if data.labels is None or not (data.labels != NO_LABEL).any():
         raise InputError(
             f"partition={name} divides by class but the images have no labels; give partition=iid, or "
             "partition=natural if their owners are known"
@@ -182,6 +188,18 @@ def _require_labels(data: PartitionInput, name: str) -> np.ndarray:
 
 def _order(data: PartitionInput) -> np.ndarray:
     return numpy_generator(data.seed, "partition", "order").permutation(data.num_images)
+
+
+def _labeled_order(data: PartitionInput, labels: np.ndarray) -> np.ndarray:
+    order = _order(data)
+    return np.compress(labels[order] != NO_LABEL, order)
+
+
+def _with_unlabeled(parts: list[np.ndarray], data: PartitionInput, labels: np.ndarray) -> list[np.ndarray]:
+    """Return the sorted parts; images without a label are dealt so that their numbers differ by at most one."""
+    unlabeled = np.flatnonzero(labels == NO_LABEL)
+    dealt = np.array_split(numpy_generator(data.seed, "partition", "no label").permutation(unlabeled), len(parts))
+    return _checked([np.concatenate(pair) for pair in zip(parts, dealt, strict=True)], data.num_images)
 
 
 def _checked(parts: list[np.ndarray], num_images: int) -> list[np.ndarray]:

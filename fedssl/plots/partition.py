@@ -142,7 +142,12 @@ def _counts(
         return np.zeros((len(parts), 0), dtype=np.int64), []
     column = labels.numpy()
     num_classes = max(len(classes), int(column.max()) + 1)
+    names = [*classes, *map(str, range(len(classes), num_classes))]
+    held = column[np.concatenate(parts)]
+    if (held < 0).any():
+        held, names = np.where(held < 0, num_classes, held), [*names, "no label"]
+    num_classes = len(names)
     clients = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    cells = clients * num_classes + column[np.concatenate(parts)]
+    cells = clients * num_classes + held
     counts = np.bincount(cells, minlength=len(parts) * num_classes).reshape(len(parts), num_classes)
-    return counts, [*classes, *map(str, range(len(classes), num_classes))]
+    return counts, names

@@ -84,13 +84,13 @@ def strategy_color(folder: Path) -> str:
 
 
 def class_colors(numbers: np.ndarray, *, classes: int) -> np.ndarray:
-    """Return the colors of class numbers, ``(n, 4)``: distinct ones up to 10 classes, else a scale."""
+    """Return the colors of class numbers, ``(n, 4)``: distinct ones up to 10 classes, else a scale; gray below 0."""
     from matplotlib import colormaps
-    from matplotlib.colors import to_rgba_array
+    from matplotlib.colors import to_rgba, to_rgba_array
 
-    if classes <= len(MUTED):
-        return np.asarray(to_rgba_array(MUTED)[numbers])
-    return np.asarray(colormaps["viridis"](numbers / (classes - 1)))
+    is_few = classes <= len(MUTED)
+    colors = to_rgba_array(MUTED)[numbers] if is_few else colormaps["viridis"](numbers / (classes - 1))
+    return np.where((numbers < 0)[:, None], to_rgba("lightgrey"), colors)
 
 
 class PlotData(NamedTuple):

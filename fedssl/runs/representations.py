@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fedssl.atomic_files import atomic_write
+from fedssl.datasets.base import NO_LABEL
 from fedssl.untrusted import corrupt_file_error, read_arrays
 
 FILE_NAME = "representations.npz"
@@ -21,7 +22,7 @@ class Representations:
     globals: np.ndarray  # int64, ``()``: number of global models, which come first; the others are clients'
     h: np.ndarray  # float16, ``(models, n, dim)``
     z: np.ndarray | None = None  # float16, ``(models, n, 3)``: projections, if the projector's output has 3 dimensions
-    labels: np.ndarray | None = None  # int64, ``(n,)``: classes, if known
+    labels: np.ndarray | None = None  # int64, ``(n,)``: classes, `NO_LABEL` if unknown; None if all are
 
     def save(self, folder: Path, *, round: int) -> None:
         """Write the file of a run folder; it replaces that of an earlier round."""
@@ -62,6 +63,6 @@ def _is_valid(arrays: Representations) -> bool:
         and (arrays.globals.dtype.kind, arrays.globals.ndim) == ("i", 0)
         and (
             arrays.labels is None
-            or ((arrays.labels.dtype.kind, arrays.labels.shape) == ("i", (n,)) and arrays.labels.min() >= 0)
+            or ((arrays.labels.dtype.kind, arrays.labels.shape) == ("i", (n,)) and arrays.labels.min() >= NO_LABEL)
         )
     )

@@ -3,6 +3,7 @@
 import collections
 import copy
 import json
+import logging
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -14,15 +15,19 @@ from fedssl.config.load import compose
 from fedssl.config.settings import Component
 from fedssl.datasets.base import load
 from fedssl.errors import InputError
+from fedssl.evaluation.early_stopping import EarlyStopping, check_monitor
 from fedssl.evaluation.features import extract
+from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.protocol import CombinedProtocol, EvaluationProtocol
 from fedssl.evaluation.scores import ACCURACY, Score, mean_over_models
+from fedssl.evaluation.transfer import Transfer
 from fedssl.methods.base import build_method
 from fedssl.report.accuracy_table import run_table, sweep_table
 from fedssl.runs.run import read_run
 from server_app.console import ProgressTracker
 from server_app.evaluator import Evaluator
 from simulation.cli import run
+from tests.fedssl.datasets.made import node_of
 
 TINY = ["dataset.limit=60", "encoder.width=4", "threads=1", "num_clients=2", "local_epochs=1", "rounds=1"]
 HERE = "tests.server_app.test_evaluator"
@@ -117,20 +122,37 @@ def test_what_a_protocol_refuses_it_refuses_before_any_training(monkeypatch):
     monkeypatch.setattr("fedssl.evaluation.protocol.EvaluationInput.num_classes", 11)
     with pytest.raises(InputError, match="too many classes"):
         made.validate(method.encoder)
-    with pytest.raises(InputError, match="labels_per_class=70 but class"):
-        run([*TINY, "final_evaluation=few_labels", "final_evaluation.labels_per_class=[70]"])
 
 
-def test_every_protocol_of_several_validates():
+def test_what_the_images_cannot_give_is_left_out_with_one_line(caplog):
+    few = Component({"_target_": "fedssl.evaluation.few_labels.FewLabels", "labels_per_class": [70, 1], "draws": 2})
+    made, method, _ = evaluator()
+    made._final_protocol = CombinedProtocol(protocols={"knn": KNN(), "few": few.instantiate()})
+    made._protocol = Transfer(protocol=few.values, datasets={"other": node_of("digits", limit=60)}, include_own=True)
+    with caplog.at_level(logging.WARNING):
+        made.validate(method.encoder)
+    left_out = [message for message in caplog.messages if "left out" in message]
+    assert left_out == [
+        f"linear_70_per_class{other} is left out: class '0' has 5 labeled training images" for other in ("", "@other")
+    ]
+    assert set(made.result_units()) == {"linear_1_per_class", "linear_1_per_class@other"}
+    assert set(made.result_units(final=True)) == {"knn", "linear_1_per_class"}
+    assert judge(made, method).keys() == made.result_units().keys()
+    with pytest.raises(
+        InputError, match=r"monitor=linear_70_per_class is not a result of evaluation, which has linear_1"
+    ):
+        check_monitor(EarlyStopping(monitor="linear_70_per_class", patience=1), made.result_units())
+
+
+def test_every_protocol_of_several_validates(monkeypatch):
     """Also one behind a protocol that computes, and on the second of several data sets."""
-    few = {"_target_": "fedssl.evaluation.few_labels.FewLabels", "labels_per_class": [70]}
     trains = {"_target_": f"{HERE}.Trains"}
     made, method, _ = evaluator()
-    made._final_protocol = CombinedProtocol(
-        protocols={"trains": Component(trains).instantiate(), "few": Component(few).instantiate()}
-    )
-    with pytest.raises(InputError, match="labels_per_class=70 but class"):
-        made.validate(method.encoder)
+    made._final_protocol = CombinedProtocol(protocols={"knn": KNN(), "trains": Component(trains).instantiate()})
+    with monkeypatch.context() as patch:
+        patch.setattr("fedssl.evaluation.protocol.EvaluationInput.num_classes", 11)
+        with pytest.raises(InputError, match="too many classes"):
+            made.validate(method.encoder)
     overrides = [f"+dataset@final_evaluation.datasets.{name}=digits" for name in ("first", "second")]
     other = ["final_evaluation.datasets.second.channels=3"]
     transfer = compose(["final_evaluation=transfer", *overrides, *other]).evaluation.final_protocol

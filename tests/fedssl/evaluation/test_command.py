@@ -91,7 +91,10 @@ def test_command_standardizes_and_resizes_as_in_training(tmp_path: Path, monkeyp
         (["run={run}", "evaluation.k=0"], "k=0"),
         (["run={run}", "dataset=digits", "dataset.channels=3"], r"images with 1 channel\(s\) but dataset.channels=3"),
         (["run={run}", "dataset.splits={{federated: train, train: train, test: null}}"], "no labeled test images"),
-        (["run={run}", "evaluation=few_labels", "dataset.limit=12"], "labels_per_class=2 but class"),
+        (
+            ["run={run}", "evaluation=few_labels", "dataset.limit=12"],
+            "linear_2_per_class is left out: class .* has 1 labeled training image; linear_5.*choose evaluation=knn",
+        ),
     ],
 )
 def test_command_answers_bad_input_with_one_sentence(

@@ -1,25 +1,26 @@
 """The protocol with few labels: its draws, and its accuracy by hand."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from fedssl.errors import InputError
 from fedssl.evaluation.features import Features
 from fedssl.evaluation.few_labels import FewLabels, center_and_scale, sample_per_class
 from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.linear_probe import LinearProbe
+from fedssl.evaluation.protocol import evaluate
 from fedssl.seeding import numpy_generator
-from tests.fedssl.evaluation.made import blobs, results
+from tests.fedssl.evaluation.made import Given, blobs, results
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_sample_per_class_draws_equal_numbers():
     labels = torch.tensor([2, 0, 1, 0, 2, 1, 0, 0, 1, 2])
-    drawn = sample_per_class(labels, per_class=3, num_classes=3, generator=np.random.default_rng(0))
+    drawn = sample_per_class(labels, per_class=3, generator=np.random.default_rng(0))
     assert labels[drawn].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert len(set(drawn.tolist())) == 9
 
@@ -27,16 +28,33 @@ def test_sample_per_class_draws_equal_numbers():
 def test_sample_per_class_reaches_every_image():
     labels = torch.tensor([0, 0, 0, 1])
     generator = np.random.default_rng(0)
-    drawn = [sample_per_class(labels, per_class=1, num_classes=2, generator=generator).tolist() for _ in range(100)]
+    drawn = [sample_per_class(labels, per_class=1, generator=generator).tolist() for _ in range(100)]
     assert {first for first, _ in drawn} == {0, 1, 2}
     assert {second for _, second in drawn} == {3}
 
 
-def test_sample_per_class_names_the_class_that_is_too_small():
-    with pytest.raises(InputError, match=r"labels_per_class=2 but class 1 has 1 labeled training images"):
-        sample_per_class(torch.tensor([0, 0, 1]), per_class=2, num_classes=2, generator=np.random.default_rng(0))
-    with pytest.raises(InputError, match=r"class 2 has 0"):
-        sample_per_class(torch.tensor([0, 0, 1]), per_class=1, num_classes=3, generator=np.random.default_rng(0))
+def test_a_class_with_too_few_images_leaves_one_result_out():
+    data = blobs(classes=3)
+    data.train_labels[data.train_labels == 2] = torch.tensor([2] * 4 + [1] * 62)
+    given = Given(data)
+    named = replace(given.train, classes=("a", "b", "c"))
+    object.__setattr__(given, "train", named)
+    protocol = FewLabels(labels_per_class=[2, 5], shares=[0.5], draws=2)
+    assert protocol.left_out(given) == {"linear_5_per_class": "class 'c' has 4 labeled training images"}
+    assert list(evaluate(protocol, given, seed=0)) == ["linear_2_per_class", "linear_50_percent"]
+    assert set(protocol.result_units(3)) == {"linear_2_per_class", "linear_5_per_class", "linear_50_percent"}
+
+
+def test_numbers_without_images_do_not_matter():
+    """Classes 0, 2 and 5, or numbers that begin at 1: the same draws, and nothing to left out."""
+    data = blobs(classes=3)
+    numbers = torch.tensor([1, 2, 5])
+    spread = replace(
+        data, train_labels=numbers[data.train_labels], test_labels=numbers[data.test_labels], num_classes=6
+    )
+    protocol = FewLabels(draws=2)
+    assert protocol.left_out(Given(spread)) == {}
+    assert results(protocol, spread, seed=0) == pytest.approx(results(protocol, data, seed=0), abs=0.01)
 
 
 def test_center_and_scale_by_hand():
@@ -56,7 +74,7 @@ def test_few_labels_by_hand():
     expected = []
     for draw in range(6):
         generator = numpy_generator(5, "few labels", 1, draw)
-        first = sample_per_class(labels, per_class=1, num_classes=2, generator=generator)[0].item()
+        first = sample_per_class(labels, per_class=1, generator=generator)[0].item()
         expected.append(0.75 if first == 0 else 0.5)
     assert len(set(expected)) == 2
     assert results(FewLabels(labels_per_class=[1], draws=6), data, seed=5) == {

@@ -7,12 +7,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedssl.config.settings import DataSettings
+from fedssl.datasets.base import NO_LABEL, ImageData, Split
 from fedssl.datasets.images import TensorImages
 from fedssl.evaluation.few_labels import FewLabels
 from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.linear_probe import LinearProbe
-from fedssl.evaluation.protocol import CombinedProtocol, EvaluationInput, EvaluationProtocol, LabeledImages, evaluate
+from fedssl.evaluation.protocol import (
+    CombinedProtocol,
+    EvaluationInput,
+    EvaluationProtocol,
+    LabeledImages,
+    evaluate,
+    log_unknown_classes,
+    make_evaluation_input,
+    why_not_evaluable,
+)
 from fedssl.evaluation.scores import Score, units_of
+from tests.fedssl.datasets.made import settings_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,6 +64,47 @@ def test_features_of_an_encoder_and_raw_pixels():
     assert features.test.shape == (3, 2)
     assert features.num_classes == 2
     torch.testing.assert_close(evaluation_input(None).features.train[2:], torch.tensor([[0.8, 0.2], [0.2, 0.8]]))
+
+
+def loaded(monkeypatch: pytest.MonkeyPatch, train: list[int], test: list[int], classes: tuple[str, ...] = ()) -> None:
+    """Let the splits of every data set have these labels."""
+
+    def load(data: DataSettings, split: Split) -> ImageData:
+        labels = torch.tensor(train if split == "train" else test)
+        return ImageData(TensorImages(torch.zeros(len(labels), 1, 1, 2, dtype=torch.uint8)), labels, classes)
+
+    monkeypatch.setattr("fedssl.evaluation.protocol.load", load)
+
+
+def test_images_without_a_label_are_not_evaluated(monkeypatch: pytest.MonkeyPatch):
+    loaded(monkeypatch, [0, NO_LABEL, 1, NO_LABEL], [1, 0, NO_LABEL])
+    made = make_evaluation_input(None, settings_of("digits"), device=torch.device("cpu"))
+    assert (made.train.labels.tolist(), made.test.labels.tolist()) == ([0, 1], [1, 0])
+    assert (len(made.train.images), len(made.test.images)) == (2, 2)
+
+
+def test_one_class_is_nothing_to_classify(monkeypatch: pytest.MonkeyPatch):
+    data = settings_of("digits")
+    loaded(monkeypatch, [1, NO_LABEL, 1], [1], ("images", "other"))
+    assert make_evaluation_input(None, data, device=torch.device("cpu")) is None
+    assert why_not_evaluable(data) == (
+        "all labeled images of the data set are of the class 'other', so that nothing can be classified; add images of "
+        "other classes to dataset.path"
+    )
+    loaded(monkeypatch, [1, 1], [1, 0])  # anomaly detection: the defects are in the test only
+    assert why_not_evaluable(data) is None
+
+
+def test_test_images_of_unknown_classes_count_as_errors(monkeypatch: pytest.MonkeyPatch, caplog):
+    loaded(monkeypatch, [0, 1, 0], [0, 2, 3, 1, 2], ("a", "b", "c", "d"))
+    made = make_evaluation_input(None, settings_of("digits"), device=torch.device("cpu"))
+    log_unknown_classes(made)
+    assert caplog.messages == [
+        "3 of 5 test images count as errors, because no labeled training image has their class ('c', 'd')"
+    ]
+    assert evaluate(KNN(), made, seed=0)["knn"].value <= 2 / 5
+    assert evaluate(LinearProbe(), made, seed=0)["linear"].value <= 2 / 5
+    assert evaluate(FewLabels(labels_per_class=[1], draws=1), made, seed=0)["linear_1_per_class"].value <= 2 / 5
 
 
 class FineTuned(EvaluationProtocol):

@@ -9,7 +9,7 @@ from PIL import Image
 from torch import nn
 
 from fedssl.config.load import compose
-from fedssl.datasets.base import load
+from fedssl.datasets.base import NO_LABEL, load
 from fedssl.datasets.images import TensorImages
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
@@ -51,6 +51,20 @@ def test_the_loss_is_the_mean_cross_entropy_of_both_views():
             logits = [float(w @ x + b) for w, b in zip(weight, bias, strict=True)]
             expected.append(math.log(sum(math.exp(logit) for logit in logits)) - logits[label])
     assert method.loss(Views.of(view1, view2, labels=labels)).item() == pytest.approx(sum(expected) / 8, rel=1e-6)
+
+
+def test_images_without_a_label_have_no_loss():
+    method = Supervised(Flat(), num_classes=2)
+    view1, view2 = images((1.0, 2.0), (3.0, -1.0), (0.5, 0.5)), images((0.0, 1.0), (2.0, 2.0), (1.0, 0.0))
+    some = method.loss(Views.of(view1, view2, labels=torch.tensor([1, NO_LABEL, 0])))
+    kept = torch.tensor([0, 2])
+    assert some.item() == pytest.approx(
+        method.loss(Views.of(view1[kept], view2[kept], labels=torch.tensor([1, 0]))).item()
+    )
+    none = method.loss(Views.of(view1, view2, labels=torch.full((3,), NO_LABEL)))
+    none.backward()
+    assert none.item() == 0
+    assert not method.classifier.weight.grad.any()
 
 
 def test_the_loss_by_hand():

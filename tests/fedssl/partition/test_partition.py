@@ -17,7 +17,7 @@ from PIL import Image
 from fedssl import partition
 from fedssl.config.load import compose
 from fedssl.config.settings import Component, PartitionSettings
-from fedssl.datasets.base import ImageData
+from fedssl.datasets.base import NO_LABEL, ImageData
 from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.partition import dirichlet_shares, flwr_partitioners, make_partition
@@ -412,6 +412,38 @@ def test_the_last_check_catches_lost_and_doubled_images() -> None:
     for parts in ([[0, 1], [3, 4]], [[0, 1, 2], [2, 3, 4]]):
         with pytest.raises(InputError, match="exactly one client"):
             partition.partitioners._checked([np.array(part) for part in parts], 5)
+
+
+@pytest.mark.parametrize("kind", ["dirichlet", "pathological", "skew"])
+def test_images_without_a_label_are_dealt_evenly_and_the_others_as_if_alone(kind: str) -> None:
+    labels = labels_of(61, 97, 83)
+    alone = split(kind, labels, 5, **KINDS[kind])
+    some = torch.full((255,), NO_LABEL)
+    known = np.delete(np.arange(255), np.arange(0, 255, 18)[:14])  # 14 of 255 have none
+    some[known] = labels
+    parts = split(kind, some, 5, **KINDS[kind])
+    assert sorted(np.concatenate(parts).tolist()) == list(range(255))
+    assert sorted(int((some[part] == NO_LABEL).sum()) for part in parts) == [2, 3, 3, 3, 3]
+    assert all(
+        np.array_equal(one, other) for one, other in zip(parts, split(kind, some, 5, **KINDS[kind]), strict=True)
+    )
+    unlabeled = [part[some[part] == NO_LABEL].tolist() for part in parts]
+    assert unlabeled != [part[some[part] == NO_LABEL].tolist() for part in split(kind, some, 5, seed=1, **KINDS[kind])]
+    sizes = [len(part) for part in alone]
+    if kind != "dirichlet":  # whose shares are random: another order of the images, another rounding
+        assert sorted(len(part) - len(rows) for part, rows in zip(parts, unlabeled, strict=True)) == sorted(sizes)
+
+
+def test_images_without_a_label_count_for_the_smallest_client_and_are_a_column_of_the_table() -> None:
+    labels = torch.tensor([0, 1] + [NO_LABEL] * 18)
+    parts = split("dirichlet", labels, 3, alpha=0.1, min_size=6)
+    assert min(len(part) for part in parts) >= 6
+    assert partition_table([np.array([0, 5, 6]), np.array([1])], (labels, ())).splitlines() == [
+        "client,examples,0,1,no label",
+        *("0,3,1,0,2", "1,1,0,1,0"),
+    ]
+    with pytest.raises(InputError, match="partition=dirichlet divides by class but the images have no labels"):
+        split("dirichlet", labels[2:], 3, alpha=0.1, min_size=1)
 
 
 def test_hidden_modules_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:

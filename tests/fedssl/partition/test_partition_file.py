@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedssl.config.load import compose
-from fedssl.datasets.base import ImageData
+from fedssl.datasets.base import NO_LABEL, ImageData
 from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.partition import dirichlet, from_file, make_partition, write_partition
@@ -31,6 +31,7 @@ def test_images_belong_to_the_client_in_the_file_or_to_none(tmp_path: Path) -> N
 
 def test_round_trip(tmp_path: Path) -> None:
     labels = torch.arange(300) % 5
+    labels[7] = NO_LABEL
     data = partition_input(labels, num_clients=4, seed=3)
     parts = dirichlet(data, alpha=0.3, min_size=2)
     parts[2] = parts[2][:-3]  # three belong to no client
@@ -69,7 +70,8 @@ def test_in_a_run_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("client\n0\n-1\n" + "1\n" * 4, "line 3: '-1' is no client"),
         ("client\n0\n2\n" + "1\n" * 4, "line 3: there is no client 2; the 2 clients are 0 to 1"),
         ("client,label\n0\n", "line 2, has 1 values for 2 columns"),
-        ("client,label\n0,\n", "line 2: '' is no label"),
+        ("client,label\n0,-1\n", "line 2: '-1' is no label"),
+        ("client,label\n0,0\n0,1\n0,0\n1,\n1,2\n1,2\n", "image 3 has label -1 in the file and 1 in the data set"),
         ("client,label\n0,0\n0,1\n0,0\n1,2\n1,1\n1,2\n", "image 3 has label 2 in the file and 1 in the data set"),
     ],
 )

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from threadpoolctl import threadpool_limits
 
+from fedssl.datasets.base import NO_LABEL
 from fedssl.errors import InputError
 from fedssl.plots import embeddings
 from fedssl.plots.embeddings import (
@@ -34,6 +35,14 @@ def some(
     first = ["global model"] if global_models == 1 else [f"model {number}" for number in range(global_models)]
     names = [*first, *(f"client {number}" for number in range(models - global_models))]
     return Representations(names=np.array(names), globals=np.array(global_models), h=unit(models, n, dim), **arrays)
+
+
+def test_images_without_a_label_are_gray(tmp_path: Path) -> None:
+    some(labels=np.array([NO_LABEL, *range(29)])).save(tmp_path, round=1)
+    _, saved = read_representations(tmp_path)
+    assert saved.labels[0] == NO_LABEL
+    assert embeddings._shades(saved.labels)[0].tolist() == [*[211 / 255] * 3, 1]  # lightgrey
+    assert embeddings._shades(np.full(2, NO_LABEL)).tolist() == [[*[211 / 255] * 3, 1]] * 2
 
 
 def tsne_figure(representations: Representations, *, round: int) -> Figure:

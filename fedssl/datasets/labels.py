@@ -1,0 +1,187 @@
+"""Labels of rows in parquet and arrow files, with the same numbers in all files of a data set.
+
+A column holds names (strings), class numbers whose names are in the metadata (``ClassLabel`` of ``datasets``), or class
+numbers alone. Named classes are joined by name over all files: a file may list other names, or in another order. A row
+has no label if its value is null, NaN, negative or blank.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from fedssl.datasets.base import NO_LABEL
+from fedssl.datasets.tables import column_of, num_rows, schema_of
+from fedssl.errors import InputError
+
+MAX_NUMBER = 2**16  # larger numbers are identifiers, such as those of species: they count as names
+_OFF = "dataset.label=null for no labels"
+
+
+@dataclass(frozen=True)
+class LabelColumn:
+    """Labels of a file."""
+
+    file: Path
+    values: np.ndarray  # int64, ``(n,)``, `NO_LABEL` if missing
+    names: tuple[str, ...] | None = None  # ``names[value]``; None if values are class numbers without names
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row has a label."""
+        return not (self.values >= 0).any()
+
+
+def read_labels(
+    files: Sequence[Path], column: str | None, *, data_set: Sequence[Path]
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Return the labels ``(n,)`` of some files of a data set, and the classes of all its files, empty if unknown.
+
+    Without a ``column`` no row has a label.
+    """
+    if column is None:
+        return np.full(sum(num_rows(file) for file in files), NO_LABEL), ()
+    columns = {file: _read(file, column) for file in sorted({*files, *data_set})}  # one order for all splits
+    numbered, classes = _join(list(columns.values()), column)
+    labels = dict(zip(columns, numbered, strict=True))
+    return np.concatenate([labels[file] for file in files]), classes
+
+
+def missing_labels(labels: np.ndarray, files: Sequence[Path], column: str, *, split: str) -> tuple[str, ...]:
+    """Return one warning about rows of a split without labels; empty if all have one."""
+    missing, count = int((labels == NO_LABEL).sum()), len(labels)
+    if not missing:
+        return ()
+    lacking = [file for file in files if column not in schema_of(file).names]
+    why = f" ({lacking[0]} has no column {column!r}; it has {schema_of(lacking[0]).names})" if lacking else ""
+    if missing == count:
+        return (f"none of the {count} rows of the split {split!r} has a label{why}: they are used without labels",)
+    have = "has" if missing == 1 else "have"
+    return (
+        f"{missing} of {count} rows of the split {split!r} {have} no label{why}: used for training, not for evaluation",
+    )
+
+
+def _join(columns: Sequence[LabelColumn], column: str) -> tuple[list[np.ndarray], tuple[str, ...]]:
+    """Return the labels of each file by one list of classes, and their names."""
+    used = [part for part in columns if not part.is_empty]
+    numbered = [part for part in used if part.names is None]
+    if len(numbered) == len(used):
+        if max((int(part.values.max()) for part in used), default=0) < MAX_NUMBER:
+            return [part.values for part in columns], ()
+        columns = used = [_by_name(part) for part in columns]
+    elif numbered:
+        named = next(part for part in used if part.names is not None)
+        raise InputError(
+            f"dataset.label={column} has class names in {named.file} but numbers without names in {numbered[0].file}, "
+            "so that classes cannot be matched; write both files with names, select files that belong together with "
+            f"dataset.path=PATTERN, or give {_OFF}"
+        )
+    every = {name for part in used for name in part.names or ()}
+    lists = [part.names for part in used if part.names and every.issubset(part.names)]
+    classes = lists[0] if lists else tuple(sorted(every))
+    return [part.values if part.is_empty else _renumbered(part, classes) for part in columns], classes
+
+
+def _renumbered(part: LabelColumn, classes: Sequence[str]) -> np.ndarray:
+    names = part.names or ()
+    if names == classes:
+        return part.values
+    number = {name: index for index, name in enumerate(classes)}
+    if len(number) < len(classes):
+        twice = next(name for name in classes if classes.count(name) > 1)
+        raise InputError(
+            f"{part.file} has other class names than the other files of dataset.path, where two classes are named "
+            f"{twice!r}, so that classes cannot be matched; give them different names, or {_OFF}"
+        )
+    of_value = np.array([*(number[name] for name in names), NO_LABEL], dtype=np.int64)
+    renumbered: np.ndarray = of_value[part.values]
+    return renumbered
+
+
+def _by_name(part: LabelColumn) -> LabelColumn:
+    """Return class numbers as names."""
+    distinct, values = np.unique(part.values[part.values >= 0], return_inverse=True)
+    labels = np.full(len(part.values), NO_LABEL)
+    labels[part.values >= 0] = values
+    return LabelColumn(part.file, labels, tuple(map(str, distinct)))
+
+
+def _read(file: Path, column: str) -> LabelColumn:
+    """Read the labels of a file; none if it lacks the column."""
+    if column not in schema_of(file).names:
+        return LabelColumn(file, np.full(num_rows(file), NO_LABEL))
+    array = column_of(file, column)
+    kind = array.type.value_type if pa.types.is_dictionary(array.type) else array.type
+    try:
+        if _is_text(kind):
+            return _text(file, array.cast(pa.string()))
+        values = _floats(array.cast(pa.float64())) if pa.types.is_floating(kind) else _integers(array, kind)
+    except pa.ArrowException as error:
+        several = "several labels per image" if pa.types.is_nested(kind) else str(error)
+        raise InputError(
+            f"dataset.label={column} is of type {kind} in {file} ({several}); one class per image is needed, as an "
+            f"integer or a name: give another column, or {_OFF}"
+        ) from error
+    names = _class_names(schema_of(file), column)
+    known = len(names) > values.max(initial=NO_LABEL)  # others describe another column
+    return LabelColumn(file, np.where(values < 0, NO_LABEL, values), names if names and known else None)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    types = pa.types
+    tests = (types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary)
+    return any(test(kind) for test in tests)
+
+
+def _text(file: Path, array: pa.Array) -> LabelColumn:
+    """Return the labels of a column of names, which are sorted."""
+    encoded = array.dictionary_encode()
+    written = [name.strip() for name in encoded.dictionary.to_pylist()]
+    names = tuple(sorted({name for name in written if name}))
+    number = {name: index for index, name in enumerate(names)}
+    of_index = np.array([*(number.get(name, NO_LABEL) for name in written), NO_LABEL])
+    return LabelColumn(file, of_index[_integers(encoded.indices, encoded.indices.type)], names)
+
+
+def _floats(array: pa.Array) -> np.ndarray:
+    """Return whole numbers as integers; NaN and null are missing, as pandas writes them."""
+    values = np.where(_is_null(array), np.nan, _buffer(array, np.float64))
+    missing = np.isnan(values)
+    values[missing] = NO_LABEL
+    wrong = values[values != np.clip(np.floor(values), -(2.0**53), 2.0**53)]
+    if len(wrong):
+        raise pa.ArrowInvalid(f"it has the value {wrong[0]:g}")
+    return values.astype(np.int64)
+
+
+def _integers(array: pa.Array, kind: pa.DataType) -> np.ndarray:
+    if not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)):
+        raise pa.ArrowInvalid("it holds no classes")
+    whole = array if array.type == pa.int64() else array.cast(pa.int64())
+    return np.where(_is_null(whole), NO_LABEL, _buffer(whole, np.int64))
+
+
+def _is_null(array: pa.Array) -> np.ndarray | bool:
+    if not array.null_count:
+        return False
+    is_null: np.ndarray = _buffer(array.is_null().cast(pa.uint8()), np.uint8).astype(bool)
+    return is_null
+
+
+def _buffer(array: pa.Array, dtype: type) -> np.ndarray:
+    """Return the values of an array; pyarrow's own conversion imports pandas, which takes seconds."""
+    return np.frombuffer(array.buffers()[1] or b"", dtype)[array.offset : array.offset + len(array)]
+
+
+def _class_names(schema: pa.Schema, column: str) -> tuple[str, ...]:
+    """Return the class names in the Hub's metadata of the file; empty if there are none."""
+    try:
+        described = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        names = described["info"]["features"][column]["names"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ()
+    return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()

@@ -1,0 +1,168 @@
+"""Labels of several files of a data set: numbers by name, and rows without a label."""
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fedssl.datasets import base
+from fedssl.datasets.base import NO_LABEL, load, stratified_holdout
+from fedssl.datasets.labels import read_labels
+from fedssl.errors import InputError
+from tests.fedssl.datasets.made import make_image, png, settings_of, table
+
+pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
+
+
+def write(file: Path, labels: pa.Array, names: list[str] | None = None) -> Path:
+    """Write a file with a column of labels, of the type ClassLabel if there are names."""
+    contents = pa.table({"label": labels})
+    if names is not None:
+        features = {"label": {"names": names, "_type": "ClassLabel"}}
+        contents = contents.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    pq.write_table(contents, file)
+    return file
+
+
+def names_of(files: list[Path]) -> list[list[str | None]]:
+    """Read each file as a split of all, and return the names of its labels."""
+    read = [read_labels([file], "label", data_set=files) for file in files]
+    assert len({classes for _, classes in read}) == 1  # one list
+    return [[None if label == NO_LABEL else classes[label] for label in labels] for labels, classes in read]
+
+
+def test_the_same_number_with_another_name_in_another_file_is_joined_by_name(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.parquet", pa.array([0, 1, 2]), ["a", "b", "c"])
+    test = write(tmp_path / "test.parquet", pa.array([0, 1, -1]), ["a", "c"])
+    assert names_of([train, test]) == [["a", "b", "c"], ["a", "c", None]]
+    assert names_of([test, train]) == [["a", "c", None], ["a", "b", "c"]]
+    labels, classes = read_labels([test, train], "label", data_set=[])  # two shards of one split
+    assert (labels.tolist(), classes) == ([0, 2, -1, 0, 1, 2], ("a", "b", "c"))  # the numbers of the longer list
+    other = write(tmp_path / "other.parquet", pa.array([0, 1]), ["d", "a"])
+    assert names_of([test, other]) == [["a", "c", None], ["d", "a"]]  # no file has all names
+    assert read_labels([test], "label", data_set=[other])[1] == ("a", "c", "d")
+    turned = write(tmp_path / "turned.parquet", pa.array([0, 1]), ["c", "a"])
+    assert names_of([test, turned]) == [["a", "c", None], ["c", "a"]]
+
+
+def test_names_are_numbered_over_all_splits(tmp_path: Path) -> None:
+    """Numbers of each split by itself would swap b and c in the test."""
+    train = write(tmp_path / "train.parquet", pa.array(["c", "a", None, " b ", ""]))
+    test = write(tmp_path / "test.parquet", pa.array(["a", "c", "d"]).dictionary_encode())
+    labels, classes = read_labels([train], "label", data_set=[test, train])
+    assert (labels.tolist(), classes) == ([2, 0, -1, 1, -1], ("a", "b", "c", "d"))
+    named = write(tmp_path / "named.parquet", pa.array([0, 1]), ["d", "a"])
+    assert names_of([train, test, named]) == [["c", "a", None, "b", None], ["a", "c", "d"], ["d", "a"]]
+
+
+def test_names_beside_numbers_are_refused_unless_no_row_has_a_label(tmp_path: Path) -> None:
+    named = write(tmp_path / "train.parquet", pa.array([0, 1]), ["a", "b"])
+    numbers = write(tmp_path / "test.parquet", pa.array([1, 0]))
+    message = r"^dataset\.label=label has class names in .*train\.parquet but numbers without names in .*test\.parquet"
+    with pytest.raises(InputError, match=message):
+        read_labels([named], "label", data_set=[named, numbers])
+    unlabeled = write(tmp_path / "unlabeled.parquet", pa.array([-1, None]))
+    assert names_of([named, unlabeled]) == [["a", "b"], [None, None]]
+    # Names that do not cover the numbers describe something else.
+    wrong = write(tmp_path / "wrong.parquet", pa.array([0, 7]), ["a", "b"])
+    labels, classes = read_labels([wrong], "label", data_set=[numbers])
+    assert (labels.tolist(), classes) == ([0, 7], ())
+
+
+def test_two_classes_of_one_name(tmp_path: Path) -> None:
+    """ImageNet's short names contain "crane" twice: a bird and a machine."""
+    one = write(tmp_path / "one.parquet", pa.array([0, 2]), ["crane", "dog", "crane"])
+    same = write(tmp_path / "same.parquet", pa.array([2, 1]), ["crane", "dog", "crane"])
+    assert read_labels([one, same], "label", data_set=[])[0].tolist() == [0, 2, 2, 1]
+    other = write(tmp_path / "other.parquet", pa.array([0]), ["dog"])
+    with pytest.raises(InputError, match=r"other\.parquet has other class names .* two classes are named 'crane'"):
+        read_labels([one], "label", data_set=[other])
+
+
+@pytest.mark.parametrize(
+    ("column", "expected"),
+    [
+        (pa.array([1, None, -1, -7, 0]), [1, -1, -1, -1, 0]),
+        (pa.array([2, 1], pa.uint8()), [2, 1]),
+        (pa.array([1.0, float("nan"), None, 0.0]), [1, -1, -1, 0]),
+        (pa.array([1.0, 0.0], pa.float16()), [1, 0]),
+        (pa.array([True, None, False]), [1, -1, 0]),
+        (pa.nulls(2), [-1, -1]),
+        (pa.array([1, None, 0]).dictionary_encode(), [1, -1, 0]),
+        (pa.array([b"x", b"y"]), [0, 1]),
+        (pa.array(["x", "y"], pa.large_string()), [0, 1]),
+        (pa.array(["x", "y"]).cast(pa.string_view()), [0, 1]),
+        (pa.array([2**40, 7, None, 2**40]), [1, 0, -1, 1]),  # identifiers
+        (pa.array([], pa.string()), []),
+    ],
+)
+def test_types_of_labels(tmp_path: Path, column: pa.Array, expected: list[int]) -> None:
+    file = write(tmp_path / "train.parquet", column)
+    labels, _ = read_labels([file], "label", data_set=[file])
+    assert (labels.tolist(), labels.dtype) == (expected, np.int64)
+    contents = pa.table({"label": pa.chunked_array([column, column])})  # as in arrow files of several batches
+    with pa.ipc.new_file(str(tmp_path / "train.arrow"), contents.schema) as writer:
+        writer.write_table(contents)
+    assert read_labels([tmp_path / "train.arrow"], "label", data_set=[])[0].tolist() == expected * 2
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (
+            pa.array([[1, 2], [0]]),
+            r"of type list<.*> in .* \(several labels per image\); one class per image is needed",
+        ),
+        (pa.array([0.5, 1.0]), r"of type double in .*train\.parquet \(it has the value 0\.5\)"),
+        (pa.array([float("inf")]), r"of type double .* \(it has the value inf\)"),
+        (pa.array([2**63], pa.uint64()), r"of type uint64 .* not in range"),
+        (pa.array([b"\xff"]), r"of type binary .*; one class per image .* or dataset\.label=null for no labels$"),
+        (pa.array([0], pa.date32()), r"of type date32\[day\] in .* \(it holds no classes\)"),
+    ],
+)
+def test_other_types_are_one_sentence(tmp_path: Path, column: pa.Array, message: str) -> None:
+    file = write(tmp_path / "train.parquet", column)
+    with pytest.raises(InputError, match=r"^dataset\.label=label is " + message):
+        read_labels([file], "label", data_set=[file])
+
+
+def test_rows_without_a_label_are_counted_and_trained_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pq.write_table(table(list(range(20)), [None, *[i % 2 for i in range(1, 20)]]), tmp_path / "train.parquet")
+    settings = settings_of("cifar10", path=str(tmp_path), size=4, test_fraction=0.2)
+    with caplog.at_level(logging.WARNING):
+        train, test = load(settings, "federated"), load(settings, "test")
+    assert caplog.messages == ["1 of 20 rows of the split 'train' has no label: used for training, not for evaluation"]
+    assert train.labels.tolist().count(NO_LABEL) == 1
+    assert train.labels[0] == NO_LABEL  # never held out
+    assert NO_LABEL not in test.labels.tolist()
+    assert (len(train.images), len(test.images)) == (16, 4)  # a fifth of 19
+
+
+def test_only_unlabeled_rows_and_switched_off_labels_are_no_labels(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pq.write_table(table([1, 2], [0, None]), tmp_path / "train.parquet")
+    with caplog.at_level(logging.WARNING):
+        off = load(settings_of("cifar10", path=str(tmp_path), size=4, label=None, test_fraction=0.5), "federated")
+    assert (off.labels, len(off.images), caplog.messages) == (None, 2, [])
+    pq.write_table(table([1, 2], [-1, None]), tmp_path / "train.parquet")
+    base.forget_images()
+    assert load(settings_of("cifar10", path=str(tmp_path), size=4), "federated").labels is None
+    assert "none of the 2 rows of the split 'train' has a label: they are used without labels" in caplog.messages
+    # A file of the split may lack the column.
+    pq.write_table(pa.table({"img": [png(make_image(3))]}), tmp_path / "train-2.parquet")
+    base.forget_images()
+    load(settings_of("cifar10", path=str(tmp_path), size=4), "federated")
+    assert "(%s has no column 'label'; it has ['img'])" % (tmp_path / "train-2.parquet") in caplog.messages[-1]
+
+
+def test_a_class_with_one_image_and_images_without_a_label_are_not_held_out() -> None:
+    labels = np.array([0, 1, NO_LABEL, 2, 2, NO_LABEL, 2])
+    train, test = stratified_holdout(labels, fraction=0.9)
+    assert labels[test].tolist() == [2, 2]  # one of three remains, though 0.9 of 3 is 2.7
+    assert sorted([*train, *test]) == list(range(7))
+    assert stratified_holdout(np.full(3, NO_LABEL), fraction=0.5)[1].tolist() == []
