@@ -12,7 +12,7 @@ from fedssl.config.settings import EngineSettings, Settings
 from fedssl.errors import InputError
 from fedssl.fleet.quality import METRICS, mean_quality
 from fedssl.fleet.signature import load_signing_key, sign
-from fedssl.untrusted import sanitize_line
+from fedssl.untrusted import read_bytes, sanitize_line
 from fedssl.wire.delivery import EncoderDelivery, read_quality
 from server_app.messaging import MessageExchange
 from server_app.nodes import ClientDirectory
@@ -87,7 +87,7 @@ def load_signer(engine: EngineSettings) -> tuple[Signer, bytes]:
         return (lambda text: b""), b""
     key = load_signing_key(Path(engine.signing_key))
     try:
-        certificate = Path(engine.signing_certificate).read_bytes()
+        certificate = read_bytes(Path(engine.signing_certificate), max_bytes=2**20)
     except OSError as error:
         raise InputError(
             f"engine.signing_certificate={engine.signing_certificate} cannot be read ({error.strerror}); set it to the "

@@ -6,7 +6,6 @@ import re
 from fedssl.errors import InputError
 from fedssl.untrusted import sanitize_line
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LABEL = "[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"  # with _, which names of containers have
 
 
@@ -57,4 +56,7 @@ def check_address(name: str, text: str) -> tuple[str, int]:
 
 def is_loopback(host: str) -> bool:
     """Return whether a host is this machine."""
-    return host in _LOOPBACK
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

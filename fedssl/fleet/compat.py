@@ -102,3 +102,8 @@ def error_message(response: str) -> str | None:
     """Return the message in an error response of Flower; None if it contains none."""
     error = FlowerError.from_json(response)
     return error.message if error else None
+
+
+def is_invalid_response(error: ValueError) -> bool:
+    """Return whether an error is that of a response without a message of Flower."""
+    return str(error).startswith("Invalid protobuf")

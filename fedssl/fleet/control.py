@@ -57,17 +57,11 @@ def _http_errors(server: str, names: tuple[str, str], *, url: str) -> Iterator[N
     try:
         yield
     except httpx.HTTPStatusError as error:
-        reason, status = compat.error_message(error.response.text), f"status {error.response.status_code}"
+        reason = compat.error_message(error.response.text)
         if reason:
             raise InputError(f"the SuperLink at {server} rejects the request: {reason}") from error
-        proxied = proxy_problem(url, status) if url.startswith("http:") else ""  # TLS hides the answer from a proxy
-        if proxied:
-            raise InputError(f"{server} cannot be reached {proxied}") from error
-        raise InputError(
-            f"the SuperLink at {server} rejects the request ({status}); set {names[0]} to the port of the Control "
-            "API, not to that of the devices"
-        ) from error
-    except httpx.TransportError as error:
+        raise InputError(_foreign_answer(server, names[0], url, f"status {error.response.status_code}")) from error
+    except httpx.HTTPError as error:
         reason = verification_problem(error)
         if reason:
             raise InputError(
@@ -81,6 +75,21 @@ def _http_errors(server: str, names: tuple[str, str], *, url: str) -> Iterator[N
             f"no SuperLink answers at {server} ({error}); start it, or set {names[0]} to its address, and "
             f"{names[1]} if it has TLS"
         ) from error
+    except ValueError as error:
+        if not compat.is_invalid_response(error):
+            raise
+        raise InputError(_foreign_answer(server, names[0], url, "no message of Flower")) from error
+
+
+def _foreign_answer(server: str, name: str, url: str, answer: str) -> str:
+    """Return the sentence for an answer that is not the SuperLink's; with TLS it is not a proxy's either."""
+    proxied = proxy_problem(url, answer) if url.startswith("http:") else ""
+    if proxied:
+        return f"{server} cannot be reached {proxied}"
+    return (
+        f"the Control API does not answer at {server} ({answer}); set {name} to its port, not to that of the devices "
+        "or of another program"
+    )
 
 
 def registered_devices(control: compat.ControlHttpClient) -> list[RegisteredDevice]:

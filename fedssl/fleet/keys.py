@@ -50,11 +50,14 @@ def read_private_key(file: Path) -> bytes | None:
     try:
         content = read_bytes(file, max_bytes=_MAX_BYTES)
         load_private_key(content)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{file} cannot be used ({reason}); {replace_key(file)}") from error
+    except OSError as error:
+        raise InputError(
+            f"{file} cannot be read ({error.strerror}); repeat the command as its owner, or choose another folder="
+        ) from error
+    except ValueError as error:
+        raise InputError(f"{file} cannot be used ({error}); {replace_key(file)}") from error
     return content
 
 

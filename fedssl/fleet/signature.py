@@ -10,14 +10,16 @@ from cryptography.hazmat.primitives.hashes import SHA384
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from fedssl.errors import InputError
+from fedssl.untrusted import read_bytes
 
 _ALGORITHM = ECDSA(SHA384())
+_MAX_BYTES = 2**16  # of a file
 
 
 def load_signing_key(file: Path) -> EllipticCurvePrivateKey:
     """Return the private key in a file; raises `InputError`."""
     try:
-        key = load_pem_private_key(file.read_bytes(), password=None)
+        key = load_pem_private_key(read_bytes(file, max_bytes=_MAX_BYTES), password=None)
     except (OSError, ValueError, TypeError) as error:
         raise InputError(
             f"engine.signing_key={file} cannot be read ({error}); set it to the file server.key of deploy/keys.py"

@@ -3,7 +3,7 @@
 import pytest
 
 from fedssl.errors import InputError
-from fedssl.fleet.address import check_address, parse_address
+from fedssl.fleet.address import check_address, is_loopback, parse_address
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,8 @@ def test_addresses(text, host, port):
 def test_other_text_is_refused_with_the_reason(text, reason):
     with pytest.raises(InputError, match=rf"^--server=.* is not an address \(.*({reason}).*\); give HOST:PORT, such"):
         check_address("--server", text)
+
+
+def test_this_machine():
+    assert [host for host in ("127.0.0.1", "127.1.2.3", "::1", "LocalHost") if not is_loopback(host)] == []
+    assert [host for host in ("10.0.0.1", "2001:db8::1", "localhost.example.org") if is_loopback(host)] == []

@@ -1,12 +1,14 @@
 """Registered devices as the Control API of a SuperLink lists them."""
 
 import datetime
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from flwr.proto.node_pb2 import NodeInfo
 
 from fedssl.config.settings import EngineSettings
 from fedssl.fleet import compat, control
+from tests.fedssl.fleet.conftest import serving
 
 NODES = [
     NodeInfo(node_id=7, name="shed", status="offline", online_until=1_000_060.0, heartbeat_interval=30.0),
@@ -34,6 +36,25 @@ def test_devices_are_listed_by_name_without_those_that_were_removed(superlink):
     # A node is online for two heartbeat intervals after its last heartbeat.
     assert devices[2].last_contact == datetime.datetime.fromtimestamp(1_000_000, tz=datetime.UTC)
     assert devices[1].last_contact is None
+
+
+class Website(BaseHTTPRequestHandler):
+    """A page for every request, as of a network that requires a login."""
+
+    def do_POST(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    def log_message(self, *arguments):
+        """Nothing is logged."""
+
+
+def test_the_page_of_another_program_is_no_answer(operator):
+    http = HTTPServer(("127.0.0.1", 0), Website)
+    with serving(http):
+        status, text = operator("list", "--address", f"127.0.0.1:{http.server_address[1]}")
+    assert (status, "the Control API does not answer at --address=" in text) == (2, True), text
 
 
 def test_names_belong_to_node_ids(superlink):
