@@ -51,6 +51,11 @@ def fedssl_device() -> None:
 
 def _main(name: str, module: str) -> None:
     """Handle signals, import the module of a command, which is slow, run it, and exit with its status."""
+    if "--version" in sys.argv[1:]:
+        from fedssl import __version__  # here: it reads a file
+
+        print(f"{name} {__version__}")
+        return
     for number in _SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a background job of a script
             signal.signal(number, _interrupt)

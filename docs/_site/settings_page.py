@@ -26,6 +26,7 @@ _HEAD = """# Settings
 Where choices have different defaults, the table names each. A choice of a paper, such as `method=fedu/byol`, may have
 other defaults. `evaluation` and `final_evaluation` have the same settings. Paths and names may have any characters,
 e.g. `fedssl 'dataset.path=~/Bilder (März)'`; with `-m`, quote a value that has a comma: `"dataset.path='/my/a,b'"`.
+`augmentation.views.0.flip_prob=0` sets a setting of the first view; `fedssl/augmentation/recipe.py` lists these.
 
 This page is generated from `conf/` and `fedssl/config/constraints.py`.
 """

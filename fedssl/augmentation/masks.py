@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.views import Mask
 
@@ -71,36 +72,15 @@ USED = {  # settings of each kind, besides `kind` and `patch`
 
 def read_mask(recipe: Mapping[str, Any], *, name: str) -> MaskRecipe:
     """Build a `MaskRecipe` from its fields, after validation; ``name`` is that of the recipe, for error messages."""
-    kind = recipe.get("kind")
-    if kind not in USED:
-        raise InputError(f"{name}.kind={kind} is unknown; set it to one of {', '.join(USED)}")
-    for key, value in recipe.items():
+    kind: Any = recipe.get("kind")
+    check_arguments("mask", key=name, kind=kind)
+    for key in recipe:
         if key not in ("kind", "patch", *USED[kind]):
             raise InputError(f"{name}.{key} is not a setting of masks of kind {kind}; use {', '.join(USED[kind])}")
-        if key not in ("kind", "patch"):
-            _check(key, value, name=name)
-    patch = recipe.get("patch")
-    if patch is None:
+    check_arguments("mask", key=name, **recipe)
+    if recipe.get("patch") is None:
         raise InputError(f"{name} masks patches, which only a vision transformer has; set encoder=vit_tiny")
-    if type(patch) is not int or patch < 1:
-        raise InputError(f"{name}.patch={patch} is not a number of pixels; set it to an integer of at least 1")
     return MaskRecipe(**{field.name: recipe[field.name] for field in fields(MaskRecipe) if field.name in recipe})
-
-
-def _check(key: str, value: Any, *, name: str) -> None:
-    if key == "num_targets":
-        if type(value) is not int or value < 1:
-            raise InputError(f"{name}.{key}={value} is not a number of targets; set it to an integer of at least 1")
-    elif key in ("ratio", "prob"):
-        if type(value) not in (int, float) or not 0 < value <= 1 or (key == "ratio" and value == 1):
-            below = "below 1" if key == "ratio" else "at most 1"
-            raise InputError(f"{name}.{key}={value} is out of range; set it to a number above 0 and {below}")
-    else:
-        largest = math.inf if key == "aspect_ratio" else 1.0
-        pair = isinstance(value, Sequence) and len(value) == 2 and all(isinstance(x, int | float) for x in value)
-        if not (pair and 0 < value[0] <= value[1] <= largest):
-            limit = "" if largest == math.inf else " and at most 1"
-            raise InputError(f"{name}.{key}={value} is not a range; set it to [low, high], two numbers above 0{limit}")
 
 
 def check_grid(recipe: MaskRecipe, *, size: int, name: str) -> None:

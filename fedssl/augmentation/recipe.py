@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from fedssl.augmentation.masks import MaskRecipe, read_mask
+from fedssl.config.constraints import check_arguments
 from fedssl.config.renamed import VIEW
 from fedssl.errors import InputError
-from fedssl.views import GLOBAL, LOCAL
+from fedssl.views import GLOBAL
 
 CANDIDATES = 10  # crop boxes tried per image before the center crop, as in torchvision
 BOX_UNIFORMS = 2 * CANDIDATES + 2
@@ -71,18 +72,6 @@ class View:
     solarize_prob: float = 0.0
 
 
-# Upper bounds of the fields that have one.
-UPPER_BOUNDS = {
-    "crop_scale": 1.0,
-    "flip_prob": 1.0,
-    "jitter_prob": 1.0,
-    "hue": 0.5,
-    "gray_prob": 1.0,
-    "blur_prob": 1.0,
-    "solarize_prob": 1.0,
-}
-
-
 RECIPE_KEYS = ("count", "size", "role", "mask")  # fields of a recipe, besides those of its view
 
 
@@ -114,15 +103,7 @@ class ViewRecipe:
 def read_recipe(recipe: Mapping[str, Any], *, name: str) -> ViewRecipe:
     """Build a `ViewRecipe` from its fields and those of its `View`, after validation; ``name`` as in `read_view`."""
     own = {key: recipe[key] for key in RECIPE_KEYS if key in recipe}
-    count, size, role = own.get("count", 1), own.get("size", 1.0), own.get("role", GLOBAL)
-    if type(count) is not int or count < 0:
-        raise InputError(f"{name}.count={count} is not a number of views; set it to an integer of at least 0")
-    if type(size) not in (int, float) or not 0 < size <= 1:
-        raise InputError(
-            f"{name}.size={size} is not a fraction of the image size; set it to a number above 0, at most 1"
-        )
-    if role not in (GLOBAL, LOCAL):
-        raise InputError(f"{name}.role={role} is unknown; set it to {GLOBAL} or {LOCAL}")
+    check_arguments("view", key=name, **own)
     if own.get("mask") is not None:
         own["mask"] = read_mask(own["mask"], name=f"{name}.mask")
     others = {key: value for key, value in recipe.items() if key not in own}
@@ -135,29 +116,15 @@ def read_view(recipe: Mapping[str, Any], *, name: str, further_keys: Sequence[st
     ``name`` is that of the recipe, and ``further_keys`` are its other settings, for error messages.
     """
     defaults = asdict(View())
-    for key, value in recipe.items():
+    for key in recipe:
         if key in VIEW:
             raise InputError(f"{name}.{key} is now {name}.{VIEW[key]}")
         if key not in defaults:
             known = [*defaults, *further_keys]
             near = get_close_matches(key, known) or known
             raise InputError(f"{name}.{key} is not a setting of a view; use one of: {', '.join(near)}")
-        largest = UPPER_BOUNDS.get(key, math.inf)
-        limit = "" if largest == math.inf else f" and at most {largest:g}"
-        if isinstance(defaults[key], tuple):
-            if not (_is_pair(value) and 0 < value[0] <= value[1] <= largest):
-                raise InputError(
-                    f"{name}.{key}={value} is not a range; set it to [low, high], two numbers above 0{limit}"
-                )
-        elif key == "pad" and type(value) is not int:
-            raise InputError(f"{name}.{key}={value} is not a number of pixels; set it to an integer of at least 0")
-        elif not (isinstance(value, int | float) and 0 <= value <= largest):
-            raise InputError(f"{name}.{key}={value} is out of range; set it to a number of at least 0{limit}")
+    check_arguments("view", key=name, **recipe)
     return View(**recipe)
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, Sequence) and len(value) == 2 and all(isinstance(number, int | float) for number in value)
 
 
 class Parameters(NamedTuple):

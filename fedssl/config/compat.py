@@ -7,7 +7,7 @@ from typing import NoReturn
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, OverrideType
 from omegaconf import DictConfig
 
 from fedssl.errors import InputError
@@ -64,5 +64,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def apply_overrides(overrides: Sequence[Override], config: DictConfig) -> None:
-    """Set the values of ``overrides`` in a composed config."""
+    """Set the values of ``overrides`` in a composed config; settings in the items of a list may be new."""
+    for override in overrides:
+        if any(part.isdecimal() for part in override.key_or_group.split(".")):
+            override.type = OverrideType.FORCE_ADD
     ConfigLoaderImpl._apply_overrides_to_config(list(overrides), config)

@@ -19,9 +19,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.config.compat import ChoiceSweep, Override, apply_overrides
-from fedssl.config.constraints import as_yaml, constraint_of, constraints_in
+from fedssl.config.constraints import CONSTRAINTS, as_yaml, constraint_of, constraints_in, group_of
 from fedssl.config.literal import user_path
-from fedssl.config.overrides import CONF, check_choices, config_groups, did_you_mean, parse
+from fedssl.config.overrides import CONF, check_choices, config_groups, parse, suggest_setting
 from fedssl.config.renamed import check_renamed
 from fedssl.config.targets import (
     SEARCHPATH_KEY,
@@ -128,15 +128,43 @@ def validate_names(overrides: Sequence[str]) -> Mapping[str, Any]:
         if key.split("@")[0] not in known_groups:
             _check_not_renamed(override, known)
             if key not in known and not (open_key or below_swept):
-                raise InputError(f"there is no setting {key!r}{did_you_mean(key, known)}; `fedssl --cfg job` shows all")
+                hint = _choices_with(key) or suggest_setting(key, known)
+                raise InputError(f"there is no setting {key!r}{hint}; `fedssl --cfg job` shows all")
     return defaults
+
+
+def _choices_with(key: str) -> str:
+    """Return a suggestion of choices that have a setting which the selected one lacks; empty if there are none."""
+    group, _, name = key.partition(".")
+    files = [CONF / group / f"{choice}.yaml" for choice in config_groups().get(group, ()) if "/" not in choice]
+    having = [
+        file.stem
+        for file in files
+        if file.is_file() and _has(OmegaConf.to_container(OmegaConf.load(file)), name.split("."))
+    ]
+    return f", but {group}={'|'.join(having)} has it" if having else ""
+
+
+def _has(node: Any, parts: Sequence[str]) -> bool:
+    return not parts or (isinstance(node, dict) and parts[0] in node and _has(node[parts[0]], parts[1:]))
 
 
 @functools.lru_cache(maxsize=256)
 def _defaults(chosen: tuple[str, ...]) -> tuple[Mapping[str, Any], Sequence[str]]:
     """Return the default of every setting by its dotted key, and all keys, including those of groups."""
     config, _ = compose_config(chosen)
-    return dict(flatten(config)), [key for key, _ in flatten(config, inner=True)]
+    values = dict(flatten(config))
+    nodes = [key for key, _ in flatten(config, inner=True)]
+    return values, [*nodes, *(item for key in values for item in _item_settings(key, values[key]))]
+
+
+def _item_settings(key: str, value: Any) -> Iterator[str]:
+    """Yield the dotted keys of all settings of the mappings in a list, also of those that are omitted."""
+    for index, item in enumerate(value if isinstance(value, list) else ()):
+        if isinstance(item, dict):
+            nodes = [key, *(f"{key}.{name}" for name in item if isinstance(item[name], dict))]
+            for node in nodes:
+                yield from (f"{key}.{index}{node.removeprefix(key)}.{name}" for name in CONSTRAINTS[group_of(node)])
 
 
 def _check_not_renamed(override: Override, known: Sequence[str]) -> None:
@@ -354,7 +382,9 @@ def check_types(config: DictConfig, defaults: Mapping[str, Any]) -> None:
 def check_constraints(config: DictConfig, defaults: Mapping[str, Any]) -> set[str]:
     """Raise `InputError` if a value violates the constraint of its setting; return the keys that have one."""
     constrained = set()
-    for key, value, constraint in constraints_in(config, installed=installed_targets()):
+    found = constraints_in(config, installed=installed_targets())
+    # An augmentation has the size and the statistics of the data set, which is reported.
+    for key, value, constraint in sorted(found, key=lambda each: each[0].startswith("augmentation.")):
         plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
         if not constraint.allows(plain):
             default = f"; the default is {as_yaml(defaults[key])}" if key in defaults else ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 
 from fedssl.config.settings import WIRE_DTYPES, DataSettings
 from fedssl.errors import InputError
@@ -27,6 +27,7 @@ _NAMES = {
     bool: ("true or false", "true and false"),
     str: ("a name", "names"),
     Path: ("a path", "paths"),
+    dict: ("a mapping", "mappings"),
 }
 
 
@@ -34,7 +35,9 @@ _NAMES = {
 class Constraint:
     """Type and range of a setting."""
 
-    kind: type = float  # int, float (which accepts integers), bool, str or Path (a string that names a file or folder)
+    # int, float (which accepts integers), bool, str, Path (a string that names a file or folder), or dict, a mapping of
+    # constrained settings
+    kind: type = float
     choices: tuple[Any, ...] = ()  # allowed values in place of a type; empty for numbers
     minimum: float = -math.inf  # ``minimum <= value``
     above: float = -math.inf  # ``above < value``
@@ -42,6 +45,8 @@ class Constraint:
     maximum: float = math.inf  # ``value <= maximum``
     optional: bool = False  # whether null is allowed
     is_list: bool = False  # whether the value is a list of constrained items
+    is_range: bool = False  # whether the value is a list [low, high] of two constrained numbers, low <= high
+    list_of: "Constraint | None" = None  # a list of these is allowed too
 
     @property
     def is_text(self) -> bool:
@@ -52,15 +57,18 @@ class Constraint:
         """Return whether a value is valid."""
         if value is None:
             return self.optional
-        if self.is_list:
-            return isinstance(value, list | tuple) and all(self._allows_item(item) for item in value)
+        if self.is_list or self.is_range:
+            valid = isinstance(value, list | tuple) and all(self._allows_item(item) for item in value)
+            return valid and (self.is_list or (len(value) == 2 and value[0] <= value[1]))
+        if self.list_of is not None and isinstance(value, list | tuple):
+            return all(self.list_of.allows(item) for item in value)
         return self._allows_item(value)
 
     def _allows_item(self, value: Any) -> bool:
         if self.choices:
             return any(value == choice and type(value) is type(choice) for choice in self.choices)
-        if self.kind in (str, Path):
-            return isinstance(value, str)
+        if self.kind in (str, Path, dict):
+            return isinstance(value, Mapping if self.kind is dict else str)
         if self.kind is bool or isinstance(value, bool):
             return self.kind is bool and isinstance(value, bool)
         if not isinstance(value, int if self.kind is int else int | float):
@@ -76,12 +84,14 @@ class Constraint:
 
     def __str__(self) -> str:
         """Return the type and the range, without the technical limits of `MAX_INTEGER` and `_LARGE`."""
-        name = " or ".join(map(str, self.choices)) or _NAMES[self.kind][self.is_list]
+        name = " or ".join(map(str, self.choices)) or _NAMES[self.kind][self.is_list or self.is_range]
+        form = "a list [low, high] of " if self.is_range else "a list of " * self.is_list
+        other = "" if self.list_of is None else f", or {replace(self.list_of, is_list=True)}"
         bounds = {"of at least": self.minimum, "above": self.above, "below": self.below, "at most": self.maximum}
         bounds |= {"at most": math.inf} if self.maximum >= _LARGE else {}
         range_ = " and ".join(f"{bound} {value:g}" for bound, value in bounds.items() if abs(value) < math.inf)
         range_ = re.sub(r"of at least (.*) and at most (.*)", r"from \1 to \2", range_)
-        return f"{'a list of ' * self.is_list}{name} {range_}".rstrip() + ", or null" * self.optional
+        return f"{form}{name} {range_}".rstrip() + other + ", or null" * self.optional
 
 
 def _integer(minimum: float, maximum: float = MAX_INTEGER) -> Constraint:
@@ -100,10 +110,16 @@ def _list_of(constraint: Constraint) -> Constraint:
     return replace(constraint, is_list=True)
 
 
+def _range_of(constraint: Constraint) -> Constraint:
+    return replace(constraint, is_range=True)
+
+
 _BOOL = Constraint(kind=bool)
 _NAME = Constraint(kind=str)
 _NAME_OR_NULL = _optional(_NAME)
 _PATH = _optional(Constraint(kind=Path))
+_MAPPING = Constraint(kind=dict)
+_MAPPING_OR_NULL = _optional(_MAPPING)
 _POSITIVE = Constraint(above=0, maximum=_LARGE)
 _NOT_NEGATIVE = Constraint(minimum=0, maximum=_LARGE)
 _FRACTION = Constraint(minimum=0, maximum=1)
@@ -111,6 +127,10 @@ _BELOW_ONE = Constraint(minimum=0, below=1)
 _ABOVE_ZERO = Constraint(above=0, maximum=1)
 _SECONDS = Constraint(minimum=1, maximum=1e10)
 _PER_SECOND = Constraint(minimum=1, maximum=1e18)
+_SIZE = _integer(1, MAX_IMAGE_SIZE)
+_MEAN = _list_of(Constraint(minimum=-1e5, maximum=1e5))
+_STD = _list_of(Constraint(above=0, maximum=1e5))
+_GPU_AUGMENTATION = _choice("torch", "triton")
 _PARTS = _choice("projector", "encoder")
 _WEIGHTING = _choice("examples", "uniform")
 _LOSS_WEIGHTING = _choice("examples", "uniform", "loss")
@@ -135,7 +155,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "device": _NAME,  # those that torch has: `fedssl.machine.devices.select_device`
         "precision": _choice("fp32", "bf16"),
         "channels_last": _BOOL,
-        "gpu_augmentation": _choice("torch", "triton"),
+        "gpu_augmentation": _GPU_AUGMENTATION,
         "cuda_graphs": _BOOL,
         "compile": _BOOL,
         # More threads crash the process.
@@ -232,7 +252,45 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "uri": _NAME_OR_NULL,
         "mode": _choice("offline", "online"),
     },
+    "augmentation": {
+        "size": _SIZE,
+        "mean": _MEAN,
+        "std": _STD,
+        "gpu_augmentation": _GPU_AUGMENTATION,
+        "views": _list_of(_MAPPING),
+    },
+    "view": {  # of augmentation.views and evaluation.view
+        "count": _integer(0, 1024),
+        "size": _ABOVE_ZERO,
+        "role": _choice("global", "local"),
+        "mask": _MAPPING_OR_NULL,
+        "crop_scale": _range_of(_ABOVE_ZERO),
+        "crop_ratio": _range_of(_POSITIVE),
+        "pad": _integer(0, MAX_IMAGE_SIZE),
+        "flip_prob": _FRACTION,
+        "jitter_prob": _FRACTION,
+        "brightness": _NOT_NEGATIVE,
+        "contrast": _NOT_NEGATIVE,
+        "saturation": _NOT_NEGATIVE,
+        "hue": Constraint(minimum=0, maximum=0.5),
+        "gray_prob": _FRACTION,
+        "blur_prob": _FRACTION,
+        "blur_sigma": _range_of(Constraint(above=0, maximum=MAX_IMAGE_SIZE)),
+        "solarize_prob": _FRACTION,
+    },
+    "mask": {  # of a view
+        "kind": _choice("random", "block", "multi_block"),
+        "patch": _optional(_SIZE),
+        "ratio": Constraint(above=0, below=1),
+        "ratio_range": _range_of(_ABOVE_ZERO),
+        "prob": _ABOVE_ZERO,
+        "aspect_ratio": _range_of(_POSITIVE),
+        "num_targets": _integer(1, 1024),
+        "target_scale": _range_of(_ABOVE_ZERO),
+        "context_scale": _range_of(_ABOVE_ZERO),
+    },
     "calibration": {
+        "dataset": _MAPPING_OR_NULL,
         "when": _optional(_choice("start", "end")),
         "share": _ABOVE_ZERO,
         "epochs": _integer(0),
@@ -248,9 +306,9 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "train": _NAME_OR_NULL,
         "test": _NAME_OR_NULL,
         "channels": _choice(1, 3),
-        "size": _integer(1, MAX_IMAGE_SIZE),
-        "mean": _list_of(Constraint()),
-        "std": _list_of(Constraint(above=0)),
+        "size": _SIZE,
+        "mean": _MEAN,
+        "std": _STD,
         "limit": _optional(_integer(1)),
         "test_limit": _optional(_integer(1)),
         "num_classes": _optional(_integer(1)),
@@ -276,7 +334,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "name": _NAME,
         "weights": _NAME_OR_NULL,  # a path, or the name of a model
         "channels": _integer(1),
-        "size": _integer(1, MAX_IMAGE_SIZE),
+        "size": _SIZE,
         "width": _integer(1, 65_536),
         "depth": _integer(1, 1000),
         "heads": _integer(1, 65_536),
@@ -288,6 +346,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "registers": _integer(0, 1024),
     },
     "method": {
+        "teacher_encoder": _MAPPING_OR_NULL,
         "temperature": _POSITIVE,
         "concat_views": _BOOL,
         "lambd": _NOT_NEGATIVE,
@@ -368,6 +427,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "milestones": _list_of(Constraint(above=0, below=1)),
     },
     "schedule": {
+        "rounds_per_stage": replace(_choice("uniform", "left_skewed", "right_skewed"), list_of=_integer(1)),
         "depth_dropout": _BELOW_ONE,
         "weight_transfer": _BOOL,
     },
@@ -389,6 +449,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "tau": _POSITIVE,
     },
     "strategy": {
+        "reported_metrics": _list_of(_NAME),
         "weighting": _WEIGHTING,
         "buffers": _choice("average", "scale"),
         "distance": _choice("mean_conv_l2", "squared_l2"),
@@ -426,6 +487,9 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
     "evaluation": {
         **_OPTIMIZER,
         "name": _NAME,
+        "lr_schedule": _MAPPING_OR_NULL,
+        "transform": _MAPPING_OR_NULL,
+        "datasets": _MAPPING,
         "k": _integer(1),
         "temperature": _POSITIVE,
         "l2": _NOT_NEGATIVE,
@@ -458,17 +522,25 @@ def find_constraint(group: str, name: str, *, owner: str = "") -> Constraint | N
 
 def constraint_of(key: str) -> Constraint | None:
     """Return the constraint of a setting by its dotted key, apart from those of classes; None if it has none."""
-    *nodes, name = key.split(".")
-    return find_constraint(functools.reduce(_group_of, nodes, ""), name)
+    node, _, name = key.rpartition(".")
+    return find_constraint(group_of(node), name)
 
 
-def check_arguments(group: str, *, owner: str = "", **values: Any) -> None:
-    """Raise `InputError` if an argument of a constructor violates the constraint of its name in the group."""
+def group_of(key: str) -> str:
+    """Return the group of the settings in a node, by its dotted key."""
+    return functools.reduce(_group_of, key.split(".") if key else (), "")
+
+
+def check_arguments(group: str, *, owner: str = "", key: str = "", **values: Any) -> None:
+    """Raise `InputError` if an argument of a constructor violates the constraint of its name in the group.
+
+    ``key`` is that of the settings in an error message; empty: the group.
+    """
     for name, value in values.items():
         constraint = find_constraint(group, name, owner=owner)
         assert constraint is not None, f"{group}.{name} has no constraint"
         if not constraint.allows(value):
-            raise InputError(f"{group}.{name}={as_yaml(value)} must be {constraint.describe(value)}")
+            raise InputError(f"{key or group}.{name}={as_yaml(value)} must be {constraint.describe(value)}")
 
 
 def as_yaml(value: Any) -> Any:
@@ -498,16 +570,29 @@ def constraints_in(
         return
     for key, value in node.items():
         name = f"{prefix}{key}"
-        if constraint := find_constraint(group, str(key), owner=owner):
+        constraint = find_constraint(group, str(key), owner=owner)
+        nodes = _nodes_in(value) if constraint is None or constraint.kind is dict else {}
+        if constraint and not nodes:
             yield name, value, constraint
-        elif isinstance(value, Mapping):
+        inner = _group_of(group, str(key))
+        for suffix, settings in nodes.items():
             yield from constraints_in(
-                value, installed=installed, group=_group_of(group, str(key)), prefix=f"{name}.", owner=owner
+                settings, installed=installed, group=inner, prefix=f"{name}{suffix}.", owner=owner
             )
+
+
+def _nodes_in(value: Any) -> dict[str, Mapping[str, Any]]:
+    """Return the mappings of settings in a value, by what their keys have after that of the value."""
+    if isinstance(value, Mapping):
+        return {"": value}
+    items = list(value) if isinstance(value, list | ListConfig) else []
+    valid = all(isinstance(item, Mapping) for item in items)
+    return {f".{index}": item for index, item in enumerate(items)} if valid else {}
 
 
 def _group_of(group: str, key: str) -> str:
     """Return the group of the settings in the node ``key`` of a group."""
-    if key in ("dataset", "datasets"):
-        return "dataset"
+    named = {"dataset": "dataset", "datasets": "dataset", "view": "view", "views": "view", "mask": "mask"}
+    if key in named:
+        return named[key]
     return group or ("evaluation" if key == "final_evaluation" else key)

@@ -25,15 +25,24 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     try:
         return parse_overrides(overrides)
     except HydraException as error:
-        reason = " ".join(str(error).split())
         bare = [override for override in overrides if "=" not in override and not override.startswith("~")]
         if bare:
             raise InputError(
-                f"{bare[0]} does not have the form key=value; write e.g. rounds=5 or strategy=fedavg"
+                f"{bare[0]} does not have the form key=value; write e.g. rounds=5 or strategy=fedavg, without spaces"
             ) from error
         raise InputError(
-            f"the command line cannot be parsed: {reason}; write key=value, and quote values with spaces"
+            f"the command line cannot be parsed at {_first_invalid(overrides)!r}; write key=value without a space "
+            "before =, and quote special characters, as in \"key='a, b'\""
         ) from error
+
+
+def _first_invalid(overrides: Sequence[str]) -> str:
+    for override in overrides:
+        try:
+            parse_overrides([override])
+        except HydraException:
+            return override
+    return " ".join(overrides)
 
 
 def by_key(overrides: Iterable[str]) -> dict[str, str]:
@@ -145,6 +154,19 @@ def check_run_id(name: object) -> None:
         raise InputError(
             f"run_id={str(name)[:80]!r} is not a valid run id; use 1 to 64 letters, digits, _ and -, or leave it out"
         )
+
+
+def suggest_setting(key: str, known: Iterable[str]) -> str:
+    """Return a suggestion for an unknown setting: settings with its last component, or with a similar key."""
+    keys = list(dict.fromkeys(known))
+    same = [other for other in keys if other.rpartition(".")[2] == key.rpartition(".")[2]]
+    if same:
+        return f"; did you mean {' or '.join(sorted(same, key=len)[:3])}"
+    close = difflib.get_close_matches(key, keys)
+    if not close:
+        names = {other.rpartition(".")[2]: other for other in reversed(keys)}
+        close = [names[name] for name in difflib.get_close_matches(key.rpartition(".")[2], names)]
+    return f"; did you mean {' or '.join(close)}" if close else ""
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

@@ -19,6 +19,7 @@ from fedssl.errors import InputError
 
 SEARCHPATH_KEY = "hydra.searchpath"
 FLAGS = ("--config-dir", "-cd")
+_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"  # which web pages show in place of hyphens
 
 
 def expand_config_dir_flag(arguments: Sequence[str]) -> list[str]:
@@ -27,6 +28,9 @@ def expand_config_dir_flag(arguments: Sequence[str]) -> list[str]:
     others: list[str] = []
     remaining = iter(arguments)
     for argument in remaining:
+        if argument[:1] in _DASHES:
+            hyphens = "--" if argument[0] == "\u2014" else "-"
+            raise InputError(f"{argument} begins with a dash of a web page; write {hyphens}{argument.lstrip(_DASHES)}")
         flag, equals, value = argument.partition("=")
         if flag not in FLAGS:
             others.append(argument)

@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
+import fedssl
+from fedssl import command_line
 from simulation.cli import main
 
 CHECK = """
@@ -46,6 +49,24 @@ def test_a_closed_pipe_is_not_an_error(reader):
     shell = f"{sys.executable} -c 'from fedssl.command_line import fedssl; fedssl()' --help | {reader}"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("name", ["fedssl", "fedssl_device", "fedssl_evaluate"])
+def test_every_command_prints_its_version(name, monkeypatch, capsys):
+    """Also in a clone that is not installed."""
+    monkeypatch.setattr(sys, "argv", ["command", "--version"])
+    monkeypatch.setattr(metadata, "version", lambda name: pytest.fail("the clone has its own version"))
+    getattr(command_line, name)()
+    assert capsys.readouterr().out == f"{name.replace('_', '-')} 0.1.0\n"
+    with pytest.raises(AttributeError, match="no attribute 'version'"):
+        fedssl.version  # noqa: B018
+
+
+def test_dashes_of_a_web_page_are_named(monkeypatch, capsys):
+    for typed, right in (("\u2013m", "-m"), ("\u2014config-dir", "--config-dir")):
+        monkeypatch.setattr(sys, "argv", ["fedssl", typed])
+        assert main() == 2
+        assert f"{typed} begins with a dash of a web page; write {right}\n" in capsys.readouterr().err
 
 
 def test_cfg_job_prints_the_same_as_hydra(monkeypatch, capsys):

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from fedssl.config.compose import compose_config
-from fedssl.config.constraints import CONSTRAINTS, Constraint, check_arguments, constraints_in, find_constraint
+from fedssl.config.constraints import CONSTRAINTS, Constraint, check_arguments, constraint_of, constraints_in, group_of
 from fedssl.config.load import compose
 from fedssl.config.overrides import CONF, config_groups
 from fedssl.config.targets import installed_targets
@@ -17,8 +17,6 @@ from fedssl.methods.simclr import LOSSES as SIMCLR_LOSSES
 from strategies.clustered import UNWEIGHTED_RULES, WEIGHTED_RULES
 from strategies.topology import TOPOLOGIES
 from strategies.weighted_sum import REQUIRED_METRICS
-
-FREE = {"evaluation.name", "dataset.label", "dataset.image"}  # strings
 
 
 @pytest.mark.parametrize(
@@ -45,6 +43,19 @@ FREE = {"evaluation.name", "dataset.label", "dataset.image"}  # strings
             [[-1], [[1]], 1, None, ["x"], {"a": 1}],
             "a list of numbers of at least 0",
         ),
+        (
+            Constraint(above=0, maximum=1, is_range=True),
+            [[0.5, 1], (1, 1)],
+            [[1, 0.5], [0.5], [], 0.5, [0, 1], [0.5, math.inf], [True, 1], ["a", "b"], None],
+            "a list [low, high] of numbers above 0 and at most 1",
+        ),
+        (
+            Constraint(choices=("a", "b"), list_of=Constraint(kind=int, minimum=1)),
+            ["a", [1, 2], []],
+            ["c", [0], [True], 1, None],
+            "a or b, or a list of integers of at least 1",
+        ),
+        (Constraint(kind=dict, optional=True), [{"a": 1}, {}, None], [[], "a", 1], "a mapping, or null"),
     ],
 )
 def test_values_and_text(constraint: Constraint, allowed: list, rejected: list, text: str) -> None:
@@ -73,36 +84,72 @@ def leaves() -> dict[str, object]:
     found: dict[str, object] = {}
 
     def add(node: object, key: str) -> None:
-        if isinstance(node, dict):
+        if isinstance(node, dict) and node:
             for name, value in node.items():
-                if not str(name).startswith("_") and name not in ("defaults", "hydra", "views", "view"):
+                if not (str(name).startswith("_") or name in ("defaults", "hydra")):
                     add(value, f"{key}.{name}".lstrip("."))
+        elif isinstance(node, list) and node and isinstance(node[0], dict):
+            for index, item in enumerate(node):
+                add(item, f"{key}.{index}")
         else:
             found[key] = node
 
     for file in CONF.rglob("*.yaml"):
-        group = file.relative_to(CONF).parts[0] if file.parent != CONF else ""
-        if group not in ("experiment", "final_evaluation"):
-            node = OmegaConf.to_container(OmegaConf.load(file))
-            outer = {key: node.pop(key) for key in ("engine", "aggregation") if group == "engine" and key in node}
-            add(node, group)
-            add(outer, "")
+        text = file.read_text()
+        is_outer = file.parent == CONF or "# @package _global_" in text
+        add(OmegaConf.to_container(OmegaConf.load(file)), "" if is_outer else file.relative_to(CONF).parts[0])
     return found
 
 
-def test_every_number_and_every_boolean_has_a_constraint(leaves: dict[str, object]) -> None:
-    without = set()
-    for key, value in leaves.items():
-        numbers = value if isinstance(value, list) else [value]
-        if any(isinstance(number, int | float) for number in numbers):
-            group, _, name = key.rpartition(".")
-            if not any(find_constraint(group.split(".")[0], name, owner=owner) for owner in ("", "SimCLR")):
-                without.add(key)
-    assert without == set()
+def test_every_value_has_a_type_and_a_range(leaves: dict[str, object]) -> None:
+    """Also those in lists and in nested mappings."""
+    of_class = {"method.loss"}
+    assert {key for key, value in leaves.items() if value != {} and constraint_of(key) is None} == of_class
+    assert {"augmentation.views.0.mask.ratio", "evaluation.view.hue", "dataset.splits.test"} < leaves.keys()
+    assert not {str(constraint) for group in CONSTRAINTS.values() for constraint in group.values()} & {"a number"}
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("augmentation.views.0.count=1000000000", r"views.0.count=1000000000 must be at most 1,024"),
+        ("augmentation.views.1.brightness=inf", r"views.1.brightness=inf must be a finite number of at least 0"),
+        ("augmentation.views.0.blur_prob=true", r"views.0.blur_prob=true must be a number from 0 to 1"),
+        (
+            "augmentation.views.0.blur_sigma=[0.1,inf]",
+            r"blur_sigma=\[0.1, inf\] must be a list \[low, high\]",
+        ),
+        ("augmentation.views=3", r"augmentation.views=3 must be a list of mappings"),
+        ("augmentation.views=[3]", r"augmentation.views=\[3\] must be a list of mappings"),
+        ("dataset.mean=[1e300]", r"mean=\[1e\+300\] must be a list of numbers from -100000"),
+        (
+            "schedule=layer_wise schedule.rounds_per_stage=[1,true]",
+            r"skewed, or a list of integers of at least 1",
+        ),
+        (
+            "augmentation.views.7.count=2",
+            r"there is no setting 'augmentation.views.7.count'; did you mean augmentation.views.0",
+        ),
+        ("augmentation.views.0.rotate=2", r"there is no setting 'augmentation.views.0.rotate'"),
+    ],
+)
+def test_values_inside_lists_and_mappings_are_checked(override: str, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        compose(override.split())
+
+
+def test_settings_of_one_view_are_set_alone() -> None:
+    """Also those that its file omits, and after a change of the whole list."""
+    one = ["augmentation.views.0.count=2", "augmentation.views.1.solarize_prob=0.5", "augmentation.views.1.flip_prob=0"]
+    views = compose(one).training.augmentation.values["views"]
+    assert [view.get("count") for view in views] == [2, None]
+    assert [view.get("solarize_prob") for view in views] == [None, 0.5]
+    masked = compose(["encoder=vit_tiny", "augmentation=digits_mae", "augmentation.views.0.mask.ratio=0.5"])
+    assert masked.training.augmentation.values["views"][0]["mask"]["ratio"] == 0.5
 
 
 def test_every_constraint_is_that_of_a_setting(leaves: dict[str, object]) -> None:
-    names = {(key.split(".")[0] if "." in key else "", key.rpartition(".")[2]) for key in leaves}
+    names = {(group_of(key.rpartition(".")[0]), key.rpartition(".")[2]) for key in leaves}
     classes = CONSTRAINTS.keys() - {group for group, _ in names}  # and functions, such as tuning's adapter
     unused = {
         f"{group}.{name}"
@@ -111,7 +158,8 @@ def test_every_constraint_is_that_of_a_setting(leaves: dict[str, object]) -> Non
         if group not in classes and (group, name) not in names
     }
     # Those of all optimizers are allowed in the evaluations' optimizers too, and nesterov in the run's.
-    assert unused == {"optimizer.nesterov", "evaluation.fused"}
+    of_views = {"augmentation.views", "view.mask", "view.crop_ratio"}
+    assert unused == {"optimizer.nesterov", "evaluation.fused", *of_views}
     targets = {target.rpartition(".")[2] for target in installed_targets()}
     assert classes <= targets
 
