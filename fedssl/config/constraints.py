@@ -7,7 +7,7 @@
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,9 @@ class Constraint:
         if value is None:
             return self.optional
         if self.is_list or self.is_range:
-            valid = isinstance(value, list | tuple) and all(self._allows_item(item) for item in value)
+            valid = _is_list(value) and all(self._allows_item(item) for item in value)
             return valid and (self.is_list or (len(value) == 2 and value[0] <= value[1]))
-        if self.list_of is not None and isinstance(value, list | tuple):
+        if self.list_of is not None and _is_list(value):
             return all(self.list_of.allows(item) for item in value)
         return self._allows_item(value)
 
@@ -92,6 +92,10 @@ class Constraint:
         range_ = " and ".join(f"{bound} {value:g}" for bound, value in bounds.items() if abs(value) < math.inf)
         range_ = re.sub(r"of at least (.*) and at most (.*)", r"from \1 to \2", range_)
         return f"{form}{name} {range_}".rstrip() + other + ", or null" * self.optional
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)  # OmegaConf's lists are sequences too
 
 
 def _integer(minimum: float, maximum: float = MAX_INTEGER) -> Constraint:
