@@ -58,10 +58,13 @@ def check_base(base: Layers, *, like: "Mapping[str, Tensor]", digest: str) -> No
 
 
 def save_base(folder: Path, base: Layers, *, digest: str) -> None:
-    """Write base layers to the folder, unless they are there, and delete all but the `KEPT` newest files."""
+    """Write base layers to the folder, unless they are there intact, and delete all but the `KEPT` newest files."""
     from safetensors.numpy import save  # here: the server of a run without base layers does not need it
 
     file = folder / f"{digest}{_SUFFIX}"
+    if file.exists() and not _is_intact(file, file.stat().st_mtime_ns):
+        log.warning("%s is damaged: it is written again", file)
+        file.unlink()
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         arrays = {name: np.asarray(array, order="C") for name, array in base.items()}

@@ -101,7 +101,7 @@ def read_yaml(file: Path, kind: type) -> Any:
         return None
     first, _, body = text.partition("\n")
     if first.startswith(CHECKSUM_COMMENT) and first != checksum_line(body):
-        raise corrupt_file_error(file, "its checksum is wrong")
+        raise corrupt_file_error(file, "its checksum is wrong: it was edited or is damaged")
     try:
         content = load_plain_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -38,6 +38,7 @@ from server_app.messaging import MessageExchange
 from server_app.nodes import federation_size
 from server_app.personalization import evaluate_personalized
 from server_app.recorder import Recorder
+from server_app.teacher import restore_teacher
 from server_app.training_loop import (
     TrainingLoop,
     arrays_by_model,
@@ -187,6 +188,7 @@ def run(
                 strategy_state_type=server.strategy_state_type,
             )
         )
+        restore_teacher(components.method, state)
     recorder.start_run(settings.recording, components.client_data)
     store_initial_weights(settings, recorder.folder)
     recorder.register(components.client_manager.clients)

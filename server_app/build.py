@@ -15,12 +15,11 @@ from fedssl.base_layers import layers_digest
 from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.config.device_task import make_task
 from fedssl.config.load import default_unlabeled_partition
-from fedssl.config.settings import DataSettings, Settings
+from fedssl.config.settings import Settings
 from fedssl.datasets.base import ImageData, load_federated
 from fedssl.errors import InputError
-from fedssl.export import load_weights
 from fedssl.machine.process import configure_process
-from fedssl.methods.base import TEACHER, SSLMethod, build_method
+from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import exchanged_layers, read_layers
 from fedssl.partition import Partition, make_partition
 from fedssl.schedule.lr import LRSchedule
@@ -67,6 +66,7 @@ from server_app.nodes import (
 from server_app.round import Round
 from server_app.round_context import RoundContext, no_flops, raise_no_server_images
 from server_app.secure_aggregation import describe_graph, graph_for, largest_weight
+from server_app.teacher import check_teacher, load_teacher, teacher_is_saved
 from server_app.update_memory import check_models_fit, check_updates_fit
 from server_app.virtual_time import VirtualTime, make_virtual_time
 from strategies.base import FedSSLStrategy
@@ -141,12 +141,13 @@ def build_components(
         log_devices(settings, clients)
     data = settings.data
     evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=settings.seed)
-    check_teacher_exists(settings.teacher)
+    check_teacher(settings)
     method = build_method(settings.model).to(device)
     validate_batch_size(settings, method)
     validate_compilation(settings, method)
     lr_schedule = make_lr_schedule(settings, method)
-    load_teacher(method, settings.teacher, data=data)
+    if not teacher_is_saved(settings):
+        load_teacher(method, settings.teacher, data=data)
     strategy, server_optimizer = make_algorithm(settings, method, is_deployment=bool(task))
     method.encoder.check_image_shape((data.channels, data.size, data.size))
     validate_aggregation(settings, is_deployment=bool(task))
@@ -396,37 +397,3 @@ def load_client_images(settings: Settings, method: SSLMethod) -> ImageData:
             f"{settings.data.federated} have none; choose another dataset, split or method"
         )
     return image_data
-
-
-def load_teacher(method: SSLMethod, file: Path | None, *, data: DataSettings) -> None:
-    """Load the teacher from its file into the server's method. Clients receive its weights once, and no path."""
-    name = type(method).__name__
-    if TEACHER not in method.static_parts:
-        if file is not None:
-            raise InputError(
-                f"teacher={file} but {name} uses no teacher; set method=fedca method.alignment_weight=0.1 or "
-                "method=distillation, or leave teacher out"
-            )
-        return
-    if file is None:
-        raise InputError(
-            f"teacher=null but {name} needs a teacher; give teacher=FILE, the encoder.pt of a run on public "
-            "images, or set method.alignment_weight=0"
-        )
-    metadata = load_weights(file, method.get_submodule(TEACHER))
-    channels = len(metadata["mean"])
-    if data.channels not in (1, channels):
-        raise InputError(
-            f"the teacher of {file} was trained on images with {channels} channel(s) but dataset.channels="
-            f"{data.channels}; set dataset.channels={channels}, or give another teacher"
-        )
-    here = {"size": data.size, "mean": list(data.mean), "std": list(data.std)}
-    others = [f"dataset.{key}={here[key]} (there {metadata[key]})" for key in here if here[key] != metadata[key]]
-    if others and method.teacher_sees_views:
-        log.warning("the teacher of %s was trained with other preprocessing: %s", file, ", ".join(others))
-
-
-def check_teacher_exists(file: Path | None) -> None:
-    """Raise `InputError` if the teacher's file does not exist, from which a method may need the architecture."""
-    if file is not None and not file.exists():
-        raise InputError(f"teacher={file} does not exist; choose the encoder.pt of a run folder")

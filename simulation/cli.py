@@ -30,7 +30,7 @@ from fedssl.config.compat import split_arguments
 from fedssl.config.compose import compose_unresolved, validate_names
 from fedssl.config.literal import literal_values, user_path
 from fedssl.config.load import compose, load_settings, with_run_folder
-from fedssl.config.overrides import CONF, check_single, check_sweep, config_groups, parse, quote_value
+from fedssl.config.overrides import CONF, by_key, check_single, check_sweep, config_groups, parse, quote_value
 from fedssl.config.settings import Settings
 from fedssl.config.targets import expand_config_dir_flag, search_folders
 from fedssl.errors import InputError, RunError
@@ -71,7 +71,8 @@ def _run_all() -> int:
     flags, overrides = split_arguments(expand_config_dir_flag(sys.argv[1:]))
     is_sweep = bool({"-m", "--multirun"} & set(flags))
     overrides = literal_values(overrides, sweep=is_sweep)
-    validate_names(overrides)
+    if "resume" not in by_key(overrides):  # else by the choices of the run or the sweep that is resumed
+        validate_names(overrides)
     # Hydra's own code for these two flags composes the config again.
     if flags in (["--help"], ["-h"]):
         print(_help_text(overrides), end="")

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from fedssl.atomic_files import make_output_folder, saved_rounds, write_text
 from fedssl.config.compat import expand_sweep
-from fedssl.config.compose import RESUMABLE_KEYS, hydra_value
+from fedssl.config.compose import RESUMABLE_KEYS, hydra_value, validate_names
 from fedssl.config.literal import user_path
 from fedssl.config.load import compose, load_settings
 from fedssl.config.overrides import by_key, config_groups, key_and_group, parse, quote_value
@@ -28,7 +28,7 @@ from fedssl.errors import InputError, RunError
 from fedssl.report.accuracy_table import sweep_table
 from fedssl.runs.groups import OWN_KEYS
 from fedssl.runs.run import LOCK_FILE, RANKME, acquire_lock, is_locked, read_run, read_summary, write_summary
-from fedssl.untrusted import corrupt_file_error, read_yaml, sanitize
+from fedssl.untrusted import checksum_line, corrupt_file_error, read_yaml, sanitize
 from simulation.sweep_progress import SweepProgress
 
 Runner = Callable[[Sequence[str]], None]  # runs or resumes a run with these overrides
@@ -197,7 +197,9 @@ class SweepState:
         """Write the file into the folder of the sweep."""
         options = [f"sweep.{name}={'null' if value is None else value}" for name, value in self.options.items()]
         content = {"overrides": self.overrides, "jobs": self.jobs, "options": options}
-        write_text(folder / STATE_FILE, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+        text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+        # An edited job would count as finished with the results of other settings.
+        write_text(folder / STATE_FILE, f"{checksum_line(text)}\n{text}")
 
 
 def plan_jobs(folder: Path, overrides: Sequence[str], options: Mapping[str, Any] = {}) -> SweepState:
@@ -235,6 +237,7 @@ def plan_jobs(folder: Path, overrides: Sequence[str], options: Mapping[str, Any]
         jobs[name] = job
         if (folder / name).exists():
             raise InputError(f"{folder / name} exists but is no job of this sweep; set another {FOLDER_KEY} or move it")
+    validate_names(merged)
     saved = {name: value for name, value in options.items() if name in SAVED_OPTIONS}
     return SweepState(merged, jobs, earlier.options | saved)
 

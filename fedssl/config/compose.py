@@ -63,7 +63,7 @@ def resolve_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]
         check_renamed("strategy.metrics")
     check_types(config, defaults)
     validate_config(config)
-    add_import_path(overrides)
+    add_import_path(search_folders(overrides))
     check_targets(config)
     if config.plan:
         raise InputError("plan=true is for the command fedssl, which then runs nothing; leave it out here")

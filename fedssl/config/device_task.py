@@ -79,8 +79,7 @@ def read_task(text: str, *, states: Path, folders: Sequence[Path] = ()) -> Clien
     class in the edge client's config directory cannot be imported.
     """
     config = compose_task(text, folders)
-    if folders:
-        add_import_path([searchpath_override(folders)])
+    add_import_path(folders)
     check_targets(config)
     return client_settings(config, states=states / config.run_id, partition=None)
 

@@ -105,6 +105,8 @@ def load_settings(overrides: Sequence[str]) -> Settings:
         raise
     config.run_id = saved["run_id"]
     _restore_initial_weights(config, saved, explicit=explicit.keys())
+    if config.teacher is not None and "teacher_encoder" in config.method and not Path(config.teacher).exists():
+        config.method.teacher_encoder = _saved_teacher(saved, folder / "config.yaml")
     # The number of edge clients is counted, and their images are not partitioned.
     counted = {"num_clients", "clients_per_round", "partition"} if (folder / DEVICE_NUMBERS_FILE).exists() else set()
     resumable = RESUMABLE_KEYS | _RUN_KEYS | counted
@@ -134,6 +136,14 @@ def _restore_initial_weights(config: DictConfig, saved: Mapping[str, Any], *, ex
     for key in ("mean", "std"):
         if f"dataset.{key}" not in explicit:
             OmegaConf.update(config, f"dataset.{key}", saved["dataset"][key], merge=False)
+
+
+def _saved_teacher(saved: Mapping[str, Any], file: Path) -> Any:
+    """Return the description of the teacher whose weights are in the checkpoints; its file is gone."""
+    try:
+        return plain_values(saved["method"].get("teacher_encoder"), "method.teacher_encoder")
+    except ValueError as error:
+        raise corrupt_file_error(file, str(error)) from error
 
 
 def _recheck_saved(overrides: Sequence[str], file: Path) -> None:

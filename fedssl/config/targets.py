@@ -64,10 +64,10 @@ def search_folders(overrides: Sequence[str]) -> list[Path]:
     return [_existing(entry.removeprefix("file://")) for entry in entries]
 
 
-def add_import_path(overrides: Sequence[str]) -> None:
-    """Add the current folder to ``sys.path``, behind installed modules, if the overrides name a config directory."""
+def add_import_path(folders: Sequence[Path]) -> None:
+    """Add the current folder to ``sys.path``, behind installed modules, if there are config directories."""
     here = str(Path.cwd())
-    if search_folders(overrides) and here not in sys.path:
+    if folders and here not in sys.path:
         sys.path.append(here)
 
 
@@ -117,6 +117,7 @@ def user_encoder(target: str, folders: Sequence[Path]) -> Callable[..., Any] | N
     A file must not select the code that loads it.
     """
     chosen = choice_targets("encoder", folders) - installed_targets()
+    add_import_path(folders)
     return locate(target, key="encoder._target_") if target in chosen else None
 
 

@@ -11,7 +11,7 @@ from fedssl.config.load import BASE_FOLDER
 from fedssl.config.saved_run import INITIAL_ENCODER_FILE, read_overrides
 from fedssl.errors import InputError
 from fedssl.runs.manifest import MANIFEST_SUFFIX, read_manifest
-from fedssl.runs.run import RUN_MARKERS, read_run
+from fedssl.runs.run import RUN_MARKERS, Run, read_run
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,20 @@ def _settings_problems(folder: Path) -> Iterator[str]:
         yield "summary.json is missing or damaged"
     if run.finished and not list(folder.glob("encoder*.pt")):
         yield "encoder.pt is missing"
+    if run.value("encoder.weights") and not (folder / INITIAL_ENCODER_FILE).exists():
+        yield f"{INITIAL_ENCODER_FILE} is missing, without which the run cannot be resumed"
+    if not run.running and max(saved_rounds(folder / "checkpoints"), default=0) < _last_checkpoint(run):
+        yield f"the checkpoint of round {_last_checkpoint(run)} is missing"
     for problem in incomplete:
         yield problem.removeprefix(f"{folder}/")
+
+
+def _last_checkpoint(run: Run) -> int:
+    """Return the round of a run's last checkpoint; 0 for none. A killed run may lack that of its last round."""
+    every = run.value("checkpoint_every")
+    if run.finished or not every.isdecimal() or every == "0":
+        return run.rounds_done
+    return (run.rounds_done - 1) // int(every) * int(every) if run.rounds_done else 0
 
 
 def _checkpoint_problems(folder: Path, round: int) -> Iterator[str]:

@@ -17,8 +17,8 @@ from fedssl.runs.loaded_run import load_run_folder
 from fedssl.runs.verify import verify_run
 from fedssl.wire.messages import ARRAYS
 from fedssl.wire.records import encode_arrays, record_bytes
-from server_app.build import load_teacher
 from server_app.checkpoint import latest_checkpoint
+from server_app.teacher import load_teacher
 from simulation.cli import run
 from tests.federation import TINY, Federation
 from tests.methods import save_teacher

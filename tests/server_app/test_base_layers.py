@@ -192,7 +192,12 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     again = tmp_path / "again"
     run([*overrides, "pause_after=1", f"output_dir={again}"])
     release_worker()
+    (damaged,) = (again / "base").iterdir()
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-8] + bytes(4))
     run([f"resume={again}"])
+    assert damaged.read_bytes() == content
+    assert f"{damaged} is damaged: it is written again" in (again / "run.log").read_text()
     ended, repeated = (latest_checkpoint(one / "checkpoints").models["global"].layers for one in (folder, again))
     assert all(np.array_equal(ended[name], repeated[name]) for name in ended)
     settings = compose([*overrides, f"output_dir={folder}"])

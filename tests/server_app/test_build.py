@@ -9,7 +9,8 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.export import save_encoder
 from fedssl.methods.base import build_method
-from server_app.build import load_teacher, make_lr_schedule
+from server_app.build import make_lr_schedule
+from server_app.teacher import load_teacher
 from tests.federation import Federation
 
 WORDS = ["method=fedca", "encoder.width=4", "method.alignment_weight=0.1"]

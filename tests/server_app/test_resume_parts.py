@@ -159,6 +159,22 @@ def test_one_changed_bit_of_the_settings_or_the_summary_is_found(tmp_path, three
     assert verify_run(folder).problems == ()
 
 
+def test_a_missing_checkpoint_and_missing_initial_weights_are_found(tmp_path, three_rounds):
+    folder = shutil.copytree(three_rounds, tmp_path / "run")
+    for suffix in ("pt", "json"):
+        (folder / f"checkpoints/round-000003.{suffix}").unlink()
+    assert verify_run(folder) == Verification(("the checkpoint of round 3 is missing",), (2,))
+    (folder / "summary.json").unlink()  # a killed run may lack its last checkpoint
+    assert verify_run(folder).problems == ("summary.json is missing or damaged",)
+    shutil.rmtree(folder / "checkpoints")
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().partition("\n")[2].replace("  weights: null\n", "  weights: /x.pt\n"))
+    assert verify_run(folder).problems[1:] == (
+        "initial_encoder.pt is missing, without which the run cannot be resumed",
+        "the checkpoint of round 2 is missing",
+    )
+
+
 def test_damaged_snapshots_are_found(tmp_path, three_rounds):
     folder = shutil.copytree(three_rounds, tmp_path / "run")
     weights = np.ones(50, dtype=np.float32)

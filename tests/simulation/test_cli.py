@@ -5,9 +5,11 @@ import torch
 from omegaconf import OmegaConf
 
 from fedssl.config import load
+from fedssl.config.load import compose, save_run
+from fedssl.config.settings import Component
 from fedssl.errors import InputError
 from fedssl.machine import devices
-from simulation import grid, ray_grid, resources
+from simulation import cli, grid, ray_grid, resources
 from simulation.cli import run
 from tests.devices import write_images
 
@@ -23,6 +25,39 @@ def test_only_a_run_without_phases_can_change_its_length(tmp_path):
         run([f"resume={tmp_path / 'staged'}", "rounds=5"])
     assert "\n" not in str(caught.value)
     run([f"resume={tmp_path / 'whole'}", "rounds=5"])
+
+
+@pytest.mark.parametrize(
+    ("choices", "override"),
+    [
+        (["dataset=cifar10"], "dataset.cache=/x"),
+        (["engine=ray"], "engine.address=10.0.0.1:6379"),
+        (["tracker=mlflow"], "tracker.uri=http://10.0.0.1:5000"),
+    ],
+)
+def test_what_points_outside_a_run_folder_is_repeated_in_the_command(choices, override, tmp_path, monkeypatch, capsys):
+    save_run(compose([*choices, override]).recording, tmp_path)
+    ran = []
+    monkeypatch.setattr(cli, "_run_here", lambda settings: ran.append(settings.recording.config))
+    monkeypatch.setattr(Component, "instantiate", lambda *args: None)  # the tracker may not be installed
+
+    def command(*overrides):
+        monkeypatch.setattr("sys.argv", ["fedssl", f"resume={tmp_path}", *overrides])
+        return cli.main(), capsys.readouterr().err
+
+    status, error = command()
+    assert status == 2
+    assert "accepted only from your own command, because" in error
+    assert "if you trust it, add the override there" in error
+    assert command(override) == (0, "")
+    key, _, value = override.partition("=")
+    assert OmegaConf.select(ran.pop(), key) == value
+    status, error = command(override, "rouns=5")
+    assert (status, error) == (
+        2,
+        "fedssl: there is no setting 'rouns'; did you mean rounds; `fedssl --cfg job` shows all\n",
+    )
+    assert not ran
 
 
 def test_settings_are_composed_once_and_saved_once(tmp_path, monkeypatch):

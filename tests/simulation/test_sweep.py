@@ -113,6 +113,20 @@ class TestJobs:
         assert "\n" not in str(caught.value)
         assert (tmp_path / STATE_FILE).read_text() == content
 
+    def test_an_edited_file_is_refused(self, tmp_path):
+        """The job would be finished, with the results of other settings."""
+        plan_jobs(tmp_path, ["seed=0,1"])
+        file = tmp_path / STATE_FILE
+        file.write_text(file.read_text().replace("seed=1", "seed=2"))
+        with pytest.raises(InputError, match=r"sweep\.yaml cannot be used \(its checksum is wrong: it was edited"):
+            plan_jobs(tmp_path, [])
+
+    def test_names_are_those_of_the_saved_choices(self, tmp_path):
+        plan_jobs(tmp_path, ["dataset=cifar10", "seed=0,1"])
+        assert len(plan_jobs(tmp_path, ["dataset.cache=/x"])) == 2
+        with pytest.raises(InputError, match=r"there is no setting 'dataset\.cash'.*did you mean dataset\.cache"):
+            plan_jobs(tmp_path, ["dataset.cash=/x"])
+
     def test_a_folder_that_exists_is_not_used(self, tmp_path):
         (tmp_path / "1").mkdir()
         (tmp_path / "1" / "thesis.txt").touch()

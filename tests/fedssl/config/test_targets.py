@@ -17,8 +17,11 @@ from fedssl.config.targets import (
     search_folders,
     user_encoder,
 )
+from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.evaluation.cli import compose_evaluation
+from fedssl.export import cli as export
+from fedssl.export import save_encoder
 
 MODULE = """
 from strategies.fedavg import FedAvg
@@ -171,6 +174,20 @@ class TestTargets:
             compose(overrides)
         assert compose(words_for("conf", *overrides)).algorithm.strategy.name == "Mine"
         assert sys.path[-1] == str(tmp_path)
+
+    def test_of_the_current_folder_are_found_by_an_export(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        (tmp_path / "here_exported.py").write_text(MODULE)
+        (tmp_path / "conf" / "encoder").mkdir(parents=True)
+        (tmp_path / "conf" / "encoder" / "mine.yaml").write_text("_target_: here_exported.encoder\n")
+        monkeypatch.chdir(tmp_path)
+        settings = {"_target_": "here_exported.encoder", "channels": 1, "size": 8, "width": 4}
+        encoder = conv_small(channels=1, size=8, width=4)
+        save_encoder("encoder.pt", encoder, settings=settings, mean=[0.5], std=[0.5], metadata={})
+        command = ["fedssl-export", "--config-dir", "conf", "encoder=encoder.pt", "format=safetensors"]
+        monkeypatch.setattr("sys.argv", command)
+        assert export.main() == 0
+        assert (tmp_path / "encoder.safetensors").exists()
 
     def test_an_encoder_is_built_only_if_the_words_name_its_folder(self, conf):
         (target,) = choice_targets("encoder", [conf]) - choice_targets("encoder", [])

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +29,10 @@ from fedssl.training import LocalTrainer, train
 from fedssl.views import Views
 from fedssl.wire.messages import CONFIG
 from server_app import nodes
-from server_app.build import build_run, load_teacher
+from server_app.build import build_run
 from server_app.checkpoint import latest_checkpoint
 from server_app.round import Round
+from server_app.teacher import load_teacher
 from simulation.cli import run
 from strategies.interfaces import GLOBAL, ServerState
 from tests.devices import Devices, ask, context, write_images
@@ -333,11 +335,19 @@ RUN = [*WORDS, *SIMILARITY, "num_clients=3", "clients_per_round=2", "local_epoch
 RUN += ["evaluate_every=1", "evaluation=none", "final_evaluation=none", "collapse_images=20", "rounds=3"]
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    run([*RUN, f"output_dir={tmp_path / 'whole'}"])
+def test_a_resumed_run_equals_an_uninterrupted_one_without_the_file_of_the_teacher(tmp_path):
+    file = save_teacher(tmp_path / "encoder.pt", "encoder.width=6", "seed=7")
+    run([*RUN, f"teacher={file}", f"output_dir={tmp_path / 'whole'}"])
+    file.unlink()
+    release_worker()
     other = repeat_from(2, tmp_path / "whole")
     left, right = (latest_checkpoint(folder / "checkpoints").models[GLOBAL] for folder in (tmp_path / "whole", other))
     assert all(np.array_equal(array, right.layers[name]) for name, array in left.layers.items())
+    assert left.broadcast.keys() == right.broadcast.keys() != set()
+    assert all(np.array_equal(array, right.broadcast[name]) for name, array in left.broadcast.items())
+    shutil.rmtree(other / "checkpoints")
+    with pytest.raises(InputError, match=r"teacher=.* does not exist; choose the encoder\.pt of a run folder"):
+        run([f"resume={other}"])
     lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert all({"cost", "health"} <= line.keys() for line in lines)
 

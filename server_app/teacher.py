@@ -1,0 +1,69 @@
+"""The teacher of a run, whose weights the server reads from a file, or from the checkpoint of a resumed run."""
+
+import logging
+from pathlib import Path
+
+from fedssl.atomic_files import saved_rounds
+from fedssl.config.settings import DataSettings, Settings
+from fedssl.errors import InputError
+from fedssl.export import load_weights
+from fedssl.methods.base import TEACHER, SSLMethod
+from fedssl.model_arrays import load_layers, part_name
+from strategies.interfaces import ServerState
+
+log = logging.getLogger("fedssl")
+
+
+def check_teacher(settings: Settings) -> None:
+    """Raise `InputError` if the teacher's file, from which a method may need the architecture, does not exist.
+
+    A resumed run does not need it, because its checkpoints have the weights.
+    """
+    file = settings.teacher
+    if teacher_is_saved(settings):
+        log.info("teacher=%s does not exist; the checkpoint has its weights", file)
+    elif file is not None and not file.exists():
+        raise InputError(f"teacher={file} does not exist; choose the encoder.pt of a run folder")
+
+
+def teacher_is_saved(settings: Settings) -> bool:
+    """Return whether the teacher's file does not exist, and checkpoints of the resumed run have its weights."""
+    file, recording = settings.teacher, settings.recording
+    if file is None or file.exists() or recording.resumed is None or recording.folder is None:
+        return False
+    return bool(saved_rounds(recording.folder / "checkpoints"))
+
+
+def restore_teacher(method: SSLMethod, state: ServerState) -> None:
+    """Load the weights of the teacher from the state of a resumed run into the server's method, if it has any."""
+    model = next(iter(state.models.values()), None)
+    if model is not None:
+        load_layers(method, {name: layer for name, layer in model.broadcast.items() if part_name(name) == TEACHER})
+
+
+def load_teacher(method: SSLMethod, file: Path | None, *, data: DataSettings) -> None:
+    """Load the teacher from its file into the server's method. Clients receive its weights once, and no path."""
+    name = type(method).__name__
+    if TEACHER not in method.static_parts:
+        if file is not None:
+            raise InputError(
+                f"teacher={file} but {name} uses no teacher; set method=fedca method.alignment_weight=0.1 or "
+                "method=distillation, or leave teacher out"
+            )
+        return
+    if file is None:
+        raise InputError(
+            f"teacher=null but {name} needs a teacher; give teacher=FILE, the encoder.pt of a run on public "
+            "images, or set method.alignment_weight=0"
+        )
+    metadata = load_weights(file, method.get_submodule(TEACHER))
+    channels = len(metadata["mean"])
+    if data.channels not in (1, channels):
+        raise InputError(
+            f"the teacher of {file} was trained on images with {channels} channel(s) but dataset.channels="
+            f"{data.channels}; set dataset.channels={channels}, or give another teacher"
+        )
+    here = {"size": data.size, "mean": list(data.mean), "std": list(data.std)}
+    others = [f"dataset.{key}={here[key]} (there {metadata[key]})" for key in here if here[key] != metadata[key]]
+    if others and method.teacher_sees_views:
+        log.warning("the teacher of %s was trained with other preprocessing: %s", file, ", ".join(others))
