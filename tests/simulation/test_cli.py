@@ -53,11 +53,8 @@ def test_what_points_outside_a_run_folder_is_repeated_in_the_command(choices, ov
     key, _, value = override.partition("=")
     assert OmegaConf.select(ran.pop(), key) == value
     status, error = command(override, "rouns=5")
-    assert (status, error) == (
-        2,
-        "fedssl: there is no setting 'rouns'; did you mean rounds; `fedssl --cfg job` shows all\n",
-    )
-    assert not ran
+    assert (status, not ran) == (2, True)
+    assert error.startswith("fedssl: there is no setting 'rouns'; did you mean rounds or run_id")
 
 
 def test_settings_are_composed_once_and_saved_once(tmp_path, monkeypatch):

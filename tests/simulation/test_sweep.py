@@ -123,9 +123,9 @@ class TestJobs:
 
     def test_names_are_those_of_the_saved_choices(self, tmp_path):
         plan_jobs(tmp_path, ["dataset=cifar10", "seed=0,1"])
-        assert len(plan_jobs(tmp_path, ["dataset.cache=/x"])) == 2
+        assert len(plan_state(tmp_path, ["dataset.cache=/x"]).jobs) == 2
         with pytest.raises(InputError, match=r"there is no setting 'dataset\.cash'.*did you mean dataset\.cache"):
-            plan_jobs(tmp_path, ["dataset.cash=/x"])
+            plan_state(tmp_path, ["dataset.cash=/x"])
 
     def test_a_folder_that_exists_is_not_used(self, tmp_path):
         (tmp_path / "1").mkdir()
