@@ -1,16 +1,21 @@
 """The commands: entry points, signals, error messages and exit statuses."""
 
+import codecs
 import importlib
+import io
 import os
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
 from types import FrameType
 
-from fedssl.errors import InputError, RunError
+from fedssl.errors import InputError, RunError, error_of_path
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+_PACKAGES = ("client_app", "server_app", "simulation", "strategies")
 _received: list[int] = []
 
 
@@ -51,6 +56,7 @@ def fedssl_device() -> None:
 
 def _main(name: str, module: str) -> None:
     """Handle signals, import the module of a command, which is slow, run it, and exit with its status."""
+    prepare_streams()
     if "--version" in sys.argv[1:]:
         from fedssl import __version__  # here: it reads a file
 
@@ -61,12 +67,47 @@ def _main(name: str, module: str) -> None:
             signal.signal(number, _interrupt)
 
     def command() -> int:
+        check_packages()
         status: int = importlib.import_module(module).main()
         for number in _SIGNALS:  # nothing is left to interrupt
             signal.signal(number, signal.SIG_IGN)
         return status
 
     sys.exit(run_command(name, command))
+
+
+def prepare_streams() -> None:
+    """Replace closed standard streams by the null device, and characters that the encoding of a stream lacks.
+
+    The next file that is opened would get the number of a closed stream, and all output.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - open until the process ends
+    codecs.register_error("fedssl", _replace_characters)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="fedssl")
+
+
+def _replace_characters(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    missing = error.object[error.start : error.end].replace("±", "+-")
+    return missing.encode("ascii", "backslashreplace").decode(), error.end
+
+
+def check_packages() -> None:
+    """Raise `InputError` if another package hides one of this project, which would be imported in its place."""
+    root = Path(__file__).parents[1]
+    for name in _PACKAGES:
+        spec = find_spec(name)
+        found = None if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), None)
+        if found is None or root not in Path(found).absolute().parents:
+            raise InputError(
+                f"{found or 'nothing'} is imported as {name}, a package of fedssl; rename it, or remove its folder "
+                "from PYTHONPATH (in a notebook: work in another folder)"
+            )
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -91,11 +132,12 @@ def run_command(name: str, command: Callable[[], int | None]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt) or _received:  # an import that was interrupted may raise any error
             return _print_stop(name, str(error) if isinstance(error, KeyboardInterrupt) else "")
-        if isinstance(error, InputError | RunError):
-            return _print_error(f"{name}: {error}", status=2 if isinstance(error, InputError) else 1)
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
+        shown = error_of_path(error) if isinstance(error, OSError) else error
+        if isinstance(shown, InputError | RunError):
+            return _print_error(f"{name}: {shown}", status=2 if isinstance(shown, InputError) else 1)
         raise
     return status or 0
 

@@ -1,5 +1,27 @@
 """Exceptions whose messages are shown to users."""
 
+import errno
+
+# Errors of a disk that cannot be written any more.
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+
+_MAX_PATH = 120  # characters of a path in a message
+_REMEDIES = {
+    errno.ENAMETOOLONG: "a name has at most 255 bytes, and a path 4095; choose a shorter one",
+    errno.ENOENT: "correct the path, or create what it names",
+    errno.ENOTDIR: "a part of the path is a file; correct it",
+    errno.EISDIR: "give the path of a file",
+    errno.EEXIST: "remove it, or choose another path",
+    errno.ELOOP: "its links lead to each other; remove one of them",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions, or choose another path"),
+    errno.EROFS: "choose a path on a disk that can be written",
+    errno.EMFILE: "raise the number of open files, e.g. with `ulimit -n 4096`",
+    errno.ENFILE: "end programs with many open files",
+    errno.EIO: "check the disk",
+    errno.EFBIG: "choose a path on another disk, or raise `ulimit -f`",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free disk space"),
+}
+
 
 class InputError(ValueError):
     """Invalid setting, file or folder: one sentence with what, found, allowed and remedy.
@@ -20,3 +42,14 @@ class RequestRefused(InputError):
 
     It contains values from the server's request and the device's limits, and no other data of the device.
     """
+
+
+def error_of_path(error: OSError) -> InputError | RunError | None:
+    """Return the error with one sentence for a path that cannot be used; None for an error of another kind."""
+    remedy = _REMEDIES.get(error.errno or 0)
+    if remedy is None:
+        return None
+    path = error.filename if isinstance(error.filename, str) else ""
+    path = path if len(path) <= _MAX_PATH else f"{path[: _MAX_PATH // 2]}...{path[-_MAX_PATH // 2 :]}"
+    sentence = f"{path} cannot be used ({error.strerror}); {remedy}" if path else f"{error.strerror}; {remedy}"
+    return RunError(sentence) if error.errno in DISK_ERRORS else InputError(sentence)

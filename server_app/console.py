@@ -7,7 +7,6 @@ The bar is for a terminal of the command itself. A pipe, a file, a CI runner, th
 runtime get log lines only.
 """
 
-import errno
 import logging
 import os
 import sys
@@ -18,13 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from fedssl.errors import RunError
+from fedssl.errors import DISK_ERRORS, RunError
 from fedssl.evaluation.scores import Score
 from fedssl.untrusted import sanitize
 
@@ -33,9 +32,6 @@ log = logging.getLogger("fedssl")
 WAITING_INTERVAL = 30.0  # seconds between two warnings of a wait
 _RECENT = 5  # rounds of the mean time
 _PER_SECOND = 2  # refresh rate of the bar
-
-# Errors of a disk that cannot be written any more.
-DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +104,7 @@ class PlainConsole:
     """Console with log lines only."""
 
     def handler(self) -> logging.Handler:
-        return logging.StreamHandler(sys.stdout)
+        return _LogLines(sys.stdout)
 
     def open(self, rounds: int) -> None:
         """Start to show a run."""
@@ -121,6 +117,16 @@ class PlainConsole:
 
     def close(self) -> None:
         """Remove everything but log lines."""
+
+
+class _LogLines(logging.StreamHandler[TextIO]):
+    """Handler that writes to the null device once its stream is closed, as after ``| head -1``: ``run.log`` has all."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if isinstance(sys.exc_info()[1], BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        else:
+            super().handleError(record)
 
 
 class ProgressBar(PlainConsole):
@@ -177,14 +183,15 @@ class _LogAboveBar(logging.Handler):
 
 
 def make_screen(*, terminal: bool) -> PlainConsole:
-    """Return a progress bar if standard output is a terminal that can move its cursor, else a plain console.
+    """Return a progress bar if standard output is a terminal with a cursor and Unicode, else a plain console.
 
     ``terminal=False`` if the output is forwarded.
     """
     if not terminal or not sys.stdout.isatty() or os.environ.get("CI"):
         return PlainConsole()
     console = Console(file=sys.stdout)
-    return ProgressBar(console) if console.is_terminal and not console.is_dumb_terminal else PlainConsole()
+    can_draw = console.is_terminal and not console.is_dumb_terminal and not console.options.ascii_only
+    return ProgressBar(console) if can_draw else PlainConsole()
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from fedssl.config.literal import shell_command
 from fedssl.config.load import save_run
 from fedssl.config.saved_run import read_settings
 from fedssl.config.settings import RecordingSettings
+from fedssl.errors import DISK_ERRORS
 from fedssl.evaluation.scores import Score, format_table, mean_over_models, to_flat_dict, units_of
 from fedssl.machine.memory import gigabytes
 from fedssl.plots.partition import save_partition_plot
@@ -28,7 +29,7 @@ from fedssl.runs.run import START_KEYS, write_summary
 from server_app.build import ClientData
 from server_app.checkpoint import StateSchema
 from server_app.collapse_monitor import CollapseReport, summarize_health, warn_of_collapse
-from server_app.console import DISK_ERRORS, PlainConsole, ProgressTracker
+from server_app.console import PlainConsole, ProgressTracker
 from server_app.personalization import PersonalizedResult, mean_over_clients
 from server_app.run_folder import PERSONALIZED_FILE, RunFolder
 from server_app.trackers.base import SafeTracker

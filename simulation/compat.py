@@ -18,3 +18,8 @@ def without_services() -> AbstractContextManager[Any]:
         start_api_server=lambda self, *, include_dashboard, raise_on_failure: None,
         start_monitor=lambda self: None,
     )
+
+
+def keep_sigterm_handler() -> AbstractContextManager[Any]:
+    """Let `ray.init` set no handler of SIGTERM in a block: its handlers end the process without a message."""
+    return patch("ray._private.utils.set_sigterm_handler", lambda handler: None)

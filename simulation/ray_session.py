@@ -7,10 +7,8 @@ folder, which contains client state.
 import logging
 import os
 import platform
-import signal
 import socket
 import sys
-import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from fedssl.errors import InputError, RunError
-from fedssl.machine.process import OPENMP_ENV, available_cores
+from fedssl.machine.process import OPENMP_ENV, OPENMP_THREADS, available_cores
 from fedssl.wire.fingerprint import code_fingerprint
 from server_app.console import log_while_waiting
 from simulation.resources import Host
@@ -41,6 +39,7 @@ ENVIRONMENT = {
     "RAY_health_check_failure_threshold": "100",  # by default 5: a busy machine delays answers, and Ray drops the host
     "RAY_free_objects_period_milliseconds": "20",  # by default 1 s, in which dozens of models arrive
     **OPENMP_ENV,
+    **OPENMP_THREADS,
 }
 COMPARED_VERSIONS = ("python", "torch", "flwr")
 
@@ -67,9 +66,12 @@ def ray_session(
         raise InputError("engine=ray needs Linux or macOS; use engine=local")
     import ray
 
+    from simulation.compat import keep_sigterm_handler
+
     warnings.filterwarnings("ignore", category=FutureWarning, module="ray")  # about GPUs, in every run
     with process_sandbox() as sandbox:
-        with _environment(sandbox.work, {**ENVIRONMENT, "FLWR_HOME": str(sandbox.home)}):
+        environment = {**ENVIRONMENT, "FLWR_HOME": str(sandbox.home)}
+        with _environment(sandbox.work, environment), keep_sigterm_handler():
             if address is None:
                 _start(ray, sandbox, gpus=gpus, log_to_driver=log_to_driver)
             else:
@@ -100,6 +102,11 @@ def _start(ray: ModuleType, sandbox: ProcessSandbox, *, gpus: int | None, log_to
                 _temp_dir=str(sandbox.path / "ray"),
             )
     except Exception as error:  # Ray has no common class for these errors
+        if "AF_UNIX" in str(error):  # it validates the path of its sockets
+            raise InputError(
+                f"the folder {sandbox.path.parent} is too long for the sockets of Ray; set RAY_TMPDIR to a shorter "
+                "one, e.g. RAY_TMPDIR=/tmp, or use engine=local"
+            ) from error
         raise RunError(f"Ray could not be started: {error}; use engine=local") from error
 
 
@@ -131,7 +138,6 @@ def _environment(directory: Path, environment: Mapping[str, str]) -> Iterator[No
     code in the user's directory. They use the import path of this process.
     """
     before, folder = dict(os.environ), Path.cwd()
-    terminate = signal.getsignal(signal.SIGTERM)
     path = os.pathsep.join(dict.fromkeys(str(Path(entry).absolute()) for entry in sys.path))
     os.environ.update({**environment, "PYTHONPATH": path})
     os.chdir(directory)
@@ -141,8 +147,6 @@ def _environment(directory: Path, environment: Mapping[str, str]) -> Iterator[No
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(before)
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, terminate)  # Ray replaces it
 
 
 @dataclass(frozen=True)

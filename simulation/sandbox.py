@@ -70,8 +70,17 @@ def process_sandbox() -> Iterator[ProcessSandbox]:
     The directory is in ``/tmp`` or ``RAY_TMPDIR``. Its name is short, because Ray creates Unix sockets in it, whose
     paths are limited to 107 bytes.
     """
-    directory = tempfile.mkdtemp(prefix="fssl-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))
-    sandbox = ProcessSandbox(Path(directory).resolve())
+    parent = os.environ.get("RAY_TMPDIR") or "/tmp"
+    try:
+        directory = Path(tempfile.mkdtemp(prefix="fssl-", dir=parent)).resolve()
+    except OSError as error:
+        from fedssl.errors import InputError  # here: the guard imports only the standard library
+
+        raise InputError(
+            f"Ray and Flower cannot write to the folder {parent} ({error.strerror}); set the environment variable "
+            "RAY_TMPDIR to another one with a short path, or use engine=local"
+        ) from error
+    sandbox = ProcessSandbox(directory)
     # -I -S: independent of the environment and of site-packages; starts in 20 ms.
     guard = subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, str(sandbox.path)],

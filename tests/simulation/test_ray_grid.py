@@ -24,15 +24,16 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from ray.util.placement_group import remove_placement_group
 
-from fedssl.errors import RunError
+from fedssl.errors import InputError, RunError
 from fedssl.machine.process import available_cores
 from fedssl.wire.records import arrays_to_record, record_to_arrays
 from server_app.messaging import receive
 from simulation import ray_grid
 from simulation.block_queue import Call
+from simulation.compat import keep_sigterm_handler
 from simulation.gpu_placement import place_clients
 from simulation.ray_grid import OUT_OF_MEMORY, RayGrid
-from simulation.ray_session import _environment, ray_session
+from simulation.ray_session import ray_session
 from simulation.resources import ClientResources, Host, fit_clients
 from simulation.sandbox import process_sandbox, sandbox_pids
 
@@ -283,14 +284,42 @@ def test_a_session_has_no_dashboard_and_no_autoscaler(hosts):
 
 
 def test_ray_does_not_replace_the_sigterm_handler():
-    """Ray's handler would end a run without a message."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        with _environment(Path.cwd(), {}):
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as ray.init does
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    """Ray's handlers would end a run without a message."""
+    before = signal.getsignal(signal.SIGTERM)
+    with keep_sigterm_handler():
+        ray._private.utils.set_sigterm_handler(signal.SIG_IGN)  # as ray.init does
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("seconds", [0.1, 0.5, 1, 2, 3])
+def test_sigterm_while_ray_starts_ends_the_run(seconds):
+    with own_temporary_folder() as folder:
+        process = start(folder, "output_dir=run", "threads=1")
+        wait_until(lambda: list(folder.glob("fssl-*")), seconds=60)
+        (sandbox,) = folder.glob("fssl-*")
+        time.sleep(seconds)
+        process.send_signal(signal.SIGTERM)
+        output = process.communicate(timeout=120)[0]
+        assert process.returncode == 128 + signal.SIGTERM, output
+        assert output.splitlines()[-1].startswith("fedssl: stopped by SIGTERM")
+        assert "Traceback" not in output
+        assert gone(folder, sandbox)
+
+
+@pytest.mark.parametrize(
+    ("parent", "sentence"),
+    [
+        ("missing", r"cannot write to the folder /.*/missing \(No such file or directory\); set .* RAY_TMPDIR to"),
+        ("long" * 25, "longlong is too long for the sockets of Ray; set RAY_TMPDIR to a shorter one"),
+    ],
+)
+def test_a_folder_that_ray_cannot_use_is_one_sentence(tmp_path, monkeypatch, parent, sentence):
+    if parent != "missing":
+        (tmp_path / parent).mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / parent))
+    with pytest.raises(InputError, match=sentence), ray_session(gpus=0):
+        pass
 
 
 @pytest.mark.slow

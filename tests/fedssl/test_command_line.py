@@ -1,0 +1,88 @@
+"""Streams, paths and packages of the user's machine: each problem is one sentence, and none ends a run."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fedssl.command_line import check_packages
+from fedssl.errors import InputError
+
+COMMAND = "from fedssl.command_line import _main; _main('fedssl', 'program')"
+
+
+def call(folder, program, *, shell="", **environment):
+    """Run the function of a command in a new process, with redirections of a shell."""
+    (folder / "program.py").write_text("def main():\n    " + program.replace("\n", "\n    "))
+    command = f'exec "$0" -c "$1" {shell}'
+    return subprocess.run(
+        ["sh", "-c", command, sys.executable, COMMAND],
+        cwd=folder,
+        env={**os.environ, "PYTHONUTF8": "0", **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_output_in_an_encoding_that_lacks_a_character(tmp_path):
+    program = "print('76.4 ± 0.3 für 猫')\nraise InputError('für ± 1')"
+    program = f"from fedssl.errors import InputError\n{program}"
+    done = call(tmp_path, program, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout) == (2, "76.4 +- 0.3 f\\xfcr \\u732b\n")
+    assert done.stderr == "fedssl: f\\xfcr +- 1\n"
+    assert call(tmp_path, program, PYTHONIOENCODING="utf-8").stdout == "76.4 ± 0.3 für 猫\n"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_the_null_device(tmp_path, closed):
+    """A file that the command opens must not take its number, and with it what the command prints."""
+    program = (
+        "import sys\nwith open('file', 'w') as file:\n    print('printed', flush=True)\n    file.write('written')\n"
+    )
+    program += "print('error', file=sys.stderr)\nassert sys.stdin.read() == ''"
+    done = call(tmp_path, program, shell=f"</dev/null {closed}")
+    assert (done.returncode, done.stderr) == (0, "" if "2>" in closed else "error\n")
+    assert done.stdout == ("" if " >" in f" {closed}" else "printed\n")
+    assert (tmp_path / "file").read_text() == "written"
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "sentence"),
+    [
+        (
+            "open('x' * 300)",
+            2,
+            "x" * 60 + "..." + "x" * 60 + " cannot be used (File name too long); a name has at most",
+        ),
+        ("open('missing')", 2, "missing cannot be used (No such file or directory); correct the path"),
+        ("open('program.py/x')", 2, "program.py/x cannot be used (Not a directory); a part of the path is a file"),
+        ("raise OSError(28, 'No space left on device')", 1, "No space left on device; free disk space"),
+    ],
+)
+def test_a_path_that_cannot_be_used_is_one_sentence(tmp_path, program, status, sentence):
+    done = call(tmp_path, program)
+    assert done.returncode == status
+    assert done.stderr.startswith(f"fedssl: {sentence}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_another_error_of_the_system_has_a_traceback(tmp_path):
+    assert "Traceback" in call(tmp_path, "raise OSError(22, 'Invalid argument')").stderr
+
+
+@pytest.mark.parametrize("name", ["strategies.py", "simulation/__init__.py", "server_app", "client_app.py"])
+def test_a_package_of_the_user_that_hides_one_of_this_project(tmp_path, monkeypatch, name):
+    file = tmp_path / name
+    if "." in name:
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    else:
+        file.mkdir()
+        (file / "__init__.py").touch()
+    module = name.partition("/")[0].removesuffix(".py")
+    check_packages()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(InputError, match=rf"{tmp_path}/{module}.* is imported as {module}, .*; rename it, or remove"):
+        check_packages()
