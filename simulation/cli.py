@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from fedssl.machine.process import OPENMP_ENV
+from fedssl.machine.process import OPENMP_ENV, OPENMP_THREADS
 
 # before flwr is imported: no telemetry
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 # before ray is imported: under `uv run --project DIR` it would require DIR to be the working directory
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported
+os.environ.update(OPENMP_ENV | os.environ | OPENMP_THREADS)  # before torch is imported
 
 import hydra
 from omegaconf import DictConfig, OmegaConf

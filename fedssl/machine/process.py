@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 # instead of two times if a second program uses the same cores.
 OPENMP_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 
+# To set, too: both limit the threads by the machine or its load, and their number decides the order of sums.
+OPENMP_THREADS = {"OMP_DYNAMIC": "false", "OMP_THREAD_LIMIT": str(2**31 - 1)}
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # parameters of glibc's mallopt
 
 
