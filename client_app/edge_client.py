@@ -3,7 +3,7 @@
 The SuperNode's ``--node-config`` has these keys. Only the first is required:
 
 ================  ====================================================================================================
-``data-path``     folder of the images, with or without subfolders of classes, as read by ``dataset=image_folder``
+``data-path``     folder of the images; all images below it are the device's, whatever its subfolders mean
 ``client-name``   name under which the server lists it; the default is the host name
 ``state-path``    folder of the client state; the default is ``fedssl`` in the user's data folder
 ``limits``        file of limits, see `fedssl.fleet.limits`
@@ -25,7 +25,6 @@ import logging
 import os
 import platform
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,7 +38,9 @@ from fedssl.config.device_task import compose_task, read_task
 from fedssl.config.load import BASE_FOLDER
 from fedssl.config.settings import ClientSettings, Component
 from fedssl.config.targets import search_folders, searchpath_override
-from fedssl.datasets.image_folder import SUFFIXES, count_files, files_digest
+from fedssl.datasets.formats import SUFFIXES
+from fedssl.datasets.image_folder import ALL_IMAGES, count_files, files_digest
+from fedssl.datasets.listing import is_folder, list_files
 from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet.checks import free_space
 from fedssl.fleet.limits import Limits, read_limits
@@ -181,13 +182,13 @@ class EdgeClient:
                 f"tuning.rank={self.max_rank}, or tuning.aggregation=svd or stack, which aggregate different ranks"
             )
 
-    def images_digest(self, settings: ClientSettings) -> str:
+    def images_digest(self) -> str:
         """Return a digest of the device's images, which changes when an image is added, replaced or deleted."""
-        return files_digest(self.data_path, folders=str(settings.data.reader.values["folders"]))
+        return files_digest(self.data_path)
 
     def num_training_files(self, settings: ClientSettings) -> int:
         """Return the number of files from which a task reads images, also of unreadable ones."""
-        files = count_files(self.data_path, folders=str(settings.data.reader.values["folders"]))
+        files = count_files(self.data_path)
         return files if settings.data.limit is None else min(files, settings.data.limit)
 
     def _with_local_settings(self, settings: ClientSettings, *, num_images: int) -> ClientSettings:
@@ -198,9 +199,8 @@ class EdgeClient:
             "path": str(self.data_path),
             "cache": str(self.states / ".pictures"),
             "storage": "decoded" if fits else "encoded",
-            "test_fraction": 0.0,
         }
-        reader = Component({**settings.data.reader.values, **local})
+        reader = Component({**settings.data.reader.values, **ALL_IMAGES, **local})
         return replace(
             settings,
             machine=replace(settings.machine, device=self.torch_device, threads=threads),
@@ -210,13 +210,12 @@ class EdgeClient:
 
     def _count_images(self) -> tuple[int, str]:
         """Return the number of images, and why there are none; empty if there are."""
-        if not self.data_path.is_dir():
+        if not is_folder(self.data_path):
             return 0, "has no folder of images: its data-path is not a folder"
-        suffixes = Counter(file.suffix.lower() for file in self.data_path.rglob("*"))
-        num_images = sum(suffixes[suffix] for suffix in SUFFIXES)
-        if num_images:
-            return num_images, ""
-        if suffixes[".parquet"]:
+        listing = list_files(self.data_path, SUFFIXES)
+        if listing.paths:
+            return len(listing.paths), ""
+        if listing.ignored[".parquet"]:
             return 0, "has parquet files in its data-path, but a device reads image files only"
         return 0, f"has no images in its data-path ({', '.join(SUFFIXES)})"
 

@@ -213,7 +213,7 @@ def _train_on_device(plan: TrainPlan, client: EdgeClient, on_step_start: StepHoo
 
     run = settings.states.name
     log.info("run %s, round %d: %d epochs of training are requested", run, plan.round, settings.training.epochs)
-    folder, images_digest = client.state_folder(settings.states), client.images_digest(settings)
+    folder, images_digest = client.state_folder(settings.states), client.images_digest()
 
     def train(worker: ClientWorker) -> ClientUpdate:
         client.check_rank(worker.rank_of(plan))

@@ -320,7 +320,8 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "background": _integer(0, 255),
         "max_value": _optional(Constraint(above=0)),
         "test_fraction": _BELOW_ONE,
-        "folders": _choice("class", "owner", "owner/class"),
+        "folders": _choice("class", "owner", "owner/class", "none"),
+        "split_folders": _choice("auto", True, False),
         "storage": _choice("decoded", "encoded", "auto"),
     },
     "partition": {

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from threading import Lock
@@ -17,6 +18,7 @@ import numpy as np
 from PIL import Image, ImageFile, UnidentifiedImageError
 
 from fedssl.config.constraints import check_arguments
+from fedssl.datasets.formats import FORMATS, HEIF_INSTALLED
 from fedssl.datasets.pixels import BACKGROUND, to_array
 from fedssl.errors import InputError
 from fedssl.machine.memory import decode_slot
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, int, int, int]  # (images, channels, height, width)
 
-# Accepted image formats, regardless of the file's name: none of them runs a program or fetches a file.
-FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 MAX_PIXELS = 50_000_000  # per image, default of dataset.max_pixels
 _MAX_BYTES_PER_PIXEL = 8  # in an uncompressed file
 _BYTES_PER_PIXEL = 16  # in memory: the decoded image, and a turned, a converted and an opaque copy
@@ -39,6 +39,9 @@ DECODE_LOG_INTERVAL = 10.0  # seconds between two progress lines
 VERSION = 4  # of decoded pixels and cache files; increase it if the same images give other pixels
 
 log = logging.getLogger("fedssl")
+
+if HEIF_INSTALLED:
+    import_module("pillow_heif").register_heif_opener(thumbnails=False)
 
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # the limit here is lower
 warnings.filterwarnings("ignore", "Palette images with Transparency")  # `to_array` respects it

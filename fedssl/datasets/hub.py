@@ -4,7 +4,6 @@ Both are read with pyarrow alone, since the Hub's cache of a data set consists o
 directly to the decoder, without a Python object per row.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -19,8 +18,10 @@ from fedssl.datasets.buffers import EncodedInput
 from fedssl.datasets.cache import CacheKey, open_buffer
 from fedssl.datasets.decoding import MAX_PIXELS, Decoding, decode, unreadable_summary
 from fedssl.datasets.labels import missing_labels, read_labels
+from fedssl.datasets.local_tables import has_held_out, listed_files, local_files
 from fedssl.datasets.pixels import BACKGROUND
 from fedssl.datasets.sample_checks import range_warnings
+from fedssl.datasets.splits import HELD_OUT, split_of_word
 from fedssl.datasets.tables import (
     arrow_records,
     column_bytes,
@@ -31,9 +32,6 @@ from fedssl.datasets.tables import (
     require_column,
 )
 from fedssl.errors import InputError
-
-_SPLIT_WORD = re.compile(r"(?<![a-z])(train|test|valid|validation|unlabeled)(?![a-z])")
-_HELD_OUT = ("test", "valid", "validation")  # splits that are not for training
 
 
 def read(
@@ -89,8 +87,8 @@ def read(
             f"dataset.test_fraction={test_fraction} is for local files, but dataset.path is null and data sets of the "
             "Hub have their own splits; give dataset.splits.test=NAME, or dataset.path"
         )
-    shared = path is not None and test_fraction > 0 and not any(local_files(path, name) for name in _HELD_OUT)
-    held_out = shared and split in _HELD_OUT
+    shared = path is not None and test_fraction > 0 and not has_held_out(path)
+    held_out = shared and split_of_word(split) in HELD_OUT
     files = hub_files(hub, split) if path is None else local_files(path, "train" if held_out else split)
     count = sum(num_rows(file) for file in files)
     if not count:
@@ -129,48 +127,9 @@ def read(
     return ImageData(buffer.source, _at(rows, labels), classes, _at(rows, owners), owner_names, warnings)
 
 
-def local_files(path: str, split: str) -> list[Path]:
-    """Return the sorted files of ``split`` under ``path``; empty if there are none.
-
-    A file belongs to the split that its name, or the name of a folder between ``path`` and it, contains as a word.
-    If no name contains a split, the files are training images.
-    """
-    names = listed_files(path)
-    if not any(_SPLIT_WORD.search(name) for name in names.values()):
-        return [] if split in _HELD_OUT else sorted(names)
-    # File names of the Hub; a folder may hold further splits that begin with the same word (train_0).
-    exact = [file for file in names if re.match(rf"{split}-\d+-of-\d+", file.name.lower())]
-    word = re.compile(rf"(?<![a-z]){split}(?:ation)?(?![a-z])")
-    return sorted(exact or [file for file, name in names.items() if word.search(name)])
-
-
-def listed_files(path: str) -> dict[Path, str]:
-    """Return all files of a data set with the names that split them; `InputError` if there are none."""
-    root = Path(path).expanduser()
-    if root.is_file():
-        names = {root: root.name.lower()}
-    elif root.is_dir():
-        files = [file for file in root.rglob("*") if file.suffix in (".parquet", ".arrow") and file.is_file()]
-        names = {file: str(file.relative_to(root)).lower() for file in files}
-    else:
-        names = {file: file.name.lower() for file in _matching(root)}
-    if not names:
-        raise InputError(f"dataset.path={path} holds no .parquet or .arrow file; give a file or a folder of them")
-    return names
-
-
 def _siblings(files: Sequence[Path]) -> list[Path]:
     """Return the files of all splits in the Hub's cache, without results of ``datasets``' own operations."""
     return [file for file in sorted(files[0].parent.glob("*.arrow")) if not file.name.startswith("cache-")]
-
-
-def _matching(pattern: Path) -> list[Path]:
-    """Return files that match ``pattern``; hidden files, such as macOS metadata, only if the pattern is hidden."""
-    try:
-        files = list(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))))
-    except ValueError:  # no pattern, e.g. *** in some versions of Python
-        return []
-    return [file for file in files if (pattern.name[0] == "." or file.name[0] != ".") and file.is_file()]
 
 
 def hub_files(hub: str, split: str) -> list[Path]:

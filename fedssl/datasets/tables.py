@@ -89,7 +89,7 @@ def arrow_records(files: Sequence[Path], column: str, rows: np.ndarray) -> FileR
 
 def _places(file: Path, column: str) -> tuple[np.ndarray, np.ndarray] | None:
     """Return offset and length of every image in an arrow file; None if they are compressed."""
-    if file.suffix == ".parquet":
+    if file.suffix.lower() == ".parquet":
         return None
     with _reading(file):
         mapped = pa.memory_map(str(file)).read_buffer()
@@ -122,7 +122,7 @@ def value_bounds(array: pa.Array) -> np.ndarray | None:
 def _open(file: Path) -> pq.ParquetFile | pa.Table:
     """Open a parquet file, or the table of an arrow file, memory-mapped."""
     with _reading(file):
-        if file.suffix == ".parquet":
+        if file.suffix.lower() == ".parquet":
             return pq.ParquetFile(file, memory_map=True, pre_buffer=False)  # otherwise the whole file is read
         return _table(pa.memory_map(str(file)).read_buffer())
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import httpx
 
+from fedssl.datasets.formats import SUFFIXES
+from fedssl.datasets.listing import is_folder, list_files
 from fedssl.errors import InputError
 from fedssl.fleet.certificates import verification_problem
 from fedssl.fleet.kit import Kit
@@ -57,22 +59,25 @@ def free_space(folder: Path) -> int:
 
 
 def _check_images(images: Path) -> Check:
-    if not images.is_dir():
+    from fedssl.datasets.decoding import read_image  # slow import
+
+    if not is_folder(images):
         return Check("images", f"{images} is not a folder", False)
-    from PIL import Image
-
-    from fedssl.datasets.image_folder import SUFFIXES  # slow import
-
-    files = [file for file in images.rglob("*") if file.suffix.lower() in SUFFIXES]
-    unreadable = []
-    for file in files[:: max(len(files) // 20, 1)]:  # a sample: a round reports the others
+    try:
+        listing = list_files(images, SUFFIXES)
+    except InputError as error:
+        return Check("images", str(error), False)
+    files = [images / path for path in listing.paths]
+    sample, unreadable = files[:: max(len(files) // 20, 1)], []  # a round reports the others
+    for file in sample:
         try:
-            with Image.open(file) as image:
-                image.verify()
+            read_image(file, channels=3, size=32)
         except Exception as error:  # a damaged file can raise anything
             unreadable.append(f"{file.name} ({type(error).__name__})")
+    ignored = listing.ignored_kinds()
     result = f"{len(files)} in {images}" + (f"; unreadable: {', '.join(unreadable)}" if unreadable else "")
-    return Check("images", result, len(files) >= 2 and len(unreadable) < len(files))
+    result += f"; ignored {ignored}" if ignored else ""
+    return Check("images", result, len(files) >= 2 and len(unreadable) < len(sample))
 
 
 def _check_connection(kit: Kit) -> Iterator[Check]:

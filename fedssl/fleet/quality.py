@@ -16,7 +16,7 @@ def encoder_quality(
 ) -> dict[str, float]:
     """Return `METRICS` of `fedssl.evaluation.collapse_metrics` on at most ``num_images`` local images, always the same.
 
-    ``file`` is of `fedssl.export.save_encoder`, ``images`` a folder as of ``dataset=image_folder``, and ``folders`` are
+    ``file`` is of `fedssl.export.save_encoder`, ``images`` a folder, and ``folders`` are
     config directories with further encoders. Raise `InputError`
     if fewer than two images can be read.
     """
@@ -32,6 +32,8 @@ def encoder_quality(
         size=encoder.size,
         limit=num_images,
         path=str(images),
+        folders="none",
+        split_folders=False,
         test_fraction=0.0,
     )
     if data is None or len(data.images) < 2:

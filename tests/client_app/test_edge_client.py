@@ -17,6 +17,7 @@ from client_app.step_memory import StepMemory, estimate_step_memory
 from fedssl.config.compose import resolve_config
 from fedssl.config.load import client_settings, compose
 from fedssl.errors import InputError, RequestRefused
+from fedssl.fleet import checks
 from fedssl.fleet.limits import Limits, read_limits
 from fedssl.wire.device import installed_versions
 from fedssl.wire.identity import NodeInfo, read_node_info
@@ -105,6 +106,24 @@ def test_a_genuine_plan_is_trained(plan, node, tmp_path):
         "states/history.jsonl",
         "states/.usage.json",
     }
+
+
+def test_all_images_below_its_folder_are_a_devices_images(plan, node, tmp_path):
+    """Partly in subfolders, partly loose, linked, or in folders with the names of splits."""
+    images = node["data_path"]
+    write_images(images / "DCIM" / "100APPLE", 3, seed=1)
+    write_images(images / "train", 2, seed=2)
+    write_images(images / "test", 2, seed=3)
+    write_images(images / "DCIM" / ".thumbnails", 4, seed=4)
+    (images / "more").symlink_to(write_images(tmp_path / "disk", 5, seed=5))
+    (images / "DCIM" / "loop").symlink_to(images)
+    client = EdgeClient.read(context(**node).node_config)
+    assert client.node_info.num_images == 18
+    check = next(checks.run_checks(None, images, tmp_path))
+    assert (check.passed, check.result.partition(" in ")[0]) == (True, "18")
+    reply = ask(plan, context(**node))
+    assert not reply.has_error(), reply.error.reason
+    assert ClientUpdate.from_content(reply.content, 0).num_examples == 18
 
 
 FULL = "seed: 0\nrun_id: x\naugmentation:\n  _target_: numpy.testing.runstring\n"

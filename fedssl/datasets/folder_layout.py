@@ -1,0 +1,355 @@
+"""Meaning of the folders below a folder of images: splits, owners and classes.
+
+- Subfolders are splits if all are named after splits, see `fedssl.datasets.splits`; the setting ``split_folders``
+  overrides this. Subfolders without images do not count.
+- If all images are in one subfolder, which only has subfolders, then these are meant.
+- Classes are those of all splits, in the order of their names as text. With a single one there are no labels.
+"""
+
+import logging
+import os
+import unicodedata
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import chain, takewhile
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+
+from fedssl.datasets.base import stratified_holdout
+from fedssl.datasets.formats import HEIF_INSTALLED, HEIF_SUFFIXES, SUFFIXES
+from fedssl.datasets.listing import Listing, is_folder, list_files, log_once
+from fedssl.datasets.splits import HELD_OUT, matching, split_of
+from fedssl.errors import InputError
+from fedssl.untrusted import sanitize
+
+_LEVELS = {"class": ("class",), "owner": ("owner",), "owner/class": ("owner", "class"), "none": ()}
+_MAX_LISTED = 5  # names in a line
+
+
+class FilePaths(Sequence[Path]):
+    """Paths of files, of which only the text is in memory: a million of them need 150 MB."""
+
+    def __init__(self, paths: list[str]) -> None:
+        self._paths = paths
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    @overload
+    def __getitem__(self, index: int) -> Path: ...
+    @overload
+    def __getitem__(self, index: slice) -> "FilePaths": ...
+    def __getitem__(self, index: int | slice) -> "Path | FilePaths":
+        return FilePaths(self._paths[index]) if isinstance(index, slice) else Path(self._paths[index])
+
+    def at(self, indices: np.ndarray) -> "FilePaths":
+        return FilePaths([self._paths[index] for index in indices])
+
+
+@dataclass(frozen=True)
+class FileList:
+    """Image files with the classes and owners of their folders; see `ImageData` for the fields."""
+
+    files: FilePaths
+    labels: np.ndarray | None = None
+    classes: tuple[str, ...] = ()
+    owners: np.ndarray | None = None
+    owner_names: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def at(self, indices: np.ndarray) -> "FileList":
+        labels, owners = (None if column is None else column[indices] for column in (self.labels, self.owners))
+        return replace(self, files=self.files.at(indices), labels=labels, owners=owners)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Images of one folder, with the names of their classes and owners as far as these have folders."""
+
+    folder: str
+    files: list[str]
+    names: Mapping[str, list[str]]  # by "class" and "owner"
+    identities: Collection[tuple[int, int]] = ()  # of the files, if there are links
+    empty: list[str] = field(default_factory=list)  # folders of classes without images
+
+    @property
+    def classes(self) -> set[str]:
+        return set(self.names.get("class", ()))
+
+
+def list_split(
+    split: str, root: Path, *, folders: str = "class", split_folders: bool | str = "auto", test_fraction: float = 0.0
+) -> FileList | None:
+    """List the images of a split, sorted by path; None if there are no test images.
+
+    The arguments are those of `fedssl.datasets.image_folder.read`. Raise an `InputError` for a split that does not
+    exist.
+    """
+    listing = _list(root)
+    base, names = _find_splits(listing, split_folders, descend=folders in ("class", "none"))
+    below = f"{listing.root}/{base}".rstrip("/")
+    parts = {name: _part(listing.below(f"{base}{name}", SUFFIXES), folders, compared=listing.linked) for name in names}
+    parts = _without_lone_classes(parts) or {"train": _part(listing, folders)}
+    classes, warnings = _classes(parts.values()), _warnings(listing)
+    empty = [name for name in listing.subfolders(base) if names and name not in names]
+    empty += [name for part in parts.values() for name in part.empty]
+    _log_layout(listing, parts if names else {}, classes, empty)
+
+    train, held_out = matching("train", parts), [name for kind in HELD_OUT for name in matching(kind, parts)]
+    chosen = _test_folders(below, parts, classes) if split == "test" else matching(split, parts)
+    if train and not held_out and (split == "test" or chosen == train):
+        return _share(_file_list(_joined(parts, train), classes, warnings), test_fraction, is_test=split == "test")
+    if not chosen:
+        other = "false if they are no splits" if names else "true if its subfolders are splits"
+        raise InputError(
+            f"{below} has no split {split!r}, only {_listed(parts)}{'' if held_out else ' and test, a share of it'}; "
+            f"name one of them in dataset.splits, or set dataset.split_folders={other}"
+        )
+    part = _joined(parts, chosen)
+    if train and chosen != train:
+        warnings += _compared(part, _joined(parts, train), classes)
+    return _file_list(part, classes, warnings)
+
+
+def list_images(folder: Path, *, folders: str = "class") -> FileList:
+    """List all images below a folder, whose subfolders are no splits, sorted by path."""
+    listing = _list(folder)
+    part = _part(listing, folders)
+    return _file_list(part, _classes([part]), _warnings(listing))
+
+
+def _list(root: Path) -> Listing:
+    """List the images below the folder of a data set, and log what is ignored."""
+    if not is_folder(root):
+        archive = "; unpack it first" if root.suffix.lower() in (".zip", ".tar", ".gz", ".tgz", ".rar", ".7z") else ""
+        raise InputError(f"dataset.path: {root} is not a folder; give the folder that holds your images{archive}")
+    listing = list_files(root, SUFFIXES)
+    ignored = listing.ignored_kinds()
+    if not listing.paths and not listing.repeated:
+        found = f" (ignored {ignored})" if ignored else ""
+        raise InputError(f"{root} holds no image{found}; allowed are files ending in {' '.join(SUFFIXES)}")
+    if ignored:
+        log_once(logging.INFO, sanitize(f"{listing.root}: ignored {ignored}"))
+    return listing
+
+
+def _warnings(listing: Listing) -> tuple[str, ...]:
+    """Return a warning about images that another package could read."""
+    heif = 0 if HEIF_INSTALLED else sum(listing.ignored[suffix] for suffix in HEIF_SUFFIXES)
+    remedy = "install pillow-heif to read them (pip install 'fedssl[heif]')"
+    return (
+        (f"{listing.root}: {heif:,} images ending in {' '.join(HEIF_SUFFIXES)} are ignored; {remedy}",) if heif else ()
+    )
+
+
+def _log_layout(listing: Listing, parts: Mapping[str, _Part], classes: Sequence[str], empty: Sequence[str]) -> None:
+    """Log what was recognized, in one line."""
+    found = [f"{name} ({len(part.files):,} images)" for name, part in parts.items()]
+    line = f"splits {', '.join(found)}" if found else f"{len(listing.paths):,} images"
+    line += f"; {len(classes):,} classes ({_listed(classes)})" if classes else "; no classes"
+    line += f"; without images: {_listed(sorted(set(empty)))}" if empty else ""
+    unused = len(listing.paths) - sum(len(part.files) for part in parts.values()) if parts else 0
+    line += f"; {unused:,} images outside the splits are not used" if unused > 0 else ""
+    log_once(logging.INFO, sanitize(f"{listing.root}: {line}"))
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    rest = len(names) - _MAX_LISTED
+    return ", ".join([*names[:_MAX_LISTED], f"{rest:,} more"] if rest > 0 else names)
+
+
+def _test_folders(below: str, parts: Mapping[str, _Part], classes: Sequence[str]) -> list[str]:
+    """Return the folders of the test images: those of the test, or else of the validation, with labels if possible."""
+    groups = [group for kind in HELD_OUT if (group := matching(kind, parts))]
+    train = [parts[name] for name in matching("train", parts)]
+    labeled = [group for group in groups if all("class" in parts[name].names for name in group)]
+    if classes and groups and not labeled and train and train[0].classes:
+        found = _listed(sorted(train[0].classes))
+        raise InputError(
+            f"{train[0].folder} has the classes {found} but {below}/{groups[0][0]} has none of them; set "
+            f"dataset.path={train[0].folder} to hold out the share dataset.test_fraction of these images"
+        )
+    chosen = next(iter(labeled or groups), [])
+    if chosen and split_of(chosen[0]) != "test":
+        log_once(logging.INFO, sanitize(f"{below}: {_listed(chosen)} serves as the test"))
+    return chosen
+
+
+def _share(file_list: FileList, test_fraction: float, *, is_test: bool) -> FileList | None:
+    """Return the share for training or for the test; without labels, all is for training."""
+    if file_list.labels is None:
+        return None if is_test else file_list
+    return file_list.at(stratified_holdout(file_list.labels, fraction=test_fraction)[is_test])
+
+
+def _find_splits(listing: Listing, split_folders: bool | str, *, descend: bool) -> tuple[str, list[str]]:
+    """Return the folder of the splits' folders, empty or ending in "/", and their names; no names if there are none.
+
+    ``descend`` allows to enter a folder that holds all images.
+    """
+    base, paths = "", [*listing.paths, *listing.repeated]
+    while True:
+        below = [path[len(base) :].partition("/") for path in paths]
+        names = sorted({name for name, slash, _ in below if slash})
+        words = [name for name in names if split_of(name)]
+        enter = descend and len(names) == 1 and all(slash for _, slash, _ in below)
+        if split_folders is True and words + names[1:]:
+            return base, names
+        if split_folders == "auto" and words and _are_splits(f"{listing.root}/{base}", names, words):
+            return base, names
+        if not enter:
+            break
+        base += f"{names[0]}/"
+    if split_folders is True:
+        raise InputError(
+            f"dataset.split_folders=true but {listing.root} has no folders of splits; set dataset.split_folders=auto"
+        )
+    return "", []
+
+
+def _are_splits(folder: str, names: Sequence[str], words: Sequence[str]) -> bool:
+    """Return whether all folders are named after splits; `InputError` if only some are, but training and test."""
+    others = [name for name in names if name not in words]
+    kinds = {split_of(name) for name in words}
+    if others and "train" in kinds and kinds & {*HELD_OUT}:
+        raise InputError(
+            f"{folder} has folders named after splits ({_listed(words)}) beside others ({_listed(others)}); set "
+            "dataset.split_folders=true if all are splits, of which dataset.splits names those to use, or false if all "
+            "are classes"
+        )
+    return not others
+
+
+def _part(listing: Listing, folders: str, *, compared: bool = False) -> _Part:
+    """Return the images of a listing with the names of their owners and classes, and identities to be compared."""
+    paths, levels = listing.paths, _LEVELS[folders]
+    start = _num_wrappers(paths) if folders == "class" and paths else 0
+    depth = start + len(levels)
+    columns: list[list[str]] = [[] for _ in levels]
+    num_loose, loose = 0, ""
+    for path in paths:
+        *parents, _ = path.split("/", depth)
+        if len(parents) < depth:
+            num_loose, loose = num_loose + 1, loose or path
+            continue
+        for column, name in zip(columns, parents[start:], strict=True):
+            column.append(_display(name))
+    if num_loose and (folders != "class" or num_loose < len(paths)):
+        raise _layout_error(listing, loose, levels[loose.count("/") - start], folders)
+    files = [f"{listing.root}/{path}" for path in paths]
+    names = {} if num_loose else dict(zip(levels, columns, strict=True))
+    empty = [_display(folder.rpartition("/")[2]) for folder in listing.folders if folder.count("/") == depth - 1]
+    identities = listing.identities() if compared else ()
+    return _Part(listing.root, files, names, identities, sorted({*empty} - {*(columns or [[]])[-1]}))
+
+
+def _num_wrappers(paths: Sequence[str]) -> int:
+    """Return the number of nested folders that hold all images and are no class."""
+    first, last = (path.split("/")[:-1] for path in (paths[0], paths[-1]))  # sorted: the others share their beginning
+    common = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))]
+    is_last_class = common and all(path.count("/") == len(common) for path in paths) and not split_of(common[-1])
+    return len(common) - bool(is_last_class)
+
+
+@cache
+def _display(name: str) -> str:
+    """Return the name of a folder as printable text: macOS decomposes letters, and names may have any bytes."""
+    return unicodedata.normalize("NFC", os.fsencode(name).decode(errors="backslashreplace"))
+
+
+def _layout_error(listing: Listing, loose: str, level: str, folders: str) -> InputError:
+    """Make the error for the image ``loose`` and others of its folder, beside or in place of subfolders."""
+    start, _, _ = loose.rpartition("/")
+    start += "/" if start else ""
+    below = [path[len(start) :].partition("/") for path in listing.paths if path.startswith(start)]
+    names = sorted({name for name, slash, _ in below if slash})
+    beside = (
+        f"beside the subfolders {names[:_MAX_LISTED]}" if names else f"but dataset.folders={folders} needs subfolders"
+    )
+    no_labels = {"class": "none", "owner/class": "owner"}[folders] if level == "class" else ""
+    return InputError(
+        sanitize(
+            f"{listing.root}/{start}".rstrip("/") + f" holds {sum(not slash for _, slash, _ in below)} loose images "
+            f"{beside}; move them into a subfolder (one per {level})"
+            + (f", or give dataset.folders={no_labels} for no labels" if no_labels else "")
+        )
+    )
+
+
+def _without_lone_classes(parts: Mapping[str, _Part]) -> dict[str, _Part]:
+    """Remove the class of splits with a single one, unless another split has it: test/images/1.png has no label."""
+    counts = Counter(name for part in parts.values() for name in part.classes)
+    lone = {name for name, part in parts.items() if len(part.classes) == 1 and counts[min(part.classes)] == 1}
+    return {
+        name: replace(
+            part, names={level: column for level, column in part.names.items() if level != "class" or name not in lone}
+        )
+        for name, part in parts.items()
+    }
+
+
+def _joined(parts: Mapping[str, _Part], names: Sequence[str]) -> _Part:
+    """Join the folders of one split."""
+    chosen = [parts[name] for name in names]
+    if len({tuple(part.names) for part in chosen}) > 1:
+        raise InputError(
+            f"the folders {', '.join(part.folder for part in chosen)} are one split, but only some of them have class "
+            "folders; name one of them in dataset.splits"
+        )
+    return _Part(
+        chosen[0].folder,
+        list(chain.from_iterable(part.files for part in chosen)),
+        {level: list(chain.from_iterable(part.names[level] for part in chosen)) for level in chosen[0].names},
+        list(chain.from_iterable(part.identities for part in chosen)),
+    )
+
+
+def _classes(parts: Collection[_Part]) -> tuple[str, ...]:
+    """Return the sorted classes of all splits; none if no split has a second class."""
+    if all(len(part.classes) < 2 for part in parts):
+        return ()
+    classes = sorted(set[str]().union(*(part.classes for part in parts)))
+    spellings: dict[str, list[str]] = {}
+    for name in classes:
+        spellings.setdefault(name.strip().casefold(), []).append(name)
+    for names in spellings.values():
+        if len(names) > 1 and not any(part.classes.issuperset(names) for part in parts):
+            raise InputError(
+                f"the splits spell a class differently ({', '.join(map(repr, names))} in "
+                f"{', '.join(part.folder for part in parts)}); rename its folders"
+            )
+    return tuple(classes)
+
+
+def _compared(part: _Part, train: _Part, classes: Sequence[str]) -> tuple[str, ...]:
+    """Return a warning if a split shares images with the training, by links; `InputError` if they share no class."""
+    if classes and part.classes and train.classes and part.classes.isdisjoint(train.classes):
+        mine, others = (_listed(sorted(each.classes)) for each in (part, train))
+        raise InputError(f"{part.folder} has the classes {mine} but {train.folder} has {others}; give both the same")
+    shared = len({*part.identities} & {*train.identities})
+    line = f"{shared:,} of the {len(part.files):,} images of {part.folder} are also in {train.folder}, by links"
+    return (line,) if shared else ()
+
+
+def _file_list(part: _Part, classes: tuple[str, ...], warnings: tuple[str, ...]) -> FileList:
+    """Return the images with the numbers of their classes and owners."""
+    class_names, owners = part.names.get("class"), part.names.get("owner")
+    owner_names = tuple(sorted(set(owners or ())))
+    return FileList(
+        FilePaths(part.files),
+        None if class_names is None or not classes else _numbered(class_names, classes),
+        classes if class_names is not None else (),
+        None if owners is None else _numbered(owners, owner_names),
+        owner_names,
+        warnings,
+    )
+
+
+def _numbered(names: Sequence[str], order: Sequence[str]) -> np.ndarray:
+    numbers = {name: number for number, name in enumerate(order)}
+    return np.fromiter((numbers[name] for name in names), dtype=np.int64, count=len(names))

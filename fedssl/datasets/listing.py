@@ -1,0 +1,230 @@
+"""Files below a folder: one listing for training, for counting and for the checks of a device.
+
+Hidden files and folders are left out at any depth: names that begin with a dot, and `HIDDEN_NAMES`. Every folder is
+listed once: a link to a folder that is listed under another path, or that contains the listed folder, is not followed,
+so that loops end. A link to a file that is listed under another path is left out, too. Files are sorted by path, on
+every file system.
+"""
+
+import logging
+import os
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+
+from fedssl.errors import InputError
+from fedssl.untrusted import sanitize
+
+# Made by operating systems, network drives and Python; in lower case.
+HIDDEN_NAMES = {"__macosx", "__pycache__", "thumbs.db", "ehthumbs.db", "desktop.ini", "$recycle.bin", "recycler"}
+HIDDEN_NAMES |= {"system volume information", "lost+found", "@eadir", "@tmp", "@recycle", "@recently-snapshot"}
+HIDDEN_NAMES |= {"#recycle", "#snapshot"}
+_MAX_ENDINGS = 5  # named in a line
+
+log = logging.getLogger("fedssl")
+
+_Identity = tuple[int, int]  # device and inode
+
+
+@dataclass
+class Listing:
+    """Files below the folder ``root``, and what else is there."""
+
+    root: str
+    paths: list[str] = field(default_factory=list)  # of the files, relative to the root, sorted by their parts
+    folders: list[str] = field(default_factory=list)  # all folders below the root
+    devices: "array[int]" = field(default_factory=partial(array, "Q"))  # of the files; with the inode, their identity
+    inodes: "array[int]" = field(default_factory=partial(array, "Q"))
+    linked: bool = False  # whether there is a link to a file or a folder
+    ignored: Counter[str] = field(default_factory=Counter)  # number of other files by ending
+    hidden: int = 0  # hidden files and folders
+    broken: int = 0  # links that lead nowhere
+    repeated: list[str] = field(default_factory=list)  # links to what is listed already; folders end in "/"
+
+    def identities(self) -> list[_Identity]:
+        """Return the identities of the files, by which different paths of one file are recognized."""
+        return list(zip(self.devices, self.inodes, strict=True))
+
+    def subfolders(self, base: str = "") -> list[str]:
+        """Return the names of the folders in the folder ``base``, which is empty or ends in "/"."""
+        names = [folder[len(base) :] for folder in self.folders if folder.startswith(base)]
+        return [name for name in names if "/" not in name]
+
+    def below(self, folder: str, suffixes: Collection[str]) -> "Listing":
+        """Return the listing of a subfolder by itself, which contains links that are left out here."""
+        root, prefix = f"{self.root}/{folder}", f"{folder}/"
+        if self.linked:
+            return list_files(Path(root), suffixes)
+        paths, folders = (
+            [path[len(prefix) :] for path in listed if path.startswith(prefix)] for listed in (self.paths, self.folders)
+        )
+        return Listing(root, paths, folders=folders)
+
+    def ignored_kinds(self) -> str:
+        """Return how much of each kind is ignored; empty for nothing."""
+        counts = {"hidden files or folders": self.hidden, "broken links": self.broken}
+        counts |= {"links to what is listed already": len(self.repeated)}
+        parts = [f"{self.ignored.total():,} other files: {self._endings()}"] if self.ignored else []
+        parts += [f"{count:,} {what}" for what, count in counts.items() if count]
+        return sanitize("; ".join(parts))
+
+    def _endings(self) -> str:
+        named = [f"{count:,} {ending or 'without ending'}" for ending, count in self.ignored.most_common(_MAX_ENDINGS)]
+        rest = len(self.ignored) - _MAX_ENDINGS
+        return ", ".join([*named, f"{rest} more endings"] if rest > 0 else named)
+
+
+def list_files(root: Path, suffixes: Collection[str]) -> Listing:
+    """List the files below a folder whose names end in one of ``suffixes``, in any case.
+
+    Raise an `InputError` for a folder that cannot be read.
+    """
+    return _Walk(str(root), frozenset(suffixes)).run()
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether a path is that of a folder, or a link to one."""
+    return _has(path.is_dir)
+
+
+def is_file(path: Path) -> bool:
+    """Return whether a path is that of a regular file, or a link to one."""
+    return _has(path.is_file)
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a file or folder with this name is hidden."""
+    return name.startswith(".") or name.lower() in HIDDEN_NAMES
+
+
+@cache
+def log_once(level: int, line: str) -> None:
+    """Log a line, unless this process has logged it already: every split lists the same folder."""
+    log.log(level, "%s", line)
+
+
+class _Walk:
+    """A walk through a folder: first without links, then through each linked folder."""
+
+    def __init__(self, root: str, suffixes: frozenset[str]) -> None:
+        self._listing, self._suffixes = Listing(root), suffixes
+        self._linked_files = set[int]()  # indices of files that are links
+        self._links = deque[str]()  # linked folders, not visited yet
+        self._visited = {_identity(str(parent)) for parent in Path(root).resolve().parents}
+
+    def run(self) -> Listing:
+        self._visit("", linked=False)
+        while self._links:
+            self._visit(self._links.popleft(), linked=True)
+        if self._listing.linked:
+            self._sort_and_drop_repeated()
+        return self._listing
+
+    def _visit(self, folder: str, *, linked: bool) -> None:
+        """Add the files of a folder and, depth first, of its subfolders; leave links to folders for later."""
+        pending = [iter([folder])]
+        while pending:
+            path = next(pending[-1], None)
+            if path is None:
+                pending.pop()
+                continue
+            with self._reading(path) as absolute:
+                identity = _identity(absolute)
+            if linked and identity in self._visited:
+                self._listing.repeated.append(f"{path}/")
+            else:
+                self._visited.add(identity)
+                self._listing.folders += [path] if path else []
+                pending.append(self._add_entries(path, device=identity[0]))
+
+    def _add_entries(self, folder: str, *, device: int) -> Iterator[str]:
+        """Add the files of a folder and yield the paths of its subfolders, in the order of their names."""
+        found, links = dict[str, _Identity | None](), set[str]()  # None: a folder
+        with self._reading(folder) as absolute, os.scandir(absolute) as entries:
+            for entry in entries:
+                if self._is_broken_or_hidden(entry):
+                    continue
+                if entry.is_symlink():
+                    links.add(entry.name)
+                if entry.is_dir():
+                    found[entry.name] = None
+                elif entry.is_file() and _ending(entry.name) in self._suffixes:
+                    status = entry.stat() if entry.name in links else None
+                    found[entry.name] = (status.st_dev, status.st_ino) if status else (device, entry.inode())
+                else:
+                    self._listing.ignored[_ending(entry.name)] += 1
+        self._listing.linked |= bool(links)
+        for name in sorted(found):
+            path, identity = f"{folder}/{name}" if folder else name, found[name]
+            if identity is not None:
+                self._add_file(path, identity, is_link=name in links)
+            elif name in links:
+                self._links.append(path)
+            else:
+                yield path
+
+    def _is_broken_or_hidden(self, entry: os.DirEntry[str]) -> bool:
+        if is_hidden(entry.name):
+            self._listing.hidden += 1
+            return True
+        if entry.is_symlink():
+            try:
+                entry.stat()
+            except OSError:  # it leads nowhere, in a circle, or where this process may not read
+                self._listing.broken += 1
+                return True
+        return False
+
+    def _add_file(self, path: str, identity: _Identity, *, is_link: bool) -> None:
+        if is_link:
+            self._linked_files.add(len(self._listing.paths))
+        self._listing.paths.append(path)
+        self._listing.devices.append(identity[0])
+        self._listing.inodes.append(identity[1])
+
+    def _sort_and_drop_repeated(self) -> None:
+        """Sort the files, those of linked folders among them, and drop links to files that are listed already."""
+        paths, identities = self._listing.paths, self._listing.identities()
+        order = sorted(range(len(paths)), key=lambda index: paths[index].replace("/", "\0"))
+        seen, kept = {identities[index] for index in order if index not in self._linked_files}, []
+        for index in order:
+            if index not in self._linked_files or identities[index] not in seen:
+                seen.add(identities[index])
+                kept.append(index)
+            else:
+                self._listing.repeated.append(paths[index])
+        self._listing.paths = [paths[index] for index in kept]
+        self._listing.devices = array("Q", (identities[index][0] for index in kept))
+        self._listing.inodes = array("Q", (identities[index][1] for index in kept))
+
+    @contextmanager
+    def _reading(self, folder: str) -> Iterator[str]:
+        """Yield the absolute path of a folder, and turn an error of the file system into an `InputError`."""
+        absolute = f"{self._listing.root}/{folder}" if folder else self._listing.root
+        try:
+            yield absolute
+        except OSError as error:
+            remedy = "allow reading it" if not folder else f"allow reading it, or move it out of {self._listing.root}"
+            raise InputError(sanitize(f"{absolute} cannot be read ({error.strerror}); {remedy}")) from error
+
+
+def _has(check: Callable[[], bool]) -> bool:
+    try:
+        return check()
+    except (OSError, ValueError):  # such as a name above 255 bytes, a null character, or a folder without permission
+        return False
+
+
+def _identity(folder: str) -> _Identity:
+    status = Path(folder).stat()
+    return status.st_dev, status.st_ino
+
+
+def _ending(name: str) -> str:
+    """Return the ending of a file's name in lower case; empty if there is none."""
+    stem, _, ending = name.rpartition(".")
+    return f".{ending.lower()}" if stem else ""

@@ -1,0 +1,112 @@
+"""Local parquet and arrow files of a data set, by split.
+
+A file belongs to the split that its name, or else the nearest folder below the data set's path, names; see
+`fedssl.datasets.splits`. If no name is that of a split, all files are training images.
+"""
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from fedssl.datasets.listing import is_file, is_folder, is_hidden, list_files, log_once
+from fedssl.datasets.splits import HELD_OUT, split_of, split_of_word
+from fedssl.errors import InputError
+from fedssl.untrusted import sanitize
+
+SUFFIXES = (".arrow", ".parquet")
+_SHARD = re.compile(r"(.+)-\d+-of-\d+")  # file names of the Hub
+_MAX_LISTED = 5
+
+
+def local_files(path: str, split: str) -> list[Path]:
+    """Return the sorted files of ``split`` under ``path``; empty for "test" if there are no test and validation files.
+
+    ``split`` is a word for a split or another word of the files' names. Raise an `InputError` if it does not exist.
+    """
+    names = listed_files(path)
+    kinds = {file: _split_in(name) for file, name in names.items()}
+    # A folder may hold further splits that begin with the same word (train_0).
+    files = [file for file, name in names.items() if _shard_of(name) == split.lower()]
+    files = files or _files_of(split, names, kinds)
+    if not files and split != "test":
+        remedy = "set dataset.splits.federated, .train and .test to words of these names"
+        if split_of_word(split) in HELD_OUT:
+            remedy = "hold out a share with dataset.test_fraction=0.2, or set dataset.splits.test=null for no test"
+        raise InputError(sanitize(f"dataset.path={path} has no split {split!r}, only {_listed(names)}; {remedy}"))
+    unnamed = {file: name for file, name in names.items() if kinds[file] is None and file not in files}
+    if unnamed and split_of_word(split) == "train":
+        log_once(logging.INFO, sanitize(f"{path}: not used, because the names are of no split: {_listed(unnamed)}"))
+    return sorted(files)
+
+
+def has_held_out(path: str) -> bool:
+    """Return whether a file under ``path`` is of a split that is not for training."""
+    return any(_split_in(name) in HELD_OUT for name in listed_files(path).values())
+
+
+def _files_of(split: str, names: Mapping[Path, str], kinds: Mapping[Path, str | None]) -> list[Path]:
+    kind = split_of_word(split)
+    if kind is None:
+        word = re.compile(rf"(?<![a-z]){re.escape(split.lower())}(?![a-z])")
+        return [file for file, name in names.items() if word.search(name.lower())]
+    if kind == "train" and not any(kinds.values()):
+        return list(names)
+    for served in HELD_OUT if split == "test" else (kind,):
+        files = [file for file in names if kinds[file] == served]
+        if files:
+            if served != kind:
+                log_once(logging.INFO, sanitize(f"{_listed({file: names[file] for file in files})} serves as the test"))
+            return files
+    return []
+
+
+def listed_files(path: str) -> dict[Path, str]:
+    """Return the files under ``path``, with their names below it."""
+    root = Path(path).expanduser()
+    if is_folder(root):
+        listing = list_files(root, SUFFIXES)
+        names, ignored = {root / name: name for name in listing.paths}, listing.ignored_kinds()
+        if ignored:
+            log_once(logging.INFO, f"{path}: ignored {ignored}")
+    elif is_file(root):
+        names, ignored = {root: root.name}, ""
+    else:
+        names, ignored = _matching(root), ""
+    if not names:
+        found = f" (ignored {ignored})" if ignored else ""
+        raise InputError(
+            f"dataset.path={path} holds no .parquet or .arrow file{found}; give a file or a folder of them"
+        )
+    return names
+
+
+def _matching(pattern: Path) -> dict[Path, str]:
+    """Return files that match a pattern, hidden ones only if it is hidden, with their names below its fixed part."""
+    parts = pattern.parts
+    start = next((place for place, part in enumerate(parts) if set(part) & set("*?[")), len(parts) - 1)
+    base, relative = Path(*parts[:start]), "/".join(parts[start:])
+    try:
+        found = {file: str(file.relative_to(base)) for file in base.glob(relative) if file.is_file()}
+    except ValueError:  # no pattern, e.g. *** in some versions of Python
+        return {}
+    hidden = sum(map(is_hidden, parts[start:]))
+    return {file: name for file, name in found.items() if sum(map(is_hidden, name.split("/"))) <= hidden}
+
+
+def _shard_of(name: str) -> str | None:
+    shard = _SHARD.match(name.rpartition("/")[2].lower())
+    return None if shard is None else shard[1]
+
+
+def _split_in(name: str) -> str | None:
+    """Return the split that a file's name or the nearest of its folders names."""
+    *folders, file = name.split("/")
+    return next(filter(None, map(split_of, (file.rpartition(".")[0], *reversed(folders)))), None)
+
+
+def _listed(names: Mapping[Path, str]) -> str:
+    shown = sorted(set(names.values()))
+    return ", ".join(
+        [*shown[:_MAX_LISTED], *([f"{len(shown) - _MAX_LISTED} more"] if len(shown) > _MAX_LISTED else [])]
+    )

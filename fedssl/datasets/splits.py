@@ -1,0 +1,36 @@
+"""Splits in the names of files and folders, recognized by the words of Hugging Face's ``datasets``.
+
+A name is that of a split if it contains a word of exactly one split, in any case, between the ends of the name and the
+characters ``- . _``, spaces and digits: ``Training``, ``seg_test``, ``val2017``. ``unlabeled`` is a word, too.
+"""
+
+import re
+from collections.abc import Iterable
+
+_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+    "unlabeled": ("unlabeled",),
+}
+_SPLITS = {word: split for split, words in _WORDS.items() for word in words}
+_PATTERN = re.compile(rf"(?<![^-._ 0-9])({'|'.join(_SPLITS)})(?![^-._ 0-9])")
+HELD_OUT = ("test", "validation")  # splits that are not for training; the first that exists is the test
+
+
+def split_of(name: str) -> str | None:
+    """Return the split in a name: "train", "validation", "test" or "unlabeled"; None if it names none or several."""
+    found = {_SPLITS[word] for word in _PATTERN.findall(name.lower())}
+    return found.pop() if len(found) == 1 else None
+
+
+def split_of_word(word: str) -> str | None:
+    """Return the split of a word, such as "validation" of "val"; None for other words."""
+    return _SPLITS.get(word.lower())
+
+
+def matching(split: str, names: Iterable[str]) -> list[str]:
+    """Return the names of a split: those equal to ``split``, in any case, or else those with a word of its kind."""
+    names, kind = list(names), split_of_word(split)
+    exact = [name for name in names if name.lower() == split.lower()]
+    return exact or [name for name in names if kind is not None and split_of(name) == kind]

@@ -1,0 +1,222 @@
+"""Recognition of splits, owners and classes from the folders of a data set."""
+
+import logging
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from fedssl.datasets import listing
+from fedssl.datasets.folder_layout import FileList, list_images, list_split
+from fedssl.errors import InputError
+
+SPLITS = ("train", "test")
+
+
+@pytest.fixture(autouse=True)
+def log_again(caplog: pytest.LogCaptureFixture) -> None:
+    listing.log_once.cache_clear()
+    caplog.set_level(logging.INFO)
+
+
+def touch(root: Path, *names: str) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    return root
+
+
+def labeled(root: Path, file_list: FileList | None) -> dict[str, str | None] | None:
+    """Return the class of each file by its path below the root."""
+    if file_list is None:
+        return None
+    labels = [None] * len(file_list.files) if file_list.labels is None else file_list.labels
+    names = [None if label is None else file_list.classes[label] for label in labels]
+    return {str(file.relative_to(root)): name for file, name in zip(file_list.files, names, strict=True)}
+
+
+def classes_of(root: Path, **changes: object) -> list[tuple[str, ...] | None]:
+    lists = [list_split(split, root, **changes) for split in SPLITS]
+    return [None if file_list is None else file_list.classes for file_list in lists]
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("Training", "Testing"),
+        ("Train", "Test"),
+        ("seg_train/seg_train", "seg_test/seg_test"),
+        ("archive/train", "archive/eval"),
+        ("train2017", "val2017"),
+        ("data/x/my training set", "data/x/dev-1"),
+    ],
+)
+def test_folders_named_after_splits_are_splits(tmp_path: Path, train: str, test: str) -> None:
+    root = touch(tmp_path, f"{train}/cat/1.png", f"{train}/dog/2.png", f"{test}/cat/3.png", f"{test}/dog/4.png")
+    touch(root, "README.md", ".ipynb_checkpoints/1.png", "annotations/1.json", "archive/notes/x.txt")
+    found = [labeled(root, list_split(split, root)) for split in SPLITS]
+    assert found == [
+        {f"{train}/cat/1.png": "cat", f"{train}/dog/2.png": "dog"},
+        {f"{test}/cat/3.png": "cat", f"{test}/dog/4.png": "dog"},
+    ]
+
+
+def test_what_is_recognized_is_logged_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = touch(tmp_path, "Training/cat/1.png", "Training/dog/2.png", "Testing/cat/3.png", "a.png", "empty/x.txt")
+    (root / "Training" / "cow").mkdir()
+    for split in SPLITS:
+        list_split(split, root)
+    assert caplog.messages == [
+        f"{root}: ignored 1 other files: 1 .txt",
+        f"{root}: splits Testing (1 images), Training (2 images); 2 classes (cat, dog); without images: cow, empty; "
+        "1 images outside the splits are not used",
+    ]
+
+
+def test_a_class_may_have_the_name_of_a_split(tmp_path: Path) -> None:
+    """As in CIFAR-100."""
+    root = touch(tmp_path, "train/1.png", "tulip/1.png", "whale/1.png")
+    assert classes_of(root) == [("train", "tulip", "whale")] * 2
+    assert classes_of(tmp_path, split_folders=False) == [("train", "tulip", "whale")] * 2
+
+
+def test_some_splits_beside_other_folders_are_refused_until_the_setting_decides(tmp_path: Path) -> None:
+    names = [f"{split}/{split}/{name}" for split in ("seg_train", "seg_test") for name in ("sea/1.png", "street/2.png")]
+    root = touch(tmp_path, *names, "seg_pred/seg_pred/3.png")
+    with pytest.raises(InputError, match=r"\(seg_test, seg_train\) beside others \(seg_pred\).*split_folders=true"):
+        list_split("train", root)
+    assert classes_of(root, split_folders=True) == [("sea", "street")] * 2
+    assert labeled(root, list_split("seg_pred", root, split_folders=True)) == {"seg_pred/seg_pred/3.png": None}
+    assert classes_of(root, split_folders=False) == [("seg_pred", "seg_test", "seg_train")] * 2
+
+
+def test_validation_serves_without_a_test(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = touch(tmp_path, "train/a/1.png", "train/b/1.png", "val/a/2.png", "val/b/2.png")
+    assert list(labeled(root, list_split("test", root))) == ["val/a/2.png", "val/b/2.png"]
+    assert f"{root}: val serves as the test" in caplog.messages
+    touch(root, "test/3.png", "test/4.png")  # as in ImageNet, whose test images have no labels
+    assert list(labeled(root, list_split("test", root))) == ["val/a/2.png", "val/b/2.png"]
+    touch(root, "eval/a/5.png")
+    with pytest.raises(InputError, match=r"test, .*/eval are one split|eval, .*/test are one split"):
+        list_split("testing", root)
+    (root / "test" / "3.png").unlink()
+    (root / "test" / "4.png").unlink()
+    assert list(labeled(root, list_split("test", root))) == ["eval/a/5.png"]
+    assert list(labeled(root, list_split("valid", root))) == ["val/a/2.png", "val/b/2.png"]
+
+
+def test_test_images_without_labels_are_refused(tmp_path: Path) -> None:
+    """As in Kaggle's competitions."""
+    root = touch(tmp_path, *(f"train/{name}/{i}.png" for name in "ab" for i in range(5)), "test/test/1.png")
+    with pytest.raises(InputError, match=r"train has the classes a, b but .*/test has none of them; set ") as error:
+        list_split("test", root)
+    remedy = Path(str(error.value).partition("dataset.path=")[2].partition(" ")[0])
+    assert [len(list_split(split, remedy, test_fraction=0.2).files) for split in SPLITS] == [8, 2]
+    assert labeled(root, list_split("train", root))["train/a/0.png"] == "a"
+
+
+def test_an_unknown_split_is_refused_with_those_that_exist(tmp_path: Path) -> None:
+    plain = touch(tmp_path / "plain", "a/1.png", "b/1.png")
+    for split in ("val", "tset", "a"):
+        with pytest.raises(InputError, match=f"plain has no split '{split}', only train and test, a share of it; "):
+            list_split(split, plain, test_fraction=0.2)
+    split = touch(tmp_path / "split", "Train/a/1.png", "Train/b/1.png", "Test/a/1.png", "Train_0/a/1.png")
+    for name in ("val", "tset", "train_1", "unlabeled"):
+        with pytest.raises(InputError, match=f"split has no split '{name}', only Test, Train, Train_0; "):
+            list_split(name, split)
+    only_test = touch(tmp_path / "only", "test/a/1.png", "test/b/1.png")
+    with pytest.raises(InputError, match=r"no split 'train', only test; .* set dataset\.split_folders=false"):
+        list_split("train", only_test)
+    assert classes_of(only_test, split_folders=False) == [("a", "b")] * 2
+    with pytest.raises(InputError, match=r"split_folders=true but .* has no folders of splits"):
+        list_split("train", touch(tmp_path / "loose", "1.png"), split_folders=True)
+
+
+def test_a_folder_of_one_class_has_no_labels(tmp_path: Path) -> None:
+    assert classes_of(touch(tmp_path / "one", "images/1.png", "images/2.png")) == [(), None]
+    assert classes_of(touch(tmp_path / "each", "train/images/1.png", "test/pictures/2.png")) == [(), ()]
+    root = touch(tmp_path / "mvtec", "train/good/1.png", "test/good/2.png", "test/defect/3.png")
+    assert labeled(root, list_split("train", root)) == {"train/good/1.png": "good"}
+    assert labeled(root, list_split("test", root)) == {"test/defect/3.png": "defect", "test/good/2.png": "good"}
+    assert list_split("train", root).classes == ("defect", "good")
+
+
+def test_wrapping_folders_are_entered(tmp_path: Path) -> None:
+    root = touch(
+        tmp_path, "archive/Pets/cat/1.png", "archive/Pets/cat/old/2.png", "archive/Pets/dog/3.png", "other/x.txt"
+    )
+    assert labeled(root, list_split("train", root)) == {
+        "archive/Pets/cat/1.png": "cat",
+        "archive/Pets/cat/old/2.png": "cat",
+        "archive/Pets/dog/3.png": "dog",
+    }
+    owner = list_split("train", root, folders="owner")
+    assert owner.owner_names == ("archive",)
+    touch(root, "archive/Pets/4.png")
+    with pytest.raises(
+        InputError, match=r"Pets holds 1 loose images beside the subfolders \['cat', 'dog'\]; .*=none for no"
+    ):
+        list_split("train", root)
+    assert len(list_split("train", root, folders="none").files) == 4
+
+
+def test_classes_are_those_of_all_splits(tmp_path: Path) -> None:
+    root = touch(tmp_path, "train/10/1.png", "train/2/1.png", "test/2/1.png", "test/0/1.png")
+    assert classes_of(root) == [("0", "10", "2")] * 2  # in the order of text
+    assert list_split("train", root).labels.tolist() == [1, 2]
+    (root / "test" / "7").mkdir()
+    assert classes_of(root) == [("0", "10", "2")] * 2
+
+
+def test_spellings_of_a_class(tmp_path: Path) -> None:
+    names = [unicodedata.normalize(form, "café") for form in ("NFC", "NFD")]
+    root = touch(
+        tmp_path / "accents", f"train/{names[0]}/1.png", "train/x/1.png", f"test/{names[1]}/1.png", "test/x/1.png"
+    )
+    assert classes_of(root) == [("café", "x")] * 2  # macOS decomposes accents
+    for name in ("cat", "Cat "):
+        root = touch(tmp_path / name, "train/Cat/1.png", "train/dog/1.png", f"test/{name}/1.png", "test/dog/1.png")
+        with pytest.raises(InputError, match=r"spell a class differently .*; rename"):
+            list_split("train", root)
+    letters = touch(tmp_path / "letters", "train/A/1.png", "train/a/1.png", "test/a/1.png")
+    assert classes_of(letters) == [("A", "a")] * 2
+
+
+def test_links_between_splits(tmp_path: Path) -> None:
+    root = touch(tmp_path / "data", "train/a/1.png", "train/b/2.png", "test/b/3.png")
+    (root / "test" / "a").symlink_to(root / "train" / "a")
+    assert list_split("train", root).warnings == ()
+    assert list_split("test", root).warnings == (
+        f"1 of the 2 images of {root}/test are also in {root}/train, by links",
+    )
+    split = touch(tmp_path / "split", "all/1.png", "all/2.png")
+    for folder, name in (("train/a", "1"), ("train/b", "2"), ("test/a", "2"), ("test/b", "1")):
+        (split / folder).mkdir(parents=True)
+        (split / folder / f"{name}.png").symlink_to(split / "all" / f"{name}.png")
+    with pytest.raises(InputError, match=r"\(test, train\) beside others \(all\)"):
+        list_split("train", split)
+    assert [len(list_split(name, split, split_folders=True).files) for name in SPLITS] == [2, 2]
+
+
+def test_names_of_any_bytes(tmp_path: Path) -> None:
+    for name in (b"caf\xe9", b"caf\xe8"):
+        touch(tmp_path, f"{name.decode(errors='surrogateescape')}/1.png")
+    assert list_images(tmp_path).classes == (r"caf\xe8", r"caf\xe9")
+
+
+@pytest.mark.parametrize("name", ["data.zip", "1.png", "nowhere", "x" * 300])
+def test_a_path_that_is_no_folder(tmp_path: Path, name: str) -> None:
+    if name.startswith(("data", "1")):
+        (tmp_path / name).touch()
+    with pytest.raises(
+        InputError, match="is not a folder; give the folder that holds your images" + "(; unpack it first)?$"
+    ):
+        list_split("train", tmp_path / name)
+
+
+def test_heic_without_its_package_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedssl.datasets.folder_layout.HEIF_INSTALLED", False)
+    monkeypatch.setattr("fedssl.datasets.folder_layout.SUFFIXES", (".png",))
+    root = touch(tmp_path, "1.png", "2.HEIC")
+    (warning,) = list_split("train", root).warnings
+    assert "1 images ending in .heic .heif .hif are ignored; install pillow-heif" in warning

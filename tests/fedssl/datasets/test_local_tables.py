@@ -1,0 +1,87 @@
+"""Splits of local parquet and arrow files, by their names."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from fedssl.datasets import listing
+from fedssl.datasets.local_tables import has_held_out, local_files
+from fedssl.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def log_again(caplog: pytest.LogCaptureFixture) -> None:
+    listing.log_once.cache_clear()
+    caplog.set_level(logging.INFO)
+
+
+def touch(root: Path, *names: str) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    return root
+
+
+def found(root: Path, split: str) -> list[str]:
+    return [file.name for file in local_files(str(root), split)]
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("training.parquet", "testing.parquet"),
+        ("Train.PARQUET", "Eval.parquet"),
+        ("data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"),
+        ("train/0000.parquet", "test/0001.parquet"),
+        ("cifar10-train.arrow", "cifar10-test.arrow"),
+        ("a.train.parquet", "a.val.parquet"),
+    ],
+)
+def test_files_and_folders_named_after_splits(tmp_path: Path, train: str, test: str) -> None:
+    root = touch(tmp_path, train, test, "README.md", "._train.parquet", ".ipynb_checkpoints/train.parquet")
+    assert (found(root, "train"), found(root, "test")) == ([Path(train).name], [Path(test).name])
+    assert has_held_out(str(root))
+    everything = str(root / "**" / "*.*") if "/" in train else str(root / "*.*")
+    assert [file.name for file in local_files(everything, "test")] == [Path(test).name]
+
+
+def test_a_shard_of_another_fold_is_not_of_the_split(tmp_path: Path) -> None:
+    root = touch(tmp_path, "train-00000-of-00001.parquet", "train_0-00000-of-00001.parquet")
+    assert found(root, "train") == ["train-00000-of-00001.parquet"]
+    assert found(root, "train_0") == ["train_0-00000-of-00001.parquet"]
+
+
+def test_validation_serves_and_other_files_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = touch(tmp_path, "train.parquet", "dev.parquet", "extra.parquet", "state.json")
+    assert found(root, "test") == ["dev.parquet"]
+    assert found(root, "train") == ["train.parquet"]
+    assert found(root, "extra") == ["extra.parquet"]
+    assert caplog.messages == [
+        f"{root}: ignored 1 other files: 1 .json",
+        "dev.parquet serves as the test",
+        f"{root}: not used, because the names are of no split: extra.parquet",
+    ]
+
+
+def test_a_split_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    mine = touch(tmp_path / "a", "mine.parquet")
+    assert (found(mine, "train"), found(mine, "test"), has_held_out(str(mine))) == (["mine.parquet"], [], False)
+    named = touch(tmp_path / "b", "a_tr.parquet", "a_val.parquet")
+    assert (found(named, "a_tr"), found(named, "val")) == (["a_tr.parquet"], ["a_val.parquet"])
+    for root, split, message in (
+        (mine, "val", r"no split 'val', only mine\.parquet; hold out .*dataset\.splits\.test=null"),
+        (mine, "tset", "no split 'tset'"),
+        (named, "train", r"no split 'train', only a_tr\.parquet, a_val\.parquet; set dataset\.splits\.federated, "),
+        (named, "tset", "no split 'tset'"),
+        (touch(tmp_path / "c", "1.png", "2.png"), "train", r"no \.parquet or \.arrow file \(ignored .*: 2 \.png\)"),
+    ):
+        with pytest.raises(InputError, match=message):
+            local_files(str(root), split)
+
+
+def test_folders_of_a_pattern_are_splits(tmp_path: Path) -> None:
+    root = touch(tmp_path, "train/0.parquet", "test/0.parquet", ".old/train/0.parquet")
+    assert local_files(f"{root}/*/0.parquet", "train") == [root / "train" / "0.parquet"]
+    assert local_files(f"{root}/**/*.parquet", "test") == [root / "test" / "0.parquet"]
+    assert local_files(f"{root}/.old/*/*.parquet", "train") == [root / ".old" / "train" / "0.parquet"]
