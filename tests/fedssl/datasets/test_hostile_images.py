@@ -54,7 +54,7 @@ HARMFUL = {
     "eps.jpg": (EPS, "it is no image of JPEG"),
     "pdf.png": (b"%PDF-1.4\n", "it is no image of JPEG"),
     "svg.png": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "it is no image of JPEG"),
-    "j2k.jpg": (encoded(make_image(), "JPEG2000"), "it is no image of JPEG"),
+    "tga.jpg": (encoded(make_image(), "TGA"), "it is no image of JPEG"),
     "ico.png": (encoded(make_image(), "ICO"), "it is no image of JPEG"),
     "large.png": (declared(13_300, 13_300), "13,300 x 13,300 pixels, more than dataset.max_pixels=50000000"),
     "long.png": (declared(2**31 - 1, 2**31 - 1), ""),
