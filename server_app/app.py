@@ -199,6 +199,8 @@ def run(
         *(settings.num_clients, images, settings.rounds),
         *(record_bytes(encode_arrays(exchanged_layers(components.method), settings.wire_dtype)), recorder.folder),
     )
+    if resumed is not None and state.round >= settings.rounds:
+        log.info("the run is complete; only its final evaluation is repeated (more rounds: rounds=%d)", state.round + 1)
     on_start()
     log.info("strategy %s: %s", settings.recording.choices["strategy"], describe_exchange(components))
     problem = NO_SERVER_DATA if settings.data.federated is None else why_not_evaluable(settings.data)

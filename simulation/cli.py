@@ -37,6 +37,7 @@ from fedssl.errors import InputError, RunError
 from fedssl.runs.run import is_locked, read_summary, run_folders
 from simulation.parallel_jobs import parallel_tasks, run_in_parallel
 from simulation.pruning import pruning_of, successive_halving
+from simulation.resources import check_local_resources
 from simulation.sweep import (
     FOLDER_KEY,
     Batch,
@@ -218,6 +219,7 @@ def run(overrides: Sequence[str]) -> None:
         run_deployment(overrides, engine=settings.engine)
         return
     settings.recording.tracker.instantiate()  # reports a missing package before any work
+    check_local_resources(settings)
     chosen = settings.recording.folder
     fresh = chosen is None or not chosen.exists()
     folder = chosen or new_run_folder()

@@ -12,6 +12,7 @@ from itertools import pairwise
 from statistics import mean
 
 from fedssl.errors import InputError
+from fedssl.evaluation.scores import Score
 from fedssl.runs.run import PRUNED, read_run
 from simulation.sweep import Batch, Job, SweepState, check_metric, group_jobs, group_settings, write_status
 from simulation.sweep_progress import SweepProgress
@@ -103,10 +104,10 @@ def successive_halving(
         runnable -= {job for job in due if read_run(job.folder).state == "failed"}
         means = {group: _mean_result(groups[group], pruning.metric, rung) for group in alive}
         results = {group: result for group, result in means.items() if result is not None}
-        order = sorted(results, key=lambda group: (-results[group], group))
+        order = sorted(results, key=lambda group: (-results[group].value, group))
         alive = sorted(order[: max(len(order) // pruning.reduction_factor, 1)])
         for rank, group in enumerate(order[len(alive) :], start=len(alive) + 1):
-            result = f"{pruning.metric} {results[group]:.4g}"
+            result = f"{pruning.metric} {results[group].text}"
             reason = f"pruned after round {rung}: {result} has rank {rank} of {len(order)}, and {len(alive)} continue"
             for job in groups[group]:
                 if job in waiting:
@@ -121,8 +122,8 @@ def _has_reached(job: Job, round: int) -> bool:
     return run.finished or run.rounds_done >= round
 
 
-def _mean_result(jobs: Iterable[Job], metric: str, round: int) -> float | None:
+def _mean_result(jobs: Iterable[Job], metric: str, round: int) -> Score | None:
     """Return the mean result of the jobs that have reached the round; None if there is none."""
-    results = [read_run(job.folder).metric(metric, round=round) for job in jobs if _has_reached(job, round)]
-    finite = [result for result in results if result is not None and math.isfinite(result)]
-    return mean(finite) if finite else None
+    results = [read_run(job.folder).score(metric, round=round) for job in jobs if _has_reached(job, round)]
+    finite = [result for result in results if result is not None and math.isfinite(result.value)]
+    return Score(mean(result.value for result in finite), finite[0].unit) if finite else None

@@ -67,6 +67,21 @@ def auto_engine(settings: Settings) -> EngineChoice:
     return EngineChoice("ray" if saved > RAY_OVERHEAD_SECONDS else "local", fit, reason)
 
 
+def check_local_resources(settings: Settings) -> None:
+    """Raise `InputError` if a client needs more CPUs or GPUs than this machine has; Ray is not started."""
+    from fedssl.machine.devices import count_accelerators
+
+    engine, machine = settings.engine, settings.machine
+    if engine.name in ("auto", "ray") and engine.address is None and (engine.client_cpus or engine.client_gpus):
+        fit_clients(
+            [Host(cpus=available_cores(), gpus=count_accelerators(machine.device))],
+            client_cpus=engine.client_cpus,
+            client_gpus=engine.client_gpus,
+            threads=machine.threads,
+            max_clients=settings.clients_per_round,
+        )
+
+
 def number_of_steps(settings: Settings) -> int:
     """Return the training steps of all clients in all rounds, for clients with equal numbers of images."""
     from fedssl.datasets.base import load_federated

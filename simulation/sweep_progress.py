@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedssl.errors import InputError
+from fedssl.evaluation.scores import Score
 from fedssl.runs.run import Run, read_run
 from fedssl.untrusted import sanitize
 
@@ -31,7 +32,7 @@ class SweepProgress:
         self._start, self._done = time.monotonic(), 0.0
         self._failed = 0
         self._ended = set[Path]()
-        self._best: dict[str, tuple[float, str]] = {}  # result and job by name
+        self._best: dict[str, tuple[Score, str]] = {}  # result and job by name
 
     def expect(self, work: float) -> None:
         """Set the work of all jobs, in any unit; by default that of each is 1."""
@@ -58,7 +59,7 @@ class SweepProgress:
         if self._done:
             left = max(self._work - self._done, 0.0) * (time.monotonic() - self._start) / self._done
             parts.append(f"about {left:.0f} s left")
-        parts += [f"best {name} {value:.3f} (job {number})" for name, (value, number) in self._best.items()]
+        parts += [f"best {name} {score.text} (job {number})" for name, (score, number) in self._best.items()]
         return ", ".join(parts)
 
     def live(self, running: Callable[[], Mapping[Path, Sequence[str]]]) -> AbstractContextManager[object]:
@@ -78,15 +79,16 @@ class SweepProgress:
 
     def _outcome(self, run: Run) -> str:
         if not run.finished:
-            value = None if self._metric is None else run.metric(self._metric, round=run.rounds_done)
-            return run.failure_reason + ("" if value is None else f", {self._metric} {value:.3f}")
-        results = {name: score.value for name, score in run.results.items()}
+            score = None if self._metric is None else run.score(self._metric, round=run.rounds_done)
+            return run.failure_reason + ("" if score is None else f", {self._metric} {score.text}")
+        results = run.results
         if self._metric is not None:
-            value = run.metric(self._metric)
-            results = {} if value is None else {self._metric: value}
-        for name, value in results.items():
-            self._best[name] = max(self._best.get(name, (value, run.folder.name)), (value, run.folder.name))
-        return "finished" + "".join(f" {name} {value:.3f}" for name, value in results.items())
+            score = run.score(self._metric)
+            results = {} if score is None else {self._metric: score}
+        for name, score in results.items():
+            if name not in self._best or score.value > self._best[name][0].value:
+                self._best[name] = (score, run.folder.name)
+        return "finished" + "".join(f" {name} {score.text}" for name, score in results.items())
 
     def table(self, running: Mapping[Path, Sequence[str]]) -> RenderableType:
         """Return the live table for the swept overrides of the jobs that may run, by folder."""

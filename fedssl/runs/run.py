@@ -18,7 +18,7 @@ from fedssl.config.overrides import config_groups
 from fedssl.config.renamed import update, update_choices
 from fedssl.config.saved_run import is_of_earlier_version, read_overrides, update_overrides
 from fedssl.errors import InputError
-from fedssl.evaluation.scores import Score, as_scores
+from fedssl.evaluation.scores import ACCURACY, Score, as_scores
 from fedssl.runs.jsonl import finite_number, incomplete_files, mapping_of, missing_rounds, optional, read_jsonl, text
 from fedssl.untrusted import corrupt_file_error, open_regular_file, read_text, read_yaml, sanitize
 
@@ -65,12 +65,17 @@ class Run:
         return self.metrics is None or name in self.metrics
 
     def metric(self, name: str, *, round: int | None = None) -> float | None:
+        """Return the value of `score`; None if there is none."""
+        score = self.score(name, round=round)
+        return None if score is None else score.value
+
+    def score(self, name: str, *, round: int | None = None) -> Score | None:
         """Return a final result or, with ``round``, that of the last evaluation until then; None if there is none.
 
         ``name`` is that of a protocol, or `RANKME`, the effective rank of the global models' representations.
         """
         if name != RANKME and round is None:
-            return self.results[name].value if name in self.results else None
+            return self.results.get(name)
         lines = read_jsonl(self.folder / "metrics.jsonl")
         values = [_result_in(line, name) for line in lines if round is None or line["round"] <= round]
         return next((value for value in reversed(values) if value is not None), None)
@@ -156,14 +161,15 @@ class Run:
         return self.overrides.get(key, "") if value is None or isinstance(value, dict) else sanitize(value)
 
 
-def _result_in(line: Mapping[str, Any], name: str) -> float | None:
+def _result_in(line: Mapping[str, Any], name: str) -> Score | None:
     """Return a result in a line of ``metrics.jsonl``; None if it was not measured in this round."""
-    results: Any = line.get("evaluation", {})
+    results, units = line.get("evaluation", {}), line.get("units", {})
     if name == RANKME:
         health = line.get("health")
         results, name = (health.get("global") if isinstance(health, dict) else {}), "effective_rank"
     value = results.get(name) if isinstance(results, dict) else None
-    return value if finite_number(value) else None
+    unit = "" if name == "effective_rank" else str(units.get(name, ACCURACY)) if isinstance(units, dict) else ACCURACY
+    return Score(float(value), unit) if value is not None and finite_number(value) else None
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:

@@ -17,7 +17,7 @@ QUICK = ["num_clients=3", "local_epochs=1", "dataset.limit=60", "encoder.width=4
 QUICK += ["evaluate_every=0", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
 
 
-def test_only_a_run_without_phases_can_change_its_length(tmp_path):
+def test_only_a_run_without_phases_can_change_its_length(tmp_path, capsys):
     """The phase of a round depends on the number of rounds."""
     for name, schedule in (("staged", "layer_wise"), ("whole", "end_to_end")):
         run([*QUICK, "rounds=4", f"schedule={schedule}", f"output_dir={tmp_path / name}"])
@@ -25,6 +25,11 @@ def test_only_a_run_without_phases_can_change_its_length(tmp_path):
         run([f"resume={tmp_path / 'staged'}", "rounds=5"])
     assert "\n" not in str(caught.value)
     run([f"resume={tmp_path / 'whole'}", "rounds=5"])
+    assert "the run is complete" not in capsys.readouterr().out
+    run([f"resume={tmp_path / 'whole'}"])
+    assert (
+        "the run is complete; only its final evaluation is repeated (more rounds: rounds=6)" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,6 +98,16 @@ def test_an_interrupt_before_the_run_starts_leaves_no_folder(tmp_path, monkeypat
 def nothing_starts(monkeypatch):
     for module, name in ((resources, "auto_engine"), (ray_grid, "run_ray"), (grid, "run_local")):
         monkeypatch.setattr(module, name, lambda *args, name=name, **kwargs: pytest.fail(f"{name} was called"))
+
+
+@pytest.mark.parametrize("engine", ["auto", "ray"])
+def test_gpus_that_a_client_cannot_have_are_refused_before_data_is_read(tmp_path, nothing_starts, engine):
+    overrides = [*QUICK, "dataset=cifar10", f"engine={engine}", "engine.client_gpus=0.5", "device=cpu"]
+    with pytest.raises(
+        InputError, match=r"engine.client_gpus=0.5 but clients can use 0 GPUs; set engine.client_gpus=0"
+    ):
+        run([*overrides, f"output_dir={tmp_path / 'run'}"])
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("engine", ["auto", "local", "ray"])

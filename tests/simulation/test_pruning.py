@@ -92,10 +92,10 @@ class TestSuccessiveHalving:
         assert trained == expected
         assert statuses(jobs) == {**{str(job): "pruned" for job in range(8)}, "8": "finished"}
         assert read_run(jobs[5].folder).failure_reason == (
-            "pruned after round 1: knn 5 has rank 4 of 9, and 3 continue"
+            "pruned after round 1: knn 500.0% has rank 4 of 9, and 3 continue"
         )
         assert read_run(jobs[6].folder).failure_reason == (
-            "pruned after round 3: knn 6 has rank 3 of 3, and 1 continue"
+            "pruned after round 3: knn 600.0% has rank 3 of 3, and 1 continue"
         )
 
     def test_the_result_of_the_rung_decides_not_a_later_one(self, tmp_path):

@@ -47,12 +47,12 @@ def test_lines_of_ended_jobs(tmp_path, clock, capsys):
     clock[0] += 40
     progress.end(jobs[2], "no images", work=1)
     assert capsys.readouterr().out.splitlines() == [
-        "[job 0] finished knn 0.500",
-        "  1 of 4 jobs ended, 0 failed, about 90 s left, best knn 0.500 (job 0)",
-        "[job 1] finished knn 0.750",
-        "  2 of 4 jobs ended, 0 failed, about 80 s left, best knn 0.750 (job 1)",
+        "[job 0] finished knn 50.0%",
+        "  1 of 4 jobs ended, 0 failed, about 90 s left, best knn 50.0% (job 0)",
+        "[job 1] finished knn 75.0%",
+        "  2 of 4 jobs ended, 0 failed, about 80 s left, best knn 75.0% (job 1)",
         "[job 2] failed: no images",
-        "  3 of 4 jobs ended, 1 failed, about 40 s left, best knn 0.750 (job 1)",
+        "  3 of 4 jobs ended, 1 failed, about 40 s left, best knn 75.0% (job 1)",
     ]
 
 
@@ -68,11 +68,11 @@ def test_paused_and_pruned_jobs(tmp_path, clock, capsys):
     make_run(tmp_path / "x", status="finished", rankme=5.0)
     progress.end(tmp_path / "x", None, work=8)
     assert capsys.readouterr().out.splitlines() == [
-        "[job 0] paused after round 2 of 8, rankme 4.500",
+        "[job 0] paused after round 2 of 8, rankme 4.5",
         "  0 of 2 jobs ended, 0 failed, about 40 s left",
         "[job 1] pruned after round 2: rankme 3 has rank 2 of 2, and 1 continue",
-        "[job x] finished rankme 5.000",
-        "  2 of 2 jobs ended, 0 failed, about 0 s left, best rankme 5.000 (job x)",
+        "[job x] finished rankme 5",
+        "  2 of 2 jobs ended, 0 failed, about 0 s left, best rankme 5 (job x)",
     ]
 
 
