@@ -18,6 +18,7 @@ import argparse
 import datetime
 import json
 import os
+import shlex
 import sys
 import time
 import tomllib
@@ -91,7 +92,7 @@ def _invite(name: str, file: Path, options: argparse.Namespace) -> str:
         return f"{file} has the private key of {name}, which is registered; pass it on confidentially"
     write_kit(make_kit(name, options.server, certificate=certificate), file)
     return (
-        f"{file} is for the device {name}, where `fedssl-device setup {file.name} images=FOLDER` creates "
+        f"{file} is for the device {name}, where `fedssl-device setup {shlex.quote(file.name)} images=FOLDER` creates "
         f"{name}.pub; register it with `fedssl-fleet add {name} {name}.pub`"
     )
 

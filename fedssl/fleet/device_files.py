@@ -90,8 +90,11 @@ def command(folder: Path) -> str:
 
 
 def read_environment(folder: Path) -> dict[str, str]:
-    """Return the variables in ``node.env``."""
-    words = shlex.split(read_text(folder / "node.env") or "", comments=True)
+    """Return the variables in ``node.env``; raises `InputError`."""
+    try:
+        words = shlex.split(read_text(folder / "node.env") or "", comments=True)
+    except ValueError as error:  # an open quote
+        raise InputError(f"{folder / 'node.env'} is damaged ({error}); run fedssl-device setup again") from error
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 
