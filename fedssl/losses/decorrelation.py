@@ -9,6 +9,8 @@ from torch import Tensor
 
 from fedssl.losses.precision import at_least_float32, product
 
+_LARGE_FEATURES = 8
+
 
 def barlow_twins(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
     """Return Barlow Twins' redundancy reduction loss (arXiv 2103.03230, Eq. 1 and 2).
@@ -79,16 +81,31 @@ def vicreg(
     z = at_least_float32(torch.stack((z1, z2)))
     variance, mean = torch.var_mean(z, dim=1, keepdim=True)
     hinge = F.relu(1 - (variance + 1e-4).sqrt()).mean()  # Eq. 1 and 2
-    covariance = _squared_covariances(z - mean, variance) / z.shape[2]  # Eq. 4
+    covariance = _squared_covariances(z - mean) / z.shape[2]  # Eq. 4
     return sim_weight * F.mse_loss(z[0], z[1]) + var_weight * hinge + cov_weight * covariance  # Eq. 6
 
 
-def _squared_covariances(centered: Tensor, variance: Tensor) -> Tensor:
+def _squared_covariances(centered: Tensor) -> Tensor:
     """Return the sum over views of squared covariances of two different features (Eq. 3), ``(views, batch, dim)``."""
     batch, dim = centered.shape[1:]
-    # Z^T Z and Z Z^T have the same squared sum; the smaller of them costs less.
-    products = product(centered.mT, centered) if dim <= batch else product(centered, centered.mT)
-    return products.square().sum() / (batch - 1) ** 2 - variance.square().sum()
+    # The mean of large values has a rounding error, which counts beside a small variance.
+    z = (centered - centered.detach().mean(dim=1, keepdim=True)) / (batch - 1) ** 0.5
+    if dim <= batch:
+        return _off_diagonal(product(z.mT, z)).square().sum()
+    # Z^T Z and Z Z^T have the same squared sum, and the smaller one costs less. It contains the variances. Those of a
+    # few large features would leave no digits for the others, so these features are not in it.
+    largest = z.detach().square().sum(dim=1, keepdim=True).topk(min(_LARGE_FEATURES, dim), dim=2).indices
+    largest = largest.expand(-1, batch, -1)
+    large, others = z.gather(2, largest), z.scatter(2, largest, 0.0)
+    among_others: Tensor = product(others, others.mT).square().sum() - others.square().sum(dim=1).square().sum()
+    between: Tensor = product(large.mT, others).square().sum()
+    return among_others + 2 * between + _off_diagonal(product(large.mT, large)).square().sum()
+
+
+def _off_diagonal(matrices: Tensor) -> Tensor:
+    """Return matrices with a zero diagonal, in place."""
+    matrices.diagonal(dim1=-2, dim2=-1).zero_()
+    return matrices
 
 
 def _redundancy_reduction(z1: Tensor, z2: Tensor, lambd: float) -> Tensor:

@@ -99,12 +99,36 @@ def slow_vicreg(z1: Tensor, z2: Tensor, sim_weight: float, var_weight: float, co
 
 
 @pytest.mark.parametrize("weights", [(25, 25, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)])
-@pytest.mark.parametrize(("batch", "dim"), [(2, 5), (6, 4), (5, 5)])
+@pytest.mark.parametrize(("batch", "dim"), [(2, 5), (6, 4), (5, 5), (4, 12)])
 def test_vicreg_is_its_equation(batch: int, dim: int, weights: tuple[float, float, float]) -> None:
     z1, z2 = draw(batch, dim)
     sim, var, cov = weights
     loss = vicreg(z1, 0.5 * z2, sim_weight=sim, var_weight=var, cov_weight=cov)
     assert loss.item() == pytest.approx(slow_vicreg(z1, 0.5 * z2, *weights), rel=1e-10)
+
+
+ONE_LARGE = torch.ones(64, dtype=torch.float64).index_fill(0, torch.tensor([5]), 1e4)
+
+
+@pytest.mark.parametrize("dim", [16, 64])  # fewer features than images, and more
+@pytest.mark.parametrize(
+    ("scale", "mean"), [(1, 0), (1e4, 0), (1e-4, 0), (1, 1e4), (1e-2, 1e4), (1e-3 * ONE_LARGE, 0), (ONE_LARGE, 100)]
+)
+def test_covariances_are_accurate_in_float32_at_any_scale(dim: int, scale: float | Tensor, mean: float) -> None:
+    """Large values with a small variance, and one feature whose variance has all digits of the sum of squares."""
+    z1, z2 = ((mean + scale * z)[:, :dim].float() for z in draw(32, 64))
+    single, exact = (z1.clone().requires_grad_(), z1.double().requires_grad_())
+    loss = vicreg(single, z2, sim_weight=0, var_weight=0)
+    expected = torch.zeros((), dtype=torch.float64)
+    for z in (exact, z2.double()):
+        covariance = torch.cov(z.T)
+        expected = expected + (covariance.square().sum() - covariance.diagonal().square().sum()) / dim
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-6)
+    loss.backward()
+    expected.backward()
+    assert single.grad is not None
+    assert exact.grad is not None
+    assert (single.grad - exact.grad).norm() < 2e-6 * exact.grad.norm()
 
 
 def test_vicreg_by_hand() -> None:
@@ -140,7 +164,7 @@ def test_vicreg_does_not_depend_on_the_order_of_images_features_and_views() -> N
     torch.testing.assert_close(vicreg(z2, z1), loss)
 
 
-@pytest.mark.parametrize(("batch", "dim"), [(3, 5), (5, 3)])
+@pytest.mark.parametrize(("batch", "dim"), [(3, 5), (5, 3), (3, 10)])
 def test_vicreg_gradient_is_right_and_flows_into_both_views(batch: int, dim: int) -> None:
     z1, z2 = (z.requires_grad_() for z in draw(batch, dim))
     assert torch.autograd.gradcheck(lambda a, b: vicreg(a, b), (z1, z2))
