@@ -91,13 +91,18 @@ def read_image(
             return to_array(image, channels=channels, size=size, background=background, max_value=max_value)
 
 
+def max_file_bytes(max_pixels: int) -> int:
+    """Return the maximum size of an image file."""
+    return _MAX_BYTES_PER_PIXEL * max_pixels + 2**20
+
+
 @contextmanager
 def open_image(source: bytes | Path, *, max_pixels: int) -> Iterator[ImageFile.ImageFile]:
     """Open an image of `FORMATS` with at most ``max_pixels``, without decoding it; exceptions as in `read_image`."""
     stream = (
         BytesIO(source)
         if isinstance(source, bytes)
-        else open_regular_file(source, max_bytes=_MAX_BYTES_PER_PIXEL * max_pixels + 2**20)
+        else open_regular_file(source, max_bytes=max_file_bytes(max_pixels))
     )
     with stream, Image.open(stream, formats=FORMATS) as image:
         if image.width * image.height > max_pixels:

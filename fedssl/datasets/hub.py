@@ -17,6 +17,7 @@ from fedssl.datasets.base import ImageData, stratified_holdout, subsample_indice
 from fedssl.datasets.buffers import EncodedInput
 from fedssl.datasets.cache import CacheKey, open_buffer
 from fedssl.datasets.decoding import MAX_PIXELS, Decoding, decode, unreadable_summary
+from fedssl.datasets.image_column import check_image_column, encoded_images, image_files
 from fedssl.datasets.labels import missing_labels, read_labels
 from fedssl.datasets.local_tables import has_held_out, listed_files, local_files
 from fedssl.datasets.pixels import BACKGROUND
@@ -27,7 +28,6 @@ from fedssl.datasets.tables import (
     column_bytes,
     column_chunks,
     column_of,
-    encoded_bytes,
     num_rows,
     require_column,
 )
@@ -104,10 +104,11 @@ def read(
     if not len(rows):
         return None
     owners, owner_names = (None, ()) if owner is None else _owners(files, owner)
+    named = [path for file in files for path in image_files(file, image)]
     settings = {"reader": "hub", "split": split, "limit": limit, "image": image, **vars(decoding)}
     cache_key = CacheKey(
         name=f"{hub if path is None else Path(path).name}-{split}-{size}px",
-        files=files,
+        files=[*files, *filter(Path.is_file, named)],
         num_images=count,
         settings=settings | {"label": label, "test_fraction": test_fraction, "held_out": held_out},
     )
@@ -120,8 +121,11 @@ def read(
     with open_buffer(cache, cache_key, shape, storage=storage, encoded=encoded) as buffer:
         if not buffer.complete:
             decode(_encoded(files, image, rows[buffer.done :]), buffer, decoding)
-        source = f"of the split {split!r} in {files[0].parent}"
-        warnings += unreadable_summary(buffer.unreadable, lambda i: f"row {rows[i]} {source}", count=len(rows))
+        warnings += unreadable_summary(
+            buffer.unreadable,
+            lambda index: _row_name(rows[index], split, files, image if named else None),
+            count=len(rows),
+        )
     rows = rows[buffer.readable]
     warnings += range_warnings(chain.from_iterable(_encoded(files, image, rows)), decoding)
     return ImageData(buffer.source, _at(rows, labels), classes, _at(rows, owners), owner_names, warnings)
@@ -166,21 +170,30 @@ def _owners(files: Sequence[Path], column: str) -> tuple[np.ndarray, tuple[str, 
     return owners, tuple(str(name) for name in names)
 
 
+def _row_name(row: int, split: str, files: Sequence[Path], column: str | None) -> str:
+    """Return the name of a row for a message, with the file that its image ``column`` names."""
+    place = f"row {row} of the split {split!r} in {files[0].parent}"
+    if column is None:
+        return place
+    (source,) = chain.from_iterable(_encoded(files, column, np.array([row])))
+    return f"{place}, {source}" if isinstance(source, Path) else place
+
+
 def _at(rows: np.ndarray, column: np.ndarray | None) -> torch.Tensor | None:
     return None if column is None else torch.from_numpy(column[rows])
 
 
-def _encoded(files: Sequence[Path], column: str, rows: np.ndarray) -> Iterator[list[bytes]]:
+def _encoded(files: Sequence[Path], column: str, rows: np.ndarray) -> Iterator[list[bytes | Path]]:
     start = 0
     for file in files:
         end = start + num_rows(file)
         if np.searchsorted(rows, start) == np.searchsorted(rows, end):  # no row of this file is needed
             start = end
             continue
-        require_column(file, column, "set dataset.path to files of this data set only, or dataset.image to its column")
+        check_image_column(file, column)
         for batch in column_chunks(file, column):
             wanted = rows[np.searchsorted(rows, start) : np.searchsorted(rows, start + len(batch))] - start
             start += len(batch)
             if len(wanted):
-                encoded = encoded_bytes(batch).to_pylist()
+                encoded = encoded_images(batch, file.parent)
                 yield [encoded[row] for row in wanted]

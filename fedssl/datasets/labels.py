@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from fedssl.datasets.base import NO_LABEL
-from fedssl.datasets.tables import column_of, num_rows, schema_of
+from fedssl.datasets.tables import column_of, is_bytes, is_text, num_rows, schema_of
 from fedssl.errors import InputError
 
 MAX_NUMBER = 2**16  # larger numbers are identifiers, such as those of species: they count as names
@@ -117,7 +117,7 @@ def _read(file: Path, column: str) -> LabelColumn:
     array = column_of(file, column)
     kind = array.type.value_type if pa.types.is_dictionary(array.type) else array.type
     try:
-        if _is_text(kind):
+        if is_text(kind) or is_bytes(kind):
             return _text(file, array.cast(pa.string()))
         values = _floats(array.cast(pa.float64())) if pa.types.is_floating(kind) else _integers(array, kind)
     except pa.ArrowException as error:
@@ -129,12 +129,6 @@ def _read(file: Path, column: str) -> LabelColumn:
     names = _class_names(schema_of(file), column)
     known = len(names) > values.max(initial=NO_LABEL)  # others describe another column
     return LabelColumn(file, np.where(values < 0, NO_LABEL, values), names if names and known else None)
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    types = pa.types
-    tests = (types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary)
-    return any(test(kind) for test in tests)
 
 
 def _text(file: Path, array: pa.Array) -> LabelColumn:

@@ -1,7 +1,8 @@
 """Index of encoded images in a cache: which of them are readable, and their bytes if the source has no place for them.
 
 An image is readable if it can be decoded, which the making of an index tries once. Images in their own files and in
-arrow files are read where they are. Those of parquet files, whose columns are compressed, are copied:
+arrow files are read where they are. Those of parquet files, whose columns are compressed, and those that a column names
+are copied:
 
 ===========  ==============================================================
 ``partial``  the encoded images while they are copied, one after another
@@ -21,11 +22,12 @@ import numpy as np
 
 from fedssl.datasets.buffers import EncodedInput, RecordBuffer
 from fedssl.datasets.cache_entry import CacheEntry, cache_error, cache_errors, stamp, sync_and_rename
-from fedssl.datasets.decoding import Shape
+from fedssl.datasets.decoding import Shape, max_file_bytes
 from fedssl.datasets.images import EncodedImages
 from fedssl.datasets.records import pack_records
 from fedssl.errors import InputError
 from fedssl.machine.memory import gigabytes
+from fedssl.untrusted import read_bytes
 
 log = logging.getLogger("fedssl")
 
@@ -103,7 +105,7 @@ class _PackBuffer(_IndexBuffer):
         )
 
     def receive(self, batch: Sequence[bytes | Path]) -> None:
-        contents = [content if isinstance(content, bytes) else b"" for content in batch]  # a row may be empty
+        contents = [self._content(source) for source in batch]
         try:
             _write(self._pack, b"".join(contents))
             _write(self._lengths, np.array([len(content) for content in contents], dtype=np.int64).tobytes())
@@ -115,6 +117,15 @@ class _PackBuffer(_IndexBuffer):
                 f"{gigabytes(self._entry.encoded.num_bytes)} in all and start again, which continues the copy, or name "
                 "another folder with dataset.cache=FOLDER"
             ) from error
+
+    def _content(self, source: bytes | Path) -> bytes:
+        """Return the bytes to copy; none of a file that cannot be read, as decoding finds."""
+        if isinstance(source, bytes):
+            return source
+        try:
+            return read_bytes(source, max_bytes=max_file_bytes(self._entry.encoded.decoding.max_pixels))
+        except (OSError, ValueError):
+            return b""
 
     def _flush(self) -> None:
         for descriptor in (self._pack, self._lengths):

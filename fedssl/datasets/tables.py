@@ -21,15 +21,27 @@ def num_rows(file: Path) -> int:
     return int(table.num_rows if isinstance(table, pa.Table) else table.metadata.num_rows)
 
 
-def schema_of(file: Path) -> pa.Schema:
-    """Return the columns of a file with their types."""
-    opened = _open(file)
+def schema_of(file: Path, column: str | None = None) -> pa.Schema:
+    """Return the columns of a file with their types; `InputError` if several have the name ``column``."""
+    opened = _open(file, column)
     return opened.schema if isinstance(opened, pa.Table) else opened.schema_arrow
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Return whether a type is one of strings."""
+    return any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view))
+
+
+def is_bytes(kind: pa.DataType) -> bool:
+    """Return whether a type is one of byte strings."""
+    types = pa.types
+    tests = (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
+    return any(test(kind) for test in tests)
 
 
 def require_column(file: Path, column: str, remedy: str) -> pa.Schema:
     """Return the schema of a file; `InputError` if it has no such column."""
-    schema = schema_of(file)
+    schema = schema_of(file, column)
     if column not in schema.names:
         raise InputError(f"{file} has no column {column!r} (it has {schema.names}); {remedy}")
     return schema
@@ -37,15 +49,34 @@ def require_column(file: Path, column: str, remedy: str) -> pa.Schema:
 
 def column_of(file: Path, column: str) -> pa.Array:
     """Return a whole column."""
-    opened = _open(file)
+    opened = _open(file, column)
     with _reading(file):
         table = opened if isinstance(opened, pa.Table) else opened.read(columns=[column])
         return table.column(column).combine_chunks()
 
 
+def children(file: Path, column: str, field: str) -> list[pa.Array]:
+    """Return a field of a column of structs, in pieces; nothing else of a parquet file is read."""
+    opened = _open(file, column)
+    with _reading(file):
+        table = opened if isinstance(opened, pa.Table) else opened.read(columns=[f"{column}.{field}"])
+        return [chunk.field(field) for chunk in table.column(column).chunks]
+
+
+def has_nulls(file: Path, column: str, field: str) -> bool:
+    """Return whether a field of a column of structs has nulls, by the statistics of a parquet file."""
+    opened = _open(file, column)
+    if isinstance(opened, pa.Table):
+        return any(chunk.field(field).null_count for chunk in opened.column(column).chunks)
+    groups = (opened.metadata.row_group(number) for number in range(opened.metadata.num_row_groups))
+    parts = (group.column(number) for group in groups for number in range(group.num_columns))
+    found = [part.statistics for part in parts if part.path_in_schema == f"{column}.{field}"]
+    return any(statistics is not None and statistics.null_count for statistics in found)
+
+
 def column_chunks(file: Path, column: str) -> Iterator[pa.Array]:
     """Yield a column in order, at most `CHUNK` rows at a time."""
-    table = _open(file)
+    table = _open(file, column)
     if isinstance(table, pa.Table):
         batches = iter(table.select([column]).to_batches(max_chunksize=CHUNK))
     else:
@@ -56,11 +87,6 @@ def column_chunks(file: Path, column: str) -> Iterator[pa.Array]:
         if batch is None:
             return
         yield batch.column(0)
-
-
-def encoded_bytes(array: pa.Array) -> pa.Array:
-    """Return the bytes of encoded images, from a column of them or of the structs of ``datasets``."""
-    return array.field("bytes") if pa.types.is_struct(array.type) else array
 
 
 def column_bytes(file: Path, column: str) -> int:
@@ -76,7 +102,7 @@ def column_bytes(file: Path, column: str) -> int:
 def arrow_records(files: Sequence[Path], column: str, rows: np.ndarray) -> FileRecords | None:
     """Return the encoded images at ``rows`` of arrow files, where they are in these files.
 
-    None if a file has them in compressed form, as all parquet files do.
+    None if a file has them in compressed form, as all parquet files do, or in other files.
     """
     places = [_places(file, column) for file in files]
     if any(place is None for place in places):
@@ -88,7 +114,7 @@ def arrow_records(files: Sequence[Path], column: str, rows: np.ndarray) -> FileR
 
 
 def _places(file: Path, column: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return offset and length of every image in an arrow file; None if they are compressed."""
+    """Return offset and length of every image in an arrow file; None if they are compressed, or not there."""
     if file.suffix.lower() == ".parquet":
         return None
     with _reading(file):
@@ -98,7 +124,10 @@ def _places(file: Path, column: str) -> tuple[np.ndarray, np.ndarray] | None:
         return np.zeros(table.num_rows, np.int64), np.zeros(table.num_rows, np.int64)
     offsets, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for chunk in table.column(column).chunks:
-        array = encoded_bytes(chunk)
+        names = [field.name for field in chunk.type] if pa.types.is_struct(chunk.type) else []
+        array = chunk.field("bytes") if "bytes" in names else chunk
+        if "path" in names and array.null_count:
+            return None
         bounds, content = value_bounds(array), array.buffers()[-1]
         if bounds is None:
             return None
@@ -111,20 +140,25 @@ def _places(file: Path, column: str) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def value_bounds(array: pa.Array) -> np.ndarray | None:
-    """Return where each value begins in the buffer, and the end, ``(n + 1,)``; None for neither bytes nor strings."""
-    wide = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)
-    if not (wide or pa.types.is_binary(array.type) or pa.types.is_string(array.type)):
+    """Return where each value begins in the buffer, and the end, ``(n + 1,)``; None for other types than bytes."""
+    wide = pa.types.is_large_binary(array.type)
+    if not (wide or pa.types.is_binary(array.type)):
         return None
     bounds = np.frombuffer(array.buffers()[1], np.int64 if wide else np.int32)
     return bounds[array.offset : array.offset + len(array) + 1]
 
 
-def _open(file: Path) -> pq.ParquetFile | pa.Table:
-    """Open a parquet file, or the table of an arrow file, memory-mapped."""
+def _open(file: Path, column: str | None = None) -> pq.ParquetFile | pa.Table:
+    """Open a parquet file, or the table of an arrow file, memory-mapped; it must have only one such column."""
     with _reading(file):
         if file.suffix.lower() == ".parquet":
-            return pq.ParquetFile(file, memory_map=True, pre_buffer=False)  # otherwise the whole file is read
-        return _table(pa.memory_map(str(file)).read_buffer())
+            opened = pq.ParquetFile(file, memory_map=True, pre_buffer=False)  # otherwise the whole file is read
+        else:
+            opened = _table(pa.memory_map(str(file)).read_buffer())
+    names = (opened.schema if isinstance(opened, pa.Table) else opened.schema_arrow).names
+    if names.count(column) > 1:
+        raise InputError(f"{file} has {names.count(column)} columns named {column!r}; give them different names")
+    return opened
 
 
 def _table(content: pa.Buffer) -> pa.Table:

@@ -1,0 +1,143 @@
+"""Columns of images: bytes, lists of bytes, structs and paths, in every storage."""
+
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fedssl.datasets import base
+from fedssl.datasets.base import load
+from fedssl.errors import InputError
+from tests.fedssl.datasets.made import first_pixels, make_image, png, settings_of
+
+pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
+
+PNGS = [png(make_image(1)), png(make_image(2)), png(make_image(3))]
+STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+def write(file: Path, **columns: pa.Array) -> None:
+    contents = pa.table(columns)
+    if file.suffix == ".parquet":
+        return pq.write_table(contents, file)
+    with pa.ipc.new_file(str(file), contents.schema) as writer:
+        return writer.write_table(contents)
+
+
+def pixels(folder: Path, **changes: object) -> list[int]:
+    base.forget_images()
+    data = load(settings_of("cifar10", path=str(folder), size=4, label=None, cache=None, **changes), "federated")
+    return first_pixels(data.images)
+
+
+def columns(folder: Path) -> dict[str, pa.Array]:
+    """Return columns with the images 1, 2 and 3, which are also files below the folder and elsewhere."""
+    (folder / "images").mkdir()
+    for number, content in enumerate(PNGS):
+        (folder / "images" / f"{number}.png").write_bytes(content)
+    relative, absolute = [f"images/{n}.png" for n in range(3)], [str(folder / "images" / f"{n}.png") for n in range(3)]
+    return {
+        "large": pa.array(PNGS, pa.large_binary()),
+        "view": pa.array(PNGS, pa.binary_view()),
+        "list": pa.array([list(content) for content in PNGS], pa.list_(pa.uint8())),
+        "large list": pa.array([list(content) for content in PNGS], pa.large_list(pa.uint8())),
+        "dictionary": pa.array(PNGS).dictionary_encode(),
+        "strings": pa.array(relative),
+        "large strings": pa.array(absolute, pa.large_string()),
+        "dictionary of paths": pa.array(relative).dictionary_encode(),
+        "paths": pa.array([{"bytes": None, "path": path} for path in absolute], STRUCT),
+        "only paths": pa.array([{"path": path} for path in relative]),
+        "only bytes": pa.array([{"bytes": content} for content in PNGS]),
+        "mixed": pa.array(
+            [{"bytes": PNGS[0], "path": "no"}, {"bytes": None, "path": relative[1]}, {"bytes": PNGS[2], "path": None}],
+            STRUCT,
+        ),
+    }
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_types_of_columns(tmp_path: Path, ending: str) -> None:
+    for name, column in columns(tmp_path).items():
+        write(tmp_path / f"train.{ending}", img=column)
+        assert pixels(tmp_path) == [1, 2, 3], name
+        assert pixels(tmp_path, storage="encoded") == [1, 2, 3], name
+        assert pixels(tmp_path, limit=2) == pixels(tmp_path, limit=2, storage="encoded"), name
+
+
+def test_images_that_a_column_names_are_copied_into_a_cache_which_they_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedssl.datasets.cache.MIN_SECONDS_TO_CACHE", 0)
+    (tmp_path / "data").mkdir()
+    for name in ("only paths", "mixed"):
+        folder = tmp_path / "data" / name
+        folder.mkdir()
+        write(folder / "train.parquet", img=columns(folder)[name])
+        settings = settings_of("cifar10", path=str(folder), size=4, label=None, storage="encoded", cache=str(tmp_path))
+        assert first_pixels(load(settings, "federated").images) == [1, 2, 3]
+        (folder / "images" / "1.png").write_bytes(png(make_image(9)))
+        os.utime(folder / "images" / "1.png", ns=(1, 1))
+        base.forget_images()
+        assert first_pixels(load(settings, "federated").images) == [1, 9, 3]
+
+
+def test_files_that_are_missing_or_not_regular_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.png").write_bytes(PNGS[1])
+    os.mkfifo(tmp_path / "pipe")
+    names = ["a.png", "b.png", "pipe", None, "", "https://x.org/c.png"]
+    write(tmp_path / "train.parquet", img=pa.array([{"bytes": None, "path": name} for name in names], STRUCT))
+    assert pixels(tmp_path) == [2]
+    (warning,) = (message for message in caplog.messages if "cannot be read" in message)
+    assert warning.startswith("5 of 6 images cannot be read, the rest is used: row 1 of the split 'train' in ")
+    assert f", {tmp_path}/b.png (No such file or directory); row 2" in warning
+    assert f", {tmp_path}/pipe (it is not a regular file); row 3" in warning
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(InputError, match=r"none of the 6 images can be read: row 0 .*a\.png \(No such file"):
+        pixels(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            {"image": pa.array(PNGS), "thumb": pa.array([{"path": ""}] * 3), "id": pa.array([*"abc"])},
+            r"train\.parquet has no column 'img' \(it has .*\); set dataset\.image=image, or dataset\.image=thumb$",
+        ),
+        (
+            {"img": pa.array([[[1, 2], [3, 4]]] * 3), "raw": pa.array(PNGS)},
+            r"^dataset\.image=img is of type list<.*> in .*, but encoded images .* are needed; set dataset\.image=raw$",
+        ),
+        ({"id": pa.array([1, 2, 3])}, r"set dataset\.path to files of this data set only, or dataset\.image to its"),
+    ],
+)
+def test_another_column_is_one_sentence_with_those_that_have_images(
+    tmp_path: Path, names: dict[str, pa.Array], message: str
+) -> None:
+    write(tmp_path / "train.parquet", **names)
+    with pytest.raises(InputError, match=message):
+        pixels(tmp_path)
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_two_columns_of_one_name_are_refused(tmp_path: Path, ending: str) -> None:
+    contents = pa.table([pa.array(PNGS), pa.array(PNGS)], names=["img", "img"])
+    if ending == "parquet":
+        pq.write_table(contents, tmp_path / "train.parquet")
+    else:
+        with pa.ipc.new_file(str(tmp_path / "train.arrow"), contents.schema) as writer:
+            writer.write_table(contents)
+    for storage in ("decoded", "encoded"):
+        with pytest.raises(InputError, match=r"has 2 columns named 'img'; give them different names"):
+            pixels(tmp_path, storage=storage)
+
+
+def test_a_file_without_rows_is_an_empty_split(tmp_path: Path) -> None:
+    write(tmp_path / "test.parquet", img=pa.array([], pa.binary()))
+    write(tmp_path / "train.parquet", img=pa.array(PNGS))
+    assert pixels(tmp_path) == [1, 2, 3]
+    assert load(settings_of("cifar10", path=str(tmp_path), size=4, label=None), "test") is None
+    write(tmp_path / "train.parquet", img=pa.array([], pa.binary()))
+    with pytest.raises(InputError, match=r"dataset\.splits\.federated=train names no images"):
+        pixels(tmp_path)
