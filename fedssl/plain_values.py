@@ -7,17 +7,20 @@ from outside passes them through `plain_values` first.
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from fedssl.untrusted import sanitize
+
 MAX_DEPTH = 32  # of nested values
 _MAX_SIZE = 2**22  # number of values and of characters
-RUN_KEYS = frozenset({"_target_", "_partial_"})  # special keys that the settings of a run have
+# Special keys that the settings of a run may have.
+RUN_KEYS = frozenset({"_target_", "_partial_", "_args_", "_convert_", "_recursive_"})
 
 
 def plain_values(value: Any, name: str, *, special: Collection[str] | None = ()) -> Any:
     """Return a copy of settings; raise a `ValueError` unless they are plain values.
 
     Plain are None, booleans, numbers, text without ``${``, and lists and dictionaries of these, to a limited depth and
-    size. Keys are text, and none begins with an underscore, except those in ``special`` (None: any). A caller that
-    allows them calls nothing by them, or composed the settings itself. ``name`` is for the error.
+    size. Keys are text or integers, and none begins with an underscore, except those in ``special`` (None: any). A
+    caller that allows them calls nothing by them, or composed the settings itself. ``name`` is for the error.
     """
     left = [_MAX_SIZE]
 
@@ -28,7 +31,7 @@ def plain_values(value: Any, name: str, *, special: Collection[str] | None = ())
         if isinstance(value, Mapping):
             for key in value:
                 _check_key(key, name, special)
-            return {key: plain(inner, f"{name}.{key}", depth + 1) for key, inner in value.items()}
+            return {key: plain(inner, f"{name}.{sanitize(key)[:40]}", depth + 1) for key, inner in value.items()}
         if isinstance(value, list | tuple):
             return [plain(inner, f"{name}.{number}", depth + 1) for number, inner in enumerate(value)]
         if isinstance(value, str):
@@ -41,11 +44,13 @@ def plain_values(value: Any, name: str, *, special: Collection[str] | None = ())
 
 
 def _check_key(key: Any, name: str, special: Collection[str] | None) -> None:
+    if isinstance(key, int):
+        return
     if not isinstance(key, str):
-        raise ValueError(f"{name} has the key {key!r}, which is not text")
+        raise ValueError(f"{name} has the key {key!r}, which is no name")
     _check_text(key, name)
     if key.startswith("_") and special is not None and key not in special:
-        raise ValueError(f"{name} has the key {key!r}, which could select code")
+        raise ValueError(f"{name} has the key {key[:40]!r}, which could select code")
 
 
 def _check_text(text: str, name: str) -> None:

@@ -163,6 +163,9 @@ class _Undirected(io.FileIO):
 def _read_legacy_tensors(stream: BufferedReader) -> Any:
     """Read a file of torch before version 1.6. Storages take memory only when their bytes are read."""
     stream.seek(0)
+    if stream.read(1) != b"\x80":
+        raise ValueError("it is not a file of torch.save")
+    stream.seek(0)
     for number in range(_LEGACY_PICKLES):
         start = stream.tell()
         names = [argument for _, argument in _operations(stream, _ALLOWED_GLOBALS | _SCRIPT_GLOBALS)]

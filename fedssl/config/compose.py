@@ -247,7 +247,8 @@ def compose_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]
     except OmegaConfBaseException as error:
         override = next((override for override in overrides if "${" in override), "a setting")
         raise InputError(f"{override} cannot be resolved: {' '.join(str(error).split())}") from error
-    check_resolved(config)
+    if _is_changeable(overrides):
+        check_resolved(config)
     return config, choices
 
 
@@ -256,7 +257,7 @@ def check_resolved(config: DictConfig) -> None:
     try:
         plain_values(OmegaConf.to_container(config, resolve=False), "settings", special=None)
     except ValueError as error:
-        raise InputError(f"{error}; leave it out, and rename a folder whose name has it") from error
+        raise InputError(f"{error}; set another value, or rename the folder whose name has it") from error
 
 
 def compose_unresolved(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:

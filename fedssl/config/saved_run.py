@@ -107,8 +107,8 @@ def _is_plain(value: Any) -> bool:
 def read_settings(file: Path) -> dict[str, Any] | None:
     """Read the saved config of a run as plain values, to compare them; return None if there is no file.
 
-    Its special keys are only ``_target_`` and ``_partial_``, which nothing calls: the commands compose the settings of
-    the chosen names, and `fedssl.evaluation.cli` calls the reader of the data set, which is in a list, if it is known.
+    Nothing calls its special keys: the commands compose the settings of the chosen names. `fedssl.evaluation.cli` calls
+    only the reader of the data set, if it is in a list; the data set has no other special key.
     """
     content = read_yaml(file, dict)
     if content is None:
