@@ -27,6 +27,7 @@ from fedssl.config.settings import RecordingSettings, Settings
 from fedssl.errors import InputError
 from fedssl.export import save_encoder
 from fedssl.export.adapter import write_adapter
+from fedssl.export.preprocess import pixel_metadata
 from fedssl.methods.base import SSLMethod
 from fedssl.plots.partition import partition_table
 from fedssl.runs.manifest import (
@@ -278,6 +279,7 @@ class RunFolder:
                 "dataset": settings.data.name,
                 "rounds": rounds,
                 "seed": settings.seed,
+                **pixel_metadata(settings.data.reader.values),
             },
         )
         return file

@@ -4,7 +4,6 @@
 """
 
 from fedssl.export.encoder_file import (
-    Preprocess,
     describe_encoder,
     load_encoder,
     load_weights,
@@ -12,6 +11,7 @@ from fedssl.export.encoder_file import (
     save_encoder,
     saved_target,
 )
+from fedssl.export.preprocess import Preprocess
 
 __all__ = [
     "Preprocess",

@@ -2,7 +2,7 @@
 
     encoder = load_encoder("encoder.pt")
     with torch.no_grad():
-        h = encoder(encoder.preprocess(images))  # uint8 (batch, channels, height, width) -> (batch, feature_dim)
+        h = encoder(encoder.preprocess(images))  # images of Pillow, or uint8 (batch, channels, height, width)
 
 The file is a dictionary that ``torch.load(weights_only=True)`` reads: ``format``, ``encoder`` (the settings of
 ``conf/encoder``), ``mean``, ``std``, ``metadata`` and ``weights`` (the encoder's ``state_dict``, for ResNets with
@@ -14,17 +14,16 @@ versions reject. Loading runs no code that the file chooses: it calls a function
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from fedssl import encoders
 from fedssl.atomic_files import atomic_write
 from fedssl.errors import InputError
+from fedssl.export.preprocess import Preprocess, pixel_settings
 from fedssl.export.weights import read_safetensors
 from fedssl.machine.devices import is_gpu
 from fedssl.machine.meta_device import shapes_only
@@ -37,28 +36,6 @@ FORMAT = f"{_FORMATS}1"
 _KEYS = frozenset({"format", "encoder", "mean", "std", "metadata", "weights"})
 _KEYS_OF = {FORMAT: _KEYS, f"{_FORMATS}2": _KEYS | {"adapters"}}  # by format
 MAX_BYTES = 2**33  # of a file
-
-
-@dataclass(frozen=True)
-class Preprocess:
-    """The preprocessing of the encoder's images: scaled to [0, 1], resized if needed, standardized per channel."""
-
-    size: int  # height and width in pixels
-    mean: tuple[float, ...]  # per channel, of pixels in [0, 1]
-    std: tuple[float, ...]  # per channel, of pixels in [0, 1]
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Convert uint8 ``(batch, channels, height, width)`` to float32 ``(batch, channels, size, size)``."""
-        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != len(self.mean):
-            raise InputError(
-                f"images are {images.dtype} of shape {tuple(images.shape)}, but this encoder was trained on "
-                f"torch.uint8 of shape (batch, {len(self.mean)}, height, width); convert them first"
-            )
-        pixels = images.float() / 255
-        if pixels.shape[2:] != (self.size, self.size):
-            pixels = F.interpolate(pixels, (self.size, self.size), mode="bilinear", antialias=True)
-        mean, std = (pixels.new_tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
-        return (pixels - mean) / std
 
 
 def save_encoder(
@@ -83,7 +60,7 @@ def save_encoder(
     mean, std : sequence of float
         Statistics of the standardization, per channel, of pixels in [0, 1].
     metadata : mapping
-        Further information (method, strategy, round, dataset) as JSON values.
+        Further information (method, strategy, round, dataset) as JSON values, with `pixel_metadata` of the data set.
     """
     if not len(mean) == len(std) == settings["channels"]:
         raise InputError(
@@ -164,7 +141,8 @@ def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = N
     encoder.channels, encoder.size = settings["channels"], settings["size"]
     encoder.mean, encoder.std = tuple(content["mean"]), tuple(content["std"])
     encoder.metadata = content["metadata"]
-    encoder.preprocess = Preprocess(size=encoder.size, mean=encoder.mean, std=encoder.std)
+    pixels = pixel_settings(encoder.metadata)
+    encoder.preprocess = Preprocess(size=encoder.size, mean=encoder.mean, std=encoder.std, **pixels)
     result: nn.Module = encoder.eval()
     return result
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fedssl.config.literal import public_overrides, shell_command
 from fedssl.evaluation.scores import as_scores, format_table
-from fedssl.export.encoder_file import Preprocess, load_encoder
+from fedssl.export.encoder_file import load_encoder
+from fedssl.export.preprocess import Preprocess
 from fedssl.export.source import ExportSource, represent
 from fedssl.export.timm_weights import TimmModel, default_config, has_timm, timm_model, timm_weights
 from fedssl.export.weights import write_safetensors, write_weights
@@ -47,13 +48,14 @@ _TIMM = """```python
 import timm
 
 encoder = timm.create_model("hf-hub:USER/NAME", pretrained=True).eval()  # or "local-dir:FOLDER"
-features = encoder(images)  # standardized by preprocessor_config.json
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(encoder))
+features = encoder(transform(image)[None])  # an image of Pillow
 ```"""
 _OURS = """```python
 from fedssl.export import load_encoder
 
 encoder = load_encoder("FOLDER/model.safetensors")  # needs safetensors
-features = encoder(encoder.preprocess(images))  # images: uint8 (batch, channels, height, width)
+features = encoder(encoder.preprocess(images))  # of Pillow, or uint8 (batch, channels, height, width)
 ```"""
 
 
@@ -81,7 +83,7 @@ def run_huggingface(source: ExportSource, folder: Path, images: Tensor) -> Tenso
         model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     form = json.loads((folder / PREPROCESSING).read_text(encoding="utf-8"))
     mean, std = tuple(form["image_mean"]), tuple(form["image_std"])
-    return represent(model, Preprocess(size=form["size"]["height"], mean=mean, std=std), images)
+    return represent(model, Preprocess(size=form["crop_size"]["height"], mean=mean, std=std), images)
 
 
 def _timm(source: ExportSource) -> TimmModel | None:
@@ -101,7 +103,7 @@ def _config(source: ExportSource, timm: TimmModel | None) -> dict[str, Any]:
         "fixed_input_size": encoder.image_size is not None,
         "interpolation": "bilinear",
         "crop_pct": 1.0,
-        "crop_mode": "squash",
+        "crop_mode": "center",
         "mean": encoder.mean,
         "std": encoder.std,
         "num_classes": 0,
@@ -120,13 +122,16 @@ def _config(source: ExportSource, timm: TimmModel | None) -> dict[str, Any]:
 
 
 def _preprocessing(source: ExportSource) -> dict[str, Any]:
-    """Return ``preprocessor_config.json`` with the keys of transformers."""
+    """Return ``preprocessor_config.json`` with the keys of transformers, for the geometry of training."""
     encoder = source.encoder
     return {
-        "image_processor_type": "ViTImageProcessor",
+        "image_processor_type": "BitImageProcessor",
+        "do_convert_rgb": encoder.channels == 3,
         "do_resize": True,
-        "size": {"height": encoder.size, "width": encoder.size},
+        "size": {"shortest_edge": encoder.size},
         "resample": 2,  # bilinear
+        "do_center_crop": True,
+        "crop_size": {"height": encoder.size, "width": encoder.size},
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
@@ -143,8 +148,8 @@ def model_card(source: ExportSource, *, in_timm: bool) -> str:
         f"---\nlibrary_name: {library}\npipeline_tag: image-feature-extraction\nlicense: unknown\n"
         "tags:\n- fedssl\n- federated-learning\n- self-supervised-learning\n---",
         "# An encoder trained by federated self-supervised learning",
-        f"It maps images with {encoder.channels} channel(s), resized to {encoder.size}x{encoder.size}, to "
-        f"{encoder.feature_dim} numbers. It has no classifier. Made with fedssl.",
+        f"It maps images with {encoder.channels} channel(s), the shorter side resized to {encoder.size} pixels and the "
+        f"center cropped, to {encoder.feature_dim} numbers. It has no classifier. Made with fedssl.",
         "**License:** not specified. Add it here and in the metadata at the top of this file.",
         "## Use\n\n" + (_TIMM if in_timm else _OURS),
         f"Pixels are divided by 255. Then the mean {list(encoder.mean)} is subtracted and the result divided by "

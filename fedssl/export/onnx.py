@@ -1,6 +1,7 @@
 """``format=onnx``: a graph in opset 18 that maps ``images`` to ``representations``, in fp32 or int8.
 
-``images`` are uint8 ``(batch, channels, size, size)`` with any batch size; the graph includes their standardization.
+``images`` are uint8 ``(batch, channels, size, size)`` with any batch size, fitted as by `fedssl.datasets.geometry`; the
+graph includes their standardization.
 The file's metadata has `ExportSource.metadata_dict` as JSON under ``fedssl``.
 
 With ``precision=int8`` weights need a quarter of the bytes. Convolutions have 8-bit inputs, too; their ranges are

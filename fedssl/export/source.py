@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedssl.export.encoder_file import Preprocess
+from fedssl.export.preprocess import Preprocess
 from fedssl.runs.run import Run
 from fedssl.seeding import torch_generator
 

@@ -35,6 +35,8 @@ def encoder_quality(
         folders="none",
         split_folders=False,
         test_fraction=0.0,
+        background=encoder.preprocess.background,
+        max_value=encoder.preprocess.max_value,
     )
     if data is None or len(data.images) < 2:
         raise InputError(f"{images} has fewer than two images that can be read; add images")

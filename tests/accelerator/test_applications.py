@@ -109,7 +109,7 @@ def test_an_encoder_of_the_device_is_saved_for_any_host(accelerator, finished, t
 
 
 def _images() -> Tensor:
-    return torch.arange(4 * 64, dtype=torch.uint8).view(4, 1, 8, 8)
+    return torch.arange(4 * 96, dtype=torch.int).to(torch.uint8).view(4, 1, 8, 12)
 
 
 def _save_and_represent(source: Path, target: Path) -> Tensor:

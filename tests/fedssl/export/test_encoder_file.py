@@ -11,7 +11,7 @@ import torch
 
 from fedssl.encoders import Encoder, conv_small, resnet18, vit_tiny
 from fedssl.errors import InputError
-from fedssl.export import Preprocess, load_encoder, read_content, save_encoder, saved_target
+from fedssl.export import load_encoder, read_content, save_encoder, saved_target
 from fedssl.export.weights import write_safetensors
 
 SMALL = {"_target_": "fedssl.encoders.conv_small", "channels": 3, "size": 16, "width": 4}
@@ -76,26 +76,6 @@ def test_from_uint8_images_to_features(tmp_path: Path) -> None:
     standardized = (images.double() / 255 - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
     torch.testing.assert_close(encoder.preprocess(images), standardized.float())
     assert encoder(encoder.preprocess(images)).shape == (2, encoder.feature_dim)
-
-
-def test_preprocess_resizes_other_sizes() -> None:
-    """A constant image stays constant; stripes with one bright column in four have their mean, a quarter."""
-    preprocess = Preprocess(size=4, mean=(0.0,), std=(1.0,))
-    plain = torch.full((1, 1, 8, 12), 51, dtype=torch.uint8)
-    torch.testing.assert_close(preprocess(plain), torch.full((1, 1, 4, 4), 0.2))
-    stripes = torch.zeros(1, 1, 16, 16, dtype=torch.uint8)
-    stripes[..., ::4] = 255
-    torch.testing.assert_close(preprocess(stripes)[..., 1:-1], torch.full((1, 1, 4, 2), 0.25))
-
-
-@pytest.mark.parametrize(
-    "images",
-    [torch.rand(2, 3, 16, 16), torch.zeros(2, 1, 16, 16, dtype=torch.uint8), torch.zeros(3, 16, 16, dtype=torch.uint8)],
-    ids=["float", "gray", "single"],
-)
-def test_preprocess_refuses_other_images(images: torch.Tensor) -> None:
-    with pytest.raises(InputError, match=r"torch.uint8 of shape \(batch, 3, height, width\)"):
-        Preprocess(size=16, mean=MEAN, std=STD)(images)
 
 
 def test_loaded_encoder_can_be_trained_further(tmp_path: Path) -> None:

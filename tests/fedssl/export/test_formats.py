@@ -255,7 +255,7 @@ def test_hub_folder_of_another_architecture_is_loaded_by_fedssl_and_its_card_des
     assert torch.equal(again(again.preprocess(images)), ours(encoder, images))
     assert json.loads((folder / "config.json").read_text())["fedssl"]["encoder"] == SMALL
     form = json.loads((folder / "preprocessor_config.json").read_text())
-    assert (form["size"], form["image_mean"]) == ({"height": 8, "width": 8}, [0.25, 0.5, 0.75])
+    assert (form["size"], form["image_mean"]) == ({"shortest_edge": 8}, [0.25, 0.5, 0.75])
     assert (form["do_rescale"], form["rescale_factor"]) == (True, 1 / 255)
     card = (folder / "README.md").read_text()
     assert "library_name: fedssl\n" in card

@@ -1,0 +1,169 @@
+"""Preprocessing: the pixels of training, from tensors, images of Pillow, and the exports' own descriptions."""
+
+import io
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torchvision.transforms.functional as TF
+from PIL import Image
+
+from fedssl.datasets.decoding import read_image
+from fedssl.errors import InputError
+from fedssl.export import Preprocess, load_encoder
+from fedssl.export.formats import export
+from fedssl.export.preprocess import pixel_metadata
+from tests.fedssl.export.test_encoder_file import METADATA, save
+from tests.fedssl.export.test_formats import VIT, source_of
+
+PLAIN = Preprocess(size=8, mean=(0.0,) * 3, std=(1.0,) * 3)
+GRAY = Preprocess(size=2, mean=(0.0,), std=(1.0,))
+
+
+def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def opened(content: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(content))
+
+
+def drawn(height: int, width: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def pixels_of(image: Image.Image) -> torch.Tensor:
+    return torch.tensor(np.asarray(image)).permute(2, 0, 1)
+
+
+def trained_on(content: bytes, *, size: int, channels: int = 3) -> torch.Tensor:
+    """Return the pixels of training, in [0, 1]."""
+    return torch.tensor(read_image(content, channels=channels, size=size)) / 255
+
+
+@pytest.mark.parametrize("shape", [(8, 32), (32, 8), (9, 20), (5, 6), (1, 1000), (8, 8)])
+def test_images_of_any_shape_have_the_pixels_of_training(shape):
+    image = drawn(*shape)
+    expected = trained_on(encoded(image), size=8)
+    assert torch.equal(PLAIN(image)[0], expected)
+    # Pillow rounds to integers twice, by at most a half.
+    torch.testing.assert_close(PLAIN(pixels_of(image)[None])[0], expected, rtol=0, atol=1.001 / 255)
+
+
+def test_square_tensors_are_interpolated_and_standardized():
+    images = torch.randint(0, 256, (2, 3, 20, 20), dtype=torch.uint8)
+    pixels = torch.nn.functional.interpolate(images.float() / 255, (8, 8), mode="bilinear", antialias=True)
+    preprocess = Preprocess(size=8, mean=(0.1, 0.2, 0.3), std=(0.5, 0.25, 1.0))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (preprocess.mean, preprocess.std))
+    assert torch.equal(preprocess(images), (pixels - mean) / std)
+
+
+def test_single_images_and_lists_are_batches():
+    images = [drawn(8, 32), drawn(32, 8), drawn(8, 8)]
+    batch = PLAIN(images)
+    assert batch.shape == (3, 3, 8, 8)
+    assert torch.equal(batch, torch.cat([PLAIN(image) for image in images]))
+    single = pixels_of(images[0])
+    assert torch.equal(PLAIN(single), PLAIN(single[None]))
+    assert torch.equal(PLAIN([single, images[1]]), torch.cat([PLAIN(single), batch[1:2]]))
+
+
+def test_images_of_pillow_are_upright_converted_and_unchanged():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the stored image must be turned by 90 degrees clockwise
+    turned = encoded(Image.fromarray(np.array([[10, 20], [30, 40]], np.uint8)).convert("RGB"), exif=exif)
+    transparent = encoded(Image.new("RGBA", (2, 2), (0, 0, 0, 0)))
+    deep = encoded(Image.fromarray(np.array([[0, 4095], [4095, 0]], np.uint16)))
+    for content in (turned, transparent, deep):
+        image = opened(content)
+        for _ in range(2):
+            assert torch.equal(GRAY(image)[0], trained_on(content, size=2, channels=1))
+    assert GRAY(opened(turned)).mul(255).round().tolist() == [[[[30, 10], [40, 20]]]]
+
+
+def test_settings_of_the_pixels_are_those_of_training(tmp_path: Path):
+    settings = {"background": 0, "max_value": 4095, "size": 8}
+    file = save(tmp_path / "encoder.pt", metadata=METADATA | pixel_metadata(settings))
+    preprocess = load_encoder(file).preprocess
+    assert (preprocess.background, preprocess.max_value) == (0, 4095)
+    assert pixel_metadata({"background": 255, "max_value": None}) == pixel_metadata({}) == {}
+    save(file, metadata={"dataset.background": 256})
+    with pytest.raises(InputError, match="dataset.background=256 must be at most 255"):
+        load_encoder(file)
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (torch.rand(2, 3, 16, 16), r"torch.float32 of shape \(2, 3, 16, 16\), .* \(255 \* images\).round\(\)"),
+        (torch.zeros(2, 1, 16, 16, dtype=torch.uint8), r"trained on torch.uint8 of shape \(batch, 3, height, width\)"),
+        (torch.zeros(16, 16, dtype=torch.uint8), r"torch.uint8 of shape \(16, 16\)"),
+        (np.zeros((16, 16, 3), np.uint8), "images are a ndarray"),
+        ("cat.jpg", r"images are a str, .*; give PIL.Image.open\(FILE\)"),
+        ([], "images are a list"),
+    ],
+    ids=["float", "gray", "no channels", "NumPy", "file", "empty"],
+)
+def test_other_images_are_refused(images, message):
+    with pytest.raises(InputError, match=message):
+        PLAIN(images)
+
+
+SIZE = 32
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """An encoder, and its Hugging Face folder, which timm loads."""
+    folder = tmp_path_factory.mktemp("exported")
+    source = source_of(folder, {**VIT, "size": SIZE, "patch": 8})
+    export(source, "huggingface", folder / "hub")
+    return source.encoder, folder / "hub"
+
+
+def photo(*box: int) -> Image.Image:
+    package = find_spec("sklearn")
+    return Image.open(Path(package.submodule_search_locations[0]) / "datasets/images/china.jpg").crop(box)
+
+
+@pytest.mark.parametrize(
+    ("image", "largest", "mean"),
+    [
+        (photo(0, 0, 256, 128), 1.001, 1),  # scaled to 64 x 32: nothing is rounded but pixels
+        (photo(0, 0, 640, 427), 50, 5),  # 47.96 x 32
+        (photo(0, 0, 300, 427), 100, 12),  # 32 x 45.5
+    ],
+    ids=["even", "wide", "high"],
+)
+def test_exports_describe_the_geometry_of_training(exported, image, largest, mean):
+    """Other programs round the scaled sides and the margin, which moves an image by at most a scaled pixel."""
+    encoder, folder = exported
+    means, stds = (torch.tensor(values).view(3, 1, 1) for values in (encoder.mean, encoder.std))
+    trained = (trained_on(encoded(image), size=SIZE) - means) / stds
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    by_timm = timm.data.create_transform(**timm.data.resolve_model_data_config(model))(image)
+    form = json.loads((folder / "preprocessor_config.json").read_text())
+    with torch.no_grad():
+        expected = encoder(trained[None])
+        for found in (by_timm, by_transformers(image, form)):
+            difference = ((found - trained) * stds * 255).abs()
+            assert difference.max() < largest
+            assert difference.mean() < mean
+            assert torch.cosine_similarity(encoder(found[None]), expected) > 0.98  # down to 0.52 of squashed images
+
+
+def by_transformers(image: Image.Image, form: dict[str, Any]) -> torch.Tensor:
+    """Apply the documented steps of BitImageProcessor, the class of DINOv2's models."""
+    assert form["image_processor_type"] == "BitImageProcessor"
+    assert all(form[f"do_{step}"] for step in ("convert_rgb", "resize", "center_crop", "rescale", "normalize"))
+    bilinear = TF.InterpolationMode({2: "bilinear"}[form["resample"]])  # a number of Pillow
+    scaled = TF.resize(pixels_of(image), form["size"]["shortest_edge"], bilinear)
+    cropped = TF.center_crop(scaled, [form["crop_size"]["height"], form["crop_size"]["width"]])
+    return TF.normalize(cropped * form["rescale_factor"], form["image_mean"], form["image_std"])
