@@ -114,7 +114,7 @@ def test_opaque_images_have_the_pixels_without_their_alpha_channel(mode, channel
 
 
 def test_color_spaces_of_print_and_of_editors():
-    """CMYK and YCCK of JPEG, which Adobe stores inverted, LAB of TIFF, HSV, 1 bit and a palette of 16 entries."""
+    """CMYK of JPEG, which Adobe stores inverted, LAB of TIFF, HSV, 1 bit and a palette of 16 entries."""
     color = Image.new("RGB", (16, 16), (200, 100, 50))
     lab = ImageCms.profileToProfile(
         color, ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB"), outputMode="LAB"
