@@ -95,7 +95,16 @@ def main(grid: Grid, context: Context) -> None:
         execute(grid, settings, on_start=lambda folder: print_report(RunReport(run_folder=str(folder))))
     except InputError as error:
         print_report(RunReport(error=str(error)))
+        logging.getLogger("flwr").addFilter(without_traceback)
         raise
+
+
+def without_traceback(record: logging.LogRecord) -> bool:
+    """Replace the traceback of an `InputError` by its sentence. Flower logs the exception that ends a ServerApp."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, InputError):
+        record.msg, record.args, record.exc_info = f"{record.getMessage()}: {error}", (), None
+    return True
 
 
 def load_run_config(grid: Grid, run_config: RunConfig) -> Settings:

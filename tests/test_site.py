@@ -5,12 +5,14 @@ import logging
 import re
 from pathlib import Path
 
-import griffe
 import pytest
-from mkdocs.commands.build import build
-from mkdocs.config import load_config
 
 from tests.test_docs import ROOT
+
+MISSING = "the site's tools are not installed: uv sync --group pages"
+griffe = pytest.importorskip("griffe", reason=MISSING)
+build = pytest.importorskip("mkdocs.commands.build", reason=MISSING).build
+load_config = pytest.importorskip("mkdocs.config", reason=MISSING).load_config
 
 SEARCH = "search/search_index.json"
 

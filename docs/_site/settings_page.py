@@ -1,4 +1,4 @@
-"""Write ``docs/settings.md``, the reference of all settings: ``uv run python docs/_site/settings_page.py``.
+"""Write ``docs/settings.md``, the reference of all settings: ``uv run --group docs python FILE``, with this file.
 
 Values are those of `fedssl.config.constraints`; defaults and descriptions are those of ``conf/``.
 """

@@ -3,11 +3,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from simulation.cli import main
+
+MISSING = "the notebook's tools are not installed: uv sync --group pages"
+nbformat = pytest.importorskip("nbformat", reason=MISSING)
+nbclient = pytest.importorskip("nbclient", reason=MISSING)
+pytest.importorskip("ipykernel", reason=MISSING)
 
 FILE = Path(__file__).parents[2] / "examples" / "neighbors.ipynb"
 
@@ -45,7 +48,9 @@ def test_all_cells_run(notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_notebook_runs_in_jupyter(notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    nbclient.NotebookClient(
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    ).execute()
     output = notebook.cells[-1].outputs[0].text
     assert "federated" in output
     assert "pixels" in output

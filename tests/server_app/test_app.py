@@ -1,12 +1,17 @@
 """Flower's run config: flat keys and ``overrides`` become words of the command line."""
 
+import io
+import json
+import logging
 import tomllib
 from pathlib import Path
 
 import pytest
+from flwr.app import Context, RecordDict
 
 from fedssl.config.load import compose
-from server_app.app import RUN_CONFIG_KEYS, overrides_of
+from fedssl.errors import InputError
+from server_app.app import RUN_CONFIG_KEYS, app, overrides_of, without_traceback
 
 ROOT = Path(__file__).resolve().parents[2]
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
@@ -14,6 +19,23 @@ DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"][
 
 def test_flower_knows_every_key_and_no_other():
     assert dict.fromkeys([*RUN_CONFIG_KEYS, "overrides"], "") == DECLARED
+
+
+def test_flower_logs_a_wrong_value_in_one_sentence(capsys):
+    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={"num-server-rounds": -3})
+    flower, text = logging.getLogger("flwr"), io.StringIO()
+    handler = logging.StreamHandler(text)
+    flower.addHandler(handler)
+    try:
+        with pytest.raises(InputError) as caught:
+            app(grid=None, context=context)
+        flower.error("%s raised an exception", "Simulation", exc_info=caught.value)
+    finally:
+        flower.removeHandler(handler)
+        flower.removeFilter(without_traceback)
+    sentence = "rounds=-3 must be an integer of at least 1; the default is 20"
+    assert text.getvalue() == f"Simulation raised an exception: {sentence}\n"
+    assert json.loads(capsys.readouterr().out)["error"] == sentence
 
 
 def test_what_is_left_empty_is_not_said():

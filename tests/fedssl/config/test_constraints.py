@@ -205,4 +205,4 @@ def test_the_reference_page_is_up_to_date() -> None:
     spec = importlib.util.spec_from_file_location("settings_page", CONF.parent / "docs/_site/settings_page.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.PAGE.read_text() == module.page(), "run: uv run python docs/_site/settings_page.py"
+    assert module.PAGE.read_text() == module.page(), "run: uv run --group docs python docs/_site/settings_page.py"
