@@ -78,7 +78,7 @@ def read_kit(file: Path) -> Kit:
         )
     except OSError as error:
         problem = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise InputError(f"{file} {problem}; name the kit that fedssl-fleet invite created") from error
+        raise InputError(f"{file} {problem}; name a kit of fedssl-fleet invite that you can read") from error
     except Exception as error:  # a foreign file can fail in any way
         reason = str(error) if type(error) in (ValueError, InputError, zipfile.BadZipFile) else type(error).__name__
         raise InputError(f"{file} is not a startup kit ({reason}); ask the operator for another one") from error

@@ -97,9 +97,16 @@ def test_an_environment_that_is_older_than_the_code_is_rejected(tmp_path, monkey
         run(["engine=deployment", f"engine.address=127.0.0.1:{free_port()}"])
 
 
-def test_an_unreachable_superlink_is_reported():
+def test_an_unreachable_superlink_is_reported(monkeypatch):
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(InputError, match=f"no SuperLink answers at engine.address={address} .*; start it, or set"):
+        run(["engine=deployment", f"engine.address={address}"])
+    proxy = f"http_proxy=http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv(*proxy.split("=", 1))
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    sentence = rf"^engine.address={address} cannot be reached through the proxy {proxy} .*; run export NO_PROXY"
+    with pytest.raises(InputError, match=sentence):
         run(["engine=deployment", f"engine.address={address}"])
 
 

@@ -80,7 +80,7 @@ def test_other_files_do_not_block(tmp_path):
         "large": r"cannot be read \(it has 5,368,709,120 bytes but the maximum is 4,194,304\)",
         "missing": "does not exist",
     }.items():
-        with pytest.raises(InputError, match=f"{name} {reason}; name the kit that fedssl-fleet invite created"):
+        with pytest.raises(InputError, match=f"{name} {reason}; name a kit of fedssl-fleet invite that you can read"):
             read_kit(tmp_path / name)
     with pytest.raises(InputError, match=r"/dev/zero cannot be read \(it is not a regular file\)"):
         read_kit(tmp_path.__class__("/dev/zero"))
