@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from fedssl.atomic_files import make_output_folder, saved_rounds, write_text
 from fedssl.config.compat import expand_sweep
 from fedssl.config.compose import RESUMABLE_KEYS, hydra_value, validate_names
-from fedssl.config.literal import user_path
+from fedssl.config.literal import literal_values, user_path
 from fedssl.config.load import compose, load_settings
 from fedssl.config.overrides import by_key, config_groups, key_and_group, parse, quote_value
 from fedssl.config.saved_run import check_saved_overrides
@@ -259,7 +259,8 @@ def _read_state(file: Path) -> SweepState:
     values, others = split_options(options)
     if others or values.keys() - SAVED_OPTIONS:
         raise corrupt_file_error(file, f"its options are not {', '.join(sorted(SAVED_OPTIONS))}")
-    return SweepState(overrides, jobs, values)
+    jobs = {name: literal_values(job) for name, job in jobs.items()}  # as on the command line
+    return SweepState(literal_values(overrides, sweep=True), jobs, values)
 
 
 def _identity(overrides: Iterable[str], free: Set[str]) -> frozenset[str]:

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import xxhash
 
 from fedssl.atomic_files import write_text
-from fedssl.config.literal import shell_command
+from fedssl.config.literal import plain_override, shell_command
 from fedssl.config.overrides import config_groups
 from fedssl.config.renamed import update, update_choices
 from fedssl.config.saved_run import is_of_earlier_version, read_overrides, update_overrides
@@ -201,7 +201,7 @@ def read_run(folder: Path) -> Run:
     command_overrides = tuple(override for override in overrides if override.partition("=")[0] not in START_KEYS)
     own = {
         key.lstrip("+"): value
-        for key, _, value in (sanitize(override).partition("=") for override in command_overrides)
+        for key, _, value in (sanitize(plain_override(word)).partition("=") for word in command_overrides)
     }
     choices = _read_choices(folder / "choices.yaml")
     if is_of_earlier_version(folder):
