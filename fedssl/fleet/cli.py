@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from fedssl.command_line import run_command
+from fedssl.config.literal import user_path
 from fedssl.config.settings import EngineSettings
 from fedssl.errors import InputError
 from fedssl.fleet import compat
@@ -80,7 +81,7 @@ def invite(options: argparse.Namespace) -> str:
 
 
 def _invite(name: str, file: Path, options: argparse.Namespace) -> str:
-    certificate = Path(options.certificates or _connection().root_certificates or "ca.crt")
+    certificate = user_path(options.certificates or _connection().root_certificates or "ca.crt")
     if options.with_key:
         key = new_private_key()
         with _control(options) as control:
@@ -317,9 +318,11 @@ def _parser() -> argparse.ArgumentParser:
         elif name not in ("list", "watch"):
             command.add_argument("name", metavar="NAME")
         if name in ("add", "rotate"):
-            command.add_argument("key", metavar="KEY.pub", type=Path)
+            command.add_argument("key", metavar="KEY.pub", type=user_path)
         if name in ("list", "show", "watch"):
-            command.add_argument("--run", metavar="FOLDER", type=Path, help="run folder with reports of the devices")
+            command.add_argument(
+                "--run", metavar="FOLDER", type=user_path, help="run folder with reports of the devices"
+            )
         if name in ("list", "show"):
             command.add_argument("--json", action="store_true")
         if name == "watch":
@@ -332,5 +335,5 @@ def _parser() -> argparse.ArgumentParser:
         if name == "invite":
             command.add_argument("--server", metavar="HOST:PORT", required=True, help="address for devices")
             command.add_argument("--with-key", action="store_true", help="create the private key here and register it")
-            command.add_argument("--output", metavar="FILE", type=Path, help="default: NAME.kit")
+            command.add_argument("--output", metavar="FILE", type=user_path, help="default: NAME.kit")
     return parser

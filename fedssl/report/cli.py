@@ -21,6 +21,7 @@ from pathlib import Path
 
 from fedssl.atomic_files import write_text
 from fedssl.command_line import run_command
+from fedssl.config.literal import user_path
 from fedssl.errors import InputError
 from fedssl.report.accuracy_table import run_table
 from fedssl.report.cost_table import cost_table
@@ -180,7 +181,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Results of any runs as a table, and figures.",
         allow_abbrev=False,
     )
-    parser.add_argument("folders", metavar="DIR", type=Path, nargs="*", help="run folder, or folder that contains some")
+    parser.add_argument(
+        "folders", metavar="DIR", type=user_path, nargs="*", help="run folder, or folder that contains some"
+    )
     parser.add_argument(
         "--metrics",
         metavar="NAME",
@@ -195,11 +198,11 @@ def _parser() -> argparse.ArgumentParser:
         "metrics, cosines, spectrum, tsne, sphere, cka; landscape, cka_layers, forgetting of runs with snapshot_every; "
         "accuracy, divergence, tradeoff, sensitivity, heatmap of all runs",
     )
-    parser.add_argument("--into", metavar="FOLDER", type=Path, help="write figures of all runs to its figures/")
+    parser.add_argument("--into", metavar="FOLDER", type=user_path, help="write figures of all runs to its figures/")
     parser.add_argument(
         "--config-dir",
         metavar="FOLDER",
-        type=Path,
+        type=user_path,
         action="append",
         default=[],
         help="folder with your own settings, for figures of models",
@@ -209,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        type=Path,
+        type=user_path,
         help="write the tables to FILE.md or FILE.tex, the results to FILE.csv and the costs to FILE_costs.csv, or a "
         "page with figures to FILE.html",
     )

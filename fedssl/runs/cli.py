@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedssl.command_line import run_command
-from fedssl.config.literal import shell_command
+from fedssl.config.literal import shell_command, user_path
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import column_title, to_flat_dict, units_of
 from fedssl.runs.catalog import (
@@ -189,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     showing = commands.add_parser("show", help="settings, results, command and files of a run")
     verifying = commands.add_parser("verify", help="damaged and missing files of a run")
     for command in (showing, verifying):
-        command.add_argument("folder", metavar="DIR", type=Path, help="run folder")
+        command.add_argument("folder", metavar="DIR", type=user_path, help="run folder")
     for command in (listing, ranking, showing, verifying):
         command.add_argument("--json", action="store_true", help="for scripts")
     return parser

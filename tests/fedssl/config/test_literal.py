@@ -12,6 +12,7 @@ from fedssl.config.overrides import parse
 from fedssl.errors import InputError
 from fedssl.evaluation import cli as evaluation
 from fedssl.export import cli as export
+from fedssl.report import cli as report
 from server_app.app import overrides_of
 from simulation import cli
 from tests.devices import write_images
@@ -69,6 +70,7 @@ def test_a_home_folder_is_found_in_every_path_setting(monkeypatch, tmp_path):
     paths = (config.output_dir, config.teacher, config.encoder.weights, config.engine.root_certificates)
     assert paths == tuple(f"{tmp_path}/{name}" for name in ("run", "t.pt", "w", "ca.crt"))
     assert config.dataset.cache == f"{tmp_path}/c"
+    assert report._parser().parse_args(["--into=~/figures"]).into == tmp_path / "figures"
     assert compose(["output_dir=~nobody-here/x"]).recording.config.output_dir == f"{Path.cwd()}/~nobody-here/x"
 
 
