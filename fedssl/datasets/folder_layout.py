@@ -95,8 +95,8 @@ def list_split(
     parts = {name: _part(listing.below(f"{base}{name}", SUFFIXES), folders, compared=listing.linked) for name in names}
     parts = _without_lone_classes(parts) or {"train": _part(listing, folders)}
     classes, warnings = _classes(parts.values()), _warnings(listing)
-    empty = [name for name in listing.subfolders(base) if names and name not in names]
-    empty += [name for part in parts.values() for name in part.empty]
+    empty = [name for part in parts.values() for name in part.empty]
+    empty += [name for name in listing.subfolders(base) if names and name not in names]
     _log_layout(listing, parts if names else {}, classes, empty)
 
     train, held_out = matching("train", parts), [name for kind in HELD_OUT for name in matching(kind, parts)]
@@ -104,10 +104,15 @@ def list_split(
     if train and not held_out and (split == "test" or chosen == train):
         return _share(_file_list(_joined(parts, train), classes, warnings), test_fraction, is_test=split == "test")
     if not chosen:
-        other = "false if they are no splits" if names else "true if its subfolders are splits"
+        others = [*parts, *(["test, a share of it"] if train and not held_out else [])]
         raise InputError(
-            f"{below} has no split {split!r}, only {_listed(parts)}{'' if held_out else ' and test, a share of it'}; "
-            f"name one of them in dataset.splits, or set dataset.split_folders={other}"
+            f"{below} has no split {split!r}, only {_listed(others)}; name one of them in dataset.splits, or set "
+            f"dataset.split_folders={'false if they are no splits' if names else 'true if its subfolders are splits'}"
+        )
+    if test_fraction and not held_out and {*chosen} < {*train}:
+        raise InputError(
+            f"dataset.splits names {split!r}, but dataset.test_fraction={test_fraction} is held out of all of "
+            f"{_listed(train)}; set dataset.test_fraction=0"
         )
     part = _joined(parts, chosen)
     if train and chosen != train:
@@ -200,7 +205,7 @@ def _find_splits(listing: Listing, split_folders: bool | str, *, descend: bool) 
         enter = descend and len(names) == 1 and all(slash for _, slash, _ in below)
         if split_folders is True and words + names[1:]:
             return base, names
-        if split_folders == "auto" and words and _are_splits(f"{listing.root}/{base}", names, words):
+        if split_folders == "auto" and words and _are_splits(f"{listing.root}/{base}".rstrip("/"), names, words):
             return base, names
         if not enter:
             break

@@ -98,7 +98,7 @@ def read(
     labels, classes = read_labels(files, label, data_set=data_set)
     warnings = () if label is None or held_out else missing_labels(labels, files, label, split=split)
     rows = np.arange(count)
-    if shared and (held_out or split == "train"):
+    if shared and (held_out or split_of_word(split) == "train"):
         rows = stratified_holdout(labels, fraction=test_fraction)[held_out]
     rows = rows[subsample_indices(len(rows), limit)]
     if not len(rows):

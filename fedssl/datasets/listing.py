@@ -66,11 +66,11 @@ class Listing:
 
     def ignored_kinds(self) -> str:
         """Return how much of each kind is ignored; empty for nothing."""
-        counts = {"hidden files or folders": self.hidden, "broken links": self.broken}
+        counts = {"hidden files and folders": self.hidden, "broken links": self.broken}
         counts |= {"links to what is listed already": len(self.repeated)}
-        parts = [f"{self.ignored.total():,} other files: {self._endings()}"] if self.ignored else []
-        parts += [f"{count:,} {what}" for what, count in counts.items() if count]
-        return sanitize("; ".join(parts))
+        total = self.ignored.total()
+        parts = [f"{total:,} file{'s'[: total != 1]}: {self._endings()}"] if total else []
+        return sanitize("; ".join([*parts, *(f"{what}: {count:,}" for what, count in counts.items() if count)]))
 
     def _endings(self) -> str:
         named = [f"{count:,} {ending or 'without ending'}" for ending, count in self.ignored.most_common(_MAX_ENDINGS)]

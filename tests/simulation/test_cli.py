@@ -62,6 +62,23 @@ def test_what_points_outside_a_run_folder_is_repeated_in_the_command(choices, ov
     assert error.startswith("fedssl: there is no setting 'rouns'; did you mean rounds or run_id")
 
 
+def test_a_split_that_does_not_exist_is_refused_before_the_run_folder(tmp_path, monkeypatch, capsys):
+    for folder in ("Training/a", "Training/b", "Testing/a", "Testing/b"):
+        write_images(tmp_path / "images" / folder, 4)
+
+    def command(split, *overrides):
+        words = [*QUICK, "num_clients=2", "rounds=1", "engine=local", "dataset=image_folder", "dataset.size=8"]
+        words += [f"dataset.path={tmp_path / 'images'}", f"output_dir={tmp_path / 'run'}", "final_evaluation=knn"]
+        monkeypatch.setattr("sys.argv", ["fedssl", *words, f"dataset.splits.test={split}", *overrides])
+        return cli.main(), capsys.readouterr().err
+
+    status, error = command("val")
+    assert (status, (tmp_path / "run").exists()) == (2, False)
+    assert "images has no split 'val', only Testing, Training; name one of them in dataset.splits" in error
+    assert command("Testing")[0] == 0
+    assert (tmp_path / "run" / "encoder.pt").exists()
+
+
 def test_settings_are_composed_once_and_saved_once(tmp_path, monkeypatch):
     """The server in this process gets the settings of the command; a folder without labels changes its partition."""
     monkeypatch.chdir(tmp_path)

@@ -67,7 +67,7 @@ def test_what_is_recognized_is_logged_in_one_line(tmp_path: Path, caplog: pytest
     for split in SPLITS:
         list_split(split, root)
     assert caplog.messages == [
-        f"{root}: ignored 1 other files: 1 .txt",
+        f"{root}: ignored 1 file: 1 .txt",
         f"{root}: splits Testing (1 images), Training (2 images); 2 classes (cat, dog); without images: cow, empty; "
         "1 images outside the splits are not used",
     ]
@@ -118,12 +118,18 @@ def test_test_images_without_labels_are_refused(tmp_path: Path) -> None:
 def test_an_unknown_split_is_refused_with_those_that_exist(tmp_path: Path) -> None:
     plain = touch(tmp_path / "plain", "a/1.png", "b/1.png")
     for split in ("val", "tset", "a"):
-        with pytest.raises(InputError, match=f"plain has no split '{split}', only train and test, a share of it; "):
+        with pytest.raises(InputError, match=f"plain has no split '{split}', only train, test, a share of it; "):
             list_split(split, plain, test_fraction=0.2)
     split = touch(tmp_path / "split", "Train/a/1.png", "Train/b/1.png", "Test/a/1.png", "Train_0/a/1.png")
     for name in ("val", "tset", "train_1", "unlabeled"):
         with pytest.raises(InputError, match=f"split has no split '{name}', only Test, Train, Train_0; "):
             list_split(name, split)
+    shards = touch(tmp_path / "shards", "train_0/a/1.png", "train_1/b/1.png")
+    with pytest.raises(
+        InputError, match=r"'train_0', but dataset\.test_fraction=0\.2 is held out of all of train_0, train_1"
+    ):
+        list_split("train_0", shards, test_fraction=0.2)
+    assert len(list_split("train_0", shards).files) == 1
     only_test = touch(tmp_path / "only", "test/a/1.png", "test/b/1.png")
     with pytest.raises(InputError, match=r"no split 'train', only test; .* set dataset\.split_folders=false"):
         list_split("train", only_test)

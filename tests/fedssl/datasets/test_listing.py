@@ -39,7 +39,7 @@ def test_hidden_files_are_left_out_at_any_depth_but_not_above(tmp_path: Path) ->
     touch(root, "$RECYCLE.BIN/1.png", "lost+found/1.png", ".Trash-1000/1.png", "cat/lost+found.png", "#1/2.png")
     listing = images(root)
     assert listing.paths == ["#1/2.png", "cat/1.png", "cat/lost+found.png"]
-    assert listing.ignored_kinds() == "11 hidden files or folders"
+    assert listing.ignored_kinds() == "hidden files and folders: 11"
 
 
 def test_other_files_are_counted_by_ending(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_other_files_are_counted_by_ending(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.png")  # to open it would block
     listing = images(tmp_path)
     assert listing.paths == ["1.png", "b/1.png/2.png"]
-    assert re.fullmatch(r"8 other files: 2 \.txt, (1 [^,]*, ){4}2 more endings", listing.ignored_kinds())
+    assert re.fullmatch(r"8 files: 2 \.txt, (1 [^,]*, ){4}2 more endings", listing.ignored_kinds())
 
 
 def test_a_linked_folder_is_listed_once_under_its_own_path(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_linked_file_is_listed_once(tmp_path: Path) -> None:
     link(root / "dog" / "4.png", tmp_path / "blobs" / "gone")
     listing = images(root)
     assert listing.paths == ["all/2.png", "cat/1.png"]
-    assert listing.ignored_kinds() == "1 broken links; 2 links to what is listed already"
+    assert listing.ignored_kinds() == "broken links: 1; links to what is listed already: 2"
 
 
 def test_an_unreadable_folder_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

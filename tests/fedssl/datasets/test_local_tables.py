@@ -58,7 +58,7 @@ def test_validation_serves_and_other_files_are_logged(tmp_path: Path, caplog: py
     assert found(root, "train") == ["train.parquet"]
     assert found(root, "extra") == ["extra.parquet"]
     assert caplog.messages == [
-        f"{root}: ignored 1 other files: 1 .json",
+        f"{root}: ignored 1 file: 1 .json",
         "dev.parquet serves as the test",
         f"{root}: not used, because the names are of no split: extra.parquet",
     ]

@@ -61,8 +61,10 @@ def test_a_device_joins_with_a_kit_and_leaves(running, call, tmp_path, monkeypat
     assert not (tmp_path / "device").exists()
 
     write_images(tmp_path / "images", 5)
+    write_images(tmp_path / "images" / "DCIM" / "100APPLE", 2)
     status, text = call(device_cli, "setup", "garden.kit", "images=images", folder)
     assert status == 0, text
+    assert f"images      ok  7 in {tmp_path / 'images'}" in text
     assert "connection  ok" in text
     assert "It shares no images, labels, file names or paths." in text
     assert stat.S_IMODE((tmp_path / "device" / "node.key").stat().st_mode) == 0o600
