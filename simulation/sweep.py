@@ -197,7 +197,8 @@ class SweepState:
         """Write the file into the folder of the sweep."""
         options = [f"sweep.{name}={'null' if value is None else value}" for name, value in self.options.items()]
         content = {"overrides": self.overrides, "jobs": self.jobs, "options": options}
-        text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+        text = "# To change a sweep, give overrides: fedssl -m resume=FOLDER key=value. An edited file is refused.\n"
+        text += yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         # An edited job would count as finished with the results of other settings.
         write_text(folder / STATE_FILE, f"{checksum_line(text)}\n{text}")
 
