@@ -19,7 +19,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.config.compat import ChoiceSweep, Override, apply_overrides
-from fedssl.config.constraints import CONSTRAINTS, as_yaml, constraint_of, constraints_in, group_of
+from fedssl.config.constraints import (
+    CONSTRAINTS,
+    as_yaml,
+    constraint_of,
+    constraints_in,
+    group_of,
+    statistic_of_channels,
+)
 from fedssl.config.literal import user_path
 from fedssl.config.overrides import CONF, check_choices, config_groups, parse, suggest_setting
 from fedssl.config.renamed import check_renamed
@@ -242,6 +249,10 @@ def diff(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, tuple[A
 def compose_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
     """Return the resolved config, and the choice of every group."""
     config, choices = compose_unresolved(overrides)
+    explicit = {override.key_or_group for override in parse(overrides)}
+    for key, values in _statistics(OmegaConf.to_container(config)):
+        if key not in explicit:
+            OmegaConf.update(config, key, values)
     try:
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
@@ -258,6 +269,19 @@ def check_resolved(config: DictConfig) -> None:
         plain_values(OmegaConf.to_container(config, resolve=False), "settings", special=None)
     except ValueError as error:
         raise InputError(f"{error}; set another value, or rename the folder whose name has it") from error
+
+
+def _statistics(node: Any, prefix: str = "") -> Iterator[tuple[str, list[float]]]:
+    """Yield mean and standard deviation of each data set whose default is for another number of channels."""
+    if not isinstance(node, dict):
+        return
+    channels = node.get("channels")
+    for name, value in node.items():
+        if name in ("mean", "std") and isinstance(value, list) and isinstance(channels, int) and value:
+            if len(value) != channels:
+                yield f"{prefix}{name}", list(statistic_of_channels(value, channels))
+        else:
+            yield from _statistics(value, f"{prefix}{name}.")
 
 
 def compose_unresolved(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:

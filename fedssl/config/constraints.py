@@ -555,6 +555,11 @@ def as_yaml(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def statistic_of_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
+    """Return a mean or standard deviation for a number of channels: if it is another one, all have the mean."""
+    return tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels
+
+
 def check_channels(dataset: DataSettings | DictConfig) -> None:
     """Raise `InputError` unless a data set has a mean and a standard deviation for each channel."""
     for name, values in (("mean", dataset.mean), ("std", dataset.std)):

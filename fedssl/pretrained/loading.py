@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedssl.atomic_files import atomic_write
+from fedssl.config.constraints import statistic_of_channels
 from fedssl.encoders.base import Encoder
 from fedssl.encoders.library import LibraryEncoder
 from fedssl.errors import InputError
@@ -95,7 +96,7 @@ def initial_statistics(source: str, *, channels: int) -> tuple[tuple[float, ...]
         mean, std = (known[0],), (known[1],)
     if mean is None or std is None:
         return None
-    return _for_channels(mean, channels), _for_channels(std, channels)
+    return statistic_of_channels(mean, channels), statistic_of_channels(std, channels)
 
 
 def store_initial_encoder(encoder: Encoder, file: Path) -> None:
@@ -162,7 +163,3 @@ def _remedy(encoder: Encoder, problems: Mapping[str, Collection[str]]) -> str:
 
 def _listed(names: Sequence[str], *, maximum: int = _MAX_LISTED) -> str:
     return sanitize(", ".join(name[:100] for name in names[:maximum])) + (", ..." if len(names) > maximum else "")
-
-
-def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    return values if len(values) == channels else (sum(values) / len(values),) * channels

@@ -105,8 +105,8 @@ def test_images_with_labels_are_divided_as_ever(classes, tmp_path):
             "encoder.patch=5 does not divide",
         ),
         (
-            ["dataset.channels=1"],
-            r"dataset.mean=\[0.485, 0.456, 0.406\] has 3 values but dataset.channels=1; give one value per channel",
+            ["dataset.channels=1", "dataset.mean=[0.5,0.4]"],
+            r"dataset.mean=\[0.5, 0.4\] has 2 values but dataset.channels=1; give one value per channel",
         ),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from fedssl.config.compose import resolve_config, validate_names
+from fedssl.config.constraints import check_channels
 from fedssl.config.load import compose, load_settings, save_run
 from fedssl.config.overrides import CONF, quote_value
 from fedssl.config.settings import Component
@@ -258,3 +259,25 @@ def test_the_folder_of_decoded_images_is_absolute_and_not_chosen_by_a_run_of_oth
     save_run(settings.recording, tmp_path)
     assert cache_of(compose_evaluation([], run=tmp_path)) == "auto"
     assert cache_of(compose_evaluation(["dataset.cache=/mine"], run=tmp_path)) == "/mine"
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100", "tiny_imagenet", "stl10", "image_folder", "digits"])
+def test_statistics_follow_the_number_of_channels(name: str) -> None:
+    default = compose([f"dataset={name}"]).data
+    settings = compose([f"dataset={name}", f"dataset.channels={4 - default.channels}"])
+    data = settings.data
+    assert settings.training.augmentation.instantiate().channels == data.channels
+    check_channels(data)
+    assert data.mean == (sum(default.mean) / len(default.mean),) * data.channels
+    assert data.std == (sum(default.std) / len(default.std),) * data.channels
+
+
+def test_statistics_of_further_data_sets_follow_and_explicit_ones_are_kept() -> None:
+    own = ["dataset=cifar10", "dataset.channels=1"]
+    assert compose([*own, "dataset.mean=[0.5]"]).data.mean == (0.5,)
+    wrong = compose([*own, "dataset.mean=[0.5,0.5,0.5]"]).data
+    with pytest.raises(InputError, match=r"dataset\.mean=\[0\.5, 0\.5, 0\.5\] has 3 values but dataset\.channels=1"):
+        check_channels(wrong)
+    other = ["+dataset@evaluation.datasets.other=cifar10", "evaluation.datasets.other.channels=1"]
+    transfer = compose(["evaluation=transfer", *other]).evaluation.protocol
+    assert len(transfer.values["datasets"]["other"]["mean"]) == 1
