@@ -2,6 +2,7 @@
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
+from PIL.PpmImagePlugin import PpmImageFile
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT, TiffImageFile
 
 from fedssl.datasets.geometry import fit_image
@@ -11,6 +12,7 @@ BACKGROUND = 255  # default of dataset.background
 # Times a value in [0, 1], rounded down. Also the upper 8 bits of a value of 9 to 16 bits divided by its maximum.
 _LEVELS = np.float32(255.999)
 _SIGNED = 2  # sample format of TIFF
+_MAXIMUM = 2**16 - 1  # of PGM
 
 
 def to_array(
@@ -29,14 +31,16 @@ def to_array(
     background : int
         Gray value behind transparent pixels, from 0 (black) to 255 (white).
     max_value : float or None
-        Value that becomes white in gray images with more than 8 bits. None for the maximum of the image's format;
-        32-bit integers and floats have none and are then an `InputError`, and so are negative values.
+        Value that becomes white in gray images with more than 8 bits, except PGM files that state another one. None for
+        the maximum of the image's format; 32-bit integers and floats have none and are then an `InputError`, and so are
+        negative values.
     """
+    white = white_value(image, max_value)
     image.load()
     if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # not of TIFF, which Pillow has turned
         image = ImageOps.exif_transpose(image)
     if is_deep(image):
-        image = _eight_bits(image, max_value)
+        image = _eight_bits(image, white)
     elif _tag(image, SAMPLEFORMAT) == _SIGNED:
         raise InputError("signed 8-bit values, which Pillow reads as unsigned; add an offset and save them as unsigned")
     if image.has_transparency_data:
@@ -57,22 +61,31 @@ def is_deep(image: Image.Image) -> bool:
     return image.mode in ("I", "F") or image.mode.startswith("I;16")
 
 
-def value_maximum(image: Image.Image) -> int | None:
-    """Return the largest value that the format of an `is_deep` image allows; None for 32-bit integers and floats."""
+def states_maximum(image: Image.Image) -> bool:
+    """Return whether an image is a PGM file with its own maximum; ask before it is loaded."""
+    if not isinstance(image, PpmImageFile) or image.mode != "I" or not image.tile:
+        return False
+    arguments = image.tile[0].args
+    return isinstance(arguments, tuple) and arguments[1] != _MAXIMUM
+
+
+def white_value(image: Image.Image, max_value: float | None) -> float | None:
+    """Return the value of white in an `is_deep` image that is not loaded yet; None if its range is unknown."""
+    if max_value is not None and not states_maximum(image):
+        return max_value
     bits = _tag(image, BITSPERSAMPLE)
     if image.mode.startswith("I;16"):
         return (1 << (bits or 16)) - 1  # 12 bits of TIFF, too
-    if image.mode == "I" and image.format == "PPM":
-        return 2**16 - 1  # Pillow has divided the values by the file's maximum
+    if image.mode == "I" and isinstance(image, PpmImageFile):
+        return _MAXIMUM  # Pillow divides the values by the file's maximum
     if image.mode == "I" and bits == 16:  # signed
         return 2**15 - 1
     return None
 
 
-def _eight_bits(image: Image.Image, max_value: float | None) -> Image.Image:
+def _eight_bits(image: Image.Image, white: float | None) -> Image.Image:
     """Convert an `is_deep` image to 8-bit gray, with transparency if one of its values is transparent."""
-    maximum = max_value or value_maximum(image)
-    if maximum is None:
+    if white is None:
         raise InputError(
             f"wrong channels: 32-bit values (mode {image.mode}) of unknown range; set dataset.max_value to the value "
             "of white, or save it as gray, RGB, RGBA or palette with 8 or 16 bits"
@@ -81,7 +94,7 @@ def _eight_bits(image: Image.Image, max_value: float | None) -> Image.Image:
     lowest = values.min()
     if not lowest >= 0:  # also NaN
         raise InputError(f"its lowest value is {lowest}, and pixels are 0 or more; add an offset to its values")
-    levels = np.minimum(values.astype(np.float32) * (_LEVELS / np.float32(maximum)), 255).astype(np.uint8)
+    levels = np.minimum(values.astype(np.float32) * (_LEVELS / np.float32(white)), 255).astype(np.uint8)
     gray = Image.fromarray(255 - levels if _tag(image, PHOTOMETRIC_INTERPRETATION) == 0 else levels)  # 0: white is zero
     if "transparency" in image.info:
         gray.putalpha(Image.fromarray(np.where(values == image.info["transparency"], 0, 255).astype(np.uint8)))

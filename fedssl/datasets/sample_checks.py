@@ -10,7 +10,7 @@ import torch
 
 from fedssl.datasets.decoding import Decoding, open_image
 from fedssl.datasets.images import ImageSource
-from fedssl.datasets.pixels import is_deep, value_maximum
+from fedssl.datasets.pixels import is_deep, states_maximum, white_value
 
 SAMPLE = 64  # images at most
 _SMALL_PART = 4  # a maximum below one part in so many of the range
@@ -63,8 +63,10 @@ def _peak(source: bytes | Path, decoding: Decoding) -> tuple[float, float, bool]
     """Return the largest value of an image with more than 8 bits, that of white, and whether it is gray; else None."""
     try:
         with open_image(source, max_pixels=decoding.max_pixels) as image:
+            if states_maximum(image):
+                return None
             if is_deep(image):
-                limit = decoding.max_value or value_maximum(image)
+                limit = white_value(image, decoding.max_value)
                 return None if limit is None else (float(np.asarray(image).max()), limit, True)
             if not any(";16" in str(tile.args) for tile in image.tile):
                 return None

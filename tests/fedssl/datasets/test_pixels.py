@@ -168,7 +168,11 @@ def test_every_value_of_16_bits():
 def test_values_are_divided_by_the_maximum_of_pgm_or_of_the_setting():
     twelve = np.array([[0, 16], [2048, 4095]], ">u2")
     levels = [[0, 1], [128, 255]]
-    assert read(b"P5 2 2 4095\n" + twelve.tobytes()) == levels
+    for max_value in (None, 4095, 1023):
+        assert read(b"P5 2 2 4095\n" + twelve.tobytes(), max_value=max_value) == levels
+        assert read(b"P2 2 2 4095\n0 16 2048 4095\n", max_value=max_value) == levels
+    assert read(b"P5 2 2 65535\n" + twelve.tobytes(), max_value=4095) == levels
+    assert read(b"Pf 2 2 -1.0\n" + twelve[::-1].astype("<f4").tobytes(), max_value=4095) == levels
     assert read(b"P6 2 2 4095\n" + twelve.repeat(3).tobytes()) == levels
     for content in (
         encoded(Image.fromarray(twelve.astype("<u2"))),
