@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import overload
 
 import numpy as np
 
 from fedssl.datasets.base import stratified_holdout
+from fedssl.datasets.file_list import FileList, FilePaths
 from fedssl.datasets.formats import HEIF_INSTALLED, HEIF_SUFFIXES, SUFFIXES
 from fedssl.datasets.listing import Listing, is_folder, list_files, log_once
 from fedssl.datasets.splits import HELD_OUT, matching, split_of
@@ -28,42 +28,6 @@ from fedssl.untrusted import sanitize
 
 _LEVELS = {"class": ("class",), "owner": ("owner",), "owner/class": ("owner", "class"), "none": ()}
 _MAX_LISTED = 5  # names in a line
-
-
-class FilePaths(Sequence[Path]):
-    """Paths of files, of which only the text is in memory: a million of them need 150 MB."""
-
-    def __init__(self, paths: list[str]) -> None:
-        self._paths = paths
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    @overload
-    def __getitem__(self, index: int) -> Path: ...
-    @overload
-    def __getitem__(self, index: slice) -> "FilePaths": ...
-    def __getitem__(self, index: int | slice) -> "Path | FilePaths":
-        return FilePaths(self._paths[index]) if isinstance(index, slice) else Path(self._paths[index])
-
-    def at(self, indices: np.ndarray) -> "FilePaths":
-        return FilePaths([self._paths[index] for index in indices])
-
-
-@dataclass(frozen=True)
-class FileList:
-    """Image files with the classes and owners of their folders; see `ImageData` for the fields."""
-
-    files: FilePaths
-    labels: np.ndarray | None = None
-    classes: tuple[str, ...] = ()
-    owners: np.ndarray | None = None
-    owner_names: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-    def at(self, indices: np.ndarray) -> "FileList":
-        labels, owners = (None if column is None else column[indices] for column in (self.labels, self.owners))
-        return replace(self, files=self.files.at(indices), labels=labels, owners=owners)
 
 
 @dataclass(frozen=True)
@@ -95,6 +59,7 @@ def list_split(
     parts = {name: _part(listing.below(f"{base}{name}", SUFFIXES), folders, compared=listing.linked) for name in names}
     parts = _without_lone_classes(parts) or {"train": _part(listing, folders)}
     classes, warnings = _classes(parts.values()), _warnings(listing)
+    warnings += _inner_splits(listing) if split_folders == "auto" and not names else ()
     empty = [name for part in parts.values() for name in part.empty]
     empty += [name for name in listing.subfolders(base) if names and name not in names]
     _log_layout(listing, parts if names else {}, classes, empty)
@@ -149,6 +114,18 @@ def _warnings(listing: Listing) -> tuple[str, ...]:
     return (
         (f"{listing.root}: {heif:,} images ending in {' '.join(HEIF_SUFFIXES)} are ignored; {remedy}",) if heif else ()
     )
+
+
+def _inner_splits(listing: Listing) -> tuple[str, ...]:
+    """Return a warning about folders of splits inside other folders, whose images are mixed."""
+    kinds: dict[str, set[str | None]] = {}
+    for folder in listing.folders:
+        parent, _, name = folder.rpartition("/")
+        kinds.setdefault(parent, set()).add(split_of(name))
+    inside = [parent for parent, found in kinds.items() if parent and "train" in found and found & {*HELD_OUT}]
+    line = f"{listing.root}: the folders of splits in {_listed(inside)} are not used as splits, and test images are "
+    line += "trained on; set dataset.path to one of these folders, or dataset.split_folders=false if this is meant"
+    return (line,) if inside else ()
 
 
 def _log_layout(listing: Listing, parts: Mapping[str, _Part], classes: Sequence[str], empty: Sequence[str]) -> None:
@@ -338,6 +315,8 @@ def _compared(part: _Part, train: _Part, classes: Sequence[str]) -> tuple[str, .
         raise InputError(f"{part.folder} has the classes {mine} but {train.folder} has {others}; give both the same")
     shared = len({*part.identities} & {*train.identities})
     line = f"{shared:,} of the {len(part.files):,} images of {part.folder} are also in {train.folder}, by links"
+    if shared and shared == len(part.files):
+        raise InputError(f"{line}; give other images, or set dataset.splits.test=null for no test")
     return (line,) if shared else ()
 
 

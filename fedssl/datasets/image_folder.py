@@ -24,7 +24,8 @@ from fedssl.datasets.base import ImageData, subsample_indices
 from fedssl.datasets.buffers import EncodedInput
 from fedssl.datasets.cache import CacheKey, open_buffer
 from fedssl.datasets.decoding import MAX_PIXELS, Decoding, decode, unreadable_summary
-from fedssl.datasets.folder_layout import FileList, list_images, list_split
+from fedssl.datasets.file_list import FileList
+from fedssl.datasets.folder_layout import list_images, list_split
 from fedssl.datasets.images import ImageSource
 from fedssl.datasets.pixels import BACKGROUND
 from fedssl.datasets.sample_checks import SAMPLE, range_warnings

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from fedssl.datasets import listing
-from fedssl.datasets.folder_layout import FileList, list_images, list_split
+from fedssl.datasets.file_list import FileList
+from fedssl.datasets.folder_layout import list_images, list_split
 from fedssl.errors import InputError
 
 SPLITS = ("train", "test")
@@ -188,6 +189,15 @@ def test_spellings_of_a_class(tmp_path: Path) -> None:
     assert classes_of(letters) == [("A", "a")] * 2
 
 
+def test_splits_inside_classes_are_a_warning(tmp_path: Path) -> None:
+    """As in MVTec AD, whose categories have splits."""
+    root = touch(tmp_path, *(f"{name}/{split}/good/1.png" for name in ("bottle", "cable") for split in SPLITS))
+    (warning,) = list_split("train", root).warnings
+    assert "the folders of splits in bottle, cable are not used as splits, and test images are trained on" in warning
+    assert list_split("train", root, split_folders=False).warnings == ()
+    assert list_split("train", root / "cable").warnings == ()
+
+
 def test_links_between_splits(tmp_path: Path) -> None:
     root = touch(tmp_path / "data", "train/a/1.png", "train/b/2.png", "test/b/3.png")
     (root / "test" / "a").symlink_to(root / "train" / "a")
@@ -195,13 +205,19 @@ def test_links_between_splits(tmp_path: Path) -> None:
     assert list_split("test", root).warnings == (
         f"1 of the 2 images of {root}/test are also in {root}/train, by links",
     )
+    same = touch(tmp_path / "same", "train/a/1.png", "train/b/2.png")
+    (same / "test").symlink_to(same / "train")
+    with pytest.raises(InputError, match=r"2 of the 2 images of .*/test are also in .*/train, by links; give other"):
+        list_split("test", same)
     split = touch(tmp_path / "split", "all/1.png", "all/2.png")
     for folder, name in (("train/a", "1"), ("train/b", "2"), ("test/a", "2"), ("test/b", "1")):
         (split / folder).mkdir(parents=True)
         (split / folder / f"{name}.png").symlink_to(split / "all" / f"{name}.png")
     with pytest.raises(InputError, match=r"\(test, train\) beside others \(all\)"):
         list_split("train", split)
-    assert [len(list_split(name, split, split_folders=True).files) for name in SPLITS] == [2, 2]
+    (split / "all" / "3.png").touch()
+    (split / "test" / "b" / "3.png").symlink_to(split / "all" / "3.png")
+    assert [len(list_split(name, split, split_folders=True).files) for name in SPLITS] == [2, 3]
 
 
 def test_names_of_any_bytes(tmp_path: Path) -> None:
