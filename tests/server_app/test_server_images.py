@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -15,6 +16,7 @@ from fedssl.evaluation.protocol import why_not_evaluable
 from fedssl.losses import barlow_twins
 from simulation.cli import run
 from tests.federation import Federation
+from tests.fedssl.datasets.made import table
 
 SMALL = ["dataset=image_folder", "dataset.size=16", "num_clients=3", "rounds=1", "local_epochs=1", "encoder.width=4"]
 SMALL += ["threads=1", "measure_resources=false", "collapse_images=0", "final_evaluation=knn"]
@@ -211,3 +213,24 @@ def test_a_federation_of_clients_with_too_few_images_is_refused(owners, tmp_path
         match="no client has the 3 images that BYOL needs, .*=1; lower num_clients=3",
     ):
         run([*owners, "dataset.limit=6", "partition=iid", "method=byol", f"output_dir={tmp_path / 'run'}"])
+
+
+# --- labels that lack images, and images that lack labels ---
+
+
+def test_a_run_with_a_rare_class_and_missing_labels_goes_on_to_its_end(tmp_path, capsys):
+    labels = [0] * 20 + [1] * 4 + [None]
+    pq.write_table(table(list(range(0, 200, 8)), labels), tmp_path / "train.parquet")
+    own = ["dataset=cifar10", f"dataset.path={tmp_path}", "dataset.size=4", "dataset.test_fraction=0.2"]
+    quick = ["num_clients=2", "rounds=1", "local_epochs=1", "threads=1", "encoder.width=4", "dataset.cache=null"]
+    quick += ["engine=local", "collapse_images=0", "final_evaluation.protocols.few_labels.draws=2"]
+    run([*own, *quick, f"output_dir={tmp_path / 'run'}"])
+    lines = "".join(capsys.readouterr()).splitlines()
+    assert "1 of 25 rows of the split 'train' has no label: used for training, not for evaluation" in lines
+    assert "linear_5_per_class is left out: class 'bee' has 3 labeled training images" in lines
+    results = json.loads((tmp_path / "run" / "summary.json").read_text())["final"]["federated"]
+    assert {"knn", "linear", "linear_2_per_class"} <= results.keys()
+    assert "linear_5_per_class" not in results
+    header, *rows = (tmp_path / "run" / "partition.csv").read_text().splitlines()
+    assert header == "client,examples,ant,bee,cow,no label"
+    assert sorted(row.split(",")[-1] for row in rows) == ["0", "1"]
