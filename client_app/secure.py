@@ -101,7 +101,7 @@ def _weighted_delta(
 def _check_delta(delta: np.ndarray, *, max_abs: float) -> None:
     """Refuse non-finite values, which would invalidate the sum, and log clipped values."""
     if not np.isfinite(delta).all():
-        raise RequestRefused("training diverged: the update has values that are not finite")
+        raise RequestRefused("training diverged: the update has values that are not finite; lower optimizer.lr")
     clipped = int(np.count_nonzero(np.abs(delta) > max_abs))
     if clipped:
         log.warning(

@@ -367,7 +367,9 @@ class ClientWorker:
             on_step_start=round.on_step_start,
         )
         if training.epochs and not math.isfinite(result.loss):
-            raise RequestRefused(f"training diverged: loss={result.loss}; the client's previous state was kept")
+            raise RequestRefused(
+                f"training diverged: loss={result.loss}; lower optimizer.lr (the client's previous state was kept)"
+            )
         return result
 
 

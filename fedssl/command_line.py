@@ -135,11 +135,22 @@ def run_command(name: str, command: Callable[[], int | None]) -> int:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        shown = error_of_path(error) if isinstance(error, OSError) else error
+        shown = _shown(error)
         if isinstance(shown, InputError | RunError):
             return _print_error(f"{name}: {shown}", status=2 if isinstance(shown, InputError) else 1)
         raise
     return status or 0
+
+
+def _shown(error: Exception) -> Exception | None:
+    """Return the error with one sentence for what the machine lacks; others unchanged."""
+    if isinstance(error, OSError):
+        return error_of_path(error)
+    if isinstance(error, MemoryError):
+        return RunError("out of memory; lower batch_size or encoder.width, or free memory")
+    if isinstance(error, RuntimeError) and str(error).startswith("Could not determine home directory"):  # by pathlib
+        return InputError("this user has no home folder; set the environment variable HOME to a folder")
+    return error
 
 
 def _print_stop(name: str, where: str) -> int:

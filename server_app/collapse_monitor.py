@@ -33,7 +33,7 @@ from strategies.interfaces import GLOBAL
 log = logging.getLogger("fedssl")
 
 # A representation below any of these has collapsed. Trained encoders are above 0.2, 5 and 2.5.
-COLLAPSE_THRESHOLDS = {"spread": 0.05, "effective_rank": 1.5, "covariance_rank": 2.0}
+COLLAPSE_THRESHOLDS = {"effective_rank": 1.5, "covariance_rank": 2.0, "spread": 0.05}
 
 Measurement = tuple[dict[str, Any], list[np.ndarray]]  # collapse metrics, and the unit vectors to store
 
@@ -92,6 +92,7 @@ class CollapseMonitor:
     ) -> None:
         self._method, self._device = method, device
         self._measured: dict[int, Measurement] = {}
+        self._diverged: list[str] = []  # models since the last report
         self._mean, self._std = data.mean, data.std
         federated = load_federated(data)
         generator = torch_generator(seed, "diagnose")
@@ -123,21 +124,24 @@ class CollapseMonitor:
     def observe(self, client: int, layers: Layers) -> None:
         """Measure a client's model, unless some of its layers are missing."""
         if layers.keys() >= self._needed():
-            measured = self._measure(layers, f"client {client}")
+            measured = self._measure(layers)
             if measured:
                 self._measured[client] = measured
+            else:
+                self._diverged.append(f"client {client}")
 
     def finish(self, models: Mapping[str, Layers]) -> CollapseReport | None:
         """Measure the global models, and return them with the clients since the last call; None if none is finite."""
         clients, self._measured = self._measured, {}
         names = {name: "global model" if name == GLOBAL else f"model {name}" for name in models}
-        measured = {name: self._measure(layers, f"the {names[name]}") for name, layers in models.items()}
+        measured = {name: self._measure(layers) for name, layers in models.items()}
         healthy = {name: measurement for name, measurement in measured.items() if measurement is not None}
+        self._warn_of_divergence([f"the {names[name]}" for name in models if name not in healthy])
         if not healthy:
             return None
         diagnostics = {name: self._diagnose(models[name]) for name in healthy}
         failures = [
-            f"{names[name]}: {mode.message} ({mode.diagnostic} {found[mode.diagnostic]:.3g})"
+            f"{names[name]}: {mode.describe(found)}"
             for name, found in diagnostics.items()
             for mode in self._method.failure_modes
             if mode.applies(found)
@@ -178,8 +182,17 @@ class CollapseMonitor:
 
         return with_less_memory(diagnose, device=self._device, what="failures are diagnosed")
 
-    def _measure(self, layers: Layers, name: str) -> Measurement | None:
-        """Measure one model. Log a warning and return None if a metric is not finite."""
+    def _warn_of_divergence(self, models: Sequence[str]) -> None:
+        """Log one warning for all models without finite metrics."""
+        names, self._diverged = [*self._diverged, *models], []
+        if names:
+            log.warning(
+                "%s: representations are NaN or infinite, so the training has diverged; lower optimizer.lr",
+                ", ".join(names),
+            )
+
+    def _measure(self, layers: Layers) -> Measurement | None:
+        """Measure one model; return None if a metric is not finite."""
         load_layers(self._method, {layer: layers[layer] for layer in self._needed()})
         representations = self._vectors()
         numbers: dict[str, Any] = {}
@@ -188,7 +201,6 @@ class CollapseMonitor:
             with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]  # missing in its `__all__`
                 numbers = {**self._health.measure(self._method.encoder)}
         if not all(map(math.isfinite, numbers.values())) or not numbers:
-            log.warning("%s has representations that are NaN or infinite: its training has diverged", name)
             return None
         numbers["spectrum"] = {
             "singular_values": spectrum(representations[0])[:TOP].tolist(),
@@ -224,14 +236,18 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def warn_of_collapse(measured: Sequence[Mapping[str, Any]]) -> None:
-    """Log a warning for models whose representation has collapsed."""
+    """Log a warning for models whose representation has collapsed, with the thresholds and what to change."""
     ill = [row for row in measured if any(row[name] < threshold for name, threshold in COLLAPSE_THRESHOLDS.items())]
     if ill:
         names = ", ".join(_name(row) for row in ill)
         worst = min(ill, key=lambda row: float(row["covariance_rank"]))
+        values = [
+            f"{name.replace('_', ' ')} {worst[name]:.3g}{f' (below {limit:g})' if worst[name] < limit else ''}"
+            for name, limit in COLLAPSE_THRESHOLDS.items()
+        ]
         log.warning(
-            "the representation has collapsed in %s: effective rank %.1f, rank of the covariance %.1f, spread %.3f",
-            *(names, worst["effective_rank"], worst["covariance_rank"], worst["spread"]),
+            "the representation has collapsed in %s: %s; lower optimizer.lr, raise batch_size, or set another method",
+            *(names, ", ".join(values)),
         )
 
 

@@ -291,9 +291,7 @@ class Round:
             deltas.close()
 
     def _drop(self, client: int, reason: str) -> None:
-        reason = sanitize_line(reason, max_chars=500)
-        self._result.dropped[client] = reason
-        log.warning("client %d dropped: %s", client, reason)
+        self._result.dropped[client] = sanitize_line(reason, max_chars=500)
 
     def _accumulate(self, valid: ValidUpdate, observers: Sequence[UpdateObserver]) -> None:
         slot, update, context = valid.slot, valid.update, self._context
@@ -356,6 +354,8 @@ class Round:
     def _finalize(self) -> tuple[ServerState, RoundResult]:
         self._add_summed()
         context, result = self._context, self._result
+        for reason, clients in self._clients_by_reason().items():
+            log.warning("round %d: %s dropped: %s", self.number, clients, reason)
         if len(result.clients) < context.aggregation.min_updates:
             raise TooFewUpdatesError(self._too_few())
         server = context.strategy.server
@@ -420,11 +420,15 @@ class Round:
         )
         return context.calibrate_if_due(model, self.number, when="end")
 
-    def _too_few(self) -> str:
+    def _clients_by_reason(self) -> dict[str, str]:
+        """Return the dropped clients, e.g. ``client 1, 5``, by reason: of diverged training all have the same."""
         clients: dict[str, list[str]] = {}
         for client, reason in self._result.dropped.items():
             clients.setdefault(reason, []).append(str(client))
-        reasons = "; ".join(f"client {', '.join(ids)}: {reason}" for reason, ids in clients.items())
+        return {reason: f"client {', '.join(ids)}" for reason, ids in clients.items()}
+
+    def _too_few(self) -> str:
+        reasons = "; ".join(f"{clients}: {reason}" for reason, clients in self._clients_by_reason().items())
         used, needed = len(self._result.clients), self._context.aggregation.min_updates
         sent = f"{used or 'none'} of {len(self.slots)} clients sent a usable update"
         needed_text = f" and aggregation.min_updates={needed} are needed" if used else ""

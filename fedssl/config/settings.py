@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from fedssl.config.aggregation_settings import AggregationSettings, PrivacySettings, SecureAggregationSettings
-from fedssl.errors import InputError
+from fedssl.errors import InputError, error_of_path
 from fedssl.evaluation.early_stopping import EarlyStopping
 
 LOSSLESS = "fp32"
@@ -64,6 +64,8 @@ class Component:
                 cause = cause.__cause__
             if isinstance(cause, InputError):
                 raise cause from None
+            if isinstance(cause, OSError) and (sentence := error_of_path(cause)) is not None:
+                raise sentence from error
             raise InputError(f"{self.target} rejects its settings: {' '.join(str(cause).split())}") from error
 
     @functools.cached_property

@@ -40,6 +40,12 @@ class FailureMode:
         """Return whether the training has failed in this way."""
         return not self.minimum <= diagnostics[self.diagnostic] <= self.maximum
 
+    def describe(self, diagnostics: Mapping[str, float]) -> str:
+        """Return the message with the diagnostic and the limit that it violates."""
+        value = diagnostics[self.diagnostic]
+        limit = f"below {self.minimum:g}" if value < self.minimum else f"above {self.maximum:g}"
+        return f"{self.message} ({self.diagnostic} {value:.3g}, {limit})"
+
 
 class SSLMethod(nn.Module):
     """Encoder with the heads and the loss that train it.

@@ -1,10 +1,10 @@
 """Plots by name, and functions that write them at the end of a run and for ``fedssl-report``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from fedssl.errors import InputError
+from fedssl.errors import InputError, error_of_path
 from fedssl.plots.cka import plot_cka, plot_layer_cka
 from fedssl.plots.comparisons import plot_accuracy, plot_divergence, plot_heatmap, plot_sensitivity
 from fedssl.plots.curves import plot_cosines, plot_metrics, plot_spectra
@@ -74,11 +74,11 @@ def write_final_plots(folder: Path) -> list[Path]:
 
 def write_plots(
     runs: Sequence[Run], names: Sequence[str], *, into: Path, overrides: Sequence[str], log: Callable[[str], None]
-) -> None:
+) -> list[str]:
     """Write plots of every run to its ``figures/``, and those of several runs to ``figures/`` of ``into``.
 
     ``names`` are keys of `PLOTS`; empty for all plots of run folders. For ``overrides`` see `load_run_folder`. ``log``
-    takes a line about every folder.
+    takes a line about every folder. Return why a plot could not be written, one line each; all others are written.
     """
     unknown = [name for name in names if name not in PLOTS]
     if unknown:
@@ -86,22 +86,36 @@ def write_plots(
             f"--figures {unknown[0]} does not exist; choose from {', '.join(PLOTS)} (folders come before --figures)"
         )
     wanted = [name for name in PLOTS if name in names or (not names and PLOTS[name].source == "run")]
-    of_models = any(PLOTS[name].source == "models" for name in wanted)
-    loaded = {run.folder: load_run_folder(run.folder, overrides) for run in runs} if of_models else {}
+    failures: list[str] = []
     for run in runs:
-        sources = {"run": run.folder, "models": loaded.get(run.folder)}
-        kinds = [(name, sources[PLOTS[name].source]) for name in wanted if PLOTS[name].source in sources]
-        if kinds:
-            log(_write(kinds, run.folder) or f"{run.folder}: no data for figures")
-    together = [(name, runs) for name in wanted if PLOTS[name].source == "runs"]
-    if together:
-        log(_write(together, into))
+        of_run = [name for name in wanted if PLOTS[name].source == "run"]
+        of_models = [name for name in wanted if PLOTS[name].source == "models"]
+        files = _write(dict.fromkeys(of_run, run.folder), run.folder, failures)
+        if of_models:
+            try:
+                loaded = load_run_folder(run.folder, overrides)
+            except InputError as error:
+                failures.append(f"{run.folder} lacks {', '.join(of_models)}: {error}")
+            else:
+                files += _write(dict.fromkeys(of_models, loaded), run.folder, failures)
+        if of_run or of_models:
+            log(f"{run.folder / 'figures'}: {', '.join(files)}" if files else f"{run.folder}: no data for figures")
+    together = [name for name in wanted if PLOTS[name].source == "runs"]
+    files = _write(dict.fromkeys(together, runs), into, failures)
+    if files:
+        log(f"{into / 'figures'}: {', '.join(files)}")
+    return failures
 
 
-def _write(sources: Sequence[tuple[str, Path | LoadedRun | Sequence[Run] | None]], folder: Path) -> str:
-    """Write plots, and return a line with the file names, empty without files."""
-    written = [
-        write_plot(name, source, folder, formats=PAPER_FORMATS) for name, source in sources if source is not None
-    ]
-    files = [file.name for file in written if file is not None]
-    return f"{folder / 'figures'}: {', '.join(files)}" if files else ""
+def _write(sources: Mapping[str, Path | LoadedRun | Sequence[Run]], folder: Path, failures: list[str]) -> list[str]:
+    """Write plots and return the names of the files. Append a line to ``failures`` for each that cannot be written."""
+    files: list[str] = []
+    for name, source in sources.items():
+        try:
+            file = write_plot(name, source, folder, formats=PAPER_FORMATS)
+        except (InputError, OSError) as error:
+            reason = error_of_path(error) if isinstance(error, OSError) else error
+            failures.append(f"{folder} lacks {name}: {reason or error}")
+        else:
+            files += [] if file is None else [file.name]
+    return files

@@ -7,10 +7,10 @@ A folder is a run folder or contains some (``multirun/...``, ``runs``). Runs tha
 row, with mean and standard deviation; unfinished runs are listed with the reason. ``--figures`` writes the given
 figures, or all that a run has data for, to its ``figures/`` as PNG, PDF and CSV, also while it is running; figures of
 several runs are written to ``FOLDER/figures/``. ``--metrics`` selects results in tables and in figures of several
-runs. ``--paper`` compares the runs with a table of a paper
-(`fedssl.report.paper_table`). ``--out`` writes the tables to FILE.md or FILE.tex, the results to FILE.csv and the costs
-to FILE_costs.csv, or a page to FILE.html (`fedssl.report.html_page`); ``--watch`` repeats everything until all runs
-have ended.
+runs. If some figures cannot be written, all others are, and the exit status is 2. ``--paper`` compares the runs with a
+table of a paper (`fedssl.report.paper_table`). ``--out`` writes the tables to FILE.md or FILE.tex, the results to
+FILE.csv and the costs to FILE_costs.csv, or a page to FILE.html (`fedssl.report.html_page`); ``--watch`` repeats
+everything until all runs have ended.
 """
 
 import argparse
@@ -49,15 +49,21 @@ def _run(options: argparse.Namespace) -> None:
         raise InputError(f"--into {options.into} requires --figures NAME...; add it, or remove --into")
     if options.metrics and options.paper:
         raise InputError("--metrics and --paper exclude each other: a paper has its own metrics; remove one of them")
+    failures: list[str] = []
     if options.figures is not None:
-        figures(
+        failures = figures(
             options.folders,
             options.figures,
             into=options.into,
             settings=options.config_dir,
             metrics=options.metrics,
         )
-    report(options.folders, out=options.out, paper=options.paper, watch=options.watch, metrics=options.metrics)
+    try:
+        report(options.folders, out=options.out, paper=options.paper, watch=options.watch, metrics=options.metrics)
+    except InputError as error:
+        failures.append(str(error))
+    if failures:
+        raise InputError("; ".join(failures))
 
 
 def figures(
@@ -67,8 +73,8 @@ def figures(
     into: Path | None,
     settings: Sequence[Path],
     metrics: Sequence[str] | None = None,
-) -> None:
-    """Write figures of the runs in folders; without ``names`` all figures of single runs.
+) -> list[str]:
+    """Write figures of the runs in folders; without ``names`` all figures of single runs. Return why some are missing.
 
     Figures of several runs go to ``into``, by default the only one of ``folders``. ``settings`` are folders for
     ``--config-dir``, and ``metrics`` the results in figures of several runs.
@@ -83,7 +89,7 @@ def figures(
     overrides = expand_config_dir_flag([f"--config-dir={folder}" for folder in settings])
     if into is not None and not into.is_dir():
         raise InputError(f"--into {into} is not a folder; create it, or choose another one")
-    write_plots(
+    failures = write_plots(
         _with_metrics(find_runs(folders), metrics),
         names,
         into=into or folders[0],
@@ -91,6 +97,7 @@ def figures(
         log=lambda text: print(sanitize(text), flush=True),
     )
     print()
+    return failures
 
 
 def report(

@@ -154,9 +154,16 @@ def test_a_model_without_numbers_is_left_out_and_told(caplog):
     huge = {name: array * np.float32(1e30) if name.endswith("weight") else array for name, array in layers.items()}
     with caplog.at_level(logging.WARNING, logger="fedssl"):
         watch.observe(3, huge)
-    assert "client 3 has representations that are NaN or infinite" in caplog.text
-    assert len(watch.finish({GLOBAL: layers}).rows) == 1
-    assert watch.finish({GLOBAL: huge}) is None
+        watch.observe(5, huge)
+        assert len(watch.finish({GLOBAL: layers}).rows) == 1
+        assert watch.finish({GLOBAL: huge}) is None
+    assert [record.message.partition(",")[0] for record in caplog.records] == [
+        "client 3",
+        "the global model: representations are NaN or infinite",
+    ]
+    assert caplog.records[0].message == (
+        "client 3, client 5: representations are NaN or infinite, so the training has diverged; lower optimizer.lr"
+    )
 
 
 def test_an_encoder_of_which_parts_are_missing_is_left_out():
@@ -171,7 +178,7 @@ def test_several_global_models_are_measured_one_by_one(caplog):
     watch.observe(3, layers)
     with caplog.at_level(logging.WARNING, logger="fedssl"):
         found = watch.finish({"0": collapsed(layers), "1": huge, "2": layers})
-    assert "the model 1 has representations that are NaN or infinite" in caplog.text
+    assert "the model 1: representations are NaN or infinite" in caplog.text
     assert [(row["client"], row.get("model")) for row in found.rows] == [(None, "0"), (None, "2"), (3, None)]
     assert found.rows[0]["spread"] < 1e-6 < found.rows[1]["spread"] == found.rows[2]["spread"]
     kept = found.representations
@@ -200,7 +207,7 @@ def test_failure_modes_of_the_method_are_reported_for_global_models():
     watch._method.__class__ = Diagnosed
     watch.observe(2, collapsed(layers))
     report = watch.finish({"a": layers, "b": {**layers, "projector.0.weight": 0 * layers["projector.0.weight"]}})
-    assert report.failures == ("model b: the projector is zero; lower optimizer.lr (weight 0)",)
+    assert report.failures == ("model b: the projector is zero; lower optimizer.lr (weight 0, below 0.001)",)
     assert [row.get("images") for row in report.rows] == [20.0, 20.0, None]
     assert summarize_health(report.rows)["global"]["images"] == 20
 
@@ -235,7 +242,10 @@ def test_collapse_is_told(caplog):
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         f"the representation has collapsed in client {client}" for client in range(3)
     ]
-    assert caplog.records[2].message.endswith("effective rank 30.0, rank of the covariance 1.7, spread 0.500")
+    assert caplog.records[2].message.endswith(
+        "in client 2: effective rank 30, covariance rank 1.7 (below 2), spread 0.5; lower optimizer.lr, raise "
+        "batch_size, or set another method"
+    )
     with caplog.at_level(logging.WARNING, logger="fedssl"):
         warn_of_collapse([{**healthy, "spread": 0.0}])
         warn_of_collapse([{**healthy, "model": "a", "spread": 0.0}, {**healthy, "model": "b", "spread": 0.0}])

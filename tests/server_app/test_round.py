@@ -142,6 +142,14 @@ def test_clients_are_summed_in_blocks_of_the_sampled_clients(is_dropped):
     assert result["encoder.weight"].tolist() == [np.float32(2**24 + 2) / np.float32(7 - is_dropped)] * 3
 
 
+def test_clients_that_are_dropped_for_one_reason_are_one_line(caplog):
+    run_round(FedAvg(), [crash, good, not_finite, crash])
+    lines = [record.message for record in caplog.records]
+    assert lines[0].startswith("round 1: client 0, 3 dropped: it failed with ValueError: no camera")
+    assert lines[1].startswith("round 1: client 2 dropped: layer encoder.weight has values")
+    assert len(lines) == 2
+
+
 def test_a_round_without_any_usable_update_fails_with_the_reasons():
     with pytest.raises(RunError, match=r"none of 2 clients .*client 0: it failed with .*no camera.*client 1: layer"):
         run_round(FedAvg(), [crash, not_finite])

@@ -172,6 +172,15 @@ def test_figures_need_no_end_of_the_run(tmp_path: Path, command):
     assert {file.name for file in (folder / "figures").iterdir()} == names
 
 
+def test_a_figure_that_fails_stops_no_other(sweep: Path, command):
+    status, out, error = command(sweep / "0", "--figures", "landscape", "forgetting", "accuracy")
+    assert status == 2
+    assert f"{sweep / '0' / 'figures'}: accuracy.png\n" in out
+    assert "knn (%)" in out  # the table
+    assert error.startswith(f"fedssl-report: {sweep / '0'} lacks landscape, forgetting: ")
+    assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
@@ -180,7 +189,7 @@ def test_figures_need_no_end_of_the_run(tmp_path: Path, command):
         ([], "no folder is given; use fedssl-report DIR..., with --figures and --metrics after the folders"),
         (["--figures", "sweep"], "no folder is given"),
         (["sweep", "--figures", "landscap"], "--figures landscap does not exist; choose from partition, metrics,"),
-        (["sweep/0", "--figures", "landscape"], "sweep/0 has no snapshots of models, which this figure needs"),
+        (["sweep/0", "--figures", "landscape"], "sweep/0 lacks landscape: sweep/0 has no snapshots"),
         (["sweep/0", "sweep/1", "--figures", "accuracy"], "the figure accuracy is of all 2 folders; add --into FOLDER"),
         (
             ["sweep", "--figures", "accuracy", "--into", "no"],
