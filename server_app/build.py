@@ -51,7 +51,7 @@ from server_app.compatibility import (
     validate_regularizer,
     validate_sums,
 )
-from server_app.differential_privacy import Privacy, check_model
+from server_app.differential_privacy import Privacy, check_model, warn_of_weak_privacy
 from server_app.evaluator import Evaluator
 from server_app.initial_weights import adopt_statistics
 from server_app.nodes import (
@@ -355,6 +355,7 @@ def make_privacy(
     if settings.privacy is None:
         return None
     check_model(method)
+    warn_of_weak_privacy(settings.privacy, settings.rounds)
     if settings.aggregation.max_norm_ratio is not None:
         raise InputError(
             "aggregation.max_norm_ratio lets clients influence which others are dropped, which privacy=central does "

@@ -11,6 +11,7 @@ round is a Gaussian mechanism with noise multiplier z, and n rounds are one with
 Running statistics and counters are not released. They keep their values.
 """
 
+import logging
 import math
 from collections.abc import Callable
 
@@ -21,6 +22,10 @@ from fedssl.arrays import Layers, is_weight
 from fedssl.config.aggregation_settings import PrivacySettings
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
+
+log = logging.getLogger("fedssl")
+
+_WEAK_EPSILON = 10
 
 
 class Privacy:
@@ -62,6 +67,17 @@ class Privacy:
         """Return epsilon after ``rounds`` rounds, and its delta."""
         delta = self._settings.delta
         return {"epsilon": epsilon(rounds, self._settings.noise_multiplier, delta), "delta": delta}
+
+
+def warn_of_weak_privacy(settings: PrivacySettings, rounds: int) -> None:
+    """Log a warning if the epsilon of a whole run bounds nothing in practice."""
+    spent = epsilon(rounds, settings.noise_multiplier, settings.delta)
+    if spent > _WEAK_EPSILON:
+        log.warning(
+            "privacy.noise_multiplier=%g gives epsilon=%.3g after %d rounds, and above %g it proves little (Ponomareva "
+            "et al., JAIR 2023); raise it, or lower rounds",
+            *(settings.noise_multiplier, spent, rounds, _WEAK_EPSILON),
+        )
 
 
 def check_model(method: SSLMethod) -> None:

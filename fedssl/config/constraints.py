@@ -21,6 +21,8 @@ MIN_IMAGES = 2  # of a client: contrastive losses and batch normalization need t
 MAX_IMAGE_SIZE = 4096  # pixels, of height and width
 MAX_INTEGER = 2**31 - 1
 _LARGE = 1e6  # a larger weight, rate or noise overflows float32 within a round
+_SMALL = 1e-9  # a smaller one vanishes
+_REPRESENTABLE = 1e-30, 1e30  # sizes of numbers other than 0 that float32 has, and whose inverse it has
 _NAMES = {
     int: ("an integer", "integers"),
     float: ("a number", "numbers"),
@@ -73,25 +75,37 @@ class Constraint:
             return self.kind is bool and isinstance(value, bool)
         if not isinstance(value, int if self.kind is int else int | float):
             return False
-        return self.minimum <= value <= self.maximum and self.above < value < self.below and abs(value) < math.inf
+        if not (value == 0 or _is_representable(value)):
+            return False
+        return self.minimum <= value <= self.maximum and self.above < value < self.below
 
     def describe(self, value: Any) -> str:
         """Return what an invalid value must be, e.g. ``a number above 0 and at most 1, or null``."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and not math.isfinite(value):
             return str(self).replace("number", "finite number", 1)
+        if is_number and -math.inf < self.above < value < self.minimum:  # a technical limit
+            return f"at least {self.minimum:g}"
+        if is_number and value and self.minimum <= value <= self.maximum and not _is_representable(value):
+            return "a number whose size is from {:g} to {:g}".format(*_REPRESENTABLE)
         return f"at most {int(self.maximum):,}" if is_number and value > self.maximum else str(self)
 
     def __str__(self) -> str:
-        """Return the type and the range, without the technical limits of `MAX_INTEGER` and `_LARGE`."""
+        """Return the type and the range, without technical limits such as `MAX_INTEGER`, `_LARGE` and `_SMALL`."""
         name = " or ".join(map(str, self.choices)) or _NAMES[self.kind][self.is_list or self.is_range]
         form = "a list [low, high] of " if self.is_range else "a list of " * self.is_list
         other = "" if self.list_of is None else f", or {replace(self.list_of, is_list=True)}"
         bounds = {"of at least": self.minimum, "above": self.above, "below": self.below, "at most": self.maximum}
         bounds |= {"at most": math.inf} if self.maximum >= _LARGE else {}
+        bounds |= {"of at least": -math.inf} if self.above > -math.inf else {}
         range_ = " and ".join(f"{bound} {value:g}" for bound, value in bounds.items() if abs(value) < math.inf)
         range_ = re.sub(r"of at least (.*) and at most (.*)", r"from \1 to \2", range_)
         return f"{form}{name} {range_}".rstrip() + other + ", or null" * self.optional
+
+
+def _is_representable(value: float) -> bool:
+    smallest, largest = _REPRESENTABLE
+    return smallest <= abs(value) <= largest
 
 
 def _is_list(value: Any) -> bool:
@@ -124,7 +138,8 @@ _NAME_OR_NULL = _optional(_NAME)
 _PATH = _optional(Constraint(kind=Path))
 _MAPPING = Constraint(kind=dict)
 _MAPPING_OR_NULL = _optional(_MAPPING)
-_POSITIVE = Constraint(above=0, maximum=_LARGE)
+_POSITIVE = Constraint(above=0, minimum=_SMALL, maximum=_LARGE)
+_TEMPERATURE = Constraint(above=0, minimum=1e-4, maximum=_LARGE)  # of a softmax, whose inverse is the gradient's scale
 _NOT_NEGATIVE = Constraint(minimum=0, maximum=_LARGE)
 _FRACTION = Constraint(minimum=0, maximum=1)
 _BELOW_ONE = Constraint(minimum=0, below=1)
@@ -139,7 +154,7 @@ _PARTS = _choice("projector", "encoder")
 _WEIGHTING = _choice("examples", "uniform")
 _LOSS_WEIGHTING = _choice("examples", "uniform", "loss")
 _OPTIMIZER = {
-    "lr": Constraint(minimum=0),
+    "lr": _NOT_NEGATIVE,
     "momentum": _FRACTION,
     "weight_decay": _NOT_NEGATIVE,
     "nesterov": _BOOL,
@@ -149,12 +164,12 @@ _OPTIMIZER = {
 CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
     "": {
         "seed": _integer(0, 2**63 - 1),
-        "num_clients": _integer(1),
+        "num_clients": _integer(1, 10_000_000),
         "clients_per_round": _integer(1),
         "unseen_clients": _integer(0),
         "rounds": _integer(1),
         "local_epochs": _integer(0),
-        "clip_norm": _optional(Constraint(above=0)),
+        "clip_norm": _optional(_POSITIVE),
         "batch_size": _integer(2),
         "device": _NAME,  # those that torch has: `fedssl.machine.devices.select_device`
         "precision": _choice("fp32", "bf16"),
@@ -166,7 +181,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "threads": _optional(_integer(1, 1024)),
         "keep_freed_memory": _BOOL,
         "wire_dtype": _choice(*WIRE_DTYPES),
-        "reply_timeout": Constraint(minimum=1),
+        "reply_timeout": Constraint(minimum=1, maximum=1e9),
         "evaluate_every": _integer(0),
         "collapse_images": _integer(0),
         "evaluate_personalized": _BOOL,
@@ -188,7 +203,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "address": _NAME_OR_NULL,
         "metric": _NAME_OR_NULL,
         "retry": _BOOL,
-        "gpus": Constraint(above=0),
+        "gpus": Constraint(above=0, minimum=1e-3, maximum=_LARGE),
         "reduction_factor": _optional(_integer(2)),
         "min_rounds": _optional(_integer(1)),
     },
@@ -196,7 +211,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "min_updates": _integer(1),
         "max_retries": _integer(0),
         "over_selection": _integer(0),
-        "round_deadline": _optional(Constraint(above=0)),
+        "round_deadline": _optional(Constraint(above=0, minimum=_SMALL, maximum=1e9)),
         "buffered": _BOOL,
         "delay_sigma": Constraint(minimum=0, maximum=10),
         "max_norm_ratio": _optional(Constraint(minimum=1)),
@@ -209,7 +224,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "threshold": _optional(Constraint()),
     },
     "privacy": {
-        "clip_norm": _optional(Constraint(above=0)),
+        "clip_norm": _optional(_POSITIVE),
         "noise_multiplier": _POSITIVE,
         "delta": Constraint(above=0, below=1),
     },
@@ -327,7 +342,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
     "partition": {
         "file": _PATH,
         "encoder": _PATH,
-        "alpha": Constraint(above=0, maximum=_LARGE),
+        "alpha": _POSITIVE,
         "beta": _FRACTION,
         "classes_per_client": _integer(1),
         "clusters": _optional(_integer(1)),
@@ -352,7 +367,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
     },
     "method": {
         "teacher_encoder": _MAPPING_OR_NULL,
-        "temperature": _POSITIVE,
+        "temperature": _TEMPERATURE,
         "concat_views": _BOOL,
         "lambd": _NOT_NEGATIVE,
         "ema_decay": _FRACTION,
@@ -367,19 +382,19 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "activation": _choice("relu", "gelu"),
         "num_classes": _optional(_integer(1)),
         "sent_per_round": _integer(0),
-        "dictionary_capacity": _integer(1),
+        "dictionary_capacity": _integer(1, 2**24),
         "alignment_weight": _NOT_NEGATIVE,
-        "local_clusters": _integer(1),
-        "global_clusters": _integer(2),
-        "queue_size": _integer(1),
+        "local_clusters": _integer(1, 1_048_576),
+        "global_clusters": _integer(2, 1_048_576),
+        "queue_size": _integer(1, 1_048_576),
         "sim_weight": _NOT_NEGATIVE,
         "var_weight": _NOT_NEGATIVE,
         "cov_weight": _NOT_NEGATIVE,
-        "num_slices": _integer(1),
+        "num_slices": _integer(1, 65_536),
         "num_points": _integer(2, 1024),
-        "t_max": Constraint(above=0, maximum=100),
+        "t_max": Constraint(above=0, minimum=1e-3, maximum=100),
         "num_prototypes": _integer(2, 1_048_576),
-        "epsilon": _POSITIVE,
+        "epsilon": _TEMPERATURE,
         "iterations": _integer(1),
         "freeze_prototypes_rounds": _integer(0),
         "queue_start_round": _integer(1),
@@ -393,9 +408,9 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "predictor_depth": _integer(1, 1000),
         "predictor_heads": _integer(1, 65_536),
         "exchange_predictor": _BOOL,
-        "student_temperature": _POSITIVE,
-        "teacher_temperature": _POSITIVE,
-        "warmup_teacher_temperature": _POSITIVE,
+        "student_temperature": _TEMPERATURE,
+        "teacher_temperature": _TEMPERATURE,
+        "warmup_teacher_temperature": _TEMPERATURE,
         "warmup_rounds": _integer(0),
         "center_momentum": _FRACTION,
         "freeze_last_layer_rounds": _integer(0),
@@ -407,12 +422,12 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
     "BarlowTwins": {"loss": _choice("standard", "l_dawa")},
     "Distillation": {"loss": _choice("cosine", "mse", "similarity")},
     "LeJEPA": {"lambd": _FRACTION},
-    "SwAV": {"queue_size": _integer(0)},
+    "SwAV": {"queue_size": _integer(0, 1_048_576)},
     "regularizer": {
         "weight": _NOT_NEGATIVE,
         "alpha": _NOT_NEGATIVE,
         "beta": _NOT_NEGATIVE,
-        "temperature": _POSITIVE,
+        "temperature": _TEMPERATURE,
         "distance": _choice("info_nce", "cosine"),
         "part": _PARTS,
         "variant": _choice("uot", "tangent_swd"),
@@ -496,7 +511,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "transform": _MAPPING_OR_NULL,
         "datasets": _MAPPING,
         "k": _integer(1),
-        "temperature": _POSITIVE,
+        "temperature": _TEMPERATURE,
         "l2": _NOT_NEGATIVE,
         "max_iterations": _integer(1),
         "labels_per_class": _list_of(_integer(1)),

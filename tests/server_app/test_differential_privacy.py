@@ -116,12 +116,13 @@ def test_a_run_tells_what_it_spent_and_repeats_itself(tmp_path):
     assert all((one[name] == other[name]).all() for name in one)
 
 
-def test_next_to_no_noise_and_a_long_clip_are_federated_averaging(tmp_path):
+def test_next_to_no_noise_and_a_long_clip_are_federated_averaging(tmp_path, caplog):
     """Running statistics of the head apart, which are not released."""
     public = Federation(tmp_path / "a", *SMALL, *PRIVATE[1:]).run(2)
     private = Federation(
-        tmp_path / "b", *SMALL, *PRIVATE, "privacy.clip_norm=1e4", "privacy.noise_multiplier=1e-12"
+        tmp_path / "b", *SMALL, *PRIVATE, "privacy.clip_norm=1e4", "privacy.noise_multiplier=1e-9"
     ).run(2)
+    assert "privacy.noise_multiplier=1e-09 gives epsilon=" in caplog.text
     start = Federation(tmp_path / "c", *SMALL, *PRIVATE).layers
     for name in ReferenceLayers(public).layers:
         if name.startswith("encoder.") or name.endswith(("weight", "bias")):

@@ -13,9 +13,9 @@ CHOICES = {"privacy": ["privacy=central"], "secure_aggregation": ["secure_aggreg
 @pytest.mark.parametrize(
     ("key", "allowed", "refused", "sentence"),
     [
-        ("privacy.clip_norm", [1e-9, 1e9], ["0", "-1", "inf", "nan", "true"], "a number above 0, or null"),
+        ("privacy.clip_norm", [1e-9, 1e6], ["0", "-1", "inf", "nan", "true"], "a number above 0, or null"),
         ("privacy.noise_multiplier", [1e-9, 1e6], ["0", "inf", "null"], "a number above 0"),
-        ("privacy.delta", [1e-9, 0.999], ["0", "1"], "a number above 0 and below 1"),
+        ("privacy.delta", [1e-9, 0.099], ["0", "1"], "a number above 0 and below 1"),
         ("secure_aggregation.clipping_range", [1e-9, 1e6], ["0", "inf"], "a number above 0, or null"),
         ("secure_aggregation.threshold", [2, None], ["1", "0.67"], "an integer of at least 2, or null"),
         ("secure_aggregation.neighbors", [2, None], ["1", "auto"], "an integer of at least 2, or null"),

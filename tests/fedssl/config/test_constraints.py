@@ -30,11 +30,11 @@ from strategies.weighted_sum import REQUIRED_METRICS
         ),
         (
             Constraint(above=0, below=1, optional=True),
-            [None, 0.5, 1e-300],
-            [0, 1, math.nan, math.inf, -math.inf, False, "x"],
+            [None, 0.5, 1e-30],
+            [0, 1, 1e-31, 5e-324, math.nan, math.inf, -math.inf, False, "x"],
             "a number above 0 and below 1, or null",
         ),
-        (Constraint(), [-1e308, 0, 3], [math.nan, math.inf, True, None], "a number"),
+        (Constraint(), [-1e30, 0, 3], [1e31, -1e-31, math.nan, math.inf, True, None], "a number"),
         (Constraint(kind=bool), [True, False], [0, 1, None, "true"], "true or false"),
         (Constraint(choices=("a", 1)), ["a", 1], ["b", True, 1.0, None], "a or 1"),
         (
