@@ -142,6 +142,12 @@ def build_components(
     data = settings.data
     evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=settings.seed)
     check_teacher(settings)
+    size = settings.model.encoder.values.get("size", data.size)
+    if size != data.size:
+        raise InputError(
+            f"encoder.size={size} but dataset.size={data.size}, which it follows; leave encoder.size out, or set "
+            f"dataset.size={size}"
+        )
     method = build_method(settings.model).to(device)
     validate_batch_size(settings, method)
     validate_compilation(settings, method)

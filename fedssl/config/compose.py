@@ -213,24 +213,12 @@ def validate_config(config: DictConfig) -> None:
             "evaluate_every=0; set evaluate_every=1 or more"
         )
     _check_groups(config)
-    _check_encoder(config)
     delta = config.privacy.get("delta")
     if delta is not None and delta >= 1 / config.num_clients:
         raise InputError(
             f"privacy.delta={delta} is a probability with which a client of num_clients={config.num_clients} may be "
             f"revealed, and must be below 1 / num_clients; set privacy.delta={0.1 / config.num_clients:.1g} or less"
         )
-
-
-def _check_encoder(config: DictConfig) -> None:
-    """Refuse an encoder for other images than those of the data set, whose size and channels it follows."""
-    for name in ("size", "channels"):
-        value = config.encoder.get(name, config.dataset[name])
-        if value != config.dataset[name] and config.encoder["_target_"] in installed_targets():
-            raise InputError(
-                f"encoder.{name}={value} but dataset.{name}={config.dataset[name]}, which the encoder follows; leave "
-                f"encoder.{name} out, or set dataset.{name}={value}"
-            )
 
 
 def _check_groups(config: DictConfig) -> None:

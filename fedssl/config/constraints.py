@@ -154,7 +154,7 @@ _PARTS = _choice("projector", "encoder")
 _WEIGHTING = _choice("examples", "uniform")
 _LOSS_WEIGHTING = _choice("examples", "uniform", "loss")
 _OPTIMIZER = {
-    "lr": _NOT_NEGATIVE,
+    "lr": Constraint(minimum=0),
     "momentum": _FRACTION,
     "weight_decay": _NOT_NEGATIVE,
     "nesterov": _BOOL,

@@ -115,3 +115,9 @@ def test_a_missing_teacher_is_refused_before_images_are_loaded(tmp_path, monkeyp
         monkeypatch.setattr(name, load)
     with pytest.raises(InputError, match="/nowhere/encoder.pt does not exist"):
         Federation(tmp_path, *WORDS, "teacher=/nowhere/encoder.pt")
+
+
+def test_an_encoder_for_images_of_another_size_is_refused(tmp_path):
+    """Its file would have the wrong size."""
+    with pytest.raises(InputError, match="^encoder.size=16 but dataset.size=8, which it follows"):
+        Federation(tmp_path, "encoder.size=16")
