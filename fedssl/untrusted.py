@@ -113,7 +113,10 @@ def read_yaml(file: Path, kind: type) -> Any:
 
 def load_plain_yaml(text: str) -> Any:
     """Return the plain data of YAML; raises `yaml.YAMLError`, `ValueError` or `RecursionError`."""
-    return yaml.load(text, Loader=_PlainLoader)
+    try:
+        return yaml.load(text, Loader=_PlainLoader)
+    except (KeyError, AttributeError) as error:  # of PyYAML, for a tag whose value has another form: !!bool x
+        raise ValueError("the value of a tag has another form") from error
 
 
 def read_tensors(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES, training_script: bool = False) -> Any:

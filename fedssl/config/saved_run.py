@@ -4,7 +4,7 @@ A folder may select installed choices by name. Settings that point outside the f
 interpolations, paths, clusters) are accepted only if the user's own overrides repeat them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
@@ -91,9 +91,18 @@ def _escapes_run_folder(override: Override, value: Any) -> bool:
     return (
         "/" in key  # an unknown group
         or key.partition(".")[0] == "hydra"
-        or (key in _EXTERNAL_KEYS and value not in _SAFE_VALUES)
+        or any(name in _EXTERNAL_KEYS and inner not in _SAFE_VALUES for name, inner in _leaves(key, value))
         or not _is_plain(dict.fromkeys(key.split("."), value))
     )
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted names and values of a setting, which may be a mapping."""
+    if not isinstance(value, Mapping):
+        yield key, value
+        return
+    for name, inner in value.items():
+        yield from _leaves(f"{key}.{name}", inner)
 
 
 def _is_plain(value: Any) -> bool:

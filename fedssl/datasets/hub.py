@@ -4,6 +4,7 @@ Both are read with pyarrow alone, since the Hub's cache of a data set consists o
 directly to the decoder, without a Python object per row.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -19,6 +20,7 @@ from fedssl.datasets.cache import CacheKey, open_buffer
 from fedssl.datasets.decoding import MAX_PIXELS, Decoding, decode, unreadable_summary
 from fedssl.datasets.image_column import check_image_column, encoded_images, image_files
 from fedssl.datasets.labels import missing_labels, read_labels
+from fedssl.datasets.listing import is_file
 from fedssl.datasets.local_tables import has_held_out, listed_files, local_files
 from fedssl.datasets.pixels import BACKGROUND
 from fedssl.datasets.sample_checks import range_warnings
@@ -105,12 +107,13 @@ def read(
         return None
     owners, owner_names = (None, ()) if owner is None else _owners(files, owner)
     named = [path for file in files for path in image_files(file, image)]
-    settings = {"reader": "hub", "split": split, "limit": limit, "image": image, **vars(decoding)}
+    # The rows depend on the labels, whose numbers depend on the names in all files of the data set.
+    settings = {"reader": "hub", "image": image, "rows": hashlib.sha256(rows.tobytes()).hexdigest(), **vars(decoding)}
     cache_key = CacheKey(
         name=f"{hub if path is None else Path(path).name}-{split}-{size}px",
-        files=[*files, *filter(Path.is_file, named)],
+        files=[*files, *filter(is_file, named)],
         num_images=count,
-        settings=settings | {"label": label, "test_fraction": test_fraction, "held_out": held_out},
+        settings=settings,
     )
 
     def encoded() -> EncodedInput:

@@ -46,6 +46,8 @@ def test_words_are_a_list_of_text(file, text):
         ("  size: 8\n", "  size: large\n", "dataset.size is missing or has the wrong type"),
         ("batch_size: 64\n", 'batch_size: "\\x24{oc.env:HOME}"\n', "an interpolation"),  # written in another way
         ("batch_size: 64\n", "batch_size: &a [1]\nother: *a\n", "an alias"),
+        ("batch_size: 64\n", "batch_size: !!bool x\n", "the value of a tag has another form"),
+        ("batch_size: 64\n", "batch_size: !!timestamp x\n", "the value of a tag has another form"),
         ("batch_size: 64\n", f"batch_size: {'[' * 40}{']' * 40}\n", "nested more than 32 levels"),
         (
             "  channels: 1\n",
@@ -88,6 +90,7 @@ def test_a_run_id_is_no_path(file, run_id):
         "+x={y:'${oc.env:HOME}'}",
         "dataset.cache=/tmp/x",
         "calibration.dataset.cache=/tmp/x",
+        "calibration.dataset={cache:/tmp/x}",
         "engine.address=10.0.0.1:6379",
         "tracker.uri=http://10.0.0.1:5000",
         "tracker.mode=online",

@@ -86,15 +86,15 @@ def test_images_that_a_column_names_are_copied_into_a_cache_which_they_date(
 def test_files_that_are_missing_or_not_regular_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.png").write_bytes(PNGS[1])
     os.mkfifo(tmp_path / "pipe")
-    names = ["a.png", "b.png", "pipe", None, "", "https://x.org/c.png"]
+    names = ["a.png", "b.png", "pipe", None, "", "https://x.org/c.png", 300 * "x"]
     write(tmp_path / "train.parquet", img=pa.array([{"bytes": None, "path": name} for name in names], STRUCT))
     assert pixels(tmp_path) == [2]
     (warning,) = (message for message in caplog.messages if "cannot be read" in message)
-    assert warning.startswith("5 of 6 images cannot be read, the rest is used: row 1 of the split 'train' in ")
+    assert warning.startswith("6 of 7 images cannot be read, the rest is used: row 1 of the split 'train' in ")
     assert f", {tmp_path}/b.png (No such file or directory); row 2" in warning
     assert f", {tmp_path}/pipe (it is not a regular file); row 3" in warning
     (tmp_path / "a.png").unlink()
-    with pytest.raises(InputError, match=r"none of the 6 images can be read: row 0 .*a\.png \(No such file"):
+    with pytest.raises(InputError, match=r"none of the 7 images can be read: row 0 .*a\.png \(No such file"):
         pixels(tmp_path)
 
 

@@ -13,7 +13,7 @@ from fedssl.datasets import base
 from fedssl.datasets.base import NO_LABEL, load, stratified_holdout
 from fedssl.datasets.labels import read_labels
 from fedssl.errors import InputError
-from tests.fedssl.datasets.made import make_image, png, settings_of, table
+from tests.fedssl.datasets.made import first_pixels, make_image, png, settings_of, table
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
 
@@ -166,3 +166,24 @@ def test_a_class_with_one_image_and_images_without_a_label_are_not_held_out() ->
     assert labels[test].tolist() == [2, 2]  # one of three remains, though 0.9 of 3 is 2.7
     assert sorted([*train, *test]) == list(range(7))
     assert stratified_holdout(np.full(3, NO_LABEL), fraction=0.5)[1].tolist() == []
+
+
+@pytest.mark.parametrize("storage", ["decoded", "encoded"])
+def test_cached_images_keep_their_labels_when_another_file_changes_the_numbers_of_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
+) -> None:
+    """The rows that are held out depend on the numbers."""
+    monkeypatch.setattr("fedssl.datasets.cache.MIN_SECONDS_TO_CACHE", 0)
+    (tmp_path / "data").mkdir()
+    settings = settings_of(
+        "cifar10", path=str(tmp_path / "data"), size=4, cache=str(tmp_path), storage=storage, test_fraction=0.3
+    )
+    pq.write_table(table([50, 150] * 10, [1, 0] * 10), tmp_path / "data" / "train.parquet")  # bees are dark
+    for extra in (None, ["dog", "cow", "bee", "ant"]):
+        if extra is not None:
+            write(tmp_path / "data" / "unlabeled.parquet", pa.array([0, 1, 2, 3]), extra)
+        base.forget_images()
+        data = load(settings, "federated")
+        assert [data.classes[label] for label in data.labels] == [
+            "bee" if value == 50 else "ant" for value in first_pixels(data.images)
+        ]
