@@ -35,6 +35,7 @@ from client_app.state_store import FILE_STORE, StateStore
 from fedssl.atomic_files import write_text
 from fedssl.base_layers import stored_digests
 from fedssl.config.device_task import compose_task, read_task
+from fedssl.config.literal import user_path
 from fedssl.config.load import BASE_FOLDER
 from fedssl.config.settings import ClientSettings, Component
 from fedssl.config.targets import search_folders, searchpath_override
@@ -263,11 +264,11 @@ def _is_same_task(before: str, text: str, *, rounds: int, folders: Sequence[Path
 
 
 def _path(value: Value) -> Path:
-    return Path(str(value)).expanduser().absolute()
+    return user_path(str(value)).absolute()
 
 
 def _data_home() -> Path:
-    return Path(os.environ.get("XDG_DATA_HOME") or Path("~/.local/share").expanduser())
+    return Path(os.environ.get("XDG_DATA_HOME") or user_path("~/.local/share"))
 
 
 def _default_name(partition: int | None) -> str:

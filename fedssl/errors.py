@@ -1,10 +1,12 @@
-"""Exceptions whose messages are shown to users."""
+"""Exceptions whose messages are shown to users, and parts of their messages."""
 
 import errno
+from collections.abc import Iterable
 
 # Errors of a disk that cannot be written any more.
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
+_MAX_LISTED = 5  # items in a message
 _MAX_PATH = 120  # characters of a path in a message
 _REMEDIES = {
     errno.ENAMETOOLONG: "a name has at most 255 bytes, and a path 4095; choose a shorter one",
@@ -53,3 +55,10 @@ def error_of_path(error: OSError) -> InputError | RunError | None:
     path = path if len(path) <= _MAX_PATH else f"{path[: _MAX_PATH // 2]}...{path[-_MAX_PATH // 2 :]}"
     sentence = f"{path} cannot be used ({error.strerror}); {remedy}" if path else f"{error.strerror}; {remedy}"
     return RunError(sentence) if error.errno in DISK_ERRORS else InputError(sentence)
+
+
+def shortened(items: Iterable[object], *, maximum: int = _MAX_LISTED) -> str:
+    """Return the first items in a line, and the number of others."""
+    texts = [str(item) for item in items]
+    more = len(texts) - maximum
+    return ", ".join(texts[:maximum]) + (f" and {more:,} more" if more > 0 else "")

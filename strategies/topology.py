@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedssl.errors import InputError
+from fedssl.errors import InputError, shortened
 from fedssl.seeding import derive_seed
 from fedssl.untrusted import read_text, sanitize
 
@@ -26,7 +26,6 @@ TOPOLOGIES = ("ring", "grid", "star", "complete", "random_regular", "erdos_renyi
 SERVER = "server"  # hub of a star
 MAX_DRAWS = 100  # random graphs until a connected one
 _MAX_PAIRS = 5_000_000  # of clients, in graphs that consider all pairs; an edge needs about 300 bytes
-_MAX_LISTED = 8  # clients in an error message
 
 Weights = dict[int, dict[int, float]]
 
@@ -251,6 +250,4 @@ def _check_connected(edges: list[tuple[int, int]], num_clients: int, setting: st
 
 
 def _named(clients: list[int]) -> str:
-    listed = ", ".join(map(str, clients[:_MAX_LISTED]))
-    more = f" and {len(clients) - _MAX_LISTED} more" if len(clients) > _MAX_LISTED else ""
-    return f"client{'s' if len(clients) > 1 else ''} {listed}{more}"
+    return f"client{'s' if len(clients) > 1 else ''} {shortened(clients, maximum=8)}"

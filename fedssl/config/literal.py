@@ -108,11 +108,14 @@ def _without_folders(value: Any, *, is_path: bool) -> Any:
     return value
 
 
-def plain_text(text: str) -> str:
-    """Return the text behind ``key=``, without Hydra's quotes if it has any."""
-    return str(parse([f"text={_quoted(text)}"])[0].value())
-
-
 def user_path(text: str | Path) -> Path:
-    """Return the path with the home folder in place of ``~`` or ``~user``."""
-    return Path(os.path.expanduser(text))  # noqa: PTH111 - pathlib's raises if there is no such user
+    """Return the path with the home folder in place of ``~`` or ``~user``; a RuntimeError if ``~`` has none."""
+    path = Path(text)
+    if path.parts[:1] == ("~",):
+        return path.expanduser()
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - pathlib's raises if there is no such user
+
+
+def path_of(text: str) -> Path:
+    """Return the path behind ``key=``, without quotes of Hydra and with the home folder in place of ``~``."""
+    return user_path(str(parse([f"text={_quoted(text)}"])[0].value()))

@@ -44,7 +44,7 @@ from fedssl.config.settings import (
     TrainingSettings,
 )
 from fedssl.config.targets import normalize
-from fedssl.errors import InputError
+from fedssl.errors import InputError, shortened
 from fedssl.evaluation.early_stopping import EarlyStopping
 from fedssl.plain_values import plain_values
 from fedssl.untrusted import checksum_line, corrupt_file_error, load_plain_yaml
@@ -59,7 +59,6 @@ log = logging.getLogger("fedssl")
 BASE_FOLDER = "base"  # beside the folder of the client states: base layers, see `fedssl.base_layers`
 DEVICE_NUMBERS_FILE = "devices.json"  # in the run folder: client ids of edge clients by name
 _RUN_KEYS = {"resume", "output_dir", "run_id"}
-_MAX_LISTED = 8  # settings in an error message
 
 
 def compose(overrides: Sequence[str]) -> Settings:
@@ -119,8 +118,7 @@ def load_settings(overrides: Sequence[str]) -> Settings:
         if not {key, key.split(".")[0]} & resumable and (key in known or key in explicit)
     }
     if changed:
-        listed = ", ".join(f"{key}={old} (now {new})" for key, (old, new) in list(changed.items())[:_MAX_LISTED])
-        listed += f" and {len(changed) - _MAX_LISTED} more" if len(changed) > _MAX_LISTED else ""
+        listed = shortened((f"{key}={old} (now {new})" for key, (old, new) in changed.items()), maximum=8)
         raise InputError(f"resume={folder} was run with {listed}; keep the settings, or start a new run")
     recorded = [*overrides, *(override for override in sources if override.partition("=")[0] not in merged)]
     return make_settings(config, choices, overrides=recorded, resumed=saved["rounds"])

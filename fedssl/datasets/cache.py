@@ -29,6 +29,7 @@ from typing import IO, Any
 
 import PIL
 
+from fedssl.config.literal import user_path
 from fedssl.datasets.buffers import EncodedInput, memory_buffer, record_buffer
 from fedssl.datasets.cache_entry import CacheEntry, cache_error
 from fedssl.datasets.decoding import VERSION, DecodeBuffer, Shape
@@ -126,8 +127,8 @@ def has_room(shape: Shape, folder: Path | None) -> bool:
 def cache_folder(location: str) -> Path:
     """Return the folder that ``dataset.cache`` names."""
     if location != "auto":
-        return Path(location).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "fedssl"
+        return user_path(location)
+    return Path(os.environ.get("XDG_CACHE_HOME") or user_path("~/.cache")) / "fedssl"
 
 
 def _folder(location: str, cache_key: CacheKey, *, num_images: int) -> Path | None:

@@ -10,7 +10,7 @@ import logging
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain, takewhile
@@ -23,11 +23,10 @@ from fedssl.datasets.file_list import FileList, FilePaths
 from fedssl.datasets.formats import HEIF_INSTALLED, HEIF_SUFFIXES, SUFFIXES
 from fedssl.datasets.listing import Listing, is_folder, list_files, log_once
 from fedssl.datasets.splits import HELD_OUT, matching, split_of
-from fedssl.errors import InputError
+from fedssl.errors import InputError, shortened
 from fedssl.untrusted import sanitize
 
 _LEVELS = {"class": ("class",), "owner": ("owner",), "owner/class": ("owner", "class"), "none": ()}
-_MAX_LISTED = 5  # names in a line
 
 
 @dataclass(frozen=True)
@@ -71,13 +70,13 @@ def list_split(
     if not chosen:
         others = [*parts, *(["test, a share of it"] if train and not held_out else [])]
         raise InputError(
-            f"{below} has no split {split!r}, only {_listed(others)}; name one of them in dataset.splits, or set "
+            f"{below} has no split {split!r}, only {shortened(others)}; name one of them in dataset.splits, or set "
             f"dataset.split_folders={'false if they are no splits' if names else 'true if its subfolders are splits'}"
         )
     if test_fraction and not held_out and {*chosen} < {*train}:
         raise InputError(
             f"dataset.splits names {split!r}, but dataset.test_fraction={test_fraction} is held out of all of "
-            f"{_listed(train)}; set dataset.test_fraction=0"
+            f"{shortened(train)}; set dataset.test_fraction=0"
         )
     part = _joined(parts, chosen)
     if train and chosen != train:
@@ -85,11 +84,9 @@ def list_split(
     return _file_list(part, classes, warnings)
 
 
-def list_images(folder: Path, *, folders: str = "class") -> FileList:
-    """List all images below a folder, whose subfolders are no splits, sorted by path."""
-    listing = _list(folder)
-    part = _part(listing, folders)
-    return _file_list(part, _classes([part]), _warnings(listing))
+def list_images(folder: Path) -> FilePaths:
+    """List all images below a folder, whatever its subfolders mean, sorted by path."""
+    return FilePaths(_part(_list(folder), "none").files)
 
 
 def _list(root: Path) -> Listing:
@@ -123,7 +120,7 @@ def _inner_splits(listing: Listing) -> tuple[str, ...]:
         parent, _, name = folder.rpartition("/")
         kinds.setdefault(parent, set()).add(split_of(name))
     inside = [parent for parent, found in kinds.items() if parent and "train" in found and found & {*HELD_OUT}]
-    line = f"{listing.root}: the folders of splits in {_listed(inside)} are not used as splits, and test images are "
+    line = f"{listing.root}: the folders of splits in {shortened(inside)} are not used as splits, and test images are "
     line += "trained on; set dataset.path to one of these folders, or dataset.split_folders=false if this is meant"
     return (line,) if inside else ()
 
@@ -132,17 +129,11 @@ def _log_layout(listing: Listing, parts: Mapping[str, _Part], classes: Sequence[
     """Log what was recognized, in one line."""
     found = [f"{name} ({len(part.files):,} images)" for name, part in parts.items()]
     line = f"splits {', '.join(found)}" if found else f"{len(listing.paths):,} images"
-    line += f"; {len(classes):,} classes ({_listed(classes)})" if classes else "; no classes"
-    line += f"; without images: {_listed(sorted(set(empty)))}" if empty else ""
+    line += f"; {len(classes):,} classes ({shortened(classes)})" if classes else "; no classes"
+    line += f"; without images: {shortened(sorted(set(empty)))}" if empty else ""
     unused = len(listing.paths) - sum(len(part.files) for part in parts.values()) if parts else 0
     line += f"; {unused:,} images outside the splits are not used" if unused > 0 else ""
     log_once(logging.INFO, sanitize(f"{listing.root}: {line}"))
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    rest = len(names) - _MAX_LISTED
-    return ", ".join([*names[:_MAX_LISTED], f"{rest:,} more"] if rest > 0 else names)
 
 
 def _test_folders(below: str, parts: Mapping[str, _Part], classes: Sequence[str]) -> list[str]:
@@ -151,14 +142,14 @@ def _test_folders(below: str, parts: Mapping[str, _Part], classes: Sequence[str]
     train = [parts[name] for name in matching("train", parts)]
     labeled = [group for group in groups if all("class" in parts[name].names for name in group)]
     if classes and groups and not labeled and train and train[0].classes:
-        found = _listed(sorted(train[0].classes))
+        found = shortened(sorted(train[0].classes))
         raise InputError(
             f"{train[0].folder} has the classes {found} but {below}/{groups[0][0]} has none of them; set "
             f"dataset.path={train[0].folder} to hold out the share dataset.test_fraction of these images"
         )
     chosen = next(iter(labeled or groups), [])
     if chosen and split_of(chosen[0]) != "test":
-        log_once(logging.INFO, sanitize(f"{below}: {_listed(chosen)} serves as the test"))
+        log_once(logging.INFO, sanitize(f"{below}: {shortened(chosen)} serves as the test"))
     return chosen
 
 
@@ -200,7 +191,7 @@ def _are_splits(folder: str, names: Sequence[str], words: Sequence[str]) -> bool
     kinds = {split_of(name) for name in words}
     if others and "train" in kinds and kinds & {*HELD_OUT}:
         raise InputError(
-            f"{folder} has folders named after splits ({_listed(words)}) beside others ({_listed(others)}); set "
+            f"{folder} has folders named after splits ({shortened(words)}) beside others ({shortened(others)}); set "
             "dataset.split_folders=true if all are splits, of which dataset.splits names those to use, or false if all "
             "are classes"
         )
@@ -250,9 +241,7 @@ def _layout_error(listing: Listing, loose: str, level: str, folders: str) -> Inp
     start += "/" if start else ""
     below = [path[len(start) :].partition("/") for path in listing.paths if path.startswith(start)]
     names = sorted({name for name, slash, _ in below if slash})
-    beside = (
-        f"beside the subfolders {names[:_MAX_LISTED]}" if names else f"but dataset.folders={folders} needs subfolders"
-    )
+    beside = f"beside the subfolders {shortened(names)}" if names else f"but dataset.folders={folders} needs subfolders"
     no_labels = {"class": "none", "owner/class": "owner"}[folders] if level == "class" else ""
     return InputError(
         sanitize(
@@ -311,7 +300,7 @@ def _classes(parts: Collection[_Part]) -> tuple[str, ...]:
 def _compared(part: _Part, train: _Part, classes: Sequence[str]) -> tuple[str, ...]:
     """Return a warning if a split shares images with the training, by links; `InputError` if they share no class."""
     if classes and part.classes and train.classes and part.classes.isdisjoint(train.classes):
-        mine, others = (_listed(sorted(each.classes)) for each in (part, train))
+        mine, others = (shortened(sorted(each.classes)) for each in (part, train))
         raise InputError(f"{part.folder} has the classes {mine} but {train.folder} has {others}; give both the same")
     shared = len({*part.identities} & {*train.identities})
     line = f"{shared:,} of the {len(part.files):,} images of {part.folder} are also in {train.folder}, by links"

@@ -15,11 +15,14 @@ Images are sorted by path.
 
 import hashlib
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fedssl.config.constraints import check_arguments
+from fedssl.config.literal import user_path
 from fedssl.datasets.base import ImageData, subsample_indices
 from fedssl.datasets.buffers import EncodedInput
 from fedssl.datasets.cache import CacheKey, open_buffer
@@ -32,7 +35,7 @@ from fedssl.datasets.sample_checks import SAMPLE, range_warnings
 from fedssl.errors import InputError
 
 # Arguments of `read` for all images below a folder, without labels, as on a device.
-ALL_IMAGES = {"folders": "none", "split_folders": False, "test_fraction": 0.0}
+ALL_IMAGES: Mapping[str, Any] = {"folders": "none", "split_folders": False, "test_fraction": 0.0}
 _BATCH = 16  # images per task of a decoding thread; small, since images may be large
 
 
@@ -85,10 +88,11 @@ def read(
     """
     if path is None:
         raise InputError("dataset.path=null but image_folder needs a folder of images; give dataset.path=FOLDER")
-    check_arguments("dataset", folders=folders, test_fraction=test_fraction, storage=storage)
+    check_arguments(
+        "dataset", folders=folders, split_folders=split_folders, test_fraction=test_fraction, storage=storage
+    )
     decoding = Decoding(channels=channels, size=size, background=background, max_value=max_value, max_pixels=max_pixels)
-    check_arguments("dataset", split_folders=split_folders)
-    root = Path(path).expanduser()
+    root = user_path(path)
     file_list = list_split(split, root, folders=folders, split_folders=split_folders, test_fraction=test_fraction)
     if file_list is None or not file_list.files:
         return None
@@ -112,15 +116,15 @@ def read(
     return _image_data(buffer.source, file_list.at(buffer.readable), warnings)
 
 
-def count_files(path: Path, *, folders: str = "none") -> int:
+def count_files(path: Path) -> int:
     """Return the number of all images below a folder."""
-    return len(list_images(path, folders=folders).files)
+    return len(list_images(path))
 
 
-def files_digest(path: Path, *, folders: str = "none") -> str:
+def files_digest(path: Path) -> str:
     """Return a digest of the names, sizes and modification times of all images below a folder."""
     hashed = hashlib.sha256()
-    for file in list_images(path, folders=folders).files:
+    for file in list_images(path):
         status = file.stat()
         hashed.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="surrogateescape"))
     return hashed.hexdigest()

@@ -6,17 +6,17 @@ A file belongs to the split that its name, or else the nearest folder below the 
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from fedssl.config.literal import user_path
 from fedssl.datasets.listing import is_file, is_folder, is_hidden, list_files, log_once
 from fedssl.datasets.splits import HELD_OUT, split_of, split_of_word
-from fedssl.errors import InputError
+from fedssl.errors import InputError, shortened
 from fedssl.untrusted import sanitize
 
 SUFFIXES = (".arrow", ".parquet")
 _SHARD = re.compile(r"(.+)-\d+-of-\d+")  # file names of the Hub
-_MAX_LISTED = 5
 
 
 def local_files(path: str, split: str) -> list[Path]:
@@ -33,10 +33,15 @@ def local_files(path: str, split: str) -> list[Path]:
         remedy = "set dataset.splits.federated, .train and .test to words of these names"
         if split_of_word(split) in HELD_OUT:
             remedy = "hold out a share with dataset.test_fraction=0.2, or set dataset.splits.test=null for no test"
-        raise InputError(sanitize(f"dataset.path={path} has no split {split!r}, only {_listed(names)}; {remedy}"))
+        raise InputError(
+            sanitize(f"dataset.path={path} has no split {split!r}, only {_sorted_names(names.values())}; {remedy}")
+        )
     unnamed = {file: name for file, name in names.items() if kinds[file] is None and file not in files}
     if unnamed and split_of_word(split) == "train":
-        log_once(logging.INFO, sanitize(f"{path}: not used, because the names are of no split: {_listed(unnamed)}"))
+        log_once(
+            logging.INFO,
+            sanitize(f"{path}: not used, because the names are of no split: {_sorted_names(unnamed.values())}"),
+        )
     return sorted(files)
 
 
@@ -56,19 +61,19 @@ def _files_of(split: str, names: Mapping[Path, str], kinds: Mapping[Path, str | 
         files = [file for file in names if kinds[file] == served]
         if files:
             if served != kind:
-                log_once(logging.INFO, sanitize(f"{_listed({file: names[file] for file in files})} serves as the test"))
+                log_once(logging.INFO, sanitize(f"{_sorted_names(names[file] for file in files)} serves as the test"))
             return files
     return []
 
 
 def listed_files(path: str) -> dict[Path, str]:
     """Return the files under ``path``, with their names below it."""
-    root = Path(path).expanduser()
+    root = user_path(path)
     if is_folder(root):
         listing = list_files(root, SUFFIXES)
         names, ignored = {root / name: name for name in listing.paths}, listing.ignored_kinds()
         if ignored:
-            log_once(logging.INFO, f"{path}: ignored {ignored}")
+            log_once(logging.INFO, sanitize(f"{path}: ignored {ignored}"))
     elif is_file(root):
         names, ignored = {root: root.name}, ""
     else:
@@ -105,8 +110,5 @@ def _split_in(name: str) -> str | None:
     return next(filter(None, map(split_of, (file.rpartition(".")[0], *reversed(folders)))), None)
 
 
-def _listed(names: Mapping[Path, str]) -> str:
-    shown = sorted(set(names.values()))
-    return ", ".join(
-        [*shown[:_MAX_LISTED], *([f"{len(shown) - _MAX_LISTED} more"] if len(shown) > _MAX_LISTED else [])]
-    )
+def _sorted_names(names: Iterable[str]) -> str:
+    return shortened(sorted(set(names)))

@@ -25,7 +25,7 @@ from fedssl.atomic_files import make_subfolder, write_text
 from fedssl.command_line import run_command
 from fedssl.config.compat import apply_overrides
 from fedssl.config.compose import check_types, resolve_config, validate_config
-from fedssl.config.literal import plain_text, user_path
+from fedssl.config.literal import path_of
 from fedssl.config.load import compose, make_settings
 from fedssl.config.overrides import parse
 from fedssl.config.saved_run import read_settings
@@ -70,7 +70,7 @@ def main() -> int:
 
 def run(overrides: Sequence[str]) -> str:
     """Evaluate an encoder by the overrides, write the JSON file, and return the text to print."""
-    source = {key: path_of(value) for key, _, value in map(_split, overrides) if key in ("run", "encoder")}
+    source = {key: str(path_of(value)) for key, _, value in map(_split, overrides) if key in ("run", "encoder")}
     others = [override for override in overrides if _split(override)[0] not in source]
     file = encoder_file(source)
     settings = compose_evaluation(others, run=Path(source["run"]) if "run" in source else None)
@@ -133,11 +133,6 @@ def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Setting
     check_types(config, {})
     validate_config(config)
     return make_settings(config, choices, overrides=overrides, resumed=None)
-
-
-def path_of(text: str) -> str:
-    """Return a path behind ``key=``, without quotes of Hydra and with the home folder in place of ``~``."""
-    return str(user_path(plain_text(text)))
 
 
 def _changed(dataset: Mapping[str, Any], changes: Sequence[str]) -> DictConfig:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedssl.config.settings import DataSettings
 from fedssl.datasets.base import NO_LABEL, Split, load, load_split, source_split
 from fedssl.datasets.images import ImageSource
-from fedssl.errors import InputError
+from fedssl.errors import InputError, shortened
 from fedssl.evaluation.features import Features, extract, pixels
 from fedssl.evaluation.scores import Score, as_scores
 from fedssl.machine.devices import CPU
@@ -22,7 +22,6 @@ from fedssl.untrusted import sanitize
 
 # Splits that an evaluation needs, with their names in messages.
 SPLITS: dict[Split, str] = {"train": "training", "test": "test"}
-_MAX_LISTED = 5  # classes in a message
 
 log = logging.getLogger("fedssl")
 
@@ -167,10 +166,9 @@ def log_unknown_classes(evaluation_input: EvaluationInput) -> None:
     unknown = ~torch.isin(test.labels, train.labels)
     if unknown.any():
         names = [test.class_name(label) for label in test.labels[unknown].unique().tolist()]
-        listed = ", ".join(names[:_MAX_LISTED]) + f" and {len(names) - _MAX_LISTED} more" * (len(names) > _MAX_LISTED)
         log.warning(
             "%s of %s test images count as errors, because no labeled training image has their class (%s)",
-            *(int(unknown.sum()), len(unknown), listed),
+            *(int(unknown.sum()), len(unknown), shortened(names)),
         )
 
 

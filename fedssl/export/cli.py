@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from fedssl.command_line import run_command
+from fedssl.config.literal import path_of
 from fedssl.config.overrides import did_you_mean
 from fedssl.config.targets import SEARCHPATH_KEY, expand_config_dir_flag, search_folders, user_encoder
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
-from fedssl.evaluation.cli import compose_evaluation, encoder_file, match_encoder, path_of
+from fedssl.evaluation.cli import compose_evaluation, encoder_file, match_encoder
 from fedssl.export.encoder_file import load_encoder, read_content, saved_target
 from fedssl.export.formats import FORMATS, TOLERANCE, check_target, export, export_int8
 from fedssl.export.onnx import BATCH, CALIBRATION, MEASURED, QuantizedModel, check_calibration_size
@@ -51,7 +52,7 @@ def main() -> int:
 def run(overrides: Sequence[str]) -> str:
     """Export an encoder by the overrides, and return the text to print."""
     options = {key: value for key, _, value in (word.partition("=") for word in overrides) if key in _EXPORT_KEYS}
-    options |= {key: path_of(options[key]) for key in ("run", "encoder", "output") if key in options}
+    options |= {key: str(path_of(options[key])) for key in ("run", "encoder", "output") if key in options}
     others = [override for override in overrides if override.partition("=")[0] not in _EXPORT_KEYS]
     form, int8 = _format(options), _int8(options, others)
     file = encoder_file({key: value for key, value in options.items() if key in ("run", "encoder")})

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fedssl.command_line import run_command
+from fedssl.config.literal import user_path
 from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet.availability import read_usage
 from fedssl.fleet.checks import Check, run_checks
@@ -65,8 +66,8 @@ def setup(options: argparse.Namespace) -> int:
     if "images" not in values:
         raise InputError("images=FOLDER is missing; name the folder of this device's images")
     kit, folder = read_kit(options.kit), _folder(values)
-    images = Path(values["images"]).expanduser().absolute()
-    states = Path(values.get("states", folder / "states")).expanduser().absolute()
+    images = user_path(values["images"]).absolute()
+    states = user_path(values.get("states", folder / "states")).absolute()
     for name, path in {"images": images, "folder": folder, "states": states}.items():
         _check_text(name, path)
     key = device_key(kit, folder)
@@ -145,7 +146,7 @@ def encoder(options: argparse.Namespace) -> int:
     ]
     print(sanitize(align([("run", "round", "model", "signed", "file"), *rows], left=5), lines=True))
     if "output" in values:
-        print(_copy_encoder(found[-1][0], Path(values["output"]).expanduser()))
+        print(_copy_encoder(found[-1][0], user_path(values["output"])))
     return 0
 
 
@@ -230,8 +231,8 @@ def _warn_of_readers(file: Path) -> None:
 
 
 def _folder(values: dict[str, str]) -> Path:
-    data = Path(os.environ.get("XDG_DATA_HOME") or Path("~/.local/share").expanduser())
-    return Path(values.get("folder") or data / "fedssl" / "device").expanduser().absolute()
+    data = Path(os.environ.get("XDG_DATA_HOME") or user_path("~/.local/share"))
+    return user_path(values.get("folder") or data / "fedssl" / "device").absolute()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,9 +16,8 @@ def encoder_quality(
 ) -> dict[str, float]:
     """Return `METRICS` of `fedssl.evaluation.collapse_metrics` on at most ``num_images`` local images, always the same.
 
-    ``file`` is of `fedssl.export.save_encoder`, ``images`` a folder, and ``folders`` are
-    config directories with further encoders. Raise `InputError`
-    if fewer than two images can be read.
+    ``file`` is of `fedssl.export.save_encoder`, ``images`` a folder, and ``folders`` are config directories with
+    further encoders. Raise `InputError` if fewer than two images can be read.
     """
     from fedssl.datasets import image_folder  # slow imports
     from fedssl.errors import InputError
@@ -32,9 +31,7 @@ def encoder_quality(
         size=encoder.size,
         limit=num_images,
         path=str(images),
-        folders="none",
-        split_folders=False,
-        test_fraction=0.0,
+        **image_folder.ALL_IMAGES,
         background=encoder.preprocess.background,
         max_value=encoder.preprocess.max_value,
     )

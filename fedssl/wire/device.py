@@ -22,10 +22,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from fedssl.errors import InputError
+from fedssl.errors import InputError, shortened
 
 COMPARED_PACKAGES = ("fedssl", "flwr", "torch", "torchvision")
-_MAX_LISTED = 3
 
 
 def installed_versions() -> dict[str, str]:
@@ -67,8 +66,7 @@ def unmet_requirements(app: Path) -> str:
         unmet.insert(0, f"Python {project['requires-python']} (installed: {platform.python_version()})")
     if not unmet:
         return ""
-    more = f" and {len(unmet) - _MAX_LISTED} more" if len(unmet) > _MAX_LISTED else ""
-    return f"fedssl {project['version']} needs {', '.join(unmet[:_MAX_LISTED])}{more}"
+    return f"fedssl {project['version']} needs {shortened(unmet, maximum=3)}"
 
 
 def check_device_name(name: str) -> None:

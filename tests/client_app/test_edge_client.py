@@ -162,7 +162,7 @@ ATTEMPTS = {
     "larger images": (lambda plan: with_task(plan, dataset__size=513), "dataset.size=513 but this device allows 512"),
     "large views": (
         lambda plan: with_task(plan, augmentation__size=60_000),
-        "Augmentation is for size=60000 but the images have 8",
+        "augmentation.size=60000 must be at most 4,096",
     ),
     "a large model": (lambda plan: with_task(plan, encoder__width=60_000), "a training step takes about"),
     "large heads": (

@@ -1,12 +1,13 @@
 """Text settings with any characters: on every command line, and in the commands that a run stores."""
 
 import json
+import os
 import shlex
 from pathlib import Path
 
 import pytest
 
-from fedssl.config.literal import literal_values, plain_override, plain_text, public_overrides, shell_command
+from fedssl.config.literal import literal_values, path_of, plain_override, public_overrides, shell_command, user_path
 from fedssl.config.load import compose
 from fedssl.config.overrides import parse
 from fedssl.errors import InputError
@@ -45,7 +46,22 @@ def test_text_is_taken_as_it_stands(key: str):
         assert literal_values([quoted]) == [quoted]
         assert [override.value() for override in parse([quoted])] == [text]
         assert literal_values([plain_override(quoted)]) == [quoted]
-        assert plain_text(text) == text
+        assert path_of(text) == Path(text)
+
+
+def test_home_folders(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    for text, path in (
+        ("~/a", "/home/me/a"),
+        ("~", "/home/me"),
+        ("~no-such-user/a", "~no-such-user/a"),
+        ("a/~", "a/~"),
+    ):
+        assert user_path(text) == Path(path)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)  # a user without an entry in the system's list
+    with pytest.raises(RuntimeError, match="home directory"):  # not a new folder with the name ~
+        user_path("~/a")
 
 
 def test_what_hydra_reads_stays():

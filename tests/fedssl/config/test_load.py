@@ -235,7 +235,9 @@ class TestResume:
         file = folder / "config.yaml"
         text = file.read_text().replace("batch_size: 64", "batch_size: 32")
         file.write_text(text)
-        with pytest.raises(InputError, match=r"config.yaml cannot be used \(its checksum is wrong\)"):
+        with pytest.raises(
+            InputError, match=r"config.yaml cannot be used \(its checksum is wrong: it was edited or is damaged\)"
+        ):
             load_settings([f"resume={folder}"])
         file.write_text(text.partition("\n")[2])  # of an earlier version
         with pytest.raises(InputError, match=r"was run with batch_size=32 \(now 64\)"):
