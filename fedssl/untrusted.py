@@ -146,7 +146,7 @@ def read_tensors(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES, training_scr
 
 
 def _load(stream: IO[bytes], *, device: str) -> Any:
-    """Load tensors and plain values, whose names `_check_names` has validated."""
+    """Load tensors and plain values, whose names `_operations` has validated."""
     import torch
 
     try:

@@ -65,7 +65,7 @@ from server_app.nodes import (
 )
 from server_app.round import Round
 from server_app.round_context import RoundContext, no_flops, raise_no_server_images
-from server_app.secure_aggregation import describe_graph, graph_for, largest_weight
+from server_app.secure_aggregation import describe_graph, graph_for, largest_weight, weights_by_examples
 from server_app.teacher import check_teacher, load_teacher, teacher_is_saved
 from server_app.update_memory import check_models_fit, check_updates_fit
 from server_app.virtual_time import VirtualTime, make_virtual_time
@@ -142,12 +142,7 @@ def build_components(
     data = settings.data
     evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=settings.seed)
     check_teacher(settings)
-    size = settings.model.encoder.values.get("size", data.size)
-    if size != data.size:
-        raise InputError(
-            f"encoder.size={size} but dataset.size={data.size}, which it follows; leave encoder.size out, or set "
-            f"dataset.size={size}"
-        )
+    check_encoder_size(settings)
     method = build_method(settings.model).to(device)
     validate_batch_size(settings, method)
     validate_compilation(settings, method)
@@ -245,6 +240,16 @@ def build_components(
     )
 
 
+def check_encoder_size(settings: Settings) -> None:
+    """Raise `InputError` if the encoder is not for the size of the images."""
+    size, data_size = settings.model.encoder.values.get("size"), settings.data.size
+    if size is not None and size != data_size:
+        raise InputError(
+            f"encoder.size={size} but dataset.size={data_size}, which it follows; leave encoder.size out, or set "
+            f"dataset.size={size}"
+        )
+
+
 def make_secure_aggregation(
     settings: Settings, strategy: FedSSLStrategy, client_data: ClientData | None, *, untrained: Collection[int]
 ) -> SecureAggregationSettings | None:
@@ -252,7 +257,7 @@ def make_secure_aggregation(
     secure = settings.secure_aggregation
     if secure is None:
         return None
-    if any(strategy.server.aggregator(round).required_metrics for round in (1, settings.rounds)):
+    if any(weights_by_examples(strategy.server.aggregator(round)) for round in (1, settings.rounds)):
         images = None
         if client_data is not None:
             images = max(len(part) for client, part in enumerate(client_data.parts) if client not in untrained)

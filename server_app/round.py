@@ -16,7 +16,7 @@ from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.errors import RunError
 from fedssl.untrusted import sanitize_line
 from fedssl.wire.messages import ClientUpdate
-from fedssl.wire.secure_aggregation import UNIFORM_WEIGHT, summed_size
+from fedssl.wire.secure_aggregation import summed_size
 from server_app.block_sums import BlockClient, BlockSumTask, LostSumError
 from server_app.client_models import ClientModels, MappedValues
 from server_app.compatibility import require_full_exchange
@@ -25,7 +25,7 @@ from server_app.model_aggregation import ModelAggregation
 from server_app.plans import PlanBuilder
 from server_app.round_context import RoundContext
 from server_app.secagg_round import TooFewParticipants
-from server_app.secure_aggregation import apply_delta, privacy_parameters, secure_mean_delta
+from server_app.secure_aggregation import apply_delta, max_weight_of, privacy_parameters, secure_mean_delta
 from server_app.updates import CollectedUpdates, RoundResult, UpdateReader, ValidUpdate, norm_outliers
 from server_app.validation import InvalidUpdate
 from strategies.interfaces import GLOBAL, GlobalModel, RoundOutcome, ServerState, model_suffix
@@ -184,11 +184,9 @@ class Round:
         context, clients = self._context, self._context.clients
         contents = {message.metadata.dst_node_id: message.content for message in self.messages}
         settings, start = context.aggregation, self.starts[GLOBAL]
-        aggregation, max_weight = self._aggregations[GLOBAL], UNIFORM_WEIGHT
+        aggregation = self._aggregations[GLOBAL]
         assert isinstance(aggregation.aggregator, WeightedSum)
-        if aggregation.aggregator.weighting == "examples":
-            assert secure.max_weight is not None, "the settings of a run have the largest weight"
-            max_weight = secure.max_weight
+        max_weight = max_weight_of(secure, aggregation.aggregator)
         try:
             secure_mean = secure_mean_delta(
                 exchange,

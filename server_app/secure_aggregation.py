@@ -24,6 +24,8 @@ from fedssl.wire.secure_aggregation import (
 )
 from server_app.messaging import MessageExchange
 from server_app.secagg_round import SecAggRound, SecureMean, TooFewParticipants
+from strategies.interfaces import Aggregator
+from strategies.weighted_sum import WeightedSum
 
 
 def graph_for(settings: SecureAggregationSettings, clients: int) -> SharingGraph:
@@ -78,6 +80,19 @@ def largest_weight(settings: SecureAggregationSettings, *, max_examples: int | N
             "secure_aggregation.max_weight to the number of images of the largest device, or strategy.weighting=uniform"
         )
     return min(max(min(limits), MIN_IMAGES), MAX_WEIGHT)
+
+
+def weights_by_examples(aggregator: Aggregator) -> bool:
+    """Return whether a sum weights clients by their numbers of images, which are then masked as well."""
+    return isinstance(aggregator, WeightedSum) and aggregator.weighting == "examples"
+
+
+def max_weight_of(settings: SecureAggregationSettings, aggregator: Aggregator) -> int:
+    """Return the largest weight of a client in a round with this aggregator; `UNIFORM_WEIGHT`: all are equal."""
+    if not weights_by_examples(aggregator):
+        return UNIFORM_WEIGHT
+    assert settings.max_weight is not None, "the settings of a run have the largest weight"
+    return settings.max_weight
 
 
 def privacy_parameters(

@@ -1,4 +1,6 @@
-"""Write ``docs/settings.md``, the reference of all settings: ``uv run --group docs python FILE``, with this file.
+"""Write ``docs/settings.md``, the reference of all settings.
+
+Run it with ``uv run --group docs python docs/_site/settings_page.py``.
 
 Values are those of `fedssl.config.constraints`; defaults and descriptions are those of ``conf/``.
 """

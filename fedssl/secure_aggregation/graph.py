@@ -153,13 +153,7 @@ def choose_graph(
             "round and smaller fractions"
         )
     if neighbors is not None:
-        neighbors = min(neighbors, clients - 1)
-        if neighbors % 2 and neighbors != clients - 1:
-            raise InputError(
-                f"secure_aggregation.neighbors={neighbors} but {clients} clients on a circle have an even number of "
-                f"neighbors, or all {clients - 1}; set it to {neighbors + 1}"
-            )
-        graph = replace(graph, neighbors=neighbors).with_threshold(security_bits)
+        graph = replace(graph, neighbors=_possible(neighbors, clients)).with_threshold(security_bits)
     if threshold is not None:
         graph = replace(graph, threshold=threshold)
     if graph.threshold > graph.shares:
@@ -175,6 +169,17 @@ def choose_graph(
             f"{smallest.neighbors} and secure_aggregation.threshold={smallest.threshold}, or both to null"
         )
     return graph
+
+
+def _possible(neighbors: int, clients: int) -> int:
+    """Return a number of neighbors, at most all others; raises `InputError` if a circle has no such neighborhood."""
+    neighbors = min(neighbors, clients - 1)
+    if neighbors % 2 and neighbors != clients - 1:
+        raise InputError(
+            f"secure_aggregation.neighbors={neighbors} but {clients} clients on a circle have an even number of "
+            f"neighbors, or all {clients - 1}; set it to {neighbors + 1}"
+        )
+    return neighbors
 
 
 def _given(graph: SharingGraph) -> str:
