@@ -156,7 +156,7 @@ def _load(stream: IO[bytes], *, device: str) -> Any:
         raise ValueError("it has more than tensors and plain values") from error
 
 
-class _Undirected(io.FileIO):
+class _WithoutDescriptor(io.FileIO):
     """A file that torch reads in Python, without the attempt to unpack a tar file."""
 
     def fileno(self) -> int:
@@ -178,10 +178,10 @@ def _read_legacy_tensors(stream: BufferedReader) -> Any:
             values = stream.tell() - start
     size = os.fstat(stream.fileno()).st_size
     data = size - stream.tell()
-    with io.BufferedReader(_Undirected(os.dup(stream.fileno()), "rb")) as undirected:
-        undirected.seek(0)
-        content = _load(undirected, device="cpu")
-        end = undirected.tell()
+    with io.BufferedReader(_WithoutDescriptor(os.dup(stream.fileno()), "rb")) as python_file:
+        python_file.seek(0)
+        content = _load(python_file, device="cpu")
+        end = python_file.tell()
     num_bytes, count = _check_tensors(content, data, values=values)
     if end != size or num_bytes + 8 * count != data:  # a storage that is not in the file has uninitialized memory
         raise ValueError("its tensors do not have the size of the file")

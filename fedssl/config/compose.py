@@ -28,7 +28,15 @@ from fedssl.config.constraints import (
     statistic_of_channels,
 )
 from fedssl.config.literal import user_path
-from fedssl.config.overrides import CONF, check_choices, config_groups, parse, suggest_setting
+from fedssl.config.overrides import (
+    CONF,
+    check_choices,
+    check_not_renamed,
+    choices_with,
+    config_groups,
+    parse,
+    suggest_setting,
+)
 from fedssl.config.renamed import check_renamed
 from fedssl.config.targets import (
     SEARCHPATH_KEY,
@@ -133,27 +141,11 @@ def validate_names(overrides: Sequence[str]) -> Mapping[str, Any]:
         open_key = override.is_add() or override.is_force_add() or override.is_delete() or key.startswith("hydra")
         below_swept = any(key.startswith(f"{group}.") for group in swept)
         if key.split("@")[0] not in known_groups:
-            _check_not_renamed(override, known)
+            check_not_renamed(override, known)
             if key not in known and not (open_key or below_swept):
-                hint = _choices_with(key) or suggest_setting(key, known)
+                hint = choices_with(key) or suggest_setting(key, known)
                 raise InputError(f"there is no setting {key!r}{hint}; `fedssl --cfg job` shows all")
     return defaults
-
-
-def _choices_with(key: str) -> str:
-    """Return a suggestion of choices that have a setting which the selected one lacks; empty if there are none."""
-    group, _, name = key.partition(".")
-    files = [CONF / group / f"{choice}.yaml" for choice in config_groups().get(group, ()) if "/" not in choice]
-    having = [
-        file.stem
-        for file in files
-        if file.is_file() and _has(OmegaConf.to_container(OmegaConf.load(file)), name.split("."))
-    ]
-    return f", but {group}={'|'.join(having)} has it" if having else ""
-
-
-def _has(node: Any, parts: Sequence[str]) -> bool:
-    return not parts or (isinstance(node, dict) and parts[0] in node and _has(node[parts[0]], parts[1:]))
 
 
 @functools.lru_cache(maxsize=256)
@@ -172,32 +164,6 @@ def _item_settings(key: str, value: Any) -> Iterator[str]:
             nodes = [key, *(f"{key}.{name}" for name in item if isinstance(item[name], dict))]
             for node in nodes:
                 yield from (f"{key}.{index}{node.removeprefix(key)}.{name}" for name in CONSTRAINTS[group_of(node)])
-
-
-def _check_not_renamed(override: Override, known: Sequence[str]) -> None:
-    for name in _names(override):
-        if name not in known:
-            check_renamed(name)
-
-
-def _names(override: Override) -> Iterator[str]:
-    """Yield the names in an override: its key, keys in its value, and ``key=value`` for each string."""
-    yield override.key_or_group.split("@")[0]
-    value = override.value()
-    for choice in value.list if isinstance(value, ChoiceSweep) else [value]:
-        yield from _inner_names(override.key_or_group, choice)
-
-
-def _inner_names(key: str, value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield f"{key}={value}"
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            yield f"{key}.{name}"
-            yield from _inner_names(f"{key}.{name}", inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _inner_names(f"{key}.*", inner)
 
 
 def validate_config(config: DictConfig) -> None:

@@ -6,12 +6,13 @@ The error for an unknown name or choice suggests the closest valid ones.
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from fedssl.config.compat import ChoiceSweep, Glob, IntervalSweep, Override, parse_overrides
 from fedssl.config.renamed import check_renamed
@@ -154,6 +155,49 @@ def check_run_id(name: object) -> None:
         raise InputError(
             f"run_id={str(name)[:80]!r} is not a valid run id; use 1 to 64 letters, digits, _ and -, or leave it out"
         )
+
+
+def check_not_renamed(override: Override, known: Sequence[str]) -> None:
+    """Raise `InputError` if an override has the earlier name of a setting, also in its value."""
+    for name in _names(override):
+        if name not in known:
+            check_renamed(name)
+
+
+def _names(override: Override) -> Iterator[str]:
+    """Yield the names in an override: its key, keys in its value, and ``key=value`` for each string."""
+    yield override.key_or_group.split("@")[0]
+    value = override.value()
+    for choice in value.list if isinstance(value, ChoiceSweep) else [value]:
+        yield from _inner_names(override.key_or_group, choice)
+
+
+def _inner_names(key: str, value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield f"{key}={value}"
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield f"{key}.{name}"
+            yield from _inner_names(f"{key}.{name}", inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _inner_names(f"{key}.*", inner)
+
+
+def choices_with(key: str) -> str:
+    """Return a suggestion of choices that have a setting which the selected one lacks; empty if there are none."""
+    group, _, name = key.partition(".")
+    files = [CONF / group / f"{choice}.yaml" for choice in config_groups().get(group, ()) if "/" not in choice]
+    having = [
+        file.stem
+        for file in files
+        if file.is_file() and _has(OmegaConf.to_container(OmegaConf.load(file)), name.split("."))
+    ]
+    return f", but {group}={'|'.join(having)} has it" if having else ""
+
+
+def _has(node: Any, parts: Sequence[str]) -> bool:
+    return not parts or (isinstance(node, dict) and parts[0] in node and _has(node[parts[0]], parts[1:]))
 
 
 def suggest_setting(key: str, known: Iterable[str]) -> str:
