@@ -40,7 +40,8 @@ def format_plan(plan: Plan, *, startup: float) -> str:
     if plan.step_memory is not None:
         lines.append(["", f"{gigabytes(plan.step_memory)} of tensors in a training step"])
     per_round = sum(plan.round_seconds) / len(rounds)
-    lines.append(["time", f"{per_round:.2g} s per round, {duration(startup + plan.seconds)} in total"])
+    shown = f"{per_round:.2g} s" if per_round < 10 else duration(per_round)
+    lines.append(["time", f"{shown} per round, {duration(startup + plan.seconds)} in total"])
     if plan.disk:
         lines.insert(
             -1, ["disk", f"{gigabytes(plan.disk)} of checkpoints, updates, client states, snapshots and encoders"]

@@ -187,13 +187,12 @@ def _at(rows: np.ndarray, column: np.ndarray | None) -> torch.Tensor | None:
 
 
 def _encoded(files: Sequence[Path], column: str, rows: np.ndarray) -> Iterator[list[bytes | Path]]:
-    start = 0
-    for file in files:
-        end = start + num_rows(file)
-        if np.searchsorted(rows, start) == np.searchsorted(rows, end):  # no row of this file is needed
-            start = end
-            continue
-        check_image_column(file, column)
+    ends = np.cumsum([num_rows(file) for file in files], dtype=np.int64)
+    first, last = np.searchsorted(rows, [[0, *ends[:-1]], ends])
+    needed = [(file, end - num_rows(file)) for file, end, used in zip(files, ends, first < last, strict=True) if used]
+    for place, (file, _) in enumerate(needed):  # all of them before an image is decoded
+        check_image_column(file, column, others_have_it=place > 0)
+    for file, start in needed:
         for batch in column_chunks(file, column):
             wanted = rows[np.searchsorted(rows, start) : np.searchsorted(rows, start + len(batch))] - start
             start += len(batch)

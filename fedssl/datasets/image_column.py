@@ -16,14 +16,15 @@ Encoded = bytes | Path
 _FIELDS = ("bytes", "path")  # of the structs of ``datasets``
 
 
-def check_image_column(file: Path, column: str) -> None:
-    """Raise an `InputError` unless the file has such a column of encoded images or paths."""
+def check_image_column(file: Path, column: str, *, others_have_it: bool = False) -> None:
+    """Raise an `InputError` unless the file has such a column of encoded images or paths, like the files before it."""
     schema = schema_of(file, column)
     if column in schema.names and _is_image(schema.field(column).type):
         return
     others = [name for name in schema.names if _is_image(schema.field(name).type, text=False)]
-    remedy = "set dataset.path to files of this data set only, or dataset.image to its column"
-    if others:
+    remedy = "set dataset.path to files of this data set only"
+    remedy += "" if others_have_it else ", or dataset.image to its column"
+    if others and not others_have_it:
         remedy = f"set dataset.image={others[0]}" + "".join(f", or dataset.image={name}" for name in others[1:])
     if column not in schema.names:
         raise InputError(f"{file} has no column {column!r} (it has {schema.names}); {remedy}")

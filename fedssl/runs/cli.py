@@ -123,8 +123,8 @@ def verify(options: argparse.Namespace) -> int:
 
 def _entries(arguments: Sequence[str]) -> tuple[list[RunEntry], list[str]]:
     """Select runs by folders and filters in any order; an argument that exists is a folder."""
-    folders = [Path(argument) for argument in arguments if "=" not in argument or Path(argument).exists()]
-    overrides = [argument for argument in arguments if "=" in argument and not Path(argument).exists()]
+    overrides = [argument for argument in arguments if "=" in argument and not user_path(argument).exists()]
+    folders = [user_path(argument) for argument in arguments if argument not in overrides]
     folders = folders or [folder for folder in DEFAULT_FOLDERS if folder.is_dir()]
     if not folders:
         raise InputError("there is neither runs nor multirun here; give folders of runs or of sweeps")

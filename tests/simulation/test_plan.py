@@ -171,6 +171,7 @@ def test_the_report_by_hand(tmp_path):
         "time      2.9 s per round, 33 s in total",  # 2 + 1 + 2 * (2 * 1.25 + 0.375) + 16 + 8
         "upper bounds, because of early_stopping",
     ]
+    assert "18 min per round," in format_plan(replace(plan, round_seconds=[1000.0, 1200.0]), startup=2.0)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,15 @@ def test_another_column_is_one_sentence_with_those_that_have_images(
         pixels(tmp_path)
 
 
+def test_columns_of_all_files_are_checked_before_an_image_is_decoded(tmp_path: Path, monkeypatch) -> None:
+    write(tmp_path / "train-0.parquet", img=pa.array(PNGS))
+    write(tmp_path / "train-1.parquet", image=pa.array(PNGS))
+    monkeypatch.setattr("fedssl.datasets.hub.encoded_images", lambda *_: pytest.fail("decoded"))
+    message = r"train-1\.parquet has no column 'img' .*; set dataset\.path to files of this data set only$"
+    with pytest.raises(InputError, match=message):
+        pixels(tmp_path)
+
+
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
 def test_two_columns_of_one_name_are_refused(tmp_path: Path, ending: str) -> None:
     contents = pa.table([pa.array(PNGS), pa.array(PNGS)], names=["img", "img"])

@@ -92,6 +92,11 @@ def test_list(runs, command):
     assert sum("no readable summary.json and no config.yaml" in line for line in said) == 2
 
 
+def test_home_folders(runs, command, monkeypatch):
+    monkeypatch.setenv("HOME", str(runs.parent))
+    assert command("list", f"~/{runs.name}") == command("list", runs)
+
+
 def test_a_run_that_goes_on_is_told_from_one_that_was_ended(runs, command):
     with (runs / "2026-01-05_00-00-00" / LOCK_FILE).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
