@@ -16,6 +16,7 @@ from fedssl.atomic_files import new_run_folder
 from fedssl.config.literal import literal_values
 from fedssl.config.load import load_settings, with_run_folder
 from fedssl.config.overrides import parse, quote_value
+from fedssl.config.saved_run import resume_command
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import why_not_evaluable
@@ -158,8 +159,7 @@ def execute(
             raise
         if outcome is None:
             recorder.summary("paused", reason=f"paused after round {settings.pause_after} of {settings.rounds}")
-            resume = shlex.quote(f"resume={recorder.folder}")
-            log.info("paused after round %d; continue with: fedssl %s", settings.pause_after, resume)
+            log.info("paused after round %d; continue with: %s", settings.pause_after, resume_command(recorder.folder))
             return
         results, models, no_evaluation_reason = outcome
         recorder.summary("finished", final=results, models=models)

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from fedssl.config.saved_run import resume_command
 from fedssl.errors import DISK_ERRORS, RunError
 from fedssl.evaluation.scores import Score
 from fedssl.untrusted import sanitize
@@ -256,7 +257,7 @@ def disk_errors_as_run_error(folder: Path) -> Iterator[None]:
 
 def disk_error(folder: Path, error: OSError) -> RunError:
     """Return the error of a run folder that cannot be written any more."""
-    remedy = f"continue with fedssl resume={folder}" if (folder / "config.yaml").exists() else "start the run again"
+    remedy = f"continue with {resume_command(folder)}" if (folder / "config.yaml").exists() else "start the run again"
     return RunError(f"{folder} cannot be written ({error.strerror or error}); free disk space, then {remedy}")
 
 

@@ -31,6 +31,7 @@ from fedssl.config.compose import compose_unresolved, validate_names
 from fedssl.config.literal import literal_values, user_path
 from fedssl.config.load import compose, load_settings, with_run_folder
 from fedssl.config.overrides import CONF, by_key, check_single, check_sweep, config_groups, parse, quote_value
+from fedssl.config.saved_run import resume_command
 from fedssl.config.settings import Settings
 from fedssl.config.targets import expand_config_dir_flag, search_folders
 from fedssl.errors import InputError, RunError
@@ -241,8 +242,7 @@ def run(overrides: Sequence[str]) -> None:
                 with suppress(OSError):  # it is not empty
                     folder.rmdir()
             raise
-        resume = shlex.quote(f"resume={folder}")
-        raise KeyboardInterrupt(f" after round {done}; continue with: fedssl {resume}") from stop
+        raise KeyboardInterrupt(f" after round {done}; continue with: {resume_command(folder)}") from stop
 
 
 def _is_removable(folder: Path, *, rejected: bool) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 
+from fedssl.config.literal import shell_command
 from fedssl.config.overrides import quote_value
 from fedssl.config.settings import EngineSettings, Settings
 from fedssl.errors import InputError, RunError
@@ -137,9 +138,9 @@ class _Run:
     @property
     def resume_command(self) -> str:
         address, certificates = self._engine.address, self._engine.root_certificates
-        tls = f" engine.root_certificates={certificates}" if certificates else ""
-        folder = self.report.run_folder or "FOLDER"
-        return f"fedssl engine=deployment engine.address={address}{tls} resume={folder}"
+        tls = [f"engine.root_certificates={quote_value(certificates)}"] if certificates else []
+        resume = f"resume={quote_value(self.report.run_folder or 'FOLDER')}"
+        return shell_command(["engine=deployment", f"engine.address={quote_value(str(address))}", *tls, resume])
 
 
 def _raise_on_failure(status: compat.RunStatus, run: _Run) -> None:

@@ -10,7 +10,8 @@ from types import NoneType, UnionType
 from typing import Any
 
 from fedssl.config.compat import Override
-from fedssl.config.overrides import check_run_id, config_groups, parse, to_text
+from fedssl.config.literal import shell_command
+from fedssl.config.overrides import check_run_id, config_groups, parse, quote_value, to_text
 from fedssl.config.renamed import CHOICES, current_key, is_earlier, update, update_choices
 from fedssl.errors import InputError
 from fedssl.plain_values import RUN_KEYS, plain_values
@@ -69,14 +70,7 @@ def update_override(override: str) -> str:
 def check_saved_overrides(overrides: Sequence[str], file: Path) -> None:
     """Reject overrides of ``file``, except those that the user's command sets, that point outside its run folder."""
     for text in overrides:
-        try:
-            (override,) = parse([text])
-            if override.is_sweep_override():
-                raise ValueError(f"{text} has several values")
-            outside = _escapes_run_folder(override, override.value())
-        except (InputError, ValueError, RecursionError) as error:
-            raise corrupt_file_error(file, " ".join(sanitize(error).split())[:300]) from error
-        if outside:
+        if _escapes_run_folder(text, file):
             raise InputError(
                 f"{file} contains {sanitize(text)}, which points outside the run folder and is accepted only from your "
                 "own command, because the folder may come from somebody else; if you trust it, add the override there "
@@ -84,7 +78,27 @@ def check_saved_overrides(overrides: Sequence[str], file: Path) -> None:
             )
 
 
-def _escapes_run_folder(override: Override, value: Any) -> bool:
+def resume_command(folder: Path) -> str:
+    """Return the shell command that continues the user's own run, with settings that are accepted only from there."""
+    file = folder / "overrides.yaml"
+    try:
+        outside = [override for override in read_overrides(file) or () if _escapes_run_folder(override, file)]
+    except InputError:  # the command reports the damaged file
+        outside = []
+    return shell_command([*outside, f"resume={quote_value(str(folder))}"])
+
+
+def _escapes_run_folder(text: str, file: Path) -> bool:
+    try:
+        (override,) = parse([text])
+        if override.is_sweep_override():
+            raise ValueError(f"{text} has several values")
+        return _points_outside(override, override.value())
+    except (InputError, ValueError, RecursionError) as error:
+        raise corrupt_file_error(file, " ".join(sanitize(error).split())[:300]) from error
+
+
+def _points_outside(override: Override, value: Any) -> bool:
     key = override.key_or_group.partition("@")[0]
     if key in config_groups():
         return not isinstance(value, str | NoneType) or (key, value) == ("engine", "deployment")

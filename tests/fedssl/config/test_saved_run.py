@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from fedssl.config.load import compose
-from fedssl.config.saved_run import check_saved_overrides, read_overrides, read_settings
+from fedssl.config.saved_run import check_saved_overrides, read_overrides, read_settings, resume_command
 from fedssl.errors import InputError
 
 GOOD = OmegaConf.to_yaml(compose(["seed=3"]).recording.config)
@@ -102,6 +102,15 @@ def test_words_that_reach_out_of_the_folder_are_for_the_user_to_say(file, overri
     ) as caught:
         check_saved_overrides([override], file)
     assert override in str(caught.value)
+
+
+def test_the_command_that_continues_a_run_has_what_the_folder_may_not_set(tmp_path):
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    (folder / "overrides.yaml").write_text("""[seed=3, "dataset.cache='/my data'", tracker.uri=x]""")
+    assert resume_command(folder) == f"fedssl 'dataset.cache=/my data' tracker.uri=x 'resume={folder}'"
+    (folder / "overrides.yaml").write_text("[seed=")
+    assert resume_command(folder) == f"fedssl 'resume={folder}'"
 
 
 def test_words_that_choose_by_name_are_taken(file):
