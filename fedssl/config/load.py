@@ -91,10 +91,11 @@ def load_settings(overrides: Sequence[str]) -> Settings:
     # The run folder has the initial weights, so that the source is read only for a new run.
     saved_overrides, sources = partition_by_key(saved_overrides, "encoder.weights")
     # A new choice of a group, such as engine=local, replaces the saved one and its settings.
-    not_inherited = explicit.keys() | {"pause_after", "threads"}
+    not_inherited = explicit.keys() | {"pause_after"}
     inherited = [override for override in saved_overrides if not_inherited.isdisjoint(key_and_group(override))]
     check_saved_overrides(inherited, folder / "overrides.yaml")
-    merged = {"threads": f"threads={saved['threads']}", **by_key(inherited), **explicit}
+    threads = {} if "threads" in explicit else {"threads": f"threads={saved['threads']}"}
+    merged = {**by_key(inherited), **threads, **explicit}  # in the order of the run's own command
     overrides = [override for key, override in merged.items() if key.lstrip("+~") not in _RUN_KEYS]
     overrides += [f"output_dir={quote_value(str(folder))}", f"resume={quote_value(str(folder))}"]
     try:
