@@ -187,9 +187,9 @@ def _at(rows: np.ndarray, column: np.ndarray | None) -> torch.Tensor | None:
 
 
 def _encoded(files: Sequence[Path], column: str, rows: np.ndarray) -> Iterator[list[bytes | Path]]:
-    ends = np.cumsum([num_rows(file) for file in files], dtype=np.int64)
-    first, last = np.searchsorted(rows, [[0, *ends[:-1]], ends])
-    needed = [(file, end - num_rows(file)) for file, end, used in zip(files, ends, first < last, strict=True) if used]
+    bounds = np.cumsum([0, *map(num_rows, files)])
+    first = np.searchsorted(rows, bounds)
+    needed = [(file, bounds[place]) for place, file in enumerate(files) if first[place] < first[place + 1]]
     for place, (file, _) in enumerate(needed):  # all of them before an image is decoded
         check_image_column(file, column, others_have_it=place > 0)
     for file, start in needed:
