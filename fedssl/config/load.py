@@ -44,6 +44,7 @@ from fedssl.config.settings import (
     TrainingSettings,
 )
 from fedssl.config.targets import normalize
+from fedssl.datasets.splits import same_split
 from fedssl.errors import InputError, shortened
 from fedssl.evaluation.early_stopping import EarlyStopping
 from fedssl.plain_values import plain_values
@@ -241,14 +242,23 @@ def training_components(config: DictConfig) -> tuple[ModelSettings, TrainingSett
 
 
 def read_data(node: DictConfig) -> DataSettings:
-    """Return the settings of a data set; unknown keys are arguments of its reader."""
+    """Return the settings of a data set; unknown keys are arguments of its reader.
+
+    Raise an `InputError` if the test has the labeled training images.
+    """
+    train, test = node.splits.train, node.splits.test
+    if train is not None and test is not None and same_split(train, test):
+        raise InputError(
+            f"dataset.splits.train={train} and dataset.splits.test={test} are the same images: every classifier is "
+            "right on them; set dataset.splits.test to another split, or to null for no test"
+        )
     not_for_reader = ("splits", "limit", "test_limit", "mean", "std", "num_classes")
     return DataSettings(
         name=str(node.get("hub") or node["_target_"].split(".")[-2]),
         reader=_component(node, without=not_for_reader),
         federated=node.splits.federated,
-        train=node.splits.train,
-        test=node.splits.test,
+        train=train,
+        test=test,
         limit=node.limit,
         test_limit=node.test_limit,
         channels=node.channels,

@@ -68,7 +68,7 @@ def list_split(
     if train and not held_out and (split == "test" or chosen == train):
         return _share(_file_list(_joined(parts, train), classes, warnings), test_fraction, is_test=split == "test")
     if not chosen:
-        others = [*parts, *(["test, a share of it"] if train and not held_out else [])]
+        others = [*parts, *(["test (a share of it)"] if train and not held_out else [])]
         raise InputError(
             f"{below} has no split {split!r}, only {shortened(others)}; name one of them in dataset.splits, or set "
             f"dataset.split_folders={'false if they are no splits' if names else 'true if its subfolders are splits'}"

@@ -30,7 +30,9 @@ def local_files(path: str, split: str) -> list[Path]:
     files = [file for file, name in names.items() if _shard_of(name) == split.lower()]
     files = files or _files_of(split, names, kinds)
     if not files and split != "test":
-        remedy = "set dataset.splits.federated, .train and .test to words of these names"
+        remedy = (
+            "set dataset.splits.federated and .train to a word of these names, and .test to one of others or to null"
+        )
         if split_of_word(split) in HELD_OUT:
             remedy = "hold out a share with dataset.test_fraction=0.2, or set dataset.splits.test=null for no test"
         raise InputError(

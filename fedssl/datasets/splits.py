@@ -29,6 +29,12 @@ def split_of_word(word: str) -> str | None:
     return _SPLITS.get(word.lower())
 
 
+def same_split(first: str, second: str) -> bool:
+    """Return whether two values of ``dataset.splits`` are the same split, such as "val" and "validation"."""
+    kinds = split_of_word(first), split_of_word(second)
+    return first.lower() == second.lower() or (kinds[0] is not None and kinds[0] == kinds[1])
+
+
 def matching(split: str, names: Iterable[str]) -> list[str]:
     """Return the names of a split: those equal to ``split``, in any case, or else those with a word of its kind."""
     names, kind = list(names), split_of_word(split)

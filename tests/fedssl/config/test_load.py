@@ -248,6 +248,17 @@ class TestResume:
             load_settings([f"resume={tmp_path / 'nothing'}"])
 
 
+@pytest.mark.parametrize(("train", "test"), [("test", "test"), ("val", "validation"), ("a", "A")])
+def test_refuses_a_test_that_has_the_labeled_training_images(train, test):
+    overrides = ["dataset=cifar10", "dataset.path=/x", f"dataset.splits.train={train}"]
+    with pytest.raises(
+        InputError, match=r"are the same images: .*; set dataset.splits.test to another split, or to null"
+    ):
+        compose([*overrides, f"dataset.splits.test={test}"])
+    assert compose([*overrides, "dataset.splits.test=null"]).data.test is None
+    assert compose([*overrides, "dataset.splits.test=other"]).data.test == "other"
+
+
 def test_the_folder_of_decoded_images_is_absolute_and_not_chosen_by_a_run_of_others(tmp_path):
     def cache_of(settings):
         return settings.data.reader.values["cache"]

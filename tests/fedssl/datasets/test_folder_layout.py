@@ -119,7 +119,7 @@ def test_test_images_without_labels_are_refused(tmp_path: Path) -> None:
 def test_an_unknown_split_is_refused_with_those_that_exist(tmp_path: Path) -> None:
     plain = touch(tmp_path / "plain", "a/1.png", "b/1.png")
     for split in ("val", "tset", "a"):
-        with pytest.raises(InputError, match=f"plain has no split '{split}', only train, test, a share of it; "):
+        with pytest.raises(InputError, match=f"plain has no split '{split}', only train, test \\(a share of it\\); "):
             list_split(split, plain, test_fraction=0.2)
     split = touch(tmp_path / "split", "Train/a/1.png", "Train/b/1.png", "Test/a/1.png", "Train_0/a/1.png")
     for name in ("val", "tset", "train_1", "unlabeled"):

@@ -72,7 +72,7 @@ def test_a_split_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     for root, split, message in (
         (mine, "val", r"no split 'val', only mine\.parquet; hold out .*dataset\.splits\.test=null"),
         (mine, "tset", "no split 'tset'"),
-        (named, "train", r"no split 'train', only a_tr\.parquet, a_val\.parquet; set dataset\.splits\.federated, "),
+        (named, "train", r"no split 'train', only a_tr\.parquet, a_val\.parquet; set dataset\.splits\.federated and "),
         (named, "tset", "no split 'tset'"),
         (touch(tmp_path / "c", "1.png", "2.png"), "train", r"no \.parquet or \.arrow file \(ignored .*: 2 \.png\)"),
     ):
