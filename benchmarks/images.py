@@ -66,7 +66,7 @@ def write_images(folder: Path, count: int) -> Path:
 
 
 def overrides_for(data: Path, cache: str) -> list[str]:
-    return ["dataset=tiny_imagenet", f"dataset.path={data}", f"dataset.cache={cache}"]
+    return ["dataset=tiny_imagenet", "dataset.splits.test=null", f"dataset.path={data}", f"dataset.cache={cache}"]
 
 
 def measure_ready(data: Path, cache: str) -> tuple[float, float]:

@@ -34,6 +34,7 @@ TINY = ("rounds=1", "local_epochs=1", "threads=1", "dataset.limit=200", "dataset
 TINY += ("final_evaluation=knn", "collapse_images=0", "measure_resources=false")
 # Additional overrides that make a command with these overrides short.
 SMALLER = {
+    "secure_aggregation=secagg_plus": ("num_clients=4",),
     "num_clients=20": ("dataset.limit=400",),
     "engine=ray": ("partition=iid", "dataset.limit=400"),
     "engine.client_gpus=0.25": ("engine.client_gpus=0", "dataset.path=data/cifar10"),

@@ -367,6 +367,7 @@ MODULES = {
     "simulation/sweep.py": "test_sweep_yaml",
     # the user's own settings, and conf/
     "fedssl/config/compose.py": "",
+    "fedssl/config/overrides.py": "",
     "fedssl/evaluation/transfer.py": "",
     # numbers, names and arrays, which no configuration library gets
     "client_app/edge_client.py": "test_a_task_for_a_device",

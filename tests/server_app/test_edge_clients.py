@@ -242,7 +242,7 @@ def test_a_registered_name_belongs_to_its_key(places, caplog):
     ("make", "reason"),
     [
         (lambda folder: None, "has no folder of images: its data-path is not a folder"),
-        (lambda folder: folder.mkdir(), "has no images in its data-path (.bmp, .gif, "),
+        (lambda folder: folder.mkdir(), "has no images in its data-path (.avif, .bmp, "),
         (
             lambda folder: write_file(folder / "a.parquet"),
             "has parquet files in its data-path, but a device reads image files only",

@@ -133,7 +133,7 @@ def test_a_missing_package_is_one_sentence_before_any_work(tmp_path, monkeypatch
     ("overrides", "sentence"),
     [
         (["tracker.name=tensorboard"], "tracker.name was removed: choose a file of conf/tracker"),
-        (["tracker=wandb", "tracker.mode=disabled"], "choose one of offline, online"),
+        (["tracker=wandb", "tracker.mode=disabled"], "tracker.mode=disabled must be offline or online"),
     ],
 )
 def test_what_is_refused(overrides, sentence):

@@ -59,7 +59,7 @@ def test_what_points_outside_a_run_folder_is_repeated_in_the_command(choices, ov
     assert OmegaConf.select(ran.pop(), key) == value
     status, error = command(override, "rouns=5")
     assert (status, not ran) == (2, True)
-    assert error.startswith("fedssl: there is no setting 'rouns'; did you mean rounds or run_id")
+    assert error.startswith("fedssl: there is no setting 'rouns'; did you mean rounds;")
 
 
 def test_a_split_that_does_not_exist_is_refused_before_the_run_folder(tmp_path, monkeypatch, capsys):

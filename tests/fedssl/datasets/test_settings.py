@@ -31,7 +31,10 @@ def test_yaml_has_the_static_keys_and_the_reader_has_the_others(name: str) -> No
             {"channels": 1},
             r"^dataset\.mean=\[0\.4914, 0\.4822, 0\.4465\] has 3 values but dataset\.channels=1; give one",
         ),
-        ({"std": [1.0, 0.0, 1.0]}, r"^dataset\.std=\[1\.0, 0\.0, 1\.0\] must be a list of numbers above 0$"),
+        (
+            {"std": [1.0, 0.0, 1.0]},
+            r"^dataset\.std=\[1\.0, 0\.0, 1\.0\] must be a list of numbers above 0 and at most 100000$",
+        ),
         ({"size": 0}, r"^dataset\.size=0 must be an integer from 1 to 4096$"),
         ({"limit": 0}, r"^dataset\.limit=0 must be an integer of at least 1, or null$"),
         ({"test_limit": -1}, r"^dataset\.test_limit=-1 must be an integer of at least 1, or null$"),

@@ -70,7 +70,6 @@ def test_settings():
         ("monitor=knn patience=1.5", "early_stopping.patience=1.5 must be an integer of at least 1, or null"),
         ("monitor=knn patience=1 min_delta=-0.1", "early_stopping.min_delta=-0.1 must be a number of at least 0; the"),
         ("monitor=knn threshold=much", "early_stopping.threshold=much must be a number, or null"),
-        ("monitor=3 threshold=0.5", "must be the name of a result"),
         ("patience=3", "early_stopping has a criterion but no monitor"),
         ("monitor=knn", "set early_stopping.patience=3"),
         ("monitor=knn patience=1 patient=2", "there is no setting 'early_stopping.patient'"),

@@ -317,7 +317,7 @@ def test_both_groups_have_the_same_choices():
         (["evaluation.batch_norm_epochs=-1"], "evaluation.batch_norm_epochs=-1 must be an integer of at least 0; the"),
         (["evaluation.epochs=-1"], "evaluation.epochs=-1 must be an integer of at least 0; the default is 50"),
         (["evaluation.batch_size=1"], "evaluation.batch_size=1 must be an integer of at least 2; the default is 256"),
-        (["evaluation.view={flip_prob: 2}"], "view.flip_prob=2 is out of range"),
+        (["evaluation.view={flip_prob: 2}"], "evaluation.view.flip_prob=2 must be at most 1"),
         (["+evaluation.view.count=0"], "view.count is not a setting of a view"),
         (["evaluation.optimizer.lr=-1"], "evaluation.optimizer.lr=-1 must be a number of at least 0; the default is"),
         (

@@ -42,7 +42,7 @@ def test_training_refusals_and_encoders_are_recorded_and_shown(tmp_path, monkeyp
     assert device_cli._history(tmp_path / "nothing") == "No server has sent a message yet."
 
 
-def test_unreadable_images_are_recorded_and_test_images_are_not_counted(tmp_path, monkeypatch):
+def test_unreadable_images_of_all_folders_are_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
     write_images(tmp_path / "a" / "train", 9)
     write_images(tmp_path / "a" / "test", 4)
@@ -52,7 +52,7 @@ def test_unreadable_images_are_recorded_and_test_images_are_not_counted(tmp_path
     overrides += ["rounds=1", "num_clients=1", "aggregation.min_updates=1", f"output_dir={tmp_path / 'run'}"]
     run_server_app(Devices(device), overrides)
     trained = history.read_history(tmp_path / "states")[0]
-    assert (trained["event"], trained["images"], trained["unreadable"]) == ("trained", 9, 1)
+    assert (trained["event"], trained["images"], trained["unreadable"]) == ("trained", 13, 1)
 
 
 @pytest.mark.parametrize("number", [3, 7])

@@ -231,7 +231,7 @@ def test_training_on_the_digits_lowers_the_loss_and_leaves_the_base_as_it_is(ove
 
 def test_the_factors_learn_what_the_heads_alone_cannot():
     """With frozen heads only the encoder can lower the loss."""
-    settings, method = make("tuning.rank=4", "tuning.alpha=16", "optimizer.lr=0.3")
+    settings, method = make("tuning.rank=4", "tuning.alpha=16", "optimizer.lr=0.5")
     method.projector.requires_grad_(False)
     training = LocalTrainer.build(settings.training, method)
     images = load_federated(settings.data).images
