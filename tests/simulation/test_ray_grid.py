@@ -24,7 +24,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from ray.util.placement_group import remove_placement_group
 
-from fedssl.errors import InputError, RunError
+from fedssl.errors import RunError
 from fedssl.machine.process import available_cores
 from fedssl.wire.records import arrays_to_record, record_to_arrays
 from server_app.messaging import receive
@@ -305,21 +305,6 @@ def test_sigterm_while_ray_starts_ends_the_run(seconds):
         assert output.splitlines()[-1].startswith("fedssl: stopped by SIGTERM")
         assert "Traceback" not in output
         assert gone(folder, sandbox)
-
-
-@pytest.mark.parametrize(
-    ("parent", "sentence"),
-    [
-        ("missing", r"cannot write to the folder /.*/missing \(No such file or directory\); set .* RAY_TMPDIR to"),
-        ("long" * 25, "longlong is too long for the sockets of Ray; set RAY_TMPDIR to a shorter one"),
-    ],
-)
-def test_a_folder_that_ray_cannot_use_is_one_sentence(tmp_path, monkeypatch, parent, sentence):
-    if parent != "missing":
-        (tmp_path / parent).mkdir()
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / parent))
-    with pytest.raises(InputError, match=sentence), ray_session(gpus=0):
-        pass
 
 
 @pytest.mark.slow

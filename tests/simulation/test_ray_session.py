@@ -147,3 +147,18 @@ def test_a_host_that_differs_is_reported(change, message):
 def test_a_missing_cluster_is_reported(address, message):
     with pytest.raises(InputError, match=message), ray_session(gpus=None, address=address):
         pass
+
+
+@pytest.mark.parametrize(
+    ("parent", "sentence"),
+    [
+        ("missing", r"cannot write to the folder /.*/missing \(No such file or directory\); set .* RAY_TMPDIR to"),
+        ("long" * 25, "longlong is too long for the sockets of Ray; set RAY_TMPDIR to a shorter one"),
+    ],
+)
+def test_a_folder_that_ray_cannot_use_is_one_sentence(tmp_path, monkeypatch, parent, sentence):
+    if parent != "missing":
+        (tmp_path / parent).mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / parent))
+    with pytest.raises(InputError, match=sentence), ray_session(gpus=0):
+        pass
