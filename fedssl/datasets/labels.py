@@ -31,7 +31,7 @@ class LabelColumn:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no row has a label."""
+        """Return whether no row has a label."""
         return not (self.values >= 0).any()
 
 

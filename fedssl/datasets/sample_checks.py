@@ -13,7 +13,7 @@ from fedssl.datasets.images import ImageSource
 from fedssl.datasets.pixels import is_deep, states_maximum, white_value
 
 SAMPLE = 64  # images at most
-_SMALL_PART = 4  # a maximum below one part in so many of the range
+_SMALL_PART = 4  # the maximum is small if it is below 1/4 of the range
 
 
 def constant_warnings(images: ImageSource) -> tuple[str, ...]:
