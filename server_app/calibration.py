@@ -1,8 +1,15 @@
-"""Server-side calibration (LW-FedSSL, Tun et al., arXiv 2401.11647, Section 4.2): the server trains as well.
+r"""Server-side calibration (LW-FedSSL, Tun et al., arXiv 2401.11647, Section 4.2): the server trains as well.
 
 In every round the server trains all current stages of the encoder, and the heads, on its unlabeled auxiliary images,
 with the settings of local training (Section 5.1). ``when="end"`` trains after the aggregation (Section 4.2), and
 ``when="start"`` before clients train (Algorithm 1), where the last aggregation is not calibrated.
+
+$$
+\bar{w} = \operatorname{rule}(w_1, \dots, w_K) \qquad w = \operatorname{SSL}(\bar{w}; D^g, E)
+$$
+
+with SSL the clients' training, for E epochs on the server's images $D^g$, without the regularizer and with a new
+optimizer. With ``calibration.when=start`` the clients of a round start from $\operatorname{SSL}(w; D^g, E)$.
 """
 
 from dataclasses import replace

@@ -1,14 +1,22 @@
-"""Client-level differential privacy of the global model, by a trusted server.
+r"""Client-level differential privacy of the global model, by a trusted server.
 
 DP-FedAvg (McMahan et al., ICLR 2018, arXiv 1710.06963) with a fixed denominator: every update is clipped to a norm C,
 and
 
-    new = old + (sum_k clip(w_k - old, C) + N(0, (z C)^2)) / K
+$$
+w = w_g + \frac{1}{K} \left( \sum_k (w_k - w_g) \min \left( 1, \frac{C}{\lVert w_k - w_g \rVert} \right)
++ \mathcal{N}(0, z^2 C^2 I) \right)
+$$
 
-with K the clients that train in a round, whether they reply or not. One client changes the sum by at most C, so that a
+with $w_g$ the old weights, and K the clients that train in a round, whether they reply or not. One client changes the sum by at most C, so that a
 round is a Gaussian mechanism with noise multiplier z, and n rounds are one with z / sqrt(n). Its epsilon is exact
 (Balle and Wang, ICML 2018, Theorem 8). Sampling of clients is not counted, because the server may know the sample.
-Running statistics and counters are not released. They keep their values.
+Running statistics and counters are not released. They keep their values. After n rounds:
+
+$$
+\delta = \Phi \left( \frac{\mu}{2} - \frac{\varepsilon}{\mu} \right)
+- e^{\varepsilon} \, \Phi \left( -\frac{\mu}{2} - \frac{\varepsilon}{\mu} \right) \qquad \mu = \frac{\sqrt{n}}{z}
+$$
 """
 
 import logging

@@ -32,7 +32,16 @@ UNWEIGHTED_RULES: Mapping[str, Callable[..., FedSSLStrategy]] = {
 
 
 class Clustered(FedSSLStrategy):
-    """Several models, each aggregated over its own clients.
+    r"""Several models, each aggregated over its own clients.
+
+    $$
+    \text{loss: } c_k = \underset{c}{\operatorname{argmin}} \; \mathcal{L}_k(w_c) \qquad
+    \text{update\_cosine: } d(A, B) = \frac{1}{|A| |B|} \sum_{i \in A} \sum_{j \in B}
+    \left( 1 - \frac{\langle \Delta_i, \Delta_j \rangle}{\lVert \Delta_i \rVert \, \lVert \Delta_j \rVert} \right)
+    $$
+
+    with $c_k$ the model of client k, $\mathcal{L}_k(w_c)$ the loss of model c on its images, and d the distance of two
+    clusters of updates $\Delta_k$ (without running statistics). The nearest clusters are merged until C remain.
 
     Parameters
     ----------

@@ -227,10 +227,24 @@ class EUAServer(ServerStrategy):
 
 
 class EUA(FedSSLStrategy):
-    """Efficient unified aggregator. See `eua` for its options. Clients report no metrics.
+    r"""Efficient unified aggregator. See `eua` for its options. Clients report no metrics.
 
     Each round logs p by client ("weights") and the smallest change rate over clients along the mean deviation
     ("conflict_before") and along d ("conflict_after"). See `Solution`.
+
+    $$
+    g_k = \frac{2 \, \delta_k}{\lVert \delta_k \rVert^2} \qquad
+    p = \underset{p \ge 0, \, \sum_k p_k = 1}{\operatorname{argmin}} \left\lVert \sum_k p_k g_k \right\rVert^2 \qquad
+    d = \sum_k p_k g_k \qquad
+    \theta' = \theta - \eta \left\lVert \frac{1}{K} \sum_k \delta_k \right\rVert \frac{d}{\lVert d \rVert}
+    $$
+
+    $$
+    c(e) = \min_k \; \frac{2 \langle \delta_k, e \rangle}{\lVert \delta_k \rVert^2 \, \lVert e \rVert}
+    $$
+
+    with $\theta$ the global weights as one vector, $\theta_k$ the same after the training of client k, $\delta_k =
+    \theta - \theta_k$, $\eta$ the ``server_lr``, and c the smallest change rate along a direction e.
     """
 
     def __init__(self, *, deviation: str = "log", step: str = "normalized", server_lr: float = 1.0) -> None:

@@ -288,7 +288,22 @@ class EUCClient(ClientStrategy):
 
 
 class EUC(FedSSLStrategy):
-    """Averaging with an interval for each layer. ``interval`` and ``weighting`` as in `EUCServer`."""
+    r"""Averaging with an interval for each layer. ``interval`` and ``weighting`` as in `EUCServer`.
+
+    $$
+    u_l = \sum_k \beta_k x_{k,l} \qquad
+    d_l = \frac{1}{\tau_l} \sum_k \beta_k \lVert u_l - x_{k,l} \rVert^2 \qquad
+    \tau_l = \begin{cases} \varphi & \text{position of } l \le m \\ 1 & \text{else} \end{cases}
+    $$
+
+    $$
+    m = \min \left\{ i : \frac{\sum_{j \le i} d_j}{\sum_j d_j} >
+    1 - \frac{\sum_{j \le i} \dim_j}{\sum_j \dim_j} \right\}
+    $$
+
+    with $x_{k,l}$ layer l after the training of client k, $\tau_l$ the rounds between two averages of it, $\varphi$ the
+    ``interval``, and positions in ascending order of $d_l / \dim_l$. A layer is averaged if $\tau_l$ divides the round.
+    """
 
     def __init__(self, *, interval: int = 2, weighting: str = "uniform") -> None:
         super().__init__(

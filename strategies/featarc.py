@@ -22,7 +22,16 @@ from strategies.fedavg import mean
 
 
 class FeatARC(FedSSLStrategy):
-    """Averaging within clusters of clients with similar representations.
+    r"""Averaging within clusters of clients with similar representations.
+
+    $$
+    D(h, h') = -\frac{\langle h, h' \rangle}{\lVert h \rVert \, \lVert h' \rVert} \qquad
+    c_k = \underset{c}{\operatorname{argmin}} \; \frac{1}{n} \sum_x D(h_{v_k}(x), h_{w_c}(x)) \qquad
+    w_c = \sum_{k: c_k = c} \beta_k v_k
+    $$
+
+    with $v_k$ the model of client k after its last training, $h_w(x)$ the representation of image x by model w, $w_c$
+    the model of cluster c, and $\beta_k$ the weight of a member (``weighting``).
 
     Parameters
     ----------

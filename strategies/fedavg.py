@@ -44,7 +44,15 @@ def fedavg(
 
 
 class FedAvg(FedSSLStrategy):
-    """Federated averaging; see `fedavg`."""
+    r"""Federated averaging; see `fedavg`.
+
+    $$
+    w = \sum_k \beta_k w_k \qquad \beta_k = \frac{n_k}{\sum_j n_j} \;\text{or}\; \frac{1}{K}
+    $$
+
+    with $w_k$ the model of client k after its training, $n_k$ its images (``weighting``), and K clients with valid
+    updates.
+    """
 
     def __init__(self, *, weighting: str = "examples") -> None:
         super().__init__(ServerStrategy(mean(weighting)))

@@ -54,7 +54,15 @@ class FedBNClient(ClientStrategy):
 
 
 class FedBN(FedSSLStrategy):
-    """Federated averaging in which every client keeps its own batch normalization. Parameters as in `FedAvg`."""
+    r"""Federated averaging in which every client keeps its own batch normalization. Parameters as in `FedAvg`.
+
+    $$
+    w^{(l)} = \sum_k \beta_k w_k^{(l)} \qquad
+    \text{start of } k: \; \begin{cases} w_k^{(l)} & l \in B \\ w^{(l)} & l \notin B \end{cases}
+    $$
+
+    with B the batch normalizations: scale, shift, running statistics and counter.
+    """
 
     def __init__(self, *, weighting: str = "examples") -> None:
         super().__init__(ServerStrategy(mean(weighting)), FedBNClient())

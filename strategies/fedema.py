@@ -96,7 +96,15 @@ class FedEMAClient(ClientStrategy):
 
 
 class FedEMA(FedSSLStrategy):
-    """Federated averaging whose clients mix the global model with their own.
+    r"""Federated averaging whose clients mix the global model with their own.
+
+    $$
+    w_k \leftarrow \mu_k w_k + (1 - \mu_k) \, w_g \qquad \mu_k = \min(\lambda_k d_k, 1) \qquad
+    \lambda_k = \frac{\tau}{d_k^{\text{first}}} \qquad
+    d_k = \frac{1}{N} \sum_{l=1}^{N} \lVert w_k^{(l)} - v_k^{(l)} \rVert
+    $$
+
+    with $w_g$ the global weights, and $v_k^{(l)}$ convolution kernel l of the client when its last training began.
 
     Parameters
     ----------

@@ -158,7 +158,18 @@ class FedUClient(ClientStrategy):
 
 
 class FedU(FedSSLStrategy):
-    """Federated averaging with FedU's client side. ``weighting`` as in `FedAvg`, other options in `FedUOptions`."""
+    r"""Federated averaging with FedU's client side. ``weighting`` as in `FedAvg`, other options in `FedUOptions`.
+
+    $$
+    f_\phi = \frac{\sum_k n_k f_{\theta_k}}{\sum_k n_k} \qquad
+    p_k \leftarrow \begin{cases} p_\phi & d_k < \mu \\ p_{\theta_k} & \text{else} \end{cases} \qquad
+    d_k = \frac{1}{N} \sum_{l=1}^{N} \lVert \theta_k^{(l)} - \phi_k^{(l)} \rVert
+    $$
+
+    with f the encoder and projector, p the predictor (the projector if there is none), $\phi_k$ the encoder that client
+    k received in its last round, $\theta_k$ the same after its training, and $\mu$ the threshold. ``squared_l2`` is Eq.
+    3.
+    """
 
     def __init__(
         self,

@@ -191,7 +191,18 @@ def consensus_distance(models: Sequence[Layers], *, pairs: FactorPairs = NO_PAIR
 
 
 class Gossip(FedSSLStrategy):
-    """Averaging among neighbors. ``topology`` and its options as in `strategies.topology.make_graph`."""
+    r"""Averaging among neighbors. ``topology`` and its options as in `strategies.topology.make_graph`.
+
+    $$
+    x_i = \sum_j W_{ij} y_j \qquad
+    W_{ij} = \begin{cases} 1 / (1 + \max(d_i, d_j)) & j \text{ is a neighbor of } i \\
+    1 - \sum_{l \ne i} W_{il} & j = i \\ 0 & \text{else} \end{cases} \qquad
+    c = \frac{1}{\lVert \bar{x} \rVert} \sqrt{\frac{1}{n} \sum_i \lVert x_i - \bar{x} \rVert^2}
+    $$
+
+    with $y_i$ the model of client i after its training, $x_i$ that of its next round, $d_i$ its number of neighbors,
+    and c the ``consensus_distance``. The weight of a missing neighbor is added to $W_{ii}$.
+    """
 
     def __init__(
         self,

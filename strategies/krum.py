@@ -151,7 +151,15 @@ class KrumServer(ServerStrategy):
 
 
 class Krum(FedSSLStrategy):
-    """Krum and Multi-Krum. ``malicious`` and ``select`` as in `krum`. The selected clients are logged."""
+    r"""Krum and Multi-Krum. ``malicious`` and ``select`` as in `krum`. The selected clients are logged.
+
+    $$
+    s_k = \sum_{j \in N_k} \lVert w_k - w_j \rVert^2 \qquad w = \frac{1}{m} \sum_{k \in M} w_k
+    $$
+
+    with $N_k$ the K - f - 2 nearest neighbors of client k (f is ``malicious``), at least one, and M the m clients with
+    the smallest scores (m is ``select``).
+    """
 
     def __init__(self, *, malicious: int = 1, select: int = 1) -> None:
         super().__init__(KrumServer(partial(KrumAggregator, malicious=malicious, select=select)))

@@ -115,7 +115,17 @@ class LDAWAScalingClient(DelegatingClient):
 
 
 class LDAWA(FedSSLStrategy):
-    """Layer-wise divergence aware weight aggregation. See `l_dawa`.
+    r"""Layer-wise divergence aware weight aggregation. See `l_dawa`.
+
+    $$
+    \delta_k^{(l)} = \frac{\langle w_k^{(l)}, w_g^{(l)} \rangle}{\lVert w_k^{(l)} \rVert \, \lVert w_g^{(l)} \rVert}
+    \qquad w^{(l)} = \frac{\sum_k \beta_k \, \delta_k^{(l)} \, w_k^{(l)}}{\sum_k \beta_k} \qquad
+    \beta_k = 1, \; n_k \;\text{or}\; \exp(-\mathcal{L}_k)
+    $$
+
+    with $w_g^{(l)}$ layer l of the global model, $w_k^{(l)}$ the same after the training of client k, $n_k$ its images,
+    and $\mathcal{L}_k$ its mean loss of the last local epoch (``weighting``). With ``normalize`` the divisor is $\sum_k
+    \beta_k |\delta_k^{(l)}|$. If one of the two layers is all zero, the cosine is 1.
 
     Parameters
     ----------

@@ -9,7 +9,15 @@ from strategies.l_dawa import LDAWA
 
 
 class LDAWAFedU(LDAWA):
-    """L-DAWA with FedU's client side. Options as in `LDAWA` and `FedUOptions`."""
+    r"""L-DAWA with FedU's client side. Options as in `LDAWA` and `FedUOptions`.
+
+    $$
+    w^{(l)} = \frac{\sum_k n_k \, \delta_k^{(l)} \, w_k^{(l)}}{\sum_k n_k} \qquad
+    p_k \leftarrow \begin{cases} p_g & d_k < \mu \\ p_k & \text{else} \end{cases}
+    $$
+
+    with the cosine $\delta_k^{(l)}$ of `strategies.l_dawa.LDAWA` and the distance $d_k$ of `strategies.fedu.FedU`.
+    """
 
     def __init__(
         self,

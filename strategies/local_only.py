@@ -36,7 +36,14 @@ class LocalOnlyServer(ServerStrategy):
 
 
 class LocalOnly(FedSSLStrategy):
-    """Clients that train alone."""
+    r"""Clients that train alone.
+
+    $$
+    w_k \leftarrow \operatorname{Train}(w_k; D_k) \qquad a = \frac{1}{K} \sum_k a(w_k)
+    $$
+
+    with $w_k$ the model of client k, $D_k$ its images, and a a result, averaged over clients.
+    """
 
     def __init__(self) -> None:
         super().__init__(LocalOnlyServer(WeightedSum))

@@ -1,8 +1,7 @@
 """Loss-weighted averaging: clients with a small loss have a large weight (Gao et al., ICASSP 2022; "Loss" in L-DAWA).
 
-beta_k = exp(-L_k) / sum_j exp(-L_j), where L_k is the mean loss of the client's last local epoch. The published client
-side sends exp(-L_k), which is 0 for losses of a few hundred. Here the client sends the loss, and weights are relative
-to the smallest loss, which works for losses of any size and sign.
+The published client side sends exp(-L_k), which is 0 for losses of a few hundred. Here the client sends the loss, and
+weights are relative to the smallest loss, which works for losses of any size and sign.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,14 @@ def loss_weighted(global_layers: Layers | ReferenceLayers, updates: Sequence[Cli
 
 
 class LossWeighted(FedSSLStrategy):
-    """Averaging weighted by the clients' losses. See `loss_weighted`."""
+    r"""Averaging weighted by the clients' losses. See `loss_weighted`.
+
+    $$
+    w = \sum_k \beta_k w_k \qquad \beta_k = \frac{\exp(-\mathcal{L}_k)}{\sum_j \exp(-\mathcal{L}_j)}
+    $$
+
+    with $\mathcal{L}_k$ the mean loss of the client's last local epoch, regularizer included.
+    """
 
     def __init__(self) -> None:
         super().__init__(ServerStrategy(partial(WeightedSum, weighting="loss")))

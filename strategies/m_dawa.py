@@ -30,7 +30,15 @@ def m_dawa(
 
 
 class MDAWA(FedSSLStrategy):
-    """Model-wise divergence aware weight aggregation. See `m_dawa`. Clients report no metrics."""
+    r"""Model-wise divergence aware weight aggregation. See `m_dawa`. Clients report no metrics.
+
+    $$
+    \delta_k = \frac{\langle w_g, w_k \rangle}{\lVert w_g \rVert \, \lVert w_k \rVert} \qquad
+    w = \frac{1}{K} \sum_k \delta_k \, w_k
+    $$
+
+    with $w_g$ all weights of the global model as one vector, and $w_k$ the same after the training of client k.
+    """
 
     def __init__(self, *, buffers: str = "average") -> None:
         super().__init__(ServerStrategy(partial(WeightedSum, scale="model", buffers=buffers)))

@@ -93,7 +93,15 @@ class PersonalClient(ClientStrategy):
 
 
 class PerSSL(FedSSLStrategy):
-    """Federated averaging of clients that also train a personalized model.
+    r"""Federated averaging of clients that also train a personalized model.
+
+    $$
+    w = \sum_k \beta_k w_k \qquad
+    v_k \leftarrow \underset{v}{\operatorname{argmin}} \; \mathcal{L}_k(v) + \frac{\lambda}{2} \lVert v - w_g \rVert^2
+    $$
+
+    with $w_g$ the downloaded global model, $w_k$ the same after the training of client k, and $v_k$ its personalized
+    model.
 
     Parameters
     ----------

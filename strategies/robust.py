@@ -83,7 +83,14 @@ class BatchAggregator(CollectingAggregator):
 
 
 class Median(FedSSLStrategy):
-    """Elementwise median of the clients. See `median`."""
+    r"""Elementwise median of the clients. See `median`.
+
+    $$
+    w_j = \operatorname{median}(w_{1,j}, \dots, w_{K,j})
+    $$
+
+    for every element j; with an even K the mean of the two in the middle.
+    """
 
     def __init__(self) -> None:
         super().__init__(ServerStrategy(partial(BatchAggregator, _median)))
@@ -111,7 +118,14 @@ class TrimmedServer(ServerStrategy):
 
 
 class TrimmedMean(FedSSLStrategy):
-    """Elementwise mean without the extremes. ``beta`` as in `trimmed_mean`."""
+    r"""Elementwise mean without the extremes. ``beta`` as in `trimmed_mean`.
+
+    $$
+    w_j = \frac{1}{K - 2b} \sum_{i=b+1}^{K-b} w_{(i),j} \qquad b = \lfloor \beta K \rfloor
+    $$
+
+    with $w_{(i),j}$ the i-th smallest of the clients' elements j.
+    """
 
     def __init__(self, *, beta: float = 0.2) -> None:
         super().__init__(TrimmedServer(beta=beta))

@@ -64,7 +64,14 @@ class _MomentOptimizer:
 
 
 class FedAvgM(_MomentOptimizer):
-    """Momentum on the server (Hsu et al., arXiv 1909.06335): v = momentum v + (old - aggregated), new = old - lr v.
+    r"""Momentum on the server (Hsu et al., arXiv 1909.06335).
+
+    $$
+    v \leftarrow \beta v + (w_g - \bar{w}) \qquad w = w_g - \eta v
+    $$
+
+    with $w_g$ the global weights that clients started from, $\bar{w}$ the aggregated ones, $\beta$ the ``momentum`` and
+    $\eta$ the ``lr``.
 
     Parameters
     ----------
@@ -90,10 +97,15 @@ class FedAvgM(_MomentOptimizer):
 
 
 class FedAdam(_MomentOptimizer):
-    """Adam on the server (Algorithm 2 of arXiv 2003.00295, with the bias correction of Flower's FedAdam).
+    r"""Adam on the server (Algorithm 2 of arXiv 2003.00295, with the bias correction of Flower's FedAdam).
 
-    With Delta = aggregated - old: m = beta_1 m + (1 - beta_1) Delta, v = beta_2 v + (1 - beta_2) Delta^2,
-    new = old + lr c m / (sqrt(v) + tau), c = sqrt(1 - beta_2^(r+1)) / (1 - beta_1^(r+1)) for step r of the model.
+    $$
+    m \leftarrow \beta_1 m + (1 - \beta_1) \Delta \qquad v \leftarrow \beta_2 v + (1 - \beta_2) \Delta^2 \qquad
+    w = w_g + \eta \, \frac{\sqrt{1 - \beta_2^{r+1}}}{1 - \beta_1^{r+1}} \, \frac{m}{\sqrt{v} + \tau}
+    $$
+
+    with $w_g$ the global weights that clients started from, $\Delta$ the aggregated ones minus these, and r the step of
+    the model.
 
     Parameters
     ----------
@@ -130,7 +142,13 @@ class FedAdam(_MomentOptimizer):
 
 
 class FedYogi(FedAdam):
-    """Yogi on the server: as `FedAdam`, with v = v - (1 - beta_2) Delta^2 sign(v - Delta^2) and c = 1."""
+    r"""Yogi on the server: `FedAdam` with another second moment, and without a bias correction.
+
+    $$
+    v \leftarrow v - (1 - \beta_2) \, \Delta^2 \operatorname{sign}(v - \Delta^2) \qquad
+    w = w_g + \eta \, \frac{m}{\sqrt{v} + \tau}
+    $$
+    """
 
     def __init__(self, *, lr: float = 0.01, beta_1: float = 0.9, beta_2: float = 0.99, tau: float = 1e-3) -> None:
         super().__init__(lr=lr, beta_1=beta_1, beta_2=beta_2, tau=tau)

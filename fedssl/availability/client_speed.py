@@ -35,9 +35,14 @@ class Workload:
 
 
 def client_seconds(work: Workload, speed: Speed) -> float:
-    """Return the seconds of a client's round: download, computation and upload, one after another.
+    r"""Return the seconds of a client's round: download, computation and upload, one after another.
 
-    t = bytes_down / download bandwidth + FLOPs / compute speed + bytes_up / upload bandwidth, Eq. 1 of docs/devices.md.
+    $$
+    t_{kr} = \frac{B_\downarrow}{b^\downarrow_{kr}} + \frac{F_k}{c_{kr}} + \frac{B_\uparrow}{b^\uparrow_{kr}}
+    $$
+
+    with $B_\downarrow$ and $B_\uparrow$ the bytes of the layers, b the bandwidths, $F_k$ the FLOPs of the local
+    training and c the compute speed.
     """
     download = work.bytes_down / speed.download_bytes_per_second
     computation = work.flops / speed.flops_per_second
@@ -58,10 +63,16 @@ def no_client_speed(*, num_clients: int, seed: int) -> None:
 
 
 class LogNormalSpeed(ClientSpeed):
-    """Log-normal speeds around a median.
+    r"""Log-normal speeds around a median.
 
     Compute speed is median * exp(sigma_clients * u + sigma_rounds * v), with u of the client and v of client and round
     from a standard normal distribution. Upload and download share another such factor, because they share a link.
+
+    $$
+    c_{kr} = c \, e^{\sigma_c u_k + \sigma_r v_{kr}} \qquad b_{kr} = b \, e^{\sigma_c u'_k + \sigma_r v'_{kr}}
+    $$
+
+    with c and b the median compute speed and bandwidth, and u, v independent, from a standard normal distribution.
 
     Parameters
     ----------

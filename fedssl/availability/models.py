@@ -39,7 +39,13 @@ class Always(Availability):
 
 
 class Diurnal(Availability):
-    """Daily rhythm: each client is online for a fraction of every period. The start is drawn once per client.
+    r"""Daily rhythm: each client is online for a fraction of every period. The start is drawn once per client.
+
+    $$
+    \text{online if} \quad (\tau - s_k) \bmod P < f P \qquad s_k \sim U(0, P)
+    $$
+
+    with $\tau$ the virtual time, P the period and f the fraction.
 
     Parameters
     ----------

@@ -66,7 +66,16 @@ def _name(per_class: int) -> str:
 
 
 class FewLabels(EvaluationProtocol):
-    """Accuracy as ``linear_<n>_per_class`` and ``linear_<share>_percent``, means over draws with standard deviations.
+    r"""Accuracy as ``linear_<n>_per_class`` and ``linear_<share>_percent``, means over draws with standard deviations.
+
+    $$
+    x_i = \frac{h_i - \bar{h}}{s} \quad s^2 = \frac{1}{n} \sum_{i=1}^{n} \lVert h_i - \bar{h} \rVert^2 \qquad
+    \min_{W, b} \; -\frac{1}{|B_d|} \sum_{i \in B_d} \log \operatorname{softmax}(W x_i + b)_{y_i}
+    + \frac{\lambda}{2} \lVert W \rVert_F^2
+    $$
+
+    with $h_i$ the representation of image i, and $B_d$ the images of draw d: a number per class, or $\max(1,
+    \operatorname{round}(r \, n_c))$ of the $n_c$ of every class for a share r.
 
     Parameters
     ----------

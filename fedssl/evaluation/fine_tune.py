@@ -27,9 +27,17 @@ from fedssl.tuning import plain_copy
 
 @dataclass(kw_only=True, eq=False)
 class FineTune(ClassifierTraining):
-    """Accuracy as ``<name>_<share>_percent``: mean and standard deviation over draws.
+    r"""Accuracy as ``<name>_<share>_percent``: mean and standard deviation over draws.
 
     ``encoder_lr`` and ``head_lr`` are the initial learning rates of encoder and classifier.
+
+    $$
+    \min_{\theta, W, b} \; -\frac{1}{m} \sum_{i=1}^{m} \log \operatorname{softmax}(W f_\theta(T(x_i)) + b)_{y_i} \qquad
+    \eta_e = \eta \, \frac{1 + \cos(\pi e / E)}{2} \text{ (cosine)}
+    $$
+
+    with $f_\theta$ a copy of the encoder, T the augmentation, $x_i$ the m drawn images, and $\eta_e$ the learning rate
+    of epoch e of E.
     """
 
     uses_features = False

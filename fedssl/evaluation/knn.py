@@ -38,7 +38,16 @@ def knn_predict(features: Features, *, k: int, temperature: float) -> Tensor:
 
 
 class KNN(EvaluationProtocol):
-    """Accuracy of `knn_predict` as ``knn``."""
+    r"""Accuracy of `knn_predict` as ``knn``.
+
+    $$
+    w_c = \sum_{j \in N_k, \, y_j = c} \exp(\cos(h_j, h^*) / \tau)
+    \qquad \hat{y} = \underset{c}{\operatorname{argmax}} \; w_c
+    $$
+
+    with $h^*$ the representation of a test image, and $h_j$, $y_j$ those of its k nearest training images and their
+    classes.
+    """
 
     def __init__(self, *, k: int = 200, temperature: float = 0.1) -> None:
         check_arguments("evaluation", k=k, temperature=temperature)

@@ -83,7 +83,16 @@ def linear_probe(features: Features, *, l2: float, max_iterations: int = 300) ->
 
 
 class LinearProbe(EvaluationProtocol):
-    """Accuracy of `linear_probe` as ``linear``.
+    r"""Accuracy of `linear_probe` as ``linear``.
+
+    $$
+    x_{if} = \frac{h_{if} - \mu_f}{\sigma_f} \qquad
+    \min_{W, b} \; -\frac{1}{n} \sum_{i=1}^{n} \log \operatorname{softmax}(W x_i + b)_{y_i}
+    + \frac{\lambda}{2} \lVert W \rVert_F^2
+    $$
+
+    with $h_{if}$ feature f of the representation of image i, $\mu_f$ and $\sigma_f$ its mean and standard deviation,
+    and $\lambda$ the ``l2``.
 
     Parameters
     ----------

@@ -40,7 +40,15 @@ from fedssl.seeding import numpy_generator, torch_generator
 
 @dataclass(kw_only=True, eq=False)
 class SGDLinearProbe(ClassifierTraining):
-    """Accuracy after the last epoch, as ``<name>`` with all labels and ``<name>_<share>_percent`` with a share.
+    r"""Accuracy after the last epoch, as ``<name>`` with all labels and ``<name>_<share>_percent`` with a share.
+
+    $$
+    \min_{W, b} \; -\frac{1}{m} \sum_{i=1}^{m} \log \operatorname{softmax}(W h_i + b)_{y_i}
+    \qquad h_i = f_\theta(T(x_i))
+    $$
+
+    with $f_\theta$ the frozen encoder, T the augmentation, and $x_i$ the m drawn images: $\max(1,
+    \operatorname{round}(r \, n_c))$ of the $n_c$ of every class for a share r.
 
     Attributes
     ----------

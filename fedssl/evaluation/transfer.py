@@ -23,9 +23,16 @@ from fedssl.evaluation.scores import Score
 
 
 class Transfer(EvaluationProtocol):
-    """Results of a protocol on each data set, as ``<result>@<name of the data set>``.
+    r"""Results of a protocol on each data set, as ``<result>@<name of the data set>``.
 
     Images are resized to the encoder's size and standardized as in its training.
+
+    $$
+    a_A = \frac{1}{n_A^*} \, \left| \{ i : \hat{y}_i = y_i^* \} \right|
+    $$
+
+    with $y_i^*$ the classes of the $n_A^*$ test images of data set A, and $\hat{y}_i$ those predicted by the protocol,
+    fitted on the training images of A.
 
     Parameters
     ----------

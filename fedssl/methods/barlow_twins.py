@@ -19,9 +19,18 @@ LOSSES = {"standard": barlow_twins, "l_dawa": barlow_twins_unbiased}
 
 
 class BarlowTwins(SSLMethod):
-    """Barlow Twins with an encoder and a projector. Each view has a separate forward pass.
+    r"""Barlow Twins with an encoder and a projector. Each view has a separate forward pass.
 
     A batch needs at least three images: over two images the correlation of two features is always 1 or -1.
+
+    $$
+    \hat{z}_{ia}^{(v)} = \frac{z_{ia}^{(v)} - \mu_a^{(v)}}{\sqrt{(\sigma_a^{(v)})^2 + 10^{-5}}} \qquad
+    C_{ab} = \frac{1}{n} \sum_{i=1}^{n} \hat{z}_{ia}^{(1)} \hat{z}_{ib}^{(2)} \qquad
+    \mathcal{L} = \sum_a (1 - C_{aa})^2 + \lambda \sum_a \sum_{b \ne a} C_{ab}^2
+    $$
+
+    with $z_{ia}^{(v)}$ feature a of the projection of view v of image i, $\mu$ and $\sigma^2$ its mean and variance
+    over the batch (divisor n; with ``loss="l_dawa"`` n - 1, and nothing is added), and $\lambda$ the ``lambd``.
 
     Parameters
     ----------

@@ -82,7 +82,7 @@ class Center(nn.Module):
 
 
 class DINO(EMATargetMethod):
-    """DINO: student and teacher networks, each of encoder, projector and prototypes, and the center.
+    r"""DINO: student and teacher networks, each of encoder, projector and prototypes, and the center.
 
     The parts ``encoder``, ``projector``, ``prototypes`` and ``center`` are exchanged and aggregated by the strategy.
     The center is treated like running statistics: fedavg averages it by examples, l_dawa does not scale it. The
@@ -92,6 +92,26 @@ class DINO(EMATargetMethod):
     statistics, and every round starts with a center of 0.
 
     Views of equal size share a forward pass of each encoder, and all views of the student one of the projector.
+
+    $$
+    \mathcal{L} = -\frac{1}{n G (V - 1)} \sum_{i=1}^{n} \sum_{u=1}^{G} \sum_{v \ne u} \sum_{k=1}^{K}
+    P_t(u, i)_k \log P_s(v, i)_k
+    $$
+
+    $$
+    P_s(v, i) = \operatorname{softmax}(s_i^{(v)} / \tau_s) \qquad
+    P_t(u, i) = \operatorname{softmax}((t_i^{(u)} - c) / \tau_t) \qquad
+    c \leftarrow \mu \, c + (1 - \mu) \frac{1}{nG} \sum_{i=1}^{n} \sum_{u=1}^{G} t_i^{(u)}
+    $$
+
+    $$
+    \tau_t = \tau_1 + (\tau - \tau_1) \min \left( \frac{r - 1}{r_w}, 1 \right) \qquad
+    m = 1 - (1 - m_1) \frac{1}{2} \left( 1 + \cos \frac{\pi (r - 1)}{R - 1} \right) \text{ (cosine)}
+    $$
+
+    with $s_i^{(v)}$ and $t_i^{(u)}$ the logits of student and teacher (cosines with the K prototypes) for the V views
+    and G global views of image i, c the center, $\mu$ its momentum, r the round of R, $r_w$ the ``warmup_rounds``,
+    $\tau_1$ and $m_1$ the values of round 1, and m the decay of the teacher.
 
     Parameters
     ----------

@@ -28,11 +28,25 @@ QUEUE = "queue"
 
 
 class Distillation(SSLMethod):
-    """Encoder, a projector to the length of the teacher's features, and the teacher.
+    r"""Encoder, a projector to the length of the teacher's features, and the teacher.
 
     All views are concatenated into one forward pass. The part ``teacher`` is downloaded once. With
     ``loss="similarity"`` the part ``queue`` ``(queue_size, dim)`` has the teacher's normalized features of the client's
     last images, newest first; rows of zeros are empty. It stays with the client and is kept between its rounds.
+
+    $$
+    \text{cosine: } \frac{1}{2n} \sum_{i=1}^{2n}
+    \left\lVert \frac{z_i}{\lVert z_i \rVert} - \frac{t_i}{\lVert t_i \rVert} \right\rVert^2 \qquad
+    \text{mse: } \frac{1}{2nm} \sum_{i=1}^{2n} \lVert z_i - t_i \rVert^2
+    $$
+
+    $$
+    \text{similarity: } -\frac{1}{2n} \sum_{i=1}^{2n} \sum_{d \in D_i}
+    \operatorname{softmax}_d(\cos(t_i, d) / \tau_t) \log \operatorname{softmax}_d(\cos(z_i, d) / \tau_s)
+    $$
+
+    with $z_i$ the projection of view i, $t_i$ the teacher's feature of its image, of length m, and $D_i$ that feature
+    and those of the queue.
 
     Parameters
     ----------

@@ -50,11 +50,26 @@ def enqueue(queue: np.ndarray, newest: Sequence[np.ndarray]) -> np.ndarray:
 
 
 class FedCA(SSLMethod):
-    """FedCA: SimCLR's encoder and projector, a dictionary of additional negatives, and a teacher.
+    r"""FedCA: SimCLR's encoder and projector, a dictionary of additional negatives, and a teacher.
 
     Besides the networks its parts are ``local_dictionary`` ``(sent_per_round, dim)`` and ``dictionary``
     ``(dictionary_capacity, dim)`` (newest first), in which rows of zeros are empty, and ``teacher``, a frozen encoder
     in eval mode. Parts of a disabled component do not exist. Both views are concatenated into one forward pass.
+
+    $$
+    \mathcal{L} = -\frac{1}{2n} \sum_{i=1}^{2n} \log \frac{\exp(\cos(z_i, z_{j(i)}) / \tau)}
+    {\sum_{k \ne i} \exp(\cos(z_i, z_k) / \tau) + \sum_{d \in D} \exp(\cos(z_i, d) / \tau)}
+    + \frac{\lambda}{2n} \sum_{i=1}^{2n} \left\lVert \frac{h_i}{\lVert h_i \rVert} -
+    \frac{t_i}{\lVert t_i \rVert} \right\rVert^2
+    $$
+
+    $$
+    D \leftarrow (U_1, \dots, U_K, D)_{1 \dots Q}
+    $$
+
+    with $z_i$ the projections of the 2n views, j(i) the other view of i, D the dictionary, $h_i$ and $t_i$ the
+    representations by the encoder and by the teacher, $\lambda$ the ``alignment_weight``, $U_k$ the normalized
+    projections that client k sends, and Q the ``dictionary_capacity``.
 
     Parameters
     ----------

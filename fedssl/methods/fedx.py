@@ -29,12 +29,30 @@ from fedssl.views import Views
 
 
 class FedX(SSLMethod):
-    """FedX with an encoder, a projector, a predictor, and frozen copies of the first two from the start of the round.
+    r"""FedX with an encoder, a projector, a predictor, and frozen copies of the first two from the start of the round.
 
     Each view has a separate forward pass. The copy is in eval mode. It is not part of the method: it is neither
     exchanged nor stored, because `start_round` copies the layers with which the client starts the round.
 
     A batch needs at least three images: batch normalization maps any two images to 1 and -1.
+
+    $$
+    \mathcal{L} = C(z^{(1)}, z^{(2)}) + R(z^{(1)}, z^{(2)}; z^{(1)}) + C(p^{(1)}, g^{(2)})
+    + R(p^{(1)}, p^{(2)}; g^{(2)})
+    $$
+
+    $$
+    \rho_{ij}(u) = \frac{\exp(\cos(u_i, a_j) / \tau)}{\sum_{l \ne i} \exp(\cos(u_i, a_l) / \tau)} \qquad
+    m_{ij} = \frac{\rho_{ij}(u) + \rho_{ij}(v)}{2}
+    $$
+
+    $$
+    R(u, v; a) = \frac{1}{2n} \sum_{i=1}^{n} \sum_{j \ne i}
+    \left( \rho_{ij}(u) \log \frac{\rho_{ij}(u)}{m_{ij}} + \rho_{ij}(v) \log \frac{\rho_{ij}(v)}{m_{ij}} \right)
+    $$
+
+    with C the loss of `fedssl.methods.simclr.SimCLR`, $z^{(v)}$ and $p^{(v)}$ the projections and predictions of view
+    v, $g^{(2)}$ the projections of view 2 by the copy, $\tau$ the temperature, and a the anchors.
 
     Parameters
     ----------

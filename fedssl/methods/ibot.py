@@ -43,13 +43,27 @@ ONE_PATCH_PROTOTYPE = FailureMode(
 
 
 class IBOT(DINO):
-    """iBOT: DINO's networks on a vision transformer with a class token, a mask token, and a center of patch tokens.
+    r"""iBOT: DINO's networks on a vision transformer with a class token, a mask token, and a center of patch tokens.
 
     The parts ``mask_token`` and ``patch_center`` are exchanged like ``projector`` and ``center``.
 
     The projector's first outputs are those of the class tokens of the global views; regularizers use them. Patches of
     these views are hidden. If the projector has batch normalization, class tokens and patch tokens have their own
     statistics in a step.
+
+    $$
+    \mathcal{L} = \mathcal{L}_{\text{DINO}} - \frac{\lambda}{nG} \sum_{i=1}^{n} \sum_{u=1}^{G} \frac{1}{|M_i^{(u)}|}
+    \sum_{j \in M_i^{(u)}} \sum_{k=1}^{K} P_t(u, i, j)_k \log P_s(u, i, j)_k
+    $$
+
+    $$
+    P_s(u, i, j) = \operatorname{softmax}(\hat{s}_{ij}^{(u)} / \tau_s) \qquad
+    P_t(u, i, j) = \operatorname{softmax}((t_{ij}^{(u)} - c') / \tau_t)
+    $$
+
+    with $M_i^{(u)}$ the hidden patches of global view u of image i, $\hat{s}_{ij}$ the student's logits of patch j of
+    the masked view, $t_{ij}$ the teacher's of the complete view, $c'$ the center of patch tokens, and $\lambda$ the
+    ``patch_weight``. A view without hidden patches counts as 0.
 
     Parameters
     ----------

@@ -44,12 +44,22 @@ def feature_variances(features: Tensor) -> tuple[float, float]:
 
 
 class IJEPA(EMAMethod):
-    """Context encoder, predictor, and target encoder.
+    r"""Context encoder, predictor, and target encoder.
 
     Encoder and predictor are exchanged and averaged. The target encoder stays with the client unless
     ``target_init="average"``. With ``exchange_predictor`` false the predictor stays with the client, too; it starts in
     the client's first round, and in the first round of each stage, with the weights of the newly built method, which
     are equal for all clients.
+
+    $$
+    \hat{s}_{i,k} = g \left( \{ f_\theta(x_i)_p + \pi_p \}_{p \in C_i}, \{ e + \pi_p \}_{p \in B_{i,k}} \right) \qquad
+    \mathcal{L} = \frac{1}{nK} \sum_{i=1}^{n} \sum_{k=1}^{K} \frac{1}{|B_{i,k}| \, d}
+    \sum_{p \in B_{i,k}} \sum_{j=1}^{d} \rho(\hat{s}_{i,k,p,j} - s_{i,p,j})
+    $$
+
+    with $C_i$ the context of image i, $B_{i,k}$ its K target blocks, $f_\theta$ the encoder, g the predictor, e the
+    mask token, $\pi_p$ the position of patch p, $s_{i,p}$ its d standardized features by the target encoder
+    (`fedssl.methods.momentum.EMATargetMethod`), and $\rho(u)$ the smooth L1 distance.
 
     Parameters
     ----------

@@ -42,7 +42,7 @@ def prediction(z: Tensor, *, num_global: int) -> Tensor:
 
 
 class LeJEPA(SSLMethod):
-    """LeJEPA with an encoder and a projector.
+    r"""LeJEPA with an encoder and a projector.
 
     Views of one size are concatenated into one forward pass, so that batch normalization of encoder and projector uses
     the statistics of all global views, and those of all local views, as in the paper.
@@ -50,6 +50,21 @@ class LeJEPA(SSLMethod):
     Encoder and projector are exchanged and aggregated by the strategy; a client keeps nothing between rounds.
 
     A batch needs at least three images: batch normalization of a single local view maps any two images to 1 and -1.
+
+    $$
+    P = \frac{1}{Vnd} \sum_{v=1}^{V} \sum_{i=1}^{n} \left\lVert z_i^{(v)} - \frac{1}{G}
+    \sum_{u=1}^{G} z_i^{(u)} \right\rVert^2 \qquad
+    \varphi_m^{(v)}(t) = \frac{1}{n} \sum_{i=1}^{n} e^{\mathrm{i} t \langle a_m, z_i^{(v)} \rangle}
+    $$
+
+    $$
+    R = \frac{1}{VM} \sum_{v=1}^{V} \sum_{m=1}^{M} n \int_{-T}^{T}
+    \left| \varphi_m^{(v)}(t) - e^{-t^2/2} \right|^2 e^{-t^2/2} \, dt \qquad
+    \mathcal{L} = (1 - \lambda) P + \lambda R
+    $$
+
+    with $z_i^{(v)}$ the projection of view v of image i, of d features, G of the V views global, $a_m$ the M random
+    unit vectors (``num_slices``), T the ``t_max``, and $\lambda$ the ``lambd``.
 
     Parameters
     ----------

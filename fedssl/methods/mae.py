@@ -47,10 +47,24 @@ def equal_mask(mask: Mask) -> Mask:
 
 
 class MAE(SSLMethod):
-    """A masked autoencoder: encoder of the visible patches, and decoder of the hidden ones.
+    r"""A masked autoencoder: encoder of the visible patches, and decoder of the hidden ones.
 
     Encoder and decoder are exchanged and averaged. With ``exchange_decoder`` false the decoder stays with the client.
     It starts in the client's first round with the weights of the newly built method, which are equal for all clients.
+
+    $$
+    \hat{x}_i = g \left( \{ f(x_i)_p + \pi_p \}_{p \in V_i}, \{ e + \pi_p \}_{p \in M_i} \right) \qquad
+    t_{i,p} = \frac{x_{i,p} - \mu_{i,p}}{\sqrt{\sigma_{i,p}^2 + 10^{-6}}}
+    $$
+
+    $$
+    \mathcal{L} = \frac{1}{n} \sum_{i=1}^{n} \frac{1}{|M_i|} \sum_{p \in M_i} \frac{1}{d}
+    \lVert \hat{x}_{i,p} - t_{i,p} \rVert^2
+    $$
+
+    with $V_i$ and $M_i$ the visible and hidden patches of image i, f the encoder, g the decoder, e the mask token,
+    $\pi_p$ the position of patch p, and $t_{i,p}$ its d standardized pixels (divisor d - 1) or, without
+    ``normalize_patches``, its pixels.
 
     Parameters
     ----------

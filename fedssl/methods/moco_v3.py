@@ -17,7 +17,16 @@ from fedssl.views import Views
 
 
 class MoCoV3(EMAPredictorMethod):
-    """MoCo v3; for other parameters see `EMAPredictorMethod`.
+    r"""MoCo v3; for other parameters see `EMAPredictorMethod`.
+
+    $$
+    \ell(q, k) = -\frac{1}{n} \sum_{i=1}^{n} \log \frac{\exp(\cos(q_i, k_i) / \tau)}{\sum_{j=1}^{n}
+    \exp(\cos(q_i, k_j) / \tau)}
+    \qquad \mathcal{L} = c \left( \ell(q^{(1)}, k^{(2)}) + \ell(q^{(2)}, k^{(1)}) \right)
+    $$
+
+    with $q_i^{(v)}$ the prediction of the online network from view v of image i, $k_i^{(v)}$ the projection of the
+    target network, without gradient, $\tau$ the temperature, and c the ``loss_scale``.
 
     Parameters
     ----------

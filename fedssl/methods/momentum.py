@@ -103,12 +103,21 @@ class EMAMethod(SSLMethod):
 
 
 class EMATargetMethod(EMAMethod):
-    """Online encoder and projector, and a target encoder and projector that are their moving average.
+    r"""Online encoder and projector, and a target encoder and projector that are their moving average.
 
     Batch normalization of the target uses batch statistics, and its running statistics come from its own forward
     passes.
 
     A batch needs at least three images: batch normalization maps any two images to 1 and -1.
+
+    $$
+    \text{after a step: } \xi \leftarrow m \, \xi + (1 - m) \, \theta \qquad
+    \text{at the start of a round: } \xi \leftarrow
+    \begin{cases} \xi_k & \text{persist} \\ \theta & \text{reset} \\ \xi_g & \text{average} \end{cases}
+    $$
+
+    with $\theta$ the trained online weights, $\xi$ those of the target, m the decay, $\xi_k$ the client's last target
+    ($\theta$ in its first round), and $\xi_g$ the server's mean of targets.
 
     Parameters
     ----------

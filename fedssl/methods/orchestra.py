@@ -128,10 +128,20 @@ def rotate_quarters(images: Tensor) -> Tensor:
 
 
 class Orchestra(EMATargetMethod):
-    """Orchestra's client: online and target networks, a rotation classifier, a memory and the centroids.
+    r"""Orchestra's client: online and target networks, a rotation classifier, a memory and the centroids.
 
     Besides the networks its parts are ``rotation``, ``memory`` ``(queue_size, dim)`` (newest first; rows of zeros are
     empty), ``local_centroids`` ``(local_clusters, dim)`` and ``centroids`` ``(global_clusters, dim)``.
+
+    $$
+    a_g(z) = \frac{\exp(\cos(c_g, z) / \tau)}{\sum_{f=1}^{G} \exp(\cos(c_f, z) / \tau)} \qquad
+    \mathcal{L} = -\frac{1}{n} \sum_i \sum_{g=1}^{G} a_g(\bar{z}_i^{(1)}) \log a_g(z_i^{(2)})
+    - \frac{1}{n} \sum_i \log \operatorname{softmax}(V \tilde{z}_i + b)_{i \bmod 4}
+    $$
+
+    with $c_g$ the G global centroids, $z_i^{(2)}$ the projection of view 2 of image i, $\bar{z}_i^{(1)}$ the target's
+    of view 1, without gradient, $\tilde{z}_i$ the projection of view 1 turned by i mod 4 quarters, and V, b the
+    rotation classifier.
 
     Parameters
     ----------

@@ -21,7 +21,16 @@ LOSSES = {"standard": nt_xent, "l_dawa": nt_xent_one_sided}
 
 
 class SimCLR(SSLMethod):
-    """SimCLR: an encoder and a projector, trained by NT-Xent.
+    r"""SimCLR: an encoder and a projector, trained by NT-Xent.
+
+    $$
+    s_{ik} = \frac{\langle z_i, z_k \rangle}{\tau \, \lVert z_i \rVert \, \lVert z_k \rVert} \qquad
+    \mathcal{L} = -\frac{1}{2n} \sum_{i=1}^{2n} \log \frac{\exp(s_{i,j(i)})}{\sum_{k \ne i} \exp(s_{ik})} \qquad
+    \mathcal{L}_{\text{l\_dawa}} = -\frac{1}{n} \sum_{i=1}^{n} \log \frac{\exp(s_{i,n+i})}{\sum_{k=1}^{2n} \exp(s_{ik})}
+    $$
+
+    with $z_i$ the projections of the first views (1 to n) and of the second views (n + 1 to 2n) of a batch, j(i) the
+    other view of i, and $\tau$ the temperature.
 
     Parameters
     ----------

@@ -16,9 +16,18 @@ from fedssl.views import Views
 
 
 class SimSiam(SSLMethod):
-    """SimSiam with an encoder, a projector and a predictor. Each view has a separate forward pass.
+    r"""SimSiam with an encoder, a projector and a predictor. Each view has a separate forward pass.
 
     A batch needs at least three images: batch normalization maps any two images to 1 and -1.
+
+    $$
+    D(p, z) = -\frac{1}{n} \sum_{i=1}^{n} \cos(p_i, z_i) \qquad
+    \mathcal{L} = \frac{1}{2} D(p^{(1)}, \operatorname{sg}(z^{(2)}))
+    + \frac{1}{2} D(p^{(2)}, \operatorname{sg}(z^{(1)}))
+    $$
+
+    with $z_i^{(v)}$ and $p_i^{(v)}$ the projection and prediction of view v of image i, and sg the stop-gradient (Eqs.
+    1, 3 and 4).
 
     Parameters
     ----------

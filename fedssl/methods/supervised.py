@@ -17,7 +17,13 @@ from fedssl.views import Views
 
 
 class Supervised(SSLMethod):
-    """Encoder and linear classifier. Both views are concatenated into one forward pass.
+    r"""Encoder and linear classifier. Both views are concatenated into one forward pass.
+
+    $$
+    \mathcal{L} = -\frac{1}{2n} \sum_{i=1}^{2n} \log \operatorname{softmax}(W h_i + b)_{y_i}
+    $$
+
+    with $h_i$ the representation of a view, $y_i$ the class of its image, and W, b the classifier.
 
     Parameters
     ----------

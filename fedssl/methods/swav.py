@@ -66,7 +66,7 @@ def used_share(nearest: Tensor, *, num_prototypes: int) -> float:
 
 
 class SwAV(SSLMethod):
-    """SwAV: encoder, projector, prototypes and a queue.
+    r"""SwAV: encoder, projector, prototypes and a queue.
 
     Views of one size are concatenated into one forward pass of the encoder. The representations of all views are one
     forward pass of the projector, as in the authors' code: its batch normalization uses the statistics of global and
@@ -76,6 +76,22 @@ class SwAV(SSLMethod):
     exchanged and aggregated. ``queue`` ``(2, queue_size, dim)`` has projections of the two global views, newest first;
     it stays with the client and is kept between its rounds. It is empty in a client's first round, and whenever the
     encoder grows by stages. Rows of zeros are empty. The queue is used only when it is full.
+
+    $$
+    s_{ik}^{(v)} = \cos(z_i^{(v)}, c_k) \qquad
+    p_{ik}^{(v)} = \frac{\exp(s_{ik}^{(v)} / \tau)}{\sum_l \exp(s_{il}^{(v)} / \tau)} \qquad
+    q_{ik}^{(v)} = a_i b_k \exp(s_{ik}^{(v)} / \varepsilon) \quad
+    \sum_k q_{ik}^{(v)} = 1 \quad \sum_i q_{ik}^{(v)} \approx \frac{n}{K}
+    $$
+
+    $$
+    \mathcal{L} = -\frac{1}{2 (V - 1) n} \sum_{v=1}^{2} \sum_{u \ne v} \sum_{i=1}^{n} \sum_{k=1}^{K}
+    q_{ik}^{(v)} \log p_{ik}^{(u)}
+    $$
+
+    with $z_i^{(v)}$ the projection of view v of image i (the first two of the V views are global), $c_k$ the K
+    prototypes, $\tau$ the temperature, and $\varepsilon$, ``epsilon``, the regularization of Sinkhorn-Knopp (Eqs. 2, 5
+    and 6).
 
     Parameters
     ----------

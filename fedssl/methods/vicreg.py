@@ -33,13 +33,27 @@ def projection_rank(z: Tensor) -> float:
 
 
 class VICReg(SSLMethod):
-    """VICReg with an encoder and a projector. Each view has a separate forward pass.
+    r"""VICReg with an encoder and a projector. Each view has a separate forward pass.
 
     Encoder and projector are exchanged and aggregated by the strategy; a client keeps nothing between rounds. Variance
     and covariance are those of a client's batches, so that a client with few classes also spreads its own images.
 
     A batch needs at least three images: batch normalization maps any two images to 1 and -1, and the covariance of two
     images has rank 1.
+
+    $$
+    S = \frac{1}{nd} \sum_{i=1}^{n} \lVert z_i^{(1)} - z_i^{(2)} \rVert^2 \qquad
+    \Sigma^{(v)} = \frac{1}{n - 1} \sum_{i=1}^{n} (z_i^{(v)} - \bar{z}^{(v)}) (z_i^{(v)} - \bar{z}^{(v)})^\top
+    $$
+
+    $$
+    V = \frac{1}{2d} \sum_{v=1}^{2} \sum_{a=1}^{d} \max \left( 0, 1 - \sqrt{\Sigma_{aa}^{(v)} + 10^{-4}} \right) \qquad
+    C = \frac{1}{d} \sum_{v=1}^{2} \sum_a \sum_{b \ne a} (\Sigma_{ab}^{(v)})^2 \qquad
+    \mathcal{L} = \lambda S + \mu V + \nu C
+    $$
+
+    with $z_i^{(v)}$ the projection of view v of image i, of d features, and the weights $\lambda$, $\mu$ and $\nu$ of
+    invariance, variance and covariance.
 
     Parameters
     ----------

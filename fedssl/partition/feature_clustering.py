@@ -55,7 +55,16 @@ def feature_clusters(
     encoder: str | None = None,
     components: int = 30,
 ) -> Partition:
-    """Divide each cluster of images among the clients by shares from Dir(alpha, ..., alpha).
+    r"""Divide each cluster of images among the clients by shares from Dir(alpha, ..., alpha).
+
+    $$
+    u_i = \Lambda^{-1/2} V^\top (x_i - \bar{x}) \qquad
+    \min_{g, \mu} \sum_{i=1}^{n} \lVert u_i - \mu_{g_i} \rVert^2 \qquad
+    (p_{g,1}, \dots, p_{g,K}) \sim \operatorname{Dir}(\alpha, \dots, \alpha)
+    $$
+
+    with $x_i$ the features of image i, V and $\Lambda$ the principal directions and variances, $g_i$ its cluster, and
+    $p_{g,k}$ the share of cluster g for client k.
 
     Parameters
     ----------

@@ -18,7 +18,13 @@ _MAX_DIGITS = 9  # of a client's number
 
 
 def from_file(data: PartitionInput, *, file: str | Path | None) -> list[np.ndarray]:
-    """Read the client of every image from a file.
+    r"""Read the client of every image from a file.
+
+    $$
+    D_k = \{ i : k_i = k \}
+    $$
+
+    with $k_i$ the entry of the file for image i.
 
     Parameters
     ----------

@@ -45,7 +45,12 @@ from fedssl.seeding import derive_seed, numpy_generator
 
 
 def iid(data: PartitionInput) -> list[np.ndarray]:
-    """Assign equal numbers of images at random."""
+    r"""Assign equal numbers of images at random.
+
+    $$
+    n_k = \left\lfloor \frac{n}{K} \right\rfloor + \begin{cases} 1 & k < n \bmod K \\ 0 & \text{else} \end{cases}
+    $$
+    """
     check_counts(data)
     order = _order(data)
     parts = flwr_partitioners.iid(order, num_clients=data.num_clients)
@@ -53,7 +58,15 @@ def iid(data: PartitionInput) -> list[np.ndarray]:
 
 
 def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balancing: bool = False) -> list[np.ndarray]:
-    """Divide each class among the clients by shares from Dir(alpha, ..., alpha).
+    r"""Divide each class among the clients by shares from Dir(alpha, ..., alpha).
+
+    $$
+    (p_{c,1}, \dots, p_{c,K}) \sim \operatorname{Dir}(\alpha, \dots, \alpha) \qquad
+    n_{c,k} = \Big\lfloor n_c \sum_{j=1}^{k} p_{c,j} \Big\rfloor - \Big\lfloor n_c \sum_{j=1}^{k-1} p_{c,j} \Big\rfloor
+    $$
+
+    with $n_c$ the images of class c, and $n_{c,k}$ those of client k. With ``self_balancing`` clients that have more
+    than n / K images of earlier classes get none, and the other shares are scaled to the sum 1.
 
     Parameters
     ----------
@@ -91,10 +104,17 @@ def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balanci
 
 
 def pathological(data: PartitionInput, *, classes_per_client: int) -> list[np.ndarray]:
-    """Assign exactly ``classes_per_client`` classes to every client; the holders of a class share it equally.
+    r"""Assign exactly ``classes_per_client`` classes to every client; the holders of a class share it equally.
 
     Classes are assigned in turn, in an order drawn by the seed. With 10 classes, 2 per client and 5 clients, each
     class has one holder (FedU's setting). With 10 clients, it has two.
+
+    $$
+    \text{classes of client } k: \; \{ c_{s \bmod C} : s = km, \dots, km + m - 1 \}
+    $$
+
+    with $c_0, \dots, c_{C-1}$ the shuffled classes, and m the ``classes_per_client``. Holders of a class share its
+    images equally.
 
     Parameters
     ----------
@@ -131,7 +151,13 @@ def pathological(data: PartitionInput, *, classes_per_client: int) -> list[np.nd
 
 
 def skew(data: PartitionInput, *, beta: float) -> list[np.ndarray]:
-    """Draw a share ``beta`` of every class uniformly; cut the rest, sorted by class, into one block per client.
+    r"""Draw a share ``beta`` of every class uniformly; cut the rest, sorted by class, into one block per client.
+
+    $$
+    n_c^{\text{sorted}} = \operatorname{round}((1 - \beta) \, n_c) \qquad D_k = S_k \cup U_k
+    $$
+
+    with $S_k$ block k of the sorted images, class after class, and $U_k$ block k of the others, shuffled.
 
     Parameters
     ----------
@@ -154,7 +180,14 @@ def skew(data: PartitionInput, *, beta: float) -> list[np.ndarray]:
 
 
 def natural(data: PartitionInput) -> list[np.ndarray]:
-    """Assign all images of an owner to one client; owners are assigned in turn, in an order drawn by the seed."""
+    r"""Assign all images of an owner to one client; owners are assigned in turn, in an order drawn by the seed.
+
+    $$
+    D_k = \{ i : \pi(o_i) \bmod K = k \}
+    $$
+
+    with $o_i$ the owner of image i, and $\pi$ a random order of owners.
+    """
     check_counts(data)
     num_clients = data.num_clients
     if data.owners is None:

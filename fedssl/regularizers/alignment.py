@@ -45,9 +45,18 @@ def alignment(
 
 
 class Alignment(Regularizer):
-    """Alignment with a frozen copy of the initial encoder of local training, in eval mode.
+    r"""Alignment with a frozen copy of the initial encoder of local training, in eval mode.
 
     The initial encoder is the global one, unless the strategy merges it with local layers (FedU, FedBN).
+
+    $$
+    \mathcal{L} = \ell + \alpha \left( a(z_1, g_2) + a(z_2, g_1) \right) \qquad
+    a(z, g) = -\frac{1}{B} \sum_{i=1}^{B} \log \frac{\exp(\cos(z_i, g_i) / \tau)}{\sum_j \exp(\cos(z_i, g_j) / \tau)}
+    \;\text{or}\; -\frac{1}{2B} \sum_{i=1}^{B} \cos(z_i, g_i)
+    $$
+
+    with $\ell$ the loss of the method, $z_v$ and $g_v$ the representations of view v by the encoder and by its copy,
+    and $\alpha$ the weight. The second distance is ``cosine``.
 
     Parameters
     ----------

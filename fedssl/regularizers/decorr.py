@@ -42,7 +42,15 @@ def feature_decorrelation(z: Tensor) -> Tensor:
 
 
 class Decorrelation(Regularizer):
-    """Decorrelation of the output of the projector or the encoder, for each view.
+    r"""Decorrelation of the output of the projector or the encoder, for each view.
+
+    $$
+    \mathcal{L} = \ell + \beta \left( R(z_1) + R(z_2) \right) \qquad
+    R(z) = \frac{(B - 1)^2}{B} \, \frac{1}{d (d - 1)} \sum_{i \ne j} K_{ij}^2
+    $$
+
+    with $z_v$ the outputs for view v, of d dimensions, $K_{ij}$ the correlation of two of them over the B images of a
+    batch (0 where one is constant), and $\beta$ the weight.
 
     Parameters
     ----------

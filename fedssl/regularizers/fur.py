@@ -113,7 +113,21 @@ def tangent_swd(z: Tensor, *, samples: Tensor, bases: Tensor, projections: Tenso
 
 
 class FUR(Regularizer):
-    """Term that spreads the outputs of a part of the method uniformly over the sphere, for each view (Eq. 2).
+    r"""Term that spreads the outputs of a part of the method uniformly over the sphere, for each view (Eq. 2).
+
+    $$
+    \mathcal{L} = \ell + \lambda_U \frac{128}{B} \left( \ell_u(Z^1) + \ell_u(Z^2) \right)
+    \qquad C_{ij} = c \lVert z_i - s_j \rVert^2
+    $$
+
+    $$
+    \ell_u(Z) = \min_{\pi \ge 0} \; \sum_{i,j} C_{ij} \pi_{ij}
+    + \frac{\tau_a}{2} \sum_i \Big( \sum_j \pi_{ij} - 1 \Big)^2
+    + \frac{\tau_b}{2} \sum_j \Big( \sum_i \pi_{ij} - 1 \Big)^2
+    $$
+
+    with $z_i$ the normalized outputs of a view, $s_j$ as many random points of the sphere, c the ``cost_scale``, and B
+    the images of a batch (the factor 128 / B is 1 with ``reduction="sum"``).
 
     Parameters
     ----------

@@ -18,11 +18,15 @@ from fedssl.regularizers.prox import proximal
 
 
 class L2SP(Regularizer):
-    """L2-SP: ``alpha / 2 ||w - w_0||^2 + beta / 2 ||v||^2``.
+    r"""L2-SP: squared distance of the encoder from its initial weights, and squared norm of the heads.
 
     w are the trained parameters of the encoder, w_0 their initial values, and v all other trained parameters: the
     heads, which have no pretrained values. It replaces the optimizer's weight decay. A client holds w_0, as large as
     the encoder.
+
+    $$
+    \mathcal{L}(w, v) = \ell(w, v) + \frac{\alpha}{2} \lVert w - w_0 \rVert^2 + \frac{\beta}{2} \lVert v \rVert^2
+    $$
 
     Parameters
     ----------
@@ -55,10 +59,15 @@ class L2SP(Regularizer):
 
 
 class FeatureDistillation(Regularizer):
-    """``weight`` times the mean of ``|h / |h| - h_0 / |h_0||^2`` over two views of all images.
+    r"""Squared distance of normalized representations from those of the initial encoder, times ``weight``.
 
     h and h_0 are the representations of a view by the encoder and by the initial encoder. A client holds the initial
     encoder, and runs it in every step.
+
+    $$
+    \mathcal{L} = \ell + \frac{\lambda}{2n} \sum_{i=1}^{2n}
+    \left\lVert \frac{h_i}{\lVert h_i \rVert} - \frac{h^0_i}{\lVert h^0_i \rVert} \right\rVert^2
+    $$
 
     Parameters
     ----------

@@ -34,7 +34,14 @@ def proximal(weights: list[Tensor], start: list[Tensor], *, weight: float) -> Te
 
 
 class Proximal(Regularizer):
-    """Proximal term over all trained parameters.
+    r"""Proximal term over all trained parameters.
+
+    $$
+    \mathcal{L}(w) = \ell(w) + \frac{\mu}{2} \lVert w - w_g \rVert^2
+    $$
+
+    with $\ell$ the loss of the method, w the trained weights, $w_g$ the same at the start of training, and $\mu$ the
+    weight.
 
     Parameters
     ----------

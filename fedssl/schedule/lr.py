@@ -35,7 +35,14 @@ def constant(round: int, *, rounds: int, phase: Phase) -> float:
 
 
 def cosine(round: int, *, rounds: int, phase: Phase, per_stage: bool = False, eta_min_factor: float = 0.0) -> float:
-    """Decay from 1 in the first round to ``eta_min_factor``, in round R + 1, which does not run, along half a cosine.
+    r"""Decay from 1 in the first round to ``eta_min_factor``, in round R + 1, which does not run, along half a cosine.
+
+    $$
+    \eta_r = \eta \left( \epsilon + (1 - \epsilon) \frac{1 + \cos(\pi (r - r_s) / R_s)}{2} \right)
+    $$
+
+    with $\epsilon$ the ``eta_min_factor``, and $r_s$, $R_s$ the first round and the number of rounds of the run or,
+    with ``per_stage``, of the phase.
 
     Parameters
     ----------
@@ -50,7 +57,13 @@ def cosine(round: int, *, rounds: int, phase: Phase, per_stage: bool = False, et
 
 
 def step(round: int, *, rounds: int, phase: Phase, milestones: Sequence[float], factor: float) -> float:
-    """Multiply the learning rate by ``factor`` at each milestone.
+    r"""Multiply the learning rate by ``factor`` at each milestone.
+
+    $$
+    \eta_r = \eta \, \gamma^{c_r}
+    $$
+
+    with $c_r$ the number of milestones m with $m R \le r - 1$.
 
     Parameters
     ----------

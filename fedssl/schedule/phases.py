@@ -48,7 +48,14 @@ def make_phases(settings: ScheduleSettings, *, stages: int, frozen: int = 0) -> 
 
 
 def end_to_end(*, rounds: int, depth: int) -> list[Phase]:
-    """Return one phase with the whole encoder in all rounds."""
+    r"""Return one phase with the whole encoder in all rounds.
+
+    $$
+    F = L_S \circ \cdots \circ L_1 \qquad \theta_{\text{trained}} = \{ L_1, \dots, L_S, H, P \}
+    $$
+
+    with $L_s$ the stages of the encoder, and H, P the heads.
+    """
     return [Phase(number=1, first=1, rounds=rounds, depth=depth)]
 
 
@@ -60,7 +67,15 @@ def layer_wise(
     weight_transfer: bool = True,
     depth_dropout: float = 0.0,
 ) -> list[Phase]:
-    """Return phases in which stages 1 to s run in phase s and only stage s is trained.
+    r"""Return phases in which stages 1 to s run in phase s and only stage s is trained.
+
+    $$
+    F_s = L_s \circ \cdots \circ L_1 \qquad \theta_{\text{trained}} = \{ L_s, H, P \} \qquad
+    s(r) = \min \Big\{ s : r \le \sum_{j=1}^{s} R_j \Big\}
+    $$
+
+    with $R_s$ the rounds of phase s (`split_rounds`), and H, P the heads. With ``weight_transfer`` a phase starts with
+    $L_s \leftarrow L_{s-1}$ where shapes are equal.
 
     Parameters
     ----------
@@ -94,7 +109,12 @@ def layer_wise(
 def progressive(
     *, rounds: int, depth: int, rounds_per_stage: str | Sequence[int] = "uniform", weight_transfer: bool = True
 ) -> list[Phase]:
-    """Return phases in which stages 1 to s run in phase s and all are trained; parameters as in `layer_wise`."""
+    r"""Return phases in which stages 1 to s run in phase s and all are trained; parameters as in `layer_wise`.
+
+    $$
+    F_s = L_s \circ \cdots \circ L_1 \qquad \theta_{\text{trained}} = \{ L_1, \dots, L_s, H, P \}
+    $$
+    """
     return [
         Phase(number=s, first=first, rounds=n, depth=s, weight_transfer=weight_transfer)
         for s, first, n in _stretches(rounds, depth, rounds_per_stage)
@@ -102,11 +122,18 @@ def progressive(
 
 
 def split_rounds(rounds: int, stages: int, shares: str | Sequence[int]) -> list[int]:
-    """Return the number of rounds of each stage; a sequence of ``shares`` gives them directly.
+    r"""Return the number of rounds of each stage; a sequence of ``shares`` gives them directly.
 
     "left_skewed": more rounds for later stages, "right_skewed": for earlier ones (Section 5.10). Each stage has at
     least one round; the remaining rounds are divided equally ("uniform"), or in proportion to 1, 2, ..., S (the paper
     shows its shares only as a figure).
+
+    $$
+    A_s = \sum_{j=1}^{s} a_j \qquad E_s = \left\lfloor (R - S) \frac{A_s}{A_S} + \frac{1}{2} \right\rfloor \qquad
+    R_s = 1 + E_s - E_{s-1}
+    $$
+
+    with $a_j$ = 1 ("uniform"), j ("left_skewed") or S + 1 - j ("right_skewed").
     """
     if isinstance(shares, str):
         if shares not in SHARES:

@@ -1,4 +1,4 @@
-"""Graph of neighbors of SecAgg+ (Bell et al., CCS 2020, sections 3 and 4) and its bounds.
+r"""Graph of neighbors of SecAgg+ (Bell et al., CCS 2020, sections 3 and 4) and its bounds.
 
 The clients are the nodes of a Harary graph in random order: a circle in which each is a neighbor of the k / 2 nodes
 before and after it. Every client shares its secrets with its k neighbors and itself, and t shares reveal a secret.
@@ -16,6 +16,15 @@ knows what the corrupted clients know.
 
 Flower's protocol does not prove to clients which others survived. Therefore t is more than half of the shares, so that
 a server cannot collect both secrets of a client from disjoint halves of its neighbors.
+
+$$
+n P(X \ge t) + \frac{n (n - k - 1)}{2} \binom{n - k}{C + D - k} \Big/ \binom{n}{C + D} \le 2^{-\sigma} \qquad
+n P(Y < t) \le 2^{-\eta}
+$$
+
+with n clients, C corrupted and D dropouts among them, k neighbors, the threshold t, X the corrupted neighbors of a
+client, Y the surviving neighbors of a dropout (both hypergeometric), and $\sigma$, $\eta$ the bits of security and of
+correctness.
 """
 
 import math

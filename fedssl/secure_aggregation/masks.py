@@ -1,8 +1,15 @@
-"""Quantized vectors modulo 2^32, and the pseudorandom masks that hide them.
+r"""Quantized vectors modulo 2^32, and the pseudorandom masks that hide them.
 
 ``chacha20`` expands a seed of 256 bits with the stream cipher. ``mt19937`` is the generator of Flower 1.41: NumPy's
 Mersenne Twister with the XOR of the seed's 32-bit words, of which a pairwise seed in base64 leaves 28 bits. It is no
 cryptographic generator, and only for nodes that run Flower's own mod.
+
+$$
+y_u = x_u + \mathrm{PRG}(b_u) + \sum_{v \in N(u), v < u} \mathrm{PRG}(s_{uv})
+- \sum_{v \in N(u), v > u} \mathrm{PRG}(s_{uv}) \pmod{2^{32}}
+$$
+
+with $x_u$ the quantized update of client u, $b_u$ its seed, and $s_{uv}$ the key that it shares with neighbor v.
 """
 
 import base64

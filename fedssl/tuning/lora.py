@@ -24,7 +24,13 @@ def lora(
     aggregation: str = "factors",
     ranks: Sequence[int] | None = None,
 ) -> None:
-    """Train low-rank factors A and B of weights W, which become W + ``alpha`` / ``rank`` B A.
+    r"""Train low-rank factors A and B of weights W, which become W + ``alpha`` / ``rank`` B A.
+
+    $$
+    y = W x + \frac{\alpha}{r} B A x \qquad B_0 = 0 \qquad (A_0)_{ij} \sim \mathcal{U}(-1 / \sqrt{n}, 1 / \sqrt{n})
+    $$
+
+    with W the frozen weight of a layer, A and B its factors of rank r, n the columns of W, and $\alpha$ the ``alpha``.
 
     Parameters
     ----------

@@ -5,9 +5,11 @@ import re
 from typing import Any
 
 from griffe import Class, Docstring, Extension, Object
+from latex2mathml.converter import convert
 
 _GROUP = re.compile(r"^([ ]*)(\w+(?:, \w+)+)( : .*)?\n((?:(?:\1[ ]+.*)?\n)*?(?:\1[ ]+.*(?:\n|\Z)))", flags=re.MULTILINE)
 _SECTION = re.compile(r"(^[ ]*Parameters\n[ ]*-+\n)(.*?)(?=^\w[\w ]*\n-+\n|\Z)", flags=re.DOTALL | re.MULTILINE)
+_FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$", flags=re.DOTALL)
 _FIELD = re.compile(r" {4}\w+: .*?(?:  # (.+))?")
 
 
@@ -20,6 +22,15 @@ class OneByOne(Extension):
             obj.docstring.value = divided(obj.docstring.value)
 
 
+class Equations(Extension):
+    """Renderer of the LaTeX between dollars of docstrings that have a displayed equation, ``$$``."""
+
+    def on_object(self, *, obj: Object, **_: Any) -> None:
+        """Rewrite the docstring before it is parsed."""
+        if obj.docstring is not None and "$$" in obj.docstring.value:
+            obj.docstring.value = with_mathml(obj.docstring.value)
+
+
 class FieldComments(Extension):
     """Reader of the comments at the fields of a class, which describe them."""
 
@@ -30,6 +41,18 @@ class FieldComments(Extension):
             if not field.is_alias and field.docstring is None and field.lineno and cls.lineno:
                 comment = field_comment(lines, field.lineno - cls.lineno)
                 field.docstring = Docstring(comment, parent=field) if comment else None
+
+
+def with_mathml(text: str) -> str:
+    """Replace LaTeX between dollars by MathML, which browsers render without a script."""
+
+    def to_mathml(match: re.Match[str]) -> str:
+        block = match[1] is not None
+        formula = convert(match[1] or match[2], display="block" if block else "inline").replace("|", "&#124;")
+        # Markdown parses a line that starts with <math as a block.
+        return f"\n<div>{formula}</div>\n" if block else f"<span>{formula}</span>"
+
+    return _FORMULA.sub(to_mathml, text)
 
 
 def divided(text: str) -> str:
