@@ -8,10 +8,10 @@ w = w_g + \frac{1}{K} \left( \sum_k (w_k - w_g) \min \left( 1, \frac{C}{\lVert w
 + \mathcal{N}(0, z^2 C^2 I) \right)
 $$
 
-with $w_g$ the old weights, and K the clients that train in a round, whether they reply or not. One client changes the sum by at most C, so that a
-round is a Gaussian mechanism with noise multiplier z, and n rounds are one with z / sqrt(n). Its epsilon is exact
-(Balle and Wang, ICML 2018, Theorem 8). Sampling of clients is not counted, because the server may know the sample.
-Running statistics and counters are not released. They keep their values. After n rounds:
+with $w_g$ the old weights, and K the clients that train in a round, whether they reply or not. One client changes the
+sum by at most C, so that a round is a Gaussian mechanism with noise multiplier z, and n rounds are one with z /
+sqrt(n). Its epsilon is exact (Balle and Wang, ICML 2018, Theorem 8). Sampling of clients is not counted, because the
+server may know the sample. Running statistics and counters are not released. They keep their values. After n rounds:
 
 $$
 \delta = \Phi \left( \frac{\mu}{2} - \frac{\varepsilon}{\mu} \right)
