@@ -97,8 +97,6 @@ class EdgeClient:
     def read(cls, node_config: Mapping[str, Value]) -> "EdgeClient":
         """Return the client of a node's configuration; raises `InputError`."""
         unknown = sorted(node_config.keys() - {*NODE_CONFIG_KEYS, *IGNORED_KEYS})
-        if "sums-only" in unknown:  # a name of earlier versions
-            raise InputError("sums-only in the node's configuration is now secure-aggregation-only")
         if unknown:
             raise InputError(
                 f"the node's configuration has {unknown[0]}; known are {', '.join(NODE_CONFIG_KEYS)}; remove it, or "

@@ -17,7 +17,7 @@ from pathlib import Path
 HEAD = "# Tests that only `--heavy` runs: they cover no line or branch alone. Written by tests/redundancy.py."
 KEPT = re.compile(
     "test_digests|test_commands|test_flwr_run|test_ray_grid|test_resume_parts|resumed_run|test_crash|test_learning|"
-    "test_readme|refused|is_lost_in_any_stage|test_what_a_kill|test_old_runs|edge_client|test_notebook|test_accuracy|"
+    "test_readme|refused|is_lost_in_any_stage|test_what_a_kill|edge_client|test_notebook|test_accuracy|"
     "test_all_components|test_compose|captured_anew|followed_by_an_optimizer|test_export|test_onnx_maps|test_paper_table|test_theory|test_list|torch_runs"
 )
 OTHER_CASES = re.compile(

@@ -19,7 +19,6 @@ from fedssl.availability.trace_file import read_rows
 from fedssl.config.device_task import compose_task, make_task
 from fedssl.config.load import compose, load_settings, parse_client_config, save_run
 from fedssl.config.overrides import quote_value
-from fedssl.config.saved_run import update_override
 from fedssl.errors import InputError, RequestRefused
 from fedssl.evaluation.cli import compose_evaluation
 from fedssl.export import load_encoder, read_content
@@ -203,7 +202,6 @@ def test_overrides_yaml(reader, folder, marker):
         for saved in ([override], ["+teacher={a: 1}"], [override.replace("+x", "method.teacher_encoder")]):
             (run / "overrides.yaml").write_text(yaml.safe_dump(saved))
             refused(lambda: RUN_READERS[reader](run), marker)
-        not_used(lambda override=override: update_override(override), marker)
 
 
 @pytest.mark.parametrize("reader", ["resume", "figures"])

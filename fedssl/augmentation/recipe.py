@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fedssl.augmentation.masks import MaskRecipe, read_mask
 from fedssl.config.constraints import check_arguments
-from fedssl.config.renamed import VIEW
 from fedssl.errors import InputError
 from fedssl.views import GLOBAL
 
@@ -117,8 +116,6 @@ def read_view(recipe: Mapping[str, Any], *, name: str, further_keys: Sequence[st
     """
     defaults = asdict(View())
     for key in recipe:
-        if key in VIEW:
-            raise InputError(f"{name}.{key} is now {name}.{VIEW[key]}")
         if key not in defaults:
             known = [*defaults, *further_keys]
             near = get_close_matches(key, known) or known

@@ -31,13 +31,11 @@ from fedssl.config.literal import user_path
 from fedssl.config.overrides import (
     CONF,
     check_choices,
-    check_not_renamed,
     choices_with,
     config_groups,
     parse,
     suggest_setting,
 )
-from fedssl.config.renamed import check_renamed
 from fedssl.config.targets import (
     SEARCHPATH_KEY,
     add_import_path,
@@ -72,10 +70,6 @@ def resolve_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]
     overrides = normalize(overrides)
     defaults = validate_names(overrides)
     config, choices = compose_config(overrides)
-    for key in config:  # the user's files may contain unknown keys
-        check_renamed(str(key))
-    if "metrics" in config.strategy:
-        check_renamed("strategy.metrics")
     check_types(config, defaults)
     validate_config(config)
     add_import_path(search_folders(overrides))
@@ -140,11 +134,9 @@ def validate_names(overrides: Sequence[str]) -> Mapping[str, Any]:
             raise InputError(f"~{key} deletes a required setting; set it to another value instead")
         open_key = override.is_add() or override.is_force_add() or override.is_delete() or key.startswith("hydra")
         below_swept = any(key.startswith(f"{group}.") for group in swept)
-        if key.split("@")[0] not in known_groups:
-            check_not_renamed(override, known)
-            if key not in known and not (open_key or below_swept):
-                hint = choices_with(key) or suggest_setting(key, known)
-                raise InputError(f"there is no setting {key!r}{hint}; `fedssl --cfg job` shows all")
+        if key.split("@")[0] not in known_groups and key not in known and not (open_key or below_swept):
+            hint = choices_with(key) or suggest_setting(key, known)
+            raise InputError(f"there is no setting {key!r}{hint}; `fedssl --cfg job` shows all")
     return defaults
 
 

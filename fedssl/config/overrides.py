@@ -6,7 +6,7 @@ The error for an unknown name or choice suggests the closest valid ones.
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -15,7 +15,6 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from fedssl.config.compat import ChoiceSweep, Glob, IntervalSweep, Override, parse_overrides
-from fedssl.config.renamed import check_renamed
 from fedssl.errors import InputError
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -105,8 +104,6 @@ def check_choices(override: Override, *, group: str, choices: Sequence[str]) -> 
     if not override.is_delete() and any(name is None or isinstance(name, list) for name in names):
         raise InputError(f"{override.input_line} selects no choice of {group}; choose one of {listed}")
     unknown = [str(name) for name in names if isinstance(name, str) and name not in choices]
-    for name in unknown:
-        check_renamed(f"{group}={name}")
     if unknown:
         raise InputError(
             f"{group}={unknown[0]} does not exist{did_you_mean(unknown[0], choices)}; choose one of {listed}"
@@ -155,33 +152,6 @@ def check_run_id(name: object) -> None:
         raise InputError(
             f"run_id={str(name)[:80]!r} is not a valid run id; use 1 to 64 letters, digits, _ and -, or leave it out"
         )
-
-
-def check_not_renamed(override: Override, known: Sequence[str]) -> None:
-    """Raise `InputError` if an override has the earlier name of a setting, also in its value."""
-    for name in _names(override):
-        if name not in known:
-            check_renamed(name)
-
-
-def _names(override: Override) -> Iterator[str]:
-    """Yield the names in an override: its key, keys in its value, and ``key=value`` for each string."""
-    yield override.key_or_group.split("@")[0]
-    value = override.value()
-    for choice in value.list if isinstance(value, ChoiceSweep) else [value]:
-        yield from _inner_names(override.key_or_group, choice)
-
-
-def _inner_names(key: str, value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield f"{key}={value}"
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            yield f"{key}.{name}"
-            yield from _inner_names(f"{key}.{name}", inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _inner_names(f"{key}.*", inner)
 
 
 def choices_with(key: str) -> str:

@@ -11,11 +11,10 @@ from typing import Any
 
 from fedssl.config.compat import Override
 from fedssl.config.literal import shell_command
-from fedssl.config.overrides import check_run_id, config_groups, parse, quote_value, to_text
-from fedssl.config.renamed import CHOICES, current_key, is_earlier, update, update_choices
+from fedssl.config.overrides import check_run_id, config_groups, parse, quote_value
 from fedssl.errors import InputError
 from fedssl.plain_values import RUN_KEYS, plain_values
-from fedssl.untrusted import corrupt_file_error, read_text, read_yaml, sanitize
+from fedssl.untrusted import corrupt_file_error, read_yaml, sanitize
 
 INITIAL_ENCODER_FILE = "initial_encoder.pt"  # in the folder of a run with encoder.weights, from which it is resumed
 
@@ -30,41 +29,7 @@ def read_overrides(file: Path) -> list[str] | None:
     overrides: list[str] | None = read_yaml(file, list)
     if overrides is not None and not all(isinstance(override, str) for override in overrides):
         raise corrupt_file_error(file, "it has no list of overrides")
-    return None if overrides is None else update_overrides(overrides, file.parent)
-
-
-def update_overrides(overrides: Sequence[str], folder: Path) -> list[str]:
-    """Return the overrides of a run folder; those of an earlier version get their current names."""
-    return [update_override(override) for override in overrides] if is_of_earlier_version(folder) else list(overrides)
-
-
-def is_of_earlier_version(folder: Path) -> bool:
-    """Return whether the settings in a run folder have names of an earlier version."""
-    try:
-        return is_earlier(read_text(folder / "config.yaml") or "")
-    except InputError:  # the reader of the damaged file reports it
-        return False
-
-
-def update_override(override: str) -> str:
-    """Return a saved override with current names; an unreadable override stays unchanged."""
-    name, equals, text = override.partition("=")
-    sign = name[: len(name) - len(name.lstrip("+~"))]
-    key = name.removeprefix(sign)
-    if not equals:
-        return sign + current_key(key)
-    if key in CHOICES:
-        text = update_choices({key: text})[key]
-    elif "{" in text:  # nested settings
-        try:
-            (parsed,) = parse([override])
-            value = parsed.value()
-            text = text if update(value, key) == value else to_text(update(value, key))
-        except (InputError, ValueError, RecursionError):
-            pass  # its user reports the error
-    else:
-        text = update(text, key)
-    return f"{sign}{current_key(key)}={text}"
+    return overrides
 
 
 def check_saved_overrides(overrides: Sequence[str], file: Path) -> None:
@@ -137,8 +102,7 @@ def read_settings(file: Path) -> dict[str, Any] | None:
     if content is None:
         return None
     try:
-        content = plain_values(content, "settings", special=RUN_KEYS)
-        saved: dict[str, Any] = update(content) if is_of_earlier_version(file.parent) else content
+        saved: dict[str, Any] = plain_values(content, "settings", special=RUN_KEYS)
         _check_dataset(saved.get("dataset"))
         numbers = dict.fromkeys(("seed", "rounds", "threads"), int)
         _check_kinds(saved, {**numbers, "run_id": str, "method": dict, "encoder": dict})

@@ -14,7 +14,6 @@ from typing import Any
 
 from fedssl.config.literal import literal_values, user_path
 from fedssl.config.overrides import CONF, did_you_mean, parse, quote_value
-from fedssl.config.renamed import current_target
 from fedssl.errors import InputError
 
 SEARCHPATH_KEY = "hydra.searchpath"
@@ -80,8 +79,6 @@ def check_targets(node: Mapping[str, Any], *, prefix: str = "") -> None:
 
 def locate(target: str, *, key: str = "_target_") -> Any:
     """Import the class or function with a dotted name, which is the value of the setting ``key``."""
-    if (new := current_target(target)) != target:
-        raise InputError(f"{key}={target} is now {new}; write that")
     module, _, name = target.rpartition(".")
     if not module or not all(part.isidentifier() for part in target.split(".")):
         raise InputError(f"{key}={target} is not the dotted name of a class or function, such as package.module.Class")

@@ -41,8 +41,6 @@ def main() -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    if options.pictures:
-        raise InputError("--pictures is now --figures; use fedssl-report DIR... --figures")
     if not options.folders:
         raise InputError("no folder is given; use fedssl-report DIR..., with --figures and --metrics after the folders")
     if options.into and options.figures is None:
@@ -215,7 +213,6 @@ def _parser() -> argparse.ArgumentParser:
         help="folder with your own settings, for figures of models",
     )
     parser.add_argument("--paper", metavar="PAPER.TABLE", help="compare with a table of a paper, e.g. l_dawa.table2")
-    parser.add_argument("--pictures", action="store_true", help=argparse.SUPPRESS)  # the old name of --figures
     parser.add_argument(
         "--out",
         metavar="FILE",

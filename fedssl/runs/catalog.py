@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 from fedssl.config.compose import compose_config
 from fedssl.config.overrides import config_groups, did_you_mean
-from fedssl.config.renamed import check_renamed
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_scores
 from fedssl.machine.process import default_threads
@@ -98,7 +97,6 @@ def filter_entries(entries: Iterable[RunEntry], overrides: Sequence[str]) -> lis
         if not equals:
             raise InputError(f"{override} is neither a folder nor a filter such as strategy=l_dawa; correct it")
         if kept and not any(entry.value(key) for entry in kept):
-            check_renamed(key)
             known = dict.fromkeys(key for entry in kept for key in (*entry.run.choices, *entry.run.overrides, "status"))
             raise InputError(
                 f"no run has a setting {key!r}{did_you_mean(key, known)}; `fedssl-runs show RUN` lists settings"
@@ -111,8 +109,6 @@ def filter_entries(entries: Iterable[RunEntry], overrides: Sequence[str]) -> lis
             )
         allowed = values.split(",")
         kept = [entry for entry in kept if any(same_value(entry.value(key), value) for value in allowed)]
-        for value in () if kept else allowed:
-            check_renamed(f"{key}={value}")
     return kept
 
 

@@ -80,7 +80,6 @@ def _line(file: Path, line_number: int, text: str, required: Collection[str]) ->
         raise corrupt_file_error(file, f"line {line_number} is no JSON") from error
     if not isinstance(line, dict):
         raise corrupt_file_error(file, f"line {line_number} is no JSON object")
-    _rename_old_keys(line)
     for key in ("round", *required):
         if key not in line:
             raise corrupt_file_error(file, f"line {line_number} has no {key}")
@@ -89,12 +88,6 @@ def _line(file: Path, line_number: int, text: str, required: Collection[str]) ->
     if wrong is not None:
         raise corrupt_file_error(file, f"{wrong} in line {line_number} has a value that no run writes there")
     return line
-
-
-def _rename_old_keys(line: dict[str, Any]) -> None:
-    spectrum = line.get("spectrum")
-    if isinstance(spectrum, dict) and "pictures" in spectrum:
-        spectrum["images"] = spectrum.pop("pictures")
 
 
 def text(value: Any) -> bool:

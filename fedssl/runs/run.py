@@ -15,8 +15,7 @@ import xxhash
 from fedssl.atomic_files import write_text
 from fedssl.config.literal import plain_override, shell_command
 from fedssl.config.overrides import config_groups
-from fedssl.config.renamed import update, update_choices
-from fedssl.config.saved_run import is_of_earlier_version, read_overrides, update_overrides
+from fedssl.config.saved_run import read_overrides
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY, Score, as_scores
 from fedssl.runs.jsonl import finite_number, incomplete_files, mapping_of, missing_rounds, optional, read_jsonl, text
@@ -204,8 +203,6 @@ def read_run(folder: Path) -> Run:
         for key, _, value in (sanitize(plain_override(word)).partition("=") for word in command_overrides)
     }
     choices = _read_choices(folder / "choices.yaml")
-    if is_of_earlier_version(folder):
-        settings, choices = update(settings), update_choices(choices or {})
     choices = choices or {key: value for key, value in own.items() if key in config_groups()}
     names = {sanitize(group): sanitize(name) for group, name in choices.items()}
     return Run(folder, own, command_overrides, names, settings, summary, running)
@@ -279,7 +276,7 @@ def read_summary(file: Path) -> dict[str, Any] | None:
         return None
     if summary.pop("checksum", None) not in (None, _checksum(summary)):  # earlier versions stored none
         return None
-    return summary | {"overrides": update_overrides(summary["overrides"], file.parent)}
+    return summary
 
 
 def _is_summary(summary: dict[str, Any]) -> bool:

@@ -376,7 +376,6 @@ def test_threads_and_the_device_are_the_nodes(plan, node, tmp_path):
             {MARKER_KEY: True, "partition-id": 0, "num-partitions": 2},
             "the node's configuration has fedssl-simulation; known are",
         ),
-        ({"data-path": "x", "sums-only": True}, "sums-only in the node's configuration is now secure-aggregation-only"),
         ({"data-path": "x", "state": "y"}, "the node's configuration has state; known are data-path, client-name"),
         ({"data-path": "x", "client-name": "../x"}, "InputError; see the log of the device"),
         ({"data-path": "x", "client-name": "a b"}, "client-name='a b' is not a valid client name"),

@@ -8,7 +8,6 @@ from omegaconf import OmegaConf
 
 from fedssl.config.compose import resolve_config, validate_names
 from fedssl.config.load import compose
-from fedssl.config.renamed import RENAMED
 from fedssl.report.paper_table import read_table, table_names
 from simulation.cli import run
 from tests.experiments.every import (
@@ -59,17 +58,6 @@ def test_a_head_says_which_table_it_is_how_to_run_it_and_what_differs(name):
         assert re.search(rf"{kind.capitalize()}s? [^:]*\b{number}\b", text)
         for part in ("# Hours", "[Tt]he paper", "Not known|Different"):
             assert re.search(part, text), part
-
-
-def test_names_of_before_are_answered():
-    moved = {
-        override.partition("=")[2]: answer.split("=")[1]
-        for override, answer in RENAMED.items()
-        if "experiment=" in override
-    }
-    assert set(moved.values()) <= set(EXPERIMENTS)
-    assert not set(moved) & set(EXPERIMENTS)
-    assert moved["dec_ssl_figure13"] == "dec_ssl/figure13"
 
 
 @pytest.mark.heavy

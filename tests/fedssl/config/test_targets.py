@@ -6,13 +6,11 @@ import pytest
 
 from fedssl.config.compose import validate_names
 from fedssl.config.load import compose, load_settings, save_run
-from fedssl.config.overrides import CONF, config_groups, quote_value
-from fedssl.config.renamed import RENAMED
+from fedssl.config.overrides import config_groups, quote_value
 from fedssl.config.targets import (
     SEARCHPATH_KEY,
     choice_targets,
     expand_config_dir_flag,
-    locate,
     normalize,
     search_folders,
     user_encoder,
@@ -206,40 +204,3 @@ class TestTargets:
             InputError, match="is read by os.mkdir, which is not part of fedssl; name its config directory"
         ):
             compose_evaluation([], run=tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (
-            ["strategy=orchestra"],
-            "^strategy=orchestra is now strategy=fedavg: method=orchestra has its own server side",
-        ),
-        (["strategy=fedavg,orchestra"], "^strategy=orchestra is now strategy=fedavg"),
-        (["method=orchestra", "method.strategy=x"], "^method.strategy was removed: method=orchestra works with any"),
-    ],
-)
-def test_words_of_earlier_versions_are_answered_with_those_of_now(overrides, sentence):
-    with pytest.raises(InputError, match=sentence):
-        validate_names(overrides)
-
-
-def test_words_of_earlier_versions_are_not_in_use():
-    choices = {f"{group}={name}" for group, names in config_groups().items() for name in names}
-    assert choices.isdisjoint(RENAMED)
-    assert CONF.is_dir()
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("fedssl.heads.MLP", "fedssl.methods.heads.MLP"),
-        ("strategies.robust.Krum", "strategies.krum.Krum"),
-        ("fedssl.schedules.layer_wise", "fedssl.schedule.phases.layer_wise"),
-        ("fedssl.lr_schedules.cosine", "fedssl.schedule.lr.cosine"),
-    ],
-)
-def test_dotted_names_of_earlier_versions_are_told_the_new_one(old, new):
-    with pytest.raises(InputError, match=f"strategy._target_={old} is now {new}"):
-        locate(old, key="strategy._target_")
-    assert callable(locate(new))

@@ -153,13 +153,6 @@ def test_a_spectrum_says_what_it_is_of(tmp_path: Path, found: dict[str, Any], ti
     assert plotted.figure.axes[0].get_title() == title
 
 
-def test_a_spectrum_of_an_older_run_counts_pictures(tmp_path: Path):
-    line = {"round": 1, "client": None, "model": "x", **spectrum_of([1.0])}
-    line["spectrum"]["pictures"] = line["spectrum"].pop("images")
-    write_lines(tmp_path / "health.jsonl", [line])
-    assert is_png(write_plot("spectrum", tmp_path, tmp_path))
-
-
 def spectra_of(models: int) -> list[dict[str, Any]]:
     rows = [{"round": 2, "client": None, "model": str(n), **spectrum_of([10.0**n])} for n in range(models)]
     return [*rows, {"round": 2, "client": 3, **spectrum_of([1.0])}]

@@ -147,13 +147,6 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(sweep: Path, tmp_path: Pa
     assert (tmp_path / "table.md").read_text() == "before"
 
 
-def test_the_old_name_of_the_option_is_answered_by_the_new_one(sweep: Path, command):
-    status, out, error = command(sweep, "--pictures")
-    assert status == 2
-    assert out == ""
-    assert error == "fedssl-report: --pictures is now --figures; use fedssl-report DIR... --figures\n"
-
-
 def test_figures_need_no_end_of_the_run(tmp_path: Path, command):
     folder = job(tmp_path / "run", "fedavg", 0)
     (folder / "summary.json").unlink()
