@@ -39,7 +39,7 @@ from strategies.loss import loss_weighted
 from strategies.m_dawa import m_dawa
 from strategies.update_geometry import deviation_gram
 from strategies.update_store import in_memory
-from strategies.weighted_sum import WeightedSum, block_size
+from strategies.weighted_sum import WeightedSum
 
 TILE = 32768  # numbers of each client in one product
 EUA_TARGET = 1.5
@@ -143,14 +143,13 @@ def report_in_memory(layers: Layers, updates: list[ClientUpdate], repetitions: i
         )
 
 
-def stream(rule: WeightedSum, global_layers: Layers, updates: Iterator[ClientUpdate], *, size: int) -> float:
-    """Aggregate the updates one by one in blocks of ``size``, as a round does; return seconds from the last one on."""
+def stream(rule: WeightedSum, global_layers: Layers, updates: Iterator[ClientUpdate], *, number: int) -> float:
+    """Aggregate the updates one by one as a round of ``number`` clients does; return seconds from the last one on."""
     reference = ReferenceLayers(global_layers)
+    rule.set_clients(list(range(number)))
     rule.start(reference)
-    for position, update in enumerate(updates):
+    for update in updates:
         start = time.perf_counter()
-        if position and position % size == 0:
-            rule.end_block()
         reference.check(update.layers)
         rule.add(update, reference.cosines_of(update.layers))
     rule.finish()
@@ -166,15 +165,15 @@ def report_streaming(layers: Layers, updates: list[ClientUpdate], repetitions: i
         for update, record in zip(updates, records, strict=True):
             yield replace(update, layers=record_to_arrays(record))
 
-    size = block_size(len(updates))
+    number = len(updates)
     after: dict[str, list[float]] = {name: [] for name in RULES}
     for _ in range(repetitions):
         for name, rule in RULES.items():
-            after[name].append(stream(rule, layers, received(), size=size))
+            after[name].append(stream(rule, layers, received(), number=number))
     print(f"\nK={len(updates)}, one by one{'':9}ms after the last     models of extra memory")
     for name, rule in RULES.items():
         tracemalloc.start()
-        stream(rule, layers, received(), size=size)
+        stream(rule, layers, received(), number=number)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         print(f"{name:24}{Seconds(statistics.median(after[name]), min(after[name]))} {peak / model:26.2f}")

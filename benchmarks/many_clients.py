@@ -26,7 +26,7 @@ from flwr.app import Message
 from benchmarks.common import make_parser
 from fedssl.config.load import load_settings
 from server_app.app import execute
-from server_app.block_sums import BlockSumTask
+from server_app.exchanges.sums import SumTask
 from simulation.grid import LocalGrid, load_client_app
 from simulation.ray_grid import RayGrid
 from simulation.ray_session import ray_session
@@ -63,8 +63,8 @@ class AlternatingGrid(RayGrid):
     def _is_local(self) -> bool:
         return len(self.cpu) % 2 == 1
 
-    def sum_blocks(self, task: BlockSumTask | None) -> None:
-        super().sum_blocks(None if len(self.cpu) % 2 == 0 else task)
+    def sum_updates(self, task: SumTask | None) -> None:
+        super().sum_updates(None if len(self.cpu) % 2 == 0 else task)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         self.cpu.append(cpu_seconds())

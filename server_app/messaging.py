@@ -11,7 +11,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedssl.availability import Workload
-from server_app.block_sums import BlockSumTask
+from server_app.exchanges.sums import SumTask
 
 log = logging.getLogger("fedssl")
 
@@ -33,7 +33,7 @@ class FlushableGrid(Protocol):
 class SummingGrid(Protocol):
     """Grid whose clients' processes can sum their updates."""
 
-    def sum_blocks(self, task: BlockSumTask | None) -> None:
+    def sum_updates(self, task: SumTask | None) -> None:
         """Sum the updates in the replies to the next messages, or stop doing so."""
         ...
 
@@ -94,10 +94,10 @@ class MessageExchange:
         if isinstance(self._grid, FlushableGrid):
             self._grid.flush()
 
-    def sum_blocks(self, make_task: Callable[[], BlockSumTask | None]) -> None:
+    def sum_updates(self, make_task: Callable[[], SumTask | None]) -> None:
         """Let clients' processes sum the updates in the replies to the next messages, if they can."""
         if isinstance(self._grid, SummingGrid):
-            self._grid.sum_blocks(make_task())
+            self._grid.sum_updates(make_task())
 
     def send_and_receive(
         self,

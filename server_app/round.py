@@ -17,9 +17,9 @@ from fedssl.errors import RunError
 from fedssl.untrusted import sanitize_line
 from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.secure_aggregation import summed_size
-from server_app.block_sums import BlockClient, BlockSumTask, LostSumError
 from server_app.client_models import ClientModels, MappedValues
 from server_app.compatibility import require_full_exchange
+from server_app.exchanges.sums import LostSumError, SumClient, SumTask
 from server_app.messaging import NO_REPLY, MessageExchange, ordered_by_client
 from server_app.model_aggregation import ModelAggregation
 from server_app.plans import PlanBuilder
@@ -28,10 +28,10 @@ from server_app.secagg_round import TooFewParticipants
 from server_app.secure_aggregation import apply_delta, max_weight_of, privacy_parameters, secure_mean_delta
 from server_app.updates import CollectedUpdates, RoundResult, UpdateReader, ValidUpdate, norm_outliers
 from server_app.validation import InvalidUpdate
-from strategies.interfaces import GLOBAL, GlobalModel, RoundOutcome, ServerState, model_suffix
+from strategies.interfaces import GLOBAL, GlobalModel, Mergeable, RoundOutcome, ServerState, model_suffix
 from strategies.low_rank_aggregation import REPLACING_FACTORS
 from strategies.update_store import UpdateStore
-from strategies.weighted_sum import NO_COSINES, WeightedSum, block_size
+from strategies.weighted_sum import NO_COSINES, WeightedSum
 
 log = logging.getLogger("fedssl")
 
@@ -66,9 +66,7 @@ class Round:
         state = state.with_models(self._cluster_models)
         self._context, self._state = context, state
         clients = context.sample(self.number, attempt=attempt, in_flight=in_flight)
-        size = block_size(len(clients))
-        self._attempt, self._block, self._summed = attempt, 0, list[ValidUpdate]()
-        self._blocks = {client: position // size for position, client in enumerate(clients)}
+        self._attempt, self._sampled, self._summed = attempt, frozenset(clients), list[ValidUpdate]()
         candidates = {client: server.candidate_models(state, self.number, client) for client in clients}
         targets = dict.fromkeys(self._cluster_models or (GLOBAL,) * context.aggregation.buffered)
         for client, names in candidates.items():
@@ -95,6 +93,9 @@ class Round:
         )
         self._state_rounds = {**state.state_rounds}
         self._result = RoundResult(self.number)
+        for aggregation in self._aggregations.values():
+            if isinstance(aggregation.aggregator, Mergeable):
+                aggregation.aggregator.set_clients(clients)
         aggregators = {name: aggregation.aggregator for name, aggregation in self._aggregations.items()}
         if context.aggregation.buffered:
             require_full_exchange("aggregation.buffered=true", context, plans, models=aggregators)
@@ -103,7 +104,7 @@ class Round:
         if context.secure_aggregation:
             require_full_exchange("secure_aggregation=secagg_plus", context, plans, models=aggregators)
 
-    def block_sum_task(self, *, has_observers: bool) -> BlockSumTask | None:
+    def sum_task(self, *, has_observers: bool) -> SumTask | None:
         """Return what clients' processes need to sum their updates; None if the server needs each update."""
         context, settings, server = self._context, self._context.aggregation, self._context.strategy.server
         start, aggregation = self.starts.get(GLOBAL), self._aggregations.get(GLOBAL)
@@ -113,24 +114,21 @@ class Round:
         compares = has_observers or server.num_comparison_images or settings.max_norm_ratio is not None
         if is_cut_off or compares or context.privacy or context.secure_aggregation:
             return None
-        if type(aggregation.aggregator) is not WeightedSum:  # a subclass may need more than a sum
-            return None
-        if aggregation.products is not None:
+        aggregator = aggregation.aggregator
+        if not isinstance(aggregator, Mergeable) or not aggregator.can_merge or aggregation.products is not None:
             return None
         if any(self._targets(client, GLOBAL) != (GLOBAL,) for client in self.slots):
             return None
         clients = {
-            context.nodes[client]: BlockClient(
-                client, self._blocks[client], slot.downloaded, self._state.state_rounds.get(client, 0)
-            )
+            context.nodes[client]: SumClient(client, slot.downloaded, self._state.state_rounds.get(client, 0))
             for client, slot in self.slots.items()
         }
-        return BlockSumTask(
+        return SumTask(
             round=self.number,
             attempt=self._attempt,
             validator=self._reader.validator,
             expected=start.expected_upload,
-            aggregator=aggregation.aggregator,
+            aggregator=aggregator,
             clients=clients,
         )
 
@@ -227,7 +225,7 @@ class Round:
         server = self._context.strategy.server
         names = dict.fromkeys(server.destination_models(self._state, self.number, client, start))
         if server.models_per_client:  # a client that is not sampled keeps its model
-            return tuple(name for name in names if int(name) in self._blocks)
+            return tuple(name for name in names if int(name) in self._sampled)
         return tuple(names)
 
     # --- replies ---
@@ -293,8 +291,9 @@ class Round:
 
     def _accumulate(self, valid: ValidUpdate, observers: Sequence[UpdateObserver]) -> None:
         slot, update, context = valid.slot, valid.update, self._context
-        self._start_block(self._blocks.get(slot.client, self._block))  # late updates follow the last block
-        if valid.block_sum is not None:
+        if valid.remote_sum is not None:
+            if self._summed and self._summed[0].remote_sum is not valid.remote_sum:
+                self._add_summed()
             self._summed.append(valid)
             return
         self._add_summed()
@@ -325,27 +324,17 @@ class Round:
         summed, self._summed = self._summed, []
         if not summed:
             return
-        aggregator, block_sum = self._aggregations[GLOBAL].aggregator, summed[0].block_sum
-        assert isinstance(aggregator, WeightedSum)
-        assert block_sum is not None
+        aggregator, remote_sum = self._aggregations[GLOBAL].aggregator, summed[0].remote_sum
+        assert isinstance(aggregator, Mergeable)
+        assert remote_sum is not None
         try:
-            aggregator.add_block(block_sum.get())
+            aggregator.merge(remote_sum.get())
         except LostSumError as reason:
             for valid in summed:
                 self._drop(valid.slot.client, str(reason))
             return
         for valid in summed:
             self._record(valid)
-
-    def _start_block(self, block: int) -> None:
-        """End the current block of clients, if another one starts."""
-        if block == self._block:
-            return
-        self._add_summed()
-        self._block = block
-        for aggregation in self._aggregations.values():
-            if isinstance(aggregation.aggregator, WeightedSum):
-                aggregation.aggregator.end_block()
 
     # --- the new state ---
 

@@ -290,7 +290,7 @@ def run_round(
                 messages=attempted.messages,
             )
         )
-        exchange.sum_blocks(partial(attempted.block_sum_task, has_observers=bool(observers)))
+        exchange.sum_updates(partial(attempted.sum_task, has_observers=bool(observers)))
         replies = exchange.send_and_receive(
             attempted.messages, timeout=context.timeout, deadline=settings.round_deadline, min_replies=min_replies
         )

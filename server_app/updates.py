@@ -13,7 +13,7 @@ from fedssl.arrays import Cosines, Layers, ReferenceLayers, is_weight, relative_
 from fedssl.low_rank_products import pad_factors
 from fedssl.wire.messages import ARRAYS, ClientUpdate
 from fedssl.wire.records import content_bytes, decode_arrays
-from server_app.block_sums import BlockSum, SummedContent
+from server_app.exchanges.sums import RemoteSum, SummedContent
 from server_app.plans import ClientSlot, StartingModel
 from server_app.round_context import RoundContext
 from server_app.validation import UpdateValidator, read_model_index
@@ -82,7 +82,7 @@ class RoundResult:
 class ValidUpdate:
     """A validated update with its client's slot, cosines with its start, size in bytes, and staleness in rounds.
 
-    With ``block_sum`` its layers are part of this sum, and ``update`` has none.
+    With ``remote_sum`` its layers are part of this sum, and ``update`` has none.
     """
 
     slot: ClientSlot
@@ -90,7 +90,7 @@ class ValidUpdate:
     cosines: Cosines
     bytes_up: int
     staleness: int = 0
-    block_sum: BlockSum | None = None
+    remote_sum: RemoteSum | None = None
 
     def metrics(self, round: int) -> ClientMetrics:
         slot, update, cosines = self.slot, self.update, self.cosines
@@ -183,8 +183,8 @@ class UpdateReader:
     def read(self, slot: ClientSlot, reply: Message) -> ValidUpdate:
         """Return the update of a reply to this round's plan, and set its start; raises `InvalidUpdate`."""
         if isinstance(reply.content, SummedContent):
-            summed, block_sum = reply.content.summed, reply.content.block_sum
-            return ValidUpdate(slot, summed.update, summed.cosines, summed.num_bytes, block_sum=block_sum)
+            summed, remote_sum = reply.content.summed, reply.content.remote_sum
+            return ValidUpdate(slot, summed.update, summed.cosines, summed.num_bytes, remote_sum=remote_sum)
         slot.start = slot.candidates[read_model_index(reply, num_models=len(slot.candidates))]
         return self._validate(slot, reply, self._starts[slot.start].expected_upload, number=self._number)
 

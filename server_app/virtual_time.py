@@ -32,7 +32,7 @@ from fedssl.config.settings import Settings
 from fedssl.errors import InputError, RunError
 from fedssl.seeding import numpy_generator
 from fedssl.wire.records import restored_content
-from server_app.block_sums import BlockSumTask
+from server_app.exchanges.sums import SumTask
 from server_app.messaging import NO_REPLY, MessageExchange
 
 log = logging.getLogger("fedssl")
@@ -172,7 +172,7 @@ class VirtualTimeExchange(MessageExchange):
     def nodes_in_flight(self) -> set[int]:
         return set(self._held)
 
-    def sum_blocks(self, make_task: Callable[[], BlockSumTask | None]) -> None:
+    def sum_updates(self, make_task: Callable[[], SumTask | None]) -> None:
         """Let the server sum: which clients of a block arrive is not known before."""
 
     def schedule(self, make_workloads: Callable[[], Mapping[int, Workload]]) -> None:

@@ -17,10 +17,9 @@ import ray
 from flwr.app import Message
 from ray.exceptions import RayError
 
-from server_app.block_sums import LostSumError
+from server_app.exchanges.sums import LostSumError
 from simulation.client_actor import TASK_SECONDS
 from simulation.ray_session import last_line
-from strategies.weighted_sum import PartialSum
 
 TAKE_TIMEOUT = 60.0  # seconds
 
@@ -60,13 +59,12 @@ class ActorSum:
         if self.is_used and self.reference is None:
             self.reference = self.actor.take_block.remote(self.block)
 
-    def get(self) -> PartialSum:
+    def get(self) -> Any:
         """Return the sum; raises `LostSumError`."""
         if self.reference is None:
             raise LostSumError("a client of the same process has not replied in time")
         try:
-            block: PartialSum = ray.get(self.reference)
-            return block
+            return ray.get(self.reference)
         except RayError as error:
             raise LostSumError(f"its process died: {last_line(error)}") from error
 
@@ -108,11 +106,11 @@ class BlockQueue:
 
     def put_back(self, calls: Sequence[tuple[Call, ActorSum | None]]) -> None:
         """Return calls of an actor that it has not run. Those that it was to sum are the next ones of their block."""
-        for call, block_sum in reversed(calls):
-            if block_sum is None:  # it is added to no sum, because other clients of its block may have run
+        for call, actor_sum in reversed(calls):
+            if actor_sum is None:  # it is added to no sum, because other clients of its block may have run
                 self._single.appendleft(call)
-            elif block_sum.block in self._blocks:  # it is not after `clear`
-                self._blocks[block_sum.block].pending.appendleft(call)
+            elif actor_sum.block in self._blocks:  # it is not after `clear`
+                self._blocks[actor_sum.block].pending.appendleft(call)
 
     def next_call(self, actor: Any) -> tuple[Call, ActorSum | None]:
         """Return the next call of an idle actor, and the sum that the actor adds its update to."""

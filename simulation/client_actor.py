@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from flwr.app import Context, Message, RecordDict
@@ -16,10 +17,10 @@ from flwr.clientapp import ClientApp
 from fedssl.compat import set_task_identity
 from fedssl.machine.devices import is_gpu, select_device
 from fedssl.wire.records import content_bytes
-from server_app.block_sums import BlockSumTask, SummedUpdate
+from server_app.exchanges.sums import SummedUpdate, SumTask
 from simulation.gpu_placement import device_failure
 from simulation.grid import load_client_app, run_client_app
-from strategies.weighted_sum import PartialSum, WeightedSum
+from strategies.interfaces import Mergeable
 
 TASK_SECONDS = 0.3  # after which a task starts no further client
 TASK_BYTES = 16_000_000  # of replies, which the server frees together; a larger reply is alone
@@ -30,7 +31,7 @@ class Payload:
     """Content of a message, and what an actor needs to sum the updates of the round, if it may."""
 
     content: RecordDict
-    task: BlockSumTask | None
+    task: SumTask | None
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class ClientActor:
     def __init__(self, client_app: ClientApp | None = None) -> None:
         set_task_identity()
         self._client_app = client_app or load_client_app()
-        self._task: BlockSumTask | None = None
-        self._sums: dict[int, WeightedSum] = {}  # by block
+        self._task: SumTask | None = None
+        self._sums: dict[int, Mergeable] = {}  # by block
 
     def has_gpu(self) -> bool:
         """Return whether torch finds a GPU."""
@@ -96,7 +97,7 @@ class ClientActor:
                 break
         return replies, seconds
 
-    def take_block(self, block: int) -> PartialSum:
+    def take_block(self, block: int) -> Any:
         """Return and remove the sum of a block."""
         return self._sums.pop(block).take_block()
 
@@ -110,7 +111,7 @@ class ClientActor:
             reply.content = RecordDict()
         return ClientReply(reply, call.context, summed)
 
-    def _add(self, task: BlockSumTask, block: int, reply: Message) -> SummedUpdate | None:
+    def _add(self, task: SumTask, block: int, reply: Message) -> SummedUpdate | None:
         if self._task is None or (self._task.round, self._task.attempt) != (task.round, task.attempt):
             self._task, self._sums = task, {}
         if block not in self._sums:

@@ -2,7 +2,7 @@
 
 The ServerApp runs in this process. Contents that several clients receive are put into Ray's object store once, and the
 actors of a host read them there without a copy. Replies are freed after the server has aggregated them. Where the
-server needs no single update, actors sum those of the clients that they train (`server_app.block_sums`).
+server needs no single update, actors sum those of the clients that they train (`server_app.exchanges.sums`).
 
 If an actor dies or its GPU fails, it is replaced, its clients in the current block have failed, and the round
 continues. An actor whose GPU fails twice in a row is not replaced.
@@ -35,7 +35,7 @@ from fedssl.machine.devices import (
 )
 from fedssl.machine.out_of_memory import OUT_OF_MEMORY
 from server_app.app import execute
-from server_app.block_sums import BlockSumTask, SummedContent
+from server_app.exchanges.sums import SummedContent, SumTask
 from simulation.block_queue import ActorSum, BlockQueue, Call, task_size
 from simulation.client_actor import ClientActor, ClientCall, ClientReply, Payload
 from simulation.gpu_placement import Placement, measure_client, place_clients
@@ -76,7 +76,7 @@ class RayGrid(SimulatedGrid):
         self._client_gpus = client.gpus
         self._slots: dict[Any, _Slot] = {}
         self._replies: deque[Message] = deque()
-        self._task: BlockSumTask | None = None
+        self._task: SumTask | None = None
         self._pending = BlockQueue()
         self._retry_alone: deque[Call] = deque()
         self._starting: dict[Any, Any] = {}
@@ -88,7 +88,7 @@ class RayGrid(SimulatedGrid):
         for placement in placements:
             self._start_actor(_Slot(placement))
 
-    def sum_blocks(self, task: BlockSumTask | None) -> None:
+    def sum_updates(self, task: SumTask | None) -> None:
         """Let actors sum the updates in the replies to the next messages."""
         self._task = task
 
@@ -110,7 +110,7 @@ class RayGrid(SimulatedGrid):
                 put[id(message.content)] = message.content, ray.put(Payload(message.content, task))
             without = copy.copy(message)
             without.content = RecordDict()
-            block = task.clients[message.metadata.dst_node_id].block if task else None
+            block = task.block_of(message.metadata.dst_node_id) if task else None
             self._pending.add(Call(message=without, payload=put[id(message.content)][1], block=block))
         self._dispatch()
         return ids
@@ -210,19 +210,19 @@ class RayGrid(SimulatedGrid):
             self._run(actor, [(self._retry_alone.popleft(), None)])
 
     def _take_finished(self) -> None:
-        busy = (block_sum for running in self._running.values() for _, block_sum in running.calls)
-        self._pending.take_finished(block_sum for block_sum in busy if block_sum is not None)
+        busy = (actor_sum for running in self._running.values() for _, actor_sum in running.calls)
+        self._pending.take_finished(actor_sum for actor_sum in busy if actor_sum is not None)
 
     def _run(self, actor: Any, calls: Sequence[tuple[Call, ActorSum | None]]) -> None:
         payloads: dict[Any, int] = {}
         client_calls = []
-        for call, block_sum in calls:
+        for call, actor_sum in calls:
             context = self._contexts[call.message.metadata.dst_node_id]
             # A client that is retried alone reports by itself what would fit.
             marker = SimulationMarker(engine_retries=not call.is_retry)
             context.node_config[MARKER_KEY] = marker  # type: ignore[assignment]
             payload = payloads.setdefault(call.payload, len(payloads))
-            client_calls.append(ClientCall(call.message, context, payload, block_sum.block if block_sum else None))
+            client_calls.append(ClientCall(call.message, context, payload, actor_sum.block if actor_sum else None))
         task = actor.run_clients.remote(client_calls, *payloads)
         self._running[task] = _Running(actor, calls)
 
@@ -247,7 +247,7 @@ class RayGrid(SimulatedGrid):
         self._client_seconds = seconds / len(replies)
         self._pending.put_back(calls[len(replies) :])
         results = [
-            self._result(call, block_sum, reply) for (call, block_sum), reply in zip(calls, replies, strict=False)
+            self._result(call, actor_sum, reply) for (call, actor_sum), reply in zip(calls, replies, strict=False)
         ]
         call, last = calls[len(replies) - 1][0], results[-1]  # the actor stops after a failed client
         if not (last.has_error() and OUT_OF_MEMORY in (last.error.reason or "")):
@@ -261,11 +261,11 @@ class RayGrid(SimulatedGrid):
         self._retry_alone.append(replace(call, is_retry=True))
         return results[:-1]
 
-    def _result(self, call: Call, block_sum: ActorSum | None, reply: ClientReply) -> Message:
+    def _result(self, call: Call, actor_sum: ActorSum | None, reply: ClientReply) -> Message:
         self._contexts[call.message.metadata.dst_node_id] = reply.context
-        if reply.summed is not None and block_sum is not None:
-            block_sum.is_used = True
-            reply.message.content = SummedContent(reply.summed, block_sum)
+        if reply.summed is not None and actor_sum is not None:
+            actor_sum.is_used = True
+            reply.message.content = SummedContent(reply.summed, actor_sum)
         return reply.message
 
     def _release(self, actor: Any, *, failed: bool) -> None:

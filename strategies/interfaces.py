@@ -90,6 +90,36 @@ class Aggregator(Protocol):
         ...
 
 
+@runtime_checkable
+class Mergeable(Aggregator, Protocol):
+    """Aggregator that adds blocks of consecutive clients. Other processes may compute the sums of their first clients.
+
+    Such a process calls `start` and `add` of a copy, and sends what `take_block` returns. An aggregator without these
+    methods receives every update.
+    """
+
+    @property
+    def can_merge(self) -> bool:
+        """Return whether `merge` of a sum is the same as `add` of its clients."""
+        ...
+
+    def set_clients(self, clients: list[int]) -> None:
+        """Set the ids of the clients of the round, ascending. They alone decide the blocks. Called before `start`."""
+        ...
+
+    def block_of(self, client: int) -> int:
+        """Return the number of the block of a client."""
+        ...
+
+    def take_block(self) -> Any:
+        """Return and remove the sum of the current block, picklable."""
+        ...
+
+    def merge(self, block: Any) -> None:
+        """Add the sum of the first clients of a block, before the other ones of that block."""
+        ...
+
+
 @dataclass(frozen=True)
 class Combination:
     """A new layer as a linear combination of the old one and those of the clients."""

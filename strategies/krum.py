@@ -28,7 +28,7 @@ from strategies.interfaces import Aggregator, Combination, GlobalModel, Strategy
 from strategies.robust import BatchAggregator, validated
 from strategies.update_geometry import deviation_gram, gram_memory
 from strategies.update_store import UpdateStore, in_memory
-from strategies.weighted_sum import NO_COSINES, WeightedSum, as_reference, block_size
+from strategies.weighted_sum import NO_COSINES, WeightedSum, as_reference
 
 log = logging.getLogger("fedssl")
 
@@ -38,7 +38,7 @@ def krum(
 ) -> Layers:
     """Return the mean of the clients that are `closest` to the others. Arguments as there."""
     chosen = closest(global_layers, updates, malicious=malicious, select=select)
-    return _mean(as_reference(global_layers), in_memory([update.layers for update in chosen]), range(len(chosen)))
+    return _mean(as_reference(global_layers), in_memory([update.layers for update in chosen]), list(range(len(chosen))))
 
 
 def closest(
@@ -68,13 +68,12 @@ def _closest(global_layers: ReferenceLayers, updates: UpdateStore, *, malicious:
     return sorted(int(k) for k in best)
 
 
-def _mean(global_layers: ReferenceLayers, updates: UpdateStore, chosen: Sequence[int]) -> Layers:
+def _mean(global_layers: ReferenceLayers, updates: UpdateStore, chosen: list[int]) -> Layers:
     """Return the mean of the chosen updates, which are read one by one."""
-    total, size = WeightedSum(), block_size(len(chosen))
+    total = WeightedSum()
+    total.set_clients(chosen)
     total.start(global_layers)
-    for position, index in enumerate(chosen):
-        if position % size == 0:
-            total.end_block()
+    for index in chosen:
         total.add(ClientUpdate(layers=updates.layers(index), partition_id=index), NO_COSINES)
     return total.finish()
 

@@ -5,8 +5,8 @@ examples (Eq. 1 of L-DAWA, Rehman et al., ICCV 2023) or exp(-loss) (its Eq. 6). 
 the client's layer (Eqs. 4-6) or that of its whole model (Eqs. 2-3) with the global one. With ``normalize`` the divisor
 is ``sum_k beta_k |s_k|``, so that scales weight the clients against each other and no layer shrinks.
 
-Updates are added one by one, in blocks of consecutive clients (`block_size`). The sum of each block is added to that of
-the blocks before it. Blocks depend only on the sampled clients, so any process can compute the sum of a block, with
+Updates are added one by one, in blocks of consecutive clients (`num_per_block`). The sum of each block is added to that
+of the blocks before it. Blocks depend only on the sampled clients, so any process can compute the sum of a block, with
 equal bits. A round needs the memory of two models beside the global one for any number of clients.
 
 The scale of a product of two factors (LoRA) multiplies its factor B. Factors A are averaged with s = 1, so that the
@@ -18,6 +18,7 @@ Running statistics are averaged with s = 1 (``buffers="average"``), or scaled li
 
 import math
 import warnings
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -41,7 +42,7 @@ MIN_BLOCK, MAX_BLOCKS = 5, 16
 NO_COSINES = Cosines(weights={}, statistics={}, model=1.0, first_invalid=None)
 
 
-def block_size(num_clients: int) -> int:
+def num_per_block(num_clients: int) -> int:
     """Return the number of clients in each block of a round; the last block may have fewer."""
     return max(MIN_BLOCK, math.ceil(num_clients / MAX_BLOCKS))
 
@@ -59,6 +60,7 @@ class PartialSum:
     weight: float = 0.0
     min_loss: float = math.inf
     is_empty: bool = True  # the arrays are not initialized
+    block: int = 0  # number of the block of these clients
 
     def add_weights(self, addend: "PartialSum") -> tuple[float, float]:
         """Add the weights of another sum. Return the factors by which the layers of both must be multiplied."""
@@ -107,8 +109,8 @@ class _Term:
 class WeightedSum:
     """Weighted average of client models, optionally scaled by their cosines with the global model.
 
-    Call `start`, then `add` for each client in order of its id, with `end_block` after each block, then `finish`.
-    `start` starts a new round. `add_all` adds all clients of a round, faster and bit-identical.
+    Call `set_clients`, without which all clients are one block, `start`, `add` for each client in order of its id,
+    then `finish`. `start` starts a new round. `add_all` adds all clients of a round, faster and bit-identical.
 
     Parameters
     ----------
@@ -130,35 +132,55 @@ class WeightedSum:
             raise InputError(f"scale={scale} must be {' or '.join(SCALES)}")
         self.weighting, self.scale, self.buffers = weighting, scale, buffers
         self.normalize = normalize
+        self._clients: list[int] = []
+        self._number = 0  # of the current block
 
     @property
     def required_metrics(self) -> tuple[str, ...]:
         """Return the names of the metrics that every client must report."""
         return REQUIRED_METRICS[self.weighting]
 
+    @property
+    def can_merge(self) -> bool:
+        """Return whether sums of clients can be merged. A subclass may need more than a sum."""
+        return type(self) is WeightedSum
+
+    def set_clients(self, clients: list[int]) -> None:
+        """Set the ids of the clients of the round, ascending, which decide the blocks."""
+        self._clients = clients  # shared: a round may have as many sums as clients
+
+    def block_of(self, client: int) -> int:
+        """Return the number of the block of a client. Those that are not of the round follow the last block."""
+        position = bisect_left(self._clients, client)
+        if self._clients[position : position + 1] != [client]:
+            return self._number
+        return position // num_per_block(len(self._clients))
+
     def start(self, global_layers: ReferenceLayers) -> None:
         """Start a round."""
         self._global = global_layers
         self._sum: PartialSum | None = None  # of the blocks that have ended
         self._block: PartialSum | None = None
+        self._number = 0
         self._terms: list[_Term] = []  # for `combination`; empty without products
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
         """Add an update that `ReferenceLayers.check` validated."""
-        block = self._open_block()
+        block = self._open_block(update.partition_id)
         self._accumulate(block, [_Block([self._weighted(block, update, cosines)])])
 
     def add_weighted(self, update: ClientUpdate, weight: float) -> None:
         """Add an update with an explicit weight and without scaling. The options do not apply."""
-        block = self._open_block()
+        block = self._open_block(update.partition_id)
         coefficients = dict.fromkeys(block.layers, weight)
         self._record_terms(update, math.inf, weight, coefficients)
         self._accumulate(block, [_Block([_addend(block, update.layers, coefficients, weight=weight)])])
 
-    def add_block(self, block: PartialSum) -> None:
+    def merge(self, block: PartialSum) -> None:
         """Add the sum of the first clients of a block, a result of `take_block`."""
-        assert self._block is None, "the first clients of a block must be added first"
-        self._block = block
+        assert self._block is None or block.block != self._number, "the first clients of a block must be added first"
+        self._end_block()
+        self._number, self._block = block.block, block
 
     def take_block(self) -> PartialSum:
         """Return and remove the sum of the current block, which must have clients."""
@@ -166,7 +188,7 @@ class WeightedSum:
         block, self._block = self._block, None
         return block
 
-    def end_block(self) -> None:
+    def _end_block(self) -> None:
         """Add the sum of the current block, if it has clients, to that of the blocks before it."""
         if self._sum is None:
             self._sum, self._block = self._block, None
@@ -188,7 +210,7 @@ class WeightedSum:
                 )
         if not updates:
             return
-        self._sum, size, blocks = self._new_sum(), block_size(len(updates)), []
+        self._sum, size, blocks = self._new_sum(), num_per_block(len(updates)), []
         for start in range(0, len(updates), size):
             # The first block is summed in place.
             block = PartialSum(layers={}, scaled_weights=dict.fromkeys(self._sum.layers, 0.0)) if start else self._sum
@@ -199,7 +221,7 @@ class WeightedSum:
 
     def finish(self) -> Layers:
         """Return the new global layers. Raises `InputError` without any update."""
-        self.end_block()
+        self._end_block()
         if self._sum is None:
             raise InputError("no client sent an update; at least one is needed")
         total, self._sum = self._sum.writable(), None
@@ -236,8 +258,14 @@ class WeightedSum:
         layers = {name: np.empty(array.shape, _sum_dtype(array)) for name, array in self._global.layers.items()}
         return PartialSum(layers=layers, scaled_weights=dict.fromkeys(layers, 0.0))
 
-    def _open_block(self) -> PartialSum:
+    def _open_block(self, client: int) -> PartialSum:
+        """Return the sum of the block of a client."""
+        number = self.block_of(client)
+        if number != self._number:
+            self._end_block()
+            self._number = number
         self._block = self._new_sum() if self._block is None else self._block.writable()
+        self._block.block = number
         return self._block
 
     def _weighted(self, total: PartialSum, update: ClientUpdate, cosines: Cosines) -> _Addend:
@@ -296,11 +324,11 @@ def _accumulate(total: np.ndarray, name: str, blocks: Sequence[_Block]) -> None:
     for start in range(0, len(sums), TILE):
         tile = slice(start, start + TILE)
         for block, layers in zip(blocks, clients, strict=True):
-            block_sum = scratch[: len(sums[tile])] if block.merge else sums[tile]
+            own_sum = scratch[: len(sums[tile])] if block.merge else sums[tile]
             for addend, layer in zip(block.addends, layers, strict=True):
-                _add(block_sum, layer[tile], addend.factor, addend.coefficients[name])
+                _add(own_sum, layer[tile], addend.factor, addend.coefficients[name])
             if block.merge:
-                _add(sums[tile], block_sum, block.merge.factor, block.merge.coefficients[name])
+                _add(sums[tile], own_sum, block.merge.factor, block.merge.coefficients[name])
 
 
 def _add(sums: torch.Tensor, layer: torch.Tensor, factor: float, coefficient: float) -> None:

@@ -7,7 +7,7 @@ import pytest
 import ray
 from ray.exceptions import RayError
 
-from server_app.block_sums import LostSumError
+from server_app.exchanges.sums import LostSumError
 from simulation.block_queue import ActorSum, BlockQueue, Call, task_size
 
 

@@ -1,13 +1,14 @@
 """Sums of blocks of clients: sizes, order of additions, and sums that other processes computed."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from fedssl.arrays import ReferenceLayers
 from strategies.fedavg import fedavg
-from strategies.weighted_sum import WeightedSum, block_size
+from strategies.weighted_sum import NO_COSINES, WeightedSum, num_per_block
 from tests.strategies.made import clients_of, layers, model, same, update
 
 MODES = [
@@ -26,7 +27,7 @@ MODES = [
     [(1, 5), (5, 5), (80, 5), (81, 6), (100, 7), (1000, 63)],
 )
 def test_block_sizes(clients, size):
-    assert block_size(clients) == size
+    assert num_per_block(clients) == size
 
 
 def test_the_order_of_the_additions():
@@ -53,13 +54,15 @@ def in_shared_memory(block):
 def test_blocks_summed_elsewhere_give_equal_bits(options, number, elsewhere):
     """The first ``elsewhere`` clients of each block are summed by another aggregator."""
     start = model(0)
-    updates = (clients_of(start) * number)[:number]
-    reference, size = ReferenceLayers(start), block_size(number)
+    updates = [replace(one, partition_id=k) for k, one in enumerate((clients_of(start) * number)[:number])]
+    reference, size = ReferenceLayers(start), num_per_block(number)
     rule, other = WeightedSum(**options), WeightedSum(**options)
     rule.start(reference)
     rule.add_all(updates)
     expected = rule.finish()
 
+    for aggregator in (rule, other):
+        aggregator.set_clients(list(range(number)))
     rule.start(reference)
     received = []
     for first in range(0, number, size):
@@ -69,27 +72,34 @@ def test_blocks_summed_elsewhere_give_equal_bits(options, number, elsewhere):
             other.add(one, reference.cosines_of(one.layers))
         received.append(in_shared_memory(other.take_block()))
         before = pickle.dumps(received[-1].layers)
-        rule.add_block(received[-1])
+        rule.merge(received[-1])
         for one in block[elsewhere:]:
             rule.add(one, reference.cosines_of(one.layers))
-        rule.end_block()
         assert pickle.dumps(received[-1].layers) == before
     first_block = pickle.dumps(received[0].layers)
     assert same(rule.finish(), expected)
     assert pickle.dumps(received[0].layers) == first_block
 
 
-def test_a_block_without_clients_changes_nothing():
+def test_blocks_without_updates_change_nothing():
     start = model(0)
     reference = ReferenceLayers(start)
     results = []
-    for empty_blocks in (0, 2):
+    for clients in ([5, 15], [*range(16)]):  # in the first block, and in the second and fourth of 4
         rule = WeightedSum(weighting="loss")
+        rule.set_clients(clients)
         rule.start(reference)
-        for one in clients_of(start)[:2]:
-            for _ in range(empty_blocks):
-                rule.end_block()
-            rule.add(one, reference.cosines_of(one.layers))
-            rule.end_block()
+        for client, one in zip((5, 15), clients_of(start), strict=False):
+            rule.add(replace(one, partition_id=client), reference.cosines_of(one.layers))
         results.append(rule.finish())
     assert same(*results)
+
+
+def test_a_client_of_an_earlier_round_follows_the_last_block():
+    rule = WeightedSum()
+    rule.set_clients(list(range(0, 14, 2)))
+    rule.start(ReferenceLayers(layers(a=[0])))
+    assert [rule.block_of(client) for client in (0, 8, 10, 12)] == [0, 0, 1, 1]
+    assert rule.block_of(5) == 0
+    rule.add(update(10, layers(a=[1])), NO_COSINES)
+    assert rule.block_of(5) == rule.block_of(14) == 1

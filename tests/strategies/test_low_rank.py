@@ -294,14 +294,14 @@ def test_sums_of_blocks_scale_like_the_whole_sum():
     updates = clients_near(start, 7)
     whole, blocks = (WeightedSum(scale="layer", weighting="loss") for _ in range(2))
     expected = l_dawa(start, updates, weighting="loss")
+    blocks.set_clients([one.partition_id for one in updates])
     for aggregator in (whole, blocks):
         aggregator.start(start)
     other = WeightedSum(scale="layer", weighting="loss")
     other.start(start)
     for one in updates[:5]:
         other.add(one, start.cosines_of(one.layers))
-    blocks.add_block(other.take_block())
-    blocks.end_block()
+    blocks.merge(other.take_block())
     for one in updates[5:]:
         blocks.add(one, start.cosines_of(one.layers))
     result = blocks.finish()

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from server_app.block_sums import LostSumError, SummedContent
+from server_app.exchanges.sums import LostSumError, SummedContent
 from server_app.messaging import MessageExchange
 from server_app.training_loop import run_round
 from strategies.base import FedSSLStrategy, ServerStrategy
@@ -20,7 +20,7 @@ from tests.server_app.small import small_federation
 from tests.server_app.test_round import crash, good, make_grid, missing_array, not_finite
 
 
-class BlockSum:
+class PickledSum:
     """Sum of a block as another process sends it: a copy with read-only arrays."""
 
     def __init__(self, aggregator):
@@ -42,7 +42,7 @@ class SummingGrid:
         self.grid, self.number, self.lost = grid, number, lost
         self.task, self.sums, self.summed = None, {}, []
 
-    def sum_blocks(self, task):
+    def sum_updates(self, task):
         self.task = pickle.loads(pickle.dumps(task))
         self.sums = {}
 
@@ -51,7 +51,7 @@ class SummingGrid:
         position = {}
         self.allowed = set()
         for message in messages if self.task else ():
-            block = self.task.clients[message.metadata.dst_node_id].block
+            block = self.task.block_of(message.metadata.dst_node_id)
             position[block] = position.get(block, -1) + 1
             if position[block] < self.number:
                 self.allowed.add(message.metadata.dst_node_id)
@@ -63,11 +63,11 @@ class SummingGrid:
             node = reply.metadata.src_node_id
             if node not in self.allowed or reply.has_error():
                 continue
-            block = self.task.clients[node].block
+            block = self.task.block_of(node)
             if block not in self.sums:
                 aggregator = pickle.loads(pickle.dumps(self.task.aggregator))
                 aggregator.start(self.task.expected)
-                self.sums[block] = BlockSum(aggregator)
+                self.sums[block] = PickledSum(aggregator)
                 self.sums[block].lost = block in self.lost
             summed = self.task.add(self.sums[block].aggregator, reply)
             if summed is not None:

@@ -1,7 +1,7 @@
-"""Sums of blocks of clients, computed in the processes that trained them (engine ``ray``).
+"""Sums of updates, computed in the processes that trained the clients (engine ``ray``).
 
-Such a process validates an update as the server does, and adds those of consecutive clients of a block
-(`strategies.weighted_sum.block_size`). The server receives the sum once instead of one model per client. Additions
+Such a process validates an update as the server does, and adds those of the first clients of a block
+(`strategies.interfaces.Mergeable`). The server receives the sum once instead of one model per client. Additions
 have the same order in every engine, so all results are bit-identical.
 
 Only the process of the server creates a `SummedContent`. No message from a network can contain one.
@@ -9,7 +9,7 @@ Only the process of the server creates a `SummedContent`. No message from a netw
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from flwr.app import Message, RecordDict
 
@@ -17,15 +17,14 @@ from fedssl.arrays import Cosines, ReferenceLayers
 from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.records import content_bytes
 from server_app.validation import InvalidUpdate, UpdateValidator
-from strategies.weighted_sum import PartialSum, WeightedSum
+from strategies.interfaces import Mergeable
 
 
 @dataclass(frozen=True)
-class BlockClient:
-    """A client of a round: its block, the layers that it received, and the round of its newest state, or 0."""
+class SumClient:
+    """A client of a round: the layers that it received, and the round of its newest state, or 0."""
 
     client: int
-    block: int
     downloaded: tuple[str, ...]
     saved_round: int
 
@@ -40,29 +39,33 @@ class SummedUpdate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockSumTask:
+class SumTask:
     """Task of another process: sum the updates of its clients in a round. Picklable."""
 
     round: int
     attempt: int
     validator: UpdateValidator
     expected: ReferenceLayers  # the layers that clients send, as they received them
-    aggregator: WeightedSum
-    clients: Mapping[int, BlockClient]  # by node
+    aggregator: Mergeable
+    clients: Mapping[int, SumClient]  # by node
 
-    def add(self, aggregator: WeightedSum, reply: Message) -> SummedUpdate | None:
+    def block_of(self, node: int) -> int:
+        """Return the number of the block of a node's client."""
+        return self.aggregator.block_of(self.clients[node].client)
+
+    def add(self, aggregator: Mergeable, reply: Message) -> SummedUpdate | None:
         """Validate a client's reply and add its update to a sum; None if it is invalid."""
         node = reply.metadata.src_node_id
-        one = self.clients[node]
+        client = self.clients[node]
         try:
             update, cosines = self.validator.read(
                 reply,
-                client=one.client,
+                client=client.client,
                 node=node,
                 round=self.round,
-                downloaded=one.downloaded,
+                downloaded=client.downloaded,
                 expected=self.expected,
-                saved_round=one.saved_round,
+                saved_round=client.saved_round,
             )
         except InvalidUpdate:  # the server reads it again, and reports the reason
             return None
@@ -71,20 +74,20 @@ class BlockSumTask:
 
 
 class LostSumError(Exception):
-    """The sum of a block is lost with its process. The message is the reason."""
+    """A sum is lost with its process. The message is the reason."""
 
 
-class BlockSum(Protocol):
+class RemoteSum(Protocol):
     """Sum of the first clients of a block, in another process."""
 
-    def get(self) -> PartialSum:
-        """Return the sum after all of its clients have replied; raises `LostSumError`."""
+    def get(self) -> Any:
+        """Return the sum for `Mergeable.merge` after all of its clients have replied; raises `LostSumError`."""
         ...
 
 
 class SummedContent(RecordDict):
-    """Content of the reply of a client whose update is part of ``block_sum``."""
+    """Content of the reply of a client whose update is part of ``remote_sum``."""
 
-    def __init__(self, summed: SummedUpdate, block_sum: BlockSum) -> None:
+    def __init__(self, summed: SummedUpdate, remote_sum: RemoteSum) -> None:
         super().__init__()
-        self.summed, self.block_sum = summed, block_sum
+        self.summed, self.remote_sum = summed, remote_sum

@@ -1,0 +1,1 @@
+"""Exchanges of a round's messages with clients."""
