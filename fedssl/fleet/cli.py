@@ -9,9 +9,8 @@
     fedssl-fleet rotate NAME KEY.pub                          replace the key of a device
 
 It runs on the server. ``--address`` and ``--certificates`` name the SuperLink; without them the connection ``fleet`` of
-Flower's ``config.toml`` is used. ``--run`` adds what devices reported in a run. ``watch --port`` serves a page and
-metrics for Prometheus at 127.0.0.1; ``--min-devices``, ``--max-hours``, ``--min-disk`` and ``--alert`` define alerts
-and the command that receives them.
+Flower's ``config.toml`` is used. ``--run`` adds what devices reported in a run. ``watch --port`` serves
+metrics for Prometheus at 127.0.0.1; ``--min-devices``, ``--max-hours`` and ``--min-disk`` define alerts.
 """
 
 import argparse
@@ -38,7 +37,7 @@ from fedssl.fleet.address import check_address
 from fedssl.fleet.control import RegisteredDevice, control_api, registered_devices
 from fedssl.fleet.keys import new_private_key, public_key_line, read_public_key
 from fedssl.fleet.kit import make_kit, write_kit
-from fedssl.fleet.watch import AlertHook, FleetView, Thresholds, ViewServer, as_cell, as_text, make_view
+from fedssl.fleet.watch import FleetView, MetricsServer, Thresholds, as_cell, as_text, make_view
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import FLEET_FILE, is_locked
 from fedssl.text_table import align
@@ -170,14 +169,13 @@ def watch(options: argparse.Namespace) -> str:
     thresholds = Thresholds(
         min_devices=options.min_devices, max_hours=options.max_hours, min_megabytes=options.min_disk
     )
-    server = None if options.port is None else ViewServer(options.port, columns)
-    alert, is_terminal = AlertHook(options.alert), sys.stdout.isatty()
+    server = None if options.port is None else MetricsServer(options.port)
+    is_terminal = sys.stdout.isatty()
     while True:
         view = _view(options, thresholds)
         if server is not None:
             server.view = view
         print(("\x1b[H\x1b[2J" if is_terminal else "") + as_text(view, columns), flush=True)
-        alert(view)
         time.sleep(options.interval)
 
 
@@ -327,11 +325,10 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--json", action="store_true")
         if name == "watch":
             command.add_argument("--interval", metavar="SECONDS", type=float, default=5.0)
-            command.add_argument("--port", metavar="PORT", type=int, help="of a page and of metrics, at 127.0.0.1")
+            command.add_argument("--port", metavar="PORT", type=int, help="of metrics for Prometheus, at 127.0.0.1")
             command.add_argument("--min-devices", metavar="K", type=int, help="alert if fewer are online")
             command.add_argument("--max-hours", metavar="N", type=float, help="alert for a device without contact")
             command.add_argument("--min-disk", metavar="MB", type=int, help="alert if a device or --run has less")
-            command.add_argument("--alert", metavar="COMMAND", help="called with every new alert")
         if name == "invite":
             command.add_argument("--server", metavar="HOST:PORT", required=True, help="address for devices")
             command.add_argument("--with-key", action="store_true", help="create the private key here and register it")

@@ -1,11 +1,7 @@
-"""A view of a fleet for its operator: on the terminal, as a local page, and as metrics for Prometheus."""
+"""A view of a fleet for its operator: on the terminal, and as metrics for Prometheus."""
 
 import datetime
-import html
 import json
-import shlex
-import shutil
-import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,12 +33,6 @@ _METRICS = """# HELP fedssl_device_online Whether the device is connected.
 # TYPE fedssl_bytes_total counter
 # HELP fedssl_alerts Number of active alerts.
 # TYPE fedssl_alerts gauge
-"""
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="5"><title>Fleet</title>
-<style>body {{ font: 15px sans-serif; margin: 2em }} td, th {{ padding: .2em 1em .2em 0; text-align: left }}
-.alert {{ color: #b00020 }}</style></head><body><h1>Fleet</h1><p>{time}<br>{progress}</p>{alerts}
-<table><tr>{head}</tr>{rows}</table></body></html>
 """
 
 
@@ -127,24 +117,6 @@ def as_text(view: FleetView, columns: Sequence[str]) -> str:
     return sanitize("\n".join([*lines, align(rows, left=len(columns))]), lines=True)
 
 
-def as_page(view: FleetView, columns: Sequence[str]) -> str:
-    """Return the view as a page that reloads itself."""
-
-    def cells(values: Sequence[str], tag: str) -> str:
-        return "".join(f"<{tag}>{html.escape(sanitize(value))}</{tag}>" for value in values)
-
-    rows = (
-        "<tr>" + cells([as_cell(device.get(column)) for column in columns], "td") + "</tr>" for device in view.devices
-    )
-    return _PAGE.format(
-        time=f"{view.time:%Y-%m-%d %H:%M:%S}",
-        progress=html.escape(view.progress),
-        alerts="".join(f'<p class="alert">{html.escape(sanitize(alert))}</p>' for alert in view.alerts),
-        head=cells(columns, "th"),
-        rows="".join(rows),
-    )
-
-
 def as_metrics(view: FleetView) -> str:
     """Return the view in the text format of Prometheus."""
     lines = []
@@ -165,13 +137,13 @@ def as_metrics(view: FleetView) -> str:
     return _METRICS + "\n".join(lines) + "\n"
 
 
-class ViewServer:
-    """Server of the latest view at 127.0.0.1: the page at ``/`` and the metrics at ``/metrics``."""
+class MetricsServer:
+    """Server of the metrics of the latest view at http://127.0.0.1/metrics."""
 
-    def __init__(self, port: int, columns: Sequence[str]) -> None:
+    def __init__(self, port: int) -> None:
         self.view: FleetView | None = None
         try:
-            self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(lambda: self.view, columns))
+            self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(lambda: self.view))
         except OSError as error:
             raise InputError(f"--port={port} cannot be used ({error.strerror}); choose another port") from error
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -186,19 +158,17 @@ class ViewServer:
         self._server.server_close()
 
 
-def _handler(view: Callable[[], FleetView | None], columns: Sequence[str]) -> type[BaseHTTPRequestHandler]:
+def _handler(view: Callable[[], FleetView | None]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            """Send the page or the metrics."""
+            """Send the metrics."""
             latest = view()
-            kinds = {"/": "text/html", "/metrics": "text/plain; version=0.0.4"}
-            kind = kinds.get(self.path)
-            if latest is None or kind is None:
+            if latest is None or self.path != "/metrics":
                 self.send_error(503 if latest is None else 404)
                 return
-            content = (as_page(latest, columns) if self.path == "/" else as_metrics(latest)).encode()
+            content = as_metrics(latest).encode()
             self.send_response(200)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
@@ -207,27 +177,6 @@ def _handler(view: Callable[[], FleetView | None], columns: Sequence[str]) -> ty
             """Log nothing."""
 
     return Handler
-
-
-class AlertHook:
-    """Runs a command for every new alert, with the alert as its last argument."""
-
-    def __init__(self, command: str | None) -> None:
-        try:
-            self._command = [] if command is None else shlex.split(command)
-        except ValueError as error:  # an open quote
-            raise InputError(f"--alert={command} is not a command ({error}); correct its quotes") from error
-        if self._command and shutil.which(self._command[0]) is None:
-            raise InputError(f"--alert={command}: there is no program {self._command[0]}; install it, or give its path")
-        self._active: set[str] = set()
-
-    def __call__(self, view: FleetView) -> None:
-        """Run the command for alerts that were not active before. Numbers in an alert do not make it new."""
-        kinds = {"".join(char for char in alert if not char.isdigit()): alert for alert in view.alerts}
-        if self._command:
-            for kind in kinds.keys() - self._active:
-                subprocess.run([*self._command, kinds[kind]], check=False)
-        self._active = set(kinds)
 
 
 def as_cell(value: Any) -> str:

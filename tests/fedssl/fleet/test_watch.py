@@ -1,9 +1,8 @@
-"""The operator's view: alerts, the text, the page and the metrics of a fleet."""
+"""The operator's view: alerts, the text and the metrics of a fleet."""
 
 import argparse
 import datetime
 import json
-import sys
 import urllib.error
 import urllib.request
 
@@ -11,7 +10,7 @@ import pytest
 
 from fedssl.errors import InputError
 from fedssl.fleet import cli
-from fedssl.fleet.watch import AlertHook, Thresholds, ViewServer, as_metrics, as_page, as_text, find_alerts, make_view
+from fedssl.fleet.watch import MetricsServer, Thresholds, as_metrics, as_text, find_alerts, make_view
 from tests.flower import free_port
 
 NOW = datetime.datetime(2026, 11, 25, 12, 0, tzinfo=datetime.UTC)
@@ -96,23 +95,19 @@ def test_text_has_progress_alerts_and_devices(run):
     assert lines[5].split() == ["shed", "7", "registered", "-", "-"]
 
 
-def test_page_and_metrics_are_served_on_loopback(run):
-    server = ViewServer(0, COLUMNS)
+def test_metrics_are_served_on_loopback(run):
+    server = MetricsServer(0)
     try:
         with pytest.raises(urllib.error.HTTPError, match="503"):
-            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/")
+            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics")
         server.view = view(run, max_hours=9)
-        page = urllib.request.urlopen(f"http://127.0.0.1:{server.port}/").read().decode()
         metrics = urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics").read().decode()
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"http://127.0.0.1:{server.port}/other")
         with pytest.raises(InputError, match=f"--port={server.port} cannot be used"):
-            ViewServer(server.port, COLUMNS)
+            MetricsServer(server.port)
     finally:
         server.close()
-    assert page == as_page(server.view, COLUMNS)
-    assert "&lt;b&gt;roof&lt;/b&gt;" in page
-    assert "<b>" not in page
     assert metrics == as_metrics(server.view)
     assert 'fedssl_device_online{name="garden",node="5"} 1\n' in metrics
     assert 'fedssl_device_online{name="shed",node="7"} 0\n' in metrics
@@ -124,16 +119,6 @@ def test_page_and_metrics_are_served_on_loopback(run):
     for line in metrics.splitlines():
         if not line.startswith("#"):
             assert f"# TYPE {line.partition('{')[0].partition(' ')[0]} " in metrics
-
-
-def test_the_hook_is_called_once_for_each_new_alert(tmp_path):
-    file = tmp_path / "alerts"
-    hook = AlertHook(f'{sys.executable} -c \'import sys; print(sys.argv[1], file=open("{file}", "a"))\'')
-    for thresholds in ({"min_devices": 2}, {"min_devices": 2, "max_hours": 9}, {}, {"min_devices": 2}):
-        hook(view(**thresholds))
-    lines = file.read_text().splitlines()
-    assert sorted(lines[:1] + lines[3:]) == 2 * ["1 devices are online, fewer than 2"]
-    assert sorted(lines[1:3]) == find_alerts(DEVICES, Thresholds(max_hours=9), NOW)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +133,6 @@ def test_the_hook_is_called_once_for_each_new_alert(tmp_path):
         ("--min-devices=-1", "--min-devices=-1 is out of range"),
         ("--max-hours=inf", "--max-hours=inf is out of range"),
         ("--min-disk=-5", "--min-disk=-5 is out of range"),
-        ("--alert=mail 'x", "--alert=mail 'x is not a command (No closing quotation); correct its quotes"),
-        ("--alert=no-such-program x", "there is no program no-such-program; install it, or give its path"),
     ],
 )
 def test_impossible_options_are_refused(operator, option, sentence):
