@@ -28,20 +28,20 @@ import numpy as np
 import torch
 
 from benchmarks.common import make_parser, time_in_turn
-from fedssl.arrays import Layers, ReferenceLayers, is_weight
-from fedssl.machine.process import default_threads, tune_allocator
+from fedssl.arrays import GlobalLayers, Layers, is_weight
+from fedssl.machine.process import default_threads, set_allocator_thresholds
 from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.records import arrays_to_record, record_to_arrays
 from strategies.eua import EUAAggregator, solve
 from strategies.fedavg import fedavg
+from strategies.gram_matrix import deviation_gram
 from strategies.l_dawa import l_dawa
-from strategies.loss import loss_weighted
+from strategies.loss_weighted import loss_weighted
 from strategies.m_dawa import m_dawa
-from strategies.update_geometry import deviation_gram
 from strategies.update_store import in_memory
 from strategies.weighted_sum import WeightedSum
 
-TILE = 32768  # numbers of each client in one product
+CACHE_TILE = 32768  # numbers of each client in one product
 EUA_TARGET = 1.5
 
 RULES = {
@@ -110,7 +110,7 @@ def measure(candidates: dict[str, Callable[[], object]], repetitions: int) -> di
 
 def report_in_memory(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> None:
     """Print part 1."""
-    reference = ReferenceLayers(layers)
+    reference = GlobalLayers(layers)
     spare = {name: np.empty_like(array) for name, array in layers.items()}
     flat = np.concatenate([array.reshape(-1) for array in layers.values() if array.dtype.kind == "f"])
     flat_spare = np.empty_like(flat)
@@ -145,7 +145,7 @@ def report_in_memory(layers: Layers, updates: list[ClientUpdate], repetitions: i
 
 def stream(rule: WeightedSum, global_layers: Layers, updates: Iterator[ClientUpdate], *, number: int) -> float:
     """Aggregate the updates one by one as a round of ``number`` clients does; return seconds from the last one on."""
-    reference = ReferenceLayers(global_layers)
+    reference = GlobalLayers(global_layers)
     rule.set_clients(list(range(number)))
     rule.start(reference)
     for update in updates:
@@ -204,21 +204,21 @@ def eua_of_authors(global_layers: Layers, models: list[Layers]) -> torch.Tensor:
     return columns @ p
 
 
-def bare_product(weights: ReferenceLayers, models: list[Layers], factors: np.ndarray) -> None:
+def bare_product(weights: GlobalLayers, models: list[Layers], factors: np.ndarray) -> None:
     """Compute products of the models and a weighted sum of those with a factor, without deviations and checks."""
     used = np.flatnonzero(factors)
 
     def multiply(name: str) -> None:
         arrays = [torch.from_numpy(model[name].reshape(-1)) for model in models]
         products, total = torch.zeros(len(arrays), len(arrays)), torch.zeros(len(arrays[0]))
-        buffer = torch.empty(len(arrays), min(TILE, len(total)))
-        for start in range(0, len(total), TILE):
-            tile = [array[start : start + TILE] for array in arrays]
+        buffer = torch.empty(len(arrays), min(CACHE_TILE, len(total)))
+        for start in range(0, len(total), CACHE_TILE):
+            tile = [array[start : start + CACHE_TILE] for array in arrays]
             x = buffer[:, : len(tile[0])]
             torch.stack(tile, out=x)
             products.addmm_(x, x.T)
             for k in used:
-                total[start : start + TILE].add_(tile[k], alpha=float(factors[k]))
+                total[start : start + CACHE_TILE].add_(tile[k], alpha=float(factors[k]))
 
     weights.parallel_for(multiply)
 
@@ -226,9 +226,9 @@ def bare_product(weights: ReferenceLayers, models: list[Layers], factors: np.nda
 def report_eua(layers: Layers, updates: list[ClientUpdate], repetitions: int) -> None:
     """Print part 3."""
     models = [update.layers for update in updates]
-    weights = ReferenceLayers({name: array for name, array in layers.items() if is_weight(name, array)})
+    weights = GlobalLayers({name: array for name, array in layers.items() if is_weight(name, array)})
     gram = deviation_gram(weights, in_memory(models))
-    reference = ReferenceLayers(layers)
+    reference = GlobalLayers(layers)
     all_cosines = reference.cosines_of_all(models)
 
     def eua() -> None:
@@ -263,7 +263,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("clients", nargs="*", type=int, default=[10, 100], help="numbers of clients")
     numbers = parser.parse_args().clients
-    tune_allocator()
+    set_allocator_thresholds()
     torch.set_num_threads(default_threads(32))
     layers = make_update(resnet18(), -1).layers  # noise, because the authors' form divides by zero biases
     updates = [make_update(layers, client) for client in range(max(numbers))]

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.common import make_parser, time_in_turn
-from fedssl.machine.process import OPENMP_ENV, tune_allocator
+from fedssl.machine.process import OPENMP_ENV, set_allocator_thresholds
 
 if __name__ == "__main__":  # not if training.py imports this module
     os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported, as the command fedssl does
@@ -145,7 +145,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(f"allocator keeps freed memory: {tune_allocator()}, threads: {options.threads}, batch: {options.batch}")
+    kept = set_allocator_thresholds()
+    print(f"allocator keeps freed memory: {kept}, threads: {options.threads}, batch: {options.batch}")
     shape = (options.num_images, 3, options.size, options.size)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 

@@ -29,7 +29,7 @@ from fedssl.evaluation.features import accuracy
 from fedssl.evaluation.linear_probe import LinearProbe
 from fedssl.evaluation.protocol import EvaluationInput, make_evaluation_input
 from fedssl.export import load_encoder
-from fedssl.machine.process import tune_allocator
+from fedssl.machine.process import set_allocator_thresholds
 from fedssl.training import batches
 
 TIMES, POINTS = 80, 0.2  # targets
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.2)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    tune_allocator()
+    set_allocator_thresholds()
     overrides = ["dataset=cifar10", f"dataset.path={quote_value(options.data)}", "dataset.cache=null"]
     overrides.append(f"dataset.limit={options.num_images}")
     everything = make_evaluation_input(

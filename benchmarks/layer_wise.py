@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass, replace
 
 from fedssl.datasets.images import TensorImages
-from fedssl.machine.process import OPENMP_ENV, tune_allocator
+from fedssl.machine.process import OPENMP_ENV, set_allocator_thresholds
 
 os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported, as the command fedssl does
 
@@ -46,7 +46,7 @@ from fedssl.wire.records import content_bytes, record_to_arrays
 from server_app.round import Round
 from server_app.round_context import RoundContext
 from simulation.grid import LocalGrid
-from strategies.interfaces import GLOBAL, GlobalModel, ServerState
+from strategies.types import GLOBAL, GlobalModel, ServerState
 
 SCHEDULES = ("fedmoco", "fedmoco_lw", "lw_fedssl", "prog_fedssl")
 PAPER_MEMORY = dict(zip(SCHEDULES, (1.0, 0.25, 0.30, 1.0), strict=True))  # measured by the authors, Table 3
@@ -144,7 +144,7 @@ def traffic(settings: Settings, method: SSLMethod, schedule: list[Phase]) -> np.
 def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
-    tune_allocator()
+    set_allocator_thresholds()
     name = torch.cuda.get_device_name() if options.device.type == "cuda" else f"CPU, {options.threads} threads"
     print(f"torch {torch.__version__}, {name}, {options.blocks} blocks, batch {options.batch}, {options.precision}\n")
     overrides = ["num_clients=1", f"encoder.depth={options.blocks}", f"rounds={ROUNDS_PER_STAGE * options.blocks}"]

@@ -38,7 +38,7 @@ from server_app.app import build_run
 from server_app.messaging import MessageExchange
 from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
-from strategies.interfaces import ClientState, ServerState
+from strategies.types import ClientState, ServerState
 
 COMMON = ["encoder=resnet18", "partition=iid", "rounds=1000"]
 

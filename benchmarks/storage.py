@@ -28,7 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.common import make_parser, time_in_turn
-from fedssl.machine.process import OPENMP_ENV, tune_allocator
+from fedssl.machine.process import OPENMP_ENV, set_allocator_thresholds
 
 if __name__ == "__main__":
     os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported, as the command fedssl does
@@ -186,7 +186,7 @@ def report(jobs: dict[str, Job], *, count: int, turns: int) -> dict[str, float]:
 
 
 def compare(source: Path, *, count: int, turns: int) -> None:
-    tune_allocator()  # as in a run
+    set_allocator_thresholds()  # as in a run
     storage.THREADS = WORKERS
     torch.set_num_threads(WORKERS)
     with tempfile.TemporaryDirectory(prefix="fedssl-storage-") as name:

@@ -32,7 +32,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 from fedssl.datasets.images import TensorImages
-from fedssl.machine.process import OPENMP_ENV, tune_allocator
+from fedssl.machine.process import OPENMP_ENV, set_allocator_thresholds
 
 if __name__ == "__main__":  # not in the process of the usual client
     os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported, as the command fedssl does
@@ -214,7 +214,7 @@ def serve(connection: Connection, device: torch.device, threads: int, tuned: boo
     """Create clients and run epochs as requested, until None is received."""
     torch.set_num_threads(threads)
     if tuned:
-        tune_allocator()
+        set_allocator_thresholds()
     epoch = None
     while (request := connection.recv()) is not None:
         if request == "epoch":
@@ -361,7 +361,8 @@ def main() -> None:
     if options.quick:
         options.batch, options.steps, options.turns = 16, dict.fromkeys(ENCODERS, 1), dict.fromkeys(ENCODERS, 1)
     name = torch.cuda.get_device_name() if options.device.type == "cuda" else f"CPU, {options.threads} threads"
-    print(f"torch {torch.__version__}, {name}, native: {', '.join(native)}, freed memory kept: {tune_allocator()}")
+    kept = set_allocator_thresholds()
+    print(f"torch {torch.__version__}, {name}, native: {', '.join(native)}, freed memory kept: {kept}")
     for encoder in options.encoders:
         for part in options.parts:
             print()

@@ -21,9 +21,9 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 
 from benchmarks.common import make_parser, time_in_turn
 from fedssl.arrays import Layers
-from fedssl.compat import set_task_identity
 from fedssl.config.load import compose
-from fedssl.machine.process import tune_allocator
+from fedssl.flower_internals import set_task_identity
+from fedssl.machine.process import set_allocator_thresholds
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_layers
 from fedssl.wire.records import arrays_to_record, encode_arrays
@@ -59,7 +59,7 @@ def median_seconds(jobs: dict[str, Callable[[], object]], *, turns: int = 21) ->
 def main() -> None:
     make_parser(__doc__).parse_args()
     torch.set_num_threads(1)
-    tune_allocator()
+    set_allocator_thresholds()
     set_task_identity()
     start, trained = models()
     print(f"torch {torch.__version__}, {sum(array.size for array in start.values()) / 1e6:.1f} M numbers")

@@ -42,7 +42,7 @@ def handle(message: Message, context: Context) -> Message:
 
         return handlers.handle(message, context)
     from client_app import resident_client  # POSIX only
-    from fedssl.compat import error_reply
+    from fedssl.flower_internals import error_reply
 
     try:
         return resident_client.forward(message, context)

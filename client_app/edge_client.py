@@ -47,7 +47,7 @@ from fedssl.fleet.checks import free_space
 from fedssl.fleet.limits import Limits, read_limits
 from fedssl.machine.devices import select_device
 from fedssl.machine.process import default_threads
-from fedssl.untrusted import read_text, sanitize_line
+from fedssl.safe_io import read_text, sanitize_line
 from fedssl.wire.device import check_device_name, installed_versions
 from fedssl.wire.identity import NodeInfo
 

@@ -20,13 +20,13 @@ from client_app.secure import is_secure, secagg_reply
 from client_app.simulated import is_simulated
 from client_app.simulated_client import SimulatedClient
 from client_app.worker import ClientWorker, release_worker, worker_for
-from fedssl.compat import error_reply
 from fedssl.config.load import parse_client_config
 from fedssl.config.settings import LOSSLESS, ClientSettings
 from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet.encoders import store_encoder
 from fedssl.fleet.history import record
 from fedssl.fleet.quality import encoder_quality
+from fedssl.flower_internals import error_reply
 from fedssl.machine.out_of_memory import OUT_OF_MEMORY, is_out_of_memory
 from fedssl.wire.delivery import EncoderDelivery, quality_content
 from fedssl.wire.fingerprint import code_fingerprint

@@ -24,7 +24,7 @@ from flwr.app import Context, Message
 
 from client_app.frames import receive_frame, send_frame
 from client_app.resident_folder import SOCKET_NAME_LENGTH, Supervisor, supervisor_folder
-from fedssl.compat import content_from_bytes, context_to_bytes, message_from_bytes, message_to_bytes
+from fedssl.flower_internals import content_from_bytes, context_to_bytes, message_from_bytes, message_to_bytes
 from fedssl.wire.device import installed_versions
 from fedssl.wire.fingerprint import code_fingerprint
 

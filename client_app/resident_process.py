@@ -69,7 +69,13 @@ def main(argv: Sequence[str]) -> None:
 def load_handler() -> Handler:
     """Return the function that receives a context and a message, and returns the reply and the context's state."""
     from client_app import handlers  # slow import
-    from fedssl.compat import content_to_bytes, context_from_bytes, drop_content, message_from_bytes, message_to_bytes
+    from fedssl.flower_internals import (
+        content_to_bytes,
+        context_from_bytes,
+        drop_content,
+        message_from_bytes,
+        message_to_bytes,
+    )
     from fedssl.machine.process import return_freed_memory
 
     def handle(receive: Callable[[], bytearray], on_step_start: Callable[[], None]) -> tuple[bytes, bytes]:

@@ -23,8 +23,8 @@ from safetensors import safe_open
 from fedssl.atomic_files import atomic_write, round_file, saved_rounds
 from fedssl.machine.memory import available_memory
 from fedssl.runs.manifest import STATE_SUFFIX
-from fedssl.untrusted import MAX_TENSORS_BYTES, check_tensors_like, open_regular_file
-from strategies.interfaces import ClientState
+from fedssl.safe_io import MAX_TENSORS_BYTES, check_tensors_like, open_regular_file
+from strategies.types import ClientState
 
 log = logging.getLogger("fedssl")
 

@@ -41,7 +41,7 @@ from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import LocalTrainer, TrainResult, train
 from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan
 from strategies.base import ClientStrategy
-from strategies.interfaces import ClientState
+from strategies.types import ClientState
 
 TARGETS_FOLDER = "targets"  # in the folder of ``dataset.cache``
 

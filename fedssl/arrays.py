@@ -5,10 +5,10 @@ kinds: weights (changed by an optimizer), statistics (running mean and variance 
 (integers, such as ``num_batches_tracked``).
 
 The cosine of a client's layer with the global one is Eq. 2 of L-DAWA (Rehman et al., ICCV 2023). Products are summed in
-float32 by BLAS over rows of `ROW` numbers and in float64 across rows (relative error about 1e-7; one float32 sum over a
-layer of millions of numbers has an error of 1e-5 and more). One thread processes a whole layer, and OpenBLAS, which
-NumPy's wheels contain, multiplies up to 10,000 numbers on one thread. Results therefore do not depend on the number of
-threads.
+float32 by BLAS over rows of `BLAS_ROW` numbers and in float64 across rows (relative error about 1e-7; one float32 sum
+over a layer of millions of numbers has an error of 1e-5 and more). One thread processes a whole layer, and OpenBLAS,
+which NumPy's wheels contain, multiplies up to 10,000 numbers on one thread. Results therefore do not depend on the
+number of threads.
 
 Two layers may be factors of a product that is added to a weight (LoRA, `fedssl.low_rank`). They are exchanged, summed
 and stored like other layers. Their cosine, however, is that of the product, under the name of the weight.
@@ -31,11 +31,11 @@ Layers = dict[str, np.ndarray]
 
 STATISTICS = ("running_mean", "running_var")
 
-ROW = 1 << 10  # numbers in one BLAS product
+BLAS_ROW = 1 << 10  # numbers in one BLAS product
 
 # Numbers per block. Data shared by several operations or clients stays in the cache, so that memory is read once. With
 # 500 rows or fewer NumPy does not release the interpreter lock.
-TILE = 512 * ROW
+CACHE_TILE = 512 * BLAS_ROW
 
 _NUMBERS_PER_THREAD = 1 << 20
 _SMALLEST_SQUARE = 1e-30
@@ -89,7 +89,7 @@ class Cosines:
         return self.first_invalid is None
 
 
-class ReferenceLayers:
+class GlobalLayers:
     """The initial layers of clients in a round, to which their updates are compared.
 
     Attributes
@@ -125,15 +125,15 @@ class ReferenceLayers:
             if is_weight(name, array) and name not in self.first_factors
         }
 
-    def subset(self, names: Iterable[str]) -> "ReferenceLayers":
+    def subset(self, names: Iterable[str]) -> "GlobalLayers":
         """Return some of the layers. Both factors of a pair must be among the names, or neither."""
         return self.with_layers({name: self.layers[name] for name in names})
 
-    def with_layers(self, layers: Layers) -> "ReferenceLayers":
+    def with_layers(self, layers: Layers) -> "GlobalLayers":
         """Return other layers with the same pairs."""
-        return ReferenceLayers(layers, self.pairs)
+        return GlobalLayers(layers, self.pairs)
 
-    def weights(self) -> "ReferenceLayers":
+    def weights(self) -> "GlobalLayers":
         """Return the weights among the layers."""
         return self.subset(name for name, array in self.layers.items() if is_weight(name, array))
 
@@ -262,19 +262,19 @@ def _product_products(w: LowRank, g: LowRank) -> tuple[float, float]:
 
 
 def _inner_products(clients: Sequence[np.ndarray], g: np.ndarray, dtype: np.dtype) -> list[tuple[float, float]]:
-    rows = g.size // ROW
-    end = rows * ROW
+    rows = g.size // BLAS_ROW
+    end = rows * BLAS_ROW
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         y = g[end:].astype(dtype, copy=False)
         rests = [w[end:].astype(dtype, copy=False) for w in clients]
         products = [(float(x @ y), float(x @ x)) for x in rests]
         if not rows:
             return products
-        g = g[:end].reshape(rows, ROW)
-        clients = [w[:end].reshape(rows, ROW) for w in clients]
+        g = g[:end].reshape(rows, BLAS_ROW)
+        clients = [w[:end].reshape(rows, BLAS_ROW) for w in clients]
         sums = np.empty((len(clients), 2, rows), dtype)
-        for start in range(0, rows, TILE // ROW):
-            tile = slice(start, start + TILE // ROW)
+        for start in range(0, rows, CACHE_TILE // BLAS_ROW):
+            tile = slice(start, start + CACHE_TILE // BLAS_ROW)
             y = g[tile].astype(dtype, copy=False)
             for w, (wg, ww) in zip(clients, sums, strict=True):
                 x = w[tile].astype(dtype, copy=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fedssl.errors import InputError
-from fedssl.untrusted import open_regular_file
+from fedssl.safe_io import open_regular_file
 
 _PARTIAL = ".partial"  # suffix of incomplete files
 

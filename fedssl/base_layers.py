@@ -18,7 +18,7 @@ import numpy as np
 from fedssl.arrays import Layers
 from fedssl.atomic_files import atomic_write
 from fedssl.errors import InputError
-from fedssl.untrusted import MAX_TENSORS_BYTES, check_tensors_like, open_regular_file
+from fedssl.safe_io import MAX_TENSORS_BYTES, check_tensors_like, open_regular_file
 
 if TYPE_CHECKING:  # a device's process starts without torch
     from torch import Tensor

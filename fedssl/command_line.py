@@ -167,7 +167,7 @@ def _print_error(message: str, *, status: int) -> int:
 
 def _sanitize(message: str) -> str:
     try:
-        from fedssl.untrusted import sanitize  # here: signals are handled before it is imported
+        from fedssl.safe_io import sanitize  # here: signals are handled before it is imported
     except Exception:  # an import that was interrupted cannot be repeated
         return message.encode("ascii", "backslashreplace").decode()
     return sanitize(message)

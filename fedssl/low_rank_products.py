@@ -3,7 +3,7 @@
 Inner products are <B_1 A_1, B_2 A_2> = sum((B_1^T B_2) * (A_1 A_2^T)): O((m + n) r^2) instead of O(m n). Everything is
 computed in float64. The error is about 1e-16 times the product of the lengths of the factors, so differences are formed
 from the differences of the factors (`LowRank.minus`), which vanish with them. torch computes on the caller's number of
-threads; inside `fedssl.arrays.ReferenceLayers.parallel_for` that is one, and the bits depend on nothing else.
+threads; inside `fedssl.arrays.GlobalLayers.parallel_for` that is one, and the bits depend on nothing else.
 """
 
 from collections.abc import Mapping, Sequence

@@ -7,7 +7,7 @@ from outside passes them through `plain_values` first.
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fedssl.untrusted import sanitize
+from fedssl.safe_io import sanitize
 
 MAX_DEPTH = 32  # of nested values
 _MAX_SIZE = 2**22  # number of values and of characters

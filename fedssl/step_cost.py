@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, sdpa_back
 from fedssl.datasets.base import ImageData
 from fedssl.datasets.images import TensorImages
 from fedssl.machine.devices import MPS, is_gpu
-from fedssl.machine.out_of_memory import copy_to_cpu, with_less_memory
+from fedssl.machine.out_of_memory import copy_to_cpu, retry_in_chunks
 from fedssl.methods.base import SSLMethod
 from fedssl.schedule.phases import Phase
 from fedssl.schedule.stages import set_active_stages
@@ -83,7 +83,7 @@ def step_cost(
             labels=None if labels is None else labels.cpu(),
         )
 
-    return with_less_memory(measure, device=images.device, what="a training step is measured")
+    return retry_in_chunks(measure, device=images.device, what="a training step is measured")
 
 
 def _step_cost(method: SSLMethod, *, images: Tensor, training: LocalTrainer, labels: Tensor | None) -> StepCost:

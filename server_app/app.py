@@ -19,7 +19,7 @@ from fedssl.config.overrides import parse, quote_value
 from fedssl.config.saved_run import resume_command
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError
-from fedssl.evaluation.protocol import why_not_evaluable
+from fedssl.evaluation.protocol import evaluation_problem
 from fedssl.evaluation.scores import format_table, mean_over_models
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_layers, load_layers
@@ -47,7 +47,7 @@ from server_app.training_loop import (
     load_each,
 )
 from server_app.virtual_time import VirtualTimeExchange
-from strategies.interfaces import ServerState
+from strategies.types import ServerState
 
 log = logging.getLogger("fedssl")
 
@@ -212,7 +212,7 @@ def run(
         log.info("the run is complete; only its final evaluation is repeated (more rounds: rounds=%d)", state.round + 1)
     on_start()
     log.info("strategy %s: %s", settings.recording.choices["strategy"], describe_exchange(components))
-    problem = NO_SERVER_DATA if settings.data.federated is None else why_not_evaluable(settings.data)
+    problem = NO_SERVER_DATA if settings.data.federated is None else evaluation_problem(settings.data)
     if problem:
         log.warning("nothing will be evaluated: %s", problem)
     exchange = make_exchange(grid, components, recorder)

@@ -70,8 +70,8 @@ from server_app.teacher import check_teacher, load_teacher, teacher_is_saved
 from server_app.update_memory import check_models_fit, check_updates_fit
 from server_app.virtual_time import VirtualTime, make_virtual_time
 from strategies.base import FedSSLStrategy
-from strategies.interfaces import ServerState, StrategyContext
 from strategies.server_optimizer import ServerOptimizer
+from strategies.types import ServerState, StrategyContext
 from strategies.update_store import UpdateStorage
 
 log = logging.getLogger("fedssl")

@@ -13,9 +13,9 @@ import torch
 from fedssl.atomic_files import atomic_write, remove, round_file, saved_rounds
 from fedssl.errors import RunError
 from fedssl.runs.manifest import CLIENT_MODELS, MODEL_SUFFIX, Part, client_folder, file_part
-from fedssl.untrusted import read_tensors, sanitize
+from fedssl.safe_io import read_tensors, sanitize
 from server_app.serialization import to_arrays, to_serializable
-from strategies.interfaces import GlobalModel
+from strategies.types import GlobalModel
 
 Check = Callable[[str, GlobalModel], None]  # raises `ValueError` for a model that the run cannot have
 Value = TypeVar("Value")

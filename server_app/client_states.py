@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fedssl.atomic_files import round_file, saved_rounds
 from fedssl.runs.manifest import CLIENT_STATES, STATE_SUFFIX, client_folder
-from strategies.interfaces import ServerState
+from strategies.types import ServerState
 
 log = logging.getLogger("fedssl")
 

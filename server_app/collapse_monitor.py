@@ -22,13 +22,13 @@ from fedssl.datasets.base import load_federated, load_split
 from fedssl.datasets.images import ImageSource
 from fedssl.evaluation.collapse_metrics import TOP, CollapseMetrics, spectrum
 from fedssl.evaluation.features import extract
-from fedssl.machine.out_of_memory import module_on_cpu, with_less_memory
+from fedssl.machine.out_of_memory import module_on_cpu, retry_in_chunks
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import exchanged_names, load_layers
 from fedssl.runs.representations import Representations
 from fedssl.seeding import torch_generator
 from fedssl.training import Augment, method_inputs
-from strategies.interfaces import GLOBAL
+from strategies.types import GLOBAL
 
 log = logging.getLogger("fedssl")
 
@@ -180,7 +180,7 @@ class CollapseMonitor:
                 views = self._augment(self._training_images.to(used), generator)
                 return network.diagnose(method_inputs(network, views, None, generator))
 
-        return with_less_memory(diagnose, device=self._device, what="failures are diagnosed")
+        return retry_in_chunks(diagnose, device=self._device, what="failures are diagnosed")
 
     def _warn_of_divergence(self, models: Sequence[str]) -> None:
         """Log one warning for all models without finite metrics."""

@@ -13,7 +13,7 @@ from fedssl.config.settings import DataSettings, Settings
 from fedssl.datasets.base import ImageData
 from fedssl.errors import InputError
 from fedssl.evaluation.early_stopping import check_monitor, check_threshold_unit
-from fedssl.evaluation.protocol import why_not_evaluable
+from fedssl.evaluation.protocol import evaluation_problem
 from fedssl.evaluation.scores import ACCURACY
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer
@@ -23,10 +23,10 @@ from server_app.plans import PlanBuilder
 from server_app.round_context import RoundContext
 from server_app.secure_aggregation import validate_graph
 from strategies.base import FedSSLStrategy
-from strategies.interfaces import GLOBAL, Aggregator, LinearAggregator
 from strategies.l_dawa import LDAWAScalingClient
 from strategies.low_rank_aggregation import CHANGING_WEIGHTS, OF_PRODUCTS, REPLACING_FACTORS
 from strategies.server_optimizer import ServerOptimizer
+from strategies.types import GLOBAL, Aggregator, LinearAggregator
 from strategies.weighted_sum import WeightedSum
 
 log = logging.getLogger("fedssl")
@@ -271,7 +271,7 @@ def forbid_state_limit(settings: Settings) -> None:
 
 def validate_personalized_evaluation(settings: Settings, image_data: ImageData) -> None:
     """Refuse personalized evaluation without labels; raises `InputError`."""
-    problem = why_not_evaluable(settings.data)
+    problem = evaluation_problem(settings.data)
     if settings.evaluation.personalized and (problem or image_data.labels is None):
         raise InputError(f"evaluate_personalized=true needs labels; {problem or 'the images of the clients have none'}")
 
@@ -291,7 +291,7 @@ def validate_early_stopping(
             f"early_stopping.monitor={rule.monitor} would stop a schedule of {phases} stages before its last; set "
             "early_stopping.monitor=null or schedule=end_to_end"
         )
-    problem = why_not_evaluable(settings.data)
+    problem = evaluation_problem(settings.data)
     if problem:
         raise InputError(f"early_stopping.monitor={rule.monitor} needs evaluations; {problem}")
     units = {**result_units, **({"classifier": ACCURACY} if method.uses_labels else {})}

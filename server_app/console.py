@@ -26,7 +26,7 @@ from rich.table import Column
 from fedssl.config.saved_run import resume_command
 from fedssl.errors import DISK_ERRORS, RunError
 from fedssl.evaluation.scores import Score
-from fedssl.untrusted import sanitize
+from fedssl.safe_io import sanitize
 
 log = logging.getLogger("fedssl")
 

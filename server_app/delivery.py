@@ -12,11 +12,11 @@ from fedssl.config.settings import EngineSettings, Settings
 from fedssl.errors import InputError
 from fedssl.fleet.quality import METRICS, mean_quality
 from fedssl.fleet.signature import load_signing_key, sign
-from fedssl.untrusted import read_bytes, sanitize_line
+from fedssl.safe_io import read_bytes, sanitize_line
 from fedssl.wire.delivery import EncoderDelivery, read_quality
 from server_app.messaging import MessageExchange
 from server_app.nodes import ClientDirectory
-from strategies.interfaces import GLOBAL, ServerState
+from strategies.types import GLOBAL, ServerState
 
 log = logging.getLogger("fedssl")
 

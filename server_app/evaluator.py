@@ -14,12 +14,12 @@ from fedssl.evaluation.protocol import (
     EvaluationProtocol,
     check_protocol,
     evaluate,
+    evaluation_problem,
     log_unknown_classes,
     make_evaluation_input,
-    why_not_evaluable,
 )
 from fedssl.evaluation.scores import Score
-from fedssl.machine.out_of_memory import module_on_cpu, with_less_memory
+from fedssl.machine.out_of_memory import module_on_cpu, retry_in_chunks
 from fedssl.methods.base import SSLMethod
 
 log = logging.getLogger("fedssl")
@@ -70,7 +70,7 @@ class Evaluator:
 
     @property
     def trains_network(self) -> bool:
-        return self._protocol.trains_network and why_not_evaluable(self._data) is None
+        return self._protocol.trains_network and evaluation_problem(self._data) is None
 
     def due(self, round: int) -> bool:
         return self._every > 0 and (round % self._every == 0 or round == self._rounds)
@@ -109,7 +109,7 @@ class Evaluator:
                 known = [part.cpu() for part in logits if part is not None]
                 return torch.cat(known) if known else None
 
-            logits = with_less_memory(classify, device=self._device, chunk=len(h), what="images are classified")
+            logits = retry_in_chunks(classify, device=self._device, chunk=len(h), what="images are classified")
             if logits is not None:
                 results["classifier"] = Score(accuracy(logits.argmax(dim=1), evaluation_input.test.labels))
         return results

@@ -14,7 +14,7 @@ from fedssl.wire.records import arrays_to_record
 from server_app.round import Round
 from server_app.round_context import RoundContext
 from server_app.updates import RoundResult
-from strategies.interfaces import ServerState
+from strategies.types import ServerState
 
 log = logging.getLogger("fedssl")
 

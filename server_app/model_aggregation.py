@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from fedssl.arrays import Cosines, Layers, ReferenceLayers
+from fedssl.arrays import Cosines, GlobalLayers, Layers
 from fedssl.wire.messages import ClientUpdate
 from server_app.round_context import RoundContext
-from strategies.interfaces import Aggregator, LinearAggregator
 from strategies.low_rank_aggregation import OF_PRODUCTS, ProductSum
+from strategies.types import Aggregator, LinearAggregator
 from strategies.update_store import CollectingAggregator, UpdateStorage
 
 
@@ -30,7 +30,7 @@ class ModelAggregation:
         seed_path = (context.seed, "factors", round, name)
         return cls(aggregator, ProductSum(aggregation, storage, seed_path=seed_path))
 
-    def start(self, global_layers: ReferenceLayers) -> None:
+    def start(self, global_layers: GlobalLayers) -> None:
         """Start the round."""
         self.aggregator.start(global_layers)
         if self.products is not None:

@@ -16,7 +16,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedssl.errors import InputError, RunError
-from fedssl.untrusted import sanitize_line
+from fedssl.safe_io import sanitize_line
 from fedssl.wire.device import differences, incompatibility
 from fedssl.wire.identity import NodeInfo, read_node_info
 from server_app.console import log_while_waiting

@@ -25,7 +25,7 @@ from server_app.build import RunComponents
 from server_app.messaging import MessageExchange
 from server_app.plans import PlanBuilder
 from server_app.validation import InvalidUpdate, check_state_round, read_model_index, read_update
-from strategies.interfaces import ServerState
+from strategies.types import ServerState
 
 log = logging.getLogger("fedssl")
 

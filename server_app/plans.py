@@ -8,14 +8,14 @@ from itertools import chain
 from flwr.app import ArrayRecord, Message, RecordDict
 from torch import Tensor
 
-from fedssl.arrays import Layers, ReferenceLayers
+from fedssl.arrays import GlobalLayers, Layers
 from fedssl.availability import Workload
 from fedssl.model_arrays import part_name
 from fedssl.schedule.phases import phase_at
 from fedssl.wire.messages import BASE, TrainPlan
 from fedssl.wire.records import content_bytes, encode_arrays, layer_bytes, record_bytes
 from server_app.round_context import RoundContext
-from strategies.interfaces import GlobalModel, ServerState
+from strategies.types import GlobalModel, ServerState
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class StartingModel:
     trainable: Layers
     frozen: Layers  # clients only use them
     upload_names: tuple[str, ...] | None  # None means all trainable layers
-    expected_upload: ReferenceLayers  # these layers, to validate updates against
+    expected_upload: GlobalLayers  # these layers, to validate updates against
 
 
 @dataclass
-class ClientSlot:
+class ClientAssignment:
     """One client in a round. ``start`` and ``destinations`` are set when its reply is read."""
 
     client: int
@@ -69,7 +69,7 @@ class PlanBuilder:
         self.starts = {name: self._start(state.models.get(name) or untrained()) for name in names}
         self._models: dict[tuple[str, tuple[str, ...], int | None], Layers] = {}
         self._packed: dict[int, ArrayRecord] = {}  # by the ids of these models
-        self.slots: dict[int, ClientSlot] = {}
+        self.slots: dict[int, ClientAssignment] = {}
         self.messages = self._plan_clients(candidates, oldest_resumable=oldest_resumable)
 
     def _start(self, model: GlobalModel) -> StartingModel:
@@ -79,7 +79,7 @@ class PlanBuilder:
         trained = {layer: layers[layer] for layer in context.stages.trained(self._phase, layers)}
         frozen = {layer: layers[layer] for layer in context.stages.frozen(self._phase, layers)}
         up = context.strategy.server.upload_names(model, self._number, trained)
-        sent = ReferenceLayers(trained if up is None else {layer: trained[layer] for layer in up}, context.factor_pairs)
+        sent = GlobalLayers(trained if up is None else {layer: trained[layer] for layer in up}, context.factor_pairs)
         return StartingModel(model, trained, frozen, up, sent)
 
     def _plan_clients(self, candidates: Mapping[int, tuple[str, ...]], *, oldest_resumable: int) -> list[Message]:
@@ -120,7 +120,7 @@ class PlanBuilder:
                 )
                 contents[key] = self._in_phase(client_plan, start).to_content(self._encode)
             content = contents[key]
-            self.slots[client] = ClientSlot(
+            self.slots[client] = ClientAssignment(
                 client,
                 names,
                 names[0],
@@ -148,7 +148,7 @@ class PlanBuilder:
     def _in_phase(self, plan: TrainPlan, start: StartingModel) -> TrainPlan:
         """Return the plan with the fields of the phase, if there are several phases or frozen stages."""
         phase, num_phases = self._phase, len(self._context.phases)
-        if num_phases > 1 or self._context.method.merged_names:
+        if num_phases > 1 or self._context.method.server_merged_names:
             plan = replace(plan, upload_names=tuple(start.expected_upload.layers))
         if num_phases == 1 and not phase.frozen:
             return plan
@@ -191,7 +191,7 @@ def client_workloads(
     number: int,
     *,
     starts: Mapping[str, StartingModel],
-    slots: Mapping[int, ClientSlot],
+    slots: Mapping[int, ClientAssignment],
     messages: Sequence[Message],
 ) -> dict[int, Workload]:
     """Return the work of every client of a round by node, for virtual time. Slots and messages have the same order.

@@ -34,7 +34,7 @@ from server_app.personalization import PersonalizedResult, mean_over_clients
 from server_app.run_folder import PERSONALIZED_FILE, RunFolder
 from server_app.trackers.base import SafeTracker
 from server_app.updates import RoundResult
-from strategies.interfaces import ServerState
+from strategies.types import ServerState
 
 log = logging.getLogger("fedssl")
 

@@ -14,7 +14,7 @@ from flwr.app import Message
 from fedssl.arrays import Layers
 from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.errors import RunError
-from fedssl.untrusted import sanitize_line
+from fedssl.safe_io import sanitize_line
 from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.secure_aggregation import summed_size
 from server_app.client_models import ClientModels, MappedValues
@@ -28,8 +28,8 @@ from server_app.secagg_round import TooFewParticipants
 from server_app.secure_aggregation import apply_delta, max_weight_of, privacy_parameters, secure_mean_delta
 from server_app.updates import CollectedUpdates, RoundResult, UpdateReader, ValidUpdate, norm_outliers
 from server_app.validation import InvalidUpdate
-from strategies.interfaces import GLOBAL, GlobalModel, Mergeable, RoundOutcome, ServerState, model_suffix
 from strategies.low_rank_aggregation import REPLACING_FACTORS
+from strategies.types import GLOBAL, GlobalModel, Mergeable, RoundOutcome, ServerState, model_suffix
 from strategies.update_store import UpdateStore
 from strategies.weighted_sum import NO_COSINES, WeightedSum
 

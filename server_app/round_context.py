@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from fedssl.arrays import Layers, ReferenceLayers
+from fedssl.arrays import GlobalLayers, Layers
 from fedssl.config.aggregation_settings import AggregationSettings, SecureAggregationSettings
 from fedssl.config.settings import LOSSLESS
 from fedssl.errors import InputError
@@ -21,9 +21,9 @@ from fedssl.seeding import numpy_generator
 from fedssl.wire.messages import CLIENT_METRICS
 from server_app.differential_privacy import Privacy
 from strategies.base import FedSSLStrategy
-from strategies.interfaces import GlobalModel
 from strategies.low_rank_aggregation import REPLACING_FACTORS
 from strategies.server_optimizer import NoServerOptimizer, ServerOptimizer
+from strategies.types import GlobalModel
 from strategies.update_store import UpdateStorage
 
 
@@ -99,9 +99,9 @@ class RoundContext:
         return Stages(self.method)
 
     @cached_property
-    def gathered(self) -> ReferenceLayers:
+    def gathered(self) -> GlobalLayers:
         """Return the names, shapes and dtypes of the parts that clients upload to the method's server side."""
-        return ReferenceLayers(self._copied(self.method.uploaded_parts))
+        return GlobalLayers(self._copied(self.method.uploaded_parts))
 
     @cached_property
     def factor_pairs(self) -> FactorPairs:

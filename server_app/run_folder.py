@@ -41,8 +41,8 @@ from fedssl.runs.manifest import (
 )
 from fedssl.runs.run import FLEET_FILE, LOCK_FILE
 from fedssl.runs.snapshots import SnapshotWriter, remove_later_snapshots
+from fedssl.safe_io import MAX_LINES_BYTES, corrupt_file_error, read_text, read_yaml
 from fedssl.tuning import plain_copy
-from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text, read_yaml
 from fedssl.wire.records import encode_arrays, record_bytes
 from server_app.build import ClientData
 from server_app.checkpoint import (
@@ -56,7 +56,7 @@ from server_app.client_models import ClientModels
 from server_app.client_states import ClientStates
 from server_app.nodes import ClientDirectory
 from server_app.updates import RoundResult
-from strategies.interfaces import ServerState, model_suffix
+from strategies.types import ServerState, model_suffix
 
 log = logging.getLogger("fedssl")
 
@@ -262,7 +262,7 @@ class RunFolder:
         encoder = method.encoder
         if encoder.low_rank_layers:
             adapter = f"adapter{model_suffix(name)}.safetensors"
-            if encoder.merged_names:  # the factors are only a part of the change
+            if encoder.server_merged_names:  # the factors are only a part of the change
                 log.info("no %s: the aggregation of LoRA's products changed the weights as well", adapter)
             else:
                 write_adapter(self.folder / adapter, encoder)

@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from fedssl.compat import (
+from fedssl.config.aggregation_settings import SecureAggregationSettings
+from fedssl.errors import RunError
+from fedssl.flower_internals import (
     bytes_to_ndarray,
     bytes_to_private_key,
     bytes_to_public_key,
     generate_shared_key,
     public_key_to_bytes,
 )
-from fedssl.config.aggregation_settings import SecureAggregationSettings
-from fedssl.errors import RunError
+from fedssl.safe_io import sanitize_line
 from fedssl.secure_aggregation.graph import SharingGraph, random_neighbors
 from fedssl.secure_aggregation.masks import add_mask, dequantized_mean
 from fedssl.secure_aggregation.shamir import combine_shares
-from fedssl.untrusted import sanitize_line
 from fedssl.wire.records import content_bytes
 from fedssl.wire.secure_aggregation import (
     COLLECT,

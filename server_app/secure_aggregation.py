@@ -24,7 +24,7 @@ from fedssl.wire.secure_aggregation import (
 )
 from server_app.messaging import MessageExchange
 from server_app.secagg_round import SecAggRound, SecureMean, TooFewParticipants
-from strategies.interfaces import Aggregator
+from strategies.types import Aggregator
 from strategies.weighted_sum import WeightedSum
 
 

@@ -1,7 +1,7 @@
 """Conversion of a server's state to what `torch.save` can write without pickled code, and back.
 
 Dataclasses become dictionaries, and arrays tensors. A mapping of clients to plain values becomes one tensor with JSON:
-the list of values that `torch.save` pickles has a maximum length (`fedssl.untrusted.read_tensors`), and a federation
+the list of values that `torch.save` pickles has a maximum length (`fedssl.safe_io.read_tensors`), and a federation
 may have millions of clients.
 """
 

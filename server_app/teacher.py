@@ -9,7 +9,7 @@ from fedssl.errors import InputError
 from fedssl.export import load_weights
 from fedssl.methods.base import TEACHER, SSLMethod
 from fedssl.model_arrays import load_layers, part_name
-from strategies.interfaces import ServerState
+from strategies.types import ServerState
 
 log = logging.getLogger("fedssl")
 

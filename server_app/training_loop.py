@@ -33,7 +33,7 @@ from server_app.recorder import Recorder
 from server_app.round import Round, TooFewUpdatesError, UpdateObserver
 from server_app.round_context import RoundContext
 from server_app.updates import RoundResult
-from strategies.interfaces import GlobalModel, ServerState
+from strategies.types import GlobalModel, ServerState
 
 log = logging.getLogger("fedssl")
 

@@ -9,7 +9,7 @@ from fedssl.errors import InputError
 from fedssl.machine.memory import available_memory, gigabytes
 from server_app.round_context import RoundContext
 from strategies.base import ServerStrategy
-from strategies.interfaces import ServerState
+from strategies.types import ServerState
 from strategies.update_store import CollectingAggregator, memory_budget
 
 DISK_SHARE = 0.9  # of the free disk, so that checkpoints can be written

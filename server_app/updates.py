@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 from flwr.app import Message
 
-from fedssl.arrays import Cosines, Layers, ReferenceLayers, is_weight, relative_norm
+from fedssl.arrays import Cosines, GlobalLayers, Layers, is_weight, relative_norm
 from fedssl.low_rank_products import pad_factors
 from fedssl.wire.messages import ARRAYS, ClientUpdate
 from fedssl.wire.records import content_bytes, decode_arrays
 from server_app.exchanges.sums import RemoteSum, SummedContent
-from server_app.plans import ClientSlot, StartingModel
+from server_app.plans import ClientAssignment, StartingModel
 from server_app.round_context import RoundContext
 from server_app.validation import UpdateValidator, read_model_index
-from strategies.interfaces import GLOBAL
+from strategies.types import GLOBAL
 from strategies.update_store import UpdateStorage, UpdateStore
 
-PARTS = ("weights", "running statistics", "low-rank factors")
+UPDATE_PARTS = ("weights", "running statistics", "low-rank factors")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ValidUpdate:
     With ``remote_sum`` its layers are part of this sum, and ``update`` has none.
     """
 
-    slot: ClientSlot
+    slot: ClientAssignment
     update: ClientUpdate
     cosines: Cosines
     bytes_up: int
@@ -139,7 +139,7 @@ class CollectedUpdates:
         self._updates[valid.slot.client] = replace(valid, update=replace(valid.update, layers={})), len(store) - 1
 
     def norms(self) -> dict[int, tuple[float, ...]]:
-        """Return the relative change of each of `PARTS` by client; that of factors only if they are compared."""
+        """Return the relative change of each of `UPDATE_PARTS` by client; that of factors only if they are compared."""
         return {client: self._norms[client] for client in self._updates}
 
     def remove(self, client: int) -> None:
@@ -171,7 +171,7 @@ class UpdateReader:
     ) -> None:
         self._context, self._starts, self._state_rounds = context, starts, state_rounds
         self._number = number
-        self._ranked: dict[tuple[str, int], ReferenceLayers] = {}
+        self._ranked: dict[tuple[str, int], GlobalLayers] = {}
         self.validator = UpdateValidator(
             gathered=context.gathered,
             required_metrics=tuple(required_metrics),
@@ -180,7 +180,7 @@ class UpdateReader:
             max_examples=context.aggregation.max_examples,
         )
 
-    def read(self, slot: ClientSlot, reply: Message) -> ValidUpdate:
+    def read(self, slot: ClientAssignment, reply: Message) -> ValidUpdate:
         """Return the update of a reply to this round's plan, and set its start; raises `InvalidUpdate`."""
         if isinstance(reply.content, SummedContent):
             summed, remote_sum = reply.content.summed, reply.content.remote_sum
@@ -193,7 +193,7 @@ class UpdateReader:
         current, number = self._starts[GLOBAL].expected_upload, int(plan.metadata.group_id)
         start_layers = decode_arrays(plan.content.array_records[ARRAYS], self._context.wire_dtype)
         start = current.with_layers({name: start_layers[name] for name in current.layers})
-        slot = ClientSlot(client, (GLOBAL,), GLOBAL, tuple(start_layers), content_bytes(plan.content), (GLOBAL,))
+        slot = ClientAssignment(client, (GLOBAL,), GLOBAL, tuple(start_layers), content_bytes(plan.content), (GLOBAL,))
         valid = self._validate(slot, reply, start, number=number)
         staleness = self._number - number
         layers = apply_stale_update(
@@ -202,7 +202,7 @@ class UpdateReader:
         update = replace(valid.update, layers=layers)
         return replace(valid, update=update, cosines=current.cosines_of(layers), staleness=staleness)
 
-    def _validate(self, slot: ClientSlot, reply: Message, expected: ReferenceLayers, *, number: int) -> ValidUpdate:
+    def _validate(self, slot: ClientAssignment, reply: Message, expected: GlobalLayers, *, number: int) -> ValidUpdate:
         update, cosines = self.validator.read(
             reply,
             client=slot.client,
@@ -218,7 +218,7 @@ class UpdateReader:
             update = replace(update, layers=layers)
         return ValidUpdate(slot, update, cosines, content_bytes(reply.content))
 
-    def _with_rank(self, expected: ReferenceLayers, slot: ClientSlot) -> ReferenceLayers:
+    def _with_rank(self, expected: GlobalLayers, slot: ClientAssignment) -> GlobalLayers:
         """Return the layers as a client of its rank received them, the same object for all clients of the rank."""
         if slot.rank is None:
             return expected
@@ -228,7 +228,7 @@ class UpdateReader:
         return self._ranked[key]
 
 
-def layer_changes(start: ReferenceLayers, layers: Layers) -> Layers:
+def layer_changes(start: GlobalLayers, layers: Layers) -> Layers:
     """Return the changes of a client's layers. Factors of a product become those of its change, of twice the rank.
 
     A product whose factor A is fixed changes by the product of that factor and the change of B.
@@ -241,7 +241,7 @@ def layer_changes(start: ReferenceLayers, layers: Layers) -> Layers:
     return changes
 
 
-def factor_change(start: ReferenceLayers, layers: Layers) -> float:
+def factor_change(start: GlobalLayers, layers: Layers) -> float:
     """Return the distance of LoRA's factors from their initial values, as one vector, as `Cosines.relative_change`.
 
     A product is small if one of its factors is, however large the other one. The mean of such factors is not.
@@ -259,7 +259,7 @@ def norm_outliers(norms_of: Mapping[int, tuple[float, ...]], *, factor: float) -
     the relative changes by client, see `CollectedUpdates.norms`.
     """
     outliers: dict[int, str] = {}
-    for what, norms in zip(PARTS, zip(*norms_of.values(), strict=True), strict=False):
+    for what, norms in zip(UPDATE_PARTS, zip(*norms_of.values(), strict=True), strict=False):
         median = statistics.median(norms)
         for client, norm in zip(norms_of, norms, strict=True):
             if norm > factor * median:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flwr.app import Message
 
-from fedssl.arrays import Cosines, Layers, ReferenceLayers
+from fedssl.arrays import Cosines, GlobalLayers, Layers
 from fedssl.config.settings import LOSSLESS
 from fedssl.errors import InputError
 from fedssl.wire.messages import NUM_EXAMPLES, SECONDS, TRAIN_LOSS, ClientUpdate, parse_model_index
@@ -24,7 +24,7 @@ class InvalidUpdate(ValueError):
 class UpdateValidator:
     """Validator of the replies of a round. Picklable."""
 
-    gathered: ReferenceLayers  # names, shapes and dtypes of the parts for the method's server side
+    gathered: GlobalLayers  # names, shapes and dtypes of the parts for the method's server side
     required_metrics: tuple[str, ...]
     code_fingerprint: str
     wire_dtype: str
@@ -38,7 +38,7 @@ class UpdateValidator:
         node: int,
         round: int,
         downloaded: Collection[str],
-        expected: ReferenceLayers,
+        expected: GlobalLayers,
         saved_round: int,
     ) -> tuple[ClientUpdate, Cosines]:
         """Return the update in a reply to a plan of ``round``, and its cosines; raises `InvalidUpdate`.
@@ -100,8 +100,8 @@ def check_state_round(update: ClientUpdate, saved_round: int) -> None:
 def check_update(
     update: ClientUpdate,
     *,
-    expected: ReferenceLayers,
-    gathered: ReferenceLayers,
+    expected: GlobalLayers,
+    gathered: GlobalLayers,
     required_metrics: Collection[str],
     plan: tuple[int, str],
     max_examples: int | None = None,
@@ -110,9 +110,9 @@ def check_update(
 
     Parameters
     ----------
-    expected : ReferenceLayers
+    expected : GlobalLayers
         The layers to send, as the client received them.
-    gathered : ReferenceLayers
+    gathered : GlobalLayers
         The parts for the method's server side, to compare names, shapes and dtypes.
     plan : tuple of int and str
         Round and code fingerprint of the plan.

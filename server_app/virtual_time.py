@@ -27,9 +27,9 @@ from fedssl.availability import (
     client_seconds,
     first_time_online,
 )
-from fedssl.compat import content_from_bytes, content_to_bytes
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError, RunError
+from fedssl.flower_internals import content_from_bytes, content_to_bytes
 from fedssl.seeding import numpy_generator
 from fedssl.wire.records import restored_content
 from server_app.exchanges.sums import SumTask

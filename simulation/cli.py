@@ -26,8 +26,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from fedssl.atomic_files import make_output_folder, new_run_folder
 from fedssl.command_line import run_command
-from fedssl.config.compat import split_arguments
 from fedssl.config.compose import compose_unresolved, validate_names
+from fedssl.config.hydra_internals import split_arguments
 from fedssl.config.literal import literal_values, user_path
 from fedssl.config.load import compose, load_settings, with_run_folder
 from fedssl.config.overrides import CONF, by_key, check_single, check_sweep, config_groups, parse, quote_value
@@ -41,7 +41,7 @@ from simulation.pruning import pruning_of, successive_halving
 from simulation.resources import check_local_resources
 from simulation.sweep import (
     FOLDER_KEY,
-    Batch,
+    JobWave,
     check_job_folders,
     check_metric,
     check_options,
@@ -131,7 +131,7 @@ def _run_sweep(overrides: Sequence[str]) -> int:
         limit, address = options.get("jobs"), options.get("address")
         tasks = parallel_tasks(waiting, limit=limit, address=address, gpus=options.get("gpus", 1))
         progress = SweepProgress([job.folder for job in waiting], metric=state.options.get("metric"))
-        batches = successive_halving(jobs, waiting, pruning, progress) if pruning else [Batch(waiting)]
+        batches = successive_halving(jobs, waiting, pruning, progress) if pruning else [JobWave(waiting)]
         try:
             if tasks is None:
                 run_jobs(batches, run, progress)

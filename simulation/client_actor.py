@@ -14,13 +14,13 @@ import ray
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedssl.compat import set_task_identity
+from fedssl.flower_internals import set_task_identity
 from fedssl.machine.devices import is_gpu, select_device
 from fedssl.wire.records import content_bytes
 from server_app.exchanges.sums import SummedUpdate, SumTask
 from simulation.gpu_placement import device_failure
 from simulation.grid import load_client_app, run_client_app
-from strategies.interfaces import Mergeable
+from strategies.types import Mergeable
 
 TASK_SECONDS = 0.3  # after which a task starts no further client
 TASK_BYTES = 16_000_000  # of replies, which the server frees together; a larger reply is alone

@@ -17,12 +17,12 @@ from fedssl.training import number_of_batches
 from fedssl.wire.messages import ARRAYS, CONFIG, METHOD_UPLOAD, ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
 from server_app.build import RunComponents
-from server_app.plans import ClientSlot
+from server_app.plans import ClientAssignment
 from server_app.round import Round
 from server_app.round_context import RoundContext
 from strategies.cluster_assignment import OneShotClusters, ServerAssignedClusters
 from strategies.euc import EUCServer
-from strategies.interfaces import ServerState
+from strategies.types import ServerState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ class _MessageSizes:
         self._encoded: dict[tuple[str, ...], tuple[TrainPlan, RecordDict]] = {}
         self._sizes: dict[tuple[object, ...], int] = {}
 
-    def download(self, content: RecordDict, slot: ClientSlot, expected: Layers) -> int:
+    def download(self, content: RecordDict, slot: ClientAssignment, expected: Layers) -> int:
         """Return the bytes of a plan, and those of the names of all layers, which a plan has that skips some."""
         if not self._names_uploads:
             return slot.bytes_down

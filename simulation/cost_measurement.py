@@ -19,8 +19,8 @@ from flwr.app import Message
 
 from client_app.worker import ClientWorker
 from fedssl.arrays import Layers
-from fedssl.compat import assign_message_id
 from fedssl.config.load import BASE_FOLDER, parse_client_config
+from fedssl.flower_internals import assign_message_id
 from fedssl.machine.memory import peak_memory, reset_peak_memory
 from fedssl.machine.process import return_freed_memory
 from fedssl.schedule.phases import Phase
@@ -31,7 +31,7 @@ from server_app.client_models import ClientModels
 from server_app.round import Round
 from simulation.cost_counts import batch_size, without_calibration
 from simulation.evaluation_cost import EvaluationCost, measure_evaluation, seconds_of
-from strategies.interfaces import ServerState
+from strategies.types import ServerState
 from strategies.update_store import UpdateStorage
 
 TRAINING_SECONDS = 4.0  # about the duration of the measured training, for all phases together

@@ -18,10 +18,10 @@ from fedssl.config.literal import shell_command
 from fedssl.config.overrides import quote_value
 from fedssl.config.settings import EngineSettings, Settings
 from fedssl.errors import InputError, RunError
-from fedssl.fleet import compat
+from fedssl.fleet import control_internals
 from fedssl.fleet.control import control_api
 from fedssl.runs.run_report import RunReport
-from fedssl.untrusted import sanitize_line
+from fedssl.safe_io import sanitize_line
 from fedssl.wire.device import unmet_requirements
 
 log = logging.getLogger("fedssl")
@@ -42,7 +42,7 @@ def validate(settings: Settings) -> None:
     from server_app.nodes import ClientDirectory
     from server_app.round import Round
     from simulation.grid import LocalGrid, load_client_app
-    from strategies.interfaces import ServerState
+    from strategies.types import ServerState
 
     weights = None if settings.model.weights is None else file_of(settings.model.weights)
     if any(file is not None and not file.exists() for file in (settings.teacher, weights)):
@@ -73,7 +73,7 @@ def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> None:
         if file:  # absolute, because the ServerApp has another working directory
             overrides = [*overrides, f"engine.{name}={quote_value(file)}"]
     with control_api(engine) as control:
-        run_id = compat.start_run(control, APP, overrides=shlex.join(overrides))
+        run_id = control_internals.start_run(control, APP, overrides=shlex.join(overrides))
         print(f"run {run_id} of the SuperLink {engine.address}", flush=True)
         run = _Run(control, run_id, engine=engine)
         try:
@@ -89,20 +89,20 @@ def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> None:
 class _Run:
     """A run of a SuperLink; ``report`` is the last one of its ServerApp."""
 
-    def __init__(self, control: compat.ControlHttpClient, id: int, *, engine: EngineSettings) -> None:
+    def __init__(self, control: control_internals.ControlHttpClient, id: int, *, engine: EngineSettings) -> None:
         self._control, self.id, self._engine = control, id, engine
         self.report, self._line = RunReport(), ""
         self._shown = 0.0
 
-    def follow(self) -> compat.RunStatus:
+    def follow(self) -> control_internals.RunStatus:
         """Print the log until the run has ended, and return its status. Reconnect if the SuperLink restarts."""
         lost: float | None = None  # time at which the connection was lost
         while True:
             try:
-                for part in compat.stream_logs(self._control, self.id, after=self._shown):
+                for part in control_internals.stream_logs(self._control, self.id, after=self._shown):
                     self._show(part.log_output)
                     self._shown, lost = part.latest_timestamp, None
-                status, lost = compat.run_status(self._control, self.id), None
+                status, lost = control_internals.run_status(self._control, self.id), None
             except httpx.TransportError as error:
                 lost = time.monotonic() if lost is None else lost
                 if time.monotonic() - lost > RECONNECT_TIMEOUT:
@@ -120,9 +120,12 @@ class _Run:
         """Stop the run, and wait for its end."""
         print(f"stopping run {self.id}", flush=True)
         with suppress(httpx.HTTPError):  # the run has ended, or the SuperLink is not available
-            compat.stop_run(self._control, self.id)
+            control_internals.stop_run(self._control, self.id)
             deadline = time.monotonic() + STOP_TIMEOUT
-            while compat.run_status(self._control, self.id).status != "finished" and time.monotonic() < deadline:
+            while (
+                control_internals.run_status(self._control, self.id).status != "finished"
+                and time.monotonic() < deadline
+            ):
                 time.sleep(POLL_SECONDS)
 
     def _show(self, text: str) -> None:
@@ -143,7 +146,7 @@ class _Run:
         return shell_command(["engine=deployment", f"engine.address={quote_value(str(address))}", *tls, resume])
 
 
-def _raise_on_failure(status: compat.RunStatus, run: _Run) -> None:
+def _raise_on_failure(status: control_internals.RunStatus, run: _Run) -> None:
     if status.sub_status == "completed":
         return
     if run.report.error:

@@ -19,7 +19,7 @@ from fedssl.methods.base import build_method
 from fedssl.plots.partition import save_partition_plot
 from fedssl.seeding import torch_generator
 from server_app.build import RunComponents
-from strategies.interfaces import GLOBAL
+from strategies.types import GLOBAL
 
 PART = 1000  # least training images of the first measurement; the second has twice as many
 MIN_SECONDS = 8.0  # an evaluation of this duration is never extrapolated

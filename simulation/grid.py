@@ -10,8 +10,8 @@ from flwr.serverapp import Grid
 
 from client_app.simulated import MARKER_KEY, SimulationMarker
 from client_app.state_store import FILE_STORE, StateStore, WriteBehind
-from fedssl.compat import RUN_ID, SERVER_NODE, Run, assign_message_id, error_reply, set_task_identity
 from fedssl.config.settings import Settings
+from fedssl.flower_internals import RUN_ID, SERVER_NODE, Run, assign_message_id, error_reply, set_task_identity
 from fedssl.machine.devices import is_gpu, select_device
 
 log = logging.getLogger("fedssl")

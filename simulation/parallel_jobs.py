@@ -17,7 +17,7 @@ from fedssl.config.settings import Settings
 from fedssl.errors import InputError, RunError
 from fedssl.machine.process import available_cores
 from simulation.ray_session import check_hosts, last_line, ray_session
-from simulation.sweep import Batch, Job, group_jobs, group_settings, run_job
+from simulation.sweep import Job, JobWave, group_jobs, group_settings, run_job
 from simulation.sweep_progress import SweepProgress
 
 # Reserved for a job, in addition to the memory of a training step: a run of small images needs 0.7 to 1.1 GB.
@@ -81,7 +81,7 @@ def _task(job: Job, settings: Settings | None, *, gpus: float) -> JobTask:
 
 
 def run_in_parallel(
-    batches: Iterable[Batch],
+    batches: Iterable[JobWave],
     tasks: Mapping[Path, JobTask],
     progress: SweepProgress,
     *,
@@ -121,7 +121,7 @@ def run_in_parallel(
 
 
 def _run_batch(
-    batch: Batch,
+    batch: JobWave,
     tasks: Sequence[JobTask],
     running: dict[Any, Job],
     progress: SweepProgress,

@@ -14,7 +14,7 @@ from statistics import mean
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score
 from fedssl.runs.run import PRUNED, read_run
-from simulation.sweep import Batch, Job, SweepState, check_metric, group_jobs, group_settings, write_status
+from simulation.sweep import Job, JobWave, SweepState, check_metric, group_jobs, group_settings, write_status
 from simulation.sweep_progress import SweepProgress
 
 
@@ -86,7 +86,7 @@ def _common_rounds(jobs: Sequence[Job]) -> tuple[int, int]:
 
 def successive_halving(
     jobs: Sequence[Job], waiting: Collection[Job], pruning: Pruning, progress: SweepProgress
-) -> Iterator[Batch]:
+) -> Iterator[JobWave]:
     """Yield the jobs of each rung; resume the iteration after they have run. Prune the others.
 
     Jobs that differ only in the seed form a group, which continues or is pruned as a whole, by the mean of its results.
@@ -100,7 +100,7 @@ def successive_halving(
     runnable = set(waiting)
     for rung, span in zip(pruning.rungs, spans, strict=False):
         due = [job for group in alive for job in groups[group] if job in runnable and not _has_reached(job, rung)]
-        yield Batch(sorted(due, key=jobs.index), until=rung, work=span)
+        yield JobWave(sorted(due, key=jobs.index), until=rung, work=span)
         runnable -= {job for job in due if read_run(job.folder).state == "failed"}
         means = {group: _mean_result(groups[group], pruning.metric, rung) for group in alive}
         results = {group: result for group, result in means.items() if result is not None}
@@ -114,7 +114,7 @@ def successive_halving(
                     write_status(job, PRUNED, reason=reason)
                     progress.prune(job.folder, reason)
     due = [job for group in alive for job in groups[group] if job in runnable]
-    yield Batch(sorted(due, key=jobs.index), work=spans[-1])
+    yield JobWave(sorted(due, key=jobs.index), work=spans[-1])
 
 
 def _has_reached(job: Job, round: int) -> bool:

@@ -24,9 +24,9 @@ from flwr.clientapp import ClientApp
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from client_app.simulated import MARKER_KEY, SimulationMarker
-from fedssl.compat import assign_message_id, error_reply
 from fedssl.config.settings import Settings
 from fedssl.errors import RunError
+from fedssl.flower_internals import assign_message_id, error_reply
 from fedssl.machine.devices import (
     CPU,
     check_cuda_features,

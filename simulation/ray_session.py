@@ -66,7 +66,7 @@ def ray_session(
         raise InputError("engine=ray needs Linux or macOS; use engine=local")
     import ray
 
-    from simulation.compat import keep_sigterm_handler
+    from simulation.ray_internals import keep_sigterm_handler
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="ray")  # about GPUs, in every run
     with process_sandbox() as sandbox:
@@ -88,7 +88,7 @@ def _host(node: Mapping[str, Any]) -> Host:
 
 
 def _start(ray: ModuleType, sandbox: ProcessSandbox, *, gpus: int | None, log_to_driver: bool) -> None:
-    from simulation.compat import without_services
+    from simulation.ray_internals import without_services
 
     os.environ.pop("RAY_ADDRESS", None)  # do not use a cluster that is already running
     try:

@@ -16,8 +16,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from fedssl.atomic_files import make_output_folder, saved_rounds, write_text
-from fedssl.config.compat import expand_sweep
 from fedssl.config.compose import RESUMABLE_KEYS, hydra_value, validate_names
+from fedssl.config.hydra_internals import expand_sweep
 from fedssl.config.literal import literal_values, user_path
 from fedssl.config.load import compose, load_settings
 from fedssl.config.overrides import by_key, config_groups, key_and_group, parse, quote_value
@@ -28,7 +28,7 @@ from fedssl.errors import InputError, RunError
 from fedssl.report.accuracy_table import sweep_table
 from fedssl.runs.groups import OWN_KEYS
 from fedssl.runs.run import LOCK_FILE, RANKME, acquire_lock, is_locked, read_run, read_summary, write_summary
-from fedssl.untrusted import checksum_line, corrupt_file_error, read_yaml, sanitize
+from fedssl.safe_io import checksum_line, corrupt_file_error, read_yaml, sanitize
 from simulation.sweep_progress import SweepProgress
 
 Runner = Callable[[Sequence[str]], None]  # runs or resumes a run with these overrides
@@ -51,7 +51,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Batch:
+class JobWave:
     """Jobs that run next, until the round ``until``; None: until their end. ``work`` of a job is for time estimates."""
 
     jobs: Sequence[Job]
@@ -337,7 +337,7 @@ def run_job(job: Job, run: Runner, *, until: int | None = None) -> str | None:
     return None
 
 
-def run_jobs(batches: Iterable[Batch], run: Runner, progress: SweepProgress) -> None:
+def run_jobs(batches: Iterable[JobWave], run: Runner, progress: SweepProgress) -> None:
     """Run jobs one after the other."""
     for batch in batches:
         for job in batch.jobs:

@@ -14,7 +14,7 @@ from rich.text import Text
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score
 from fedssl.runs.run import Run, read_run
-from fedssl.untrusted import sanitize
+from fedssl.safe_io import sanitize
 
 REFRESH_PER_SECOND = 1
 MAX_ROWS = 20  # of the live table

@@ -15,7 +15,7 @@ from fedssl.arrays import Layers
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names, move_layers_out
 from fedssl.wire.messages import TrainPlan
-from strategies.interfaces import (
+from strategies.types import (
     GLOBAL,
     Aggregator,
     ClientState,

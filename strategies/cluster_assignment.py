@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.cluster import AgglomerativeClustering
 
-from fedssl.arrays import Layers, ReferenceLayers, is_weight
+from fedssl.arrays import GlobalLayers, Layers, is_weight
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
@@ -23,7 +23,8 @@ from fedssl.model_arrays import clone_tensors, load_layers
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, ServerStrategy
 from strategies.delegating import DelegatingServer
-from strategies.interfaces import (
+from strategies.gram_matrix import deviation_gram
+from strategies.types import (
     GLOBAL,
     ClientState,
     CommunicationSummary,
@@ -32,7 +33,6 @@ from strategies.interfaces import (
     ServerState,
     StrategyContext,
 )
-from strategies.update_geometry import deviation_gram
 from strategies.update_store import UpdateStore
 
 # Prefix in a client's state of its encoder's layers after its last training.
@@ -279,7 +279,7 @@ def cluster_by_cosine(deltas: UpdateStore, *, clusters: int) -> list[int]:
     if len(deltas) < 2:
         return [0] * len(deltas)
     zero = {name: np.zeros_like(array) for name, array in deltas.reference.items() if is_weight(name, array)}
-    gram = deviation_gram(ReferenceLayers(zero, deltas.pairs), deltas, exact=True)
+    gram = deviation_gram(GlobalLayers(zero, deltas.pairs), deltas, exact=True)
     lengths = np.sqrt(gram.diagonal())
     lengths[lengths == 0] = 1.0
     distances = np.maximum(1 - gram / np.outer(lengths, lengths), 0)

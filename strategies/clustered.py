@@ -19,7 +19,7 @@ from strategies.cluster_assignment import ClientAssignedClusters, OneShotCluster
 from strategies.eua import EUA
 from strategies.fedavg import FedAvg
 from strategies.l_dawa import LDAWA
-from strategies.loss import LossWeighted
+from strategies.loss_weighted import LossWeighted
 from strategies.m_dawa import MDAWA
 from strategies.robust import Median
 

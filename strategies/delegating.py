@@ -8,7 +8,7 @@ from fedssl.arrays import Layers
 from fedssl.methods.base import SSLMethod
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, ServerStrategy
-from strategies.interfaces import (
+from strategies.types import (
     GLOBAL,
     Aggregator,
     ClientState,

@@ -12,7 +12,7 @@ import math
 import numpy as np
 from torch import nn
 
-from fedssl.arrays import Layers, ReferenceLayers, inner_products
+from fedssl.arrays import GlobalLayers, Layers, inner_products
 from fedssl.errors import InputError
 from fedssl.low_rank_products import NO_PAIRS, FactorPairs
 from fedssl.methods.base import SSLMethod
@@ -59,7 +59,7 @@ def divergence(trained: Layers, start: Layers, *, distance: str, pairs: FactorPa
     `distance_names`, at least one; other layers of ``start`` are ignored.
     """
     squares = []
-    reference = ReferenceLayers(trained, pairs)
+    reference = GlobalLayers(trained, pairs)
     with np.errstate(over="ignore", invalid="ignore"):
         for name, weight in trained.items():
             if name in reference.products:

@@ -7,7 +7,7 @@ of the g_k (Eq. 10). Of all directions this one has the largest smallest change 
 
 Deviations from the paper, with the option that reproduces it:
 
-- Eq. 12 gives the minimizer of a ridge. Here the weights are those of Eq. 10 (`strategies.update_geometry`);
+- Eq. 12 gives the minimizer of a ridge. Here the weights are those of Eq. 10 (`strategies.gram_matrix`);
 - the paper gives no step size. Here the step length is that of the mean deviation times ``server_lr``, so that a single
   client becomes the global model (``server_lr=1``). ``step="constant"`` is theta - server_lr d.
 
@@ -26,18 +26,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedssl.arrays import ROW, Cosines, Layers, ReferenceLayers
+from fedssl.arrays import BLAS_ROW, Cosines, GlobalLayers, Layers
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
-from strategies.interfaces import Aggregator, Combination, GlobalModel
-from strategies.update_geometry import deviation_gram, gram_memory, min_norm_weights
+from strategies.gram_matrix import deviation_gram, gram_memory, min_norm_weights
+from strategies.types import Aggregator, Combination, GlobalModel
 from strategies.update_store import CollectingAggregator, UpdateStore
 from strategies.weighted_sum import WeightedSum, as_reference, check_updates
 
-_MOVE_TILE = 64 * ROW  # elements per step; few enough for the cache, enough to hide the overhead of a call
-_MIN_TILE = 8 * ROW
+_MOVE_TILE = 64 * BLAS_ROW  # elements per step; few enough for the cache, enough to hide the overhead of a call
+_MIN_TILE = 8 * BLAS_ROW
 _MOVE_NUMBERS = 2**23  # of all clients together in a step, which are a buffer if they are read from a file
 
 # A sum of vectors is zero up to rounding if its square is below this fraction of the square of the sum of lengths.
@@ -106,13 +106,13 @@ class EUAAggregator(CollectingAggregator):
         self.server_lr = server_lr
         self._buffers = WeightedSum()
 
-    def start(self, global_layers: ReferenceLayers) -> None:
+    def start(self, global_layers: GlobalLayers) -> None:
         """Start a round."""
         layers = global_layers.layers
         self._names = list(layers)
         self._weights = global_layers.weights()
         buffers = {name: layers[name] for name in layers if name not in self._weights.layers}
-        self._buffers.start(ReferenceLayers(buffers))
+        self._buffers.start(GlobalLayers(buffers))
         self._models = self.new_store(self._weights.layers)
         self.clients: list[int] = []
 
@@ -121,7 +121,7 @@ class EUAAggregator(CollectingAggregator):
         return max(gram_memory(layers, number, exact=False), moved)
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
-        """Add an update that `ReferenceLayers.check` validated."""
+        """Add an update that `GlobalLayers.check` validated."""
         self._buffers.add(update, cosines)
         self._models.add(update.layers)
         self.clients.append(update.partition_id)
@@ -147,7 +147,7 @@ def _move_step(number: int) -> int:
     return min(max(_MOVE_NUMBERS // max(number, 1) // _MIN_TILE * _MIN_TILE, _MIN_TILE), _MOVE_TILE)
 
 
-def _moved(weights: ReferenceLayers, models: UpdateStore, factors: np.ndarray) -> Layers:
+def _moved(weights: GlobalLayers, models: UpdateStore, factors: np.ndarray) -> Layers:
     used = [int(index) for index in np.flatnonzero(factors)]
     step = _move_step(len(used))
     result: Layers = {}
@@ -172,7 +172,7 @@ def _moved(weights: ReferenceLayers, models: UpdateStore, factors: np.ndarray) -
 
 
 def eua(
-    global_layers: Layers | ReferenceLayers,
+    global_layers: Layers | GlobalLayers,
     updates: Sequence[ClientUpdate],
     *,
     deviation: str = "log",

@@ -27,7 +27,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from fedssl.arrays import TILE, Cosines, Layers, ReferenceLayers, is_weight
+from fedssl.arrays import CACHE_TILE, Cosines, GlobalLayers, Layers, is_weight
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.low_rank_products import deviation_products
@@ -36,7 +36,7 @@ from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_r
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy, layers_in_state, upload_names_of
 from strategies.fedavg import mean
-from strategies.interfaces import (
+from strategies.types import (
     GLOBAL,
     Aggregator,
     ClientState,
@@ -69,7 +69,7 @@ class DiscrepancySum:
         """As in `WeightedSum`."""
         return self._sum.required_metrics
 
-    def start(self, global_layers: ReferenceLayers) -> None:
+    def start(self, global_layers: GlobalLayers) -> None:
         """Start a round."""
         self._global = global_layers
         deferrable = [name for name, array in global_layers.layers.items() if is_deferrable(name, array)]
@@ -84,7 +84,7 @@ class DiscrepancySum:
         self._sum.start(global_layers)
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
-        """Add an update that `ReferenceLayers.check` validated."""
+        """Add an update that `GlobalLayers.check` validated."""
         self._sum.add(update, cosines)
         weight = update.num_examples if self._sum.weighting == "examples" else 1
         assert weight is not None  # the sum requires it
@@ -140,8 +140,8 @@ def square_distance(x: np.ndarray, g: np.ndarray) -> float:
     """Return ||x - g||^2, subtracted first and summed in float64."""
     x, g = x.reshape(-1), g.reshape(-1)
     total = 0.0
-    for start in range(0, len(x), TILE):
-        tile = slice(start, start + TILE)
+    for start in range(0, len(x), CACHE_TILE):
+        tile = slice(start, start + CACHE_TILE)
         difference = np.subtract(x[tile], g[tile], dtype=np.float64)
         total += float(np.square(difference, out=difference).sum())
     return total

@@ -7,7 +7,7 @@ average them as floating-point numbers, which loading then truncates.
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from fedssl.arrays import Layers, ReferenceLayers
+from fedssl.arrays import GlobalLayers, Layers
 from fedssl.config.constraints import check_arguments
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
@@ -15,14 +15,14 @@ from strategies.weighted_sum import WeightedSum, weighted_sum
 
 
 def fedavg(
-    global_layers: Layers | ReferenceLayers, updates: Sequence[ClientUpdate], *, weighting: str = "examples"
+    global_layers: Layers | GlobalLayers, updates: Sequence[ClientUpdate], *, weighting: str = "examples"
 ) -> Layers:
     """Return the weighted mean of every layer of the clients' models.
 
     Parameters
     ----------
-    global_layers : Layers or ReferenceLayers
-        Layers from which the clients started. They define names, order, shapes and dtypes. `ReferenceLayers` may have
+    global_layers : Layers or GlobalLayers
+        Layers from which the clients started. They define names, order, shapes and dtypes. `GlobalLayers` may have
         pairs of factors (LoRA).
     updates : sequence of ClientUpdate
         One per client, in any order. NaN in an update gives NaN in the result.

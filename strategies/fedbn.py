@@ -20,7 +20,7 @@ from fedssl.model_arrays import clone_tensors, local_names, part_name
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
 from strategies.fedavg import mean
-from strategies.interfaces import ClientState, CommunicationSummary, StrategyContext
+from strategies.types import ClientState, CommunicationSummary, StrategyContext
 
 
 def batch_norm_names(method: SSLMethod) -> list[str]:

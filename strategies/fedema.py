@@ -32,7 +32,7 @@ from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy, layers_in_state, upload_names_of
 from strategies.encoder_divergence import distance_names, encoder_divergence
 from strategies.fedavg import mean
-from strategies.interfaces import ClientState, CommunicationSummary, StrategyContext
+from strategies.types import ClientState, CommunicationSummary, StrategyContext
 
 LAMBDA, DISTANCE = "fedema.lambda", "fedema.distance"  # keys of a client's state besides layers
 

@@ -22,14 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedssl.arrays import Cosines, Layers, ReferenceLayers, is_weight
+from fedssl.arrays import Cosines, GlobalLayers, Layers, is_weight
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.low_rank_products import NO_PAIRS, FactorPairs, deviation_products, stack
 from fedssl.model_arrays import factor_pairs
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
-from strategies.interfaces import (
+from strategies.topology import make_graph, metropolis_weights
+from strategies.topology_plot import MAX_CLIENTS, plot_topology
+from strategies.types import (
     GLOBAL,
     Aggregator,
     Combination,
@@ -38,8 +40,6 @@ from strategies.interfaces import (
     ServerState,
     StrategyContext,
 )
-from strategies.topology import make_graph, metropolis_weights
-from strategies.topology_plot import MAX_CLIENTS, plot_topology
 from strategies.weighted_sum import WeightedSum
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class NeighborAverage:
         self._own, self._weights = own, weights
         self._sum = WeightedSum()
 
-    def start(self, global_layers: ReferenceLayers) -> None:
+    def start(self, global_layers: GlobalLayers) -> None:
         """Start a round."""
         self._self_weight = 1.0
         self._own_update: ClientUpdate | None = None
@@ -176,7 +176,7 @@ def consensus_distance(models: Sequence[Layers], *, pairs: FactorPairs = NO_PAIR
     the mean has length 0.
     """
     squared, length = 0.0, 0.0
-    first = ReferenceLayers(models[0], pairs)
+    first = GlobalLayers(models[0], pairs)
     for name in first.products:
         products = [first.product(name, model) for model in models]
         gram = deviation_products(products[0], products)  # mean ||P_k - mean||^2 = tr(G) / K - 1^T G 1 / K^2

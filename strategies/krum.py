@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from fedssl.arrays import Layers, ReferenceLayers
+from fedssl.arrays import GlobalLayers, Layers
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
-from strategies.interfaces import Aggregator, Combination, GlobalModel, StrategyContext
+from strategies.gram_matrix import deviation_gram, gram_memory
 from strategies.robust import BatchAggregator, validated
-from strategies.update_geometry import deviation_gram, gram_memory
+from strategies.types import Aggregator, Combination, GlobalModel, StrategyContext
 from strategies.update_store import UpdateStore, in_memory
 from strategies.weighted_sum import NO_COSINES, WeightedSum, as_reference
 
@@ -34,7 +34,7 @@ log = logging.getLogger("fedssl")
 
 
 def krum(
-    global_layers: Layers | ReferenceLayers, updates: Sequence[ClientUpdate], *, malicious: int = 1, select: int = 1
+    global_layers: Layers | GlobalLayers, updates: Sequence[ClientUpdate], *, malicious: int = 1, select: int = 1
 ) -> Layers:
     """Return the mean of the clients that are `closest` to the others. Arguments as there."""
     chosen = closest(global_layers, updates, malicious=malicious, select=select)
@@ -42,7 +42,7 @@ def krum(
 
 
 def closest(
-    global_layers: Layers | ReferenceLayers, updates: Sequence[ClientUpdate], *, malicious: int = 1, select: int = 1
+    global_layers: Layers | GlobalLayers, updates: Sequence[ClientUpdate], *, malicious: int = 1, select: int = 1
 ) -> list[ClientUpdate]:
     """Return the clients, by id, with the smallest sums of squared distances to their K - f - 2 nearest neighbors.
 
@@ -62,13 +62,13 @@ def closest(
     return [updates[k] for k in _closest(reference, store, malicious=malicious, select=select)]
 
 
-def _closest(global_layers: ReferenceLayers, updates: UpdateStore, *, malicious: int, select: int) -> list[int]:
+def _closest(global_layers: GlobalLayers, updates: UpdateStore, *, malicious: int, select: int) -> list[int]:
     gram = deviation_gram(global_layers.weights(), updates, exact=True)
     best = np.argsort(scores(gram, malicious=malicious), kind="stable")[:select]
     return sorted(int(k) for k in best)
 
 
-def _mean(global_layers: ReferenceLayers, updates: UpdateStore, chosen: list[int]) -> Layers:
+def _mean(global_layers: GlobalLayers, updates: UpdateStore, chosen: list[int]) -> Layers:
     """Return the mean of the chosen updates, which are read one by one."""
     total = WeightedSum()
     total.set_clients(chosen)
@@ -112,7 +112,7 @@ class KrumAggregator(BatchAggregator):
         """Return 1 / K for each of the K selected clients."""
         return Combination(0.0, dict.fromkeys(self.chosen, 1 / len(self.chosen)))
 
-    def _mean_of_closest(self, global_layers: ReferenceLayers, updates: UpdateStore) -> Layers:
+    def _mean_of_closest(self, global_layers: GlobalLayers, updates: UpdateStore) -> Layers:
         if len(updates) < self.min_safe_updates:
             log.warning(
                 "only %d updates are left, but Krum with malicious=%d and select=%d needs %d to be safe",

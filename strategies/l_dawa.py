@@ -25,7 +25,7 @@ from functools import partial
 
 import numpy as np
 
-from fedssl.arrays import Layers, ReferenceLayers
+from fedssl.arrays import GlobalLayers, Layers
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.low_rank_products import NO_PAIRS, FactorPairs
@@ -34,12 +34,12 @@ from fedssl.model_arrays import factor_pairs
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
 from strategies.delegating import DelegatingClient
-from strategies.interfaces import GLOBAL, Aggregator, CommunicationSummary
+from strategies.types import GLOBAL, Aggregator, CommunicationSummary
 from strategies.weighted_sum import WeightedSum, weighted_sum
 
 
 def l_dawa(
-    global_layers: Layers | ReferenceLayers,
+    global_layers: Layers | GlobalLayers,
     updates: Sequence[ClientUpdate],
     *,
     weighting: str = "uniform",
@@ -73,7 +73,7 @@ def scale_layers(
 
     Their plain mean is `l_dawa`. ``buffers`` as there. Of ``pairs`` of factors, B is multiplied.
     """
-    reference = ReferenceLayers({name: global_layers[name] for name in layers}, pairs)
+    reference = GlobalLayers({name: global_layers[name] for name in layers}, pairs)
     cosines = reference.cosines_of(layers)
     cosine_of = cosines.weights | (cosines.statistics if buffers == "scale" else {})
     scaled = dict(layers)

@@ -10,7 +10,7 @@ participant.
 
 from fedssl.errors import InputError
 from strategies.base import FedSSLStrategy, ServerStrategy
-from strategies.interfaces import ServerState, StrategyContext
+from strategies.types import ServerState, StrategyContext
 from strategies.weighted_sum import WeightedSum
 
 

@@ -1,7 +1,7 @@
 """Aggregation of LoRA's products: the mean of factors is not the factor of the mean.
 
 A linear strategy gives the new product P' = c_0 P + sum_k c_k P_k, with P = s B A from which the clients started and
-P_k = s B_k A_k (`strategies.interfaces.LinearAggregator`). Its own layers B' and A' are the same combinations of the
+P_k = s B_k A_k (`strategies.types.LinearAggregator`). Its own layers B' and A' are the same combinations of the
 factors, and s B' A' differs from P' by terms such as B_1 A_2. ``tuning.aggregation`` selects what becomes of P':
 
 - ``factors`` (FedIT, Zhang et al., arXiv 2305.05644): B' and A', the product is approximate;
@@ -11,7 +11,7 @@ factors, and s B' A' differs from P' by terms such as B_1 A_2. ``tuning.aggregat
 - ``svd`` (FlexLoRA, Bai et al., arXiv 2402.11505): the factors of the nearest product of rank r.
 
 P' is never formed: its factors are those of all clients side by side (`fedssl.low_rank_products.stack`). W + P' is a
-layer that clients download and do not upload (`fedssl.methods.base.SSLMethod.merged_names`).
+layer that clients download and do not upload (`fedssl.methods.base.SSLMethod.server_merged_names`).
 """
 
 import math
@@ -19,12 +19,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fedssl.arrays import Layers, ReferenceLayers
+from fedssl.arrays import GlobalLayers, Layers
 from fedssl.low_rank_products import LowRank, stack
 from fedssl.seeding import numpy_generator
 from fedssl.wire.messages import ClientUpdate
-from strategies.interfaces import Combination, LinearAggregator
-from strategies.update_geometry import factors_of
+from strategies.gram_matrix import factors_of
+from strategies.types import Combination, LinearAggregator
 from strategies.update_store import UpdateStorage
 
 # Aggregations that need the strategy's product, and those of them that add it to the weight.
@@ -72,7 +72,7 @@ class ProductSum:
     def __init__(self, aggregation: str, storage: UpdateStorage, *, seed_path: tuple[int | str, ...]) -> None:
         self._aggregation, self._storage, self._seed_path = aggregation, storage, seed_path
 
-    def start(self, global_layers: ReferenceLayers) -> None:
+    def start(self, global_layers: GlobalLayers) -> None:
         """Start a round."""
         factors = {*global_layers.products, *global_layers.first_factors}
         self._global = global_layers.subset(name for name in global_layers.layers if name in factors)
@@ -80,7 +80,7 @@ class ProductSum:
         self._clients: list[int] = []
 
     def add(self, update: ClientUpdate) -> None:
-        """Add an update that `ReferenceLayers.check` validated."""
+        """Add an update that `GlobalLayers.check` validated."""
         self._models.add(update.layers)
         self._clients.append(update.partition_id)
 

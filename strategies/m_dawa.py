@@ -7,14 +7,14 @@ would hide any change of direction. The paper does not define its vector, and th
 from collections.abc import Sequence
 from functools import partial
 
-from fedssl.arrays import Layers, ReferenceLayers
+from fedssl.arrays import GlobalLayers, Layers
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.weighted_sum import WeightedSum, weighted_sum
 
 
 def m_dawa(
-    global_layers: Layers | ReferenceLayers, updates: Sequence[ClientUpdate], *, buffers: str = "average"
+    global_layers: Layers | GlobalLayers, updates: Sequence[ClientUpdate], *, buffers: str = "average"
 ) -> Layers:
     """Return the mean over the K received updates of delta_k w_k, where delta_k is the cosine of the whole model.
 

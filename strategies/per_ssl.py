@@ -31,7 +31,7 @@ from fedssl.regularizers.prox import proximal
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
 from strategies.fedavg import mean
-from strategies.interfaces import ClientState, CommunicationSummary, TrainAgain
+from strategies.types import ClientState, CommunicationSummary, TrainAgain
 
 PERSONAL = "personal."  # prefix of v_k's layers in a client's state
 

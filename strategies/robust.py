@@ -17,12 +17,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from fedssl.arrays import TILE, Cosines, Layers, ReferenceLayers
+from fedssl.arrays import CACHE_TILE, Cosines, GlobalLayers, Layers
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
-from strategies.interfaces import StrategyContext
+from strategies.types import StrategyContext
 from strategies.update_store import PIECE, CollectingAggregator, UpdateStore, in_memory
 from strategies.weighted_sum import check_updates
 
@@ -33,7 +33,7 @@ _NEARLY_HALF = 0.5 - 1e-9
 
 def median(global_layers: Layers, updates: Sequence[ClientUpdate]) -> Layers:
     """Return the elementwise median over the clients; for an even number of clients, the mean of the middle two."""
-    reference = ReferenceLayers(global_layers)
+    reference = GlobalLayers(global_layers)
     return _median(reference, as_store(reference, updates))
 
 
@@ -44,7 +44,7 @@ def trimmed_mean(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta
     end; ``beta`` is in (0, 0.5).
     """
     check_arguments("strategy", beta=beta)
-    reference = ReferenceLayers(global_layers)
+    reference = GlobalLayers(global_layers)
     return _trimmed(reference, as_store(reference, updates), beta=beta)
 
 
@@ -53,10 +53,10 @@ class BatchAggregator(CollectingAggregator):
 
     required_metrics: tuple[str, ...] = ()
 
-    def __init__(self, combine: Callable[[ReferenceLayers, UpdateStore], Layers]) -> None:
+    def __init__(self, combine: Callable[[GlobalLayers, UpdateStore], Layers]) -> None:
         self._combine = combine
 
-    def start(self, global_layers: ReferenceLayers) -> None:
+    def start(self, global_layers: GlobalLayers) -> None:
         """Start a round."""
         self._global = global_layers
         self._updates = self.new_store(global_layers.layers)
@@ -64,11 +64,11 @@ class BatchAggregator(CollectingAggregator):
 
     def working_memory(self, layers: Layers, number: int) -> int:
         widest = max((array.itemsize for array in layers.values()), default=0)
-        tile = 4 * max(TILE, number) + number * PIECE  # two copies, their order, and what was read
+        tile = 4 * max(CACHE_TILE, number) + number * PIECE  # two copies, their order, and what was read
         return torch.get_num_threads() * tile * widest
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
-        """Store an update that `ReferenceLayers.check` validated."""
+        """Store an update that `GlobalLayers.check` validated."""
         self._updates.add(update.layers)
         self.clients.append(update.partition_id)
 
@@ -76,7 +76,7 @@ class BatchAggregator(CollectingAggregator):
         """Combine the updates, and release them and the old layers."""
         if not len(self._updates):
             raise InputError("no client sent an update; at least one is needed")
-        reference, self._global = self._global, ReferenceLayers({})
+        reference, self._global = self._global, GlobalLayers({})
         result = self._combine(reference, self._updates)
         self._updates.close()
         return result
@@ -111,7 +111,7 @@ class TrimmedServer(ServerStrategy):
                 "client, so nobody is trimmed; beta must be at least 1/clients_per_round and below 0.5"
             )
 
-    def _combine(self, global_layers: ReferenceLayers, updates: UpdateStore) -> Layers:
+    def _combine(self, global_layers: GlobalLayers, updates: UpdateStore) -> Layers:
         if not int(self.beta * len(updates)):
             log.warning("only %d updates are left, of which beta=%g trims none: a plain mean", len(updates), self.beta)
         return _trimmed(global_layers, updates, beta=self.beta)
@@ -131,19 +131,19 @@ class TrimmedMean(FedSSLStrategy):
         super().__init__(TrimmedServer(beta=beta))
 
 
-def _median(global_layers: ReferenceLayers, updates: UpdateStore) -> Layers:
+def _median(global_layers: GlobalLayers, updates: UpdateStore) -> Layers:
     # Trimming just less than one half at each end leaves the middle one or two.
     return _trimmed(global_layers, updates, beta=_NEARLY_HALF)
 
 
-def _trimmed(global_layers: ReferenceLayers, updates: UpdateStore, *, beta: float) -> Layers:
+def _trimmed(global_layers: GlobalLayers, updates: UpdateStore, *, beta: float) -> Layers:
     result = {name: np.empty_like(array, order="C") for name, array in global_layers.layers.items()}
     cut = int(beta * len(updates))
     last = len(updates) - cut
 
     def trim(name: str) -> None:
         new = result[name].reshape(-1)
-        step = max(TILE // len(updates), 1)  # of all clients together as many elements as fit into the cache
+        step = max(CACHE_TILE // len(updates), 1)  # of all clients together as many elements as fit into the cache
         for tile, clients in updates.tiles(name, step):
             partitioned = np.partition(np.stack(clients), (cut, last - 1), axis=0)
             mean = partitioned[cut:last].mean(axis=0)
@@ -153,7 +153,7 @@ def _trimmed(global_layers: ReferenceLayers, updates: UpdateStore, *, beta: floa
     return result
 
 
-def validated(global_layers: ReferenceLayers, updates: Sequence[ClientUpdate]) -> list[ClientUpdate]:
+def validated(global_layers: GlobalLayers, updates: Sequence[ClientUpdate]) -> list[ClientUpdate]:
     """Return the updates in order of partition id if they fit the global layers, else raise `InputError`."""
     if not updates:
         raise InputError("no client sent an update; at least one is needed")
@@ -161,6 +161,6 @@ def validated(global_layers: ReferenceLayers, updates: Sequence[ClientUpdate]) -
     return sorted(updates, key=lambda update: update.partition_id)
 
 
-def as_store(global_layers: ReferenceLayers, updates: Sequence[ClientUpdate]) -> UpdateStore:
+def as_store(global_layers: GlobalLayers, updates: Sequence[ClientUpdate]) -> UpdateStore:
     """Return the `validated` updates as a store."""
     return in_memory([update.layers for update in validated(global_layers, updates)])

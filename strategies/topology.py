@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedssl.errors import InputError, shortened
+from fedssl.safe_io import read_text, sanitize
 from fedssl.seeding import derive_seed
-from fedssl.untrusted import read_text, sanitize
 
 if TYPE_CHECKING:
     import networkx as nx

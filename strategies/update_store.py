@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedssl.arrays import ROW, Layers
+from fedssl.arrays import BLAS_ROW, Layers
 from fedssl.low_rank_products import NO_PAIRS, FactorPairs
 from fedssl.machine.memory import available_memory
 
@@ -23,7 +23,7 @@ MEMORY_SHARE = 4  # updates use at most one part in four of the available memory
 _UNKNOWN_MEMORY = 2**33  # bytes that are assumed to be available where the system does not report them
 
 BLOCK = 32  # clients whose pieces are next to each other in the file
-PIECE = 8 * ROW  # numbers of a layer of one client that are next to each other
+PIECE = 8 * BLAS_ROW  # numbers of a layer of one client that are next to each other
 
 
 def memory_budget() -> int:

@@ -25,11 +25,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from fedssl.arrays import TILE, Cosines, Layers, ReferenceLayers, is_weight
+from fedssl.arrays import CACHE_TILE, Cosines, GlobalLayers, Layers, is_weight
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.wire.messages import NUM_EXAMPLES, TRAIN_LOSS, ClientUpdate
-from strategies.interfaces import Combination
+from strategies.types import Combination
 
 # Layers in shared memory are read-only, and are only read here.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -156,7 +156,7 @@ class WeightedSum:
             return self._number
         return position // num_per_block(len(self._clients))
 
-    def start(self, global_layers: ReferenceLayers) -> None:
+    def start(self, global_layers: GlobalLayers) -> None:
         """Start a round."""
         self._global = global_layers
         self._sum: PartialSum | None = None  # of the blocks that have ended
@@ -165,7 +165,7 @@ class WeightedSum:
         self._terms: list[_Term] = []  # for `combination`; empty without products
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
-        """Add an update that `ReferenceLayers.check` validated."""
+        """Add an update that `GlobalLayers.check` validated."""
         block = self._open_block(update.partition_id)
         self._accumulate(block, [_Block([self._weighted(block, update, cosines)])])
 
@@ -320,9 +320,9 @@ def _accumulate(total: np.ndarray, name: str, blocks: Sequence[_Block]) -> None:
     """Add blocks to a layer of a sum, in tiles that stay in the cache."""
     sums = torch.from_numpy(total.reshape(-1))
     clients = [[torch.from_numpy(addend.layers[name].reshape(-1)) for addend in block.addends] for block in blocks]
-    scratch = torch.empty(min(TILE, len(sums)) if blocks[-1].merge else 0, dtype=sums.dtype)
-    for start in range(0, len(sums), TILE):
-        tile = slice(start, start + TILE)
+    scratch = torch.empty(min(CACHE_TILE, len(sums)) if blocks[-1].merge else 0, dtype=sums.dtype)
+    for start in range(0, len(sums), CACHE_TILE):
+        tile = slice(start, start + CACHE_TILE)
         for block, layers in zip(blocks, clients, strict=True):
             own_sum = scratch[: len(sums[tile])] if block.merge else sums[tile]
             for addend, layer in zip(block.addends, layers, strict=True):
@@ -341,13 +341,13 @@ def _add(sums: torch.Tensor, layer: torch.Tensor, factor: float, coefficient: fl
     sums.add_(layer, alpha=coefficient)
 
 
-def as_reference(layers: Layers | ReferenceLayers) -> ReferenceLayers:
+def as_reference(layers: Layers | GlobalLayers) -> GlobalLayers:
     """Return global layers as a reference, without products unless they are one."""
-    return layers if isinstance(layers, ReferenceLayers) else ReferenceLayers(layers)
+    return layers if isinstance(layers, GlobalLayers) else GlobalLayers(layers)
 
 
-def check_updates(global_layers: ReferenceLayers, updates: Sequence[ClientUpdate]) -> None:
-    """Call `ReferenceLayers.check` for every update. The `InputError` names the client."""
+def check_updates(global_layers: GlobalLayers, updates: Sequence[ClientUpdate]) -> None:
+    """Call `GlobalLayers.check` for every update. The `InputError` names the client."""
     for update in updates:
         try:
             global_layers.check(update.layers)
@@ -356,7 +356,7 @@ def check_updates(global_layers: ReferenceLayers, updates: Sequence[ClientUpdate
 
 
 def weighted_sum(
-    global_layers: Layers | ReferenceLayers, updates: Sequence[ClientUpdate], *, aggregator: WeightedSum
+    global_layers: Layers | GlobalLayers, updates: Sequence[ClientUpdate], *, aggregator: WeightedSum
 ) -> Layers:
     """Aggregate a list of updates in order of partition id."""
     aggregator.start(as_reference(global_layers))

@@ -10,7 +10,7 @@ from flwr.serverapp import Grid
 from PIL import Image
 
 from client_app import handlers
-from fedssl.compat import RUN_ID, set_task_identity
+from fedssl.flower_internals import RUN_ID, set_task_identity
 from server_app.app import app as server_app
 from simulation.grid import LocalGrid
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from strategies.interfaces import GLOBAL
+from strategies.types import GLOBAL
 from tests.federation import Federation
 
 # Two clients with the same classes; a round has 14 steps of a client.

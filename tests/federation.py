@@ -15,7 +15,7 @@ from server_app.training_loop import run_round
 from server_app.updates import RoundResult
 from simulation.grid import LocalGrid
 from strategies.base import FedSSLStrategy
-from strategies.interfaces import GLOBAL, GlobalModel, ServerState
+from strategies.types import GLOBAL, GlobalModel, ServerState
 
 TINY = ["num_clients=3", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1", "partition=iid"]
 TINY += ["final_evaluation=none"]  # two images of a class are not enough for all protocols

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from client_app.state_store import load_state
-from strategies.interfaces import ClientState
+from strategies.types import ClientState
 
 
 def load_tensors(folder: Path, *, before: int) -> ClientState | None:

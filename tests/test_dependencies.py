@@ -1,4 +1,4 @@
-"""Packages import each other in one direction, and undocumented names of dependencies in modules named ``compat``."""
+"""Packages import each other in one direction, and undocumented names of dependencies in ``..._internals.py``."""
 
 import ast
 from collections.abc import Iterator
@@ -38,8 +38,8 @@ def private(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_private_names_are_in_compat_modules(package):
-    files = [file for file in (ROOT / package).rglob("*.py") if file.name != "compat.py"]
+def test_private_names_are_in_internals_modules(package):
+    files = [file for file in (ROOT / package).rglob("*.py") if not file.stem.endswith("_internals")]
     assert {str(file): names for file in files if (names := private(file.read_text()))} == {}
 
 

@@ -34,7 +34,7 @@ from fedssl.runs.catalog import differences_from_defaults
 from fedssl.runs.loaded_run import load_run_folder
 from fedssl.runs.representations import read_representations
 from fedssl.runs.run import read_run, strategy_of
-from fedssl.untrusted import read_arrays, read_tensors
+from fedssl.safe_io import read_arrays, read_tensors
 from fedssl.wire.delivery import EncoderDelivery
 from simulation.sweep import plan_jobs
 from strategies.topology import read_edges
@@ -387,7 +387,7 @@ MODULES = {
     "fedssl/runs/representations.py": "test_pickles",
     "fedssl/runs/run_report.py": "",
     "fedssl/runs/snapshots.py": "test_pickles",
-    "fedssl/untrusted.py": "test_pickles",
+    "fedssl/safe_io.py": "test_pickles",
     "fedssl/wire/device.py": "",
     "fedssl/wire/wire_format.py": "",
     "server_app/checkpoint.py": "test_pickles",

@@ -4,7 +4,7 @@ from flwr.app import Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
-from fedssl.compat import assign_message_id, set_task_identity
+from fedssl.flower_internals import assign_message_id, set_task_identity
 from simulation.grid import LocalGrid
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fedssl.errors import InputError
-from fedssl.untrusted import MAX_LINES_BYTES, read_text, sanitize
+from fedssl.safe_io import MAX_LINES_BYTES, read_text, sanitize
 
 _MAX_DIGITS = 9  # of a client's number
 _MAX = 1e15  # seconds, or a speed; float64 then still resolves an eighth of a second

@@ -18,7 +18,6 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from fedssl.config.compat import ChoiceSweep, Override, apply_overrides
 from fedssl.config.constraints import (
     CONSTRAINTS,
     as_yaml,
@@ -27,6 +26,7 @@ from fedssl.config.constraints import (
     group_of,
     statistic_of_channels,
 )
+from fedssl.config.hydra_internals import ChoiceSweep, Override, apply_overrides
 from fedssl.config.literal import user_path
 from fedssl.config.overrides import (
     CONF,

@@ -48,7 +48,7 @@ from fedssl.datasets.splits import same_split
 from fedssl.errors import InputError, shortened
 from fedssl.evaluation.early_stopping import EarlyStopping
 from fedssl.plain_values import plain_values
-from fedssl.untrusted import checksum_line, corrupt_file_error, load_plain_yaml
+from fedssl.safe_io import checksum_line, corrupt_file_error, load_plain_yaml
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

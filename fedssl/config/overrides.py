@@ -14,7 +14,7 @@ from typing import Any
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from fedssl.config.compat import ChoiceSweep, Glob, IntervalSweep, Override, parse_overrides
+from fedssl.config.hydra_internals import ChoiceSweep, Glob, IntervalSweep, Override, parse_overrides
 from fedssl.errors import InputError
 
 CONF = Path(__file__).resolve().parents[2] / "conf"

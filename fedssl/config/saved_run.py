@@ -9,12 +9,12 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
 
-from fedssl.config.compat import Override
+from fedssl.config.hydra_internals import Override
 from fedssl.config.literal import shell_command
 from fedssl.config.overrides import check_run_id, config_groups, parse, quote_value
 from fedssl.errors import InputError
 from fedssl.plain_values import RUN_KEYS, plain_values
-from fedssl.untrusted import corrupt_file_error, read_yaml, sanitize
+from fedssl.safe_io import corrupt_file_error, read_yaml, sanitize
 
 INITIAL_ENCODER_FILE = "initial_encoder.pt"  # in the folder of a run with encoder.weights, from which it is resumed
 

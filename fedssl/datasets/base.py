@@ -24,8 +24,8 @@ from fedssl.config.settings import DataSettings
 from fedssl.datasets.images import ImageSource
 from fedssl.datasets.sample_checks import constant_warnings
 from fedssl.errors import InputError
+from fedssl.safe_io import sanitize
 from fedssl.seeding import numpy_generator
-from fedssl.untrusted import sanitize
 
 Split = Literal["federated", "train", "test"]
 

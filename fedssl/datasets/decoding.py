@@ -23,7 +23,7 @@ from fedssl.datasets.pixels import BACKGROUND, to_array
 from fedssl.errors import InputError
 from fedssl.machine.memory import decode_slot
 from fedssl.machine.process import available_cores
-from fedssl.untrusted import open_regular_file, sanitize
+from fedssl.safe_io import open_regular_file, sanitize
 
 if TYPE_CHECKING:
     from fedssl.datasets.images import ImageSource

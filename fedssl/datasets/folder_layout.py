@@ -24,7 +24,7 @@ from fedssl.datasets.formats import HEIF_INSTALLED, HEIF_SUFFIXES, SUFFIXES
 from fedssl.datasets.listing import Listing, is_folder, list_files, log_once
 from fedssl.datasets.splits import HELD_OUT, matching, split_of
 from fedssl.errors import InputError, shortened
-from fedssl.untrusted import sanitize
+from fedssl.safe_io import sanitize
 
 _LEVELS = {"class": ("class",), "owner": ("owner",), "owner/class": ("owner", "class"), "none": ()}
 

@@ -131,7 +131,8 @@ def read(
         )
     rows = rows[buffer.readable]
     warnings += range_warnings(chain.from_iterable(_encoded(files, image, rows)), decoding)
-    return ImageData(buffer.source, _at(rows, labels), classes, _at(rows, owners), owner_names, warnings)
+    left, owned = _select_rows(rows, labels), _select_rows(rows, owners)
+    return ImageData(buffer.source, left, classes, owned, owner_names, warnings)
 
 
 def _siblings(files: Sequence[Path]) -> list[Path]:
@@ -182,7 +183,7 @@ def _row_name(row: int, split: str, files: Sequence[Path], column: str | None) -
     return f"{place}, {source}" if isinstance(source, Path) else place
 
 
-def _at(rows: np.ndarray, column: np.ndarray | None) -> torch.Tensor | None:
+def _select_rows(rows: np.ndarray, column: np.ndarray | None) -> torch.Tensor | None:
     return None if column is None else torch.from_numpy(column[rows])
 
 

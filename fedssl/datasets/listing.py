@@ -17,7 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from fedssl.errors import InputError
-from fedssl.untrusted import sanitize
+from fedssl.safe_io import sanitize
 
 # Made by operating systems, network drives and Python; in lower case.
 HIDDEN_NAMES = {"__macosx", "__pycache__", "thumbs.db", "ehthumbs.db", "desktop.ini", "$recycle.bin", "recycler"}

@@ -13,7 +13,7 @@ from fedssl.config.literal import user_path
 from fedssl.datasets.listing import is_file, is_folder, is_hidden, list_files, log_once
 from fedssl.datasets.splits import HELD_OUT, split_of, split_of_word
 from fedssl.errors import InputError, shortened
-from fedssl.untrusted import sanitize
+from fedssl.safe_io import sanitize
 
 SUFFIXES = (".arrow", ".parquet")
 _SHARD = re.compile(r"(.+)-\d+-of-\d+")  # file names of the Hub

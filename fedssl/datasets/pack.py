@@ -27,7 +27,7 @@ from fedssl.datasets.images import EncodedImages
 from fedssl.datasets.records import pack_records
 from fedssl.errors import InputError
 from fedssl.machine.memory import gigabytes
-from fedssl.untrusted import read_bytes
+from fedssl.safe_io import read_bytes
 
 log = logging.getLogger("fedssl")
 

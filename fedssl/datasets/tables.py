@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from fedssl.datasets.records import FileRecords
 from fedssl.errors import InputError
-from fedssl.untrusted import sanitize
+from fedssl.safe_io import sanitize
 
 CHUNK = 256  # rows read at a time, and images per task of a decoding thread
 

@@ -76,8 +76,8 @@ class Encoder(nn.Module):
         Layers that no client trains, see `freeze_base`; none by default.
     low_rank_layers : tuple of LowRankLayer
         Names of the factors that the tuning added (`fedssl.tuning.lora`); none by default.
-    merged_names : frozenset of str
-        Those of the base layers that the server changes, see `fedssl.methods.base.SSLMethod.merged_names`.
+    server_merged_names : frozenset of str
+        Those of the base layers that the server changes, see `fedssl.methods.base.SSLMethod.server_merged_names`.
     frozen_stages : int
         Number of stages, from the first, that only have base layers and run once for all networks of a method.
     return_feature_map : bool
@@ -95,7 +95,7 @@ class Encoder(nn.Module):
     stages_interchangeable = False
     base_names: frozenset[str] = frozenset()
     low_rank_layers: tuple[LowRankLayer, ...] = ()
-    merged_names: frozenset[str] = frozenset()
+    server_merged_names: frozenset[str] = frozenset()
     frozen_stages: int = 0
     return_feature_map = False
 
@@ -202,7 +202,7 @@ class Encoder(nn.Module):
         A module whose parameters are all frozen stays in eval mode, and so does batch normalization whose running
         statistics are. Copies by `frozen_copy` share the layers.
         """
-        self.base_names, self.frozen_stages, self.merged_names = frozenset(names), stages, frozenset(merged)
+        self.base_names, self.frozen_stages, self.server_merged_names = frozenset(names), stages, frozenset(merged)
         for name, parameter in self.named_parameters():
             if name in self.base_names:
                 parameter.requires_grad_(False)

@@ -23,8 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.atomic_files import make_subfolder, write_text
 from fedssl.command_line import run_command
-from fedssl.config.compat import apply_overrides
 from fedssl.config.compose import check_types, resolve_config, validate_config
+from fedssl.config.hydra_internals import apply_overrides
 from fedssl.config.literal import path_of
 from fedssl.config.load import compose, make_settings
 from fedssl.config.overrides import parse
@@ -41,14 +41,14 @@ from fedssl.errors import InputError
 from fedssl.evaluation.protocol import (
     EvaluationInput,
     evaluate,
+    evaluation_problem,
     log_unknown_classes,
     make_evaluation_input,
-    why_not_evaluable,
 )
 from fedssl.evaluation.scores import Score, format_table, to_flat_dict, units_of
 from fedssl.export import load_encoder, saved_target
 from fedssl.machine.devices import select_device
-from fedssl.untrusted import sanitize
+from fedssl.safe_io import sanitize
 
 USAGE = (
     "usage: fedssl-evaluate run=DIR [evaluation=knn|linear|few_labels|probes|semi_supervised|fine_tune|transfer|\n"
@@ -177,7 +177,7 @@ def match_encoder(encoder: Any, data: DataSettings, *, explicit_size: bool) -> D
 def _evaluation_input(encoder: Any, data: DataSettings, *, device: str) -> EvaluationInput:
     evaluation_input = make_evaluation_input(encoder, data, device=select_device(device))
     if evaluation_input is None:
-        raise InputError(f"{why_not_evaluable(data)}, or choose another data set with dataset=")
+        raise InputError(f"{evaluation_problem(data)}, or choose another data set with dataset=")
     return evaluation_input
 
 

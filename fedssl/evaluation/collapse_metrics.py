@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fedssl.datasets.images import ImageSource, TensorImages
 from fedssl.evaluation.features import eval_mode, extract
-from fedssl.machine.out_of_memory import module_on_cpu, with_less_memory
+from fedssl.machine.out_of_memory import module_on_cpu, retry_in_chunks
 from fedssl.seeding import torch_generator
 from fedssl.training import Augment
 
@@ -110,7 +110,7 @@ class CollapseMetrics:
                 images += augment(sample.to(used), generator).global_images
             return images[:2]
 
-        self._views = with_less_memory(views, device=device, what="views are computed")
+        self._views = retry_in_chunks(views, device=device, what="views are computed")
 
     def measure(self, encoder: nn.Module) -> dict[str, float]:
         """Return the measures above by name, without the spectrum."""
@@ -122,7 +122,7 @@ class CollapseMetrics:
             with eval_mode(network):
                 return torch.cat([network(batch.to(used)).float() for batch in batches]).cpu()
 
-        h1, h2 = with_less_memory(
+        h1, h2 = retry_in_chunks(
             both, device=self._device, chunk=len(self._images), what="representations of views are computed"
         ).chunk(2)
         return {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError
 from fedssl.machine.devices import is_gpu, to_device
-from fedssl.machine.out_of_memory import module_on_cpu, with_less_memory
+from fedssl.machine.out_of_memory import module_on_cpu, retry_in_chunks
 
 MAX_PIXELS = 3072  # per image: those of an RGB image of 32 x 32
 BLOCK_BYTES = 2**27  # of representations that are copied from a GPU at once, because each copy synchronizes
@@ -75,7 +75,7 @@ def extract(
             blocks.append(torch.cat(computed).cpu())
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
-    return with_less_memory(compute, device=device, chunk=batch_size, what="representations are computed")
+    return retry_in_chunks(compute, device=device, chunk=batch_size, what="representations are computed")
 
 
 @contextmanager

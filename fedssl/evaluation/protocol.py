@@ -17,8 +17,8 @@ from fedssl.evaluation.features import Features, extract, pixels
 from fedssl.evaluation.scores import Score, as_scores
 from fedssl.machine.devices import CPU
 from fedssl.machine.memory import available_memory, gigabytes
-from fedssl.machine.out_of_memory import module_on_cpu, with_less_memory
-from fedssl.untrusted import sanitize
+from fedssl.machine.out_of_memory import module_on_cpu, retry_in_chunks
+from fedssl.safe_io import sanitize
 
 # Splits that an evaluation needs, with their names in messages.
 SPLITS: dict[Split, str] = {"train": "training", "test": "test"}
@@ -75,7 +75,7 @@ class EvaluationInput:
         memory.
         """
         if key not in self._predictions:
-            self._predictions[key] = with_less_memory(
+            self._predictions[key] = retry_in_chunks(
                 lambda device, _: predict(self if device == self.device else _on_cpu(self)),
                 device=self.device,
                 what="a classifier is trained",
@@ -118,14 +118,14 @@ def _on_cpu(given: EvaluationInput) -> _OnCpu:
 def make_evaluation_input(
     encoder: nn.Module | None, data: DataSettings, *, device: torch.device
 ) -> EvaluationInput | None:
-    """Join the encoder and the labeled images of the data set; None if they are too few, see `why_not_evaluable`."""
+    """Join the encoder and the labeled images of the data set; None if they are too few, see `evaluation_problem`."""
     train, test = load_labeled(data, "train"), load_labeled(data, "test")
     if train is None or test is None or _only_class(train, test) is not None:
         return None
     return EvaluationInput(encoder=encoder, train=train, test=test, mean=data.mean, std=data.std, device=device)
 
 
-def why_not_evaluable(data: DataSettings) -> str | None:
+def evaluation_problem(data: DataSettings) -> str | None:
     """Return the reason, with a remedy, why the data set cannot evaluate encoders; None if it can."""
     keys = data.reader.values
     for split, name in SPLITS.items():

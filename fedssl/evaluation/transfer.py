@@ -15,9 +15,9 @@ from fedssl.evaluation.protocol import (
     EvaluationProtocol,
     check_protocol,
     evaluate,
+    evaluation_problem,
     log_unknown_classes,
     make_evaluation_input,
-    why_not_evaluable,
 )
 from fedssl.evaluation.scores import Score
 
@@ -66,7 +66,7 @@ class Transfer(EvaluationProtocol):
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
         results = evaluate(self.protocol, evaluation_input, seed=seed) if self.include_own else {}
         for name in self.datasets:
-            scores = evaluate(self.protocol, self._on(name, evaluation_input), seed=seed)
+            scores = evaluate(self.protocol, self._with_dataset(name, evaluation_input), seed=seed)
             results |= {f"{key}@{name}": score for key, score in scores.items()}
         return results
 
@@ -77,18 +77,18 @@ class Transfer(EvaluationProtocol):
 
     def left_out(self, evaluation_input: EvaluationInput) -> dict[str, str]:
         own = self.protocol.left_out(evaluation_input) if self.include_own else {}
-        others = {name: self.protocol.left_out(self._on(name, evaluation_input)) for name in self.datasets}
+        others = {name: self.protocol.left_out(self._with_dataset(name, evaluation_input)) for name in self.datasets}
         return {**own, **{f"{key}@{name}": why for name, part in others.items() for key, why in part.items()}}
 
     def validate(self, evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
         if self.include_own:
             self.protocol.validate(evaluation_input, feature_dim=feature_dim)
         for name in self.datasets:
-            other = self._on(name, evaluation_input)
+            other = self._with_dataset(name, evaluation_input)
             log_unknown_classes(other)
             self.protocol.validate(other, feature_dim=feature_dim)
 
-    def _on(self, name: str, evaluation_input: EvaluationInput) -> EvaluationInput:
+    def _with_dataset(self, name: str, evaluation_input: EvaluationInput) -> EvaluationInput:
         _, channels, size, _ = evaluation_input.train.images.shape
         data = self.datasets[name].resized(size)
         if data.channels != channels:
@@ -98,5 +98,5 @@ class Transfer(EvaluationProtocol):
             )
         other = make_evaluation_input(None, data, device=evaluation_input.device)
         if other is None:
-            raise InputError(f"datasets.{name}: {why_not_evaluable(data)}")
+            raise InputError(f"datasets.{name}: {evaluation_problem(data)}")
         return replace(evaluation_input, train=other.train, test=other.test)

@@ -25,7 +25,7 @@ from fedssl.errors import InputError
 from fedssl.export.source import ExportSource, represent
 from fedssl.export.weights import KEY, write_weights
 from fedssl.low_rank import LowRankLayer
-from fedssl.untrusted import MAX_TENSORS_BYTES, corrupt_file_error, open_regular_file
+from fedssl.safe_io import MAX_TENSORS_BYTES, corrupt_file_error, open_regular_file
 
 ADAPTER_FILE = "adapter.safetensors"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -29,8 +29,8 @@ from fedssl.export.onnx import BATCH, CALIBRATION, MEASURED, QuantizedModel, che
 from fedssl.export.source import ExportSource
 from fedssl.export.timm_weights import timm_model
 from fedssl.runs.run import read_run
+from fedssl.safe_io import sanitize
 from fedssl.seeding import torch_generator
-from fedssl.untrusted import sanitize
 
 USAGE = (
     f"usage: fedssl-export run=DIR format={'|'.join(FORMATS)} [output=FILE_OR_FOLDER]\n"

@@ -29,7 +29,7 @@ from fedssl.machine.devices import is_gpu
 from fedssl.machine.meta_device import shapes_only
 from fedssl.machine.transfer import copy_to_cpu
 from fedssl.plain_values import plain_values
-from fedssl.untrusted import check_tensors_like, read_tensors, sanitize
+from fedssl.safe_io import check_tensors_like, read_tensors, sanitize
 
 _FORMATS = "fedssl-encoder-"
 FORMAT = f"{_FORMATS}1"

@@ -22,7 +22,7 @@ from fedssl.export.timm_weights import TimmModel, default_config, has_timm, timm
 from fedssl.export.weights import write_safetensors, write_weights
 from fedssl.plots.partition import read_partition_table
 from fedssl.runs.run import Run
-from fedssl.untrusted import sanitize
+from fedssl.safe_io import sanitize
 
 CONFIG, WEIGHTS, PREPROCESSING, CARD = "config.json", "model.safetensors", "preprocessor_config.json", "README.md"
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from fedssl.errors import InputError
-from fedssl.untrusted import open_regular_file
+from fedssl.safe_io import open_regular_file
 
 KEY = "fedssl"
 

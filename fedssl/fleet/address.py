@@ -4,7 +4,7 @@ import ipaddress
 import re
 
 from fedssl.errors import InputError
-from fedssl.untrusted import sanitize_line
+from fedssl.safe_io import sanitize_line
 
 _LABEL = "[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"  # with _, which names of containers have
 

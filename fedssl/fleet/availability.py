@@ -9,7 +9,7 @@ from typing import Any
 
 from fedssl.atomic_files import write_text
 from fedssl.errors import RequestRefused
-from fedssl.untrusted import read_text
+from fedssl.safe_io import read_text
 
 USAGE_FILE = ".usage.json"  # in the folder of states: rounds and messages of the last day
 POWER_SUPPLIES = Path("/sys/class/power_supply")

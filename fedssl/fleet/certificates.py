@@ -8,7 +8,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from fedssl.errors import InputError
-from fedssl.untrusted import read_bytes
+from fedssl.safe_io import read_bytes
 
 _MAX_BYTES = 2**20  # bytes of a file
 

@@ -32,7 +32,7 @@ from fedssl.command_line import run_command
 from fedssl.config.literal import user_path
 from fedssl.config.settings import EngineSettings
 from fedssl.errors import InputError
-from fedssl.fleet import compat
+from fedssl.fleet import control_internals
 from fedssl.fleet.address import check_address
 from fedssl.fleet.control import RegisteredDevice, control_api, registered_devices
 from fedssl.fleet.keys import new_private_key, public_key_line, read_public_key
@@ -40,8 +40,8 @@ from fedssl.fleet.kit import make_kit, write_kit
 from fedssl.fleet.watch import FleetView, MetricsServer, Thresholds, as_cell, as_text, make_view
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import FLEET_FILE, is_locked
+from fedssl.safe_io import read_text, read_yaml, sanitize
 from fedssl.text_table import align
-from fedssl.untrusted import read_text, read_yaml, sanitize
 from fedssl.wire.device import COMPARED_PACKAGES, check_device_name
 
 DEFAULT_ADDRESS = "127.0.0.1:8000"  # of a SuperLink
@@ -88,7 +88,7 @@ def _invite(name: str, file: Path, options: argparse.Namespace) -> str:
             write_kit(make_kit(name, options.server, certificate=certificate, private_key=key), file)
             public = file.with_suffix(".pub")
             public.write_bytes(public_key_line(key, name))
-            compat.register_node(control, read_public_key(public), name=name)
+            control_internals.register_node(control, read_public_key(public), name=name)
         return f"{file} has the private key of {name}, which is registered; pass it on confidentially"
     write_kit(make_kit(name, options.server, certificate=certificate), file)
     return (
@@ -103,7 +103,7 @@ def add(options: argparse.Namespace) -> str:
     key = read_public_key(options.key)
     with _control(options) as control:
         _check_unused(options.name, registered_devices(control))
-        node = compat.register_node(control, key, name=options.name)
+        node = control_internals.register_node(control, key, name=options.name)
     return f"{options.name} is registered as node {node}"
 
 
@@ -111,7 +111,7 @@ def remove(options: argparse.Namespace) -> str:
     """Remove a device. The SuperLink rejects its further requests, also in a running round."""
     with _control(options) as control:
         device = _device(options.name, registered_devices(control))
-        compat.unregister_node(control, device.node_id)
+        control_internals.unregister_node(control, device.node_id)
     return f"{options.name} (node {device.node_id}) is removed; its key cannot be registered again"
 
 
@@ -120,8 +120,8 @@ def rotate(options: argparse.Namespace) -> str:
     key = read_public_key(options.key)
     with _control(options) as control:
         device = _device(options.name, registered_devices(control))
-        node = compat.register_node(control, key, name=options.name)
-        compat.unregister_node(control, device.node_id)
+        node = control_internals.register_node(control, key, name=options.name)
+        control_internals.unregister_node(control, device.node_id)
     return f"{options.name} is node {node} now; node {device.node_id} is removed"
 
 
@@ -263,7 +263,7 @@ def _device(name: str, devices: Sequence[RegisteredDevice]) -> RegisteredDevice:
     return named[0]
 
 
-def _control(options: argparse.Namespace) -> AbstractContextManager[compat.ControlHttpClient]:
+def _control(options: argparse.Namespace) -> AbstractContextManager[control_internals.ControlHttpClient]:
     return control_api(_engine(options), names=("--address", "--certificates"))
 
 

@@ -10,7 +10,7 @@ import httpx
 
 from fedssl.config.settings import EngineSettings
 from fedssl.errors import InputError
-from fedssl.fleet import compat
+from fedssl.fleet import control_internals
 from fedssl.fleet.address import check_address, is_loopback
 from fedssl.fleet.certificates import read_authority, verification_problem
 from fedssl.fleet.proxy import check_proxies, proxy_problem
@@ -29,7 +29,7 @@ class RegisteredDevice:
 @contextmanager
 def control_api(
     engine: EngineSettings, *, names: tuple[str, str] = ("engine.address", "engine.root_certificates")
-) -> Iterator[compat.ControlHttpClient]:
+) -> Iterator[control_internals.ControlHttpClient]:
     """Yield a client of the Control API; raises `InputError` for an invalid address or certificate, or no connection.
 
     ``names`` are those of the settings or options that give the address and the certificate.
@@ -43,7 +43,7 @@ def control_api(
         )
     check_proxies()
     root = None if certificates is None else read_authority(names[1], Path(certificates))
-    control = compat.connect(address, root_certificates=root)
+    control = control_internals.connect(address, root_certificates=root)
     try:
         with _http_errors(f"{names[0]}={address}", names, url=f"{'https' if root else 'http'}://{address}"):
             yield control
@@ -57,7 +57,7 @@ def _http_errors(server: str, names: tuple[str, str], *, url: str) -> Iterator[N
     try:
         yield
     except httpx.HTTPStatusError as error:
-        reason = compat.error_message(error.response.text)
+        reason = control_internals.error_message(error.response.text)
         if reason:
             raise InputError(f"the SuperLink at {server} rejects the request: {reason}") from error
         raise InputError(_foreign_answer(server, names[0], url, f"status {error.response.status_code}")) from error
@@ -76,7 +76,7 @@ def _http_errors(server: str, names: tuple[str, str], *, url: str) -> Iterator[N
             f"{names[1]} if it has TLS"
         ) from error
     except ValueError as error:
-        if not compat.is_invalid_response(error):
+        if not control_internals.is_invalid_response(error):
             raise
         raise InputError(_foreign_answer(server, names[0], url, "no message of Flower")) from error
 
@@ -92,11 +92,11 @@ def _foreign_answer(server: str, name: str, url: str, answer: str) -> str:
     )
 
 
-def registered_devices(control: compat.ControlHttpClient) -> list[RegisteredDevice]:
+def registered_devices(control: control_internals.ControlHttpClient) -> list[RegisteredDevice]:
     """Return all registered devices by name. Removed devices are left out."""
     devices = [
         RegisteredDevice(name=node.name, node_id=node.node_id, status=node.status, last_contact=_last_contact(node))
-        for node in compat.list_nodes(control)
+        for node in control_internals.list_nodes(control)
         if node.status != "unregistered"
     ]
     return sorted(devices, key=lambda device: (device.name, device.node_id))
@@ -108,9 +108,9 @@ def registered_names(engine: EngineSettings) -> Mapping[int, str]:
         return {device.node_id: device.name for device in registered_devices(control) if device.name}
 
 
-def _last_contact(node: compat.NodeInfo) -> datetime.datetime | None:
+def _last_contact(node: control_internals.NodeInfo) -> datetime.datetime | None:
     """Return the time of the last heartbeat, which is as many seconds before ``online_until`` as Flower allows."""
     if not node.online_until:
         return None
-    heartbeat = node.online_until - compat.HEARTBEAT_PATIENCE * node.heartbeat_interval
+    heartbeat = node.online_until - control_internals.HEARTBEAT_PATIENCE * node.heartbeat_interval
     return datetime.datetime.fromtimestamp(heartbeat, tz=datetime.UTC)

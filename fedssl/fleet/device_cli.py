@@ -42,8 +42,8 @@ from fedssl.fleet.kit import read_kit
 from fedssl.fleet.limits import read_limits
 from fedssl.fleet.proxy import VARIABLES as PROXY_VARIABLES
 from fedssl.fleet.quality import METRICS, NUM_IMAGES, encoder_quality
+from fedssl.safe_io import sanitize
 from fedssl.text_table import align
-from fedssl.untrusted import sanitize
 
 SHOWN_EVENTS = 10
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}

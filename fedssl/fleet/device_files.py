@@ -22,7 +22,7 @@ from fedssl.fleet.kit import Kit
 from fedssl.fleet.proxy import proxy_environment
 from fedssl.machine.memory import available_memory
 from fedssl.machine.process import available_cores
-from fedssl.untrusted import MAX_TEXT_BYTES, read_bytes, read_text
+from fedssl.safe_io import MAX_TEXT_BYTES, read_bytes, read_text
 
 KEY = "node.key"
 LIMITS = """# What a server may request of this device. docs/devices.md explains the limits.

@@ -10,7 +10,7 @@ from fedssl.atomic_files import atomic_write, remove, round_file, saved_rounds, 
 from fedssl.config.overrides import check_run_id
 from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet.signature import verify
-from fedssl.untrusted import read_text
+from fedssl.safe_io import read_text
 from fedssl.wire.delivery import EncoderDelivery
 
 FOLDER = "encoders"  # in the folder of states

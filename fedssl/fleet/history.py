@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedssl.atomic_files import write_text
-from fedssl.untrusted import read_text
+from fedssl.safe_io import read_text
 
 FILE = "history.jsonl"
 MAX_LINES = 1000

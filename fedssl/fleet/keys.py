@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedssl.errors import InputError
-from fedssl.untrusted import read_bytes
+from fedssl.safe_io import read_bytes
 
 _MAX_BYTES = 2**16  # of a file
 

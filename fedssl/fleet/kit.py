@@ -16,7 +16,7 @@ from fedssl.errors import InputError
 from fedssl.fleet.address import parse_address
 from fedssl.fleet.certificates import check_validity, read_authority, root_certificates
 from fedssl.fleet.keys import load_private_key, write_private
-from fedssl.untrusted import open_regular_file
+from fedssl.safe_io import open_regular_file
 from fedssl.wire.device import check_device_name, installed_versions
 
 _MAX_BYTES = 2**20  # of a file in a kit

@@ -37,7 +37,7 @@ from fedssl.fleet.availability import (
     read_usage,
 )
 from fedssl.machine.memory import available_memory, grown_memory
-from fedssl.untrusted import read_yaml
+from fedssl.safe_io import read_yaml
 
 _UNKNOWN_MEMORY = 2.0  # GB, if the system does not report its memory
 _SHARE = 0.75  # of the available memory

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.hashes import SHA384
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from fedssl.errors import InputError
-from fedssl.untrusted import read_bytes
+from fedssl.safe_io import read_bytes
 
 _ALGORITHM = ECDSA(SHA384())
 _MAX_BYTES = 2**16  # of a file

@@ -12,8 +12,8 @@ from typing import Any
 from fedssl.errors import InputError
 from fedssl.fleet.checks import free_space
 from fedssl.runs.jsonl import read_jsonl
+from fedssl.safe_io import sanitize
 from fedssl.text_table import align
-from fedssl.untrusted import sanitize
 
 Row = Mapping[str, Any]  # of a device, as in `fedssl-fleet list --json`
 

@@ -37,9 +37,7 @@ def free_cached_memory() -> None:
         torch.accelerator.empty_cache()
 
 
-def with_less_memory(
-    compute: Callable[[torch.device, int], T], *, device: torch.device, chunk: int = 1, what: str
-) -> T:
+def retry_in_chunks(compute: Callable[[torch.device, int], T], *, device: torch.device, chunk: int = 1, what: str) -> T:
     """Return ``compute(device, chunk)``; without enough memory with half the chunk until it fits, then on the CPU.
 
     ``compute`` returns the same for every chunk, apart from rounding, and leaves no tensors behind if it fails. On the

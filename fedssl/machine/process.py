@@ -80,7 +80,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def tune_allocator() -> bool:
+def set_allocator_thresholds() -> bool:
     """Make glibc keep freed memory, for all threads, instead of returning it to the kernel at once.
 
     Blocks over 32 MB are otherwise mapped anew on each use, and the page faults cost more than the arithmetic on them
@@ -99,7 +99,7 @@ def tune_allocator() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the kernel, which `tune_allocator` keeps, before the process is idle (glibc only).
+    """Return freed memory to the kernel, which `set_allocator_thresholds` keeps, while the process is idle (glibc).
 
     That of objects in reference cycles, such as a message, is freed before.
     """
@@ -116,7 +116,7 @@ def configure_process(machine: MachineSettings) -> "torch.device":
 
     torch.set_num_threads(machine.threads)
     if machine.keep_freed_memory:
-        tune_allocator()
+        set_allocator_thresholds()
     disable_dynamo_import()
     device = select_device(machine.device)
     if device.index is not None:

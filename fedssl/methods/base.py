@@ -129,7 +129,7 @@ class SSLMethod(nn.Module):
         Base layers, which the encoder shares with its copies, have their name in ``encoder``.
         """
         tensors = dict(self.state_dict(keep_vars=True))
-        own = {*self.base_names, *self.merged_names}
+        own = {*self.base_names, *self.server_merged_names}
         base = {id(tensors[name]) for name in own}
         return {name: tensor for name, tensor in tensors.items() if id(tensor) not in base or name in own}
 
@@ -139,7 +139,7 @@ class SSLMethod(nn.Module):
 
         They are not exchanged, aggregated or trained. The server sends them once to a client that lacks them.
         """
-        frozen = self.encoder.base_names - self.encoder.merged_names
+        frozen = self.encoder.base_names - self.encoder.server_merged_names
         names = self.encoder.state_dict() if frozen else ()
         return tuple(f"encoder.{name}" for name in names if name in frozen)
 
@@ -156,12 +156,12 @@ class SSLMethod(nn.Module):
         return tuple(layers)
 
     @cached_property
-    def merged_names(self) -> tuple[str, ...]:
+    def server_merged_names(self) -> tuple[str, ...]:
         """Names of frozen weights of the encoder that the server adds products to, in the order of the model.
 
         They are exchanged in one direction: clients download them in every round, and neither train nor upload them.
         """
-        merged = self.encoder.merged_names
+        merged = self.encoder.server_merged_names
         names = self.encoder.state_dict() if merged else ()
         return tuple(f"encoder.{name}" for name in names if name in merged)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedssl.atomic_files import atomic_write
 from fedssl.datasets.images import ImageSource
-from fedssl.untrusted import open_regular_file
+from fedssl.safe_io import open_regular_file
 
 log = logging.getLogger("fedssl")
 

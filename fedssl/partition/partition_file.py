@@ -11,7 +11,7 @@ import torch
 from fedssl.errors import InputError
 from fedssl.partition.partition import PartitionInput
 from fedssl.partition.partitioners import check_counts
-from fedssl.untrusted import MAX_LINES_BYTES, read_text, sanitize
+from fedssl.safe_io import MAX_LINES_BYTES, read_text, sanitize
 
 COLUMNS = ("client", "label")
 _MAX_DIGITS = 9  # of a client's number

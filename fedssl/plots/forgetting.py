@@ -17,7 +17,7 @@ from fedssl.datasets.base import load_federated, subsample_indices
 from fedssl.errors import InputError
 from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.label_matched import sample_label_matched, subset
-from fedssl.evaluation.protocol import EvaluationInput, LabeledImages, load_labeled, why_not_evaluable
+from fedssl.evaluation.protocol import EvaluationInput, LabeledImages, evaluation_problem, load_labeled
 from fedssl.evaluation.scores import column_title, mean_and_std
 from fedssl.partition import client_indices
 from fedssl.plots.style import PlotData, axes_over_rounds, new_figure, strategy_color
@@ -59,7 +59,7 @@ def mean_forgetting(results: Sequence[ClientForgetting]) -> dict[int, tuple[floa
 def measure_forgetting(run: LoadedRun) -> list[ClientForgetting]:
     """Evaluate all snapshots of a run; raise an `InputError` without labels or with images on devices."""
     data = run.settings.data
-    problem = why_not_evaluable(data)
+    problem = evaluation_problem(data)
     labels = None if data.federated is None or problem else load_federated(data).labels
     if problem or labels is None:
         reason = problem or "the images of the clients have no labels here"
@@ -113,7 +113,7 @@ def _accuracy(evaluation_input: EvaluationInput) -> float:
 
 
 def _subsample(data: LabeledImages | None, max_images: int) -> LabeledImages:
-    assert data is not None  # see `why_not_evaluable`
+    assert data is not None  # see `evaluation_problem`
     rows = torch.from_numpy(subsample_indices(len(data.labels), max_images))
     return data.subset(rows)
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from fedssl.plots.style import PlotData, class_colors, new_figure, write_png
+from fedssl.safe_io import MAX_LINES_BYTES, corrupt_file_error, read_text
 from fedssl.text_table import to_csv
-from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, read_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

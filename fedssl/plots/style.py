@@ -15,8 +15,8 @@ import numpy as np
 from fedssl.atomic_files import atomic_write, make_subfolder, write_text
 from fedssl.errors import InputError
 from fedssl.runs.run import strategy_of
+from fedssl.safe_io import sanitize
 from fedssl.text_table import to_csv
-from fedssl.untrusted import sanitize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

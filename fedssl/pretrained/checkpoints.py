@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedssl.errors import InputError
 from fedssl.export.weights import read_metadata
-from fedssl.untrusted import MAX_TENSORS_BYTES, open_regular_file, read_tensors, sanitize
+from fedssl.safe_io import MAX_TENSORS_BYTES, open_regular_file, read_tensors, sanitize
 
 _MAX_BYTES = MAX_TENSORS_BYTES // 4
 

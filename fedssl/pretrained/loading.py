@@ -17,7 +17,7 @@ from fedssl.pretrained.adapting import POSITIONS, adapt_tensor, fold_class_posit
 from fedssl.pretrained.checkpoints import Checkpoint
 from fedssl.pretrained.names import Match, known_statistics, match_names
 from fedssl.pretrained.sources import file_of, read_source
-from fedssl.untrusted import sanitize
+from fedssl.safe_io import sanitize
 
 _MAX_LISTED = 3  # tensors of each kind in an error message
 _MAX_NETWORKS = 10  # ignored networks and heads in the log

@@ -17,7 +17,7 @@ from fedssl.config.overrides import did_you_mean
 from fedssl.encoders.library import require_timm
 from fedssl.errors import InputError
 from fedssl.pretrained.checkpoints import Checkpoint, read_checkpoint
-from fedssl.untrusted import sanitize
+from fedssl.safe_io import sanitize
 
 _TIMEOUT = 10.0  # seconds until the Hub counts as not reachable
 _MAX_CONFIG_BYTES = 2**20

@@ -20,7 +20,7 @@ from torch import Tensor
 BOTH = (-2, -1)  # rows and columns
 START_SLACK = 0.5  # in units of the spread of the cost
 START_MASS = 2.0  # in units of the mass that would be transported if all rows were equal
-TO_THE_BORDER = 0.99  # fraction of the step at which the first entry becomes 0
+STEP_FRACTION = 0.99  # fraction of the step at which the first entry becomes 0
 MIN_SPREAD = 1e-5  # of the cost, in units of tau_a + tau_b
 MIN_START = 0.1  # mass of a row
 MIN_MASS = 1e-3  # lower bound of the mass of a row in relative errors
@@ -148,11 +148,11 @@ def _share(change: Tensor, *, of: Tensor) -> float:
 
 
 def _length(loss: Tensor) -> Tensor:
-    """Return the largest step, at most 1, for which each entry loses at most the fraction TO_THE_BORDER.
+    """Return the largest step, at most 1, for which each entry loses at most the fraction STEP_FRACTION.
 
     ``loss`` is the fraction that each entry loses in a full step.
     """
-    return TO_THE_BORDER / loss.amax(dim=BOTH, keepdim=True).clamp_(min=TO_THE_BORDER)
+    return STEP_FRACTION / loss.amax(dim=BOTH, keepdim=True).clamp_(min=STEP_FRACTION)
 
 
 def _next_mu(pi: Tensor, slack: Tensor, fall: Tensor, best: Tensor, ratio: Tensor, *, min_slack: float) -> Tensor:

@@ -27,8 +27,8 @@ from fedssl.report.accuracy_table import run_table
 from fedssl.report.cost_table import cost_table
 from fedssl.report.paper_table import paper_table, read_table
 from fedssl.runs.run import Run, find_runs, is_locked, run_folders, select_metrics
+from fedssl.safe_io import sanitize
 from fedssl.text_table import TextTable
-from fedssl.untrusted import sanitize
 
 FORMATS = (".md", ".csv", ".tex", ".html")
 MAX_LISTED = 5  # runs in a message

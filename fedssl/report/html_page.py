@@ -21,8 +21,8 @@ from fedssl.plots.registry import PLOTS
 from fedssl.plots.style import sanitize_texts
 from fedssl.runs.groups import OWN_KEYS, RunGroup, group_by_seed
 from fedssl.runs.run import Run
+from fedssl.safe_io import sanitize
 from fedssl.text_table import TableCell, TableData, TextTable, text_cell
-from fedssl.untrusted import sanitize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

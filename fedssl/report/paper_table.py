@@ -20,8 +20,8 @@ from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY, Score
 from fedssl.runs.groups import IGNORED, first_of_each_seed, group_runs, is_ignored, same_value
 from fedssl.runs.run import Run, flatten_settings
+from fedssl.safe_io import read_yaml, sanitize
 from fedssl.text_table import TableCell, TableData, TextTable, text_cell, to_csv
-from fedssl.untrusted import read_yaml, sanitize
 
 PAPERS_FOLDER = Path(__file__).parent / "papers"
 # Differences that are not displayed.

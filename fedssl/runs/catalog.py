@@ -17,7 +17,7 @@ from fedssl.machine.process import default_threads
 from fedssl.runs.groups import OWN_KEYS, all_compared_settings, first_of_each_seed, group_runs, same_value
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import RUN_MARKERS, Run, iter_settings, read_run, run_folders
-from fedssl.untrusted import sanitize
+from fedssl.safe_io import sanitize
 
 DEFAULT_FOLDERS = (Path("runs"), Path("multirun"))
 STATUSES = ("finished", "failed", "interrupted", "paused", "pruned", "running", "ended from outside")

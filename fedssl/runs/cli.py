@@ -33,8 +33,8 @@ from fedssl.runs.catalog import (
 from fedssl.runs.groups import IGNORED, compared_settings, varying
 from fedssl.runs.run import RUN_MARKERS
 from fedssl.runs.verify import verify_run
+from fedssl.safe_io import sanitize
 from fedssl.text_table import align
-from fedssl.untrusted import sanitize
 
 _COLUMNS = ("strategy", "method", "partition", "partition.alpha", "num_clients")
 _HEADS = ("strategy", "method", "partition", "alpha", "K")

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fedssl.untrusted import MAX_LINES_BYTES, corrupt_file_error, open_regular_file, read_text
+from fedssl.safe_io import MAX_LINES_BYTES, corrupt_file_error, open_regular_file, read_text
 
 Validator = Callable[[Any], bool]
 

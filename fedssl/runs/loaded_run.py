@@ -21,10 +21,10 @@ from fedssl.machine.process import configure_process
 from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import copy_layers, exchanged_names, load_layers
 from fedssl.runs.snapshots import SnapshotRound, read_layers, snapshot_rounds
+from fedssl.safe_io import corrupt_file_error
 from fedssl.schedule.phases import Phase, make_phases, phase_at
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
-from fedssl.untrusted import corrupt_file_error
 
 # A run folder must not decide where decoded images are written, or which engine is used.
 RESUME_OVERRIDES = {"dataset.cache": "dataset.cache=auto", "engine": "engine=local"}

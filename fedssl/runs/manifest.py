@@ -14,7 +14,7 @@ from pathlib import Path
 import xxhash
 
 from fedssl.atomic_files import append_text, remove, round_file, saved_rounds, write_text
-from fedssl.untrusted import MAX_LINES_BYTES, MAX_TENSORS_BYTES, open_regular_file, read_text
+from fedssl.safe_io import MAX_LINES_BYTES, MAX_TENSORS_BYTES, open_regular_file, read_text
 
 JSONL_FILES = ("metrics.jsonl", "clients.jsonl", "health.jsonl")
 CLIENT_STATES = "clients"  # folder with one folder per client (see `client_folder`), which may have subfolders

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedssl.atomic_files import atomic_write
 from fedssl.datasets.base import NO_LABEL
-from fedssl.untrusted import corrupt_file_error, read_arrays
+from fedssl.safe_io import corrupt_file_error, read_arrays
 
 FILE_NAME = "representations.npz"
 MAX_BYTES = 2**30  # bytes of the file

@@ -15,7 +15,7 @@ import torch
 from fedssl.arrays import Layers
 from fedssl.atomic_files import atomic_write, make_subfolder, remove
 from fedssl.errors import InputError
-from fedssl.untrusted import check_tensors_like, corrupt_file_error, read_tensors
+from fedssl.safe_io import check_tensors_like, corrupt_file_error, read_tensors
 
 FOLDER = "models"
 

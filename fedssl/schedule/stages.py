@@ -63,7 +63,7 @@ class Stages:
         self._stage_ranges = {name: stage_range(method, name) for name in method.named_tensors}
         self._names = [f"encoder.{name}." for name in method.encoder.stage_names]
         self._averages_target = method.target_init == "average"
-        self._merged = frozenset(method.merged_names)
+        self._merged = frozenset(method.server_merged_names)
 
     def trained(self, phase: Phase, names: Iterable[str]) -> tuple[str, ...]:
         """Return those of the layers that clients train."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedssl.base_layers import MAX_ADVERTISED, is_digest
-from fedssl.untrusted import sanitize_line
+from fedssl.safe_io import sanitize_line
 from fedssl.wire.device import COMPARED_PACKAGES, check_device_name
 from fedssl.wire.messages import METRICS, as_count
 

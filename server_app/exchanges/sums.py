@@ -1,7 +1,7 @@
 """Sums of updates, computed in the processes that trained the clients (engine ``ray``).
 
 Such a process validates an update as the server does, and adds those of the first clients of a block
-(`strategies.interfaces.Mergeable`). The server receives the sum once instead of one model per client. Additions
+(`strategies.types.Mergeable`). The server receives the sum once instead of one model per client. Additions
 have the same order in every engine, so all results are bit-identical.
 
 Only the process of the server creates a `SummedContent`. No message from a network can contain one.
@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 from flwr.app import Message, RecordDict
 
-from fedssl.arrays import Cosines, ReferenceLayers
+from fedssl.arrays import Cosines, GlobalLayers
 from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.records import content_bytes
 from server_app.validation import InvalidUpdate, UpdateValidator
-from strategies.interfaces import Mergeable
+from strategies.types import Mergeable
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SumTask:
     round: int
     attempt: int
     validator: UpdateValidator
-    expected: ReferenceLayers  # the layers that clients send, as they received them
+    expected: GlobalLayers  # the layers that clients send, as they received them
     aggregator: Mergeable
     clients: Mapping[int, SumClient]  # by node
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from fedssl.config.compose import flatten
 from fedssl.config.settings import RecordingSettings
-from fedssl.untrusted import sanitize
+from fedssl.safe_io import sanitize
 
 log = logging.getLogger("fedssl")
 

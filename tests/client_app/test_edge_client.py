@@ -28,7 +28,7 @@ from server_app import nodes
 from server_app.build import build_run
 from server_app.round import Round
 from simulation.grid import make_context
-from strategies.interfaces import ServerState
+from strategies.types import ServerState
 from tests.devices import Devices, ask, context, write_images
 
 WORDS = [

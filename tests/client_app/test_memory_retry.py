@@ -7,7 +7,7 @@ import torch
 from client_app import memory_retry, worker
 from client_app.app import app
 from client_app.simulated import MARKER_KEY, SimulationMarker
-from fedssl.compat import assign_message_id
+from fedssl.flower_internals import assign_message_id
 from fedssl.wire.messages import ClientUpdate
 from server_app.round import Round
 from tests.client_app.test_edge_client import node, plan  # noqa: F401, fixtures

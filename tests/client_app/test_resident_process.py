@@ -23,14 +23,14 @@ from client_app.resident_client import ResidentProcessError, death_reason, forwa
 from client_app.resident_folder import Supervisor, supervisor_folder
 from client_app.resident_process import Abandoned, _check_wanted
 from client_app.secure import SECAGG_CONFIG_KEY, STATE
-from fedssl.compat import assign_message_id, context_to_bytes, message_to_bytes, set_task_identity
 from fedssl.config.load import compose
+from fedssl.flower_internals import assign_message_id, context_to_bytes, message_to_bytes, set_task_identity
 from fedssl.wire.identity import read_node_info
 from fedssl.wire.messages import CONFIG, ClientUpdate
 from server_app import nodes
 from server_app.build import build_run
 from server_app.round import Round
-from strategies.interfaces import ServerState
+from strategies.types import ServerState
 from tests.devices import Devices, ask, context, write_images
 from tests.fleet import until
 

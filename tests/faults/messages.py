@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message
 
-from fedssl.compat import error_reply
+from fedssl.flower_internals import error_reply
 from simulation.grid import LocalGrid
 
 HARMLESS = ("in order", "delayed", "duplicated", "repeated later")

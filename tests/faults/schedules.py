@@ -26,7 +26,7 @@ import pytest
 from client_app import state_store
 from fedssl.errors import InputError, RunError
 from fedssl.runs.manifest import CLIENT_MODELS, JSONL_FILES
-from fedssl.untrusted import read_tensors
+from fedssl.safe_io import read_tensors
 from server_app import app
 from server_app.checkpoint import latest_checkpoint
 from simulation import grid

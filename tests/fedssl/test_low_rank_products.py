@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedssl.arrays import ReferenceLayers
+from fedssl.arrays import GlobalLayers
 from fedssl.low_rank import LowRankLayer
 from fedssl.low_rank_products import FactorPairs, LowRank, cut_factors, deviation_products, pad_factors, stack
 
@@ -110,7 +110,7 @@ def test_cosines_of_products_by_hand():
     # (4, 3) instead of (3, 4): 24/25. B = (0, 1) instead of (1, 0) with the rows (1, 0), (1, 1): (1, 1) instead of
     # (1, 0), 1/sqrt(2). The mean by size: 4 numbers of 0.96, 2 of 0.7071 and 2 of 1.
     client = START | {"encoder.fc.lora_A": np.array([[4.0, 3]]), "encoder.out.lora_B": np.array([[0.0, 1]])}
-    cosines = ReferenceLayers(START, PAIRS).cosines_of(client)
+    cosines = GlobalLayers(START, PAIRS).cosines_of(client)
     expected = {"encoder.fc.weight": 0.96, "encoder.out.weight": 0.5**0.5, "projector.weight": 1}
     assert cosines.weights == pytest.approx(expected, rel=1e-14)
     assert list(cosines.weights) == list(expected)
@@ -120,7 +120,7 @@ def test_cosines_of_products_by_hand():
 
 
 def test_cosines_do_not_depend_on_the_factors_of_a_product():
-    start = ReferenceLayers({"a": low_rank(0).a, "b": low_rank(0).b}, FactorPairs((LowRankLayer("w", "a", "b", 1.5),)))
+    start = GlobalLayers({"a": low_rank(0).a, "b": low_rank(0).b}, FactorPairs((LowRankLayer("w", "a", "b", 1.5),)))
     b, a = low_rank(1).b, low_rank(1).a
     turn = np.array([[2.0, 1], [-1, 3]])
     one, other = (
@@ -133,7 +133,7 @@ def test_cosines_do_not_depend_on_the_factors_of_a_product():
 
 def test_a_product_of_zero_has_the_cosine_one():
     start = START | {"encoder.fc.lora_B": np.zeros((2, 1))}  # as LoRA starts
-    cosines = ReferenceLayers(start, PAIRS).cosines_of(START)
+    cosines = GlobalLayers(start, PAIRS).cosines_of(START)
     assert cosines.weights["encoder.fc.weight"] == 1
     assert cosines.finite
 
@@ -143,7 +143,7 @@ def test_a_product_of_zero_has_the_cosine_one():
 def test_a_factor_that_is_not_finite_is_found_although_the_other_one_is_zero(factor, value):
     bad = {name: np.zeros_like(array) if name.startswith("encoder.fc") else array for name, array in START.items()}
     bad[factor] = np.full_like(bad[factor], value)
-    assert ReferenceLayers(START, PAIRS).cosines_of(bad).first_invalid == "encoder.fc.weight"
+    assert GlobalLayers(START, PAIRS).cosines_of(bad).first_invalid == "encoder.fc.weight"
 
 
 def test_factors_of_a_smaller_rank_are_the_leading_ones_and_zeros_complete_them():

@@ -30,7 +30,7 @@ from server_app.messaging import MessageExchange
 from server_app.training_loop import run_round
 from simulation.cli import run
 from simulation.grid import LocalGrid
-from strategies.interfaces import ServerState
+from strategies.types import ServerState
 from tests.devices import Devices, context, run_server_app, write_images
 from tests.federation import TINY, Federation
 

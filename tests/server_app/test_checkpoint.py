@@ -13,7 +13,7 @@ from server_app.checkpoint import StateSchema, latest_checkpoint, save_checkpoin
 from server_app.serialization import to_arrays, to_serializable
 from strategies.cluster_assignment import ClusterState
 from strategies.euc import EUCState
-from strategies.interfaces import GLOBAL, GlobalModel, ServerState
+from strategies.types import GLOBAL, GlobalModel, ServerState
 
 
 def checkpoint(round):

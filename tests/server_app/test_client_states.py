@@ -16,7 +16,7 @@ from fedssl.wire.messages import ClientUpdate
 from server_app.client_states import ClientStates
 from server_app.compatibility import forbid_state_limit
 from simulation.cli import run
-from strategies.interfaces import ServerState
+from strategies.types import ServerState
 from tests.federation import Federation
 from tests.test_digests import BASE, model_digests, state_digests
 

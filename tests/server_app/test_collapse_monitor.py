@@ -18,7 +18,7 @@ from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
 from server_app.collapse_monitor import CollapseMonitor, summarize_health, warn_of_collapse
 from simulation.cli import run
-from strategies.interfaces import GLOBAL
+from strategies.types import GLOBAL
 from tests.federation import Federation
 
 TINY = ["dataset.limit=60", "encoder.width=4", "threads=1", "num_clients=3", "local_epochs=1"]

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from fedssl.arrays import ReferenceLayers
+from fedssl.arrays import GlobalLayers
 from fedssl.config.aggregation_settings import PrivacySettings
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
@@ -124,7 +124,7 @@ def test_next_to_no_noise_and_a_long_clip_are_federated_averaging(tmp_path, capl
     ).run(2)
     assert "privacy.noise_multiplier=1e-09 gives epsilon=" in caplog.text
     start = Federation(tmp_path / "c", *SMALL, *PRIVATE).layers
-    for name in ReferenceLayers(public).layers:
+    for name in GlobalLayers(public).layers:
         if name.startswith("encoder.") or name.endswith(("weight", "bias")):
             np.testing.assert_allclose(private[name], public[name], atol=2e-5, err_msg=name)
         else:

@@ -28,7 +28,7 @@ def federation(folder, aggregation, *overrides):
 
 def totals(layers, method):
     """W + s B A of every layer with LoRA in float64, from layers and the method's base layers."""
-    known = read_layers(method, [*method.base_names, *method.merged_names]) | layers
+    known = read_layers(method, [*method.base_names, *method.server_merged_names]) | layers
     return {
         pair.weight: known[pair.weight].astype(np.float64)
         + pair.scale * (known[pair.b].astype(np.float64) @ known[pair.a]).reshape(known[pair.weight].shape)
@@ -45,7 +45,7 @@ def test_the_global_weights_are_the_means_of_the_clients_weights(tmp_path, aggre
         layers = federated.run(1)
         plans = [TrainPlan.from_content(content) for content in federated.plans[first:]]
         updates = [ClientUpdate.from_content(content, 0).layers for content in federated.updates[first:]]
-        for name in method.merged_names:  # also of a client that starts later
+        for name in method.server_merged_names:  # also of a client that starts later
             assert all(np.array_equal(plan.layers[name], before.get(name, plans[0].layers[name])) for plan in plans)
         before = layers
         clients = [totals(plan.layers | update, method) for plan, update in zip(plans, updates, strict=True)]
@@ -67,7 +67,7 @@ def test_factors_are_exchanged_and_weights_that_the_server_changes_are_sent(tmp_
     federated = federation(tmp_path, aggregation)
     federated.run(2)
     method = federated.method
-    merged = set(method.merged_names)
+    merged = set(method.server_merged_names)
     assert bool(merged) == (aggregation in ("exact", "stack"))
     assert merged.isdisjoint(method.base_names)
     for plan, update in zip(federated.plans, federated.updates, strict=True):
@@ -86,7 +86,7 @@ def test_target_networks_share_the_weights_that_the_server_changes(tmp_path, agg
     federated = federation(tmp_path, aggregation, f"method={method}", "method.target_init=reset")
     layers = federated.run(2)
     tensors = federated.method.state_dict()
-    for name in federated.method.merged_names:
+    for name in federated.method.server_merged_names:
         assert tensors[name].data_ptr() == tensors[f"target_{name}"].data_ptr()
         assert f"target_{name}" not in layers
 

@@ -19,10 +19,10 @@ from server_app.round import Round
 from server_app.round_context import RoundContext
 from strategies.eua import EUA
 from strategies.fedavg import FedAvg
-from strategies.interfaces import GLOBAL, ServerState
 from strategies.krum import Krum
 from strategies.l_dawa import LDAWA
 from strategies.m_dawa import MDAWA
+from strategies.types import GLOBAL, ServerState
 from tests.server_app.test_round import make_grid
 
 FC = LowRankLayer("encoder.fc.weight", "encoder.fc.lora_A", "encoder.fc.lora_B", 2.0)
@@ -56,7 +56,7 @@ class Tuned(SSLMethod):
         self.low_rank_layers = (FC,)
         if aggregation in ("exact", "stack"):
             self.encoder.fc.weight = parameter(random, 5, 7).requires_grad_(False)
-            self.merged_names = (FC.weight,)
+            self.server_merged_names = (FC.weight,)
 
 
 def tiny_b_huge_a(layers, partition):

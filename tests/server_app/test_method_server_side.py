@@ -7,7 +7,7 @@ from flwr.app import ArrayRecord
 from fedssl.wire.records import arrays_to_record
 from server_app.messaging import receive
 from server_app.round import Round
-from strategies.interfaces import GLOBAL
+from strategies.types import GLOBAL
 from tests.federation import Federation
 
 RULES = ["fedavg", "l_dawa", "eua", "euc", "median", "local_only", "per_ssl"]  # kinds of aggregation and of exchange

@@ -5,8 +5,8 @@ import time
 import pytest
 from flwr.app import Error, Message, MetricRecord, RecordDict
 
-from fedssl.compat import assign_message_id
 from fedssl.errors import InputError
+from fedssl.flower_internals import assign_message_id
 from server_app import console, nodes
 from server_app.nodes import discover_clients, federation_size
 from simulation.grid import SimulatedGrid

@@ -20,7 +20,7 @@ from server_app.personalization import (
 )
 from simulation.cli import run
 from strategies import cluster_assignment
-from strategies.interfaces import GLOBAL
+from strategies.types import GLOBAL
 from tests.devices import ask as asked_of
 from tests.devices import context, write_images
 from tests.federation import Federation

@@ -7,7 +7,7 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedssl.arrays import ReferenceLayers
+from fedssl.arrays import GlobalLayers
 from fedssl.errors import InputError, RunError
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
@@ -16,9 +16,9 @@ from server_app.round import Round
 from server_app.round_context import sample_clients
 from simulation.grid import LocalGrid
 from strategies.fedavg import FedAvg
-from strategies.interfaces import GLOBAL, ServerState
 from strategies.l_dawa import LDAWA
 from strategies.m_dawa import MDAWA
+from strategies.types import GLOBAL, ServerState
 from tests.server_app.small import LAYERS, small_federation
 
 REPLY_CONFIG = ConfigRecord({"round": 1, "code-fingerprint": "x"})
@@ -427,7 +427,7 @@ def test_clients_that_move_alike_or_not_at_all_are_plausible():
 
 def test_how_far_layers_moved():
     """(1, 2, 2) has length 3 and moves by (0.3, 0, 0); 0.5 moves to 0.55. The smallest way told is a thousandth."""
-    sent = ReferenceLayers(LAYERS)
+    sent = GlobalLayers(LAYERS)
     assert sent.cosines_of(near(LAYERS, 0)).relative_change == pytest.approx((0.1, 0.1), rel=1e-5)
     assert sent.cosines_of(LAYERS).relative_change == (0.001, 0.001)
 

@@ -8,10 +8,10 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from client_app import secure as client_side
-from fedssl.compat import set_task_identity
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused, RunError
 from fedssl.fleet.limits import Limits
+from fedssl.flower_internals import set_task_identity
 from fedssl.wire.messages import TrainPlan
 from server_app.build import build_run
 from server_app.messaging import MessageExchange
@@ -19,7 +19,7 @@ from server_app.round import Round
 from server_app.secure_aggregation import TooFewParticipants, apply_delta
 from server_app.training_loop import run_round
 from simulation.cli import run
-from strategies.interfaces import ServerState
+from strategies.types import ServerState
 from tests.devices import Devices, ask, context, write_images
 from tests.federation import Federation
 

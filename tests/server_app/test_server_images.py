@@ -12,7 +12,7 @@ from PIL import Image
 from fedssl.config.load import compose
 from fedssl.datasets import base, cache
 from fedssl.errors import InputError
-from fedssl.evaluation.protocol import why_not_evaluable
+from fedssl.evaluation.protocol import evaluation_problem
 from fedssl.losses import barlow_twins
 from simulation.cli import run
 from tests.federation import Federation
@@ -120,7 +120,7 @@ def test_an_encoder_that_does_not_fit_the_images_is_refused(classes, tmp_path, o
 
 def test_what_is_missing_for_an_evaluation_is_said(flat, classes):
     own = ["dataset=image_folder", f"dataset.path={classes}"]
-    assert why_not_evaluable(compose(own).data) is None
+    assert evaluation_problem(compose(own).data) is None
     for overrides, message in (
         (
             [*own, "dataset.test_fraction=0"],
@@ -139,7 +139,7 @@ def test_what_is_missing_for_an_evaluation_is_said(flat, classes):
             "dataset.splits.train to a split with labeled images",
         ),
     ):
-        assert why_not_evaluable(compose(overrides).data) == message
+        assert evaluation_problem(compose(overrides).data) == message
 
 
 # --- clients and batches that are too small ---

@@ -17,7 +17,7 @@ from server_app.round import Round
 from server_app.training_loop import arrays_by_model, run_round
 from simulation.cli import run
 from strategies.eua import eua
-from strategies.interfaces import GLOBAL, ServerState
+from strategies.types import GLOBAL, ServerState
 from tests.federation import Federation, model_of
 from tests.resuming import repeat_from
 from tests.server_app import algorithms

@@ -9,8 +9,8 @@ import pytest
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, Error, Message
 
-from fedssl.compat import assign_message_id, set_task_identity
 from fedssl.errors import InputError, RunError
+from fedssl.flower_internals import assign_message_id, set_task_identity
 from fedssl.wire.messages import ARRAYS, ClientUpdate, TrainPlan
 from server_app import messaging
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
@@ -22,7 +22,7 @@ from server_app.updates import apply_stale_update
 from simulation.grid import SimulatedGrid
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.fedavg import FedAvg
-from strategies.interfaces import GLOBAL, ServerState
+from strategies.types import GLOBAL, ServerState
 from strategies.weighted_sum import WeightedSum
 from tests.federation import Federation as Rounds
 from tests.server_app.small import LAYERS, small_federation

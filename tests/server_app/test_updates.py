@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedssl.arrays import ReferenceLayers
+from fedssl.arrays import GlobalLayers
 from fedssl.low_rank import LowRankLayer
 from fedssl.low_rank_products import FactorPairs
 from fedssl.wire.messages import ClientUpdate
@@ -15,8 +15,8 @@ def test_no_variance_is_negative():
     def check(variance):
         layers = {"bn.running_var": np.array(variance, dtype=np.float32)}
         update = ClientUpdate(layers=layers, partition_id=0, plan_id=(1, "x"))
-        expected = ReferenceLayers({"bn.running_var": np.ones(2, dtype=np.float32)})
-        check_update(update, expected=expected, gathered=ReferenceLayers({}), required_metrics=(), plan=(1, "x"))
+        expected = GlobalLayers({"bn.running_var": np.ones(2, dtype=np.float32)})
+        check_update(update, expected=expected, gathered=GlobalLayers({}), required_metrics=(), plan=(1, "x"))
 
     check([0.0, 1.0])
     with pytest.raises(InvalidUpdate, match="layer bn.running_var has a negative variance"):
@@ -52,8 +52,8 @@ def test_how_far_factors_moved():
     """A = (3, 4), B = (0, 0): norm 5. A moves by (6, 8) and B by (0, 10): sqrt(36 + 64 + 100) / 5."""
     pair = LowRankLayer("w", "a", "b", 1.0)
     start = {"a": np.array([[3.0, 4.0]]), "b": np.zeros((2, 1)), "head": np.ones(3)}
-    reference = ReferenceLayers(start, FactorPairs((pair,)))
+    reference = GlobalLayers(start, FactorPairs((pair,)))
     moved = {"a": np.array([[9.0, 12.0]]), "b": np.array([[0.0], [10.0]]), "head": np.full(3, 1e9)}
     assert factor_change(reference, moved) == pytest.approx(200**0.5 / 5)
     assert factor_change(reference, start) == 0.001  # the smallest change, as of weights
-    assert factor_change(ReferenceLayers(start), moved) == 0.001  # without factors
+    assert factor_change(GlobalLayers(start), moved) == 0.001  # without factors

@@ -11,7 +11,7 @@ from fedssl.availability import LogNormalSpeed
 from fedssl.config.load import compose, load_settings
 from fedssl.errors import InputError
 from fedssl.runs.jsonl import read_jsonl
-from fedssl.untrusted import checksum_line
+from fedssl.safe_io import checksum_line
 from server_app.checkpoint import latest_checkpoint
 from server_app.virtual_time import make_virtual_time
 from simulation.cli import run

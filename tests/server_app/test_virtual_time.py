@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fedssl.availability import OnlineTimes
 from fedssl.availability.online import ALWAYS_ONLINE
-from fedssl.compat import assign_message_id, set_task_identity
 from fedssl.errors import RunError
+from fedssl.flower_internals import assign_message_id, set_task_identity
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from server_app.checkpoint import _check_in_flight
 from server_app.round import TooFewUpdatesError
@@ -19,7 +19,7 @@ from server_app.training_loop import run_round
 from server_app.virtual_time import DROPPED_OUT, OFFLINE, VirtualTime, VirtualTimeExchange
 from simulation.grid import SimulatedGrid
 from strategies.fedavg import FedAvg
-from strategies.interfaces import GLOBAL, ServerState
+from strategies.types import GLOBAL, ServerState
 from tests.server_app.small import LAYERS, small_federation
 
 NO_REPLY = "no reply in time"

@@ -9,7 +9,7 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from client_app.app import app as client_app
-from fedssl.arrays import ReferenceLayers, is_weight
+from fedssl.arrays import GlobalLayers, is_weight
 from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate, TrainPlan
@@ -19,7 +19,7 @@ from server_app.build import build_run
 from server_app.messaging import MessageExchange
 from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
-from strategies.interfaces import GLOBAL, ServerState
+from strategies.types import GLOBAL, ServerState
 from tests.federation import TINY, Federation
 from tests.server_app.small import LAYERS
 from tests.server_app.test_stragglers import Run
@@ -111,8 +111,8 @@ def test_updates_are_compared_as_the_client_moved(tmp_path):
     for row, plan, content in zip(federation.report.clients, federation.plans, federation.updates, strict=True):
         start = TrainPlan.from_content(plan).layers
         trained = ClientUpdate.from_content(content, 0, wire_dtype="int8", start=start).layers  # the client's own model
-        right = ReferenceLayers(start).cosines_of(trained)
-        wrong = ReferenceLayers(exact).cosines_of(trained)  # has the way down in it as well
+        right = GlobalLayers(start).cosines_of(trained)
+        wrong = GlobalLayers(exact).cosines_of(trained)  # has the way down in it as well
         name = max(row.cosine, key=lambda name: start[name].size)
         for found, true, false in (
             (row.model_cosine, right.model, wrong.model),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.fleet.compat import build_fab
+from fedssl.fleet.control_internals import build_fab
 from fedssl.wire.fingerprint import code_fingerprint
 from tests.flower import ROOT, copy_app
 

@@ -148,9 +148,11 @@ def test_the_superlink_may_restart_within_two_minutes_at_any_time_of_a_run(monke
             raise httpx.ConnectError("refused")
         yield StreamLogsResponse(log_output=f"after {after:g}\n", latest_timestamp=2.0)
 
-    monkeypatch.setattr(deployment.compat, "stream_logs", stream_logs)
+    monkeypatch.setattr(deployment.control_internals, "stream_logs", stream_logs)
     monkeypatch.setattr(
-        deployment.compat, "run_status", lambda control, run_id: RunStatus(status="finished", sub_status="completed")
+        deployment.control_internals,
+        "run_status",
+        lambda control, run_id: RunStatus(status="finished", sub_status="completed"),
     )
     run = deployment._Run(None, 1, engine=EngineSettings(name="deployment", address="127.0.0.1:8000"))
     if follows:

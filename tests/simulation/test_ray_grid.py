@@ -30,9 +30,9 @@ from fedssl.wire.records import arrays_to_record, record_to_arrays
 from server_app.messaging import receive
 from simulation import ray_grid
 from simulation.block_queue import Call
-from simulation.compat import keep_sigterm_handler
 from simulation.gpu_placement import place_clients
 from simulation.ray_grid import OUT_OF_MEMORY, RayGrid
+from simulation.ray_internals import keep_sigterm_handler
 from simulation.ray_session import ray_session
 from simulation.resources import ClientResources, Host, fit_clients
 from simulation.sandbox import process_sandbox, sandbox_pids

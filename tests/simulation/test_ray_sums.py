@@ -16,8 +16,8 @@ from simulation.grid import LocalGrid
 from simulation.ray_grid import RayGrid
 from simulation.ray_session import ray_session
 from simulation.resources import ClientResources
-from strategies.interfaces import GLOBAL, ServerState
 from strategies.l_dawa import LDAWA
+from strategies.types import GLOBAL, ServerState
 from tests.server_app.small import small_federation
 from tests.simulation.test_ray_grid import wait_for_actors
 

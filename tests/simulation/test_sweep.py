@@ -17,8 +17,8 @@ from simulation.cli import run
 from simulation.parallel_jobs import JOB_BYTES, JobTask, parallel_tasks, reservation
 from simulation.sweep import (
     STATE_FILE,
-    Batch,
     Job,
+    JobWave,
     check_job_folders,
     check_metric,
     check_options,
@@ -229,7 +229,7 @@ class TestResume:
             if "seed=0" in overrides:
                 raise InputError("no images")
 
-        run_jobs([Batch(jobs)], fail_first, SweepProgress([job.folder for job in jobs]))
+        run_jobs([JobWave(jobs)], fail_first, SweepProgress([job.folder for job in jobs]))
         assert json.loads((jobs[0].folder / "summary.json").read_text())["reason"] == "no images"
         assert waiting_jobs(jobs, retry=False) == jobs[1:]
 

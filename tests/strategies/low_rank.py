@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fedssl.arrays import ReferenceLayers
+from fedssl.arrays import GlobalLayers
 from fedssl.low_rank import LowRankLayer
 from fedssl.low_rank_products import FactorPairs
 from tests.strategies.made import update
@@ -36,7 +36,7 @@ def pairs_of(*, fixed_a=False):
 
 
 def reference(dtype=np.float64, *, fixed_a=False):
-    return ReferenceLayers(low_rank_model(0, dtype, fixed_a=fixed_a), pairs_of(fixed_a=fixed_a))
+    return GlobalLayers(low_rank_model(0, dtype, fixed_a=fixed_a), pairs_of(fixed_a=fixed_a))
 
 
 def clients_near(start, number=5, *, moved=0.5):

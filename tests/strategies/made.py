@@ -11,7 +11,7 @@ from strategies.eua import eua
 from strategies.fedavg import fedavg
 from strategies.krum import krum
 from strategies.l_dawa import l_dawa
-from strategies.loss import loss_weighted
+from strategies.loss_weighted import loss_weighted
 from strategies.m_dawa import m_dawa
 from strategies.robust import median, trimmed_mean
 

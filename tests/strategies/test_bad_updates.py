@@ -8,7 +8,7 @@ import pytest
 from fedssl.errors import InputError
 from strategies.fedavg import FedAvg, fedavg
 from strategies.l_dawa import LDAWA, l_dawa
-from strategies.loss import loss_weighted
+from strategies.loss_weighted import loss_weighted
 from strategies.m_dawa import MDAWA, m_dawa
 from tests.strategies.made import CLIENTS, GLOBAL, every_rule, update
 

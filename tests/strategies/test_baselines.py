@@ -18,8 +18,8 @@ from fedssl.wire.messages import TrainPlan
 from fedssl.wire.records import record_to_arrays
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from simulation.cli import run
-from strategies.interfaces import GLOBAL
 from strategies.local_only import LocalOnly
+from strategies.types import GLOBAL
 from tests.federation import Federation, model_of
 from tests.resuming import repeat_from
 from tests.states import load_tensors

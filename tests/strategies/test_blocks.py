@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fedssl.arrays import ReferenceLayers
+from fedssl.arrays import GlobalLayers
 from strategies.fedavg import fedavg
 from strategies.weighted_sum import NO_COSINES, WeightedSum, num_per_block
 from tests.strategies.made import clients_of, layers, model, same, update
@@ -55,7 +55,7 @@ def test_blocks_summed_elsewhere_give_equal_bits(options, number, elsewhere):
     """The first ``elsewhere`` clients of each block are summed by another aggregator."""
     start = model(0)
     updates = [replace(one, partition_id=k) for k, one in enumerate((clients_of(start) * number)[:number])]
-    reference, size = ReferenceLayers(start), num_per_block(number)
+    reference, size = GlobalLayers(start), num_per_block(number)
     rule, other = WeightedSum(**options), WeightedSum(**options)
     rule.start(reference)
     rule.add_all(updates)
@@ -67,7 +67,7 @@ def test_blocks_summed_elsewhere_give_equal_bits(options, number, elsewhere):
     received = []
     for first in range(0, number, size):
         block = updates[first : first + size]
-        other.start(ReferenceLayers(start))
+        other.start(GlobalLayers(start))
         for one in block[:elsewhere]:
             other.add(one, reference.cosines_of(one.layers))
         received.append(in_shared_memory(other.take_block()))
@@ -83,7 +83,7 @@ def test_blocks_summed_elsewhere_give_equal_bits(options, number, elsewhere):
 
 def test_blocks_without_updates_change_nothing():
     start = model(0)
-    reference = ReferenceLayers(start)
+    reference = GlobalLayers(start)
     results = []
     for clients in ([5, 15], [*range(16)]):  # in the first block, and in the second and fourth of 4
         rule = WeightedSum(weighting="loss")
@@ -98,7 +98,7 @@ def test_blocks_without_updates_change_nothing():
 def test_a_client_of_an_earlier_round_follows_the_last_block():
     rule = WeightedSum()
     rule.set_clients(list(range(0, 14, 2)))
-    rule.start(ReferenceLayers(layers(a=[0])))
+    rule.start(GlobalLayers(layers(a=[0])))
     assert [rule.block_of(client) for client in (0, 8, 10, 12)] == [0, 0, 1, 1]
     assert rule.block_of(5) == 0
     rule.add(update(10, layers(a=[1])), NO_COSINES)

@@ -19,7 +19,7 @@ from strategies.cluster_assignment import (
 )
 from strategies.featarc import FeatARC
 from strategies.fedavg import mean
-from strategies.interfaces import GLOBAL, GlobalModel, RoundOutcome, ServerState
+from strategies.types import GLOBAL, GlobalModel, RoundOutcome, ServerState
 from strategies.update_store import in_memory
 from tests.server_app.small import LAYERS, Small
 

@@ -19,7 +19,7 @@ from simulation.cli import run
 from simulation.grid import LocalGrid
 from strategies.clustered import Clustered
 from strategies.eua import eua
-from strategies.interfaces import GlobalModel, ServerState
+from strategies.types import GlobalModel, ServerState
 from tests.federation import Federation
 from tests.resuming import repeat_from
 from tests.server_app.small import LAYERS, small_federation

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.arrays import ReferenceLayers, is_weight
+from fedssl.arrays import GlobalLayers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.eua import EUA, EUAAggregator, eua, solve
-from strategies.update_geometry import deviation_gram
+from strategies.gram_matrix import deviation_gram
 from strategies.update_store import in_memory
 from tests.federation import Federation
 from tests.strategies.made import clients_of, model, same
-from tests.strategies.test_update_geometry import KINDS, by_nnls, vectors_of
+from tests.strategies.test_gram_matrix import KINDS, by_nnls, vectors_of
 
 
 def update(partition_id, arrays):
@@ -126,7 +126,7 @@ def test_rule_equals_the_equations(deviation, step, dtype):
 def run(start, updates, **options):
     """The rule after one round."""
     rule = EUAAggregator(**options)
-    reference = ReferenceLayers(start)
+    reference = GlobalLayers(start)
     rule.start(reference)
     for one in updates:
         rule.add(one, reference.cosines_of(one.layers))
@@ -142,7 +142,7 @@ def test_gram_of_small_deviations(number, dtype):
     exact = np.stack([flat(update.layers) - flat(start) for update in updates])
     expected = exact @ exact.T
     lengths = np.sqrt(np.diag(expected))
-    weights = ReferenceLayers({name: array for name, array in start.items() if is_weight(name, array)})
+    weights = GlobalLayers({name: array for name, array in start.items() if is_weight(name, array)})
     gram = deviation_gram(weights, in_memory([update.layers for update in updates]))
     assert np.array_equal(gram, gram.T)
     error = np.abs(gram - expected) / np.outer(lengths, lengths)

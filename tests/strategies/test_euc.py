@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from client_app.app import app as client_app
-from fedssl.arrays import ReferenceLayers
+from fedssl.arrays import GlobalLayers
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
@@ -27,8 +27,8 @@ from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
 from strategies.euc import EUC, DiscrepancySum, averaging_intervals
 from strategies.fedavg import FedAvg
-from strategies.interfaces import GLOBAL, GlobalModel, ServerState, StrategyContext
 from strategies.server_optimizer import FedAvgM, NoServerOptimizer
+from strategies.types import GLOBAL, GlobalModel, ServerState, StrategyContext
 from strategies.weighted_sum import WeightedSum
 from tests.federation import Federation, model_of
 
@@ -74,7 +74,7 @@ def test_clients_that_do_not_differ_give_no_reason_to_wait():
 )
 def test_discrepancy_by_hand(weighting, expected):
     rule = DiscrepancySum(WeightedSum(weighting=weighting))
-    rule.start(ReferenceLayers({"a.weight": np.array([[1.0, 2.0]]), "a.bias": np.zeros(3)}))
+    rule.start(GlobalLayers({"a.weight": np.array([[1.0, 2.0]]), "a.bias": np.zeros(3)}))
     for client, (weight, examples) in enumerate([([[2.0, 2.0]], 1), ([[2.0, 6.0]], 3)]):
         layers = {"a.weight": np.array(weight), "a.bias": np.full(3, client)}
         rule.add(ClientUpdate(layers=layers, partition_id=client, num_examples=examples), None)
@@ -87,7 +87,7 @@ def test_discrepancy_of_clients_that_are_nearly_equal():
     start = {"a.weight": random.standard_normal((900, 700), np.float32)}  # more than one tile
     clients = [start["a.weight"] + np.float32(1e-3) * random.standard_normal((900, 700), np.float32) for _ in range(4)]
     rule = DiscrepancySum(WeightedSum())
-    rule.start(ReferenceLayers(start))
+    rule.start(GlobalLayers(start))
     for client, weight in enumerate(clients):
         rule.add(ClientUpdate(layers={"a.weight": weight}, partition_id=client), None)
     rule.finish()

@@ -10,7 +10,7 @@ from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.wire.messages import TrainPlan
 from strategies.fedbn import FedBN, batch_norm_names
-from strategies.interfaces import StrategyContext
+from strategies.types import StrategyContext
 from tests.federation import Federation
 from tests.states import load_tensors
 

@@ -20,7 +20,7 @@ from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
 from strategies.fedema import DISTANCE, LAMBDA, FedEMA, FedEMAClient, blend
 from strategies.fedu import FedUClient
-from strategies.interfaces import GLOBAL, StrategyContext
+from strategies.types import GLOBAL, StrategyContext
 from tests.federation import Federation
 from tests.resuming import repeat_from
 from tests.states import load_tensors

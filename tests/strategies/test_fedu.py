@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from client_app.state_store import read_state, save_state
-from fedssl.arrays import ReferenceLayers
+from fedssl.arrays import GlobalLayers
 from fedssl.encoders import Encoder, conv_small
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
@@ -20,9 +20,9 @@ from fedssl.wire.messages import NUM_EXAMPLES, ClientUpdate, TrainPlan
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
 from strategies.fedu import DISTANCE, USE_GLOBAL_PREDICTOR, FedU
-from strategies.interfaces import GLOBAL, StrategyContext
 from strategies.l_dawa import l_dawa, scale_layers
 from strategies.l_dawa_fedu import LDAWAFedU
+from strategies.types import GLOBAL, StrategyContext
 from tests.resuming import repeat_from
 from tests.states import load_tensors
 
@@ -323,7 +323,7 @@ def test_l_dawa_fedu_is_eq_5_on_the_server():
         ClientUpdate(layers=some_layers(method, client + 1), partition_id=client, num_examples=10 + client)
         for client in range(3)
     ]
-    reference, rule = ReferenceLayers(layers), strategy.server.aggregator(1)
+    reference, rule = GlobalLayers(layers), strategy.server.aggregator(1)
     rule.start(reference)
     for update in updates:
         rule.add(update, reference.cosines_of(update.layers))

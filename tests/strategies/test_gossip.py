@@ -9,8 +9,8 @@ from fedssl.errors import InputError
 from server_app.messaging import receive
 from server_app.round import Round
 from strategies.gossip import Gossip, consensus_distance
-from strategies.interfaces import GLOBAL, GlobalModel, ServerState, StrategyContext
 from strategies.topology import make_graph, metropolis_weights, second_eigenvalue, weight_matrix
+from strategies.types import GLOBAL, GlobalModel, ServerState, StrategyContext
 from tests.federation import Federation
 from tests.server_app.small import LAYERS, Small, small_federation
 from tests.server_app.test_round import crash, good, make_grid

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedssl.arrays import ReferenceLayers
+from fedssl.arrays import GlobalLayers
 from fedssl.encoders.base import Encoder
 from fedssl.low_rank_products import FactorPairs
 from fedssl.methods.base import SSLMethod
@@ -22,12 +22,12 @@ from strategies.eua import EUAAggregator, eua
 from strategies.euc import DiscrepancySum, EUCServer
 from strategies.fedavg import fedavg
 from strategies.gossip import NeighborAverage, consensus_distance
-from strategies.interfaces import GlobalModel, LinearAggregator
+from strategies.gram_matrix import deviation_gram
 from strategies.krum import KrumAggregator, closest
 from strategies.l_dawa import LDAWAScalingClient, l_dawa, scale_layers
 from strategies.low_rank_aggregation import combine, exact_weight, stacked_weight
 from strategies.m_dawa import m_dawa
-from strategies.update_geometry import deviation_gram
+from strategies.types import GlobalModel, LinearAggregator
 from strategies.update_store import UpdateStorage, in_memory
 from strategies.weighted_sum import WeightedSum
 from tests.strategies.low_rank import (
@@ -87,7 +87,7 @@ def test_the_new_products_are_those_of_dense_weights(rule, fixed_a, dtype):
     assert isinstance(aggregator, LinearAggregator)
     layers = aggregate(aggregator, start, updates)
     products = new_products(aggregator, start, updates)
-    dense_start = ReferenceLayers(dense_layers(start.layers, start.pairs))
+    dense_start = GlobalLayers(dense_layers(start.layers, start.pairs))
     dense = aggregate(rule(), dense_start, dense_updates(updates, start.pairs))
     assert list(layers) == list(start.layers)
     # The coefficients of EUA and M-DAWA also depend on other weights, which are compared in float32.
@@ -151,7 +151,7 @@ def test_exact_and_stacked_weights_against_dense_ones(rule):
 def test_the_mean_of_factors_is_not_the_mean_of_products():
     # (1, 0)^T (1, 0) and (0, 1)^T (0, 1): the mean of the products is I / 2, the product of the means 1/4 everywhere.
     pairs = FactorPairs((FC,))
-    start = ReferenceLayers({FC.a: np.array([[1.0, 1]]), FC.b: np.array([[0.0], [0]])}, pairs)
+    start = GlobalLayers({FC.a: np.array([[1.0, 1]]), FC.b: np.array([[0.0], [0]])}, pairs)
     updates = [
         update(k, {FC.a: row[None] / FC.scale, FC.b: row[:, None]}, num_examples=1) for k, row in enumerate(np.eye(2))
     ]
@@ -164,7 +164,7 @@ def test_the_mean_of_factors_is_not_the_mean_of_products():
 
 def test_l_dawa_scales_one_factor_by_the_cosine_of_the_product():
     # (4, 3) instead of (3, 4): the cosine is 0.96. A single client's product is scaled once, as a dense weight is.
-    start = ReferenceLayers({FC.a: np.array([[3.0, 4]]), FC.b: np.array([[2.0], [0]])}, FactorPairs((FC,)))
+    start = GlobalLayers({FC.a: np.array([[3.0, 4]]), FC.b: np.array([[2.0], [0]])}, FactorPairs((FC,)))
     client = update(0, {FC.a: np.array([[4.0, 3]]), FC.b: np.array([[2.0], [0]])}, num_examples=1)
     for layers in (
         l_dawa(start, [client]),

@@ -18,8 +18,8 @@ from server_app.checkpoint import latest_checkpoint
 from server_app.messaging import MessageExchange
 from server_app.training_loop import run_round
 from simulation.cli import run
-from strategies.interfaces import GLOBAL
 from strategies.per_ssl import PERSONAL, PersonalClient, PerSSL, ProximalTo
+from strategies.types import GLOBAL
 from tests.federation import Federation
 from tests.resuming import repeat_from
 from tests.states import load_tensors

@@ -13,16 +13,16 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedMedian, FedTrimmedAvg
 from flwr.serverapp.strategy.multikrum import select_multikrum
 
-from fedssl.arrays import ReferenceLayers, is_weight
+from fedssl.arrays import GlobalLayers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.records import arrays_to_record, record_to_arrays
 from simulation.grid import LocalGrid
 from strategies.fedavg import fedavg
-from strategies.interfaces import StrategyContext
+from strategies.gram_matrix import deviation_gram
 from strategies.krum import Krum, closest, krum, scores
 from strategies.robust import Median, TrimmedMean, median, trimmed_mean
-from strategies.update_geometry import deviation_gram
+from strategies.types import StrategyContext
 from strategies.update_store import in_memory
 from tests.federation import Federation
 from tests.server_app.small import LAYERS
@@ -246,7 +246,7 @@ def test_scores_are_exact_where_clients_are_nearly_the_same():
     ]
     start = {name: array.astype(float) for name, array in start.items()}
     models = [client.layers["fc.weight"] for client in clients]
-    gram = deviation_gram(ReferenceLayers(start), in_memory([client.layers for client in clients]), exact=True)
+    gram = deviation_gram(GlobalLayers(start), in_memory([client.layers for client in clients]), exact=True)
     for k, found in enumerate(scores(gram, malicious=1)):
         distances = sorted(np.sum((models[k] - other) ** 2) for other in models)
         assert found == pytest.approx(sum(distances[1:4]), rel=1e-2)

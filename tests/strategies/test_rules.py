@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.arrays import ReferenceLayers
+from fedssl.arrays import GlobalLayers
 from fedssl.errors import InputError
 from strategies.fedavg import fedavg
 from strategies.l_dawa import LDAWA, l_dawa
-from strategies.loss import loss_weighted
+from strategies.loss_weighted import loss_weighted
 from strategies.m_dawa import m_dawa
 from strategies.weighted_sum import WeightedSum
 from tests.strategies.made import (
@@ -139,7 +139,7 @@ def test_one_by_one_equals_all_at_once_bit_for_bit(weighting, scale):
     start = model(0)
     updates = clients_of(start)  # the losses fall and rise: the sum is rescaled on the way
     rule = WeightedSum(weighting=weighting, scale=scale)
-    reference = ReferenceLayers(start)
+    reference = GlobalLayers(start)
     rule.start(reference)
     rule.add_all(updates)
     at_once = rule.finish()

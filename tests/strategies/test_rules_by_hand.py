@@ -7,7 +7,7 @@ import pytest
 
 from strategies.fedavg import fedavg
 from strategies.l_dawa import l_dawa
-from strategies.loss import loss_weighted
+from strategies.loss_weighted import loss_weighted
 from strategies.m_dawa import m_dawa
 from tests.strategies.made import CLIENTS, DELTA, GLOBAL, update
 

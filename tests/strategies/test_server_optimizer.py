@@ -18,9 +18,9 @@ from fedssl.wire.records import arrays_to_record, record_to_arrays
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from simulation.cli import run
 from simulation.grid import LocalGrid
-from strategies.interfaces import GLOBAL, GlobalModel, ServerState
 from strategies.l_dawa import l_dawa
 from strategies.server_optimizer import FedAdam, FedAvgM, FedYogi, NoServerOptimizer
+from strategies.types import GLOBAL, GlobalModel, ServerState
 from tests.federation import Federation
 from tests.resuming import repeat_from
 

@@ -9,13 +9,13 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from fedssl.arrays import ReferenceLayers
+from fedssl.arrays import GlobalLayers
 from fedssl.wire.messages import ClientUpdate
 from strategies.cluster_assignment import cluster_by_cosine
 from strategies.eua import EUAAggregator
+from strategies.gram_matrix import deviation_gram
 from strategies.krum import KrumAggregator
 from strategies.robust import Median, TrimmedMean
-from strategies.update_geometry import deviation_gram
 from strategies.update_store import UpdateStorage, in_memory
 
 # Layers below, at and above the 8,192 numbers that are next to each other in the file, and of several dtypes.
@@ -74,7 +74,7 @@ AGGREGATORS = {
 @pytest.mark.parametrize("make", AGGREGATORS.values(), ids=AGGREGATORS.keys())
 def test_a_file_changes_no_bit(make, tmp_path):
     start, *updates = models(36)
-    reference, results = ReferenceLayers(start), []
+    reference, results = GlobalLayers(start), []
     for memory in (2**40, 300_000, 0):
         aggregator = make()
         aggregator.storage = UpdateStorage(tmp_path, memory=memory)
@@ -94,7 +94,7 @@ def test_clusters_of_updates_in_a_file(tmp_path):
     for index in (1, 4, 7):
         deltas[index] = {name: -array for name, array in deltas[index].items()}
     on_disk = stored(deltas, folder=tmp_path)
-    reference = ReferenceLayers({"a": np.zeros(SHAPES["a"], np.float32)})
+    reference = GlobalLayers({"a": np.zeros(SHAPES["a"], np.float32)})
     expected = deviation_gram(reference, in_memory(deltas), exact=True)
     np.testing.assert_array_equal(deviation_gram(reference, on_disk, exact=True), expected)
     found = cluster_by_cosine(on_disk, clusters=2)
@@ -115,7 +115,7 @@ def test_stores_of_a_round_share_the_memory(tmp_path):
 def test_a_file_needs_the_memory_of_tiles(tmp_path):
     random = np.random.default_rng(0)
     start = {"fc.weight": np.zeros(400_000, np.float32)}
-    reference = ReferenceLayers(start)
+    reference = GlobalLayers(start)
     aggregator = EUAAggregator()
     tracemalloc.start()
     try:
@@ -161,13 +161,13 @@ ROUND = """
 import sys
 from pathlib import Path
 import numpy as np
-from fedssl.arrays import ReferenceLayers
+from fedssl.arrays import GlobalLayers
 from fedssl.machine.memory import reset_peak_memory, resident_memory
 from fedssl.wire.messages import ClientUpdate
 from strategies.robust import Median
 from strategies.update_store import UpdateStorage
 random, start = np.random.default_rng(0), {"fc.weight": np.zeros(350_000, np.float32)}
-reference, aggregator = ReferenceLayers(start), Median().server.aggregator(1)
+reference, aggregator = GlobalLayers(start), Median().server.aggregator(1)
 aggregator.storage = UpdateStorage(Path(sys.argv[1]), memory=0)
 aggregator.start(reference)
 cosines = reference.cosines_of(start)

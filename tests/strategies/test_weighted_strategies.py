@@ -6,14 +6,14 @@ from functools import partial
 import numpy as np
 import pytest
 
-from fedssl.arrays import ReferenceLayers
+from fedssl.arrays import GlobalLayers
 from fedssl.wire.messages import TrainPlan
 from server_app.round import Round
 from strategies.fedavg import FedAvg, fedavg
-from strategies.interfaces import CommunicationSummary
 from strategies.l_dawa import LDAWA, l_dawa, scale_layers
-from strategies.loss import LossWeighted, loss_weighted
+from strategies.loss_weighted import LossWeighted, loss_weighted
 from strategies.m_dawa import MDAWA, m_dawa
+from strategies.types import CommunicationSummary
 from tests.federation import Federation
 from tests.strategies.made import (
     CLIENTS,
@@ -32,7 +32,7 @@ def ever_needed(strategy):
 
 
 def run(strategy, round):
-    reference = ReferenceLayers(GLOBAL)
+    reference = GlobalLayers(GLOBAL)
     rule = strategy.server.aggregator(round)
     rule.start(reference)
     for client in CLIENTS:
@@ -77,7 +77,7 @@ def test_layers_scaled_by_the_clients_give_the_same_model(weighting, buffers):
     updates = clients_of(start)
     scaled = [replace(one, layers=scale_layers(start, one.layers, buffers=buffers)) for one in updates]
     strategy = LDAWA(weighting=weighting, buffers=buffers, scale_at="client")
-    rule, reference = strategy.server.aggregator(1), ReferenceLayers(start)
+    rule, reference = strategy.server.aggregator(1), GlobalLayers(start)
     rule.start(reference)
     for one in scaled:
         rule.add(one, reference.cosines_of(one.layers))

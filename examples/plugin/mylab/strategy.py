@@ -2,7 +2,7 @@
 
 from fedssl.errors import InputError
 from strategies.base import FedSSLStrategy, ServerStrategy
-from strategies.interfaces import ServerState
+from strategies.types import ServerState
 from strategies.weighted_sum import WeightedSum
 
 TEAMS = ("even", "odd")  # names of the models

@@ -14,7 +14,7 @@ from fedssl.errors import InputError
 from fedssl.evaluation.cli import compose_evaluation
 from fedssl.machine import process
 from fedssl.methods.base import build_method
-from strategies.interfaces import StrategyContext
+from strategies.types import StrategyContext
 
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "experiment")
 # Groups that know nothing of each other.

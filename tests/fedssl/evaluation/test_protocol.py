@@ -19,9 +19,9 @@ from fedssl.evaluation.protocol import (
     EvaluationProtocol,
     LabeledImages,
     evaluate,
+    evaluation_problem,
     log_unknown_classes,
     make_evaluation_input,
-    why_not_evaluable,
 )
 from fedssl.evaluation.scores import Score, units_of
 from tests.fedssl.datasets.made import settings_of
@@ -87,12 +87,12 @@ def test_one_class_is_nothing_to_classify(monkeypatch: pytest.MonkeyPatch):
     data = settings_of("digits")
     loaded(monkeypatch, [1, NO_LABEL, 1], [1], ("images", "other"))
     assert make_evaluation_input(None, data, device=torch.device("cpu")) is None
-    assert why_not_evaluable(data) == (
+    assert evaluation_problem(data) == (
         "all labeled images of the data set are of the class 'other', so that nothing can be classified; add images of "
         "other classes to dataset.path"
     )
     loaded(monkeypatch, [1, 1], [1, 0])  # anomaly detection: the defects are in the test only
-    assert why_not_evaluable(data) is None
+    assert evaluation_problem(data) is None
 
 
 def test_test_images_of_unknown_classes_count_as_errors(monkeypatch: pytest.MonkeyPatch, caplog):

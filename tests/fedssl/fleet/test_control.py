@@ -7,7 +7,7 @@ import pytest
 from flwr.proto.node_pb2 import NodeInfo
 
 from fedssl.config.settings import EngineSettings
-from fedssl.fleet import compat, control
+from fedssl.fleet import control, control_internals
 from tests.fedssl.fleet.conftest import serving
 
 NODES = [
@@ -21,7 +21,7 @@ NODES = [
 @pytest.fixture
 def superlink(monkeypatch):
     """A SuperLink with these nodes; no connection is opened before the first request."""
-    monkeypatch.setattr(compat, "list_nodes", lambda control: NODES)
+    monkeypatch.setattr(control_internals, "list_nodes", lambda control: NODES)
     return EngineSettings(name="deployment", address="127.0.0.1:1")
 
 

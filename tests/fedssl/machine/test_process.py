@@ -13,8 +13,8 @@ from fedssl.machine.process import available_cores, optimizer_step
 
 ARENAS = """
 import ctypes, sys, threading
-from fedssl.machine.process import tune_allocator
-if sys.argv[1] == "tuned" and not tune_allocator():
+from fedssl.machine.process import set_allocator_thresholds
+if sys.argv[1] == "tuned" and not set_allocator_thresholds():
     sys.exit("another C library")
 libc = ctypes.CDLL("libc.so.6")
 libc.fopen.restype = ctypes.c_void_p

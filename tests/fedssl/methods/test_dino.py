@@ -22,7 +22,7 @@ from fedssl.views import LOCAL, View, Views
 from fedssl.wire.messages import ARRAYS
 from fedssl.wire.records import record_to_arrays
 from server_app.collapse_monitor import CollapseMonitor
-from strategies.interfaces import GLOBAL
+from strategies.types import GLOBAL
 from tests.federation import Federation
 
 WORDS = ["method=dino", "augmentation=digits_multi_crop"]

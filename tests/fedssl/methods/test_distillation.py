@@ -34,7 +34,7 @@ from server_app.checkpoint import latest_checkpoint
 from server_app.round import Round
 from server_app.teacher import load_teacher
 from simulation.cli import run
-from strategies.interfaces import GLOBAL, ServerState
+from strategies.types import GLOBAL, ServerState
 from tests.devices import Devices, ask, context, write_images
 from tests.federation import Federation
 from tests.methods import overrides_of, save_teacher, teacher_file

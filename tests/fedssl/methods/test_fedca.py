@@ -26,7 +26,7 @@ from server_app.checkpoint import latest_checkpoint
 from server_app.messaging import receive
 from server_app.round import Round
 from simulation.cli import run
-from strategies.interfaces import GLOBAL
+from strategies.types import GLOBAL
 from tests.federation import Federation
 from tests.resuming import repeat_from
 

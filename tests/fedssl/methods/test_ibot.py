@@ -20,7 +20,7 @@ from fedssl.views import LOCAL, Mask, View, Views
 from fedssl.wire.messages import ARRAYS
 from fedssl.wire.records import record_to_arrays
 from server_app.collapse_monitor import CollapseMonitor
-from strategies.interfaces import GLOBAL
+from strategies.types import GLOBAL
 from tests.federation import Federation
 from tests.methods import overrides_of
 

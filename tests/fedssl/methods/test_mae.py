@@ -20,7 +20,7 @@ from fedssl.training import LocalTrainer, train
 from fedssl.views import View, Views
 from server_app.collapse_monitor import CollapseMonitor
 from simulation.cli import run
-from strategies.interfaces import GLOBAL
+from strategies.types import GLOBAL
 from tests.federation import Federation
 from tests.fedssl.methods.masked import masked_views, slow_prediction, vit
 from tests.methods import overrides_of

@@ -11,7 +11,7 @@ from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.wire.messages import ARRAYS, TrainPlan
 from fedssl.wire.records import record_to_arrays
-from strategies.interfaces import StrategyContext
+from strategies.types import StrategyContext
 from tests.federation import Federation
 
 TARGETS = ("target_encoder", "target_projector")

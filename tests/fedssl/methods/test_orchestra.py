@@ -29,7 +29,7 @@ from fedssl.model_arrays import exchanged_names, local_names, read_layers
 from fedssl.views import Views
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
-from strategies.interfaces import GLOBAL
+from strategies.types import GLOBAL
 from tests.federation import TINY, Federation
 from tests.resuming import repeat_from
 

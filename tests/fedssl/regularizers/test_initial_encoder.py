@@ -17,7 +17,7 @@ from fedssl.regularizers.initial_encoder import L2SP, FeatureDistillation
 from fedssl.seeding import torch_generator
 from fedssl.training import LocalTrainer
 from fedssl.views import Views
-from strategies.interfaces import GLOBAL
+from strategies.types import GLOBAL
 from tests.encoders import LinearEncoder
 from tests.federation import Federation
 from tests.methods import overrides_of

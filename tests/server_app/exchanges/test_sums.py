@@ -11,10 +11,10 @@ from server_app.training_loop import run_round
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.eua import EUA
 from strategies.fedavg import FedAvg
-from strategies.interfaces import GLOBAL, ServerState
 from strategies.l_dawa import LDAWA
-from strategies.loss import LossWeighted
+from strategies.loss_weighted import LossWeighted
 from strategies.m_dawa import MDAWA
+from strategies.types import GLOBAL, ServerState
 from strategies.weighted_sum import WeightedSum
 from tests.server_app.small import small_federation
 from tests.server_app.test_round import crash, good, make_grid, missing_array, not_finite

@@ -5,7 +5,7 @@ import pytest
 from scipy.optimize import minimize, nnls
 
 from fedssl.errors import InputError
-from strategies.update_geometry import min_norm_weights
+from strategies.gram_matrix import min_norm_weights
 
 
 @pytest.mark.parametrize(

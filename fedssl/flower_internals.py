@@ -1,6 +1,6 @@
 """Undocumented names of Flower 1.41 for simulations, messages as bytes, error replies and the keys of SecAgg+.
 
-`client_app.compat` and `fedssl.fleet.compat` contain the names that only they need.
+`client_app.secagg_internals` and `fedssl.fleet.control_internals` contain the names that only they need.
 """
 
 import uuid

@@ -9,17 +9,17 @@ Eq. 10 exactly.
 import numpy as np
 import torch
 
-from fedssl.arrays import ROW, Layers, ReferenceLayers, is_weight
+from fedssl.arrays import BLAS_ROW, GlobalLayers, Layers, is_weight
 from fedssl.errors import InputError
 from fedssl.low_rank_products import deviation_products
 from strategies.update_store import UpdateStore
 
-_TILE = 8 * ROW  # numbers of each client in one product; sums in float32 of twice as many may err by 1e-6
+_TILE = 8 * BLAS_ROW  # numbers of each client in one product; sums in float32 of twice as many may err by 1e-6
 
 _BLOCK = 16  # rows of the Gram matrix in one product, so that little more than its lower triangle is computed
 
 
-def deviation_gram(weights: ReferenceLayers, models: UpdateStore, *, exact: bool = False) -> np.ndarray:
+def deviation_gram(weights: GlobalLayers, models: UpdateStore, *, exact: bool = False) -> np.ndarray:
     """Return the inner products of theta - theta_k, each over all layers of ``weights`` as one vector: float64, (K, K).
 
     The global model is subtracted before multiplication, tile by tile, because deviations are small: expanded products
@@ -68,7 +68,7 @@ def _lower_triangle(g: np.ndarray, name: str, models: UpdateStore, dtype: np.dty
     return total
 
 
-def factors_of(layers: ReferenceLayers, name: str, models: UpdateStore) -> list[Layers]:
+def factors_of(layers: GlobalLayers, name: str, models: UpdateStore) -> list[Layers]:
     """Return the factors of each model's product whose factor B has this name."""
     pair = layers.products[name]
     factors: list[Layers] = [{} for _ in range(len(models))]
