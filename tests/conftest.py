@@ -36,6 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--record-digests", action="store_true", help="store the digests of this commit (test_digests.py, -n 0)"
     )
+    parser.addoption(
+        "--digests",
+        metavar="FILE",
+        default=str(Path(__file__).parent / "digests.json"),
+        help="digests with which test_digests.py compares those of this commit",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,12 +2,14 @@
 
 What a CPU computes differs in its last bits between kinds of CPU and versions of torch. A record therefore belongs to
 an *arithmetic*: the digest of a fixed piece of training that uses nothing of this project. Without a record for this
-machine's arithmetic there is nothing to compare with, and the tests say so. ``pytest tests/test_digests.py -n 0
---record-digests`` writes one, on a commit whose numbers are right.
+machine's arithmetic there is nothing to compare with, and the tests say so. ``pytest tests/test_digests.py -n 0 --heavy
+--record-digests`` writes one, on a commit whose numbers are right. Runs over `FEATURES` need minutes and are not on
+record: ``--digests FILE`` names another file, for which one commit records and another one compares.
 """
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,8 +22,6 @@ from client_app.state_store import read_state
 from fedssl.export import load_encoder
 from simulation.cli import run
 from tests.methods import overrides_of
-
-RECORDS = Path(__file__).parent / "digests.json"
 
 BASE = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=90", "encoder.width=4", "threads=1", "device=cpu"]
 BASE += ["batch_size=16", "evaluate_every=0", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
@@ -94,6 +94,85 @@ RUNS = {
     "tuning-norm": ["tuning=norm", "strategy=fedavg"],
 }
 
+BUFFERED = ["aggregation.buffered=true", "aggregation.min_updates=2", "client_speed.sigma_clients=1"]
+LORA = ["tuning=lora", "tuning.rank=4", "strategy=fedavg"]
+SPEED = ["client_speed=lognormal", "measure_resources=true", "num_clients=5", "rounds=4"]
+SECAGG = ["secure_aggregation=secagg_plus", "strategy=fedavg", "num_clients=5"]
+RAY = ["engine=ray", "num_clients=6", "engine.client_cpus=1"]
+
+FEATURES = {
+    "availability-diurnal-lost": [*SPEED, "availability=diurnal", "availability.dropout=0.3"],
+    "base-layers-last-blocks": ["tuning=last_blocks", "strategy=fedavg", "rounds=3", "clients_per_round=2"],
+    "buffered-fedadam": [*SPEED, *BUFFERED, "strategy=fedavg", "server_optimizer=fedadam"],
+    "buffered-unit-delays": [*BUFFERED[:2], "strategy=fedavg", "num_clients=5", "rounds=4"],
+    "calibration-end-buffered": [*SPEED, *BUFFERED, "strategy=fedavg", "calibration=auxiliary"],
+    "collapse-evaluated-early-stopping": [
+        *("collapse_images=32", "evaluation=knn", "evaluate_every=1", "rounds=4", "snapshot_every=1"),
+        *("early_stopping.monitor=knn", "early_stopping.patience=1"),
+    ],
+    "deadline-over-selection": [
+        *(*SPEED, "clients_per_round=3", "aggregation.over_selection=1", "aggregation.round_deadline=8"),
+        *("aggregation.min_updates=1", "aggregation.max_retries=2"),
+    ],
+    "eviction-byol": [
+        "method=byol",
+        "strategy=fedu",
+        "client_state.max_bytes=60000",
+        "clients_per_round=2",
+        "rounds=4",
+    ],
+    "eviction-layer-wise": [*("method=byol", "strategy=fedbn", "client_state.max_bytes=60000"), *STAGES],
+    "lora-exact": [*LORA, "tuning.aggregation=exact", "rounds=3"],
+    "lora-freeze-a-eua": [*LORA, "strategy=eua", "tuning.aggregation=freeze_a"],
+    "lora-l_dawa-vit": [*LORA, "strategy=l_dawa", *VIT, "rounds=3"],
+    "lora-norm-filter": [*LORA, "aggregation.max_norm_ratio=1.2", "num_clients=5"],
+    "lora-stack": [*LORA, "tuning.aggregation=stack", "rounds=3", "clients_per_round=2"],
+    "lora-stack-ranks": [*LORA, "tuning.aggregation=stack", "tuning.ranks=[1,2,4]"],
+    "lora-svd-ranks": [*LORA, "tuning.aggregation=svd", "tuning.ranks=[1,2,4]", "rounds=3"],
+    "norm-filter-featarc": [
+        *("strategy=featarc", "strategy.num_images=16", "aggregation.max_norm_ratio=1.1", "num_clients=5"),
+    ],
+    "norm-filter-krum": ["strategy=krum", "num_clients=6", "aggregation.max_norm_ratio=1.1"],
+    "personalized-fedu": [
+        *("strategy=fedu", "method=byol", "evaluate_personalized=true", "unseen_clients=1", "clients_per_round=2"),
+    ],
+    "privacy": [
+        *("privacy=central", "strategy=fedavg", "strategy.weighting=uniform", "encoder.norm=group", "rounds=3"),
+    ],
+    "privacy-fedadam-speed": [
+        *(*SPEED, "privacy=central", "strategy=fedavg", "strategy.weighting=uniform", "encoder.norm=group"),
+        "server_optimizer=fedadam",
+    ],
+    "ray-blocks-l_dawa": RAY,
+    "ray-blocks-fedavg-auto": ["engine=ray", "num_clients=9", "strategy=fedavg"],
+    "ray-fedu": [*RAY, "strategy=fedu", "method=byol"],
+    "ray-speed-buffered": [*SPEED, *BUFFERED, "strategy=fedavg", "engine=ray"],
+    "secagg": [*SECAGG, "rounds=3"],
+    "secagg-l_dawa-lora": [*SECAGG, "strategy=l_dawa", "strategy.scale_at=client", "tuning=lora", "tuning.rank=2"],
+    "secagg-uniform-fedadam": [*SECAGG, "strategy.weighting=uniform", "server_optimizer=fedadam"],
+    "speed": [*SPEED, "clients_per_round=3"],
+    "wire-bf16-fedu": ["wire_dtype=bf16", "strategy=fedu", "method=byol", "rounds=3"],
+    "wire-fp16-layer-wise": ["wire_dtype=fp16", *STAGES],
+    "wire-int8-lora-ranks": [*LORA, "wire_dtype=int8", "tuning.aggregation=svd", "tuning.ranks=[1,2,4]"],
+    "wire-int8-residual": ["wire_dtype=int8", "rounds=3", "clients_per_round=2"],
+}
+"""Runs over what is neither a strategy nor a method."""
+
+RESUMED = {
+    "buffered-fedadam": 2,
+    "collapse-evaluated-early-stopping": 1,
+    "deadline-over-selection": 2,
+    "eviction-byol": 2,
+    "lora-stack": 1,
+    "lora-svd-ranks": 2,
+    "privacy": 1,
+    "ray-speed-buffered": 2,
+    "secagg": 1,
+    "speed": 2,
+    "wire-int8-residual": 1,
+}
+"""Runs over features that are repeated with a pause after this round, and resumed."""
+
 REPEATED = {
     "eua-layer-wise-fedadam-byol",
     "fedema-layer-wise-calibrated-start",
@@ -102,6 +181,8 @@ REPEATED = {
     "orchestra-layer-wise",
 }
 """Runs over pairs of what other runs compose with something else."""
+
+TIMES = re.compile("seconds|memory|wall")
 
 
 def digest(arrays: Iterable[tuple[str, np.ndarray]]) -> str:
@@ -181,25 +262,66 @@ def state_digests(folder: Path) -> dict[str, str]:
     return found
 
 
+def line_digests(folder: Path) -> dict[str, str]:
+    """Of the lines of rounds and of clients, without the times that this machine takes."""
+
+    def without_times(value: object) -> object:
+        if isinstance(value, dict):
+            items = value.items()
+            return {
+                key: without_times(inner) for key, inner in items if key.startswith("virtual_") or not TIMES.search(key)
+            }
+        return value
+
+    found = {}
+    for name in ("metrics.jsonl", "clients.jsonl"):
+        lines = [without_times(json.loads(line)) for line in (folder / name).read_text().splitlines()]
+        found[name] = hashlib.sha256(json.dumps(lines, sort_keys=True).encode()).hexdigest()[:16]
+    return found
+
+
 @pytest.fixture(scope="module")
-def recorded(request: pytest.FixtureRequest) -> dict[str, dict[str, str]]:
-    records = json.loads(RECORDS.read_text()) if RECORDS.is_file() else {}
+def records_file(request: pytest.FixtureRequest) -> Path:
+    return Path(request.config.getoption("--digests"))
+
+
+@pytest.fixture(scope="module")
+def recorded(request: pytest.FixtureRequest, records_file: Path) -> dict[str, dict[str, str]]:
+    records = json.loads(records_file.read_text()) if records_file.is_file() else {}
     if arithmetic() not in records and not request.config.getoption("--record-digests"):
         pytest.skip(f"no digests on record for this machine's arithmetic ({arithmetic()}, torch {torch.__version__})")
     return records.get(arithmetic(), {})
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.heavy if name in REPEATED else []) for name in RUNS]
-)
-def test_the_numbers_of_a_run_are_those_on_record(name, recorded, request, tmp_path):
-    run([*BASE, *RUNS[name], f"output_dir={tmp_path / 'run'}"])
-    found = model_digests(tmp_path / "run") | state_digests(tmp_path / "run")
-    if request.config.getoption("--record-digests"):
-        records = json.loads(RECORDS.read_text()) if RECORDS.is_file() else {}
+def compare_or_record(
+    name: str, found: dict[str, str], recorded: dict[str, dict[str, str]], file: Path, *, record: bool
+) -> None:
+    if record:
+        records = json.loads(file.read_text()) if file.is_file() else {}
         records.setdefault(arithmetic(), {})[name] = found
-        RECORDS.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
+        file.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
     elif name not in recorded:
         pytest.skip(f"no digest of this run on record for this machine's arithmetic ({arithmetic()})")
     else:
         assert found == recorded[name]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.heavy if name in REPEATED else []) for name in RUNS]
+)
+def test_the_numbers_of_a_run_are_those_on_record(name, recorded, records_file, request, tmp_path):
+    run([*BASE, *RUNS[name], f"output_dir={tmp_path / 'run'}"])
+    found = model_digests(tmp_path / "run") | state_digests(tmp_path / "run")
+    compare_or_record(name, found, recorded, records_file, record=request.config.getoption("--record-digests"))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", [*FEATURES, *(f"{name} resumed" for name in RESUMED)])
+def test_numbers_and_lines_over_features_are_those_on_record(name, recorded, records_file, request, tmp_path):
+    folder, feature = tmp_path / "run", name.removesuffix(" resumed")
+    pause = [f"pause_after={RESUMED[feature]}"] if name != feature else []
+    run([*BASE, *FEATURES[feature], *pause, f"output_dir={folder}"])
+    if pause:
+        run([f"resume={folder}", "pause_after=null"])
+    found = model_digests(folder) | state_digests(folder) | line_digests(folder)
+    compare_or_record(name, found, recorded, records_file, record=request.config.getoption("--record-digests"))
