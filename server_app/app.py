@@ -30,9 +30,9 @@ from fedssl.wire.wire_format import describe_wire_format
 from server_app.build import RunComponents, build_run
 from server_app.checkpoint import StateSchema
 from server_app.client_models import ClientModels
-from server_app.compatibility import NO_SERVER_DATA
 from server_app.console import disk_errors_as_run_error, log_to, make_screen
 from server_app.delivery import EncoderSender
+from server_app.devices import NO_SERVER_DATA
 from server_app.evaluator import ResultsByModel
 from server_app.initial_weights import store_initial_weights
 from server_app.messaging import MessageExchange
@@ -177,11 +177,6 @@ def run(
     components = build_run(grid, settings, known_client_ids=recorder.devices())
     settings = components.settings
     resumed = settings.recording.resumed
-    if resumed not in (None, settings.rounds) and len(components.context.phases) > 1:
-        raise InputError(  # the phase of a round depends on them
-            f"resume={recorder.folder} was run with rounds={resumed} (now {settings.rounds}); keep the "
-            "number, or start a new run"
-        )
     server = components.context.strategy.server
     recorder.store_base(components.context.base, digest=components.context.base_digest)
     state = ServerState(models=ClientModels(recorder.folder, {}) if server.models_per_client else {})

@@ -1,5 +1,6 @@
 """Build the components of a run from its settings. Everything is validated before the first round."""
 
+import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from fedssl.machine.process import configure_process
 from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import exchanged_layers, read_layers
 from fedssl.partition import Partition, make_partition
+from fedssl.rules import check_rules
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import Phase, make_phases
 from fedssl.schedule.stages import check_phases
@@ -32,26 +34,8 @@ from fedssl.wire.fingerprint import code_fingerprint
 from fedssl.wire.secure_aggregation import MIN_CLIENTS
 from server_app.calibration import Calibration
 from server_app.collapse_monitor import CollapseMonitor, ServerFeatureExtractor
-from server_app.compatibility import (
-    adapt_to_edge_clients,
-    client_ranks,
-    clients_with_few_images,
-    forbid_personalized_evaluation,
-    forbid_state_limit,
-    log_devices,
-    low_rank_aggregation,
-    trains_all_clients,
-    validate_aggregation,
-    validate_batch_size,
-    validate_compilation,
-    validate_early_stopping,
-    validate_edge_method,
-    validate_low_rank_aggregation,
-    validate_personalized_evaluation,
-    validate_regularizer,
-    validate_sums,
-)
-from server_app.differential_privacy import Privacy, check_model, warn_of_weak_privacy
+from server_app.devices import adapt_to_edge_clients, log_devices, trains_all_clients
+from server_app.differential_privacy import Privacy, warn_of_weak_privacy
 from server_app.evaluator import Evaluator
 from server_app.initial_weights import adopt_statistics
 from server_app.nodes import (
@@ -65,16 +49,21 @@ from server_app.nodes import (
 )
 from server_app.round import Round
 from server_app.round_context import RoundContext, no_flops, raise_no_server_images
+from server_app.rules import RUN_RULES, SETTINGS_RULES
 from server_app.secure_aggregation import describe_graph, graph_for, largest_weight, weights_by_examples
 from server_app.teacher import check_teacher, load_teacher, teacher_is_saved
 from server_app.update_memory import check_models_fit, check_updates_fit
 from server_app.virtual_time import VirtualTime, make_virtual_time
 from strategies.base import FedSSLStrategy
+from strategies.low_rank_aggregation import client_ranks, low_rank_aggregation
+from strategies.rules import RunParts
 from strategies.server_optimizer import ServerOptimizer
 from strategies.types import ServerState, StrategyContext
 from strategies.update_store import UpdateStorage
 
 log = logging.getLogger("fedssl")
+
+_MAX_LISTED = 8  # clients in a warning
 
 
 @dataclass(frozen=True)
@@ -142,30 +131,35 @@ def build_components(
     data = settings.data
     evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=settings.seed)
     check_teacher(settings)
-    check_encoder_size(settings)
+    check_rules(SETTINGS_RULES, settings)
     method = build_method(settings.model).to(device)
-    validate_batch_size(settings, method)
-    validate_compilation(settings, method)
     lr_schedule = make_lr_schedule(settings, method)
     if not teacher_is_saved(settings):
         load_teacher(method, settings.teacher, data=data)
     strategy, server_optimizer = make_algorithm(settings, method, is_deployment=bool(task))
     method.encoder.check_image_shape((data.channels, data.size, data.size))
-    validate_aggregation(settings, is_deployment=bool(task))
-    validate_low_rank_aggregation(settings, method, strategy, server_optimizer)
-    validate_sums(settings, method, strategy)
+    load_images = functools.cache(partial(load_client_images, settings, method))
+    check_rules(
+        RUN_RULES,
+        RunParts(
+            settings=settings,
+            method=method,
+            strategy=strategy,
+            server_optimizer=server_optimizer,
+            regularizer=settings.training.regularizer.instantiate(),
+            phases=lr_schedule.phases,
+            is_deployment=bool(task),
+            has_labels=lambda: load_images().labels is not None,
+            result_units=evaluator.result_units if reads_images else None,
+        ),
+    )
     virtual_time = make_virtual_time(settings, is_deployment=bool(task))
     client_data = None
     untrained = frozenset(range(settings.num_clients - settings.unseen_clients, settings.num_clients))
-    if task:
-        validate_edge_method(method)
-        forbid_personalized_evaluation(settings)
-        forbid_state_limit(settings)
-    else:
-        image_data = load_client_images(settings, method)
+    if not task:
+        image_data = load_images()
         if image_data.labels is None:
             settings = default_unlabeled_partition(settings)
-        validate_personalized_evaluation(settings, image_data)
         partition = make_partition(settings.partition, image_data)
         client_data = ClientData(
             image_data, partition, clients_with_few_images(settings, partition.client_indices, method)
@@ -173,11 +167,8 @@ def build_components(
         untrained |= client_data.few_images
     per_round = min(settings.clients_per_round, settings.num_clients - len(untrained))
     training = LocalTrainer.build(settings.training, method)
-    validate_regularizer(training.regularizer, lr_schedule.phases)
     if reads_images:
         evaluator.validate(method.encoder)
-        units = evaluator.result_units()
-        validate_early_stopping(settings, method, result_units=units, phases=len(lr_schedule.phases))
     base = read_layers(method, method.base_names)  # which nothing changes
     base_digest = layers_digest(base) if base else ""
     costs = make_costs(settings, method, training, client_data, device, strategy.client.trainings_per_round)
@@ -201,7 +192,7 @@ def build_components(
         calibration=make_calibration(settings, method, lr_schedule, device),
         aggregation=settings.aggregation,
         secure_aggregation=make_secure_aggregation(settings, strategy, client_data, untrained=untrained),
-        privacy=make_privacy(settings, method, clients_per_round=per_round, is_deployment=bool(task)),
+        privacy=make_privacy(settings, clients_per_round=per_round, is_deployment=bool(task)),
         low_rank_aggregation=low_rank_aggregation(settings),
         client_ranks=client_ranks(settings),
         max_ranks=max_ranks(clients),
@@ -238,16 +229,6 @@ def build_components(
         evaluation_is_training_free=not evaluator.trains_network,
         trains_new_devices=trains_new_devices,
     )
-
-
-def check_encoder_size(settings: Settings) -> None:
-    """Raise `InputError` if the encoder is not for the size of the images."""
-    size, data_size = settings.model.encoder.values.get("size"), settings.data.size
-    if size is not None and size != data_size:
-        raise InputError(
-            f"encoder.size={size} but dataset.size={data_size}, which it follows; leave encoder.size out, or set "
-            f"dataset.size={size}"
-        )
 
 
 def make_secure_aggregation(
@@ -359,19 +340,11 @@ def make_costs(
     )
 
 
-def make_privacy(
-    settings: Settings, method: SSLMethod, *, clients_per_round: int, is_deployment: bool
-) -> Privacy | None:
+def make_privacy(settings: Settings, *, clients_per_round: int, is_deployment: bool) -> Privacy | None:
     """Return differential privacy, or None. In a simulation the noise depends on the seed, to be reproducible."""
     if settings.privacy is None:
         return None
-    check_model(method)
     warn_of_weak_privacy(settings.privacy, settings.rounds)
-    if settings.aggregation.max_norm_ratio is not None:
-        raise InputError(
-            "aggregation.max_norm_ratio lets clients influence which others are dropped, which privacy=central does "
-            "not account for; set aggregation.max_norm_ratio=null"
-        )
 
     def generator(round: int) -> np.random.Generator:
         return np.random.default_rng() if is_deployment else numpy_generator(settings.seed, "noise", round)
@@ -409,3 +382,26 @@ def load_client_images(settings: Settings, method: SSLMethod) -> ImageData:
             f"{settings.data.federated} have none; choose another dataset, split or method"
         )
     return image_data
+
+
+def clients_with_few_images(settings: Settings, parts: Sequence[np.ndarray], method: SSLMethod) -> frozenset[int]:
+    """Return the clients with too few images for training, and log them.
+
+    Raises `InputError` if the others are too few for a round.
+    """
+    smallest, needed = method.min_batch_size, settings.aggregation.min_updates
+    few = np.flatnonzero(np.fromiter(map(len, parts), np.int64, len(parts)) < smallest).tolist()
+    num_others = len(set(range(len(parts) - settings.unseen_clients)).difference(few))
+    if num_others < needed:
+        raise InputError(
+            f"{num_others or 'no'} client{'s have' if num_others > 1 else ' has'} the {smallest} images that "
+            f"{type(method).__name__} needs, and aggregation.min_updates={needed}; lower num_clients={len(parts)}, or "
+            "choose another partition"
+        )
+    if few:
+        listed = ", ".join(map(str, few[:_MAX_LISTED])) + (", ..." if len(few) > _MAX_LISTED else "")
+        log.warning(
+            "%d of %d clients never train, since %s needs at least %d images: %s",
+            *(len(few), len(parts), type(method).__name__, smallest, listed),
+        )
+    return frozenset(few)

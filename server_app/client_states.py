@@ -13,7 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedssl.atomic_files import round_file, saved_rounds
+from fedssl.rules import Problem
 from fedssl.runs.manifest import CLIENT_STATES, STATE_SUFFIX, client_folder
+from strategies.rules import RunParts
 from strategies.types import ServerState
 
 log = logging.getLogger("fedssl")
@@ -93,3 +95,17 @@ def _newest_bytes(folder: Path, round: int) -> int:
         versions = [version for version in saved_rounds(Path(parent), STATE_SUFFIX) if version <= round]
         size += round_file(Path(parent), versions[-1], STATE_SUFFIX).stat().st_size if versions else 0
     return size
+
+
+def devices_limit_their_states(parts: RunParts) -> Problem:
+    """Refuse a limit of the client states of devices, which have their own."""
+    max_bytes = parts.settings.recording.max_state_bytes
+    if not parts.is_deployment or max_bytes is None:
+        return None
+    return (
+        f"client_state.max_bytes={max_bytes} is for simulations: devices keep their "
+        "states themselves; set client_state.max_bytes=null"
+    )
+
+
+RUN_RULES = (devices_limit_their_states,)

@@ -28,8 +28,9 @@ import torch
 
 from fedssl.arrays import Layers, is_weight
 from fedssl.config.aggregation_settings import PrivacySettings
-from fedssl.errors import InputError
-from fedssl.methods.base import SSLMethod
+from fedssl.config.settings import Settings
+from fedssl.rules import Problem
+from strategies.rules import RunParts, needs_full_exchange, sum_problem
 
 log = logging.getLogger("fedssl")
 
@@ -88,16 +89,6 @@ def warn_of_weak_privacy(settings: PrivacySettings, rounds: int) -> None:
         )
 
 
-def check_model(method: SSLMethod) -> None:
-    """Refuse a model that updates running statistics, which are not released; raises `InputError`."""
-    updated = {name for name, _ in method.encoder.named_buffers()} - method.encoder.base_names
-    if any(name.endswith(("running_mean", "running_var")) for name in updated):
-        raise InputError(
-            "privacy=central leaves running statistics out, which the encoder needs; set encoder.norm=group, "
-            "encoder=vit_tiny, or a tuning with frozen statistics, such as tuning.freeze_statistics=true"
-        )
-
-
 def epsilon(rounds: int, noise_multiplier: float, delta: float) -> float:
     """Return the epsilon of ``rounds`` Gaussian mechanisms for a delta, to 1e-6."""
     if not rounds:
@@ -121,3 +112,43 @@ def _delta(epsilon: float, mu: float) -> float:
 
 def _weights(layers: Layers) -> list[str]:
     return [name for name, array in layers.items() if is_weight(name, array)]
+
+
+def snapshots_reveal_nobody(settings: Settings) -> Problem:
+    """Refuse snapshots, which have the models of single clients."""
+    if not (settings.privacy and settings.recording.snapshot_every):
+        return None
+    return "privacy=central hides the contribution of a client, which snapshots reveal; set snapshot_every=0"
+
+
+def filter_drops_nobody(settings: Settings) -> Problem:
+    """Refuse the filter of norms, by which clients influence others."""
+    if not (settings.privacy and settings.aggregation.max_norm_ratio is not None):
+        return None
+    return (
+        "aggregation.max_norm_ratio lets clients influence which others are dropped, which privacy=central does "
+        "not account for; set aggregation.max_norm_ratio=null"
+    )
+
+
+def updates_are_summed(parts: RunParts) -> Problem:
+    """Require a strategy and a method whose updates are summed with equal weights."""
+    return sum_problem("privacy=central", parts, weightings=("uniform",)) if parts.settings.privacy else None
+
+
+def statistics_are_frozen(parts: RunParts) -> Problem:
+    """Refuse a model that updates running statistics, which are not released."""
+    encoder = parts.method.encoder
+    updated = {name for name, _ in encoder.named_buffers()} - encoder.base_names
+    has_statistics = any(name.endswith(("running_mean", "running_var")) for name in updated)
+    if not (parts.settings.privacy and has_statistics):
+        return None
+    return (
+        "privacy=central leaves running statistics out, which the encoder needs; set encoder.norm=group, "
+        "encoder=vit_tiny, or a tuning with frozen statistics, such as tuning.freeze_statistics=true"
+    )
+
+
+SETTINGS_RULES = (snapshots_reveal_nobody, filter_drops_nobody)
+RUN_RULES = (updates_are_summed, statistics_are_frozen)
+ROUND_RULES = (needs_full_exchange("privacy=central"),)

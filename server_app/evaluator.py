@@ -21,6 +21,8 @@ from fedssl.evaluation.protocol import (
 from fedssl.evaluation.scores import Score
 from fedssl.machine.out_of_memory import module_on_cpu, retry_in_chunks
 from fedssl.methods.base import SSLMethod
+from fedssl.rules import Problem
+from strategies.rules import RunParts
 
 log = logging.getLogger("fedssl")
 
@@ -113,3 +115,16 @@ class Evaluator:
             if logits is not None:
                 results["classifier"] = Score(accuracy(logits.argmax(dim=1), evaluation_input.test.labels))
         return results
+
+
+def personalized_models_have_labels(parts: RunParts) -> Problem:
+    """Refuse to evaluate personalized models without labels."""
+    if parts.is_deployment or not parts.settings.evaluation.personalized:
+        return None
+    problem = evaluation_problem(parts.settings.data)
+    if problem is None and parts.has_labels():
+        return None
+    return f"evaluate_personalized=true needs labels; {problem or 'the images of the clients have none'}"
+
+
+RUN_RULES = (personalized_models_have_labels,)

@@ -15,6 +15,7 @@ from fedssl.schedule.phases import phase_at
 from fedssl.wire.messages import BASE, TrainPlan
 from fedssl.wire.records import content_bytes, encode_arrays, layer_bytes, record_bytes
 from server_app.round_context import RoundContext
+from strategies.rules import RoundExchange
 from strategies.types import GlobalModel, ServerState
 
 
@@ -131,6 +132,15 @@ class PlanBuilder:
             )
             messages.append(Message(content, context.nodes[client], "train", group_id=str(self._number)))
         return messages
+
+    def exchange(self, models: Iterable[str]) -> RoundExchange:
+        """Return what the clients exchange, for rules. ``models`` are changed by the round."""
+        slots, start = self.slots.values(), next(iter(self.starts.values()))
+        downloads_all = all(slot.downloaded == tuple(start.trainable) for slot in slots)
+        return RoundExchange(
+            models={*chain.from_iterable(slot.candidates for slot in slots), *models},
+            is_complete=downloads_all and start.upload_names is None and len(self._context.phases) == 1,
+        )
 
     def _subset(self, name: str, down: tuple[str, ...], rank: int | None) -> Layers:
         """Return these layers of a model, the same object for all clients of a rank."""

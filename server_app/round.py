@@ -14,16 +14,17 @@ from flwr.app import Message
 from fedssl.arrays import Layers
 from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.errors import RunError
+from fedssl.rules import check_rules
 from fedssl.safe_io import sanitize_line
 from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.secure_aggregation import summed_size
 from server_app.client_models import ClientModels, MappedValues
-from server_app.compatibility import require_full_exchange
 from server_app.exchanges.sums import LostSumError, SumClient, SumTask
 from server_app.messaging import NO_REPLY, MessageExchange, ordered_by_client
 from server_app.model_aggregation import ModelAggregation
 from server_app.plans import PlanBuilder
 from server_app.round_context import RoundContext
+from server_app.rules import round_rules
 from server_app.secagg_round import TooFewParticipants
 from server_app.secure_aggregation import apply_delta, max_weight_of, privacy_parameters, secure_mean_delta
 from server_app.updates import CollectedUpdates, RoundResult, UpdateReader, ValidUpdate, norm_outliers
@@ -96,13 +97,8 @@ class Round:
         for aggregation in self._aggregations.values():
             if isinstance(aggregation.aggregator, Mergeable):
                 aggregation.aggregator.set_clients(clients)
-        aggregators = {name: aggregation.aggregator for name, aggregation in self._aggregations.items()}
-        if context.aggregation.buffered:
-            require_full_exchange("aggregation.buffered=true", context, plans, models=aggregators)
-        if context.privacy:
-            require_full_exchange("privacy=central", context, plans, models=aggregators)
-        if context.secure_aggregation:
-            require_full_exchange("secure_aggregation=secagg_plus", context, plans, models=aggregators)
+        if rules := round_rules(context):
+            check_rules(rules, plans.exchange(self._aggregations))
 
     def sum_task(self, *, has_observers: bool) -> SumTask | None:
         """Return what clients' processes need to sum their updates; None if the server needs each update."""

@@ -11,7 +11,9 @@ from flwr.app import Message, RecordDict
 from fedssl.arrays import Layers
 from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.config.constraints import MIN_IMAGES
+from fedssl.config.settings import Settings
 from fedssl.errors import InputError
+from fedssl.rules import Problem
 from fedssl.secure_aggregation.graph import SharingGraph, choose_graph
 from fedssl.secure_aggregation.masks import SEED_BITS
 from fedssl.wire.secure_aggregation import (
@@ -24,6 +26,7 @@ from fedssl.wire.secure_aggregation import (
 )
 from server_app.messaging import MessageExchange
 from server_app.secagg_round import SecAggRound, SecureMean, TooFewParticipants
+from strategies.rules import RunParts, needs_full_exchange, sum_problem
 from strategies.types import Aggregator
 from strategies.weighted_sum import WeightedSum
 
@@ -39,28 +42,6 @@ def graph_for(settings: SecureAggregationSettings, clients: int) -> SharingGraph
         neighbors=settings.neighbors,
         threshold=settings.threshold,
     )
-
-
-def validate_graph(settings: SecureAggregationSettings, clients: int) -> None:
-    """Refuse settings that do not protect the updates of this number of clients; raises `InputError`."""
-    if clients > MAX_CLIENTS:
-        raise InputError(
-            f"secure aggregation of {clients} clients is not possible: the sum of more than {MAX_CLIENTS} quantized "
-            "updates exceeds 2^32; lower clients_per_round"
-        )
-    if SEED_BITS[settings.mask_generator] < settings.security_bits:
-        raise InputError(
-            f"secure_aggregation.mask_generator={settings.mask_generator} has {SEED_BITS[settings.mask_generator]} "
-            f"security bits, but secure_aggregation.security_bits={settings.security_bits:g}; lower it, or set "
-            "secure_aggregation.mask_generator=chacha20"
-        )
-    if settings.neighbors is not None and settings.neighbors >= clients >= MIN_CLIENTS:
-        raise InputError(
-            f"secure_aggregation.neighbors={settings.neighbors} but {clients} clients per round have {clients - 1} "
-            "others each; lower it, or set it to null"
-        )
-    if clients >= MIN_CLIENTS:  # fewer are refused by the round
-        graph_for(settings, clients)
 
 
 def largest_weight(settings: SecureAggregationSettings, *, max_examples: int | None, images: int | None) -> int:
@@ -165,3 +146,64 @@ def apply_delta(layers: Layers, delta: np.ndarray) -> Layers:
         part = delta[start : start + array.size].reshape(array.shape)
         applied[name], start = (array + part).astype(array.dtype), start + array.size
     return applied
+
+
+def single_updates_stay_secret(settings: Settings) -> Problem:
+    """Refuse what needs single updates."""
+    aggregation = settings.aggregation
+    of_updates = settings.privacy or aggregation.buffered or aggregation.max_norm_ratio is not None
+    if not (settings.secure_aggregation and of_updates):
+        return None
+    return (
+        "secure_aggregation=secagg_plus reveals only the sum of updates; set privacy=none "
+        "aggregation.buffered=false aggregation.max_norm_ratio=null, which need single updates"
+    )
+
+
+def graph_protects_updates(settings: Settings) -> Problem:
+    """Require a graph of neighbors that protects the updates of this number of clients."""
+    secure, clients = settings.secure_aggregation, settings.clients_per_round + settings.aggregation.over_selection
+    if secure is None:
+        return None
+    if clients > MAX_CLIENTS:
+        return (
+            f"secure aggregation of {clients} clients is not possible: the sum of more than {MAX_CLIENTS} quantized "
+            "updates exceeds 2^32; lower clients_per_round"
+        )
+    if SEED_BITS[secure.mask_generator] < secure.security_bits:
+        return (
+            f"secure_aggregation.mask_generator={secure.mask_generator} has {SEED_BITS[secure.mask_generator]} "
+            f"security bits, but secure_aggregation.security_bits={secure.security_bits:g}; lower it, or set "
+            "secure_aggregation.mask_generator=chacha20"
+        )
+    if clients < MIN_CLIENTS:  # refused by the round
+        return None
+    if secure.neighbors is not None and secure.neighbors >= clients:
+        return (
+            f"secure_aggregation.neighbors={secure.neighbors} but {clients} clients per round have {clients - 1} "
+            "others each; lower it, or set it to null"
+        )
+    try:
+        graph_for(secure, clients)
+    except InputError as problem:
+        return str(problem)
+    return None
+
+
+def snapshots_have_no_models(settings: Settings) -> Problem:
+    """Refuse snapshots, which have the models of single clients."""
+    if not (settings.secure_aggregation and settings.recording.snapshot_every):
+        return None
+    return "secure_aggregation=secagg_plus reveals no client's model; set snapshot_every=0"
+
+
+def updates_are_summed(parts: RunParts) -> Problem:
+    """Require a strategy and a method whose updates are summed."""
+    if not parts.settings.secure_aggregation:
+        return None
+    return sum_problem("secure_aggregation=secagg_plus", parts, weightings=("uniform", "examples"))
+
+
+SETTINGS_RULES = (single_updates_stay_secret, graph_protects_updates, snapshots_have_no_models)
+RUN_RULES = (updates_are_summed,)
+ROUND_RULES = (needs_full_exchange("secure_aggregation=secagg_plus"),)

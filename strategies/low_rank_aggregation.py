@@ -20,12 +20,17 @@ from collections.abc import Mapping
 import numpy as np
 
 from fedssl.arrays import GlobalLayers, Layers
+from fedssl.config.settings import Settings
 from fedssl.low_rank_products import LowRank, stack
+from fedssl.rules import Problem
 from fedssl.seeding import numpy_generator
 from fedssl.wire.messages import ClientUpdate
 from strategies.gram_matrix import factors_of
+from strategies.l_dawa import LDAWAScalingClient
+from strategies.rules import RunParts
 from strategies.types import Combination, LinearAggregator
 from strategies.update_store import UpdateStorage
+from strategies.weighted_sum import WeightedSum
 
 # Aggregations that need the strategy's product, and those of them that add it to the weight.
 OF_PRODUCTS = ("exact", "stack", "svd")
@@ -114,3 +119,86 @@ class ProductSum:
             return {pair.weight: stacked_weight(weights[pair.weight], product), pair.a: new.a, pair.b: new.b}
         nearest = LowRank(product.b / initial.scale, product.a, initial.scale).truncate(initial.rank)
         return {pair.a: nearest.a.astype(initial.a.dtype), pair.b: nearest.b.astype(initial.b.dtype)}
+
+
+# --- settings and rules ---
+
+_OTHERS = "set tuning.aggregation=factors or tuning.aggregation=freeze_a"
+
+
+def low_rank_aggregation(settings: Settings) -> str:
+    """Return what becomes of LoRA's products; "factors" without LoRA."""
+    return str(settings.model.tuning.values.get("aggregation", "factors"))
+
+
+def client_ranks(settings: Settings) -> tuple[int, ...]:
+    """Return the ranks of LoRA's factors that clients exchange, in turn; empty if all have that of the model."""
+    return tuple(settings.model.tuning.values.get("ranks") or ())
+
+
+def ranks_have_products(settings: Settings) -> Problem:
+    """Require an aggregation that combines products for clients of different ranks."""
+    ranks = client_ranks(settings)
+    if not ranks or low_rank_aggregation(settings) in REPLACING_FACTORS:
+        return None
+    return (
+        f"tuning.ranks={list(ranks)} needs an aggregation of products of different ranks; set "
+        "tuning.aggregation=svd or stack, or tuning.ranks=null"
+    )
+
+
+def products_replace_sums(parts: RunParts) -> Problem:
+    """Refuse what needs sums of layers together with an aggregation of products."""
+    settings, aggregation = parts.settings, low_rank_aggregation(parts.settings)
+    of_sums = {
+        "privacy=central": settings.privacy is not None,
+        "secure_aggregation=secagg_plus": settings.secure_aggregation is not None,
+        "server_optimizer": parts.server_optimizer.is_active,
+        "aggregation.buffered=true": settings.aggregation.buffered,
+    }
+    used = [setting for setting, given in of_sums.items() if given]
+    if aggregation not in OF_PRODUCTS or not used:
+        return None
+    return f"{used[0]} needs sums of layers, which tuning.aggregation={aggregation} replaces by products; {_OTHERS}"
+
+
+def products_have_weights(parts: RunParts) -> Problem:
+    """Require a strategy that is a weighted sum for an aggregation of products."""
+    settings, aggregation = parts.settings, low_rank_aggregation(parts.settings)
+    is_linear = isinstance(parts.strategy.server.aggregator(settings.rounds), LinearAggregator)
+    if aggregation not in OF_PRODUCTS or is_linear:
+        return None
+    return (
+        f"strategy={settings.recording.choices['strategy']} is no weighted sum of the clients, which "
+        f"tuning.aggregation={aggregation} needs; {_OTHERS}"
+    )
+
+
+def changed_weights_fit(parts: RunParts) -> Problem:
+    """Refuse factors that clients keep, or are compared with, if the aggregation changes the weights as well."""
+    settings, target_init = parts.settings, parts.method.target_init
+    aggregation, name = low_rank_aggregation(settings), settings.recording.choices["strategy"]
+    if aggregation not in CHANGING_WEIGHTS:
+        return None
+    if parts.strategy.client.starts_from_own_layers:
+        return (
+            f"clients of strategy={name} start from factors of their own, which do not fit the weights that "
+            f"tuning.aggregation={aggregation} changes; set tuning.aggregation=svd, factors or freeze_a"
+        )
+    if target_init == "average" or (aggregation == "stack" and target_init == "persist"):
+        return (
+            f"method.target_init={target_init} keeps factors of target networks, which do not fit the weights "
+            f"that tuning.aggregation={aggregation} changes; set method.target_init=reset, or tuning.aggregation=svd"
+        )
+    aggregator = parts.strategy.server.aggregator(settings.rounds)
+    scales = isinstance(aggregator, WeightedSum) and aggregator.scale != "none"
+    if aggregation == "stack" and (scales or isinstance(parts.strategy.client, LDAWAScalingClient)):
+        return (
+            f"strategy={name} compares clients with the global product, which tuning.aggregation=stack resets to zero "
+            "in every round; set tuning.aggregation=exact or svd"
+        )
+    return None
+
+
+SETTINGS_RULES = (ranks_have_products,)
+RUN_RULES = (products_replace_sums, products_have_weights, changed_weights_fit)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY
+from fedssl.rules import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,8 @@ def stop_reason(evaluations: Iterable[tuple[int, Mapping[str, float]]], rule: Ea
         return None
     best, best_round, since = float("-inf"), 0, 0
     for round, results in evaluations:
-        check_monitor(rule, results)
+        if problem := monitor_problem(rule, results):
+            raise InputError(problem)
         value = results[rule.monitor]
         if rule.threshold is not None and value >= rule.threshold:
             return f"{rule.monitor} reached {rule.threshold:g} in round {round}"
@@ -61,20 +63,20 @@ def stop_reason(evaluations: Iterable[tuple[int, Mapping[str, float]]], rule: Ea
     return None
 
 
-def check_monitor(rule: EarlyStopping, names: Collection[str]) -> None:
-    """Reject, by an `InputError`, a rule whose result is not part of the evaluation."""
-    if rule.monitor is not None and rule.monitor not in names:
-        available = f"has {', '.join(names)}; choose one of these, or" if names else "has none; choose"
-        raise InputError(
-            f"early_stopping.monitor={rule.monitor} is not a result of evaluation, which {available} another evaluation"
-        )
+def monitor_problem(rule: EarlyStopping, names: Collection[str]) -> Problem:
+    """Return the sentence of a rule whose result is not part of the evaluation."""
+    if rule.monitor is None or rule.monitor in names:
+        return None
+    available = f"has {', '.join(names)}; choose one of these, or" if names else "has none; choose"
+    return f"early_stopping.monitor={rule.monitor} is not a result of evaluation, which {available} another evaluation"
 
 
-def check_threshold_unit(rule: EarlyStopping, unit: str) -> None:
-    """Reject, by an `InputError`, thresholds that a result of this unit cannot reach."""
+def threshold_problem(rule: EarlyStopping, unit: str) -> Problem:
+    """Return the sentence of thresholds that a result of this unit cannot reach."""
     for name, value in (("threshold", rule.threshold), ("min_delta", rule.min_delta)):
         if unit == ACCURACY and value is not None and value > 1:
-            raise InputError(
+            return (
                 f"early_stopping.{name}={value:g} but {rule.monitor} is in [0, 1]; for {value:g}% set "
                 f"early_stopping.{name}={value / 100:g}"
             )
+    return None

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,12 +10,10 @@ import torch
 from client_app.state_store import save_state
 from fedssl.atomic_files import saved_rounds
 from fedssl.config.load import compose
-from fedssl.errors import InputError
 from fedssl.runs.manifest import ClientStateParts, client_folder
 from fedssl.runs.verify import verify_run
 from fedssl.wire.messages import ClientUpdate
-from server_app.client_states import ClientStates
-from server_app.compatibility import forbid_state_limit
+from server_app.client_states import ClientStates, devices_limit_their_states
 from simulation.cli import run
 from strategies.types import ServerState
 from tests.federation import Federation
@@ -131,5 +130,5 @@ def test_a_run_with_evictions(tmp_path, overrides):
 
 
 def test_devices_have_no_such_limit(tmp_path):
-    with pytest.raises(InputError, match="client_state.max_bytes=7 is for simulations"):
-        forbid_state_limit(compose(["client_state.max_bytes=7"]))
+    parts = SimpleNamespace(settings=compose(["client_state.max_bytes=7"]), is_deployment=True)
+    assert "client_state.max_bytes=7 is for simulations" in devices_limit_their_states(parts)

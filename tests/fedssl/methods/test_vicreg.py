@@ -1,6 +1,7 @@
 """VICReg: the loss of its projections, what is exchanged and averaged, and its failure modes."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from fedssl.methods.heads import MLP
 from fedssl.methods.vicreg import VICReg, projection_rank
 from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.views import Views
-from server_app.compatibility import validate_batch_size
+from server_app.training_rules import batches_suffice
 from tests.failures import failures_after
 from tests.federation import Federation
 
@@ -79,8 +80,8 @@ def test_two_images_give_the_projector_no_signal():
         vicreg(method.projector(h1), method.projector(h2)).backward()
         shares.append(float(method.projector[0].weight.grad.norm() / method.projector[3].weight.grad.norm()))
     assert shares[0] < 0.01 * shares[1]
-    with pytest.raises(InputError, match="VICReg needs batches of at least 3 images"):
-        validate_batch_size(compose(["batch_size=2"]), method)
+    problem = batches_suffice(SimpleNamespace(settings=compose(["batch_size=2"]), method=method))
+    assert "VICReg needs batches of at least 3 images" in problem
 
 
 # --- failures ---

@@ -18,12 +18,13 @@ from fedssl.plots.cka import centered_gram, cka_matrix, layer_outputs
 from fedssl.plots.forgetting import ClientForgetting, mean_forgetting, measure_forgetting
 from fedssl.plots.partition import read_partition_table
 from fedssl.report.cli import main
+from fedssl.rules import check_rules
 from fedssl.runs.loaded_run import LoadedRun, load_run_folder
 from fedssl.runs.representations import read_representations
 from fedssl.runs.snapshots import SnapshotWriter, read_layers, remove_later_snapshots, save_layers, snapshot_rounds
 from fedssl.seeding import torch_generator
 from server_app.checkpoint import latest_checkpoint
-from server_app.compatibility import validate_aggregation
+from server_app.rules import SETTINGS_RULES
 from simulation.cli import run
 
 TINY = ["dataset.limit=120", "encoder.width=4", "threads=1", "num_clients=2", "local_epochs=1", "rounds=2"]
@@ -203,9 +204,9 @@ def test_a_sum_has_no_models_of_clients():
     with pytest.raises(
         InputError, match="secure_aggregation=secagg_plus reveals no client's model; set snapshot_every=0"
     ):
-        validate_aggregation(compose(["secure_aggregation=secagg_plus", "snapshot_every=1"]), is_deployment=False)
+        check_rules(SETTINGS_RULES, compose(["secure_aggregation=secagg_plus", "snapshot_every=1"]))
 
 
 def test_what_noise_hides_is_not_kept():
     with pytest.raises(InputError, match="which snapshots reveal; set snapshot_every=0"):
-        validate_aggregation(compose(["privacy=central", "snapshot_every=1"]), is_deployment=False)
+        check_rules(SETTINGS_RULES, compose(["privacy=central", "snapshot_every=1"]))

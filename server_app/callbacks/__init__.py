@@ -1,0 +1,1 @@
+"""What is recorded or watched while a run goes on."""

@@ -1,0 +1,82 @@
+"""What rules about a built run and about a round see, and rules that several features share."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from fedssl.config.settings import Settings
+from fedssl.methods.base import SSLMethod
+from fedssl.regularizers.base import Regularizer
+from fedssl.rules import Problem, Rule
+from fedssl.schedule.phases import Phase
+from strategies.base import FedSSLStrategy
+from strategies.server_optimizer import ServerOptimizer
+from strategies.types import GLOBAL, Aggregator
+from strategies.weighted_sum import WeightedSum
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunParts:
+    """Parts of a built run, before its images are read."""
+
+    settings: Settings
+    method: SSLMethod
+    strategy: FedSSLStrategy
+    server_optimizer: ServerOptimizer
+    regularizer: Regularizer
+    phases: Sequence[Phase]
+    is_deployment: bool
+    # Read the images when they are called: whether those of the clients have labels, and the units of the results of a
+    # round by name. The second is None if the server's images cannot be read here.
+    has_labels: Callable[[], bool]
+    result_units: Callable[[], Mapping[str, str]] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundExchange:
+    """What the clients of a round exchange."""
+
+    models: Collection[str]  # names of those that clients start from, and that the round changes
+    is_complete: (
+        bool  # whether every client downloads and uploads all layers, and no phase of a schedule leaves any out
+    )
+
+
+def needs_full_exchange(what: str) -> Rule[RoundExchange]:
+    """Return the rule that all clients download and upload one global model completely, which ``what`` needs."""
+
+    def rule(exchange: RoundExchange) -> Problem:
+        if exchange.is_complete and set(exchange.models) <= {GLOBAL}:
+            return None
+        return (
+            f"{what} needs clients that all send and receive the whole model, but the strategy or "
+            "the schedule exchanges parts of it or several models; leave it out"
+        )
+
+    return rule
+
+
+def sum_problem(what: str, parts: RunParts, *, weightings: Collection[str]) -> Problem:
+    """Return why ``what`` cannot sum the updates of a strategy with one of the weightings, or of the method."""
+    for round in (1, parts.settings.rounds):  # a strategy may have a warm-up
+        problem = _why_no_sum(parts.strategy.server.aggregator(round), weightings)
+        if problem:
+            return (
+                f"{what} needs a strategy that adds up the clients, but strategy="
+                f"{parts.settings.recording.choices['strategy']} {problem}: set strategy=fedavg "
+                "strategy.weighting=uniform, or strategy=l_dawa strategy.scale_at=client"
+            )
+    if parts.method.uploaded_parts:
+        return f"{what} does not cover the parts that {type(parts.method).__name__} uploads; set another method"
+    return None
+
+
+def _why_no_sum(aggregator: Aggregator, weightings: Collection[str]) -> Problem:
+    """Return why an aggregator is no sum with one of the weightings; None if it is."""
+    if not isinstance(aggregator, WeightedSum) or aggregator.scale != "none":
+        return "compares or selects them on the server"
+    if aggregator.weighting in weightings:
+        return None
+    return {
+        "examples": "weights them by their numbers of images, so that the influence of one is not bounded",
+        "loss": "weights them by their losses relative to the smallest of the round, which no client knows",
+    }[aggregator.weighting]
