@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
-from client_app.limits import check_settings
+from client_app.limit_checks import check_settings
 from client_app.state_store import FILE_STORE, StateStore
 from fedssl.atomic_files import write_text
 from fedssl.base_layers import stored_digests

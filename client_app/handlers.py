@@ -14,7 +14,7 @@ from pathlib import Path
 from flwr.app import Context, Message, RecordDict
 
 from client_app.edge_client import EdgeClient, safe_error_message
-from client_app.limits import check_message, check_plan
+from client_app.limit_checks import check_message, check_plan
 from client_app.memory_retry import run_with_retry
 from client_app.secure import is_secure, secagg_reply
 from client_app.simulated import is_simulated

@@ -63,7 +63,7 @@ def inner_products(clients: Sequence[np.ndarray], g: np.ndarray) -> list[tuple[f
     return products
 
 
-def cosine(wg: float, ww: float, gg: float) -> float:
+def cosine_of_products(wg: float, ww: float, gg: float) -> float:
     """Return the cosine from w.g, w.w and g.g: at most 1, and 1 (a plain average) if one side is zero (new biases)."""
     scale = math.sqrt(ww * gg)
     return min(wg / scale, 1.0) if scale else 1.0  # Eq. 2
@@ -225,18 +225,18 @@ class GlobalLayers:
         for name, (wg, ww) in measured.items():
             gg = self._squares[name]
             if name in self._weight_sizes:
-                weights[name] = cosine(wg, ww, gg)
+                weights[name] = cosine_of_products(wg, ww, gg)
                 model_wg, model_ww, model_gg = model_wg + wg, model_ww + ww, model_gg + gg
                 if gg:
                     size = self._weight_sizes[name]
                     total, numbers = total + size * weights[name], numbers + size
             else:
-                statistics[name] = cosine(wg, ww, gg)
+                statistics[name] = cosine_of_products(wg, ww, gg)
                 buffers_delta, buffers_gg = buffers_delta + ww - 2 * wg + gg, buffers_gg + gg
         return Cosines(
             weights=weights,
             statistics=statistics,
-            model=cosine(model_wg, model_ww, model_gg),
+            model=cosine_of_products(model_wg, model_ww, model_gg),
             first_invalid=next((name for name, (_, ww) in measured.items() if not ww < _LARGEST_SQUARE), None),
             mean=total / numbers if numbers else None,
             relative_change=(

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fedssl.arrays import Layers
 from fedssl.low_rank_products import FactorPairs
+from fedssl.machine.device_copies import copy_from_cpu, copy_to_cpu
 from fedssl.machine.devices import is_gpu
-from fedssl.machine.transfer import copy_from_cpu, copy_to_cpu
 from fedssl.methods.base import SSLMethod
 
 # Layers from shared memory are read-only; they are never written here.

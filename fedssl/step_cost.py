@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, sdpa_back
 from fedssl.datasets.base import ImageData
 from fedssl.datasets.images import TensorImages
 from fedssl.machine.devices import MPS, is_gpu
-from fedssl.machine.out_of_memory import copy_to_cpu, retry_in_chunks
+from fedssl.machine.out_of_memory import deepcopy_to_cpu, retry_in_chunks
 from fedssl.methods.base import SSLMethod
 from fedssl.schedule.phases import Phase
 from fedssl.schedule.stages import set_active_stages
@@ -75,7 +75,7 @@ def step_cost(
             return _step_cost(method, images=images, training=training, labels=labels)
         parts = method, training.optimizer, training.regularizer
         tensors = [*method.parameters(), *method.buffers(), *tree_leaves(training.optimizer.state_dict())]
-        on_cpu, optimizer, regularizer = copy_to_cpu(parts, [leaf for leaf in tensors if isinstance(leaf, Tensor)])
+        on_cpu, optimizer, regularizer = deepcopy_to_cpu(parts, [leaf for leaf in tensors if isinstance(leaf, Tensor)])
         return _step_cost(
             on_cpu,
             images=images.cpu(),

@@ -150,7 +150,7 @@ class AcceptedViews:
     local : bool
         Whether the method accepts local views, in any number.
     masks : tuple of str
-        Accepted kinds of masks of the global views, see `fedssl.augmentation.masks`; empty if views are not masked.
+        Accepted kinds of `fedssl.augmentation.patch_masks` of the global views; empty if views are not masked.
     augmentation : str
         A choice of ``augmentation`` with such views, for error messages.
     """

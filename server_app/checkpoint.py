@@ -62,9 +62,11 @@ class StateSchema:
         _check_typed_dict(state.strategy_state, self.strategy_state_type)
         if len(state.models) > self.clients + 1:
             raise ValueError(f"it has {len(state.models)} models")
-        for client, place in _require_mapping(state.last_participation).items():
-            fits = isinstance(place, tuple) and len(place) == 2 and is_count(place[0], minimum=1)
-            if not fits or not _is_model_name(place[1]) or not is_count(client, minimum=0):
+        for client, participation in _require_mapping(state.last_participation).items():
+            is_valid = (
+                isinstance(participation, tuple) and len(participation) == 2 and is_count(participation[0], minimum=1)
+            )
+            if not is_valid or not _is_model_name(participation[1]) or not is_count(client, minimum=0):
                 raise ValueError("the last participation of its clients is invalid")
         rounds = (*_require_mapping(state.state_rounds).items(), *_require_mapping(state.evicted).items())
         for client, round in rounds:

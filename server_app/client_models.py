@@ -96,7 +96,7 @@ class ClientModels(Mapping[str, GlobalModel]):
             content = to_serializable(model)
             atomic_write(file, lambda stream, content=content: torch.save(content, stream))  # type: ignore[misc]
             written[name] = file_part(self._folder, file)
-            for version in [one for one in saved_rounds(folder, MODEL_SUFFIX) if one <= oldest_resumable][:-1]:
+            for version in [saved for saved in saved_rounds(folder, MODEL_SUFFIX) if saved <= oldest_resumable][:-1]:
                 remove(round_file(folder, version, MODEL_SUFFIX))
         return ClientModels(self._folder, {**self._parts, **written}, check=self._check)
 

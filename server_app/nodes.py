@@ -26,7 +26,7 @@ log = logging.getLogger("fedssl")
 
 DISCOVERY_GRACE_SECONDS = 10.0  # seconds without a new node after which a federation is complete
 IDENTIFY_TIMEOUT = 60.0  # seconds in which a device that joins later must reply
-REJECTED_INTERVAL = 300.0  # seconds after which a device that cannot participate is asked again
+REJECTED_INTERVAL = 300.0  # seconds after which a device that cannot participate is retried
 
 NodeNames = Callable[[], Mapping[int, str]]  # returns the names under which keys were registered, by node id
 
@@ -134,7 +134,7 @@ def federation_size(grid: Grid, *, timeout: float) -> int | None:
 class ClientManager:
     """Available clients from round to round: devices join and leave, simulated clients stay.
 
-    A device that returns is asked again, because it may have been upgraded. ``timeout`` is the time in seconds to wait
+    A device that returns is retried, because it may have been upgraded. ``timeout`` is the time in seconds to wait
     for a device that is needed.
     """
 

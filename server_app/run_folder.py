@@ -26,7 +26,7 @@ from fedssl.config.saved_run import INITIAL_ENCODER_FILE
 from fedssl.config.settings import RecordingSettings, Settings
 from fedssl.errors import InputError
 from fedssl.export import save_encoder
-from fedssl.export.adapter import write_adapter
+from fedssl.export.peft_adapter import write_adapter
 from fedssl.export.preprocess import pixel_metadata
 from fedssl.methods.base import SSLMethod
 from fedssl.plots.partition import partition_table

@@ -19,7 +19,7 @@ _BY_CLIENT = "by client"  # only key of the dictionary with such a tensor
 def to_serializable(value: Any) -> Any:
     """Return the value with nothing but dictionaries, tensors and plain values."""
     if is_dataclass(value):
-        return {one.name: to_serializable(getattr(value, one.name)) for one in fields(value)}
+        return {field.name: to_serializable(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         if value and all(isinstance(key, int) and _is_plain(inner) for key, inner in value.items()):
             text = json.dumps(list(value.items())).encode()

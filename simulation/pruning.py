@@ -70,7 +70,7 @@ def _common_rounds(jobs: Sequence[Job]) -> tuple[int, int]:
     A job with invalid settings is ignored: it fails by itself.
     """
     settings = [group_settings(group) for group in group_jobs(jobs)]
-    found = {(one.rounds, one.evaluation.every) for one in settings if one is not None}
+    found = {(job.rounds, job.evaluation.every) for job in settings if job is not None}
     if len(found) > 1:
         raise InputError(
             "sweep.reduction_factor compares jobs after the same round, but rounds or evaluate_every differ between "

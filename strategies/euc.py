@@ -77,7 +77,7 @@ class DiscrepancySum:
         factors = {name for names in pairs.values() for name in names}
         self._squares = {name: 0.0 for name in deferrable if name not in factors}
         self.layers_of = {name: (name,) for name in self._squares} | {
-            name: tuple(one for one in names if one in global_layers.layers) for name, names in pairs.items()
+            name: tuple(factor for factor in names if factor in global_layers.layers) for name, names in pairs.items()
         }
         self._factors: list[tuple[float, Layers]] = []  # of each client, with its weight
         self._weights = 0.0

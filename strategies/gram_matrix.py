@@ -37,7 +37,7 @@ def deviation_gram(weights: GlobalLayers, models: UpdateStore, *, exact: bool = 
         if name in weights.first_factors:
             return
         if name in weights.products:
-            products = [weights.product(name, one) for one in factors_of(weights, name, models)]
+            products = [weights.product(name, factors) for factors in factors_of(weights, name, models)]
             grams[name] = deviation_products(weights.product(name, weights.layers), products)
             return
         g = weights.layers[name].reshape(-1)
@@ -77,8 +77,8 @@ def factors_of(layers: GlobalLayers, name: str, models: UpdateStore) -> list[Lay
             continue
         array = layers.layers[factor]
         for _, arrays in models.tiles(factor, array.size):
-            for one, values in zip(factors, arrays, strict=True):
-                one[factor] = values.reshape(array.shape)
+            for client_factors, values in zip(factors, arrays, strict=True):
+                client_factors[factor] = values.reshape(array.shape)
     return factors
 
 

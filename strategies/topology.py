@@ -205,7 +205,7 @@ def read_edges(file: str | Path | None, num_clients: int) -> list[tuple[int, int
         raise InputError("strategy.topology=file needs strategy.file, a text file with an edge per line; name it")
     text = read_text(Path(file))
     if text is None:
-        raise InputError(f"strategy.file={file} is not there; name a text file with an edge per line, such as 0 1")
+        raise InputError(f"strategy.file={file} does not exist; name a text file with an edge per line, such as 0 1")
     edges: dict[tuple[int, int], int] = {}  # to line numbers
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()

@@ -32,7 +32,7 @@ def plot_topology(graph: "nx.Graph", file: Path) -> None:
     figure = new_figure(width=size, height=size)
     axes = figure.add_subplot()
     axes.set_title(describe(graph), fontsize=9)
-    edges = [(positions[one], positions[other]) for one, other in graph.edges]
+    edges = [(positions[first], positions[second]) for first, second in graph.edges]
     axes.add_collection(
         LineCollection(edges, colors=_EDGE, linewidths=0.8, alpha=max(0.1, min(1.0, 400 / (len(edges) + 1))))
     )

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from fedssl.machine import devices, transfer
+from fedssl.machine import device_copies, devices
 
 
 def treat_cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "CPU", "none")
     monkeypatch.setattr(devices, "CUDA", "cpu")
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
-    monkeypatch.setattr(transfer, "pinned_buffer", lambda size, dtype: torch.empty(size, dtype=dtype))
+    monkeypatch.setattr(device_copies, "pinned_buffer", lambda size, dtype: torch.empty(size, dtype=dtype))

@@ -375,7 +375,7 @@ MODULES = {
     "fedssl/base_layers.py": "",
     "fedssl/datasets/": "",
     "fedssl/fleet/": "test_text_files",
-    "fedssl/export/adapter.py": "test_metadata_of_safetensors_files",
+    "fedssl/export/peft_adapter.py": "test_metadata_of_safetensors_files",
     "fedssl/export/huggingface.py": "",
     "fedssl/methods/feature_files.py": "",
     "fedssl/partition/feature_clustering.py": "",

@@ -12,9 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedssl.augmentation.masks import check_grid, sample_masks
+from fedssl.augmentation.patch_masks import check_grid, sample_masks
 from fedssl.augmentation.recipe import UNIFORMS, Parameters, parameters, read_recipe
-from fedssl.augmentation.views import AugmentationParams, Matrices, apply_all, apply_view, blur_matrices, crop_matrices
+from fedssl.augmentation.view_transforms import (
+    AugmentationParams,
+    Matrices,
+    apply_all,
+    apply_view,
+    blur_matrices,
+    crop_matrices,
+)
 from fedssl.errors import InputError
 from fedssl.machine.devices import is_gpu, to_device
 from fedssl.views import GLOBAL, Mask, View, Views
@@ -50,7 +57,7 @@ class Augmentation:
         gpu_augmentation: str = "torch",
     ) -> None:
         recipes = [read_recipe(recipe, name=f"augmentation.views.{index}") for index, recipe in enumerate(views)]
-        self.recipes = [one for recipe in recipes for one in [recipe] * recipe.count]
+        self.recipes = [repeated for recipe in recipes for repeated in [recipe] * recipe.count]
         self.recipes.sort(key=lambda recipe: recipe.role != GLOBAL)
         if not self.recipes or self.recipes[0].role != GLOBAL:
             raise InputError("augmentation.views has no global view; set role=global in one of its recipes")

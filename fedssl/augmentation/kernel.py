@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Views of small images on a GPU, one kernel per view: `fedssl.augmentation.views.apply_view` and the normalization.
+"""Views of small images on a GPU, one kernel per view: `view_transforms.apply_view` and the normalization.
 
 A program computes one view of one image in registers, without intermediate results in memory: its planes, and the
 matrices that crop, resize, flip and blur them, are small enough. Products use IEEE float32. The module is imported on
@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedssl.augmentation.recipe import View
+from fedssl.augmentation.recipe import ViewOptions
 
 LARGEST = 64  # height and width of an image and of a view, in pixels
 ROWS = 16  # numbers per image and view: 12 `Parameters`, and the order of the 4 jitter operations
 
 
 def apply_views(
-    images: Tensor, numbers: Tensor, *, views: Sequence[View], mean: Tensor, std: Tensor, out: Tensor
+    images: Tensor, numbers: Tensor, *, views: Sequence[ViewOptions], mean: Tensor, std: Tensor, out: Tensor
 ) -> None:
     """Compute views of one size of each image.
 

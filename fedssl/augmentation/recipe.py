@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedssl.augmentation.masks import MaskRecipe, read_mask
+from fedssl.augmentation.patch_masks import MaskRecipe, read_mask
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.views import GLOBAL
@@ -26,7 +26,7 @@ UNIFORMS = BOX_UNIFORMS + 10  # random numbers per image and view
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class ViewOptions:
     """Recipe of one view. Probabilities are per image, and the defaults change nothing.
 
     Parameters
@@ -80,7 +80,7 @@ class ViewRecipe:
 
     Parameters
     ----------
-    view : View
+    view : ViewOptions
         Random operations.
     count : int
         Number of views, each with separate random parameters; 0 disables the recipe.
@@ -92,7 +92,7 @@ class ViewRecipe:
         Random masks; None masks nothing.
     """
 
-    view: View
+    view: ViewOptions
     count: int = 1
     size: float = 1.0
     role: str = GLOBAL
@@ -100,7 +100,7 @@ class ViewRecipe:
 
 
 def read_recipe(recipe: Mapping[str, Any], *, name: str) -> ViewRecipe:
-    """Build a `ViewRecipe` from its fields and those of its `View`, after validation; ``name`` as in `read_view`."""
+    """Build a `ViewRecipe` from all of its fields, after validation; ``name`` as in `read_view`."""
     own = {key: recipe[key] for key in RECIPE_KEYS if key in recipe}
     check_arguments("view", key=name, **own)
     if own.get("mask") is not None:
@@ -109,19 +109,19 @@ def read_recipe(recipe: Mapping[str, Any], *, name: str) -> ViewRecipe:
     return ViewRecipe(view=read_view(others, name=name, further_keys=RECIPE_KEYS), **own)
 
 
-def read_view(recipe: Mapping[str, Any], *, name: str, further_keys: Sequence[str] = ()) -> View:
-    """Build a `View` from some of its fields, after validation.
+def read_view(recipe: Mapping[str, Any], *, name: str, further_keys: Sequence[str] = ()) -> ViewOptions:
+    """Build a `ViewOptions` from some of its fields, after validation.
 
     ``name`` is that of the recipe, and ``further_keys`` are its other settings, for error messages.
     """
-    defaults = asdict(View())
+    defaults = asdict(ViewOptions())
     for key in recipe:
         if key not in defaults:
             known = [*defaults, *further_keys]
             near = get_close_matches(key, known) or known
             raise InputError(f"{name}.{key} is not a setting of a view; use one of: {', '.join(near)}")
     check_arguments("view", key=name, **recipe)
-    return View(**recipe)
+    return ViewOptions(**recipe)
 
 
 class Parameters(NamedTuple):
@@ -141,7 +141,7 @@ class Parameters(NamedTuple):
     solarize: Tensor  # 1 where values of at least 0.5 are inverted, else 0
 
 
-def parameters(view: View, uniform: Tensor, *, height: int, width: int) -> Parameters:
+def parameters(view: ViewOptions, uniform: Tensor, *, height: int, width: int) -> Parameters:
     """Map uniform numbers in [0, 1), ``(batch, UNIFORMS)``, to the parameters of a view of images of this size."""
     boxes, others = uniform[:, :BOX_UNIFORMS], uniform[:, BOX_UNIFORMS:].unbind(1)
     flip, jitter, brightness, contrast, saturation, hue, gray, blur, sigma, solarize = others

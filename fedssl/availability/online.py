@@ -79,11 +79,11 @@ def first_time_online(times: Collection[OnlineTimes], after: float, *, number: i
 
     The number online grows only when a client comes online. Clients with a period have the same one.
     """
-    periods = [one.period for one in times if one.period is not None]
+    periods = [client.period for client in times if client.period is not None]
     horizon = after + max(periods) if periods else math.inf
     time = after
     while time <= horizon and time < math.inf:
-        if sum(one.online_until(time) is not None for one in times) >= number:
+        if sum(client.online_until(time) is not None for client in times) >= number:
             return time
-        time = min((one.next_start(time) for one in times), default=math.inf)
+        time = min((client.next_start(time) for client in times), default=math.inf)
     return None

@@ -28,7 +28,7 @@ log = logging.getLogger("fedssl")
 def cache_error(folder: Path, error: OSError) -> InputError:
     """Make the error for a folder that cannot be written."""
     return InputError(
-        f"{folder} cannot be written ({error.strerror or error}); name another folder with dataset.cache=FOLDER, or "
+        f"{folder} cannot be written ({error.strerror or error}); set dataset.cache=FOLDER, or "
         "decode into memory with dataset.cache=null"
     )
 

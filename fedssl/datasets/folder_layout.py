@@ -224,7 +224,7 @@ def _part(listing: Listing, folders: str, *, compared: bool = False) -> _Part:
 def _num_wrappers(paths: Sequence[str]) -> int:
     """Return the number of nested folders that hold all images and are no class."""
     first, last = (path.split("/")[:-1] for path in (paths[0], paths[-1]))  # sorted: the others share their beginning
-    common = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))]
+    common = [folder for folder, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))]
     is_last_class = common and all(path.count("/") == len(common) for path in paths) and not split_of(common[-1])
     return len(common) - bool(is_last_class)
 

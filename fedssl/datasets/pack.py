@@ -23,8 +23,8 @@ import numpy as np
 from fedssl.datasets.buffers import EncodedInput, RecordBuffer
 from fedssl.datasets.cache_entry import CacheEntry, cache_error, cache_errors, stamp, sync_and_rename
 from fedssl.datasets.decoding import Shape, max_file_bytes
+from fedssl.datasets.encoded_images import pack_records
 from fedssl.datasets.images import EncodedImages
-from fedssl.datasets.records import pack_records
 from fedssl.errors import InputError
 from fedssl.machine.memory import gigabytes
 from fedssl.safe_io import read_bytes
@@ -159,6 +159,6 @@ def _check_disk(folder: Path, needed: int) -> None:
     if needed > free:
         raise InputError(
             f"{folder} has no room for a copy of the encoded images: it needs {gigabytes(needed)}, and "
-            f"{gigabytes(free)} are free; name another folder with dataset.cache=FOLDER, lower dataset.limit, or give "
+            f"{gigabytes(free)} are free; set dataset.cache=FOLDER, lower dataset.limit, or give "
             "arrow files, which are read where they are, in dataset.path"
         )

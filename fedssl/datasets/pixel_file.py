@@ -93,6 +93,6 @@ def _reserve(file: Path, size: int) -> None:
         file.unlink(missing_ok=True)
         raise InputError(
             f"{file.parent} has no room for the decoded images ({error.strerror}): they need {gigabytes(size)}, and "
-            f"{gigabytes(free)} are free; name another folder with dataset.cache=FOLDER, leave the images encoded with "
+            f"{gigabytes(free)} are free; set dataset.cache=FOLDER, leave the images encoded with "
             "dataset.storage=encoded, or lower dataset.limit or dataset.size"
         ) from error

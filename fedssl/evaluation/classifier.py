@@ -63,7 +63,7 @@ class ClassifierTraining(EvaluationProtocol):
     lr_schedule : callable or None
         Makes the learning rate scheduler, which steps after every epoch. None keeps the learning rates.
     transform, view
-        Augmentation, as in `Views`.
+        Augmentation, as in `AugmentedViews`.
     """
 
     trains_network = True
@@ -106,8 +106,8 @@ class ClassifierTraining(EvaluationProtocol):
         """Settings of each parameter group beside those of the optimizer."""
         return [{}]
 
-    def views(self, evaluation_input: EvaluationInput, seed_path: SeedPath) -> "Views":
-        return Views(evaluation_input, transform=self.transform, view=self.view, seed_path=seed_path)
+    def views(self, evaluation_input: EvaluationInput, seed_path: SeedPath) -> "AugmentedViews":
+        return AugmentedViews(evaluation_input, transform=self.transform, view=self.view, seed_path=seed_path)
 
     def fit(
         self,
@@ -148,12 +148,12 @@ class ClassifierTraining(EvaluationProtocol):
                 schedule.step()
 
 
-class Views:
+class AugmentedViews:
     """Training views of images: augmented, standardized, on the device of the evaluation.
 
     ``transform`` is applied to each uint8 image ``(channels, height, width)`` before the view, e.g. torchvision's
-    ``RandAugment``; it draws from torch's global generator. ``view`` has fields of `fedssl.augmentation.recipe.View`;
-    without fields images are not augmented.
+    ``RandAugment``; it draws from torch's global generator. ``view`` has fields of
+    `fedssl.augmentation.recipe.ViewOptions`; without fields images are not augmented.
     """
 
     def __init__(

@@ -25,9 +25,9 @@ from fedssl.atomic_files import atomic_write
 from fedssl.errors import InputError
 from fedssl.export.preprocess import Preprocess, pixel_settings
 from fedssl.export.weights import read_safetensors
+from fedssl.machine.device_copies import copy_to_cpu
 from fedssl.machine.devices import is_gpu
 from fedssl.machine.meta_device import shapes_only
-from fedssl.machine.transfer import copy_to_cpu
 from fedssl.plain_values import plain_values
 from fedssl.safe_io import check_tensors_like, read_tensors, sanitize
 

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from fedssl.errors import InputError, RunError
-from fedssl.export.adapter import run_peft, write_peft
 from fedssl.export.encoder_file import load_encoder
 from fedssl.export.huggingface import run_huggingface, write_huggingface
 from fedssl.export.onnx import MEASURED, QuantizedModel, compare, quantize, run_onnx, write_onnx
+from fedssl.export.peft_adapter import run_peft, write_peft
 from fedssl.export.source import ExportSource, represent
 from fedssl.export.timm_weights import run_timm, write_timm
 from fedssl.export.torch_formats import run_torch_export, write_torch_export

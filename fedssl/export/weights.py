@@ -47,7 +47,7 @@ def read_safetensors(file: Path, *, max_bytes: int) -> dict[str, Any]:
 def read_metadata(metadata: Mapping[str, str] | None, file: Path) -> dict[str, Any]:
     """Return what a safetensors file of this project states about an encoder; empty for a file of another program."""
     content: Any = json.loads((metadata or {}).get(KEY, "{}"))
-    if isinstance(content, list):  # see `fedssl.export.adapter`
+    if isinstance(content, list):  # see `fedssl.export.peft_adapter`
         raise InputError(
             f"{file} has the low-rank factors of a run with tuning=lora, which are no encoder; give the encoder.pt of "
             "the same run folder, into which they are merged"

@@ -110,7 +110,7 @@ def read_limits(file: Path) -> Limits:
     """Read the file of limits; raises `InputError`."""
     limits = read_yaml(file, dict)
     if limits is None:
-        raise InputError(f"limits={file} is not there; name a file with {', '.join(_names())}, or leave limits out")
+        raise InputError(f"limits={file} does not exist; name a file with {', '.join(_names())}, or leave limits out")
     for key, value in limits.items():
         if key not in _names():
             raise InputError(

@@ -62,14 +62,14 @@ def retry_in_chunks(compute: Callable[[torch.device, int], T], *, device: torch.
     return compute(torch.device(CPU), chunk)
 
 
-def copy_to_cpu(value: T, tensors: Iterable[Tensor]) -> T:
+def deepcopy_to_cpu(value: T, tensors: Iterable[Tensor]) -> T:
     """Return a deep copy in which these tensors are on the CPU. It needs no memory of their device."""
     return copy.deepcopy(value, {id(tensor): _on_cpu(tensor) for tensor in tensors})
 
 
 def module_on_cpu(module: Module) -> Module:
     """Return a copy of a module on the CPU."""
-    return copy_to_cpu(module, [*module.parameters(), *module.buffers()])
+    return deepcopy_to_cpu(module, [*module.parameters(), *module.buffers()])
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

@@ -54,20 +54,21 @@ def coupling(cost: Tensor, *, tau_a: float, tau_b: float, max_iter: int, toleran
     error = last_error = float("inf")
     for step in range(1, max_iter + 1):
         newton = _Newton(pi, slack, u, v, tau_a=tau_a, tau_b=tau_b)
-        _, _, fall, best = newton.solve(None)  # predictor: mu = 0
+        _, _, slack_change, new_pi = newton.solve(None)  # predictor: mu = 0
         if tolerance:
-            last_error, error = error, _share(best - pi, of=pi)
+            last_error, error = error, _share(new_pi - pi, of=pi)
         if step == max_iter or (last_error + error) / 2 <= tolerance:
             break
-        ratio = fall / slack
-        mu = _next_mu(pi, slack, fall, best, ratio, min_slack=min_slack)
-        # The predictor ignores the product of both changes, (best - pi) * -fall = -slack * best * (ratio - 1).
-        du, dv, fall, best = newton.solve(torch.addcmul(mu / slack, best, ratio - 1))  # corrector
-        best -= pi
-        of_pi, of_slack = _length((best / pi).neg_()), _length(fall / slack)
-        pi, slack = torch.addcmul(pi, of_pi, best), torch.addcmul(slack, of_slack, fall, value=-1)
+        ratio = slack_change / slack
+        mu = _next_mu(pi, slack, slack_change, new_pi, ratio, min_slack=min_slack)
+        # The predictor ignores the product of both changes:
+        # (new_pi - pi) * -slack_change = -slack * new_pi * (ratio - 1).
+        du, dv, slack_change, new_pi = newton.solve(torch.addcmul(mu / slack, new_pi, ratio - 1))  # corrector
+        new_pi -= pi
+        of_pi, of_slack = _length((new_pi / pi).neg_()), _length(slack_change / slack)
+        pi, slack = torch.addcmul(pi, of_pi, new_pi), torch.addcmul(slack, of_slack, slack_change, value=-1)
         u, v = torch.addcmul(u, of_slack, du), torch.addcmul(v, of_slack, dv)
-    return best.clamp_(min=0).masked_fill_(cost >= tau_a + tau_b, 0)
+    return new_pi.clamp_(min=0).masked_fill_(cost >= tau_a + tau_b, 0)
 
 
 def unmatched(pi: Tensor, *, dim: int) -> Tensor:
@@ -82,12 +83,13 @@ def penalties(unmatched_a: Tensor, unmatched_b: Tensor, tau_a: float, tau_b: flo
 
 
 class _Newton:
-    """Newton equations at one point for changes du and dv of the prices, which reduce slacks by ``fall = du_i + dv_j``.
+    """Newton equations at one point for changes du and dv of the prices, which reduce each slack by ``du_i + dv_j``.
 
-    ``pi_ij s_ij = mu`` then becomes ``pi_ij + dpi_ij = aim_ij + W_ij fall_ij`` with ``W = pi / s``, where aim is 0 for
-    mu = 0. Inserted into the sums over rows and columns, which must equal ``1 - u / tau_a`` and ``1 - v / tau_b``:
+    ``pi_ij s_ij = mu`` then becomes ``pi_ij + dpi_ij = target_ij + W_ij (du_i + dv_j)`` with ``W = pi / s``, where
+    target is 0 for mu = 0. Inserted into the sums over rows and columns, which must equal ``1 - u / tau_a`` and ``1 - v
+    / tau_b``:
 
-        (1 / tau_a + sum_j W_ij) du_i + sum_j W_ij dv_j = 1 - u_i / tau_a - sum_j aim_ij
+        (1 / tau_a + sum_j W_ij) du_i + sum_j W_ij dv_j = 1 - u_i / tau_a - sum_j target_ij
 
     and likewise for columns. Inserting du from the first into the second leaves one equation per column.
     """
@@ -101,15 +103,20 @@ class _Newton:
         matrix.diagonal(dim1=-2, dim2=-1).add_(self.weights.sum(dim=-2).add_(1 / tau_b))
         self.factors = torch.linalg.lu_factor_ex(matrix)[:2]  # on a CPU twice as fast as Cholesky
 
-    def solve(self, aim: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return du ``(..., rows, 1)``, dv ``(..., 1, columns)``, fall, and pi + dpi; aim None means 0."""
+    def solve(self, target: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return du ``(..., rows, 1)``, dv ``(..., 1, columns)``, slack_change, and pi + dpi; target None means 0."""
         rows, columns = self.of_rows, self.of_columns
-        if aim is not None:
-            rows, columns = rows - aim.sum(dim=-1, keepdim=True), columns - aim.sum(dim=-2, keepdim=True)
+        if target is not None:
+            rows, columns = rows - target.sum(dim=-1, keepdim=True), columns - target.sum(dim=-2, keepdim=True)
         dv = torch.linalg.lu_solve(*self.factors, columns.mT + self.minus_eliminated @ rows)
         du = (self.weights @ dv - rows).div_(self.minus_diagonal)
-        fall = du + dv.mT
-        return du, dv.mT, fall, self.weights * fall if aim is None else aim + self.weights * fall
+        slack_change = du + dv.mT
+        return (
+            du,
+            dv.mT,
+            slack_change,
+            self.weights * slack_change if target is None else target + self.weights * slack_change,
+        )
 
 
 def _start(cost: Tensor, *, tau_a: float, tau_b: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -155,7 +162,9 @@ def _length(loss: Tensor) -> Tensor:
     return STEP_FRACTION / loss.amax(dim=BOTH, keepdim=True).clamp_(min=STEP_FRACTION)
 
 
-def _next_mu(pi: Tensor, slack: Tensor, fall: Tensor, best: Tensor, ratio: Tensor, *, min_slack: float) -> Tensor:
+def _next_mu(
+    pi: Tensor, slack: Tensor, slack_change: Tensor, new_pi: Tensor, ratio: Tensor, *, min_slack: float
+) -> Tensor:
     """Return the next mu: the current one times the cube of the reduction that the predictor's step achieves.
 
     The step is cut where the first entry becomes 0. pi changes by the fraction ``ratio - 1``, slack by ``-ratio``. The
@@ -164,8 +173,8 @@ def _next_mu(pi: Tensor, slack: Tensor, fall: Tensor, best: Tensor, ratio: Tenso
     """
     of_pi = 1 / (1 - ratio.amin(dim=BOTH, keepdim=True)).clamp_(min=1)
     of_slack = 1 / ratio.amax(dim=BOTH, keepdim=True).clamp_(min=1)
-    now, mixed, both = (_sum(product) for product in (pi * slack, best * slack, best * fall))
-    # The sum of (pi + of_pi (best - pi)) (slack - of_slack fall), where pi fall = best slack.
+    now, mixed, both = (_sum(product) for product in (pi * slack, new_pi * slack, new_pi * slack_change))
+    # The sum of (pi + of_pi (new_pi - pi)) (slack - of_slack slack_change), where pi slack_change = new_pi slack.
     after = torch.lerp(
         torch.addcmul(now, of_slack, mixed, value=-1), torch.addcmul(mixed, of_slack, both, value=-1), of_pi
     )

@@ -20,7 +20,7 @@ from fedssl.errors import InputError
 from fedssl.machine.process import configure_process
 from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import copy_layers, exchanged_names, load_layers
-from fedssl.runs.snapshots import SnapshotRound, read_layers, snapshot_rounds
+from fedssl.runs.snapshots import SnapshotRound, read_snapshot_layers, snapshot_rounds
 from fedssl.safe_io import corrupt_file_error
 from fedssl.schedule.phases import Phase, make_phases, phase_at
 from fedssl.schedule.stages import set_active_stages
@@ -79,7 +79,7 @@ class LoadedRun:
 
     def layers(self, file: Path) -> Layers:
         """Read the layers of a snapshot; raise an `InputError` if the file is damaged."""
-        return read_layers(file, self.method.named_tensors)
+        return read_snapshot_layers(file, self.method.named_tensors)
 
     def only_model(self, snapshot: SnapshotRound, *, figure: str) -> Path:
         """Return the file of the server's model; raise an `InputError` if there are several."""

@@ -64,7 +64,7 @@ def snapshot_rounds(folder: Path) -> list[SnapshotRound]:
     return finished
 
 
-def read_layers(file: Path, like: Mapping[str, torch.Tensor]) -> Layers:
+def read_snapshot_layers(file: Path, like: Mapping[str, torch.Tensor]) -> Layers:
     """Read a file of `save_layers` of a model with layers ``like``; a damaged or foreign file is an `InputError`."""
     try:
         tensors = read_tensors(file, max_bytes=2 * sum(tensor.nbytes for tensor in like.values()) + 2**24)

@@ -160,11 +160,11 @@ class ClientUpdate:
         """
         unknown = content.keys() - {ARRAYS, METHOD_UPLOAD, METRICS, REPLY_CONFIG}
         if unknown:
-            raise ValueError(f"record {min(unknown)} was not asked for")
+            raise ValueError(f"unexpected record {min(unknown)}")
         values: dict[str, float] = {}
         for name, value in content.metric_records[METRICS].items():
             if name not in CLIENT_METRICS:
-                raise ValueError(f"metric {name} was not asked for")
+                raise ValueError(f"unexpected metric {name}")
             if not isinstance(value, int | float):
                 raise ValueError(f"metric {name} is {value} instead of a number")
             values[name] = value
@@ -231,7 +231,7 @@ def _number(value: object) -> float:
 
 
 def _integers(value: object) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(one) is int for one in value):
+    if not isinstance(value, list) or not all(type(item) is int for item in value):
         raise ValueError(f"{value} instead of integers")
     return tuple(value)
 

@@ -18,7 +18,11 @@ CLIENTS, EPOCHS = 2, 2
 BASE = ["dataset=digits", f"num_clients={CLIENTS}", f"local_epochs={EPOCHS}", "batch_size=8"]  # 4 steps per epoch
 BASE += ["measure_resources=false", "collapse_images=0", "evaluate_every=0"]
 VIT = ["encoder=vit_tiny", "encoder.patch=4", "encoder.width=16", "encoder.depth=2", "encoder.heads=2"]
-TRANSFER, DATA, TRAIN = "fedssl/machine/transfer.py", "fedssl/machine/devices.py:to_device", "fedssl/training.py:train"
+TRANSFER, DATA, TRAIN = (
+    "fedssl/machine/device_copies.py",
+    "fedssl/machine/devices.py:to_device",
+    "fedssl/training.py:train",
+)
 SETUP = ("client_app/worker.py:ClientWorker.__init__", "fedssl/methods/base.py:SSLMethod._apply")
 PARAMETERS = {
     ("to_device", f"{TRANSFER}:copy_from_cpu"): 2,

@@ -18,7 +18,7 @@ from fedssl.config.load import compose, parse_client_config
 from fedssl.datasets.images import TensorImages
 from fedssl.evaluation.features import extract
 from fedssl.machine import cuda_graphs, devices
-from fedssl.machine.transfer import copy_from_cpu, copy_to_cpu
+from fedssl.machine.device_copies import copy_from_cpu, copy_to_cpu
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_layers
 from server_app.collapse_monitor import CollapseMonitor

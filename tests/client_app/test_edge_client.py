@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Context, RecordDict
 
-from client_app import limits as limits_module
+from client_app import limit_checks
 from client_app.edge_client import EdgeClient, safe_error_message
 from client_app.simulated import MARKER_KEY, is_simulated
 from client_app.step_memory import StepMemory, estimate_step_memory
@@ -251,7 +251,7 @@ def test_a_device_sets_its_limits_itself(text, plan, node, tmp_path):
 @pytest.mark.parametrize(("memory", "storage"), [("0.001573", "decoded"), ("0.001572", "encoded")])
 def test_images_that_would_not_fit_into_memory_stay_encoded(plan, node, tmp_path, monkeypatch, memory, storage):
     """Six gray images of 512 x 512 need 1,572,864 bytes."""
-    monkeypatch.setattr(limits_module, "estimate_step_memory", lambda settings: StepMemory(0, 1))
+    monkeypatch.setattr(limit_checks, "estimate_step_memory", lambda settings: StepMemory(0, 1))
     (tmp_path / "limits.yaml").write_text(f"memory: {memory}\n")
     bigger = with_task(plan, dataset__size=512, augmentation__size=512, encoder__size=512)
     client = EdgeClient.read(context(**node | {"limits": tmp_path / "limits.yaml"}).node_config)
@@ -298,12 +298,12 @@ def test_a_step_that_would_not_fit_is_refused_with_settings_that_fit(overrides, 
     settings = client_settings(resolve_config(words)[0], states=Path(), partition=None)
     monkeypatch.setattr(Limits, "memory_bytes", lambda limits: allowed * 10**6)
     with pytest.raises(RequestRefused) as refused:
-        limits_module.check_settings(settings, Limits(), num_images=100)
+        limit_checks.check_settings(settings, Limits(), num_images=100)
     assert str(refused.value).endswith(remedy)
     for part in remedy.partition("set ")[2].split(", or "):  # what is proposed is accepted
         if "=" in part:
             settings = client_settings(resolve_config([*words, *part.split(" and ")])[0], states=Path(), partition=None)
-            limits_module.check_settings(settings, Limits(), num_images=100)
+            limit_checks.check_settings(settings, Limits(), num_images=100)
 
 
 @pytest.mark.parametrize(("steps", "kept"), [(4, True), (3.9, False)])
@@ -320,9 +320,9 @@ def test_fewer_images_than_a_batch_need_less_memory(monkeypatch):
     settings = client_settings(resolve_config(words)[0], states=Path(), partition=None)
     needed = estimate_step_memory(settings).of_batch(3)
     monkeypatch.setattr(Limits, "memory_bytes", lambda limits: needed)
-    limits_module.check_settings(settings, Limits(), num_images=3)
+    limit_checks.check_settings(settings, Limits(), num_images=3)
     with pytest.raises(RequestRefused):
-        limits_module.check_settings(settings, Limits(), num_images=4)
+        limit_checks.check_settings(settings, Limits(), num_images=4)
 
 
 def test_limits_by_default(monkeypatch):
@@ -347,11 +347,11 @@ def test_limits_by_default(monkeypatch):
 def test_quantized_weights_count_as_float32():
     """An array of 1000 bytes has 1128 with its header; decoded weights need 4 x 1128 = 4512."""
     content = RecordDict({"arrays": arrays_to_record({"int8": np.zeros(1000, dtype=np.int8)})})
-    limits_module.check_message(content, Limits(memory=2e-6))
+    limit_checks.check_message(content, Limits(memory=2e-6))
     quantized = RecordDict({"arrays": arrays_to_record({WEIGHTS: np.zeros(1000, dtype=np.int8)})})
-    limits_module.check_message(quantized, Limits(memory=4.6e-6))
+    limit_checks.check_message(quantized, Limits(memory=4.6e-6))
     with pytest.raises(RequestRefused, match="the message brings"):
-        limits_module.check_message(quantized, Limits(memory=4.4e-6))
+        limit_checks.check_message(quantized, Limits(memory=4.4e-6))
 
 
 # --- the node's configuration ---

@@ -9,7 +9,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from simulation.parallel_jobs import JobTask, run_in_parallel
-from simulation.sweep import Batch, Job
+from simulation.sweep import Job, JobWave
 from simulation.sweep_progress import SweepProgress
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ def test_all_gpus_run_jobs_at_once(cluster, tmp_path, monkeypatch, capsys, gpus,
     jobs = [Job(tmp_path / str(number), (f"jobs_per_gpu={jobs_per_gpu}",)) for number in range(2 * full)]
     tasks = {job.folder: JobTask(job, cpus=4, gpus=gpus) for job in jobs}
     progress = SweepProgress([job.folder for job in jobs])
-    run_in_parallel([Batch(jobs)], tasks, progress, limit=None, address=cluster.address)
+    run_in_parallel([JobWave(jobs)], tasks, progress, limit=None, address=cluster.address)
     assert "idle" not in capsys.readouterr().out
     used = [json.loads((tmp_path / "started" / job.folder.name).read_text())[0] for job in jobs]
     assert {used.count(gpu) for gpu in range(NUM_GPUS)} == {2 * jobs_per_gpu}

@@ -5,7 +5,7 @@ from math import sqrt
 import numpy as np
 import pytest
 
-from fedssl.arrays import GlobalLayers, cosine, inner_products
+from fedssl.arrays import GlobalLayers, cosine_of_products, inner_products
 from fedssl.errors import InputError
 from strategies.l_dawa import l_dawa
 from tests.strategies.made import CLIENTS, DELTA, GLOBAL, layers, model, update
@@ -79,11 +79,11 @@ def test_cosines_of_very_large_and_small_layers(size):
     g, w = random.standard_normal((2, 20_000)).astype(np.float32)
     (wg, ww), (_, gg) = inner_products([w * np.float32(size), g], g)
     expected = g.astype(float) @ w / sqrt((g.astype(float) @ g) * (w.astype(float) @ w))
-    assert cosine(wg, ww, gg) == pytest.approx(expected, abs=1e-6)
+    assert cosine_of_products(wg, ww, gg) == pytest.approx(expected, abs=1e-6)
 
 
 def test_rounding_cannot_take_a_cosine_above_one():
-    assert cosine(1 + 1e-9, 1, 1) == 1
+    assert cosine_of_products(1 + 1e-9, 1, 1) == 1
 
 
 def test_products_of_a_large_layer_are_accurate():

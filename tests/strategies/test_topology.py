@@ -229,7 +229,7 @@ def test_a_file_that_holds_no_topology_is_refused(tmp_path, text, sentence):
 def test_a_file_that_is_none(tmp_path):
     with pytest.raises(InputError, match=r"strategy.topology=file needs strategy.file"):
         make_graph("file", 4)
-    with pytest.raises(InputError, match=r"strategy.file=/nowhere is not there"):
+    with pytest.raises(InputError, match=r"strategy.file=/nowhere does not exist"):
         make_graph("file", 4, file="/nowhere")
     (tmp_path / "edges").write_bytes(b"\xff\x00")
     with pytest.raises(InputError, match="is not UTF-8 text"):

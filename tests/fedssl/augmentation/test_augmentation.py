@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from fedssl.augmentation import Augmentation
 from fedssl.augmentation import augmentation as module
 from fedssl.augmentation.augmentation import CHUNK
-from fedssl.augmentation.recipe import UNIFORMS, View, parameters
+from fedssl.augmentation.recipe import UNIFORMS, ViewOptions, parameters
 from fedssl.errors import InputError
 from fedssl.machine import devices
 from tests.fedssl.augmentation.made import (
@@ -35,7 +35,7 @@ def test_views_equal_a_torchvision_pipeline_with_the_same_parameters():
     orders = [torch.randperm(4, generator=source).tolist() for _ in range(2)]
     uniform = torch.rand(40, 2, UNIFORMS, generator=source, dtype=torch.float64)
     for index, blur in enumerate((0.5, 0.0)):
-        drawn = parameters(View(**{**EVERYTHING, "blur_prob": blur}), uniform[:, index], height=20, width=20)
+        drawn = parameters(ViewOptions(**{**EVERYTHING, "blur_prob": blur}), uniform[:, index], height=20, width=20)
         for k in range(40):
             one = {name: float(values[k]) for name, values in drawn._asdict().items()}
             box = [int(one[name]) for name in ("top", "left", "height", "width")]

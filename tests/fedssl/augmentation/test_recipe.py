@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchvision.transforms.v2 import RandomResizedCrop
 
-from fedssl.augmentation.recipe import BOX_UNIFORMS, UNIFORMS, View, crop_boxes, parameters
+from fedssl.augmentation.recipe import BOX_UNIFORMS, UNIFORMS, ViewOptions, crop_boxes, parameters
 from tests.fedssl.augmentation.made import (
     EVERYTHING,
     generator,
@@ -68,7 +68,7 @@ def test_crop_boxes_by_hand():
 def test_parameters_have_their_probabilities_and_ranges():
     count = 20_000
     uniform = torch.rand(count, UNIFORMS, generator=generator(), dtype=torch.float64)
-    view = View(**{**EVERYTHING, "brightness": 1.5, "blur_sigma": [0.5, 1.5]})
+    view = ViewOptions(**{**EVERYTHING, "brightness": 1.5, "blur_sigma": [0.5, 1.5]})
     drawn = parameters(view, uniform, height=32, width=32)
     shares = {
         "flip": (drawn.flip.double(), 0.5),
@@ -99,7 +99,7 @@ def test_parameters_have_their_probabilities_and_ranges():
 def test_parameters_are_independent_of_each_other():
     count = 20_000
     uniform = torch.rand(count, UNIFORMS, generator=generator(), dtype=torch.float64)
-    view = View(**{**EVERYTHING, "jitter_prob": 1.0, "blur_prob": 1.0})
+    view = ViewOptions(**{**EVERYTHING, "jitter_prob": 1.0, "blur_prob": 1.0})
     drawn = parameters(view, uniform, height=32, width=32)._asdict()
     names = ("height", "flip", "brightness", "contrast", "saturation", "hue", "color", "sigma", "solarize")
     correlation = torch.corrcoef(torch.stack([drawn[name].double() for name in names])) - torch.eye(len(names))
@@ -108,8 +108,8 @@ def test_parameters_are_independent_of_each_other():
 
 def test_a_setting_does_not_shift_the_draws_of_the_others():
     uniform = torch.rand(50, UNIFORMS, generator=generator(), dtype=torch.float64)
-    with_flip = parameters(View(**EVERYTHING), uniform, height=16, width=16)._asdict()
-    without = parameters(View(**{**EVERYTHING, "flip_prob": 0.0}), uniform, height=16, width=16)._asdict()
+    with_flip = parameters(ViewOptions(**EVERYTHING), uniform, height=16, width=16)._asdict()
+    without = parameters(ViewOptions(**{**EVERYTHING, "flip_prob": 0.0}), uniform, height=16, width=16)._asdict()
     assert with_flip.pop("flip").any()
     assert not without.pop("flip").any()
     assert all(torch.equal(with_flip[name], without[name]) for name in without)

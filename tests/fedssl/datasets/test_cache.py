@@ -399,7 +399,7 @@ def test_a_cache_above_64_gib_is_stored_and_mapped(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["file", "below a file"])
 def test_a_folder_that_cannot_be_made(images, tmp_path, monkeypatch, caplog, kind):
     (tmp_path / "x").write_text("")
-    with pytest.raises(InputError, match=r"cannot be written .*; name another folder with dataset.cache=FOLDER"):
+    with pytest.raises(InputError, match=r"cannot be written .*; set dataset.cache=FOLDER"):
         read(folder_of(images, tmp_path / "x"))
     # Without an explicit folder, as with a read-only home, images are decoded into memory.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))

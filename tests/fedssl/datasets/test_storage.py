@@ -17,8 +17,8 @@ from PIL import Image
 
 from fedssl.datasets import base, buffers, cache, decoding, image_folder, pack, tables
 from fedssl.datasets.base import ImageData
+from fedssl.datasets.encoded_images import FileRecords
 from fedssl.datasets.images import EncodedImages, MappedImages, TensorImages
-from fedssl.datasets.records import FileRecords
 from fedssl.errors import InputError
 from simulation.cli import run
 from tests.fedssl.datasets.made import settings_of

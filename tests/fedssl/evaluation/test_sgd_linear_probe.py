@@ -13,7 +13,7 @@ from fedssl.config.overrides import CONF
 from fedssl.datasets.images import TensorImages
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
-from fedssl.evaluation.classifier import Views, predicted_classes, warmup_cosine
+from fedssl.evaluation.classifier import AugmentedViews, predicted_classes, warmup_cosine
 from fedssl.evaluation.features import Features
 from fedssl.evaluation.few_labels import stratified_sample
 from fedssl.evaluation.linear_probe import LinearProbe
@@ -170,7 +170,7 @@ def test_the_same_seed_gives_the_same_number_and_views_are_drawn_by_it():
     images = evaluation_input(None).train.images[:]
 
     def view(training_path):
-        made = Views(
+        made = AugmentedViews(
             evaluation_input(None),
             transform=lambda image: drop(image.float()).byte(),
             view={"flip_prob": 0.5},
@@ -180,9 +180,11 @@ def test_the_same_seed_gives_the_same_number_and_views_are_drawn_by_it():
 
     assert torch.equal(view((0, "a")), view((0, "a")))
     assert not torch.equal(view((0, "a")), view((1, "a")))
-    untouched = Views(evaluation_input(None), transform=None, view={}, seed_path=(0,))(images)
+    untouched = AugmentedViews(evaluation_input(None), transform=None, view={}, seed_path=(0,))(images)
     torch.testing.assert_close(untouched, (images.float() / 255 - 0.5) / 0.5)
-    flipped = Views(evaluation_input(None), transform=lambda image: image.flip(2), view={}, seed_path=(0,))(images)
+    flipped = AugmentedViews(evaluation_input(None), transform=lambda image: image.flip(2), view={}, seed_path=(0,))(
+        images
+    )
     torch.testing.assert_close(flipped, untouched.flip(3))
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fedssl.augmentation.masks import MaskRecipe, sample_masks
+from fedssl.augmentation.patch_masks import MaskRecipe, sample_masks
 from fedssl.encoders import vit_tiny
 from fedssl.encoders.tokens import TokenEncoder, sincos_position_embedding
 from fedssl.methods.patch_prediction import PatchPredictor

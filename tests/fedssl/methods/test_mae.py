@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.augmentation.masks import MaskRecipe
+from fedssl.augmentation.patch_masks import MaskRecipe
 from fedssl.config.load import compose
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError

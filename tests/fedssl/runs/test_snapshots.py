@@ -21,7 +21,13 @@ from fedssl.report.cli import main
 from fedssl.rules import check_rules
 from fedssl.runs.loaded_run import LoadedRun, load_run_folder
 from fedssl.runs.representations import read_representations
-from fedssl.runs.snapshots import SnapshotWriter, read_layers, remove_later_snapshots, save_layers, snapshot_rounds
+from fedssl.runs.snapshots import (
+    SnapshotWriter,
+    read_snapshot_layers,
+    remove_later_snapshots,
+    save_layers,
+    snapshot_rounds,
+)
 from fedssl.seeding import torch_generator
 from server_app.checkpoint import latest_checkpoint
 from server_app.rules import SETTINGS_RULES
@@ -159,16 +165,16 @@ def test_damaged_models_are_named(tmp_path: Path):
     save_layers(tmp_path, 7, "model-global", {"encoder.weight": np.ones(2, dtype=np.float32)})
     (kept,) = snapshot_rounds(tmp_path)
     assert kept.round == 7
-    np.testing.assert_array_equal(read_layers(kept.models["global"], like)["encoder.weight"], [1, 1])
+    np.testing.assert_array_equal(read_snapshot_layers(kept.models["global"], like)["encoder.weight"], [1, 1])
     bad = [{"encoder.weight": np.ones(3, dtype=np.float32)}, {"other": np.ones(2, dtype=np.float32)}]
     bad += [{"encoder.weight": np.ones(2)}, {"encoder.weight": np.array([1, np.nan], dtype=np.float32)}]
     for layers in bad:
         save_layers(tmp_path, 7, "model-global", layers)
         with pytest.raises(InputError, match=r"model-global.pt cannot be used \(it does not contain layers of this"):
-            read_layers(kept.models["global"], like)
+            read_snapshot_layers(kept.models["global"], like)
     kept.models["global"].write_bytes(b"nothing")
     with pytest.raises(InputError, match=r"model-global.pt cannot be used \(it does not contain layers\)"):
-        read_layers(kept.models["global"], like)
+        read_snapshot_layers(kept.models["global"], like)
 
 
 @pytest.mark.parametrize("use", [snapshot_rounds, lambda folder: remove_later_snapshots(folder, 0)])

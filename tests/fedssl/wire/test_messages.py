@@ -174,8 +174,8 @@ def test_whatever_bytes_there_are_an_array_or_a_sentence_comes_out(noise, start)
 @pytest.mark.parametrize(
     ("name", "record", "reason"),
     [
-        ("extra", ConfigRecord({"a": 1}), "record extra was not asked for"),
-        ("metrics", MetricRecord({"images": 3}), "metric images was not asked for"),
+        ("extra", ConfigRecord({"a": 1}), "unexpected record extra"),
+        ("metrics", MetricRecord({"images": 3}), "unexpected metric images"),
         (
             "metrics",
             MetricRecord({"num-examples": 2.0**53}),

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from fedssl.config.load import compose
-from fedssl.machine import transfer
-from fedssl.machine.transfer import copy_from_cpu, copy_to_cpu
+from fedssl.machine import device_copies
+from fedssl.machine.device_copies import copy_from_cpu, copy_to_cpu
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import (
     clone_tensors,
@@ -31,7 +31,7 @@ def buffers(monkeypatch):
         sizes.append((size, dtype))
         return torch.full((size,), 77, dtype=dtype)
 
-    monkeypatch.setattr(transfer, "pinned_buffer", buffer)
+    monkeypatch.setattr(device_copies, "pinned_buffer", buffer)
     return sizes
 
 
@@ -118,7 +118,7 @@ def test_a_model_is_loaded_in_one_copy_per_dtype(method, buffers):
 
 
 def test_on_a_cpu_nothing_is_copied(monkeypatch):
-    monkeypatch.setattr(transfer, "pinned_buffer", None)
+    monkeypatch.setattr(device_copies, "pinned_buffer", None)
     method = build_method(compose(["dataset=digits", "encoder.width=4"]).model)
     names = exchanged_names(method)
     addresses = [method.named_tensors[name].data_ptr() for name in names]

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from fedssl.base_layers import read_base
 from fedssl.errors import InputError
 from fedssl.export import cli, load_encoder
-from fedssl.export.adapter import ADAPTER_FILE, CONFIG, WEIGHTS
+from fedssl.export.peft_adapter import ADAPTER_FILE, CONFIG, WEIGHTS
 from simulation.cli import run
 
 SMALL = [

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fedssl.augmentation import operations
-from fedssl.augmentation.recipe import Parameters, View
+from fedssl.augmentation.recipe import Parameters, ViewOptions
 from fedssl.views import Mask
 
 HUE = 3  # index among the jitter operations
@@ -62,7 +62,9 @@ class AugmentationParams:
         )
 
 
-def crop_matrices(view: View, params: Parameters, *, height: int, width: int, size: int) -> tuple[Tensor, Tensor]:
+def crop_matrices(
+    view: ViewOptions, params: Parameters, *, height: int, width: int, size: int
+) -> tuple[Tensor, Tensor]:
     """Return the matrices that crop, resize and flip rows and columns."""
     pad = view.pad
     rows = operations.crop_weights(params.top + pad, params.height, size=height + 2 * pad, out=size)
@@ -70,12 +72,12 @@ def crop_matrices(view: View, params: Parameters, *, height: int, width: int, si
     return (operations.mirror(rows, pad=pad), operations.mirror(columns, pad=pad)) if pad else (rows, columns)
 
 
-def blur_matrices(view: View, sigma: Tensor, *, size: int) -> Tensor:
+def blur_matrices(view: ViewOptions, sigma: Tensor, *, size: int) -> Tensor:
     """Return the matrices of blur."""
     return operations.blur_weights(sigma, size=size, radius=min(math.ceil(3 * view.blur_sigma[1]), size - 1))
 
 
-def jitter(planes: Tensor, *, view: View, params: Parameters, order: Sequence[int]) -> Tensor:
+def jitter(planes: Tensor, *, view: ViewOptions, params: Parameters, order: Sequence[int]) -> Tensor:
     """Apply the enabled jitter operations in this order."""
     color = len(planes) == 3
     steps = (
@@ -90,7 +92,7 @@ def jitter(planes: Tensor, *, view: View, params: Parameters, order: Sequence[in
     return planes
 
 
-def apply_view(planes: Tensor, *, view: View, params: Parameters, order: Sequence[int], size: int) -> Tensor:
+def apply_view(planes: Tensor, *, view: ViewOptions, params: Parameters, order: Sequence[int], size: int) -> Tensor:
     """Compute one view of each image, ``(channels, batch, size, size)``; skip operations that the recipe disables.
 
     ``planes`` are ``(channels, batch, height, width)`` with values in [0, 1]. ``order`` is that of the jitter
@@ -110,7 +112,7 @@ def apply_view(planes: Tensor, *, view: View, params: Parameters, order: Sequenc
     return planes
 
 
-def apply_all(planes: Tensor, *, views: Sequence[View], params: AugmentationParams) -> Tensor:
+def apply_all(planes: Tensor, *, views: Sequence[ViewOptions], params: AugmentationParams) -> Tensor:
     """Compute views of one size with precomputed matrices; equals `apply_view` of each, in few launches.
 
     Images without an operation have neutral parameters; selecting images would synchronize with the device. Return view

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.augmentation.masks import MaskRecipe, block_mask, multi_block_mask, num_hidden, random_mask, read_mask
+from fedssl.augmentation.patch_masks import MaskRecipe, block_mask, multi_block_mask, num_hidden, random_mask, read_mask
 from fedssl.errors import InputError
 from tests.fedssl.augmentation.made import augmentation, generator, random_images
 
