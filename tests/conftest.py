@@ -23,9 +23,6 @@ RENDERED = (
 """Tests of figures. In all others a run draws no figures, which takes half the time of a small run."""
 
 
-REDUNDANT = frozenset((Path(__file__).parent / "redundant.txt").read_text().splitlines())
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cifar10",
@@ -47,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not (config.getoption("--heavy") or config.getoption("--record-digests")):
         for item in items:
-            if item.get_closest_marker("heavy") or item.nodeid in REDUNDANT:
+            if item.get_closest_marker("heavy"):
                 item.add_marker(pytest.mark.skip(reason="--heavy is not given"))
 
 

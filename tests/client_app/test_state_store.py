@@ -176,7 +176,7 @@ def test_a_checkpoint_finds_all_states_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "overrides",
-    [[], ["strategy=fedema"], ["strategy=fedbn"], ["strategy=per_ssl"], ["method=orchestra", "strategy=fedavg"]],
+    [[], pytest.param(["strategy=per_ssl", "method=byol"], marks=pytest.mark.heavy)],
 )
 def test_the_numbers_are_those_of_files_alone(tmp_path, monkeypatch, overrides):
     """States in memory are what was kept, although the next client trains in the same model."""

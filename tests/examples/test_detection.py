@@ -68,6 +68,7 @@ def encoder(tmp_path):
     return path
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("detector", ["faster_rcnn", pytest.param("mask_rcnn", marks=pytest.mark.heavy)])
 def test_the_command_prints_recall_and_precision(detector, encoder, monkeypatch, capsys) -> None:
     overrides = [str(encoder), "--detector", detector, "--steps", "2", "--scratch"]
@@ -133,6 +134,7 @@ def test_a_detector_uses_and_trains_the_encoder_with_its_statistics(encoder) -> 
     assert set(result) == {"boxes", "labels", "scores"}
 
 
+@pytest.mark.heavy
 def test_mask_rcnn_returns_masks(encoder) -> None:
     detector = detection.mask_rcnn(load_encoder(encoder), num_classes=4, out_channels=8, regions=8)
     mask = torch.zeros(1, 32, 32, dtype=torch.uint8)

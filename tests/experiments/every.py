@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 import yaml
 from hydra.core.override_parser.types import Glob, Override
 from omegaconf import DictConfig
@@ -24,11 +23,6 @@ FOLDER = CONF / "experiment"
 EXPERIMENTS = sorted(file.relative_to(FOLDER).with_suffix("").as_posix() for file in FOLDER.rglob("*.yaml"))
 OF_PAPERS = [name for name in EXPERIMENTS if "/" in name]
 GROUPS = config_groups()
-
-
-def some(names: Iterable[str], *, default: Iterable[str]) -> list[Any]:
-    """Names as parameters of a test, of which all but a few are near to these and therefore heavy."""
-    return [pytest.param(name, marks=[] if name in default else pytest.mark.heavy) for name in names]
 
 
 def write_images(folder: Path, *, splits: Mapping[str, int]) -> None:

@@ -6,7 +6,7 @@ import torch
 from fedssl.config.load import compose
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import make_phases
-from tests.experiments.every import some
+from tests.cases import some
 from tests.fedssl.partition.made import partition_input
 
 DEC_SSL = (
@@ -15,11 +15,7 @@ DEC_SSL = (
 )
 
 
-def resolved(*overrides):
-    return compose(list(overrides)).recording.config
-
-
-@pytest.mark.parametrize("name", some(DEC_SSL, default=("base", "figure2", "figure5", "table2_transfer")))
+@pytest.mark.parametrize("name", some(DEC_SSL, default=("figure5",)))
 def test_the_numbers_of_dec_ssl(name):
     """Sections 3.1 and 4.1 of arXiv 2210.10947 and the authors' code: 500 epochs in all, by Adam, E=50."""
     settings = compose([f"experiment=dec_ssl/{name}"])
@@ -53,10 +49,7 @@ def test_the_numbers_of_dec_ssl(name):
     assert [rates(round) for round in tenths] == pytest.approx([1] * 10 if featarc else falling)
 
 
-@pytest.mark.parametrize(
-    ("name", "classes"),
-    [("figure5", 2), ("figure15", 1)],
-)
+@pytest.mark.parametrize(("name", "classes"), [("figure15", 1)])
 def test_the_partitions_of_dec_ssl(name, classes):
     """Clients have equal numbers of images, so that a mean of clients is one of images too."""
     settings = compose([f"experiment=dec_ssl/{name}"]).partition
@@ -64,11 +57,3 @@ def test_the_partitions_of_dec_ssl(name, classes):
     parts = settings.rule.instantiate(partition_input(labels, num_clients=settings.num_clients))
     assert {len(part) for part in parts} == {1000 // settings.num_clients}
     assert {len(labels[part].unique()) for part in parts} == {classes}
-
-
-def test_the_parts_of_featarc_are_words():
-    """Figure 5: one model without alignment is FedAvg, with it "Align Only"; two without it "Cluster Only"."""
-    config = resolved("experiment=dec_ssl/figure5", "strategy.clusters=1", "regularizer=none")
-    assert (config.strategy.clusters, config.regularizer._target_) == (1, "fedssl.regularizers.base.Regularizer")
-    for strategy, term in (("fedprox", "Proximal"), ("fedbn", "Regularizer")):  # Figure 16: none of them is aligned
-        assert resolved("experiment=dec_ssl/figure16", f"strategy={strategy}").regularizer._target_.endswith(term)

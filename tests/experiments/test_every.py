@@ -10,6 +10,7 @@ from fedssl.config.compose import resolve_config, validate_names
 from fedssl.config.load import compose
 from fedssl.report.paper_table import read_table, table_names
 from simulation.cli import run
+from tests.cases import some
 from tests.experiments.every import (
     EXPERIMENTS,
     OF_PAPERS,
@@ -18,14 +19,13 @@ from tests.experiments.every import (
     head,
     jobs,
     small,
-    some,
     write_images,
     written,
 )
 from tests.methods import teacher_file
 
 # What is run by default: each has a rule, a method, a schedule or an evaluation that the others have not.
-QUICK = {"l_dawa/table2", "fedu2/table1", "lw_fedssl/lw_fedssl", "dec_ssl/table2_transfer"}
+QUICK = {"lw_fedssl/lw_fedssl", "dec_ssl/table2_transfer"}
 
 
 @pytest.fixture(scope="module")

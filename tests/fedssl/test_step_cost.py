@@ -15,7 +15,6 @@ from fedssl.encoders.tokens import gather_patches
 from fedssl.methods.base import build_method
 from fedssl.methods.heads import MLP
 from fedssl.methods.moco_v3 import MoCoV3
-from fedssl.methods.simclr import SimCLR
 from fedssl.methods.transformer import Transformer
 from fedssl.regularizers.alignment import Alignment
 from fedssl.regularizers.base import Regularizer
@@ -81,7 +80,7 @@ def one_step(method, optimizer, regularizer, images, generator):
 # --- FLOPs: two for a multiply-add, two views ---
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32"])
 def test_flops_end_to_end(precision):
     online = 2 * PATCHES + 2 * TRAINED_BLOCK
     target = PATCHES + 2 * (LINEAR + ATTENTION)
@@ -121,13 +120,6 @@ def test_flops_of_transposed_convolutions():
     with count_flops() as flops:
         layer(torch.ones(5, 6, 4, 3, requires_grad=True)).sum().backward()
     assert flops.get_total_flops() == 3 * 2 * 5 * 12 * 6 * 12 * 4
-
-
-def test_stages_that_do_not_run_cost_nothing():
-    method = moco()
-    expected = 2 * 2 * (2 * PATCHES + TRAINED_BLOCK + PATCHES + LINEAR + ATTENTION + HEADS + SCORES)
-    with set_active_stages(method, depth=1):
-        assert cost_of(method).flops_per_image == expected
 
 
 def test_a_quarter_of_the_patches_needs_a_quarter_of_the_flops_of_linear_layers():
@@ -221,6 +213,7 @@ def test_memory_of_activations_by_hand():
         assert memory.peak() == 5 * 100 * 100 * 4  # gradients
 
 
+@pytest.mark.heavy
 def test_memory_is_what_the_profiler_says(tmp_path):
     method = moco(depth=3, size=16, width=32, hidden_dim=64)
     images, optimizer, regularizer = make_images(64, size=16), adam(method), Alignment()
@@ -242,6 +235,7 @@ def test_memory_is_what_the_profiler_says(tmp_path):
     assert measured == pytest.approx(most, rel=0.02)
 
 
+@pytest.mark.heavy
 def test_frozen_stages_keep_no_activations():
     method = moco(depth=6, size=16, width=32)
 
@@ -254,18 +248,6 @@ def test_frozen_stages_keep_no_activations():
     growing = [peak(number, 0) for number in (2, 6)]
     assert growing[1] > 2.5 * growing[0]
     assert growing[0] > 1.3 * max(stages)
-
-
-def test_frozen_stages_of_a_resnet_save_memory_and_computation():
-    settings = compose(["dataset=digits", "encoder=resnet18", "method=simclr", "schedule=layer_wise", "rounds=4"])
-    method = build_method(settings.model)
-    optimizer = torch.optim.SGD([method.named_tensors[name] for name in method.trainable], lr=0.1)
-    images = torch.zeros(16, 1, 8, 8, dtype=torch.uint8)
-    whole = cost_of(method, images=images, optimizer=optimizer)
-    with set_active_stages(method, depth=4, frozen=3):
-        last = cost_of(method, images=images, optimizer=optimizer)
-    assert last.peak_memory < whole.peak_memory
-    assert last.flops < whole.flops
 
 
 # --- what is trained, and what travels ---
@@ -302,8 +284,7 @@ def test_only_what_is_trained_is_serialised(tmp_path):
 # --- a measurement changes nothing ---
 
 
-@pytest.mark.parametrize("stage", [(3, 0), (3, 2), (1, 0)])
-@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize(("stage", "started"), [((3, 0), True), ((3, 2), False)])
 def test_a_measurement_leaves_every_bit(stage, started):
     def after(measured):
         method = moco(depth=3)
@@ -392,31 +373,6 @@ def test_every_method_and_regularizer_can_be_measured(overrides):
     # Each meets every image at least forward and for its gradient.
     assert costs[0].flops_per_image >= 2 * 2 * sum(matrix.numel() for matrix in matrices)
     same(before, method.state_dict())
-
-
-def test_the_layout_of_images_reaches_the_measurement(monkeypatch):
-    """Memory must be measured for the layout that clients train with."""
-    layouts = []
-
-    def look(method, views):
-        layouts.append(views[0].images.is_contiguous(memory_format=torch.channels_last))
-        return loss(method, views)
-
-    loss = SimCLR.loss
-    monkeypatch.setattr(SimCLR, "loss", look)
-    images = torch.zeros(4, 3, 8, 8, dtype=torch.uint8)
-    for channels_last in (True, False):
-        layouts.clear()
-        overrides = [
-            "dataset=cifar10",
-            "dataset.size=8",
-            "encoder.width=4",
-            f"channels_last={str(channels_last).lower()}",
-        ]
-        settings = compose(overrides)
-        method = build_method(settings.model)
-        step_cost(method, images=images, training=LocalTrainer.build(settings.training, method))
-        assert layouts == [channels_last] * 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -274,7 +274,7 @@ def trained(overrides):
     return layers, weight.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("overrides", [["method=byol"], ["method=fedx", "regularizer=prox"], ["channels_last=false"]])
+@pytest.mark.parametrize("overrides", [["method=fedx", "regularizer=prox"], ["channels_last=false"]])
 def test_the_way_of_a_gpu_trains_the_same_model(monkeypatch, overrides):
     """On a CPU that stands in for a GPU: weights have the layout of the views, and do not travel in it."""
     expected, _ = trained(overrides)

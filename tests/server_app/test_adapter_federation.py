@@ -20,6 +20,7 @@ from fedssl.wire.records import encode_arrays, record_bytes
 from server_app.checkpoint import latest_checkpoint
 from server_app.teacher import load_teacher
 from simulation.cli import run
+from tests.cases import some
 from tests.federation import TINY, Federation
 from tests.methods import save_teacher
 from tests.resuming import repeat_from
@@ -44,7 +45,7 @@ def is_trained(name):
     return part not in ("encoder", "target_encoder") or rest.startswith("adapters.")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", some(STRATEGIES, default=("eua", "fedbn", "per_ssl")))
 def test_strategies_exchange_adapters_and_heads_and_leave_the_base_as_it_is(tmp_path, strategy):
     federation = Federation(tmp_path, *ADAPTER, f"strategy={strategy}", *NEEDS.get(strategy, []))
     method = federation.method

@@ -92,7 +92,6 @@ def test_a_file_that_is_no_encoder(tmp_path):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["privacy=central", "encoder.norm=group"],
         ["secure_aggregation=secagg_plus", "secure_aggregation.dropout_fraction=0"],
     ],
     ids=lambda overrides: overrides[0],

@@ -276,12 +276,3 @@ def test_a_run_records_and_draws_it(folder):
     assert round == 3  # the last one
     assert kept.names.tolist() == ["global model", "client 0", "client 1", "client 2"]
     assert kept.globals == 1
-
-
-def test_measuring_changes_no_number_of_the_training(folder, tmp_path):
-    run([*TINY, "rounds=3", "evaluate_every=0", "final_evaluation=none", f"output_dir={tmp_path / 'out'}"])
-    one, other = (
-        [json.loads(line)["model_cosine"] for line in (place / "metrics.jsonl").read_text().splitlines()]
-        for place in (folder, tmp_path / "out")
-    )
-    assert one == other

@@ -13,7 +13,7 @@ from server_app.flower_strategy import FlowerStrategy
 from tests.federation import TINY, Federation
 
 
-@pytest.mark.parametrize("name", ["l_dawa", "fedu", "eua", "local_only"])
+@pytest.mark.parametrize("name", ["eua", pytest.param("local_only", marks=pytest.mark.heavy)])
 def test_rounds_under_flowers_loop_have_the_same_bits(tmp_path, name):
     overrides = [f"strategy={name}", "method=byol", "num_clients=3", "clients_per_round=2"]
     ours, theirs = Federation(tmp_path / "a", *overrides), Federation(tmp_path / "b", *overrides)

@@ -45,13 +45,6 @@ def equal(one, other):
     return all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def test_newcomers_never_train_and_the_others_all_do(tmp_path):
-    federation = Federation(tmp_path, *NEW)
-    drawn = {number: set(federation.components.context.sample(number)) for number in range(1, 30)}
-    assert set.union(*drawn.values()) == {0, 1, 2}
-    assert all(len(clients) == 2 for clients in drawn.values())
-
-
 def test_under_averaging_all_use_the_global_model(tmp_path):
     federation = Federation(tmp_path, "strategy=fedavg", *NEW)
     federation.run(2)
@@ -87,17 +80,6 @@ def test_clients_show_what_stays_with_them(tmp_path, overrides, most_dimensions)
     assert max(one[name].ndim for name in one if not np.array_equal(one[name], other[name])) == most_dimensions
 
 
-def test_every_client_alone_shows_its_own_model(tmp_path):
-    federation = Federation(tmp_path, "strategy=local_only", *NEW)
-    federation.run(2)
-    found = encoders(federation, [*federation.state.last_participation, 3])
-    untrained = federation.components.context.initial_model().layers
-    for client in federation.state.last_participation:
-        assert found[client][0] == str(client)
-        assert equal(found[client][1], federation.state.models[str(client)].layers)
-    assert equal(found[3][1], untrained)
-
-
 def test_a_newcomer_among_clusters_chooses_by_what_it_learns_first(tmp_path, monkeypatch):
     federation = Federation(tmp_path, "strategy=featarc", "strategy.num_images=16", *NEW)
     federation.run(1)
@@ -113,17 +95,6 @@ def test_a_newcomer_among_clusters_chooses_by_what_it_learns_first(tmp_path, mon
     assert learned == [False, True]
     model = federation.state.models.get(name, federation.components.context.initial_model())
     assert equal(layers, model.layers)
-
-
-def test_newcomers_learn_although_the_learning_rate_has_come_to_its_end(tmp_path):
-    federation = Federation(tmp_path, "strategy=fedavg", *NEW, "rounds=1", "lr_schedule=cosine")
-    federation.run(1)
-    assert federation.components.context.lr_factor(2) == 0
-    received, adapted = (
-        encoders(federation, [3], PersonalizedModelRequest(adaptation_epochs=1, after_adaptation=now))[3][1]
-        for now in (False, True)
-    )
-    assert any(not np.array_equal(received[name], adapted[name]) for name in received if received[name].ndim == 4)
 
 
 def test_who_was_never_drawn_is_a_newcomer(tmp_path):

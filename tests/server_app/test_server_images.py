@@ -60,7 +60,7 @@ def test_images_without_labels_are_divided_evenly(flat, tmp_path, capsys):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 2
 
 
-@pytest.mark.parametrize("overrides", [(), ("calibration=auxiliary", "calibration.share=0.3")])
+@pytest.mark.parametrize("overrides", [("calibration=auxiliary", "calibration.share=0.3")])
 def test_a_run_on_a_file_of_decoded_images_has_the_same_bits(classes, tmp_path, monkeypatch, overrides):
     monkeypatch.setattr(cache, "MIN_SECONDS_TO_CACHE", 0)
     found = {}
@@ -87,7 +87,7 @@ def test_where_decoded_images_are_kept_may_change_when_a_run_goes_on(flat, tmp_p
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 2
 
 
-@pytest.mark.parametrize("word", ["partition=dirichlet", "partition.alpha=1", "partition=skew"])
+@pytest.mark.parametrize("word", ["partition.alpha=1", "partition=skew"])
 def test_a_partition_that_is_chosen_stays(flat, tmp_path, word):
     with pytest.raises(InputError, match="divides by class but the images have no labels; give partition=iid"):
         run([*SMALL, f"dataset.path={flat}", word, f"output_dir={tmp_path}"])

@@ -27,7 +27,6 @@ STAGES = [
     "augmentation=none",
 ]
 UNTRAINED = ["rounds=1", "local_epochs=0", "evaluate_every=0", "final_evaluation=none"]
-PROBES = ["evaluation=probes", "evaluation.protocols.few_labels.draws=2"]
 WAIT = 60  # seconds after which something is never to come
 
 can_evaluate_in_background = training_loop.can_evaluate_in_background
@@ -86,11 +85,10 @@ def contents(folder):
     "overrides",
     [
         [],
-        [*PROBES, "method=byol", "strategy=fedu", "rounds=2", "dataset.limit=90"],
-        ["evaluate_every=2", "strategy=featarc"],
-        STAGES,
+        pytest.param(["evaluate_every=2", "strategy=featarc"], marks=pytest.mark.heavy),
+        pytest.param(STAGES, marks=pytest.mark.heavy),
     ],
-    ids=["knn", "probes", "clusters", "stages"],
+    ids=["knn", "clusters", "stages"],
 )
 def test_the_numbers_are_those_of_one_thing_after_the_other(tmp_path, cores, threads, overrides):
     run([*TINY, *overrides, f"output_dir={tmp_path / 'one'}"])
@@ -120,7 +118,6 @@ def test_a_round_is_evaluated_with_the_stages_that_ran_in_it(tmp_path, monkeypat
     [
         ["early_stopping.monitor=knn", "early_stopping.patience=5"],  # decides whether there is a next round
         ["evaluation=fedu/linear", "evaluation.epochs=1"],  # trains a classifier with torch's own chance
-        ["calibration=auxiliary"],  # the server trains
     ],
 )
 def test_what_cannot_run_beside_a_round_does_not(tmp_path, cores, threads, overrides):
@@ -128,9 +125,7 @@ def test_what_cannot_run_beside_a_round_does_not(tmp_path, cores, threads, overr
     assert set(threads) == {"MainThread"}
 
 
-@pytest.mark.parametrize(
-    ("there", "threads_each", "overlaps"), [(1, 1, False), (2, 1, True), (4, 2, True), (3, 2, False)]
-)
+@pytest.mark.parametrize(("there", "threads_each", "overlaps"), [(2, 1, True), (3, 2, False)])
 def test_cores_must_be_free(tmp_path, monkeypatch, there, threads_each, overlaps):
     """In one process clients take as many cores as they have threads, and the evaluation as many more."""
     found = []
@@ -185,7 +180,7 @@ def test_the_next_round_runs_meanwhile(tmp_path, monkeypatch, cores):
     assert [line["round"] for line in contents(tmp_path / "run")[2]] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RunError("too few"), InputError("cannot be")])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, InputError("cannot be")])
 def test_what_ends_the_next_round_leaves_the_one_that_is_evaluated(whole, tmp_path, monkeypatch, cores, error):
     """The third round fails while the second is evaluated, whose checkpoint is not even due."""
     with monkeypatch.context() as patch:

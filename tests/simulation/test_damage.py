@@ -184,7 +184,7 @@ def test_a_damaged_file_causes_no_traceback(whole, settings, tmp_path, reader, n
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("config.yaml", "random"), ("metrics.jsonl", "folder"), ("checkpoints/round-000002.pt", "loop")],
+    [("config.yaml", "random"), ("checkpoints/round-000002.pt", "loop")],
 )
 def test_the_command_prints_one_sentence(folder, monkeypatch, capsys, name, kind):
     DAMAGES[kind](folder / name)

@@ -23,6 +23,7 @@ from fedssl.report import cli as report
 from fedssl.runs.manifest import file_part, read_manifest, write_manifest
 from server_app.checkpoint import manifest_file
 from simulation import cli as fedssl
+from tests.cases import some
 
 WORDS = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=24", "dataset.test_limit=12", "encoder.width=2"]
 WORDS += ["threads=1", "method=byol", "partition=iid", "evaluate_every=1", "final_evaluation=knn", "collapse_images=6"]
@@ -268,7 +269,7 @@ def outside(workspace):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[] if case < len(DAMAGES) else [pytest.mark.heavy]) for case in range(4 * len(DAMAGES))],
+    some(range(4 * len(DAMAGES)), default=(5, 8)),
 )
 def test_a_damaged_folder_is_used_or_rejected_in_one_sentence(workspace, case, capfd, caplog):
     draw = random.Random(case)

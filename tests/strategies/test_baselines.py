@@ -1,28 +1,22 @@
 """The bounds of a federation: all images in one place, and every client alone, with the budget of the federation."""
 
 import json
-from collections import Counter
 from statistics import mean, stdev
 
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 
-import fedssl.training
 from fedssl.config.load import compose
 from fedssl.evaluation.protocol import make_evaluation_input
 from fedssl.export import load_encoder
-from fedssl.model_arrays import local_names
 from fedssl.wire.messages import TrainPlan
 from fedssl.wire.records import record_to_arrays
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from simulation.cli import run
-from strategies.local_only import LocalOnly
 from strategies.types import GLOBAL
-from tests.federation import Federation, model_of
+from tests.federation import Federation
 from tests.resuming import repeat_from
-from tests.states import load_tensors
 from tests.test_digests import model_digests
 
 FEDERATION = ["rounds=2", "local_epochs=2", "dataset.limit=60", "encoder.width=4", "threads=1", "batch_size=10"]
@@ -33,69 +27,6 @@ VIT = ["encoder=vit_tiny", "encoder.depth=2", "encoder.width=12", "encoder.patch
 
 def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def resolved(*overrides):
-    """All settings by their names in ``conf``."""
-    settings = compose(["run_id=same", *overrides])
-    return OmegaConf.to_container(settings.recording.config, resolve=True)
-
-
-def test_the_experiments_change_who_holds_what_and_the_strategy_alone():
-    usual = resolved("partition=iid", "strategy=fedavg")
-    centralized = resolved("experiment=centralized")
-    assert (centralized["num_clients"], centralized["clients_per_round"]) == (1, 1)
-    for key in usual:
-        if key not in ("num_clients", "clients_per_round"):
-            assert centralized[key] == usual[key], key
-    usual, alone = resolved(), resolved("experiment=single_client")
-    assert [key for key in usual if alone[key] != usual[key]] == ["strategy"]
-    assert isinstance(compose(["experiment=single_client"]).algorithm.strategy.instantiate(), LocalOnly)
-
-
-def test_every_image_is_seen_as_often_as_in_the_federation(tmp_path, monkeypatch):
-    """2 rounds of 2 epochs: 4 times; in steps of nearly 10 images: 30 * 4 / 10 steps if 10 divides all parts."""
-    original, seen, steps = fedssl.training.batches, Counter(), Counter()
-
-    def counted(*arguments, **options):
-        for batch in original(*arguments, **options):
-            seen[name].update(batch.tolist())
-            steps[name] += 1
-            yield batch
-
-    monkeypatch.setattr(fedssl.training, "batches", counted)
-    clients = ["num_clients=3", "partition=iid"]
-    for name, overrides in {
-        "federated": clients,
-        "centralized": ["experiment=centralized"],
-        "alone": ["experiment=single_client", *clients],
-    }.items():
-        seen[name] = Counter()
-        run([*QUICK, *overrides, "dataset.limit=30", f"output_dir={tmp_path / name}"])
-        assert seen[name] == dict.fromkeys(range(30), 4), name
-        assert steps[name] == 12
-
-
-def test_a_client_goes_on_from_its_own_model_and_from_nobody_elses(tmp_path):
-    federation = Federation(tmp_path, "strategy=local_only", "method=byol", "num_clients=2")
-    start = copied(federation.layers)
-    federation.run(1)
-    sent = [copied(record_to_arrays(update["arrays"])) for update in federation.updates]
-    assert any((sent[0][name] != sent[1][name]).any() for name in start)
-    assert federation.state.model_names() == ["0", "1"]
-    untrained = model_of(federation.components.context, federation.state, "2").layers
-    assert all((untrained[name] == start[name]).all() for name in start)  # what a third client would begin with
-    states = [load_tensors(tmp_path / "clients" / "0000" / str(client), before=2) for client in (0, 1)]
-    federation.run(1)
-    for client, (own, state) in enumerate(zip(sent, states, strict=True)):
-        plan = TrainPlan.from_content(federation.plans[2 + client])
-        assert set(state) == set(local_names(federation.method))  # BYOL's target; all else is with the server
-        federation.strategy.client.load_start(federation.method, plan, state)
-        assert set(own) | set(state) == set(federation.method.named_tensors)
-        for name, array in own.items():
-            assert torch.equal(federation.method.named_tensors[name], torch.from_numpy(array)), name
-        for name, value in state.items():
-            assert torch.equal(federation.method.named_tensors[name], value), name
 
 
 def test_the_newest_model_of_every_client_is_evaluated(tmp_path):

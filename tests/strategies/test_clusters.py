@@ -205,7 +205,7 @@ def test_one_model_is_federated_averaging(tmp_path):
 
 @pytest.mark.parametrize(
     ("overrides", "schedule"),
-    [(FEATARC, "progressive"), (IFCA, "layer_wise"), ([*FEATARC, "strategy.assign_at=server"], "progressive")],
+    [(IFCA, "layer_wise"), ([*FEATARC, "strategy.assign_at=server"], "progressive")],
 )
 def test_clusters_grow_by_stages(tmp_path, overrides, schedule):
     federation = Federation(tmp_path, *overrides, f"schedule={schedule}", "rounds=4", "num_clients=3", "threads=1")

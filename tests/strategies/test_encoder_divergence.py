@@ -131,14 +131,13 @@ def test_a_transformer_is_compared_as_a_whole(patch, train):
 VIT = ["encoder.patch=4", "encoder.width=16", "encoder.depth=3", "encoder.heads=2"]
 SMALL = {"conv_small": ["encoder.width=4"], "vit_tiny": VIT, "vit_small": VIT, "vit_base": VIT}
 SMALL["timm"] = ["encoder.name=resnet18"]
-RESNETS = ("resnet18", "resnet34", "resnet50", "timm", "torchvision")
 
 
 def encoders_and_schedules():
     for encoder in config_groups()["encoder"]:
         for schedule in config_groups()["schedule"]:
-            slow = encoder in RESNETS and (encoder, schedule) != ("resnet18", "layer_wise")
-            yield pytest.param(encoder, schedule, marks=pytest.mark.heavy if slow else [])
+            default = (encoder, schedule) in (("conv_small", "progressive"), ("conv_small", "end_to_end"))
+            yield pytest.param(encoder, schedule, marks=[] if default else pytest.mark.heavy)
 
 
 @pytest.mark.parametrize(("encoder", "schedule"), list(encoders_and_schedules()))

@@ -266,8 +266,6 @@ def slowly(start, rounds, *, phi, num_clients, clients_per_round, weighting="uni
 @pytest.mark.parametrize(
     ("phi", "num_clients", "clients_per_round", "weighting", "crashes"),
     [
-        (2, 3, 3, "uniform", ()),
-        (2, 3, 3, "examples", ()),
         (3, 4, 2, "uniform", ()),
         (2, 3, 3, "uniform", ((3, 1), (4, 0), (6, 2))),
         (3, 5, 3, "examples", ((4, 0), (4, 1), (5, 2))),

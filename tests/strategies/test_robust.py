@@ -146,7 +146,7 @@ def flowers(strategy, updates):
     return record_to_arrays(strategy.aggregate_train(1, replies)[0])
 
 
-@pytest.mark.parametrize("number", [2, 5, 6, 9, 51])
+@pytest.mark.parametrize("number", [2, 5, 6, 9])
 def test_floating_point_layers_equal_those_of_flowers_strategies(number):
     start = model(0)
     clients = clients_of(start, number)
@@ -206,7 +206,7 @@ def test_krum_sees_small_differences_between_large_models():
         assert [client.partition_id for client in closest(start, clients, malicious=1, select=2)] == chosen
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 6, 9, 20])
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 6, 9])
 @pytest.mark.parametrize(("malicious", "select"), [(0, 1), (1, 1), (3, 2)])
 def test_krum_chooses_as_flower_does(number, malicious, select):
     start = model(0)

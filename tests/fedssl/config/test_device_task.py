@@ -8,6 +8,7 @@ from fedssl.config.device_task import compose_task, make_task
 from fedssl.config.load import compose, parse_client_config, training_components
 from fedssl.config.overrides import CONF
 from fedssl.errors import InputError, RequestRefused
+from tests.cases import some
 
 EXPERIMENTS = [  # all that lie in no folder of a paper, and one of each paper
     *sorted(file.stem for file in (CONF / "experiment").glob("*.yaml")),
@@ -35,9 +36,10 @@ MIXED = [
     ],
 ]
 WORDS = [*([f"experiment={name}"] for name in EXPERIMENTS), *MIXED]
+DEFAULT = [MIXED[0], MIXED[2], *MIXED[5:]]
 
 
-@pytest.mark.parametrize("overrides", WORDS, ids=" ".join)
+@pytest.mark.parametrize("overrides", some(WORDS, default=DEFAULT), ids=" ".join)
 def test_a_task_gives_the_settings_that_the_full_text_gives(overrides):
     data = [] if any(word.startswith("experiment") for word in overrides) else ["dataset=cifar10"]
     settings = compose([*overrides, *data, "output_dir=/runs/1"])

@@ -43,7 +43,6 @@ def test_conv_small_ends_with_few_positions(size: int, positions: int) -> None:
     ("build", "original", "feature_dim"),
     [
         (resnet18, torchvision.models.resnet18, 512),
-        (resnet34, torchvision.models.resnet34, 512),
         (resnet50, torchvision.models.resnet50, 2048),
     ],
 )
@@ -112,8 +111,7 @@ def test_small_stem_keeps_the_resolution(stem: str, positions: int) -> None:
     assert first_stage.shape == (1, 64, positions, positions)
 
 
-@pytest.mark.parametrize("size", [8, 32, 64])
-@pytest.mark.parametrize("channels", [1, 4])
+@pytest.mark.parametrize(("channels", "size"), [(1, 8), (4, 32)])
 def test_resnet_runs_at_every_size(size: int, channels: int) -> None:
     for stem in ("small", "imagenet"):
         encoder = resnet18(channels=channels, size=size, stem=stem)

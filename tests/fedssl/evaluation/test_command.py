@@ -62,13 +62,6 @@ def test_command_evaluates_under_all_protocols_with_changed_data(finished_run: P
     assert {"knn", "linear", "linear_2_per_class", "linear_5_per_class_std"} <= set(report["results"])
 
 
-def test_command_writes_one_file_per_protocol(finished_run: Path, monkeypatch: pytest.MonkeyPatch):
-    overrides = [f"run={finished_run}", "evaluation=fedu/linear", "evaluation.epochs=2", "dataset.test_limit=50"]
-    assert command(monkeypatch, *overrides) == 0
-    report = json.loads((finished_run / "evaluation" / "fedu_linear-digits.json").read_text())
-    assert list(report["results"]) == ["linear_fedu"]
-
-
 def test_command_standardizes_and_resizes_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_encoder(tmp_path / "encoder.pt", channels=3, size=16)
     overrides = [f"encoder={tmp_path / 'encoder.pt'}", "dataset=digits", "dataset.limit=100"]

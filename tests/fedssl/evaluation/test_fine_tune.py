@@ -126,14 +126,6 @@ def test_invalid_settings_are_one_sentence(overrides, sentence):
         compose(["evaluation=fine_tune", *overrides]).evaluation.protocol.instantiate()
 
 
-def test_the_settings_make_the_protocols():
-    made = compose(["evaluation=fine_tune"]).evaluation.protocol.instantiate()
-    assert (made.shares, made.epochs, made.encoder_lr, made.head_lr) == ((0.01, 0.1, 1.0), 200, 0.001, 0.3)
-    optimizer = made.optimizer([{"params": [nn.Parameter(torch.zeros(1))], "lr": 0.5}])
-    assert (optimizer.defaults["momentum"], optimizer.param_groups[0]["lr"]) == (0.9, 0.5)
-    assert compose(["evaluation=semi_supervised"]).evaluation.protocol.instantiate().shares == (0.01, 0.1)
-
-
 def test_subsets_of_the_test_images_share_one_training(monkeypatch):
     trainings = []
     fit = FineTune.fit

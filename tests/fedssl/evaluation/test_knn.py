@@ -28,7 +28,7 @@ def slow_knn(data: Features, *, k: int, temperature: float) -> list[int]:
     return predictions
 
 
-@pytest.mark.parametrize(("k", "temperature"), [(1, 0.1), (20, 0.1), (20, 1.0), (200, 0.07), (1000, 0.1)])
+@pytest.mark.parametrize(("k", "temperature"), [(1, 0.1), (20, 1.0), (1000, 0.1)])
 def test_knn_equals_the_slow_loop(k: int, temperature: float, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(knn, "_SIMILARITIES", 200 * 30)  # several blocks, the last one smaller
     data = blobs()

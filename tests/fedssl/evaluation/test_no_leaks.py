@@ -19,6 +19,7 @@ QUICK = {"epochs": 4, "batch_size": 8, "draws": 1, "labels_per_class": [1], "sha
 
 # Other numbers for the same code as another protocol.
 ALIKE = {"semi_supervised", "fedu/linear", "fedu2/linear", "l_dawa/labels", "fedu/fine_tune", "lw_fedssl/fine_tune"}
+ALIKE |= {"dec_ssl/linear", "linear", "lw_fedssl/linear", "fine_tune"}
 
 
 def alone():

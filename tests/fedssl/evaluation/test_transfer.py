@@ -43,14 +43,6 @@ def test_the_own_data_set_can_be_included():
     assert protocol.result_units(10) == {"knn": "accuracy", "knn@few": "accuracy"}
 
 
-def test_pixels_are_evaluated_too():
-    settings = compose(OTHER)
-    result = evaluate(
-        settings.evaluation.protocol.instantiate(), make_evaluation_input(None, settings.data, device=CPU), seed=0
-    )
-    assert result["linear@few"].value > 0.5
-
-
 def test_a_data_set_without_labeled_test_images_is_refused():
     values = dict(compose(OTHER).evaluation.protocol.values)
     node = dict(values["datasets"]["few"])

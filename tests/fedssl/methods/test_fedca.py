@@ -323,7 +323,6 @@ def test_clients_learn_from_the_teacher(tmp_path, teacher):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["strategy=fedbn"],
         ["strategy=local_only", "server_optimizer=none"],
         ["calibration=auxiliary", "precision=bf16"],
         ["method.sent_per_round=0"],

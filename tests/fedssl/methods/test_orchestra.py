@@ -421,8 +421,6 @@ def test_a_federation_finds_centroids_and_sends_no_more_than_it_says(tmp_path):
     [
         ["dataset.limit=9", "method.local_clusters=4"],  # three images each: fewer than clusters
         ["server_optimizer=fedadam"],
-        ["method.target_init=reset"],
-        ["precision=bf16"],
     ],
 )
 def test_other_federations(tmp_path, overrides):

@@ -140,6 +140,7 @@ def test_self_balancing_with_an_unassigned_class_is_one_sentence() -> None:
     assert sorted(map(len, split("dirichlet", labels, 2, seed=0, **settings))) == [40, 60]
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_draws_are_those_of_flwr_datasets_as_documented() -> None:
     """The real partitioners on a real data set; their later import is not affected by `LabelColumn`."""

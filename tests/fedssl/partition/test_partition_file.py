@@ -41,14 +41,6 @@ def test_round_trip(tmp_path: Path) -> None:
     assert all(np.array_equal(one, other) for one, other in zip(parts, again, strict=True))
 
 
-def test_a_long_file_is_read(tmp_path: Path) -> None:
-    """5 MB, more than the limit of settings files."""
-    labels = torch.zeros(500_000, dtype=torch.int64)
-    (tmp_path / "a.csv").write_text("client\n" + "000000000\n" * len(labels))
-    (part,) = from_file(partition_input(labels, num_clients=1), file=tmp_path / "a.csv")
-    assert len(part) == len(labels)
-
-
 def test_in_a_run_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "partition.csv").write_text("client\n0\n0\n1\n1\n1\n0\n")
     monkeypatch.chdir(tmp_path)

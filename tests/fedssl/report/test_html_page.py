@@ -1,6 +1,5 @@
 """The page of run folders: its parts, hostile text, and no external resources."""
 
-import base64
 import fcntl
 import json
 import re
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 
 from fedssl.plots.registry import PLOTS, Plot
-from fedssl.plots.style import new_figure
 from fedssl.report import html_page
 from fedssl.report.accuracy_table import run_table
 from fedssl.report.html_page import (
@@ -22,7 +20,6 @@ from fedssl.report.html_page import (
     encoder_table,
     figures_of_all,
     figures_of_each,
-    image,
     page,
     settings_table,
     status_table,
@@ -75,11 +72,6 @@ class Elements(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.words.append(data)
-
-
-def svg_of(element: str) -> str:
-    """Return the SVG file in an element ``img``."""
-    return base64.b64decode(element.partition(SVG)[2].partition('"')[0]).decode()
 
 
 def page_of(folder: Path, **more: Any) -> str:
@@ -203,18 +195,6 @@ def test_a_running_run_is_told_by_its_lock(tmp_path: Path):
     assert run_table([ended]).failures[0].startswith(f"{folder}: no readable summary.json")
 
 
-def test_a_figure_is_the_same_text_every_time():
-    def figure():
-        drawing = new_figure(height=2)
-        drawing.add_subplot(title="<b>$x$").plot([0, 1], [1, 3], marker="o")
-        return drawing
-
-    first, second = (image(figure(), label='"<') for _ in range(2))
-    assert first == second
-    assert "&lt;b&gt;$x$" in svg_of(first)
-    assert 'alt="&quot;&lt;"' in first
-
-
 def test_encoders_are_compared_over_seeds(tmp_path: Path):
     finals = {
         "a0": {"untrained": {"knn": 0.2}, "federated": {"knn": 0.5, "loss": 2.0}, "pixels": {"knn": 0.3}},
@@ -252,15 +232,6 @@ def test_numbers_stand_behind_two_columns_of_words(tmp_path: Path):
     assert (cells[0], cells[-1]) == ("eua", "0")
 
 
-def test_what_tells_rows_apart_stands_before_the_numbers(tmp_path: Path):
-    """Of five columns that differ the three that tell all rows apart, in their own order; a and b tell few apart."""
-    for number, values in enumerate(("11111", "11211", "11221", "22322", "12321")):
-        words = (f"{key}={value}" for key, value in zip("abcde", values, strict=True))
-        job(tmp_path / str(number), "strategy=eua", *words)
-    heads = re.findall(r'<th scope="col"[^>]*>([^<]*)</th>', page_of(tmp_path).partition("</thead>")[0])
-    assert heads[:4] == ["a", "c", "d", "knn (%)"]
-
-
 def test_a_run_of_which_only_words_are_known_differs_in_these_alone(tmp_path: Path):
     for name, rule in (("a", "eua"), ("b", "fedavg"), ("c", "fedu")):
         job(tmp_path / name, f"strategy={rule}")
@@ -290,10 +261,6 @@ def test_a_figure_of_all_has_what_finished_and_what_goes_on_where_nothing_has(ru
     monkeypatch.setitem(PLOTS, "accuracy", plot)
     assert figures_of_all(runs) == []
     assert sorted(shown) == ["b", "d"]
-
-
-def test_each_row_has_the_figures_of_one_run_that_finished_if_one_has(runs):
-    assert names([caption for caption, _ in figures_of_each(runs)]) == ["b", "d"]
 
 
 def test_a_figure_is_drawn_anew_only_when_its_file_has_changed(runs, monkeypatch):

@@ -1,6 +1,5 @@
 """The command ``fedssl-runs``: lists, ranks and shows runs, and gets over folders that are damaged or another's."""
 
-import fcntl
 import json
 import re
 import sys
@@ -10,7 +9,6 @@ import pytest
 
 from fedssl.config.load import compose, save_run
 from fedssl.runs.cli import main
-from fedssl.runs.run import LOCK_FILE
 
 
 @pytest.fixture
@@ -95,13 +93,6 @@ def test_list(runs, command):
 def test_home_folders(runs, command, monkeypatch):
     monkeypatch.setenv("HOME", str(runs.parent))
     assert command("list", f"~/{runs.name}") == command("list", runs)
-
-
-def test_a_run_that_goes_on_is_told_from_one_that_was_ended(runs, command):
-    with (runs / "2026-01-05_00-00-00" / LOCK_FILE).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert len(json.loads(command("list", "status=running", runs, "--json")[1])["runs"]) == 1
-    assert not json.loads(command("list", "status=running", runs, "--json")[1])["runs"]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from fedssl.schedule.phases import end_to_end, layer_wise, phase_at, progressive
 from fedssl.schedule.stages import Stages, frozen_names, set_active_stages
 from fedssl.seeding import torch_generator
 from simulation.cli import run
+from tests.cases import some
 from tests.federation import Federation, model_of
 from tests.methods import WHOLE, overrides_of
 from tests.resuming import repeat_from
@@ -285,7 +286,7 @@ def test_what_travels_progressively(tmp_path):
     assert [parts(update["arrays"]) for update in federation.updates[::2]] == expected
 
 
-@pytest.mark.parametrize("at", ["start", "end"])
+@pytest.mark.parametrize("at", ["start"])
 def test_what_travels_with_calibration(tmp_path, at):
     """Table 2 of LW-FedSSL: down stages 1 to s, which the server trains, up stage s; and nothing is held."""
     overrides = [*VIT, "strategy=fedavg", "schedule=layer_wise", "rounds=3", "num_clients=2"]
@@ -345,8 +346,8 @@ def test_a_client_that_lost_what_it_held_is_dropped_once_and_then_gets_it_again(
 PLAIN = ("eua", "fedprox", "krum", "l_dawa_fedu", "loss_weighted", "m_dawa", "median", "trimmed_mean")
 
 
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in PLAIN])
-@pytest.mark.parametrize("schedule", ["layer_wise", pytest.param("progressive", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("name", some([name for name in STRATEGIES if name not in PLAIN], default=["featarc"]))
+@pytest.mark.parametrize("schedule", some(["layer_wise", "progressive"], default=["layer_wise"]))
 def test_every_strategy_works_in_stages(tmp_path, name, schedule):
     overrides = [f"strategy={name}", "method=byol", "rounds=5", f"schedule={schedule}", "num_clients=3"]
     federation = Federation(tmp_path, *overrides)
@@ -373,7 +374,7 @@ def test_every_method_works_layer_wise_with_calibration(tmp_path, kind):
     assert federation.report.dropped == {}
 
 
-@pytest.mark.parametrize("kind", ["prox", "fur", "decorr", "alignment", "l2_sp"])
+@pytest.mark.parametrize("kind", ["prox", "alignment"])
 def test_every_regularizer_works_layer_wise(tmp_path, kind):
     overrides = ["strategy=l_dawa", f"regularizer={kind}", "rounds=4", "schedule=layer_wise", "num_clients=2"]
     federation = Federation(tmp_path, *overrides)
