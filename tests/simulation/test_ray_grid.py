@@ -259,6 +259,7 @@ def breaking_app():
     return app
 
 
+@pytest.mark.heavy
 def test_a_client_is_not_retried_beside_a_process_whose_gpu_is_checked():
     """That process may have the memory of its last client."""
     grid = RayGrid(num_clients=1, placements=[], client=ClientResources(1, 1.0))
@@ -275,6 +276,7 @@ def test_a_client_is_not_retried_beside_a_process_whose_gpu_is_checked():
     assert [(running.actor, running.calls) for running in grid._running.values()] == [(actor, [(call, None)])]
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_a_session_has_no_dashboard_and_no_autoscaler(hosts):
     sandbox = Path(ray._private.worker.global_worker.node.get_session_dir_path()).parents[1]
@@ -342,6 +344,7 @@ def test_a_failed_client_or_process_does_not_affect_others(grid, caplog):
     assert len(grid._idle) == 2
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_the_actor_of_a_hanging_client_is_replaced(grid):
     wait_for_actors(grid)
@@ -374,6 +377,7 @@ def tasks_of_three(grid, monkeypatch):
     wait_for_actors(grid)
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_a_failed_client_does_not_affect_others_of_its_task(grid, tasks_of_three, caplog):
     """Client 4 finds a full GPU once, see `fill`."""
@@ -406,6 +410,7 @@ def test_the_process_of_a_reply_that_cannot_be_sent_is_replaced(grid, tasks_of_t
     assert not any(reply.has_error() for reply in ask(grid).values())
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_a_failed_start_of_an_actor_is_reported(hosts):
     class Broken:
@@ -466,6 +471,7 @@ def gone(folder, sandbox):
     return not sandbox_pids(sandbox) and not list(folder.glob("fssl-*"))
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.heavy)])
 def test_an_interrupted_round_leaves_no_processes_or_files(number):
@@ -504,6 +510,7 @@ def wait_until(condition, *, seconds):
 STUBBORN = "trap '' TERM; env -i setsid sleep 1000 & (cd /; exec sleep 1000) & while :; do sleep 1; done"
 
 
+@pytest.mark.heavy
 def test_processes_end_with_their_sandbox(tmp_path):
     with process_sandbox() as sandbox, (tmp_path / "out").open("w") as out:
         sandbox.start(["sh", "-c", STUBBORN], environment=os.environ, stdout=out)
@@ -517,6 +524,7 @@ def test_processes_end_with_their_sandbox(tmp_path):
     other.wait()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_processes_end_with_the_owner_of_the_sandbox(number):
     script = (
