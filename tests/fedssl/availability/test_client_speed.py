@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from fedssl.availability import LogNormalSpeed, Speed, TraceSpeed, Workload, client_seconds, no_client_speed
+from fedssl.availability import LogNormalSpeed, Speed, TraceSpeed, Workload, client_seconds
 from fedssl.errors import InputError
 
 HEADER = "client,flops_per_second,upload_bytes_per_second,download_bytes_per_second\n"
@@ -35,18 +35,6 @@ def test_speeds_are_log_normal_with_a_fixed_part_for_each_client():
     assert np.corrcoef(computation[:, 0], bandwidth[:, 0])[0, 1] == pytest.approx(0, abs=0.06)
     for pair in speeds[:10]:  # both directions of a link
         assert pair[0].download_bytes_per_second == pytest.approx(4 * pair[0].upload_bytes_per_second)
-
-
-def test_without_spread_all_have_the_medians():
-    assert lognormal(sigma_clients=0.0, sigma_rounds=0.0).speed(4, 7) == Speed(1e9, 2e6, 8e6)
-
-
-def test_a_speed_is_a_function_of_seed_client_and_round():
-    assert lognormal().speed(1, 2) == lognormal().speed(1, 2)
-    assert len({lognormal().speed(client, round) for client in (0, 1) for round in (1, 2)}) == 4
-    steady = lognormal(sigma_rounds=0.0)
-    assert steady.speed(1, 1) == steady.speed(1, 9) != steady.speed(2, 1)
-    assert no_client_speed(num_clients=2, seed=0) is None
 
 
 def test_a_trace_has_the_speeds_of_its_lines(tmp_path):

@@ -1,12 +1,11 @@
 """Models of availability, and their traces."""
 
-import math
 import re
 
 import numpy as np
 import pytest
 
-from fedssl.availability import Always, Diurnal, Trace
+from fedssl.availability import Diurnal, Trace
 from fedssl.errors import InputError
 
 DAY = 86400.0
@@ -22,12 +21,6 @@ def trace(folder, text, *, num_clients=4, period=None, dropout=0.0):
     return Trace(num_clients=num_clients, seed=0, file=file, period=period, dropout=dropout)
 
 
-def test_always_is_always():
-    model = Always(num_clients=3, seed=0)
-    assert model.online_times(2).online_until(1e9) == math.inf
-    assert not model.drops_out(2, 1, 0)
-
-
 def test_a_day_has_each_client_for_its_fraction_at_its_own_hours():
     model = diurnal()
     times = [model.online_times(client) for client in range(1000)]
@@ -41,12 +34,6 @@ def test_a_day_has_each_client_for_its_fraction_at_its_own_hours():
             or one.online_until(0.5 * DAY) is None
             or (one.online_until(5.5 * DAY) == pytest.approx(one.online_until(0.5 * DAY) + 5 * DAY))
         )
-
-
-def test_the_rhythm_depends_on_seed_and_client_only():
-    assert diurnal().online_times(3) == diurnal(num_clients=4).online_times(3)
-    assert diurnal().online_times(3) != diurnal(seed=1).online_times(3)
-    assert diurnal(fraction=1).online_times(3).online_until(1e9) == math.inf
 
 
 def test_drop_outs_have_their_probability_and_differ_between_attempts():

@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,12 +30,6 @@ def test_intervals_that_repeat_and_pass_midnight():
     assert times == OnlineTimes(((20, 28),), 24)
     assert (times.online_until(51), times.online_until(71), times.online_until(53)) == (52, 76, None)
     assert (times.online_until(0), times.next_start(0), times.next_start(53)) == (4, 20, 68)
-
-
-def test_intervals_are_merged():
-    assert online_times([(1, 3), (2, 5), (5, 6), (8, 9)], period=None) == OnlineTimes(((1, 6), (8, 9)))
-    assert online_times([(0, 3), (3, 10)], period=10) is ALWAYS_ONLINE
-    assert (ALWAYS_ONLINE.online_until(1e12), ALWAYS_ONLINE.next_start(5)) == (math.inf, math.inf)
 
 
 @given(
@@ -78,8 +71,3 @@ def test_the_first_time_at_which_enough_are_online():
     assert first_time_online([online_times([(1, 2)], period=None)], 3, number=1) is None
     assert first_time_online([ALWAYS_ONLINE], 3, number=2) is None
     assert first_time_online([], 3, number=1) is None
-
-
-@pytest.mark.parametrize("time", [0.0, 3.0, 1e9])
-def test_always_is_from_now_on(time):
-    assert first_time_online([ALWAYS_ONLINE] * 3, time, number=3) == time

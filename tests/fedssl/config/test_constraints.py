@@ -6,10 +6,9 @@ import math
 import pytest
 from omegaconf import OmegaConf
 
-from fedssl.config.compose import compose_config
-from fedssl.config.constraints import CONSTRAINTS, Constraint, check_arguments, constraint_of, constraints_in, group_of
+from fedssl.config.constraints import CONSTRAINTS, Constraint, check_arguments, constraint_of, group_of
 from fedssl.config.load import compose
-from fedssl.config.overrides import CONF, config_groups
+from fedssl.config.overrides import CONF
 from fedssl.config.targets import installed_targets
 from fedssl.errors import InputError
 from fedssl.methods.barlow_twins import LOSSES as BARLOW_LOSSES
@@ -69,13 +68,6 @@ def test_a_technical_limit_is_stated_where_it_is_exceeded() -> None:
         check_arguments("method", hidden_dim=0)
     with pytest.raises(InputError, match=r"^method.hidden_dim=100000000 must be at most 1,048,576$"):
         check_arguments("method", hidden_dim=10**8)
-
-
-def choices_of(group: str) -> list[str]:
-    return [name for name in config_groups()[group] if group not in ("experiment", "final_evaluation")]
-
-
-CHOICES = [(group, name) for group in sorted(config_groups()) for name in choices_of(group)]
 
 
 @pytest.fixture(scope="module")
@@ -164,15 +156,6 @@ def test_every_constraint_is_that_of_a_setting(leaves: dict[str, object]) -> Non
     assert classes <= targets
 
 
-@pytest.mark.parametrize(("group", "name"), [choice for choice in CHOICES if "/" not in choice[1]])
-def test_defaults_are_valid(group: str, name: str) -> None:
-    config, _ = compose_config([f"{group}={name}"])
-    found = {key: (value, c) for key, value, c in constraints_in(config, installed=installed_targets())}
-    plain = {key: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for key, (v, _) in found.items()}
-    assert {key: value for key, value in plain.items() if not found[key][1].allows(value)} == {}
-    assert {"seed", "optimizer.lr", "aggregation.min_updates", "dataset.size"} <= found.keys()
-
-
 def test_choices_are_those_of_the_code() -> None:
     assert CONSTRAINTS["SimCLR"]["loss"].choices == tuple(SIMCLR_LOSSES)
     assert CONSTRAINTS["BarlowTwins"]["loss"].choices == tuple(BARLOW_LOSSES)
@@ -193,11 +176,6 @@ def test_nested_settings_have_the_constraint_of_their_group() -> None:
         compose(["final_evaluation.protocols.knn.k=0"])
     with pytest.raises(InputError, match=r"calibration.dataset.channels=2 must be 1 or 3"):
         compose(["calibration=auxiliary", "+dataset@calibration.dataset=cifar10", "calibration.dataset.channels=2"])
-
-
-def test_arguments_of_the_users_classes_are_not_constrained() -> None:
-    node = OmegaConf.create({"strategy": {"_target_": "mine.Strategy", "weight": -1, "inner": {"weight": -1}}})
-    assert list(constraints_in(node, installed=installed_targets())) == []
 
 
 def test_the_reference_page_is_up_to_date() -> None:

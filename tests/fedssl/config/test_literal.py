@@ -14,7 +14,6 @@ from fedssl.errors import InputError
 from fedssl.evaluation import cli as evaluation
 from fedssl.export import cli as export
 from fedssl.report import cli as report
-from server_app.app import overrides_of
 from simulation import cli
 from tests.devices import write_images
 
@@ -88,11 +87,6 @@ def test_a_home_folder_is_found_in_every_path_setting(monkeypatch, tmp_path):
     assert config.dataset.cache == f"{tmp_path}/c"
     assert report._parser().parse_args(["--into=~/figures"]).into == tmp_path / "figures"
     assert compose(["output_dir=~nobody-here/x"]).recording.config.output_dir == f"{Path.cwd()}/~nobody-here/x"
-
-
-def test_the_run_config_of_flower_has_literal_paths_too():
-    config = {"dataset-path": ODD, "overrides": shlex.join([f"output_dir={ODD}", "rounds=2"])}
-    assert [override.value() for override in parse(overrides_of(config))] == [ODD, ODD, 2]
 
 
 def test_commands_quote_once_and_those_for_publication_have_no_folders():

@@ -1,6 +1,5 @@
 import itertools
 from pathlib import Path
-from uuid import UUID
 
 import pytest
 from omegaconf import OmegaConf
@@ -45,20 +44,6 @@ def test_every_file_composes(overrides):
     for group, name in (override.split("=") for override in overrides):
         assert recording.choices[group] == name
         assert group in config
-
-
-def test_the_rounds_of_every_stage_may_be_a_list():
-    settings = compose(["schedule=layer_wise", "schedule.rounds_per_stage=[1,2,3,2]", "rounds=8"])
-    assert settings.model.schedule.phases.values["rounds_per_stage"] == [1, 2, 3, 2]
-
-
-def test_the_embedded_default():
-    settings = compose([])
-    assert settings.num_clients == settings.clients_per_round == 10
-    assert settings.partition.rule.values["alpha"] == 0.5
-    assert settings.data.reader.target == "fedssl.datasets.digits.read"
-    assert settings.algorithm.strategy.target == "strategies.l_dawa.LDAWA"
-    assert isinstance(settings.machine.threads, int)
 
 
 @pytest.mark.parametrize(
@@ -159,10 +144,6 @@ def test_the_names_of_a_sweep_are_checked_before_it_starts():
         validate_names(["num_client=5,10"])
 
 
-def test_a_whole_number_serves_as_a_fraction():
-    assert compose(["partition.alpha=1"]).partition.rule.values["alpha"] == 1
-
-
 @pytest.mark.parametrize("text", ["/tmp/a b", "/tmp/it's, [odd] {name}=1", "C:\\images\\", "/tmp/ünï"])
 def test_any_path_survives_the_command_line(text):
     assert resolve_config([f"output_dir={quote_value(text)}"])[0].output_dir == str(Path(text).absolute())
@@ -179,15 +160,6 @@ def test_a_refused_setting_comes_out_as_it_was_raised():
         Component({"_target_": f"{__name__}.Refuses"}).instantiate()
 
 
-@pytest.mark.parametrize("drawn", ["0" * 32, "1234567e8901" + "0" * 20, "abcdef" + "0" * 26])
-def test_the_name_of_a_run_is_a_word_whatever_is_drawn(monkeypatch, drawn):
-    """YAML would quote 1234567e8901, and messages of runs with equal settings would differ in length."""
-    monkeypatch.setattr("fedssl.config.load.uuid.uuid4", lambda: UUID(drawn))
-    recording = compose([]).recording
-    assert f"\nrun_id: {recording.run_id}\n" in OmegaConf.to_yaml(recording.config)
-    assert len(recording.run_id) == 12
-
-
 class TestResume:
     @pytest.fixture
     def folder(self, tmp_path):
@@ -202,17 +174,6 @@ class TestResume:
         assert settings.recording.folder == folder
         assert settings.recording.run_id == OmegaConf.load(folder / "config.yaml").run_id
         assert load_settings(settings.recording.overrides) == settings
-
-    def test_a_new_engine_replaces_the_settings_of_the_saved_one(self, tmp_path):
-        save_run(compose(["engine=ray", "engine.client_cpus=1"]).recording, tmp_path)
-        settings = load_settings([f"resume={tmp_path}", "engine=local"])
-        assert settings.engine.name == "local"
-        assert not [override for override in settings.recording.overrides if override.startswith("engine.")]
-        assert load_settings([f"resume={tmp_path}"]).engine.client_cpus == 1
-
-    def test_may_be_made_longer(self, folder):
-        settings = load_settings([f"resume={folder}", "rounds=6"])
-        assert (settings.rounds, settings.recording.resumed) == (6, 4)
 
     def test_keeps_the_threads_of_the_run_on_another_number_of_cores(self, tmp_path, monkeypatch):
         """The number of threads decides the order of sums."""

@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from fedssl.config.load import compose
-from fedssl.config.saved_run import check_saved_overrides, read_overrides, read_settings, resume_command
+from fedssl.config.saved_run import check_saved_overrides, read_settings, resume_command
 from fedssl.errors import InputError
 
 GOOD = OmegaConf.to_yaml(compose(["seed=3"]).recording.config)
@@ -13,26 +13,6 @@ GOOD = OmegaConf.to_yaml(compose(["seed=3"]).recording.config)
 @pytest.fixture
 def file(tmp_path):
     return tmp_path / "config.yaml"
-
-
-def test_what_is_not_there_is_none(file):
-    assert read_settings(file) is None
-    assert read_overrides(file) is None
-
-
-def test_what_a_run_saved_is_read(file):
-    file.write_text(GOOD)
-    settings = read_settings(file)
-    assert (settings["seed"], settings["dataset"]["size"]) == (3, 8)
-    file.write_text("- seed=3\n- strategy=fedavg\n")
-    assert read_overrides(file) == ["seed=3", "strategy=fedavg"]
-
-
-@pytest.mark.parametrize("text", ["seed: 3", "- 3", "- [a]"])
-def test_words_are_a_list_of_text(file, text):
-    file.write_text(text)
-    with pytest.raises(InputError, match=r"config\.yaml"):
-        read_overrides(file)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +109,3 @@ def test_words_that_choose_by_name_are_taken(file):
         "engine.address=null",
     ]
     assert check_saved_overrides(overrides, file) is None
-
-
-def test_words_that_are_none_are_damage(file):
-    for override in ("seed=[[[[", "a=b c=d", "seed='", "[" * 5000):
-        with pytest.raises(InputError, match="cannot be used"):
-            check_saved_overrides([override], file)

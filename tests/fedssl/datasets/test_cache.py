@@ -26,7 +26,7 @@ from PIL import Image
 
 from fedssl.config.load import read_data
 from fedssl.config.settings import DataSettings
-from fedssl.datasets import base, cache, decoding, image_folder, pixel_file
+from fedssl.datasets import base, cache, decoding, image_folder
 from fedssl.datasets.base import ImageData, load_split
 from fedssl.errors import InputError
 
@@ -113,14 +113,6 @@ def test_a_folder_has_the_same_bits_with_and_without_a_file(images, location, de
     assert only(location).name.startswith("images-train-8px-")
 
 
-def test_unreadable_images_are_logged_by_every_process(images, location, caplog):
-    for _ in range(2):
-        caplog.clear()
-        read(folder_of(images, location, test_fraction=0))
-        (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-        assert record.getMessage().startswith("3 of 60 images cannot be read, the rest is used: ")
-
-
 def test_parquet_files_have_the_same_bits_with_and_without_a_file(tmp_path, location, decoded):
     random = np.random.default_rng(0)
     (tmp_path / "data").mkdir()
@@ -141,12 +133,6 @@ def test_parquet_files_have_the_same_bits_with_and_without_a_file(tmp_path, loca
         assert same(read(settings("cifar10", cache=str(location), **changes), split), without)
         assert len(decoded) == number
     assert len(list(location.iterdir())) == 2
-
-
-def test_small_sets_need_no_file(images, location, monkeypatch):
-    monkeypatch.setattr(cache, "MIN_SECONDS_TO_CACHE", 1.0)
-    read(folder_of(images, location))
-    assert not location.exists()
 
 
 def test_the_cache_key_covers_all_that_pixels_depend_on(images, location, decoded, monkeypatch):
@@ -198,15 +184,6 @@ def test_a_damaged_file_is_made_again(images, location, decoded, caplog, damage,
     assert len(decoded) == 3 * number
 
 
-def test_images_in_use_survive_another_decoding(images, location):
-    first = read(folder_of(images, location))
-    before = first.images[:].clone()
-    flip(only(location), "about.npz")
-    second = read(folder_of(images, location))
-    assert torch.equal(first.images[:], before)
-    assert torch.equal(second.images[:], before)
-
-
 CHILD = """
 import sys, time
 from pathlib import Path
@@ -244,25 +221,6 @@ def done(location: Path) -> int:
     """Number of decoded images by the note."""
     notes = list(location.glob("*/note.json"))
     return json.loads(notes[0].read_text())["done"] if notes else 0
-
-
-@pytest.mark.heavy
-def test_decoding_resumes_after_a_kill(images, location, tmp_path):
-    log = tmp_path / "log"
-    expected = read(folder_of(images, None, test_fraction=0))
-    killed = start(images, location, log=log, pause=0.02)
-    wait_for(lambda: done(location) >= 30)
-    killed.kill()
-    killed.wait()
-    noted, decoded = done(location), len(log.read_text().splitlines())
-    assert 30 <= noted <= decoded < 60
-    assert not (only(location) / "about.npz").exists()
-    log.write_text("")
-    result = read_in_child(images, location, log)
-    assert result == digest(expected)
-    again = log.read_text().splitlines()
-    assert len(again) == 60 - noted
-    assert len({*again}) == len(again)
 
 
 def read_in_child(images: Path, location: Path, log: Path) -> str:
@@ -339,21 +297,6 @@ def test_interrupted_decoding_resumes(images, location, decoded, note):
     assert len(decoded) - number == 60 - noted
 
 
-def test_long_decoding_logs_its_progress(images, location, monkeypatch, caplog):
-    original = decoding.read_image
-
-    def slow(source: Path, **form: Any) -> np.ndarray:
-        time.sleep(0.02)
-        return original(source, **form)
-
-    monkeypatch.setattr(decoding, "read_image", slow)
-    monkeypatch.setattr(decoding, "DECODE_LOG_INTERVAL", 0.05)
-    caplog.set_level(logging.INFO)
-    read(folder_of(images, location, test_fraction=0))
-    assert "decoding 60 images into " in caplog.text
-    assert any(" of 60 images, " in line and line.endswith(" s left") for line in caplog.messages)
-
-
 def test_a_full_disk_is_one_sentence(images, location, monkeypatch):
     def full(descriptor: int, start: int, size: int) -> None:
         raise OSError(28, "No space left on device")
@@ -377,23 +320,6 @@ def test_free_disk_space_is_checked_before_decoding(images, location, decoded, m
     monkeypatch.undo()
 
 
-def test_a_cache_above_64_gib_is_stored_and_mapped(tmp_path, monkeypatch):
-    """460,000 images of 3 x 224 x 224 bytes are 69,242,880,000 bytes; 64 GiB are 68,719,476,736. The file is sparse."""
-    shape = (460_000, 3, 224, 224)
-    monkeypatch.setattr(pixel_file, "_reserve", lambda file, size: file.touch() or os.truncate(file, size))
-    entry = pixel_file.PixelEntry(tmp_path)
-    buffer = entry.new_buffer(shape)
-    buffer.images[-1] = 7
-    buffer.save_progress(len(buffer.images), {})
-    entry.store(buffer)
-    assert tuple(buffer.source.shape) == shape
-    assert (tmp_path / "pixels").stat().st_size == 69_242_880_000
-    stored = entry.read()
-    assert stored.complete
-    assert stored.source[-1:].unique().tolist() == [7]
-    assert stored.source[:1].unique().tolist() == [0]
-
-
 @pytest.mark.parametrize("kind", ["file", "below a file"])
 def test_a_folder_that_cannot_be_made(images, tmp_path, monkeypatch, caplog, kind):
     (tmp_path / "x").write_text("")
@@ -404,12 +330,6 @@ def test_a_folder_that_cannot_be_made(images, tmp_path, monkeypatch, caplog, kin
     result = read(settings("image_folder", path=str(images), size=8))
     assert "images are decoded into memory" in caplog.text
     assert same(result, read(folder_of(images, None)))
-
-
-def test_the_folder_of_auto_is_that_of_the_user(images, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
-    read(settings("image_folder", path=str(images), size=8))
-    assert only(tmp_path / "mine" / "fedssl").name.startswith("images-train")
 
 
 def test_a_complete_cache_needs_no_lock_and_no_write_permission(images, location):

@@ -1,12 +1,10 @@
 """scikit-learn's digits."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
-from fedssl.datasets import base, digits
+from fedssl.datasets import digits
 from fedssl.datasets.base import load, stratified_holdout
 from fedssl.errors import InputError
 from tests.fedssl.datasets.made import settings_of
@@ -36,28 +34,11 @@ def test_digits_are_those_of_scikit_learn() -> None:
     assert torch.bincount(test.labels).tolist() == [36, 36, 35, 37, 36, 36, 36, 36, 35, 36]
 
 
-def test_digits_without_the_file_come_from_the_public_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = load(settings_of("digits"), "test")
-    base._read_split.cache_clear()
-    monkeypatch.setattr(digits, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=["/nowhere"]))
-    image_data = load(settings_of("digits"), "test")
-    assert torch.equal(image_data.images[:], expected.images[:])
-    assert torch.equal(image_data.labels, expected.labels)
-
-
 def test_digits_statistics_are_those_of_the_yaml() -> None:
     settings = settings_of("digits")
     values = load(settings, "train").images[:] / 255
     assert values.mean().item() == pytest.approx(settings.mean[0], abs=1e-3)
     assert values.std().item() == pytest.approx(settings.std[0], abs=1e-3)
-
-
-def test_digits_in_another_form() -> None:
-    settings = settings_of("digits", channels=3, size=16, mean=[0.3] * 3, std=[0.4] * 3, limit=50, test_limit=7)
-    wide = load(settings, "train")
-    assert wide.images.shape == (50, 3, 16, 16)
-    assert torch.equal(wide.images[:][:, 0], wide.images[:][:, 2])
-    assert len(load(settings, "test").images) == 7
 
 
 def test_an_unknown_split_is_rejected():

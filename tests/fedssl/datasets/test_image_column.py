@@ -57,15 +57,6 @@ def columns(folder: Path) -> dict[str, pa.Array]:
     }
 
 
-@pytest.mark.parametrize("ending", ["parquet", "arrow"])
-def test_types_of_columns(tmp_path: Path, ending: str) -> None:
-    for name, column in columns(tmp_path).items():
-        write(tmp_path / f"train.{ending}", img=column)
-        assert pixels(tmp_path) == [1, 2, 3], name
-        assert pixels(tmp_path, storage="encoded") == [1, 2, 3], name
-        assert pixels(tmp_path, limit=2) == pixels(tmp_path, limit=2, storage="encoded"), name
-
-
 def test_images_that_a_column_names_are_copied_into_a_cache_which_they_date(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,27 +117,4 @@ def test_columns_of_all_files_are_checked_before_an_image_is_decoded(tmp_path: P
     monkeypatch.setattr("fedssl.datasets.hub.encoded_images", lambda *_: pytest.fail("decoded"))
     message = r"train-1\.parquet has no column 'img' .*; set dataset\.path to files of this data set only$"
     with pytest.raises(InputError, match=message):
-        pixels(tmp_path)
-
-
-@pytest.mark.parametrize("ending", ["parquet", "arrow"])
-def test_two_columns_of_one_name_are_refused(tmp_path: Path, ending: str) -> None:
-    contents = pa.table([pa.array(PNGS), pa.array(PNGS)], names=["img", "img"])
-    if ending == "parquet":
-        pq.write_table(contents, tmp_path / "train.parquet")
-    else:
-        with pa.ipc.new_file(str(tmp_path / "train.arrow"), contents.schema) as writer:
-            writer.write_table(contents)
-    for storage in ("decoded", "encoded"):
-        with pytest.raises(InputError, match=r"has 2 columns named 'img'; give them different names"):
-            pixels(tmp_path, storage=storage)
-
-
-def test_a_file_without_rows_is_an_empty_split(tmp_path: Path) -> None:
-    write(tmp_path / "test.parquet", img=pa.array([], pa.binary()))
-    write(tmp_path / "train.parquet", img=pa.array(PNGS))
-    assert pixels(tmp_path) == [1, 2, 3]
-    assert load(settings_of("cifar10", path=str(tmp_path), size=4, label=None), "test") is None
-    write(tmp_path / "train.parquet", img=pa.array([], pa.binary()))
-    with pytest.raises(InputError, match=r"dataset\.splits\.federated=train names no images"):
         pixels(tmp_path)

@@ -63,20 +63,6 @@ def test_subfolders_are_classes_and_a_fifth_is_held_out(tmp_path: Path) -> None:
     assert len(load(own(tmp_path, test_fraction=0), "train").images) == 20
 
 
-def test_subfolders_may_be_owners(tmp_path: Path) -> None:
-    for name, values in {"phone-7": [1, 2, 3], "phone-10": [4, 5], ".trash": [9]}.items():
-        for value in values:
-            write(tmp_path / name / f"{value}.png", make_image(value))
-    image_data = load(own(tmp_path, folders="owner"), "federated")
-    assert first_pixels(image_data.images) == [4, 5, 1, 2, 3]  # phone-10 before phone-7
-    assert (image_data.owner_names, image_data.owners.tolist()) == (("phone-10", "phone-7"), [0, 0, 1, 1, 1])
-    assert image_data.owners.dtype == torch.int64
-    assert (image_data.labels, image_data.classes) == (None, ())
-    assert load(own(tmp_path, folders="owner"), "test") is None
-    by_class = load(own(tmp_path, test_fraction=0), "federated")
-    assert (by_class.owners, by_class.owner_names, by_class.labels.tolist()) == (None, (), [0, 0, 1, 1, 1])
-
-
 def test_owners_with_classes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The second owner has no ant; one image of the first is unreadable."""
     for name, value in (("ann/bee/1.png", 1), ("ann/ant/x/2.png", 2), ("ben/bee/3.png", 3), ("ben/cow/4.png", 4)):
@@ -93,19 +79,6 @@ def test_owners_with_classes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert (image_data.owner_names, image_data.owners.tolist()) == (("ann", "ben"), [0, 0, 1, 1])
     test = load(settings, "test")
     assert (test.classes, test.labels.tolist(), test.owner_names) == (("ant", "bee", "cow"), [0, 1, 2], ("eve",))
-
-
-def test_a_fifth_of_every_class_is_held_out_regardless_of_owners(tmp_path: Path) -> None:
-    for owner in range(5):
-        for name in ("ape", "cat"):
-            for number in range(2):
-                write(tmp_path / f"phone-{owner}" / name / f"{number}.png", make_image(10 * owner + number))
-    settings = own(tmp_path, folders="owner/class")
-    train, test = load(settings, "federated"), load(settings, "test")
-    assert torch.bincount(train.labels).tolist() == [8, 8]
-    assert torch.bincount(test.labels).tolist() == [2, 2]
-    for image_data in (train, test):
-        assert (image_data.images[:][:, 0, 0, 0] // 10).tolist() == image_data.owners.tolist()
 
 
 @pytest.mark.parametrize(
@@ -136,21 +109,6 @@ def test_folders_in_another_form_are_one_sentence(tmp_path: Path, folders: str, 
     with pytest.raises(InputError, match=message) as caught:
         load(own(tmp_path, folders=folders), "test")
     assert "\n" not in str(caught.value)
-
-
-def test_train_and_test_folders(tmp_path: Path) -> None:
-    write(tmp_path / "train" / "1.png", make_image(1))
-    write(tmp_path / "train" / "2.png", make_image(2))
-    assert load(own(tmp_path), "test") is None
-    write(tmp_path / "test" / "3.png", make_image(3))
-    base._read_split.cache_clear()
-    assert first_pixels(load(own(tmp_path), "federated").images) == [1, 2]
-    assert load(own(tmp_path), "test") is None  # no labels
-    for name, value in (("train/x/1.png", 1), ("train/y/2.png", 2), ("test/y/3.png", 3), ("test/x/4.png", 4)):
-        write(tmp_path / "labeled" / name, make_image(value))
-    settings = own(tmp_path / "labeled")
-    assert load(settings, "train").labels.tolist() == [0, 1]
-    assert first_pixels(load(settings, "test").images) == [4, 3]
 
 
 def test_unreadable_files_are_counted_named_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

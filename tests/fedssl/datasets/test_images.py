@@ -42,33 +42,6 @@ def encoded(pixels: torch.Tensor) -> EncodedImages:
     return EncodedImages(records, 2 * np.arange(COUNT) + 1, Decoding(channels=3, size=SIZE))
 
 
-def test_it_is_indexed_like_an_array(source, pixels):
-    assert (len(source), source.shape, source.nbytes) == (COUNT, tuple(pixels.shape), pixels.nbytes)
-    rows = torch.tensor([3, 39, 0, 3])
-    assert torch.equal(source[rows], pixels[rows])
-    assert torch.equal(source[5:7], pixels[5:7])
-    assert torch.equal(source[:], pixels)
-    assert torch.equal(torch.cat(list(source.chunks(11))), pixels)
-    assert [len(chunk) for chunk in source.chunks(11)] == [11, 11, 11, 7]
-
-
-@pytest.mark.parametrize("ahead_bytes", [1, images.AHEAD_BYTES])
-def test_batches_come_in_their_order(source, pixels, monkeypatch, ahead_bytes):
-    monkeypatch.setattr(images, "AHEAD_BYTES", ahead_bytes)
-    batches = torch.randperm(COUNT, generator=torch.Generator().manual_seed(1)).split(9)
-    found = list(source.prefetch(batches))
-    assert len(found) == 5
-    assert all(torch.equal(one, pixels[rows]) for one, rows in zip(found, batches, strict=True))
-    assert list(source.prefetch([])) == []
-
-
-def test_a_subset_of_a_subset(source, pixels):
-    part = source.subset(torch.tensor([9, 4, 30, 7])).subset(torch.tensor([2, 0]))
-    assert len(part) == 2
-    assert torch.equal(part[:], pixels[[30, 9]])
-    assert torch.equal(next(part.prefetch([torch.tensor([1])])), pixels[[9]])
-
-
 @pytest.mark.parametrize("kind", ["mapped", "encoded"])
 @pytest.mark.parametrize(("room", "ahead"), [(0, 1), (3, 3), (100, images.AHEAD)])
 def test_few_batches_are_read_ahead(pixels, tmp_path, monkeypatch, kind, room, ahead):

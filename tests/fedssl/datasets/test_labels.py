@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedssl.datasets import base
-from fedssl.datasets.base import NO_LABEL, load, stratified_holdout
+from fedssl.datasets.base import NO_LABEL, load
 from fedssl.datasets.labels import read_labels
 from fedssl.errors import InputError
-from tests.fedssl.datasets.made import first_pixels, make_image, png, settings_of, table
+from tests.fedssl.datasets.made import first_pixels, settings_of, table
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
 
@@ -49,16 +49,6 @@ def test_the_same_number_with_another_name_in_another_file_is_joined_by_name(tmp
     assert names_of([test, turned]) == [["a", "c", None], ["c", "a"]]
 
 
-def test_names_are_numbered_over_all_splits(tmp_path: Path) -> None:
-    """Numbers of each split by itself would swap b and c in the test."""
-    train = write(tmp_path / "train.parquet", pa.array(["c", "a", None, " b ", ""]))
-    test = write(tmp_path / "test.parquet", pa.array(["a", "c", "d"]).dictionary_encode())
-    labels, classes = read_labels([train], "label", data_set=[test, train])
-    assert (labels.tolist(), classes) == ([2, 0, -1, 1, -1], ("a", "b", "c", "d"))
-    named = write(tmp_path / "named.parquet", pa.array([0, 1]), ["d", "a"])
-    assert names_of([train, test, named]) == [["c", "a", None, "b", None], ["a", "c", "d"], ["d", "a"]]
-
-
 def test_names_beside_numbers_are_refused_unless_no_row_has_a_label(tmp_path: Path) -> None:
     named = write(tmp_path / "train.parquet", pa.array([0, 1]), ["a", "b"])
     numbers = write(tmp_path / "test.parquet", pa.array([1, 0]))
@@ -71,16 +61,6 @@ def test_names_beside_numbers_are_refused_unless_no_row_has_a_label(tmp_path: Pa
     wrong = write(tmp_path / "wrong.parquet", pa.array([0, 7]), ["a", "b"])
     labels, classes = read_labels([wrong], "label", data_set=[numbers])
     assert (labels.tolist(), classes) == ([0, 7], ())
-
-
-def test_two_classes_of_one_name(tmp_path: Path) -> None:
-    """ImageNet's short names contain "crane" twice: a bird and a machine."""
-    one = write(tmp_path / "one.parquet", pa.array([0, 2]), ["crane", "dog", "crane"])
-    same = write(tmp_path / "same.parquet", pa.array([2, 1]), ["crane", "dog", "crane"])
-    assert read_labels([one, same], "label", data_set=[])[0].tolist() == [0, 2, 2, 1]
-    other = write(tmp_path / "other.parquet", pa.array([0]), ["dog"])
-    with pytest.raises(InputError, match=r"other\.parquet has other class names .* two classes are named 'crane'"):
-        read_labels([one], "label", data_set=[other])
 
 
 @pytest.mark.parametrize(
@@ -140,32 +120,6 @@ def test_rows_without_a_label_are_counted_and_trained_on(tmp_path: Path, caplog:
     assert train.labels[0] == NO_LABEL  # never held out
     assert NO_LABEL not in test.labels.tolist()
     assert (len(train.images), len(test.images)) == (16, 4)  # a fifth of 19
-
-
-def test_only_unlabeled_rows_and_switched_off_labels_are_no_labels(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    pq.write_table(table([1, 2], [0, None]), tmp_path / "train.parquet")
-    with caplog.at_level(logging.WARNING):
-        off = load(settings_of("cifar10", path=str(tmp_path), size=4, label=None, test_fraction=0.5), "federated")
-    assert (off.labels, len(off.images), caplog.messages) == (None, 2, [])
-    pq.write_table(table([1, 2], [-1, None]), tmp_path / "train.parquet")
-    base.forget_images()
-    assert load(settings_of("cifar10", path=str(tmp_path), size=4), "federated").labels is None
-    assert "none of the 2 rows of the split 'train' has a label: they are used without labels" in caplog.messages
-    # A file of the split may lack the column.
-    pq.write_table(pa.table({"img": [png(make_image(3))]}), tmp_path / "train-2.parquet")
-    base.forget_images()
-    load(settings_of("cifar10", path=str(tmp_path), size=4), "federated")
-    assert "(%s has no column 'label'; it has ['img'])" % (tmp_path / "train-2.parquet") in caplog.messages[-1]
-
-
-def test_a_class_with_one_image_and_images_without_a_label_are_not_held_out() -> None:
-    labels = np.array([0, 1, NO_LABEL, 2, 2, NO_LABEL, 2])
-    train, test = stratified_holdout(labels, fraction=0.9)
-    assert labels[test].tolist() == [2, 2]  # one of three remains, though 0.9 of 3 is 2.7
-    assert sorted([*train, *test]) == list(range(7))
-    assert stratified_holdout(np.full(3, NO_LABEL), fraction=0.5)[1].tolist() == []
 
 
 @pytest.mark.parametrize("storage", ["decoded", "encoded"])

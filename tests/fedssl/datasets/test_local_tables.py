@@ -46,12 +46,6 @@ def test_files_and_folders_named_after_splits(tmp_path: Path, train: str, test: 
     assert [file.name for file in local_files(everything, "test")] == [Path(test).name]
 
 
-def test_a_shard_of_another_fold_is_not_of_the_split(tmp_path: Path) -> None:
-    root = touch(tmp_path, "train-00000-of-00001.parquet", "train_0-00000-of-00001.parquet")
-    assert found(root, "train") == ["train-00000-of-00001.parquet"]
-    assert found(root, "train_0") == ["train_0-00000-of-00001.parquet"]
-
-
 def test_validation_serves_and_other_files_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = touch(tmp_path, "train.parquet", "dev.parquet", "extra.parquet", "state.json")
     assert found(root, "test") == ["dev.parquet"]
@@ -78,10 +72,3 @@ def test_a_split_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             local_files(str(root), split)
-
-
-def test_folders_of_a_pattern_are_splits(tmp_path: Path) -> None:
-    root = touch(tmp_path, "train/0.parquet", "test/0.parquet", ".old/train/0.parquet")
-    assert local_files(f"{root}/*/0.parquet", "train") == [root / "train" / "0.parquet"]
-    assert local_files(f"{root}/**/*.parquet", "test") == [root / "test" / "0.parquet"]
-    assert local_files(f"{root}/.old/*/*.parquet", "train") == [root / ".old" / "train" / "0.parquet"]

@@ -10,12 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from fedssl import partition
-from fedssl.config.load import compose
-from fedssl.datasets import base, decoding
+from fedssl.datasets import decoding
 from fedssl.datasets.base import load, subsample_indices
 from fedssl.errors import InputError
-from tests.fedssl.datasets.made import first_pixels, make_image, png, settings_of, table
+from tests.fedssl.datasets.made import first_pixels, make_image, settings_of, table
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
 
@@ -62,21 +60,6 @@ def test_a_limit_decodes_only_its_images(folder: Path, monkeypatch: pytest.Monke
     assert len(decoded) == 4  # each split once
 
 
-def test_single_file_and_pattern(folder: Path) -> None:
-    one = settings_of("cifar10", path=str(folder / "data" / "train-00000-of-00002.parquet"), size=4)
-    assert first_pixels(load(one, "federated").images) == [1, 2, 3]
-    assert load(one, "test") is None
-    pattern = settings_of("cifar10", path=str(folder / "data" / "t*-of-00002*.parquet"), size=4)
-    assert first_pixels(load(pattern, "federated").images) == [1, 2, 3, 4, 5]
-
-
-def test_files_without_a_split_name_are_training_images(tmp_path: Path) -> None:
-    pq.write_table(table([1, 2, 3], [0, 1, 2]), tmp_path / "mine.parquet")
-    settings = settings_of("cifar10", path=str(tmp_path), size=4)
-    assert first_pixels(load(settings, "federated").images) == [1, 2, 3]
-    assert load(settings, "test") is None
-
-
 def test_splits_as_folders_and_unlabeled_images(tmp_path: Path) -> None:
     """The layout of the Hub's conversion; STL-10 marks unlabeled images with -1."""
     parts = {"unlabeled": ([1, 2, 3], [-1, -1, -1]), "train": ([4, 5], [0, 1]), "test": ([6], [2])}
@@ -89,14 +72,6 @@ def test_splits_as_folders_and_unlabeled_images(tmp_path: Path) -> None:
     assert shared.labels is None
     assert load(settings, "train").labels.tolist() == [0, 1]
     assert load(settings, "test").labels.tolist() == [2]
-
-
-def test_valid_and_validation_are_the_same_word(tmp_path: Path) -> None:
-    pq.write_table(table([1, 2], [0, 1], image="image"), tmp_path / "tiny-imagenet-train-0.parquet")
-    pq.write_table(table([3], [1], image="image"), tmp_path / "validation.parquet")
-    settings = settings_of("tiny_imagenet", path=str(tmp_path), size=4)
-    assert first_pixels(load(settings, "test").images) == [3]
-    assert first_pixels(load(settings, "train").images) == [1, 2]
 
 
 def test_folder_of_save_to_disk(tmp_path: Path) -> None:
@@ -113,14 +88,6 @@ def test_folder_of_save_to_disk(tmp_path: Path) -> None:
     assert (first_pixels(train.images), train.labels.tolist()) == ([1, 2, 3], [0, 1, 0])
     assert (first_pixels(test.images), test.labels.tolist()) == ([7], [1])
     assert train.classes == ("ant", "bee")
-
-
-def test_arrow_file_format_and_plain_binary_column(tmp_path: Path) -> None:
-    contents = pa.table({"img": pa.array([png(make_image(3)), png(make_image(4))], pa.binary()), "label": [1, 0]})
-    with pa.ipc.new_file(str(tmp_path / "train.arrow"), contents.schema) as writer:
-        writer.write_table(contents)
-    image_data = load(settings_of("cifar10", path=str(tmp_path), size=4), "federated")
-    assert (first_pixels(image_data.images), image_data.labels.tolist(), image_data.classes) == ([3, 4], [1, 0], ())
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
@@ -142,16 +109,6 @@ def test_a_column_names_the_owners(tmp_path: Path, kind: pa.DataType) -> None:
     assert (unknown.owners, unknown.owner_names) == (None, ())
 
 
-def test_owners_may_be_numbers_and_divide_the_images(tmp_path: Path) -> None:
-    contents = table([1, 2, 3, 4, 5, 6], [0] * 6).append_column("hospital", pa.array([70, 8, 70, 8, 8, 70], pa.int16()))
-    pq.write_table(contents, tmp_path / "train.parquet")
-    image_data = load(settings_of("cifar10", path=str(tmp_path), size=4, owner="hospital"), "federated")
-    assert (image_data.owner_names, image_data.owners.tolist()) == (("8", "70"), [1, 0, 1, 0, 0, 1])
-    rule = compose(["seed=1", "num_clients=2", "partition=natural"]).partition
-    parts = partition.client_indices(rule, image_data)
-    assert sorted(part.tolist() for part in parts) == [[0, 2, 5], [1, 3, 4]]
-
-
 @pytest.mark.parametrize(
     ("column", "message"),
     [
@@ -171,33 +128,6 @@ def test_owners_that_cannot_be_used_are_one_sentence(tmp_path: Path, column: pa.
     assert "\n" not in str(caught.value)
 
 
-def test_a_share_of_local_files_without_a_test_is_held_out(tmp_path: Path) -> None:
-    values, labels = list(range(0, 200, 10)), [0] * 10 + [1] * 10
-    pq.write_table(table(values, labels), tmp_path / "mine.parquet")
-    data = settings_of("cifar10", path=str(tmp_path), size=4)
-    assert load(data, "test") is None
-    assert len(load(data, "train").images) == 20
-    data = settings_of("cifar10", path=str(tmp_path), size=4, test_fraction=0.2)
-    train, test = (load(data, split) for split in ("train", "test"))
-    assert train is load(data, "federated")  # clients do not train on what they are tested by
-    assert sorted(first_pixels(train.images) + first_pixels(test.images)) == values
-    assert torch.bincount(test.labels).tolist() == [2, 2]
-    assert [value >= 100 for value in first_pixels(test.images)] == test.labels.bool().tolist()
-    # Tiny ImageNet calls its test "valid".
-    other = settings_of("tiny_imagenet", path=str(tmp_path), size=4, test_fraction=0.2, image="img")
-    assert first_pixels(load(other, "test").images) == first_pixels(test.images)
-    limited = settings_of("cifar10", path=str(tmp_path), size=4, test_fraction=0.2, limit=5, test_limit=3)
-    assert not {*first_pixels(load(limited, "train").images)} & {*first_pixels(test.images)}
-    assert (len(load(limited, "train").images), len(load(limited, "test").images)) == (5, 3)
-    # A test file is used unchanged.
-    pq.write_table(table(values, labels), tmp_path / "mine-train.parquet")
-    pq.write_table(table([7], [1]), tmp_path / "mine-test.parquet")
-    (tmp_path / "mine.parquet").unlink()
-    base._read_split.cache_clear()
-    assert first_pixels(load(data, "test").images) == [7]
-    assert len(load(data, "train").images) == 20
-
-
 def test_a_share_that_cannot_be_held_out(tmp_path: Path) -> None:
     pq.write_table(table([0, 10], [None, None]), tmp_path / "mine.parquet")
     data = settings_of("cifar10", path=str(tmp_path), size=4, test_fraction=0.5)
@@ -212,15 +142,6 @@ def test_a_share_that_cannot_be_held_out(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             load(settings_of("cifar10", **changes), "federated")
-
-
-def test_hidden_files_are_no_match_of_a_pattern(folder: Path) -> None:
-    (folder / "data" / "._train-00000-of-00002.parquet").write_bytes(b"a hidden file of another system")
-    settings = settings_of("cifar10", path=str(folder / "data" / "*train-*-of-00002*.parquet"), size=4)
-    assert len(load(settings, "federated").images) == 5
-    for pattern in ("nothing*.parquet", "***"):
-        with pytest.raises(InputError, match=r"holds no \.parquet or \.arrow file"):
-            load(settings_of("cifar10", path=str(folder / pattern), size=4), "federated")
 
 
 def test_a_missing_label_column_is_logged_and_means_no_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

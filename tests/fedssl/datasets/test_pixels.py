@@ -10,7 +10,6 @@ from PIL import Image, ImageCms
 from fedssl.datasets.decoding import read_image
 from fedssl.datasets.pixels import to_array
 from fedssl.errors import InputError
-from tests.fedssl.datasets.made import make_image
 
 
 def encoded(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
@@ -39,16 +38,6 @@ def tiff(values: np.ndarray, *, sample_format: int = 1, photometric: int = 1, bi
     )
     header = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(f"{order}IH", 8, len(tags))
     return header + entries + bytes(4) + values.tobytes()
-
-
-def test_channels_are_converted() -> None:
-    red = Image.new("RGB", (2, 2), (200, 100, 50))
-    # ITU-R 601: 0.299 * 200 + 0.587 * 100 + 0.114 * 50 = 124.2
-    assert (to_array(red, channels=1, size=2) == 124).all()
-    assert to_array(red, channels=3, size=2)[:, 0, 0].tolist() == [200, 100, 50]
-    assert to_array(make_image(7, mode="L"), channels=3, size=4)[:, 0, 1].tolist() == [8, 8, 8]
-    assert to_array(red.convert("RGBA"), channels=3, size=2)[:, 1, 1].tolist() == [200, 100, 50]
-    assert to_array(red.convert("P"), channels=3, size=2).shape == (3, 2, 2)
 
 
 def test_another_size_scales_the_shorter_side_and_crops_the_center() -> None:
@@ -82,23 +71,6 @@ def test_transparent_pixels_have_the_background(mode):
         left, right = (encoded(image.crop((x, 0, x + 1, 1)), **options) for x in (0, 1))
         assert read_image(left, **form).ravel().tolist() == [first] * 3
         assert read_image(right, **form).ravel().tolist() == [background] * 3
-
-
-@pytest.mark.parametrize("form", ["GIF", "WEBP", "TIFF", "PNG"])
-def test_transparent_files_are_on_white(form):
-    shape = np.zeros((16, 16, 4), np.uint8)
-    shape[4:12, 4:12, 3] = 255
-    found = read_image(
-        encoded(Image.fromarray(shape), form, **({"lossless": True} if form == "WEBP" else {})), channels=3, size=16
-    )
-    assert (found == np.where(shape[..., 3] == 255, 0, 255)).all()
-
-
-def test_half_transparent_pixels_are_mixed():
-    pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 4), dtype=np.uint8)
-    share = pixels[..., 3:].astype(float) / 255
-    expected = np.rint(share * pixels[..., :3] + (1 - share) * 200).transpose(2, 0, 1)
-    assert (to_array(Image.fromarray(pixels), channels=3, size=16, background=200) == expected).all()
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -157,14 +129,6 @@ def test_values_of_16_bits_become_their_upper_8(content):
     assert read(content) == [[0, 0], [1, 255]]
 
 
-def test_every_value_of_16_bits():
-    values = np.arange(65536, dtype=np.uint16).reshape(256, 256)
-    assert (to_array(Image.fromarray(values), channels=1, size=256) == values >> 8).all()
-    assert (
-        to_array(Image.fromarray(values), channels=1, size=256, max_value=4095) == np.minimum(values >> 4, 255)
-    ).all()
-
-
 def test_values_are_divided_by_the_maximum_of_pgm_or_of_the_setting():
     twelve = np.array([[0, 16], [2048, 4095]], ">u2")
     levels = [[0, 1], [128, 255]]
@@ -197,12 +161,6 @@ def test_values_are_divided_by_the_maximum_of_pgm_or_of_the_setting():
 def test_negative_values_are_refused(content, message):
     with pytest.raises(InputError, match=message):
         read(content, max_value=1000)
-
-
-@pytest.mark.parametrize("mode", ["I", "F"])
-def test_an_unknown_range_is_named_with_the_setting(mode):
-    with pytest.raises(InputError, match=f"wrong channels: .*mode {mode}.*dataset.max_value"):
-        to_array(Image.new(mode, (4, 4)), channels=1, size=4)
 
 
 @pytest.mark.parametrize("mode", ["L", "I;16"])

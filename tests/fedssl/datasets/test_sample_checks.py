@@ -9,14 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from PIL import Image
 
 from fedssl.datasets import base
 from fedssl.datasets.base import load_federated
 from fedssl.datasets.decoding import Decoding
-from fedssl.datasets.images import TensorImages
-from fedssl.datasets.sample_checks import constant_warnings, range_warnings
+from fedssl.datasets.sample_checks import range_warnings
 from tests.fedssl.datasets.made import png, settings_of
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
@@ -37,15 +35,6 @@ def test_a_small_part_of_16_bits_is_named_with_the_setting_that_scales_it(maximu
     assert warning.endswith(f"scale them with dataset.max_value={2**bits - 1}")
     assert warnings_of(ramp(maximum), max_value=2**bits - 1) == ()
     assert Decoding(channels=1, size=8, max_value=2**bits - 1)(ramp(maximum)).max() >= 248
-
-
-def test_other_ranges():
-    assert warnings_of(ramp(16384)) == warnings_of(ramp(99), ramp(40000)) == warnings_of(ramp(60, np.uint8)) == ()
-    assert warnings_of() == warnings_of(b"damaged") == ()
-    (warning,) = warnings_of(ramp(60000), max_value=4095)
-    assert "is 60,000: all above dataset.max_value=4095 become white; set it to 65535" in warning
-    (warning,) = warnings_of(ramp(60, np.uint8), max_value=4095)
-    assert "dataset.max_value=4095 is for gray images with more than 8 bits" in warning
 
 
 def color_png(*values: int) -> bytes:
@@ -80,16 +69,6 @@ def test_a_folder_of_16_bits_is_logged_once_also_from_the_cache(tmp_path: Path, 
             base.forget_images()
             load_federated(data)
             assert [line for line in caplog.messages if "dataset.max_value=4095" in line] == caplog.messages, again
-
-
-@pytest.mark.parametrize(("constant", "expected"), [(2, False), (3, True)])
-def test_more_than_half_of_the_images_with_a_single_color_are_logged(constant, expected):
-    images = torch.arange(4 * 3 * 5 * 5, dtype=torch.int).reshape(4, 3, 5, 5).to(torch.uint8)
-    images[:constant] = torch.tensor([1, 200, 7], dtype=torch.uint8).view(3, 1, 1)
-    found = constant_warnings(TensorImages(images))
-    assert len(found) == expected
-    assert all(text.startswith("3 of a sample of 4 images have a single color each") for text in found)
-    assert constant_warnings(TensorImages(images[..., :1, :1])) == ()
 
 
 def test_white_glyphs_without_a_background_are_a_warning_with_a_remedy(tmp_path: Path, caplog):

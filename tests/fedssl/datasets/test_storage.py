@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from fedssl.datasets import base, buffers, cache, decoding, image_folder, pack, tables
+from fedssl.datasets import base, cache, decoding, image_folder, pack, tables
 from fedssl.datasets.base import ImageData
 from fedssl.datasets.encoded_images import FileRecords
 from fedssl.datasets.images import EncodedImages, MappedImages, TensorImages
@@ -112,24 +112,6 @@ def test_images_are_copied_only_if_their_file_has_them_in_compressed_form(tmp_pa
     assert names == {"lock", "about.npz"} | ({"pack"} if kind in ("parquet", "compressed arrow") else set())
 
 
-def test_a_slice_of_an_arrow_column_has_the_places_of_its_own_rows(tmp_path):
-    """A record batch may share its buffers with others, and begin anywhere in them."""
-    images = [bytes([number]) * (number + 1) for number in range(20)]
-    table = pa.table({"img": pa.array(images)}).slice(5, 9)
-    with pa.ipc.new_stream(tmp_path / "train.arrow", table.schema) as writer:
-        writer.write_table(table)
-    records = tables.arrow_records([tmp_path / "train.arrow"], "img", np.array([8, 0, 3]))
-    assert list(records) == [images[13], images[5], images[8]]
-
-
-@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])
-def test_the_bounds_of_values_are_those_of_a_slice(kind):
-    """Values of 1, 2, 3, ... bytes: the one with index i begins at 0 + 1 + ... + i = i (i + 1) / 2."""
-    values = pa.array(["x" * (number + 1) for number in range(9)], kind).slice(3, 4)
-    assert tables.value_bounds(values).tolist() == [6, 10, 15, 21, 28]
-    assert tables.value_bounds(pa.array(["a path"])) is None
-
-
 @pytest.fixture
 def reads(monkeypatch) -> list[object]:
     """Sources that are decoded while pixels or an index are made, and not for the batches of encoded images."""
@@ -168,17 +150,6 @@ def test_a_damaged_index_is_made_again(tmp_path, reads, caplog, name, damage):
         assert len(reads) == number
         reads.clear()
     assert ("is damaged" in caplog.text) == (damage is not Path.unlink)
-
-
-@pytest.mark.parametrize("kind", ["folder", "parquet", "arrow file"])
-def test_changed_sources_get_an_index_of_their_own(tmp_path, kind, reads):
-    write(tmp_path / "data", kind)
-    load(tmp_path / "data", kind, tmp_path / "cache", storage="encoded", test_fraction=0)
-    file = sorted(file for file in (tmp_path / "data").rglob("*") if file.is_file())[-1]
-    os.utime(file, ns=(0, 0))
-    reads.clear()
-    load(tmp_path / "data", kind, tmp_path / "cache", storage="encoded", test_fraction=0)
-    assert len(reads) == 60
 
 
 @pytest.mark.parametrize("kind", ["folder", "arrow file"])
@@ -262,14 +233,6 @@ def test_free_disk_space_is_checked_before_the_copy(tmp_path, monkeypatch, reads
     assert not reads
 
 
-def test_memory_is_checked_before_encoded_images_are_copied_into_it(tmp_path, monkeypatch):
-    write(tmp_path / "data", "parquet")
-    monkeypatch.setattr(buffers, "available_memory", lambda: 100_000)
-    sentence = r"48 encoded images need .* of memory, and 0\.1 MB are available; copy them into a file"
-    with pytest.raises(InputError, match=sentence):
-        load(tmp_path / "data", "parquet", None, storage="encoded")
-
-
 NEEDED = 48 * 3 * 20 * 20
 
 
@@ -291,30 +254,6 @@ def test_auto_decodes_into_at_most_half_of_memory_and_disk(tmp_path, monkeypatch
     assert isinstance(images, EncodedImages if encoded else MappedImages)
     chosen = [line for line in caplog.messages if line.startswith("dataset.storage=auto: ")]
     assert [encoded in line and "0.1 MB, more than half of the" in line for line in chosen] == [True] * bool(encoded)
-
-
-def test_auto_uses_decoded_images_that_exist(tmp_path, monkeypatch):
-    write(tmp_path / "data", "folder")
-    load(tmp_path / "data", "folder", tmp_path / "cache", storage="decoded")
-    monkeypatch.setattr(cache, "available_memory", lambda: 0)
-    assert isinstance(load(tmp_path / "data", "folder", tmp_path / "cache", storage="auto").images, MappedImages)
-
-
-def test_an_unknown_storage_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"dataset\.storage=mapped must be decoded or encoded or auto"):
-        image_folder.read("train", channels=3, size=8, limit=None, path="x", test_fraction=0, storage="mapped")
-
-
-def test_records_of_a_file_that_was_cut_are_an_error(tmp_path):
-    (tmp_path / "pack").write_bytes(b"abcdef")
-    records = FileRecords([tmp_path / "pack"], np.zeros(2, int), np.array([0, 3]), np.array([3, 3]))
-    (tmp_path / "pack").rename(tmp_path / "moved")
-    assert list(records) == [b"abc", b"def"]
-    assert records[0:2] == [b"abc", b"def"]
-    cut(tmp_path / "moved")
-    assert records[0] == b"abc"
-    with pytest.raises(OSError, match="pack has been cut"):
-        records[1]
 
 
 RUN = {

@@ -13,9 +13,7 @@ from fedssl.encoders import library, torchvision_networks
 from fedssl.encoders.base import ActiveStages, frozen_copy
 from fedssl.encoders.library import Library, LibraryEncoder, build_library_encoder
 from fedssl.errors import InputError
-from fedssl.export import load_encoder, read_content, save_encoder
-from fedssl.export.source import ExportSource
-from fedssl.export.timm_weights import run_timm, timm_model, write_timm
+from fedssl.export import load_encoder, save_encoder
 from fedssl.schedule.phases import ScheduleSettings, make_phases
 
 # Name, image size, number of stages, widths of the first and the last stage, arguments of timm.
@@ -59,14 +57,6 @@ def test_timm_encoders_are_timms_networks(name, size, stages, first, last, argum
     assert h.shape == (2, encoder.feature_dim) == (2, last)
 
 
-def test_efficientnet_lite0_has_the_stages_of_its_blocks():
-    encoder = build("efficientnet_lite0", 64, channels=1)
-    assert encoder.stage_names == tuple(f"blocks.{number}" for number in range(7))
-    # Channels of the stages (arXiv 1905.11946, Table 1); the last convolution has 1280.
-    assert encoder._widths == (16, 24, 40, 80, 112, 192, 1280)
-    assert encoder.state_dict()["conv_stem.weight"].shape == (32, 1, 3, 3)
-
-
 @pytest.mark.parametrize(
     ("name", "size", "stages"), [("resnet18", 64, 4), ("efficientnet_b0", 64, 7), ("mobilenet_v3_small", 64, 1)]
 )
@@ -88,14 +78,6 @@ def test_torchvision_encoders_are_torchvisions_networks(name, size, stages):
     assert len(encoder.stage_names) == stages
 
 
-def test_torchvisions_vision_transformer_has_its_blocks_as_stages():
-    encoder, images = vit_of_torchvision().eval(), torch.rand(2, 3, 32, 32)
-    with torch.no_grad():
-        torch.testing.assert_close(encoder(images), encoder.get_submodule("")(images), rtol=0, atol=1e-6)
-    assert encoder.stage_names == ("encoder.layers.encoder_layer_0", "encoder.layers.encoder_layer_1")
-    assert (encoder.patch_embedding, encoder.image_size) == ("conv_proj", 32)
-
-
 @pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_efficientnet", "test_convnext"])
 def test_frozen_stages_and_the_others_are_the_whole_encoder(name):
     encoder, images = build(name), torch.rand(2, 3, 32, 32)
@@ -105,18 +87,6 @@ def test_frozen_stages_and_the_others_are_the_whole_encoder(name):
             with encoder.run_stages(ActiveStages(len(encoder.stage_names), frozen)):
                 (x,) = encoder.forward_frozen([images], torch.Generator())
                 torch.testing.assert_close(encoder(x), whole, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["test_vit", "test_efficientnet", "test_convnext"])
-def test_only_running_stages_have_gradients(name):
-    encoder, depth = build(name), 2
-    with encoder.run_stages(ActiveStages(depth)):
-        h = encoder(torch.rand(2, 3, 32, 32))
-        h.square().sum().backward()
-        ranges = {layer: encoder.stage_range(layer) for layer, _ in encoder.named_parameters()}
-    assert h.shape == (2, encoder._widths[depth - 1])
-    for layer, parameter in encoder.named_parameters():
-        assert (parameter.grad is not None) == (ranges[layer].first <= depth), layer
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_nfnet"])
@@ -133,19 +103,6 @@ def test_copies_are_independent_and_frozen_copies_run_the_same_stages(name):
         with encoder.run_stages(ActiveStages(1)):
             assert torch.equal(target(images), encoder(images))
     assert not any(parameter.requires_grad for parameter in target.parameters())
-
-
-def test_the_network_follows_its_encoder():
-    """To another device (which replaces parameters and buffers), to training mode, and with replaced modules."""
-    encoder = build("test_vit")
-    network = encoder.get_submodule("")
-    assert encoder.training is network.training is False
-    assert encoder.train().training is network.training is True
-    encoder.head = torch.nn.Hardtanh()
-    assert network.head is encoder.get_submodule("head")
-    encoder.to("meta")
-    assert network.cls_token.is_meta
-    assert network.cls_token is dict(encoder.named_parameters())["cls_token"]
 
 
 def test_smaller_views_in_training_only():
@@ -177,22 +134,6 @@ def test_saved_encoders_are_loaded(target, name, tmp_path):
     loaded, images = load_encoder(tmp_path / "encoder.pt"), torch.rand(2, 1, 32, 32)
     with torch.no_grad():
         assert torch.equal(loaded(images), encoder(images))
-
-
-@pytest.mark.parametrize("name", ["test_efficientnet", "test_vit"])
-def test_exported_weights_are_loaded_by_timm(name, tmp_path):
-    settings = {"name": name, "channels": 1, "size": 32}
-    settings["_target_"] = "fedssl.encoders.timm"
-    file = tmp_path / "encoder.pt"
-    save_encoder(file, build(name, channels=1), settings=settings, mean=[0.5], std=[0.25], metadata={})
-    encoder = load_encoder(file)
-    source = ExportSource(encoder=encoder, content=read_content(file))
-    write_timm(source, tmp_path / "encoder.safetensors")
-    images = source.random_images(2)
-    with torch.no_grad():
-        h = encoder(encoder.preprocess(images))
-    torch.testing.assert_close(run_timm(source, tmp_path / "encoder.safetensors", images), h, rtol=0, atol=1e-6)
-    assert f"timm.create_model('{name}', num_classes=0, in_chans=1" in timm_model(source).code(tmp_path)
 
 
 @pytest.mark.parametrize("schedule", ["layer_wise", "progressive"])

@@ -76,11 +76,3 @@ def test_a_frozen_copy_runs_the_same_stages_and_another_copy_its_own():
         with first.run_stages(ActiveStages(1)):
             assert [network(ZERO).item() for network in (first, second, encoder)] == [1, 1, 12]
     assert shared(ZERO).item() == 123
-
-
-def test_only_the_last_active_stage_has_a_bridge():
-    encoder = Digits(widths=(2, 3, 1))
-    encoder.add_bridges()
-    ranges = {name: encoder.stage_range(f"{name}.weight")[:2] for name in ("bridges.1", "bridges.2")}
-    assert ranges == {"bridges.1": (1, 1), "bridges.2": (2, 2)}
-    assert list(encoder.bridges) == ["1", "2"]  # the third stage has the encoder's width

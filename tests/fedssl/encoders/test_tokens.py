@@ -69,19 +69,6 @@ def test_interpolated_positions_equal_the_sum_over_16_neighbors(grid: int, side:
     torch.testing.assert_close(found, expected.view(1, side * side, 3).float(), rtol=0, atol=1e-5)
 
 
-def test_interpolated_positions_by_hand():
-    """From 4 to 2 patches, the middle of the first is 1/2, between the old ones 0 and 1.
-
-    The kernel is 19/32 at distance 1/2 and -3/32 at 3/2. Rows -1 (a copy of 0), 0, 1 and 2 with values 0, 0, 1 and 2
-    give 19/32 - 2 * 3/32 = 13/32; the last is 3 - 13/32 by symmetry. A second number per patch is the column.
-    """
-    rows, columns = torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")
-    positions = torch.stack((rows, columns), dim=-1).view(1, 16, 2)
-    first, last = 13 / 32, 3 - 13 / 32
-    expected = torch.tensor([[[first, first], [first, last], [last, first], [last, last]]])
-    torch.testing.assert_close(interpolate_positions(positions, 2), expected, rtol=0, atol=1e-6)
-
-
 def test_positions_are_not_rounded_by_autocast():
     positions = torch.randn(1, 16, 8)
     with torch.autocast("cpu", torch.bfloat16):
@@ -159,11 +146,6 @@ def test_registers_take_part_in_attention_but_not_in_h(pool: str):
     torch.testing.assert_close(encoder.pool(varied), encoder.pool_tokens(encoder.encoder.ln(varied)))
 
 
-def test_register_tokens_belong_to_the_stem():
-    encoder = vit(registers=1)
-    assert encoder.stage_range("register_tokens") == encoder.stage_range("class_token")
-
-
 def test_hidden_patches_are_the_mask_token_at_their_positions():
     encoder = vit(positions="sincos")
     hidden = torch.zeros(2, 16, dtype=torch.bool)
@@ -176,24 +158,6 @@ def test_hidden_patches_are_the_mask_token_at_their_positions():
         assert torch.equal(masked[image, patch], mask_token + places[patch])
     masked.sum().backward()
     assert mask_token.grad.tolist() == [3.0] * WIDTH
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_attention_depends_on_positions_and_not_on_the_order_of_patches(kind: dict):
-    encoder = vit(**kind)
-    visible = torch.tensor([[5, 0, 9], [1, 15, 7]])
-    order = torch.tensor([[2, 0, 1], [2, 0, 1]])
-    embedded = encoder.embed(images_of())
-    tokens = encoder.forward_tokens(gather_patches(embedded, visible))
-    permuted = encoder.forward_tokens(gather_patches(embedded, visible.gather(1, order)))
-    n = encoder.num_prefix_tokens
-    assert tokens.shape == (2, n + 3, WIDTH)
-    torch.testing.assert_close(permuted[:, :n], tokens[:, :n])
-    torch.testing.assert_close(permuted[:, n:], gather_patches(tokens[:, n:], order))
-    # All 16 patches in another order have the same h.
-    everything = torch.randperm(16).expand(2, -1)
-    h = encoder.pool_tokens(encoder.forward_tokens(gather_patches(embedded, everything)))
-    torch.testing.assert_close(h, encoder(images_of()), rtol=0, atol=1e-5)
 
 
 def test_frozen_stages_are_refused_for_parts_of_an_image():
@@ -221,12 +185,6 @@ def test_a_smaller_view_is_an_image_of_an_encoder_with_interpolated_positions(ki
         small.encoder.pos_embedding[:, :token] = stored[:, :token]
         small.encoder.pos_embedding[:, token:] = interpolate_positions(stored[:, token:], 2)
     torch.testing.assert_close(large(images_of(8)), small.eval()(images_of(8)), rtol=0, atol=1e-6)
-
-
-def test_learned_positions_have_gradients_of_smaller_views():
-    encoder = vit(positions="learned")
-    encoder(images_of(8)).square().sum().backward()
-    assert (encoder.encoder.pos_embedding.grad.abs().sum(dim=-1) > 0).all()
 
 
 def test_smaller_views_are_accepted_in_training_only():

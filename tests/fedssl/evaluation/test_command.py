@@ -53,15 +53,6 @@ def test_command_evaluates_a_run_on_its_own_data(
     assert str(finished_run / "evaluation" / "knn-digits.json") in output
 
 
-def test_command_evaluates_under_all_protocols_with_changed_data(finished_run: Path, monkeypatch: pytest.MonkeyPatch):
-    overrides = [f"run={finished_run}", "evaluation=probes", "evaluation.protocols.few_labels.draws=2", "seed=1"]
-    assert command(monkeypatch, *overrides, "dataset.limit=200", "dataset.test_limit=50") == 0
-    report = json.loads((finished_run / "evaluation" / "probes-digits.json").read_text())
-    assert report["images"] == {"train": 200, "test": 50}
-    assert report["seed"] == 1
-    assert {"knn", "linear", "linear_2_per_class", "linear_5_per_class_std"} <= set(report["results"])
-
-
 def test_command_standardizes_and_resizes_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_encoder(tmp_path / "encoder.pt", channels=3, size=16)
     overrides = [f"encoder={tmp_path / 'encoder.pt'}", "dataset=digits", "dataset.limit=100"]
@@ -121,9 +112,3 @@ def test_command_names_the_encoders_of_a_run_that_has_several(
     (finished_run / "encoder.pt").unlink()
     assert command(monkeypatch, f"run={finished_run}") == 2
     assert f"has 2 encoders; give one of them: encoder={finished_run}/encoder-0.pt" in capsys.readouterr().err
-
-
-def test_command_without_arguments_shows_its_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    assert command(monkeypatch) == 2
-    assert command(monkeypatch, "--help") == 0
-    assert capsys.readouterr().out.count("usage:") == 2

@@ -42,27 +42,6 @@ def test_reach():
     assert ends([0.2, 0.1, 0.5], threshold=0.5, patience=1)[0] == 4  # whichever comes first
 
 
-def test_what_was_decided_stays_so_whatever_follows():
-    results = [(round, {"knn": value}) for round, value in enumerate([0.5, 0.4, 0.9], start=1)]
-    rule = EarlyStopping(monitor="knn", patience=1)
-    assert stop_reason(results, rule) == stop_reason(results[:2], rule) is not None
-
-
-def test_without_a_metric_nothing_ends():
-    assert stop_reason([(1, {"knn": 1.0})] * 99, EarlyStopping()) is None
-    assert compose(["seed=0"]).evaluation.early_stopping == EarlyStopping()
-    with pytest.raises(InputError, match="early_stopping=null deletes a group of settings"):
-        compose(["early_stopping=null"])
-
-
-def test_settings():
-    overrides = ["early_stopping.monitor=knn", "early_stopping.patience=3", "early_stopping.min_delta=0.001"]
-    assert compose(overrides).evaluation.early_stopping == EarlyStopping(monitor="knn", patience=3, min_delta=0.001)
-    assert compose(["early_stopping={monitor:knn,threshold:1}"]).evaluation.early_stopping == EarlyStopping(
-        monitor="knn", threshold=1
-    )
-
-
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [

@@ -47,13 +47,6 @@ def test_extract_leaves_modes_and_statistics_as_they_were():
     assert not features.requires_grad
 
 
-def test_extract_restores_modes_after_an_error():
-    encoder = Statistics().train()
-    with pytest.raises(RuntimeError):
-        extract(encoder, TensorImages(torch.zeros(3, 1, 2, 2, dtype=torch.uint8)), mean=[0.5], std=[0.1], device="cpu")
-    assert encoder.training
-
-
 def test_extract_normalizes_each_channel_and_does_not_depend_on_the_batch_size():
     images = torch.randint(0, 256, (7, 3, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     mean, std = [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]
@@ -78,18 +71,6 @@ def test_extract_normalizes_each_channel_and_does_not_depend_on_the_batch_size()
 )
 def test_pixels_have_at_most_3072_values(shape: tuple[int, int, int], dim: int):
     assert pixels(TensorImages(torch.zeros(2, *shape, dtype=torch.uint8))).shape == (2, dim)
-
-
-def test_pixels_are_averaged_over_squares():
-    image = torch.zeros(1, 1, 57, 57, dtype=torch.uint8)  # 57 * 57 > 3072: squares of 2, the last of width 1
-    image[0, 0, :2, :2] = torch.tensor([[255, 0], [0, 51]])
-    image[0, 0, 56, 56] = 255
-    result = pixels(TensorImages(image)).view(29, 29)
-    assert result[0, 0].item() == pytest.approx((1 + 0.2) / 4)
-    assert result[28, 28].item() == pytest.approx(1.0)
-    assert result.sum().item() == pytest.approx(1.3)
-    small = torch.tensor([[0, 51], [102, 255]], dtype=torch.uint8).view(1, 1, 2, 2)
-    torch.testing.assert_close(pixels(TensorImages(small)), torch.tensor([[0.0, 0.2, 0.4, 1.0]]))
 
 
 def test_features_that_are_not_finite_are_refused():

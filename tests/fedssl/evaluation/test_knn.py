@@ -5,12 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from fedssl.evaluation import knn
 from fedssl.evaluation.features import Features
-from fedssl.evaluation.knn import KNN, knn_predict
-from tests.fedssl.evaluation.made import blobs, results
+from fedssl.evaluation.knn import knn_predict
+from tests.fedssl.evaluation.made import blobs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,25 +53,3 @@ def test_knn_by_hand():
     assert predict(4, 1.0) == 1
     # Temperature 10: class 0 e^0.1 + 1 = 2.105, class 1 2 e^0.08 = 2.167.
     assert predict(200, 10.0) == 1
-
-
-def test_knn_with_a_tiny_temperature_is_the_nearest_neighbor():
-    data = blobs()
-
-    def predict(k: int, temperature: float) -> Tensor:
-        return knn_predict(data, k=k, temperature=temperature)
-
-    assert torch.equal(predict(50, 1e-6), predict(1, 0.1))
-
-
-def test_knn_counts_only_directions():
-    data = blobs()
-    lengths = torch.rand(len(data.train), 1) * 10 + 0.1
-    scaled = Features(data.train * lengths, data.train_labels, data.test * 7, data.test_labels, data.num_classes)
-    assert results(KNN(), scaled, seed=0) == results(KNN(), data, seed=0)
-
-
-def test_knn_accuracy_is_a_share():
-    train = torch.eye(2)
-    data = Features(train, torch.tensor([0, 1]), train[[0, 0, 1, 1]], torch.tensor([0, 0, 1, 0]), num_classes=2)
-    assert results(KNN(k=1), data, seed=0) == {"knn": 0.75}

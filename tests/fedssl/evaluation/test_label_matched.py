@@ -36,15 +36,6 @@ def test_by_hand(test, own, expected):
     assert drawn(labels(**test), labels(**own)) == expected
 
 
-def test_the_draw_depends_on_the_seed_alone():
-    test, own = labels(c0=50, c1=50), labels(c0=1, c1=10)
-    one, again, other = (
-        sample_label_matched(test, own, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
-    )
-    assert one.equal(again)
-    assert not one.equal(other)
-
-
 def test_a_subset_reuses_the_features():
     calls = []
 

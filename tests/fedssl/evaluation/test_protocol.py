@@ -57,15 +57,6 @@ def test_features_are_computed_once_for_all_protocols():
     assert encoder.seen == 4 + 3
 
 
-def test_features_of_an_encoder_and_raw_pixels():
-    # Pixel 51 -> 0.2 -> (0.2 - 0.5) / 0.1 = -3.
-    features = evaluation_input(nn.Flatten()).features
-    torch.testing.assert_close(features.train[2:], torch.tensor([[3.0, -3.0], [-3.0, 3.0]]))
-    assert features.test.shape == (3, 2)
-    assert features.num_classes == 2
-    torch.testing.assert_close(evaluation_input(None).features.train[2:], torch.tensor([[0.8, 0.2], [0.2, 0.8]]))
-
-
 def loaded(monkeypatch: pytest.MonkeyPatch, train: list[int], test: list[int], classes: tuple[str, ...] = ()) -> None:
     """Let the splits of every data set have these labels."""
 

@@ -8,7 +8,6 @@ import pytest
 from fedssl.evaluation.scores import (
     Score,
     as_scores,
-    column_title,
     format_table,
     mean_over_models,
     to_flat_dict,
@@ -30,21 +29,6 @@ def test_scores_round_trip_through_files():
     assert units == {"knn": "accuracy", "few": "accuracy", "loss": "nats", "epochs": ""}
     assert as_scores(json.loads(json.dumps(numbers)), units) == scores
     assert as_scores(scores) == scores
-
-
-def test_plain_numbers_are_accuracies():
-    result = as_scores({"mine": 0.5, "mine_std": 0.1, "low_std": 0.2, "loss": Score(1.0, "nats")})
-    assert result == {"mine": Score(0.5, "accuracy", 0.1), "low_std": Score(0.2), "loss": Score(1.0, "nats")}
-
-
-def test_displayed_scores():
-    assert [Score(0.6134).text, Score(0.5, std=0.05).text] == ["61.3%", "50.0 ± 5.0%"]
-    assert [Score(2.34567, "nats").text, Score(12345.678, "", 1.5).text] == ["2.346 nats", "1.235e+04 ± 1.5"]
-    assert [column_title("knn", "accuracy"), column_title("loss", "nats"), column_title("k", "")] == [
-        "knn (%)",
-        "loss (nats)",
-        "k",
-    ]
 
 
 def test_results_over_models_are_means_and_deviations():
@@ -83,8 +67,3 @@ def test_format_table_names_other_units():
         "epochs                  30       -",
     ]
     assert format_table({"federated": nll}).split("\n")[0].split() == ["federated"]
-
-
-@pytest.mark.parametrize("results", [{}, {"federated": {}, "pixels": {}}])
-def test_format_table_without_results_says_so(results: dict[str, dict[str, Score]]):
-    assert "nothing was evaluated" in format_table(results)

@@ -1,7 +1,6 @@
 """The papers' linear probes: training against slow transcriptions, batch norm, features and settings files."""
 
 import copy
-import math
 
 import numpy as np
 import pytest
@@ -9,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.config.load import compose
-from fedssl.config.overrides import CONF
 from fedssl.datasets.images import TensorImages
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
-from fedssl.evaluation.classifier import AugmentedViews, predicted_classes, warmup_cosine
+from fedssl.evaluation.classifier import AugmentedViews
 from fedssl.evaluation.features import Features
 from fedssl.evaluation.few_labels import stratified_sample
 from fedssl.evaluation.linear_probe import LinearProbe
@@ -112,19 +110,6 @@ def test_training_is_the_gradient_steps_of_the_paper():
     np.testing.assert_allclose(head.bias.detach(), bias, rtol=1e-4, atol=1e-7)
 
 
-def test_warm_up_and_cosine_by_hand():
-    """Two epochs of warm-up: 1/2 and 1. Then (1 + cos(pi k / 4)) / 2 for k = 0 to 3: 1, 0.8536, 1/2, 0.1464."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    schedule, rates = warmup_cosine(optimizer, epochs=6, warmup=2), []
-    for _ in range(6):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    assert rates == pytest.approx([1, 2, 2, 1 + math.sqrt(0.5), 1, 1 - math.sqrt(0.5)])
-    with pytest.raises(InputError, match="warmup=6 must be at least 0 and fewer than the epochs=6"):
-        warmup_cosine(optimizer, epochs=6, warmup=6)
-
-
 @pytest.mark.parametrize(("epochs", "right"), [(0, 0.5), (1, 1.0), (5, 1.0)])
 def test_batch_norm_in_training_mode_takes_the_statistics_of_the_images(epochs, right):
     """With a much too high running mean all features are 0, and half of the predictions are correct."""
@@ -136,14 +121,6 @@ def test_batch_norm_in_training_mode_takes_the_statistics_of_the_images(epochs, 
     assert result["mine"].value == right
     assert encoder.training
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
-
-
-def test_features_are_computed_once_where_they_are_the_same_in_every_epoch():
-    """60 + 20 images if computed once; otherwise 2 for the feature length, 60 in each of 5 epochs, 20 at the end."""
-    for changes, seen in ({}, 80), ({"view": {"flip_prob": 0.5}}, 322), ({"batch_norm_epochs": 1}, 322):
-        encoder = Halves()
-        evaluate(protocol(**changes), evaluation_input(encoder), seed=0)
-        assert encoder.seen == [seen], changes
 
 
 def test_with_a_share_of_the_labels_only_the_drawn_images_are_used():
@@ -209,19 +186,6 @@ def test_the_map_of_an_encoder_before_pooling():
         evaluate(protocol(features="map"), evaluation_input(Halves()), seed=0)
 
 
-def test_raw_pixels_are_evaluated_if_features_are_computed_once():
-    assert evaluate(protocol(), evaluation_input(None), seed=0)["mine"].value == 1
-    assert evaluate(protocol(batch_norm_epochs=1), evaluation_input(None), seed=0) == {}
-
-
-def test_training_that_diverges_is_one_sentence():
-    with pytest.raises(InputError, match="NaN or infinite, so its training or that of the encoder has diverged"):
-        predicted_classes(torch.tensor([[0.0, math.nan]]))
-    wild = protocol(optimizer=lambda groups: torch.optim.SGD(groups, lr=math.inf))
-    with pytest.raises(InputError, match="diverged"):
-        evaluate(wild, evaluation_input(Halves()), seed=0)
-
-
 def noisy(n: int, *, dim: int = 8, classes: int = 4) -> tuple[Tensor, Tensor]:
     """Overlapping Gaussian classes around the same centers, of features that differ in scale by a factor of ten."""
     centers = 2 * torch.randn(classes, dim, generator=torch.Generator().manual_seed(0))
@@ -276,14 +240,6 @@ def test_settings_files_have_the_papers_values(choice, numbers, lr):
     assert (made.name, made.shares, *result) == (f"linear_{choice}", (1.0,), *numbers)
     assert optimizer.param_groups[0]["lr"] == lr
     assert made.features_cacheable == (choice in ("fedu", "fedu2"))
-
-
-def test_both_groups_have_the_same_choices():
-    names = {
-        group: sorted(file.relative_to(CONF / group).as_posix() for file in (CONF / group).rglob("*.yaml"))
-        for group in ("evaluation", "final_evaluation")
-    }
-    assert names["evaluation"] == names["final_evaluation"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError, RunError
 from fedssl.export import cli, formats, load_encoder, read_content, save_encoder, weights
 from fedssl.export.formats import FORMATS, export
-from fedssl.export.onnx import check_calibration_size, compare, quantize
+from fedssl.export.onnx import compare, quantize
 from fedssl.export.source import ExportSource
 from fedssl.export.timm_weights import timm_model
 from fedssl.runs.run import read_run
@@ -150,14 +149,6 @@ def test_onnx_maps_uint8_images_in_any_number(graph: Path):
         torch.testing.assert_close(torch.from_numpy(found), ours(encoder, images), rtol=0, atol=1e-5)
 
 
-def test_onnx_has_opset_and_metadata(graph: Path):
-    model = onnx.load(graph)
-    assert {one.domain: one.version for one in model.opset_import}[""] == 18
-    described = json.loads({one.key: one.value for one in model.metadata_props}["fedssl"])
-    assert described["encoder"] == SMALL
-    assert described["feature_dim"] == 16
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -181,15 +172,6 @@ def test_timm_makes_our_resnet_with_the_lines_that_the_command_prints(tmp_path: 
     file = tmp_path / "encoder.timm.safetensors"
     assert capsys.readouterr().out.endswith(timm_model(source).code(file) + "\n")
     assert_code_loads(source, file)
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("changes", [{"stem": "imagenet", "channels": 1}, {"norm": "group"}], ids=["imagenet", "group"])
-def test_timm_makes_our_other_resnets(changes: dict[str, Any], tmp_path: Path):
-    source = source_of(tmp_path, {**RESNET, **changes, "size": 64})
-    assert export(source, "timm", tmp_path / "encoder.timm.safetensors") <= 1e-5
-    assert_code_loads(source, tmp_path / "encoder.timm.safetensors")
-    assert export(source, "huggingface", tmp_path / "folder") <= 1e-5
 
 
 def assert_code_loads(source: ExportSource, file: Path) -> None:
@@ -223,27 +205,6 @@ def test_hub_folder_is_one_of_timms_where_timm_has_the_architecture(settings: di
     assert 'create_model("hf-hub:USER/NAME", pretrained=True)' in (folder / "README.md").read_text()
 
 
-@pytest.mark.parametrize("status", ["failed", None])
-def test_card_of_an_unfinished_run(status: str | None, run: Path, tmp_path: Path, monkeypatch):
-    folder = tmp_path / "run"
-    shutil.copytree(run, folder, ignore=lambda folder, names: {"encoder-huggingface"})
-    if status is None:
-        (folder / "summary.json").unlink()
-    else:
-        (folder / "summary.json").write_text(json.dumps({"status": status, "reason": "", "overrides": [], "rounds": 1}))
-    assert command(monkeypatch, f"run={folder}", "format=huggingface") == 0
-    card = (folder / "encoder-huggingface/README.md").read_text()
-    assert card.endswith("## Results\n\nThe run has no results.\n")
-    assert "| strategy | eua |" in card
-
-
-def test_hub_folder_of_a_resnet_for_small_images_is_none_of_timms(tmp_path: Path):
-    source, folder = source_of(tmp_path, RESNET), tmp_path / "folder"
-    assert export(source, "huggingface", folder) <= 1e-5
-    assert list(json.loads((folder / "config.json").read_text())) == ["fedssl"]
-    assert "load_encoder" in (folder / "README.md").read_text()
-
-
 def test_hub_folder_of_another_architecture_is_loaded_by_fedssl_and_its_card_describes_the_run(run: Path, monkeypatch):
     assert command(monkeypatch, f"run={run}", "format=huggingface") == 0
     folder = run / "encoder-huggingface"
@@ -265,24 +226,6 @@ def test_hub_folder_of_another_architecture_is_loaded_by_fedssl_and_its_card_des
     assert "torch 9.8.7" in card
     assert "fedssl seed=7 dataset=digits" in card
     assert "license: unknown" in card
-
-
-def test_card_of_a_run_that_ended_early_and_of_one_whose_summary_is_damaged(run: Path, tmp_path, monkeypatch, capsys):
-    summary = json.loads((run / "summary.json").read_text())
-    text = json.dumps({**summary, "rounds": 3, "reason": "knn reached 0.5 in round 3"})
-    for name in ("encoder.pt", "config.yaml", "choices.yaml"):
-        shutil.copy(run / name, tmp_path)
-    (tmp_path / "summary.json").write_text(text)
-    (tmp_path / "partition.csv").write_text("client,examples,0,1\n0,30,10,20\n1,12,12,0\n")
-    assert command(monkeypatch, f"run={tmp_path}", "format=huggingface") == 0
-    card = (tmp_path / "encoder-huggingface" / "README.md").read_text()
-    assert "| rounds | 3 of 7 rounds, ended by early_stopping |" in card
-    assert "| images of all clients | 42 |" in card
-    damaged = f"{tmp_path / 'summary.json'} is missing or damaged: the export has no results of the run"
-    assert damaged not in capsys.readouterr().out
-    (tmp_path / "summary.json").write_text(text[:25])
-    assert command(monkeypatch, f"run={tmp_path}", "format=huggingface", f"output={tmp_path / 'other'}") == 0
-    assert damaged in capsys.readouterr().out
 
 
 @pytest.mark.heavy
@@ -346,38 +289,6 @@ def test_int8_is_smaller_and_near_and_its_numbers_are_whole(graph: Path, tmp_pat
     assert found.mean_cosine == pytest.approx(sum(cosines) / len(cosines), abs=1e-5)
     assert found.min_cosine == pytest.approx(min(cosines), abs=1e-5)
     assert 0.9 < found.min_cosine < 1 - 1e-7
-
-
-@pytest.mark.heavy
-def test_int8_of_a_transformer_has_whole_weights_in_its_matrix_products(tmp_path: Path):
-    source = source_of(tmp_path, VIT)
-    export(source, "onnx", tmp_path / "encoder.onnx")
-    quantize(tmp_path / "encoder.onnx", tmp_path / "int8.onnx", images_like(source.encoder), dynamic=True)
-    kinds = [node.op_type for node in onnx.load(tmp_path / "int8.onnx").graph.node]
-    assert kinds.count("MatMulInteger") >= 8  # four per block
-    found = compare(tmp_path / "encoder.onnx", tmp_path / "int8.onnx", images_like(source.encoder, 32), difference=0.0)
-    assert found.min_cosine > 0.95
-
-
-def test_command_prints_the_comparison_of_int8(run: Path, graph: Path, monkeypatch, capsys):
-    def already_written(source: ExportSource, form: str, made: Path) -> float:
-        made.write_bytes(graph.read_bytes())
-        return 2e-6
-
-    monkeypatch.setattr(formats, "write_checked", already_written)
-    assert command(monkeypatch, f"run={run}", "format=onnx", "precision=int8") == 0
-    told = capsys.readouterr().out
-    assert "in fp32: 2.0e-06 (allowed: 1e-05)" in told
-    assert re.search(r"size: .* MB, in fp32 .* MB \(.* times as large\)", told)
-    assert re.search(r"time of 32 images on one thread: .* \(.* times that of int8\)", told)
-    assert re.search(r"mean 0\.9\d+, minimum 0\.\d+", told)
-    assert (run / "encoder-int8.onnx").is_file()
-
-
-def test_int8_needs_images():
-    check_calibration_size(384)
-    with pytest.raises(InputError, match="needs 128 images .* and 256 others .* has 383"):
-        check_calibration_size(383)
 
 
 # --- errors ---
@@ -461,9 +372,3 @@ def test_foreign_and_damaged_safetensors_are_no_encoders(tmp_path: Path):
         file.write_bytes(safetensors.torch.save({"weight": torch.ones(2)}, metadata))
         with pytest.raises(InputError, match="does not hold an encoder"):
             load_encoder(file)
-
-
-def test_command_without_arguments_shows_its_usage(monkeypatch, capsys):
-    assert command(monkeypatch) == 2
-    assert command(monkeypatch, "--help") == 0
-    assert "fedssl-export run=DIR" in capsys.readouterr().out

@@ -57,24 +57,6 @@ def test_images_of_any_shape_have_the_pixels_of_training(shape):
     torch.testing.assert_close(PLAIN(pixels_of(image)[None])[0], expected, rtol=0, atol=1.001 / 255)
 
 
-def test_square_tensors_are_interpolated_and_standardized():
-    images = torch.randint(0, 256, (2, 3, 20, 20), dtype=torch.uint8)
-    pixels = torch.nn.functional.interpolate(images.float() / 255, (8, 8), mode="bilinear", antialias=True)
-    preprocess = Preprocess(size=8, mean=(0.1, 0.2, 0.3), std=(0.5, 0.25, 1.0))
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (preprocess.mean, preprocess.std))
-    assert torch.equal(preprocess(images), (pixels - mean) / std)
-
-
-def test_single_images_and_lists_are_batches():
-    images = [drawn(8, 32), drawn(32, 8), drawn(8, 8)]
-    batch = PLAIN(images)
-    assert batch.shape == (3, 3, 8, 8)
-    assert torch.equal(batch, torch.cat([PLAIN(image) for image in images]))
-    single = pixels_of(images[0])
-    assert torch.equal(PLAIN(single), PLAIN(single[None]))
-    assert torch.equal(PLAIN([single, images[1]]), torch.cat([PLAIN(single), batch[1:2]]))
-
-
 def test_images_of_pillow_are_upright_converted_and_unchanged():
     exif = Image.Exif()
     exif[0x0112] = 6  # the stored image must be turned by 90 degrees clockwise

@@ -1,8 +1,6 @@
 """The certificate of an authority: no private key, no leaf, no other file is handed to devices."""
 
 import datetime
-import os
-import subprocess
 
 import pytest
 from cryptography import x509
@@ -11,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, generate_pri
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from fedssl.errors import InputError
-from fedssl.fleet.certificates import check_validity, read_authority, root_certificates
+from fedssl.fleet.certificates import check_validity, root_certificates
 from fedssl.fleet.kit import make_kit
 
 NOW = datetime.datetime.now(datetime.UTC)
@@ -47,22 +45,6 @@ def test_what_is_not_handed_to_devices(keys, tmp_path, make, reason):
     sentence = rf"^--certificates={tmp_path}/file cannot be used \(.*{reason}.*\); give the file ca.crt"
     with pytest.raises(InputError, match=sentence):
         make_kit("garden", "127.0.0.1:443", certificate=tmp_path / "file")
-
-
-def test_a_pipe_does_not_block(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(InputError, match="it is not a regular file"):
-        read_authority("--certificates", tmp_path / "pipe")
-
-
-def test_a_binary_certificate_is_converted_by_the_command_of_the_sentence(keys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    certificate = (keys / "ca.crt").read_bytes()
-    (tmp_path / "ca.der").write_bytes(x509.load_pem_x509_certificate(certificate).public_bytes(Encoding.DER))
-    with pytest.raises(InputError) as refused:
-        read_authority("--certificates", tmp_path / "ca.der")
-    subprocess.run(str(refused.value).partition(" with ")[2], shell=True, check=True)
-    assert (tmp_path / "ca.crt").read_bytes() == certificate
 
 
 @pytest.mark.parametrize("change", [

@@ -3,12 +3,12 @@
 import subprocess
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from flwr.common.config import parse_config_args
 
 from fedssl.fleet.device_files import device_key, read_environment, write_files
-from fedssl.fleet.keys import load_private_key, new_private_key
+from fedssl.fleet.keys import new_private_key
 from fedssl.fleet.kit import make_kit, write_kit
 
 RSA = rsa.generate_private_key(65537, 1024)
@@ -72,11 +72,6 @@ def test_a_key_that_does_not_work_is_replaced_by_the_command_of_the_sentence(set
     assert device_key(kit, folder) == kit.private_key
 
 
-def test_flower_accepts_other_curves():
-    key = ec.generate_private_key(ec.SECP256R1())
-    assert load_private_key(ssh(key)).public_key() == key.public_key()
-
-
 def test_a_key_that_others_can_read_is_one_line_with_the_command(setup, device, folder, tmp_path):
     (tmp_path / "a.kit").chmod(0o644)
     status, text = setup()
@@ -124,12 +119,6 @@ def test_every_path_survives_the_configuration(kit, tmp_path, name):
         "limits": str(folder / "limits.yaml"),
         "authority": str(folder / "ca.crt"),
     }
-
-
-def test_a_path_that_is_no_text(device, kit, tmp_path):
-    write_kit(kit, tmp_path / "a.kit")
-    status, text = device("setup", tmp_path / "a.kit", "images=/tmp/\udcff", f"folder={tmp_path / 'x'}")
-    assert (status, r"images='/tmp/\udcff' is not UTF-8 text; rename the folder" in text) == (2, True), text
 
 
 @pytest.mark.parametrize(

@@ -42,19 +42,6 @@ def test_training_refusals_and_encoders_are_recorded_and_shown(tmp_path, monkeyp
     assert device_cli._history(tmp_path / "nothing") == "No server has sent a message yet."
 
 
-def test_unreadable_images_of_all_folders_are_recorded(tmp_path, monkeypatch):
-    monkeypatch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
-    write_images(tmp_path / "a" / "train", 9)
-    write_images(tmp_path / "a" / "test", 4)
-    (tmp_path / "a" / "train" / "broken.png").write_bytes(b"damaged")
-    device = context(data_path=tmp_path / "a", client_name="a", state_path=tmp_path / "states")
-    overrides = ["engine=deployment", "engine.address=10.0.0.1:1", "engine.root_certificates=x", *SMALL]
-    overrides += ["rounds=1", "num_clients=1", "aggregation.min_updates=1", f"output_dir={tmp_path / 'run'}"]
-    run_server_app(Devices(device), overrides)
-    trained = history.read_history(tmp_path / "states")[0]
-    assert (trained["event"], trained["images"], trained["unreadable"]) == ("trained", 13, 1)
-
-
 @pytest.mark.parametrize("number", [3, 7])
 def test_only_the_last_events_are_kept_and_damaged_lines_are_left_out(tmp_path, monkeypatch, number):
     monkeypatch.setattr(history, "MAX_LINES", 5)

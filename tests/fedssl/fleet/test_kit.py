@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import zipfile
 
 import pytest
@@ -67,23 +66,6 @@ def test_invalid_contents(kit, tmp_path, change, reason):
     assert str(refused.value).startswith(f"{file} is not a startup kit (")
     assert reason in str(refused.value)
     assert str(refused.value).endswith("); ask the operator for another one")
-
-
-def test_other_files_do_not_block(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "folder").mkdir()
-    with (tmp_path / "large").open("wb") as file:
-        file.truncate(5 * 2**30)
-    for name, reason in {
-        "pipe": r"cannot be read \(it is not a regular file\)",
-        "folder": r"cannot be read \(it is not a regular file\)",
-        "large": r"cannot be read \(it has 5,368,709,120 bytes but the maximum is 4,194,304\)",
-        "missing": "does not exist",
-    }.items():
-        with pytest.raises(InputError, match=f"{name} {reason}; name a kit of fedssl-fleet invite that you can read"):
-            read_kit(tmp_path / name)
-    with pytest.raises(InputError, match=r"/dev/zero cannot be read \(it is not a regular file\)"):
-        read_kit(tmp_path.__class__("/dev/zero"))
 
 
 def test_a_truncated_kit(kit, tmp_path):

@@ -1,6 +1,5 @@
 """Proxies of the environment: checks connect as a SuperNode does, and errors name the proxy and a remedy that works."""
 
-import os
 import shlex
 
 import httpx
@@ -8,7 +7,7 @@ import pytest
 
 from fedssl.errors import InputError
 from fedssl.fleet.kit import make_kit, write_kit
-from fedssl.fleet.proxy import check_proxies, proxy_of
+from fedssl.fleet.proxy import check_proxies
 from tests.flower import free_port
 
 
@@ -66,19 +65,6 @@ def test_a_proxy_that_does_not_connect_is_named_without_its_password(arguments, 
     assert "cret" not in text
 
 
-def test_connections_within_the_device_use_no_proxy(arguments, proxy, environment):
-    environment.setenv("ALL_PROXY", proxy.address)
-    environment.setenv("NO_PROXY", "127.0.0.0/8,localhost")  # Flower supports no ranges
-    status, text = setup(*arguments)
-    assert status == 1
-    assert "connection  ok" in text
-    command = "export NO_PROXY=127.0.0.0/8,localhost,127.0.0.1"
-    assert f"proxy       FAILED  ALL_PROXY={proxy.address} would receive the connections within this device" in text
-    assert f"; run {command}\n" in text
-    run(command, environment)
-    assert setup(*arguments)[0] == 0
-
-
 def test_commands_name_a_proxy_between_them_and_a_superlink_of_this_machine(operator, proxy, environment):
     environment.setenv("http_proxy", f"http://{proxy.address}")
     environment.setenv("no_proxy", "localhost")
@@ -119,18 +105,3 @@ def test_proxies_that_flower_cannot_use(environment, variables, sentence):
     with pytest.raises(InputError, match=sentence) as refused:
         check_proxies()
     assert "cret" not in str(refused.value)
-
-
-def test_precedence_of_variables(environment):
-    assert proxy_of("https://fed.example.org:443") == ""
-    environment.setenv("ALL_PROXY", "http://all:1")
-    environment.setenv("HTTPS_PROXY", "http://upper:1")
-    environment.setenv("https_proxy", "http://lower:1")
-    assert proxy_of("https://fed.example.org:443") == "https_proxy=http://lower:1"
-    assert proxy_of("http://fed.example.org:443") == "ALL_PROXY=http://all:1"
-    environment.setenv("NO_PROXY", "example.org,10.0.0.1,::1")
-    assert [proxy_of(f"https://{host}:443") for host in ("fed.example.org", "10.0.0.1", "[::1]")] == ["", "", ""]
-    assert proxy_of("https://10.0.0.2:443") == "https_proxy=http://lower:1"
-    os.environ["NO_PROXY"] = "*"
-    check_proxies()
-    assert proxy_of("https://10.0.0.2:443") == ""
