@@ -223,11 +223,6 @@ def done(location: Path) -> int:
     return json.loads(notes[0].read_text())["done"] if notes else 0
 
 
-def read_in_child(images: Path, location: Path, log: Path) -> str:
-    child = start(images, location, log=log, pause=0)
-    return child.communicate(timeout=60)[0].strip()
-
-
 def digest(images: ImageData) -> str:
     return f"{hashlib.sha256(images.images[:].numpy().tobytes()).hexdigest()} {images.labels.sum().item()}"
 

@@ -9,9 +9,8 @@ from torchvision import models
 
 from fedssl import encoders
 from fedssl.config.settings import Component
-from fedssl.encoders import library, torchvision_networks
+from fedssl.encoders import library
 from fedssl.encoders.base import ActiveStages, frozen_copy
-from fedssl.encoders.library import Library, LibraryEncoder, build_library_encoder
 from fedssl.errors import InputError
 from fedssl.export import load_encoder, save_encoder
 from fedssl.schedule.phases import ScheduleSettings, make_phases
@@ -24,20 +23,6 @@ TIMM = [
     ("test_convnext", 32, 4, 24, 64, {}),
     ("test_nfnet", 64, 1, 192, 192, {}),  # of an unknown family
 ]
-
-
-def small_vit(name, channels, size):
-    network = models.VisionTransformer(
-        image_size=size, patch_size=8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32
-    )
-    torchvision_networks._remove_classifier(network)
-    return network
-
-
-def vit_of_torchvision(size=32) -> LibraryEncoder:
-    return build_library_encoder(
-        Library(small_vit, torchvision_networks.divide), name="vit", channels=3, size=size, fixed_size=True
-    )
 
 
 def build(name, size=32, channels=3):

@@ -16,10 +16,6 @@ from fedssl.evaluation.collapse_metrics import (
 )
 
 
-def sphere(n: int, dim: int, seed: int = 0) -> torch.Tensor:
-    return torch.nn.functional.normalize(torch.randn(n, dim, generator=torch.Generator().manual_seed(seed)), dim=1)
-
-
 def test_spectrum_by_hand():
     # Two points at +-(3, 4) around (1, 1): the covariance is (3, 4)^T (3, 4) with the eigenvalues 25 and 0.
     h = torch.tensor([[4.0, 5.0], [-2.0, -3.0]])

@@ -76,11 +76,6 @@ def test_a_constant_feature_counts_as_uncorrelated_in_the_unbiased_form() -> Non
     assert z.grad.isfinite().all()
 
 
-def test_one_image_has_no_correlations() -> None:
-    z1, z2 = draw(1, 4)
-    assert barlow_twins(z1, z2, lambd=0.1).item() == pytest.approx(4)  # every correlation is 0, four diagonal ones
-
-
 def slow_vicreg(z1: Tensor, z2: Tensor, sim_weight: float, var_weight: float, cov_weight: float) -> float:
     batch, dim = z1.shape
     invariance = sum(float(a - b) ** 2 for a, b in zip(z1.flatten(), z2.flatten(), strict=True)) / (batch * dim)
@@ -138,30 +133,6 @@ def test_vicreg_by_hand() -> None:
     for each view. Sum: 25 * 0.4998 + 25 * 0.5 + 2 * 0.2499^2 = 25.119900."""
     z = math.sqrt(0.12495) * torch.tensor([[1.0, 1.0], [-1.0, -1.0]])
     assert vicreg(z, -z).item() == pytest.approx(12.495 + 12.5 + 2 * 0.2499**2, rel=1e-6)
-
-
-def test_vicreg_of_equal_varied_uncorrelated_views_is_zero() -> None:
-    z = 2 * torch.tensor([[1.0, 1], [-1, 1], [1, -1], [-1, -1]], dtype=torch.float64)
-    assert vicreg(z, z).item() == pytest.approx(0, abs=1e-12)
-
-
-def test_vicreg_of_collapsed_views_is_the_hinge() -> None:
-    """All variances are 0: 25 (1 - sqrt(1e-4)) = 24.75, with a finite gradient."""
-    z = torch.ones(4, 3).requires_grad_()
-    loss = vicreg(z, z.detach())
-    loss.backward()
-    assert loss.item() == pytest.approx(24.75, rel=1e-6)
-    assert z.grad is not None
-    assert z.grad.isfinite().all()
-
-
-def test_vicreg_does_not_depend_on_the_order_of_images_features_and_views() -> None:
-    z1, z2 = draw(6, 4)
-    loss = vicreg(z1, z2)
-    images, features = torch.tensor([3, 1, 5, 0, 2, 4]), torch.tensor([2, 0, 3, 1])
-    torch.testing.assert_close(vicreg(z1[images], z2[images]), loss)
-    torch.testing.assert_close(vicreg(z1[:, features], z2[:, features]), loss)
-    torch.testing.assert_close(vicreg(z2, z1), loss)
 
 
 @pytest.mark.parametrize(("batch", "dim"), [(3, 5), (5, 3), (3, 10)])

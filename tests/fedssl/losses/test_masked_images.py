@@ -80,19 +80,6 @@ def test_masked_reconstruction_by_hand() -> None:
     assert masked_reconstruction(zeros, patches, normalize=False).item() == 5
 
 
-def test_masked_reconstruction_does_not_depend_on_brightness_contrast_and_order() -> None:
-    prediction, patches = draw(4, 3, 12)
-    loss = masked_reconstruction(prediction, patches)
-    torch.testing.assert_close(masked_reconstruction(prediction, 5 * patches + 1), loss, rtol=1e-5, atol=0)
-    order = torch.tensor([2, 0, 3, 1])
-    torch.testing.assert_close(masked_reconstruction(prediction[order], patches[order]), loss)
-
-
-def test_a_patch_of_one_color_is_finite() -> None:
-    """Its target is 0."""
-    assert masked_reconstruction(torch.ones(1, 2, 12), torch.full((1, 2, 12), 0.3)).item() == pytest.approx(1)
-
-
 def test_ijepa_is_its_equation() -> None:
     prediction, target = draw(2, 3, 4, 6)
     loss = ijepa(2 * prediction, 0.1 * target + 1)
@@ -104,14 +91,6 @@ def test_ijepa_by_hand() -> None:
     0.5^2 / 2 = 0.125 and 2 - 0.5 = 1.5, with the mean 0.8125."""
     loss = ijepa(torch.tensor([[[[-0.5, 3.0]]]]), torch.tensor([[[[1.0, 3.0]]]]))
     assert loss.item() == pytest.approx(0.8125, rel=1e-4)
-
-
-def test_ijepa_does_not_depend_on_the_scale_of_targets_and_the_order_of_images() -> None:
-    prediction, target = draw(4, 2, 3, 16)
-    loss = ijepa(prediction, target)
-    torch.testing.assert_close(ijepa(prediction, 3 * target - 1), loss, rtol=1e-4, atol=0)
-    order = torch.tensor([2, 0, 3, 1])
-    torch.testing.assert_close(ijepa(prediction[order], target[order]), loss)
 
 
 def test_gradients_are_right_and_flow_into_predictions_only() -> None:

@@ -54,24 +54,6 @@ def test_dino_by_hand() -> None:
     assert loss.item() == pytest.approx(0.988733, abs=1e-6)
 
 
-def test_dino_of_uniform_distributions_is_log_k() -> None:
-    logits = [torch.full((4, 10), 3.0)] * 3
-    loss = dino(logits, logits[:2], center=torch.ones(10), **TEMPERATURES)
-    assert loss.item() == pytest.approx(math.log(10), rel=1e-6)
-
-
-def test_dino_does_not_depend_on_the_order_of_images_and_local_views() -> None:
-    student, teacher, center = draw(6, 5, count=4), draw(6, 5, seed=1), draw(5, seed=2)[0]
-    loss = dino(student, teacher, center=center, **TEMPERATURES)
-    order = torch.tensor([3, 1, 5, 0, 2, 4])
-    images = dino([s[order] for s in student], [t[order] for t in teacher], center=center, **TEMPERATURES)
-    torch.testing.assert_close(images, loss)
-    swapped = [student[0], student[1], student[3], student[2]]
-    torch.testing.assert_close(dino(swapped, teacher, center=center, **TEMPERATURES), loss)
-    others = [student[1], student[0], student[2], student[3]]  # views 1 and 2 are the teacher's
-    assert dino(others, teacher, center=center, **TEMPERATURES).item() != pytest.approx(loss.item(), rel=1e-3)
-
-
 def test_dino_gradient_is_right_and_flows_into_the_student_only() -> None:
     student, teacher = draw(2, 3, count=3), draw(2, 3, seed=1)
     (center,) = draw(3, seed=2, count=1)

@@ -68,12 +68,6 @@ def test_values_are_copied_into_tensors_of_any_layout(buffers):
     assert all(torch.equal(target, tensor) for target, tensor in zip(targets, tensors(), strict=True))
 
 
-def test_nothing_needs_no_buffer(buffers):
-    copy_from_cpu([], [])
-    assert copy_to_cpu([]) == []
-    assert not buffers
-
-
 @pytest.fixture
 def method(buffers):
     method = build_method(compose(["dataset=digits", "encoder.width=4", "method=byol"]).model)
@@ -115,16 +109,3 @@ def test_a_model_is_loaded_in_one_copy_per_dtype(method, buffers):
     assert len(buffers) == 2
     found = copy_layers(method, exchanged_names(method))
     assert all((found[name] == array).all() for name, array in layers.items())
-
-
-def test_on_a_cpu_nothing_is_copied(monkeypatch):
-    monkeypatch.setattr(device_copies, "pinned_buffer", None)
-    method = build_method(compose(["dataset=digits", "encoder.width=4"]).model)
-    names = exchanged_names(method)
-    addresses = [method.named_tensors[name].data_ptr() for name in names]
-    with read_once(method, names):
-        assert not method.read_copies
-        assert [array.ctypes.data for array in read_layers(method, names).values()] == addresses
-        layers = move_layers_out(method, names)
-    assert [array.ctypes.data for array in layers.values()] == addresses
-    load_layers(method, layers)

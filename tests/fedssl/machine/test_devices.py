@@ -13,10 +13,8 @@ from fedssl.machine import process
 from fedssl.machine.devices import (
     check_cuda_features,
     check_precision,
-    count_accelerators,
     free_memory,
     select_device,
-    to_device,
     visible_devices,
 )
 from fedssl.methods.base import build_method
@@ -31,15 +29,6 @@ def install(monkeypatch, kind, count):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
 
 
-def test_only_a_gpu_takes_from_pinned_memory():
-    tensor = Mock(spec=torch.Tensor)
-    for gpu in (torch.device("cuda"), torch.device("xpu"), torch.device("mps")):
-        assert to_device(tensor, gpu) is tensor.pin_memory.return_value.to.return_value
-        tensor.pin_memory.return_value.to.assert_called_with(gpu, non_blocking=True)
-    here = torch.arange(3)
-    assert to_device(here, torch.device("cpu")) is here
-
-
 @pytest.mark.parametrize(("free", "moves"), [(199, False), (200, True)])
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
 def test_images_go_to_a_gpu_if_they_leave_half_of_its_free_memory(monkeypatch, kind, free, moves):
@@ -51,11 +40,6 @@ def test_images_go_to_a_gpu_if_they_leave_half_of_its_free_memory(monkeypatch, k
     moved = Mock()
     monkeypatch.setattr(images, "to", moved)
     assert images.place(torch.device(kind)) is (moved.return_value if moves else images)
-
-
-def test_on_a_cpu_images_stay():
-    images = TensorImages(torch.arange(12).view(6, 2, 1, 1))
-    assert images.place(torch.device("cpu")) is images
 
 
 @pytest.mark.parametrize(
@@ -95,12 +79,6 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, kind, count, name, v
     with pytest.raises(InputError) as refused:
         select_device(name)
     assert str(refused.value) == message
-
-
-@pytest.mark.parametrize(("name", "number"), [("auto", 3), ("xpu", 3), ("xpu:2", 1), ("cpu", 0)])
-def test_accelerators_are_counted(monkeypatch, name, number):
-    install(monkeypatch, "xpu", 3)
-    assert count_accelerators(name) == number
 
 
 @pytest.mark.parametrize(("name", "chosen"), [("cuda", []), ("cuda:1", [torch.device("cuda:1")])])

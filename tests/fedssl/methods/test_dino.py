@@ -1,15 +1,13 @@
 """DINO: the loss from its parts, the center, the entropies, schedules over rounds, and what a federation exchanges."""
 
 from functools import partial
-from math import cos, log, pi
+from math import cos, pi
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedssl.config.load import compose
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.losses import dino
@@ -73,14 +71,6 @@ def test_prototypes_return_cosines() -> None:
     assert head.out_features == 2
 
 
-def test_the_head_of_the_paper() -> None:
-    method = build_method(compose(["method=original/dino"]).model)
-    layers = [nn.Linear, nn.GELU, nn.Linear, nn.GELU, nn.Linear]
-    assert [type(layer) for layer in method.projector] == layers
-    assert method.prototypes.weight.shape == (65536, 256)
-    assert method.step_constants == (0.996, 0.04)
-
-
 @pytest.mark.parametrize("local", [0, 2])
 def test_the_loss_is_that_of_its_forward_passes(local: int) -> None:
     method, views = make_dino(), make_views(local=local)
@@ -115,28 +105,6 @@ def test_the_center_by_hand() -> None:
     center.train()
     center.update(torch.tensor([[[5.0, 1.0], [3.0, -1.0]]]))  # tokens of an image
     assert center.running_mean.tolist() == [1.375, 1.125]
-
-
-def test_the_center_follows_the_teachers_logits_of_all_global_views() -> None:
-    method, views = make_dino(), make_views()
-    logits = torch.cat(method.teacher_logits(views)).double()
-    assert logits.shape == (12, 10)
-    method.loss(views)
-    torch.testing.assert_close(method.center.running_mean.double(), 0.25 * logits.mean(dim=0), rtol=1e-5, atol=1e-7)
-
-
-def slow_entropies(probabilities: Tensor) -> tuple[float, float]:
-    rows = probabilities.double().tolist()
-    columns = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
-    entropies = [-sum(p * log(p) for p in row if p) / log(len(row)) for row in (*rows, columns)]
-    return sum(entropies[:-1]) / len(rows), entropies[-1]
-
-
-def test_entropies_are_their_equations() -> None:
-    probabilities = F.softmax(3 * draw(7, 5), dim=1)
-    assert tuple(map(float, assignment_entropies(probabilities))) == pytest.approx(
-        slow_entropies(probabilities), rel=1e-5
-    )
 
 
 @pytest.mark.parametrize(
@@ -203,29 +171,6 @@ def test_schedules_over_rounds() -> None:
     torch.testing.assert_close(next(growing.target_encoder.parameters()), before[0] + 0.5)
 
 
-def test_the_teachers_temperature_of_the_round_is_used() -> None:
-    method, views = make_dino(), make_views()
-    method.eval()  # statistics and the center stay
-    first = method.loss(views)
-    method.round = 4
-    assert abs(method.loss(views) - first) > 1e-3
-    method.warmup_teacher_temperature, method.round = 0.07, 1
-    torch.testing.assert_close(method.loss(views), make_loss(method, views, temperature=0.07))
-
-
-def make_loss(method: DINO, views: Views, *, temperature: float) -> Tensor:
-    h = torch.cat([method.encoder(torch.cat(images)) for images in (views.global_images, views.local_images)])
-    student = method.prototypes(method.projector(h)).chunk(len(views))
-    center = method.center.running_mean
-    return dino(
-        student,
-        method.teacher_logits(views),
-        center=center,
-        student_temperature=0.1,
-        teacher_temperature=temperature,
-    )
-
-
 def test_regularizers_use_the_bottleneck_of_the_global_views() -> None:
     method, views = make_dino(), make_views()
     with capture_outputs(method, "projector") as outputs:
@@ -284,15 +229,6 @@ def test_the_server_averages_center_and_prototypes_by_examples(tmp_path, target_
     assert np.abs(sent[0]["center.running_mean"] - sent[1]["center.running_mean"]).max() > 1e-3
 
 
-def test_l_dawa_does_not_scale_the_center(tmp_path) -> None:
-    """It is a statistic, whose plain mean is taken; a weight would be multiplied by its cosine with the last one."""
-    federation, _, sent = two_clients(tmp_path, "strategy=l_dawa", "strategy.weighting=uniform")
-    federation.run(1)
-    sent = [record_to_arrays(update.array_records[ARRAYS]) for update in federation.updates[2:]]
-    mean = np.mean([layers["center.running_mean"].astype(float) for layers in sent], axis=0)
-    np.testing.assert_allclose(federation.layers["center.running_mean"], mean, rtol=1e-5, atol=1e-7)
-
-
 def trained(folder, *overrides: str) -> tuple[list[str], dict[str, float]]:
     """Return the failures and diagnostics of a global model after two rounds."""
     federation = Federation(folder, *WORDS, *SMALL, "strategy=fedavg", "rounds=2", *overrides)
@@ -308,12 +244,6 @@ def trained(folder, *overrides: str) -> tuple[list[str], dict[str, float]]:
     )
     report = monitor.finish({GLOBAL: layers})
     return list(report.failures), report.rows[0]
-
-
-def test_a_healthy_training_has_no_failure(tmp_path) -> None:
-    failures, found = trained(tmp_path, "method.projector.last_batch_norm=true")
-    assert failures == []
-    assert 0.1 < found["assignment_entropy"] < found["prototype_entropy"] <= 1
 
 
 def test_a_warm_teacher_is_uniform(tmp_path) -> None:
@@ -346,10 +276,3 @@ def test_without_centering_one_prototype_is_left(tmp_path) -> None:
 def test_invalid_settings_are_refused(changed, message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
         make_dino(**changed)
-
-
-def test_one_prototype_or_an_unknown_activation_is_refused() -> None:
-    with pytest.raises(InputError, match="^method.num_prototypes=1 must be an integer of at least 2"):
-        PrototypeHead(4, num_prototypes=1)
-    with pytest.raises(InputError, match="^method.activation=tanh must be relu or gelu"):
-        MLP(4, hidden_dim=4, out_dim=4, activation="tanh")

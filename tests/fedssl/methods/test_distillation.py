@@ -3,7 +3,6 @@
 import copy
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,20 +10,17 @@ import torch
 from flwr.app import Message
 from torch import Tensor
 
-from client_app.step_memory import estimate_step_memory
 from client_app.worker import release_worker
-from fedssl.config.device_task import compose_task, make_task, read_task
-from fedssl.config.load import compose, load_settings, parse_client_config, training_components
+from fedssl.config.device_task import compose_task, make_task
+from fedssl.config.load import compose, parse_client_config, training_components
 from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.losses import feature_mse, similarity_distillation, teacher_distance
 from fedssl.methods import teacher as teacher_module
 from fedssl.methods.base import build_method
 from fedssl.methods.distillation import Distillation
-from fedssl.methods.simclr import SimCLR
 from fedssl.model_arrays import exchanged_names, local_names, names_in_parts
 from fedssl.seeding import torch_generator
-from fedssl.step_cost import step_cost
 from fedssl.training import LocalTrainer, train
 from fedssl.views import Views
 from fedssl.wire.messages import CONFIG
@@ -99,13 +95,6 @@ def test_the_queue_has_normalized_features_newest_first():
     assert not method.queue.any()
 
 
-def test_a_queue_smaller_than_a_batch_keeps_its_first_features():
-    method = make_method("method.loss=similarity", "method.queue_size=4")
-    views = batch()
-    method.loss(views)
-    torch.testing.assert_close(method.queue, torch.nn.functional.normalize(views.targets[:4], dim=1))
-
-
 def test_parts():
     method = make_method(*SIMILARITY)
     assert (method.static_parts, method.broadcast_parts, method.local_parts) == (("teacher",), ("teacher",), ("queue",))
@@ -154,24 +143,6 @@ def test_targets_belong_to_their_images(monkeypatch):
         torch.testing.assert_close(target, features[row], rtol=1e-4, atol=1e-5)
 
 
-def test_a_step_costs_what_the_student_costs():
-    """Features are computed once per image and are no part of a step; beyond the cache they are."""
-    images = torch.zeros(8, 1, 8, 8, dtype=torch.uint8)
-    flops = {}
-    for name, overrides in {
-        "cached": WORDS,
-        "computed": [*WORDS, "method.cache_bytes=0"],
-        "simclr": ["encoder.width=4", "method.projector.num_layers=1", f"method.projector.out_dim={TEACHER_DIM}"],
-    }.items():
-        settings = compose(overrides)
-        method = build_method(settings.model)
-        flops[name] = step_cost(method, images=images, training=LocalTrainer.build(settings.training, method)).flops
-        if isinstance(method, SimCLR):
-            products = 3 * 2 * 16 * 16 * TEACHER_DIM  # of normalized projections of 16 views, which distillation lacks
-    assert flops["cached"] < flops["computed"]
-    assert abs(flops["cached"] - flops["simclr"]) <= 2 * products
-
-
 # --- settings ---
 
 
@@ -184,16 +155,6 @@ def test_clients_and_devices_receive_the_architecture_as_plain_values_and_no_pat
     assert training_components(composed) == (full.model, full.training, full.strategy)
     assert full.model.method.values["teacher_encoder"]["arguments"]["width"] == 6
     assert json.loads(text)["values"]["method.teacher_encoder"]["encoder"] == "conv_small"
-
-
-def test_the_memory_of_a_device_includes_the_teacher(tmp_path):
-    fixed = []
-    for width in (4, 64):
-        save_teacher(tmp_path / "encoder.pt", f"encoder.width={width}")
-        settings = compose([*WORDS, f"teacher={tmp_path / 'encoder.pt'}"])
-        client = read_task(make_task(settings).text(), states=tmp_path)
-        fixed.append(estimate_step_memory(client).fixed)
-    assert fixed[1] > fixed[0] + 3_000_000
 
 
 @pytest.mark.parametrize(
@@ -304,33 +265,6 @@ def test_a_federation_downloads_the_teacher_once_and_uploads_no_features(tmp_pat
         np.testing.assert_array_equal(federation.state.models[GLOBAL].broadcast[f"teacher.{name}"], value.numpy())
 
 
-@pytest.mark.parametrize("strategy", ["clustered", "featarc"])
-def test_strategies_with_several_models_send_the_teacher_once(tmp_path, strategy):
-    """Clients compare the models by their loss, or by features of their images."""
-    words = [f"strategy={strategy}", "strategy.num_images=16", "num_clients=2", *SIMILARITY]
-    federation = Federation(tmp_path, *WORDS, *words)
-    federation.run(3)
-    assert federation.report.dropped == {}
-    assert [bool(plan["method-broadcast"]) for plan in federation.plans] == [True, True] + 4 * [False]
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["calibration=auxiliary", "precision=bf16"],
-        ["schedule=progressive", "rounds=4", *SIMILARITY],
-        ["regularizer=fur", "method.cache_bytes=0"],
-    ],
-    ids=" ".join,
-)
-def test_other_federations(tmp_path, overrides):
-    federation = Federation(tmp_path, *WORDS, "num_clients=2", *overrides)
-    federation.run(2)
-    assert federation.report.dropped == {}
-    for model in federation.state.models.values():
-        assert all(np.isfinite(array).all() for array in model.layers.values())
-
-
 RUN = [*WORDS, *SIMILARITY, "num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limit=60", "threads=1"]
 RUN += ["evaluate_every=1", "evaluation=none", "final_evaluation=none", "collapse_images=20", "rounds=3"]
 
@@ -350,28 +284,3 @@ def test_a_resumed_run_equals_an_uninterrupted_one_without_the_file_of_the_teach
         run([f"resume={other}"])
     lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert all({"cost", "health"} <= line.keys() for line in lines)
-
-
-def test_a_run_is_resumed_only_with_the_same_teacher(tmp_path):
-    file = save_teacher(tmp_path / "encoder.pt", "encoder.width=6")
-    run([*RUN, f"teacher={file}", "pause_after=1", f"output_dir={tmp_path / 'run'}"])
-    save_teacher(file, "encoder.width=8")
-    with pytest.raises(InputError, match=r"was run with method.teacher_encoder.arguments.width=6 \(now 8\)"):
-        load_settings([f"resume={tmp_path / 'run'}"])
-
-
-def accuracy(folder: Path, *overrides: str) -> float:
-    run(["experiment=distillation", "final_evaluation=knn", "threads=1", *overrides, f"output_dir={folder}"])
-    return 100 * json.loads((folder / "summary.json").read_text())["final"]["federated"]["knn"]
-
-
-@pytest.mark.slow
-@pytest.mark.heavy
-@pytest.mark.parametrize("loss", ["cosine", "mse", "similarity"])
-def test_a_student_learns_from_a_larger_teacher(tmp_path, loss):
-    """The commands of docs/learning.md with a teacher of fewer rounds."""
-    teacher = ["experiment=centralized", "method=simclr", "encoder.width=64", "optimizer=adam", "rounds=3"]
-    run([*teacher, "threads=1", "evaluate_every=0", "final_evaluation=none", f"output_dir={tmp_path / 'teacher'}"])
-    words = [f"teacher={tmp_path / 'teacher' / 'encoder.pt'}", f"method.loss={loss}", "rounds=4"]
-    unlearned = accuracy(tmp_path / "unlearned", *words, "optimizer.lr=0", "rounds=1", "local_epochs=1")
-    assert accuracy(tmp_path / "student", *words) > unlearned + 5

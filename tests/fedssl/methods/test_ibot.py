@@ -19,8 +19,6 @@ from fedssl.training import LocalTrainer, capture_outputs
 from fedssl.views import LOCAL, Mask, View, Views
 from fedssl.wire.messages import ARRAYS
 from fedssl.wire.records import record_to_arrays
-from server_app.collapse_monitor import CollapseMonitor
-from strategies.types import GLOBAL
 from tests.federation import Federation
 from tests.methods import overrides_of
 
@@ -175,11 +173,6 @@ def test_the_server_averages_all_but_the_teacher_by_examples(tmp_path, target_in
         assert np.abs(updates[0][name] - updates[1][name]).max() > 1e-6
 
 
-def test_masks_of_blocks_and_random_ones_are_accepted() -> None:
-    for kind, accepted in (("block", True), ("random", True), ("multi_block", False), (None, False)):
-        assert IBOT.accepted_views.accept(["global", "global", "local"], [kind, kind, None]) == accepted
-
-
 @pytest.mark.parametrize(
     "encoder",
     [
@@ -208,48 +201,3 @@ def test_views_without_masks_and_regularizers_of_the_encoder_are_refused(overrid
     settings = compose([*WORDS, *overrides])
     with pytest.raises(InputError, match=message):
         LocalTrainer.build(settings.training, build_method(settings.model))
-
-
-def test_frozen_stages_are_refused(tmp_path) -> None:
-    with pytest.raises(InputError, match="IBOT hides patches.*set schedule=end_to_end or schedule=progressive"):
-        Federation(tmp_path, *WORDS, *SMALL, "schedule=layer_wise", "rounds=2")
-
-
-def test_stages_can_be_added(tmp_path) -> None:
-    federation = Federation(tmp_path, *WORDS, *SMALL, "schedule=progressive", "rounds=2")
-    start = federation.layers
-    federation.run(1)
-    name = "encoder.encoder.layers.encoder_layer_1.mlp.0.weight"
-    assert np.array_equal(federation.layers[name], start[name])  # not active in the first round
-    federation.run(1)
-    assert not np.array_equal(federation.layers[name], start[name])
-
-
-def trained(folder, *overrides: str) -> tuple[list[str], dict[str, float]]:
-    """Return the failures and diagnostics of a global model after two rounds."""
-    federation = Federation(folder, *WORDS, *SMALL, "strategy=fedavg", "rounds=2", *overrides)
-    layers = federation.run(2)
-    settings = federation.settings
-    monitor = CollapseMonitor(
-        build_method(settings.model),
-        data=settings.data,
-        num_images=40,
-        augment=settings.training.augmentation.instantiate(),
-        device=torch.device("cpu"),
-        seed=0,
-    )
-    report = monitor.finish({GLOBAL: layers})
-    return list(report.failures), report.rows[0]
-
-
-def test_patches_of_a_warm_teacher_are_uniform(tmp_path) -> None:
-    failures, found = trained(tmp_path, "method.teacher_temperature=3", "method.warmup_teacher_temperature=3")
-    assert any("every patch to all prototypes equally; lower method.teacher_temperature" in text for text in failures)
-    assert found["patch_prototype_entropy"] > 0.99
-
-
-def test_without_centering_patches_have_one_prototype(tmp_path) -> None:
-    overrides = ["method.center_momentum=1", "method.teacher_temperature=0.01", "optimizer=adam", "optimizer.lr=0.02"]
-    overrides += ["method.projector.batch_norm=false"]
-    failures, _ = trained(tmp_path, *overrides, "local_epochs=4", "method.warmup_teacher_temperature=0.01")
-    assert any("all patches to one prototype; lower method.center_momentum" in text for text in failures)

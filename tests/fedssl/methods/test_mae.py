@@ -8,10 +8,8 @@ from fedssl.augmentation.patch_masks import MaskRecipe
 from fedssl.config.load import compose
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
-from fedssl.evaluation.cli import run as evaluate
-from fedssl.export import load_encoder
 from fedssl.methods.base import build_method
-from fedssl.methods.mae import MAE, equal_mask, explained_variance
+from fedssl.methods.mae import MAE, explained_variance
 from fedssl.model_arrays import exchanged_layers, exchanged_names, load_layers
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
@@ -19,7 +17,6 @@ from fedssl.step_cost import count_flops
 from fedssl.training import LocalTrainer, train
 from fedssl.views import View, Views
 from server_app.collapse_monitor import CollapseMonitor
-from simulation.cli import run
 from strategies.types import GLOBAL
 from tests.federation import Federation
 from tests.fedssl.methods.masked import masked_views, slow_prediction, vit
@@ -110,17 +107,6 @@ def test_the_encoder_computes_nothing_for_hidden_patches():
     assert blocks(5, 8) < blocks(17, 8) / 3
 
 
-def test_training_lowers_the_loss():
-    method, views = make_mae(pool="mean"), masked_views(RECIPE)
-    optimizer = torch.optim.Adam(method.parameters(), lr=0.01)
-    start = method.loss(views).item()
-    for _ in range(40):
-        optimizer.zero_grad()
-        method.loss(views).backward()
-        optimizer.step()
-    assert method.loss(views).item() < 0.7 * start
-
-
 def test_progressive_stages_train_and_hidden_ones_do_not_run():
     method, views = make_mae(depth=3), masked_views(RECIPE)
     with set_active_stages(method, depth=1):
@@ -137,23 +123,6 @@ def test_explained_variance_by_hand():
     assert explained_variance(torch.ones(2, 1), target) == 0
     assert explained_variance(torch.full((2, 1), 3.0), target) == 1 - 5
     assert explained_variance(torch.zeros(2, 1), torch.ones(2, 1)) == 0
-
-
-def test_diagnosis_hides_the_same_patches_of_all_images():
-    """Predictions of different patches would differ without any information of the image."""
-    method, views = make_mae(pool="mean"), masked_views(RECIPE)
-    mask = equal_mask(views[0].mask)
-    assert mask.hidden.shape == (5, 16)
-    assert (mask.visible == views[0].mask.visible[0]).all()
-    assert (mask.targets == views[0].mask.targets[0]).all()
-    with torch.no_grad():
-        method.decoder.output.weight.zero_()
-        method.decoder.output.bias.zero_()
-    # The prediction is 0: 1 - mean(t^2) / mean((t - m)^2), with standardized targets.
-    pixels = views[0].images.unfold(2, 2, 2).unfold(3, 2, 2).reshape(5, 16, 4).double()[:, mask.targets[0, 0]]
-    t = (pixels - pixels.mean(2, keepdim=True)) / (pixels.var(2, keepdim=True) + 1e-6).sqrt()
-    expected = 1 - t.square().mean() / (t - t.mean(0)).square().mean()
-    assert method.diagnose(views)["explained_variance"] == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_the_decoder_of_the_paper():
@@ -197,14 +166,6 @@ def test_a_local_decoder_never_leaves_the_client_and_goes_on_where_it_was():
     assert all(torch.equal(value, initial[name]) for name, value in method.decoder.state_dict().items())
 
 
-def test_an_exchanged_decoder_is_not_reset():
-    method = make_mae()
-    with torch.no_grad():
-        method.decoder.mask_token.fill_(3)
-    method.start_round(first=True)
-    assert method.decoder.mask_token.unique().tolist() == [3]
-
-
 def test_clients_keep_their_own_decoders_which_begin_alike(tmp_path):
     overrides = [*MAE_ON_DIGITS, "method.exchange_decoder=false", "strategy=fedavg", "num_clients=2"]
 
@@ -221,24 +182,6 @@ def test_clients_keep_their_own_decoders_which_begin_alike(tmp_path):
     assert all(torch.equal(one[name], initial[name]) and torch.equal(other[name], initial[name]) for name in one)
     one, other, initial = decoders("trained", "optimizer.lr=0.1")
     assert not any(torch.equal(one[name], other[name]) for name in one if name.endswith("weight"))
-
-
-def test_a_personalized_model_has_a_local_decoder_of_its_own(tmp_path):
-    """The proximal term pulls the encoder to the global one, which has no decoder."""
-    overrides = [*MAE_ON_DIGITS, "method.exchange_decoder=false", "strategy=per_ssl", "strategy.weight=1e4"]
-    federation = Federation(tmp_path, *overrides, "num_clients=1", "optimizer.lr=1e-4", "optimizer.momentum=0")
-    start = federation.layers
-    federation.run(1)
-    (folder,) = tmp_path.glob("clients/0000/*")
-    state = load_tensors(folder, before=2)
-    initial = build_method(federation.settings.model).state_dict()
-
-    def moved(name: str) -> float:
-        return (state[name].double() - initial[name.removeprefix("personal.")].double()).norm().item()
-
-    assert set(start) == {name for name in initial if name.startswith("encoder.")}
-    assert moved("personal.decoder.output.weight") == pytest.approx(moved("decoder.output.weight"), rel=0.1)
-    assert moved("personal.decoder.output.weight") > 0
 
 
 def test_calibration_needs_an_exchanged_decoder(tmp_path):
@@ -274,56 +217,6 @@ def test_an_encoder_without_tokens_is_refused_before_the_run(tmp_path):
         InputError, match=r"^MAE encodes some of the patches .* ConvSmall cannot; set encoder=vit_tiny$"
     ):
         Federation(tmp_path, "method=mae", "augmentation=digits_mae", "encoder=conv_small")
-
-
-def test_the_patches_of_masks_are_those_of_the_encoder(tmp_path):
-    views = "augmentation.views=[{mask: {kind: random, patch: 4, ratio: 0.5}}]"
-    sentence = "^augmentation.views.0.mask.patch=4 but encoder.patch=2; leave augmentation.views"
-    with pytest.raises(InputError, match=sentence):
-        Federation(tmp_path, *MAE_ON_DIGITS, views)
-
-
-def test_one_pixel_per_patch_is_not_standardized():
-    method = MAE(vit(patch=1), decoder_width=8, decoder_depth=1, decoder_heads=2, normalize_patches=False)
-    assert method.loss(masked_views(MaskRecipe(kind="random", patch=1))).isfinite()
-
-
-def test_dapu_decides_on_the_decoder(tmp_path):
-    federation = Federation(tmp_path, *MAE_ON_DIGITS, "strategy=fedu")
-    assert "decoder (if DAPU decides so)" in federation.strategy.describe_communication(federation.method).local_state
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["schedule=progressive", "rounds=2"],
-        ["secure_aggregation=secagg_plus", "secure_aggregation.dropout_fraction=0", "strategy.weighting=uniform"],
-        ["privacy=central", "strategy.weighting=uniform"],
-        ["regularizer=prox"],
-    ],
-    ids=" ".join,
-)
-def test_it_works_with(tmp_path, overrides):
-    federation = Federation(tmp_path, *MAE_ON_DIGITS, "strategy=fedavg", *overrides)
-    after = federation.run(2)
-    assert all(np.isfinite(array).all() for array in after.values())
-    assert federation.report.dropped == {}
-
-
-def test_a_trained_encoder_is_saved_loaded_and_evaluated_on_all_patches(tmp_path):
-    folder = tmp_path / "run"
-    overrides = [*MAE_ON_DIGITS, "num_clients=2", "dataset.limit=200", "rounds=1", "local_epochs=1", "threads=1"]
-    run([*overrides, "strategy=fedavg", "final_evaluation=none", "collapse_images=0", f"output_dir={folder}"])
-    encoder = load_encoder(folder / "encoder.pt")
-    images = torch.rand(2, 1, 8, 8)
-    h = encoder(images)
-    assert h.shape == (2, encoder.feature_dim) == (2, 16)
-    changed = images.clone()
-    changed[0, 0, 7, 7] += 1
-    assert ((encoder(changed) - h).abs().amax(dim=1) > 1e-5).tolist() == [True, False]
-    evaluate([f"run={folder}", "evaluation=knn", "threads=1"])
-    (result,) = (folder / "evaluation").iterdir()
-    assert "knn" in result.read_text()
 
 
 # --- failures ---

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from fedssl.encoders import conv_small
 from fedssl.encoders.tokens import gather_patches, interpolate_positions, sincos_position_embedding
 from fedssl.errors import InputError
-from fedssl.methods.patch_prediction import PatchPredictor, require_tokens
+from fedssl.methods.patch_prediction import PatchPredictor
 from tests.fedssl.methods.masked import slow_prediction, vit
 
 KINDS = [{"pool": "token"}, {"pool": "mean"}, {"pool": "token", "registers": 2}]
@@ -53,12 +52,6 @@ def test_positions_of_a_smaller_view_are_interpolated():
     torch.testing.assert_close(found, part(tokens, visible=visible, targets=targets, patches=16), rtol=0, atol=0)
 
 
-def test_positions_are_neither_trained_nor_stored():
-    part = predictor(vit())
-    assert "positions" not in part.state_dict()
-    assert {name for name, _ in part.named_parameters()} == set(part.state_dict())
-
-
 def test_a_prediction_depends_on_the_visible_patches_of_its_own_image_only():
     part = predictor(vit(pool="mean"))
     visible, targets = indices(2, visible=5, blocks=2, m=3, patches=16)
@@ -96,11 +89,3 @@ def test_gathered_positions_follow_their_patches():
 def test_wrong_sizes_are_refused(settings, message):
     with pytest.raises(InputError, match=message):
         PatchPredictor(vit(), part="decoder", **{"width": 8, "depth": 1, "heads": 2, "out_features": 4, **settings})
-
-
-def test_encoders_without_tokens_are_refused():
-    sentence = "^MAE encodes some of the patches of an image, which ConvSmall cannot; set encoder=vit_tiny$"
-    with pytest.raises(InputError, match=sentence):
-        require_tokens(conv_small(channels=1, size=8, width=4), method="MAE")
-    encoder = vit()
-    assert require_tokens(encoder, method="MAE") is encoder

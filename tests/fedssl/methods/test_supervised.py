@@ -23,7 +23,6 @@ from fedssl.views import Views
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
 from tests.encoders import LinearEncoder
-from tests.federation import Federation
 from tests.local_training import local_training
 
 QUICK = ["method=supervised", "num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4"]
@@ -123,14 +122,6 @@ def test_every_image_comes_with_its_own_label():
     assert method.seen != sorted(method.seen)
 
 
-def test_clients_learn_their_labels(tmp_path):
-    # The training loss must fall well below log 10, that of a guess.
-    overrides = ["method=supervised", "optimizer=adam", "optimizer.lr=0.01", "strategy=fedavg", "batch_size=10"]
-    federation = Federation(tmp_path, *overrides, "num_clients=2", "dataset.limit=100", "local_epochs=10")
-    federation.run(3)
-    assert max(row.loss for row in federation.report.clients) < 0.6 * math.log(10)
-
-
 def test_images_without_labels_are_refused_before_anything_is_written(tmp_path):
     folder = tmp_path / "images"
     folder.mkdir()
@@ -157,9 +148,3 @@ def test_the_final_comparison_has_the_accuracy_of_the_classifier(tmp_path):
     assert final["federated"]["classifier"] == pytest.approx(right / len(test.labels))
     assert "classifier" in final["untrained"]
     assert "classifier" not in final["pixels"]
-
-
-def test_dapu_decides_on_the_classifier(tmp_path):
-    never = Federation(tmp_path, "method=supervised", "strategy=fedu", "strategy.predictor_threshold=0")
-    communication = never.strategy.describe_communication(never.method)
-    assert communication.local_state.startswith("classifier (if DAPU decides so)")

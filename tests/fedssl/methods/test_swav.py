@@ -87,12 +87,6 @@ def test_loss_is_that_of_one_pass_of_the_projector(num_local):
     torch.testing.assert_close(method.loss(views), swav(scores, codes, temperature=0.2), rtol=1e-5, atol=1e-6)
 
 
-def test_settings_of_the_loss_are_used():
-    views = multi_crop()
-    others = ({}, {"temperature": 0.3}, {"epsilon": 0.3}, {"iterations": 1}, {"num_prototypes": 4})
-    assert len({make(**changes).loss(views).item() for changes in others}) == 5
-
-
 def test_all_networks_and_prototypes_are_trained_and_exchanged_and_the_queue_stays():
     method = make(queue_size=6)
     method.loss(multi_crop()).backward()
@@ -163,21 +157,6 @@ def test_prototypes_are_frozen_in_the_first_rounds(optimizer):
     assert changed == [False, False, True]
 
 
-def test_frozen_prototypes_have_the_same_loss():
-    torch.testing.assert_close(make(freeze_prototypes_rounds=1).loss(multi_crop()), make().loss(multi_crop()))
-
-
-def test_numbers_that_change_between_rounds_are_constants_of_the_step():
-    method = make(freeze_prototypes_rounds=2, queue_size=4, queue_start_round=4)
-    found = []
-    for round in range(1, 6):
-        method.round = round
-        found.append(method.step_constants)
-    assert found == [(1, 0), (1, 0), (0, 0), (0, 1), (0, 1)]
-    method.queue_size = 0
-    assert method.step_constants == (0, 0)
-
-
 def test_the_server_averages_prototypes_by_numbers_of_images_and_clients_normalize_them(tmp_path):
     overrides = ["strategy=fedavg", "partition=dirichlet", "partition.alpha=0.1", "num_clients=2"]
     federation = Federation(tmp_path, *SMALL, *overrides, "method.freeze_prototypes_rounds=0")
@@ -234,13 +213,6 @@ def test_the_queue_is_first_in_first_out_for_each_global_view():
     assert torch.equal(method.queue, large[:, :4])
 
 
-def test_steps_insert_the_projections_of_the_global_views():
-    method, views = make(queue_size=6), multi_crop()
-    z = make(queue_size=6).project(views)[:2]
-    method.loss(views)
-    torch.testing.assert_close(method.queue, z.detach())
-
-
 def test_codes_with_a_full_queue_are_those_of_batch_and_queue_of_each_view():
     method, z = make(queue_size=4), unit(2, 3, 8, seed=1).float()
     older, weight = fill(method), method.prototypes.weight.detach()
@@ -249,15 +221,6 @@ def test_codes_with_a_full_queue_are_those_of_batch_and_queue_of_each_view():
         together = torch.cat((z[view], older[view])) @ weight.T
         torch.testing.assert_close(codes[view], sinkhorn(together, epsilon=0.1, iterations=3)[:3])
     assert (codes - sinkhorn(z @ weight.T, epsilon=0.1, iterations=3)).abs().max() > 1e-3
-
-
-def test_a_queue_that_is_not_full_is_not_used():
-    """Rows of zeros would be images that are equally near to all prototypes."""
-    method, z = make(queue_size=4), unit(2, 3, 8, seed=1).float()
-    fill(method)
-    method.queue[:, -1] = 0
-    scores = z @ method.prototypes.weight.T
-    assert torch.equal(method.assign(z, scores), sinkhorn(scores, epsilon=0.1, iterations=3))
 
 
 def test_the_queue_is_used_from_its_round_on():
@@ -278,14 +241,6 @@ def test_the_queue_is_kept_between_rounds_of_a_client_and_empty_in_its_first():
     assert torch.equal(method.queue, older)
     method.start_round(first=True)
     assert not method.queue.any()
-
-
-def test_a_client_has_its_own_queue_and_never_sends_it(tmp_path):
-    federation = Federation(tmp_path, *SMALL, "strategy=fedavg", "num_clients=2", "method.queue_size=8")
-    federation.run(2)
-    for message in (*federation.plans, *federation.updates):
-        assert "queue" not in message["arrays"]
-        assert "prototypes.weight" in message["arrays"]
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
@@ -333,15 +288,6 @@ def test_matching_changes_no_loss_and_undoes_a_permutation():
     assert torch.equal(method.prototypes.weight, trained)
 
 
-def test_without_matching_the_order_stays():
-    method, order = make(), torch.tensor([3, 0, 4, 1, 2])
-    permuted = method.prototypes.weight.detach()[order].clone()
-    with torch.no_grad():
-        method.prototypes.weight.copy_(permuted)
-    method.end_round()
-    assert torch.equal(method.prototypes.weight, permuted)
-
-
 @pytest.mark.parametrize("match", [False, True])
 def test_a_client_with_permuted_prototypes_gives_the_same_average(tmp_path, monkeypatch, match):
     """Permute those of the first of two clients after its training."""
@@ -362,21 +308,6 @@ def test_a_client_with_permuted_prototypes_gives_the_same_average(tmp_path, monk
     assert len(clients) == 2
     assert np.array_equal(plain["prototypes.weight"], permuted["prototypes.weight"]) == match
     assert np.array_equal(plain["projector.0.weight"], permuted["projector.0.weight"])
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["secure_aggregation=secagg_plus", "secure_aggregation.dropout_fraction=0"],
-        ["privacy=central", "encoder.norm=group"],
-    ],
-    ids=" ".join,
-)
-def test_matched_prototypes_and_queues_work_where_the_server_sees_only_sums(tmp_path, overrides):
-    overrides = ["strategy=fedavg", "strategy.weighting=uniform", *overrides]
-    federation = Federation(tmp_path, *SMALL, *overrides, "method.match_prototypes=true", "method.queue_size=8")
-    layers = federation.run(2)
-    assert all(np.isfinite(array).all() for array in layers.values())
 
 
 @pytest.mark.parametrize(
@@ -412,13 +343,6 @@ def test_distinct_assignments_by_hand():
     assert distinct_assignments(torch.eye(3)[[1, 1, 1]]) == pytest.approx(1)
 
 
-def test_used_share_by_hand():
-    """Three of five prototypes are used. Of two images at most two prototypes are."""
-    assert used_share(torch.tensor([0, 0, 3, 4, 0, 3, 4, 0]), num_prototypes=5) == 3 / 5
-    assert used_share(torch.tensor([1, 2]), num_prototypes=5) == 1
-    assert used_share(torch.tensor([3, 3, 3]), num_prototypes=5) == 1 / 3
-
-
 @torch.no_grad()
 def test_diagnostics_are_those_of_the_global_views():
     method, views = make().eval(), multi_crop()
@@ -429,31 +353,9 @@ def test_diagnostics_are_those_of_the_global_views():
     assert found["used_prototypes"] == used_share(cosines.argmax(dim=1), num_prototypes=5)
 
 
-def test_codes_that_are_too_soft_are_reported_as_a_failure(tmp_path):
-    """With equal codes of all images the easiest prediction is the same for all images."""
-    (failure,) = failures_after(tmp_path, 4, "method=swav", "method.epsilon=10")
-    assert "nearly the same assignment to prototypes; lower method.epsilon" in failure
-
-
 def test_unused_prototypes_are_reported_as_a_failure(tmp_path):
     """Projections of different models collapse the codes if they are used from the start."""
     queue = ["method.queue_size=64", "method.queue_start_round=1", "method.freeze_prototypes_rounds=0"]
     failures = failures_after(tmp_path, 4, "method=swav", "method.epsilon=0.1", *queue)
     assert len(failures) == 2
     assert "few prototypes are the nearest one of any image; lower method.num_prototypes" in failures[1]
-
-
-def test_training_with_the_defaults_is_no_failure(tmp_path):
-    assert failures_after(tmp_path, 4, "method=swav") == ()
-
-
-@torch.no_grad()
-def test_images_on_one_prototype_are_a_failure():
-    method, views = make(num_prototypes=20, temperature=0.01).eval(), multi_crop(20)
-    center = F.normalize(method.project(views)[:2].flatten(0, 1).mean(dim=0), dim=0)
-    method.prototypes.weight.copy_(-center.expand(20, -1))
-    method.prototypes.weight[4] = center
-    found = method.diagnose(views)
-    assert found["distinct_prototypes"] == pytest.approx(1, abs=1e-4)
-    assert found["used_prototypes"] == 1 / 20
-    assert all(mode.applies(found) for mode in method.failure_modes)

@@ -4,17 +4,14 @@ import copy
 import os
 import time
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
-from fedssl.config.load import compose
 from fedssl.datasets.images import TensorImages
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
-from fedssl.export import describe_encoder, load_encoder, load_weights, save_encoder
-from fedssl.methods.base import build_method
+from fedssl.export import describe_encoder, load_encoder, load_weights
 from fedssl.methods.teacher import TeacherFeatures, build_teacher
 from tests.methods import save_teacher
 
@@ -142,15 +139,6 @@ def test_long_computations_can_be_stopped():
     assert teacher.images == 1024
 
 
-def test_modes_and_random_numbers_stay():
-    teacher, images = Counting(), make_images()
-    teacher.train()
-    state = torch.get_rng_state()
-    ask(features_of(), teacher, images, torch.arange(4))
-    assert teacher.training
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_a_description_has_plain_values(tmp_path):
     file = save_teacher(tmp_path / "encoder.pt", "encoder.width=6")
     assert describe_encoder(file) == {
@@ -167,12 +155,6 @@ DESCRIPTION = {
     "mean": [0.5],
     "std": [0.5],
 }
-
-
-@pytest.mark.parametrize("name", ["Encoder", "os.system", None, "conv_smal"])
-def test_only_functions_of_the_package_build_a_teacher(name):
-    with pytest.raises(InputError, match=f"encoder={name} does not exist; a teacher is one of conv_small"):
-        build_teacher({**DESCRIPTION, "encoder": name})
 
 
 @pytest.mark.parametrize(
@@ -195,20 +177,6 @@ def test_a_description_is_validated(changes):
     assert build_teacher(DESCRIPTION).feature_dim == DIM
     with pytest.raises(InputError, match="method.teacher_encoder does not describe an encoder; leave it out"):
         build_teacher({**DESCRIPTION, **changes})
-
-
-def test_an_encoder_of_another_package_is_refused(tmp_path):
-    settings = compose(["encoder.width=4"])
-    values = {**settings.model.encoder.values, "_target_": "mine.encoder"}
-    encoder = build_method(settings.model).encoder
-    save_encoder(tmp_path / "encoder.pt", encoder, settings=values, mean=[0.5], std=[0.5], metadata={})
-    with pytest.raises(InputError, match="holds the encoder mine.encoder, which is not part of fedssl"):
-        describe_encoder(tmp_path / "encoder.pt")
-
-
-def test_features_are_finite_for_constant_images():
-    images = TensorImages(torch.zeros(3, 1, 8, 8, dtype=torch.uint8))
-    assert np.isfinite(ask(features_of(), Counting(), images, torch.arange(3)).numpy()).all()
 
 
 def test_another_process_reads_the_features_from_files(tmp_path):
@@ -286,18 +254,3 @@ def test_the_least_recently_used_files_are_deleted_beyond_the_limit(tmp_path):
             if time.time() - file.stat().st_mtime < 3600:  # used now: order by number
                 os.utime(file, (number, number))
         assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 1000
-
-
-def test_a_folder_that_cannot_be_written_is_logged(tmp_path, caplog):
-    (tmp_path / "file").write_text("")
-    features, teacher, images, indices = features_of(), Counting(), make_images(), torch.tensor([2, 5])
-    features.store_in(tmp_path / "file" / "folder")
-    assert ask(features, teacher, images, indices).shape == (2, DIM)
-    assert "every process runs the teacher" in caplog.text
-
-
-def test_a_copy_stores_nothing(tmp_path):
-    features = features_of()
-    features.store_in(tmp_path)
-    ask(copy.deepcopy(features), Counting(), make_images(), torch.tensor([2, 5]))
-    assert list(tmp_path.iterdir()) == []

@@ -57,28 +57,10 @@ def test_transformer_equals_the_equations(depth: int, heads: int):
     torch.testing.assert_close(transformer(tokens), torch.stack(expected).float(), rtol=0, atol=1e-4)
 
 
-def test_weights_are_drawn_uniformly_by_fan_in_and_fan_out():
-    """Xavier: within sqrt(6 / (in + out)), which the largest of many draws nearly reaches. Biases are 0, scales 1."""
-    torch.manual_seed(0)
-    transformer = Transformer(32, depth=2, heads=2)
-    for name, value in transformer.named_parameters():
-        if value.ndim == 2:
-            bound = math.sqrt(6 / sum(value.shape))
-            assert 0.98 * bound < value.abs().max() <= bound, name
-            assert value.var().item() == pytest.approx(bound**2 / 3, rel=0.1), name
-        else:
-            assert set(value.tolist()) == {float(name.endswith("weight"))}, name
-
-
 def test_number_of_weights_by_hand():
     """A block of width d has 12 d^2 + 13 d weights: attention 4 (d^2 + d), MLP 8 d^2 + 5 d, normalizations 4 d."""
     sizes = [parameter.numel() for parameter in Transformer(12, depth=3, heads=3).parameters()]
     assert sum(sizes) == 3 * (12 * 12**2 + 13 * 12) + 2 * 12
-
-
-def test_permuted_tokens_give_permuted_tokens():
-    transformer, tokens, order = randomized(Transformer(8, depth=2, heads=2)), torch.randn(3, 7, 8), torch.randperm(7)
-    torch.testing.assert_close(transformer(tokens[:, order]), transformer(tokens)[:, order], rtol=0, atol=1e-5)
 
 
 def test_heads_that_do_not_divide_the_width_are_one_sentence():

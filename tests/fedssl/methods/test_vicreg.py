@@ -1,22 +1,18 @@
 """VICReg: the loss of its projections, what is exchanged and averaged, and its failure modes."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from fedssl.config.load import compose
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.losses import vicreg
 from fedssl.methods.heads import MLP
 from fedssl.methods.vicreg import VICReg, projection_rank
-from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.views import Views
-from server_app.training_rules import batches_suffice
 from tests.failures import failures_after
 from tests.federation import Federation
 
@@ -44,14 +40,6 @@ def test_loss_is_that_of_projections_of_each_view_by_itself():
     assert abs(vicreg(*together, sim_weight=3.0, var_weight=5.0, cov_weight=7.0) - expected) > 1e-4
 
 
-def test_all_parts_are_trained_and_exchanged():
-    method = make()
-    method.loss(Views.of(*images())).backward()
-    assert all(parameter.grad.abs().max() > 0 for parameter in method.parameters())
-    assert {name.partition(".")[0] for name in exchanged_names(method)} == {"encoder", "projector"}
-    assert local_names(method) == []
-
-
 def test_the_server_averages_the_projectors_by_numbers_of_images(tmp_path):
     overrides = ["method=vicreg", "strategy=fedavg", "partition=dirichlet", "partition.alpha=0.1", "num_clients=2"]
     federation = Federation(tmp_path, *overrides, "method.projector.hidden_dim=16", "method.projector.out_dim=8")
@@ -70,32 +58,7 @@ def test_negative_weights_are_rejected(name):
         make(**{name: -1.0})
 
 
-def test_two_images_give_the_projector_no_signal():
-    """Batch normalization maps two images to 1 and -1 whatever their distance is, so its input has no gradient."""
-    method, generator = make().double(), torch.Generator().manual_seed(2)
-    shares = []
-    for batch in (2, 3):
-        h1, h2 = 100 * torch.randn(2, batch, 16, generator=generator, dtype=torch.float64)
-        method.zero_grad()
-        vicreg(method.projector(h1), method.projector(h2)).backward()
-        shares.append(float(method.projector[0].weight.grad.norm() / method.projector[3].weight.grad.norm()))
-    assert shares[0] < 0.01 * shares[1]
-    problem = batches_suffice(SimpleNamespace(settings=compose(["batch_size=2"]), method=method))
-    assert "VICReg needs batches of at least 3 images" in problem
-
-
 # --- failures ---
-
-
-def slow_rank(z: Tensor) -> float:
-    values = torch.linalg.eigvalsh(torch.cov(z.double().T, correction=0))
-    return float(values.sum() ** 2 / values.square().sum())
-
-
-@pytest.mark.parametrize("n", [5, 40])
-def test_rank_is_that_of_the_eigenvalues(n):
-    z = torch.randn(n, 8, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 9)
-    assert projection_rank(z) == pytest.approx(slow_rank(z))
 
 
 def test_rank_by_hand():
@@ -104,6 +67,11 @@ def test_rank_by_hand():
     assert projection_rank(z) == pytest.approx(100 / 68)
     assert projection_rank(torch.ones(4, 2)) == 0
     assert projection_rank(torch.tensor([[0.0, 0.0], [1.0, 2.0], [2.0, 4.0]])) == pytest.approx(1)
+
+
+def slow_rank(z: Tensor) -> float:
+    values = torch.linalg.eigvalsh(torch.cov(z.double().T, correction=0))
+    return float(values.sum() ** 2 / values.square().sum())
 
 
 @torch.no_grad()
@@ -125,7 +93,3 @@ def test_diagnostics_are_those_of_all_projections():
 def test_training_without_a_term_is_reported_as_a_failure(tmp_path, overrides, message):
     (failure,) = failures_after(tmp_path, 6, "method=vicreg", *overrides)
     assert message in failure
-
-
-def test_training_with_all_terms_is_no_failure(tmp_path):
-    assert failures_after(tmp_path, 6, "method=vicreg") == ()

@@ -24,7 +24,7 @@ from fedssl.partition import (
     make_partition,
     server_indices,
 )
-from fedssl.partition.feature_clustering import cluster_images, encoder_features, k_means, pixel_features, whitened
+from fedssl.partition.feature_clustering import cluster_images, encoder_features, k_means, whitened
 from fedssl.plots.partition import partition_table
 
 KIND = torch.randperm(90, generator=torch.Generator().manual_seed(0)) % 3  # 30 images of each of three kinds
@@ -68,10 +68,6 @@ def encoder(tmp_path: Path) -> str:
     return str(tmp_path / "encoder.pt")
 
 
-def test_similar_images_form_a_cluster() -> None:
-    assert same_groups(result(images_of()), KIND)
-
-
 def test_every_image_has_one_holder_and_groups_are_the_clusters() -> None:
     made_partition = divided(images_of())
     assert sorted(np.concatenate(made_partition.client_indices).tolist()) == list(range(90))
@@ -82,17 +78,6 @@ def test_every_image_has_one_holder_and_groups_are_the_clusters() -> None:
     assert made_partition.groups is not None
     assert same_groups(made_partition.groups, KIND)
     assert made_partition.names == ("cluster 0", "cluster 1", "cluster 2")
-
-
-def test_small_alpha_gives_whole_clusters_and_large_alpha_equal_shares() -> None:
-    def counts(alpha: float) -> np.ndarray:
-        parts = divided(images_of(KIND.repeat(10)), alpha=alpha).client_indices
-        return np.array([[int((KIND.repeat(10)[part] == kind).sum()) for kind in range(3)] for part in parts])
-
-    # A share has standard deviation sqrt(1/3 * 2/3 / 3e5) = 0.0009: 100 of the 300 images of each, give or take 3.
-    assert np.abs(counts(1e5) - 100).max() <= 4
-    # With alpha -> 0 one client takes all of a cluster; a draw in which a client gets nothing is repeated.
-    assert (counts(0.01).max(axis=0) > 290).all()
 
 
 def test_shares_are_those_of_dirichlet_over_the_clusters() -> None:
@@ -115,15 +100,6 @@ def test_components_are_those_of_scikit_learn() -> None:
     assert everything.shape == (1100, 8)  # no more than there are
     assert np.abs(np.cov(everything.T) - np.eye(8)).max() < 1e-10
     assert whitened(np.ones((5, 3)), components=2).tolist() == [[0.0]] * 5
-
-
-def test_pixels_of_large_images_are_averaged() -> None:
-    # 3 x 32 x 32 = 3072 numbers are more than 1024; over squares of 2 x 2 they are 768.
-    source = torch.randint(256, (5, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    features = pixel_features(ImageSubset(TensorImages(source), torch.tensor([1, 4])))
-    assert features.shape == (2, 768)
-    expected = source[4].double().view(3, 16, 2, 16, 2).mean(dim=(2, 4)).flatten() / 255
-    assert np.abs(features[1] - expected.numpy()).max() < 1e-6
 
 
 @pytest.mark.parametrize("with_encoder", [True])
@@ -175,16 +151,6 @@ def test_slow_results_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert caplog.text.count("the images are clustered again") == 2
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_if_it_was_named(tmp_path: Path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(feature_clustering, "MIN_SECONDS_TO_CACHE", 0.0)
-    (tmp_path / "fedssl").write_text("no folder")
-    with pytest.raises(InputError, match="cannot be written .*dataset.cache"):
-        result(images_of(cache=str(tmp_path / "fedssl")))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert same_groups(result(images_of(cache="auto")), KIND)
-    assert "every process clusters the images" in caplog.text
-
-
 def test_in_a_run_without_labels_and_with_server_images() -> None:
     overrides = ["seed=4", "num_clients=3", "calibration=auxiliary", "calibration.share=0.2"]
     settings = compose([*overrides, "partition=feature_clusters", "partition.components=2"]).partition
@@ -204,11 +170,6 @@ def test_in_a_run_without_labels_and_with_server_images() -> None:
     )
     assert rows[0] == ["client", "examples", "cluster 0", "cluster 1", "cluster 2"]
     assert sum(int(number) for row in rows[1:] for number in row[2:]) == 72
-
-
-def test_the_encoder_path_is_absolute() -> None:
-    overrides = ["partition=feature_clusters", "partition.encoder=some/encoder.pt"]
-    assert compose(overrides).partition.rule.values["encoder"] == str(Path("some/encoder.pt").absolute())
 
 
 @pytest.mark.parametrize(

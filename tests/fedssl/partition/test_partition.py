@@ -89,12 +89,6 @@ def test_iid_sizes_and_labels_do_not_matter() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(parts, same, strict=True))
 
 
-def test_iid_mixes_sorted_classes() -> None:
-    counts = counts_of(split("iid", labels_of(500, 500), 5), labels_of(500, 500))
-    # 200 draws without replacement of 1000 with half of them in class 0: mean 100, standard deviation 6.3.
-    assert np.abs(counts[:, 0] - 100).max() < 26
-
-
 @pytest.mark.parametrize("self_balancing", [False, True])
 def test_dirichlet_equals_its_definition(self_balancing: bool) -> None:
     """Per class: shares from Dir(alpha 1), cut points at the floor of cumulative shares times the class's size.
@@ -122,58 +116,12 @@ def test_dirichlet_equals_its_definition(self_balancing: bool) -> None:
     assert (full > 0) == self_balancing  # otherwise self-balancing was not tested
 
 
-def test_self_balancing_makes_sizes_more_alike() -> None:
-    labels = labels_of(*[200] * 10)
-    for seed in range(6):
-        plain, balanced = (
-            np.std([len(part) for part in split("dirichlet", labels, 5, seed=seed, **KINDS["dirichlet"], **more)])
-            for more in ({}, {"self_balancing": True})
-        )
-        assert balanced < plain
-
-
 def test_self_balancing_with_an_unassigned_class_is_one_sentence() -> None:
     """Shares are (1, 0) or (0, 1): the client with all 60 images of class 0 is full and may draw all of class 1."""
     labels, settings = labels_of(60, 40), {"alpha": 1e-5, "min_size": 2, "self_balancing": True}
     with pytest.raises(InputError, match=r"partition\.alpha=1e-05 leaves .* raise partition\.alpha"):
         split("dirichlet", labels, 2, seed=2, **settings)
     assert sorted(map(len, split("dirichlet", labels, 2, seed=0, **settings))) == [40, 60]
-
-
-@pytest.mark.heavy
-@pytest.mark.slow
-def test_draws_are_those_of_flwr_datasets_as_documented() -> None:
-    """The real partitioners on a real data set; their later import is not affected by `LabelColumn`."""
-    import datasets
-    import flwr_datasets
-    from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner, PathologicalPartitioner
-
-    assert flwr_datasets.FederatedDataset
-    labels = np.random.default_rng(0).integers(0, 6, 300)
-    data = datasets.Dataset.from_dict({"label": labels.tolist(), "row": list(range(300))})
-    pairs = [
-        (IidPartitioner(7), flwr_partitioners.iid(labels, num_clients=7)),
-        (
-            DirichletPartitioner(7, "label", alpha=0.3, min_partition_size=5, shuffle=False, seed=9),
-            dirichlet_shares.dirichlet(labels, num_clients=7, alpha=0.3, min_size=5, seed=9, self_balancing=False),
-        ),
-        (
-            DirichletPartitioner(
-                7, "label", alpha=0.3, min_partition_size=5, self_balancing=True, shuffle=False, seed=9
-            ),
-            dirichlet_shares.dirichlet(labels, num_clients=7, alpha=0.3, min_size=5, seed=9, self_balancing=True),
-        ),
-        (
-            PathologicalPartitioner(14, "label", 1, class_assignment_mode="deterministic", shuffle=False),
-            flwr_partitioners.class_shards(labels, num_shards=14),
-        ),
-    ]
-    for partitioner, ours in pairs:
-        partitioner.dataset = data
-        assert ours is not None
-        assert partitioner.num_partitions == len(ours)
-        for client, rows in enumerate(ours):
-            assert partitioner.load_partition(client)["row"][:] == rows.tolist()
 
 
 @pytest.mark.slow
@@ -226,21 +174,6 @@ def test_the_last_partition_is_kept_for_the_same_images_and_settings() -> None:
     assert make_partition(replace(settings, seed=1), images) is not first
 
 
-def test_dirichlet_large_alpha_is_uniform_small_alpha_is_skewed() -> None:
-    labels = labels_of(*[1000] * 5)
-    uniform = counts_of(split("dirichlet", labels, 4, alpha=1e5, min_size=2), labels)
-    # A share has standard deviation sqrt(1/4 * 3/4 / 4e5) = 0.0007: 250 images of each class, give or take 3.
-    assert np.abs(uniform - 250).max() <= 5
-    skewed = counts_of(split("dirichlet", labels, 4, alpha=0.02, min_size=2), labels)
-    # With alpha -> 0 one client takes all of a class.
-    assert (skewed.max(axis=0) > 900).mean() >= 0.6
-
-
-def test_dirichlet_keeps_the_minimum() -> None:
-    parts = split("dirichlet", labels_of(*[60] * 5), 10, alpha=0.5, min_size=12)
-    assert min(map(len, parts)) >= 12
-
-
 @pytest.mark.parametrize("num_clients", [5, 10, 13])
 def test_classes_gives_exactly_n_classes_and_shares_each_equally(num_clients: int) -> None:
     labels = labels_of(*[60] * 10)
@@ -251,12 +184,6 @@ def test_classes_gives_exactly_n_classes_and_shares_each_equally(num_clients: in
     assert holders.max() - holders.min() <= 1
     # 60 images of a class divide into equal parts for 1, 2 or 3 holders.
     assert all(set(column[column > 0]) == {60 // n} for column, n in zip(counts.T, holders, strict=True))
-
-
-def test_classes_that_number_with_gaps() -> None:
-    labels = torch.tensor([3, 9, 40] * 10)
-    parts = split("pathological", labels, 3, classes_per_client=1)
-    assert sorted(set(labels[part].tolist()).pop() for part in parts) == [3, 9, 40]
 
 
 def test_skew_extremes_and_middle() -> None:
@@ -315,29 +242,6 @@ def test_natural_deals_owners_in_turn_by_hand() -> None:
     assert [part.tolist() for part in parts] == [sorted(positions) for positions in expected]
 
 
-@pytest.mark.parametrize("num_clients", [1, 2, 3, 7])
-def test_natural_keeps_the_images_of_an_owner_together(num_clients: int) -> None:
-    for seed in range(5):
-        parts = natural(OWNERS, num_clients, seed=seed)
-        assert len(parts) == num_clients
-        assert sorted(np.concatenate(parts).tolist()) == list(range(42))
-        assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() for part in parts)
-        held = [set(OWNERS[part].tolist()) for part in parts]
-        assert sum(map(len, held)) == len(set().union(*held)) == 7
-        assert max(map(len, held)) - min(map(len, held)) <= 1
-
-
-def test_natural_depends_on_owners_and_seed_alone() -> None:
-    parts = natural(OWNERS, 3)
-    for same in (natural(OWNERS, 3, labels=labels_of(21, 21)), natural(OWNERS * 10 - 4, 3)):
-        assert all(np.array_equal(a, b) for a, b in zip(parts, same, strict=True))
-    shuffled = torch.randperm(42, generator=torch.Generator().manual_seed(3))
-    moved = natural(OWNERS[shuffled], 3)  # image i is at another place but with the same client
-    assert all(np.array_equal(np.sort(shuffled[b]), a) for a, b in zip(parts, moved, strict=True))
-    others = [natural(OWNERS, 3, seed=seed) for seed in range(1, 4)]
-    assert any(not np.array_equal(a, b) for other in others for a, b in zip(parts, other, strict=True))
-
-
 def test_natural_yaml_and_calibration() -> None:
     images = ImageData(TensorImages(torch.zeros(42, 1, 1, 1, dtype=torch.uint8)), None, owners=OWNERS)
     overrides = ["num_clients=3", "partition=natural"]
@@ -356,12 +260,6 @@ def test_natural_without_owners_is_one_sentence() -> None:
     with pytest.raises(InputError, match=message) as caught:
         partition.natural(partition_input(None, owners=None, num_images=42, num_clients=2))
     assert "\n" not in str(caught.value)
-
-
-def test_skew_sizes_differ_by_one_at_most() -> None:
-    for beta in (0.0, 0.2, 0.55, 1.0):
-        sizes = [len(part) for part in split("skew", labels_of(31, 17, 26), 7, beta=beta)]
-        assert max(sizes) - min(sizes) <= 1
 
 
 @pytest.mark.parametrize(
@@ -435,18 +333,6 @@ def test_images_without_a_label_are_dealt_evenly_and_the_others_as_if_alone(kind
         assert sorted(len(part) - len(rows) for part, rows in zip(parts, unlabeled, strict=True)) == sorted(sizes)
 
 
-def test_images_without_a_label_count_for_the_smallest_client_and_are_a_column_of_the_table() -> None:
-    labels = torch.tensor([0, 1] + [NO_LABEL] * 18)
-    parts = split("dirichlet", labels, 3, alpha=0.1, min_size=6)
-    assert min(len(part) for part in parts) >= 6
-    assert partition_table([np.array([0, 5, 6]), np.array([1])], (labels, ())).splitlines() == [
-        "client,examples,0,1,no label",
-        *("0,3,1,0,2", "1,1,0,1,0"),
-    ]
-    with pytest.raises(InputError, match="partition=dirichlet divides by class but the images have no labels"):
-        split("dirichlet", labels[2:], 3, alpha=0.1, min_size=1)
-
-
 def test_hidden_modules_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     before = ModuleType("datasets.sub")
     monkeypatch.setitem(sys.modules, "datasets.sub", before)
@@ -470,15 +356,6 @@ def test_table_counts_by_hand() -> None:
     assert partition_table(parts, (None, ())).splitlines() == ["client,examples", "0,3", "1,2"]
 
 
-def test_plot_shows_counts_as_areas(tmp_path: Path) -> None:
-    # Class 0: 40 images (blue in matplotlib's tab10), class 1: 80 (orange) of them 60 with client 1.
-    labels = labels_of(40, 80)
-    save_partition_plot(tmp_path / "held.png", [np.arange(60), np.arange(60, 120)], labels, ("a", "b"))
-    pixels = np.asarray(Image.open(tmp_path / "held.png").convert("RGB")).reshape(-1, 3)
-    blue, orange = ((pixels == color).all(axis=1).sum() for color in ([51, 34, 136], [136, 204, 238]))
-    assert orange / blue == pytest.approx(2, rel=0.1)
-
-
 @pytest.mark.parametrize(("num_clients", "num_classes"), [(100, 10), (100, 200), (10, 0)])
 def test_plot_of_many_clients_or_classes(tmp_path: Path, num_clients: int, num_classes: int) -> None:
     labels = torch.arange(2000) % num_classes if num_classes else None
@@ -486,16 +363,3 @@ def test_plot_of_many_clients_or_classes(tmp_path: Path, num_clients: int, num_c
     width, height = Image.open(tmp_path / "held.png").size
     assert width == 960
     assert height == (1440 if num_clients == 100 else 600)
-
-
-def test_a_figure_of_many_clients_shows_some_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every third of 2,500 clients: 834 bars of two classes each, the last for client 2,499, of height 3."""
-    figures = []
-    monkeypatch.setattr("fedssl.plots.partition.write_png", lambda figure, path, dpi: figures.append(figure))
-    parts = list(np.arange(10_000).reshape(2500, 4))
-    save_partition_plot(tmp_path / "held.png", parts, torch.arange(10_000) % 2)
-    (axes, *_) = figures[0].axes
-    paths = axes.collections[0].get_paths()
-    assert len(paths) == 2 * 834
-    assert sorted({*paths[-1].vertices[:, 1]}) == [2497.5, 2500.5]
-    assert axes.get_ylabel() == "client (one of 3)"

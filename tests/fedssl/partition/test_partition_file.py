@@ -22,13 +22,6 @@ def read(file: Path, text: str, labels: torch.Tensor | None = LABELS, num_client
     return [part.tolist() for part in parts]
 
 
-def test_images_belong_to_the_client_in_the_file_or_to_none(tmp_path: Path) -> None:
-    text = "client\n1\n0\n1\n\n0\n0\n".replace("\n\n", '\n""\n')  # a line that is quite empty is no image
-    assert read(tmp_path / "a.csv", text) == [[1, 4, 5], [0, 2]]
-    assert read(tmp_path / "a.csv", "label,client\n0,1\n1,0\n0,1\n1,\n2,0\n2,0\n") == [[1, 4, 5], [0, 2]]
-    assert read(tmp_path / "a.csv", "client,label\n1,7\n0,7\n1,7\n1,7\n0,7\n0,7\n", None)  # none to check against
-
-
 def test_round_trip(tmp_path: Path) -> None:
     labels = torch.arange(300) % 5
     labels[7] = NO_LABEL

@@ -8,21 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedssl.config.overrides import config_groups
 from fedssl.errors import InputError
 from fedssl.plots.comparisons import (
     evaluation_points,
     final_scores,
     line_styles,
     mean_cosines,
-    mean_over_seeds,
     swept_setting,
 )
 from fedssl.plots.forgetting import ClientForgetting, mean_forgetting
 from fedssl.plots.registry import write_plot
-from fedssl.plots.style import STRATEGY_STYLES, line_style, nth_line_style
 from fedssl.runs.groups import group_by_seed
-from fedssl.runs.run import Run, find_runs, select_metrics
+from fedssl.runs.run import Run, find_runs
 
 
 def round_of(number: int, flops: float | None = 10.0, **knn: float) -> dict[str, Any]:
@@ -75,15 +72,6 @@ def rows_of(file: Path) -> list[list[str]]:
 FORMATS = {"formats": ("png", "pdf", "csv")}
 
 
-def test_every_rule_has_a_look_of_its_own():
-    assert STRATEGY_STYLES.keys() <= set(config_groups()["strategy"])
-    assert len(set(STRATEGY_STYLES.values())) == len(STRATEGY_STYLES)
-    assert line_style("l_dawa").color == line_style("l_dawa_fedu").color
-    assert line_style("mine") == line_style("mine")
-    assert line_style("mine").linestyle == ":"  # none of the known ones has it
-    assert {style.linestyle for style in STRATEGY_STYLES.values()} == {"-", "--", "-."}
-
-
 def test_groups_are_runs_that_differ_in_the_seed_alone(sweep: list[Run]):
     found = group_by_seed(sweep)
     assert [one.label for one in found] == [
@@ -99,13 +87,6 @@ def test_groups_are_runs_that_differ_in_the_seed_alone(sweep: list[Run]):
     ]
 
 
-def test_groups_of_one_strategy_differ_in_color(sweep: list[Run]):
-    found = [group for group in group_by_seed(sweep) if group.strategy == "fedavg"]
-    assert [style["color"] for style in line_styles(found)] == ["#000000", "#E69F00"]
-    assert [style["color"] for style in line_styles(found[1:])] == ["#000000"]
-    assert len({nth_line_style(number) for number in range(28)}) == 28
-
-
 def test_progress_by_hand():
     # (60 + 40) bytes / 2 clients = 50 a round.
     first, second = evaluation_points([round_of(1, knn=0.5), round_of(2), round_of(3, knn=0.6, other=0.1)])
@@ -115,17 +96,6 @@ def test_progress_by_hand():
     assert [step.flops for step in unmeasured] == [10, None]
     nats = {**round_of(1, nll=2.0), "units": {"nll": "nats"}}
     assert evaluation_points([nats]) == []
-
-
-def test_over_seeds_takes_rounds_that_all_have():
-    one = evaluation_points([round_of(1, knn=0.5), round_of(2, knn=0.6)])
-    other = evaluation_points([round_of(1), round_of(2, knn=0.8, flops=None)])
-    ((round, sent, flops, seconds, mean, deviation),) = mean_over_seeds([one, other], "knn")
-    assert (round, sent, flops, seconds) == (2, 100, None, None)
-    assert (mean, deviation) == pytest.approx((0.7, 0.02**0.5))  # of 0.6 and 0.8, divisor n - 1
-    running = evaluation_points([round_of(1)])
-    assert mean_over_seeds([one, running, other], "knn") == mean_over_seeds([one, other], "knn")
-    assert mean_over_seeds([running], "knn") == []
 
 
 def test_accuracy_over_virtual_time(tmp_path: Path):
@@ -139,14 +109,6 @@ def test_accuracy_over_virtual_time(tmp_path: Path):
     assert [row[2:7] for row in rows] == [["1", "50.0", "10.0", "10.0", "0.5"], ["2", "100.0", "20.0", "40.0", "0.6"]]
 
 
-def test_accuracy_figure(sweep: list[Run], tmp_path: Path):
-    header, *rows = rows_of(write_plot("accuracy", sweep, tmp_path, **FORMATS))
-    assert header == ["run", "protocol", "round", "bytes", "flops", "accuracy", "deviation"]
-    assert len(rows) == 6
-    assert rows[3][:5] == ["fedavg, regularizer.weight=0.5", "knn", "3", "150.0", "30.0"]
-    assert [float(cell) for cell in rows[3][5:]] == pytest.approx([0.7, 0.02**0.5])
-
-
 def test_accuracy_starts_with_the_initial_encoder(tmp_path: Path):
     """kNN of the rounds, not the linear probe, which only the end of the run has; round 3 from there."""
     final = {"untrained": {"knn": 0.3, "linear": 0.2}, "federated": {"knn": 0.7, "linear": 0.8}}
@@ -157,27 +119,6 @@ def test_accuracy_starts_with_the_initial_encoder(tmp_path: Path):
         ["knn", "1", "50.0", "10.0", "0.5"],
         ["knn", "3", "150.0", "30.0", "0.7"],
     ]
-
-
-def test_accuracy_of_the_end_of_runs_that_were_not_evaluated_before(tmp_path: Path):
-    final = {"untrained": {"linear": 0.2}, "federated": {"linear": 0.8}}
-    lines = [round_of(1) | {"virtual_time": 10.0}, round_of(2) | {"virtual_time": 30.0}]
-    run = made(tmp_path / "run", lines=lines, final=final)
-    _, *rows = rows_of(write_plot("accuracy", [run], tmp_path, **FORMATS))
-    assert [row[1:7] for row in rows] == [
-        ["linear", "0", "0.0", "0.0", "0.0", "0.2"],
-        ["linear", "2", "100.0", "20.0", "30.0", "0.8"],
-    ]
-
-
-def test_accuracy_of_selected_results(tmp_path: Path):
-    """kNN is known in rounds 1 and 3, and linear at the end only."""
-    final = {"untrained": {"knn": 0.2, "linear": 0.3}, "federated": {"knn": 0.5, "linear": 0.8}}
-    run = made(tmp_path / "run", final=final)
-    for name, expected in (("knn", [0, 1, 3]), ("linear", [0, 3])):
-        (selected,) = select_metrics([run], [name])
-        _, *rows = rows_of(write_plot("accuracy", [selected], tmp_path, **FORMATS))
-        assert [(row[1], int(row[2])) for row in rows] == [(name, round) for round in expected]
 
 
 def test_mean_cosines_by_hand(sweep: list[Run], tmp_path: Path):

@@ -5,14 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fedssl.datasets.base import NO_LABEL
 from fedssl.errors import InputError
 from fedssl.plots import embeddings
 from fedssl.plots.embeddings import (
-    MARKERS,
     on_sphere,
     tsne,
     tsne_points,
@@ -35,21 +32,8 @@ def some(
     return Representations(names=np.array(names), globals=np.array(global_models), h=unit(models, n, dim), **arrays)
 
 
-def test_images_without_a_label_are_gray(tmp_path: Path) -> None:
-    some(labels=np.array([NO_LABEL, *range(29)])).save(tmp_path, round=1)
-    _, saved = read_representations(tmp_path)
-    assert saved.labels[0] == NO_LABEL
-    assert embeddings._shades(saved.labels)[0].tolist() == [*[211 / 255] * 3, 1]  # lightgrey
-    assert embeddings._shades(np.full(2, NO_LABEL)).tolist() == [[*[211 / 255] * 3, 1]] * 2
-
-
 def tsne_figure(representations: Representations, *, round: int) -> Figure:
     return embeddings.tsne_figure(representations, tsne_points(representations), round=round)
-
-
-def sphere_figure(representations: Representations, *, round: int) -> Figure:
-    vectors = representations.h if representations.z is None else representations.z
-    return embeddings.sphere_figure(representations, [on_sphere(one) for one in vectors[:6]], round=round)
 
 
 def draw_embeddings(folder: Path) -> list[Path]:
@@ -57,13 +41,6 @@ def draw_embeddings(folder: Path) -> list[Path]:
 
 
 # --- the sphere ---
-
-
-def test_three_dimensions_stay_as_they_are():
-    h = unit(20, 3)
-    points, share = on_sphere(h)
-    np.testing.assert_array_equal(points, h)
-    assert share == 1
 
 
 def test_principal_directions_by_hand():
@@ -89,31 +66,6 @@ def test_angles_survive_if_everything_lies_in_three_dimensions():
     np.testing.assert_allclose(points @ points.T, inside @ inside.T, atol=1e-3)  # float16
 
 
-def test_a_collapse_leaves_the_sphere_blank():
-    noise = np.random.default_rng(2).normal(size=(100, 64))
-
-    def around(width: float) -> np.ndarray:
-        h = np.eye(64)[0] + width * noise
-        return on_sphere(h / np.linalg.norm(h, axis=1, keepdims=True))[0]
-
-    assert np.ptp(around(1e-4), axis=0).max() < 1e-3  # one point, not the noise around it
-    assert np.ptp(around(0.2), axis=0).max() > 0.5
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_fewer_images_than_directions(n: int):
-    points, share = on_sphere(unit(n, 8))
-    assert points.shape == (n, 3)
-    np.testing.assert_allclose(np.linalg.norm(points, axis=1), 1, atol=1e-3)
-    assert share == pytest.approx(1)
-
-
-def test_representations_of_zeros_are_in_the_centre():
-    points, share = on_sphere(np.zeros((5, 8)))
-    assert not points.any()
-    assert share == 0
-
-
 # --- t-SNE ---
 
 
@@ -126,16 +78,6 @@ def test_tsne_keeps_the_order_and_what_belongs_together():
     flat, classes = points.reshape(-1, 2), np.tile(np.repeat([0, 1], 30), 2)
     distances = np.linalg.norm(flat[:, None] - flat[None], axis=2) + 1e9 * np.eye(len(flat))
     assert (classes[distances.argmin(axis=1)] == classes).all()
-
-
-@pytest.mark.parametrize("h", [np.ones((2, 20, 8)) / np.sqrt(8), unit(1, 2, 8), unit(2, 2, 8)])
-def test_tsne_of_one_point_and_of_few(h: np.ndarray):
-    assert np.isfinite(tsne(h)).all()
-
-
-def test_a_seed_counts_where_all_points_coincide():
-    h = np.ones((1, 20, 8))
-    assert (tsne(h, seed=0) != tsne(h, seed=1)).any()
 
 
 # --- figures ---
@@ -152,50 +94,6 @@ def test_tsne_figure_has_circles_and_crosses_of_the_same_images():
         colors = cloud.get_facecolors() if len(cloud.get_facecolors()) > 1 else cloud.get_edgecolors()
         assert len(np.unique(colors, axis=0)) == 10
         np.testing.assert_array_equal(colors[:10], colors[10:20])
-
-
-def test_tsne_figure_without_labels_is_coloured_by_model(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fedssl.plots.embeddings.tsne", lambda h, seed: np.zeros((*h.shape[:2], 2)))
-    (axes,) = tsne_figure(some(), round=1).axes
-    assert axes.get_xlabel().endswith("colours: models")
-    (axes,) = tsne_figure(some(models=1), round=1).axes
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["global model"]
-
-
-def legend(figure) -> dict[str, str]:
-    """The mark of every label."""
-    (axes,) = figure.axes
-    found = axes.get_legend()
-    return {text.get_text(): line.get_marker() for text, line in zip(found.get_texts(), found.get_lines(), strict=True)}
-
-
-def test_a_few_global_models_have_marks_of_their_own(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fedssl.plots.embeddings.tsne", lambda h, seed: np.zeros((*h.shape[:2], 2)))
-    drawn = []
-    scatter = Axes.scatter
-    monkeypatch.setattr(
-        Axes, "scatter", lambda *args, **style: drawn.append(style["marker"]) or scatter(*args, **style)
-    )
-    figure = tsne_figure(some(models=5, global_models=3, labels=np.arange(30)), round=1)
-    assert legend(figure) == {"model 0": "o", "model 1": "s", "model 2": "^", "clients' models": "x"}
-    assert drawn == ["x", "x", "^", "s", "o"]  # the global models on top
-    figure = tsne_figure(some(models=7, global_models=7), round=1)  # a model for every client
-    assert legend(figure) == {"global models": "o"}
-    assert len(MARKERS) == len(set(MARKERS)) == 6
-
-
-def test_sphere_figure_says_how_the_points_came_there():
-    figure = sphere_figure(some(models=9, labels=np.arange(30)), round=3)
-    assert [axes.get_title() for axes in figure.axes] == ["global model", *(f"client {number}" for number in range(5))]
-    caption = figure.get_supxlabel()
-    assert caption.startswith("representations of 8 dimensions on their 3 principal directions\n(")
-    assert caption.endswith("of their squared length), round 3; colours: classes")
-    figure = sphere_figure(some(models=9, global_models=2), round=3)
-    assert [axes.get_title() for axes in figure.axes][:3] == ["model 0", "model 1", "client 0"]
-    figure = sphere_figure(some(dim=3), round=3)
-    assert figure.get_supxlabel() == "representations as they are, round 3"
-    figure = sphere_figure(some(z=unit(3, 30, 3, seed=5)), round=3)
-    assert figure.get_supxlabel() == "projections as they are, round 3"
 
 
 # --- run folders ---

@@ -12,8 +12,8 @@ from fedssl.config.load import compose
 from fedssl.datasets.base import load
 from fedssl.errors import InputError
 from fedssl.plots.registry import write_plot
-from fedssl.plots.tradeoff import accuracies, domain_pairs, mean_points
-from fedssl.runs.run import Run, find_runs, select_metrics
+from fedssl.plots.tradeoff import accuracies, mean_points
+from fedssl.runs.run import Run, find_runs
 from simulation.cli import run
 
 PAIR = ("knn", "knn@source")
@@ -47,16 +47,6 @@ def test_points_by_hand(tmp_path: Path) -> None:
     }
     points = mean_points(values, PAIR)
     np.testing.assert_allclose(points, [(0, 0.3, 0.02**0.5, 0.9, 0), (1, 0.5, 0.02**0.5, 0.8, 0)], atol=1e-12)
-
-
-def test_selected_results_are_those_of_all_rounds(tmp_path: Path) -> None:
-    (selected,) = select_metrics([made(tmp_path / "run", rounds={1: (0.4, 0.8)})], ["knn"])
-    assert accuracies(selected) == {0: {"knn": 0.2}, 1: {"knn": 0.4}}
-
-
-def test_pairs_are_an_own_result_and_that_of_another_data_set() -> None:
-    names = ["knn", "linear@a", "knn@a", "knn@b", "knn", "few@a"]
-    assert domain_pairs(names) == [("knn", "knn@a"), ("knn", "knn@b")]
 
 
 def test_the_file_has_a_line_for_each_group_and_round(tmp_path: Path) -> None:

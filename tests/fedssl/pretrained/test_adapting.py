@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from fedssl.encoders import timm, vit_tiny
 from fedssl.pretrained.adapting import adapt_channels, adapt_positions, adapt_tensor
@@ -17,15 +16,6 @@ def test_one_channel_is_the_sum_by_hand():
     assert adapt_channels(weight[:, :1], 3).flatten().tolist() == pytest.approx([1 / 3] * 3)
 
 
-@pytest.mark.parametrize("channels", [1, 3, 6])
-def test_equal_channels_have_the_same_output(channels):
-    """In exact arithmetic if ``channels`` is 1 or a multiple of the source's 3."""
-    weight, image = torch.rand(4, 3, 5, 5, dtype=torch.float64), torch.rand(1, 1, 9, 9, dtype=torch.float64)
-    before = F.conv2d(image.expand(1, 3, 9, 9), weight)
-    after = F.conv2d(image.expand(1, channels, 9, 9), adapt_channels(weight, channels))
-    torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("prefix", [0, 1, 5])
 def test_positions_are_interpolated_and_tokens_before_them_kept(prefix):
     """Bicubically: 2 x 2 patches (a, b; c, d) become 1 x 1 in their middle, whose weights are those of t = 0.5.
@@ -38,15 +28,6 @@ def test_positions_are_interpolated_and_tokens_before_them_kept(prefix):
     adapted = adapt_positions(torch.cat((tokens, patches), dim=1), side=1, prefix=prefix)
     assert torch.equal(adapted[:, :prefix], tokens)
     torch.testing.assert_close(adapted[0, prefix:], torch.full((1, 3), 4.0))
-
-
-def test_positions_of_the_same_square_and_without_prefix():
-    patches = torch.rand(1, 9, 4)
-    assert torch.equal(adapt_positions(patches, side=3, prefix=0), patches)
-    with_token = adapt_positions(patches, side=3, prefix=1)  # the source has no position for the class token
-    assert torch.equal(with_token[:, 1:], patches)
-    assert with_token[:, :1].eq(0).all()
-    assert adapt_positions(torch.rand(1, 9 + 5, 4), side=3, prefix=1) is None  # registers that the encoder lacks
 
 
 @pytest.mark.parametrize(

@@ -43,15 +43,6 @@ def test_statistics_of_encoder_files(tmp_path):
         assert {name.removeprefix(prefix) for name in checkpoint.tensors} == encoder.state_dict().keys()
 
 
-def test_other_files_have_no_statistics(tmp_path):
-    save_file({"weight": WEIGHT}, tmp_path / "a.safetensors")
-    torch.save({"weight": WEIGHT, "mean": [0.3], "std": [0.2]}, tmp_path / "a.pt")  # not an encoder's file
-    for name in ("a.safetensors", "a.pt"):
-        checkpoint = read_checkpoint(tmp_path / name)
-        assert (checkpoint.mean, checkpoint.std) == (None, None)
-        assert torch.equal(checkpoint.tensors["weight"], WEIGHT)
-
-
 class Malicious:
     def __init__(self, marker):
         self.marker = marker
@@ -131,14 +122,3 @@ def test_files_that_are_not_checkpoints(name, content, message, tmp_path):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message):
         read_checkpoint(tmp_path / name)
-
-
-def test_files_without_tensors_and_too_large_ones(tmp_path, monkeypatch):
-    torch.save({"epoch": 3, "state_dict": {}}, tmp_path / "a.pt")
-    with pytest.raises(InputError, match="has no tensors; set it to a checkpoint with a state dict"):
-        read_checkpoint(tmp_path / "a.pt")
-    monkeypatch.setattr("fedssl.pretrained.checkpoints._MAX_BYTES", 10)
-    with pytest.raises(InputError, match="cannot be read .*maximum is 10"):
-        read_checkpoint(tmp_path / "a.pt")
-    with pytest.raises(InputError, match="cannot be read .*not a regular file"):
-        read_checkpoint(tmp_path)

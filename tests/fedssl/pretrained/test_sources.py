@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torchvision import models
 
-from fedssl.encoders import conv_small, library
+from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.export import save_encoder
 from fedssl.pretrained import sources
@@ -83,23 +83,6 @@ def test_timm_from_the_cache(hub):
         assert (checkpoint.mean, checkpoint.std) == ((0.5,) * 3, (0.5,) * 3)
 
 
-def test_a_source_changes_no_random_numbers(hub):
-    tensors = timm.create_model("test_vit").state_dict()
-    hub("timm/test_vit.r160_in1k", "model.safetensors", lambda file: save_file(tensors, file))
-    before = torch.random.get_rng_state()
-    read_source("timm:test_vit")
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
-def test_a_damaged_file_in_the_cache(hub):
-    for content in ({"norm.weight": torch.ones(64)}, {"norm.weight": torch.ones(65)}):
-        hub("timm/test_vit.r160_in1k", "model.safetensors", lambda file, content=content: save_file(content, file))
-        with pytest.raises(
-            InputError, match="timm cannot load .*model.safetensors .*; delete it, to download it again"
-        ):
-            read_source("timm:test_vit")
-
-
 def test_a_repository_from_the_cache(hub):
     hub("somebody/network", "model.safetensors", lambda file: save_file({"weight": torch.ones(2)}, file))
     checkpoint = read_source("hf:somebody/network")
@@ -139,12 +122,6 @@ def test_an_offline_hub(hub, source, url):
 def test_unknown_models(hub, source, message):
     with pytest.raises(InputError, match=message):
         read_source(source)
-
-
-def test_timm_is_optional(monkeypatch):
-    monkeypatch.setattr(library, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="encoder.weights=timm:test_vit needs timm; install it"):
-        read_source("timm:test_vit")
 
 
 def test_torchvision_from_the_cache(monkeypatch, tmp_path):

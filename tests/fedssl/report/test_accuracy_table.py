@@ -1,9 +1,7 @@
 """Tables of results: of encoders, of a sweep, of any runs; and which row is marked as the best."""
 
 import csv
-import fcntl
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,8 @@ from omegaconf import OmegaConf
 from fedssl.config.overrides import CONF
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score
-from fedssl.report.accuracy_table import Row, best_rows, comparison_key, run_table, sweep_table
-from fedssl.runs.run import LOCK_FILE, find_runs, read_run, run_folders
+from fedssl.report.accuracy_table import Row, best_rows, run_table, sweep_table
+from fedssl.runs.run import find_runs, read_run
 
 
 def job(folder: Path, overrides: str, status: str = "finished", reason: str | None = None, **federated: float) -> Path:
@@ -65,16 +63,6 @@ def test_sweep_groups_by_everything_but_the_seed(sweep: list[Path]):
         "linear": [Score(0.6, std=0.01), Score(0.6, std=0.02)],
     }
     assert table.failed == 3
-
-
-def test_the_engine_that_a_sweep_adds_to_parallel_jobs_divides_no_row(tmp_path: Path):
-    parallel = job(tmp_path / "0", "strategy=fedavg seed=0 engine=local", knn=0.5)
-    last = job(tmp_path / "1", "strategy=fedavg seed=1", knn=0.7)  # of a resumed sweep
-    (row,) = sweep_table([parallel, last]).rows
-    assert (row.settings, row.runs) == ({"strategy": "fedavg"}, 2)
-    other = job(tmp_path / "2", "strategy=fedavg seed=0 engine=ray", knn=0.5)
-    assert sweep_table([parallel, other]).keys == ["engine"]
-    assert sweep_table([parallel, other, tmp_path / "3"]).keys == ["engine"]
 
 
 def test_sweep_text(sweep: list[Path], tmp_path: Path):
@@ -129,24 +117,6 @@ def test_sweep_markdown(tmp_path: Path):
     )
 
 
-def with_units(folder: Path, **units: str) -> Path:
-    summary = json.loads((folder / "summary.json").read_text())
-    (folder / "summary.json").write_text(json.dumps({**summary, "units": units}))
-    return folder
-
-
-def test_sweep_shows_other_units_as_plain_numbers(tmp_path: Path):
-    folders = [
-        with_units(job(tmp_path / str(seed), f"seed={seed}", knn=0.5, nll=nll, nll_std=9.0), knn="accuracy", nll="nats")
-        for seed, nll in enumerate((2.0, 3.0))
-    ]
-    # Sample deviation of 2 and 3: sqrt(2 * 0.5^2 / 1) = 0.7071.
-    table = sweep_table(folders)
-    assert list(table.units) == ["knn", "nll"]
-    assert table.text() == "   knn (%)    nll (nats)  runs  failed\n50.0 ± 0.0  2.5 ± 0.7071     2       0"
-    assert table.csv().splitlines()[0] == "knn_mean,knn_std,nll_mean,nll_std,runs,failed"
-
-
 def test_one_run_keeps_its_deviation_over_draws(tmp_path: Path):
     """Two runs have that over seeds: of 0.5 and 0.7 it is 0.1 x sqrt(2)."""
     folders = [
@@ -162,47 +132,6 @@ def test_one_run_keeps_its_deviation_over_draws(tmp_path: Path):
     note = "\n\n± in rows with one run is that of its evaluation, over draws of images or over models:\n\n  few"
     assert table.text().endswith(note)
     assert note not in sweep_table(folders[:2]).text()
-
-
-def test_numbers_of_different_units_are_not_mixed(tmp_path: Path):
-    folders = [
-        with_units(job(tmp_path / "0", "seed=0", loss=0.5), loss="nats"),
-        with_units(job(tmp_path / "1", "seed=1", loss=0.7), loss="bits"),
-    ]
-    (row,) = sweep_table(folders).rows
-    assert row.metrics == {"loss": [Score(0.5, "nats")], "loss, bits": [Score(0.7, "bits")]}
-
-
-def test_sweep_over_seeds_only_is_one_row(tmp_path: Path):
-    folders = [job(tmp_path / str(seed), f"rounds=2 seed={seed}", knn=0.1 * seed) for seed in (1, 2, 3)]
-    table = sweep_table(folders)
-    assert table.text() == "    knn (%)  runs  failed\n20.0 ± 10.0     3       0"
-    assert table.failed == 0
-
-
-def test_sweep_key_that_some_jobs_leave_at_its_default(tmp_path: Path):
-    folders = [
-        job(tmp_path / "0", "rounds=2", knn=0.5),
-        job(tmp_path / "1", "+strategy.server_lr=0.5 rounds=2", knn=0.6),
-        job(tmp_path / "2", "rounds=2 +strategy.server_lr=0.5 seed=3", knn=0.8),  # order does not matter
-    ]
-    table = sweep_table(folders)
-    assert table.keys == ["strategy.server_lr"]
-    assert [row.runs for row in table.rows] == [1, 2]
-    assert table.text().split("\n")[1].split() == ["50.0", "1", "0"]
-
-
-def test_sweep_in_which_nothing_was_evaluated_or_all_failed(tmp_path: Path):
-    evaluated = sweep_table([job(tmp_path / "0", "strategy=fedavg"), job(tmp_path / "1", "strategy=l_dawa")])
-    assert evaluated.text() == "strategy  runs  failed\nfedavg       1       0\nl_dawa       1       0"
-    broken = tmp_path / "2"
-    broken.mkdir()
-    (broken / "summary.json").write_text('{"status": "fin')
-    nothing = sweep_table([broken])
-    assert nothing.failed == 1
-    assert "no readable summary.json" in nothing.text()
-    nothing.write(tmp_path)
-    assert (tmp_path / "results.csv").read_text().split() == ["runs,failed"]
 
 
 # --- any runs ---
@@ -290,13 +219,6 @@ def test_the_same_run_counts_once(tmp_path: Path):
     assert [row["runs"] for row in csv.DictReader(table.csv().splitlines())] == ["2", "1"]
 
 
-def test_a_job_of_a_sweep_that_repeats_another_counts_once(tmp_path: Path):
-    overrides = ("seed=0 rounds=2", "rounds=2", "rounds=2 seed=1")
-    table = sweep_table([job(tmp_path / str(n), one, knn=0.8 - 0.1 * n) for n, one in enumerate(overrides)])
-    assert [(row.runs, values(row)) for row in table.rows] == [(2, [0.8, pytest.approx(0.6)])]
-    assert len(table.repeats) == 1
-
-
 def test_rows_differ_in_any_setting_that_was_given(tmp_path: Path):
     fur = {"regularizer": {"_target_": "fedssl.regularizers.fur.FUR"}}
     by_class = {"partition": partition("pathological", classes_per_client=2)}
@@ -355,21 +277,6 @@ def test_runs_that_did_not_finish_are_listed(tmp_path: Path):
 # --- run folders ---
 
 
-def test_hidden_folders_hold_no_runs(tmp_path: Path):
-    for place in ("runs", ".venv"):
-        (tmp_path / place).mkdir()
-        job(tmp_path / place / "a", "strategy=eua", knn=0.5)
-    assert [run.folder for run in find_runs([tmp_path])] == [tmp_path / "runs" / "a"]
-
-
-def test_a_run_of_which_nothing_is_known_has_no_row(tmp_path: Path):
-    job(tmp_path / "blank", "", status="failed", reason="refused")
-    job(tmp_path / "one", "strategy=eua lr=1", knn=0.5)
-    table = run_table(find_runs([tmp_path]))
-    assert [row.settings["strategy"] for row in table.rows] == ["eua"]
-    assert [line.endswith("blank: refused") for line in table.failures] == [True]
-
-
 def test_runs_are_found_below_folders_once_and_in_natural_order(tmp_path: Path):
     for place in ("sweep/10", "sweep/9", "sweep/9/clients/0", "single"):
         (tmp_path / place).mkdir(parents=True)
@@ -378,43 +285,11 @@ def test_runs_are_found_below_folders_once_and_in_natural_order(tmp_path: Path):
     assert found == [tmp_path / "sweep" / "9", tmp_path / "sweep" / "10", tmp_path / "single"]
 
 
-def test_a_folder_of_settings_is_not_a_run(tmp_path: Path):
-    shutil.copytree(CONF, tmp_path / "conf")
-    assert run_folders(tmp_path) == []
-    (tmp_path / "conf" / "run.log").touch()  # a run in a strange folder
-    assert run_folders(tmp_path) == [tmp_path / "conf"]
-
-
-def test_unreadable_lines_are_reported(tmp_path: Path):
-    for name in ("metrics", "clients"):
-        folder = job(tmp_path / name, "strategy=eua", knn=0.5)
-        (folder / f"{name}.jsonl").write_text('{"round": 1}\n{"rou')
-    table = run_table(find_runs([tmp_path]))
-    lines = [f"{tmp_path / name / name}.jsonl: 1 unreadable line" for name in ("clients", "metrics")]
-    lines.append(f"{tmp_path}/metrics/metrics.jsonl: no line of round 2")
-    assert table.text().split("incomplete files:\n\n")[1].split("\n") == [f"  {line}" for line in lines]
-    with (tmp_path / "metrics" / LOCK_FILE).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the run may be writing the line
-        assert run_table(find_runs([tmp_path])).incomplete == lines[:1]
-
-
 def test_choices_that_were_cut_off_are_rejected(tmp_path: Path):
     folder = job(tmp_path / "0", "strategy=l_dawa", knn=0.5)
     (folder / "choices.yaml").write_text("method: simclr\nstrategy: l_da")  # valid YAML
     with pytest.raises(InputError, match=r"choices.yaml cannot be used \(its last line is cut off\)"):
         find_runs([tmp_path])
-
-
-@pytest.mark.parametrize(("name", "problem"), [("empty", "there is no run in"), ("missing", "there is no folder")])
-def test_a_folder_without_runs_is_refused(tmp_path: Path, name: str, problem: str):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=problem):
-        find_runs([tmp_path / name])
-
-
-def test_a_summary_of_another_program_is_none_of_ours(tmp_path: Path):
-    (tmp_path / "summary.json").write_text('{"loss": 1}')
-    assert read_run(tmp_path).summary is None
 
 
 @pytest.mark.parametrize(
@@ -447,12 +322,3 @@ def test_a_row_is_marked_if_welchs_test_finds_it_higher_than_each_other_one(
     values: list[list[float]], expected: set[int]
 ):
     assert best_rows(values, ["same"] * len(values)) == expected
-
-
-def test_rows_are_compared_within_their_task_only():
-    values = [[0.8, 0.81], [0.6, 0.61], [0.5, 0.51], [0.4, 0.41], [0.9, 0.91]]
-    alphas = ("0.1", "0.1", "1", "1", "10")
-    rows = [{"strategy": str(n), "partition.alpha": alpha} for n, alpha in enumerate(alphas)]
-    assert best_rows(values, [comparison_key(row) for row in rows]) == {0, 2}
-    assert comparison_key({"strategy": "a", "rounds": "3", "num_clients": "5"}) == comparison_key({"num_clients": "5"})
-    assert comparison_key({"dataset.limit": "5"}) != comparison_key({})

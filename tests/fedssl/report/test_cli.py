@@ -115,22 +115,6 @@ def test_every_table_has_a_csv_file_and_differing_settings_come_first(sweep: Pat
     assert pandas.read_csv(costs)["bytes_up"].tolist() == [30]  # 3 rounds of 20 bytes from 2 clients
 
 
-def test_a_unit_is_named_in_every_form_of_the_table(sweep: Path, tmp_path: Path, command):
-    for folder in (sweep / "0", sweep / "1"):
-        summary = json.loads((folder / "summary.json").read_text())
-        summary["final"]["federated"] |= {"nll": 2.5, "nll_std": 0.5}
-        (folder / "summary.json").write_text(json.dumps({**summary, "units": {"knn": "accuracy", "nll": "nats"}}))
-    _, out, _ = command(sweep, "--out", tmp_path / "table.md")
-    header, row = (line.split("  ") for line in out.splitlines()[:2])
-    assert [cell.strip() for cell in header if cell][-4:] == ["knn (%)", "nll (nats)", "runs", "failed"]
-    assert [cell.strip() for cell in row if cell][-4:] == ["60.0 ± 14.1", "2.5 ± 0", "2", "0"]
-    assert "| knn (%) | nll (nats) |" in (tmp_path / "table.md").read_text()
-    command(sweep, "--out", tmp_path / "table.csv")
-    with (tmp_path / "table.csv").open(newline="") as stream:
-        first = next(csv.DictReader(stream))
-    assert (first["nll_mean"], first["nll_std"]) == ("2.5", "0.0")
-
-
 def test_a_file_that_cannot_be_written_stays_as_it_was(sweep: Path, tmp_path: Path, command, monkeypatch):
     (tmp_path / "table.md").write_text("before")
 
@@ -160,15 +144,6 @@ def test_figures_need_no_end_of_the_run(tmp_path: Path, command):
     assert error == ""
     names = {f"{name}.{end}" for name in ("metrics", "tsne", "sphere", "cka") for end in ("png", "pdf", "csv")}
     assert {file.name for file in (folder / "figures").iterdir()} == names
-
-
-def test_a_figure_that_fails_stops_no_other(sweep: Path, command):
-    (sweep / "0" / "metrics.jsonl").write_text('{"round": 1, "loss": 2.5, "seconds": 1.0}\n')
-    status, out, error = command(sweep / "0", "--figures", "landscape", "forgetting", "metrics")
-    assert status == 2
-    assert f"{sweep / '0' / 'figures'}: metrics.png\n" in out
-    assert error.startswith(f"fedssl-report: {sweep / '0'} lacks landscape, forgetting: ")
-    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -206,20 +181,6 @@ def test_bad_input_gets_one_sentence(sweep: Path, command, monkeypatch, override
     assert error.count("\n") == 1
 
 
-def test_many_unfinished_runs_are_not_all_named(tmp_path: Path, command):
-    for number in range(9):
-        job(tmp_path / str(number), "fedavg", number, "failed")
-    status, _, error = command(tmp_path)
-    assert status == 2
-    assert error.count("no GPU") == 5
-    assert "; and 4 more)" in error
-
-
-def test_a_word_that_is_no_option_is_refused(command):
-    with pytest.raises(SystemExit, match="2"):
-        command("runs", "--figure=all")
-
-
 @pytest.mark.parametrize("name", ["experiment=fedu2/base", "method=byol"])
 def test_heads_of_a_paper_are_told_whoever_chose_them(tmp_path: Path, name: str):
     folder = job(tmp_path / "run", "eua", 0)
@@ -228,14 +189,6 @@ def test_heads_of_a_paper_are_told_whoever_chose_them(tmp_path: Path, name: str)
     (folder / "summary.json").write_text(json.dumps({**summary, "overrides": [name]}))
     assert read_run(folder).value("method") == ("byol" if name == "method=byol" else "fedu2/byol")
     assert read_run(folder).value("schedule") == "end_to_end"  # no word says so
-
-
-def test_of_a_folder_without_choices_the_words_are_all_that_is_known(tmp_path: Path):
-    folder = job(tmp_path / "run", "fedavg", 0)
-    (folder / "choices.yaml").unlink()
-    run = read_run(folder)
-    assert run.choices == {"strategy": "fedavg"}
-    assert [run.value(key) for key in ("strategy", "method", "partition.alpha", "seed")] == ["fedavg", "", "0.1", "0"]
 
 
 def test_a_reader_who_stops_early_gets_no_traceback(sweep: Path):

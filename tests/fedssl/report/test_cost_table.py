@@ -1,6 +1,5 @@
 """The cost table from hand-made run folders."""
 
-import csv
 import json
 import re
 from pathlib import Path
@@ -78,13 +77,6 @@ def test_costs_are_relative_to_the_run_that_trains_end_to_end(tmp_path: Path):
     ]
 
 
-def test_without_one_that_trains_end_to_end_the_first_run_counts(tmp_path: Path):
-    one = job(tmp_path / "0", "schedule=layer_wise", line(memory=GIB, flops=1))
-    other = job(tmp_path / "1", "schedule=progressive", line(memory=2 * GIB, flops=1))
-    rows = table_of(one, other).rows
-    assert [row.baseline for row in rows] == [True, False]
-
-
 def test_seeds_make_one_row_of_means_and_runs_that_did_not_finish_none(tmp_path: Path):
     folders = [
         job(tmp_path / str(seed), f"rounds=1 seed={seed}", line(memory=GIB, flops=1e9, seconds=seed))
@@ -95,49 +87,6 @@ def test_seeds_make_one_row_of_means_and_runs_that_did_not_finish_none(tmp_path:
     assert (row.runs, row.cost.round_seconds, row.cost.flops, row.settings) == (3, 2, 1e9, {})
     assert table_of(stopped).rows == []
     assert table_of(job(tmp_path / "without", "rounds=1")).rows == []
-
-
-def test_virtual_time_has_a_column_if_a_run_has_it(tmp_path: Path):
-    """The total is the clock after the last round."""
-    rounds = [line(virtual_seconds=30.0, virtual_time=30.0), line(virtual_seconds=12.0, virtual_time=42.0)]
-    virtual = job(tmp_path / "0", "client_speed=lognormal", *rounds)
-    other = job(tmp_path / "1", "client_speed=none schedule=layer_wise", line())
-    header, first, second = [re.split(r" {2,}", row) for row in table_of(virtual, other).text().split("\n")]
-    assert header[-2:] == ["virtual seconds", "runs"]
-    assert (first[-2], second[-2]) == ("42.0 (1.00x)", "-")
-    assert "virtual_seconds,virtual_seconds_relative,runs" in table_of(virtual).csv()
-    assert "virtual" not in table_of(other).text()
-
-
-def test_a_run_that_was_not_measured_has_bytes_only(tmp_path: Path):
-    measured = job(tmp_path / "0", "rounds=1", line(memory=GIB, flops=1e9))
-    other = job(tmp_path / "1", "rounds=1 schedule=layer_wise", line())
-    body = table_of(measured, other).markdown().split("\n")[3]
-    assert body == "| layer_wise | - | - | 4 B (1.00x) | 2 B (1.00x) | 6 B (1.00x) | 1.0 (1.00x) | 1 |"
-
-
-def test_seconds_are_those_of_clients_only_if_all_report_them(tmp_path: Path):
-    one = job(tmp_path / "0", "rounds=1", line(seconds=10, client_seconds=4.0))
-    other = job(tmp_path / "1", "rounds=1 schedule=layer_wise", line(seconds=5, client_seconds=1.0))
-    third = job(tmp_path / "2", "rounds=1 schedule=progressive", line(seconds=20))
-    cells = [read["seconds_relative"] for read in csv.DictReader(table_of(one, other).csv().splitlines())]
-    assert cells == ["1.0", "0.25"]
-    cells = [read["seconds_relative"] for read in csv.DictReader(table_of(one, other, third).csv().splitlines())]
-    assert cells == ["1.0", "0.5", "2.0"]
-
-
-def test_csv_has_full_precision(tmp_path: Path):
-    (row,) = csv.DictReader(table_of(job(tmp_path / "0", "rounds=1", line(memory=3, flops=1 / 3))).csv().splitlines())
-    assert float(row["flops"]) == 1 / 3
-    assert row["memory_relative"] == "1.0"
-
-
-@pytest.mark.parametrize(
-    ("memory", "shown"), [(1000, "1000 B"), (1536, "1.5 KiB"), (3 * 2**20, "3 MiB"), (5 * 2**40, "5120 GiB")]
-)
-def test_bytes_for_people(tmp_path: Path, memory: int, shown: str):
-    table = table_of(job(tmp_path / "0", "rounds=1", line(memory=memory, flops=1)))
-    assert table.text().split("\n")[1].strip().startswith(f"{shown} (1.00x)")
 
 
 def test_a_run_with_missing_rounds_has_no_totals(tmp_path: Path):

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import re
-import shlex
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,7 +17,6 @@ from fedssl.report.accuracy_table import run_table
 from fedssl.report.html_page import (
     SCRIPT,
     encoder_table,
-    figures_of_all,
     figures_of_each,
     page,
     settings_table,
@@ -158,28 +156,6 @@ def test_settings_in_which_runs_differ(tmp_path: Path):
     assert settings_table(runs[:1]).rows == []
 
 
-def test_settings_are_shown_as_they_stand(tmp_path: Path, monkeypatch):
-    monkeypatch.setenv("SECRET", "hunter2")
-    for name, value in (("0", "${oc.env:SECRET}"), ("1", "fp32")):
-        folder = job(tmp_path / name)
-        (folder / "config.yaml").write_text(json.dumps({"precision": value, "rounds": 2, "seed": 0}))
-    data = settings_table(find_runs([tmp_path]))
-    assert [[one.text for one in row] for row in data.rows] == [
-        [str(tmp_path / "0"), "${oc.env:SECRET}"],
-        [str(tmp_path / "1"), "fp32"],
-    ]
-
-
-def test_the_command_is_made_of_the_words_alone(tmp_path: Path):
-    words = ("+experiment=mine", "dataset.path=/my images; rm -rf x", "output_dir=/elsewhere")
-    folder = job(tmp_path / "0", *words)
-    summary = json.loads((folder / "summary.json").read_text())
-    (folder / "summary.json").write_text(json.dumps({**summary, "command": "rm -rf /"}))
-    ((_, state, rounds, seed, command, reason),) = status_table(find_runs([folder])).rows
-    assert shlex.split(command.text) == ["fedssl", *words[:2]]
-    assert (state.text, rounds.text, seed.text, reason.text) == ("finished", "2 of 2 rounds", "0", "")
-
-
 def test_a_running_run_is_told_by_its_lock(tmp_path: Path):
     folder = job(tmp_path / "0", "strategy=fedavg")
     (folder / "summary.json").unlink()
@@ -222,24 +198,6 @@ def test_encoders_are_compared_over_seeds(tmp_path: Path):
     assert "Encoders under" not in page_of(tmp_path / "b0")
 
 
-def test_numbers_stand_behind_two_columns_of_words(tmp_path: Path):
-    for number, words in enumerate([("strategy=eua", "lr=1", "wd=0"), ("strategy=fedavg", "lr=2", "wd=1")]):
-        job(tmp_path / str(number), *words)
-    heads = re.findall(r'<th scope="col"[^>]*>([^<]*)</th>', page_of(tmp_path).partition("</thead>")[0])
-    assert heads[:3] == ["strategy", "lr", "knn (%)"]
-    assert heads[-1] == "wd"
-    cells = re.findall(r"<td[^>]*>([^<]*)</td>", page_of(tmp_path).partition("<tbody>")[2].partition("</tr>")[0])
-    assert (cells[0], cells[-1]) == ("eua", "0")
-
-
-def test_a_run_of_which_only_words_are_known_differs_in_these_alone(tmp_path: Path):
-    for name, rule in (("a", "eua"), ("b", "fedavg"), ("c", "fedu")):
-        job(tmp_path / name, f"strategy={rule}")
-    for file in ("config.yaml", "choices.yaml"):
-        (tmp_path / "c" / file).unlink()
-    assert settings_table(find_runs([tmp_path])).header == ["run", "strategy"]
-
-
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Run]:
     """Two seeds of a rule, of which the first goes on; one of another, which failed; one of a third, which goes on."""
@@ -249,18 +207,6 @@ def runs(tmp_path: Path) -> list[Run]:
     found = {run.folder.name: run for run in find_runs([tmp_path])}
     going = {name: replace(found[name], running=True, summary=None) for name in ("a", "d")}
     return list((found | going).values())
-
-
-def names(captions: list[str]) -> list[str]:
-    return list(dict.fromkeys(Path(caption.partition(":")[0]).name for caption in captions))
-
-
-def test_a_figure_of_all_has_what_finished_and_what_goes_on_where_nothing_has(runs, monkeypatch):
-    shown: list[str] = []
-    plot = Plot(lambda runs: shown.extend(run.folder.name for run in runs), "runs")
-    monkeypatch.setitem(PLOTS, "accuracy", plot)
-    assert figures_of_all(runs) == []
-    assert sorted(shown) == ["b", "d"]
 
 
 def test_a_figure_is_drawn_anew_only_when_its_file_has_changed(runs, monkeypatch):

@@ -81,38 +81,6 @@ def test_ctrl_c_ends_it_and_leaves_what_was_written(tmp_path: Path, monkeypatch,
     assert "2 of 2 rounds done" in out.read_text()
 
 
-def test_a_run_that_goes_on_is_no_result_yet(tmp_path: Path, monkeypatch, capsys):
-    folder = job(tmp_path / "0", "strategy=fedavg", knn=0.5)
-    (folder / "summary.json").unlink()
-    monkeypatch.setattr(sys, "argv", ["fedssl-report", str(folder)])
-    with locked(folder):
-        assert main() == 2
-    assert capsys.readouterr().err == (
-        f"fedssl-report: no run has finished, so there are no results ({folder}: 2 of 2 rounds done); "
-        "wait with --watch 30\n"
-    )
-
-
-def test_a_folder_without_a_run_is_waited_for(tmp_path: Path, monkeypatch, capsys):
-    (tmp_path / "a").mkdir()
-    job(tmp_path / "b" / "0", "strategy=eua", knn=0.25)
-    waits = []
-
-    def wait(seconds: float) -> None:
-        waits.append(capsys.readouterr().out)
-        if len(waits) == 2:
-            job(tmp_path / "a" / "0", "strategy=fedavg", knn=0.5)
-
-    monkeypatch.setattr("time.sleep", wait)
-    report([tmp_path / "a", tmp_path / "b"], out=None, watch=EVERY)
-    assert waits[0].startswith(f"waiting for a run in {tmp_path / 'a'}\nstrategy ")
-    assert waits[1] == ""
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line]
-    assert names[:3] == ["strategy", "fedavg", "eua"]
-    monkeypatch.setattr(sys, "argv", ["fedssl-report", str(tmp_path / "missing"), "--watch", "30"])
-    assert main() == 2
-
-
 @pytest.mark.parametrize("seconds", ["0", "0.5", "-3", "nan", "inf"])
 def test_a_time_that_is_none_is_refused(tmp_path: Path, monkeypatch, capsys, seconds: str):
     job(tmp_path / "0", "strategy=fedavg")
@@ -121,20 +89,3 @@ def test_a_time_that_is_none_is_refused(tmp_path: Path, monkeypatch, capsys, sec
     assert capsys.readouterr().err == (
         f"fedssl-report: --watch {float(seconds):g} must be at least 1 second, e.g. --watch 30\n"
     )
-
-
-def test_latex_and_a_mark_by_the_command(tmp_path: Path):
-    for seed, knn in ((0, 0.80), (1, 0.82)):
-        job(tmp_path / f"a{seed}", "strategy=l_dawa", f"seed={seed}", knn=knn)
-        job(tmp_path / f"b{seed}", "strategy=fedavg", f"seed={seed}", knn=knn - 0.1)
-    report([tmp_path], out=tmp_path / "table.tex")
-    lines = (tmp_path / "table.tex").read_text().splitlines()
-    assert lines[0] == "% \\usepackage{booktabs}"
-    assert "l\\_dawa & 2 & \\textbf{81.0 $\\pm$ 1.4} & 2 & 0 \\\\" in lines
-    assert "fedavg & 2 & 71.0 $\\pm$ 1.4 & 2 & 0 \\\\" in lines
-    assert any(line.startswith("% bold: the best accuracy") for line in lines)
-    report([tmp_path], out=tmp_path / "table.md")
-    text = (tmp_path / "table.md").read_text()
-    assert "| l_dawa | 2 | **81.0 ± 1.4** | 2 | 0 |" in text
-    assert "\n\nBold: the best accuracy" in text
-    assert text.count("**") == 2

@@ -90,11 +90,6 @@ def test_list(runs, command):
     assert sum("no readable summary.json and no config.yaml" in line for line in said) == 2
 
 
-def test_home_folders(runs, command, monkeypatch):
-    monkeypatch.setenv("HOME", str(runs.parent))
-    assert command("list", f"~/{runs.name}") == command("list", runs)
-
-
 @pytest.mark.parametrize(
     ("overrides", "number"),
     [
@@ -120,11 +115,6 @@ def test_best_takes_seeds_for_one(runs, command):
     assert table[2][-1] == f"{runs}/2026-01-02_03-04-05/1"
     ranked = json.loads(command("best", "knn", runs, "--json")[1])["ranked"]
     assert [(round(row["knn"], 6), len(row["runs"])) for row in ranked] == [(0.7, 1), (0.625, 2)]
-
-
-def test_best_of_single_runs(runs, command):
-    ranked = json.loads(command("best", "knn", runs, "--seeds", "--json")[1])["ranked"]
-    assert [row["knn"] for row in ranked] == [0.75, 0.7, 0.5, 0.5]
 
 
 def test_show(runs, command):

@@ -15,12 +15,10 @@ from fedssl.methods.base import build_method
 from fedssl.model_arrays import load_layers
 from fedssl.plots import landscape
 from fedssl.plots.cka import centered_gram, cka_matrix, layer_outputs
-from fedssl.plots.forgetting import ClientForgetting, mean_forgetting, measure_forgetting
-from fedssl.plots.partition import read_partition_table
+from fedssl.plots.forgetting import ClientForgetting, mean_forgetting
 from fedssl.report.cli import main
 from fedssl.rules import check_rules
 from fedssl.runs.loaded_run import LoadedRun, load_run_folder
-from fedssl.runs.representations import read_representations
 from fedssl.runs.snapshots import (
     SnapshotWriter,
     read_snapshot_layers,
@@ -86,13 +84,6 @@ def test_kept_models_are_those_of_the_round(folder: Path, opened: LoadedRun):
     np.testing.assert_allclose(model[name], mean, atol=1e-6)
 
 
-def test_partition_is_the_table_of_the_run(folder: Path):
-    counts, names = read_partition_table(folder / "partition.csv") or (np.empty(0), [])
-    assert counts.sum() == 120
-    assert [list(map(int, row[1:])) for row in rows_of(folder, "partition")] == counts.tolist()
-    assert len(names) == 10
-
-
 def test_landscape_has_the_loss_of_its_models(folder: Path, opened: LoadedRun):
     trajectory = [row for row in rows_of(folder, "landscape") if row[0] == "model"]
     assert [row[1] for row in trajectory] == ["0", "1", "2"]
@@ -112,15 +103,6 @@ def test_landscape_has_the_loss_of_its_models(folder: Path, opened: LoadedRun):
     assert float(trajectory[0][5]) > expected
 
 
-def test_cka_is_that_of_the_representations(folder: Path):
-    _, kept = read_representations(folder) or (0, None)
-    assert kept is not None
-    grams = [centered_gram(h) for h in kept.h]
-    found = [list(map(float, row[1:])) for row in rows_of(folder, "cka")]
-    np.testing.assert_array_equal(found, cka_matrix(grams, grams))
-    assert [row[0] for row in rows_of(folder, "cka")] == ["global model", "client 0", "client 1"]
-
-
 def test_cka_of_layers_is_that_of_their_outputs(folder: Path, opened: LoadedRun):
     kept = opened.snapshots[-1]
     images, _ = opened.images(256)
@@ -137,16 +119,6 @@ def test_cka_of_layers_is_that_of_their_outputs(folder: Path, opened: LoadedRun)
     pairs = [float(row[4]) for row in rows if row[0] == "client 0"]
     np.testing.assert_allclose(pairs, expected)
     assert len(rows) == 5 * 5 + 5
-
-
-def test_forgetting_is_that_of_the_models(folder: Path, opened: LoadedRun):
-    found = measure_forgetting(opened)
-    assert [(one.round, one.client) for one in found] == [(1, 0), (1, 1), (2, 0), (2, 1)]
-    expected = [[one.local_matched, one.global_matched, one.local_all, one.global_all, one.forgetting] for one in found]
-    np.testing.assert_array_equal([list(map(float, row[2:])) for row in rows_of(folder, "forgetting")], expected)
-    # The evaluation of the run itself: all test images of the digits, by the same protocol.
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    assert [line["evaluation"]["knn"] for line in lines] == pytest.approx([found[0].global_all, found[2].global_all])
 
 
 def test_forgetting_is_the_accuracy_that_aggregation_takes_away():
@@ -177,14 +149,6 @@ def test_damaged_models_are_named(tmp_path: Path):
         read_snapshot_layers(kept.models["global"], like)
 
 
-@pytest.mark.parametrize("use", [snapshot_rounds, lambda folder: remove_later_snapshots(folder, 0)])
-def test_a_file_in_the_place_of_models_is_named(tmp_path: Path, use):
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "round-000001").touch()
-    with pytest.raises(InputError, match="round-000001 must be a folder of models; remove the file"):
-        use(tmp_path)
-
-
 def test_only_what_was_used_of_a_finished_round_counts(tmp_path: Path):
     snapshot_writer, layers = SnapshotWriter(tmp_path, 3), {"encoder.weight": np.ones(2, dtype=np.float32)}
     snapshot_writer.observe(0, layers)
@@ -198,12 +162,6 @@ def test_only_what_was_used_of_a_finished_round_counts(tmp_path: Path):
     remove_later_snapshots(tmp_path, 3)  # resumed behind round 3
     assert [one.round for one in snapshot_rounds(tmp_path)] == [3]
     assert [place.name for place in (tmp_path / "models").iterdir()] == ["round-000003"]
-
-
-def test_few_rounds_give_no_plane(opened: LoadedRun):
-    alone = LoadedRun(opened.folder, opened.settings, opened.snapshots[-1:], opened.device)
-    with pytest.raises(InputError, match=r"has snapshots of 1 round\(s\) .* needs 2; run it again with a smaller"):
-        landscape.compute_landscape(alone)
 
 
 def test_a_sum_has_no_models_of_clients():

@@ -14,7 +14,7 @@ from fedssl.errors import InputError
 from fedssl.export import load_encoder
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_names, local_names
-from fedssl.schedule.phases import end_to_end, layer_wise, phase_at, progressive, split_rounds
+from fedssl.schedule.phases import layer_wise, phase_at, progressive, split_rounds
 from fedssl.schedule.stages import Stages, frozen_names, set_active_stages
 from fedssl.seeding import torch_generator
 from simulation.cli import run
@@ -77,13 +77,6 @@ def test_depth_dropout_needs_stages_that_can_be_left_out(tmp_path):
     overrides = ["schedule=layer_wise", "schedule.depth_dropout=0.5", "engine=local", f"output_dir={tmp_path}"]
     with pytest.raises(InputError, match="which only a vision transformer supports"):
         run(overrides)
-
-
-def test_stages_of_the_schedules():
-    whole, growing, all_of_it = (schedule(rounds=6, depth=3)[-1] for schedule in (end_to_end, layer_wise, progressive))
-    assert (whole.first, whole.rounds, whole.depth, whole.frozen) == (1, 6, 3, 0)
-    assert (growing.first, growing.rounds, growing.depth, growing.frozen) == (5, 2, 3, 2)
-    assert (all_of_it.first, all_of_it.rounds, all_of_it.depth, all_of_it.frozen) == (5, 2, 3, 0)
 
 
 # --- encoders in stages ---
@@ -195,21 +188,6 @@ def test_what_is_trained_and_kept_in_a_stage(kind):
     assert {name: method.named_tensors[name].requires_grad for name in method.trainable} == every
 
 
-def test_a_method_leaves_its_stage_also_by_an_error():
-    method = build_method(settings())
-    with pytest.raises(ZeroDivisionError), set_active_stages(method, depth=2, frozen=1, depth_dropout=0.5):
-        1 / 0  # noqa: B018  # what goes wrong does not matter
-    span = method.encoder.active_stages
-    assert (span.depth, span.frozen, span.depth_dropout, method.frozen) == (4, 0, 0.0, 0)
-
-
-def test_heads_begin_alike_under_every_schedule():
-    one, other = build_method(settings("schedule=end_to_end")), build_method(settings())
-    names = set(other.named_tensors) - set(one.named_tensors)
-    assert names == {f"encoder.bridges.{number}.{kind}" for number in (1, 2) for kind in ("weight", "bias")}
-    assert all(torch.equal(one.named_tensors[name], other.named_tensors[name]) for name in one.named_tensors)
-
-
 def test_weights_are_handed_on_at_the_beginning_of_a_phase():
     method = build_method(settings(*VIT))
     layers = {name: value.detach().numpy().copy() for name, value in method.named_tensors.items()}
@@ -222,12 +200,6 @@ def test_weights_are_handed_on_at_the_beginning_of_a_phase():
         assert name == source or begun[name] is not layers[source]  # its own memory
     off = layer_wise(rounds=6, depth=3, weight_transfer=False)
     assert stages.transfer_weights(layers, off[1]) is layers
-
-
-def test_weights_of_another_shape_are_not_handed_on():
-    method = build_method(settings())
-    layers = {name: value.detach().numpy() for name, value in method.named_tensors.items()}
-    assert Stages(method).transfer_weights(layers, layer_wise(rounds=8, depth=4)[1]) is layers
 
 
 def test_a_model_is_brought_through_every_phase_it_has_missed(tmp_path):
@@ -274,35 +246,6 @@ def test_what_travels_layer_wise(tmp_path):
     assert down[:2] == up[:2]
     assert down[2:4] == [{"stem", "1", "2"} | HEADS, {"2"} | HEADS]  # the end of stage 1 is new to the client
     assert down[4:] == [{"2", "3"} | HEADS, {"3"} | HEADS]
-
-
-def test_what_travels_progressively(tmp_path):
-    """Table 2 of LW-FedSSL, Prog-FedSSL: stages 1 to s both ways."""
-    overrides = [*VIT, "strategy=fedavg", "schedule=progressive", "rounds=3", "num_clients=2"]
-    federation = Federation(tmp_path, *overrides)
-    federation.run(3)
-    expected = [{"stem", "ln", "projector", *"123"[:s]} for s in (1, 2, 3)]
-    assert [parts(plan["arrays"]) for plan in federation.plans[::2]] == expected
-    assert [parts(update["arrays"]) for update in federation.updates[::2]] == expected
-
-
-@pytest.mark.parametrize("at", ["start"])
-def test_what_travels_with_calibration(tmp_path, at):
-    """Table 2 of LW-FedSSL: down stages 1 to s, which the server trains, up stage s; and nothing is held."""
-    overrides = [*VIT, "strategy=fedavg", "schedule=layer_wise", "rounds=3", "num_clients=2"]
-    overrides += ["calibration=auxiliary", f"calibration.when={at}"]
-    federation = Federation(tmp_path, *overrides)
-    federation.run(3)
-    heads = {"projector", "ln"}
-    assert [parts(plan["arrays"]) for plan in federation.plans[::2]] == [
-        {"stem", *"123"[:s], *heads} for s in (1, 2, 3)
-    ]
-    assert [parts(update["arrays"]) for update in federation.updates[::2]] == [
-        {"stem", "1", *heads},
-        {"2", *heads},
-        {"3", *heads},
-    ]
-    assert not list(tmp_path.glob("clients/0000/*/frozen"))
 
 
 def test_a_client_that_joins_late_gets_what_it_lacks_and_it_is_charged(tmp_path):
@@ -374,17 +317,6 @@ def test_every_method_works_layer_wise_with_calibration(tmp_path, kind):
     assert federation.report.dropped == {}
 
 
-@pytest.mark.parametrize("kind", ["prox", "alignment"])
-def test_every_regularizer_works_layer_wise(tmp_path, kind):
-    overrides = ["strategy=l_dawa", f"regularizer={kind}", "rounds=4", "schedule=layer_wise", "num_clients=2"]
-    federation = Federation(tmp_path, *overrides)
-    layers = federation.run(2)
-    frozen = {name: array for name, array in layers.items() if name.startswith("encoder.blocks.1.")}
-    layers = federation.run(1)
-    assert all(np.array_equal(layers[name], array) for name, array in frozen.items())
-    assert federation.report.dropped == {}
-
-
 def test_calibration_changes_frozen_stages_and_labels_are_refused(tmp_path):
     overrides = ["strategy=l_dawa", "rounds=4", "schedule=layer_wise", "calibration=auxiliary", "num_clients=2"]
     federation = Federation(tmp_path / "a", *overrides)
@@ -395,31 +327,6 @@ def test_calibration_changes_frozen_stages_and_labels_are_refused(tmp_path):
     for word in ("calibration.when=middle", "calibration.share=0"):
         with pytest.raises(InputError, match=word):
             Federation(tmp_path / "c", *overrides, word)
-
-
-def test_calibration_alone_is_local_training(tmp_path):
-    """Clients that do not train return what they got: all that changes comes from the server's images."""
-    overrides = ["strategy=fedavg", "calibration=auxiliary", "calibration.epochs=1", "rounds=1"]
-    still = Federation(tmp_path, *overrides, "local_epochs=0")
-    start = dict(still.layers)
-    after = still.run(1)
-    assert not np.array_equal(after["encoder.blocks.0.0.weight"], start["encoder.blocks.0.0.weight"])
-    none = Federation(tmp_path, *overrides, "local_epochs=0", "calibration.epochs=0").run(1)
-    np.testing.assert_allclose(none["encoder.blocks.0.0.weight"], start["encoder.blocks.0.0.weight"], rtol=1e-6)
-
-
-def test_images_of_the_server_are_no_clients():
-    from fedssl.datasets.base import load
-    from fedssl.partition import client_indices, server_indices
-
-    given = compose(["calibration=auxiliary", "calibration.share=0.25", "num_clients=5"])
-    images = load(given.data, "federated")
-    rows = server_indices(len(images.images), share=0.25, seed=given.seed)
-    held = np.concatenate(client_indices(given.partition, images))
-    assert len(rows) == round(0.25 * len(images.images))
-    assert sorted([*rows, *held]) == list(range(len(images.images)))
-    other = compose(["calibration=auxiliary", "+dataset@calibration.dataset=digits", "num_clients=5"])
-    assert sum(map(len, client_indices(other.partition, images))) == len(images.images)
 
 
 # --- whole runs ---

@@ -57,12 +57,6 @@ def test_quantized_vectors_and_means_equal_flowers(monkeypatch):
     assert np.array_equal(mean, vector)
 
 
-def test_a_vector_is_clipped_before_it_is_multiplied_by_its_weight():
-    """Clipped to 8, times 1/4: 2 is a quarter of the range above its middle. Flower would send 8."""
-    found = quantize(np.full(3, 32.0), np.random.default_rng(0), clipping_range=8.0, target_range=64, weight=0.25)
-    assert found.tolist() == [32 + 8] * 3
-
-
 def test_rounding_is_unbiased_and_depends_on_the_vector_alone():
     """A quarter of a step is rounded up with probability 1/4: 40,000 draws, five standard deviations."""
     step = 2 * 8.0 / (1 << 22)

@@ -22,7 +22,6 @@ from fedssl.tuning import lora, plain_copy
 SMALL = ["encoder.width=8", "method.projector.hidden_dim=8", "threads=1", "tuning=lora", "tuning.rank=2"]
 VIT = ["encoder=vit_tiny", "encoder.depth=2", "encoder.heads=2", "encoder.patch=4"]
 ATTENTION = "encoder.layers.encoder_layer_0.self_attention"
-FACTORS = ("lora_A", "lora_B")
 
 
 def small_vit():
