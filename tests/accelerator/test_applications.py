@@ -58,6 +58,7 @@ def evaluate(folder: Path, name: str, *overrides: str) -> Any:
     return {key: value for key, value in json.loads(file.read_text()).items() if key != "encoder"}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "fine_tune" else pytest.mark.heavy) for name in EVALUATIONS]
 )

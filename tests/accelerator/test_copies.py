@@ -87,6 +87,7 @@ def test_settings_need_no_further_copy(accelerator, name, tmp_path):
     assert per_client(second) == PLAIN
 
 
+@pytest.mark.heavy
 def test_a_personalized_model_is_trained_by_as_many_copies_again(accelerator, tmp_path):
     _, second = accelerator(events_of_rounds, str(tmp_path), ["strategy=per_ssl", "method=byol"]).result()
     twice = {key: 2 * number for key, number in PLAIN.items()}
@@ -94,6 +95,7 @@ def test_a_personalized_model_is_trained_by_as_many_copies_again(accelerator, tm
     assert per_client(second) == twice | reference
 
 
+@pytest.mark.heavy
 def test_more_layers_and_steps_need_no_further_copy(accelerator, tmp_path):
     many = [*VIT, "encoder.depth=7", "batch_size=4", "strategy=fedavg"]
     _, second = accelerator(events_of_rounds, str(tmp_path), many).result()

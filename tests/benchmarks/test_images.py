@@ -5,6 +5,7 @@ import pytest
 from benchmarks.images import measure, memory, write_images
 
 
+@pytest.mark.heavy
 def test_a_run_needs_less_memory_than_its_decoded_images(tmp_path):
     write_images(tmp_path / "data", 15_000)
     assert measure(tmp_path) < 15_000 * 3 * 64 * 64

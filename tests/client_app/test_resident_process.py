@@ -147,6 +147,7 @@ def test_replies_are_those_of_the_clientapps_process(plan, device, supervisor, t
     assert processes(supervisor) == [pid]
 
 
+@pytest.mark.heavy
 def test_images_that_are_added_or_deleted_are_noticed(plan, device, supervisor):
     folder = Path(str(device.node_config["data-path"]))
     added = write_images(folder.with_name("more"), 1, seed=9) / "00.png"
@@ -211,6 +212,7 @@ def start_training(plan, device, supervisor):
     return connection, task_file.parent
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("end", ["close", "supersede"])
 def test_training_is_abandoned_when_nobody_waits_for_it(end, plan, device, supervisor):
     """The next message does not wait for the end of training, whose state is not saved."""
@@ -224,6 +226,7 @@ def test_training_is_abandoned_when_nobody_waits_for_it(end, plan, device, super
     assert not list(run.rglob("*.safetensors"))
 
 
+@pytest.mark.heavy
 def test_training_ends_with_its_clientapp_or_for_a_newer_message(tmp_path):
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as newer:
         listener.bind(str(tmp_path / "socket"))
@@ -239,6 +242,7 @@ def test_training_ends_with_its_clientapp_or_for_a_newer_message(tmp_path):
                 _check_wanted(here, listener)
 
 
+@pytest.mark.heavy
 def test_another_configuration_or_app_replaces_the_process(plan, device, supervisor, monkeypatch):
     forward(message(RecordDict(), "query.node_info"), device, supervisor=supervisor)
     [first] = processes(supervisor)
@@ -319,6 +323,7 @@ def test_an_unexpected_error_does_not_reveal_its_text(device, monkeypatch, caplo
     assert "/home/anna" in caplog.text
 
 
+@pytest.mark.heavy
 def test_the_process_ends_with_its_supervisor_and_after_idle_time(device):
     """Without importing torch: a process that waits for messages of a test's own handler."""
     owner = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

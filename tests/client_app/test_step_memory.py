@@ -71,6 +71,7 @@ def test_the_largest_batch_is_a_power_of_two():
     assert [step.largest_batch(allowed) for allowed in (50, 109, 110, 179, 180)] == [0, 0, 1, 4, 8]
 
 
+@pytest.mark.heavy
 def test_torchs_compiler_is_not_imported():
     loaded = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout.split()
     assert "torch" in loaded

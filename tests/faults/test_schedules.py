@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import some
 from tests.faults.schedules import make_schedule, play
-
-NUMBERS = [*range(8), *(pytest.param(number, marks=pytest.mark.heavy) for number in range(8, 72))]
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +16,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("undisturbed")
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", some(range(72), default=(3,)))
 def test_a_schedule_keeps_its_invariants(number: int, tmp_path: Path, base: Path) -> None:
     schedule = make_schedule(number)
     print(schedule)

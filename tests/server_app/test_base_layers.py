@@ -241,6 +241,7 @@ DEVICE = [*FORM, "tuning=last_blocks", "local_epochs=1", "encoder.width=4", "thr
 DEVICE += ["measure_resources=false", "evaluation=none", "final_evaluation=none", "collapse_images=0"]
 
 
+@pytest.mark.heavy
 def test_a_device_that_has_the_base_does_not_receive_it(tmp_path, monkeypatch):
     monkeypatch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
     devices = {

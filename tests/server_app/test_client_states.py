@@ -101,6 +101,7 @@ def test_an_evicted_client_starts_without_a_state(tmp_path, overrides):
 EVICTING = [*BASE, "num_clients=5", "clients_per_round=2", "rounds=7", "keep_checkpoints=1"]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -148,6 +148,7 @@ def test_an_encoder_of_the_owners_config_directory_is_stored(tmp_path, monkeypat
     assert encoder_quality(stored, images, folders=[tmp_path / "conf"])["effective_rank"] > 1
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("num_sharing", [2, pytest.param(3, marks=pytest.mark.heavy)])
 def test_the_operator_receives_the_quality_only_as_a_mean_over_devices_that_share_it(tmp_path, num_sharing):
     (tmp_path / "limits.yaml").write_text("share_quality: true")
@@ -170,6 +171,7 @@ def test_the_operator_receives_the_quality_only_as_a_mean_over_devices_that_shar
     assert "quality sent" not in [event["event"] for event in read_history(tmp_path / "states" / "d")]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("limits", "reason"),
     [

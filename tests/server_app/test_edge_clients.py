@@ -80,6 +80,7 @@ def test_a_run_on_devices_has_the_bits_of_the_simulation_on_the_same_images(over
 LORA = ["tuning=lora", "tuning.rank=2", "tuning.alpha=2", "method.projector.hidden_dim=8", "strategy=fedavg"]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("aggregation", ["svd", "stack"])
 def test_the_largest_rank_of_a_device_has_the_bits_of_its_rank_in_a_simulation(aggregation, places, tmp_path, capsys):
     overrides = [*SMALL, *LORA, "rounds=2", "seed=3", f"tuning.aggregation={aggregation}"]
@@ -93,6 +94,7 @@ def test_the_largest_rank_of_a_device_has_the_bits_of_its_rank_in_a_simulation(a
     )
 
 
+@pytest.mark.heavy
 def test_a_device_refuses_a_larger_rank_if_the_aggregation_needs_equal_ranks(places, tmp_path):
     for aggregation in ("factors", "freeze_a"):
         overrides = [*SMALL, *LORA, "rounds=1", f"tuning.aggregation={aggregation}", "aggregation.min_updates=1"]
@@ -144,6 +146,7 @@ def compare_with_simulation(overrides, places, tmp_path, *, simulated=(), limits
     return rows
 
 
+@pytest.mark.heavy
 def test_without_images_the_server_says_what_it_does_without(places, tmp_path, capsys):
     overrides = [*FORM, "local_epochs=1", "encoder.width=4", "rounds=1", f"output_dir={tmp_path / 'run'}"]
     run_server_app(Devices(*devices(places, tmp_path)), overrides)
@@ -157,6 +160,7 @@ def test_without_images_the_server_says_what_it_does_without(places, tmp_path, c
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
 
 
+@pytest.mark.heavy
 def test_a_labelled_set_of_the_servers_is_for_evaluation(places, tmp_path, capsys):
     overrides = [
         "dataset=digits",
@@ -175,6 +179,7 @@ def test_a_labelled_set_of_the_servers_is_for_evaluation(places, tmp_path, capsy
     assert len(lines(tmp_path / "run" / "health.jsonl")) == 4
 
 
+@pytest.mark.heavy
 def test_devices_keep_their_numbers_and_new_ones_get_new_ones(places, tmp_path):
     folder, made = tmp_path / "run", devices(places, tmp_path)
     overrides = [*SMALL, "strategy=fedu", "method=byol"]
@@ -186,6 +191,7 @@ def test_devices_keep_their_numbers_and_new_ones_get_new_ones(places, tmp_path):
     assert len(list((tmp_path / "states").glob("*/*/round-*.safetensors"))) == 4
 
 
+@pytest.mark.heavy
 def test_so_many_devices_as_are_asked_for_train(places, tmp_path):
     overrides = [*SMALL, "rounds=1", f"output_dir={tmp_path / 'run'}"]
     with pytest.raises(InputError, match="clients_per_round=4 but 3 devices are available; lower clients_per_round"):
@@ -397,6 +403,7 @@ class Growing(Devices):
         return super().push_messages(messages)
 
 
+@pytest.mark.heavy
 def test_a_device_that_joins_later_trains_in_every_round_and_the_operator_sees_it(places, tmp_path):
     folder = tmp_path / "run"
     run_server_app(Growing(*devices(places, tmp_path)), [*SMALL, "rounds=3", "num_clients=2", f"output_dir={folder}"])

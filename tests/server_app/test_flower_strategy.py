@@ -31,6 +31,7 @@ def test_rounds_under_flowers_loop_have_the_same_bits(tmp_path, name):
     assert [metrics["clients"] for metrics in result.train_metrics_clientapp.values()] == [2, 2]
 
 
+@pytest.mark.heavy
 def test_the_server_app_of_the_docs_runs_the_same_rounds(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = Path(__file__).parents[2] / "docs" / "extend.md"

@@ -59,6 +59,7 @@ def test_the_run_starts_from_the_source_and_clients_do_not_receive_it(source, tm
     assert len(federation.updates) == 2
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_a_run_reads_its_source_once(source, tmp_path, monkeypatch, is_folder):
     """Also one that builds its method for the baseline and for the evaluation of rounds in the background."""

@@ -22,8 +22,7 @@ def damage_newest(folder):
     flip(folder / "round-000002.safetensors", 900)
 
 
-@pytest.mark.parametrize("lose", [delete, damage_newest])
-@pytest.mark.parametrize("overrides", [FEDU, ["strategy=fedbn"]])
+@pytest.mark.parametrize(("overrides", "lose"), [(FEDU, delete), (["strategy=fedbn"], damage_newest)])
 def test_a_client_without_its_state_is_dropped_once(tmp_path, overrides, lose):
     federation = Federation(tmp_path, *overrides)
     federation.run(2)

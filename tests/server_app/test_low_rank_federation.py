@@ -80,8 +80,7 @@ def test_factors_are_exchanged_and_weights_that_the_server_changes_are_sent(tmp_
     assert federated.plans[0].array_records[BASE].keys() == set(method.base_names)
 
 
-@pytest.mark.parametrize("aggregation", ["exact", "stack"])
-@pytest.mark.parametrize("method", ["byol", "moco_v3"])
+@pytest.mark.parametrize(("method", "aggregation"), [("byol", "exact"), ("moco_v3", "stack")])
 def test_target_networks_share_the_weights_that_the_server_changes(tmp_path, aggregation, method):
     federated = federation(tmp_path, aggregation, f"method={method}", "method.target_init=reset")
     layers = federated.run(2)
@@ -94,13 +93,13 @@ def test_target_networks_share_the_weights_that_the_server_changes(tmp_path, agg
 @pytest.mark.parametrize(
     ("strategy", "aggregation"),
     [
-        *[("l_dawa", one) for one in ("factors", "freeze_a", "exact", "svd")],
-        *[("eua", one) for one in ("freeze_a", "exact", "stack", "svd")],
-        *[("gossip", one) for one in ("freeze_a", "exact", "svd")],
-        *[("clustered", one) for one in ("exact", "svd")],
-        *[("fedu", one) for one in ("freeze_a", "stack")],
-        *[("euc", one) for one in ("freeze_a", "svd")],
-        ("krum", "stack"),
+        ("l_dawa", "svd"),
+        ("eua", "stack"),
+        ("gossip", "exact"),
+        ("euc", "freeze_a"),
+        *(pytest.param("l_dawa", one, marks=pytest.mark.heavy) for one in ("factors", "freeze_a", "exact")),
+        *(pytest.param("eua", one, marks=pytest.mark.heavy) for one in ("freeze_a", "exact", "svd")),
+        *(pytest.param(*pair, marks=pytest.mark.heavy) for pair in [("clustered", "svd"), ("fedu", "stack")]),
     ],
 )
 def test_strategies_compare_products_under_every_aggregation(tmp_path, strategy, aggregation):
@@ -115,7 +114,7 @@ def test_strategies_compare_products_under_every_aggregation(tmp_path, strategy,
     assert strategy == "euc" or products <= measured  # which averages some every second round only
 
 
-@pytest.mark.parametrize("aggregation", ["exact", "stack"])
+@pytest.mark.parametrize("aggregation", ["stack", pytest.param("exact", marks=pytest.mark.heavy)])
 def test_a_resumed_run_ends_with_the_same_bits_and_the_encoder_has_everything(tmp_path, aggregation):
     folder = tmp_path / "run"
     overrides = [*TINY, *LORA, f"tuning.aggregation={aggregation}", "rounds=2", "strategy=fedavg", "keep_checkpoints=2"]
@@ -134,6 +133,7 @@ def test_a_resumed_run_ends_with_the_same_bits_and_the_encoder_has_everything(tm
         torch.testing.assert_close(encoder(images), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.heavy
 def test_secure_aggregation_sums_factors(tmp_path):
     overrides = [
         *TINY,
@@ -155,6 +155,7 @@ def test_secure_aggregation_sums_factors(tmp_path):
             np.testing.assert_allclose(secure[name], array, atol=1e-4)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("aggregation", ["exact", "stack", "svd"])
 def test_training_lowers_the_loss(tmp_path, aggregation):
     # Of 10 classes: log 10 = 2.30 without knowledge. Seeds 0 and 1 end at 2.01 to 2.15 under all of these aggregations.
@@ -169,7 +170,7 @@ def test_training_lowers_the_loss(tmp_path, aggregation):
     assert losses[2] < losses[0] - 0.05
 
 
-@pytest.mark.parametrize("aggregation", ["svd", "stack"])
+@pytest.mark.parametrize("aggregation", ["svd", pytest.param("stack", marks=pytest.mark.heavy)])
 def test_clients_of_different_ranks(tmp_path, aggregation):
     federated = federation(tmp_path, aggregation, "tuning.ranks=[1,2]", "num_clients=4")
     federated.run(2)

@@ -13,6 +13,7 @@ from fedssl.runs.snapshots import save_layers
 from fedssl.runs.verify import Verification, verify_run
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import run
+from tests.cases import some
 
 OVERRIDES = ["num_clients=2", "rounds=3", "local_epochs=1", "dataset.limit=24", "encoder.width=2", "threads=1"]
 OVERRIDES += ["method=byol", "strategy=fedu", "partition=iid", "evaluate_every=0", "final_evaluation=none"]
@@ -76,7 +77,7 @@ RECOVERABLE = {
 }
 
 
-@pytest.mark.parametrize("damage", RECOVERABLE)
+@pytest.mark.parametrize("damage", some(RECOVERABLE, default=list(RECOVERABLE)[:2]))
 def test_a_damaged_part_costs_a_round_and_changes_no_number(tmp_path, three_rounds, expected, damage):
     folder = shutil.copytree(three_rounds, tmp_path / "run")
     action, problem = RECOVERABLE[damage]
@@ -146,6 +147,7 @@ def test_the_command_prints_what_is_wrong_and_what_can_be_recovered(tmp_path, th
     assert lines[-1] == "resume continues after round 2"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["config.yaml", "overrides.yaml", "choices.yaml", "summary.json"])
 def test_one_changed_bit_of_the_settings_or_the_summary_is_found(tmp_path, three_rounds, name):
     folder = shutil.copytree(three_rounds, tmp_path / "run")

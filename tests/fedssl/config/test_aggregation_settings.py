@@ -1,13 +1,11 @@
 """The ranges of the numbers of aggregation, privacy and secure aggregation: which of their ends are allowed."""
 
-import re
-
 import pytest
+import yaml
 
+from fedssl.config.constraints import constraint_of
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-
-CHOICES = {"privacy": ["privacy=central"], "secure_aggregation": ["secure_aggregation=secagg_plus"], "aggregation": []}
 
 
 @pytest.mark.parametrize(
@@ -33,16 +31,17 @@ CHOICES = {"privacy": ["privacy=central"], "secure_aggregation": ["secure_aggreg
     ],
 )
 def test_the_ends_of_the_ranges(key, allowed, refused, sentence):
-    group, name = key.split(".")
-    default = getattr(getattr(compose(CHOICES[group]), group), name)
-    for value in allowed:
-        settings = compose([*CHOICES[group], f"{key}={'null' if value is None else value}"])
-        assert vars(getattr(settings, group))[name] == value
-    for text in refused:
-        expected = sentence.replace("a number", "a finite number") if text in ("inf", "nan") else sentence
-        expected = f"{key}={text} must be {expected}; the default is {'null' if default is None else default}"
-        with pytest.raises(InputError, match=f"^{re.escape(expected)}$"):
-            compose([*CHOICES[group], f"{key}={text}"])
+    constraint = constraint_of(key)
+    assert str(constraint) == sentence
+    assert all(constraint.allows(value) for value in allowed)
+    assert not any(constraint.allows(yaml.safe_load(text.replace("inf", ".inf"))) for text in refused)
+
+
+def test_a_value_out_of_range_is_refused_with_the_default():
+    with pytest.raises(
+        InputError, match=r"^aggregation.min_updates=0 must be an integer of at least 1; the default is 1$"
+    ):
+        compose(["aggregation.min_updates=0"])
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,9 @@ from fedssl.errors import InputError
 CHOICES = [(f"{group}={name}",) for group, names in config_groups().items() for name in names]
 RANDOM = random.Random(0)
 CASES = [
-    ("strategy=fedavg", "method=byol", "encoder=vit_tiny"),
     ("dataset=cifar10", "optimizer=adamw"),  # the default, digits, selects an augmentation
     ("regularizer=prox", "strategy=featarc"),  # featarc selects a regularizer
-    ("strategy=featarc", "strategy=fedavg"),
     ("strategy=fedavg", "strategy=featarc"),
-    ("engine=deployment", "method=byol"),  # sets another group
     ("experiment=cifar_clusters", "partition=dirichlet", "method=byol"),
     ("final_evaluation=knn", "method=lw_fedssl/byol", "schedule=layer_wise"),
     ("calibration=auxiliary", "+dataset@calibration.dataset=digits", "strategy='fedavg'"),

@@ -110,9 +110,14 @@ NOT_PLAIN = [
 ]
 
 
+@pytest.fixture(scope="module")
+def task_text():
+    return make_task(compose(["dataset=cifar10"])).text()
+
+
 @pytest.mark.parametrize(("key", "value", "sentence"), NOT_PLAIN)
-def test_what_is_not_plain_is_refused(key, value, sentence):
-    task = json.loads(make_task(compose(["dataset=cifar10"])).text())
+def test_what_is_not_plain_is_refused(key, value, sentence, task_text):
+    task = json.loads(task_text)
     task["values"][key] = value
     with pytest.raises(RequestRefused, match=sentence):
         compose_task(json.dumps(task))

@@ -227,6 +227,7 @@ def digest(images: ImageData) -> str:
     return f"{hashlib.sha256(images.images[:].numpy().tobytes()).hexdigest()} {images.labels.sum().item()}"
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_one_of_two_processes_waits_and_resumes_decoding_when_the_other_dies(images, tmp_path, decoded, caplog):
     log, locations = tmp_path / "log", (tmp_path / "first", tmp_path / "second")

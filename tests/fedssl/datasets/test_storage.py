@@ -87,8 +87,7 @@ def only(location: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("limit", [None, 37])
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(("cached", "limit"), [(False, None), (True, 37)])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_decoded_and_encoded_images_are_the_same_data_set(tmp_path, kind, cached, limit):
     write(tmp_path / "data", kind)
@@ -137,8 +136,7 @@ def change(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [cut, change, Path.unlink])
-@pytest.mark.parametrize("name", ["pack", "about.npz"])
+@pytest.mark.parametrize(("name", "damage"), [("pack", cut), ("pack", Path.unlink), ("about.npz", change)])
 def test_a_damaged_index_is_made_again(tmp_path, reads, caplog, name, damage):
     write(tmp_path / "data", "parquet")
     whole = load(tmp_path / "data", "parquet", None, storage="decoded")

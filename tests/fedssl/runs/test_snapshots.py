@@ -58,6 +58,7 @@ def rows_of(folder: Path, name: str) -> list[list[str]]:
         return list(csv.reader(stream))[1:]
 
 
+@pytest.mark.heavy
 def test_every_figure_is_there_in_every_form(folder: Path):
     for name in (*DRAWN, "accuracy"):
         files = [folder / "figures" / f"{name}.{end}" for end in ("png", "pdf", "csv")]
