@@ -17,7 +17,6 @@ from PIL import Image
 
 from fedssl.datasets import base, cache, decoding, image_folder, pack, tables
 from fedssl.datasets.base import ImageData
-from fedssl.datasets.encoded_images import FileRecords
 from fedssl.datasets.images import EncodedImages, MappedImages, TensorImages
 from fedssl.errors import InputError
 from simulation.cli import run
