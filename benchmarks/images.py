@@ -129,7 +129,7 @@ def measure(folder: Path) -> int:
     import torch  # noqa: F401  # the memory of torch and the server is not counted
 
     import server_app.app  # noqa: F401
-    from simulation.cli import run
+    from simulation.run import run
 
     overrides = [*overrides_for(folder / "data", str(folder / "cache")), f"output_dir={folder / 'run'}"]
     overrides += ["partition=iid", "num_clients=100", "clients_per_round=2", "rounds=1", "local_epochs=1", "threads=1"]

@@ -4,41 +4,24 @@ The command line has Hydra's syntax. Exit status: 0 if all runs finished, 1 if a
 128 + the number of a signal, e.g. 130 after Ctrl-C.
 """
 
-import os
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
-
-from fedssl.machine.process import OPENMP_ENV, OPENMP_THREADS
-
-# before flwr is imported: no telemetry
-os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
-# before ray is imported: under `uv run --project DIR` it would require DIR to be the working directory
-os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-os.environ.update(OPENMP_ENV | os.environ | OPENMP_THREADS)  # before torch is imported
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from fedssl.atomic_files import make_output_folder, new_run_folder
 from fedssl.command_line import run_command
 from fedssl.config.compose import compose_unresolved, validate_names
 from fedssl.config.hydra_internals import split_arguments
-from fedssl.config.literal import literal_values, user_path
-from fedssl.config.load import compose, load_settings, with_run_folder
+from fedssl.config.literal import literal_values
 from fedssl.config.overrides import CONF, by_key, check_single, check_sweep, config_groups, parse, quote_value
-from fedssl.config.saved_run import resume_command
-from fedssl.config.settings import Settings
 from fedssl.config.targets import expand_config_dir_flag, search_folders
 from fedssl.errors import InputError, RunError
-from fedssl.runs.run import is_locked, read_summary, run_folders
+from fedssl.runs.run import run_folders
 from simulation.parallel_jobs import parallel_tasks, run_in_parallel
 from simulation.pruning import pruning_of, successive_halving
-from simulation.resources import check_local_resources
+from simulation.run import run
 from simulation.sweep import (
     FOLDER_KEY,
     JobWave,
@@ -59,8 +42,6 @@ from simulation.sweep import (
     waiting_jobs,
 )
 from simulation.sweep_progress import SweepProgress
-
-DATASETS = ("dataset", "calibration.dataset")
 
 
 def main() -> int:
@@ -145,12 +126,12 @@ def _run_sweep(overrides: Sequence[str]) -> int:
 
 def _plan(flags: Sequence[str], overrides: Sequence[str], *, is_sweep: bool) -> int:
     """Print the cost of a run or of a new sweep, and return the exit status."""
-    from simulation.plan_report import print_plan, print_sweep_plan  # slow import
+    from simulation.cost_report import print_cost, print_sweep_cost  # slow import
 
     if needs_hydra(flags, overrides) if is_sweep else flags:
         raise InputError("plan=true cannot estimate what Hydra's sweepers, launchers and flags run; leave these out")
     if not is_sweep:
-        print_plan(overrides)
+        print_cost(overrides)
         return 0
     check_sweep(overrides)
     options, overrides = split_options(overrides)
@@ -162,7 +143,7 @@ def _plan(flags: Sequence[str], overrides: Sequence[str], *, is_sweep: bool) -> 
     jobs = plan_jobs(folder, overrides, options).jobs_in(folder)
     limit = options.get("jobs")
     tasks = parallel_tasks(jobs, limit=limit, address=None, gpus=options.get("gpus", 1))
-    return print_sweep_plan(jobs, tasks, limit=limit, prunes=options.get("reduction_factor") is not None)
+    return print_sweep_cost(jobs, tasks, limit=limit)
 
 
 def _run_hydra_sweep(flags: Sequence[str], overrides: Sequence[str]) -> int:
@@ -207,87 +188,3 @@ def _help_text(overrides: Sequence[str]) -> str:
 == Settings ==
 
 {OmegaConf.to_yaml(config)}"""
-
-
-def run(overrides: Sequence[str]) -> None:
-    """Run on the engine of the settings."""
-    settings = compose(overrides) if _is_remote_resume(overrides) else load_settings(overrides)
-    if settings.engine.name == "deployment":
-        from simulation.deployment import run_deployment, validate
-
-        if not settings.recording.resumed:
-            validate(settings)
-        run_deployment(overrides, engine=settings.engine)
-        return
-    settings.recording.tracker.instantiate()  # reports a missing package before any work
-    check_local_resources(settings)
-    chosen = settings.recording.folder
-    fresh = chosen is None or not chosen.exists()
-    folder = chosen or new_run_folder()
-    make_output_folder(folder)
-    try:
-        _run_here(with_run_folder(settings, folder, paths=_dataset_paths(settings)))
-    except (InputError, RunError) as error:
-        # A concurrent run may have locked the folder.
-        if fresh and not is_locked(folder) and _is_removable(folder, rejected=isinstance(error, InputError)):
-            shutil.rmtree(folder, ignore_errors=True)
-            if chosen is None:
-                with suppress(OSError):  # other runs are in it
-                    folder.parent.rmdir()
-        raise
-    except KeyboardInterrupt as stop:
-        done = _rounds_done(folder)
-        if not done:
-            if fresh:
-                with suppress(OSError):  # it is not empty
-                    folder.rmdir()
-            raise
-        raise KeyboardInterrupt(f" after round {done}; continue with: {resume_command(folder)}") from stop
-
-
-def _is_removable(folder: Path, *, rejected: bool) -> bool:
-    """Return whether a run was rejected before its first round, or failed before its settings were saved."""
-    return not _rounds_done(folder) if rejected else not (folder / "config.yaml").exists()
-
-
-def _rounds_done(folder: Path) -> int:
-    rounds = (read_summary(folder / "summary.json") or {}).get("rounds")
-    return rounds if isinstance(rounds, int) else 0
-
-
-def _dataset_paths(settings: Settings) -> dict[str, str]:
-    """Return the absolute paths of the data sets, because resumed runs may have another working directory."""
-    paths = {f"{key}.path": OmegaConf.select(settings.recording.config, f"{key}.path") for key in DATASETS}
-    return {key: path for key, path in paths.items() if path}
-
-
-def _run_here(settings: Settings) -> None:
-    """Run on this machine or a Ray cluster."""
-    from fedssl.machine.devices import check_cuda_features, select_device
-    from simulation.grid import run_local, validate
-
-    engine, concurrency = settings.engine.name, settings.clients_per_round
-    if engine != "local":
-        validate(settings)
-    if settings.engine.address is None:  # clients train on this machine
-        on_cpus = engine == "ray" and settings.engine.client_gpus == 0
-        check_cuda_features(settings.training, select_device("cpu" if on_cpus else settings.machine.device))
-    if engine == "auto":
-        from simulation.resources import auto_engine
-
-        choice = auto_engine(settings)
-        engine, concurrency = choice.engine, choice.concurrency
-        print(f"engine={engine}: {choice.reason}", flush=True)
-    if engine == "ray":
-        from simulation.ray_grid import run_ray
-
-        run_ray(settings, concurrency=concurrency)
-    else:
-        run_local(settings)
-
-
-def _is_remote_resume(overrides: Sequence[str]) -> bool:
-    """Return whether the folder of the run to resume is on the machine of a SuperLink."""
-    explicit = {override.key_or_group: override.value() for override in parse(overrides)}
-    folder = explicit.get("resume")
-    return folder is not None and explicit.get("engine") == "deployment" and not user_path(str(folder)).exists()

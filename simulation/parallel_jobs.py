@@ -17,6 +17,7 @@ from fedssl.config.settings import Settings
 from fedssl.errors import InputError, RunError
 from fedssl.machine.process import available_cores
 from simulation.ray_session import check_hosts, last_line, ray_session
+from simulation.run import run
 from simulation.sweep import Job, JobWave, group_jobs, group_settings, run_job
 from simulation.sweep_progress import SweepProgress
 
@@ -172,7 +173,5 @@ def reservation(task: JobTask, hosts: Sequence[Mapping[str, float]]) -> dict[str
 
 def _run_in_worker(job: Job, until: int | None, folder: Path) -> str | None:
     """Run a job in the working directory of the sweep until a round; return the reason if it failed."""
-    from simulation.cli import run  # the command's module imports this one
-
     os.chdir(folder)
     return run_job(job, run, until=until)

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from simulation.cli import run
+from simulation.run import run
 
 
 def repeat_from(round: int, run_folder: Path, *overrides: str) -> Path:

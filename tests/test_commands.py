@@ -17,7 +17,7 @@ import torch
 
 from fedssl.availability.client_speed import HEADER as SPEED_HEADER
 from fedssl.fleet.limits import Limits, read_limits
-from simulation.cli import run
+from simulation.run import run
 from simulation.sandbox import process_sandbox
 from tests.devices import write_images
 from tests.experiments.every import write_images as write_hub_images

@@ -20,7 +20,7 @@ from torch import nn
 
 from client_app.state_store import read_state
 from fedssl.export import load_encoder
-from simulation.cli import run
+from simulation.run import run
 from tests.methods import overrides_of
 
 BASE = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=90", "encoder.width=4", "threads=1", "device=cpu"]

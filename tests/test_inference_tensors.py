@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from simulation.cli import run
+from simulation.run import run
 
 TINY = [
     "engine=local",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from simulation.cli import run
+from simulation.run import run
 
 pytestmark = pytest.mark.slow
 

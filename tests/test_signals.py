@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from simulation.cli import run
+from simulation.run import run
 
 # Sends a signal to itself when it imports a module or opens a file for the n-th time; for n = 0 counts these events.
 PROGRAM = """

@@ -74,7 +74,8 @@ def main() -> None:
     _register()
     sys.path.insert(0, str(HOOKS))  # Ray's processes get the path of this one
     from server_app import recorder
-    from simulation import cli, ray_grid, ray_session
+    from simulation import ray_grid, ray_session
+    from simulation.run import run
 
     recorder.write_final_plots = recorder.save_partition_plot = lambda folder, *args, **kwargs: []
     ray_session.available_cores = lambda: int(os.environ[CPUS])
@@ -88,7 +89,7 @@ def main() -> None:
         execute(grid, *args, **kwargs)
 
     ray_grid.execute = execute_with_all_processes
-    cli.run(sys.argv[1:])
+    run(sys.argv[1:])
     _write_peaks(client="server")
 
 

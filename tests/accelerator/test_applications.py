@@ -21,7 +21,7 @@ from fedssl.export.formats import FORMATS
 from fedssl.plots.registry import write_plot
 from fedssl.runs.loaded_run import load_run_folder
 from fedssl.seeding import torch_generator
-from simulation.cli import run
+from simulation.run import run
 from tests.accelerator.device import NAME, limited_memory, recorded
 from tests.accelerator.results import assert_equal, numbers_of
 from tests.accelerator.test_runs import BASE, OF_A_RUN, run_on_device

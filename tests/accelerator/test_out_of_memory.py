@@ -22,7 +22,7 @@ from fedssl.machine.device_copies import copy_from_cpu, copy_to_cpu
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_layers
 from server_app.collapse_monitor import CollapseMonitor
-from simulation.cli import run
+from simulation.run import run
 from tests.accelerator.device import NAME, limited_memory
 from tests.accelerator.results import assert_equal, numbers_of
 from tests.accelerator.test_runs import BASE, EVALUATED, ONCE, as_on_accelerator  # noqa: F401, a fixture

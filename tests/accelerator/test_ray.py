@@ -19,8 +19,8 @@ from ray.cluster_utils import Cluster
 
 from fedssl.config.load import load_settings, with_run_folder
 from fedssl.machine.devices import device_with_most_memory
-from simulation.cli import run
 from simulation.gpu_placement import OUTSIDE_TENSORS, client_memory, device_failure
+from simulation.run import run
 from tests.accelerator import device, on_ray
 from tests.accelerator.results import assert_equal, numbers_of
 from tests.accelerator.test_runs import BASE

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from simulation.cli import run
+from simulation.run import run
 from tests import test_digests
 from tests.accelerator.results import assert_equal, numbers_of
 from tests.methods import METHODS, overrides_of

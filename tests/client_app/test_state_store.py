@@ -11,8 +11,8 @@ from client_app.state_store import FILE_STORE, WriteBehind, load_state, save_sta
 from fedssl.errors import RunError
 from server_app.checkpoint import latest_checkpoint
 from server_app.recorder import Recorder
-from simulation.cli import run
 from simulation.grid import LocalGrid
+from simulation.run import run
 
 LIKE = {"target.weight": torch.zeros(2)}
 SIZE = 8  # bytes of such a state

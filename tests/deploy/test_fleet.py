@@ -14,7 +14,7 @@ import pytest
 from client_app.resident_folder import Supervisor
 from fedssl.errors import InputError
 from server_app.checkpoint import latest_checkpoint
-from simulation.cli import run as simulate
+from simulation.run import run as simulate
 from tests.devices import write_images
 from tests.fleet import PATIENCE, fleet, until
 

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from fedssl.config.compose import resolve_config, validate_names
 from fedssl.config.load import compose
 from fedssl.report.paper_table import read_table, table_names
-from simulation.cli import run
+from simulation.run import run
 from tests.cases import some
 from tests.experiments.every import (
     EXPERIMENTS,

@@ -17,7 +17,7 @@ import numpy as np
 
 from fedssl.runs.jsonl import read_jsonl
 from server_app.checkpoint import latest_checkpoint
-from simulation.cli import run as simulate
+from simulation.run import run as simulate
 from tests.deploy.test_fleet import SMALL, partitions
 from tests.devices import write_images
 from tests.faults.schedules import BASE

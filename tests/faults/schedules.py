@@ -30,7 +30,7 @@ from fedssl.safe_io import read_tensors
 from server_app import app
 from server_app.checkpoint import latest_checkpoint
 from simulation import grid
-from simulation.cli import run
+from simulation.run import run
 from tests.faults.disk import DAMAGES, DISK_FULL, FAILED_WRITE, STATES, Disk, Killed, damage, remove
 from tests.faults.messages import FaultyGrid
 

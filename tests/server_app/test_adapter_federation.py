@@ -19,7 +19,7 @@ from fedssl.wire.messages import ARRAYS
 from fedssl.wire.records import encode_arrays, record_bytes
 from server_app.checkpoint import latest_checkpoint
 from server_app.teacher import load_teacher
-from simulation.cli import run
+from simulation.run import run
 from tests.cases import some
 from tests.federation import TINY, Federation
 from tests.methods import save_teacher

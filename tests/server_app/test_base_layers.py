@@ -28,8 +28,8 @@ from server_app.build import build_run
 from server_app.checkpoint import latest_checkpoint
 from server_app.messaging import MessageExchange
 from server_app.training_loop import run_round
-from simulation.cli import run
 from simulation.grid import LocalGrid
+from simulation.run import run
 from strategies.types import ServerState
 from tests.devices import Devices, context, run_server_app, write_images
 from tests.federation import TINY, Federation

@@ -11,7 +11,7 @@ from fedssl.errors import RunError
 from fedssl.runs.manifest import CLIENT_MODELS, client_folder
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from server_app.client_models import ClientModels, MappedValues
-from simulation.cli import run
+from simulation.run import run
 from strategies.types import GlobalModel, ServerState
 from tests.server_app.test_resume_parts import flip
 from tests.test_digests import BASE, model_digests

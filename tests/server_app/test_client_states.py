@@ -14,7 +14,7 @@ from fedssl.runs.manifest import ClientStateParts, client_folder
 from fedssl.runs.verify import verify_run
 from fedssl.wire.messages import ClientUpdate
 from server_app.client_states import ClientStates, devices_limit_their_states
-from simulation.cli import run
+from simulation.run import run
 from strategies.types import ServerState
 from tests.federation import Federation
 from tests.test_digests import BASE, model_digests, state_digests

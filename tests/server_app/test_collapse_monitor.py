@@ -17,7 +17,7 @@ from fedssl.runs.representations import read_representations
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
 from server_app.collapse_monitor import CollapseMonitor, summarize_health, warn_of_collapse
-from simulation.cli import run
+from simulation.run import run
 from strategies.types import GLOBAL
 from tests.federation import Federation
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fedssl.evaluation.scores import Score
 from server_app.console import PlainConsole, ProgressBar, ProgressSnapshot, log, log_to, make_screen
-from simulation.cli import run
+from simulation.run import run
 
 LINE = "round 1/2  [red]x[/red] :smile:  " + "long " * 40 + "end"
 QUICK = ["num_clients=2", "rounds=2", "local_epochs=0", "dataset.limit=24", "encoder.width=2", "threads=1"]

@@ -15,7 +15,7 @@ import pytest
 from fedssl.errors import InputError, RunError
 from fedssl.runs import manifest
 from server_app.checkpoint import latest_checkpoint
-from simulation.cli import run
+from simulation.run import run
 
 WORDS = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=24", "dataset.test_limit=12", "encoder.width=2"]
 WORDS += ["threads=1", "method=byol", "partition=iid", "evaluate_every=1", "final_evaluation=knn", "collapse_images=6"]

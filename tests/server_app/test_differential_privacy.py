@@ -11,7 +11,7 @@ from fedssl.config.aggregation_settings import PrivacySettings
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
 from server_app.differential_privacy import Privacy, _delta, epsilon
-from simulation.cli import run
+from simulation.run import run
 from tests.federation import Federation
 
 BEGUN = {

@@ -9,7 +9,7 @@ from fedssl.export import read_content
 from fedssl.report.accuracy_table import run_table
 from fedssl.runs.run import find_runs
 from server_app.checkpoint import latest_checkpoint
-from simulation.cli import run
+from simulation.run import run
 
 WORDS = ["num_clients=2", "rounds=3", "local_epochs=1", "dataset.limit=24", "dataset.test_limit=12", "encoder.width=2"]
 WORDS += ["threads=1", "partition=iid", "evaluate_every=1", "final_evaluation=knn", "collapse_images=0"]

@@ -18,8 +18,8 @@ from server_app import nodes
 from server_app.build import build_run
 from server_app.checkpoint import latest_checkpoint
 from server_app.nodes import discover_clients
-from simulation.cli import run as simulate
 from simulation.grid import LocalGrid
+from simulation.run import run as simulate
 from tests.devices import Devices, context, run_server_app, write_images
 
 FORM = ["dataset=image_folder", "dataset.size=8", "dataset.channels=1", "dataset.mean=[0.4]", "dataset.std=[0.3]"]

@@ -26,7 +26,7 @@ from fedssl.report.accuracy_table import run_table, sweep_table
 from fedssl.runs.run import read_run
 from server_app.console import ProgressTracker
 from server_app.evaluator import Evaluator
-from simulation.cli import run
+from simulation.run import run
 from tests.fedssl.datasets.made import node_of
 
 TINY = ["dataset.limit=60", "encoder.width=4", "threads=1", "num_clients=2", "local_epochs=1", "rounds=1"]

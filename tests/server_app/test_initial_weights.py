@@ -22,7 +22,7 @@ from fedssl.pretrained.sources import read_source
 from fedssl.runs.loaded_run import load_run_folder
 from fedssl.runs.verify import verify_run
 from server_app.initial_weights import adopt_statistics
-from simulation.cli import run
+from simulation.run import run
 from tests.federation import TINY, Federation
 
 SETTINGS = {"_target_": "fedssl.encoders.conv_small", "channels": 1, "size": 8, "width": 4}

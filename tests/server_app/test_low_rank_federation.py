@@ -12,7 +12,7 @@ from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_names, factor_pairs, load_layers, read_layers
 from fedssl.wire.messages import ARRAYS, BASE, ClientUpdate, TrainPlan
 from server_app.checkpoint import latest_checkpoint
-from simulation.cli import run
+from simulation.run import run
 from tests.federation import TINY, Federation
 from tests.resuming import repeat_from
 

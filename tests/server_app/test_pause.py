@@ -6,7 +6,7 @@ import pytest
 
 from fedssl.errors import InputError
 from fedssl.runs.run import read_run
-from simulation.cli import run
+from simulation.run import run
 
 QUICK = ["num_clients=2", "rounds=3", "local_epochs=1", "dataset.limit=24", "dataset.test_limit=12", "encoder.width=2"]
 QUICK += ["threads=1", "partition=iid", "evaluate_every=1", "final_evaluation=knn", "collapse_images=0"]

@@ -18,7 +18,7 @@ from server_app.personalization import (
     evaluate_personalized,
     request_personalized_encoders,
 )
-from simulation.cli import run
+from simulation.run import run
 from strategies import cluster_assignment
 from strategies.types import GLOBAL
 from tests.devices import ask as asked_of

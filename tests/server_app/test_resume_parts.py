@@ -12,7 +12,7 @@ from fedssl.runs.cli import main
 from fedssl.runs.snapshots import save_layers
 from fedssl.runs.verify import Verification, verify_run
 from server_app.checkpoint import latest_checkpoint
-from simulation.cli import run
+from simulation.run import run
 from tests.cases import some
 
 OVERRIDES = ["num_clients=2", "rounds=3", "local_epochs=1", "dataset.limit=24", "encoder.width=2", "threads=1"]

@@ -11,13 +11,14 @@ import sys
 import pytest
 import torch
 
+import simulation.run
 from fedssl.errors import InputError, RunError
 from fedssl.export import load_encoder
 from fedssl.runs.run import LOCK_FILE, acquire_lock, is_locked
 from server_app import training_loop
 from server_app.checkpoint import latest_checkpoint
-from simulation import cli
-from simulation.cli import main, run
+from simulation.cli import main
+from simulation.run import run
 
 TINY = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
 UNMEASURED = ["evaluate_every=0", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
@@ -270,7 +271,7 @@ def test_a_refused_run_takes_no_folder_from_another_that_began_there(tmp_path, m
         others.append(acquire_lock(folder))
         raise InputError("somebody else is at work there")
 
-    monkeypatch.setattr(cli, "_run_here", meanwhile)
+    monkeypatch.setattr(simulation.run, "_run_here", meanwhile)
     with pytest.raises(InputError):
         run([*QUICK, f"output_dir={folder}"])
     assert folder.is_dir()

@@ -18,7 +18,7 @@ from server_app.messaging import MessageExchange
 from server_app.round import Round
 from server_app.secure_aggregation import TooFewParticipants, apply_delta
 from server_app.training_loop import run_round
-from simulation.cli import run
+from simulation.run import run
 from strategies.types import ServerState
 from tests.devices import Devices, ask, context, write_images
 from tests.federation import Federation

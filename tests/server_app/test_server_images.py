@@ -14,7 +14,7 @@ from fedssl.datasets import base, cache
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import evaluation_problem
 from fedssl.losses import barlow_twins
-from simulation.cli import run
+from simulation.run import run
 from tests.federation import Federation
 from tests.fedssl.datasets.made import table
 

@@ -15,7 +15,7 @@ from server_app.checkpoint import latest_checkpoint
 from server_app.messaging import MessageExchange, receive
 from server_app.round import Round
 from server_app.training_loop import run_round
-from simulation.cli import run
+from simulation.run import run
 from strategies.eua import eua
 from strategies.types import GLOBAL, ServerState
 from tests.federation import Federation, model_of

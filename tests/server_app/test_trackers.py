@@ -15,7 +15,7 @@ from fedssl.atomic_files import reject_symlinks
 from fedssl.config.load import compose
 from fedssl.errors import InputError
 from server_app.trackers.base import SafeTracker, TrackedRun, flatten_scalars, scalars_of
-from simulation.cli import run
+from simulation.run import run
 
 LINE = {"round": 1, "loss": 2.5, "model_cosine": None, "seconds": 1.0, "dropped": {"3": "late"}, "units": {"knn": "x"}}
 LINE |= {"evaluation": {"knn": 0.5, "of {a}": 0.25}, "cost": {"flops": 8}, "health": {"global": {"spread": 0.75}}}

@@ -12,8 +12,8 @@ from server_app.checkpoint import latest_checkpoint
 from server_app.evaluator import Evaluator
 from server_app.recorder import Recorder
 from server_app.training_loop import TrainingLoop
-from simulation.cli import run
 from simulation.grid import run_local
+from simulation.run import run
 
 TINY = ["num_clients=2", "rounds=3", "local_epochs=1", "dataset.limit=40", "dataset.test_limit=20", "encoder.width=4"]
 TINY += ["threads=1", "evaluate_every=1", "final_evaluation=knn", "batch_size=16", "engine=local"]

@@ -12,7 +12,7 @@ import strategies.update_store
 from fedssl.errors import InputError, RunError
 from server_app.checkpoint import latest_checkpoint
 from server_app.update_memory import check_models_fit, check_updates_fit, stored_updates
-from simulation.cli import run
+from simulation.run import run
 from strategies.base import ServerStrategy
 from strategies.clustered import Clustered
 from strategies.eua import EUA

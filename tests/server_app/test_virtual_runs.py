@@ -14,8 +14,8 @@ from fedssl.runs.jsonl import read_jsonl
 from fedssl.safe_io import checksum_line
 from server_app.checkpoint import latest_checkpoint
 from server_app.virtual_time import make_virtual_time
-from simulation.cli import run
 from simulation.grid import LocalGrid
+from simulation.run import run
 from tests.resuming import repeat_from
 
 BASE = ["num_clients=6", "clients_per_round=4", "rounds=6", "local_epochs=1", "dataset.limit=91", "encoder.width=2"]

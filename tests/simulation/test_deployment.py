@@ -9,7 +9,7 @@ from fedssl.config.load import compose, load_settings, save_run
 from fedssl.config.settings import EngineSettings
 from fedssl.errors import InputError, RunError
 from simulation import deployment
-from simulation.cli import run
+from simulation.run import run
 from tests.flower import free_port
 
 

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 
 from server_app.checkpoint import latest_checkpoint
-from simulation.cli import run
+from simulation.run import run
 from tests.busy import busy_machine
 
 # BYOL has client state, stages are frozen, and two of three clients train in a round, so that the sampling matters.

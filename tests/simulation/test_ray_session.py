@@ -14,10 +14,10 @@ from ray.cluster_utils import Cluster
 
 from fedssl.errors import InputError
 from server_app.messaging import receive
-from simulation.cli import run
 from simulation.ray_grid import RayGrid
 from simulation.ray_session import HostInfo, check_host, ray_session
 from simulation.resources import Host, fit_clients
+from simulation.run import run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MEMORY = {"object_store_memory": 200 * 2**20}

@@ -13,7 +13,6 @@ from fedssl.config.settings import EngineSettings, MachineSettings
 from fedssl.errors import InputError
 from fedssl.machine.memory import peak_memory
 from simulation import resources
-from simulation.cli import run
 from simulation.resources import (
     ClientMemory,
     ClientResources,
@@ -26,6 +25,7 @@ from simulation.resources import (
     plan_client_resources,
     seconds_per_step,
 )
+from simulation.run import run
 
 WORDS = ["num_clients=4", "clients_per_round=3", "rounds=5", "local_epochs=2", "dataset.limit=400", "batch_size=50"]
 

@@ -13,8 +13,8 @@ import yaml
 
 from fedssl.errors import InputError, RequestRefused
 from fedssl.runs.run import acquire_lock, is_locked
-from simulation.cli import run
 from simulation.parallel_jobs import JOB_BYTES, JobTask, parallel_tasks, reservation
+from simulation.run import run
 from simulation.sweep import (
     STATE_FILE,
     Job,

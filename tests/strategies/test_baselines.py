@@ -13,7 +13,7 @@ from fedssl.export import load_encoder
 from fedssl.wire.messages import TrainPlan
 from fedssl.wire.records import record_to_arrays
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
-from simulation.cli import run
+from simulation.run import run
 from strategies.types import GLOBAL
 from tests.federation import Federation
 from tests.resuming import repeat_from

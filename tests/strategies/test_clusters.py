@@ -15,8 +15,8 @@ from server_app.checkpoint import latest_checkpoint
 from server_app.messaging import MessageExchange, receive
 from server_app.round import Round
 from server_app.training_loop import run_round
-from simulation.cli import run
 from simulation.grid import LocalGrid
+from simulation.run import run
 from strategies.clustered import Clustered
 from strategies.eua import eua
 from strategies.types import GlobalModel, ServerState

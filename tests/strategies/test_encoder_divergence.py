@@ -19,7 +19,7 @@ from fedssl.methods.simclr import SimCLR
 from fedssl.model_arrays import copy_layers, exchanged_layers
 from fedssl.schedule.phases import make_phases
 from fedssl.schedule.stages import set_active_stages
-from simulation.cli import run
+from simulation.run import run
 from strategies.encoder_divergence import DISTANCES, distance_names, divergence, encoder_divergence
 
 HEAD = partial(MLP, hidden_dim=6, out_dim=4)

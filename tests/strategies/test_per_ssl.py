@@ -17,7 +17,7 @@ from fedssl.wire.messages import NUM_EXAMPLES, TrainPlan
 from server_app.checkpoint import latest_checkpoint
 from server_app.messaging import MessageExchange
 from server_app.training_loop import run_round
-from simulation.cli import run
+from simulation.run import run
 from strategies.per_ssl import PERSONAL, PersonalClient, PerSSL, ProximalTo
 from strategies.types import GLOBAL
 from tests.federation import Federation

@@ -16,8 +16,8 @@ from fedssl.export import load_encoder
 from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.records import arrays_to_record, record_to_arrays
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
-from simulation.cli import run
 from simulation.grid import LocalGrid
+from simulation.run import run
 from strategies.l_dawa import l_dawa
 from strategies.server_optimizer import FedAdam, FedAvgM, FedYogi, NoServerOptimizer
 from strategies.types import GLOBAL, GlobalModel, ServerState

@@ -19,7 +19,7 @@ from fedssl.datasets import base, cache, decoding, image_folder, pack, tables
 from fedssl.datasets.base import ImageData
 from fedssl.datasets.images import EncodedImages, MappedImages, TensorImages
 from fedssl.errors import InputError
-from simulation.cli import run
+from simulation.run import run
 from tests.fedssl.datasets.made import settings_of
 from tests.fedssl.datasets.test_cache import same
 

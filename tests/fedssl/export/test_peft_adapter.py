@@ -10,7 +10,7 @@ from fedssl.base_layers import read_base
 from fedssl.errors import InputError
 from fedssl.export import cli, load_encoder
 from fedssl.export.peft_adapter import ADAPTER_FILE, CONFIG, WEIGHTS
-from simulation.cli import run
+from simulation.run import run
 
 SMALL = [
     "num_clients=2",

@@ -29,7 +29,7 @@ from server_app.build import build_run
 from server_app.checkpoint import latest_checkpoint
 from server_app.round import Round
 from server_app.teacher import load_teacher
-from simulation.cli import run
+from simulation.run import run
 from strategies.types import GLOBAL, ServerState
 from tests.devices import Devices, ask, context, write_images
 from tests.federation import Federation

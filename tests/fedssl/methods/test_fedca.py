@@ -24,7 +24,7 @@ from fedssl.wire.records import arrays_to_record
 from server_app.checkpoint import latest_checkpoint
 from server_app.messaging import receive
 from server_app.round import Round
-from simulation.cli import run
+from simulation.run import run
 from strategies.types import GLOBAL
 from tests.federation import Federation
 from tests.resuming import repeat_from

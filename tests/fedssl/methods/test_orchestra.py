@@ -27,7 +27,7 @@ from fedssl.methods.orchestra import (
 from fedssl.model_arrays import exchanged_names, local_names, read_layers
 from fedssl.views import Views
 from server_app.checkpoint import latest_checkpoint
-from simulation.cli import run
+from simulation.run import run
 from strategies.types import GLOBAL
 from tests.federation import TINY, Federation
 from tests.resuming import repeat_from

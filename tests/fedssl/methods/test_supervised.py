@@ -21,7 +21,7 @@ from fedssl.seeding import torch_generator
 from fedssl.training import train
 from fedssl.views import Views
 from server_app.checkpoint import latest_checkpoint
-from simulation.cli import run
+from simulation.run import run
 from tests.encoders import LinearEncoder
 from tests.local_training import local_training
 

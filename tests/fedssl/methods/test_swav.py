@@ -17,7 +17,7 @@ from fedssl.methods.swav import SwAV, best_order, distinct_assignments, used_sha
 from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.views import LOCAL, View, Views
 from server_app.checkpoint import latest_checkpoint
-from simulation.cli import run
+from simulation.run import run
 from tests.failures import failures_after
 from tests.federation import TINY, Federation
 from tests.resuming import repeat_from

@@ -14,7 +14,7 @@ from fedssl.errors import InputError
 from fedssl.plots.registry import write_plot
 from fedssl.plots.tradeoff import accuracies, mean_points
 from fedssl.runs.run import Run, find_runs
-from simulation.cli import run
+from simulation.run import run
 
 PAIR = ("knn", "knn@source")
 

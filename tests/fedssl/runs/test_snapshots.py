@@ -29,7 +29,7 @@ from fedssl.runs.snapshots import (
 from fedssl.seeding import torch_generator
 from server_app.checkpoint import latest_checkpoint
 from server_app.rules import SETTINGS_RULES
-from simulation.cli import run
+from simulation.run import run
 
 TINY = ["dataset.limit=120", "encoder.width=4", "threads=1", "num_clients=2", "local_epochs=1", "rounds=2"]
 DRAWN = ("partition", "cka", "landscape", "cka_layers", "forgetting")

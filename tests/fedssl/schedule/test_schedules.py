@@ -17,7 +17,7 @@ from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.schedule.phases import layer_wise, phase_at, progressive, split_rounds
 from fedssl.schedule.stages import Stages, frozen_names, set_active_stages
 from fedssl.seeding import torch_generator
-from simulation.cli import run
+from simulation.run import run
 from tests.cases import some
 from tests.federation import Federation, model_of
 from tests.methods import WHOLE, overrides_of

@@ -1,0 +1,104 @@
+"""One run on the engine of its settings, which the command, sweeps and tests call."""
+
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from fedssl.atomic_files import make_output_folder, new_run_folder
+from fedssl.config.literal import user_path
+from fedssl.config.load import compose, load_settings, with_run_folder
+from fedssl.config.overrides import parse
+from fedssl.config.saved_run import resume_command
+from fedssl.config.settings import Settings
+from fedssl.errors import InputError, RunError
+from fedssl.runs.run import is_locked, read_summary
+from simulation.resources import check_local_resources
+
+DATASETS = ("dataset", "calibration.dataset")
+
+
+def run(overrides: Sequence[str]) -> None:
+    """Run on the engine of the settings."""
+    settings = compose(overrides) if _is_remote_resume(overrides) else load_settings(overrides)
+    if settings.engine.name == "deployment":
+        from simulation.deployment import run_deployment, validate
+
+        if not settings.recording.resumed:
+            validate(settings)
+        run_deployment(overrides, engine=settings.engine)
+        return
+    settings.recording.tracker.instantiate()  # reports a missing package before any work
+    check_local_resources(settings)
+    chosen = settings.recording.folder
+    fresh = chosen is None or not chosen.exists()
+    folder = chosen or new_run_folder()
+    make_output_folder(folder)
+    try:
+        _run_here(with_run_folder(settings, folder, paths=_dataset_paths(settings)))
+    except (InputError, RunError) as error:
+        # A concurrent run may have locked the folder.
+        if fresh and not is_locked(folder) and _is_removable(folder, rejected=isinstance(error, InputError)):
+            shutil.rmtree(folder, ignore_errors=True)
+            if chosen is None:
+                with suppress(OSError):  # other runs are in it
+                    folder.parent.rmdir()
+        raise
+    except KeyboardInterrupt as stop:
+        done = _rounds_done(folder)
+        if not done:
+            if fresh:
+                with suppress(OSError):  # it is not empty
+                    folder.rmdir()
+            raise
+        raise KeyboardInterrupt(f" after round {done}; continue with: {resume_command(folder)}") from stop
+
+
+def _is_removable(folder: Path, *, rejected: bool) -> bool:
+    """Return whether a run was rejected before its first round, or failed before its settings were saved."""
+    return not _rounds_done(folder) if rejected else not (folder / "config.yaml").exists()
+
+
+def _rounds_done(folder: Path) -> int:
+    rounds = (read_summary(folder / "summary.json") or {}).get("rounds")
+    return rounds if isinstance(rounds, int) else 0
+
+
+def _dataset_paths(settings: Settings) -> dict[str, str]:
+    """Return the absolute paths of the data sets, because resumed runs may have another working directory."""
+    paths = {f"{key}.path": OmegaConf.select(settings.recording.config, f"{key}.path") for key in DATASETS}
+    return {key: path for key, path in paths.items() if path}
+
+
+def _run_here(settings: Settings) -> None:
+    """Run on this machine or a Ray cluster."""
+    from fedssl.machine.devices import check_cuda_features, select_device
+    from simulation.grid import run_local, validate
+
+    engine, concurrency = settings.engine.name, settings.clients_per_round
+    if engine != "local":
+        validate(settings)
+    if settings.engine.address is None:  # clients train on this machine
+        on_cpus = engine == "ray" and settings.engine.client_gpus == 0
+        check_cuda_features(settings.training, select_device("cpu" if on_cpus else settings.machine.device))
+    if engine == "auto":
+        from simulation.resources import auto_engine
+
+        choice = auto_engine(settings)
+        engine, concurrency = choice.engine, choice.concurrency
+        print(f"engine={engine}: {choice.reason}", flush=True)
+    if engine == "ray":
+        from simulation.ray_grid import run_ray
+
+        run_ray(settings, concurrency=concurrency)
+    else:
+        run_local(settings)
+
+
+def _is_remote_resume(overrides: Sequence[str]) -> bool:
+    """Return whether the folder of the run to resume is on the machine of a SuperLink."""
+    explicit = {override.key_or_group: override.value() for override in parse(overrides)}
+    folder = explicit.get("resume")
+    return folder is not None and explicit.get("engine") == "deployment" and not user_path(str(folder)).exists()

@@ -1,0 +1,123 @@
+"""The output of ``plan=true`` for a run and for a sweep."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from fedssl.config.load import compose
+from fedssl.errors import InputError
+from simulation import cli, cost_measurement, cost_report
+from simulation.cost_estimate import compose_cost
+from simulation.cost_report import concurrent_jobs, format_cost
+from simulation.parallel_jobs import JobTask
+from simulation.resources import EngineChoice
+from simulation.run import run
+from tests.planning import QUICK, build
+from tests.simulation.test_cost_estimate import MEASURED
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Replace the measurement; return the batch sizes of the measured runs."""
+    batch_sizes = []
+
+    def measure(components, **kwargs):
+        batch_sizes.append(components.settings.training.batch_size)
+        return MEASURED
+
+    monkeypatch.setattr("simulation.cost_estimate.measure", measure)
+    return batch_sizes
+
+
+def command(monkeypatch, *overrides):
+    monkeypatch.setattr("sys.argv", ["fedssl", *overrides])
+    return cli._run_all()
+
+
+def test_the_report_by_hand(tmp_path):
+    components = build([*QUICK, "partition=iid", "batch_size=8", "rounds=2"], tmp_path)
+    cost = compose_cost(components, MEASURED, EngineChoice("ray", 2, ""), build=1.0)
+    down, up = (sum(getattr(counts, name) for counts in cost.rounds) for name in ("bytes_down", "bytes_up"))
+    assert format_cost(cost, startup=2.0).splitlines() == [
+        "engine    ray, 2 clients at once",
+        "rounds    2, each with 3 of 5 clients",
+        "steps     9 per round, 18 in total",
+        f"download  {down / 6:,.0f} bytes per client and round, {down:,} in total",
+        f"upload    {up / 6:,.0f} bytes per client and round, {up:,} in total",
+        "memory    0.0 MB: server 0.0 MB, 2 workers with 0.0 MB each",
+        "time      2.9 s per round, 32 s in total",  # 2 + 1 + 2 * (2 * 1.25 + 0.375) + 15 + 8
+    ]
+    assert "18 min per round," in format_cost(replace(cost, round_seconds=[1000.0, 1200.0]), startup=2.0)
+
+
+def test_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cost_measurement, "STEP_SECONDS", 0.05)
+    assert command(monkeypatch, *QUICK, "plan=true") == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = ["engine", "rounds", "steps", "download", "upload", "memory", "time"]
+    assert [line.split()[0] for line in lines] == names
+    assert not list(tmp_path.iterdir())
+
+
+def test_jobs_that_cost_the_same_share_a_row(tmp_path, monkeypatch, capsys, measured):
+    """Learning rates and seeds cost nothing."""
+    monkeypatch.chdir(tmp_path)
+    swept = ["optimizer.lr=0.1,0.2", "seed=0,1", "batch_size=8,16", "clients_per_round=2,9"]
+    assert command(monkeypatch, "-m", *QUICK, "plan=true", *swept, "sweep.jobs=1") == 2
+    header, *rows, _, total = (output := capsys.readouterr().out).splitlines()[:5]
+    assert header.split() == ["jobs", "settings", "steps", "bytes", "memory", "time"]
+    assert measured == [8, 16]
+    assert [row.split("  ")[1].split() for row in rows] == [
+        ["clients_per_round=2", f"batch_size={size}"] for size in (8, 16)
+    ]
+    # Eight jobs of 4 rounds: 2 (0.5 + 0.125) and steps, and three final evaluations of 5 s.
+    assert total.startswith("8 jobs, 1 at once, ")
+    assert output.count("is rejected: clients_per_round=9 is more than num_clients=5") == 8
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_bytes_of_a_job_are_those_of_its_run(tmp_path, monkeypatch, capsys, measured):
+    """Clients receive the path of the run folder, that of the job."""
+    folder = tmp_path / "a-sweep"
+    command(monkeypatch, "-m", *QUICK, "plan=true", "seed=0,1", f"hydra.sweep.dir={folder}", "sweep.jobs=1")
+    row = capsys.readouterr().out.splitlines()[1]
+    assert not folder.exists()
+    run([*QUICK, "seed=0", f"output_dir={folder / '0'}"])
+    lines = [json.loads(line) for line in (folder / "0" / "metrics.jsonl").read_text().splitlines()]
+    assert f" {sum(line['bytes_up'] + line['bytes_down'] for line in lines):,} " in row
+
+
+@pytest.mark.parametrize(
+    ("cores", "memory", "limit", "expected"),
+    [(8, None, None, 3), (8, 10e9, None, 2), (5, None, None, 2), (9, None, 1, 1)],
+)
+def test_concurrent_jobs_need_cores_and_memory(monkeypatch, cores, memory, limit, expected):
+    """Three jobs with two cores and 3 GB each; Ray has 70% of 10 GB."""
+    monkeypatch.setattr(cost_report, "available_cores", lambda: cores)
+    monkeypatch.setattr(cost_report, "available_memory", lambda: memory)
+    tasks = [JobTask(None, 2, 0, 3 * 10**9)] * 3
+    assert concurrent_jobs(tasks, limit=limit) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["plan=3"], "plan=3 must be plan=true or plan=false"),
+        (["-m", "plan=true,false"], "must be plan=true or plan=false"),
+        (["plan=true", "--info"], "cannot estimate what Hydra's sweepers, launchers and flags run"),
+        (["-m", "plan=true", "hydra/launcher=joblib"], "cannot estimate what Hydra's sweepers"),
+        (["-m", "plan=true", "resume=x", "seed=0,1"], "plan=true estimates a new sweep; leave out resume"),
+        (["-m", "plan=true", "seed=0,1", "sweep.address=auto"], "on this machine; leave out sweep.address"),
+        (["plan=true", "seed=0,1"], "seed=0,1 sweeps over values; add -m"),
+    ],
+)
+def test_bad_input(monkeypatch, overrides, message):
+    with pytest.raises(InputError, match=message):
+        command(monkeypatch, *overrides)
+
+
+def test_plan_is_an_option_of_the_command_only():
+    with pytest.raises(InputError, match="plan=true is for the command fedssl, which then runs nothing"):
+        compose(["plan=true"])

@@ -1,0 +1,105 @@
+"""Runs on the engine of their settings, and what is refused before they start."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from fedssl.config import load
+from fedssl.errors import InputError
+from fedssl.machine import devices
+from simulation import grid, ray_grid, resources
+from simulation.run import run
+from tests.devices import write_images
+
+QUICK = ["num_clients=3", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
+QUICK += ["evaluate_every=0", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
+
+
+def test_only_a_run_without_phases_can_change_its_length(tmp_path, capsys):
+    """The phase of a round depends on the number of rounds."""
+    for name, schedule in (("staged", "layer_wise"), ("whole", "end_to_end")):
+        run([*QUICK, "rounds=4", f"schedule={schedule}", f"output_dir={tmp_path / name}"])
+    with pytest.raises(InputError, match=r"was run with rounds=4 \(now 5\); keep the number") as caught:
+        run([f"resume={tmp_path / 'staged'}", "rounds=5"])
+    assert "\n" not in str(caught.value)
+    run([f"resume={tmp_path / 'whole'}", "rounds=5"])
+    assert "the run is complete" not in capsys.readouterr().out
+    run([f"resume={tmp_path / 'whole'}"])
+    assert (
+        "the run is complete; only its final evaluation is repeated (more rounds: rounds=6)" in capsys.readouterr().out
+    )
+
+
+def test_settings_are_composed_once_and_saved_once(tmp_path, monkeypatch):
+    """The server in this process gets the settings of the command; a folder without labels changes its partition."""
+    monkeypatch.chdir(tmp_path)
+    write_images(tmp_path / "images", 12)
+    composed, resolve = [], load.resolve_config
+    monkeypatch.setattr(load, "resolve_config", lambda overrides: composed.append(overrides) or resolve(overrides))
+    data = ["dataset=image_folder", "dataset.path=images", "dataset.channels=3", "dataset.size=8"]
+    data += ["dataset.splits.train=null", "dataset.splits.test=null", "dataset.mean=[0,0,0]", "dataset.std=[1,1,1]"]
+    run([*QUICK[:2], *QUICK[3:], "rounds=1", *data])
+    assert len(composed) == 1
+    (folder,) = (tmp_path / "runs").iterdir()
+    config, overrides = OmegaConf.load(folder / "config.yaml"), OmegaConf.load(folder / "overrides.yaml")
+    assert config.output_dir == str(folder)
+    assert config.partition == {"_target_": "fedssl.partition.iid"}
+    assert config.dataset.path == str(tmp_path / "images")
+    assert {f"dataset.path='{tmp_path / 'images'}'", "partition=iid"} <= set(overrides)
+    assert "dataset.path=images" not in overrides
+    assert OmegaConf.load(folder / "choices.yaml").partition == "iid"
+
+
+def test_an_interrupt_before_the_run_starts_leaves_no_folder(tmp_path, monkeypatch):
+    def interrupt(settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(grid, "run_local", interrupt)
+    (tmp_path / "before").mkdir()
+    for name in ("new", "before"):
+        with pytest.raises(KeyboardInterrupt):
+            run([*QUICK, "engine=local", f"output_dir={tmp_path / name}"])
+    assert [folder.name for folder in tmp_path.iterdir()] == ["before"]
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    for module, name in ((resources, "auto_engine"), (ray_grid, "run_ray"), (grid, "run_local")):
+        monkeypatch.setattr(module, name, lambda *args, name=name, **kwargs: pytest.fail(f"{name} was called"))
+
+
+@pytest.mark.parametrize("engine", ["auto", "ray"])
+def test_gpus_that_a_client_cannot_have_are_refused_before_data_is_read(tmp_path, nothing_starts, engine):
+    overrides = [*QUICK, "dataset=cifar10", f"engine={engine}", "engine.client_gpus=0.5", "device=cpu"]
+    with pytest.raises(
+        InputError, match=r"engine.client_gpus=0.5 but clients can use 0 GPUs; set engine.client_gpus=0"
+    ):
+        run([*overrides, f"output_dir={tmp_path / 'run'}"])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("engine", ["auto", "local", "ray"])
+@pytest.mark.parametrize("setting", ["cuda_graphs=true", "gpu_augmentation=triton"])
+def test_what_needs_cuda_is_rejected_before_a_measurement_or_a_start(tmp_path, nothing_starts, engine, setting):
+    overrides = [*QUICK, setting, "optimizer.fused=true", f"engine={engine}", "device=cpu"]
+    overrides += [f"output_dir={tmp_path / 'run'}"]
+    with pytest.raises(InputError, match=f"{setting} needs device=cuda but the device is cpu"):
+        run(overrides)
+    assert not (tmp_path / "run").exists()
+
+
+def test_clients_without_gpus_have_no_cuda(tmp_path, monkeypatch, nothing_starts):
+    """The host has a GPU."""
+    monkeypatch.setattr(grid, "validate", lambda settings: None)  # it would use the GPU
+    monkeypatch.setattr(devices, "select_device", lambda name: torch.device("cuda" if name == "auto" else name))
+    overrides = [*QUICK, "cuda_graphs=true", "optimizer.fused=true", f"output_dir={tmp_path / 'run'}"]
+    with pytest.raises(InputError, match="cuda_graphs=true needs device=cuda but the device is cpu"):
+        run([*overrides, "engine=ray", "engine.client_gpus=0"])
+
+
+def test_hosts_of_a_cluster_may_have_cuda(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(ray_grid, "run_ray", lambda settings, concurrency: started.append(settings.engine.address))
+    overrides = [*QUICK, "cuda_graphs=true", "optimizer.fused=true", "engine=ray", "engine.address=auto"]
+    run([*overrides, f"output_dir={tmp_path / 'run'}"])
+    assert started == ["auto"]
