@@ -72,17 +72,6 @@ def _draw_with_host() -> None:
     torch.randn(3, device=OTHER, generator=torch.Generator())
 
 
-def test_numbers_and_copies_may_come_from_the_host(accelerator):
-    assert accelerator(_with_numbers).result() == [[6.0, 6.0], [2.0, 2.0], [3.0, 3.0], [0.0, 4.0]]
-
-
-def _with_numbers() -> list[list[float]]:
-    here = torch.full((2,), 3.0, device=OTHER)
-    filled = torch.zeros(2, device=OTHER).index_fill_(0, torch.tensor([1], device=OTHER), torch.tensor(4.0))
-    made = [here * torch.tensor(2.0), here.clone().fill_(torch.tensor(2.0)), here.copy_(torch.full((2,), 3.0)), filled]
-    return [tensor.tolist() for tensor in made]
-
-
 def train(device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Train a network with most kinds of layers for three steps; return its tensors and its last output."""
     torch.manual_seed(0)
@@ -287,15 +276,3 @@ def _too_much() -> None:
     before = torch.accelerator.memory_allocated(OTHER)
     with limited_memory(torch.device(OTHER), before + 3000):
         torch.zeros(1000, device=OTHER)
-
-
-def test_there_are_two_devices_and_the_first_is_current(accelerator):
-    assert accelerator(_devices).result() == (NAME, 2, 0, [False, True])
-    with pytest.raises(RuntimeError, match=f"{NAME}:2 does not exist"):
-        accelerator(torch.zeros, 1, device=f"{NAME}:2").result()
-
-
-def _devices() -> tuple[str, int, int, list[bool]]:
-    here = torch.accelerator
-    pinned = [value.is_pinned() for value in (torch.ones(2), torch.ones(2).pin_memory())]
-    return here.current_accelerator().type, here.device_count(), here.current_device_index(), pinned

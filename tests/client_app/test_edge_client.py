@@ -6,14 +6,13 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.app import Context, RecordDict
 
 from client_app import limit_checks
 from client_app.edge_client import EdgeClient, safe_error_message
-from client_app.simulated import MARKER_KEY, is_simulated
-from client_app.step_memory import StepMemory, estimate_step_memory
+from client_app.simulated import MARKER_KEY
+from client_app.step_memory import StepMemory
 from fedssl.config.compose import resolve_config
 from fedssl.config.load import client_settings, compose
 from fedssl.errors import InputError, RequestRefused
@@ -22,12 +21,9 @@ from fedssl.fleet.limits import Limits, read_limits
 from fedssl.wire.device import installed_versions
 from fedssl.wire.identity import NodeInfo, read_node_info
 from fedssl.wire.messages import CONFIG, ClientUpdate
-from fedssl.wire.records import arrays_to_record
-from fedssl.wire.wire_format import WEIGHTS
 from server_app import nodes
 from server_app.build import build_run
 from server_app.round import Round
-from simulation.grid import make_context
 from strategies.types import ServerState
 from tests.devices import Devices, ask, context, write_images
 
@@ -306,54 +302,6 @@ def test_a_step_that_would_not_fit_is_refused_with_settings_that_fit(overrides, 
             limit_checks.check_settings(settings, Limits(), num_images=100)
 
 
-@pytest.mark.parametrize(("steps", "kept"), [(4, True), (3.9, False)])
-def test_a_device_keeps_freed_memory_if_it_has_enough_for_four_steps(steps, kept, plan, node, monkeypatch):
-    client = EdgeClient.read(context(**node).node_config)
-    text = str(plan.config_records[CONFIG]["settings"])
-    step = estimate_step_memory(client.settings(text)).of_batch(6)  # all its images
-    monkeypatch.setattr(Limits, "memory_bytes", lambda limits: int(steps * step))
-    assert client.settings(text).machine.keep_freed_memory == kept
-
-
-def test_fewer_images_than_a_batch_need_less_memory(monkeypatch):
-    words = ["dataset=image_folder", "dataset.path=none", "dataset.size=64", "encoder=resnet18"]
-    settings = client_settings(resolve_config(words)[0], states=Path(), partition=None)
-    needed = estimate_step_memory(settings).of_batch(3)
-    monkeypatch.setattr(Limits, "memory_bytes", lambda limits: needed)
-    limit_checks.check_settings(settings, Limits(), num_images=3)
-    with pytest.raises(RequestRefused):
-        limit_checks.check_settings(settings, Limits(), num_images=4)
-
-
-def test_limits_by_default(monkeypatch):
-    monkeypatch.setattr("fedssl.fleet.limits.grown_memory", lambda: 0)
-    monkeypatch.setattr("fedssl.fleet.limits.available_memory", lambda *, reusable: 4 * 10**9)
-    assert Limits().memory_bytes() == 3 * 10**9  # three quarters
-    assert Limits(memory=1.5).memory_bytes() == 1_500_000_000
-    assert Limits(memory=3.5).memory_bytes() == 3 * 10**9
-    monkeypatch.setattr("fedssl.fleet.limits.available_memory", lambda *, reusable: None)
-    assert Limits(memory=3.5).memory_bytes() == 3_500_000_000
-    assert Limits().memory_bytes() == 2 * 10**9
-    now = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    check = Limits(minutes=0.5).make_deadline_check()
-    now[0] += 29.9
-    check()
-    now[0] += 0.2  # after 30 seconds
-    with pytest.raises(RequestRefused, match="takes longer than the 0.5 minutes"):
-        check()
-
-
-def test_quantized_weights_count_as_float32():
-    """An array of 1000 bytes has 1128 with its header; decoded weights need 4 x 1128 = 4512."""
-    content = RecordDict({"arrays": arrays_to_record({"int8": np.zeros(1000, dtype=np.int8)})})
-    limit_checks.check_message(content, Limits(memory=2e-6))
-    quantized = RecordDict({"arrays": arrays_to_record({WEIGHTS: np.zeros(1000, dtype=np.int8)})})
-    limit_checks.check_message(quantized, Limits(memory=4.6e-6))
-    with pytest.raises(RequestRefused, match="the message brings"):
-        limit_checks.check_message(quantized, Limits(memory=4.4e-6))
-
-
 # --- the node's configuration ---
 
 
@@ -416,12 +364,6 @@ def test_who_a_device_is(tmp_path, monkeypatch):
     assert EdgeClient.read({"data-path": "x", "client-name": "a"}).number > 2**31
 
 
-def test_what_is_a_simulation():
-    assert is_simulated(make_context(2, num_clients=3).node_config)
-    for config in ({}, {"partition-id": 0, "num-partitions": 2}, {MARKER_KEY: True}, {MARKER_KEY: "Simulation()"}):
-        assert not is_simulated(config)
-
-
 def test_what_is_told_of_an_error():
     full = OSError(errno.ENOSPC, "a text with /home/anna", "/home/anna")
     assert safe_error_message(full) == "OSError (No space left on device); see the log of the device"
@@ -438,21 +380,6 @@ def test_images_that_cannot_be_used_are_named_on_the_device_alone(plan, node, tm
     assert refusal(plan, bad) == "the device has no folder of images: its data-path is not a folder"
     ask(RecordDict(), context(**bad), "query.node_info")
     assert f"its data-path is not a folder (data-path={tmp_path / 'nowhere'})" in caplog.text
-
-
-def test_layers_that_are_not_the_models(plan, node):
-    content = copy.deepcopy(plan)
-    content["arrays"] = ArrayRecord([np.zeros(3)])
-    assert refusal(content, node).startswith("the plan lacks 32 layers of the model")
-
-
-def test_labels_are_nothing_that_devices_agree_on(plan, node):
-    task = json.loads(str(plan.config_records[CONFIG]["settings"]))
-    task["values"] = {key: value for key, value in task["values"].items() if not key.startswith("method.")}
-    task["values"]["method.num_classes"] = 3
-    task["choices"]["method"] = "supervised"
-    reason = refusal(changed(plan, settings=json.dumps(task)), node)
-    assert reason == "Supervised needs labels, and devices agree on no classes"
 
 
 def test_a_folder_of_settings_of_the_devices_own(plan, node, tmp_path):

@@ -44,13 +44,6 @@ def test_calls_see_the_same(name, frozen):
         assert method.encoder.active_stages.frozen == frozen
 
 
-def test_other_rounds_and_clients_see_others():
-    (one, method), (other, _) = sample(), sample(seed_path=(0, "choose", 2, 2))
-    assert not one.features(method, 8).equal(other.features(method, 8))
-    assert one.loss(method, 8) != other.loss(method, 8)
-    assert len(one.features(method, 1000)) == 40  # all that there are
-
-
 def test_the_loss_is_the_mean_over_images(monkeypatch):
     """40 images in batches of 14, 13 and 13. A loss equal to the batch size is (14^2 + 13^2 + 13^2) / 40 on average."""
     images, method = sample()

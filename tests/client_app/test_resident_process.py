@@ -18,8 +18,8 @@ import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from client_app import app as app_module
-from client_app import resident_client, resident_folder
-from client_app.resident_client import ResidentProcessError, death_reason, forward, process_name
+from client_app import resident_client
+from client_app.resident_client import ResidentProcessError, forward, process_name
 from client_app.resident_folder import Supervisor, supervisor_folder
 from client_app.resident_process import Abandoned, _check_wanted
 from client_app.secure import SECAGG_CONFIG_KEY, STATE
@@ -191,15 +191,6 @@ def test_only_the_user_can_reach_the_socket(plan, device, supervisor, monkeypatc
     assert "must be a folder of this user with mode 700" in str(caught.value.__cause__)
 
 
-def test_a_long_path_of_the_runtime_folder_is_not_used(monkeypatch, tmp_path, runtime_folder):
-    long = tmp_path / ("x" * 100)
-    long.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
-    assert resident_folder._runtime_folder() != long
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(long))
-    assert resident_folder._runtime_folder() == Path("/tmp")
-
-
 def start_training(plan, device, supervisor):
     """Send a message as a ClientApp does, and return the connection when training has begun."""
     name = f"endless-{time.monotonic_ns()}"
@@ -254,22 +245,6 @@ def test_another_configuration_or_app_replaces_the_process(plan, device, supervi
     assert processes(supervisor) != [first]
 
 
-def test_the_name_of_a_process_is_that_of_its_app_and_configuration(device, monkeypatch, tmp_path):
-    config = dict(device.node_config)
-    names = [process_name(config), process_name(config | {"threads": 2})]
-    (tmp_path / "conf").mkdir()
-    names.append(process_name(config | {"config-dir": str(tmp_path)}))
-    (tmp_path / "conf" / "x.yaml").write_text("a: 1")
-    names.append(process_name(config | {"config-dir": str(tmp_path)}))
-    monkeypatch.setattr(resident_client, "code_fingerprint", lambda: "other")
-    names.append(process_name(config))
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    names.append(process_name(config))
-    monkeypatch.setattr(resident_client, "installed_versions", lambda: {"torch": "2.0.0"})  # upgraded in place
-    names.append(process_name(config))
-    assert len(set(names)) == 7
-
-
 def test_a_killed_process_is_reported_and_the_next_message_starts_another(
     plan, device, supervisor, caplog, monkeypatch
 ):
@@ -292,14 +267,6 @@ def test_a_killed_process_is_reported_and_the_next_message_starts_another(
     assert reply.error.reason == reason
     assert reason in caplog.text
     assert layers(forward(message(task(plan, run_id="works")), device, supervisor=supervisor))
-
-
-def test_reasons_of_missing_replies():
-    assert death_reason(None) == (
-        "the training process of the device ended before its reply; perhaps it was killed for lack of memory"
-    )
-    assert death_reason(1) == "the training process of the device has failed; see the log of the device"
-    assert death_reason(-11).endswith("was killed (SIGSEGV); see the log of the device")
 
 
 def test_a_process_that_cannot_start_is_reported(device, supervisor, monkeypatch):
@@ -354,12 +321,3 @@ def test_the_process_ends_with_its_supervisor_and_after_idle_time(device):
     assert process.wait(20) == 0
     owner.communicate()
     assert not folder.exists()
-
-
-def test_folders_of_ended_supervisors_are_removed(supervisor):
-    left = supervisor_folder(Supervisor(4194305, "1"))  # beyond the largest process id
-    (left / "lock").touch()
-    supervisor_folder(supervisor)
-    assert not left.exists()
-    assert not Supervisor(os.getpid(), "1").is_alive()  # an id that was used again
-    assert Supervisor.of(os.getpid()).is_alive()

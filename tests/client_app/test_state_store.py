@@ -82,12 +82,6 @@ def test_it_answers_as_files_do(tmp_path, store):
     assert contents(tmp_path / "memory") == contents(tmp_path / "files") != {}
 
 
-def test_what_is_not_finite_is_no_state(tmp_path, store):
-    store.save(tmp_path, state(1), round=1, oldest_resumable=0)
-    store.save(tmp_path, state(float("nan")), round=2, oldest_resumable=0)
-    assert value(store.load(tmp_path, before=3, template=LIKE)) == 1
-
-
 def test_memory_is_bounded_and_what_makes_room_is_written_first(tmp_path, monkeypatch):
     read = []
 
@@ -111,13 +105,6 @@ def test_memory_is_bounded_and_what_makes_room_is_written_first(tmp_path, monkey
         assert read == ["0", "1"]
 
 
-def test_one_that_is_larger_than_the_memory_is_in_its_file(tmp_path):
-    with WriteBehind(max_bytes=SIZE - 1) as store:
-        store.save(tmp_path, state(1), round=1, oldest_resumable=0)
-        assert (tmp_path / "round-000001.safetensors").exists()
-        assert value(store.load(tmp_path, before=2, template=LIKE)) == 1
-
-
 def test_a_disk_that_is_full_is_told_when_it_is_settled(tmp_path, store, monkeypatch):
     def full(*given, **named):
         raise OSError(28, "No space left on device")
@@ -126,28 +113,6 @@ def test_a_disk_that_is_full_is_told_when_it_is_settled(tmp_path, store, monkeyp
     store.save(tmp_path, state(1), round=1, oldest_resumable=0)
     with pytest.raises(OSError, match="No space left"):
         store.flush()
-
-
-def test_what_prevented_an_older_file_is_told_although_others_took_its_place(tmp_path, monkeypatch):
-    def fails_once(folder, state, **given):
-        if folder.name == "0":
-            raise PermissionError(13, "Permission denied")
-        save_state(folder, state, **given)
-
-    monkeypatch.setattr(module, "save_state", fails_once)
-    with WriteBehind(max_bytes=SIZE) as store:
-        for client in range(3):
-            store.save(tmp_path / str(client), state(client), round=1, oldest_resumable=0)
-        assert store.load(tmp_path / "0", before=2, template=LIKE) is None
-        with pytest.raises(PermissionError):
-            store.flush()
-
-
-def test_the_end_waits_for_the_files(tmp_path, slow):
-    with WriteBehind() as store:
-        store.save(tmp_path, state(1), round=1, oldest_resumable=0)
-        threading.Timer(0.1, slow.set).start()
-    assert value(load_state(tmp_path, before=2)) == 1
 
 
 RUN = ["method=byol", "strategy=fedu", "num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=45", "threads=1"]

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from client_app.resident_folder import Supervisor
-from fedssl.errors import InputError
 from server_app.checkpoint import latest_checkpoint
 from simulation.run import run as simulate
 from tests.devices import write_images
@@ -84,22 +83,6 @@ def test_a_fleet_and_the_simulation_are_bit_identical(image_folders, tmp_path):
         check_the_public_port(running)
     assert equal(layers(tmp_path / "simulation"), layers(tmp_path / "fleet"))
     assert json.loads((tmp_path / "fleet" / "devices.json").read_text()) == numbers
-
-
-@pytest.mark.heavy  # tests/fedssl/fleet/test_cli.py checks the public port
-def test_devices_reach_only_the_fleet_api(tmp_path):
-    with fleet("a") as running:
-        check_the_public_port(running)
-        running.start_node("stranger", data_path=tmp_path)
-        overrides = [*running.engine, *SMALL, "resume=/not/here"]
-        with pytest.raises(InputError, match="resume=/not/here is not a run folder: config.yaml"):
-            simulate(overrides)  # the ServerApp output so
-        overrides[1] = f"engine.address=127.0.0.1:{running.public}"
-        with pytest.raises(
-            InputError, match=r"Control API does not answer at .* \(status 403\); set engine.address to its port, not"
-        ):
-            simulate(overrides)
-        refused(running)
 
 
 def check_the_public_port(running):

@@ -69,20 +69,6 @@ def test_python_itself_trusts_the_certificate_strictly(made):
     assert ends[0].getpeercert()["subject"] == ((("commonName", "fed.example.org"),),)
 
 
-def test_existing_files_are_kept_and_missing_files_created(made):
-    before = contents(made)
-    status, output = keys(made, "--server", "fed.example.org", "203.0.113.7", "--nodes", "garden", "roof")
-    assert status == 0
-    after = contents(made)
-    assert {file.name for file in after.keys() - before.keys()} == {"roof.key", "roof.pub"}
-    assert all(after[file] == content for file, content in before.items())
-    assert f"kept {made / 'server.crt'}, valid until " in output
-    (made / "server.crt").unlink()  # as one does when it ends
-    assert keys(made, "--server", "fed.example.org")[0] == 0
-    assert contents(made)[made / "server.key"] == before[made / "server.key"]
-    assert contents(made)[made / "server.crt"] != before[made / "server.crt"]
-
-
 @pytest.mark.parametrize(
     ("gone", "arguments", "sentence"),
     [

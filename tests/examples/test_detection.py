@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from examples import detection
-from fedssl.encoders import conv_small, resnet18, vit_tiny
+from fedssl.encoders import conv_small, vit_tiny
 from fedssl.errors import InputError
 from fedssl.export import load_encoder, save_encoder
 from fedssl.seeding import torch_generator
@@ -89,12 +89,6 @@ def test_a_detector_learns(encoder) -> None:
     assert after > before + 0.3
 
 
-def test_a_missing_encoder_exits_with_one_sentence(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["detection.py", str(tmp_path / "none.pt")])
-    with pytest.raises(SystemExit, match=r"detection: .*none.pt does not exist"):
-        detection.main()
-
-
 def test_levels_of_the_pyramid_by_hand() -> None:
     # conv_small at 32 pixels: strides 1, 2, 2, 2, so that the maps of its blocks are 32, 16, 8 and 4 wide.
     network = conv_small(channels=3, size=32, width=4)
@@ -106,15 +100,6 @@ def test_levels_of_the_pyramid_by_hand() -> None:
     assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
     maps = backbone(torch.zeros(2, 3, 32, 32))
     assert [tuple(level.shape) for level in maps.values()] == [(2, 8, side, side) for side in (32, 16, 8, 4, 2)]
-
-
-def test_levels_of_a_resnet() -> None:
-    network = resnet18(channels=3, size=32).eval()
-    backbone, levels, strides = detection.pyramid(network, size=32, out_channels=8)
-    assert levels == ["layer1", "layer2", "layer3", "layer4"]
-    assert strides == [1, 2, 4, 8, 16]
-    images = torch.rand(1, 3, 32, 32)
-    assert torch.equal(network.pool(backbone.body(images)["layer4"]), network(images))
 
 
 def test_a_detector_uses_and_trains_the_encoder_with_its_statistics(encoder) -> None:
@@ -132,17 +117,6 @@ def test_a_detector_uses_and_trains_the_encoder_with_its_statistics(encoder) -> 
     assert gradient.abs().sum() > 0
     (result,) = detector.eval()([torch.rand(3, 40, 32)])  # scaled to the encoder's size
     assert set(result) == {"boxes", "labels", "scores"}
-
-
-@pytest.mark.heavy
-def test_mask_rcnn_returns_masks(encoder) -> None:
-    detector = detection.mask_rcnn(load_encoder(encoder), num_classes=4, out_channels=8, regions=8)
-    mask = torch.zeros(1, 32, 32, dtype=torch.uint8)
-    mask[0, 4:24, 4:20] = 1
-    losses = detector.train()([torch.rand(3, 32, 32)], [TARGET | {"masks": mask}])
-    assert losses["loss_mask"].isfinite()
-    (result,) = detector.eval()([torch.rand(3, 32, 32)])
-    assert result["masks"].shape[1:] == (1, 32, 32)
 
 
 def test_encoders_without_maps_or_statistics_are_rejected() -> None:

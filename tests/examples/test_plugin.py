@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.machine.process import available_cores
 from simulation.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,13 +86,6 @@ def test_all_components_work_together(run_folder):
     assert sizes[0] < sizes[-1]
 
 
-@pytest.mark.heavy
-def test_the_saved_command_repeats_the_run(run_folder, folder):
-    overrides = shlex.split(summary(run_folder)["command"])[1:]
-    fedssl(*overrides, "output_dir=again", folder=folder)
-    assert summary(folder / "again")["final"] == summary(run_folder)["final"]
-
-
 def test_it_resumes_with_the_flag(run_folder, folder):
     shutil.copytree(run_folder, folder / "longer")
     fedssl_in_process("--config-dir", "conf", "resume=longer", "rounds=3", folder=folder)
@@ -128,12 +120,3 @@ def test_a_missing_package_is_reported_in_one_sentence(folder, tmp_path, capsys)
     errors = capsys.readouterr().err
     assert re.fullmatch(r"fedssl: strategy._target_=mylab.* there is no module mylab; install .*\n", errors)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.heavy
-def test_ray_gives_the_same_results(run_folder, folder):
-    one_actor = ["engine=ray", f"engine.client_cpus={available_cores()}"]
-    fedssl(*commands()[0], *SMALL, *one_actor, "rounds=1", "final_evaluation=none", "output_dir=ray", folder=folder)
-    rest = {"seconds": 0, "client_seconds": 0, "bytes_down": 0}  # the folder's path is part of what travels down
-    first, on_ray = ((place / "metrics.jsonl").read_text().splitlines()[0] for place in (run_folder, folder / "ray"))
-    assert json.loads(on_ray) | rest == json.loads(first) | rest

@@ -9,8 +9,6 @@ import pytest
 from PIL import Image
 from scipy.optimize import minimize
 
-from fedssl.errors import InputError
-
 spec = importlib.util.spec_from_file_location("theory", Path(__file__).parents[2] / "examples" / "theory.py")
 theory = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(theory)
@@ -36,15 +34,6 @@ def test_self_supervised_features_minimize_the_objective():
     # By hand: S has eigenvalues l_1 >= l_2 >= ..., and -sum l_i a_i + a_i^2 / 2 is least for a_i = l_i.
     moment = sum(images.T @ images for images in sources) / 60
     assert least == pytest.approx(-0.5 * np.square(np.linalg.eigvalsh(moment)[-3:]).sum())
-
-
-def test_supervised_features_by_hand():
-    # Classes +-e_1, +-e_2 in three dimensions: M has the rows +-a e_k, margins a (from the other axis) and 2 a: a = 1.
-    # M' M = 2 (e_1 e_1' + e_2 e_2'), and u' u is its square root.
-    images = np.array([[1.0, 0, 0], [-1, 0, 0], [0, 1, 0], [0, -1, 0]])
-    features = theory.supervised(images, np.arange(4))
-    np.testing.assert_allclose(features.T @ features, np.diag([2**0.5, 2**0.5, 0]), atol=1e-5)
-    np.testing.assert_allclose(theory.representability(features), [1, 1, 0], atol=1e-6)
 
 
 @pytest.mark.heavy
@@ -84,27 +73,6 @@ def test_supervised_features_are_those_of_the_two_layer_network():
     # ||v' v||_F^2 = ||u' u||_F^2 at the optimum.
     assert 2 * np.linalg.norm(features.T @ features) ** 2 == pytest.approx(best.fun, rel=1e-4)
     np.testing.assert_allclose(features.T @ features, slow.T @ slow, atol=5e-3)
-
-
-def test_overlapping_classes_are_rejected():
-    with pytest.raises(InputError, match=r"the classes of 6 images in 1 dimensions overlap; raise --dims"):
-        theory.supervised(np.array([[1.0], [2], [3], [4], [5], [6]]), np.array([0, 1, 2, 0, 1, 2]))
-
-
-def test_representability_by_hand():
-    # The span of (1, 1, 0) and twice it is one direction, which has half of e_1 and of e_2.
-    np.testing.assert_allclose(theory.representability(np.array([[1.0, 1, 0], [2, 2, 0]])), [0.5, 0.5, 0])
-
-
-def test_images_of_a_source():
-    # Noise of standard deviation 1024^(-1/5) = 1/4; e_2 has +-1, e_1 and e_3 have 0 or 1024^(1/5) = 4, others nothing.
-    images, labels = theory.draw_source(1, sources=3, dim=1024, generator=np.random.default_rng(0))
-    assert np.bincount(labels).tolist() == [2, 2, 1024, 1024, 2, 2]
-    plus, minus = (images[labels == label].mean(axis=0) for label in (2, 3))
-    np.testing.assert_allclose(plus[:4], [2, 1, 2, 0], atol=0.3)
-    np.testing.assert_allclose(minus[:4], [2, -1, 2, 0], atol=0.3)
-    assert images[:, 3:].std() == pytest.approx(0.25, rel=0.01)
-    assert set(np.rint(images[labels == 2, 0] / 4)) == {0, 1}
 
 
 def test_what_the_paper_proves(tmp_path, capsys):

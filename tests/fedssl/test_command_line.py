@@ -69,10 +69,6 @@ def test_a_path_that_cannot_be_used_is_one_sentence(tmp_path, program, status, s
     assert done.stderr.count("\n") == 1
 
 
-def test_another_error_of_the_system_has_a_traceback(tmp_path):
-    assert "Traceback" in call(tmp_path, "raise OSError(22, 'Invalid argument')").stderr
-
-
 @pytest.mark.parametrize("name", ["strategies.py", "simulation/__init__.py", "server_app", "client_app.py"])
 def test_a_package_of_the_user_that_hides_one_of_this_project(tmp_path, monkeypatch, name):
     file = tmp_path / name

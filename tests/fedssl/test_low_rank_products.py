@@ -32,18 +32,6 @@ def test_products_against_dense_matrices(dtype, rank):
     np.testing.assert_allclose(total.dense(), 2 * dense(one) - dense(other) / 4, rtol=1e-12, atol=1e-12)
 
 
-def test_products_by_hand():
-    # 2 (1, 0)^T (3, 4) = ((6, 8), (0, 0)) and (1, 1)^T (4, 3) = ((4, 3), (4, 3)): 24 + 24 = 48, 36 + 64 = 100, 50.
-    one = LowRank(np.array([[1.0], [0]]), np.array([[3.0, 4]]), 2)
-    other = LowRank(np.array([[1.0], [1]]), np.array([[4.0, 3]]))
-    assert (one.inner(other), one.square(), other.square()) == (48, 100, 50)
-
-
-def test_the_difference_of_equal_products_is_exactly_zero():
-    one = low_rank(0, dtype=np.float32)
-    assert one.minus(LowRank(one.b.copy(), one.a.copy(), one.scale)).square() == 0
-
-
 @pytest.mark.parametrize("step", [1e-2, 1e-4, 1e-6])
 def test_nearly_equal_products_keep_their_differences(step):
     # The reference has the 64 bits of a long double. Inner products of the products themselves would lose them: at
@@ -71,25 +59,6 @@ def test_truncation_against_a_dense_decomposition(rank):
     # The leading columns and rows are the truncation to a smaller rank.
     smaller = LowRank(nearest.b[:, :1], nearest.a[:1], nearest.scale)
     np.testing.assert_allclose(smaller.dense(), s[0] * np.outer(u[:, 0], vt[0]), rtol=1e-10, atol=1e-10)
-
-
-def test_truncation_keeps_the_scale_and_trainable_rows():
-    # The product has rank 1 and the scale 4. The second row of A has length 1 although its singular value is 0: with a
-    # row of zeros neither factor would have a gradient.
-    b, a = np.array([[1.0, 2], [2, 4], [0, 0]]), np.array([[1.0, 0, 1, 0], [0, 1, 0, 1]])
-    product = LowRank(b, a, 4.0).truncate(2)
-    np.testing.assert_allclose(product.dense(), 4 * b @ a, atol=1e-13)
-    assert product.scale == 4
-    np.testing.assert_allclose(np.linalg.norm(product.a, axis=1), 1)
-    np.testing.assert_allclose(product.b[:, 1], 0, atol=1e-13)
-
-
-def test_truncation_of_a_product_of_smaller_rank():
-    product = low_rank(0, rank=1)
-    larger = product.truncate(3)
-    assert (larger.b.shape, larger.a.shape) == ((5, 3), (3, 7))
-    np.testing.assert_allclose(larger.dense(), dense(product), atol=1e-12)
-    np.testing.assert_allclose(larger.a @ larger.a.T, np.eye(3), atol=1e-12)
 
 
 # A product with its factors, one whose factor A is fixed, and another weight. 2 (1, 0)^T (3, 4) has the length 10.
@@ -129,13 +98,6 @@ def test_cosines_do_not_depend_on_the_factors_of_a_product():
     assert other.weights == pytest.approx(one.weights, rel=1e-13)
     x, y = dense(low_rank(0)).ravel(), dense(low_rank(1)).ravel()
     assert one.weights == pytest.approx({"w": x @ y / np.sqrt((x @ x) * (y @ y))}, rel=1e-12)
-
-
-def test_a_product_of_zero_has_the_cosine_one():
-    start = START | {"encoder.fc.lora_B": np.zeros((2, 1))}  # as LoRA starts
-    cosines = GlobalLayers(start, PAIRS).cosines_of(START)
-    assert cosines.weights["encoder.fc.weight"] == 1
-    assert cosines.finite
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])

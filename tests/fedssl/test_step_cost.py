@@ -1,7 +1,6 @@
 """The cost of a training step, by hand for a transformer so small that it can be counted."""
 
 import copy
-import json
 from functools import partial
 
 import pytest
@@ -15,14 +14,11 @@ from fedssl.encoders.tokens import gather_patches
 from fedssl.methods.base import build_method
 from fedssl.methods.heads import MLP
 from fedssl.methods.moco_v3 import MoCoV3
-from fedssl.methods.transformer import Transformer
 from fedssl.regularizers.alignment import Alignment
 from fedssl.regularizers.base import Regularizer
 from fedssl.schedule.stages import set_active_stages
 from fedssl.step_cost import TensorMemory, count_flops, step_cost
 from fedssl.training import LocalTrainer, train
-from fedssl.wire.messages import ARRAYS
-from tests.federation import Federation
 from tests.local_training import local_training
 from tests.methods import MASKED, overrides_of
 
@@ -114,14 +110,6 @@ def test_flops_of_convolutions_with_groups(groups):
     assert flops.get_total_flops() == 2 * one + 3 * 2 * one
 
 
-def test_flops_of_transposed_convolutions():
-    """Each of the 4 * 3 positions of the input is multiplied by a kernel of 6 * 12 * 2 * 2 elements."""
-    layer = nn.ConvTranspose2d(6, 12, 2, stride=2)
-    with count_flops() as flops:
-        layer(torch.ones(5, 6, 4, 3, requires_grad=True)).sum().backward()
-    assert flops.get_total_flops() == 3 * 2 * 5 * 12 * 6 * 12 * 4
-
-
 def test_a_quarter_of_the_patches_needs_a_quarter_of_the_flops_of_linear_layers():
     """And a sixteenth of those of attention. The patch embedding sees all patches; there are no prefix tokens."""
     encoder = moco(size=16, depth=2).encoder  # 64 patches
@@ -134,14 +122,6 @@ def test_a_quarter_of_the_patches_needs_a_quarter_of_the_flops_of_linear_layers(
             encoder.forward_tokens(patches if visible == 64 else gather_patches(patches, indices))
         flops[visible] = counter.get_total_flops() / (2 * BATCH) - 64 * 4 * 4
     assert flops == {64: 2 * (linear + attention), 16: 2 * (linear / 4 + attention / 16)}
-
-
-def test_the_transformer_of_decoders_counts_as_the_blocks_of_an_encoder():
-    tokens = torch.rand(BATCH, 4, 4)
-    block = Transformer(4, depth=1, heads=2)
-    with count_flops() as counter:
-        block(tokens).sum().backward()
-    assert counter.get_total_flops() == 2 * BATCH * TRAINED_BLOCK
 
 
 def test_depth_dropout_counts_as_its_expectation():
@@ -197,59 +177,6 @@ def test_memory_by_hand():
     assert shared.shape == (10, 100)
 
 
-def test_memory_of_activations_by_hand():
-    layers = torch.nn.Sequential(*(torch.nn.Linear(100, 100, bias=False) for _ in range(5)))
-    x = torch.zeros(50, 100)
-    with TensorMemory() as memory:
-        with torch.no_grad():
-            layers(x)
-        assert memory.peak() == 2 * 50 * 100 * 4  # a layer's input and output
-        memory.reset_peak()
-        out = layers(x)
-        assert memory.peak() == 5 * 50 * 100 * 4  # all outputs wait for the backward pass
-        out.sum().backward()
-        del out
-        memory.reset_peak()
-        assert memory.peak() == 5 * 100 * 100 * 4  # gradients
-
-
-@pytest.mark.heavy
-def test_memory_is_what_the_profiler_says(tmp_path):
-    method = moco(depth=3, size=16, width=32, hidden_dim=64)
-    images, optimizer, regularizer = make_images(64, size=16), adam(method), Alignment()
-    with set_active_stages(method, depth=3, frozen=1):
-        measured = cost_of(method, images=images, optimizer=optimizer, regularizer=regularizer).peak_memory
-        generator = torch.Generator()
-        one_step(method, optimizer, regularizer, images, generator)
-        optimizer.zero_grad(set_to_none=True)  # the profiler does not see the end of what it did not see begin
-        states = [tensor for state in optimizer.state.values() for tensor in state.values()]
-        held = [*method.state_dict().values(), *regularizer.received.state_dict().values(), *states]
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-            one_step(method, optimizer, regularizer, images, generator)
-    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    now = most = sum(tensor.nbytes for tensor in held)
-    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
-        now += event["args"]["Bytes"]
-        most = max(most, now)
-    assert measured == pytest.approx(most, rel=0.02)
-
-
-@pytest.mark.heavy
-def test_frozen_stages_keep_no_activations():
-    method = moco(depth=6, size=16, width=32)
-
-    def peak(depth, frozen):
-        with set_active_stages(method, depth=depth, frozen=frozen):
-            return cost_of(method, images=make_images(32, size=16)).peak_memory
-
-    stages = [peak(number, number - 1) for number in (2, 4, 6)]
-    assert max(stages) < 1.01 * min(stages)
-    growing = [peak(number, 0) for number in (2, 6)]
-    assert growing[1] > 2.5 * growing[0]
-    assert growing[0] > 1.3 * max(stages)
-
-
 # --- what is trained, and what travels ---
 
 
@@ -265,20 +192,6 @@ def test_optimizer_state_exists_for_what_is_trained_only():
     assert {part.split(".")[1] for part in parts if part.startswith("layers")} == {"encoder_layer_1"}
     moments = sum(state["exp_avg"].numel() for state in optimizer.state.values())
     assert moments == trained
-
-
-def test_only_what_is_trained_is_serialised(tmp_path):
-    federation = Federation(tmp_path, "schedule=layer_wise", "rounds=8", "strategy=fedavg", "num_clients=2")
-    federation.run(4)  # two rounds each of stages 1 and 2
-    plan, update = federation.plans[-1].array_records[ARRAYS], federation.updates[-1].array_records[ARRAYS]
-    assert {".".join(name.split(".")[:3]) for name in update if name.startswith("encoder.blocks")} == {
-        "encoder.blocks.1"
-    }
-    assert {name.partition(".")[0] for name in update} == {"encoder", "projector"}
-    assert set(plan) == set(update)
-    first = set(federation.plans[-federation.settings.num_clients - 1].array_records[ARRAYS])
-    # When a stage begins, clients also lack the one before as the last aggregation left it.
-    assert {name.split(".")[2] for name in first - set(plan)} == {"0"}
 
 
 # --- a measurement changes nothing ---

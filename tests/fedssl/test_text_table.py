@@ -1,6 +1,6 @@
 """Tables as text, written by hand."""
 
-from fedssl.text_table import align, escape_latex, latex, markdown, text_cell, to_csv
+from fedssl.text_table import align, escape_latex, latex, markdown, text_cell
 
 LINES = [["strategy", "n", "knn"], ["fedavg|2", "10", "9.5"]]
 
@@ -13,10 +13,6 @@ def test_columns_start_or_end_at_the_same_place():
 def test_markdown_has_a_rule_and_keeps_bars_apart():
     expected = "| strategy | n | knn |\n| --- | ---: | ---: |\n| fedavg\\|2 | 10 | 9.5 |\n"
     assert markdown(LINES, left=1) == expected
-
-
-def test_csv_has_every_digit_and_nothing_for_nothing():
-    assert to_csv([["a", "b,c"], [0.1 + 0.2, None]]) == 'a,"b,c"\n0.30000000000000004,\n'
 
 
 def test_a_mark_in_every_form():

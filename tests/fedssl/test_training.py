@@ -3,17 +3,16 @@ import pytest
 import torch
 from torch import nn
 
-from client_app import worker
 from fedssl.config.load import compose
 from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import copy_layers, exchanged_names, local_names, move_layers_out
-from fedssl.regularizers.base import Regularizer, RegularizerInput
-from fedssl.regularizers.prox import Proximal, proximal
-from fedssl.seeding import derive_seed, torch_generator
+from fedssl.regularizers.base import Regularizer
+from fedssl.regularizers.prox import Proximal
+from fedssl.seeding import torch_generator
 from fedssl.training import LocalTrainer, batches, check_regularizer, train
-from fedssl.views import AcceptedViews, Views
+from fedssl.views import AcceptedViews
 from tests.encoders import LinearEncoder
 from tests.federation import Federation
 from tests.gpu_stand_in import treat_cpu_as_gpu
@@ -105,15 +104,6 @@ def test_steps_and_loss_by_hand():
     assert (result.num_examples, method.steps) == (4, 2)
 
 
-def test_loss_is_the_mean_per_image_whatever_the_batch_sizes():
-    # Without a step (gradient zero at lr 0 is not needed: the loss does not depend on w when images are equal) every
-    # batch of images of value 2 has loss 2w; with 5 images in batches of 3 and 2 the mean per image is still that
-    # of the batches weighted by 3/5 and 2/5: 2 * (3/5 * 1 + 2/5 * 0.8), since w falls by 0.1 * 2 after the first batch.
-    method = Toy()
-    result = run(method, epochs=1, batch_size=3, images=torch.full((5, 1, 1, 1), 2, dtype=torch.uint8))
-    assert result.loss == pytest.approx(2 * (3 / 5 * 1.0 + 2 / 5 * 0.8))
-
-
 def test_long_gradients_are_cut_to_length():
     # The gradient is 4: with clip_norm 1 a step is 0.1, with 5 it is 0.4.
     for clip_norm, weight in ((1.0, 0.9), (5.0, 0.6)):
@@ -129,31 +119,6 @@ def test_the_proximal_term_by_hand():
     result = run(method, epochs=2, batch_size=4, regularizer=Proximal(weight=0.5))
     assert result.loss == pytest.approx(2.44)
     assert method.encoder.weight.item() == pytest.approx(0.22)
-
-
-def test_the_proximal_term_starts_where_each_training_starts():
-    method, regularizer = Toy(), Proximal(weight=0.5)
-    run(method, epochs=2, batch_size=4, regularizer=regularizer)
-    method.encoder.weight.data.fill_(1.0)
-    assert run(method, epochs=2, batch_size=4, regularizer=regularizer).loss == pytest.approx(2.44)
-    assert run(Toy(), epochs=2, batch_size=4, regularizer=Proximal(weight=0.0)).loss == pytest.approx(2.4)
-
-
-def test_the_proximal_term_equals_its_equation():
-    now, then = ([torch.randn(3, 2, dtype=torch.float64), torch.randn(5, dtype=torch.float64)] for _ in range(2))
-    squares = sum(float(((a - b) ** 2).sum()) for a, b in zip(now, then, strict=True))
-    assert proximal(now, then, weight=0.3).item() == pytest.approx(0.3 / 2 * squares, rel=1e-12)
-    with pytest.raises(InputError, match="^regularizer.weight=-1 must be a number of at least 0$"):
-        Proximal(weight=-1)
-
-
-def test_frozen_parameters_have_no_proximal_term():
-    method, regularizer = Toy(), Proximal(weight=2.0)
-    method.untrained = nn.Parameter(torch.ones(1), requires_grad=False)
-    regularizer.on_train_start(method)
-    method.untrained.data.fill_(9.0)
-    step = RegularizerInput(method, Views.of(torch.ones(1)), (), torch_generator(0, "x"))
-    assert regularizer.apply(torch.tensor(1.5), step).item() == 1.5
 
 
 class Outputs(Regularizer):
@@ -236,18 +201,6 @@ def test_views_that_the_method_does_not_accept_are_rejected_with_a_recipe():
     LocalTrainer.build(settings.training, build_method(settings.model))
 
 
-def test_no_epochs_leave_the_model_alone():
-    method = Toy()
-    assert np.isnan(run(method, epochs=0).loss)
-    assert method.encoder.weight.item() == 1.0
-
-
-def test_seeds_differ_by_every_part_of_the_path():
-    places = [(0, "train", 1, 2), (1, "train", 1, 2), (0, "clients", 1, 2), (0, "train", 2, 1), (0, "train", 1)]
-    assert len({derive_seed(*place) for place in places}) == len(places)
-    assert derive_seed(0, "train", 1, 2) == derive_seed(0, "train", 1, 2)
-
-
 def test_the_layout_of_the_views():
     class Reader(Toy):
         def loss(self, views):
@@ -284,16 +237,6 @@ def test_the_way_of_a_gpu_trains_the_same_model(monkeypatch, overrides):
     for name, array in layers.items():
         assert array.flags.c_contiguous
         np.testing.assert_allclose(array, expected[name], rtol=1e-2, atol=1e-3, err_msg=name)
-
-
-def test_settings_of_speed_reach_the_clients(tmp_path, monkeypatch):
-    compiled, given = [], []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(type(module).__name__))
-    monkeypatch.setattr(worker, "train", lambda *args, **kwargs: given.append(kwargs) or train(*args, **kwargs))
-    Federation(tmp_path, "compile=true", "channels_last=false", "precision=bf16", "num_clients=2").run(1)
-    assert compiled == ["ConvSmall"]
-    trainings = [overrides["training"] for overrides in given]
-    assert [(training.channels_last, training.precision) for training in trainings] == [(False, "bf16")] * 2
 
 
 def test_settings_of_the_local_loss_reach_the_clients(tmp_path):

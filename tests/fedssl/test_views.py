@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedssl.views import AcceptedViews, Mask, View, Views, describe_views
+from fedssl.views import AcceptedViews, Mask, View, Views
 
 TWO = (["global", "global"], [None, None])
 MULTI_CROP = (["global", "global", "local"], [None, None, None])
@@ -51,13 +51,3 @@ def test_tensors_and_their_replacements_have_the_same_order():
 )
 def test_accepted_views(accepted, views, expected):
     assert accepted.accept(*views) == expected
-
-
-def test_descriptions():
-    assert str(AcceptedViews()) == "2 global views"
-    assert str(AcceptedViews(max_global=None, local=True)) == "at least 2 global views and any number of local views"
-    assert str(AcceptedViews(min_global=1, max_global=1, masks=("random", "block"))) == (
-        "1 global view with a mask of kind random or block"
-    )
-    assert describe_views(*MULTI_CROP) == "2 global views and 1 local view"
-    assert describe_views(*MASKED) == "1 global view with a mask of kind random"

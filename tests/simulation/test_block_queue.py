@@ -90,14 +90,6 @@ def test_a_client_that_is_put_back_by_another_process_is_in_no_sum():
     assert [(call.message, block_sum.block) for call, block_sum in queue.next_calls(a, 9)] == [(1, 0), (2, 0)]
 
 
-def test_nothing_is_put_back_after_clearing():
-    queue, a = make_queue(2), Actor()
-    calls = queue.next_calls(a, 2)
-    queue.clear()
-    queue.put_back(calls)
-    assert not queue
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_every_client_runs_once_and_each_sum_has_the_first_clients_of_its_block(seed):
     """Processes with tasks of any length, which stop anywhere; some stop after a client that replies later."""
@@ -124,14 +116,6 @@ def test_every_client_runs_once_and_each_sum_has_the_first_clients_of_its_block(
     for block, clients in summed.items():
         assert clients == sorted(clients)
         assert all(client > max(clients, default=-1) for client in single[block])
-
-
-def test_calls_without_a_block_run_in_order_and_are_not_summed():
-    queue = BlockQueue()
-    for number in range(3):
-        queue.add(Call(message=number, payload=None))
-    assert [queue.next_call("a") for _ in range(3)] == [(Call(message=n, payload=None), None) for n in range(3)]
-    assert not queue
 
 
 def test_an_actor_runs_its_block_in_order_and_then_the_next_one():
@@ -168,13 +152,6 @@ def test_a_sum_is_taken_once_after_the_last_client_of_its_actor():
     for _ in range(2):
         queue.take_finished([])
     assert (a.taken, b.taken) == ([0], [1])
-
-
-def test_a_sum_without_clients_is_not_taken():
-    queue, a = make_queue(1), Actor()
-    queue.next_call(a)
-    queue.take_finished([])
-    assert a.taken == []
 
 
 def test_no_client_is_summed_after_one_that_replies_later():

@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,19 +181,6 @@ def test_a_damaged_file_causes_no_traceback(whole, settings, tmp_path, reader, n
         assert message is None or ("\n" not in message and str(copy) in message), (kind, message)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("config.yaml", "random"), ("checkpoints/round-000002.pt", "loop")],
-)
-def test_the_command_prints_one_sentence(folder, monkeypatch, capsys, name, kind):
-    DAMAGES[kind](folder / name)
-    monkeypatch.setattr(sys, "argv", ["fedssl", f"resume={folder}"])
-    assert fedssl.main() == 2
-    message = capsys.readouterr().err
-    assert message.startswith(f"fedssl: {folder / name} ")
-    assert message.count("\n") == 1
-
-
 def test_an_incomplete_last_line_is_ignored(folder):
     for name in LINES:
         file = folder / name
@@ -232,14 +218,3 @@ def test_a_report_prints_no_control_characters(folder, capsys):
     assert "no [2J GPU" in printed
     assert "\x1b" not in printed
     assert "\x07" not in printed
-
-
-def test_a_report_resolves_no_interpolation(folder, capsys, monkeypatch):
-    monkeypatch.setenv("SECRET", "12345")
-    config = folder / "config.yaml"
-    _, _, text = config.read_text().partition("\n")  # without checksum
-    config.write_text(text.replace("num_clients: 2", "num_clients: ${oc.env:SECRET}"))
-    reported(folder)
-    assert "12345" not in capsys.readouterr().out
-    with pytest.raises(InputError, match="num_clients has an interpolation"):
-        restored(folder)

@@ -69,21 +69,6 @@ def test_a_client_runs_only_when_its_reply_is_pulled():
     assert len(grid._queue) == 2
 
 
-def test_no_reply_after_the_timeout():
-    grid = LocalGrid(adding_app(), num_clients=2)
-    assert list(receive(grid, train_messages(grid), timeout=0)) == []
-
-
-def test_a_round_of_many_nodes_costs_its_participants_only(monkeypatch):
-    """No node is asked, and only the nodes that get a message have a context."""
-    grid = LocalGrid(adding_app(), num_clients=100_000)
-    with monkeypatch.context() as patch:
-        patch.delattr(LocalGrid, "push_messages")  # a query would raise
-        assert discover_clients(grid, 100_000, timeout=0).nodes[99_999] == 100_001
-    assert len(list(receive(grid, train_messages(grid)[:3], timeout=60))) == 3
-    assert len(grid._contexts) == 3
-
-
 def test_too_few_nodes(monkeypatch):
     monkeypatch.setattr("server_app.nodes.DISCOVERY_GRACE_SECONDS", 0.1)
 
@@ -95,13 +80,6 @@ def test_too_few_nodes(monkeypatch):
         InputError, match=r"num_clients=10 but the federation has 2 SuperNodes; add .*num-supernodes=10"
     ):
         discover_clients(grid, 10, timeout=60)
-
-
-def test_nodes_are_in_the_order_of_partitions():
-    grid = LocalGrid(adding_app(), num_clients=4)
-    nodes = discover_clients(grid, 4, timeout=60).nodes
-    assert nodes == {0: 2, 1: 3, 2: 4, 3: 5}
-    assert [grid._contexts[node].node_config["partition-id"] for node in nodes.values()] == [0, 1, 2, 3]
 
 
 def test_the_time_of_a_reply_does_not_depend_on_the_federation():

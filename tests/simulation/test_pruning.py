@@ -98,14 +98,6 @@ class TestSuccessiveHalving:
             "pruned after round 3: knn 600.0% has rank 3 of 3, and 1 continue"
         )
 
-    def test_the_result_of_the_rung_decides_not_a_later_one(self, tmp_path):
-        jobs = make_jobs(tmp_path, 4)
-        pruning = Pruning(metric="knn", reduction_factor=2, rungs=[2], rounds=4)
-        for job in jobs:  # a sweep without pruning, which was interrupted in round 3
-            train(job, 3, result=lambda job, round: int(job.folder.name) * (1 if round < 3 else -1), rounds=4)
-        halve(jobs, pruning, result=lambda job, round: 0)
-        assert statuses(jobs) == {"0": "pruned", "1": "pruned", "2": "finished", "3": "finished"}
-
     def test_seeds_continue_together_by_their_mean(self, tmp_path):
         """Means of the seeds 0 and 10: 0.5, 0.6, 0.3. The best single job, 0.9, has the mean 0.5."""
         values = {"0": 0.9, "1": 0.1, "2": 0.6, "3": 0.6, "4": 0.3, "5": 0.3}
@@ -119,12 +111,6 @@ class TestSuccessiveHalving:
         halve(jobs, pruning, result=lambda job, round: values[job.folder.name])
         finished = {name for name, status in statuses(jobs).items() if status == "finished"}
         assert finished == {"2", "3"}
-
-    def test_equal_results_keep_the_first(self, tmp_path):
-        jobs = make_jobs(tmp_path, 3)
-        pruning = Pruning(metric="knn", reduction_factor=2, rungs=[1], rounds=2)
-        halve(jobs, pruning, result=lambda job, round: 0.5)
-        assert statuses(jobs) == {"0": "finished", "1": "pruned", "2": "pruned"}
 
     def test_rankme_is_the_effective_rank_of_the_round(self, tmp_path):
         jobs = make_jobs(tmp_path, 3)

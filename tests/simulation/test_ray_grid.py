@@ -35,7 +35,7 @@ from simulation.ray_grid import OUT_OF_MEMORY, RayGrid
 from simulation.ray_internals import keep_sigterm_handler
 from simulation.ray_session import ray_session
 from simulation.resources import ClientResources, Host, fit_clients
-from simulation.sandbox import process_sandbox, sandbox_pids
+from simulation.sandbox import sandbox_pids
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -276,15 +276,6 @@ def test_a_client_is_not_retried_beside_a_process_whose_gpu_is_checked():
     assert [(running.actor, running.calls) for running in grid._running.values()] == [(actor, [(call, None)])]
 
 
-@pytest.mark.heavy
-@pytest.mark.slow
-def test_a_session_has_no_dashboard_and_no_autoscaler(hosts):
-    sandbox = Path(ray._private.worker.global_worker.node.get_session_dir_path()).parents[1]
-    commands = [Path("/proc", str(pid), "cmdline").read_text() for pid in sandbox_pids(sandbox)]
-    assert sum("gcs_server" in command for command in commands) >= 1
-    assert not [one for one in commands if "dashboard/dashboard.py" in one or "autoscaler/_private/monitor.py" in one]
-
-
 def test_ray_does_not_replace_the_sigterm_handler():
     """Ray's handlers would end a run without a message."""
     before = signal.getsignal(signal.SIGTERM)
@@ -388,14 +379,6 @@ def test_a_failed_client_does_not_affect_others_of_its_task(grid, tasks_of_three
         0: "ValueError: no camera"
     }
     assert caplog.text.count("is retried alone") == 1
-
-
-@pytest.mark.heavy
-def test_all_clients_of_the_task_of_a_process_that_dies_fail(grid, tasks_of_three):
-    """Client 0 had finished, and its reply is lost; not if it took so long that it had its own task."""
-    replies = ask(grid, **{"die-1": 1})
-    assert {1, 2} <= {node - 2 for node, reply in replies.items() if reply.has_error()} <= {0, 1, 2}
-    assert not any(reply.has_error() for reply in ask(grid).values())
 
 
 @pytest.mark.heavy
@@ -504,24 +487,6 @@ def wait_until(condition, *, seconds):
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     return condition()
-
-
-# A daemon without the environment, a process in another directory, and a process that ignores SIGTERM.
-STUBBORN = "trap '' TERM; env -i setsid sleep 1000 & (cd /; exec sleep 1000) & while :; do sleep 1; done"
-
-
-@pytest.mark.heavy
-def test_processes_end_with_their_sandbox(tmp_path):
-    with process_sandbox() as sandbox, (tmp_path / "out").open("w") as out:
-        sandbox.start(["sh", "-c", STUBBORN], environment=os.environ, stdout=out)
-        other = subprocess.Popen(["sleep", "1000"])
-        assert wait_until(lambda: len(sandbox_pids(sandbox.path)) >= 4, seconds=60)
-        assert os.getpid() not in sandbox_pids(sandbox.path)
-    assert sandbox_pids(sandbox.path) == set()
-    assert not sandbox.path.exists()
-    assert other.poll() is None  # a stranger is left alone
-    other.kill()
-    other.wait()
 
 
 @pytest.mark.heavy

@@ -2,8 +2,6 @@
 
 import json
 import logging
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ import torch
 from fedssl.config.load import compose
 from fedssl.config.settings import EngineSettings, MachineSettings
 from fedssl.errors import InputError
-from fedssl.machine.memory import peak_memory
 from simulation import resources
 from simulation.resources import (
     ClientMemory,
@@ -23,7 +20,6 @@ from simulation.resources import (
     fit_clients,
     number_of_steps,
     plan_client_resources,
-    seconds_per_step,
 )
 from simulation.run import run
 
@@ -73,20 +69,6 @@ def test_memory_limits_the_concurrency(monkeypatch, free, expected):
     assert auto_engine(compose([*WORDS, "threads=1", "device=cpu"])) == expected
 
 
-def test_few_steps_are_not_measured(monkeypatch):
-    monkeypatch.setattr(resources, "available_cores", lambda: 2)
-    monkeypatch.setattr(resources, "seconds_per_step", lambda settings: pytest.fail("measured"))
-    overrides = [*WORDS, "rounds=1", "threads=1", "device=cpu"]  # 3 clients, 2 epochs of 2 batches
-    assert auto_engine(compose(overrides)) == EngineChoice("local", 2, "12 training steps")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells it in a second way")
-def test_the_memory_of_this_process():
-    status = Path("/proc/self/status").read_text().splitlines()
-    peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
-    assert peak_memory() == pytest.approx(peak, rel=0.01)
-
-
 @pytest.mark.parametrize(
     ("gpus", "overrides", "expected"),
     [
@@ -101,11 +83,6 @@ def test_several_gpus_are_used(monkeypatch, gpus, overrides, expected):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
     assert auto_engine(compose([*WORDS, *overrides])).engine == expected
-
-
-def test_a_step_is_measured():
-    assert 0 < seconds_per_step(compose([*WORDS, "encoder.width=4"])) < 60
-    assert seconds_per_step(compose(["num_clients=50", "dataset.limit=100", "method=barlow_twins"])) == 0
 
 
 def test_the_engine_does_not_change_results(tmp_path):
@@ -247,13 +224,6 @@ def test_measured_memory_limits_the_clients_of_a_gpu(memory, expected, capsys):
     assert capsys.readouterr().out == expected + "\n"
 
 
-@pytest.mark.parametrize(
-    ("hosts", "wishes"), [([Host(4, 4)], {}), ([Host(4, 1)], {"client_gpus": 0.25}), ([Host(4, 1)], {"device": "cpu"})]
-)
-def test_memory_is_measured_only_if_it_can_matter(hosts, wishes):
-    plan_client_resources(hosts, **settings(**wishes), measure=lambda: pytest.fail("measured"))
-
-
 def settings(*, device="auto", threads=1, client_gpus=None):
     return {
         "engine": EngineSettings(name="ray", address=None, client_cpus=None, client_gpus=client_gpus),
@@ -275,8 +245,3 @@ def test_unused_gpus_are_reported(wishes, output, warned, capsys, caplog):
     plan_client_resources([Host(4, 2)], **settings(**wishes))
     assert capsys.readouterr().out == output + "\n"
     assert ("although there are GPUs" in caplog.text) == warned
-
-
-def test_clients_on_ray_are_not_all_on_one_gpu():
-    with pytest.raises(InputError, match="device=cuda:1 is one device but engine=ray .* set device=cuda, or engine=l"):
-        plan_client_resources([Host(4, 2)], **settings(device="cuda:1"))

@@ -19,7 +19,6 @@ from simulation.sweep import (
     STATE_FILE,
     Job,
     JobWave,
-    check_job_folders,
     check_metric,
     check_options,
     folder_to_resume,
@@ -81,15 +80,6 @@ class TestJobs:
             "2": ["rounds=3", "seed=2"],
         }
 
-    def test_engine_and_threads_make_no_new_jobs_but_rounds_do(self, tmp_path):
-        plan_jobs(tmp_path, ["rounds=3", "seed=0,1", "engine=ray", "engine.client_cpus=2"])
-        jobs = plan_jobs(tmp_path, ["threads=1", "engine=local", "evaluate_every=7"])
-        assert names_and_overrides(jobs) == {
-            str(seed): ["rounds=3", f"seed={seed}", "threads=1", "engine=local", "evaluate_every=7"] for seed in (0, 1)
-        }
-        assert len(plan_jobs(tmp_path, ["rounds=4"])) == 4
-        assert len(plan_jobs(tmp_path, ["threads=1,2"])) == 4 + 2  # those with rounds=4 have threads=1
-
     @pytest.mark.parametrize(
         "content",
         [
@@ -121,12 +111,6 @@ class TestJobs:
         with pytest.raises(InputError, match=r"sweep\.yaml cannot be used \(its checksum is wrong: it was edited"):
             plan_jobs(tmp_path, [])
 
-    def test_names_are_those_of_the_saved_choices(self, tmp_path):
-        plan_jobs(tmp_path, ["dataset=cifar10", "seed=0,1"])
-        assert len(plan_state(tmp_path, ["dataset.cache=/x"]).jobs) == 2
-        with pytest.raises(InputError, match=r"there is no setting 'dataset\.cash'.*did you mean dataset\.cache"):
-            plan_state(tmp_path, ["dataset.cash=/x"])
-
     def test_a_folder_that_exists_is_not_used(self, tmp_path):
         (tmp_path / "1").mkdir()
         (tmp_path / "1" / "thesis.txt").touch()
@@ -143,10 +127,6 @@ class TestFolder:
         plan_jobs(tmp_path / "sweep", ["seed=0,1"])
         with pytest.raises(InputError, match="has a sweep; resume it with resume="):
             new_sweep_folder(overrides)
-
-    def test_the_default_has_the_time(self, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        assert new_sweep_folder([]).parent == tmp_path / "multirun"
 
     def test_only_a_sweep_can_be_resumed_as_one(self, tmp_path):
         assert folder_to_resume(["seed=0,1"]) is None
@@ -173,9 +153,6 @@ class TestFolder:
         check_options({"jobs": 2}, {"jobs"}, instead="-")
         with pytest.raises(InputError, match="sweep.metric has no effect here; add hydra/sweeper=NAME"):
             check_options({"metric": "knn"}, {"jobs"}, instead="add hydra/sweeper=NAME")
-
-    def test_options_are_no_overrides_of_jobs(self):
-        assert split_options(["seed=0,1", "sweep.jobs=2"]) == ({"jobs": 2}, ["seed=0,1"])
 
 
 def finish(job, *, status="finished"):
@@ -216,12 +193,6 @@ class TestResume:
         assert run_job(job, started.append) is None
         assert started[1] == ["threads=1", f"resume='{job.folder}'"]
 
-    def test_a_job_that_starts_deletes_nothing(self, tmp_path):
-        """With other sweepers the folder may be any."""
-        (tmp_path / "thesis.txt").touch()
-        run_job(Job(tmp_path, ("seed=0",)), lambda overrides: None)
-        assert (tmp_path / "thesis.txt").exists()
-
     def test_a_failed_job_does_not_stop_the_others(self, tmp_path):
         jobs = plan_jobs(tmp_path, ["seed=0,1"])
 
@@ -246,11 +217,6 @@ class TestHydra:
     def test_a_missing_plugin_is_one_sentence(self):
         with pytest.raises(InputError, match="hydra/launcher=moon is not installed; .* hydra-moon-launcher"):
             new_sweep_folder(["seed=0,1", "hydra/launcher=moon"])
-
-    def test_jobs_that_share_a_folder_are_one_sentence(self):
-        check_job_folders(["seed=0,1", "hydra.sweep.subdir=${hydra.job.num}"])
-        with pytest.raises(InputError, match="hydra.sweep.subdir=x is the same folder for all jobs; use an interpol"):
-            check_job_folders(["seed=0,1", "hydra.sweep.subdir=x"])
 
     def test_a_metric_without_a_protocol_is_one_sentence(self):
         check_metric("knn", ["final_evaluation=knn", "seed=0,1"], final=True)
@@ -324,14 +290,6 @@ class TestParallelTasks:
         assert reservation(on_gpu, [small, large])["num_gpus"] == 1
         with pytest.raises(InputError, match="no host of Ray has one; set device=cpu"):
             reservation(on_gpu, [small])
-
-    def test_no_gpu_waits_for_a_cpu(self, tmp_path):
-        """16 GPUs and 8 CPUs: half a CPU for each job, and a quarter for two jobs per GPU."""
-        host = {"CPU": 8.0, "memory": 1e12, "GPU": 16.0}
-        assert reservation(JobTask(Job(tmp_path, ()), cpus=4, gpus=1), [host])["num_cpus"] == 0.5
-        assert reservation(JobTask(Job(tmp_path, ()), cpus=4, gpus=0.5), [host])["num_cpus"] == 0.25
-        assert reservation(JobTask(Job(tmp_path, ()), cpus=4, gpus=1), [{**host, "CPU": 40.0}])["num_cpus"] == 2
-        assert reservation(JobTask(Job(tmp_path, ()), cpus=4, gpus=1), [{**host, "CPU": 99.0}])["num_cpus"] == 4
 
     def test_a_share_of_several_gpus_is_one_sentence(self, tmp_path):
         with pytest.raises(InputError, match=r"sweep.gpus=1.5 must be a share of at most 1, or a whole number of GPUs"):

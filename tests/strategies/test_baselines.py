@@ -16,12 +16,9 @@ from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from simulation.run import run
 from strategies.types import GLOBAL
 from tests.federation import Federation
-from tests.resuming import repeat_from
-from tests.test_digests import model_digests
 
 FEDERATION = ["rounds=2", "local_epochs=2", "dataset.limit=60", "encoder.width=4", "threads=1", "batch_size=10"]
 FEDERATION += ["measure_resources=false", "collapse_images=0"]
-QUICK = [*FEDERATION, "evaluate_every=0", "final_evaluation=none", "engine=local"]  # which takes no trial step
 VIT = ["encoder=vit_tiny", "encoder.depth=2", "encoder.width=12", "encoder.patch=4"]  # its stages hand on weights
 
 
@@ -114,27 +111,3 @@ def test_a_run_of_clients_alone_reports_their_mean_and_exports_them_all(tmp_path
     assert final["federated"] == pytest.approx(expected)
     assert set(final["untrained"]) == set(final["pixels"]) == {"knn"}
     assert lines(tmp_path / "metrics.jsonl")[-1]["evaluation"] == pytest.approx(expected)
-
-
-def test_a_resumed_run_has_the_models_of_all_clients(tmp_path):
-    overrides = ["experiment=single_client", *QUICK, "num_clients=4", "clients_per_round=2"]
-    run([*overrides, "rounds=3", f"output_dir={tmp_path / 'whole'}"])
-    folders = (tmp_path / "whole", repeat_from(2, tmp_path / "whole"))
-    one, other = (model_digests(folder) for folder in folders)
-    assert len(one) > 2
-    assert one == other
-
-
-@pytest.mark.heavy
-def test_the_federation_stands_between_its_bounds(tmp_path):
-    overrides = ["method=simclr", "rounds=4", "evaluate_every=0"]
-    found = {}
-    for name, own in {
-        "alone": ["experiment=single_client"],
-        "federated": ["strategy=fedavg"],
-        "central": ["experiment=centralized"],
-    }.items():
-        run([*overrides, *own, f"output_dir={tmp_path / name}"])
-        found[name] = json.loads((tmp_path / name / "summary.json").read_text())["final"]["federated"]
-    for protocol in ("knn", "linear_2_per_class"):
-        assert found["alone"][protocol] + 0.01 < found["federated"][protocol] < found["central"][protocol] - 0.01

@@ -4,12 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Message
+from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from fedssl.errors import InputError
 from fedssl.schedule.stages import set_active_stages
-from fedssl.wire.messages import ARRAYS, REPLY_CONFIG, ClientUpdate, TrainPlan
+from fedssl.wire.messages import REPLY_CONFIG, ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
 from server_app.checkpoint import latest_checkpoint
 from server_app.messaging import MessageExchange, receive
@@ -28,7 +28,6 @@ from tests.server_app.test_round import good, make_grid
 FEATARC = ["strategy=featarc", "strategy.num_images=16"]
 IFCA = ["strategy=clustered", "strategy.num_images=16"]
 ONE_SHOT = ["strategy=clustered", "strategy.assign_by=update_cosine"]
-AVERAGE = ["strategy=fedavg", "strategy.weighting=uniform"]
 
 
 def same(one, other):
@@ -90,12 +89,6 @@ def test_an_update_is_aggregated_into_the_selected_model():
     assert {row.bytes_down for row in report.clients} == {content_bytes(one.messages[0].content)}
 
 
-def test_a_model_without_updates_is_unchanged():
-    _, (state, report) = played(STATE, 0, 0)
-    assert [row.model for row in report.clients] == ["1", "1"]
-    assert state.models["0"] is STATE.models["0"]
-
-
 @pytest.mark.parametrize(
     ("chosen", "reason"),
     [
@@ -111,26 +104,6 @@ def test_an_invalid_selection_drops_the_update(chosen, reason):
     assert list(report.dropped) == [0]
     assert reason in report.dropped[0]
     assert state.strategy_state["members"] == {0: "1", 1: "1", 3: "0"}
-
-
-def test_models_of_a_plan_arrive_as_they_were_sent():
-    sent = TrainPlan(
-        round=1,
-        layers=LAYERS,
-        candidate_arrays=tuple({**LAYERS, "encoder.weight": np.full(3, number, np.float32)} for number in (1, 2)),
-        settings="",
-        metrics=(),
-        oldest_resumable_round=0,
-        code_fingerprint="x",
-    )
-    arrived = TrainPlan.from_content(sent.to_content())
-    assert len(arrived.candidate_arrays) == 2
-    assert all(same(one, other) for one, other in zip(arrived.candidate_arrays, sent.candidate_arrays, strict=True))
-    without = sent.to_content()
-    del without[f"{ARRAYS}-1"]
-    without["else"] = ArrayRecord()
-    with pytest.raises(KeyError):
-        TrainPlan.from_content(without)
 
 
 # --- assignment on the server ---
@@ -191,18 +164,6 @@ def test_clusters_start_from_the_model_of_their_clients():
 # --- whole runs ---
 
 
-def test_one_model_is_federated_averaging(tmp_path):
-    averaged = Federation(tmp_path / "average", *AVERAGE)
-    expected = averaged.run(2)
-    for name, overrides in {"featarc": [*FEATARC, "regularizer=none"], "ifca": IFCA, "sorted": ONE_SHOT}.items():
-        extra = [] if name == "featarc" else ["strategy.weighting=uniform"]
-        federation = Federation(tmp_path / name, *overrides, "strategy.clusters=1", *extra)
-        assert same(federation.run(2), expected)
-        assert federation.state.strategy_state == {}
-        assert federation.plans[0][ARRAYS].keys() == averaged.plans[0][ARRAYS].keys()
-        assert len(federation.plans[0].array_records) == len(averaged.plans[0].array_records)
-
-
 @pytest.mark.parametrize(
     ("overrides", "schedule"),
     [(IFCA, "layer_wise"), ([*FEATARC, "strategy.assign_at=server"], "progressive")],
@@ -214,12 +175,6 @@ def test_clusters_grow_by_stages(tmp_path, overrides, schedule):
             federation.run(1)
     assert federation.report.dropped == {}
     assert federation.state.strategy_state["members"].keys() == {0, 1, 2}
-
-
-def test_new_clients_are_not_clustered(tmp_path):
-    federation = Federation(tmp_path, *ONE_SHOT, "unseen_clients=1", "clients_per_round=2")
-    federation.run(1)
-    assert federation.state.strategy_state["members"].keys() == {0, 1}
 
 
 @pytest.mark.heavy

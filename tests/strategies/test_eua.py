@@ -11,11 +11,9 @@ from fedssl.arrays import GlobalLayers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.eua import EUA, EUAAggregator, eua, solve
-from strategies.gram_matrix import deviation_gram
-from strategies.update_store import in_memory
 from tests.federation import Federation
-from tests.strategies.made import clients_of, model, same
-from tests.strategies.test_gram_matrix import KINDS, by_nnls, vectors_of
+from tests.strategies.made import model, same
+from tests.strategies.test_gram_matrix import by_nnls
 
 
 def update(partition_id, arrays):
@@ -134,39 +132,7 @@ def run(start, updates, **options):
     return rule
 
 
-@pytest.mark.parametrize("number", [1, 2, 10, 33])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_gram_of_small_deviations(number, dtype):
-    start = model(0, dtype)
-    updates = in_conflict(start, number, dtype)
-    exact = np.stack([flat(update.layers) - flat(start) for update in updates])
-    expected = exact @ exact.T
-    lengths = np.sqrt(np.diag(expected))
-    weights = GlobalLayers({name: array for name, array in start.items() if is_weight(name, array)})
-    gram = deviation_gram(weights, in_memory([update.layers for update in updates]))
-    assert np.array_equal(gram, gram.T)
-    error = np.abs(gram - expected) / np.outer(lengths, lengths)
-    assert error.max() < (1e-6 if dtype == np.float32 else 1e-14)
-
-
-def test_change_rate_is_never_worse_than_along_the_mean():
-    random = np.random.default_rng(0)
-    for number in (1, 2, 5, 40):
-        for kind in KINDS:
-            gram = vectors_of(kind, number, random)
-            found = solve(gram @ gram.T)
-            assert found.after >= found.before - 1e-6 * abs(found.before)
-
-
 # --- special clients ---
-
-
-@pytest.mark.parametrize("deviation", ["log", "unit"])
-def test_one_client_alone_becomes_the_global_model(deviation):
-    start = model(0)
-    one = clients_of(start, 1)[0]
-    for name, array in eua(start, [one], deviation=deviation).items():
-        np.testing.assert_allclose(array, one.layers[name], rtol=1e-6, atol=1e-6, err_msg=name)
 
 
 def test_a_client_equal_to_the_global_model_is_left_out():
@@ -216,22 +182,6 @@ def test_opposite_clients_leave_the_weights_and_average_the_rest(step, second):
     assert found.after == 0
 
 
-@pytest.mark.parametrize("number", [2, 5, 17, 40])
-def test_equal_clients_have_equal_weights(number):
-    start = model(0)
-    layers = in_conflict(start, 1)[0].layers
-    rule = run(start, [update(client, layers) for client in range(number)])
-    np.testing.assert_allclose(rule.solution.weights, 1 / number, rtol=1e-6)
-
-
-def test_a_hundred_clients():
-    start = {"w": model(0)["fc.weight"]}
-    updates = [update(k, {"w": start["w"] + 0.01 * model(k + 1)["fc.weight"]}) for k in range(100)]
-    p, expected, _ = slowly(start, updates)
-    np.testing.assert_allclose(run(start, updates).solution.weights, p, atol=1e-6)
-    np.testing.assert_allclose(flat(eua(start, updates)), expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", ["fc.weight", "bn.running_var"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_values_that_are_not_finite_are_refused(name, value):
@@ -243,16 +193,6 @@ def test_values_that_are_not_finite_are_refused(name, value):
 
 
 # --- properties ---
-
-
-def test_renumbered_clients_have_their_weights_under_their_new_numbers():
-    start = model(0)
-    updates = in_conflict(start, 6)
-    order = [3, 0, 5, 1, 4, 2]
-    renumbered = [updates[k] for k in order]
-    first, second = run(start, updates).solution, run(start, renumbered).solution
-    np.testing.assert_allclose(second.weights, first.weights[order], atol=1e-6)
-    assert second.after == pytest.approx(first.after, rel=1e-5)
 
 
 def test_the_number_of_threads_changes_nothing():

@@ -15,7 +15,7 @@ from fedssl.arrays import GlobalLayers
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import exchanged_layers, local_names
+from fedssl.model_arrays import exchanged_layers
 from fedssl.schedule.phases import end_to_end
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
@@ -28,7 +28,7 @@ from simulation.grid import LocalGrid
 from strategies.euc import EUC, DiscrepancySum, averaging_intervals
 from strategies.fedavg import FedAvg
 from strategies.server_optimizer import FedAvgM, NoServerOptimizer
-from strategies.types import GLOBAL, GlobalModel, ServerState, StrategyContext
+from strategies.types import GLOBAL, ServerState, StrategyContext
 from strategies.weighted_sum import WeightedSum
 from tests.federation import Federation, model_of
 
@@ -47,17 +47,6 @@ def test_intervals_by_hand():
         "b": 4,
         "a": 4,
     }
-
-
-def test_the_walk_goes_on_where_the_shares_are_equal():
-    # After a: half the numbers are left, half of d is taken. The authors' code stops at "less", so b is taken, too.
-    assert averaging_intervals({"a": 3.0, "b": 3.0}, {"a": 7, "b": 7}, phi=2) == {"a": 2, "b": 2}
-    # With the least bit more in a (a is still first: it has more numbers) it stops.
-    assert averaging_intervals({"a": 3.0, "b": 3.0}, {"a": 8, "b": 7}, phi=2) == {"a": 2, "b": 1}
-
-
-def test_clients_that_do_not_differ_give_no_reason_to_wait():
-    assert averaging_intervals({"a": 0.0, "b": 0.0}, {"a": 7, "b": 7}, phi=2) == {"a": 1, "b": 1}
 
 
 # --- discrepancies ---
@@ -302,19 +291,6 @@ def test_rounds_equal_the_transcription(phi, num_clients, clients_per_round, wei
     assert len(set(map(tuple, schedules))) > 2  # and this changes
 
 
-def test_the_part_that_never_travels_stays_with_its_client():
-    toys = Toys(EUC(interval=2))
-    for _ in range(4):
-        toys.round()
-    for round in range(2, 5):
-        for client in range(3):
-            for name, value in toys.begun[round, client].items():
-                if name in local_names(toys.method):
-                    own = toys.begun[round - 1, client][name].numpy(force=True)
-                    expected = trained(name, own, round=round - 1, client=client)
-                    assert np.array_equal(value.numpy(force=True), expected)
-
-
 def test_the_report_counts_the_bytes_that_were_not_sent():
     crashes = ((4, 0),)
     toys = Toys(EUC(interval=3), num_clients=4, clients_per_round=3, crashes=crashes)
@@ -348,19 +324,6 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, server_optimizer):
         kept = resumed.states
         resumed = toys()
         resumed.state, resumed.states = latest_checkpoint(tmp_path), kept
-
-
-def test_a_checkpoint_is_not_changed_by_later_rounds():
-    toys = Toys(EUC(interval=2))
-    toys.round()
-    state = toys.state
-    memory = state.models[GLOBAL].strategy_state
-    before = {key: dict(value) for key, value in memory.items()}
-    last_participation = dict(state.last_participation)
-    toys.round()
-    assert (memory, state.last_participation) == (before, last_participation)
-    assert toys.state.models[GLOBAL].strategy_state != before
-    assert toys.state.last_participation != last_participation
 
 
 def test_a_model_without_biases_may_send_nothing_at_all():
@@ -419,20 +382,6 @@ def test_a_client_that_lost_what_it_kept_sits_out_a_round_and_then_receives_ever
     assert federation.report.dropped == {}
 
 
-@pytest.mark.heavy
-def test_clients_start_at_every_process_from_files_alone(tmp_path):
-    """The same bits when the model object of the clients is new in every round."""
-    from client_app.worker import release_worker
-
-    overrides = ("strategy=euc", "method=byol", "num_clients=2", "run_id=one")
-    usual, forgetful = Federation(tmp_path / "a", *overrides), Federation(tmp_path / "b", *overrides)
-    for _ in range(5):
-        expected = usual.run(1)
-        release_worker()
-        layers = forgetful.run(1)
-        assert all(np.array_equal(layers[name], expected[name]) for name in expected)
-
-
 def test_settings_are_refused_with_the_reason():
     with pytest.raises(InputError, match="^strategy.interval=0 must be an integer of at least 1$"):
         EUC(interval=0)
@@ -442,19 +391,3 @@ def test_settings_are_refused_with_the_reason():
         EUC().validate(StrategyContext(method=Toy(), num_clients=10, clients_per_round=1))
     EUC(interval=1).validate(StrategyContext(method=Toy(), num_clients=10, clients_per_round=1))
     EUC().validate(StrategyContext(method=Toy(), num_clients=10, clients_per_round=2))
-
-
-def test_what_travels_in_words():
-    communication = EUC(interval=4, weighting="examples").describe_communication(Toy())
-    assert communication.upload == "encoder, projector; of these some weights only every 4 rounds"
-    assert communication.local_state == "layers that are not averaged in the round, target_encoder"
-    assert communication.required_metrics == ("num-examples",)
-    assert EUC(interval=4).describe_communication(Toy()).required_metrics == ()
-    assert EUC(interval=1).describe_communication(Toy()).upload == "encoder, projector"
-    assert EUC(interval=1).describe_communication(Toy()).local_state == "target_encoder"
-
-
-def test_an_interval_of_0_in_a_checkpoint_counts_as_1():
-    layers = {"encoder.weight": np.ones((2, 2), dtype=np.float32)}
-    model = GlobalModel(layers=layers, strategy_state={"intervals": {"encoder.weight": 0}})
-    assert EUC(interval=2).server.upload_names(model, 3, layers) is None

@@ -130,45 +130,6 @@ def test_every_cell_of_table_4(tmp_path, aggregate, update, predictor):
         previous = ended
 
 
-def test_what_travels_is_said():
-    communication = FedU().describe_communication(make_byol())
-    assert (communication.download, communication.upload) == (
-        "encoder, projector, predictor",
-        "encoder, projector, predictor",
-    )
-    overrides = "predictor (if DAPU decides so), target_encoder, target_projector, DAPU's distance and decision"
-    assert communication.local_state == overrides
-    communication = FedU(aggregate="target", update="both", predictor="global").describe_communication(make_byol())
-    assert communication.download == "encoder, projector, predictor"
-    assert communication.upload == "target_encoder (as encoder), target_projector (as projector), predictor"
-    assert communication.local_state == "nothing"
-    assert (
-        FedU(update="target", predictor="local").describe_communication(make_byol()).local_state
-        == "encoder, projector, predictor"
-    )
-    assert FedU(predictor="local").describe_communication(make_simclr()).local_state == "projector"
-
-
-def test_the_first_target_is_a_copy():
-    method, strategy = make_byol(), FedU()
-    strategy.client.load_start(method, make_plan(1, some_layers(method, 1)), None)
-    before = snapshot(method)
-    with torch.no_grad():
-        for name in exchanged_names(method):
-            method.named_tensors[name].add_(1)
-    for name, array in before.items():
-        assert np.array_equal(method.named_tensors[name].detach().numpy(), array) == name.startswith("target_")
-
-
-def test_a_target_that_is_copied_every_round_goes_with_update_both(tmp_path):
-    method, strategy = make_byol(target_init="reset"), FedU(update="both")
-    strategy.validate(in_pairs(method))
-    for round in (1, 2):
-        plan = make_plan(round, some_layers(method, round))
-        began, *_ = participate(method, strategy, plan, tmp_path, step=0)
-        assert all(np.array_equal(array, plan.layers[name.removeprefix("target_")]) for name, array in began.items())
-
-
 # --- DAPU ---
 
 
@@ -203,17 +164,6 @@ def test_the_decision_of_one_round_holds_in_the_next_one(tmp_path, make, head, s
         previous = ended
 
 
-def test_the_threshold_itself_is_far(tmp_path):
-    method = make_simclr()
-    plan = make_plan(1, some_layers(method, 0))
-    strategy = FedU(predictor_threshold=0.0)
-    start = strategy.client.load_start(method, plan, None)
-    state = strategy.client.state_to_save(
-        method, plan, start=start, state=None
-    )  # nothing was trained: d = 0 < 0 is false
-    assert (float(state[DISTANCE]), bool(state[USE_GLOBAL_PREDICTOR])) == (0, False)
-
-
 @pytest.mark.parametrize(("threshold", "takes_global"), [(3861, True), (3859, False)])
 def test_the_squared_distance_counts_every_weight_of_the_encoder(threshold, takes_global):
     # conv_small of width 2 has kernels of 18 + 72 + 288 + 576 = 954 numbers, which move by 2, and for each of its
@@ -235,14 +185,6 @@ def test_a_failed_training_leaves_what_was_kept_before(tmp_path):
     name = "target_encoder.blocks.0.0.weight"
     assert np.array_equal(began[name], good[name])
     assert all(np.isfinite(array).all() for array in began.values())
-
-
-def test_a_round_played_again_is_the_same(tmp_path):
-    method, strategy = make_byol(), FedU(predictor="local")
-    plans = [make_plan(round, some_layers(method, round)) for round in (1, 2, 3)]
-    rounds = [participate(method, strategy, plan, tmp_path) for plan in plans]
-    again = participate(make_byol(), FedU(predictor="local"), plans[1], tmp_path)
-    assert all(same(one, other) for one, other in zip(again, rounds[1], strict=True))
 
 
 # --- refused ---
@@ -280,18 +222,6 @@ def make_bare():
 def test_refused_combinations(strategy, options, make, sentence):
     with pytest.raises(InputError, match=sentence):
         strategy(**options).validate(in_pairs(make()))
-
-
-def test_an_encoder_of_which_nothing_is_trained_has_no_distance():
-    method = make_simclr()
-    method.encoder.requires_grad_(False)
-    with pytest.raises(InputError, match="of which nothing is trained; set another strategy, or strategy.predictor"):
-        FedU().validate(in_pairs(method))
-    FedU(predictor="local").validate(in_pairs(method))  # measures nothing
-
-
-def test_global_predictors_ask_for_no_heads():
-    FedU(predictor="global").validate(in_pairs(make_bare()))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from server_app.messaging import receive
 from server_app.round import Round
 from strategies.gossip import Gossip, consensus_distance
 from strategies.topology import make_graph, metropolis_weights, second_eigenvalue, weight_matrix
-from strategies.types import GLOBAL, GlobalModel, ServerState, StrategyContext
+from strategies.types import GlobalModel, ServerState, StrategyContext
 from tests.federation import Federation
 from tests.server_app.small import LAYERS, Small, small_federation
 from tests.server_app.test_round import crash, good, make_grid
@@ -76,11 +76,6 @@ def test_without_a_neighbour_its_weight_stays_at_home(tmp_path):
     assert report.strategy_metrics["edges"] == 1
 
 
-def test_a_client_that_is_missing_gets_no_model_by_what_its_neighbours_send(tmp_path):
-    state, _ = played(Gossip(topology="file", file=path(tmp_path)), [good, crash, crash])
-    assert vectors(state) == {"0": [1, 2, 2]}
-
-
 def test_without_a_server_nobody_knows_which_devices_there_will_be():
     context = StrategyContext(method=Small(), clients_per_round=3, num_clients=3, is_deployment=True)
     with pytest.raises(InputError, match="strategy=gossip is for simulations"):
@@ -123,20 +118,6 @@ def test_differences_shrink_by_the_second_eigenvalue(topology):
         weights = np.array([model.layers["encoder.weight"] for model in state.models.values()], dtype=np.float64)
         distances.append(float(np.linalg.norm(weights - weights.mean(axis=0))))
     assert (distances[1] / distances[0]) ** (1 / 4) == pytest.approx(rate, rel=0.05)
-
-
-def test_on_a_complete_graph_all_agree_after_a_round():
-    state, report = played(Gossip(topology="complete"), [good] * 4)
-    assert report.strategy_metrics["consensus_distance"] < 1e-7
-    assert vectors(state) == {str(client): pytest.approx([2.5, 3.5, 3.5]) for client in range(4)}
-
-
-def test_a_star_is_federated_averaging(tmp_path):
-    star = Federation(tmp_path / "star", "strategy=gossip", "strategy.topology=star", "num_clients=4")
-    average = Federation(tmp_path / "average", "strategy=fedavg", "strategy.weighting=uniform", "num_clients=4")
-    one, other = star.run(2), average.run(2)
-    assert list(star.state.models) == [GLOBAL]
-    assert all(np.array_equal(one[name], other[name]) for name in other)
 
 
 def test_a_run_and_its_figure(tmp_path):

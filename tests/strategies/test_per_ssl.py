@@ -7,18 +7,17 @@ import pytest
 import torch
 
 from fedssl.encoders import conv_small
-from fedssl.errors import InputError
 from fedssl.methods.byol import BYOL
 from fedssl.methods.heads import MLP
 from fedssl.model_arrays import exchanged_layers, exchanged_names, local_names
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.views import Views
-from fedssl.wire.messages import NUM_EXAMPLES, TrainPlan
+from fedssl.wire.messages import TrainPlan
 from server_app.checkpoint import latest_checkpoint
 from server_app.messaging import MessageExchange
 from server_app.training_loop import run_round
 from simulation.run import run
-from strategies.per_ssl import PERSONAL, PersonalClient, PerSSL, ProximalTo
+from strategies.per_ssl import PERSONAL, PersonalClient, ProximalTo
 from strategies.types import GLOBAL
 from tests.federation import Federation
 from tests.resuming import repeat_from
@@ -136,17 +135,6 @@ def test_own_is_the_personal_model_or_else_the_received_one():
     assert all(np.array_equal(snapshot(method)[name], array) for name, array in own.items())
 
 
-def test_own_of_other_strategies_is_what_they_would_train(tmp_path):
-    federation = Federation(tmp_path, "strategy=fedbn", "num_clients=2")
-    federation.run(1)
-    half, method = federation.strategy.client, make_byol()
-    kept = {name: value + 1 for name, value in method.state_dict().items() if name == "encoder.blocks.0.1.weight"}
-    plan = plan_of(exchanged_layers(method), 2)
-    own = half.personalized_model(method, plan, kept)
-    assert np.array_equal(own["encoder.blocks.0.1.weight"], kept["encoder.blocks.0.1.weight"].numpy())
-    assert same({**own, **plan.layers}, plan.layers)
-
-
 def personal_layers(folder, client, *, before):
     return personal_of(load_tensors(folder / "clients" / "0000" / str(client), before=before))
 
@@ -187,21 +175,6 @@ def test_stage_by_stage_a_personal_model_keeps_its_own_stages(tmp_path):
     assert np.array_equal(found[1][first], found[3][first])  # frozen as it then was, not as the global one
     assert not np.array_equal(found[3][first], federation.layers[first])
     assert len(found[1]) < len(found[3])
-
-
-def test_two_trainings_cost_twice_as_much(tmp_path):
-    overrides = ["num_clients=2", "measure_resources=true"]
-    costs = [Federation(tmp_path, *overrides, f"strategy={name}").components for name in ("fedavg", "per_ssl")]
-    once, twice = (one.costs(one.context.phases[0], [0, 1]) for one in costs)
-    assert twice["flops"] == 2 * once["flops"] > 0
-    assert twice["flops_per_image"] == once["flops_per_image"]
-
-
-def test_settings():
-    with pytest.raises(InputError, match="strategy.weight=-1 must be a number of at least 0"):
-        PerSSL(weight=-1)
-    assert PerSSL().server.aggregator(1).required_metrics == (NUM_EXAMPLES,)
-    assert PerSSL(weighting="uniform").server.aggregator(1).required_metrics == ()
 
 
 QUICK = ["num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]

@@ -13,15 +13,10 @@ from fedssl.arrays import is_weight
 from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
-from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.records import arrays_to_record, record_to_arrays
-from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from simulation.grid import LocalGrid
 from simulation.run import run
-from strategies.l_dawa import l_dawa
 from strategies.server_optimizer import FedAdam, FedAvgM, FedYogi, NoServerOptimizer
-from strategies.types import GLOBAL, GlobalModel, ServerState
-from tests.federation import Federation
 from tests.resuming import repeat_from
 
 every_optimizer = pytest.mark.parametrize("kind", [FedAvgM, FedAdam, FedYogi])
@@ -158,12 +153,6 @@ def test_names_order_shapes_and_dtypes_survive_and_inputs_stay_as_they_are(kind,
         old = new
 
 
-@every_optimizer
-def test_an_aggregate_equal_to_the_global_model_changes_nothing(kind):
-    old = model(0)
-    assert same(kind().step({}, 1, old, old)[1], old)
-
-
 def test_neutral_settings_assign_the_aggregate():
     old, aggregated = model(0), model(1)
     moments, new = NoServerOptimizer().step({}, 1, old, aggregated)
@@ -188,34 +177,7 @@ def test_layers_that_are_absent_in_a_round_keep_their_moments(kind):
 # --- checkpoints ---
 
 
-@every_optimizer
-def test_restored_moments_go_on_with_the_same_bits(tmp_path, kind):
-    whole, resumed, old = {}, {}, model(0)
-    for round in range(1, 5):
-        whole, new = kind().step(whole, round, old, model(round))
-        resumed, again = kind().step(resumed, round, old, model(round))  # nothing is left in the object
-        assert same(again, new)
-        saved = GlobalModel(layers=again, server_optimizer_state=resumed)
-        save_checkpoint(tmp_path, ServerState(round=round, models={GLOBAL: saved}), keep=1)
-        resumed = latest_checkpoint(tmp_path).models[GLOBAL].server_optimizer_state
-        old = new
-    without = kind().step({}, 4, old, model(5))[1]
-    assert not same(without, kind().step(whole, 4, old, model(5))[1])  # it does depend on the past
-
-
 # --- as part of the product ---
-
-
-@pytest.mark.parametrize(("name", "kind"), [("fedavgm", FedAvgM), ("fedadam", FedAdam), ("fedyogi", FedYogi)])
-def test_any_rule_can_be_followed_by_an_optimizer(tmp_path, name, kind):
-    federation = Federation(tmp_path, "strategy=l_dawa", f"server_optimizer={name}", "num_clients=2")
-    optimizer, moments, layers = kind(), {}, federation.layers  # the settings are the defaults of the class
-    for round in (1, 2):
-        federation.updates.clear()
-        result = federation.run(1)
-        updates = [ClientUpdate.from_content(content, client) for client, content in enumerate(federation.updates)]
-        moments, layers = optimizer.step(moments, round, layers, l_dawa(layers, updates))
-        assert same(result, layers)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,6 @@
 
 import errno
 import os
-import subprocess
-import sys
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -112,27 +109,6 @@ def test_stores_of_a_round_share_the_memory(tmp_path):
     assert [store.layers(2)["w"][0] for store in (one, other)] == [2, -2]
 
 
-def test_a_file_needs_the_memory_of_tiles(tmp_path):
-    random = np.random.default_rng(0)
-    start = {"fc.weight": np.zeros(400_000, np.float32)}
-    reference = GlobalLayers(start)
-    aggregator = EUAAggregator()
-    tracemalloc.start()
-    try:
-        aggregator.storage = UpdateStorage(tmp_path, memory=0)
-        aggregator.start(reference)
-        for client in range(50):
-            layers = {"fc.weight": random.standard_normal(400_000, np.float32)}
-            aggregator.add(ClientUpdate(layers=layers, partition_id=client), reference.cosines_of(layers))
-        aggregator.finish()
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    # In the last step a tile of 65,536 numbers and the 8,192 that may follow, in float32: 14.7 MB. The new model, the
-    # last update and two buffers of a tile: 3.7 MB. The updates themselves are 80 MB.
-    assert peak < 50 * (65_536 + 8192) * 4 + 2 * 400_000 * 4 + 2 * 65_536 * 4 + 1e6
-
-
 def test_a_full_disk_releases_its_space(tmp_path, monkeypatch):
     store = stored(models(2), folder=tmp_path)
     descriptor = store._file._file.fileno()
@@ -146,45 +122,3 @@ def test_a_full_disk_releases_its_space(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
     assert len(store) == 0
-
-
-def test_a_write_that_stops_early_is_continued(tmp_path, monkeypatch):
-    write = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: write(file, data[:1000], offset))
-    updates = models(2)
-    store = stored(updates, folder=tmp_path)
-    for name, array in store.layers(1).items():
-        np.testing.assert_array_equal(array, updates[1][name], strict=True)
-
-
-ROUND = """
-import sys
-from pathlib import Path
-import numpy as np
-from fedssl.arrays import GlobalLayers
-from fedssl.machine.memory import reset_peak_memory, resident_memory
-from fedssl.wire.messages import ClientUpdate
-from strategies.robust import Median
-from strategies.update_store import UpdateStorage
-random, start = np.random.default_rng(0), {"fc.weight": np.zeros(350_000, np.float32)}
-reference, aggregator = GlobalLayers(start), Median().server.aggregator(1)
-aggregator.storage = UpdateStorage(Path(sys.argv[1]), memory=0)
-aggregator.start(reference)
-cosines = reference.cosines_of(start)
-reset_peak_memory()
-before = resident_memory()
-for client in range(400):
-    layers = {"fc.weight": random.standard_normal(350_000, np.float32)}
-    aggregator.add(ClientUpdate(layers=layers, partition_id=client), cosines)
-aggregator.finish()
-# Not `peak_memory`, which includes the process that started this one.
-(line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-print(int(line.split()[1]) * 1024 - before)
-"""
-
-
-@pytest.mark.heavy
-def test_peak_memory_of_a_process(tmp_path):
-    """400 updates of 1.4 MB are 560 MB. The process grows by less than a tenth of them."""
-    output = subprocess.check_output([sys.executable, "-c", ROUND, str(tmp_path)], text=True)
-    assert int(output) < 56e6

@@ -59,17 +59,6 @@ def test_strategies_apply_their_rule_and_ask_for_no_more_than_it_needs(strategy,
         assert same(run(strategy, round), expected(GLOBAL, CLIENTS))
 
 
-def test_warm_up():
-    strategy = LDAWA(weighting="loss", warmup_rounds=2)
-    assert ever_needed(strategy) == ("num-examples", "train-loss")
-    by_loss = partial(l_dawa, weighting="loss")
-    for round, expected in ((1, fedavg), (2, fedavg), (3, by_loss)):
-        assert strategy.server.aggregator(round).required_metrics == (
-            ("train-loss",) if round == 3 else ("num-examples",)
-        )
-        assert same(run(strategy, round), expected(GLOBAL, CLIENTS))
-
-
 @pytest.mark.parametrize("weighting", ["uniform", "examples", "loss"])
 @pytest.mark.parametrize("buffers", ["average", "scale"])
 def test_layers_scaled_by_the_clients_give_the_same_model(weighting, buffers):

@@ -1,13 +1,11 @@
 """tuning=adapter: the adapters' output and gradients, where they are, and what is trained, exchanged and exported."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
 
 from fedssl.config.load import compose
-from fedssl.datasets.base import load_federated
 from fedssl.encoders import conv_small, resnet18, resnet50, timm, torchvision, vit_tiny
 from fedssl.encoders.adapters import Adapter
 from fedssl.encoders.base import frozen_copy
@@ -17,12 +15,10 @@ from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.schedule.stages import set_active_stages, stage_range
 from fedssl.seeding import torch_generator
-from fedssl.step_cost import step_cost
-from fedssl.training import LocalTrainer, method_inputs, train
+from fedssl.training import method_inputs
 from fedssl.tuning import adapter, plain_copy
 from fedssl.views import Views
 from tests.cases import some
-from tests.encoders import LinearEncoder
 
 SMALL = ["encoder.width=4", "batch_size=4", "local_epochs=1", "method.projector.hidden_dim=8", "threads=1"]
 ADAPTER = ["tuning=adapter", "tuning.bottleneck=3"]
@@ -230,16 +226,6 @@ def test_only_adapters_are_exchanged_and_targets_share_the_base(method_name, ove
     assert all((online[name] is target[name]) == (name in method.encoder.base_names) for name in online)
 
 
-def test_the_heads_and_weights_are_those_of_full_training_and_adapters_those_of_the_seed():
-    (_, method), (_, same), (_, other) = make(), make("method=byol"), make("seed=1")
-    reference = build_method(compose(SMALL).model)
-    for name, value in reference.state_dict().items():
-        assert torch.equal(method.state_dict()[name], value)
-    weights = [each.encoder.adapters["1"].down.weight for each in (method, same, other)]
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
-
-
 @pytest.mark.parametrize("schedule", ["layer_wise", "progressive"])
 def test_schedules_by_stages_are_rejected(schedule):
     with pytest.raises(InputError, match="tuning=adapter freezes layers of all stages; set schedule=end_to_end"):
@@ -262,16 +248,6 @@ def test_invalid_settings_are_rejected(overrides, message):
         make(*overrides)
 
 
-def test_null_blocks_are_for_adapters_only():
-    with pytest.raises(InputError, match=r"tuning.blocks=null must be an integer of at least 1"):
-        compose(["tuning=last_blocks", "tuning.blocks=null"])
-
-
-def test_an_encoder_without_stages_is_rejected():
-    with pytest.raises(InputError, match="tuning=adapter but the encoder has no stages; set another tuning"):
-        adapter(LinearEncoder([[1.0]]), bottleneck=1)
-
-
 def test_an_encoder_with_its_own_forward_is_rejected():
     class Plain(ConvSmall):
         def forward(self, x):
@@ -279,57 +255,3 @@ def test_an_encoder_with_its_own_forward_is_rejected():
 
     with pytest.raises(InputError, match="tuning=adapter but Plain overrides forward, which runs the adapters"):
         adapter(Plain(widths=(1, 2), strides=(1,)), bottleneck=1)
-
-
-def test_a_bottleneck_may_be_wider_than_the_features():
-    encoder = ENCODERS["conv_small"]()
-    adapter(encoder, bottleneck=9)
-    assert encoder.adapters["1"].down.weight.shape == (9, 4)
-    assert encoder.adapters["4"].up.weight.shape == (16, 9)
-
-
-def step(*overrides):
-    settings = compose([*SMALL, *overrides])
-    method = build_method(settings.model)
-    training = LocalTrainer.build(settings.training, method)
-    images = torch.zeros(4, 1, 8, 8, dtype=torch.uint8)
-    with set_active_stages(method, depth=4, frozen=method.encoder.frozen_stages):
-        return step_cost(method, images=images, training=training)
-
-
-def test_the_cost_of_a_step_by_hand():
-    """The last stage of conv_small has 16 channels and 4 positions: 8x8, halved twice.
-
-    ``down`` and ``up`` have 4 * 3 * 16 products each. Forward both are computed, and backward the gradients of both
-    weights and of the input of ``up``. The input of ``down`` needs no gradient, but now that of the projector's first
-    layer does, which is 16 x 8. There are two views, and a product and its addition are two FLOPs.
-    """
-    frozen, last = step("tuning=head_only"), step(*ADAPTER, "tuning.blocks=1")
-    assert last.flops_per_image - frozen.flops_per_image == 2 * 2 * (5 * 4 * 3 * 16 + 16 * 8)
-    assert last.trained_parameters - frozen.trained_parameters == 3 * 16 + 3 + 16 * 3 + 16
-    assert last.parameters_in_memory - frozen.parameters_in_memory == 3 * 16 + 3 + 16 * 3 + 16
-    everywhere, full = step(*ADAPTER), step("tuning=full")
-    assert last.flops < everywhere.flops < full.flops
-    assert last.peak_memory < everywhere.peak_memory
-
-
-def test_adapters_learn_what_the_heads_alone_cannot():
-    """With frozen heads only the encoder can lower the loss; the base keeps every bit."""
-    settings, method = make("encoder.width=8", "tuning.bottleneck=8", "optimizer=adam", "optimizer.lr=0.01")
-    method.projector.requires_grad_(False)
-    base = {name: method.named_tensors[name].detach().clone() for name in method.base_names}
-    training = replace(LocalTrainer.build(settings.training, method), batch_size=64)
-    images = load_federated(settings.data).images
-    first, last = (
-        train(
-            method,
-            images,
-            torch.arange(320),
-            training=replace(training, epochs=epochs),
-            generator=torch_generator(0),
-        ).loss
-        for epochs in (1, 6)
-    )
-    assert last < first - 0.02
-    assert all(torch.equal(method.named_tensors[name], value) for name, value in base.items())
-    assert all(parameter.any() for parameter in method.encoder.adapters.parameters())

@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from fedssl.config.load import compose
 from fedssl.datasets.base import load_federated
 from fedssl.encoders import conv_small, vit_tiny
-from fedssl.encoders.base import Encoder, frozen_copy
+from fedssl.encoders.base import frozen_copy
 from fedssl.errors import InputError
 from fedssl.low_rank import LowRankLayer
 from fedssl.methods.base import build_method
@@ -103,36 +102,6 @@ def test_invalid_settings_are_rejected_before_the_encoder_changes(arguments, mes
     assert list(encoder.state_dict()) == before
 
 
-class Depthwise(Encoder):
-    def __init__(self):
-        super().__init__()
-        self.wide = nn.Conv2d(4, 8, 3, groups=4)
-        self.point = nn.Conv2d(8, 16, 1)
-        self.padded = Padded(16, 16, 3)
-        self.define_stages(stages=("wide", "point", "padded"), widths=(8, 16, 16))
-
-
-class Padded(nn.Conv2d):
-    """A convolution with another forward, such as timm's padding of TensorFlow."""
-
-    def forward(self, input):
-        return super().forward(nn.functional.pad(input, (0, 2, 0, 2)))
-
-
-def test_depthwise_convolutions_are_adapted_if_they_are_named():
-    """A depthwise 3x3 kernel has 9 elements, so that its matrix is 8 x 9; the 1x1 convolution has 16 x 8."""
-    encoder = Depthwise()
-    lora(encoder, rank=8, alpha=1)
-    assert adapted(encoder) == ["point.weight"]
-    encoder = Depthwise()
-    lora(encoder, rank=8, alpha=1, targets=["wide"])
-    assert adapted(encoder) == ["wide.weight"]
-    with pytest.raises(InputError, match=r"the layer point of the encoder has a weight of 16 x 8"):
-        lora(Depthwise(), rank=9, alpha=1)
-    with pytest.raises(InputError, match=r"tuning.rank=9 but the layer wide of the encoder has a weight of 8 x 9"):
-        lora(Depthwise(), rank=9, alpha=1, targets=["wide"])
-
-
 @pytest.mark.parametrize("overrides", [[], VIT])
 def test_only_factors_are_exchanged_and_targets_share_the_base(overrides):
     _, method = make("method=byol", *overrides)
@@ -156,20 +125,6 @@ def test_frozen_factors_are_base_layers_that_targets_share():
     assert {layer.weight.partition(".")[0] for layer in layers} == {"encoder", "target_encoder"}
     assert len(layers) == 2 * len(method.encoder.low_rank_layers)
     assert all(name in method.named_tensors for layer in layers for name in (layer.a, layer.b))
-
-
-def test_the_heads_and_weights_are_those_of_full_training():
-    _, method = make()
-    reference = build_method(compose([*SMALL[:-2]]).model)
-    for name, value in reference.state_dict().items():
-        assert torch.equal(method.state_dict()[name], value)
-
-
-def test_the_initial_factors_depend_on_the_seed_alone():
-    (_, one), (_, same), (_, other) = make(), make("method=simclr"), make("seed=1")
-    name = one.encoder.low_rank_layers[0].a
-    assert torch.equal(one.encoder.get_parameter(name), same.encoder.get_parameter(name))
-    assert not torch.equal(one.encoder.get_parameter(name), other.encoder.get_parameter(name))
 
 
 @pytest.mark.parametrize("make_encoder", [small_vit, lambda: conv_small(channels=1, size=8, width=8)])
@@ -226,12 +181,3 @@ def test_training_on_the_digits_lowers_the_loss_and_leaves_the_base_as_it_is(ove
     assert lowered_loss(method, training, images) > 0.02
     assert all(torch.equal(method.named_tensors[name], value) for name, value in base.items())
     assert all(method.encoder.get_parameter(layer.b).any() for layer in method.encoder.low_rank_layers)
-
-
-def test_the_factors_learn_what_the_heads_alone_cannot():
-    """With frozen heads only the encoder can lower the loss."""
-    settings, method = make("tuning.rank=4", "tuning.alpha=16", "optimizer.lr=0.5")
-    method.projector.requires_grad_(False)
-    training = LocalTrainer.build(settings.training, method)
-    images = load_federated(settings.data).images
-    assert lowered_loss(method, training, images) > 0.02

@@ -8,17 +8,15 @@ import torch
 from torch import nn
 
 from fedssl.config.load import compose
-from fedssl.datasets.images import TensorImages
 from fedssl.encoders import conv_small, resnet18, vit_tiny
-from fedssl.encoders.base import Encoder, frozen_copy
+from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_names, local_names
-from fedssl.schedule.phases import make_phases
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
-from fedssl.training import LocalTrainer, method_inputs, train
-from fedssl.tuning import bias, full, head_only, last_blocks, norm, plain_copy
+from fedssl.training import method_inputs
+from fedssl.tuning import bias, full, head_only, last_blocks, norm
 from fedssl.views import Views
 
 SMALL = ["encoder.width=4", "batch_size=4", "local_epochs=1", "method.projector.hidden_dim=8", "threads=1"]
@@ -125,24 +123,10 @@ def test_tunings_without_anything_to_train_are_rejected(tune, message):
         tune(Bare())
 
 
-def test_as_many_blocks_as_stages_are_rejected():
-    with pytest.raises(InputError, match=r"tuning.blocks=4 but the encoder has 4 stages; set tuning.blocks below 4"):
-        make("tuning=last_blocks", "tuning.blocks=4")
-
-
 @pytest.mark.parametrize("schedule", ["layer_wise", "progressive"])
 def test_schedules_by_stages_are_rejected(schedule):
     with pytest.raises(InputError, match=r"tuning=norm freezes layers of all stages; set schedule=end_to_end"):
         make("tuning=norm", f"schedule={schedule}")
-
-
-@pytest.mark.parametrize("tuning", TUNINGS)
-def test_initial_weights_are_those_of_full_training(tuning):
-    _, tuned = make(f"tuning={tuning}")
-    _, reference = make()
-    assert tuned.state_dict().keys() == reference.state_dict().keys()
-    for name, value in reference.state_dict().items():
-        assert torch.equal(tuned.state_dict()[name], value)
 
 
 @pytest.mark.parametrize("tuning", TUNINGS)
@@ -179,30 +163,6 @@ def test_target_networks_share_the_base_layers(convert):
         assert (online[name].data_ptr() == target[name].data_ptr()) == (name in method.encoder.base_names)
 
 
-def test_a_plain_copy_shares_nothing_and_is_trained_completely():
-    encoder = small_vit()
-    last_blocks(encoder, blocks=1)
-    copied = plain_copy(encoder)
-    addresses = {value.data_ptr() for value in encoder.state_dict().values()}
-    assert addresses.isdisjoint(value.data_ptr() for value in copied.state_dict().values())
-    assert all(parameter.requires_grad for parameter in copied.parameters())
-    assert all(module.training for module in copied.train().modules())
-    assert not any(parameter.requires_grad for parameter in frozen_copy(encoder).parameters())
-
-
-@pytest.mark.parametrize("tuning", TUNINGS)
-def test_training_changes_everything_but_the_base(tuning):
-    settings, method = make(f"tuning={tuning}", "method=byol")
-    before = {name: value.detach().clone() for name, value in method.named_tensors.items()}
-    images = torch.randint(256, (8, 1, 8, 8), dtype=torch.uint8, generator=torch_generator(0, "images"))
-    with set_active_stages(method, depth=4, frozen=method.encoder.frozen_stages):
-        training = LocalTrainer.build(settings.training, method)
-        method.start_round(first=True)
-        train(method, TensorImages(images), torch.arange(8), training=training, generator=torch_generator(0))
-    same = {name for name, value in method.named_tensors.items() if torch.equal(value, before[name])}
-    assert same == set(method.base_names)
-
-
 def test_frozen_stages_run_once_for_all_networks():
     _, method = make("tuning=last_blocks", "method=byol")
     calls = []
@@ -237,10 +197,3 @@ def test_gradients_equal_those_of_the_whole_network(tuning):
                 method.named_tensors[name].grad, reference.named_tensors[name].grad, rtol=1e-10, atol=1e-14
             )
         assert all(method.named_tensors[name].grad is None for name in method.base_names)
-
-
-def test_phases_freeze_the_stages_of_the_tuning():
-    settings, method = make("tuning=last_blocks", "tuning.blocks=3")
-    encoder = method.encoder
-    (phase,) = make_phases(settings.model.schedule, stages=len(encoder.stage_names), frozen=encoder.frozen_stages)
-    assert (phase.depth, phase.frozen) == (4, 1)

@@ -1,25 +1,20 @@
 """Layers in Flower's records: what is handed over, what a network makes of it, and what it weighs."""
 
-import pickle
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, RecordDict
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from fedssl.config.load import compose
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_layers
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import (
-    Array,
-    LazyArrayRecord,
     arrays_to_record,
     content_bytes,
     decode_arrays,
     encode_arrays,
-    record_bytes,
 )
 from fedssl.wire.wire_format import TABLE, WIRE_DTYPES
 from tests.cases import some
@@ -107,29 +102,6 @@ def test_the_bytes_that_are_counted_are_those_that_flower_sends(name, wire_dtype
         assert content_bytes(arrived(message).content) == content_bytes(content)
 
 
-def test_small_messages_are_counted_to_the_object():
-    for layers in ({}, LAYERS):
-        content = replace(PLAN, layers=layers).to_content()
-        sent = sum(map(len, objects(message_of(content)).values()))
-        assert content_bytes(content) == pytest.approx(sent, abs=150)  # two empty records go once
-
-
-@pytest.mark.parametrize("shape", [(3, 2), (0,), (3, 2**20)])  # an array with one chunk, none, and three
-def test_the_bytes_of_a_record_are_exact(shape):
-    record = arrays_to_record({"a": np.ones(shape, dtype=np.float32)})
-    sent = [one.deflate() for one in get_all_nested_objects(record).values()]
-    assert record_bytes(record) == sum(map(len, sent))
-
-
-def test_a_record_that_is_changed_is_packed_anew():
-    record = encode_arrays(LAYERS)
-    before = record.object_id
-    record["encoder.bn.running_var"] = Array(np.zeros(3, dtype=np.float32))
-    assert record.object_id != before
-    there = arrived(message_of(RecordDict({"arrays": record}))).content["arrays"]
-    assert not decode_arrays(there)["encoder.bn.running_var"].any()
-
-
 def test_one_array_per_layer_as_a_flower_peer_writes_them_is_read_too_but_not_where_layers_are_shortened():
     stock = ArrayRecord(dict(arrays_to_record(LAYERS)))
     assert same(decode_arrays(stock), LAYERS)
@@ -152,9 +124,3 @@ def test_a_plan_that_names_another_transport_is_refused():
     content.config_records["config"]["wire-dtype"] = "int8"
     with pytest.raises(ValueError, match="layers have wire_dtype=fp32 instead of int8"):
         TrainPlan.from_content(arrived(message_of(content)).content)
-
-
-def test_records_of_layers_survive_pickle():
-    back = pickle.loads(pickle.dumps(encode_arrays(LAYERS), protocol=5))
-    assert type(back) is LazyArrayRecord
-    assert same(decode_arrays(back), LAYERS)
