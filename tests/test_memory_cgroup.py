@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.memory_cgroup import MemoryCgroup, NoMemoryCgroup, memory_cgroup
+from tests.memory_cgroup import NoMemoryCgroup, memory_cgroup
 
 LIMIT = 64 * 2**20
 PROGRAM = "import sys; kept = bytearray(int(sys.argv[1])); print(len(kept))"
@@ -28,14 +28,6 @@ def test_a_process_beyond_the_limit_is_killed_and_one_within_it_is_measured():
     except NoMemoryCgroup as reason:
         pytest.skip(str(reason))
     assert not group.folder.exists()
-
-
-def test_files_of_version_2(tmp_path):
-    group = MemoryCgroup(tmp_path, 2)
-    (tmp_path / "memory.peak").write_text("300\n")
-    (tmp_path / "memory.stat").write_text("anon 100\nfile 50\nshmem 20\n")
-    (tmp_path / "memory.events").write_text("low 0\nhigh 0\nmax 7\noom 2\noom_kill 1\n")
-    assert (group.peak(), group.anonymous(), group.oom_kills()) == (300, 120, 1)
 
 
 def test_a_reason_is_given_where_none_can_be_created(tmp_path):

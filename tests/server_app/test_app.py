@@ -39,10 +39,6 @@ def test_flower_logs_a_wrong_value_in_one_sentence(capsys):
     assert json.loads(capsys.readouterr().out)["error"] == sentence
 
 
-def test_what_is_left_empty_is_not_said():
-    assert overrides_of(DECLARED) == []
-
-
 def test_flat_keys_are_settings():
     run_config = DECLARED | {"num-server-rounds": 7, "strategy": "fedavg", "partition-alpha": 0.25, "seed": 0}
     run_config |= {"dataset-path": "/my data/it's here", "dataset": "image_folder"}
@@ -50,12 +46,6 @@ def test_flat_keys_are_settings():
     assert (settings.rounds, settings.seed, settings.algorithm.strategy.name) == (7, 0, "FedAvg")
     assert settings.partition.rule.values["alpha"] == 0.25
     assert settings.data.reader.values["path"] == "/my data/it's here"
-
-
-def test_overrides_win():
-    run_config = {"num-server-rounds": 7, "overrides": "rounds=3 strategy=fedavg"}
-    assert overrides_of(run_config) == ["rounds=7", "rounds=3", "strategy=fedavg"]
-    assert compose(overrides_of(run_config)).rounds == 3
 
 
 @pytest.mark.parametrize("key", some(RUN_CONFIG_KEYS, default=("dataset-path", "partition-alpha", "resume", "seed")))

@@ -72,27 +72,6 @@ def test_clients_exchange_exactly_the_layers_that_they_train(tmp_path, overrides
     assert digests == {layers_digest(before)}
 
 
-def test_clients_that_start_later_receive_the_base(tmp_path):
-    federation = Federation(tmp_path, *TUNED, "num_clients=3", "clients_per_round=1")
-    seen = set()
-    for _ in range(4):
-        federation.run(1)
-        (row,) = federation.report.clients
-        assert (BASE in federation.plans[-1].array_records) == (row.client not in seen)
-        seen.add(row.client)
-    assert len(seen) > 1  # more than one client trained
-
-
-def test_plans_without_tuning_have_no_base(tmp_path):
-    federation = Federation(tmp_path, "num_clients=1")
-    federation.run(1)
-    (plan,) = federation.plans
-    assert BASE not in plan.array_records
-    assert "base-digest" not in plan.config_records[CONFIG]
-    assert "num-stages" not in plan.config_records[CONFIG]
-    assert not (tmp_path / "base").exists()
-
-
 class Changing:
     """Two clients of one process. A function changes their plans before the app receives them."""
 
@@ -149,17 +128,6 @@ def test_a_client_that_lost_the_base_is_dropped_and_receives_it_again(tmp_path):
     assert list(dropped) == [0]
     assert f"the client lacks the base layers {federation.context.base_digest}, and the plan has none" in dropped[0]
     assert federation.round() == ({}, [True, False])
-
-
-@pytest.mark.heavy
-def test_a_repeated_round_sends_the_base_again(tmp_path):
-    federation = Changing(tmp_path, "aggregation.max_retries=1")
-    federation.round()
-    shutil.rmtree(tmp_path / "base")
-    release_worker()
-    dropped, sent = federation.round()
-    assert dropped == {}
-    assert sent == [False, False, True, True]
 
 
 @pytest.mark.parametrize("digest", ["../../x", "A" * 64, 3])

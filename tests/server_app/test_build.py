@@ -76,19 +76,6 @@ def test_what_does_not_fit_is_refused(tmp_path, overrides, sentence):
         give(*(word.format(file=file) for word in overrides))
 
 
-def test_another_method_takes_no_teacher(tmp_path):
-    file, _ = save(tmp_path)
-    settings = compose(["encoder.width=4", f"teacher={file}"])
-    with pytest.raises(InputError, match="but SimCLR uses no teacher"):
-        load_teacher(build_method(settings.model), settings.teacher, data=settings.data)
-
-
-def test_a_file_that_is_no_encoder(tmp_path):
-    (tmp_path / "encoder.pt").write_text("no encoder")
-    with pytest.raises(InputError, match="damaged or not an encoder's file"):
-        give(f"teacher={tmp_path / 'encoder.pt'}")
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -114,9 +101,3 @@ def test_a_missing_teacher_is_refused_before_images_are_loaded(tmp_path, monkeyp
         monkeypatch.setattr(name, load)
     with pytest.raises(InputError, match="/nowhere/encoder.pt does not exist"):
         Federation(tmp_path, *WORDS, "teacher=/nowhere/encoder.pt")
-
-
-def test_an_encoder_for_images_of_another_size_is_refused(tmp_path):
-    """Its file would have the wrong size."""
-    with pytest.raises(InputError, match="^encoder.size=16 but dataset.size=8, which it follows"):
-        Federation(tmp_path, "encoder.size=16")

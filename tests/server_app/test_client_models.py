@@ -10,7 +10,7 @@ from fedssl.atomic_files import saved_rounds
 from fedssl.errors import RunError
 from fedssl.runs.manifest import CLIENT_MODELS, client_folder
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
-from server_app.client_models import ClientModels, MappedValues
+from server_app.client_models import ClientModels
 from simulation.run import run
 from strategies.types import GlobalModel, ServerState
 from tests.server_app.test_resume_parts import flip
@@ -68,13 +68,6 @@ def test_a_damaged_file_is_one_sentence(tmp_path):
         models["0"]
 
 
-def test_values_are_computed_when_they_are_needed():
-    needed = []
-    values = MappedValues({"a": 1, "b": 2}, lambda value: needed.append(value) or 10 * value)
-    assert (list(values), len(values), needed) == (["a", "b"], 2, [])
-    assert (values["b"], needed) == (20, [2])
-
-
 ALONE = [*BASE, "rounds=4", "clients_per_round=2"]
 
 
@@ -99,13 +92,3 @@ def test_a_resumed_run_has_the_same_models(tmp_path, strategy):
     [recovery] = json.loads((folder / "summary.json").read_text())["recoveries"]
     assert "round 3 could not be used: client_models/0000/" in recovery
     assert not list(folder.glob("client_models/*/*/round-000009.pt"))
-
-
-@pytest.mark.heavy
-def test_ten_thousand_models(tmp_path):
-    models = ClientModels(tmp_path, {}).updated({str(client): model(client) for client in range(10_000)})
-    models = models.saved(round=1, oldest_resumable=0)
-    save_checkpoint(tmp_path / "checkpoints", ServerState(round=1, models=models), keep=1)
-    assert latest_checkpoint(tmp_path / "checkpoints").round == 1  # all digests are correct
-    assert len(list((tmp_path / CLIENT_MODELS).iterdir())) == 10
-    assert models["9876"].layers["weight"][0] == 9876

@@ -2,18 +2,16 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from client_app.state_store import save_state
 from fedssl.atomic_files import saved_rounds
-from fedssl.config.load import compose
 from fedssl.runs.manifest import ClientStateParts, client_folder
 from fedssl.runs.verify import verify_run
 from fedssl.wire.messages import ClientUpdate
-from server_app.client_states import ClientStates, devices_limit_their_states
+from server_app.client_states import ClientStates
 from simulation.run import run
 from strategies.types import ServerState
 from tests.federation import Federation
@@ -128,8 +126,3 @@ def test_a_run_with_evictions(tmp_path, overrides):
     assert summary["bytes"] == lines[-1]["state_bytes"]
     assert model_digests(tmp_path / "half") == model_digests(tmp_path / "whole")
     assert state_digests(tmp_path / "half").items() <= state_digests(tmp_path / "whole").items()
-
-
-def test_devices_have_no_such_limit(tmp_path):
-    parts = SimpleNamespace(settings=compose(["client_state.max_bytes=7"]), is_deployment=True)
-    assert "client_state.max_bytes=7 is for simulations" in devices_limit_their_states(parts)

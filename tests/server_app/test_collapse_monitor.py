@@ -6,7 +6,6 @@ import logging
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from fedssl.config.load import compose
 from fedssl.datasets.base import load
@@ -14,12 +13,10 @@ from fedssl.methods.base import FailureMode, build_method
 from fedssl.methods.simclr import SimCLR
 from fedssl.model_arrays import exchanged_layers
 from fedssl.runs.representations import read_representations
-from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
 from server_app.collapse_monitor import CollapseMonitor, summarize_health, warn_of_collapse
 from simulation.run import run
 from strategies.types import GLOBAL
-from tests.federation import Federation
 
 TINY = ["dataset.limit=60", "encoder.width=4", "threads=1", "num_clients=3", "local_epochs=1"]
 
@@ -94,60 +91,6 @@ def test_a_spectrum_takes_two_test_images_for_every_dimension():
     assert watch.finish({GLOBAL: layers}).rows[0]["spectrum"]["images"] == 20
 
 
-def test_projections_are_kept_where_they_have_three_dimensions():
-    watch, layers = monitor("collapse_images=40", "method.projector.out_dim=3")
-    watch.observe(1, {name: array for name, array in layers.items() if name.startswith("encoder.")})  # no projector
-    watch.observe(2, layers)
-    kept = watch.finish({GLOBAL: layers}).representations
-    assert kept.names.tolist() == ["global model", "client 2"]
-    assert kept.z.shape == (2, 40, 3)
-    np.testing.assert_allclose(np.linalg.norm(kept.z.astype(float), axis=2), 1, atol=1e-3)
-
-
-def test_stages_that_do_not_run_are_not_needed():
-    watch, layers = monitor("collapse_images=40")
-    first = {name: array for name, array in layers.items() if name.startswith("encoder.blocks.0.")}
-    watch.observe(0, first)
-    assert len(watch.finish({GLOBAL: layers}).rows) == 1
-    with set_active_stages(watch._method, depth=1):
-        watch.observe(0, first)
-        kept = watch.finish({GLOBAL: layers}).representations
-    assert kept.h.shape == (2, 40, 4)  # as wide as the first stage
-    np.testing.assert_array_equal(kept.h[0], kept.h[1])
-
-
-def test_without_test_images_those_of_the_clients_are_taken(tmp_path, caplog):
-    gray_images(tmp_path, 6)
-    with caplog.at_level(logging.INFO, logger="fedssl"):
-        watch, layers = monitor(*local_images(tmp_path))
-    assert "the data set has no test images" in caplog.text
-    found = watch.finish({GLOBAL: layers})
-    assert found.representations.h.shape == (1, 6, 16)
-    assert found.representations.labels is None
-    assert (found.rows[0]["spectrum"]["split"], found.rows[0]["spectrum"]["images"]) == ("federated", 6)
-
-
-def test_test_images_need_no_labels(tmp_path):
-    gray_images(tmp_path / "train", 6)
-    gray_images(tmp_path / "test", 4)
-    watch, layers = monitor(*local_images(tmp_path))
-    found = watch.finish({GLOBAL: layers})
-    assert found.representations.h.shape == (1, 4, 16)
-    assert found.representations.labels is None
-    assert (found.rows[0]["spectrum"]["split"], found.rows[0]["spectrum"]["images"]) == ("test", 4)
-
-
-def gray_images(folder, number):
-    folder.mkdir(exist_ok=True)
-    for shade in range(number):
-        Image.new("L", (8, 8), 40 * shade).save(folder / f"{shade}.png")
-
-
-def local_images(folder):
-    overrides = ["dataset=image_folder", f"dataset.path={folder}", "dataset.size=8", "dataset.channels=1"]
-    return [*overrides, "dataset.mean=[0.5]", "dataset.std=[0.5]", "partition=iid"]
-
-
 def test_a_model_without_numbers_is_left_out_and_told(caplog):
     """Weights that are finite, as is checked in every update, and representations that are not."""
     watch, layers = monitor()
@@ -164,12 +107,6 @@ def test_a_model_without_numbers_is_left_out_and_told(caplog):
     assert caplog.records[0].message == (
         "client 3, client 5: representations are NaN or infinite, so the training has diverged; lower optimizer.lr"
     )
-
-
-def test_an_encoder_of_which_parts_are_missing_is_left_out():
-    watch, layers = monitor()
-    watch.observe(0, dict(list(layers.items())[1:]))
-    assert len(watch.finish({GLOBAL: layers}).rows) == 1
 
 
 def test_several_global_models_are_measured_one_by_one(caplog):
@@ -212,24 +149,11 @@ def test_failure_modes_of_the_method_are_reported_for_global_models():
     assert summarize_health(report.rows)["global"]["images"] == 20
 
 
-def test_it_can_be_turned_off(tmp_path):
-    assert Federation(tmp_path, "collapse_images=0").components.monitor is None
-    assert Federation(tmp_path, "collapse_images=2").components.monitor is not None
-
-
 def test_summary_has_the_global_model_and_the_mean_of_the_clients():
     rows = [{"client": client, "spread": value, "spectrum": {"dim": 1}} for client, value in ((None, 1.0), (0, 2.0))]
     own = {"spread": 1.0, "spectrum": {"dim": 1}}
     assert summarize_health([*rows, {"client": 1, "spread": 4.0}]) == {"global": own, "clients": {"spread": 3.0}}
     assert summarize_health(rows[:1]) == {"global": own}
-
-
-def test_summary_averages_over_several_global_models():
-    rows = [{"client": None, "model": str(n), "spread": 1.0 + n, "spectrum": {"dim": 1}} for n in range(3)]
-    assert summarize_health([*rows, {"client": 0, "spread": 4.0}]) == {
-        "global": {"spread": 2.0},
-        "clients": {"spread": 4.0},
-    }
 
 
 def test_collapse_is_told(caplog):

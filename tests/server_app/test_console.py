@@ -74,23 +74,6 @@ def test_lines_stay_as_they_are_above_the_bar(tmp_path, monkeypatch):
     assert without_times(tmp_path / "run.log") == 2 * plain.getvalue()
 
 
-def test_the_bar_has_rounds_time_loss_and_the_latest_results(tmp_path):
-    stream = io.StringIO()
-    shown(ProgressBar(Console(file=stream, force_terminal=True, width=100, color_system=None)), tmp_path)
-    bars = [line for line in re.split(r"[\r\n]", stream.getvalue()) if "left" in line]
-    # The results stay those of the last evaluation; 14.2 s times 187 are 44 minutes still.
-    assert re.search(r" 13/200 0:00:0\d 44 min left  loss 4.810  knn 61.3% \(round 12\)", bars[-1])
-
-
-def test_a_resumed_run_begins_where_it_was():
-    stream = io.StringIO()
-    bar = ProgressBar(Console(file=stream, force_terminal=True, width=100, color_system=None))
-    bar.open(200)
-    bar.set_completed(7)
-    bar.close()
-    assert " 7/200 " in stream.getvalue()
-
-
 @pytest.fixture
 def terminal(monkeypatch):
     """A terminal of 100 columns as a stream, and what closes it and tells what was written to it."""

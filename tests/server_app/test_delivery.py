@@ -9,18 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedssl.encoders import conv_small
 from fedssl.errors import InputError, RequestRefused
-from fedssl.export import load_encoder, save_encoder
+from fedssl.export import load_encoder
 from fedssl.fleet import device_cli
-from fedssl.fleet.availability import read_usage
 from fedssl.fleet.encoders import store_encoder, stored_encoders
 from fedssl.fleet.history import read_history
 from fedssl.fleet.quality import METRICS, encoder_quality
 from fedssl.fleet.signature import load_signing_key, sign
 from fedssl.wire.delivery import EncoderDelivery
 from server_app import nodes
-from tests.devices import Devices, ask, context, run_server_app, write_images
+from tests.devices import Devices, context, run_server_app, write_images
 from tests.fleet import DEPLOY
 from tests.server_app.test_edge_clients import SMALL
 
@@ -129,25 +127,6 @@ def test_an_encoder_is_converted_to_onnx(tmp_path, monkeypatch, capsys):
     torch.testing.assert_close(torch.from_numpy(h), encoder(encoder.preprocess(images)).detach())
 
 
-def test_an_encoder_of_the_owners_config_directory_is_stored(tmp_path, monkeypatch):
-    (tmp_path / "owners_module.py").write_text("from fedssl.encoders import conv_small as mine\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "conf" / "encoder").mkdir(parents=True)
-    settings = {"_target_": "owners_module.mine", "channels": 1, "size": 8, "width": 4, "norm": "batch"}
-    (tmp_path / "conf" / "encoder" / "mine.yaml").write_text(
-        "".join(f"{key}: {value}\n" for key, value in settings.items())
-    )
-    file, encoder = tmp_path / "encoder.pt", conv_small(channels=1, size=8, width=4, norm="batch")
-    save_encoder(file, encoder, settings=settings, mean=[0.4], std=[0.3], metadata={})
-    delivery = EncoderDelivery(run_id="r", round=1, model="global", content=file.read_bytes())
-    with pytest.raises(RequestRefused, match="it is damaged or of a class that this device does not have"):
-        store_encoder(delivery, tmp_path / "states", authority=None)
-    stored = store_encoder(delivery, tmp_path / "states", authority=None, folders=[tmp_path / "conf"])
-    assert stored.read_bytes() == delivery.content
-    images = write_images(tmp_path / "images", 5)
-    assert encoder_quality(stored, images, folders=[tmp_path / "conf"])["effective_rank"] > 1
-
-
 @pytest.mark.heavy
 @pytest.mark.parametrize("num_sharing", [2, pytest.param(3, marks=pytest.mark.heavy)])
 def test_the_operator_receives_the_quality_only_as_a_mean_over_devices_that_share_it(tmp_path, num_sharing):
@@ -169,51 +148,6 @@ def test_the_operator_receives_the_quality_only_as_a_mean_over_devices_that_shar
     events = [event["event"] for event in read_history(tmp_path / "states" / "a")]
     assert events == ["trained", "update sent", "encoder stored", "quality sent"]
     assert "quality sent" not in [event["event"] for event in read_history(tmp_path / "states" / "d")]
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    ("limits", "reason"),
-    [
-        ("share_quality: true\nmax_megabytes_per_day: {budget}", "max_megabytes_per_day"),
-        ("share_quality: true", "fewer than two images that can be read"),
-    ],
-)
-def test_an_encoder_is_stored_without_its_quality(tmp_path, monkeypatch, caplog, limits, reason):
-    """The budget is used up by the update, or the images are deleted after the training."""
-    (tmp_path / "limits.yaml").write_text("threads: 1")
-    (folder, _) = run(tmp_path, ["rounds=1"], {"limits": str(tmp_path / "limits.yaml")}, {})
-    sent = read_usage(folder, datetime.datetime.now().astimezone()).bytes
-    (tmp_path / "limits.yaml").write_text(limits.format(budget=sent / 1e6))
-    config = {"state_path": folder, "limits": tmp_path / "limits.yaml", "client_name": "a"}
-    images = tmp_path / "images" / "a"
-    if "budget" not in limits:
-        for file in sorted(images.iterdir())[1:]:
-            file.write_bytes(b"damaged")
-    ((_, fields),) = stored_encoders(folder)
-    file = tmp_path / "run" / "encoder.pt"
-    delivery = EncoderDelivery(run_id=fields["run_id"], round=2, model="global", content=file.read_bytes())
-    reply = ask(delivery.to_content(), context(data_path=images, **config), "train.encoder")
-    assert not reply.has_error()
-    assert len(reply.content) == 0
-    assert reason in caplog.text
-    assert [fields["round"] for _, fields in stored_encoders(folder)] == [1, 2]
-
-
-def test_the_quality_shows_a_collapsed_encoder(tmp_path):
-    """An encoder whose weights are 0 gives one point: rank 0, and all pairs have distance 0, so log exp(0) = 0."""
-    file = stored_encoders(run(tmp_path, ["rounds=1"])[0])[-1][0]
-    content = torch.load(file, weights_only=True)
-    content["weights"] = {
-        name: torch.zeros_like(tensor) if tensor.is_floating_point() else tensor
-        for name, tensor in content["weights"].items()
-    }
-    torch.save(content, tmp_path / "collapsed.pt")
-    quality = encoder_quality(tmp_path / "collapsed.pt", tmp_path / "images" / "a")
-    assert quality == {"effective_rank": 0.0, "covariance_rank": 0.0, "spread": 0.0, "uniformity": 0.0}
-    assert encoder_quality(file, tmp_path / "images" / "a")["covariance_rank"] > 1
-    with pytest.raises(InputError, match="fewer than two images"):
-        encoder_quality(file, write_images(tmp_path / "one", 1))
 
 
 @pytest.mark.parametrize("overrides", [["engine.deliver_every=null"]])

@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 
-from fedssl.arrays import GlobalLayers
 from fedssl.config.aggregation_settings import PrivacySettings
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
@@ -114,31 +113,6 @@ def test_a_run_tells_what_it_spent_and_repeats_itself(tmp_path):
     assert lines == [pytest.approx(epsilon(1, 0.8, 1e-5)), pytest.approx(epsilon(2, 0.8, 1e-5))]
     one, other = (load_encoder(tmp_path / name / "encoder.pt").state_dict() for name in ("a", "b"))
     assert all((one[name] == other[name]).all() for name in one)
-
-
-def test_next_to_no_noise_and_a_long_clip_are_federated_averaging(tmp_path, caplog):
-    """Running statistics of the head apart, which are not released."""
-    public = Federation(tmp_path / "a", *SMALL, *PRIVATE[1:]).run(2)
-    private = Federation(
-        tmp_path / "b", *SMALL, *PRIVATE, "privacy.clip_norm=100", "privacy.noise_multiplier=1e-9"
-    ).run(2)
-    assert "privacy.noise_multiplier=1e-09 gives epsilon=" in caplog.text
-    start = Federation(tmp_path / "c", *SMALL, *PRIVATE).layers
-    for name in GlobalLayers(public).layers:
-        if name.startswith("encoder.") or name.endswith(("weight", "bias")):
-            np.testing.assert_allclose(private[name], public[name], atol=2e-5, err_msg=name)
-        else:
-            assert np.array_equal(private[name], start[name]), name
-
-
-@pytest.mark.parametrize("tuning", [["tuning=norm"]])
-def test_frozen_running_statistics_need_no_release(tuning, tmp_path):
-    """The statistics of the encoder are those before the first round; the scales are trained."""
-    run([*SMALL, *PRIVATE, "encoder.norm=batch", *tuning, "evaluate_every=0", f"output_dir={tmp_path / 'run'}"])
-    private = load_encoder(tmp_path / "run" / "encoder.pt").state_dict()
-    assert private["blocks.0.1.running_mean"].eq(0).all()
-    assert private["blocks.0.1.running_var"].eq(1).all()
-    assert private["blocks.0.1.weight"].ne(1).any()
 
 
 @pytest.mark.parametrize(

@@ -147,20 +147,6 @@ def compare_with_simulation(overrides, places, tmp_path, *, simulated=(), limits
 
 
 @pytest.mark.heavy
-def test_without_images_the_server_says_what_it_does_without(places, tmp_path, capsys):
-    overrides = [*FORM, "local_epochs=1", "encoder.width=4", "rounds=1", f"output_dir={tmp_path / 'run'}"]
-    run_server_app(Devices(*devices(places, tmp_path)), overrides)
-    said = capsys.readouterr().out
-    assert "devices: 0 a, 1 b, 2 c; they train on their local images, resized to 8 x 8 pixels with 1 channels" in said
-    assert "nothing will be evaluated: the server has no images, so collapse metrics and costs are not measured" in said
-    config = OmegaConf.load(tmp_path / "run" / "config.yaml")
-    assert (config.num_clients, config.clients_per_round) == (3, 3)
-    assert (tmp_path / "run" / "encoder.pt").is_file()
-    assert not (tmp_path / "run" / "partition.csv").exists()
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
-
-
-@pytest.mark.heavy
 def test_a_labelled_set_of_the_servers_is_for_evaluation(places, tmp_path, capsys):
     overrides = [
         "dataset=digits",
@@ -189,16 +175,6 @@ def test_devices_keep_their_numbers_and_new_ones_get_new_ones(places, tmp_path):
     assert json.loads((folder / "devices.json").read_text()) == {"b": 0, "c": 1, "a": 2}
     assert [row["client"] for row in lines(folder / "clients.jsonl")] == [0, 1, 1, 2]
     assert len(list((tmp_path / "states").glob("*/*/round-*.safetensors"))) == 4
-
-
-@pytest.mark.heavy
-def test_so_many_devices_as_are_asked_for_train(places, tmp_path):
-    overrides = [*SMALL, "rounds=1", f"output_dir={tmp_path / 'run'}"]
-    with pytest.raises(InputError, match="clients_per_round=4 but 3 devices are available; lower clients_per_round"):
-        run_server_app(Devices(*devices(places, tmp_path)), [*overrides, "clients_per_round=4"])
-    shutil.rmtree(tmp_path / "run")
-    run_server_app(Devices(*devices(places, tmp_path)), [*overrides, "clients_per_round=2"])
-    assert len(lines(tmp_path / "run" / "clients.jsonl")) == 2
 
 
 def test_a_device_that_cannot_take_part_is_left_out(places, tmp_path, caplog):
@@ -319,13 +295,7 @@ def answering(*records):
     return AskedGrid(app, num_clients=len(records))
 
 
-SIMULATED = {"metrics": MetricRecord({"partition-id": 0, "num-partitions": 1})}
 DEVICE = {"node-info": ConfigRecord({"name": "a"})}
-
-
-def test_devices_and_simulated_clients_do_not_mix():
-    with pytest.raises(InputError, match="1 nodes are devices and 1 are simulated clients"):
-        discover_clients(answering(SIMULATED, DEVICE), 2, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -374,15 +344,6 @@ def test_numbers_are_given_in_the_order_of_places_and_names():
 def test_what_is_not_possible_with_devices_is_refused_before_any_round(overrides, sentence, places, tmp_path):
     with pytest.raises(InputError, match=sentence):
         build_run(Devices(*devices(places, tmp_path)), compose([*SMALL, *overrides, f"output_dir={tmp_path}"]))
-
-
-def test_a_damaged_file_of_numbers_is_named(places, tmp_path):
-    folder, made = tmp_path / "run", devices(places, tmp_path)
-    run_server_app(Devices(*made[:1]), [*SMALL, "rounds=1", f"output_dir={folder}"])
-    for text in ("[1]", "{a: 1, b: 1}", "{a: -1}", "{a: x}", "{1: 1}", "a: [\xff"):
-        (folder / "devices.json").write_text(text)
-        with pytest.raises(InputError, match=r"devices.json cannot be used \("):
-            run_server_app(Devices(*made[:1]), [f"resume={folder}", "rounds=2"])
 
 
 class Growing(Devices):

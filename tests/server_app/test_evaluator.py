@@ -13,18 +13,15 @@ from torch import nn
 
 from fedssl.config.load import compose
 from fedssl.config.settings import Component
-from fedssl.datasets.base import load
 from fedssl.errors import InputError
 from fedssl.evaluation.early_stopping import EarlyStopping, monitor_problem
-from fedssl.evaluation.features import extract
 from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.protocol import CombinedProtocol, EvaluationProtocol
-from fedssl.evaluation.scores import ACCURACY, Score, mean_over_models
+from fedssl.evaluation.scores import ACCURACY, Score
 from fedssl.evaluation.transfer import Transfer
 from fedssl.methods.base import build_method
 from fedssl.report.accuracy_table import run_table, sweep_table
 from fedssl.runs.run import read_run
-from server_app.console import ProgressTracker
 from server_app.evaluator import Evaluator
 from simulation.run import run
 from tests.fedssl.datasets.made import node_of
@@ -142,23 +139,6 @@ def test_what_the_images_cannot_give_is_left_out_with_one_line(caplog):
     assert "monitor=linear_70_per_class is not a result of evaluation, which has linear_1" in problem
 
 
-def test_every_protocol_of_several_validates(monkeypatch):
-    """Also one behind a protocol that computes, and on the second of several data sets."""
-    trains = {"_target_": f"{HERE}.Trains"}
-    made, method, _ = evaluator()
-    made._final_protocol = CombinedProtocol(protocols={"knn": KNN(), "trains": Component(trains).instantiate()})
-    with monkeypatch.context() as patch:
-        patch.setattr("fedssl.evaluation.protocol.EvaluationInput.num_classes", 11)
-        with pytest.raises(InputError, match="too many classes"):
-            made.validate(method.encoder)
-    overrides = [f"+dataset@final_evaluation.datasets.{name}=digits" for name in ("first", "second")]
-    other = ["final_evaluation.datasets.second.channels=3"]
-    transfer = compose(["final_evaluation=transfer", *overrides, *other]).evaluation.final_protocol
-    made._final_protocol = Component({**transfer.values, "protocol": trains}).instantiate()
-    with pytest.raises(InputError, match="datasets.second.channels=3"):
-        made.validate(method.encoder)
-
-
 def test_maps_need_no_memory_before_any_training(monkeypatch):
     """They are kept for a batch at a time; representations that are computed once are kept for all images."""
     monkeypatch.setattr("fedssl.evaluation.protocol.available_memory", lambda: 0)
@@ -176,59 +156,6 @@ def test_features_that_the_memory_does_not_hold_are_refused_before_any_training(
         monkeypatch.setattr("fedssl.evaluation.protocol.available_memory", lambda free=free: free)
         with pytest.raises(InputError, match="60 training images") if refused else nullcontext():
             one.validate(method.encoder)
-
-
-def test_without_labels_there_is_nothing_to_evaluate():
-    made, method, data = evaluator(final="Trains")
-    made._data = replace(data, test=None)
-    made.validate(method.encoder)
-    assert made.evaluate([("global", method)]) == {"global": {}}
-    assert made.baselines(method) == {}
-
-
-def test_only_a_method_with_labels_is_asked_for_its_classifier():
-    made, method, data = evaluator("method=supervised", protocol="Plain")
-    found = judge(made, method)
-    test = load(data, "test")
-    h = extract(method.encoder, test.images, mean=data.mean, std=data.std, device="cpu")
-    right = (h @ method.classifier.weight.T + method.classifier.bias).argmax(dim=1) == test.labels
-    assert found["classifier"].value == pytest.approx(right.double().mean().item())
-    made, method, _ = evaluator("method=simclr", protocol="Plain")
-    assert method.classify(h) is None
-    assert set(judge(made, method)) == {"plain"}
-
-
-def test_protocols_of_the_images_alone_cost_no_features(monkeypatch):
-    """An encoder is run only for those who ask for its features."""
-    made, method, _ = evaluator(protocol="Plain", final="Plain")
-
-    def refuse(*args, **settings):
-        raise AssertionError("nobody asked")
-
-    monkeypatch.setattr("fedssl.evaluation.protocol.extract", refuse)
-    made.validate(method.encoder)
-    assert judge(made, method) == {"plain": Score(0.25, std=0.05)}
-
-
-def test_models_are_averaged_with_their_units():
-    made, method, _ = evaluator(protocol="Norm")
-    one = judge(made, method)["norm"]
-    both = mean_over_models(list(made.evaluate([("a", method), ("b", method)]).values()))["norm"]
-    assert (both.value, both.unit, both.std) == (pytest.approx(one.value), "cm", 0)
-    assert mean_over_models([{"norm": one}]) == {"norm": one}
-
-
-def test_the_progress_line():
-    progress = ProgressTracker(200)
-    row = {"round": 12, "loss": 4.81, "model_cosine": 0.98123, "seconds": 14.2, "dropped": {}}
-    found = {"knn": Score(0.6134), "few": Score(0.5, std=0.05), "norm": Score(2.34567, "cm")}
-    line = (
-        "round 12/200  loss 4.810  cosine 0.9812  knn 61.3%  few 50.0 ± 5.0%  norm 2.346 cm  14.2 s/round  44 min left"
-    )
-    assert progress.after(row, found).log_line == line
-    row |= {"round": 13, "loss": None, "seconds": 0.2, "dropped": {"3": "late"}}
-    assert progress.after(row, {}).log_line == "round 13/200  cosine 0.9812  1 dropped  7.2 s/round  22 min left"
-    assert "cosine" not in progress.after({**row, "model_cosine": None}, {}).log_line  # no weights travelled
 
 
 def test_units_from_the_protocol_to_the_files(tmp_path, capsys):

@@ -1,7 +1,6 @@
 """Runs that start from the weights of a source: layers, statistics, what clients receive, and resumption."""
 
 import json
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -74,20 +73,6 @@ def test_a_run_reads_its_source_once(source, tmp_path, monkeypatch, is_folder):
     assert calls == [str(source)]
 
 
-def test_a_source_that_has_changed_is_read_again(source):
-    model = compose([f"encoder.weights={source}", "encoder.width=4"]).model
-    before = {name: value.clone() for name, value in build_method(model).encoder.state_dict().items()}
-    content = torch.load(source, weights_only=True)
-    torch.save({**content, "weights": {name: value + 1 for name, value in content["weights"].items()}}, source)
-    after = build_method(model).encoder.state_dict()
-    assert all(torch.equal(after[name], value + 1) for name, value in before.items())
-    with torch.no_grad():
-        for value in after.values():
-            value.zero_()
-    again = build_method(model).encoder.state_dict()  # training does not change the tensors in memory
-    assert all(torch.equal(again[name], value + 1) for name, value in before.items())
-
-
 def test_tasks_of_devices_have_the_statistics_and_not_the_source(source):
     settings = adopt_statistics(compose([f"encoder.weights={source}", "encoder.width=4"]))
     task = make_task(settings)
@@ -97,29 +82,6 @@ def test_tasks_of_devices_have_the_statistics_and_not_the_source(source):
     hostile = json.dumps({"choices": task.choices, "values": {**task.values, "encoder.weights": "hf:somebody/x"}})
     with pytest.raises(RequestRefused, match="no setting 'encoder.weights' that a server may set"):
         compose_task(hostile)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "mean", "std"),
-    [
-        ([], (0.4,), (0.2,)),
-        (["dataset.mean=[0.1]"], (0.1,), (0.2,)),
-        (["dataset.mean=[0.1]", "++dataset.std=[0.3]"], (0.1,), (0.3,)),
-    ],
-)
-def test_overridden_statistics_take_precedence(source, overrides, mean, std, caplog):
-    with caplog.at_level(logging.INFO, logger="fedssl"):
-        settings = adopt_statistics(compose([f"encoder.weights={source}", *overrides]))
-    assert (settings.data.mean, settings.data.std) == (mean, std)
-    (line,) = caplog.messages
-    assert ("dataset.mean=[0.4]" in line, "dataset.std=[0.2]" in line) == (mean == (0.4,), std == (0.2,))
-
-
-def test_unknown_statistics_are_those_of_the_data_set(source, tmp_path, caplog):
-    torch.save(read_content(source)["weights"], tmp_path / "plain.pt")
-    settings = compose([f"encoder.weights={tmp_path / 'plain.pt'}"])
-    assert adopt_statistics(settings).data == settings.data
-    assert "has no statistics of its images; set dataset.mean (now [0.3053])" in caplog.text
 
 
 def test_a_run_is_resumed_without_its_source(source, tmp_path):

@@ -36,12 +36,6 @@ def test_a_client_without_its_state_is_dropped_once(tmp_path, overrides, lose):
     assert federation.state.state_rounds == {0: 4, 1: 4, 2: 4}
 
 
-def test_strategies_without_client_state_record_none(tmp_path):
-    federation = Federation(tmp_path)
-    federation.run(2)
-    assert federation.state.state_rounds == {}
-
-
 def test_a_lost_state_gives_no_personalized_encoder(tmp_path, caplog):
     federation = Federation(tmp_path, *FEDU)
     federation.run(2)

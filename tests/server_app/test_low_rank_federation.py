@@ -80,16 +80,6 @@ def test_factors_are_exchanged_and_weights_that_the_server_changes_are_sent(tmp_
     assert federated.plans[0].array_records[BASE].keys() == set(method.base_names)
 
 
-@pytest.mark.parametrize(("method", "aggregation"), [("byol", "exact"), ("moco_v3", "stack")])
-def test_target_networks_share_the_weights_that_the_server_changes(tmp_path, aggregation, method):
-    federated = federation(tmp_path, aggregation, f"method={method}", "method.target_init=reset")
-    layers = federated.run(2)
-    tensors = federated.method.state_dict()
-    for name in federated.method.server_merged_names:
-        assert tensors[name].data_ptr() == tensors[f"target_{name}"].data_ptr()
-        assert f"target_{name}" not in layers
-
-
 @pytest.mark.parametrize(
     ("strategy", "aggregation"),
     [

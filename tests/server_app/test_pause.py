@@ -35,17 +35,6 @@ def test_a_paused_run_continues_with_the_same_bits(tmp_path, checkpoint_every):
     assert read_run(paused).command_overrides == read_run(tmp_path / "whole").command_overrides
 
 
-def test_a_pause_at_or_after_the_last_round_has_no_effect(tmp_path):
-    run([*QUICK, "pause_after=3", f"output_dir={tmp_path / 'run'}"])
-    assert status(tmp_path / "run") == ("finished", 3, None)
-
-
-def test_early_stopping_in_the_round_of_the_pause_ends_the_run(tmp_path):
-    stop = ["early_stopping.monitor=knn", "early_stopping.threshold=0"]
-    run([*QUICK, *stop, "pause_after=1", f"output_dir={tmp_path / 'run'}"])
-    assert status(tmp_path / "run") == ("finished", 1, "knn reached 0 in round 1")
-
-
 def test_an_invalid_round_is_one_sentence():
     with pytest.raises(InputError, match="pause_after=0 must be an integer of at least 1, or null"):
         run([*QUICK, "pause_after=0"])

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from client_app.worker import ClientWorker
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
-from fedssl.wire.messages import PersonalizedModelRequest, TrainPlan
+from fedssl.wire.messages import PersonalizedModelRequest
 from server_app.messaging import MessageExchange
 from server_app.personalization import (
     PARTICIPANTS,
@@ -21,8 +20,6 @@ from server_app.personalization import (
 from simulation.run import run
 from strategies import cluster_assignment
 from strategies.types import GLOBAL
-from tests.devices import ask as asked_of
-from tests.devices import context, write_images
 from tests.federation import Federation
 
 JUDGED = ["evaluate_personalized=true", "final_evaluation=knn", "dataset.limit=200"]
@@ -97,17 +94,6 @@ def test_a_newcomer_among_clusters_chooses_by_what_it_learns_first(tmp_path, mon
     assert equal(layers, model.layers)
 
 
-def test_who_was_never_drawn_is_a_newcomer(tmp_path):
-    federation = Federation(tmp_path, "strategy=fedavg", *THREE, "clients_per_round=1")
-    federation.run(1)
-    (trained,) = federation.state.last_participation
-    judged = evaluate_personalized(
-        MessageExchange(federation.grid), federation.components, federation.state, trained={trained}, epochs=0
-    )
-    groups = {one.client: one.group for one in judged}
-    assert groups == {client: PARTICIPANTS if client == trained else UNSEEN for client in range(3)}
-
-
 def test_in_the_run_folder(tmp_path):
     overrides = ["num_clients=3", "clients_per_round=2", "unseen_clients=1", *JUDGED, "rounds=2", "local_epochs=1"]
     overrides += ["encoder.width=4", "threads=1", "engine=local", "evaluate_every=0", "partition.alpha=0.5"]
@@ -124,18 +110,6 @@ def test_in_the_run_folder(tmp_path):
     own = [row["local_test"]["knn"] for row in found["clients"] if row["group"] == PARTICIPANTS]
     assert found["means"][f"{PARTICIPANTS}, local test"]["knn"] == pytest.approx(sum(own) / 2)
     assert isinstance(load_encoder(tmp_path / "run" / "encoder.pt"), torch.nn.Module)
-
-
-def test_a_device_shows_nothing(tmp_path):
-    federation = Federation(tmp_path / "run", "strategy=fedavg", *THREE)
-    plan = TrainPlan(
-        round=1, layers={}, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="x"
-    ).to_content()
-    device = context(**{"data-path": str(write_images(tmp_path / "own", 4)), "state-path": str(tmp_path / "states")})
-    reply = asked_of(PersonalizedModelRequest().attach_to(plan), device, kind="train.personalized")
-    assert reply.has_error()
-    assert "what a device uses itself stays on it" in reply.error.reason
-    assert federation.components.client_data is not None
 
 
 @pytest.mark.parametrize(
@@ -156,30 +130,3 @@ def test_a_device_shows_nothing(tmp_path):
 def test_what_cannot_be_is_one_sentence(tmp_path, overrides, sentence):
     with pytest.raises(InputError, match=sentence):
         Federation(tmp_path, *overrides)
-
-
-def test_an_unseen_client_selects_its_cluster_by_loss_without_training_first(tmp_path, monkeypatch):
-    federation = Federation(tmp_path, "strategy=clustered", "strategy.assign_by=loss", *NEW)
-    federation.run(1)
-    events = []
-    select_model, train = cluster_assignment.SelectByLoss.select_model, ClientWorker._train
-
-    def select(half, method, plans, state, local_data):
-        events.append("select")
-        return select_model(half, method, plans, state, local_data)
-
-    def trains(self, *args):
-        events.append("train")
-        return train(self, *args)
-
-    monkeypatch.setattr(cluster_assignment.SelectByLoss, "select_model", select)
-    monkeypatch.setattr(ClientWorker, "_train", trains)
-    name, received = encoders(federation, [3], PersonalizedModelRequest(adaptation_epochs=1))[3]
-    assert events == ["select"]
-    events.clear()
-    adapted_from, adapted = encoders(
-        federation, [3], PersonalizedModelRequest(adaptation_epochs=1, after_adaptation=True)
-    )[3]
-    assert events == ["select", "train"]
-    assert adapted_from == name
-    assert not equal(received, adapted)

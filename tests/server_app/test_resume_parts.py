@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from fedssl.errors import InputError
-from fedssl.runs.cli import main
 from fedssl.runs.snapshots import save_layers
 from fedssl.runs.verify import Verification, verify_run
 from server_app.checkpoint import latest_checkpoint
@@ -129,36 +128,6 @@ def test_without_an_intact_checkpoint_the_run_is_refused_and_unchanged(tmp_path,
     assert before == {
         file: file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.name != "run.log"
     }
-
-
-def test_the_command_prints_what_is_wrong_and_what_can_be_recovered(tmp_path, three_rounds, monkeypatch, capsys):
-    folder = shutil.copytree(three_rounds, tmp_path / "run")
-    monkeypatch.setattr("sys.argv", ["fedssl-runs", "verify", str(folder)])
-    assert main() == 0
-    assert capsys.readouterr().out == f"{folder} is complete; resume continues after round 3\n"
-    (folder / STATE).unlink()
-    (folder / "encoder.pt").write_bytes(b"damaged")
-    cut_lines(folder / "clients.jsonl", 5)
-    assert main() == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "clients.jsonl: 5 of 6 lines"
-    assert f"checkpoint of round 3: {STATE} is missing" in lines
-    assert any("encoder.pt" in line for line in lines)
-    assert lines[-1] == "resume continues after round 2"
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("name", ["config.yaml", "overrides.yaml", "choices.yaml", "summary.json"])
-def test_one_changed_bit_of_the_settings_or_the_summary_is_found(tmp_path, three_rounds, name):
-    folder = shutil.copytree(three_rounds, tmp_path / "run")
-    for at in range(30, (folder / name).stat().st_size, 97):
-        flip(folder / name, at)
-        assert any(name in problem for problem in verify_run(folder).problems), at
-        if name in ("config.yaml", "overrides.yaml"):
-            with pytest.raises(InputError, match=f"{name} cannot be used"):
-                run([f"resume={folder}", "rounds=4"])
-        flip(folder / name, at)
-    assert verify_run(folder).problems == ()
 
 
 def test_a_missing_checkpoint_and_missing_initial_weights_are_found(tmp_path, three_rounds):

@@ -12,15 +12,13 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused, RunError
 from fedssl.fleet.limits import Limits
 from fedssl.flower_internals import set_task_identity
-from fedssl.wire.messages import TrainPlan
 from server_app.build import build_run
 from server_app.messaging import MessageExchange
 from server_app.round import Round
-from server_app.secure_aggregation import TooFewParticipants, apply_delta
 from server_app.training_loop import run_round
 from simulation.run import run
 from strategies.types import ServerState
-from tests.devices import Devices, ask, context, write_images
+from tests.devices import Devices, context, write_images
 from tests.federation import Federation
 
 SMALL = ["num_clients=4", "rounds=2", "local_epochs=1", "dataset.limit=60", "threads=1", "partition=iid"]
@@ -68,14 +66,6 @@ def test_the_default_weighting_by_images(tmp_path):
         f"aggregation.max_examples={max(sizes) - 1}",
     )
     assert limited.components.context.secure_aggregation.max_weight == max(sizes) - 1
-
-
-def test_l_dawa_with_the_cosines_taken_by_the_clients(tmp_path):
-    overrides = ["strategy=l_dawa", "strategy.scale_at=client"]
-    plain = Federation(tmp_path / "a", *SMALL, *overrides).run(1)
-    within(
-        Federation(tmp_path / "b", *SMALL, *overrides, "secure_aggregation=secagg_plus").run(1), plain, 2 * 8 / 2**22
-    )
 
 
 class Watched(MessageExchange):
@@ -355,18 +345,6 @@ def test_an_update_that_is_not_finite_stays_and_one_that_is_cut_is_told(tmp_path
         federation.run(1)
 
 
-def test_a_device_that_gives_sums_only_answers_no_plain_plan(tmp_path):
-    device = context(
-        data_path=write_images(tmp_path / "p", 4),
-        state_path=tmp_path / "s",
-        client_name="a",
-        secure_aggregation_only=True,
-    )
-    plan = TrainPlan(round=1, layers={}, settings="{}", metrics=(), oldest_resumable_round=0, code_fingerprint="x")
-    reply = ask(plan.to_content(), device)
-    assert "this device takes part in secure aggregation only" in reply.error.reason
-
-
 def test_devices_that_give_sums_only_train_in_a_secure_run(tmp_path):
     contexts = [
         context(
@@ -390,13 +368,3 @@ def test_devices_that_give_sums_only_train_in_a_secure_run(tmp_path):
     components = build_run(grid, compose([*overrides, f"output_dir={tmp_path / 'run'}"]))
     _, report = run_round(MessageExchange(grid), lambda: components.context, ServerState())
     assert [row.client for row in report.clients] == [0, 1, 2]
-
-
-def test_a_sum_that_does_not_fit_is_refused():
-    layers = {"w": np.zeros((2, 2), np.float32), "n": np.array(7)}
-    found = apply_delta(layers, np.array([1.0, 2.0, 3.0, 4.0]))
-    assert found["w"].tolist() == [[1, 2], [3, 4]]
-    assert found["n"] == 7
-    for delta in (np.zeros(3), np.zeros((2, 2)), np.array([1, 2, 3, np.nan])):
-        with pytest.raises(TooFewParticipants, match="does not fit the model"):
-            apply_delta(layers, delta)

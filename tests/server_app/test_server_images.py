@@ -3,9 +3,7 @@
 import json
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
-import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
@@ -13,10 +11,8 @@ from fedssl.config.load import compose
 from fedssl.datasets import base, cache
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import evaluation_problem
-from fedssl.losses import barlow_twins
 from simulation.run import run
 from tests.federation import Federation
-from tests.fedssl.datasets.made import table
 
 SMALL = ["dataset=image_folder", "dataset.size=16", "num_clients=3", "rounds=1", "local_epochs=1", "encoder.width=4"]
 SMALL += ["threads=1", "measure_resources=false", "collapse_images=0", "final_evaluation=knn"]
@@ -80,22 +76,10 @@ def test_a_run_on_a_file_of_decoded_images_has_the_same_bits(classes, tmp_path, 
         assert all(np.array_equal(layers[name], value) for name, value in found["memory"].items())
 
 
-def test_where_decoded_images_are_kept_may_change_when_a_run_goes_on(flat, tmp_path):
-    overrides = [*SMALL, f"dataset.path={flat}", f"output_dir={tmp_path / 'run'}"]
-    run(overrides)
-    run([f"resume={tmp_path / 'run'}", "rounds=2", f"dataset.cache={tmp_path}"])
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 2
-
-
 @pytest.mark.parametrize("word", ["partition.alpha=1", "partition=skew"])
 def test_a_partition_that_is_chosen_stays(flat, tmp_path, word):
     with pytest.raises(InputError, match="divides by class but the images have no labels; give partition=iid"):
         run([*SMALL, f"dataset.path={flat}", word, f"output_dir={tmp_path}"])
-
-
-def test_images_with_labels_are_divided_as_ever(classes, tmp_path):
-    federation = Federation(tmp_path, *SMALL, f"dataset.path={classes}", "partition=dirichlet")
-    assert federation.components.settings is federation.settings
 
 
 @pytest.mark.parametrize(
@@ -161,21 +145,6 @@ def test_batches_of_which_a_method_learns_nothing_are_refused(tmp_path, method, 
         Federation(tmp_path, f"method={method}", "batch_size=2")
 
 
-def test_contrastive_losses_take_two_images(tmp_path):
-    Federation(tmp_path, "batch_size=2").run(1)
-    with pytest.raises(InputError, match="batch_size=1 must be an integer of at least 2; the default is 64"):
-        compose(["batch_size=1"])
-
-
-def test_two_images_tell_barlow_twins_nothing():
-    # Standardised over two images a feature is (1, -1) or (-1, 1), so a correlation is 1 or -1. With all four
-    # features in the same order every correlation is 1: the loss is lambda times the number of pairs, 4 * 3.
-    steep = torch.tensor([[0.0, 1, 2, 3], [100, 2, 2.5, 9]], dtype=torch.float64)
-    flat = torch.tensor([[5.0, 5, 5, 5], [6, 7, 8, 9]], dtype=torch.float64)
-    for one, other in ((steep, flat), (flat, steep), (steep, steep)):
-        assert barlow_twins(one, other, lambd=0.01).item() == pytest.approx(0.12, abs=1e-3)
-
-
 @pytest.fixture
 def owners(tmp_path):
     """Three owners, of whom one has two images only."""
@@ -216,21 +185,3 @@ def test_a_federation_of_clients_with_too_few_images_is_refused(owners, tmp_path
 
 
 # --- labels that lack images, and images that lack labels ---
-
-
-def test_a_run_with_a_rare_class_and_missing_labels_goes_on_to_its_end(tmp_path, capsys):
-    labels = [0] * 20 + [1] * 4 + [None]
-    pq.write_table(table(list(range(0, 200, 8)), labels), tmp_path / "train.parquet")
-    own = ["dataset=cifar10", f"dataset.path={tmp_path}", "dataset.size=4", "dataset.test_fraction=0.2"]
-    quick = ["num_clients=2", "rounds=1", "local_epochs=1", "threads=1", "encoder.width=4", "dataset.cache=null"]
-    quick += ["engine=local", "collapse_images=0", "final_evaluation.protocols.few_labels.draws=2"]
-    run([*own, *quick, f"output_dir={tmp_path / 'run'}"])
-    lines = "".join(capsys.readouterr()).splitlines()
-    assert "1 of 25 rows of the split 'train' has no label: used for training, not for evaluation" in lines
-    assert "linear_5_per_class is left out: class 'bee' has 3 labeled training images" in lines
-    results = json.loads((tmp_path / "run" / "summary.json").read_text())["final"]["federated"]
-    assert {"knn", "linear", "linear_2_per_class"} <= results.keys()
-    assert "linear_5_per_class" not in results
-    header, *rows = (tmp_path / "run" / "partition.csv").read_text().splitlines()
-    assert header == "client,examples,ant,bee,cow,no label"
-    assert sorted(row.split(",")[-1] for row in rows) == ["0", "1"]

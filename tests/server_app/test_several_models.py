@@ -2,22 +2,19 @@
 
 import inspect
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from client_app.state_store import read_state
 from fedssl.export import load_encoder
-from fedssl.wire.messages import ClientUpdate, TrainPlan
+from fedssl.wire.messages import TrainPlan
 from fedssl.wire.records import record_to_arrays
 from server_app.checkpoint import latest_checkpoint
-from server_app.messaging import MessageExchange, receive
+from server_app.messaging import receive
 from server_app.round import Round
-from server_app.training_loop import run_round
 from simulation.run import run
-from strategies.eua import eua
-from strategies.types import GLOBAL, ServerState
+from strategies.types import GLOBAL
 from tests.federation import Federation, model_of
 from tests.resuming import repeat_from
 from tests.server_app import algorithms
@@ -81,20 +78,6 @@ def test_two_groups_are_two_separate_federations(tmp_path, overrides):
     assert not equal(models["even"].layers, models["odd"].layers)
 
 
-def test_findings_are_recorded_by_name(tmp_path):
-    target = "strategy._target_=tests.server_app.algorithms.TwoUnifiedGroups"
-    federation = Federation(tmp_path, *PLUGGED, target, *FOUR)
-    start = copied(federation.layers)
-    federation.run(1)
-    assert set(federation.report.strategy_metrics) == {
-        f"{key}-{name}" for key in ("weights", "conflict_before", "conflict_after") for name in ("even", "odd")
-    }
-    for name, members in (("even", (0, 2)), ("odd", (1, 3))):
-        updates = [ClientUpdate.from_content(federation.updates[client], client) for client in members]
-        assert equal(federation.state.models[name].layers, eua(start, updates))
-        assert federation.report.strategy_metrics[f"weights-{name}"].keys() == {str(client) for client in members}
-
-
 # --- ring ---
 
 
@@ -148,19 +131,6 @@ def test_a_model_of_a_client_that_was_not_drawn_takes_its_neighbours_updates(tmp
     assert equal(model_of(federation.components.context, federation.state, beyond).layers, start)
 
 
-def test_models_that_do_not_exist_yet_are_made_once_a_round(tmp_path):
-    federation = Federation(tmp_path, *RING, "+strategy.clients=5")
-    made = []
-    rounds = federation.components.context
-    counted = replace(rounds, initial_arrays=lambda: made.append(1) or rounds.initial_arrays())
-    state = ServerState()
-    for _ in range(2):
-        state, _ = run_round(MessageExchange(federation.grid), lambda: counted, state)
-    assert len(state.models) == 5
-    assert made == [1]
-    assert [model.num_updates for model in state.models.values()] == [2] * 5
-
-
 # --- a client that changes its model ---
 
 
@@ -193,13 +163,6 @@ def test_a_client_that_changes_its_model_receives_the_frozen_layers_again(tmp_pa
     even = federation.state.models["even"].layers
     assert held.keys() == first
     assert all(np.array_equal(value.numpy(), even[name]) for name, value in held.items())
-
-
-def test_last_round_is_that_of_the_same_model(tmp_path):
-    federation = Federation(tmp_path, *TWO_GROUPS, "num_clients=2")
-    federation.run(2)
-    state = federation.state
-    assert (state.last_round(0, "even"), state.last_round(0, "odd"), state.last_round(2, "even")) == (2, None, None)
 
 
 # --- whole runs ---

@@ -153,11 +153,6 @@ def test_an_error_is_not_one_of_the_first():
     assert report.dropped == {0: "it failed with the battery is empty", 3: "no reply in time"}
 
 
-def test_a_round_goes_on_without_who_is_missing_at_the_deadline():
-    run = Run(3, lambda client, round: (NEVER if client == 1 else 1, "good"), round_deadline=1.0)
-    assert clients(run.round()) == [0, 2]
-
-
 def test_a_reply_that_comes_a_round_later_is_counted_and_not_used():
     run = Run(3, lambda client, round: (NEVER if (client, round) == (1, 1) else 1, "good"), round_deadline=1.0)
     assert clients(run.round()) == [0, 2]
@@ -235,13 +230,6 @@ def test_only_who_is_there_is_asked_and_who_comes_back_takes_part():
     assert client_manager.wait_for(2).nodes == {1: 3, 2: 4}
 
 
-def test_fewer_than_are_to_train_are_all_asked():
-    run = Run(4, prompt, clients_per_round=3)
-    run.federation = federation(run.grid, clients_per_round=3)
-    object.__setattr__(run.federation, "nodes", {1: 3, 3: 5})
-    assert clients(run.round()) == [1, 3]
-
-
 # --- buffered ---
 
 
@@ -254,17 +242,6 @@ def test_a_late_update_counts_the_less_the_older_it_is():
         assert found["w"] == pytest.approx(expected)
         assert found["w"].dtype == np.float32
         assert found["n"] == 7
-
-
-def test_late_running_statistics_move_towards_those_of_the_client():
-    """By hand: from 4 the client went to 1 while the model went to 2. 2 + (1 - 4) / sqrt(1 + 1) would be negative.
-
-    The statistic is 2 + (1 - 2) / sqrt(1 + age), between both.
-    """
-    name = "bn.running_var"
-    one, begun, now = ({name: np.array([value], np.float32)} for value in (1.0, 4.0, 2.0))
-    for age, expected in ((1, 2 - 1 / math.sqrt(2)), (3, 1.5), (8, 2 - 1 / 3)):
-        assert apply_stale_update(one, start=begun, current=now, staleness=age)[name] == pytest.approx(expected)
 
 
 def test_buffered_rounds_take_what_is_there_and_late_updates_later():
@@ -339,12 +316,6 @@ def test_whatever_clients_do_the_model_is_the_sum_over_the_updates_that_were_use
             run.exchange = MessageExchange(run.grid, keep_contents=buffered)
             run.state = latest_checkpoint(tmp_path)
             assert run.state.round == report.round
-
-
-def test_bytes_that_are_cut_are_no_array():
-    grid = Scripted(1, lambda client, round: (1, "cut"))
-    with pytest.raises(TooFewUpdatesError, match="array encoder.weight has"):
-        run_round(MessageExchange(grid), lambda: federation(grid), ServerState())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from fedssl.atomic_files import reject_symlinks
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from server_app.trackers.base import SafeTracker, TrackedRun, flatten_scalars, scalars_of
+from server_app.trackers.base import SafeTracker, TrackedRun
 from simulation.run import run
 
 LINE = {"round": 1, "loss": 2.5, "model_cosine": None, "seconds": 1.0, "dropped": {"3": "late"}, "units": {"knn": "x"}}
@@ -23,12 +23,6 @@ NUMBERS = {"loss": 2.5, "seconds": 1.0, "dropped": 1, "knn": 0.5, "of _a_": 0.25
 NUMBERS |= {"health/global/spread": 0.75}
 SUMMARY = {"status": "finished", "rounds": 3, "final": {"federated": {"knn": 0.9}, "pixels": {"knn": 0.4}}}
 FINAL = {"final/federated/knn": 0.9, "final/pixels/knn": 0.4}
-
-
-def test_names():
-    assert scalars_of(LINE) == NUMBERS
-    assert flatten_scalars(SUMMARY["final"], "final/") == FINAL
-    assert flatten_scalars({"a": {"b": True, "c": [1.0], "d": "1"}}) == {}
 
 
 def track(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> str:

@@ -100,19 +100,6 @@ def test_the_numbers_are_those_of_one_thing_after_the_other(tmp_path, cores, thr
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
-def test_a_round_is_evaluated_with_the_stages_that_ran_in_it(tmp_path, monkeypatch, cores):
-    evaluate, depths = Evaluator.evaluate, []
-
-    def noted(self, models, *, final=False):
-        (model,) = models
-        depths.append(model[1].encoder.active_stages.depth)
-        return evaluate(self, [model], final=final)
-
-    monkeypatch.setattr(Evaluator, "evaluate", noted)
-    run([*TINY, *STAGES, f"output_dir={tmp_path / 'run'}"])
-    assert depths == [1, 1, 2, 2]  # two rounds of the first phase, one of the second, and the final evaluation
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -136,16 +123,6 @@ def test_cores_must_be_free(tmp_path, monkeypatch, there, threads_each, overlaps
     overrides = [*TINY, *UNTRAINED, f"threads={threads_each}", f"output_dir={tmp_path / 'run'}"]
     run_local(compose(overrides))
     assert found == [overlaps]
-
-
-def test_nothing_overlaps_where_nobody_knows_what_clients_occupy(tmp_path, monkeypatch, cores):
-    found = []
-    monkeypatch.setattr(
-        app, "can_evaluate_in_background", lambda components, client_cores: found.append(client_cores) or False
-    )
-    monkeypatch.setattr("simulation.grid.select_device", lambda name: type("Device", (), {"type": "cuda"}))
-    run([*TINY, *UNTRAINED, f"output_dir={tmp_path / 'run'}"])
-    assert found == [None]
 
 
 class Held:

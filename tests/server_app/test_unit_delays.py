@@ -83,11 +83,6 @@ def test_a_resumed_run_has_the_same_bits_and_the_same_messages_in_flight(folder:
     assert participations(copy) == participations(folder)
 
 
-def test_without_a_spread_nobody_is_late(tmp_path: Path) -> None:
-    run([*OVERRIDES, "aggregation.delay_sigma=0", "clients_per_round=2", "rounds=2", f"output_dir={tmp_path / 'run'}"])
-    assert [staleness for _, _, staleness in participations(tmp_path / "run")] == [0] * 4
-
-
 @pytest.mark.heavy
 def test_ray_gives_the_same_bits(folder: Path, tmp_path: Path) -> None:
     run([*OVERRIDES, "engine=ray", f"output_dir={tmp_path / 'run'}"])

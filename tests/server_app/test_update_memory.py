@@ -63,12 +63,6 @@ def test_strategies_declare_what_they_store():
     assert copies(clustered, rounds=1) == 0  # the round of the clusters is not reached
 
 
-@pytest.mark.parametrize("strategy", [EUA(), Median(), Krum()])
-def test_working_memory_grows_with_the_number(strategy):
-    memory = strategy.server.aggregator(1).working_memory
-    assert 0 < memory(MODEL, 10) < memory(MODEL, 10**6)
-
-
 def context(strategy, **aggregation):
     settings = SimpleNamespace(**{"over_selection": 0, "max_norm_ratio": None, **aggregation})
     return SimpleNamespace(

@@ -43,11 +43,6 @@ def test_statistics_count_by_themselves_and_one_reason_is_enough():
     assert found[2].startswith("its weights moved 70 times")
 
 
-def test_what_is_infinite_is_never_plausible_and_nobody_is_no_one():
-    assert list(norm_outliers({0: (1.0, 1.0), 1: (float("inf"), 1.0), 2: (1.0, 1.0)}, factor=1e9)) == [1]
-    assert norm_outliers({}, factor=2) == {}
-
-
 def test_how_far_factors_moved():
     """A = (3, 4), B = (0, 0): norm 5. A moves by (6, 8) and B by (0, 10): sqrt(36 + 64 + 100) / 5."""
     pair = LowRankLayer("w", "a", "b", 1.0)

@@ -5,15 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from fedssl.availability import LogNormalSpeed
-from fedssl.config.load import compose, load_settings
+from fedssl.config.load import load_settings
 from fedssl.errors import InputError
 from fedssl.runs.jsonl import read_jsonl
-from fedssl.safe_io import checksum_line
 from server_app.checkpoint import latest_checkpoint
-from server_app.virtual_time import make_virtual_time
 from simulation.grid import LocalGrid
 from simulation.run import run
 from tests.resuming import repeat_from
@@ -152,18 +149,6 @@ def test_traces_decide_who_trains_and_how_long(tmp_path: Path) -> None:
     assert trained == [(1, 0), (2, 0), (3, 2), (3, 3)]
 
 
-def test_strategies_with_a_model_per_client_work(tmp_path: Path) -> None:
-    run([*overrides("deadline"), "strategy=gossip", "rounds=2", "engine=local", f"output_dir={tmp_path / 'run'}"])
-    assert lines(tmp_path / "run", "metrics")[-1]["virtual_time"] > 0
-
-
-def test_stages_have_their_own_flops(tmp_path: Path) -> None:
-    speeds = ["client_speed.sigma_clients=0", "client_speed.sigma_rounds=0", "schedule=progressive", "rounds=4"]
-    run([*BASE, *speeds, "engine=local", f"output_dir={tmp_path / 'run'}"])
-    flops = [line["cost"]["flops_per_image"] for line in lines(tmp_path / "run", "metrics")]
-    assert flops[0] < flops[-1]
-
-
 REJECTED = {
     "no virtual time": (["client_speed=none", *DIURNAL], "availability=diurnal needs virtual time; set client_speed="),
     "no FLOPs": (["measure_resources=false"], "from the FLOPs of its training; set measure_resources=true, or client_"),
@@ -199,29 +184,3 @@ def test_a_resumed_run_keeps_its_virtual_time(folder: Path, mode: str) -> None:
     if mode == "deadline":  # it decides who takes part
         with pytest.raises(InputError, match="was run with aggregation.round_deadline=0.4"):
             load_settings([f"resume={folder}", "rounds=7", "aggregation.round_deadline=0.5"])
-
-
-@pytest.mark.parametrize("chosen", ["client_speed=lognormal", "availability=diurnal"])
-def test_devices_have_their_own_speed(chosen: str) -> None:
-    settings = compose([chosen])
-    with pytest.raises(InputError, match=f"{chosen} is for simulations: .*; set client_speed=none availability=always"):
-        make_virtual_time(settings, is_deployment=True)
-    assert make_virtual_time(compose(["aggregation.buffered=true"]), is_deployment=True) is None
-
-
-@pytest.mark.parametrize("buffered", [False, pytest.param(True, marks=pytest.mark.heavy)])
-def test_a_run_of_an_earlier_version_resumes(buffered: bool, tmp_path: Path) -> None:
-    """Its settings lack both groups, and its messages in flight their clients, seconds and losses."""
-    plain = [one for one in BASE if not one.startswith("client_speed")]
-    plain += ["aggregation.buffered=true", "aggregation.min_updates=2"] if buffered else []
-    folder = tmp_path / "run"
-    run([*plain, "rounds=3", "engine=local", f"output_dir={folder}"])
-    for name in ("config", "choices"):
-        saved = OmegaConf.to_container(OmegaConf.load(folder / f"{name}.yaml"))
-        text = OmegaConf.to_yaml({key: saved[key] for key in saved if key not in ("availability", "client_speed")})
-        (folder / f"{name}.yaml").write_text(f"{checksum_line(text)}\n{text}")
-    run([f"resume={folder}", "rounds=6"])
-    assert len(lines(folder, "metrics")) == 6
-    assert not any("virtual_time" in line for line in lines(folder, "metrics"))
-    run([*plain, "engine=local", f"output_dir={tmp_path / 'whole'}"])
-    assert layers(folder) == layers(tmp_path / "whole")

@@ -119,10 +119,6 @@ def test_clients_that_arrive_after_the_deadline_do_not_run():
     np.testing.assert_allclose(run.weight, LAYERS["encoder.weight"] + np.mean([1, 4]))
 
 
-def test_a_round_ends_before_its_deadline_if_all_have_arrived():
-    assert Run([1.0, 4.0], round_deadline=9.0).round().virtual_time == 4.0
-
-
 def test_over_selection_runs_the_first_clients_only():
     run = Run([3.0, 1.0, 4.0, 2.0], clients_per_round=2, over_selection=2)
     report = run.round()
@@ -140,11 +136,6 @@ def test_a_failed_client_is_not_one_of_the_first():
     assert report.virtual_time == 3.0
 
 
-def test_equal_times_arrive_in_order_of_the_clients():
-    run = Run([1.0] * 4, clients_per_round=2, over_selection=2)
-    assert clients(run.round()) == [0, 1]
-
-
 # --- lost clients ---
 
 
@@ -157,11 +148,6 @@ def test_a_client_that_goes_offline_is_lost_then():
     assert run.state.last_participation.keys() == {0}
     report = run.round()  # client 1 is offline now
     assert (clients(report), report.dropped, report.virtual_seconds) == ([0], {}, 1.0)
-
-
-def test_a_client_that_arrives_when_it_goes_offline_is_in_time():
-    run = Run([1.0, 3.0], availability=Online({1: OnlineTimes(((0.0, 3.0),))}))
-    assert clients(run.round()) == [0, 1]
 
 
 def test_a_client_that_drops_out_takes_its_time_and_is_lost():
@@ -177,12 +163,6 @@ def test_an_attempt_has_draws_of_its_own_and_its_time_counts():
     report = run.round()
     assert clients(report) == [0, 1]
     assert (report.virtual_seconds, report.virtual_time) == (8.0, 8.0)
-
-
-def test_a_lost_client_after_the_deadline_is_late():
-    run = Run([1.0, 4.0], availability=Online(dropout={(1, 1, 0)}), round_deadline=2.0)
-    report = run.round()
-    assert (report.dropped, report.virtual_time) == ({1: NO_REPLY}, 2.0)
 
 
 # --- who is online ---
@@ -215,21 +195,6 @@ def test_too_few_clients_for_ever_end_the_run():
         RunError, match=r"after virtual time 0 s, 2 of 2 clients are never online together, .*lower it, or"
     ):
         run.round()
-
-
-def test_clients_without_a_time_are_never_sampled():
-    run = Run([1.0, 1.0], availability=Online({0: None}))
-    assert clients(run.round()) == [1]
-
-
-def test_fewer_clients_than_wanted_are_logged_once(caplog):
-    run = Run([1.0] * 4, availability=Online({0: None, 1: None}), clients_per_round=3)
-    with caplog.at_level("WARNING", logger="fedssl"):
-        run.round()
-        run.round()
-    assert [record.message for record in caplog.records] == [
-        "a round samples 3 clients, of which 2 are online: it samples these (logged once)"
-    ]
 
 
 # --- buffered ---
@@ -295,22 +260,6 @@ def test_a_snapshot_restores_clock_and_messages():
         assert reports[0] == reports[1]
         assert np.array_equal(runs[0].weight, runs[1].weight)
     assert runs[0].exchange.virtual_time > 7
-
-
-def test_snapshots_without_losses_are_those_of_earlier_versions():
-    run = Run([1.0, 2.0], buffered=True, min_updates=1)
-    run.round()
-    saved = run.exchange.snapshot()
-    for entry in saved["messages"].values():
-        del entry["lost"], entry["seconds"], entry["client"]
-    _check_in_flight(saved)
-    run.exchange.restore(saved)
-    run.exchange.restore({})
-    assert run.exchange.nodes_in_flight() == {3}
-    for key, value in (("lost", 1), ("seconds", "1"), ("due", None), ("client", -1)):
-        damaged = {**saved, "messages": {"3": {**saved["messages"]["3"], key: value}}}
-        with pytest.raises(ValueError, match="messages in flight are invalid"):
-            _check_in_flight(damaged)
 
 
 # --- a slow transcription ---

@@ -11,7 +11,6 @@ from flwr.clientapp import ClientApp
 from client_app.app import app as client_app
 from fedssl.arrays import GlobalLayers, is_weight
 from fedssl.config.load import compose
-from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import encode_arrays
 from fedssl.wire.wire_format import WIRE_DTYPES, pack, unpack
@@ -190,11 +189,6 @@ def test_an_update_that_came_by_other_means_is_dropped_with_its_reason(damage, r
     assert list(federation.report.dropped) == [1]
     assert reason in federation.report.dropped[1]
     assert "\n" not in federation.report.dropped[1]
-
-
-def test_another_word_is_refused_before_work_starts():
-    with pytest.raises(InputError, match="wire_dtype=zip must be fp32 or fp16 or bf16 or int8; the default is fp32"):
-        compose(["wire_dtype=zip"])
 
 
 @pytest.mark.parametrize("wire_dtype", SHORT)
