@@ -1,33 +1,16 @@
 """Runs on the engine of their settings, and what is refused before they start."""
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 
 from fedssl.config import load
 from fedssl.errors import InputError
-from fedssl.machine import devices
 from simulation import grid, ray_grid, resources
 from simulation.run import run
 from tests.devices import write_images
 
 QUICK = ["num_clients=3", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
 QUICK += ["evaluate_every=0", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
-
-
-def test_only_a_run_without_phases_can_change_its_length(tmp_path, capsys):
-    """The phase of a round depends on the number of rounds."""
-    for name, schedule in (("staged", "layer_wise"), ("whole", "end_to_end")):
-        run([*QUICK, "rounds=4", f"schedule={schedule}", f"output_dir={tmp_path / name}"])
-    with pytest.raises(InputError, match=r"was run with rounds=4 \(now 5\); keep the number") as caught:
-        run([f"resume={tmp_path / 'staged'}", "rounds=5"])
-    assert "\n" not in str(caught.value)
-    run([f"resume={tmp_path / 'whole'}", "rounds=5"])
-    assert "the run is complete" not in capsys.readouterr().out
-    run([f"resume={tmp_path / 'whole'}"])
-    assert (
-        "the run is complete; only its final evaluation is repeated (more rounds: rounds=6)" in capsys.readouterr().out
-    )
 
 
 def test_settings_are_composed_once_and_saved_once(tmp_path, monkeypatch):
@@ -86,20 +69,3 @@ def test_what_needs_cuda_is_rejected_before_a_measurement_or_a_start(tmp_path, n
     with pytest.raises(InputError, match=f"{setting} needs device=cuda but the device is cpu"):
         run(overrides)
     assert not (tmp_path / "run").exists()
-
-
-def test_clients_without_gpus_have_no_cuda(tmp_path, monkeypatch, nothing_starts):
-    """The host has a GPU."""
-    monkeypatch.setattr(grid, "validate", lambda settings: None)  # it would use the GPU
-    monkeypatch.setattr(devices, "select_device", lambda name: torch.device("cuda" if name == "auto" else name))
-    overrides = [*QUICK, "cuda_graphs=true", "optimizer.fused=true", f"output_dir={tmp_path / 'run'}"]
-    with pytest.raises(InputError, match="cuda_graphs=true needs device=cuda but the device is cpu"):
-        run([*overrides, "engine=ray", "engine.client_gpus=0"])
-
-
-def test_hosts_of_a_cluster_may_have_cuda(tmp_path, monkeypatch):
-    started = []
-    monkeypatch.setattr(ray_grid, "run_ray", lambda settings, concurrency: started.append(settings.engine.address))
-    overrides = [*QUICK, "cuda_graphs=true", "optimizer.fused=true", "engine=ray", "engine.address=auto"]
-    run([*overrides, f"output_dir={tmp_path / 'run'}"])
-    assert started == ["auto"]
