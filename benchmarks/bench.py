@@ -2,9 +2,9 @@
 
     uv run python benchmarks/bench.py --suite cpu --data '/my/cifar10/*.parquet' --minutes 240
 
-Runs the rows without an entry in docs/results.json, cheap rows first and seed 0 before the others, one run per core.
-Adds the results to that file and regenerates docs/results.md. `--dry-run` measures two rounds of one row and estimates
-the time of the suite. `--write-partitions` draws the recorded partitions again.
+Runs the rows without an entry in fedssl_bench/results.json, cheap rows first and seed 0 before the others, one run per
+core. Adds the results to that file and prints the tables of all entries. `--dry-run` measures two rounds of one row and
+estimates the time of the suite. `--write-partitions` draws the recorded partitions again.
 """
 
 import sys
@@ -15,16 +15,13 @@ from pathlib import Path
 
 from benchmarks.common import make_parser
 from benchmarks.fedssl_bench import partitions
-from benchmarks.fedssl_bench.results import collect, merge, page, read
+from benchmarks.fedssl_bench.results import RESULTS, collect, merge, read, results_page
 from benchmarks.fedssl_bench.running import Job, Runner
 from benchmarks.fedssl_bench.suites import SUITES, Suite
 from fedssl.config.load import compose
 from fedssl.datasets.base import load_federated
 from fedssl.machine.process import available_cores
 from fedssl.partition import make_partition, write_partition
-
-DOCS = Path(__file__).parents[1] / "docs"
-HEAD = Path(__file__).parent / "fedssl_bench" / "results_head.md"
 
 
 def make_jobs(suite: Suite, data: str, folder: Path, *, done: Collection[tuple[str, str, str, int]] = ()) -> list[Job]:
@@ -80,7 +77,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=240, help="time limit, after which runs are stopped")
     parser.add_argument("--jobs", type=int, help="number of concurrent runs")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="of the run folders")
-    parser.add_argument("--again", action="store_true", help="repeat runs that have an entry in docs/results.json")
+    parser.add_argument("--again", action="store_true", help="repeat runs that have an entry in results.json")
     parser.add_argument("--dry-run", action="store_true", help="estimate the time of the suite")
     parser.add_argument("--write-partitions", action="store_true", help="draw the partitions again")
     arguments = parser.parse_args()
@@ -90,7 +87,7 @@ def main() -> None:
     suite, folder = SUITES[arguments.suite], (arguments.folder / arguments.suite).absolute()
     parallel = arguments.jobs or suite.jobs or available_cores()
     partitions.write_csv([suite.partition(seed) for seed in suite.seeds], folder / "partitions")
-    known = [] if arguments.again else read(DOCS / "results.json")
+    known = [] if arguments.again else read(RESULTS)
     todo = make_jobs(suite, arguments.data, folder, done={entry.key for entry in known})
     if arguments.dry_run:
         cost = sum(job.cost for job in todo)
@@ -100,9 +97,9 @@ def main() -> None:
     try:
         unfinished = Runner(jobs=parallel, seconds=60 * arguments.minutes).run(todo)
     finally:
-        entries = merge(DOCS / "results.json", collect(suite, folder))
-        (DOCS / "results.md").write_text(HEAD.read_text() + "\n".join(page(each, entries) for each in SUITES.values()))
-    print(f"{unfinished} of {len(todo)} runs are not finished; results are in {DOCS / 'results.md'}")
+        merge(RESULTS, collect(suite, folder))
+        print(results_page())
+    print(f"{unfinished} of {len(todo)} runs are not finished")
     sys.exit(1 if unfinished else 0)
 
 

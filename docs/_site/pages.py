@@ -1,67 +1,52 @@
 """Pages that mkdocs generates besides those in docs/: the README, every choice of every config group, every module."""
 
-import itertools
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-ROOT = Path(__file__).resolve().parents[2]
-CONF = ROOT / "conf"
+sys.path.insert(0, str(Path(__file__).parent))  # mkdocs loads a hook by its path
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from conf_files import CONF, GROUPS, ROOT, as_code, cell, head, head_lines, settings, target
+from settings_page import settings_page
+from strategy_table import strategy_table
+
+from benchmarks.fedssl_bench.results import results_page
+
 PACKAGES = ("fedssl", "strategies", "client_app", "server_app", "simulation")
-GROUPS = {  # titles of the groups, in the order of the site
-    "strategy": "Strategies",
-    "method": "Methods",
-    "regularizer": "Regularizers",
-    "partition": "Partitions",
-    "evaluation": "Evaluation protocols",
-    "tuning": "Tuning",
-    "schedule": "Schedules",
-    "encoder": "Encoders",
-    "augmentation": "Augmentations",
-    "dataset": "Datasets",
-    "optimizer": "Optimizers",
-    "lr_schedule": "Learning-rate schedules",
-    "server_optimizer": "Server optimizers",
-    "calibration": "Calibration",
-    "privacy": "Differential privacy",
-    "secure_aggregation": "Secure aggregation",
-    "availability": "Availability of clients",
-    "client_speed": "Speed of clients",
-    "engine": "Engines",
-    "tracker": "Trackers",
-    "experiment": "Experiments",
-}
 GUIDE = {  # sections of the site, and their pages by task
-    "Guide": ("install", "train", "data", "pretrained", "sweep", "evaluate", "choosing", "settings", "extend", "faq"),
-    "Devices and clusters": ("devices", "deployment", "cluster", "scale", "security"),
-    "Algorithms": ("strategies", "objectives", "papers", "paper_index"),
-    "Measurements": ("learning", "results", "l_dawa", "benchmarks"),
-    "Development": ("architecture",),
+    "Guide": ("install", "train", "data", "pretrained", "sweep", "evaluate", "choosing", "settings"),
+    "Devices and clusters": ("devices", "deployment", "cluster", "security"),
+    "Algorithms": ("strategies", "methods", "papers"),
+    "Measurements": ("learning", "results", "benchmarks"),
+    "Development": ("extend", "architecture"),
 }
-_SETTING = re.compile(r"^( *)([a-z]\w*):(?: +(.*?))?(?: +# (.*))?$")
-_FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$", flags=re.DOTALL)
 _TABLE_ROW = re.compile(r"^\|.*$", flags=re.MULTILINE)
 _CODE = re.compile(r"`[^`]+`")
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
-
-
-class Setting(NamedTuple):
-    """Setting of a choice, with its default and its comment."""
-
-    key: str
-    default: str
-    comment: str
+_PAGES = {  # files of the repository that the site shows as pages
+    "conf": "settings.md",
+    "README.md": "index.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/fedssl_bench/results.json": "results.md",
+}
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
-    pages = {"index.md": readme(), **dict(setting_pages()), **dict(module_pages())}
+    pages = {
+        "index.md": (ROOT / "README.md").read_text(),
+        "benchmarks.md": (ROOT / "benchmarks" / "README.md").read_text(),
+        "results.md": results_page(),
+        "settings.md": settings_page(),
+        **dict(setting_pages()),
+        **dict(module_pages()),
+    }
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
@@ -72,7 +57,24 @@ def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
     if "/" in page.file.src_uri:  # generated
         return markdown
     markdown = _TABLE_ROW.sub(lambda row: _CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0]), markdown)
-    return _LINK.sub(lambda match: match[0] if _is_on_site(match[2]) else match[1], markdown)
+    folder = {"index.md": ROOT, "benchmarks.md": ROOT / "benchmarks"}.get(page.file.src_uri, ROOT / "docs")
+
+    def on_site(link: re.Match[str]) -> str:
+        address = site_address(link[2], folder)
+        return f"[{link[1]}]({address})" if address else link[1]
+
+    return _LINK.sub(on_site, markdown)
+
+
+def site_address(link: str, folder: Path) -> str:
+    """Return the address on the site of what a file in ``folder`` links to; empty if the site does not have it."""
+    if link.startswith(("http", "#")):
+        return link
+    path, hash_sign, anchor = link.partition("#")
+    inside = (folder / path).resolve().relative_to(ROOT).as_posix()
+    in_docs = inside.startswith("docs/") and (ROOT / inside).is_file()
+    page = _PAGES.get(inside, inside.removeprefix("docs/") if in_docs else "")
+    return f"{page}{hash_sign}{anchor}" if page else ""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -86,12 +88,6 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     return config
 
 
-def readme() -> str:
-    """Return the README with links to the pages of the site."""
-    text = (ROOT / "README.md").read_text()
-    return _LINK.sub(lambda match: f"[{match[1]}]({match[2].removeprefix('docs/')})", text)
-
-
 def setting_pages() -> Iterator[tuple[str, str]]:
     """Yield a page for every config group, which lists its choices, and a page for every choice."""
     for group, title in GROUPS.items():
@@ -102,13 +98,14 @@ def setting_pages() -> Iterator[tuple[str, str]]:
             text = file.read_text()
             yield f"settings/{group}/{name}.md", choice(group, name, text)
             first = re.split(r"(?<=\.)\s+(?=[A-Z])", head(text), maxsplit=1)[0]
-            rows.append(f"| [`{name}`]({group}/{name}.md) | {_cell(first)} |")
+            rows.append(f"| [`{name}`]({group}/{name}.md) | {cell(first)} |")
         table = "\n".join(["| choice | |", "|---|---|", *rows])
-        yield f"settings/{group}.md", f"# {title}\n\nSelect one with `fedssl {group}=CHOICE`.\n\n{table}\n"
+        more = strategy_table() if group == "strategy" else ""
+        yield f"settings/{group}.md", f"# {title}\n\nSelect one with `fedssl {group}=CHOICE`.\n\n{table}\n{more}"
 
 
 def choice(group: str, name: str, text: str) -> str:
-    """Return the page of a choice: head of its file, equations, settings, and docstring of its target."""
+    """Return the page of a choice: head of its file, settings, and its target's docstring, which has the equations."""
     up = "../" * (2 + name.count("/"))  # from this page to those of docs/
     lines = [
         f"# `{group}={name}`",
@@ -120,83 +117,22 @@ def choice(group: str, name: str, text: str) -> str:
         "```",
         "",
     ]
-    file = equations(group, name)
-    if file is not None:
-        lines += ["## Equations", "", with_mathml(file.read_text())]
     rows = list(settings(text))
     if rows:
         lines += ["## Settings", "", "| setting | default | |", "|---|---|---|"]
-        lines += [f"| `{row.key}` | {as_code(row.default)} | {_linked(_cell(row.comment), up)} |" for row in rows]
+        lines += [f"| `{row.key}` | {as_code(row.default)} | {_linked(cell(row.comment), up)} |" for row in rows]
         lines.append("")
-    target = re.search(r"^_target_: ([\w.]+)$", text, flags=re.MULTILINE)
-    if target and target[1].split(".")[0] in PACKAGES:
-        module = target[1].rpartition(".")[0]
+    path = target(group, text)
+    module = path.rpartition(".")[0]
+    if module.split(".")[0] in PACKAGES:
         if (ROOT / f"{module.replace('.', '/')}.py").exists():
             lines += [
                 f"::: {module}",
                 "    options: {members: false, show_root_heading: false, skip_local_inventory: true}",
                 "",
             ]
-        lines += [f"::: {target[1]}", "    options: {skip_local_inventory: true}", ""]
+        lines += [f"::: {path}", "    options: {skip_local_inventory: true}", ""]
     return "\n".join(lines)
-
-
-def equations(group: str, name: str) -> Path | None:
-    """Return the equations of a choice, or those of the longest name that its last component starts with."""
-    folder, last = Path(__file__).parent / "equations" / group, name.rpartition("/")[2]
-    names = [name, *("_".join(last.split("_")[:count]) for count in range(last.count("_") + 1, 0, -1))]
-    return next((file for candidate in names if (file := folder / f"{candidate}.md").is_file()), None)
-
-
-def with_mathml(text: str) -> str:
-    """Replace LaTeX between dollars by MathML, which browsers render without a script."""
-
-    def to_mathml(match: re.Match[str]) -> str:
-        block = match[1] is not None
-        formula = convert(match[1] or match[2], display="block" if block else "inline").replace("|", "&#124;")
-        # Markdown parses a line that starts with <math as a block.
-        return f"\n<div>{formula}</div>\n" if block else f"<span>{formula}</span>"
-
-    pieces = re.split(r"(```.*?```|`[^`]*`)", text, flags=re.DOTALL)  # code contains dollars, too
-    return "".join(piece if piece.startswith("`") else _FORMULA.sub(to_mathml, piece) for piece in pieces)
-
-
-def head_lines(text: str) -> list[str]:
-    """Return the comment at the start of a file, with commands as code."""
-    comments = [line.removeprefix("#").strip() for line in text.split("\n", 200) if line.startswith("#")]
-    count = next((index for index, line in enumerate(text.splitlines()) if not line.startswith("#")), len(comments))
-    lines = [line for line in comments[:count] if not line.startswith("@package")]
-    return [f"\n```\n{line}\n```\n" if line.startswith("fedssl") else _plain(line) for line in lines]
-
-
-def head(text: str) -> str:
-    """Return the comment at the start of a file, on one line."""
-    return " ".join(line for line in head_lines(text) if not line.startswith("\n```"))
-
-
-def settings(text: str) -> Iterator[Setting]:
-    """Yield the settings of a file with dotted keys, and with the comments above and behind them."""
-    above: list[tuple[int, str]] = []
-    comments: list[str] = []
-    for line in itertools.dropwhile(lambda line: line.startswith("#"), text.splitlines()):
-        if line.lstrip().startswith("#"):
-            comments.append(line.lstrip("# "))
-            continue
-        comment, comments = " ".join(comments), []
-        match = _SETTING.match(line)
-        if match is None or match[2] == "defaults":
-            continue
-        indent = len(match[1])
-        above = [(before, key) for before, key in above if before < indent]
-        key = ".".join([*(key for _, key in above), match[2]])
-        above.append((indent, match[2]))
-        if match[3] or match[4]:
-            yield Setting(key, match[3] or "", " ".join(filter(None, (comment, match[4]))))
-
-
-def as_code(text: str) -> str:
-    """Return the text as code of a table's cell; empty text stays empty."""
-    return f"`{text.replace('|', '/')}`" if text else ""
 
 
 def module_pages() -> Iterator[tuple[str, str]]:
@@ -214,20 +150,6 @@ def module_pages() -> Iterator[tuple[str, str]]:
         yield f"modules/{package}.md", "\n".join([f"{unsearched}# `{package}`", "", *rows, ""])
 
 
-def _is_on_site(link: str) -> bool:
-    inside = not link.startswith("..") and (ROOT / "docs" / link.partition("#")[0]).is_file()
-    return inside or link.startswith(("http", "#"))
-
-
-def _plain(text: str) -> str:
-    """Escape Markdown."""
-    return re.sub(r"([*_|\[\]`])", r"\\\1", text.replace("<", "&lt;").replace(">", "&gt;"))
-
-
 def _linked(text: str, up: str) -> str:
     """Link the pages of docs/ that escaped text names."""
     return re.sub(r"\bdocs/((?:\w|\\_)+\.md)\b", lambda page: f"[{page[1]}]({up}{page[1].replace(chr(92), '')})", text)
-
-
-def _cell(text: str) -> str:
-    return text if "\\" in text else _plain(text)

@@ -1,24 +1,16 @@
-"""Write ``docs/settings.md``, the reference of all settings.
-
-Run it with ``uv run --group docs python docs/_site/settings_page.py``.
+"""The reference of all settings.
 
 Values are those of `fedssl.config.constraints`; defaults and descriptions are those of ``conf/``.
 """
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from pages import CONF, GROUPS, ROOT, Setting, as_code, settings  # mkdocs loads it as a hook, not as a package
+from conf_files import CONF, GROUPS, Setting, as_code, settings
 
 from fedssl.config.constraints import find_constraint
 
-PAGE = ROOT / "docs" / "settings.md"
 _WITHOUT_SETTINGS = ("experiment", "augmentation")  # an augmentation has recipes, see fedssl/augmentation/recipe.py
 _NOT_OF_THE_GROUP = ("aggregation.", "protocols")  # prefixes of settings that are not those of the group
 _HEAD = """# Settings
@@ -34,7 +26,7 @@ This page is generated from `conf/` and `fedssl/config/constraints.py`.
 """
 
 
-def page() -> str:
+def settings_page() -> str:
     """Return the text of the page."""
     config = (CONF / "config.yaml").read_text()
     rows = [row for row in settings(config[config.index("\nseed:") :]) if not row.key.startswith("hydra.")]
@@ -96,12 +88,3 @@ def _by_choice(cells: list[tuple[str, str]], *, separator: str = ", ") -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
-
-
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(page())
-
-
-if __name__ == "__main__":
-    main()
