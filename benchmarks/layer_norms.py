@@ -5,7 +5,7 @@
 There are three kinds of layers. Layers before batch normalization (convolutions, and linear layers inside a head) can
 be scaled without changing the network's output; with a smaller norm, the same optimizer step changes their direction
 more. For scales of batch normalization and the last layer of a head, a smaller norm means a smaller output. Shifts
-(biases) start at or near 0 and are learned slowly. docs/l_dawa.md discusses the results.
+(biases) start at or near 0 and are learned slowly. docs/strategies.md discusses the results.
 """
 
 from collections import defaultdict

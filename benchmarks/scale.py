@@ -3,7 +3,7 @@
     uv run python benchmarks/scale.py [--clients 10000 100000 1000000] [--participants 10 100 1000]
 
 Runs without training (``local_epochs=0``) of the local engine, each in its own process. The constants of the model in
-docs/scale.md are fitted to all rows by least squares on relative errors. The table has measured and modeled values.
+docs/cluster.md are fitted to all rows by least squares on relative errors. The table has measured and modeled values.
 
 1. clients: time until the first round and peak memory, 10 participants per round.
 2. participants and model size: seconds of a round, and peak memory.

@@ -72,6 +72,8 @@ def site_address(link: str, folder: Path) -> str:
         return link
     path, hash_sign, anchor = link.partition("#")
     inside = (folder / path).resolve().relative_to(ROOT).as_posix()
+    if (group := inside.removeprefix("conf/").split("/")[0]) in GROUPS:
+        return f"settings/{group}.md"
     in_docs = inside.startswith("docs/") and (ROOT / inside).is_file()
     page = _PAGES.get(inside, inside.removeprefix("docs/") if in_docs else "")
     return f"{page}{hash_sign}{anchor}" if page else ""

@@ -1,7 +1,7 @@
 """Types and ranges of settings: one declaration for each, by config group and name.
 
 `fedssl.config.compose` validates the config by them before a run, and constructors validate their arguments.
-``docs/settings.md`` is generated from them. A class with another range for a name has its own entry.
+The site has a page of them. A class with another range for a name has its own entry.
 """
 
 import functools

@@ -1,6 +1,5 @@
 """Types and ranges of settings."""
 
-import importlib.util
 import math
 
 import pytest
@@ -176,11 +175,3 @@ def test_nested_settings_have_the_constraint_of_their_group() -> None:
         compose(["final_evaluation.protocols.knn.k=0"])
     with pytest.raises(InputError, match=r"calibration.dataset.channels=2 must be 1 or 3"):
         compose(["calibration=auxiliary", "+dataset@calibration.dataset=cifar10", "calibration.dataset.channels=2"])
-
-
-def test_the_reference_page_is_up_to_date() -> None:
-    pytest.importorskip("mkdocs")
-    spec = importlib.util.spec_from_file_location("settings_page", CONF.parent / "docs/_site/settings_page.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.PAGE.read_text() == module.page(), "run: uv run --group docs python docs/_site/settings_page.py"
