@@ -207,7 +207,7 @@ def _transfers() -> dict[str, dict[str, int]]:
     return counts
 
 
-def test_a_copy_that_does_not_wait_arrives_when_the_host_waits(accelerator):
+def test_an_asynchronous_copy_arrives_when_the_host_waits(accelerator):
     assert accelerator(_late_copy).result() == [True, True]
 
 

@@ -118,7 +118,7 @@ def run_full_at(overrides: list[str], folder: Path, step: int) -> tuple[str, lis
         pytest.param(5, GRAPHS, marks=pytest.mark.heavy),  # a replay
     ],
 )
-def test_a_client_that_is_retried_gives_the_numbers_of_an_undisturbed_run(accelerator, tmp_path, step, overrides):
+def test_a_retried_client_gives_the_numbers_of_an_undisturbed_run(accelerator, tmp_path, step, overrides):
     overrides = [*STATEFUL, *overrides]
     log, (before, at_step, after) = accelerator(run_full_at, overrides, tmp_path / "full", step).result()
     assert log.count("a client ran out of accelerator memory and is retried alone") == 1
@@ -153,7 +153,7 @@ def run_limited(overrides: list[str], folder: Path, total: int) -> str:
         return run_and_log(overrides, folder)
 
 
-def test_a_client_that_does_not_fit_is_dropped_with_a_batch_size_that_fits(accelerator, tmp_path):
+def test_a_client_beyond_memory_is_dropped_with_a_smaller_batch(accelerator, tmp_path):
     """The largest of three clients does not fit. The others are aggregated, and with the remedy all are."""
     peaks = accelerator(peaks_of, UNEQUAL, tmp_path / "measured").result()
     *_, second, largest = sorted(peaks)
@@ -176,7 +176,7 @@ def _lines(folder: Path) -> list[str]:
     return (folder / "clients.jsonl").read_text().splitlines()
 
 
-def test_without_a_batch_size_that_fits_the_reason_names_a_smaller_encoder(tmp_path):
+def test_without_a_fitting_batch_the_reason_names_a_smaller_encoder(tmp_path):
     tried = []
 
     def try_steps(batch_size: int, precision: str) -> None:
@@ -204,7 +204,7 @@ def copy_without_memory() -> list[Tensor]:
         return copy_to_cpu(targets)
 
 
-def test_layers_are_copied_one_by_one_without_memory_for_a_buffer(accelerator):
+def test_layers_are_copied_singly_without_memory_for_a_buffer(accelerator):
     first, second = accelerator(copy_without_memory).result()
     assert torch.equal(first, torch.arange(6.0).view(2, 3))
     assert torch.equal(second, torch.arange(5.0))

@@ -137,7 +137,7 @@ def processes_of_gpus(clients: list[Line]) -> dict[tuple[str, str], int]:
 
 
 @pytest.mark.heavy
-def test_a_client_per_gpu_and_the_server_on_the_gpu_with_most_memory(accelerator, environment, tmp_path):
+def test_one_client_per_gpu_and_the_server_where_memory_is(accelerator, environment, tmp_path):
     """The numbers are those of one process on one device, bit for bit."""
     environment[on_ray.MEMORY] = f"{2 * GB},{8 * GB},{4 * GB},{4 * GB}"
     output, clients, server = run_on_ray([*EVALUATED, f"output_dir={tmp_path / 'ray'}"], environment)

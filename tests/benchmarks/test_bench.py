@@ -47,7 +47,7 @@ def command(tmp_path: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.heavy
-def test_finished_runs_are_kept_failed_ones_repeated_and_stopped_ones_resumed(tmp_path, command, capsys):
+def test_failed_runs_are_repeated_and_stopped_ones_resumed(tmp_path, command, capsys):
     jobs = [Job(name, tmp_path / "runs" / name, (name,), 1.0) for name in ("good", "bad", "slow")]
     runner = Runner(jobs=3, seconds=600, command=command)
 

@@ -12,6 +12,6 @@ def test_a_run_needs_less_memory_than_its_decoded_images(tmp_path):
 
 
 @pytest.mark.heavy
-def test_images_of_64_x_64_are_trained_in_a_tenth_of_4_gib(tmp_path):
+def test_many_images_are_trained_in_a_tenth_of_memory(tmp_path):
     # Decoded, 100,000 are 10^5 * 3 * 64 * 64 bytes = 1.14 GiB.
     assert memory(100_000, tmp_path) < 0.1 * 4 * 2**30

@@ -287,7 +287,7 @@ STEM = "encoder.stem=imagenet and batch_size"
         ([], 100, "this device allows 100 MB; no batch_size fits; set a smaller encoder or dataset.size"),
     ],
 )
-def test_a_step_that_would_not_fit_is_refused_with_settings_that_fit(overrides, allowed, remedy, monkeypatch):
+def test_a_step_beyond_memory_is_refused_with_fitting_settings(overrides, allowed, remedy, monkeypatch):
     """ResNet-18 with its gradients, moments and a copy takes 185 MB, and an image at 64x64 about 40 MB, or 4 with
     ImageNet's stem."""
     words = ["dataset=image_folder", "dataset.path=none", "dataset.size=64", "encoder=resnet18", *overrides]
@@ -375,7 +375,7 @@ def test_what_is_told_of_an_error():
     )
 
 
-def test_images_that_cannot_be_used_are_named_on_the_device_alone(plan, node, tmp_path, caplog):
+def test_unusable_images_are_named_on_the_device_alone(plan, node, tmp_path, caplog):
     bad = node | {"data_path": tmp_path / "nowhere"}
     assert refusal(plan, bad) == "the device has no folder of images: its data-path is not a folder"
     ask(RecordDict(), context(**bad), "query.node_info")

@@ -51,7 +51,7 @@ def test_a_device_replies_with_a_batch_size_that_fits(plan, node, fail):  # noqa
 
 
 @pytest.mark.heavy
-def test_the_first_attempt_of_an_engine_that_retries_is_an_error(tmp_path, fail):
+def test_the_first_attempt_of_a_retrying_engine_fails(tmp_path, fail):
     attempts = fail(lambda attempt, batch_size: True)
     federation = Federation(tmp_path, "batch_size=8", "aggregation.min_updates=1")
     (message, *_) = Round(federation.components.context, federation.state).messages

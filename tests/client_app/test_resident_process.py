@@ -245,9 +245,7 @@ def test_another_configuration_or_app_replaces_the_process(plan, device, supervi
     assert processes(supervisor) != [first]
 
 
-def test_a_killed_process_is_reported_and_the_next_message_starts_another(
-    plan, device, supervisor, caplog, monkeypatch
-):
+def test_a_killed_process_is_reported_and_replaced(plan, device, supervisor, caplog, monkeypatch):
     for pid in processes(supervisor):  # so that this process is the parent of the next one, and learns the signal
         os.kill(pid, signal.SIGKILL)
     until(lambda: not processes(supervisor), "no process is left")

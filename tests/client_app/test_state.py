@@ -75,7 +75,7 @@ def test_names_dtypes_and_shapes_are_part_of_the_checksum(tmp_path):
     assert len(checksums) == len(states)
 
 
-def test_a_state_that_is_read_stays_as_it_was_when_its_file_is_replaced_or_dropped(tmp_path):
+def test_a_state_in_memory_survives_changes_of_its_file(tmp_path):
     save_state(tmp_path, state(1), round=1, oldest_resumable=0)
     first = load_state(tmp_path, before=2)
     save_state(tmp_path, state(9), round=1, oldest_resumable=0)
@@ -128,7 +128,7 @@ def test_a_damaged_state_is_named_and_the_one_before_used(tmp_path, caplog, dama
     assert "round-000002.safetensors is damaged" in caplog.text
 
 
-def test_what_keeps_a_state_from_being_written_reaches_the_caller_and_leaves_no_half(tmp_path):
+def test_a_failed_write_reaches_the_caller_and_leaves_nothing(tmp_path):
     save_state(tmp_path, state(1), round=1, oldest_resumable=0)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(

@@ -105,7 +105,7 @@ def test_memory_is_bounded_and_what_makes_room_is_written_first(tmp_path, monkey
         assert read == ["0", "1"]
 
 
-def test_a_disk_that_is_full_is_told_when_it_is_settled(tmp_path, store, monkeypatch):
+def test_a_full_disk_is_reported_when_the_store_settles(tmp_path, store, monkeypatch):
     def full(*given, **named):
         raise OSError(28, "No space left on device")
 
@@ -157,7 +157,7 @@ def test_the_numbers_are_those_of_files_alone(tmp_path, monkeypatch, overrides):
     assert contents(tmp_path / "one") == contents(tmp_path / "two") != {}
 
 
-def test_a_disk_that_is_full_ends_the_run_which_goes_on(tmp_path, monkeypatch):
+def test_a_full_disk_ends_the_run_which_resumes(tmp_path, monkeypatch):
     def full(folder, state, *, round, oldest_resumable):
         if round == 2:
             raise OSError(28, "No space left on device")

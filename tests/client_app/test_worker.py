@@ -42,7 +42,7 @@ def test_moving_copies_nothing():
     assert layers["encoder.blocks.0.0.weight"].ctypes.data == address
 
 
-def test_a_model_is_not_used_before_all_its_layers_are_loaded():
+def test_a_model_is_used_with_all_layers_loaded_only():
     method, run = make()
     expected = exchanged_layers(method)
     layers = move_layers_out(method, exchanged_names(method))

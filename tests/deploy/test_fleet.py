@@ -178,7 +178,7 @@ def test_a_run_survives_failures_of_its_devices(image_folders, tmp_path):
 
 
 @pytest.mark.heavy
-def test_a_run_is_resumed_after_its_superlink_and_serverapp_were_killed(image_folders, tmp_path):
+def test_a_run_resumes_after_its_superlink_was_killed(image_folders, tmp_path):
     run, simulation = tmp_path / "run", tmp_path / "simulation"
     overrides = [*SMALL, "strategy=fedu", "method=byol", "rounds=5"]
     own = [f"dataset.path={tmp_path / 'images'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]

@@ -96,7 +96,7 @@ def create_keys(running, *nodes):
     subprocess.run([*command, *(["--nodes", *nodes] if nodes else [])], check=True)
 
 
-def test_a_lost_device_is_removed_at_once_a_wrong_clock_is_rejected_and_a_key_is_rotated(tmp_path, monkeypatch):
+def test_lost_devices_wrong_clocks_and_rotated_keys(tmp_path, monkeypatch):
     with endless_run("b", "c") as run:
         running = run.running
         running.start_node("b", client_name="b", data_path=write_images(tmp_path / "b", 10, seed=1))
@@ -150,7 +150,7 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("mount") is None, reason="no mount")
-def test_a_device_with_a_full_disk_is_dropped_until_there_is_space(tmp_path, small_disk):
+def test_a_device_with_a_full_disk_is_dropped_meanwhile(tmp_path, small_disk):
     with endless_run("b") as run:
         with suppress(OSError), (small_disk / "other").open("wb", buffering=0) as file:
             while file.write(bytes(4096)):

@@ -85,7 +85,7 @@ def device_command(environment: Path, *arguments: object) -> str:
 
 
 @pytest.mark.heavy
-def test_a_device_is_upgraded_before_the_server_and_one_after_it(old, tmp_path):
+def test_devices_are_upgraded_before_and_after_the_server(old, tmp_path):
     old_app, old_environment = old
     run, states = tmp_path / "run", {name: tmp_path / name / "states" for name in "ab"}
     overrides = [*SMALL, "strategy=fedu", "method=byol", "rounds=1000", "num_clients=2", f"output_dir={run}"]

@@ -36,7 +36,7 @@ def data(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_an_experiment_is_made_of_what_there_is_and_so_are_its_commands(name):
+def test_an_experiment_and_its_commands_use_existing_names(name):
     below, choices, _ = written(name)
     assert set(below) <= set(EXPERIMENTS)
     for overrides in (choices, *commands(head(name))):
@@ -44,7 +44,7 @@ def test_an_experiment_is_made_of_what_there_is_and_so_are_its_commands(name):
 
 
 @pytest.mark.parametrize("name", OF_PAPERS)
-def test_a_head_says_which_table_it_is_how_to_run_it_and_what_differs(name):
+def test_a_head_has_table_command_and_differences(name):
     """Rows of a table (LW-FedSSL's Table 3) leave to their base what they share with it."""
     text = head(name)
     assert re.search(r"arXiv \d{4}\.\d{5}", text)

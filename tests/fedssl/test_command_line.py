@@ -70,7 +70,7 @@ def test_a_path_that_cannot_be_used_is_one_sentence(tmp_path, program, status, s
 
 
 @pytest.mark.parametrize("name", ["strategies.py", "simulation/__init__.py", "server_app", "client_app.py"])
-def test_a_package_of_the_user_that_hides_one_of_this_project(tmp_path, monkeypatch, name):
+def test_a_package_of_the_user_that_hides_ours(tmp_path, monkeypatch, name):
     file = tmp_path / name
     if "." in name:
         file.parent.mkdir(exist_ok=True)

@@ -102,13 +102,13 @@ def test_cosines_do_not_depend_on_the_factors_of_a_product():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("factor", ["encoder.fc.lora_A", "encoder.fc.lora_B"])
-def test_a_factor_that_is_not_finite_is_found_although_the_other_one_is_zero(factor, value):
+def test_a_nonfinite_factor_is_found_beside_zeros(factor, value):
     bad = {name: np.zeros_like(array) if name.startswith("encoder.fc") else array for name, array in START.items()}
     bad[factor] = np.full_like(bad[factor], value)
     assert GlobalLayers(START, PAIRS).cosines_of(bad).first_invalid == "encoder.fc.weight"
 
 
-def test_factors_of_a_smaller_rank_are_the_leading_ones_and_zeros_complete_them():
+def test_factors_of_a_smaller_rank_are_the_leading_ones():
     layers = {"a": np.arange(6.0).reshape(3, 2), "b": np.arange(12.0).reshape(4, 3), "head": np.ones((3, 3))}
     pairs = (LowRankLayer("w", "a", "b", 1.0),)
     cut = cut_factors(layers, pairs, 2)

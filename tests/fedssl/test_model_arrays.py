@@ -22,7 +22,7 @@ OTHERS |= {(name, "orchestra") for name in STRATEGIES if name not in ("clustered
     ("name", "kind"),
     [*sorted(CORE), *(pytest.param(*pair, marks=pytest.mark.heavy) for pair in sorted(OTHERS - CORE))],
 )
-def test_every_strategy_works_with_every_method_and_sends_no_more_than_it_declares(tmp_path, name, kind):
+def test_strategies_with_methods_send_what_they_declare(tmp_path, name, kind):
     few = {"krum": 5, "trimmed_mean": 5}.get(name, 2)  # fewer would be refused
     overrides = [f"num_clients={few + 1}", f"clients_per_round={few}"]  # in every round a client is absent
     federation = Federation(tmp_path, f"strategy={name}", *overrides_of(kind), *overrides)

@@ -97,7 +97,7 @@ def test_other_tensors_are_refused(tmp_path, tensor):
         read_tensors(saved(tmp_path / "x.pt", {"a": tensor}))
 
 
-def test_a_tensor_that_says_it_is_longer_than_its_storage_takes_no_memory(tmp_path):
+def test_a_tensor_longer_than_its_storage_takes_no_memory(tmp_path):
     path = saved(tmp_path / "x.pt", {"a": torch.zeros(1000)})
     with zipfile.ZipFile(path) as stream:
         members = {name: stream.read(name) for name in stream.namelist()}
@@ -200,7 +200,7 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path):
     assert sorted(file for file in tmp_path.rglob("*") if file.is_file()) == kept
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_after(tmp_path, monkeypatch):
+def test_a_file_is_synced_before_it_has_its_name(tmp_path, monkeypatch):
     steps = []
     monkeypatch.setattr(
         os, "fsync", lambda descriptor: steps.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))

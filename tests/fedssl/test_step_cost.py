@@ -110,7 +110,7 @@ def test_flops_of_convolutions_with_groups(groups):
     assert flops.get_total_flops() == 2 * one + 3 * 2 * one
 
 
-def test_a_quarter_of_the_patches_needs_a_quarter_of_the_flops_of_linear_layers():
+def test_a_quarter_of_patches_needs_a_quarter_of_flops():
     """And a sixteenth of those of attention. The patch embedding sees all patches; there are no prefix tokens."""
     encoder = moco(size=16, depth=2).encoder  # 64 patches
     images, indices = torch.rand(BATCH, 1, 16, 16), torch.arange(0, 64, 4).expand(BATCH, -1)

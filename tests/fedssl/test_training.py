@@ -46,7 +46,7 @@ def test_no_batch_is_smaller_than_what_the_method_learns_from(num_images, batch_
     assert [len(batch) for batch in epoch] == sizes
 
 
-def test_the_learning_rate_of_a_round_is_that_of_the_first_times_its_factor():
+def test_the_learning_rate_is_the_first_times_a_factor():
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([{"params": [weight], "lr": 0.4}], momentum=0.9)
     training = local_training(optimizer)
@@ -179,7 +179,7 @@ class Masked(Toy):
 
 
 @pytest.mark.parametrize("kind", [OneView, Masked])
-def test_a_regularizer_of_outputs_that_the_method_does_not_compute_is_rejected(kind):
+def test_a_regularizer_of_missing_outputs_is_rejected(kind):
     message = f"Outputs needs the encoder's output for 2 whole views, which {kind.__name__} does not compute; set"
     with pytest.raises(InputError, match=message):
         check_regularizer(Outputs(), kind())
@@ -187,7 +187,7 @@ def test_a_regularizer_of_outputs_that_the_method_does_not_compute_is_rejected(k
     check_regularizer(Proximal(weight=1.0), kind())
 
 
-def test_views_that_the_method_does_not_accept_are_rejected_with_a_recipe():
+def test_unaccepted_views_are_rejected_with_a_recipe():
     """The message names an augmentation that works."""
     overrides = ["encoder.width=4", "augmentation=digits_multi_crop"]
     settings = compose(overrides)

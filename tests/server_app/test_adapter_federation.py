@@ -44,7 +44,7 @@ def is_trained(name):
 
 
 @pytest.mark.parametrize("strategy", some(STRATEGIES, default=("eua", "fedbn", "per_ssl")))
-def test_strategies_exchange_adapters_and_heads_and_leave_the_base_as_it_is(tmp_path, strategy):
+def test_strategies_exchange_adapters_and_heads_alone(tmp_path, strategy):
     federation = Federation(tmp_path, *ADAPTER, f"strategy={strategy}", *NEEDS.get(strategy, []))
     method = federation.method
     base = {name: value.copy() for name, value in read_layers(method, method.base_names).items()}
@@ -61,7 +61,7 @@ def test_strategies_exchange_adapters_and_heads_and_leave_the_base_as_it_is(tmp_
 
 
 @pytest.mark.parametrize("blocks", ["null", "1"])
-def test_a_run_is_resumed_with_the_same_bits_and_its_encoder_needs_no_settings(tmp_path, blocks):
+def test_a_run_resumes_with_equal_bits(tmp_path, blocks):
     folder = tmp_path / "run"
     overrides = [*TINY, *ADAPTER, f"tuning.blocks={blocks}", "method=byol", "rounds=2", *QUIET]
     run([*overrides, "keep_checkpoints=2", f"output_dir={folder}"])
@@ -90,7 +90,7 @@ def weights_of_adapters(names):
     return {name for name in names if name.startswith("adapters.")}
 
 
-def test_a_finished_run_is_evaluated_and_no_run_starts_from_it(tmp_path):
+def test_a_finished_run_is_evaluated_and_no_source(tmp_path):
     folder = tmp_path / "run"
     options = [*TINY[:-1], "dataset.limit=200", "final_evaluation=knn", "evaluate_personalized=true"]
     run([*options, *ADAPTER, "rounds=1", *QUIET, f"output_dir={folder}"])

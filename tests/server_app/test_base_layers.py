@@ -97,7 +97,7 @@ class Changing:
         return result.dropped, [BASE in plan.array_records for plan in self.plans]
 
 
-def test_a_client_that_receives_another_base_is_dropped_and_receives_it_again(tmp_path):
+def test_a_client_with_another_base_receives_it_again(tmp_path):
     federation = Changing(tmp_path)
 
     def tamper(content):
@@ -114,7 +114,7 @@ def test_a_client_that_receives_another_base_is_dropped_and_receives_it_again(tm
     assert federation.round() == ({}, [False, False])
 
 
-def test_a_client_that_lost_the_base_is_dropped_and_receives_it_again(tmp_path):
+def test_a_client_without_the_base_receives_it_again(tmp_path):
     federation, folder, kept = Changing(tmp_path), tmp_path / "base", tmp_path / "kept"
     assert federation.round() == ({}, [True, True])
 

@@ -149,7 +149,7 @@ def test_failure_modes_of_the_method_are_reported_for_global_models():
     assert summarize_health(report.rows)["global"]["images"] == 20
 
 
-def test_summary_has_the_global_model_and_the_mean_of_the_clients():
+def test_summary_has_global_model_and_mean_of_clients():
     rows = [{"client": client, "spread": value, "spectrum": {"dim": 1}} for client, value in ((None, 1.0), (0, 2.0))]
     own = {"spread": 1.0, "spectrum": {"dim": 1}}
     assert summarize_health([*rows, {"client": 1, "spread": 4.0}]) == {"global": own, "clients": {"spread": 3.0}}

@@ -107,7 +107,7 @@ POINTS = 60  # more than there are
 @pytest.mark.parametrize(
     "point", [pytest.param(at, marks=[] if at == 32 else [pytest.mark.heavy]) for at in range(1, POINTS)]
 )
-def test_after_a_fault_the_run_goes_on_to_the_same_bits(tmp_path, fault, point, expected):
+def test_a_run_resumes_to_equal_bits_after_a_fault(tmp_path, fault, point, expected):
     for name, error in {"full": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "kill": Killed()}.items():
         fault.count, fault.at, fault.error = 0, point, error
         folder = tmp_path / name
@@ -153,7 +153,7 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.heavy
-def test_a_small_disk_is_one_sentence_and_with_room_the_run_goes_on(small_disk, expected):
+def test_a_small_disk_is_one_sentence_and_the_run_resumes(small_disk, expected):
     ended = 0
     for size in (8, 100, 400, 900, 1300, 1700, 2100, 2500, 2900, 3300, 3700, 4100, 5000):
         place = small_disk(size)

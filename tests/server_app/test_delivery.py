@@ -129,7 +129,7 @@ def test_an_encoder_is_converted_to_onnx(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("num_sharing", [2, pytest.param(3, marks=pytest.mark.heavy)])
-def test_the_operator_receives_the_quality_only_as_a_mean_over_devices_that_share_it(tmp_path, num_sharing):
+def test_the_operator_receives_quality_as_a_mean_only(tmp_path, num_sharing):
     (tmp_path / "limits.yaml").write_text("share_quality: true")
     sharing = {"limits": str(tmp_path / "limits.yaml")}
     run(tmp_path, ["rounds=1"], *(num_sharing * [sharing]), *((4 - num_sharing) * [{}]))

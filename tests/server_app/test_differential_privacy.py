@@ -47,7 +47,7 @@ def test_an_update_is_cut_to_a_length_and_statistics_stay():
     assert privacy().clip(BEGUN, BEGUN).keys() == BEGUN.keys()
 
 
-def test_what_is_released_is_the_sum_over_the_clients_asked_with_noise():
+def test_the_noisy_sum_over_asked_clients_is_released():
     """One of two clients replied: half its way. The noise of one of 2 clients with z = 3 and C = 2 is 3 * 2 / 2 = 3."""
     quiet = privacy(noise_multiplier=1e-9, clip_norm=2.0).add_noise(WENT, BEGUN, used=1, round=1)
     np.testing.assert_allclose(quiet["encoder.weight"], [2.5, 1.0], atol=1e-6)
@@ -62,7 +62,7 @@ def test_what_is_released_is_the_sum_over_the_clients_asked_with_noise():
     assert abs(np.corrcoef(released, other)[0, 1]) < 0.02
 
 
-def test_one_client_changes_the_sum_by_no_more_than_the_clip():
+def test_one_client_changes_the_sum_by_the_clip():
     """Whatever a client sends, the mean over K with it and without it differ by at most C / K, the sensitivity."""
     random, one = np.random.default_rng(0), privacy(clip_norm=0.5, clients=4)
     others = [{"w": random.normal(size=50).astype(np.float32) * 10} for _ in range(4)]

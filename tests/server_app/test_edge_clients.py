@@ -73,7 +73,7 @@ def lines(file):
         pytest.param(["strategy=fedbn"], marks=pytest.mark.heavy),
     ],
 )
-def test_a_run_on_devices_has_the_bits_of_the_simulation_on_the_same_images(overrides, places, tmp_path):
+def test_a_run_on_devices_has_the_simulations_bits(overrides, places, tmp_path):
     compare_with_simulation([*SMALL, "rounds=2", "seed=3", *overrides], places, tmp_path)
 
 
@@ -82,7 +82,7 @@ LORA = ["tuning=lora", "tuning.rank=2", "tuning.alpha=2", "method.projector.hidd
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("aggregation", ["svd", "stack"])
-def test_the_largest_rank_of_a_device_has_the_bits_of_its_rank_in_a_simulation(aggregation, places, tmp_path, capsys):
+def test_a_devices_largest_rank_has_the_simulations_bits(aggregation, places, tmp_path, capsys):
     overrides = [*SMALL, *LORA, "rounds=2", "seed=3", f"tuning.aggregation={aggregation}"]
     limits = ({"max_rank": 1}, {"max_rank": 9}, {})
     rows = compare_with_simulation(overrides, places, tmp_path, simulated=["tuning.ranks=[1,2,2]"], limits=limits)
@@ -95,7 +95,7 @@ def test_the_largest_rank_of_a_device_has_the_bits_of_its_rank_in_a_simulation(a
 
 
 @pytest.mark.heavy
-def test_a_device_refuses_a_larger_rank_if_the_aggregation_needs_equal_ranks(places, tmp_path):
+def test_a_device_refuses_larger_ranks_if_ranks_are_equal(places, tmp_path):
     for aggregation in ("factors", "freeze_a"):
         overrides = [*SMALL, *LORA, "rounds=1", f"tuning.aggregation={aggregation}", "aggregation.min_updates=1"]
         made = devices(places, tmp_path / aggregation)
@@ -231,7 +231,7 @@ def test_a_registered_name_belongs_to_its_key(places, caplog):
         ),
     ],
 )
-def test_a_device_without_images_is_found_before_the_first_round_and_comes_back(make, reason, places, monkeypatch):
+def test_a_device_without_images_is_left_out_meanwhile(make, reason, places, monkeypatch):
     folder = places[0].parent / "other"
     make(folder)
     grid = Devices(context(data_path=places[0], client_name="a"), context(data_path=folder, client_name="b"))
@@ -341,7 +341,7 @@ def test_numbers_are_given_in_the_order_of_places_and_names():
         (["optimizer._target_=torch.optim.RMSprop"], "a _target_ was changed or a node deleted"),
     ],
 )
-def test_what_is_not_possible_with_devices_is_refused_before_any_round(overrides, sentence, places, tmp_path):
+def test_what_devices_cannot_do_is_refused_before_any_round(overrides, sentence, places, tmp_path):
     with pytest.raises(InputError, match=sentence):
         build_run(Devices(*devices(places, tmp_path)), compose([*SMALL, *overrides, f"output_dir={tmp_path}"]))
 
@@ -365,7 +365,7 @@ class Growing(Devices):
 
 
 @pytest.mark.heavy
-def test_a_device_that_joins_later_trains_in_every_round_and_the_operator_sees_it(places, tmp_path):
+def test_a_device_that_joins_later_trains_from_then_on(places, tmp_path):
     folder = tmp_path / "run"
     run_server_app(Growing(*devices(places, tmp_path)), [*SMALL, "rounds=3", "num_clients=2", f"output_dir={folder}"])
     trained = [(row["round"], row["client"]) for row in lines(folder / "clients.jsonl")]

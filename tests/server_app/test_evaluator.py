@@ -121,7 +121,7 @@ def test_what_a_protocol_refuses_it_refuses_before_any_training(monkeypatch):
         made.validate(method.encoder)
 
 
-def test_what_the_images_cannot_give_is_left_out_with_one_line(caplog):
+def test_unavailable_results_are_left_out_with_one_line(caplog):
     few = Component({"_target_": "fedssl.evaluation.few_labels.FewLabels", "labels_per_class": [70, 1], "draws": 2})
     made, method, _ = evaluator()
     made._final_protocol = CombinedProtocol(protocols={"knn": KNN(), "few": few.instantiate()})
@@ -149,7 +149,7 @@ def test_maps_need_no_memory_before_any_training(monkeypatch):
             made.validate(method.encoder)
 
 
-def test_features_that_the_memory_does_not_hold_are_refused_before_any_training(monkeypatch):
+def test_features_beyond_memory_are_refused_before_training(monkeypatch):
     # 60 images of 64 pixels, 4 bytes each, twice: 30,720 bytes; representations of conv_small of width 4 are shorter.
     one, method, _ = evaluator()
     for free, refused in ((30_719, True), (30_720, False)):

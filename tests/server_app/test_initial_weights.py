@@ -37,7 +37,7 @@ def source(tmp_path) -> Path:
     return tmp_path / "source.pt"
 
 
-def test_the_run_starts_from_the_source_and_clients_do_not_receive_it(source, tmp_path):
+def test_the_run_starts_from_the_servers_source(source, tmp_path):
     federation = Federation(tmp_path, f"encoder.weights={source}", "num_clients=2")
     initial = federation.components.context.initial_model().layers
     weights = {f"encoder.{name}": value.numpy() for name, value in read_content(source)["weights"].items()}
@@ -122,7 +122,7 @@ def test_a_run_is_resumed_without_its_source(source, tmp_path):
     assert f"{INITIAL_ENCODER_FILE} is damaged" in verify_run(again).problems
 
 
-def test_a_source_that_does_not_fit_ends_the_run_before_its_first_round(tmp_path, source):
+def test_an_unsuitable_source_is_refused_before_the_first_round(tmp_path, source):
     options = ["num_clients=2", "rounds=1", "engine=local", f"output_dir={tmp_path / 'run'}"]
     with pytest.raises(InputError, match="have other shapes .*set the encoder that the weights were trained with"):
         run([*options, f"encoder.weights={source}", "encoder.width=8"])

@@ -63,7 +63,7 @@ def test_the_global_weights_are_the_means_of_the_clients_weights(tmp_path, aggre
 
 
 @every_aggregation
-def test_factors_are_exchanged_and_weights_that_the_server_changes_are_sent(tmp_path, aggregation):
+def test_factors_and_weights_changed_by_the_server_are_sent(tmp_path, aggregation):
     federated = federation(tmp_path, aggregation)
     federated.run(2)
     method = federated.method
@@ -105,7 +105,7 @@ def test_strategies_compare_products_under_every_aggregation(tmp_path, strategy,
 
 
 @pytest.mark.parametrize("aggregation", ["stack", pytest.param("exact", marks=pytest.mark.heavy)])
-def test_a_resumed_run_ends_with_the_same_bits_and_the_encoder_has_everything(tmp_path, aggregation):
+def test_a_resumed_run_ends_with_equal_bits_and_merged_encoder(tmp_path, aggregation):
     folder = tmp_path / "run"
     overrides = [*TINY, *LORA, f"tuning.aggregation={aggregation}", "rounds=2", "strategy=fedavg", "keep_checkpoints=2"]
     run([*overrides, f"output_dir={folder}"])

@@ -156,7 +156,7 @@ every_strategy = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=ST
 
 @every_strategy
 @pytest.mark.parametrize("aggregation", ["exact", "stack"])
-def test_the_new_weight_is_that_of_the_strategy_on_dense_weights(strategy, aggregation):
+def test_new_weights_are_those_of_dense_aggregation(strategy, aggregation):
     layers = exchanged_layers(Tuned(aggregation))
     for round in (1, 2):
         state, _, _ = run(strategy(), aggregation, rounds=round)
@@ -169,7 +169,7 @@ def test_the_new_weight_is_that_of_the_strategy_on_dense_weights(strategy, aggre
 
 
 @pytest.mark.parametrize("aggregation", ["factors", "exact", "stack", "svd"])
-def test_only_weights_that_the_server_changes_are_sent_and_in_every_round(aggregation):
+def test_only_weights_changed_by_the_server_are_sent(aggregation):
     _, report, messages = run(FedAvg(), aggregation, rounds=2)
     assert not report.dropped  # no client has uploaded the weight
     for message in messages:
@@ -180,7 +180,7 @@ def test_only_weights_that_the_server_changes_are_sent_and_in_every_round(aggreg
 
 
 @pytest.mark.parametrize("aggregation", ["exact", "stack", "svd"])
-def test_the_bits_do_not_depend_on_the_order_of_arrival_or_threads(aggregation):
+def test_bits_do_not_depend_on_arrival_or_threads(aggregation):
     layers = []
     for reverse, threads in ((False, 1), (True, 2)):
         before = torch.get_num_threads()
@@ -216,7 +216,7 @@ def test_a_bad_update_is_dropped(aggregation, bad, reason):
 
 
 @pytest.mark.parametrize("aggregation", ["factors", "exact", "stack", "svd"])
-def test_huge_factors_of_a_plausible_product_are_dropped_if_factors_are_combined(aggregation):
+def test_huge_factors_are_dropped_if_factors_are_combined(aggregation):
     # svd and stack use the product alone.
     behaviors = [trained, trained, tiny_b_huge_a, trained, trained]
     state, report, _ = run(FedAvg(), aggregation, behaviors=behaviors, max_norm_ratio=10)

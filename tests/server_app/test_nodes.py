@@ -50,7 +50,7 @@ class SlowGrid(SimulatedGrid):
         return Message(RecordDict({"metrics": MetricRecord(held)}), reply_to=message)
 
 
-def test_late_nodes_and_late_answers_are_waited_for_and_it_is_said(monkeypatch, caplog):
+def test_late_nodes_and_answers_are_waited_for(monkeypatch, caplog):
     monkeypatch.setattr(console, "WAITING_INTERVAL", 0.1)
     grid = SlowGrid(there_after=0.35, answers_after=0.35)
     assert discover_clients(grid, 3, timeout=60).nodes == {0: 2, 1: 3, 2: 4}

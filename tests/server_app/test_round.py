@@ -212,7 +212,7 @@ def test_only_what_is_declared_travels_up(strategy, metrics, declared):
         assert not content["method-upload"]  # the method has no server side
 
 
-def test_nothing_to_report_and_nothing_to_send_are_said_in_the_plan():
+def test_plans_say_when_nothing_is_reported_or_sent():
     for up in (None, (), ("encoder.weight",)):
         plan = TrainPlan(
             round=1,
@@ -283,7 +283,7 @@ def test_a_metric_that_is_no_count_drops_the_update(value):
     assert list(report.dropped) == [0]
 
 
-def test_an_error_that_flower_makes_itself_drops_the_client_it_is_about():
+def test_an_error_of_flower_drops_its_client():
     configured, replies = played(FedAvg(), [good, good, good])
     # Such a reply, e.g. for a node that went offline, bears the server's id as its sender.
     offline = Message(Error(code=3, reason="node unavailable"), reply_to=configured.messages[1])

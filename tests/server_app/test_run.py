@@ -209,7 +209,7 @@ def test_a_refused_run_leaves_nothing_of_its_own(tmp_path, overrides, monkeypatc
     assert list(tmp_path.glob("runs/*")) == []
 
 
-def test_a_refused_run_takes_no_folder_from_another_that_began_there(tmp_path, monkeypatch):
+def test_a_refused_run_leaves_the_folder_to_another(tmp_path, monkeypatch):
     folder, others = tmp_path / "new", []
 
     def meanwhile(settings):
@@ -277,7 +277,7 @@ def test_bad_input_is_one_sentence(tmp_path, overrides, sentence, fedssl_in_proc
     assert errors.count("\n") == 1
 
 
-def test_bad_input_is_one_sentence_in_a_process_of_its_own(tmp_path):
+def test_bad_input_is_one_sentence_in_another_process(tmp_path):
     finished = fedssl(*TINY, "strategy=fedvag", f"output_dir={tmp_path / 'run'}")
     assert finished.returncode == 2
     assert finished.stderr.startswith("fedssl: ")

@@ -21,7 +21,7 @@ def client_data(*parts):
     return ClientData(image_data, Partition([np.array(part) for part in parts]))
 
 
-def test_a_run_goes_on_with_the_images_that_its_clients_had(tmp_path):
+def test_a_resumed_run_keeps_the_images_of_clients(tmp_path):
     new = compose([f"output_dir={tmp_path / 'run'}"]).recording
     Recorder(new, rounds=1, screen=PlainConsole()).start_run(new, client_data([0, 1, 2], [3, 4, 5]))
     resumed = replace(new, resumed=0)

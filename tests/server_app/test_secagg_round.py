@@ -112,7 +112,7 @@ def test_the_sum_is_exact(clients, settings):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_up_to_the_stated_fraction_of_dropouts_the_sum_is_exact(phase):
+def test_the_sum_is_exact_up_to_the_dropout_fraction(phase):
     """4 of 20 clients. Before the masked vector they are not in the sum, and before unmask they are."""
     lost = [3, 8, 9, 20]
     result = secure_mean(dict.fromkeys(lost, phase))
@@ -209,7 +209,7 @@ def test_a_public_key_that_is_used_twice_drops_its_client():
     assert np.array_equal(result.delta, quantized_mean(result.nodes))
 
 
-def test_wrong_shares_end_the_round_instead_of_giving_a_wrong_sum():
+def test_wrong_shares_end_the_round():
     def change(phase, node, reply):
         if phase == "unmask":
             shares = values_of(reply)["shares"]

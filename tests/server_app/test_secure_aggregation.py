@@ -33,7 +33,7 @@ def within(one, other, step):
             np.testing.assert_allclose(array, other[name], atol=step, err_msg=name)
 
 
-def test_the_sum_is_that_of_the_plain_round_within_the_step_of_the_integers(tmp_path):
+def test_the_sum_is_the_plain_one_within_a_step(tmp_path):
     """Values travel as multiples of 2 * 8 / 2^22 = 3.8e-6, rounded at random: the mean errs by less than that."""
     plain = Federation(tmp_path / "a", *SMALL, *UNIFORM)
     secure = Federation(tmp_path / "b", *SMALL, *SECURE)
@@ -116,7 +116,7 @@ def _file(reply):
 
 
 @pytest.mark.parametrize(("stage", "used"), [(1, [0, 2, 3]), (2, [0, 2, 3]), (3, [0, 2, 3]), (4, [0, 1, 2, 3])])
-def test_a_client_that_is_lost_in_any_stage_costs_nothing_but_itself(tmp_path, stage, used):
+def test_a_client_lost_in_any_stage_costs_itself(tmp_path, stage, used):
     """With 4 clients the graph is complete and the threshold 3. Who sent its masked update is in the sum."""
     federation = Federation(tmp_path / "a", *SMALL, *SECURE)
     nodes = federation.components.context.nodes
@@ -327,7 +327,7 @@ def test_a_device_has_its_own_minimum(values, limits, reason):
     assert reply(None).has_content()  # a simulated client has no limits
 
 
-def test_an_update_that_is_not_finite_stays_and_one_that_is_cut_is_told(tmp_path, monkeypatch, caplog):
+def test_nonfinite_updates_stay_and_clipped_ones_are_logged(tmp_path, monkeypatch, caplog):
     """Under masks nobody else could find either."""
     federation = Federation(tmp_path, *SMALL, *SECURE)
     original = client_side.delta_of

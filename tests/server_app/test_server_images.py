@@ -57,7 +57,7 @@ def test_images_without_labels_are_divided_evenly(flat, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("overrides", [("calibration=auxiliary", "calibration.share=0.3")])
-def test_a_run_on_a_file_of_decoded_images_has_the_same_bits(classes, tmp_path, monkeypatch, overrides):
+def test_a_run_on_cached_images_has_the_same_bits(classes, tmp_path, monkeypatch, overrides):
     monkeypatch.setattr(cache, "MIN_SECONDS_TO_CACHE", 0)
     found = {}
     for name, place in {"memory": "null", "file": tmp_path / "cache", "the file again": tmp_path / "cache"}.items():
@@ -153,7 +153,7 @@ def owners(tmp_path):
     return [*SMALL, f"dataset.path={tmp_path / 'owners'}", "dataset.folders=owner", "partition=natural"]
 
 
-def test_a_client_with_too_few_images_is_counted_and_never_sampled(owners, tmp_path, capsys):
+def test_clients_with_too_few_images_are_never_sampled(owners, tmp_path, capsys):
     run([*owners, "method=byol", "rounds=2", f"output_dir={tmp_path / 'run'}"])
     table = [row.split(",")[:2] for row in (tmp_path / "run" / "partition.csv").read_text().split()[1:]]
     [few] = [client for client, number in table if number == "2"]

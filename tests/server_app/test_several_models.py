@@ -87,7 +87,7 @@ def slow_cosine(one, other):
     return one @ other / lengths if lengths else 1.0
 
 
-def test_on_a_ring_every_model_is_the_mean_of_three_updates(tmp_path):
+def test_models_on_a_ring_are_means_of_three(tmp_path):
     federation = Federation(tmp_path, *RING, "+strategy.clients=5", "num_clients=5", "method=byol")
     start = copied(federation.layers)
     expected = dict.fromkeys(range(5), start)
@@ -117,7 +117,7 @@ def test_on_a_ring_every_model_is_the_mean_of_three_updates(tmp_path):
     assert not equal(federation.state.models["0"].layers, federation.state.models["2"].layers)
 
 
-def test_a_model_of_a_client_that_was_not_drawn_takes_its_neighbours_updates(tmp_path):
+def test_a_model_without_its_client_takes_neighbors_updates(tmp_path):
     federation = Federation(tmp_path, *RING, "+strategy.clients=5", "clients_per_round=1")
     start = copied(federation.layers)
     federation.run(1)
@@ -135,7 +135,7 @@ def test_a_model_of_a_client_that_was_not_drawn_takes_its_neighbours_updates(tmp
 
 
 @pytest.mark.heavy
-def test_a_client_that_changes_its_model_receives_the_frozen_layers_again(tmp_path):
+def test_a_client_with_another_model_receives_its_frozen_layers(tmp_path):
     target = "strategy._target_=tests.server_app.algorithms.TwoGroupsOneSwitch"
     vit = ["encoder=vit_tiny", "encoder.depth=2", "encoder.width=12", "encoder.patch=4"]
     schedule = ["schedule=layer_wise", "rounds=7"]  # rounds 1 to 4 train the first stage, 5 to 7 the second one

@@ -153,7 +153,7 @@ def test_an_error_is_not_one_of_the_first():
     assert report.dropped == {0: "it failed with the battery is empty", 3: "no reply in time"}
 
 
-def test_a_reply_that_comes_a_round_later_is_counted_and_not_used():
+def test_a_late_reply_is_counted_and_not_used():
     run = Run(3, lambda client, round: (NEVER if (client, round) == (1, 1) else 1, "good"), round_deadline=1.0)
     assert clients(run.round()) == [0, 2]
     run.grid.deliver()
@@ -168,7 +168,7 @@ def test_a_reply_that_comes_a_round_later_is_counted_and_not_used():
 # --- too few updates ---
 
 
-def test_a_round_with_too_few_updates_is_repeated_with_others_and_changes_nothing():
+def test_a_round_with_too_few_updates_is_repeated():
     """Of 8 clients 4 are asked and 3 needed. In the first attempt all fail, in the second one of them, then none."""
     attempts = []
 
@@ -186,7 +186,7 @@ def test_a_round_with_too_few_updates_is_repeated_with_others_and_changes_nothin
     assert np.allclose(run.weight, LAYERS["encoder.weight"] + np.mean([1 + client for client in third]))
 
 
-def test_the_run_stops_with_the_reason_when_no_attempt_has_enough():
+def test_the_run_stops_when_no_attempt_has_enough():
     run = Run(3, lambda client, round: (1, "good" if client == 1 else "error"), min_updates=2, max_retries=1)
     with pytest.raises(
         TooFewUpdatesError, match=r"round 1: 1 of 3 clients .* aggregation.min_updates=2 .*battery is empty"
@@ -216,7 +216,7 @@ class Hall(SimulatedGrid):
         return []
 
 
-def test_only_who_is_there_is_asked_and_who_comes_back_takes_part():
+def test_only_present_clients_are_asked():
     grid = Hall([2, 3, 4])
     client_manager = ClientManager(
         grid, ClientDirectory(nodes={0: 2, 1: 3, 2: 4}, client_ids={"a": 0, "b": 1, "c": 2}), timeout=0.3
@@ -265,7 +265,7 @@ def test_buffered_rounds_take_what_is_there_and_late_updates_later():
     assert Counter(client for _, client in run.grid.asked)[2] <= 12 / 2  # it is not asked while it is at work
 
 
-def test_a_client_that_never_replies_is_asked_again_after_the_timeout():
+def test_a_silent_client_is_asked_again_after_the_timeout():
     run = Run(2, lambda client, round: (NEVER if round == 1 else 1, "good"), buffered=True, min_updates=1, timeout=0.1)
     with pytest.raises(TooFewUpdatesError, match="client 0, 1: no reply in time"):
         run.round()
@@ -289,7 +289,7 @@ def test_buffered_needs_clients_that_exchange_the_whole_model():
 
 @pytest.mark.parametrize("buffered", [False, True])
 @pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.heavy) for seed in range(3, 10))])
-def test_whatever_clients_do_the_model_is_the_sum_over_the_updates_that_were_used(tmp_path, seed, buffered):
+def test_the_model_is_the_sum_over_used_updates(tmp_path, seed, buffered):
     """6 rounds of 5 clients that are late, silent, wrong, doubled or dead, with a server that dies now and then."""
     random = np.random.default_rng(seed)
 

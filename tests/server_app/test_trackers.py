@@ -148,7 +148,7 @@ class Broken:
         raise AssertionError("nothing more is told")
 
 
-def test_a_tracker_that_fails_is_told_once_and_ends_no_run(tmp_path):
+def test_a_failing_tracker_is_logged_once(tmp_path):
     overrides = ["num_clients=2", "rounds=2", "local_epochs=0", "dataset.limit=24", "encoder.width=2", "threads=1"]
     overrides += ["partition=iid", "evaluate_every=0", "final_evaluation=none", "measure_resources=false"]
     run([*overrides, f"tracker._target_={__name__}.Broken", f"output_dir={tmp_path}"])

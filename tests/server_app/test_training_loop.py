@@ -158,7 +158,7 @@ def test_the_next_round_runs_meanwhile(tmp_path, monkeypatch, cores):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, InputError("cannot be")])
-def test_what_ends_the_next_round_leaves_the_one_that_is_evaluated(whole, tmp_path, monkeypatch, cores, error):
+def test_an_error_in_the_next_round_leaves_the_evaluated_one(whole, tmp_path, monkeypatch, cores, error):
     """The third round fails while the second is evaluated, whose checkpoint is not even due."""
     with monkeypatch.context() as patch:
         held = Held(patch)

@@ -67,7 +67,7 @@ def test_rounds_use_the_replies_that_arrive_first(folder: Path) -> None:
     assert [(line["clients"], line["dropped"]) for line in lines] == [(2, {})] * 6
 
 
-def test_delays_are_log_normal_with_a_fixed_part_for_each_client() -> None:
+def test_delays_are_log_normal_with_a_part_per_client() -> None:
     # ln(delay) = sigma (u_k + v_kr) / sqrt(2): variance sigma^2, and covariance sigma^2 / 2 between rounds of a client.
     delays = [[delay(client, round, sigma=0.8, seed=0) for round in (1, 2)] for client in range(2000)]
     logs = np.log(delays)
@@ -77,7 +77,7 @@ def test_delays_are_log_normal_with_a_fixed_part_for_each_client() -> None:
     assert delay(5, 1, sigma=0.0, seed=0) == 1
 
 
-def test_a_resumed_run_has_the_same_bits_and_the_same_messages_in_flight(folder: Path) -> None:
+def test_a_resumed_run_has_equal_bits_and_messages(folder: Path) -> None:
     copy = repeat_from(3, folder, "keep_checkpoints=9")
     assert layers(copy) == layers(folder)
     assert participations(copy) == participations(folder)

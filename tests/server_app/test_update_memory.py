@@ -122,7 +122,7 @@ def assert_equal(one, other):
         for name, words in KINDS.items()
     ],
 )
-def test_a_run_with_a_file_has_the_same_bits_after_a_full_disk(words, tmp_path, monkeypatch):
+def test_a_run_with_a_file_survives_a_full_disk(words, tmp_path, monkeypatch):
     run([*WORDS, *words, f"output_dir={tmp_path / 'memory'}"])
     monkeypatch.setattr(strategies.update_store, "memory_budget", lambda: 0)
     write, written = os.pwrite, []

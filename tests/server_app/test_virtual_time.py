@@ -150,14 +150,14 @@ def test_a_client_that_goes_offline_is_lost_then():
     assert (clients(report), report.dropped, report.virtual_seconds) == ([0], {}, 1.0)
 
 
-def test_a_client_that_drops_out_takes_its_time_and_is_lost():
+def test_a_client_that_drops_out_takes_its_time():
     run = Run([1.0, 4.0], availability=Online(dropout={(1, 1, 0)}))
     report = run.round()
     assert (clients(report), report.dropped, report.virtual_time) == ([0], {1: DROPPED_OUT}, 4.0)
     assert clients(run.round()) == [0, 1]
 
 
-def test_an_attempt_has_draws_of_its_own_and_its_time_counts():
+def test_attempts_have_their_own_draws_and_time():
     """In the first attempt at round 1 both drop out after 4 s; the second one takes 4 s, too."""
     run = Run([1.0, 4.0], availability=Online(dropout={(0, 1, 0), (1, 1, 0)}), max_retries=1)
     report = run.round()

@@ -71,7 +71,7 @@ def same(one, other):
         ),
     ],
 )
-def test_a_network_gives_the_numbers_and_the_bytes_of_one_process(overrides, tmp_path):
+def test_a_network_gives_numbers_and_bytes_of_one_process(overrides, tmp_path):
     number = 4 if "schedule=layer_wise" in overrides else 3 if "strategy=euc" in overrides else 2
     _, here, reports = rounds(LocalGrid, tmp_path / "a", *overrides, number=number)
     grid, there, others = rounds(NetworkGrid, tmp_path / "b", *overrides, number=number)
@@ -142,7 +142,7 @@ def step_federation(tmp_path, wire_dtype, change):
 
 
 @pytest.mark.parametrize("wire_dtype", some(SHORT, default=["bf16"]))
-def test_steps_that_are_smaller_than_what_the_way_down_rounds_add_up(wire_dtype, tmp_path):
+def test_steps_below_the_rounding_of_downloads_add_up(wire_dtype, tmp_path):
     random = np.random.default_rng(0)
     layers = Federation(tmp_path / "a").layers
     change = {
@@ -174,7 +174,7 @@ def test_steps_that_are_smaller_than_what_the_way_down_rounds_add_up(wire_dtype,
         (lambda layers: encode_arrays({name: a.T for name, a in layers.items()}, "int8"), "has shape"),
     ],
 )
-def test_an_update_that_came_by_other_means_is_dropped_with_its_reason(damage, reason, tmp_path):
+def test_an_update_in_another_encoding_is_dropped(damage, reason, tmp_path):
     federation = Federation(tmp_path, "strategy=fedavg", "wire_dtype=int8", "num_clients=3")
     grid, honest = federation.grid, federation.grid._client_app
 
@@ -192,7 +192,7 @@ def test_an_update_that_came_by_other_means_is_dropped_with_its_reason(damage, r
 
 
 @pytest.mark.parametrize("wire_dtype", SHORT)
-def test_late_updates_are_added_to_what_their_clients_had_started_from(wire_dtype):
+def test_late_updates_are_added_to_their_start(wire_dtype):
     run = Run(3, lambda client, round: (6 if client == 2 else 1, "good"), buffered=True, min_updates=2)
     layers = {**LAYERS, "encoder.weight": np.random.default_rng(0).normal(size=(4, 9)).astype(np.float32) * 1000}
     run.federation = replace(run.federation, wire_dtype=wire_dtype, initial_arrays=lambda: layers)

@@ -54,11 +54,11 @@ def clients_of(calls):
         (300, 2, 20.0, 1),  # a client is longer than a task
     ],
 )
-def test_a_task_has_at_most_half_of_an_equal_share_and_is_short(waiting, processes, seconds, size):
+def test_a_task_has_half_of_an_equal_share(waiting, processes, seconds, size):
     assert task_size(waiting, processes=processes, seconds=seconds) == size
 
 
-def test_a_task_ends_its_block_and_continues_with_the_next_one():
+def test_a_task_continues_with_the_next_block():
     queue, a = make_queue(3, 3), Actor()
     calls = queue.next_calls(a, 4)
     assert clients_of(calls) == [0, 1, 2, 3]
@@ -77,7 +77,7 @@ def test_clients_that_a_task_has_not_run_are_next():
     assert client_of(queue.next_calls(b, 1)[0]) == 5
 
 
-def test_a_client_that_is_put_back_by_another_process_is_in_no_sum():
+def test_a_client_put_back_elsewhere_is_in_no_sum():
     """Process b has got clients 5 and 4 of the block of a, and c has got client 3."""
     queue, a, b, c = make_queue(6), Actor(), Actor(), Actor()
     queue.next_calls(a, 1)
@@ -91,7 +91,7 @@ def test_a_client_that_is_put_back_by_another_process_is_in_no_sum():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_client_runs_once_and_each_sum_has_the_first_clients_of_its_block(seed):
+def test_clients_run_once_and_sums_have_first_clients(seed):
     """Processes with tasks of any length, which stop anywhere; some stop after a client that replies later."""
     chance = random.Random(seed)
     sizes = [chance.randint(1, 9) for _ in range(chance.randint(1, 8))]
@@ -118,7 +118,7 @@ def test_every_client_runs_once_and_each_sum_has_the_first_clients_of_its_block(
         assert all(client > max(clients, default=-1) for client in single[block])
 
 
-def test_an_actor_runs_its_block_in_order_and_then_the_next_one():
+def test_an_actor_runs_its_blocks_in_order():
     queue, a, b = make_queue(2, 2, 1), Actor(), Actor()
     first, second = queue.next_call(a), queue.next_call(b)
     assert (client_of(first), client_of(second)) == (0, 2)
@@ -129,7 +129,7 @@ def test_an_actor_runs_its_block_in_order_and_then_the_next_one():
     assert not queue
 
 
-def test_an_idle_actor_runs_the_last_client_of_another_block_without_summing_it():
+def test_an_idle_actor_runs_clients_of_others_without_summing():
     queue, a, b = make_queue(4), Actor(), Actor()
     call, block_sum = queue.next_call(a)
     stolen, no_sum = queue.next_call(b)
@@ -137,7 +137,7 @@ def test_an_idle_actor_runs_the_last_client_of_another_block_without_summing_it(
     assert queue.next_call(a)[1] is block_sum
 
 
-def test_a_sum_is_taken_once_after_the_last_client_of_its_actor():
+def test_a_sum_is_taken_once_after_its_last_client():
     queue, a, b = make_queue(3, 1), Actor(), Actor()
     _, block_sum = queue.next_call(a)
     block_sum.is_used = True

@@ -19,7 +19,7 @@ from tests.simulation.test_run import QUICK
         (["tracker=mlflow"], "tracker.uri=http://10.0.0.1:5000"),
     ],
 )
-def test_what_points_outside_a_run_folder_is_repeated_in_the_command(choices, override, tmp_path, monkeypatch, capsys):
+def test_settings_outside_a_run_folder_are_repeated(choices, override, tmp_path, monkeypatch, capsys):
     save_run(compose([*choices, override]).recording, tmp_path)
     ran = []
     monkeypatch.setattr(simulation.run, "_run_here", lambda settings: ran.append(settings.recording.config))
@@ -41,7 +41,7 @@ def test_what_points_outside_a_run_folder_is_repeated_in_the_command(choices, ov
     assert error.startswith("fedssl: there is no setting 'rouns'; did you mean rounds;")
 
 
-def test_a_split_that_does_not_exist_is_refused_before_the_run_folder(tmp_path, monkeypatch, capsys):
+def test_a_missing_split_is_refused_before_the_run_folder(tmp_path, monkeypatch, capsys):
     for folder in ("Training/a", "Training/b", "Testing/a", "Testing/b"):
         write_images(tmp_path / "images" / folder, 4)
 

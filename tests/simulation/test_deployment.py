@@ -135,7 +135,7 @@ class Clock:
 
 
 @pytest.mark.parametrize(("outage", "follows"), [(100, True), (125, False)])
-def test_the_superlink_may_restart_within_two_minutes_at_any_time_of_a_run(monkeypatch, capsys, outage, follows):
+def test_the_superlink_may_restart_within_two_minutes(monkeypatch, capsys, outage, follows):
     """The run lasts an hour before the SuperLink is lost, while one stream of the log is open."""
     clock = Clock()
     monkeypatch.setattr(deployment, "time", clock)

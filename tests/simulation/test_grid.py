@@ -82,7 +82,7 @@ def test_too_few_nodes(monkeypatch):
         discover_clients(grid, 10, timeout=60)
 
 
-def test_the_time_of_a_reply_does_not_depend_on_the_federation():
+def test_the_time_of_replies_is_independent_of_federation_size():
     grid = LocalGrid(adding_app(), num_clients=1000)
     ids = list(grid.push_messages(train_messages(grid)))
     for number in range(3):

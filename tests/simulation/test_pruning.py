@@ -120,7 +120,7 @@ class TestSuccessiveHalving:
         assert read_run(jobs[2].folder).metric(RANKME) == 3.0
         assert read_run(jobs[2].folder).metric("knn") == 3.0
 
-    def test_a_job_without_a_result_is_not_compared_and_not_run_again(self, tmp_path):
+    def test_a_job_without_a_result_is_not_compared(self, tmp_path):
         """The failed job 3 would be the best. Of the other three, one continues."""
         jobs = make_jobs(tmp_path, 4)
         pruning = Pruning(metric="knn", reduction_factor=2, rungs=[1, 2], rounds=3)

@@ -153,7 +153,7 @@ def test_all_actors_and_gpus_are_used(hosts, tmp_path, gpus, fraction):
 
 @pytest.mark.slow
 @pytest.mark.heavy
-def test_a_gpu_that_somebody_else_uses_is_used_as_soon_as_it_is_free(hosts, tmp_path):
+def test_a_busy_gpu_is_used_when_it_is_free(hosts, tmp_path):
     other = ray.remote(num_cpus=0, num_gpus=0.1)(Counter).remote()
     assert ray.get(other.total.remote()) == 0  # it has its GPU
     client = ClientResources(0, 0.5)
@@ -180,7 +180,7 @@ def stop(grid, placements):
 
 
 @pytest.mark.heavy
-def test_a_process_whose_gpu_fails_is_restarted_once_and_then_left_out(hosts, caplog):
+def test_a_process_with_a_failing_gpu_is_restarted_once(hosts, caplog):
     """A restarted process finds no accelerator on this host, as if its GPU was lost."""
     grid, placements = grid_with_gpus(hosts, caplog)
     # A client with another error keeps its process.
@@ -260,7 +260,7 @@ def breaking_app():
 
 
 @pytest.mark.heavy
-def test_a_client_is_not_retried_beside_a_process_whose_gpu_is_checked():
+def test_clients_wait_while_a_gpu_is_checked():
     """That process may have the memory of its last client."""
     grid = RayGrid(num_clients=1, placements=[], client=ClientResources(1, 1.0))
     (node,) = grid.get_node_ids()
@@ -382,7 +382,7 @@ def test_a_failed_client_does_not_affect_others_of_its_task(grid, tasks_of_three
 
 
 @pytest.mark.heavy
-def test_the_process_of_a_reply_that_cannot_be_sent_is_replaced(grid, tasks_of_three):
+def test_the_process_of_an_unsendable_reply_is_replaced(grid, tasks_of_three):
     """Its sums have clients that the server has counted as failed."""
     before = set(grid._slots)
     replies = ask(grid, **{"unsent-1": 1})

@@ -82,9 +82,7 @@ def free_resources():
 
 @pytest.mark.slow
 @pytest.mark.heavy
-def test_a_cluster_is_joined_all_its_gpus_are_used_and_a_lost_host_fails_its_clients_of_one_round(
-    cluster, tmp_path, monkeypatch, capsys
-):
+def test_a_cluster_is_joined_and_survives_a_lost_host(cluster, tmp_path, monkeypatch, capsys):
     join_and_leave(cluster, tmp_path, monkeypatch, capsys)
     with ray_session(gpus=None, address=cluster.address) as hosts:
         assert sorted(hosts, key=lambda host: host.cpus) == [Host(1, 1), Host(2, 2)]

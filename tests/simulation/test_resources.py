@@ -173,7 +173,7 @@ def test_missing_resources_are_rejected(wishes, sentence):
         ([Host(8, 1), Host(2, 4)], {"client_cpus": 4, "client_gpus": 2}, "4 CPUs and 2 GPUs"),
     ],
 )
-def test_a_host_must_have_both_cpus_and_gpus_for_a_client(hosts, wishes, found):
+def test_a_host_needs_cpus_and_gpus_for_a_client(hosts, wishes, found):
     wishes = {"client_cpus": None, "client_gpus": None, "threads": 1, "max_clients": 100, **wishes}
     with pytest.raises(InputError, match=f"no host has {found} for a client; set engine.client_cpus or engine.client_"):
         fit_clients(hosts, **wishes)

@@ -52,7 +52,7 @@ def nothing_starts(monkeypatch):
 
 
 @pytest.mark.parametrize("engine", ["auto", "ray"])
-def test_gpus_that_a_client_cannot_have_are_refused_before_data_is_read(tmp_path, nothing_starts, engine):
+def test_unavailable_gpus_are_refused_before_data_is_read(tmp_path, nothing_starts, engine):
     overrides = [*QUICK, "dataset=cifar10", f"engine={engine}", "engine.client_gpus=0.5", "device=cpu"]
     with pytest.raises(
         InputError, match=r"engine.client_gpus=0.5 but clients can use 0 GPUs; set engine.client_gpus=0"
@@ -63,7 +63,7 @@ def test_gpus_that_a_client_cannot_have_are_refused_before_data_is_read(tmp_path
 
 @pytest.mark.parametrize("engine", ["auto", "local", "ray"])
 @pytest.mark.parametrize("setting", ["cuda_graphs=true", "gpu_augmentation=triton"])
-def test_what_needs_cuda_is_rejected_before_a_measurement_or_a_start(tmp_path, nothing_starts, engine, setting):
+def test_what_needs_cuda_is_rejected_before_the_start(tmp_path, nothing_starts, engine, setting):
     overrides = [*QUICK, setting, "optimizer.fused=true", f"engine={engine}", "device=cpu"]
     overrides += [f"output_dir={tmp_path / 'run'}"]
     with pytest.raises(InputError, match=f"{setting} needs device=cuda but the device is cpu"):

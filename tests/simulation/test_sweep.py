@@ -96,7 +96,7 @@ class TestJobs:
             "overrides: ['hydra.searchpath=[file:///tmp/evil]']\njobs: {}",
         ],
     )
-    def test_a_damaged_file_or_one_of_somebody_else_is_one_sentence(self, tmp_path, content):
+    def test_a_damaged_or_foreign_file_is_one_sentence(self, tmp_path, content):
         (tmp_path / STATE_FILE).write_text(content)
         with pytest.raises(InputError, match=STATE_FILE) as caught:
             plan_jobs(tmp_path, ["seed=0,1"])
@@ -179,7 +179,7 @@ class TestResume:
             waiting_jobs(jobs, retry=False)
         lock.close()
 
-    def test_a_job_without_a_checkpoint_starts_again_and_another_one_is_resumed(self, tmp_path):
+    def test_jobs_resume_from_checkpoints_or_start_again(self, tmp_path):
         job, started = Job(tmp_path / "0", ("seed=0", "threads=1")), []
         job.folder.mkdir()
         (job.folder / "run.log").touch()
@@ -224,7 +224,7 @@ class TestHydra:
         with pytest.raises(InputError, match="linear is not a result of final_evaluation, which gives knn, rankme; "):
             check_metric("linear", ["final_evaluation=knn", "seed=0,1"], final=True)
 
-    def test_a_failed_job_and_the_table_are_found_in_the_files(self, tmp_path):
+    def test_failed_jobs_and_the_table_are_in_files(self, tmp_path):
         status, output = sweep(
             tmp_path, "seed=0", "clients_per_round=2,9", "hydra.sweep.dir=sweep", "hydra.verbose=[]", "sweep.metric=knn"
         )
@@ -245,7 +245,7 @@ class TestParallelTasks:
         assert all(JOB_BYTES < task.memory < 1.05 * JOB_BYTES for task in tasks.values())
         assert all(task.job.overrides[-1] == "engine=local" for task in tasks.values())
 
-    def test_an_invalid_seed_does_not_change_the_resources_of_the_others(self, tmp_path):
+    def test_an_invalid_seed_changes_no_other_job(self, tmp_path):
         jobs = plan_jobs(tmp_path, [*QUICK[:-1], "threads=2", "seed=-1,0,1"])
         tasks = parallel_tasks(jobs, limit=None, address=None)
         assert [task.cpus for task in tasks.values()] == [2, 2, 2]

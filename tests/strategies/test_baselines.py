@@ -94,7 +94,7 @@ def layers(state):
     return {name: state.models[name].layers for name in state.model_names()}
 
 
-def test_a_run_of_clients_alone_reports_their_mean_and_exports_them_all(tmp_path):
+def test_clients_alone_are_reported_as_mean_and_all_exported(tmp_path):
     overrides = ["experiment=single_client", *FEDERATION, "num_clients=3", "evaluate_every=2", "final_evaluation=knn"]
     run([*overrides, f"output_dir={tmp_path}"])
     settings = compose(overrides)

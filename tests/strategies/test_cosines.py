@@ -22,7 +22,7 @@ def test_cosines():
     assert cosines.finite
 
 
-def test_the_mean_of_cosines_goes_by_size_and_leaves_out_what_points_nowhere():
+def test_the_mean_of_cosines_goes_by_size():
     # Global a = (3, 4) and b of 6 ones; the client has a = (4, 3), cosine 24/25 = 0.96, and b with one of six ones
     # turned round, cosine (5 - 1)/6 = 2/3. The mean by size is (2 * 0.96 + 6 * 2/3) / 8 = 0.74. The fresh bias, whose
     # cosine counts as 1 in the rules, is no part of it. The model: (24 + 4 + 0) / sqrt((25 + 6) (25 + 6 + 9)).

@@ -29,7 +29,7 @@ def test_batch_norm_is_found_by_type():
     ]
 
 
-def test_batch_norm_stays_with_the_client_and_the_rest_is_global(tmp_path):
+def test_batch_norm_is_local_and_the_rest_global(tmp_path):
     federation = Federation(tmp_path, "strategy=fedbn", "method=byol", "num_clients=2")
     first = federation.run(1)
     sent = [{name: array.numpy().copy() for name, array in update["arrays"].items()} for update in federation.updates]

@@ -149,7 +149,7 @@ def test_mixture_equals_the_equation_and_leaves_its_inputs_alone(mu):
 
 
 @pytest.mark.parametrize("make", [make_byol, make_simclr])
-def test_lambda_is_set_once_and_mu_is_by_the_d_of_the_round_before(tmp_path, make):
+def test_lambda_is_set_once_and_mu_every_round(tmp_path, make):
     # With tau = 0.6 lambda is 0.6 / d_1 and mu = min(0.6 d / d_1, 1): after steps of 1/2, 1/8 and 1 that is 0.6, 0.15
     # and 1. Layers of different rounds are 10 apart, so a d from anywhere but the start of training would show.
     steps, shares = {1: 0.5, 2: 0.125, 3: 1.0, 4: 0.25}, {1: 0.0, 2: 0.6, 3: 0.15, 4: 1.0}

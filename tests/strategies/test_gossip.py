@@ -165,7 +165,7 @@ def test_what_cannot_be_is_one_sentence_before_the_start(tmp_path, overrides, se
 @pytest.mark.parametrize(
     ("edges", "sentence"), [("0 1\n2 3\n3 4\n", "2 pieces with no edge between them"), ("0 1\n1 9\n", "9")]
 )
-def test_a_file_that_is_no_graph_of_the_clients_is_refused(tmp_path, edges, sentence):
+def test_a_file_without_a_graph_of_clients_is_refused(tmp_path, edges, sentence):
     file = tmp_path / "edges.txt"
     file.write_text(edges)
     with pytest.raises(InputError, match=sentence):

@@ -138,7 +138,7 @@ def test_exact_and_stacked_weights_against_dense_ones(rule):
         np.testing.assert_allclose(product.truncate(2).dense(), nearest, rtol=1e-10, atol=1e-10)
 
 
-def test_l_dawa_scales_one_factor_by_the_cosine_of_the_product():
+def test_l_dawa_scales_one_factor_by_the_products_cosine():
     # (4, 3) instead of (3, 4): the cosine is 0.96. A single client's product is scaled once, as a dense weight is.
     start = GlobalLayers({FC.a: np.array([[3.0, 4]]), FC.b: np.array([[2.0], [0]])}, FactorPairs((FC,)))
     client = update(0, {FC.a: np.array([[4.0, 3]]), FC.b: np.array([[2.0], [0]])}, num_examples=1)

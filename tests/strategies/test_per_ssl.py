@@ -91,7 +91,7 @@ def test_a_step_by_hand(weight, expected):
     assert model.v.tolist() == pytest.approx(expected)
 
 
-def test_a_personal_model_begins_as_what_was_received_and_then_goes_its_own_way():
+def test_a_personal_model_begins_as_the_received_one():
     method, half = make_byol(), PersonalClient(weight=0.1)
     received = exchanged_layers(make_byol())
     half.load_start(method, plan_of(received), None)
@@ -142,7 +142,7 @@ def personal_layers(folder, client, *, before):
 @pytest.mark.parametrize(
     "overrides", [["method=simclr", "regularizer=prox"], pytest.param(["method=orchestra"], marks=pytest.mark.heavy)]
 )
-def test_without_the_term_personal_models_are_those_of_clients_that_train_alone(tmp_path, overrides):
+def test_without_the_term_clients_train_alone(tmp_path, overrides):
     if overrides == ["method=orchestra"]:  # whose centroids are the server's, and so those of all clients: one client
         overrides = [*overrides, "method.local_clusters=3", "method.queue_size=24", "num_clients=1"]
     overrides = ["num_clients=2", "optimizer.momentum=0.9", *overrides]

@@ -336,7 +336,7 @@ def test_a_round_applies_the_rule_and_leaves_flowers_log_silent(tmp_path, caplog
     ],
     ids=["median", "trimmed_mean", "krum"],
 )
-def test_with_few_clients_left_the_round_goes_on_with_a_warning(caplog, strategy, shift, warning):
+def test_few_remaining_clients_are_a_warning(caplog, strategy, shift, warning):
     result, _ = run_round(strategy, [crash, good, good, crash, good])
     for name, array in LAYERS.items():
         np.testing.assert_allclose(result[name], array + shift, rtol=1e-6)

@@ -156,7 +156,7 @@ def test_the_number_of_threads_changes_nothing():
     assert same(results[0], results[2])
 
 
-def test_normalized_clients_that_turn_away_do_not_blow_a_layer_up():
+def test_normalized_clients_that_turn_away_stay_bounded():
     # Cosines 1/2 and -1/2: divided by their sum the layer would be infinite; by that of their sizes it is
     # (w_0 / 2 - w_1 / 2) / 1.
     start = layers(a=[1, 0])

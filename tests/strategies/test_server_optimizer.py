@@ -134,7 +134,7 @@ def test_statistics_and_counters_are_what_the_rule_made_them(kind):
 
 @every_optimizer
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_names_order_shapes_and_dtypes_survive_and_inputs_stay_as_they_are(kind, dtype):
+def test_names_shapes_dtypes_and_inputs_survive(kind, dtype):
     optimizer, moments, old = kind(), {}, model(0, dtype)
     for round in (1, 2):
         aggregated = model(round, dtype)

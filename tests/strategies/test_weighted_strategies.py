@@ -52,7 +52,7 @@ def run(strategy, round):
         (MDAWA(), m_dawa, ()),
     ],
 )
-def test_strategies_apply_their_rule_and_ask_for_no_more_than_it_needs(strategy, expected, needs):
+def test_strategies_apply_their_rule_and_ask_for_its_metrics(strategy, expected, needs):
     assert ever_needed(strategy) == needs
     for round in (1, 2):  # nothing is left over from a round
         assert strategy.server.aggregator(round).required_metrics == needs

@@ -118,7 +118,7 @@ def test_the_way_of_a_gpu_makes_the_same_views(monkeypatch, recipe, channels, he
             assert view.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_drawn_ahead_or_one_after_the_other_views_are_the_same():
+def test_views_drawn_ahead_are_the_same():
     sizes = [5, CHUNK + 3, 4]
     images = random_images(sum(sizes), 3, 16, 16).split(sizes)
     make, source, ahead = augmentation(EVERYTHING, {"flip_prob": 0.5}), generator(), generator()

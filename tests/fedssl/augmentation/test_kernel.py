@@ -50,7 +50,7 @@ def test_what_the_kernel_does_not_make_is_refused():
             made(**wrong)
 
 
-def test_a_gpu_without_triton_and_images_that_are_too_large_are_refused_and_a_cpu_does_not_care(monkeypatch):
+def test_missing_triton_and_large_images_are_refused_on_gpus(monkeypatch):
     images, generator = torch.zeros(2, 3, 8, 70, dtype=torch.uint8), torch.Generator()
     assert made()(images, generator)[0].images.shape == (2, 3, 8, 8)
     monkeypatch.setattr(devices, "CPU", "none")

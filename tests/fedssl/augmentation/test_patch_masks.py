@@ -33,7 +33,7 @@ def test_a_random_mask_hides_a_fixed_number_of_patches(ratio, patches, hidden):
     assert mask.targets.diff(dim=2).gt(0).all()
 
 
-def test_blocks_hide_at_most_the_share_of_an_image_and_are_skipped_with_the_probability():
+def test_blocks_hide_at_most_their_share_with_their_probability():
     grid = 8
     hidden = block_mask(BLOCK, 2000, grid=grid, generator=generator()).hidden
     shares = hidden.double().mean(dim=1)

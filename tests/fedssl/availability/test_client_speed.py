@@ -23,7 +23,7 @@ def lognormal(**settings):
     return LogNormalSpeed(num_clients=5, seed=3, **{**medians, "sigma_clients": 0.6, "sigma_rounds": 0.3, **settings})
 
 
-def test_speeds_are_log_normal_with_a_fixed_part_for_each_client():
+def test_speeds_are_log_normal_with_a_part_per_client():
     """ln(speed / median) = sigma_clients u + sigma_rounds v: variance 0.36 + 0.09, covariance between rounds 0.36."""
     model = lognormal()
     speeds = [[model.speed(client, round) for round in (1, 2)] for client in range(3000)]

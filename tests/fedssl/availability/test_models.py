@@ -21,7 +21,7 @@ def trace(folder, text, *, num_clients=4, period=None, dropout=0.0):
     return Trace(num_clients=num_clients, seed=0, file=file, period=period, dropout=dropout)
 
 
-def test_a_day_has_each_client_for_its_fraction_at_its_own_hours():
+def test_each_client_is_online_for_its_fraction_of_a_day():
     model = diurnal()
     times = [model.online_times(client) for client in range(1000)]
     hours = np.linspace(0, DAY, 240, endpoint=False)

@@ -52,7 +52,7 @@ def test_a_value_out_of_range_is_refused_with_the_default():
         ("calibration", "auxiliary", "when"),
     ],
 )
-def test_a_chosen_protection_is_not_turned_off_by_a_missing_value(group, choice, key):
+def test_null_does_not_turn_off_a_chosen_protection(group, choice, key):
     with pytest.raises(
         InputError, match=rf"^{group}.{key}=null disables {group}={choice}; set a value, or {group}=none$"
     ):

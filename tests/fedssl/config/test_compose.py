@@ -61,6 +61,6 @@ def test_most_choices_need_no_further_composition_by_hydra(monkeypatch):
         (["num_clients=2000000000"], "num_clients=2000000000 must be at most 10,000,000"),
     ],
 )
-def test_numbers_that_no_run_can_use_are_refused_before_a_run(overrides, sentence):
+def test_unusable_numbers_are_refused_before_a_run(overrides, sentence):
     with pytest.raises(InputError, match=f"^.*{sentence}"):
         load.compose(overrides)

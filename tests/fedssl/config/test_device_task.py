@@ -150,7 +150,7 @@ def test_a_choice_that_the_device_does_not_have(name):
         compose_task(json.dumps(task))
 
 
-def test_a_task_of_an_earlier_version_has_the_choices_of_groups_that_it_lacked():
+def test_an_older_task_gets_defaults_for_newer_groups():
     """A device compares a run's task with the one that it stored before it was upgraded."""
     new = make_task(compose([])).text()
     stored = json.loads(new)

@@ -72,7 +72,7 @@ def test_what_hydra_reads_stays():
         literal_values(["output_dir==x"])
 
 
-def test_commas_separate_the_values_of_a_sweep_unless_they_are_quoted():
+def test_unquoted_commas_separate_the_values_of_a_sweep():
     given = ["dataset.path=/a ä,'/b,c',null", "resume=/a,b", "encoder.weights=choice(a,b)"]
     assert literal_values(given, sweep=True) == ["dataset.path='/a ä','/b,c',null", "resume='/a,b'", given[2]]
     assert literal_values(literal_values(given, sweep=True), sweep=True) == literal_values(given, sweep=True)

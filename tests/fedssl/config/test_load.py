@@ -122,7 +122,7 @@ def test_wrong_words_get_one_sentence(overrides, sentence):
         ("server_optimizer=fedadam", r"they share none; set server_optimizer=none"),
     ],
 )
-def test_what_needs_a_shared_model_is_refused_by_clients_that_share_none(override, sentence):
+def test_what_needs_a_shared_model_is_refused_without_one(override, sentence):
     settings = compose(["strategy=local_only", override])
     context = StrategyContext(
         method=build_method(settings.model),
@@ -175,7 +175,7 @@ class TestResume:
         assert settings.recording.run_id == OmegaConf.load(folder / "config.yaml").run_id
         assert load_settings(settings.recording.overrides) == settings
 
-    def test_keeps_the_threads_of_the_run_on_another_number_of_cores(self, tmp_path, monkeypatch):
+    def test_keeps_the_threads_on_other_numbers_of_cores(self, tmp_path, monkeypatch):
         """The number of threads decides the order of sums."""
         monkeypatch.setattr(process, "available_cores", lambda: 3)
         save_run(compose(["dataset=cifar10"]).recording, tmp_path)
@@ -221,7 +221,7 @@ def test_refuses_a_test_that_has_the_labeled_training_images(train, test):
     assert compose([*overrides, "dataset.splits.test=other"]).data.test == "other"
 
 
-def test_the_folder_of_decoded_images_is_absolute_and_not_chosen_by_a_run_of_others(tmp_path):
+def test_the_cache_folder_is_absolute_and_the_users_choice(tmp_path):
     def cache_of(settings):
         return settings.data.reader.values["cache"]
 
@@ -247,7 +247,7 @@ def test_statistics_follow_the_number_of_channels(name: str) -> None:
     assert data.std == (sum(default.std) / len(default.std),) * data.channels
 
 
-def test_statistics_of_further_data_sets_follow_and_explicit_ones_are_kept() -> None:
+def test_statistics_of_further_data_sets_follow_unless_given() -> None:
     own = ["dataset=cifar10", "dataset.channels=1"]
     assert compose([*own, "dataset.mean=[0.5]"]).data.mean == (0.5,)
     wrong = compose([*own, "dataset.mean=[0.5,0.5,0.5]"]).data

@@ -76,7 +76,7 @@ def test_a_run_id_is_no_path(file, run_id):
         "tracker.mode=online",
     ],
 )
-def test_words_that_reach_out_of_the_folder_are_for_the_user_to_say(file, override):
+def test_overrides_outside_the_folder_need_the_users_word(file, override):
     with pytest.raises(
         InputError, match="points outside the run folder and is accepted only from your own command"
     ) as caught:
@@ -84,7 +84,7 @@ def test_words_that_reach_out_of_the_folder_are_for_the_user_to_say(file, overri
     assert override in str(caught.value)
 
 
-def test_the_command_that_continues_a_run_has_what_the_folder_may_not_set(tmp_path):
+def test_the_resuming_command_repeats_what_folders_may_not_set(tmp_path):
     folder = tmp_path / "a run"
     folder.mkdir()
     (folder / "overrides.yaml").write_text("""[seed=3, "dataset.cache='/my data'", tracker.uri=x]""")

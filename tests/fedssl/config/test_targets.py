@@ -162,7 +162,7 @@ class TestTargets:
         assert "\n" not in str(caught.value)
         assert f"strategy._target_={target}" in str(caught.value)
 
-    def test_of_the_current_folder_are_found_with_a_folder_of_settings(self, tmp_path, monkeypatch):
+    def test_of_the_current_folder_are_found_with_a_config_folder(self, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "path", list(sys.path))
         (tmp_path / "here_only.py").write_text(MODULE)
         (tmp_path / "conf").mkdir()
@@ -187,14 +187,14 @@ class TestTargets:
         assert export.main() == 0
         assert (tmp_path / "encoder.safetensors").exists()
 
-    def test_an_encoder_is_built_only_if_the_words_name_its_folder(self, conf):
+    def test_an_encoder_is_built_if_overrides_name_its_folder(self, conf):
         (target,) = choice_targets("encoder", [conf]) - choice_targets("encoder", [])
         assert user_encoder(target, [conf])(channels=1, size=8, width=4).feature_dim == 16
         assert user_encoder(target, []) is None
         assert user_encoder("os.system", [conf]) is None
         assert user_encoder("fedssl.encoders.conv_small", [conf]) is None
 
-    def test_the_data_set_of_a_run_folder_is_no_code_of_its_choice(self, tmp_path):
+    def test_a_run_folder_cannot_choose_code_as_data_set(self, tmp_path):
         save_run(compose([]).recording, tmp_path)
         assert compose_evaluation([], run=tmp_path).data.name == "digits"
         file = tmp_path / "config.yaml"

@@ -99,7 +99,7 @@ def only(location: Path) -> Path:
     return folder
 
 
-def test_a_folder_has_the_same_bits_with_and_without_a_file(images, location, decoded):
+def test_a_folder_has_equal_bits_with_a_cache(images, location, decoded):
     without = read(folder_of(images, None))
     assert not location.exists()
     first = read(folder_of(images, location))
@@ -113,7 +113,7 @@ def test_a_folder_has_the_same_bits_with_and_without_a_file(images, location, de
     assert only(location).name.startswith("images-train-8px-")
 
 
-def test_parquet_files_have_the_same_bits_with_and_without_a_file(tmp_path, location, decoded):
+def test_parquet_files_have_equal_bits_with_a_cache(tmp_path, location, decoded):
     random = np.random.default_rng(0)
     (tmp_path / "data").mkdir()
     for shard in range(2):
@@ -229,7 +229,7 @@ def digest(images: ImageData) -> str:
 
 @pytest.mark.heavy
 @pytest.mark.slow
-def test_one_of_two_processes_waits_and_resumes_decoding_when_the_other_dies(images, tmp_path, decoded, caplog):
+def test_a_waiting_process_resumes_the_decoding_of_a_dead_one(images, tmp_path, decoded, caplog):
     log, locations = tmp_path / "log", (tmp_path / "first", tmp_path / "second")
     expected = digest(read(folder_of(images, None, test_fraction=0)))
     decoded.clear()

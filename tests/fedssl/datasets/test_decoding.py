@@ -46,7 +46,7 @@ def test_decode_keeps_order_and_reports_what_it_cannot_read() -> None:
     assert first_pixels(buffer.images) == rest
 
 
-def test_images_that_do_not_fit_into_memory_are_refused_before_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_beyond_memory_are_refused_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers, "available_memory", lambda: 8 * 10**9)
     with pytest.raises(InputError, match=r"1,000,000 images of 3 x 64 x 64 need 12\.3 GB of memory, and 8\.0 GB are"):
         buffers.memory_buffer((1_000_000, 3, 64, 64))  # 10^6 * 3 * 64 * 64 = 12.288 * 10^9 bytes

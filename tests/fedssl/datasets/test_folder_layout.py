@@ -74,7 +74,7 @@ def test_what_is_recognized_is_logged_in_one_line(tmp_path: Path, caplog: pytest
     ]
 
 
-def test_some_splits_beside_other_folders_are_refused_until_the_setting_decides(tmp_path: Path) -> None:
+def test_splits_beside_other_folders_need_a_setting(tmp_path: Path) -> None:
     names = [f"{split}/{split}/{name}" for split in ("seg_train", "seg_test") for name in ("sea/1.png", "street/2.png")]
     root = touch(tmp_path, *names, "seg_pred/seg_pred/3.png")
     with pytest.raises(InputError, match=r"\(seg_test, seg_train\) beside others \(seg_pred\).*split_folders=true"):

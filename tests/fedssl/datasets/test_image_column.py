@@ -57,9 +57,7 @@ def columns(folder: Path) -> dict[str, pa.Array]:
     }
 
 
-def test_images_that_a_column_names_are_copied_into_a_cache_which_they_date(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_named_by_a_column_are_copied_and_dated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedssl.datasets.cache.MIN_SECONDS_TO_CACHE", 0)
     (tmp_path / "data").mkdir()
     for name in ("only paths", "mixed"):
@@ -111,7 +109,7 @@ def test_another_column_is_one_sentence_with_those_that_have_images(
         pixels(tmp_path)
 
 
-def test_columns_of_all_files_are_checked_before_an_image_is_decoded(tmp_path: Path, monkeypatch) -> None:
+def test_columns_of_all_files_are_checked_before_decoding(tmp_path: Path, monkeypatch) -> None:
     write(tmp_path / "train-0.parquet", img=pa.array(PNGS))
     write(tmp_path / "train-1.parquet", image=pa.array(PNGS))
     monkeypatch.setattr("fedssl.datasets.hub.encoded_images", lambda *_: pytest.fail("decoded"))

@@ -83,7 +83,7 @@ def test_batches_that_nobody_takes_are_not_decoded(pixels, monkeypatch):
     assert [future.cancelled() for future in waiting] == [False] * 2 + [True] * 7
 
 
-def test_an_image_that_has_changed_ends_the_run_with_one_sentence(pixels):
+def test_a_changed_image_ends_the_run_with_one_sentence(pixels):
     source = encoded(pixels)
     source._records[7] = b"changed"
     assert torch.equal(source[:3], pixels[:3])

@@ -35,7 +35,7 @@ def names_of(files: list[Path]) -> list[list[str | None]]:
     return [[None if label == NO_LABEL else classes[label] for label in labels] for labels, classes in read]
 
 
-def test_the_same_number_with_another_name_in_another_file_is_joined_by_name(tmp_path: Path) -> None:
+def test_classes_of_several_files_are_joined_by_name(tmp_path: Path) -> None:
     train = write(tmp_path / "train.parquet", pa.array([0, 1, 2]), ["a", "b", "c"])
     test = write(tmp_path / "test.parquet", pa.array([0, 1, -1]), ["a", "c"])
     assert names_of([train, test]) == [["a", "b", "c"], ["a", "c", None]]
@@ -49,7 +49,7 @@ def test_the_same_number_with_another_name_in_another_file_is_joined_by_name(tmp
     assert names_of([test, turned]) == [["a", "c", None], ["c", "a"]]
 
 
-def test_names_beside_numbers_are_refused_unless_no_row_has_a_label(tmp_path: Path) -> None:
+def test_names_beside_numbers_are_refused_if_rows_have_labels(tmp_path: Path) -> None:
     named = write(tmp_path / "train.parquet", pa.array([0, 1]), ["a", "b"])
     numbers = write(tmp_path / "test.parquet", pa.array([1, 0]))
     message = r"^dataset\.label=label has class names in .*train\.parquet but numbers without names in .*test\.parquet"
@@ -123,7 +123,7 @@ def test_rows_without_a_label_are_counted_and_trained_on(tmp_path: Path, caplog:
 
 
 @pytest.mark.parametrize("storage", ["decoded", "encoded"])
-def test_cached_images_keep_their_labels_when_another_file_changes_the_numbers_of_classes(
+def test_cached_images_keep_labels_when_class_numbers_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
 ) -> None:
     """The rows that are held out depend on the numbers."""

@@ -24,7 +24,7 @@ def images(root: Path) -> Listing:
     return list_files(root, (".png",))
 
 
-def test_hidden_files_are_left_out_at_any_depth_but_not_above(tmp_path: Path) -> None:
+def test_hidden_files_are_left_out_at_any_depth(tmp_path: Path) -> None:
     root = tmp_path / ".cache" / "@eaDir" / "data"
     touch(root, "cat/1.png", "cat/._1.png", "cat/.ipynb_checkpoints/1-checkpoint.png", "__MACOSX/cat/1.png")
     touch(root, "cat/@eaDir/1.png/thumb.png", "Thumbs.db", ".DS_Store", "cat/deep/.thumbnails/1.png", "#recycle/1.png")

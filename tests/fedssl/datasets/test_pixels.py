@@ -129,7 +129,7 @@ def test_values_of_16_bits_become_their_upper_8(content):
     assert read(content) == [[0, 0], [1, 255]]
 
 
-def test_values_are_divided_by_the_maximum_of_pgm_or_of_the_setting():
+def test_values_are_divided_by_the_given_maximum():
     twelve = np.array([[0, 16], [2048, 4095]], ">u2")
     levels = [[0, 1], [128, 255]]
     for max_value in (None, 4095, 1023):

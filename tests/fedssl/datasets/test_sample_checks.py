@@ -29,7 +29,7 @@ def warnings_of(*sources: bytes, **changes: object) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(("maximum", "bits"), [(4095, 12), (3987, 12), (1023, 10), (16383, 14), (255, 8)])
-def test_a_small_part_of_16_bits_is_named_with_the_setting_that_scales_it(maximum, bits):
+def test_a_small_range_of_16_bits_names_the_setting(maximum, bits):
     (warning,) = warnings_of(ramp(99), ramp(maximum), b"damaged")
     assert f"a sample of 2 images with more than 8 bits is {maximum:,} of 65,535" in warning
     assert warning.endswith(f"scale them with dataset.max_value={2**bits - 1}")
@@ -56,7 +56,7 @@ def test_color_images_with_16_bits_have_another_remedy(values):
     assert warnings_of(b"P6 1 1 4095\n" + np.array([[[0, 99, 4095]]], ">u2").tobytes()) == ()  # Pillow divides by 4095
 
 
-def test_a_folder_of_16_bits_is_logged_once_also_from_the_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_folder_of_16_bits_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     for number in range(3):
         (tmp_path / f"{number}.png").write_bytes(ramp(4095))
     pq.write_table(pa.table({"image": [ramp(4095)] * 3, "label": [0, 1, 1]}), tmp_path / "train.parquet")
@@ -71,7 +71,7 @@ def test_a_folder_of_16_bits_is_logged_once_also_from_the_cache(tmp_path: Path, 
             assert [line for line in caplog.messages if "dataset.max_value=4095" in line] == caplog.messages, again
 
 
-def test_white_glyphs_without_a_background_are_a_warning_with_a_remedy(tmp_path: Path, caplog):
+def test_white_glyphs_without_background_are_a_warning(tmp_path: Path, caplog):
     caplog.set_level(logging.WARNING)
     glyph = np.full((8, 8, 4), 255, np.uint8)
     glyph[:, :4, 3] = 0

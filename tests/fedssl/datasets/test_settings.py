@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_yaml_has_the_static_keys_and_the_reader_has_the_others(name: str) -> None:
+def test_yaml_has_static_keys_and_the_reader_others(name: str) -> None:
     settings = settings_of(name)
     check_data_settings(settings)
     assert settings.num_classes is None or settings.num_classes > 1

@@ -103,7 +103,7 @@ def test_decoded_and_encoded_images_are_the_same_data_set(tmp_path, kind, cached
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_images_are_copied_only_if_their_file_has_them_in_compressed_form(tmp_path, kind):
+def test_images_are_copied_only_from_compressed_files(tmp_path, kind):
     write(tmp_path / "data", kind)
     load(tmp_path / "data", kind, tmp_path / "cache", storage="encoded")
     names = {file.name for file in only(tmp_path / "cache").iterdir()}
@@ -150,7 +150,7 @@ def test_a_damaged_index_is_made_again(tmp_path, reads, caplog, name, damage):
 
 
 @pytest.mark.parametrize("kind", ["folder", "arrow file"])
-def test_a_source_that_is_cut_during_a_run_is_one_sentence(tmp_path, kind):
+def test_a_source_cut_during_a_run_is_one_sentence(tmp_path, kind):
     write(tmp_path / "data", kind)
     images = load(tmp_path / "data", kind, None, storage="encoded", test_fraction=0).images
     for file in (tmp_path / "data").rglob("*.jpg" if kind == "folder" else "*.arrow"):

@@ -236,7 +236,7 @@ def test_images_of_another_form_are_one_sentence(encoder: Encoder, shape: tuple[
 
 
 @pytest.mark.parametrize("build", [conv_small, resnet18, resnet50])
-def test_group_normalization_has_no_statistics_and_looks_at_each_image_alone(build) -> None:
+def test_group_normalization_has_no_statistics_over_images(build) -> None:
     encoder = build(channels=1, size=8, norm="group")
     assert not list(encoder.named_buffers())
     assert not any("batch" in type(module).__name__.lower() for module in encoder.modules())

@@ -37,7 +37,7 @@ ZERO = torch.zeros(1, 1, 1, 1)
 @pytest.mark.parametrize(
     ("frozen", "depth", "of_frozen", "of_others"), [(0, 3, 0, 123), (0, 2, 0, 12), (1, 3, 1, 23), (2, 3, 12, 3)]
 )
-def test_frozen_stages_run_first_and_the_other_active_ones_in_forward(frozen, depth, of_frozen, of_others):
+def test_frozen_stages_run_first_and_active_ones_in_forward(frozen, depth, of_frozen, of_others):
     encoder = Digits()
     with encoder.run_stages(ActiveStages(depth, frozen)):
         assert encoder(ZERO).item() == of_others
@@ -55,7 +55,7 @@ def test_depth_dropout_is_the_share_of_skipped_stages():
     assert set(outputs) == {0, 1, 2, 12}
 
 
-def test_active_stages_are_restored_after_an_error_and_cannot_be_assigned():
+def test_active_stages_are_restored_after_an_error():
     encoder = Digits()
     with pytest.raises(KeyError), encoder.run_stages(ActiveStages(1)):
         raise KeyError
@@ -66,7 +66,7 @@ def test_active_stages_are_restored_after_an_error_and_cannot_be_assigned():
         encoder.active_stages.depth = 1
 
 
-def test_a_frozen_copy_runs_the_same_stages_and_another_copy_its_own():
+def test_a_frozen_copy_runs_the_stages_of_its_original():
     encoder = Digits()
     shared, independent = frozen_copy(encoder), copy.deepcopy(encoder)
     with encoder.run_stages(ActiveStages(2)):

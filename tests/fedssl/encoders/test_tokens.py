@@ -174,7 +174,7 @@ def test_frozen_stages_are_refused_for_parts_of_an_image():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_smaller_view_is_an_image_of_an_encoder_with_interpolated_positions(kind: dict):
+def test_a_smaller_view_has_interpolated_positions(kind: dict):
     large, small = vit(**kind), vit(size=8, **kind)
     state = {name: value for name, value in large.state_dict().items() if name != "encoder.pos_embedding"}
     small.load_state_dict(state, strict=False)

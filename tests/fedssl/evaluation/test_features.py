@@ -47,7 +47,7 @@ def test_extract_leaves_modes_and_statistics_as_they_were():
     assert not features.requires_grad
 
 
-def test_extract_normalizes_each_channel_and_does_not_depend_on_the_batch_size():
+def test_extract_normalizes_channels_whatever_the_batch_size():
     images = torch.randint(0, 256, (7, 3, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     mean, std = [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]
     expected = (images.double() / 255 - torch.tensor(mean).double().view(3, 1, 1)) / torch.tensor(std).double().view(

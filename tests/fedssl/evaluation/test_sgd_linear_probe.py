@@ -111,7 +111,7 @@ def test_training_is_the_gradient_steps_of_the_paper():
 
 
 @pytest.mark.parametrize(("epochs", "right"), [(0, 0.5), (1, 1.0), (5, 1.0)])
-def test_batch_norm_in_training_mode_takes_the_statistics_of_the_images(epochs, right):
+def test_batch_norm_in_training_mode_takes_batch_statistics(epochs, right):
     """With a much too high running mean all features are 0, and half of the predictions are correct."""
     encoder = Halves()
     encoder.norm.running_mean.fill_(100.0)
@@ -123,7 +123,7 @@ def test_batch_norm_in_training_mode_takes_the_statistics_of_the_images(epochs, 
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
 
 
-def test_with_a_share_of_the_labels_only_the_drawn_images_are_used():
+def test_only_the_drawn_share_of_labels_is_used():
     """All other images are flipped; training on them would give wrong predictions for most test images.
 
     The encoder computes 2 images for the feature length, 6 in each of 5 epochs, and 20 at the end.
@@ -141,7 +141,7 @@ def test_with_a_share_of_the_labels_only_the_drawn_images_are_used():
         assert evaluate(protocol(shares=[1.0, 0.1], **changes), evaluated, seed=0) == {"mine": Score(0.0), **result}
 
 
-def test_the_same_seed_gives_the_same_number_and_views_are_drawn_by_it():
+def test_the_seed_decides_result_and_views():
     drop = torch.nn.Dropout(0.5)  # draws from torch's own chance
     images = evaluation_input(None).train.images[:]
 
@@ -195,7 +195,7 @@ def noisy(n: int, *, dim: int = 8, classes: int = 4) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.heavy
-def test_our_linear_probe_is_within_a_fifth_of_a_point_of_sgd_that_has_converged():
+def test_our_linear_probe_is_close_to_converged_sgd():
     """2,000 test images, of which 0.2 points are 4.
 
     Both minimize the same convex function with a unique minimum. Predictions differ only if the scores of two classes

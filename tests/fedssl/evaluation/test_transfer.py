@@ -13,7 +13,7 @@ OTHER = ["evaluation=transfer", "+dataset@evaluation.datasets.few=digits", "eval
 CPU = torch.device("cpu")
 
 
-def test_the_results_are_those_of_the_protocol_on_the_other_images():
+def test_results_are_those_of_the_protocol_on_other_images():
     settings = compose([*OTHER, "evaluation@evaluation.protocol=knn", "+dataset@evaluation.datasets.all=digits"])
     encoder = build_method(settings.model).encoder
     evaluation_input = make_evaluation_input(encoder, settings.data, device=CPU)

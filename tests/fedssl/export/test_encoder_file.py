@@ -205,7 +205,7 @@ class Malicious:
         return Path.touch, (self.trace,)
 
 
-def test_a_file_with_code_is_refused_and_the_code_does_not_run(tmp_path: Path) -> None:
+def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
     path = save(tmp_path / "encoder.pt")
     rewrite(path, metadata=Malicious(tmp_path / "trace"))
     refused(path)

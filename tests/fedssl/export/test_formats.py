@@ -116,7 +116,7 @@ def test_torch_runs_the_program_on_uint8_images(run: Path, monkeypatch, capsys):
         torch.testing.assert_close(program(images), ours(encoder, images), rtol=0, atol=1e-5)
 
 
-def test_safetensors_has_the_weights_by_name_and_the_rest_as_json(run: Path, tmp_path: Path, monkeypatch):
+def test_safetensors_has_weights_by_name_and_metadata_as_json(run: Path, tmp_path: Path, monkeypatch):
     file = tmp_path / "mine.safetensors"
     assert command(monkeypatch, f"run={run}", "format=safetensors", f"output={file}") == 0
     encoder, again = load_encoder(run / "encoder.pt"), load_encoder(file)
@@ -166,7 +166,7 @@ def test_timm_makes_our_transformer(changes: dict[str, Any], tmp_path: Path):
     assert_code_loads(source, file)
 
 
-def test_timm_makes_our_resnet_with_the_lines_that_the_command_prints(tmp_path: Path, monkeypatch, capsys):
+def test_timm_makes_our_resnet_with_the_printed_lines(tmp_path: Path, monkeypatch, capsys):
     source = source_of(tmp_path, RESNET)
     assert command(monkeypatch, f"encoder={tmp_path / 'encoder.pt'}", "format=timm") == 0
     file = tmp_path / "encoder.timm.safetensors"
@@ -187,7 +187,7 @@ def assert_code_loads(source: ExportSource, file: Path) -> None:
 @pytest.mark.parametrize(
     "settings", [VIT, pytest.param({**RESNET, "size": 32, "stem": "imagenet"}, marks=pytest.mark.heavy)]
 )
-def test_hub_folder_is_one_of_timms_where_timm_has_the_architecture(settings: dict[str, Any], tmp_path: Path):
+def test_hub_folder_is_timms_if_timm_has_the_architecture(settings: dict[str, Any], tmp_path: Path):
     source, folder = source_of(tmp_path, settings), tmp_path / "folder"
     assert export(source, "huggingface", folder) <= 1e-5
     model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
@@ -205,7 +205,7 @@ def test_hub_folder_is_one_of_timms_where_timm_has_the_architecture(settings: di
     assert 'create_model("hf-hub:USER/NAME", pretrained=True)' in (folder / "README.md").read_text()
 
 
-def test_hub_folder_of_another_architecture_is_loaded_by_fedssl_and_its_card_describes_the_run(run: Path, monkeypatch):
+def test_other_hub_folders_are_loaded_by_fedssl_and_have_cards(run: Path, monkeypatch):
     assert command(monkeypatch, f"run={run}", "format=huggingface") == 0
     folder = run / "encoder-huggingface"
     assert {file.name for file in folder.iterdir()} == {
@@ -348,7 +348,7 @@ def test_missing_packages_are_named_with_what_installs_them(run: Path, monkeypat
     assert capsys.readouterr().err == told
 
 
-def test_a_full_disk_is_one_sentence_and_no_file_is_left(tmp_path: Path, monkeypatch):
+def test_a_full_disk_is_one_sentence_without_leftovers(tmp_path: Path, monkeypatch):
     source = source_of(tmp_path, SMALL)
 
     def full(source: ExportSource, file: Path) -> None:

@@ -225,7 +225,7 @@ def test_wrong_entries_of_flowers_configuration(operator, tmp_path, monkeypatch,
     assert (status, sentence in output) == (2, True), output
 
 
-def test_no_kit_is_created_for_an_impossible_server_or_with_a_private_key(operator, keys, tmp_path, monkeypatch):
+def test_no_kit_has_an_impossible_server_or_private_key(operator, keys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for server, certificate, sentence in (
         ("https://fed.example.org", "ca.crt", "--server=https://fed.example.org is not an address (it has a scheme)"),

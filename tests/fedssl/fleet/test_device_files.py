@@ -59,7 +59,7 @@ def setup(kit, device, images, folder, tmp_path):
         (lambda: new_private_key(), "is another key than that of the kit"),
     ],
 )
-def test_a_key_that_does_not_work_is_replaced_by_the_command_of_the_sentence(setup, kit, folder, make, reason):
+def test_the_stated_command_replaces_an_unusable_key(setup, kit, folder, make, reason):
     (folder / "node.key").write_bytes(make())
     before = (folder / "node.key").read_bytes()
     status, text = setup()
@@ -72,7 +72,7 @@ def test_a_key_that_does_not_work_is_replaced_by_the_command_of_the_sentence(set
     assert device_key(kit, folder) == kit.private_key
 
 
-def test_a_key_that_others_can_read_is_one_line_with_the_command(setup, device, folder, tmp_path):
+def test_a_readable_key_is_reported_with_the_command(setup, device, folder, tmp_path):
     (tmp_path / "a.kit").chmod(0o644)
     status, text = setup()
     assert status == 0

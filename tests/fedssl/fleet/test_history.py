@@ -43,7 +43,7 @@ def test_training_refusals_and_encoders_are_recorded_and_shown(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("number", [3, 7])
-def test_only_the_last_events_are_kept_and_damaged_lines_are_left_out(tmp_path, monkeypatch, number):
+def test_the_last_events_are_kept_without_damaged_lines(tmp_path, monkeypatch, number):
     monkeypatch.setattr(history, "MAX_LINES", 5)
     for round in range(number):
         history.record(tmp_path, "trained", round=round)

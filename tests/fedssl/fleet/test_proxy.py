@@ -54,7 +54,7 @@ def test_setup_connects_through_the_proxy_of_the_supernode(arguments, proxy, env
         (None, "Connection refused); allow the connection there"),
     ],
 )
-def test_a_proxy_that_does_not_connect_is_named_without_its_password(arguments, proxy, environment, status, sentence):
+def test_a_failing_proxy_is_named_without_its_password(arguments, proxy, environment, status, sentence):
     proxy.status = status
     port = free_port() if status is None else proxy.server_address[1]
     environment.setenv("HTTPS_PROXY", f"http://me:se@cret@127.0.0.1:{port}")
@@ -65,7 +65,7 @@ def test_a_proxy_that_does_not_connect_is_named_without_its_password(arguments, 
     assert "cret" not in text
 
 
-def test_commands_name_a_proxy_between_them_and_a_superlink_of_this_machine(operator, proxy, environment):
+def test_commands_name_a_proxy_before_a_local_superlink(operator, proxy, environment):
     environment.setenv("http_proxy", f"http://{proxy.address}")
     environment.setenv("no_proxy", "localhost")
     port = free_port()

@@ -116,7 +116,7 @@ def test_only_masked_patches_matter_even_if_others_are_not_finite() -> None:
     torch.testing.assert_close(permuted, loss)
 
 
-def test_masked_tokens_gradient_is_right_and_flows_into_masked_patches_of_the_student() -> None:
+def test_masked_tokens_gradient_flows_into_the_students_masked_patches() -> None:
     student, teacher, center = (x.requires_grad_() for x in (*draw(4, 4, 3), draw(3)[0]))
     soft = {"student_temperature": 0.7, "teacher_temperature": 0.5}
     fixed = teacher.detach()

@@ -91,7 +91,7 @@ def test_a_captured_step_gives_the_same_bits_for_every_method(method):
     ],
     ids=" ".join,
 )
-def test_a_captured_step_gives_the_same_bits_with_all_that_belongs_to_it(overrides):
+def test_a_captured_step_gives_equal_bits_with_every_setting(overrides):
     recorded, recorder, plain = both_ways(*overrides)
     assert (recorder.recorded, recorder.replayed) == (1, 8)
     assert recorded.is_like(plain)
@@ -150,7 +150,7 @@ def test_numbers_that_change_between_rounds_are_captured_anew():
     assert recorded.is_like(plain)
 
 
-def test_prototypes_that_are_frozen_in_the_first_round_are_captured_anew():
+def test_prototypes_frozen_in_round_one_are_captured_anew():
     """Momentum of fused SGD needs a gradient of all weights in all rounds."""
     recorder = Recorder()
     recorded, plain = Client("method=swav", record=recorder), Client("method=swav")

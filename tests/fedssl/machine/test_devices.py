@@ -31,7 +31,7 @@ def install(monkeypatch, kind, count):
 
 @pytest.mark.parametrize(("free", "moves"), [(199, False), (200, True)])
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
-def test_images_go_to_a_gpu_if_they_leave_half_of_its_free_memory(monkeypatch, kind, free, moves):
+def test_images_go_to_a_gpu_with_memory_left(monkeypatch, kind, free, moves):
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (free, 1000))
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 1000)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 1000 - free)

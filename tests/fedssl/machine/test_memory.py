@@ -50,7 +50,7 @@ def test_without_a_limit_it_is_that_of_the_system(cgroups):
         ("4:hugetlb,memory:/system.slice/fedssl.service", write_v1, "memory"),
     ],
 )
-def test_the_smallest_limit_of_the_cgroup_and_of_those_around_it(cgroups, line, write, root):
+def test_the_smallest_limit_of_nested_cgroups_counts(cgroups, line, write, root):
     slice = cgroups(line) / root / "system.slice"
     write(slice / "fedssl.service", 1000, 600, active=20, inactive=30, mapped=15)
     assert available_memory() == 1000 - 600 + 20 + 30 - 15

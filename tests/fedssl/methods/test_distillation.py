@@ -110,7 +110,7 @@ def train_on(method: Distillation, images: Tensor, *overrides: str, indices: Ten
     return train(method, TensorImages(images), rows, training=training, generator=torch_generator(0, "train")).loss
 
 
-def test_training_changes_neither_the_teacher_nor_its_mode_and_the_loss_falls():
+def test_training_lowers_the_loss_and_keeps_the_teacher():
     generator = torch_generator(0, "images")
     images = torch.randint(256, (40, 1, 8, 8), dtype=torch.uint8, generator=generator)
     method = make_method()
@@ -146,7 +146,7 @@ def test_targets_belong_to_their_images(monkeypatch):
 # --- settings ---
 
 
-def test_clients_and_devices_receive_the_architecture_as_plain_values_and_no_path():
+def test_clients_receive_the_architecture_as_plain_values():
     settings = compose([*WORDS, "dataset=cifar10", "output_dir=/runs/1"])
     text = make_task(settings).text()
     assert str(teacher_file()) not in text + settings.client_yaml
@@ -269,7 +269,7 @@ RUN = [*WORDS, *SIMILARITY, "num_clients=3", "clients_per_round=2", "local_epoch
 RUN += ["evaluate_every=1", "evaluation=none", "final_evaluation=none", "collapse_images=20", "rounds=3"]
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one_without_the_file_of_the_teacher(tmp_path):
+def test_a_run_resumes_without_the_file_of_the_teacher(tmp_path):
     file = save_teacher(tmp_path / "encoder.pt", "encoder.width=6", "seed=7")
     run([*RUN, f"teacher={file}", f"output_dir={tmp_path / 'whole'}"])
     file.unlink()

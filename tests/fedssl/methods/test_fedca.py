@@ -263,7 +263,7 @@ def test_a_federation_shares_what_its_clients_send(tmp_path, teacher):
     assert communication.upload == "encoder, projector, local_dictionary (for the server side)"
 
 
-def test_a_client_that_lost_its_teacher_is_dropped_and_gets_it_again(tmp_path, teacher):
+def test_a_client_without_its_teacher_receives_it_again(tmp_path, teacher):
     federation = Federation(tmp_path, *WORDS, *ALIGNED, f"teacher={teacher}", "num_clients=2")
     federation.run(1)
     for file in (tmp_path / "clients" / "0000" / "1" / "constant").iterdir():
@@ -277,7 +277,7 @@ def test_a_client_that_lost_its_teacher_is_dropped_and_gets_it_again(tmp_path, t
     assert [len(plan["method-broadcast"]) for plan in federation.plans[-2:]] == [1, 25]
 
 
-def test_rows_of_any_length_make_unit_entries_and_bad_ones_drop_the_client(tmp_path):
+def test_bad_rows_drop_the_client_and_others_are_normalized(tmp_path):
     federation = Federation(tmp_path, *WORDS, "num_clients=3")
     one = Round(federation.components.context, federation.state)
     replies = list(receive(federation.grid, one.messages, timeout=60))

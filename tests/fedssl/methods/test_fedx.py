@@ -128,7 +128,7 @@ def test_the_loss_has_two_local_and_two_global_terms() -> None:
     assert method.loss(Views.of(view1, view2)).item() == pytest.approx(expected.item(), rel=1e-4)
 
 
-def test_the_received_model_is_frozen_and_follows_at_the_start_of_a_round() -> None:
+def test_the_received_model_is_frozen_within_a_round() -> None:
     method = make().train()
     before = {name: value.clone() for name, value in received(method).items()}
     memory = {name: value.data_ptr() for name, value in received(method).items()}
@@ -156,7 +156,7 @@ def test_the_received_model_is_no_part_but_moves_along() -> None:
     assert method.loss(Views.of(view1.double(), view2.double())).dtype == torch.float64
 
 
-def test_clients_of_one_process_do_not_see_what_the_others_received(tmp_path) -> None:
+def test_clients_of_a_process_keep_received_models_apart(tmp_path) -> None:
     federation = Federation(tmp_path, "method=fedx", "strategy=fedavg", "num_clients=2")
     plan = TrainPlan(
         round=1, layers=federation.layers, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint=""

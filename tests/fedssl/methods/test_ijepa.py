@@ -82,7 +82,7 @@ def test_the_loss_is_its_transcription(kind):
     assert method.loss(Views((view,))).item() == pytest.approx(slow_loss(method, view), rel=1e-8)
 
 
-def test_the_context_does_not_contain_the_targets_and_the_target_encoder_sees_all_patches():
+def test_contexts_lack_targets_and_the_target_encoder_sees_all():
     method = differ(make_ijepa(pool="mean"))
     views = masked_views(RECIPE)
     view = views[0]
@@ -135,7 +135,7 @@ def test_the_target_at_the_start_of_a_round(init):
     assert exchanged == {"encoder", "predictor"} | ({"target_encoder"} if init == "average" else set())
 
 
-def test_a_local_predictor_starts_from_the_weights_of_the_new_method_and_goes_on():
+def test_a_local_predictor_continues_from_its_own_weights():
     initial = {name: value.clone() for name, value in make_ijepa().predictor.state_dict().items()}
     method = differ(make_ijepa(exchange_predictor=False))
     assert method.local_parts == ("target_encoder", "predictor")

@@ -103,7 +103,7 @@ def drawn(monkeypatch):
     return numbers
 
 
-def test_step_i_of_a_round_has_the_same_directions_on_all_clients(drawn, tmp_path):
+def test_clients_share_the_directions_of_a_step(drawn, tmp_path):
     """The clients have different images, and numbers of images: 8 and 3 batches of 8."""
     overrides = ["method=lejepa", "num_clients=2", "partition=dirichlet", "partition.alpha=0.1", "batch_size=8"]
     federation = Federation(tmp_path, *overrides, "strategy=fedavg", "dataset.limit=80")

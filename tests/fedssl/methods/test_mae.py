@@ -65,7 +65,7 @@ def test_the_loss_is_its_transcription(kind, normalize):
     assert method.loss(Views((view,))).item() == pytest.approx(slow_loss(method, view), rel=1e-9)
 
 
-def test_hidden_patches_have_no_effect_on_the_prediction_and_visible_ones_have():
+def test_only_visible_patches_affect_the_prediction():
     method = make_mae()
     view = masked_views(RECIPE)[0]
     shown = (~view.mask.hidden).view(-1, 1, 4, 4).repeat_interleave(2, 2).repeat_interleave(2, 3)
@@ -151,7 +151,7 @@ def test_the_decoder_is_averaged_with_the_encoder(tmp_path):
         np.testing.assert_allclose(array, (images[0] * a + images[1] * b) / 60, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_a_local_decoder_never_leaves_the_client_and_goes_on_where_it_was():
+def test_a_local_decoder_stays_with_its_client():
     method = make_mae(exchange_decoder=False)
     initial = {name: value.clone() for name, value in method.decoder.state_dict().items()}
     assert method.local_parts == ("decoder",)

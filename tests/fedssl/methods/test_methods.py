@@ -185,7 +185,7 @@ def make_moco(*, loss_scale: float | None = None) -> MoCoV3:
     return MoCoV3(encoder(), projector=HEAD, predictor=HEAD, temperature=0.2, ema_decay=0.9, loss_scale=loss_scale)
 
 
-def test_moco_loss_has_keys_from_the_target_and_the_factor_of_the_temperature() -> None:
+def test_moco_loss_has_keys_of_the_target() -> None:
     method = make_moco()
     step(method)  # so that target and online differ
     view1, view2 = views()
@@ -224,7 +224,7 @@ def test_moco_can_leave_the_patch_embedding_at_its_start() -> None:
         assert frozen == (set() if train else {"conv_proj.weight", "conv_proj.bias"})
 
 
-def test_simsiam_loss_is_symmetric_and_stops_the_gradient_of_what_is_predicted() -> None:
+def test_simsiam_loss_is_symmetric_and_stops_gradients_of_targets() -> None:
     method = SimSiam(encoder(), projector=HEAD, predictor=HEAD)
     view1, view2 = views()
     z1, z2 = (method.projector(method.encoder(view)) for view in (view1, view2))

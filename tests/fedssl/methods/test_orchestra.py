@@ -104,7 +104,7 @@ def test_assignment_is_columns_and_rows_normalized_in_turn(iterations):
     torch.testing.assert_close(result, torch.tensor(share, dtype=torch.float64))
 
 
-def test_rows_of_an_assignment_sum_to_one_and_columns_to_equal_sizes():
+def test_rows_and_columns_of_an_assignment_have_their_sums():
     share = sinkhorn_assignment(draw(12, 4), sharpness=5, iterations=1000)
     torch.testing.assert_close(share.sum(dim=1), torch.ones(12, dtype=torch.float64))
     torch.testing.assert_close(share.sum(dim=0), torch.full((4,), 3.0, dtype=torch.float64), rtol=1e-6, atol=0)
@@ -218,7 +218,7 @@ def test_the_memory_is_first_in_first_out():
     assert method.named_tensors["memory"] is method.memory  # live: what is kept is what is there
 
 
-def test_the_memory_holds_what_the_target_made_of_the_first_view():
+def test_the_memory_has_the_targets_first_view():
     method = with_centroids(make_method(queue_size=16))
     step(method)
     view1, view2 = images()
@@ -306,7 +306,7 @@ def shared_of(federation: Federation) -> np.ndarray:
     return federation.state.models["global"].broadcast["centroids"]
 
 
-def test_a_federation_finds_centroids_and_sends_no_more_than_it_says(tmp_path):
+def test_a_federation_finds_centroids_and_sends_declared_parts_only(tmp_path):
     federation = Federation(tmp_path, *WORDS, *SMALL, "clients_per_round=2")
     result = []
     for _ in range(2):

@@ -29,7 +29,7 @@ def indices(batch, *, visible, blocks, m, patches, seed=0):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_transformer_on_all_tokens_in_the_order_of_the_image(kind):
+def test_it_is_the_transformer_on_tokens_in_order(kind):
     encoder = vit(**kind).double()
     part = predictor(encoder).double()
     visible, targets = indices(3, visible=5, blocks=4, m=3, patches=16)
@@ -52,7 +52,7 @@ def test_positions_of_a_smaller_view_are_interpolated():
     torch.testing.assert_close(found, part(tokens, visible=visible, targets=targets, patches=16), rtol=0, atol=0)
 
 
-def test_a_prediction_depends_on_the_visible_patches_of_its_own_image_only():
+def test_a_prediction_depends_on_its_own_visible_patches():
     part = predictor(vit(pool="mean"))
     visible, targets = indices(2, visible=5, blocks=2, m=3, patches=16)
     tokens = torch.randn(2, 5, 8, requires_grad=True)

@@ -87,7 +87,7 @@ def test_loss_is_that_of_one_pass_of_the_projector(num_local):
     torch.testing.assert_close(method.loss(views), swav(scores, codes, temperature=0.2), rtol=1e-5, atol=1e-6)
 
 
-def test_all_networks_and_prototypes_are_trained_and_exchanged_and_the_queue_stays():
+def test_everything_but_the_queue_is_trained_and_exchanged():
     method = make(queue_size=6)
     method.loss(multi_crop()).backward()
     assert all(parameter.grad.abs().max() > 0 for parameter in method.parameters())
@@ -157,7 +157,7 @@ def test_prototypes_are_frozen_in_the_first_rounds(optimizer):
     assert changed == [False, False, True]
 
 
-def test_the_server_averages_prototypes_by_numbers_of_images_and_clients_normalize_them(tmp_path):
+def test_prototypes_are_averaged_by_images_and_normalized_by_clients(tmp_path):
     overrides = ["strategy=fedavg", "partition=dirichlet", "partition.alpha=0.1", "num_clients=2"]
     federation = Federation(tmp_path, *SMALL, *overrides, "method.freeze_prototypes_rounds=0")
     layers = federation.run(1)
@@ -178,7 +178,7 @@ def test_the_server_averages_prototypes_by_numbers_of_images_and_clients_normali
     np.testing.assert_allclose(method.prototypes.weight.detach(), normalized, rtol=1e-5, atol=1e-7)
 
 
-def test_fedu_keeps_prototypes_on_the_client_with_the_projector_of_the_server(tmp_path):
+def test_fedu_keeps_prototypes_on_the_client(tmp_path):
     overrides = ["strategy=fedu", "strategy.predictor=local", "num_clients=2", "method.freeze_prototypes_rounds=0"]
     federation = Federation(tmp_path, *SMALL, *overrides)
     kept = []
@@ -201,7 +201,7 @@ def test_fedu_keeps_prototypes_on_the_client_with_the_projector_of_the_server(tm
 # --- queue ---
 
 
-def test_the_queue_is_first_in_first_out_for_each_global_view():
+def test_the_queue_is_first_in_first_out_per_view():
     method = make(queue_size=4)
     batches = [unit(2, 3, 8, seed=seed).float() for seed in range(2)]
     for z in batches:
@@ -213,7 +213,7 @@ def test_the_queue_is_first_in_first_out_for_each_global_view():
     assert torch.equal(method.queue, large[:, :4])
 
 
-def test_codes_with_a_full_queue_are_those_of_batch_and_queue_of_each_view():
+def test_a_full_queue_takes_part_in_the_codes():
     method, z = make(queue_size=4), unit(2, 3, 8, seed=1).float()
     older, weight = fill(method), method.prototypes.weight.detach()
     codes = method.assign(z, z @ weight.T)
@@ -234,7 +234,7 @@ def test_the_queue_is_used_from_its_round_on():
     assert used == [False, False, True, True]
 
 
-def test_the_queue_is_kept_between_rounds_of_a_client_and_empty_in_its_first():
+def test_the_queue_is_kept_between_rounds_of_a_client():
     method = make(queue_size=4)
     older = fill(method)
     method.start_round(first=False)

@@ -80,7 +80,7 @@ def test_features_are_those_of_the_saved_encoder(tmp_path, overrides, cache_byte
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
 
 
-def test_features_of_an_image_are_computed_once_and_do_not_depend_on_the_order_of_requests():
+def test_features_are_computed_once_whatever_the_order():
     teacher, images, features = Counting(), make_images(), features_of()
     indices = torch.tensor([9, 2, 5, 14])
     first = ask(features, teacher, images, indices)
@@ -107,7 +107,7 @@ def test_the_least_recently_used_features_are_dropped_beyond_the_limit():
     assert (teacher.images, features.nbytes) == (16, 512)
 
 
-def test_a_client_beyond_the_limit_has_its_features_computed_in_every_step():
+def test_features_beyond_the_limit_are_computed_every_step():
     teacher, images, features = Counting(), make_images(), features_of(255)
     expected = ask(features_of(), Counting(), images, torch.arange(4))
     targets = features.targets(teacher, images, torch.arange(4), on_step_start=lambda: None)
@@ -117,7 +117,7 @@ def test_a_client_beyond_the_limit_has_its_features_computed_in_every_step():
     assert (teacher.images, features.nbytes) == (4, 0)
 
 
-def test_a_cache_belongs_to_one_source_of_images_and_is_not_copied():
+def test_a_cache_belongs_to_one_source_of_images():
     teacher, features, indices = Counting(), features_of(), torch.arange(4)
     first = ask(features, teacher, make_images(seed=1), indices)
     second = ask(features, teacher, make_images(seed=2), indices)

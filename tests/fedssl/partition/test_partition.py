@@ -163,7 +163,7 @@ def test_dirichlet_equals_flwr_datasets_wherever_that_succeeds() -> None:
     assert 50 < succeeded < 150
 
 
-def test_the_last_partition_is_kept_for_the_same_images_and_settings() -> None:
+def test_the_last_partition_is_kept_for_equal_settings() -> None:
     images = ImageData(TensorImages(torch.zeros(20, 1, 2, 2, dtype=torch.uint8)), torch.arange(20) % 2)
     settings = PartitionSettings(
         rule=Component({"_target_": "fedssl.partition.iid"}), num_clients=4, seed=0, server_fraction=None, cache=None
@@ -314,7 +314,7 @@ def test_the_last_check_catches_lost_and_doubled_images() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dirichlet", "pathological", "skew"])
-def test_images_without_a_label_are_dealt_evenly_and_the_others_as_if_alone(kind: str) -> None:
+def test_images_without_a_label_are_dealt_evenly(kind: str) -> None:
     labels = labels_of(61, 97, 83)
     alone = split(kind, labels, 5, **KINDS[kind])
     some = torch.full((255,), NO_LABEL)

@@ -91,7 +91,7 @@ def save_turned_digits(folder: Path, *, per_class: int = 12) -> None:
                 Image.fromarray(np.ascontiguousarray(pixels)).save(folder / split / str(label) / f"{number}.png")
 
 
-def test_a_run_logs_the_accuracy_on_both_data_sets_in_every_round(tmp_path: Path) -> None:
+def test_a_run_logs_both_accuracies_in_every_round(tmp_path: Path) -> None:
     save_turned_digits(tmp_path / "turned")
     words = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=90", "encoder.width=4", "threads=1"]
     words += ["evaluate_every=1", "collapse_images=0", "measure_resources=false", "strategy=fedavg"]

@@ -149,7 +149,7 @@ def test_the_coupling_is_that_of_least_distance_programming(kind, columns, tau_a
 
 @pytest.mark.parametrize("kind", SPREADS)
 @pytest.mark.parametrize(("batch", "dim"), [(32, 128), pytest.param(256, 512, marks=pytest.mark.heavy)])
-def test_the_gradient_is_right_where_representations_are_spread_and_where_they_collapse(batch, dim, kind):
+def test_the_gradient_is_right_for_spread_and_collapsed_representations(batch, dim, kind):
     z, s = F.normalize(SPREADS[kind](batch, dim), dim=1), sphere(batch, dim)
     pi = proven_best(0.5 * torch.cdist(z, s).square())
     best = -pi @ s  # the derivative of 0.5 * (2 - 2 z s^T) at the best pi, on the sphere

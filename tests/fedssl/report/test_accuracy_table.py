@@ -318,7 +318,5 @@ def test_choices_that_were_cut_off_are_rejected(tmp_path: Path):
     ],
 )
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_a_row_is_marked_if_welchs_test_finds_it_higher_than_each_other_one(
-    values: list[list[float]], expected: set[int]
-):
+def test_a_row_is_marked_if_welchs_test_prefers_it(values: list[list[float]], expected: set[int]):
     assert best_rows(values, ["same"] * len(values)) == expected

@@ -100,7 +100,7 @@ def test_table_into_a_file(sweep: Path, tmp_path: Path, command):
     assert lines[-1] == f"- {sweep / '2'} (strategy=eua seed=0): no GPU"
 
 
-def test_every_table_has_a_csv_file_and_differing_settings_come_first(sweep: Path, tmp_path: Path, command):
+def test_tables_have_csv_files_with_differing_settings_first(sweep: Path, tmp_path: Path, command):
     line = {"round": 1, "seconds": 1.0, "clients": 2, "bytes_down": 20, "bytes_up": 20}
     for number in ("0", "1"):
         (sweep / number / "metrics.jsonl").write_text(

@@ -39,7 +39,7 @@ def table_of(*folders: Path):
     return cost_table([read_run(folder) for folder in folders])
 
 
-def test_totals_are_those_of_a_client_that_takes_part_in_every_round():
+def test_totals_are_those_of_a_constant_participant():
     rounds = [
         line(memory=100, flops=7, seconds=3, clients=2, client_seconds=1.5),
         line(memory=80, flops=5, seconds=4, clients=4, client_seconds=0.5),
@@ -50,7 +50,7 @@ def test_totals_are_those_of_a_client_that_takes_part_in_every_round():
     assert sum_costs(rounds).communication == 9
 
 
-def test_what_some_rounds_do_not_know_the_total_does_not_know():
+def test_values_missing_in_rounds_are_missing_in_totals():
     known, unknown = line(memory=1, flops=1, client_seconds=1.0), line(client_seconds=None)
     found = sum_costs([known, unknown])
     assert (found.memory, found.flops, found.seconds) == (None, None, None)
@@ -58,7 +58,7 @@ def test_what_some_rounds_do_not_know_the_total_does_not_know():
     assert sum_costs([]).flops is None
 
 
-def test_costs_are_relative_to_the_run_that_trains_end_to_end(tmp_path: Path):
+def test_costs_are_relative_to_end_to_end_training(tmp_path: Path):
     overrides = "strategy=l_dawa schedule=layer_wise"
     layer_wise = job(tmp_path / "0", overrides, line(memory=GIB, flops=2.5e12, seconds=2))
     whole = job(tmp_path / "1", "strategy=fedavg", line(memory=4 * GIB, flops=1e13, seconds=8, bytes_down=16))
@@ -77,7 +77,7 @@ def test_costs_are_relative_to_the_run_that_trains_end_to_end(tmp_path: Path):
     ]
 
 
-def test_seeds_make_one_row_of_means_and_runs_that_did_not_finish_none(tmp_path: Path):
+def test_seeds_of_finished_runs_make_one_row(tmp_path: Path):
     folders = [
         job(tmp_path / str(seed), f"rounds=1 seed={seed}", line(memory=GIB, flops=1e9, seconds=seed))
         for seed in (1, 2, 3)

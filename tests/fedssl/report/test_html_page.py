@@ -108,7 +108,7 @@ def test_the_page_needs_nothing_else(hostile: str):
     assert not {tag for tag, _ in elements.found} & {"link", "base"}
 
 
-def test_the_browser_is_told_to_load_nothing_and_to_run_this_script_alone(hostile: str):
+def test_the_page_allows_its_own_script_alone(hostile: str):
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', hostile)
     assert policy.startswith("default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-")
     assert hostile.count(f"<script>{SCRIPT}</script>") == 1
@@ -209,7 +209,7 @@ def runs(tmp_path: Path) -> list[Run]:
     return list((found | going).values())
 
 
-def test_a_figure_is_drawn_anew_only_when_its_file_has_changed(runs, monkeypatch):
+def test_a_figure_is_drawn_again_only_after_changes(runs, monkeypatch):
     html_page._CACHE.clear()
     drawn: list[Path] = []
 

@@ -248,7 +248,7 @@ def test_what_travels_layer_wise(tmp_path):
     assert down[4:] == [{"2", "3"} | HEADS, {"3"} | HEADS]
 
 
-def test_a_client_that_joins_late_gets_what_it_lacks_and_it_is_charged(tmp_path):
+def test_a_late_client_receives_and_pays_what_it_lacks(tmp_path):
     """With one of three clients per round, the bytes of a plan are those of the layers that its client had not seen."""
     overrides = [*VIT, "strategy=fedavg", "schedule=layer_wise", "rounds=9", "num_clients=3", "clients_per_round=1"]
     federation = Federation(tmp_path, *overrides)
@@ -269,7 +269,7 @@ def test_a_client_that_joins_late_gets_what_it_lacks_and_it_is_charged(tmp_path)
     assert late  # or the test has seen no late client
 
 
-def test_a_client_that_lost_what_it_held_is_dropped_once_and_then_gets_it_again(tmp_path):
+def test_a_client_without_its_layers_receives_them_again(tmp_path):
     overrides = [*VIT, "strategy=fedavg", "schedule=layer_wise", "rounds=12", "num_clients=2"]
     federation = Federation(tmp_path, *overrides)
     federation.run(5)

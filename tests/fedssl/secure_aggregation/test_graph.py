@@ -108,7 +108,7 @@ def test_two_honest_clients_remain_or_the_sum_is_refused(clients, corrupted_frac
     assert choose_graph(clients, **values | dict.fromkeys(names, 0)).honest_survivors >= 2
 
 
-def test_the_threshold_bounds_the_dropouts_so_that_two_honest_clients_remain():
+def test_the_threshold_leaves_two_honest_clients():
     """5 clients, 2 corrupted: a threshold of 3 would tolerate 2 dropouts, and leave one honest client."""
     graph = choose_graph(5, **DEFAULTS | {"corrupted_fraction": 0.4})
     assert (graph.threshold, graph.max_dropouts, graph.honest_survivors) == (4, 1, 2)
@@ -121,7 +121,7 @@ def test_the_threshold_bounds_the_dropouts_so_that_two_honest_clients_remain():
                 assert clients - graph.corrupted - graph.max_dropouts >= 2
 
 
-def test_the_bound_on_a_disconnected_graph_is_above_the_counted_probability():
+def test_the_bound_on_disconnection_exceeds_the_counted_probability():
     """All sets of 4 removed among 9 nodes with 4 neighbors: the honest survivors fall apart in some of them."""
     clients, neighbors, removed = 9, 4, 4
     edges = random_neighbors(range(clients), neighbors)

@@ -126,7 +126,7 @@ def run_by_hand(encoder, images):
 @pytest.mark.parametrize(
     "name", some(ENCODERS, default=("conv_small", "vit", "timm-efficientnet", "timm-unknown", "torchvision-vit"))
 )
-def test_the_output_is_that_of_the_source_at_first_and_of_adapters_after_the_stages_later(name):
+def test_new_adapters_leave_the_output_and_follow_stages(name):
     encoder = ENCODERS[name]().eval()
     images = images_of(encoder)
     base = {key: value.clone() for key, value in encoder.state_dict().items()}
@@ -177,7 +177,7 @@ def test_adapters_of_the_last_stages_only():
     assert all_stages.frozen_stages == 0
 
 
-def test_the_stages_before_the_adapters_run_once_for_all_networks_and_without_gradients():
+def test_stages_before_adapters_run_once_without_gradients():
     _, method = make("tuning.blocks=1", "method=byol")
     outputs = []
     for encoder in (method.encoder, method.target_encoder):
@@ -192,7 +192,7 @@ def test_the_stages_before_the_adapters_run_once_for_all_networks_and_without_gr
 
 @pytest.mark.parametrize("blocks", ["null", "1"])
 @pytest.mark.parametrize("overrides", [[], VIT])
-def test_gradients_of_a_method_are_those_of_the_network_by_hand(blocks, overrides, monkeypatch):
+def test_gradients_of_a_method_are_those_by_hand(blocks, overrides, monkeypatch):
     """In float64; the reference runs stages and adapters one after the other, by plain matrix products."""
     _, method = make(f"tuning.blocks={blocks}", *overrides)
     method.double().train()

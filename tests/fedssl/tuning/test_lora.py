@@ -172,7 +172,7 @@ def lowered_loss(method, training, images):
         ["optimizer.lr=0.1", "tuning.aggregation=freeze_a"],
     ],
 )
-def test_training_on_the_digits_lowers_the_loss_and_leaves_the_base_as_it_is(overrides):
+def test_training_lowers_the_loss_and_leaves_the_base(overrides):
     settings, method = make("tuning.rank=4", "tuning.alpha=16", *overrides)
     base = {name: method.named_tensors[name].detach().clone() for name in method.base_names}
     training = LocalTrainer.build(settings.training, method)

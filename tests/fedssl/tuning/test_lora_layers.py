@@ -71,7 +71,7 @@ def test_outputs_and_gradients_are_those_of_the_dense_weight(kind):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_a_new_layer_gives_the_output_of_the_one_that_it_replaces(kind):
+def test_a_new_layer_gives_the_output_it_replaces(kind):
     make_layer, lora, shape = LAYERS[kind]
     plain = make_layer()
     before = call(plain, torch.ones(shape))
@@ -83,7 +83,7 @@ def test_a_new_layer_gives_the_output_of_the_one_that_it_replaces(kind):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_a_merged_layer_gives_the_same_output_with_the_plain_parameters(kind):
+def test_a_merged_layer_gives_the_same_output(kind):
     plain, layer, x = make(kind)
     expected = call(layer, x)
     merge(layer)

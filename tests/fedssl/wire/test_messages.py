@@ -64,7 +64,7 @@ def test_plan_survives_the_message():
     )
 
 
-def test_what_belongs_to_the_servers_half_of_a_method_is_apart_from_the_layers():
+def test_parts_of_a_methods_server_side_are_apart():
     plan = TrainPlan.from_content(replace(PLAN, broadcast=CENTROIDS).to_content())
     assert same(plan.broadcast, CENTROIDS)
     assert same(plan.layers, LAYERS)
@@ -139,7 +139,7 @@ ONE = np.arange(4, dtype=np.float32)
         (npy(ONE, descr=[("a", "<f4")]), "instead of numbers"),
     ],
 )
-def test_bytes_that_are_no_array_are_refused_before_anything_is_taken(data, reason):
+def test_bytes_without_an_array_are_refused_before_allocation(data, reason):
     tracemalloc.start()
     with pytest.raises(ValueError, match=reason):
         read_array(data, name="w")
@@ -148,7 +148,7 @@ def test_bytes_that_are_no_array_are_refused_before_anything_is_taken(data, reas
 
 
 @given(st.binary(max_size=200), st.integers(0, 200))
-def test_whatever_bytes_there_are_an_array_or_a_sentence_comes_out(noise, start):
+def test_any_bytes_give_an_array_or_a_sentence(noise, start):
     data = npy(ONE)
     for mixed in (noise, data[:start] + noise + data[start + len(noise) :]):
         with suppress(ValueError):

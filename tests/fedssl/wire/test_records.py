@@ -44,7 +44,7 @@ def same(one, other):
     )
 
 
-def test_in_one_process_layers_are_handed_over_and_nothing_is_packed():
+def test_layers_are_handed_over_unpacked_in_one_process():
     record = encode_arrays(LAYERS)
     assert np.shares_memory(decode_arrays(record)["encoder.conv.weight"], LAYERS["encoder.conv.weight"])
     content_bytes(RecordDict({"arrays": record}))
@@ -102,7 +102,7 @@ def test_the_bytes_that_are_counted_are_those_that_flower_sends(name, wire_dtype
         assert content_bytes(arrived(message).content) == content_bytes(content)
 
 
-def test_one_array_per_layer_as_a_flower_peer_writes_them_is_read_too_but_not_where_layers_are_shortened():
+def test_one_array_per_layer_is_read_from_flower_peers():
     stock = ArrayRecord(dict(arrays_to_record(LAYERS)))
     assert same(decode_arrays(stock), LAYERS)
     with pytest.raises(ValueError, match="the table of layers is missing"):

@@ -58,7 +58,7 @@ def scales_of(array):
     return (rows.max(axis=1) / 127).reshape(-1, *[1] * (array.ndim - 1))
 
 
-def test_fp32_is_exact_to_the_bit_and_reads_arrays_where_they_lie():
+def test_fp32_is_exact_and_reads_arrays_in_place():
     packed = pack(LAYERS, "fp32")
     assert list(packed) == [TABLE, "float32", "int64", "float64"]
     odd = np.array([[-0.0, np.nan, np.inf, 1e-45]], dtype=np.float32)
@@ -85,7 +85,7 @@ def test_only_kernels_and_matrices_are_shortened(wire_dtype):
 
 
 @given(matrices)
-def test_int8_errs_by_half_a_step_of_its_channel_at_most(array):
+def test_int8_errs_by_half_a_step_per_channel(array):
     there = back({"w": array}, "int8")["w"]
     step = scales_of(array)
     # Quotient and product are float32: each is off by 2^-24 of 127 steps at most.
@@ -113,7 +113,7 @@ def test_int8_by_hand():
     ("wire_dtype", "relative", "smallest"), [("fp16", 2.0**-11, 2.0**-25), ("bf16", 2.0**-8, 1e-40)]
 )
 @given(matrices)
-def test_halves_err_by_half_a_unit_in_the_last_place_and_stay_finite(wire_dtype, relative, smallest, array):
+def test_halves_err_by_half_a_unit_and_stay_finite(wire_dtype, relative, smallest, array):
     there = back({"w": array}, wire_dtype)["w"]
     largest = {"fp16": 65504.0, "bf16": 3.3895313892515355e38}[wire_dtype]
     clipped = np.clip(array.astype(np.float64), -largest, largest)
