@@ -1,0 +1,191 @@
+"""Heads and methods: what trains, what follows, what is kept, and the loss that comes out."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import nn
+
+from fedssl.config.load import compose
+from fedssl.errors import InputError
+from fedssl.losses import (
+    barlow_twins,
+    barlow_twins_unbiased,
+    nt_xent,
+    nt_xent_one_sided,
+)
+from fedssl.methods.barlow_twins import BarlowTwins
+from fedssl.methods.base import build_method
+from fedssl.methods.byol import BYOL
+from fedssl.methods.heads import MLP
+from fedssl.methods.moco_v3 import MoCoV3
+from fedssl.methods.simclr import SimCLR
+from fedssl.methods.simsiam import SimSiam
+from fedssl.views import Views
+from tests.fedssl.methods.made import HEAD, encoder, step, views
+from tests.fedssl.methods.test_byol import make_byol
+from tests.fedssl.methods.test_moco_v3 import make_moco
+from tests.methods import MASKED, WHOLE
+
+CONF = Path(__file__).parents[3] / "conf"
+
+
+@pytest.mark.parametrize(
+    ("method", "standard", "l_dawa"),
+    [("simclr", nt_xent, nt_xent_one_sided), ("barlow_twins", barlow_twins, barlow_twins_unbiased)],
+)
+def test_the_loss_is_chosen(method: str, standard, l_dawa) -> None:
+    """Each choice is its function of the two views' projections; the recipe with L-DAWA's head takes L-DAWA's."""
+    recipe = build_method(compose([f"method=l_dawa/{method}", "encoder.width=4"]).model)
+    head = ["encoder.width=4", "method.projector.num_layers=1"]
+    for overrides, function in (
+        ([f"method={method}"], standard),
+        ([f"method={method}", "method.loss=standard"], standard),
+        ([f"method={method}", "method.loss=l_dawa"], l_dawa),
+    ):
+        made = build_method(compose([*overrides, *head]).model)
+        kwargs = {"lambd": made.lambd} if method == "barlow_twins" else {"temperature": made.temperature}
+        z1, z2 = (made.projector(made.encoder(view)) for view in views())
+        if method == "simclr":
+            z1, z2 = made.projector(made.encoder(torch.cat(views()))).chunk(2)
+        torch.testing.assert_close(made.loss(Views.of(*views())), function(z1, z2, **kwargs), rtol=0, atol=0)
+    kwargs = {"lambd": 0.005} if method == "barlow_twins" else {"temperature": 0.07}
+    both = recipe.projector(recipe.encoder(torch.cat(views()))).chunk(2)
+    each = [recipe.projector(recipe.encoder(view)) for view in views()]
+    expected = l_dawa(*(both if method == "simclr" else each), **kwargs)
+    torch.testing.assert_close(recipe.loss(Views.of(*views())), expected, rtol=0, atol=0)
+
+
+MAKERS = {
+    "byol": make_byol,
+    "simclr": lambda: SimCLR(encoder(), projector=HEAD, temperature=0.5),
+    "moco_v3": make_moco,
+    "barlow_twins": lambda: BarlowTwins(encoder(), projector=HEAD, lambd=0.01),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+def test_training_lowers_the_loss(make) -> None:
+    method = make()
+    start = method.loss(Views.of(*views())).item()
+    for _ in range(30):
+        step(method, lr=0.05)
+    assert method.loss(Views.of(*views())).item() < 0.8 * start
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SimCLR(encoder(), projector=HEAD, temperature=0), "method.temperature=0"),
+        (lambda: make_byol(ema_decay=1.5), "method.ema_decay=1.5"),
+        (lambda: make_byol(target_init="alias"), "method.target_init=alias"),
+        (lambda: BarlowTwins(encoder(), projector=HEAD, lambd=-1), "method.lambd=-1"),
+        (
+            lambda: BarlowTwins(encoder(), projector=HEAD, lambd=1, loss="hsic"),
+            "^method.loss=hsic must be standard or l_dawa$",
+        ),
+        (
+            lambda: SimCLR(encoder(), projector=HEAD, temperature=0.5, loss="dcl"),
+            "^method.loss=dcl must be standard or l_dawa$",
+        ),
+        (
+            lambda: MoCoV3(encoder(), projector=HEAD, predictor=HEAD, temperature=0, ema_decay=0.9),
+            "method.temperature=0",
+        ),
+        (lambda: make_moco(loss_scale=0), "^method.loss_scale=0 must be a number above 0, or null$"),
+        (lambda: make_moco(loss_scale="big"), "^method.loss_scale=big must be a number above 0, or null$"),
+        (lambda: make_moco(loss_scale=True), "^method.loss_scale=true must be a number above 0, or null$"),
+        (
+            lambda: SimSiam(encoder(), projector=HEAD, predictor=partial(MLP, hidden_dim=4, out_dim=9)),
+            "method.predictor.out_dim=9 must equal method.projector.out_dim=8",
+        ),
+        (
+            lambda: BYOL(encoder(), projector=HEAD, predictor=partial(MLP, hidden_dim=4, out_dim=9), ema_decay=0.9),
+            "method.predictor.out_dim=9 must equal method.projector.out_dim=8",
+        ),
+    ],
+)
+def test_bad_settings_are_refused_in_one_sentence(make, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+# Lengths of the vectors between a head's layers for representations of length 512, from the papers or their code;
+# n: batch normalization at the end.
+PAPERS = {
+    "l_dawa/simclr": ("512 128", "", {"temperature": 0.07}),
+    "l_dawa/barlow_twins": ("512 128", "", {"lambd": 0.005}),
+    "fedu/byol": ("512 4096 2048", "2048 4096 2048", {"ema_decay": 0.99}),
+    "fedu/simclr": ("512 4096 2048", "", {"temperature": 0.07}),
+    "fedu/simsiam": ("512 4096 2048", "2048 4096 2048", {}),
+    "fedu2/byol": ("512 2048 512", "512 2048 512", {"ema_decay": 0.99}),
+    "fedu2/simclr": ("512 2048 512", "", {"temperature": 0.07}),
+    "fedu2/simsiam": ("512 2048 512", "512 2048 512", {}),
+    "dec_ssl/simclr": ("512 512 512", "", {"temperature": 0.5}),
+    "dec_ssl/simsiam": ("512 2048 2048 512 n", "512 512 512", {}),
+    "lw_fedssl/moco_v3": ("512 4096 4096 256 n", "256 4096 256 n", {"target_init": "reset", "loss_scale": 1}),
+    "lw_fedssl/byol": ("512 4096 4096 256 n", "256 4096 256 n", {"ema_decay": 0.99, "target_init": "reset"}),
+    "lw_fedssl/simclr": ("512 4096 4096 256 n", "", {"temperature": 0.2}),
+    "original/byol": ("512 4096 256", "256 4096 256", {"ema_decay": 0.996}),
+    "original/simsiam": ("512 2048 2048 2048 n", "2048 512 2048", {}),
+    "original/barlow_twins": ("512 8192 8192 8192", "", {"lambd": 0.0051}),
+    "original/moco_v3_resnet": ("512 4096 256 n", "256 4096 256", {"temperature": 1.0}),
+    "original/moco_v3_vit": ("512 4096 4096 256 n", "256 4096 256 n", {"temperature": 0.2}),
+    "original/vicreg": ("512 8192 8192 8192", "", {"sim_weight": 25, "var_weight": 25, "cov_weight": 1}),
+    "original/lejepa": ("512 2048 2048 128", "", {"lambd": 0.05, "num_slices": 1024}),
+    "original/swav": ("512 2048 128", "", {"temperature": 0.1, "epsilon": 0.05, "queue_size": 3840}),
+    "original/dino": ("512 2048 2048 256", "", {"teacher_temperature": 0.07, "ema_schedule": "cosine"}),
+    "original/ibot": ("512 2048 2048 256", "", {"teacher_temperature": 0.07, "ema_schedule": "cosine"}),
+    "original/fedx": ("512 512 256", "256 512 256", {"temperature": 0.1}),
+    "orchestra": ("512 512 512 n", "", {"temperature": 0.1, "ema_decay": 0.996}),
+}
+
+
+def widths(head: MLP) -> str:
+    linear = [layer for layer in head if isinstance(layer, nn.Linear)]
+    numbers = [linear[0].in_features, *(layer.out_features for layer in linear)]
+    return " ".join([*map(str, numbers), *["n"] * isinstance(head[-1], nn.BatchNorm1d)])
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_heads_of_papers(name: str) -> None:
+    projector, predictor, numbers = PAPERS[name]
+    masked = MASKED.get(name.rpartition("/")[2])
+    encoder = [*masked, "encoder.width=512"] if masked else ["encoder.width=128"]  # representations of length 512
+    method = build_method(compose([*encoder, f"method={name}"]).model)
+    assert widths(method.projector) == projector
+    assert not predictor or widths(method.predictor) == predictor
+    assert {key: getattr(method, key) for key in numbers} == numbers
+
+
+def test_no_paper_is_forgotten() -> None:
+    nested = {str(file.relative_to(CONF / "method").with_suffix("")) for file in (CONF / "method").glob("*/*.yaml")}
+    masked = {"original/mae", "original/ijepa"}  # a decoder or predictor of patches, see the tests of these methods
+    assert nested == {name for name in PAPERS if "/" in name} | masked
+
+
+def test_heads_without_normalization_and_a_frozen_patch_embedding() -> None:
+    fedx = build_method(compose(["method=original/fedx"]).model)
+    assert not any(isinstance(layer, nn.BatchNorm1d) for head in (fedx.projector, fedx.predictor) for layer in head)
+    overrides = ["method=original/moco_v3_vit", "encoder=vit_tiny", "encoder.depth=1", "encoder.patch=2"]
+    moco = build_method(compose(overrides).model)
+    assert not moco.encoder.conv_proj.weight.requires_grad
+
+
+@pytest.mark.parametrize("file", [name for name in WHOLE if name != "distillation"])  # which needs a teacher
+def test_every_yaml_builds(file: str) -> None:
+    config = OmegaConf.create(
+        {"method": OmegaConf.load(CONF / "method" / f"{file}.yaml"), "dataset": {"num_classes": 3}}
+    )
+    if "projector" in config.method:
+        config.method.projector.out_dim = 24
+    network = encoder()
+    method = instantiate(config.method, encoder=network)
+    assert method.encoder is network
+    if "projector" in config.method:
+        assert method.projector.out_features == 24
+    batch = Views.of(*views(), labels=torch.tensor([0, 1, 2, 0, 1, 2]))
+    assert method.loss(batch if method.uses_labels else method.inputs(batch)).isfinite()
