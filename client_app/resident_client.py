@@ -6,7 +6,6 @@ The process of `client_app.resident_process` is a child of the first ClientApp, 
 environment, process group and log from the SuperNode. This module imports no torch, see `client_app.app`.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -25,6 +24,7 @@ from flwr.app import Context, Message
 from client_app.frames import receive_frame, send_frame
 from client_app.resident_folder import SOCKET_NAME_LENGTH, Supervisor, supervisor_folder
 from fedssl.flower_internals import content_from_bytes, context_to_bytes, message_from_bytes, message_to_bytes
+from fedssl.locks import lock
 from fedssl.wire.device import installed_versions
 from fedssl.wire.fingerprint import code_fingerprint
 
@@ -127,7 +127,7 @@ def _open(path: Path) -> socket.socket | None:
 def _lock(file: Path) -> Iterator[None]:
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock(descriptor, wait=True)
         yield
     finally:
         os.close(descriptor)

@@ -1,6 +1,5 @@
 """The run folder on disk: its files, its lock, the client ids, checkpoints, and what a resumed run removes."""
 
-import fcntl
 import json
 import logging
 import os
@@ -28,6 +27,7 @@ from fedssl.errors import InputError
 from fedssl.export import save_encoder
 from fedssl.export.peft_adapter import write_adapter
 from fedssl.export.preprocess import pixel_metadata
+from fedssl.locks import lock
 from fedssl.methods.base import SSLMethod
 from fedssl.plots.partition import partition_table
 from fedssl.runs.manifest import (
@@ -123,11 +123,15 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the folder for this process; raises `InputError` if another one uses it. Ends with the process."""
-        with (self.folder / LOCK_FILE).open("w") as lock:
+        with (self.folder / LOCK_FILE).open("w") as stream:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise InputError(f"{self.folder} is in use by another run; wait until it ends, or stop it") from error
+                is_free = lock(stream.fileno())
+            except OSError as error:  # a file system without locks
+                raise InputError(
+                    f"{self.folder} cannot be locked ({error.strerror}); set output_dir to a folder on another disk"
+                ) from error
+            if not is_free:
+                raise InputError(f"{self.folder} is in use by another run; wait until it ends, or stop it")
             yield
 
     def devices(self) -> dict[str, int]:

@@ -1,6 +1,5 @@
 """Folder of one data set in the cache: its lock, its progress and the description of its content."""
 
-import fcntl
 import json
 import logging
 import math
@@ -19,6 +18,7 @@ from fedssl.datasets.buffers import StoredBuffer
 from fedssl.datasets.decoding import DECODE_LOG_INTERVAL, DecodeBuffer, Shape
 from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError
+from fedssl.locks import lock
 
 _LOCK_POLL_SECONDS = 0.2
 
@@ -69,20 +69,20 @@ class CacheEntry(ABC):
             return None
         return StoredBuffer(source, count=len(source) + len(unreadable), unreadable=unreadable)
 
-    def wait_for(self, lock: IO[str]) -> None:
+    def wait_for(self, stream: IO[str]) -> None:
         """Lock the folder; another process holds the lock until it has decoded the images or has ended."""
         last_logged = -math.inf
         while True:
             try:
-                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() - last_logged > DECODE_LOG_INTERVAL:
-                    last_logged = time.monotonic()
-                    done = f"{self.progress()[0]:,}"
-                    log.info("another process decodes the images of %s (%s so far); waiting for it", self.folder, done)
-                time.sleep(_LOCK_POLL_SECONDS)
+                if lock(stream.fileno()):
+                    return
             except OSError as error:  # a file system without locks
                 raise cache_error(self.folder, error) from error
+            if time.monotonic() - last_logged > DECODE_LOG_INTERVAL:
+                last_logged = time.monotonic()
+                done = f"{self.progress()[0]:,}"
+                log.info("another process decodes the images of %s (%s so far); waiting for it", self.folder, done)
+            time.sleep(_LOCK_POLL_SECONDS)
 
     def store(self, buffer: DecodeBuffer) -> None:
         """Store the readable images of a complete buffer of `new_buffer`, and make its source; needs the lock."""

@@ -1,6 +1,5 @@
 """Available memory, and slots of it for large images, which all processes of the user on a host share."""
 
-import fcntl
 import functools
 import os
 import sys
@@ -11,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from fedssl.locks import lock
 from fedssl.machine.cgroups import iter_cgroups
 
 
@@ -143,9 +143,7 @@ def _acquire_slot(slots: int) -> int:
     while True:
         for file in files:
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock(descriptor):
                 return descriptor
-            except BlockingIOError:
-                os.close(descriptor)
+            os.close(descriptor)
         time.sleep(_PATIENCE)

@@ -1,6 +1,5 @@
 """Find and read run folders: settings, status and results."""
 
-import fcntl
 import json
 import os
 import re
@@ -12,6 +11,7 @@ from typing import Any, TextIO
 
 import xxhash
 
+from fedssl import locks
 from fedssl.atomic_files import write_text
 from fedssl.config.literal import plain_override, shell_command
 from fedssl.config.overrides import config_groups
@@ -218,23 +218,19 @@ def _read_choices(file: Path) -> dict[Any, Any] | None:
 def is_locked(folder: Path) -> bool:
     """Return whether a process works on the run or the sweep of a folder."""
     try:
-        with open_regular_file(folder / LOCK_FILE) as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released at the end of the block
-    except BlockingIOError:
-        return True
+        with open_regular_file(folder / LOCK_FILE) as stream:
+            return locks.is_locked(stream.fileno())
     except OSError:  # missing, or not a regular file
         return False
-    return False
 
 
 def acquire_lock(folder: Path) -> TextIO | None:
     """Lock the folder of a sweep until the returned file is closed or this process ends; None if that fails."""
     try:
-        lock = (folder / LOCK_FILE).open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        stream = (folder / LOCK_FILE).open("w")
+        return stream if locks.lock(stream.fileno()) else None
     except OSError:
         return None
-    return lock
 
 
 def iter_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,26 @@
+"""Locks on files that the caller opened, since it decides about links and rights. They end with the file or process."""
+
+import fcntl
+
+
+def lock(descriptor: int, *, wait: bool = False) -> bool:
+    """Lock an open file; return False if another process has locked it, unless it is to ``wait``.
+
+    Raise an `OSError` on a file system without locks.
+    """
+    from filelock import lock_descriptor  # here: slow import
+
+    return lock_descriptor(descriptor, blocking=wait)
+
+
+def is_locked(descriptor: int) -> bool:
+    """Return whether another process has locked an open file, which this one may only be able to read.
+
+    A probe takes the lock in shared mode, which filelock lacks, so that two probes do not see each other.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
