@@ -1,4 +1,4 @@
-"""The report as one HTML page without external resources, readable without scripts.
+"""The report as one HTML page without external resources, readable without scripts; its markup is ``page.html.j2``.
 
 Text of run folders is escaped. The Content-Security-Policy allows only the script that sorts tables, by its hash, and
 images inside the page: figures are SVG images, which a browser isolates from the page.
@@ -9,11 +9,15 @@ import io
 import itertools
 import time
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from html import escape
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
 
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, column_title
@@ -41,39 +45,47 @@ _CACHE: dict[tuple[Path, str], tuple[tuple[int, int], str]] = {}  # figures by f
 _TARGET = "._target_"
 
 
+@dataclass(frozen=True)
+class PageImage:
+    """A figure as SVG in base64, with its caption and the class of its element."""
+
+    caption: str
+    data: str
+    kind: str = "plain"
+
+
 def page(runs: Sequence[Run], tables: Sequence[TextTable], *, again: float | None = None) -> str:
     """Return the page of results. It reloads itself after ``again`` seconds; None: never."""
-    encoders = encoder_table(runs)
-    parts = [
-        "<h1>Report of federated runs</h1>",
-        f'<p class="faint">{text(_count(runs))}</p>',
-        *(_section(*table.data().without_constants()) for table in tables),
-        _section(*encoders.without_constants()) if encoders.rows else "",
-        *_figures("Figures", figures_of_all(runs)),
-        _section(settings_table(runs)) if len(runs) > 1 else "",
-        _section(status_table(runs)),
-        *_figures("Figures of single runs", figures_of_each(runs)),
-    ]
-    return _document("\n".join(filter(None, parts)), again)
-
-
-def text(value: object) -> str:
-    """Return printable text without markup."""
-    return escape(sanitize(value))
-
-
-def _document(body: str, again: float | None) -> str:
     digest = b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    policy += "; base-uri 'none'; form-action 'none'"
-    refresh = "" if again is None else f'<meta http-equiv="refresh" content="{max(1, round(again))}">\n'
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n{refresh}'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Report of federated runs</title>\n<style>\n{STYLE}</style>\n</head>\n"
-        f"<body>\n{body}\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
+    encoders = encoder_table(runs)
+    shown = [*(table.data() for table in tables), *([encoders] if encoders.rows else [])]
+    return _template().render(
+        policy=Markup(f"{policy}; base-uri 'none'; form-action 'none'"),
+        style=Markup(STYLE),
+        script=Markup(SCRIPT),
+        again=None if again is None else max(1, round(again)),
+        count=_count(runs),
+        tables=[table.without_constants() for table in shown],
+        figures_of_all=figures_of_all(runs),
+        further_tables=[*([settings_table(runs)] if len(runs) > 1 else []), status_table(runs)],
+        figures_of_each=figures_of_each(runs),
     )
+
+
+@cache
+def _template() -> Template:
+    """Return the template, which escapes all text and replaces control characters."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) else sanitize(value),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update(LONG_TEXT=LONG_TEXT, repr=repr, order=_column_order)
+    return environment.get_template("page.html.j2")
 
 
 def _count(runs: Sequence[Run]) -> str:
@@ -83,29 +95,10 @@ def _count(runs: Sequence[Run]) -> str:
     return counts + (f"; as of {time.strftime('%Y-%m-%d %H:%M:%S')}" if running else "")
 
 
-def _section(data: TableData, same: Mapping[str, str] | None = None) -> str:
-    """Return a table with its title and the settings that are the ``same`` in all rows."""
-    constants = ", ".join(f"{key}={value}" for key, value in (same or {}).items())
-    head = f'<p class="faint">In all rows: {text(constants)}.</p>\n' if constants else ""
-    rule = f'<p class="faint">Bold: {text(data.mark_caption)}.</p>' if data.mark_caption else ""
-    notes = "".join(
-        f"<h3>{text(title)}</h3>\n<ul>{''.join(f'<li>{text(line)}</li>' for line in lines)}</ul>\n"
-        for title, lines in data.notes.items()
-    )
-    table = _table(data) if data.rows else "<p>None.</p>"
-    return f"<section>\n<h2>{text(data.title)}</h2>\n{head}{table}\n{rule}{notes}</section>"
-
-
-def _table(data: TableData) -> str:
-    kinds = ["" if column < data.left else ' class="number"' for column in range(len(data.header))]
+def _column_order(data: TableData) -> list[int]:
+    """Return the columns of a table as the page orders them: those that tell rows apart, numbers, other text."""
     first = _key_columns(data)
-    order = sorted(range(len(kinds)), key=lambda column: column < data.left and column not in first)
-    header = "".join(f'<th scope="col"{kinds[column]}>{text(data.header[column])}</th>' for column in order)
-    rows = "".join(f"<tr>{''.join(_cell(row[column], kinds[column]) for column in order)}</tr>\n" for row in data.rows)
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{text(data.title)}">\n'
-        f"<table>\n<thead><tr>{header}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table>\n</div>"
-    )
+    return sorted(range(len(data.header)), key=lambda column: column < data.left and column not in first)
 
 
 def _key_columns(data: TableData) -> set[int]:
@@ -124,56 +117,31 @@ def _key_columns(data: TableData) -> set[int]:
     return set(selected)
 
 
-def _cell(cell: TableCell, kind: str) -> str:
-    value = "" if cell.value is None else f' data-value="{cell.value!r}"'
-    long = ' class="long"' if len(cell.text) > LONG_TEXT else ""
-    content = text(cell.text)
-    if cell.text.startswith("fedssl "):
-        content = f"<code>{content}</code>"
-    elif cell.best:
-        content = f"<strong>{content}</strong>"
-    return f"<td{kind or long}{value}>{content}</td>"
-
-
-def _figures(title: str, figures: Sequence[tuple[str, str]]) -> list[str]:
-    """Return a section of captions and images, which are folded if there are several."""
-    if not figures:
-        return []
-    opened = " open" if len(figures) == 1 else ""
-    folded = [
-        f"<details{opened}><summary>{text(caption)}</summary>\n"
-        f'<div class="scroll" tabindex="0">\n{element}\n</div></details>'
-        for caption, element in figures
-    ]
-    return [f"<section>\n<h2>{text(title)}</h2>", *folded, "</section>"]
-
-
-def figures_of_all(runs: Sequence[Run]) -> list[tuple[str, str]]:
+def figures_of_all(runs: Sequence[Run]) -> list[PageImage]:
     """Return caption and image of the figure of all runs; running ones only where no seed has finished."""
     plotted = [run for group in _groups(runs) for run in ([run for run in group if run.finished] or group)]
     caption = "accuracy over rounds, over bytes and over FLOPs of a client"
     data = PLOTS["accuracy"].plot(plotted) if plotted else None
-    figures = [(caption, image(data.figure, label=caption, kind="wide"))] if data else []
+    figures = [PageImage(caption, svg(data.figure), "wide")] if data else []
     caption = "accuracy on another data set over that on the run's own"
     data = PLOTS["tradeoff"].plot(plotted) if plotted else None
-    figures += [(caption, image(data.figure, label=caption, kind="wide"))] if data else []
+    figures += [PageImage(caption, svg(data.figure), "wide")] if data else []
     swept = {"sensitivity": "final accuracy over a swept setting", "heatmap": "final accuracy over two swept settings"}
     for name, caption in swept.items():
         with suppress(InputError):  # other settings vary
             data = PLOTS[name].plot(plotted)
-            figures += [(caption, image(data.figure, label=caption, kind="wide"))] if data else []
+            figures += [PageImage(caption, svg(data.figure), "wide")] if data else []
     return figures
 
 
-def figures_of_each(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Return captions and images of single runs: of the first of those that differ only in their seed."""
+def figures_of_each(runs: Sequence[Run]) -> list[PageImage]:
+    """Return images of single runs: of the first of those that differ only in their seed."""
     figures = [
-        (caption, _cached_image(run.folder / file, plot, label=caption))
+        PageImage(f"{run.folder}: {title}", _cached_svg(run.folder / file, plot))
         for run, *_ in _groups(runs)
         for plot, (title, file) in RUN_PLOTS.items()
-        for caption in [f"{run.folder}: {title}"]
     ]
-    return [(caption, element) for caption, element in figures if element]
+    return [figure for figure in figures if figure.data]
 
 
 def _groups(runs: Sequence[Run]) -> list[list[Run]]:
@@ -182,7 +150,7 @@ def _groups(runs: Sequence[Run]) -> list[list[Run]]:
     return [group.runs for group in group_by_seed(sorted(alive, key=lambda run: not run.finished))]
 
 
-def _cached_image(file: Path, plot: str, *, label: str) -> str:
+def _cached_svg(file: Path, plot: str) -> str:
     """Plot the file if it has changed; return an empty text if there is nothing to plot."""
     if not file.is_file():
         return ""
@@ -191,7 +159,7 @@ def _cached_image(file: Path, plot: str, *, label: str) -> str:
     cached = _CACHE.get((file, plot))
     if cached is None or cached[0] != stamp:
         data = PLOTS[plot].plot(file.parent)
-        cached = _CACHE[file, plot] = (stamp, image(data.figure, label=label) if data else "")
+        cached = _CACHE[file, plot] = (stamp, svg(data.figure) if data else "")
     return cached[1]
 
 
@@ -265,13 +233,12 @@ def settings_table(runs: Sequence[Run]) -> TableData:
     return TableData("Settings in which runs differ", header, body, left=len(header))
 
 
-def image(figure: "Figure", *, label: str, kind: str = "plain") -> str:
-    """Return an element ``img`` of the class ``kind`` with the figure as SVG; equal figures give equal text."""
+def svg(figure: "Figure") -> str:
+    """Return a figure as SVG in base64; equal figures give equal text."""
     from matplotlib import rc_context
 
     sanitize_texts(figure)
     stream = io.BytesIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedssl"}):
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
-    data = b64encode(stream.getvalue()).decode()
-    return f'<img class="{kind}" alt="{text(label)}" src="data:image/svg+xml;base64,{data}">'
+    return b64encode(stream.getvalue()).decode()
