@@ -31,7 +31,6 @@ from flwr.clientapp import ClientApp
 
 from benchmarks.common import make_parser
 from benchmarks.paper_costs import paper_bytes, paper_flops
-from fedssl.arrays import Layers
 from fedssl.config.load import compose
 from fedssl.config.settings import Settings
 from fedssl.machine.devices import select_device
@@ -43,9 +42,11 @@ from fedssl.step_cost import step_cost
 from fedssl.training import LocalTrainer, train
 from fedssl.wire.messages import ARRAYS, ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes, record_to_arrays
+from server_app.federation import Federation
+from server_app.nodes import ClientDirectory
 from server_app.round import Round
-from server_app.round_context import RoundContext
 from simulation.grid import LocalGrid
+from strategies.run_context import RunContext
 from strategies.types import GLOBAL, GlobalModel, ServerState
 
 SCHEDULES = ("fedmoco", "fedmoco_lw", "lw_fedssl", "prog_fedssl")
@@ -69,15 +70,6 @@ class Cost:
     memory: int
     flops: float
     seconds: float
-
-
-class NoCalibration:
-    """A calibration that changes nothing, because bytes do not depend on values."""
-
-    when = "end"
-
-    def __call__(self, round: int, layers: Layers) -> Layers:
-        return layers
 
 
 def measure(settings: Settings, method: SSLMethod, stage: Phase, options: argparse.Namespace) -> Cost:
@@ -112,23 +104,15 @@ def traffic(settings: Settings, method: SSLMethod, schedule: list[Phase]) -> np.
     """Return the bytes of all messages to and from a client, and of the encoder's layers in them."""
     layers = exchanged_layers(method)
     grid = LocalGrid(ClientApp(), num_clients=1)  # for messages that are not sent
-    context = RoundContext(
-        strategy=settings.algorithm.strategy.instantiate(),
-        method=method,
-        phases=schedule,
-        initial_arrays=lambda: layers,
-        nodes=dict(enumerate(grid.get_node_ids())),
-        seed=settings.seed,
-        clients_per_round=1,
-        timeout=settings.reply_timeout,
-        client_config=settings.client_yaml,
-        code_fingerprint="0123456789abcdef",
-        metrics=settings.algorithm.reported_metrics,
-        calibration=NoCalibration() if settings.calibration is not None else None,
+    context = RunContext(
+        settings=settings, method=method, phases=schedule, clients_per_round=1, client_config=settings.client_yaml
     )
+    directory = ClientDirectory(nodes=dict(enumerate(grid.get_node_ids())))
+    # Without the calibration, because bytes do not depend on values.
+    federation = Federation(context=context, strategy=settings.algorithm.strategy.instantiate(), directory=directory)
     state, total = ServerState(), np.zeros(2)
     for number in range(1, settings.rounds + 1):
-        (message,) = Round(context, state).messages
+        (message,) = Round(federation, state).messages
         phase, plan = phase_at(schedule, number), TrainPlan.from_content(message.content)
         trained = context.stages.trained(phase, layers)
         update = ClientUpdate(layers={name: layers[name] for name in trained}, partition_id=0, num_examples=1)

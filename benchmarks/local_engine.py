@@ -51,7 +51,7 @@ class Federation:
         self.settings = compose([*COMMON, *quiet, *overrides])
         self.grid = LocalGrid(client_app, num_clients=self.settings.num_clients, store=store)
         self.components = build_run(self.grid, self.settings)  # also configures threads and allocator
-        self.federation = self.components.context
+        self.federation = self.components.federation
         self.state = ServerState()
 
     def __call__(self) -> float:

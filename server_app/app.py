@@ -177,8 +177,8 @@ def run(
     components = build_run(grid, settings, known_client_ids=recorder.devices())
     settings = components.settings
     resumed = settings.recording.resumed
-    server = components.context.strategy.server
-    recorder.store_base(components.context.base, digest=components.context.base_digest)
+    server = components.federation.strategy.server
+    recorder.store_base(components.federation.base, digest=components.federation.base_digest)
     state = ServerState(models=ClientModels(recorder.folder, {}) if server.models_per_client else {})
     if resumed is not None:
         context, client_ids = components.context, components.client_manager.clients.client_ids
@@ -249,15 +249,15 @@ def make_exchange(grid: Grid, components: RunComponents, recorder: Recorder) -> 
 
 def describe_exchange(components: RunComponents) -> str:
     """Describe what clients and server exchange, and which metrics a client reports."""
-    settings, context = components.settings, components.context
-    summary = context.strategy.describe_communication(components.method)
+    settings, federation = components.settings, components.federation
+    summary = federation.strategy.describe_communication(components.method)
     metrics = dict.fromkeys([*summary.required_metrics, *settings.algorithm.reported_metrics])
     staged = ""
-    if len(context.phases) > 1:
+    if len(components.context.phases) > 1:
         frozen = "all frozen stages, which calibration changes" if settings.calibration else "frozen stages it lacks"
         staged = f"; of the encoder, upload the trained stages, download these and {frozen}"
-    if context.base:
-        num_bytes = record_bytes(encode_arrays(context.base))
+    if federation.base:
+        num_bytes = record_bytes(encode_arrays(federation.base))
         staged += f"; base layers, which tuning={settings.model.tuning.name} freezes, once: {num_bytes} bytes"
     return (
         f"download {summary.download}; upload {summary.upload}; metrics {', '.join(metrics) or 'none'}; "
@@ -281,7 +281,7 @@ def finish(
     method = components.method
     with set_active_stages(method, depth=components.context.phases[-1].depth):
         models = arrays_by_model(components.context, state)
-        untrained = build_method(settings.model).to(components.device)
+        untrained = build_method(settings.model).to(components.context.device)
         baselines = components.evaluator.baselines(untrained)
         results_by_model = components.evaluator.evaluate(load_each(method, models), final=True)
         export_encoders(components, state, recorder)

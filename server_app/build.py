@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,13 +29,13 @@ from fedssl.schedule.stages import check_phases
 from fedssl.seeding import numpy_generator
 from fedssl.step_cost import TrainingCostMeter
 from fedssl.training import LocalTrainer
-from fedssl.wire.fingerprint import code_fingerprint
 from fedssl.wire.secure_aggregation import MIN_CLIENTS
 from server_app.calibration import Calibration
 from server_app.collapse_monitor import CollapseMonitor, ServerFeatureExtractor
 from server_app.devices import adapt_to_edge_clients, log_devices, trains_all_clients
 from server_app.differential_privacy import Privacy, warn_of_weak_privacy
 from server_app.evaluator import Evaluator
+from server_app.federation import Federation, check_metrics, no_flops, raise_no_server_images
 from server_app.initial_weights import adopt_statistics
 from server_app.nodes import (
     ClientDirectory,
@@ -44,22 +43,19 @@ from server_app.nodes import (
     NodeNames,
     base_holders,
     discover_clients,
-    max_ranks,
     no_registered_names,
 )
 from server_app.round import Round
-from server_app.round_context import RoundContext, no_flops, raise_no_server_images
 from server_app.rules import RUN_RULES, SETTINGS_RULES
 from server_app.secure_aggregation import describe_graph, graph_for, largest_weight, weights_by_examples
 from server_app.teacher import check_teacher, load_teacher, teacher_is_saved
 from server_app.update_memory import check_models_fit, check_updates_fit
 from server_app.virtual_time import VirtualTime, make_virtual_time
 from strategies.base import FedSSLStrategy
-from strategies.low_rank_aggregation import client_ranks, low_rank_aggregation
 from strategies.rules import RunParts
+from strategies.run_context import RunContext
 from strategies.server_optimizer import ServerOptimizer
-from strategies.types import ServerState, StrategyContext
-from strategies.update_store import UpdateStorage
+from strategies.types import ServerState
 
 log = logging.getLogger("fedssl")
 
@@ -83,18 +79,21 @@ class ClientData:
 class RunComponents:
     """Validated components of a run; ``monitor`` and ``costs`` are None if they are turned off."""
 
-    settings: Settings  # completed by the data and the federation
-    context: RoundContext
-    lr_schedule: LRSchedule
+    federation: Federation
     client_manager: ClientManager
     client_data: ClientData | None  # None if clients are edge clients, whose images are local
     evaluator: Evaluator
     monitor: CollapseMonitor | None
     costs: TrainingCostMeter | None
     virtual_time: VirtualTime | None  # None in wall-clock time
-    device: torch.device
-    evaluation_is_training_free: bool
-    trains_new_devices: bool  # devices that join later train in every round as well
+
+    @property
+    def context(self) -> RunContext:
+        return self.federation.context
+
+    @property
+    def settings(self) -> Settings:
+        return self.context.settings
 
     @property
     def method(self) -> SSLMethod:
@@ -130,25 +129,18 @@ def build_components(
         log_devices(settings, clients)
     data = settings.data
     evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=settings.seed)
-    check_teacher(settings)
-    check_rules(SETTINGS_RULES, settings)
-    method = build_method(settings.model).to(device)
-    lr_schedule = make_lr_schedule(settings, method)
-    if not teacher_is_saved(settings):
-        load_teacher(method, settings.teacher, data=data)
-    strategy, server_optimizer = make_algorithm(settings, method, is_deployment=bool(task))
+    context = make_context(settings, device, client_config=task)
+    method = context.method
+    strategy, server_optimizer = make_algorithm(context)
     method.encoder.check_image_shape((data.channels, data.size, data.size))
     load_images = functools.cache(partial(load_client_images, settings, method))
     check_rules(
         RUN_RULES,
         RunParts(
-            settings=settings,
-            method=method,
+            context=context,
             strategy=strategy,
             server_optimizer=server_optimizer,
             regularizer=settings.training.regularizer.instantiate(),
-            phases=lr_schedule.phases,
-            is_deployment=bool(task),
             has_labels=lambda: load_images().labels is not None,
             result_units=evaluator.result_units if reads_images else None,
         ),
@@ -157,78 +149,78 @@ def build_components(
     client_data = None
     untrained = frozenset(range(settings.num_clients - settings.unseen_clients, settings.num_clients))
     if not task:
-        image_data = load_images()
-        if image_data.labels is None:
-            settings = default_unlabeled_partition(settings)
-        partition = make_partition(settings.partition, image_data)
-        client_data = ClientData(
-            image_data, partition, clients_with_few_images(settings, partition.client_indices, method)
-        )
+        settings, client_data = make_client_data(settings, method, load_images())
         untrained |= client_data.few_images
     per_round = min(settings.clients_per_round, settings.num_clients - len(untrained))
     training = LocalTrainer.build(settings.training, method)
     if reads_images:
         evaluator.validate(method.encoder)
+    secure_aggregation = make_secure_aggregation(settings, strategy, client_data, untrained=untrained)
+    settings = replace(settings, secure_aggregation=secure_aggregation)
+    context = replace(context, settings=settings, clients_per_round=per_round)
     base = read_layers(method, method.base_names)  # which nothing changes
     base_digest = layers_digest(base) if base else ""
-    costs = make_costs(settings, method, training, client_data, device, strategy.client.trainings_per_round)
-    context = RoundContext(
+    costs = make_costs(context, training, client_data, strategy.client.trainings_per_round)
+    federation = Federation(
+        context=context,
         strategy=strategy,
-        method=method,
-        phases=lr_schedule.phases,
-        initial_arrays=lambda: exchanged_layers(build_method(settings.model)),
-        nodes=clients.nodes,
-        seed=settings.seed,
-        clients_per_round=per_round,
-        timeout=settings.reply_timeout,
-        client_config=task or settings.client_yaml,
-        code_fingerprint=code_fingerprint(),
+        directory=clients,
+        server_optimizer=server_optimizer,
+        calibration=make_calibration(context),
+        privacy=make_privacy(context),
+        extract_features=make_feature_extractor(context, strategy.server.num_comparison_images if reads_images else 0),
         base=base,
         base_digest=base_digest,
         base_holders=base_holders(clients, base_digest),
-        metrics=settings.algorithm.reported_metrics,
-        server_optimizer=server_optimizer,
-        lr_factor=lr_schedule,
-        calibration=make_calibration(settings, method, lr_schedule, device),
-        aggregation=settings.aggregation,
-        secure_aggregation=make_secure_aggregation(settings, strategy, client_data, untrained=untrained),
-        privacy=make_privacy(settings, clients_per_round=per_round, is_deployment=bool(task)),
-        low_rank_aggregation=low_rank_aggregation(settings),
-        client_ranks=client_ranks(settings),
-        max_ranks=max_ranks(clients),
-        wire_dtype=settings.wire_dtype,
-        client_flops=no_flops if costs is None else costs.client_flops,
-        update_storage=partial(UpdateStorage, settings.recording.folder),
         untrained_clients=untrained,
-        extract_features=make_feature_extractor(
-            settings, method, strategy.server.num_comparison_images if reads_images else 0, device
-        ),
+        trains_new_devices=trains_new_devices,
+        client_flops=no_flops if costs is None else costs.client_flops,
     )
-    if context.aggregation.buffered or context.privacy or context.secure_aggregation:
-        Round(replace(context, calibration=None), ServerState())  # refuses the exchange of parts
-    new = settings.recording.resumed is None  # else models are on the disk already
-    for check in (check_updates_fit, *([check_models_fit] if new else [])):
-        check(
-            context,
-            exchanged_layers(method),
-            rounds=settings.rounds,
-            folder=settings.recording.folder or Path.cwd(),
-            strategy=settings.recording.choices["strategy"],
-        )
+    if settings.aggregation.buffered or settings.privacy or settings.secure_aggregation:
+        Round(replace(federation, calibration=None), ServerState())  # refuses the exchange of parts
+    layers = exchanged_layers(method)
+    check_updates_fit(federation, layers)
+    if settings.recording.resumed is None:  # else models are on the disk already
+        check_models_fit(federation, layers)
     return RunComponents(
-        settings=settings,
-        context=context,
-        lr_schedule=lr_schedule,
+        federation=federation,
         client_manager=ClientManager(grid, clients, timeout=settings.reply_timeout, node_names=node_names(settings)),
         client_data=client_data,
         evaluator=evaluator,
-        monitor=make_monitor(settings, method, training, device) if reads_images else None,
+        monitor=make_monitor(context, training) if reads_images else None,
         costs=costs,
         virtual_time=virtual_time,
-        device=device,
-        evaluation_is_training_free=not evaluator.trains_network,
-        trains_new_devices=trains_new_devices,
     )
+
+
+def make_context(settings: Settings, device: torch.device, *, client_config: str | None) -> RunContext:
+    """Return the facts of a run, with its method; ``client_config`` is that of edge clients, None in a simulation."""
+    check_teacher(settings)
+    check_rules(SETTINGS_RULES, settings)
+    check_metrics(settings.algorithm.reported_metrics)
+    method = build_method(settings.model).to(device)
+    lr_schedule = make_lr_schedule(settings, method)
+    if not teacher_is_saved(settings):
+        load_teacher(method, settings.teacher, data=settings.data)
+    return RunContext(
+        settings=settings,
+        method=method,
+        phases=lr_schedule.phases,
+        clients_per_round=settings.clients_per_round,
+        client_config=client_config or settings.client_yaml,
+        lr_factor=lr_schedule,
+        device=device,
+        is_deployment=client_config is not None,
+    )
+
+
+def make_client_data(settings: Settings, method: SSLMethod, image_data: ImageData) -> tuple[Settings, ClientData]:
+    """Return the images of simulated clients, and the settings with the partition of images without labels."""
+    if image_data.labels is None:
+        settings = default_unlabeled_partition(settings)
+    partition = make_partition(settings.partition, image_data)
+    few_images = clients_with_few_images(settings, partition.client_indices, method)
+    return settings, ClientData(image_data, partition, few_images)
 
 
 def make_secure_aggregation(
@@ -267,26 +259,12 @@ def node_names(settings: Settings) -> NodeNames:
     return partial(registered_names, settings.engine)
 
 
-def make_algorithm(
-    settings: Settings, method: SSLMethod, *, is_deployment: bool
-) -> tuple[FedSSLStrategy, ServerOptimizer]:
+def make_algorithm(context: RunContext) -> tuple[FedSSLStrategy, ServerOptimizer]:
     """Return the strategy and the server optimizer; raises `InputError` if they cannot be used here."""
-    strategy: FedSSLStrategy = settings.algorithm.strategy.instantiate()
-    server_optimizer: ServerOptimizer = settings.algorithm.server_optimizer.instantiate()
-    strategy.validate(
-        StrategyContext(
-            method=method,
-            clients_per_round=settings.clients_per_round,
-            num_clients=settings.num_clients,
-            num_unseen_clients=settings.unseen_clients,
-            rounds=settings.rounds,
-            seed=settings.seed,
-            is_deployment=is_deployment,
-            server_has_images=settings.data.train is not None,
-            has_calibration=settings.calibration is not None,
-            server_optimizer=server_optimizer.is_active,
-        )
-    )
+    algorithm = context.settings.algorithm
+    strategy: FedSSLStrategy = algorithm.strategy.instantiate()
+    server_optimizer: ServerOptimizer = algorithm.server_optimizer.instantiate()
+    strategy.validate(context)
     return strategy, server_optimizer
 
 
@@ -302,75 +280,69 @@ def make_lr_schedule(settings: Settings, method: SSLMethod) -> LRSchedule:
     return lr_schedule
 
 
-def make_calibration(
-    settings: Settings, method: SSLMethod, lr_schedule: LRSchedule, device: torch.device
-) -> Calibration | None:
+def make_calibration(context: RunContext) -> Calibration | None:
     """Return the server-side calibration, with a separate optimizer; None if it is turned off."""
+    settings = context.settings
     if settings.calibration is None:
         return None
     return Calibration(
-        settings.calibration,
-        method=method,
-        training=LocalTrainer.build(settings.training, method),
-        lr_schedule=lr_schedule,
-        data=settings.data,
-        device=device,
-        seed=settings.seed,
+        settings.calibration, context=context, training=LocalTrainer.build(settings.training, context.method)
     )
 
 
 def make_costs(
-    settings: Settings,
-    method: SSLMethod,
-    training: LocalTrainer,
-    client_data: ClientData | None,
-    device: torch.device,
-    trainings_per_round: int,
+    context: RunContext, training: LocalTrainer, client_data: ClientData | None, trainings_per_round: int
 ) -> TrainingCostMeter | None:
     """Return the meter of costs; None if it is turned off, or the clients' images are unknown."""
-    if client_data is None or not settings.evaluation.measure_resources:
+    if client_data is None or not context.settings.evaluation.measure_resources:
         return None
     return TrainingCostMeter(
-        method,
+        context.method,
         training,
         image_data=client_data.image_data,
         parts=client_data.parts,
-        device=device,
+        device=context.device,
         trainings_per_round=trainings_per_round,
     )
 
 
-def make_privacy(settings: Settings, *, clients_per_round: int, is_deployment: bool) -> Privacy | None:
+def make_privacy(context: RunContext) -> Privacy | None:
     """Return differential privacy, or None. In a simulation the noise depends on the seed, to be reproducible."""
+    settings = context.settings
     if settings.privacy is None:
         return None
     warn_of_weak_privacy(settings.privacy, settings.rounds)
 
     def generator(round: int) -> np.random.Generator:
-        return np.random.default_rng() if is_deployment else numpy_generator(settings.seed, "noise", round)
+        return np.random.default_rng() if context.is_deployment else numpy_generator(settings.seed, "noise", round)
 
-    return Privacy(settings.privacy, clients=clients_per_round, generator=generator)
+    return Privacy(settings.privacy, clients=context.clients_per_round, generator=generator)
 
 
-def make_monitor(
-    settings: Settings, method: SSLMethod, training: LocalTrainer, device: torch.device
-) -> CollapseMonitor | None:
+def make_monitor(context: RunContext, training: LocalTrainer) -> CollapseMonitor | None:
     """Return the collapse monitor; None if it is turned off."""
+    settings = context.settings
     num_images = settings.evaluation.collapse_images
     if not num_images:
         return None
     return CollapseMonitor(
-        method, data=settings.data, num_images=num_images, augment=training.augment, device=device, seed=settings.seed
+        context.method,
+        data=settings.data,
+        num_images=num_images,
+        augment=training.augment,
+        device=context.device,
+        seed=settings.seed,
     )
 
 
-def make_feature_extractor(
-    settings: Settings, method: SSLMethod, num_images: int, device: torch.device
-) -> Callable[[Layers], torch.Tensor]:
+def make_feature_extractor(context: RunContext, num_images: int) -> Callable[[Layers], torch.Tensor]:
     """Return the extractor of features of ``num_images`` server images, if the strategy compares models."""
     if not num_images:
         return raise_no_server_images
-    return ServerFeatureExtractor(method, data=settings.data, num_images=num_images, device=device, seed=settings.seed)
+    settings = context.settings
+    return ServerFeatureExtractor(
+        context.method, data=settings.data, num_images=num_images, device=context.device, seed=settings.seed
+    )
 
 
 def load_client_images(settings: Settings, method: SSLMethod) -> ImageData:

@@ -17,17 +17,17 @@ from dataclasses import replace
 import torch
 
 from fedssl.arrays import Layers
-from fedssl.config.settings import CalibrationSettings, DataSettings
+from fedssl.config.settings import CalibrationSettings
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
-from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import exchanged_layers, load_layers, local_names, part_name
 from fedssl.partition import server_indices
 from fedssl.regularizers.base import Regularizer
-from fedssl.schedule.lr import LRSchedule
+from fedssl.schedule.phases import phase_at
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import LocalTrainer, train
+from strategies.run_context import RunContext
 
 
 class Calibration:
@@ -40,13 +40,10 @@ class Calibration:
         self,
         settings: CalibrationSettings,
         *,
-        method: SSLMethod,
+        context: RunContext,
         training: LocalTrainer,
-        lr_schedule: LRSchedule,
-        data: DataSettings,
-        device: torch.device,
-        seed: int,
     ) -> None:
+        method, data, seed = context.method, context.settings.data, context.settings.seed
         if settings.when not in ("start", "end"):
             raise InputError(
                 f"calibration.when={settings.when} is unknown; set calibration.when=end or calibration.when=start"
@@ -64,7 +61,7 @@ class Calibration:
                 f"method.exchange_{min(trained)}=true"
             )
         self.when = settings.when
-        self._method, self._lr_schedule, self._device, self._seed = method, lr_schedule, device, seed
+        self._context, self._method, self._seed = context, method, seed
         images = load_federated(settings.data).images
         if images.shape[1] != data.channels or images.shape[2] != data.size:
             raise InputError(
@@ -77,13 +74,13 @@ class Calibration:
         self._training = replace(training, regularizer=Regularizer(), epochs=settings.epochs)
 
     def __call__(self, round: int, layers: Layers) -> Layers:
-        with set_active_stages(self._method, depth=self._lr_schedule.phase(round).depth):
+        with set_active_stages(self._method, depth=phase_at(self._context.phases, round).depth):
             load_layers(self._method, layers)
             self._method.round = round
             self._method.start_round(first=True)
             seed_path = (self._seed, "calibrate", round)
-            seed_torch(derive_seed(*seed_path), self._device)
-            self._training.reset_optimizer(lr_factor=self._lr_schedule(round))
+            seed_torch(derive_seed(*seed_path), self._context.device)
+            self._training.reset_optimizer(lr_factor=self._context.lr_factor(round))
             generator = torch_generator(*seed_path)
             train(self._method, self._images, self._rows, training=self._training, generator=generator)
             return {**layers, **exchanged_layers(self._method)}

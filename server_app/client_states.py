@@ -100,7 +100,7 @@ def _newest_bytes(folder: Path, round: int) -> int:
 def devices_limit_their_states(parts: RunParts) -> Problem:
     """Refuse a limit of the client states of devices, which have their own."""
     max_bytes = parts.settings.recording.max_state_bytes
-    if not parts.is_deployment or max_bytes is None:
+    if not parts.context.is_deployment or max_bytes is None:
         return None
     return (
         f"client_state.max_bytes={max_bytes} is for simulations: devices keep their "

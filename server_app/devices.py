@@ -80,7 +80,7 @@ def _explicit_keys(settings: Settings) -> set[str]:
 
 def devices_have_no_labels(parts: RunParts) -> Problem:
     """Refuse methods that need labels."""
-    if not (parts.is_deployment and parts.method.uses_labels):
+    if not (parts.context.is_deployment and parts.method.uses_labels):
         return None
     name = type(parts.method).__name__
     return f"{name} needs labels, and edge clients share no list of classes; set another method"
@@ -89,7 +89,7 @@ def devices_have_no_labels(parts: RunParts) -> Problem:
 def devices_keep_personalized_models(parts: RunParts) -> Problem:
     """Refuse to evaluate personalized models."""
     settings = parts.settings
-    if not (parts.is_deployment and (settings.evaluation.personalized or settings.unseen_clients)):
+    if not (parts.context.is_deployment and (settings.evaluation.personalized or settings.unseen_clients)):
         return None
     return (
         "evaluate_personalized and unseen_clients are for simulations: a device never sends its personalized "

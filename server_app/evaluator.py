@@ -119,7 +119,7 @@ class Evaluator:
 
 def personalized_models_have_labels(parts: RunParts) -> Problem:
     """Refuse to evaluate personalized models without labels."""
-    if parts.is_deployment or not parts.settings.evaluation.personalized:
+    if parts.context.is_deployment or not parts.settings.evaluation.personalized:
         return None
     problem = evaluation_problem(parts.settings.data)
     if problem is None and parts.has_labels():

@@ -11,8 +11,8 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedssl.wire.records import arrays_to_record
+from server_app.federation import Federation
 from server_app.round import Round
-from server_app.round_context import RoundContext
 from server_app.updates import RoundResult
 from strategies.types import ServerState
 
@@ -26,8 +26,8 @@ class FlowerStrategy(Strategy):
     function and its result. They change nothing. ``state`` and ``result`` are those of the last round.
     """
 
-    def __init__(self, context: RoundContext, state: ServerState | None = None) -> None:
-        self._context = context
+    def __init__(self, federation: Federation, state: ServerState | None = None) -> None:
+        self._federation = federation
         self.state = state or ServerState()
         self.result: RoundResult | None = None
 
@@ -36,7 +36,7 @@ class FlowerStrategy(Strategy):
     ) -> Iterable[Message]:
         """Return one message for each client that trains."""
         # Nothing is resumed here, so clients need no states of earlier rounds.
-        self._round = Round(self._context, self.state, oldest_resumable=self.state.round)
+        self._round = Round(self._federation, self.state, oldest_resumable=self.state.round)
         return self._round.messages
 
     def aggregate_train(
@@ -60,4 +60,4 @@ class FlowerStrategy(Strategy):
 
     def summary(self) -> None:
         """Log the algorithm."""
-        log.info("strategy %s", type(self._context.strategy).__name__)
+        log.info("strategy %s", type(self._federation.strategy).__name__)

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from fedssl.arrays import Cosines, GlobalLayers, Layers
 from fedssl.wire.messages import ClientUpdate
-from server_app.round_context import RoundContext
-from strategies.low_rank_aggregation import OF_PRODUCTS, ProductSum
+from server_app.federation import Federation
+from strategies.low_rank_aggregation import OF_PRODUCTS, ProductSum, low_rank_aggregation
 from strategies.types import Aggregator, LinearAggregator
 from strategies.update_store import CollectingAggregator, UpdateStorage
 
@@ -20,14 +20,17 @@ class ModelAggregation:
     gathered: list[Layers] = field(default_factory=list)
 
     @classmethod
-    def new(cls, context: RoundContext, storage: UpdateStorage, *, round: int, name: str) -> "ModelAggregation":
+    def new(cls, federation: Federation, storage: UpdateStorage, *, round: int, name: str) -> "ModelAggregation":
         """Return the aggregation of the model ``name``, which may store updates in ``storage``."""
-        aggregator, aggregation = context.strategy.server.aggregator(round, name), context.low_rank_aggregation
+        aggregator, aggregation = (
+            federation.strategy.server.aggregator(round, name),
+            low_rank_aggregation(federation.settings),
+        )
         if isinstance(aggregator, CollectingAggregator):
             aggregator.storage = storage
         if aggregation not in OF_PRODUCTS:
             return cls(aggregator)
-        seed_path = (context.seed, "factors", round, name)
+        seed_path = (federation.settings.seed, "factors", round, name)
         return cls(aggregator, ProductSum(aggregation, storage, seed_path=seed_path))
 
     def start(self, global_layers: GlobalLayers) -> None:

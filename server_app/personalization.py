@@ -54,11 +54,11 @@ def evaluate_personalized(
 
     Clients that are not among ``trained`` are unseen clients, which train for ``epochs``.
     """
-    context, evaluator = components.context, PersonalizedEvaluator(components)
+    federation, evaluator = components.federation, PersonalizedEvaluator(components)
     few_images = components.client_data.few_images if components.client_data else frozenset()
-    unseen = sorted(context.nodes.keys() - set(trained) - few_images)
+    unseen = sorted(federation.nodes.keys() - set(trained) - few_images)
     requests = {
-        PARTICIPANTS: (sorted(context.nodes.keys() & set(trained)), PersonalizedModelRequest()),
+        PARTICIPANTS: (sorted(federation.nodes.keys() & set(trained)), PersonalizedModelRequest()),
         UNSEEN: (unseen, PersonalizedModelRequest(adaptation_epochs=epochs)),
         UNSEEN_ADAPTED: (
             unseen if epochs else [],
@@ -95,36 +95,27 @@ def request_personalized_encoders(
 ) -> Iterator[tuple[int, str, Layers]]:
     """Yield encoders as they arrive, each with its client and the name of the model that it was derived from."""
     # Unseen clients train with the optimizer's base learning rate, and the server does not calibrate again.
-    context = replace(components.context, lr_factor=lambda round: 1.0)
-    if context.calibration is not None:
-        context = replace(context, calibration=NoCalibration())
+    federation = replace(
+        components.federation, context=replace(components.context, lr_factor=lambda round: 1.0), calibration=None
+    )
     candidates = {
-        client: context.strategy.server.candidate_models(state, state.round + 1, client) for client in clients
+        client: federation.strategy.server.candidate_models(state, state.round + 1, client) for client in clients
     }
-    plans = PlanBuilder(context, state, candidates=candidates, extra_models=(), oldest_resumable=0)
+    plans = PlanBuilder(federation, state, candidates=candidates, extra_models=(), oldest_resumable=0)
     sent = ((request.attach_to(plan.content), plan.metadata.dst_node_id) for plan in plans.messages)
     messages = [Message(content, node, "train.personalized") for content, node in sent]
-    client_of = {context.nodes[client]: client for client in clients}
-    for message, reply in exchange.send_and_receive(messages, timeout=context.timeout):
+    client_of = {federation.nodes[client]: client for client in clients}
+    for message, reply in exchange.send_and_receive(messages, timeout=federation.settings.reply_timeout):
         client = client_of[message.metadata.dst_node_id]
         try:
             if reply.has_error():
                 raise InvalidUpdate(reply.error.reason)
             names = candidates[client]
-            update = read_update(reply, client, sent_to=context.nodes[client])
+            update = read_update(reply, client, sent_to=federation.nodes[client])
             check_state_round(update, state.state_rounds.get(update.partition_id, 0))
             yield client, names[read_model_index(reply, num_models=len(names))], update.layers
         except InvalidUpdate as reason:
             log.warning("client %d returned no encoder: %s", client, reason)
-
-
-class NoCalibration:
-    """A calibration that is never due."""
-
-    when = "never"
-
-    def __call__(self, round: int, layers: Layers) -> Layers:
-        return layers
 
 
 class PersonalizedEvaluator:

@@ -12,9 +12,10 @@ from fedssl.arrays import GlobalLayers, Layers
 from fedssl.availability import Workload
 from fedssl.model_arrays import part_name
 from fedssl.schedule.phases import phase_at
+from fedssl.wire.fingerprint import code_fingerprint
 from fedssl.wire.messages import BASE, TrainPlan
 from fedssl.wire.records import content_bytes, encode_arrays, layer_bytes, record_bytes
-from server_app.round_context import RoundContext
+from server_app.federation import Federation
 from strategies.rules import RoundExchange
 from strategies.types import GlobalModel, ServerState
 
@@ -54,7 +55,7 @@ class PlanBuilder:
 
     def __init__(
         self,
-        context: RoundContext,
+        federation: Federation,
         state: ServerState,
         *,
         candidates: Mapping[int, tuple[str, ...]],
@@ -62,7 +63,8 @@ class PlanBuilder:
         oldest_resumable: int,
         resend_base: bool = False,
     ) -> None:
-        self._context, self._state, self._resend_base = context, state, resend_base
+        context, self._context, self._federation = federation.context, federation.context, federation
+        self._state, self._resend_base = state, resend_base
         self._number = state.round + 1
         self._phase = phase_at(context.phases, self._number)
         untrained = functools.cache(context.initial_model)  # made once, and only if it is needed
@@ -75,25 +77,27 @@ class PlanBuilder:
 
     def _start(self, model: GlobalModel) -> StartingModel:
         context = self._context
-        model = context.calibrate_if_due(context.advance_to_phase(model, self._number), self._number, when="start")
+        model = self._federation.calibrate_if_due(
+            context.advance_to_phase(model, self._number), self._number, when="start"
+        )
         layers = model.layers
         trained = {layer: layers[layer] for layer in context.stages.trained(self._phase, layers)}
         frozen = {layer: layers[layer] for layer in context.stages.frozen(self._phase, layers)}
-        up = context.strategy.server.upload_names(model, self._number, trained)
+        up = self._federation.strategy.server.upload_names(model, self._number, trained)
         sent = GlobalLayers(trained if up is None else {layer: trained[layer] for layer in up}, context.factor_pairs)
         return StartingModel(model, trained, frozen, up, sent)
 
     def _plan_clients(self, candidates: Mapping[int, tuple[str, ...]], *, oldest_resumable: int) -> list[Message]:
-        context, messages = self._context, []
+        context, federation, messages = self._context, self._federation, []
         plan = TrainPlan(
             round=self._number,
             layers={},
             settings=context.client_config,
-            metrics=context.requested_metrics(self._number),
+            metrics=federation.requested_metrics(self._number),
             oldest_resumable_round=oldest_resumable,
-            code_fingerprint=context.code_fingerprint,
-            base_digest=context.base_digest,
-            wire_dtype=context.wire_dtype,
+            code_fingerprint=code_fingerprint(),
+            base_digest=federation.base_digest,
+            wire_dtype=context.settings.wire_dtype,
             lr_factor=context.lr_factor(self._number),
             evicted_clients=tuple(client for client in candidates if client in self._state.evicted),
         )
@@ -102,12 +106,12 @@ class PlanBuilder:
             start = self.starts[names[0]]
             # With several candidates nothing is known about the layers that the client holds.
             last = self._state.last_round(client, names[0]) if len(names) == 1 else None
-            chosen = context.strategy.server.download_names(start.model, self._number, start.trainable, last)
+            chosen = federation.strategy.server.download_names(start.model, self._number, start.trainable, last)
             downloaded = tuple(start.trainable) if chosen is None else chosen
             down = (*self._missing_frozen(start, last), *downloaded)
             shared = self._broadcast_for(start.model, first=client not in self._state.last_participation)
-            base = {} if self._has_base(client) else context.base
-            rank = context.rank_of(client)
+            base = {} if self._has_base(client) else federation.base
+            rank = federation.rank_of(client)
             key = (names, down, tuple(shared), tuple(base), rank)
             if key not in contents:
                 models = [self._subset(name, down, rank) for name in names]
@@ -130,7 +134,7 @@ class PlanBuilder:
                 base_bytes=record_bytes(content.array_records[BASE]) if base else 0,
                 rank=rank,
             )
-            messages.append(Message(content, context.nodes[client], "train", group_id=str(self._number)))
+            messages.append(Message(content, federation.nodes[client], "train", group_id=str(self._number)))
         return messages
 
     def exchange(self, models: Iterable[str]) -> RoundExchange:
@@ -146,7 +150,7 @@ class PlanBuilder:
         """Return these layers of a model, the same object for all clients of a rank."""
         if (name, down, rank) not in self._models:
             layers = {layer: self.starts[name].model.layers[layer] for layer in down}
-            self._models[name, down, rank] = self._context.with_rank(layers, rank)
+            self._models[name, down, rank] = self._federation.with_rank(layers, rank)
         return self._models[name, down, rank]
 
     def _encode(self, layers: Layers, wire_dtype: str) -> ArrayRecord:
@@ -172,7 +176,7 @@ class PlanBuilder:
 
     def _has_base(self, client: int) -> bool:
         """Return whether a client has the base layers: of an earlier round, or of its owner."""
-        had_it = client in self._state.last_participation or client in self._context.base_holders
+        had_it = client in self._state.last_participation or client in self._federation.base_holders
         return had_it and not self._resend_base
 
     def _broadcast_for(self, model: GlobalModel, *, first: bool) -> Layers:
@@ -197,7 +201,7 @@ class PlanBuilder:
 
 
 def client_workloads(
-    context: RoundContext,
+    federation: Federation,
     number: int,
     *,
     starts: Mapping[str, StartingModel],
@@ -208,6 +212,7 @@ def client_workloads(
 
     Bytes are those of layers: other contents of messages, such as paths, differ between equal runs.
     """
+    context = federation.context
     phase = phase_at(context.phases, number)
     contents = {id(message.content): message.content for message in messages}
     bytes_down = {key: layer_bytes(content) for key, content in contents.items()}
@@ -215,7 +220,9 @@ def client_workloads(
     bytes_up = {
         (slot.start, slot.rank): parts
         + record_bytes(
-            encode_arrays(context.with_rank(starts[slot.start].expected_upload.layers, slot.rank), context.wire_dtype)
+            encode_arrays(
+                federation.with_rank(starts[slot.start].expected_upload.layers, slot.rank), context.settings.wire_dtype
+            )
         )
         for slot in {(slot.start, slot.rank): slot for slot in slots.values()}.values()
     }
@@ -223,7 +230,7 @@ def client_workloads(
         message.metadata.dst_node_id: Workload(
             client=client,
             round=number,
-            flops=context.client_flops(phase, client),
+            flops=federation.client_flops(phase, client),
             bytes_down=bytes_down[id(message.content)],
             bytes_up=bytes_up[slot.start, slot.rank],
         )

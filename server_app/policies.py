@@ -26,7 +26,7 @@ def clients_suffice(parts: RunParts) -> Problem:
     """Require enough simulated clients for over-selection. Devices come and go."""
     settings = parts.settings
     over_selection, per_round = settings.aggregation.over_selection, settings.clients_per_round
-    if parts.is_deployment or per_round + over_selection <= settings.num_clients:
+    if parts.context.is_deployment or per_round + over_selection <= settings.num_clients:
         return None
     return (
         f"aggregation.over_selection={over_selection} but clients_per_round={per_round} leaves "

@@ -20,18 +20,18 @@ from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.secure_aggregation import summed_size
 from server_app.client_models import ClientModels, MappedValues
 from server_app.exchanges.sums import LostSumError, SumClient, SumTask
+from server_app.federation import Federation
 from server_app.messaging import NO_REPLY, MessageExchange, ordered_by_client
 from server_app.model_aggregation import ModelAggregation
 from server_app.plans import PlanBuilder
-from server_app.round_context import RoundContext
 from server_app.rules import round_rules
 from server_app.secagg_round import TooFewParticipants
 from server_app.secure_aggregation import apply_delta, max_weight_of, privacy_parameters, secure_mean_delta
 from server_app.updates import CollectedUpdates, RoundResult, UpdateReader, ValidUpdate, norm_outliers
 from server_app.validation import InvalidUpdate
-from strategies.low_rank_aggregation import REPLACING_FACTORS
+from strategies.low_rank_aggregation import REPLACING_FACTORS, low_rank_aggregation
 from strategies.types import GLOBAL, GlobalModel, Mergeable, RoundOutcome, ServerState, model_suffix
-from strategies.update_store import UpdateStore
+from strategies.update_store import UpdateStorage, UpdateStore
 from strategies.weighted_sum import NO_COSINES, WeightedSum
 
 log = logging.getLogger("fedssl")
@@ -54,26 +54,27 @@ class Round:
 
     def __init__(
         self,
-        context: RoundContext,
+        federation: Federation,
         state: ServerState,
         *,
         oldest_resumable: int = 0,
         attempt: int = 0,
         in_flight: Collection[int] = (),
+        offline: Collection[int] = (),
     ) -> None:
-        server = context.strategy.server
+        server = federation.strategy.server
         self.number = state.round + 1
         self._cluster_models = server.models_to_cluster(state, self.number)
         state = state.with_models(self._cluster_models)
-        self._context, self._state = context, state
-        clients = context.sample(self.number, attempt=attempt, in_flight=in_flight)
+        self._federation, self._state = federation, state
+        clients = federation.sample(self.number, attempt=attempt, in_flight=in_flight, offline=offline)
         self._attempt, self._sampled, self._summed = attempt, frozenset(clients), list[ValidUpdate]()
         candidates = {client: server.candidate_models(state, self.number, client) for client in clients}
-        targets = dict.fromkeys(self._cluster_models or (GLOBAL,) * context.aggregation.buffered)
+        targets = dict.fromkeys(self._cluster_models or (GLOBAL,) * federation.settings.aggregation.buffered)
         for client, names in candidates.items():
             targets |= dict.fromkeys(into for name in names for into in self._targets(client, name))
         plans = PlanBuilder(
-            context,
+            federation,
             state,
             candidates=candidates,
             extra_models=targets,
@@ -81,12 +82,12 @@ class Round:
             resend_base=attempt > 0,
         )
         self.starts, self.slots, self.messages = plans.starts, plans.slots, plans.messages
-        self._storage = context.update_storage()
+        self._storage = UpdateStorage(federation.settings.recording.folder)
         self._aggregations = {
-            name: ModelAggregation.new(context, self._storage, round=self.number, name=name) for name in targets
+            name: ModelAggregation.new(federation, self._storage, round=self.number, name=name) for name in targets
         }
         self._reader = UpdateReader(
-            context,
+            federation,
             self.starts,
             number=self.number,
             required_metrics=server.aggregator(self.number).required_metrics,
@@ -97,18 +98,22 @@ class Round:
         for aggregation in self._aggregations.values():
             if isinstance(aggregation.aggregator, Mergeable):
                 aggregation.aggregator.set_clients(clients)
-        if rules := round_rules(context):
+        if rules := round_rules(federation.settings):
             check_rules(rules, plans.exchange(self._aggregations))
 
     def sum_task(self, *, has_observers: bool) -> SumTask | None:
         """Return what clients' processes need to sum their updates; None if the server needs each update."""
-        context, settings, server = self._context, self._context.aggregation, self._context.strategy.server
+        federation, settings, server = (
+            self._federation,
+            self._federation.settings.aggregation,
+            self._federation.strategy.server,
+        )
         start, aggregation = self.starts.get(GLOBAL), self._aggregations.get(GLOBAL)
         if start is None or aggregation is None or len(self.starts) > 1 or self._cluster_models:
             return None
         is_cut_off = settings.over_selection or settings.round_deadline is not None or settings.buffered
         compares = has_observers or server.num_comparison_images or settings.max_norm_ratio is not None
-        if is_cut_off or compares or context.privacy or context.secure_aggregation:
+        if is_cut_off or compares or federation.privacy or federation.settings.secure_aggregation:
             return None
         aggregator = aggregation.aggregator
         if not isinstance(aggregator, Mergeable) or not aggregator.can_merge or aggregation.products is not None:
@@ -116,7 +121,7 @@ class Round:
         if any(self._targets(client, GLOBAL) != (GLOBAL,) for client in self.slots):
             return None
         clients = {
-            context.nodes[client]: SumClient(client, slot.downloaded, self._state.state_rounds.get(client, 0))
+            federation.nodes[client]: SumClient(client, slot.downloaded, self._state.state_rounds.get(client, 0))
             for client, slot in self.slots.items()
         }
         return SumTask(
@@ -146,13 +151,13 @@ class Round:
         for name, aggregation in self._aggregations.items():
             aggregation.start(self.starts[name].expected_upload)
         collected: CollectedUpdates | None = None
-        if self._context.aggregation.max_norm_ratio is not None or self._cluster_models:
-            combines = self._context.low_rank_aggregation not in REPLACING_FACTORS
+        if self._federation.settings.aggregation.max_norm_ratio is not None or self._cluster_models:
+            combines = low_rank_aggregation(self._federation.settings) not in REPLACING_FACTORS
             # These compare all updates before any of them is used.
             collected = CollectedUpdates(self._storage, self.starts, compares_factors=combines)
-        nodes = {self._context.nodes[client]: client for client in self.slots}
+        nodes = {self._federation.nodes[client]: client for client in self.slots}
         for client, reply in ordered_by_client(replies, sent=self.messages, clients=nodes):
-            if reply == NO_REPLY and (not drop_missing or self._context.nodes[client] in (lost or {})):
+            if reply == NO_REPLY and (not drop_missing or self._federation.nodes[client] in (lost or {})):
                 continue
             valid = self._read_reply(client, reply)
             del reply  # a streamed update is a whole model: free it before the next one is created
@@ -161,7 +166,7 @@ class Round:
         for plan, late_reply in sorted(late_replies, key=_by_staleness):
             self._use(self._read_late_reply(plan, late_reply), collected, observers)
         for node, reason in (lost or {}).items():
-            self._drop(self._context.clients[node], reason)
+            self._drop(self._federation.clients[node], reason)
         if collected is not None:
             self._select(collected)
             for valid in collected:
@@ -175,9 +180,9 @@ class Round:
         self, exchange: MessageExchange, secure: SecureAggregationSettings
     ) -> tuple[ServerState, RoundResult]:
         """Let the clients train, and decrypt only the sum of their updates; raises `TooFewUpdatesError`."""
-        context, clients = self._context, self._context.clients
+        federation, clients = self._federation, self._federation.clients
         contents = {message.metadata.dst_node_id: message.content for message in self.messages}
-        settings, start = context.aggregation, self.starts[GLOBAL]
+        settings, start = federation.settings.aggregation, self.starts[GLOBAL]
         aggregation = self._aggregations[GLOBAL]
         assert isinstance(aggregation.aggregator, WeightedSum)
         max_weight = max_weight_of(secure, aggregation.aggregator)
@@ -188,7 +193,7 @@ class Round:
                 secure,
                 length=summed_size(start.expected_upload.layers),
                 round=self.number,
-                timeout=context.timeout,
+                timeout=federation.settings.reply_timeout,
                 deadline=settings.round_deadline,
                 max_weight=max_weight,
             )
@@ -218,7 +223,7 @@ class Round:
         """Return the models that a client's update goes into; none if updates are clustered after all have arrived."""
         if self._cluster_models:
             return ()
-        server = self._context.strategy.server
+        server = self._federation.strategy.server
         names = dict.fromkeys(server.destination_models(self._state, self.number, client, start))
         if server.models_per_client:  # a client that is not sampled keeps its model
             return tuple(name for name in names if int(name) in self._sampled)
@@ -241,8 +246,8 @@ class Round:
     def _read_late_reply(self, plan: Message, reply: Message) -> ValidUpdate | None:
         """Return the update of a reply to an earlier plan, applied to the current model; None if it is not used."""
         node = plan.metadata.dst_node_id
-        client = self._context.clients.get(node)
-        if client is None or reply.has_error() or not self._context.aggregation.buffered:
+        client = self._federation.clients.get(node)
+        if client is None or reply.has_error() or not self._federation.settings.aggregation.buffered:
             self._result.late.append(node if client is None else client)
             return None
         try:
@@ -263,7 +268,7 @@ class Round:
 
     def _select(self, collected: CollectedUpdates) -> None:
         """Remove outliers, whose clients are dropped, and set the clusters of all others as destinations."""
-        factor = self._context.aggregation.max_norm_ratio
+        factor = self._federation.settings.aggregation.max_norm_ratio
         if factor is not None:
             for client, reason in norm_outliers(collected.norms(), factor=factor).items():
                 self._drop(client, reason)
@@ -273,12 +278,12 @@ class Round:
             deltas: UpdateStore | None = None
             for client, delta in collected.deltas():
                 if deltas is None:
-                    deltas = self._storage.new_store(delta, self._context.factor_pairs)
+                    deltas = self._storage.new_store(delta, self._federation.context.factor_pairs)
                 deltas.add(delta)
                 clients.append(client)
             if deltas is None:
                 return
-            for client, name in self._context.strategy.server.assign_clusters(clients, deltas).items():
+            for client, name in self._federation.strategy.server.assign_clusters(clients, deltas).items():
                 self.slots[client].destinations = (name,)
             deltas.close()
 
@@ -286,7 +291,7 @@ class Round:
         self._result.dropped[client] = sanitize_line(reason, max_chars=500)
 
     def _accumulate(self, valid: ValidUpdate, observers: Sequence[UpdateObserver]) -> None:
-        slot, update, context = valid.slot, valid.update, self._context
+        slot, update, federation = valid.slot, valid.update, self._federation
         if valid.remote_sum is not None:
             if self._summed and self._summed[0].remote_sum is not valid.remote_sum:
                 self._add_summed()
@@ -295,10 +300,10 @@ class Round:
         self._add_summed()
         start = self.starts[slot.start]
         layers = {**start.frozen, **update.layers}
-        if context.strategy.server.num_comparison_images:
-            slot.features = context.extract_features(layers)
-        if context.privacy:
-            update = replace(update, layers=context.privacy.clip(update.layers, start.expected_upload.layers))
+        if federation.strategy.server.num_comparison_images:
+            slot.features = federation.extract_features(layers)
+        if federation.privacy:
+            update = replace(update, layers=federation.privacy.clip(update.layers, start.expected_upload.layers))
         for name in slot.destinations:
             self._aggregations[name].add(update, valid.cosines)
         for observe in observers:
@@ -336,12 +341,12 @@ class Round:
 
     def _finalize(self) -> tuple[ServerState, RoundResult]:
         self._add_summed()
-        context, result = self._context, self._result
+        federation, result = self._federation, self._result
         for reason, clients in self._clients_by_reason().items():
             log.warning("round %d: %s dropped: %s", self.number, clients, reason)
-        if len(result.clients) < context.aggregation.min_updates:
+        if len(result.clients) < federation.settings.aggregation.min_updates:
             raise TooFewUpdatesError(self._too_few())
-        server = context.strategy.server
+        server = federation.strategy.server
         aggregated = {
             name: self._aggregate(name)
             for name, aggregation in self._aggregations.items()
@@ -353,8 +358,8 @@ class Round:
         for client in result.dropped:  # its state is unknown
             last_participation.pop(client, None)
             self._state_rounds.pop(client, None)
-        if context.privacy:
-            result.privacy.update(context.privacy.privacy_spent(self.number))
+        if federation.privacy:
+            result.privacy.update(federation.privacy.privacy_spent(self.number))
         known = self._state.models
         models = known.updated(aggregated) if isinstance(known, ClientModels) else {**known, **aggregated}
         state = replace(
@@ -371,24 +376,24 @@ class Round:
             destinations={client: slot.destinations for client, slot in slots.items()},
             bytes_up={row.client: row.bytes_up for row in result.clients},
             client_features={client: slot.features for client, slot in slots.items() if slot.features is not None},
-            extract_features=context.extract_features,
+            extract_features=federation.extract_features,
         )
-        current = MappedValues(state.models, lambda model: context.advance_to_phase(model, self.number))
+        current = MappedValues(state.models, lambda model: federation.context.advance_to_phase(model, self.number))
         strategy_state, strategy_metrics = server.on_round_end(replace(state, models=current), outcome)
         result.strategy_metrics.update(strategy_metrics)
         return replace(state, strategy_state=strategy_state), result
 
     def _aggregate(self, name: str) -> GlobalModel:
-        context, start, aggregation = self._context, self.starts[name], self._aggregations[name]
+        federation, start, aggregation = self._federation, self.starts[name], self._aggregations[name]
         model, layers = start.model, start.expected_upload.layers
         mean, weights = aggregation.finish(start.frozen)
-        if context.privacy:
-            mean = context.privacy.add_noise(mean, layers, used=len(aggregation.received), round=self.number)
-        server_optimizer_state, new = context.server_optimizer.step(
+        if federation.privacy:
+            mean = federation.privacy.add_noise(mean, layers, used=len(aggregation.received), round=self.number)
+        server_optimizer_state, new = federation.server_optimizer.step(
             model.server_optimizer_state, model.num_updates + 1, layers, mean
         )
         trained = {**start.trainable, **new}
-        strategy_state, strategy_metrics = context.strategy.server.after_aggregation(
+        strategy_state, strategy_metrics = federation.strategy.server.after_aggregation(
             model, self.number, trained, aggregator=aggregation.aggregator, received=aggregation.received
         )
         suffix = model_suffix(name)
@@ -396,12 +401,12 @@ class Round:
         model = replace(
             model,
             layers={**model.layers, **weights, **trained},
-            broadcast=context.method.aggregate_parts(aggregation.gathered, model.broadcast),
+            broadcast=federation.context.method.aggregate_parts(aggregation.gathered, model.broadcast),
             strategy_state=strategy_state,
             server_optimizer_state=server_optimizer_state,
             num_updates=model.num_updates + 1,
         )
-        return context.calibrate_if_due(model, self.number, when="end")
+        return federation.calibrate_if_due(model, self.number, when="end")
 
     def _clients_by_reason(self) -> dict[str, str]:
         """Return the dropped clients, e.g. ``client 1, 5``, by reason: of diverged training all have the same."""
@@ -412,7 +417,7 @@ class Round:
 
     def _too_few(self) -> str:
         reasons = "; ".join(f"{clients}: {reason}" for reason, clients in self._clients_by_reason().items())
-        used, needed = len(self._result.clients), self._context.aggregation.min_updates
+        used, needed = len(self._result.clients), self._federation.settings.aggregation.min_updates
         sent = f"{used or 'none'} of {len(self.slots)} clients sent a usable update"
         needed_text = f" and aggregation.min_updates={needed} are needed" if used else ""
         return f"round {self.number}: {sent}{needed_text} ({reasons})"

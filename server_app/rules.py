@@ -14,7 +14,6 @@ from server_app import (
     training_rules,
 )
 from server_app.callbacks import early_stopping
-from server_app.round_context import RoundContext
 from strategies import low_rank_aggregation
 from strategies.rules import RoundExchange, RunParts
 
@@ -39,10 +38,10 @@ RUN_RULES: Sequence[Rule[RunParts]] = (
 )
 
 
-def round_rules(context: RoundContext) -> Sequence[Rule[RoundExchange]]:
+def round_rules(settings: Settings) -> Sequence[Rule[RoundExchange]]:
     """Return the rules about what the clients of a round exchange, of the features that the run uses."""
     return (
-        *(policies.ROUND_RULES if context.aggregation.buffered else ()),
-        *(differential_privacy.ROUND_RULES if context.privacy else ()),
-        *(secure_aggregation.ROUND_RULES if context.secure_aggregation else ()),
+        *(policies.ROUND_RULES if settings.aggregation.buffered else ()),
+        *(differential_privacy.ROUND_RULES if settings.privacy else ()),
+        *(secure_aggregation.ROUND_RULES if settings.secure_aggregation else ()),
     )

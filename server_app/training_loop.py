@@ -21,18 +21,20 @@ from fedssl.evaluation.early_stopping import stop_reason
 from fedssl.machine.process import available_cores
 from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import load_layers
+from fedssl.schedule.phases import phase_at
 from fedssl.schedule.stages import set_active_stages
 from server_app.build import RunComponents
 from server_app.client_models import ClientModels, MappedValues
 from server_app.collapse_monitor import CollapseReport
 from server_app.evaluator import ResultsByModel
+from server_app.federation import Federation
 from server_app.messaging import MessageExchange, replies_of
-from server_app.nodes import base_holders, max_ranks
+from server_app.nodes import base_holders
 from server_app.plans import client_workloads
 from server_app.recorder import Recorder
 from server_app.round import Round, TooFewUpdatesError, UpdateObserver
-from server_app.round_context import RoundContext
 from server_app.updates import RoundResult
+from strategies.run_context import RunContext
 from strategies.types import GlobalModel, ServerState
 
 log = logging.getLogger("fedssl")
@@ -52,7 +54,7 @@ def can_evaluate_in_background(components: RunComponents, client_cores: int | No
         # Early stopping decides about the next round by the evaluation.
         and settings.evaluation.early_stopping.monitor is None
         # Other training or sampling here would share the random generator and the GPU's memory.
-        and components.evaluation_is_training_free
+        and not components.evaluator.trains_network
         and settings.calibration is None
     )
 
@@ -114,12 +116,12 @@ class TrainingLoop:
     def _run_round(self) -> None:
         components, recorder, number = self._components, self._recorder, self.state.round + 1
         start = time.monotonic()
-        phase, due = components.lr_schedule.phase(number), components.evaluator.due(number)
+        phase, due = phase_at(components.context.phases, number), components.evaluator.due(number)
         monitor, snapshot_writer = components.monitor if due else None, recorder.snapshot_writer(number)
         with set_active_stages(components.method, depth=phase.depth):
             self.state, result = run_round(
                 self._exchange,
-                self._current_context,
+                self._current_federation,
                 self.state,
                 oldest_resumable=min(saved_rounds(recorder.folder / "checkpoints"), default=0),
                 observers=[observer.observe for observer in (monitor, snapshot_writer) if observer is not None],
@@ -149,17 +151,17 @@ class TrainingLoop:
         with set_active_stages(components.method, depth=phase.depth):
             self._deliver(self.state)
 
-    def _current_context(self) -> RoundContext:
+    def _current_federation(self) -> Federation:
         components = self._components
-        clients = components.client_manager.wait_for(components.context.aggregation.min_updates)
+        clients = components.client_manager.wait_for(components.settings.aggregation.min_updates)
         self._recorder.register(clients)
-        context = components.context
-        if clients.nodes is not context.nodes:  # else keep what it has cached about all clients
-            context = replace(context, nodes=clients.nodes, max_ranks=max_ranks(clients))
-        if context.base and clients.client_ids:
-            holders = base_holders(clients, context.base_digest)
-            context = replace(context, base_holders=holders - self._dropped)
-        return replace(context, clients_per_round=len(clients.nodes)) if components.trains_new_devices else context
+        federation = components.federation
+        if clients.nodes is not federation.nodes:  # else keep what it has cached about all clients
+            federation = replace(federation, directory=clients)
+        if federation.base and clients.client_ids:
+            holders = base_holders(clients, federation.base_digest)
+            federation = replace(federation, base_holders=holders - self._dropped)
+        return federation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +191,9 @@ class BackgroundRecorder:
         self._pending: Future[None] | None = None
         # Not a copy, which would share the active stages with the method.
         separate = background and components.settings.evaluation.every > 0
-        self._method = build_method(components.settings.model).to(components.device) if separate else components.method
+        self._method = (
+            build_method(components.settings.model).to(components.context.device) if separate else components.method
+        )
 
     def __enter__(self) -> "BackgroundRecorder":
         return self
@@ -234,7 +238,7 @@ class BackgroundRecorder:
         self._recorder.checkpoint(completed.state)
 
 
-def arrays_by_model(context: RoundContext, state: ServerState) -> Mapping[str, Layers]:
+def arrays_by_model(context: RunContext, state: ServerState) -> Mapping[str, Layers]:
     """Return the layers of every model by name, in the phase of the state's round.
 
     Models of single clients are read whenever they are needed.
@@ -257,7 +261,7 @@ def load_each(method: SSLMethod, models: Mapping[str, Layers]) -> Iterator[tuple
 
 def run_round(
     exchange: MessageExchange,
-    current_context: Callable[[], RoundContext],
+    current_federation: Callable[[], Federation],
     state: ServerState,
     *,
     oldest_resumable: int = 0,
@@ -265,25 +269,30 @@ def run_round(
 ) -> tuple[ServerState, RoundResult]:
     """Run the round after ``state``, and repeat it with other clients if it has too few usable updates.
 
-    ``current_context`` returns the context with the clients that are available. The last attempt raises
+    ``current_federation`` returns the federation with the clients that are available. The last attempt raises
     `TooFewUpdatesError`.
     """
     attempt, start = 0, exchange.virtual_time
     while True:
-        context = current_context()
-        settings = context.aggregation
-        exchange.expire(older_than=context.timeout)
-        in_flight = _in_flight(exchange, context)
-        if offline := _offline(exchange, context, in_flight):
-            context = replace(context, offline_clients=offline)
-        attempted = Round(context, state, oldest_resumable=oldest_resumable, attempt=attempt, in_flight=in_flight)
+        federation = current_federation()
+        settings, timeout = federation.settings.aggregation, federation.settings.reply_timeout
+        exchange.expire(older_than=timeout)
+        in_flight = _in_flight(exchange, federation)
+        attempted = Round(
+            federation,
+            state,
+            oldest_resumable=oldest_resumable,
+            attempt=attempt,
+            in_flight=in_flight,
+            offline=_offline(exchange, federation, in_flight),
+        )
         min_replies = settings.min_updates if settings.buffered else None
         if settings.over_selection:
-            min_replies = context.clients_per_round
+            min_replies = federation.clients_per_round
         exchange.schedule(
             partial(
                 client_workloads,
-                context,
+                federation,
                 attempted.number,
                 starts=attempted.starts,
                 slots=attempted.slots,
@@ -292,11 +301,11 @@ def run_round(
         )
         exchange.sum_updates(partial(attempted.sum_task, has_observers=bool(observers)))
         replies = exchange.send_and_receive(
-            attempted.messages, timeout=context.timeout, deadline=settings.round_deadline, min_replies=min_replies
+            attempted.messages, timeout=timeout, deadline=settings.round_deadline, min_replies=min_replies
         )
         try:
-            if context.secure_aggregation:
-                return attempted.finish_secure(exchange, context.secure_aggregation)
+            if federation.settings.secure_aggregation:
+                return attempted.finish_secure(exchange, federation.settings.secure_aggregation)
             state, result = attempted.finish(
                 replies_of(replies),
                 late_replies=exchange.late_replies,
@@ -304,7 +313,7 @@ def run_round(
                 drop_missing=not exchange.is_reliable,
                 lost=exchange.lost,
             )
-            return state, _with_virtual_time(result, exchange, context, start=start)
+            return state, _with_virtual_time(result, exchange, federation, start=start)
         except TooFewUpdatesError as reason:
             if attempt == settings.max_retries:
                 raise
@@ -312,32 +321,32 @@ def run_round(
             log.warning("%s; it is repeated with other clients (%d of %d)", reason, attempt, settings.max_retries)
 
 
-def _offline(exchange: MessageExchange, context: RoundContext, in_flight: set[int]) -> frozenset[int]:
+def _offline(exchange: MessageExchange, federation: Federation, in_flight: set[int]) -> frozenset[int]:
     """Return the clients that are offline once enough others are online; none in wall-clock time."""
     if exchange.virtual_time is None:
         return frozenset()
-    settings = context.aggregation
-    clients = context.nodes.keys() - context.untrained_clients - in_flight
+    settings = federation.settings.aggregation
+    clients = federation.nodes.keys() - federation.untrained_clients - in_flight
     return exchange.wait_until_online(
         clients,
         number=max(settings.min_updates - len(in_flight), 0),
-        wanted=context.clients_per_round + settings.over_selection - len(in_flight),
+        wanted=federation.clients_per_round + settings.over_selection - len(in_flight),
     )
 
 
 def _with_virtual_time(
-    result: RoundResult, exchange: MessageExchange, context: RoundContext, *, start: float | None
+    result: RoundResult, exchange: MessageExchange, federation: Federation, *, start: float | None
 ) -> RoundResult:
     """Return the result with the virtual time of the round and its clients, if there is virtual time."""
     now = exchange.virtual_time
     if now is None or start is None:
         return result
     seconds = exchange.client_seconds
-    clients = [replace(row, virtual_seconds=seconds[context.nodes[row.client]]) for row in result.clients]
+    clients = [replace(row, virtual_seconds=seconds[federation.nodes[row.client]]) for row in result.clients]
     return replace(result, clients=clients, virtual_seconds=now - start, virtual_time=now)
 
 
-def _in_flight(exchange: MessageExchange, context: RoundContext) -> set[int]:
-    if not context.aggregation.buffered:
+def _in_flight(exchange: MessageExchange, federation: Federation) -> set[int]:
+    if not federation.settings.aggregation.buffered:
         return set()
-    return {context.clients[node] for node in exchange.nodes_in_flight() if node in context.clients}
+    return {federation.clients[node] for node in exchange.nodes_in_flight() if node in federation.clients}

@@ -42,7 +42,7 @@ def compiled_encoder_is_trained(parts: RunParts) -> Problem:
 
 def regularizer_has_its_input(parts: RunParts) -> Problem:
     """Refuse a schedule that freezes trained stages whose input the regularizer needs."""
-    phases = parts.phases
+    phases = parts.context.phases
     freezes = len(phases) > 1 and any(phase.frozen for phase in phases)
     if not freezes or parts.regularizer.supports_frozen_stages:
         return None
@@ -55,7 +55,7 @@ def regularizer_has_its_input(parts: RunParts) -> Problem:
 def phases_stay(parts: RunParts) -> Problem:
     """Refuse another number of rounds of a resumed run with several phases, which depend on it."""
     recording, rounds = parts.settings.recording, parts.settings.rounds
-    if recording.resumed in (None, rounds) or len(parts.phases) == 1:
+    if recording.resumed in (None, rounds) or len(parts.context.phases) == 1:
         return None
     return (
         f"resume={recording.folder} was run with rounds={recording.resumed} (now {rounds}); keep the "

@@ -7,7 +7,7 @@ from pathlib import Path
 from fedssl.arrays import Layers
 from fedssl.errors import InputError
 from fedssl.machine.memory import available_memory, gigabytes
-from server_app.round_context import RoundContext
+from server_app.federation import Federation
 from strategies.base import ServerStrategy
 from strategies.types import ServerState
 from strategies.update_store import CollectingAggregator, memory_budget
@@ -54,19 +54,22 @@ def stored_updates(server: ServerStrategy, layers: Layers, *, rounds: int, filte
     )
 
 
-def check_updates_fit(context: RoundContext, layers: Layers, *, rounds: int, folder: Path, strategy: str) -> None:
+def check_updates_fit(federation: Federation, layers: Layers) -> None:
     """Raise `InputError` if the updates of a round fit neither into memory nor on the disk of its folder."""
-    settings = context.aggregation
-    stored = stored_updates(
-        context.strategy.server, layers, rounds=rounds, filters_norms=settings.max_norm_ratio is not None
-    )
-    number = min(context.clients_per_round + settings.over_selection, len(context.nodes))
-    existing, disk = _usable_disk(folder)
+    run, settings = federation.settings, federation.settings.aggregation
+    filters_norms = settings.max_norm_ratio is not None
+    stored = stored_updates(federation.strategy.server, layers, rounds=run.rounds, filters_norms=filters_norms)
+    number = min(federation.clients_per_round + settings.over_selection, len(federation.nodes))
+    existing, disk = _usable_disk(run.recording.folder or Path.cwd())
     budget, available = memory_budget(), available_memory()
     largest = stored.largest_number(budget=budget, available=available, disk=disk)
     if number <= largest:
         return
-    keeps = f"strategy={strategy}" if settings.max_norm_ratio is None else "aggregation.max_norm_ratio"
+    keeps = (
+        f"strategy={run.recording.choices['strategy']}"
+        if settings.max_norm_ratio is None
+        else "aggregation.max_norm_ratio"
+    )
     remedies = [f"set clients_per_round={largest - settings.over_selection}"] * (largest > settings.over_selection)
     remedies += ["aggregation.max_norm_ratio=null"] * (settings.max_norm_ratio is not None)
     remedies += ["strategy=fedavg, which stores none, or output_dir to a disk with more space"]
@@ -78,24 +81,26 @@ def check_updates_fit(context: RoundContext, layers: Layers, *, rounds: int, fol
     )
 
 
-def check_models_fit(context: RoundContext, layers: Layers, *, rounds: int, folder: Path, strategy: str) -> None:
+def check_models_fit(federation: Federation, layers: Layers) -> None:
     """Raise `InputError` if a strategy has a model for each client and the models do not fit.
 
     All are on the disk. In memory are the model and the message of each participant of a round.
     """
-    if not context.strategy.server.models_per_client:
+    if not federation.strategy.server.models_per_client:
         return
+    settings, per_round = federation.settings, federation.clients_per_round
+    strategy = settings.recording.choices["strategy"]
     model_bytes = sum(array.nbytes for array in layers.values())
-    available, in_round = available_memory(), 2 * context.clients_per_round * model_bytes
+    available, in_round = available_memory(), 2 * per_round * model_bytes
     if available is not None and in_round > available:
         raise InputError(
             f"strategy={strategy} has a model for each client, and those of clients_per_round="
-            f"{context.clients_per_round} need {gigabytes(in_round)} of memory, but {gigabytes(available)} are "
+            f"{per_round} need {gigabytes(in_round)} of memory, but {gigabytes(available)} are "
             f"available; set clients_per_round={max(1, available // (2 * model_bytes))}"
         )
-    number = min(len(context.nodes) - len(context.untrained_clients), rounds * context.clients_per_round)
+    number = min(len(federation.nodes) - len(federation.untrained_clients), settings.rounds * per_round)
     needed = number * model_bytes
-    existing, disk = _usable_disk(folder)
+    existing, disk = _usable_disk(settings.recording.folder or Path.cwd())
     if needed > disk:
         raise InputError(
             f"strategy={strategy} writes a model of each of up to {number} clients, {gigabytes(needed)}, but "

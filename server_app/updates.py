@@ -11,11 +11,12 @@ from flwr.app import Message
 
 from fedssl.arrays import Cosines, GlobalLayers, Layers, is_weight, relative_norm
 from fedssl.low_rank_products import pad_factors
+from fedssl.wire.fingerprint import code_fingerprint
 from fedssl.wire.messages import ARRAYS, ClientUpdate
 from fedssl.wire.records import content_bytes, decode_arrays
 from server_app.exchanges.sums import RemoteSum, SummedContent
+from server_app.federation import Federation
 from server_app.plans import ClientAssignment, StartingModel
-from server_app.round_context import RoundContext
 from server_app.validation import UpdateValidator, read_model_index
 from strategies.types import GLOBAL
 from strategies.update_store import UpdateStorage, UpdateStore
@@ -162,22 +163,22 @@ class UpdateReader:
 
     def __init__(
         self,
-        context: RoundContext,
+        federation: Federation,
         starts: Mapping[str, StartingModel],
         *,
         number: int,
         required_metrics: Collection[str],
         state_rounds: Mapping[int, int],
     ) -> None:
-        self._context, self._starts, self._state_rounds = context, starts, state_rounds
+        self._federation, self._starts, self._state_rounds = federation, starts, state_rounds
         self._number = number
         self._ranked: dict[tuple[str, int], GlobalLayers] = {}
         self.validator = UpdateValidator(
-            gathered=context.gathered,
+            gathered=federation.context.gathered,
             required_metrics=tuple(required_metrics),
-            code_fingerprint=context.code_fingerprint,
-            wire_dtype=context.wire_dtype,
-            max_examples=context.aggregation.max_examples,
+            code_fingerprint=code_fingerprint(),
+            wire_dtype=federation.settings.wire_dtype,
+            max_examples=federation.settings.aggregation.max_examples,
         )
 
     def read(self, slot: ClientAssignment, reply: Message) -> ValidUpdate:
@@ -191,7 +192,7 @@ class UpdateReader:
     def read_late(self, client: int, plan: Message, reply: Message) -> ValidUpdate:
         """Return the update of a reply to an earlier plan, applied to the current model; raises `InvalidUpdate`."""
         current, number = self._starts[GLOBAL].expected_upload, int(plan.metadata.group_id)
-        start_layers = decode_arrays(plan.content.array_records[ARRAYS], self._context.wire_dtype)
+        start_layers = decode_arrays(plan.content.array_records[ARRAYS], self._federation.settings.wire_dtype)
         start = current.with_layers({name: start_layers[name] for name in current.layers})
         slot = ClientAssignment(client, (GLOBAL,), GLOBAL, tuple(start_layers), content_bytes(plan.content), (GLOBAL,))
         valid = self._validate(slot, reply, start, number=number)
@@ -206,7 +207,7 @@ class UpdateReader:
         update, cosines = self.validator.read(
             reply,
             client=slot.client,
-            node=self._context.nodes[slot.client],
+            node=self._federation.nodes[slot.client],
             round=number,
             downloaded=slot.downloaded,
             expected=self._with_rank(expected, slot),
@@ -214,7 +215,7 @@ class UpdateReader:
         )
         if slot.rank is not None:
             shapes = {name: array.shape for name, array in expected.layers.items()}
-            layers = pad_factors(update.layers, self._context.factor_pairs.layers, shapes)
+            layers = pad_factors(update.layers, self._federation.context.factor_pairs.layers, shapes)
             update = replace(update, layers=layers)
         return ValidUpdate(slot, update, cosines, content_bytes(reply.content))
 
@@ -224,7 +225,7 @@ class UpdateReader:
             return expected
         key = (slot.start, slot.rank)
         if key not in self._ranked:
-            self._ranked[key] = expected.with_layers(self._context.with_rank(expected.layers, slot.rank))
+            self._ranked[key] = expected.with_layers(self._federation.with_rank(expected.layers, slot.rank))
         return self._ranked[key]
 
 

@@ -39,7 +39,7 @@ def count_rounds(components: RunComponents, *, saves_state: bool) -> list[RoundC
     parts, gathered, state = components.client_data.parts, components.context.gathered.layers, ServerState()
     result, sizes = [], dict[Hashable, int]()
     for number in range(1, components.settings.rounds + 1):
-        attempted = Round(components.context, state, oldest_resumable=_oldest_checkpoint(components, before=number))
+        attempted = Round(components.federation, state, oldest_resumable=_oldest_checkpoint(components, before=number))
         images = {client: len(parts[client]) for client in attempted.slots}
         bytes_up = 0
         for message, (client, slot) in zip(attempted.messages, attempted.slots.items(), strict=True):
@@ -75,7 +75,7 @@ def count_rounds(components: RunComponents, *, saves_state: bool) -> list[RoundC
 
 def steps_of_client(components: RunComponents, num_images: int) -> int:
     """Return the training steps of a client with this many images in a round."""
-    training, strategy = components.settings.training, components.context.strategy
+    training, strategy = components.settings.training, components.federation.strategy
     return _number_of_batches(components, num_images) * training.epochs * strategy.client.trainings_per_round
 
 

@@ -7,7 +7,6 @@ clients is aggregated, and each evaluation runs once. Nothing is written into a 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -28,7 +27,6 @@ from server_app.client_models import ClientModels
 from server_app.round import Round
 from simulation.cost_counts import batch_size
 from strategies.types import GLOBAL, ServerState
-from strategies.update_store import UpdateStorage
 
 STEP_SECONDS = 1.0  # about the duration of the measured steps of a phase
 MAX_UPDATES = 20  # updates that are aggregated; more take proportionally longer
@@ -93,7 +91,7 @@ class _Training:
     def __init__(self, components: RunComponents, folder: Path) -> None:
         data = components.client_data
         assert data is not None
-        self._context, self._folder = components.context, folder / "client"
+        self._federation, self._folder = components.federation, folder / "client"
         settings = parse_client_config(components.context.client_config)
         self.worker: ClientWorker | None = ClientWorker(replace(settings, base_folders=(folder / BASE_FOLDER,)))
         sizes = [len(part) for client, part in enumerate(data.parts) if client not in data.few_images]
@@ -103,7 +101,7 @@ class _Training:
 
     def step_seconds(self, phase: Phase) -> float:
         """Return the seconds of a training step of a phase, with the batch of a client of median size."""
-        attempted = Round(self._context, ServerState(round=phase.first - 1))
+        attempted = Round(self._federation, ServerState(round=phase.first - 1))
         # Many steps on the images of one batch would diverge.
         plan = replace(TrainPlan.from_content(attempted.messages[0].content), lr_factor=0.0)
         client = next(iter(attempted.slots))
@@ -112,7 +110,7 @@ class _Training:
         steps = 1 + max(2, int(STEP_SECONDS / short))
         step = max(self._train(plan, client, batch=self._median, steps=steps) - short, 0.0) / (steps - 1)
         self.client = max(0.0, short - step)
-        return step / self._context.strategy.client.trainings_per_round
+        return step / self._federation.strategy.client.trainings_per_round
 
     def _train(self, plan: TrainPlan, client: int, *, batch: int, steps: int) -> float:
         worker = self.worker
@@ -127,16 +125,16 @@ class _Training:
 
 def _update_seconds(components: RunComponents, folder: Path) -> float:
     """Return the seconds of the aggregation of a round, divided by the number of its updates."""
-    context = components.context
+    context, settings = components.context, components.settings
     number = min(context.clients_per_round, MAX_UPDATES)
-    context = replace(
-        context,
-        clients_per_round=number,
-        aggregation=replace(context.aggregation, over_selection=0),
-        update_storage=partial(UpdateStorage, folder),
+    settings = replace(
+        settings,
+        aggregation=replace(settings.aggregation, over_selection=0),
+        recording=replace(settings.recording, folder=folder),
     )
-    per_client = context.strategy.server.models_per_client
-    attempted = Round(context, ServerState(models=ClientModels(folder, {}) if per_client else {}))
+    federation = replace(components.federation, context=replace(context, clients_per_round=number, settings=settings))
+    per_client = federation.strategy.server.models_per_client
+    attempted = Round(federation, ServerState(models=ClientModels(folder, {}) if per_client else {}))
     replies = _replies(attempted, gathered=context.gathered.layers)
     return seconds_of(lambda: attempted.finish(replies)) / number
 

@@ -53,7 +53,7 @@ def validate(settings: Settings) -> None:
     here = replace(settings, machine=replace(settings.machine, device="cpu"))
     log.disabled = True  # warnings are logged by the run
     try:
-        Round(build_components(grid, here, clients, reads_images=False).context, ServerState())
+        Round(build_components(grid, here, clients, reads_images=False).federation, ServerState())
     finally:
         log.disabled = False
 

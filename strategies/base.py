@@ -15,6 +15,7 @@ from fedssl.arrays import Layers
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names, move_layers_out
 from fedssl.wire.messages import TrainPlan
+from strategies.run_context import RunContext
 from strategies.types import (
     GLOBAL,
     Aggregator,
@@ -25,7 +26,6 @@ from strategies.types import (
     NoState,
     RoundOutcome,
     ServerState,
-    StrategyContext,
     TrainAgain,
 )
 from strategies.update_store import UpdateStore
@@ -133,7 +133,7 @@ class ServerStrategy:
         """
         return state.strategy_state, {}
 
-    def validate(self, context: StrategyContext) -> None:
+    def validate(self, context: RunContext) -> None:
         """Validate the run and store the properties that the algorithm needs; called first."""
 
     def plot(self, folder: Path) -> None:
@@ -209,7 +209,7 @@ class ClientStrategy:
         """Return the layers to upload. They may be moved out of the method."""
         return move_layers_out(method, upload_names_of(method, plan))
 
-    def validate(self, context: StrategyContext) -> None:
+    def validate(self, context: RunContext) -> None:
         """Validate the run; raise `InputError` if the algorithm does not support it."""
 
     def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
@@ -223,7 +223,7 @@ class FedSSLStrategy:
     def __init__(self, server: ServerStrategy, client: ClientStrategy | None = None) -> None:
         self.server, self.client = server, client or ClientStrategy()
 
-    def validate(self, context: StrategyContext) -> None:
+    def validate(self, context: RunContext) -> None:
         """Validate the run on both sides; raise `InputError` if the algorithm does not support it."""
         self.server.validate(context)
         self.client.validate(context)

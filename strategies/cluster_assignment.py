@@ -24,6 +24,7 @@ from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, ServerStrategy
 from strategies.delegating import DelegatingServer
 from strategies.gram_matrix import deviation_gram
+from strategies.run_context import RunContext
 from strategies.types import (
     GLOBAL,
     ClientState,
@@ -31,7 +32,6 @@ from strategies.types import (
     LocalData,
     RoundOutcome,
     ServerState,
-    StrategyContext,
 )
 from strategies.update_store import UpdateStore
 
@@ -157,16 +157,16 @@ class ClusteredServer(DelegatingServer):
         strategy_state: ClusterState = state.strategy_state
         return {client: name for client, name in strategy_state.get("members", {}).items() if name in self.model_names}
 
-    def validate(self, context: StrategyContext) -> None:
+    def validate(self, context: RunContext) -> None:
         super().validate(context)
-        clusters, clients = len(self.model_names), context.num_clients
+        clusters, clients = len(self.model_names), context.settings.num_clients
         if clusters > clients:
             raise InputError(
                 f"strategy.clusters={clusters} but num_clients={clients}; give at most one for each client"
             )
         if clusters == 1:
             return
-        if context.has_calibration:
+        if context.settings.calibration is not None:
             raise InputError(
                 "calibration=auxiliary trains the one model that clients share, and "
                 f"strategy.clusters={clusters} makes several; set calibration=none"
@@ -213,7 +213,7 @@ class ServerAssignedClusters(ClusteredServer):
             nearest[client] = order[argmin([feature_distance(features, views[name]) for name in order])]
         return self._record_assignments(nearest, state)
 
-    def validate(self, context: StrategyContext) -> None:
+    def validate(self, context: RunContext) -> None:
         super().validate(context)
         if self.num_comparison_images and not context.server_has_images:
             raise InputError(
@@ -253,15 +253,16 @@ class OneShotClusters(ClusteredServer):
             return {}, {}
         return super().on_round_end(state, outcome)
 
-    def validate(self, context: StrategyContext) -> None:
+    def validate(self, context: RunContext) -> None:
         super().validate(context)
-        per_round, clients = context.clients_per_round, context.num_clients - context.num_unseen_clients
+        settings = context.settings
+        per_round, clients = settings.clients_per_round, settings.num_clients - settings.unseen_clients
         if len(self.model_names) == 1:
             return
-        if self.cluster_round > context.rounds:
+        if self.cluster_round > settings.rounds:
             raise InputError(
                 f"strategy.cluster_round={self.cluster_round} is the round in which clients are sorted, and there are "
-                f"rounds={context.rounds}; lower strategy.cluster_round or raise rounds"
+                f"rounds={settings.rounds}; lower strategy.cluster_round or raise rounds"
             )
         if per_round < clients:
             raise InputError(

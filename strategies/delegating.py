@@ -8,6 +8,7 @@ from fedssl.arrays import Layers
 from fedssl.methods.base import SSLMethod
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, ServerStrategy
+from strategies.run_context import RunContext
 from strategies.types import (
     GLOBAL,
     Aggregator,
@@ -17,7 +18,6 @@ from strategies.types import (
     LocalData,
     RoundOutcome,
     ServerState,
-    StrategyContext,
     TrainAgain,
 )
 from strategies.update_store import UpdateStore
@@ -76,7 +76,7 @@ class DelegatingServer(ServerStrategy):
     def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[Any, dict[str, Any]]:
         return self.base_strategy.on_round_end(state, outcome)
 
-    def validate(self, context: StrategyContext) -> None:
+    def validate(self, context: RunContext) -> None:
         self.base_strategy.validate(context)
 
     def plot(self, folder: Path) -> None:
@@ -119,7 +119,7 @@ class DelegatingClient(ClientStrategy):
     def layers_to_upload(self, method: SSLMethod, plan: TrainPlan) -> Layers:
         return self.base_strategy.layers_to_upload(method, plan)
 
-    def validate(self, context: StrategyContext) -> None:
+    def validate(self, context: RunContext) -> None:
         self.base_strategy.validate(context)
 
     def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:

@@ -36,6 +36,7 @@ from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_r
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy, layers_in_state, upload_names_of
 from strategies.fedavg import mean
+from strategies.run_context import RunContext
 from strategies.types import (
     GLOBAL,
     Aggregator,
@@ -43,7 +44,6 @@ from strategies.types import (
     Combination,
     CommunicationSummary,
     GlobalModel,
-    StrategyContext,
 )
 from strategies.weighted_sum import WeightedSum
 
@@ -241,11 +241,11 @@ class EUCServer(ServerStrategy):
             intervals_now = new
         return {"intervals": intervals_now, "averaged": averaged}, strategy_metrics
 
-    def validate(self, context: StrategyContext) -> None:
-        if self.interval > 1 and context.clients_per_round < 2:
+    def validate(self, context: RunContext) -> None:
+        if self.interval > 1 and context.settings.clients_per_round < 2:
             raise InputError(
                 "strategy=euc compares the clients of a round but "
-                f"clients_per_round={context.clients_per_round}; 2 or more are needed"
+                f"clients_per_round={context.settings.clients_per_round}; 2 or more are needed"
             )
 
     def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:

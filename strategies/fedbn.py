@@ -20,7 +20,8 @@ from fedssl.model_arrays import clone_tensors, local_names, part_name
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
 from strategies.fedavg import mean
-from strategies.types import ClientState, CommunicationSummary, StrategyContext
+from strategies.run_context import RunContext
+from strategies.types import ClientState, CommunicationSummary
 
 
 def batch_norm_names(method: SSLMethod) -> list[str]:
@@ -37,7 +38,7 @@ def batch_norm_names(method: SSLMethod) -> list[str]:
 class FedBNClient(ClientStrategy):
     """Client that keeps its batch normalization."""
 
-    def validate(self, context: StrategyContext) -> None:
+    def validate(self, context: RunContext) -> None:
         if not batch_norm_names(context.method):
             raise InputError("strategy=fedbn but the model trains no batch normalization; use strategy=fedavg")
 

@@ -32,7 +32,8 @@ from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy, layers_in_state, upload_names_of
 from strategies.encoder_divergence import distance_names, encoder_divergence
 from strategies.fedavg import mean
-from strategies.types import ClientState, CommunicationSummary, StrategyContext
+from strategies.run_context import RunContext
+from strategies.types import ClientState, CommunicationSummary
 
 LAMBDA, DISTANCE = "fedema.lambda", "fedema.distance"  # keys of a client's state besides layers
 
@@ -63,7 +64,7 @@ class FedEMAClient(ClientStrategy):
         self.tau = tau
         self.distance = distance
 
-    def validate(self, context: StrategyContext) -> None:
+    def validate(self, context: RunContext) -> None:
         distance_names(context.method, distance=self.distance)
 
     def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:

@@ -34,7 +34,8 @@ from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy, layers_in_state, upload_names_of
 from strategies.encoder_divergence import distance_names, encoder_divergence
 from strategies.fedavg import mean
-from strategies.types import ClientState, CommunicationSummary, StrategyContext
+from strategies.run_context import RunContext
+from strategies.types import ClientState, CommunicationSummary
 
 USE_GLOBAL_PREDICTOR, DISTANCE = "dapu.global", "dapu.distance"  # keys of a client's state besides layers
 
@@ -70,7 +71,7 @@ class FedUClient(ClientStrategy):
         self.options = options
         self.starts_from_own_layers = options.update == "target"
 
-    def validate(self, context: StrategyContext) -> None:
+    def validate(self, context: RunContext) -> None:
         method, options = context.method, self.options
         kind = type(method).__name__
         if not _targets(method) and (options.aggregate, options.update) != ("online", "online"):

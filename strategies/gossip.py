@@ -29,6 +29,7 @@ from fedssl.low_rank_products import NO_PAIRS, FactorPairs, deviation_products, 
 from fedssl.model_arrays import factor_pairs
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
+from strategies.run_context import RunContext
 from strategies.topology import make_graph, metropolis_weights
 from strategies.topology_plot import MAX_CLIENTS, plot_topology
 from strategies.types import (
@@ -38,7 +39,6 @@ from strategies.types import (
     CommunicationSummary,
     RoundOutcome,
     ServerState,
-    StrategyContext,
 )
 from strategies.weighted_sum import WeightedSum
 
@@ -130,10 +130,10 @@ class GossipServer(ServerStrategy):
             return
         plot_topology(self._graph, folder / "topology.png")
 
-    def validate(self, context: StrategyContext) -> None:
+    def validate(self, context: RunContext) -> None:
         for given, setting in (
-            (context.has_calibration, "calibration=auxiliary"),
-            (context.server_optimizer, "server_optimizer"),
+            (context.settings.calibration is not None, "calibration=auxiliary"),
+            (context.has_server_optimizer, "server_optimizer"),
         ):
             if given:
                 raise InputError(
@@ -148,8 +148,8 @@ class GossipServer(ServerStrategy):
         self._pairs = factor_pairs(context.method)
         self._graph = make_graph(
             self._topology,
-            context.num_clients,
-            seed=context.seed,
+            context.settings.num_clients,
+            seed=context.settings.seed,
             degree=self._degree,
             probability=self._probability,
             file=self._file,

@@ -13,7 +13,6 @@ from strategies.types import (
     NoState,
     RoundOutcome,
     ServerState,
-    StrategyContext,
     TrainAgain,
 )
 
@@ -30,6 +29,5 @@ __all__ = [
     "NoState",
     "RoundOutcome",
     "ServerState",
-    "StrategyContext",
     "TrainAgain",
 ]

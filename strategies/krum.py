@@ -26,7 +26,8 @@ from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.gram_matrix import deviation_gram, gram_memory
 from strategies.robust import BatchAggregator, validated
-from strategies.types import Aggregator, Combination, GlobalModel, StrategyContext
+from strategies.run_context import RunContext
+from strategies.types import Aggregator, Combination, GlobalModel
 from strategies.update_store import UpdateStore, in_memory
 from strategies.weighted_sum import NO_COSINES, WeightedSum, as_reference
 
@@ -126,14 +127,14 @@ class KrumAggregator(BatchAggregator):
 class KrumServer(ServerStrategy):
     """Server side of Krum, which logs the selected clients."""
 
-    def validate(self, context: StrategyContext) -> None:
+    def validate(self, context: RunContext) -> None:
         aggregator = self._make_aggregator()
         assert isinstance(aggregator, KrumAggregator)
-        if context.clients_per_round < aggregator.min_safe_updates:
+        if context.settings.clients_per_round < aggregator.min_safe_updates:
             raise InputError(
                 f"strategy=krum with malicious={aggregator.malicious} and select={aggregator.select} needs "
                 f"clients_per_round of {aggregator.min_safe_updates} or more (2 malicious + 3, and select + malicious) "
-                f"but it is {context.clients_per_round}; raise it or lower these"
+                f"but it is {context.settings.clients_per_round}; raise it or lower these"
             )
 
     def after_aggregation(

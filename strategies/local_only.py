@@ -10,7 +10,8 @@ participant.
 
 from fedssl.errors import InputError
 from strategies.base import FedSSLStrategy, ServerStrategy
-from strategies.types import ServerState, StrategyContext
+from strategies.run_context import RunContext
+from strategies.types import ServerState
 from strategies.weighted_sum import WeightedSum
 
 
@@ -22,13 +23,13 @@ class LocalOnlyServer(ServerStrategy):
     def starting_model(self, state: ServerState, round: int, client: int) -> str:
         return str(client)
 
-    def validate(self, context: StrategyContext) -> None:
-        if context.has_calibration:
+    def validate(self, context: RunContext) -> None:
+        if context.settings.calibration is not None:
             raise InputError(
                 "calibration=auxiliary trains the model that clients share, but with strategy=local_only they share "
                 "none; set calibration=none"
             )
-        if context.server_optimizer:
+        if context.has_server_optimizer:
             raise InputError(
                 "server_optimizer takes steps with the model that clients share, but with strategy=local_only they "
                 "share none; set server_optimizer=none"

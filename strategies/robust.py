@@ -22,7 +22,7 @@ from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
-from strategies.types import StrategyContext
+from strategies.run_context import RunContext
 from strategies.update_store import PIECE, CollectingAggregator, UpdateStore, in_memory
 from strategies.weighted_sum import check_updates
 
@@ -104,10 +104,11 @@ class TrimmedServer(ServerStrategy):
         self.beta = beta
         super().__init__(partial(BatchAggregator, self._combine))
 
-    def validate(self, context: StrategyContext) -> None:
-        if not int(self.beta * context.clients_per_round):
+    def validate(self, context: RunContext) -> None:
+        per_round = context.settings.clients_per_round
+        if not int(self.beta * per_round):
             raise InputError(
-                f"strategy.beta={self.beta:g} of clients_per_round={context.clients_per_round} is less than one "
+                f"strategy.beta={self.beta:g} of clients_per_round={per_round} is less than one "
                 "client, so nobody is trimmed; beta must be at least 1/clients_per_round and below 0.5"
             )
 

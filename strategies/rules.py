@@ -1,14 +1,14 @@
 """What rules about a built run and about a round see, and rules that several features share."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from fedssl.config.settings import Settings
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer
 from fedssl.rules import Problem, Rule
-from fedssl.schedule.phases import Phase
 from strategies.base import FedSSLStrategy
+from strategies.run_context import RunContext
 from strategies.server_optimizer import ServerOptimizer
 from strategies.types import GLOBAL, Aggregator
 from strategies.weighted_sum import WeightedSum
@@ -18,17 +18,22 @@ from strategies.weighted_sum import WeightedSum
 class RunParts:
     """Parts of a built run, before its images are read."""
 
-    settings: Settings
-    method: SSLMethod
+    context: RunContext
     strategy: FedSSLStrategy
     server_optimizer: ServerOptimizer
     regularizer: Regularizer
-    phases: Sequence[Phase]
-    is_deployment: bool
     # Read the images when they are called: whether those of the clients have labels, and the units of the results of a
     # round by name. The second is None if the server's images cannot be read here.
     has_labels: Callable[[], bool]
     result_units: Callable[[], Mapping[str, str]] | None
+
+    @property
+    def settings(self) -> Settings:
+        return self.context.settings
+
+    @property
+    def method(self) -> SSLMethod:
+        return self.context.method
 
 
 @dataclass(frozen=True, kw_only=True)

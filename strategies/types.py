@@ -1,4 +1,4 @@
-"""What strategies exchange with the server and the clients: models, server state, aggregators, contexts."""
+"""What strategies exchange with the server and the clients: models, server state, aggregators."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -145,22 +145,6 @@ class CommunicationSummary:
     upload: str  # layers that it uploads
     required_metrics: tuple[str, ...]  # that a client must report
     local_state: str  # that stays on the client between rounds
-
-
-@dataclass(frozen=True, kw_only=True)
-class StrategyContext:
-    """Properties of a run that an algorithm validates."""
-
-    method: SSLMethod
-    clients_per_round: int
-    num_clients: int
-    num_unseen_clients: int = 0  # that never train
-    rounds: int = 2**31
-    seed: int = 0
-    has_calibration: bool = False  # whether the server calibrates models by training
-    server_optimizer: bool = False  # whether a server optimizer applies the aggregate
-    is_deployment: bool = False  # whether clients are edge clients
-    server_has_images: bool = True  # whether the server has images
 
 
 @dataclass(frozen=True, kw_only=True)

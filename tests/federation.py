@@ -10,11 +10,11 @@ from fedssl.config.load import compose
 from server_app.build import build_run
 from server_app.messaging import MessageExchange
 from server_app.round import UpdateObserver
-from server_app.round_context import RoundContext
 from server_app.training_loop import run_round
 from server_app.updates import RoundResult
 from simulation.grid import LocalGrid
 from strategies.base import FedSSLStrategy
+from strategies.run_context import RunContext
 from strategies.types import GLOBAL, GlobalModel, ServerState
 
 TINY = ["num_clients=3", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1", "partition=iid"]
@@ -53,12 +53,12 @@ class Federation:
 
     @property
     def strategy(self) -> FedSSLStrategy:
-        return self.components.context.strategy
+        return self.components.federation.strategy
 
     def run(self, rounds: int, *observers: UpdateObserver) -> Layers:
         """So many rounds more; the layers of the only model."""
         for _ in range(rounds):
-            exchange, here = MessageExchange(self.grid), self.components.context
+            exchange, here = MessageExchange(self.grid), self.components.federation
             self.state, self.report = run_round(exchange, lambda here=here: here, self.state, observers=observers)
         return self.layers
 
@@ -68,6 +68,6 @@ class Federation:
         return model_of(self.components.context, self.state, GLOBAL).layers
 
 
-def model_of(federation: RoundContext, state: ServerState, name: str) -> GlobalModel:
+def model_of(context: RunContext, state: ServerState, name: str) -> GlobalModel:
     """The named model after the rounds of the state; the untrained one, if nobody has trained it."""
-    return federation.advance_to_phase(state.models.get(name) or federation.initial_model(), max(state.round, 1))
+    return context.advance_to_phase(state.models.get(name) or context.initial_model(), max(state.round, 1))

@@ -9,7 +9,7 @@ from strategies.rules import RunParts
 
 def monitor_is_a_result(parts: RunParts) -> Problem:
     """Refuse to stop by a result that no round has, or before all stages are trained."""
-    settings, rule, phases = parts.settings, parts.settings.evaluation.early_stopping, len(parts.phases)
+    settings, rule, phases = parts.settings, parts.settings.evaluation.early_stopping, len(parts.context.phases)
     if rule.monitor is None or parts.result_units is None:
         return None
     if phases > 1:

@@ -46,7 +46,7 @@ def plan(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
         components = build_run(Devices(device), compose([*WORDS, f"output_dir={folder / 'run'}"]))
-    return Round(components.context, ServerState()).messages[0].content
+    return Round(components.federation, ServerState()).messages[0].content
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def test_a_device_replies_with_a_batch_size_that_fits(plan, node, fail):  # noqa
 def test_the_first_attempt_of_a_retrying_engine_fails(tmp_path, fail):
     attempts = fail(lambda attempt, batch_size: True)
     federation = Federation(tmp_path, "batch_size=8", "aggregation.min_updates=1")
-    (message, *_) = Round(federation.components.context, federation.state).messages
+    (message, *_) = Round(federation.components.federation, federation.state).messages
     assign_message_id(message)
     node_context = federation.grid._contexts[message.metadata.dst_node_id]
     node_context.node_config[MARKER_KEY] = SimulationMarker(engine_retries=True)

@@ -86,7 +86,7 @@ def plan(device, tmp_path_factory):
         patch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
         settings = compose([*OVERRIDES, f"output_dir={tmp_path_factory.mktemp('server') / 'run'}"])
         components = build_run(Devices(copy.deepcopy(device)), settings)
-    return Round(components.context, ServerState()).messages[0].content
+    return Round(components.federation, ServerState()).messages[0].content
 
 
 def task(plan, **values):

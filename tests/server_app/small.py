@@ -1,5 +1,7 @@
 """A federation of a method with one weight and one statistic, whose layers are easy to follow by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import nn
@@ -8,8 +10,7 @@ from fedssl.config.aggregation_settings import AggregationSettings
 from fedssl.encoders.base import Encoder
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import exchanged_layers
-from fedssl.schedule.phases import end_to_end
-from server_app.round_context import RoundContext
+from tests.contexts import default_settings, federation_of, run_context
 
 LAYERS = {
     "encoder.weight": np.array([1.0, 2.0, 2.0], dtype=np.float32),
@@ -31,18 +32,13 @@ class Small(SSLMethod):
 
 def small_federation(grid, strategy, *, clients_per_round=None, timeout=60, metrics=(), **updates):
     """All nodes of the grid as clients of a `Small`; ``updates`` are `AggregationSettings`."""
-    method, nodes = Small(), dict(enumerate(grid.get_node_ids()))
-    return RoundContext(
-        strategy=strategy,
-        method=method,
-        phases=end_to_end(rounds=1000, depth=0),
-        initial_arrays=lambda: exchanged_layers(method),
-        nodes=nodes,
-        seed=0,
-        clients_per_round=clients_per_round or len(nodes),
-        timeout=timeout,
-        client_config="{}",
-        code_fingerprint="x",
-        metrics=tuple(metrics),
+    settings = default_settings()
+    context = run_context(
+        Small(),
+        initial_layers=lambda: exchanged_layers(Small()),
+        clients_per_round=clients_per_round or len(list(grid.get_node_ids())),
+        reply_timeout=timeout,
         aggregation=AggregationSettings(**updates),
+        algorithm=replace(settings.algorithm, reported_metrics=tuple(metrics)),
     )
+    return federation_of(grid, strategy, context)

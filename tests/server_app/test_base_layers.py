@@ -87,7 +87,7 @@ class Changing:
 
         self.grid = LocalGrid(app, num_clients=2)
         settings = compose([*TINY, *TUNED, "num_clients=2", f"output_dir={folder}", *overrides])
-        self.context = build_run(self.grid, settings).context
+        self.context = build_run(self.grid, settings).federation
         self.state = ServerState()
 
     def round(self, change=lambda plan: plan):

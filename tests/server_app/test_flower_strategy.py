@@ -18,7 +18,7 @@ def test_rounds_under_flowers_loop_have_the_same_bits(tmp_path, name):
     overrides = [f"strategy={name}", "method=byol", "num_clients=3", "clients_per_round=2"]
     ours, theirs = Federation(tmp_path / "a", *overrides), Federation(tmp_path / "b", *overrides)
     ours.run(2)
-    strategy = FlowerStrategy(theirs.components.context)
+    strategy = FlowerStrategy(theirs.components.federation)
     assert isinstance(strategy, Strategy)
     result = strategy.start(grid=theirs.grid, initial_arrays=arrays_to_record(theirs.layers), num_rounds=2, timeout=60)
     assert strategy.state.round == 2

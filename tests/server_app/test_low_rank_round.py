@@ -1,6 +1,7 @@
 """Rounds with LoRA's factors: what each aggregation sends, and the weights that result, against dense float64 ones."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,21 +9,21 @@ import torch
 from torch import nn
 
 from fedssl.config.aggregation_settings import AggregationSettings
+from fedssl.config.settings import Component
 from fedssl.encoders.base import Encoder
 from fedssl.low_rank import LowRankLayer
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import exchanged_layers
-from fedssl.schedule.phases import end_to_end
 from fedssl.wire.messages import TrainPlan
 from server_app.messaging import receive
 from server_app.round import Round
-from server_app.round_context import RoundContext
 from strategies.eua import EUA
 from strategies.fedavg import FedAvg
 from strategies.krum import Krum
 from strategies.l_dawa import LDAWA
 from strategies.m_dawa import MDAWA
 from strategies.types import GLOBAL, ServerState
+from tests.contexts import default_settings, federation_of, run_context
 from tests.server_app.test_round import make_grid
 
 FC = LowRankLayer("encoder.fc.weight", "encoder.fc.lora_A", "encoder.fc.lora_B", 2.0)
@@ -65,22 +66,18 @@ def tiny_b_huge_a(layers, partition):
     return update | {FC.a: 1e6 * update[FC.a], FC.b: 1e-6 * update[FC.b]}
 
 
-def federation(grid, strategy, aggregation, ranks=()):
-    method = Tuned(aggregation)
-    return RoundContext(
-        strategy=strategy,
-        method=method,
-        phases=end_to_end(rounds=1000, depth=0),
-        initial_arrays=lambda: exchanged_layers(Tuned(aggregation)),
-        nodes=dict(enumerate(grid.get_node_ids())),
-        seed=0,
+def federation(grid, strategy, aggregation, ranks=(), method=None, max_norm_ratio=None):
+    model = default_settings().model
+    tuning = Component({**model.tuning.values, "aggregation": aggregation, "ranks": ranks})
+    method = method or Tuned(aggregation)
+    context = run_context(
+        method,
+        initial_layers=lambda: exchanged_layers(method),
         clients_per_round=CLIENTS,
-        timeout=60,
-        client_config="{}",
-        code_fingerprint="x",
-        low_rank_aggregation=aggregation,
-        client_ranks=ranks,
+        model=replace(model, tuning=tuning),
+        aggregation=AggregationSettings(max_norm_ratio=max_norm_ratio),
     )
+    return federation_of(grid, strategy, context)
 
 
 def trained(layers, partition):
@@ -111,8 +108,11 @@ def run(
 ):
     """The state and the last report after some rounds, and all messages."""
     grid = make_grid(behaviors)
-    context, state, messages = federation(grid, strategy, aggregation, ranks), ServerState(), []
-    context = replace(context, aggregation=AggregationSettings(max_norm_ratio=max_norm_ratio))
+    context, state, messages = (
+        federation(grid, strategy, aggregation, ranks, max_norm_ratio=max_norm_ratio),
+        ServerState(),
+        [],
+    )
     for _ in range(rounds):
         one = Round(context, state)
         messages += one.messages
@@ -141,11 +141,7 @@ def dense_round(strategy, layers):
             self.head = nn.Parameter(torch.from_numpy(start["head"].copy()))
 
     grid = make_grid([lambda received, client: dense[client]] * CLIENTS)
-    method = Dense()
-    context = replace(
-        federation(grid, strategy, "factors"), method=method, initial_arrays=lambda: exchanged_layers(method)
-    )
-    one = Round(context, ServerState())
+    one = Round(federation(grid, strategy, "factors", method=Dense()), ServerState())
     state, _ = one.finish(receive(grid, one.messages, timeout=60))
     return state.models[GLOBAL].layers["encoder.fc"]
 
@@ -270,8 +266,10 @@ def test_an_update_of_another_rank_than_the_clients_is_dropped():
 
 def test_the_rank_of_a_client_is_at_most_its_limit():
     def ranks_of(aggregation, ranks, limits):
-        context = replace(federation(make_grid([trained] * 4), FedAvg(), aggregation, ranks), max_ranks=limits)
-        return [context.rank_of(client) for client in range(4)]
+        clients = federation(make_grid([trained] * 4), FedAvg(), aggregation, ranks)
+        info = {clients.nodes[client]: SimpleNamespace(max_rank=limit) for client, limit in limits.items()}
+        clients = replace(clients, directory=replace(clients.directory, info=info))
+        return [clients.rank_of(client) for client in range(4)]
 
     assert ranks_of("svd", (1, 2), {0: 2, 1: 1}) == [1, 1, 1, 2]
     assert ranks_of("stack", (), {0: 9, 1: 1}) == [2, 1, None, None]  # the rank of the model is 2

@@ -102,7 +102,7 @@ def more(gathered):
 )
 def test_a_part_that_cannot_be_used_drops_the_client(tmp_path, spoil, reason):
     federation = Federation(tmp_path, *SMALL, "strategy=fedavg")
-    one = Round(federation.components.context, federation.state)
+    one = Round(federation.components.federation, federation.state)
     replies = list(receive(federation.grid, one.messages, timeout=60))
     local = [reply.content["method-upload"]["local_centroids"].numpy() for reply in replies]
     content = replies[1].content

@@ -8,11 +8,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, Re
 from flwr.clientapp import ClientApp
 
 from fedssl.errors import RunError
+from fedssl.wire.fingerprint import code_fingerprint
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
+from server_app.federation import sample_clients
 from server_app.messaging import receive
 from server_app.round import Round
-from server_app.round_context import sample_clients
 from simulation.grid import LocalGrid
 from strategies.fedavg import FedAvg
 from strategies.l_dawa import LDAWA
@@ -20,6 +21,7 @@ from strategies.m_dawa import MDAWA
 from strategies.types import GLOBAL, ServerState
 from tests.server_app.small import LAYERS, small_federation
 
+CODE = code_fingerprint()
 REPLY_CONFIG = ConfigRecord({"round": 1, "code-fingerprint": "x"})
 
 
@@ -313,8 +315,14 @@ def test_the_last_participation_of_a_dropped_client_is_forgotten():
 @pytest.mark.parametrize(
     ("answers", "reason"),
     [
-        ({"round": 4, "code-fingerprint": "x", "state-rounds": [0, 0]}, "it answers round 4 instead of round 1"),
-        ({"round": 1, "code-fingerprint": "older", "state-rounds": [0, 0]}, "it answers code older instead of code x"),
+        (
+            {"round": 4, "code-fingerprint": code_fingerprint(), "state-rounds": [0, 0]},
+            "it answers round 4 instead of round 1",
+        ),
+        (
+            {"round": 1, "code-fingerprint": "older", "state-rounds": [0, 0]},
+            f"it answers code older instead of code {code_fingerprint()}",
+        ),
     ],
 )
 def test_an_answer_to_another_plan_is_dropped(answers, reason):

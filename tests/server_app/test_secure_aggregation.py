@@ -65,7 +65,7 @@ def test_the_default_weighting_by_images(tmp_path):
         "secure_aggregation=secagg_plus",
         f"aggregation.max_examples={max(sizes) - 1}",
     )
-    assert limited.components.context.secure_aggregation.max_weight == max(sizes) - 1
+    assert limited.components.settings.secure_aggregation.max_weight == max(sizes) - 1
 
 
 class Watched(MessageExchange):
@@ -84,8 +84,8 @@ class Watched(MessageExchange):
 
 
 def one_round(federation, exchange):
-    one = Round(federation.components.context, federation.state)
-    return one.finish_secure(exchange, federation.components.context.secure_aggregation)
+    one = Round(federation.components.federation, federation.state)
+    return one.finish_secure(exchange, federation.components.settings.secure_aggregation)
 
 
 def test_no_single_update_reaches_the_server(tmp_path, monkeypatch):
@@ -119,13 +119,13 @@ def _file(reply):
 def test_a_client_lost_in_any_stage_costs_itself(tmp_path, stage, used):
     """With 4 clients the graph is complete and the threshold 3. Who sent its masked update is in the sum."""
     federation = Federation(tmp_path / "a", *SMALL, *SECURE)
-    nodes = federation.components.context.nodes
+    nodes = federation.components.federation.nodes
     state, report = one_round(federation, Watched(federation.grid, lost={nodes[1]: stage}))
     assert [row.client for row in report.clients] == used
     assert report.dropped == ({1: "no reply in time"} if 1 not in used else {})
 
     plain = Federation(tmp_path / "b", *SMALL, *UNIFORM)
-    one = Round(plain.components.context, plain.state)
+    one = Round(plain.components.federation, plain.state)
     replies = [
         reply
         for _, reply in MessageExchange(plain.grid).send_and_receive(one.messages, timeout=60)
@@ -137,7 +137,7 @@ def test_a_client_lost_in_any_stage_costs_itself(tmp_path, stage, used):
 
 def test_too_few_to_take_the_masks_away_is_said(tmp_path):
     federation = Federation(tmp_path, *SMALL, *SECURE)
-    nodes = federation.components.context.nodes
+    nodes = federation.components.federation.nodes
     with pytest.raises(RunError, match="round 1: too few clients completed secure aggregation"):
         one_round(federation, Watched(federation.grid, lost={nodes[1]: 4, nodes[2]: 4}))
     assert federation.state.round == 0
@@ -366,5 +366,5 @@ def test_devices_that_give_sums_only_train_in_a_secure_run(tmp_path):
     overrides += ["secure_aggregation.dropout_fraction=0"]
     grid = Devices(*contexts)
     components = build_run(grid, compose([*overrides, f"output_dir={tmp_path / 'run'}"]))
-    _, report = run_round(MessageExchange(grid), lambda: components.context, ServerState())
+    _, report = run_round(MessageExchange(grid), lambda: components.federation, ServerState())
     assert [row.client for row in report.clients] == [0, 1, 2]

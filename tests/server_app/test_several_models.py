@@ -8,6 +8,7 @@ import pytest
 
 from client_app.state_store import read_state
 from fedssl.export import load_encoder
+from fedssl.schedule.phases import phase_at
 from fedssl.wire.messages import TrainPlan
 from fedssl.wire.records import record_to_arrays
 from server_app.checkpoint import latest_checkpoint
@@ -49,8 +50,8 @@ def separately(folder, group, *, rounds, overrides):
     """Federated averaging in which nobody but the group takes part; the report and the model of every round."""
     federation = Federation(folder, "strategy=fedavg", *overrides)
     for _ in range(rounds):
-        one = Round(federation.components.context, federation.state)
-        wanted = {federation.components.context.nodes[client] for client in group}
+        one = Round(federation.components.federation, federation.state)
+        wanted = {federation.components.federation.nodes[client] for client in group}
         messages = [message for message in one.messages if message.metadata.dst_node_id in wanted]
         federation.state, report = one.finish(receive(federation.grid, messages, timeout=60))
         yield report, federation.state.models[GLOBAL].layers
@@ -145,7 +146,7 @@ def test_a_client_with_another_model_receives_its_frozen_layers(tmp_path):
         before = {name: model.layers for name, model in federation.state.models.items()}
         federation.run(1)
         assert federation.report.dropped == {}
-        phase = federation.components.lr_schedule.phase(round)
+        phase = phase_at(federation.components.context.phases, round)
         plans = [TrainPlan.from_content(content) for content in federation.plans[-4:]]
         trained = set(federation.components.context.stages.trained(phase, plans[0].layers))
         for client, plan in enumerate(plans):

@@ -96,7 +96,7 @@ class Run:
     def __init__(self, num_clients, behave, **options):
         self.grid = Scripted(num_clients, behave)
         self.federation = federation(self.grid, **options)
-        self.exchange = MessageExchange(self.grid, keep_contents=self.federation.aggregation.buffered)
+        self.exchange = MessageExchange(self.grid, keep_contents=self.federation.settings.aggregation.buffered)
         self.state, self.reports = ServerState(), []
 
     def round(self):

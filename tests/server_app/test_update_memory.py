@@ -63,11 +63,11 @@ def test_strategies_declare_what_they_store():
     assert copies(clustered, rounds=1) == 0  # the round of the clusters is not reached
 
 
-def context(strategy, **aggregation):
-    settings = SimpleNamespace(**{"over_selection": 0, "max_norm_ratio": None, **aggregation})
-    return SimpleNamespace(
-        strategy=strategy, aggregation=settings, clients_per_round=10, nodes=dict.fromkeys(range(40))
-    )
+def federation(strategy, folder, **aggregation):
+    values = SimpleNamespace(**{"over_selection": 0, "max_norm_ratio": None, **aggregation})
+    recording = SimpleNamespace(folder=folder, choices={"strategy": "median"})
+    settings = SimpleNamespace(aggregation=values, recording=recording, rounds=3)
+    return SimpleNamespace(strategy=strategy, settings=settings, clients_per_round=10, nodes=dict.fromkeys(range(40)))
 
 
 def test_a_run_that_does_not_fit_is_rejected(tmp_path, monkeypatch):
@@ -77,7 +77,7 @@ def test_a_run_that_does_not_fit_is_rejected(tmp_path, monkeypatch):
 
     def check(strategy, **aggregation):
         folder = tmp_path / "not" / "yet"
-        check_updates_fit(context(strategy, **aggregation), MODEL, rounds=3, folder=folder, strategy="median")
+        check_updates_fit(federation(strategy, folder, **aggregation), MODEL)
 
     # 2,000 bytes and nine tenths of 10,000 hold 11 updates.
     check(Median())
@@ -161,19 +161,20 @@ def test_models_of_clients_must_fit_on_the_disk(tmp_path, monkeypatch):
     """3 rounds of 4 of 20 clients, of whom 10 never train: up to 10 models of 1,000 bytes."""
     usage = SimpleNamespace(free=11_111)  # nine tenths are 9,999
     monkeypatch.setattr(server_app.update_memory.shutil, "disk_usage", lambda folder: usage)
-    given = {"rounds": 3, "folder": tmp_path / "a" / "run", "strategy": "local_only"}
+    recording = SimpleNamespace(folder=tmp_path / "a" / "run", choices={"strategy": "local_only"})
+    settings = SimpleNamespace(recording=recording, rounds=3)
 
-    def context(strategy, **changes):
+    def federation(strategy, **changes):
         values = {"nodes": dict.fromkeys(range(20)), "untrained_clients": set(range(10)), "clients_per_round": 4}
-        return SimpleNamespace(strategy=strategy, **(values | changes))
+        return SimpleNamespace(strategy=strategy, settings=settings, **(values | changes))
 
     for strategy in (FedAvg(), Gossip(topology="star")):
-        check_models_fit(context(strategy), MODEL, **given)
-    check_models_fit(context(LocalOnly(), clients_per_round=3), MODEL, **given)  # 9 models
+        check_models_fit(federation(strategy), MODEL)
+    check_models_fit(federation(LocalOnly(), clients_per_round=3), MODEL)  # 9 models
     for strategy in (LocalOnly(), Gossip()):
         with pytest.raises(InputError, match=f"each of up to 10 clients, .* in {tmp_path} are available; set output_d"):
-            check_models_fit(context(strategy), MODEL, **given)
+            check_models_fit(federation(strategy), MODEL)
     monkeypatch.setattr(server_app.update_memory, "available_memory", lambda: 7_999)
     message = "clients_per_round=4 need .* of memory, but .* are available; set clients_per_round=3$"
     with pytest.raises(InputError, match=message):
-        check_models_fit(context(LocalOnly()), MODEL, **given)
+        check_models_fit(federation(LocalOnly()), MODEL)

@@ -79,7 +79,7 @@ class Run:
             client_time=lambda work: times[work.client],
             num_clients=len(times),
             is_in_seconds=True,
-            keeps_late=self.federation.aggregation.buffered,
+            keeps_late=self.federation.settings.aggregation.buffered,
         )
         self.exchange = VirtualTimeExchange(self.grid, self.model)
         self.state = ServerState()

@@ -50,7 +50,7 @@ def rounds(grid_class, folder, *overrides, number):
     """The grid, the state and the reports after so many rounds."""
     settings = compose([*SMALL, f"output_dir={folder}", f"rounds={number}", *overrides])
     grid = grid_class(client_app, num_clients=settings.num_clients)
-    federation, state, reports = build_run(grid, settings).context, ServerState(), []
+    federation, state, reports = build_run(grid, settings).federation, ServerState(), []
     for _ in range(number):
         state, report = run_round(MessageExchange(grid), lambda: federation, state)
         assert not report.dropped
@@ -138,7 +138,7 @@ def step_federation(tmp_path, wire_dtype, change):
 
     overrides = [*SMALL, f"output_dir={tmp_path}", "strategy=fedavg", f"wire_dtype={wire_dtype}"]
     grid = LocalGrid(app, num_clients=3)
-    return grid, build_run(grid, compose(overrides)).context
+    return grid, build_run(grid, compose(overrides)).federation
 
 
 @pytest.mark.parametrize("wire_dtype", some(SHORT, default=["bf16"]))
@@ -195,7 +195,10 @@ def test_an_update_in_another_encoding_is_dropped(damage, reason, tmp_path):
 def test_late_updates_are_added_to_their_start(wire_dtype):
     run = Run(3, lambda client, round: (6 if client == 2 else 1, "good"), buffered=True, min_updates=2)
     layers = {**LAYERS, "encoder.weight": np.random.default_rng(0).normal(size=(4, 9)).astype(np.float32) * 1000}
-    run.federation = replace(run.federation, wire_dtype=wire_dtype, initial_arrays=lambda: layers)
+    context = run.federation.context
+    settings = replace(context.settings, wire_dtype=wire_dtype)
+    context = replace(context, settings=settings, initial_layers=lambda: layers)
+    run.federation = replace(run.federation, context=context)
     weight, ages = layers["encoder.weight"].astype(np.float64), set()
     for _ in range(8):
         report = run.round()

@@ -19,17 +19,17 @@ from fedssl.model_arrays import exchanged_layers
 from fedssl.schedule.phases import end_to_end
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
-from server_app import round_context as server
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
+from server_app.federation import sample_clients
 from server_app.messaging import MessageExchange
-from server_app.round_context import sample_clients
 from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
 from strategies.euc import EUC, DiscrepancySum, averaging_intervals
 from strategies.fedavg import FedAvg
 from strategies.server_optimizer import FedAvgM, NoServerOptimizer
-from strategies.types import GLOBAL, ServerState, StrategyContext
+from strategies.types import GLOBAL, ServerState
 from strategies.weighted_sum import WeightedSum
+from tests.contexts import federation_of, run_context
 from tests.federation import Federation, model_of
 
 # --- intervals by hand ---
@@ -188,24 +188,19 @@ class Toys:
             return Message(content, reply_to=message)
 
         self.grid = LocalGrid(app, num_clients=num_clients)
-        self.federation = server.RoundContext(
-            strategy=strategy,
-            method=self.method,
+        context = run_context(
+            self.method,
             phases=end_to_end(rounds=9, depth=0),
-            initial_arrays=lambda: start,
-            nodes=dict(enumerate(self.grid.get_node_ids())),
-            seed=0,
+            initial_layers=lambda: start,
             clients_per_round=clients_per_round,
-            timeout=60,
-            client_config="{}",
-            code_fingerprint="x",
-            server_optimizer=server_optimizer or NoServerOptimizer(),
         )
+        optimizer = server_optimizer or NoServerOptimizer()
+        self.federation = federation_of(self.grid, strategy, context, server_optimizer=optimizer)
         self.state, self.report = ServerState(), None
 
     @property
     def layers(self):
-        return model_of(self.federation, self.state, GLOBAL).layers
+        return model_of(self.federation.context, self.state, GLOBAL).layers
 
     def round(self):
         self.state, self.report = run_round(MessageExchange(self.grid), lambda: self.federation, self.state)
@@ -336,7 +331,7 @@ def test_a_model_without_biases_may_send_nothing_at_all():
 
     counts = {"num_clients": 4, "clients_per_round": 3}
     toys = Toys(EUC(interval=2), **counts, make=Plain, trained=step)
-    toys.strategy.validate(StrategyContext(method=toys.method, num_clients=10, clients_per_round=3))
+    toys.strategy.validate(run_context(toys.method, num_clients=10, clients_per_round=3))
     for round, (new, begun, _, synced) in enumerate(slowly(toys.layers, 7, phi=2, **counts, trained=step), start=1):
         layers = toys.round()
         assert len(synced) == (0 if round in (3, 5, 7) else 3)  # the first adjustment is after round 2
@@ -388,6 +383,6 @@ def test_settings_are_refused_with_the_reason():
     with pytest.raises(InputError, match="^strategy.weighting=loss must be examples or uniform$"):
         EUC(weighting="loss")
     with pytest.raises(InputError, match="clients_per_round=1; 2 or more are needed"):
-        EUC().validate(StrategyContext(method=Toy(), num_clients=10, clients_per_round=1))
-    EUC(interval=1).validate(StrategyContext(method=Toy(), num_clients=10, clients_per_round=1))
-    EUC().validate(StrategyContext(method=Toy(), num_clients=10, clients_per_round=2))
+        EUC().validate(run_context(Toy(), num_clients=10, clients_per_round=1))
+    EUC(interval=1).validate(run_context(Toy(), num_clients=10, clients_per_round=1))
+    EUC().validate(run_context(Toy(), num_clients=10, clients_per_round=2))

@@ -89,5 +89,5 @@ def test_layers_scaled_by_the_clients_give_the_same_model(weighting, buffers):
 def test_settings_build_the_strategy(tmp_path, name, kind, metrics):
     federation = Federation(tmp_path, f"strategy={name}")
     assert type(federation.strategy) is kind
-    first = Round(federation.components.context, federation.state)
+    first = Round(federation.components.federation, federation.state)
     assert {TrainPlan.from_content(message.content).metrics for message in first.messages} == {metrics}

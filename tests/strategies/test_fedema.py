@@ -20,7 +20,8 @@ from server_app.checkpoint import latest_checkpoint
 from simulation.run import run
 from strategies.fedema import DISTANCE, LAMBDA, FedEMA, FedEMAClient, blend
 from strategies.fedu import FedUClient
-from strategies.types import GLOBAL, StrategyContext
+from strategies.types import GLOBAL
+from tests.contexts import run_context
 from tests.federation import Federation
 from tests.resuming import repeat_from
 from tests.states import load_tensors
@@ -244,7 +245,7 @@ def test_refused_settings():
     method = make_simclr()
     method.encoder.requires_grad_(False)
     with pytest.raises(InputError, match="of which nothing is trained; set another strategy"):
-        FedEMA().validate(StrategyContext(method=method, num_clients=10, clients_per_round=2))
+        FedEMA().validate(run_context(method, num_clients=10, clients_per_round=2))
 
 
 QUICK = ["num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]

@@ -22,7 +22,8 @@ from simulation.run import run
 from strategies.fedu import DISTANCE, USE_GLOBAL_PREDICTOR, FedU
 from strategies.l_dawa import l_dawa, scale_layers
 from strategies.l_dawa_fedu import LDAWAFedU
-from strategies.types import GLOBAL, StrategyContext
+from strategies.types import GLOBAL
+from tests.contexts import run_context
 from tests.resuming import repeat_from
 from tests.states import load_tensors
 
@@ -55,7 +56,7 @@ def some_layers(method, seed):
 
 
 def in_pairs(method):
-    return StrategyContext(method=method, num_clients=10, clients_per_round=2)
+    return run_context(method, num_clients=10, clients_per_round=2)
 
 
 def snapshot(method):

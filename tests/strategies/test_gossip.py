@@ -10,7 +10,8 @@ from server_app.messaging import receive
 from server_app.round import Round
 from strategies.gossip import Gossip, consensus_distance
 from strategies.topology import make_graph, metropolis_weights, second_eigenvalue, weight_matrix
-from strategies.types import GlobalModel, ServerState, StrategyContext
+from strategies.types import GlobalModel, ServerState
+from tests.contexts import run_context
 from tests.federation import Federation
 from tests.server_app.small import LAYERS, Small, small_federation
 from tests.server_app.test_round import crash, good, make_grid
@@ -24,9 +25,7 @@ def played(strategy, behaviours, state=None, *, number=1, **options):
     """So many rounds among clients that behave in these ways; the state, and the report of the last."""
     grid = make_grid(behaviours)
     federation = small_federation(grid, strategy, **options)
-    strategy.validate(
-        StrategyContext(method=federation.method, clients_per_round=1, num_clients=len(behaviours), seed=3)
-    )
+    strategy.validate(run_context(federation.context.method, clients_per_round=1, num_clients=len(behaviours), seed=3))
     state = state or ServerState()
     for _ in range(number):
         one = Round(federation, state)
@@ -77,7 +76,7 @@ def test_without_a_neighbour_its_weight_stays_at_home(tmp_path):
 
 
 def test_without_a_server_nobody_knows_which_devices_there_will_be():
-    context = StrategyContext(method=Small(), clients_per_round=3, num_clients=3, is_deployment=True)
+    context = run_context(Small(), clients_per_round=3, num_clients=3, is_deployment=True)
     with pytest.raises(InputError, match="strategy=gossip is for simulations"):
         Gossip().validate(context)
     Gossip(topology="star").validate(context)

@@ -12,8 +12,8 @@ from fedssl.errors import InputError
 from fedssl.wire.records import arrays_to_record
 from strategies.gram_matrix import deviation_gram
 from strategies.krum import Krum, closest, krum, scores
-from strategies.types import StrategyContext
 from strategies.update_store import in_memory
+from tests.contexts import run_context
 from tests.strategies.test_robust import FIVE, ZERO, clients_of, model, update
 
 
@@ -121,8 +121,8 @@ def test_settings_of_krum_out_of_range_are_refused():
 )
 def test_krum_needs_enough_clients(malicious, select, min_clients):
     strategy = Krum(malicious=malicious, select=select)
-    strategy.validate(StrategyContext(method=None, num_clients=10, clients_per_round=min_clients))
+    strategy.validate(run_context(None, num_clients=10, clients_per_round=min_clients))
     with pytest.raises(
         InputError, match=f"needs clients_per_round of {min_clients} or more .* but it is {min_clients - 1}"
     ):
-        strategy.validate(StrategyContext(method=None, num_clients=10, clients_per_round=min_clients - 1))
+        strategy.validate(run_context(None, num_clients=10, clients_per_round=min_clients - 1))

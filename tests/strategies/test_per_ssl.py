@@ -151,7 +151,7 @@ def test_without_the_term_clients_train_alone(tmp_path, overrides):
     average = Federation(tmp_path / "average", *overrides, "strategy=fedavg")
     for federation in (personal, alone, average):
         for _ in range(2):
-            exchange, here = MessageExchange(federation.grid), federation.components.context
+            exchange, here = MessageExchange(federation.grid), federation.components.federation
             federation.state, _ = run_round(exchange, lambda here=here: here, federation.state)
     assert same(personal.layers, average.layers)  # personal models leave the global one alone
     for client in range(personal.settings.num_clients):

@@ -18,7 +18,7 @@ from simulation.grid import LocalGrid
 from strategies.fedavg import fedavg
 from strategies.krum import Krum, krum
 from strategies.robust import Median, TrimmedMean, median, trimmed_mean
-from strategies.types import StrategyContext
+from tests.contexts import run_context
 from tests.federation import Federation
 from tests.server_app.small import LAYERS
 from tests.server_app.test_round import crash, good, run_round
@@ -178,11 +178,11 @@ def test_shares_out_of_range_are_refused(beta):
 @pytest.mark.parametrize("beta", [0.1, 0.2, 0.4])
 def test_trimming_needs_a_client_to_trim(beta):
     min_clients = ceil(1 / beta)
-    TrimmedMean(beta=beta).validate(StrategyContext(method=None, num_clients=10, clients_per_round=min_clients))
+    TrimmedMean(beta=beta).validate(run_context(None, num_clients=10, clients_per_round=min_clients))
     with pytest.raises(
         InputError, match=f"strategy.beta={beta} of clients_per_round={min_clients - 1} is less than one"
     ):
-        TrimmedMean(beta=beta).validate(StrategyContext(method=None, num_clients=10, clients_per_round=min_clients - 1))
+        TrimmedMean(beta=beta).validate(run_context(None, num_clients=10, clients_per_round=min_clients - 1))
 
 
 # --- strategies ---

@@ -13,8 +13,8 @@ from fedssl.errors import InputError
 from fedssl.evaluation.cli import compose_evaluation
 from fedssl.machine import process
 from fedssl.methods.base import build_method
-from strategies.types import StrategyContext
 from tests.cases import some
+from tests.contexts import run_context
 
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "experiment")
 # Groups that know nothing of each other.
@@ -124,13 +124,7 @@ def test_wrong_words_get_one_sentence(overrides, sentence):
 )
 def test_what_needs_a_shared_model_is_refused_without_one(override, sentence):
     settings = compose(["strategy=local_only", override])
-    context = StrategyContext(
-        method=build_method(settings.model),
-        clients_per_round=settings.clients_per_round,
-        num_clients=settings.num_clients,
-        has_calibration=settings.calibration is not None,
-        server_optimizer=settings.algorithm.server_optimizer.instantiate().is_active,
-    )
+    context = run_context(build_method(settings.model), algorithm=settings.algorithm, calibration=settings.calibration)
     with pytest.raises(InputError, match=sentence) as caught:
         settings.algorithm.strategy.instantiate().validate(context)
     assert "\n" not in str(caught.value)

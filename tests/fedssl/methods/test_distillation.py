@@ -188,15 +188,15 @@ def devices(tmp_path, monkeypatch):
     images = write_images(tmp_path / "images", 6, size=12)
     device = context(data_path=images, state_path=tmp_path / "states", client_name="a")
     settings = compose([*DEVICE, *overrides_of("distillation"), f"output_dir={tmp_path / 'run'}"])
-    return device, build_run(Devices(device), settings).context
+    return device, build_run(Devices(device), settings).federation
 
 
 def test_a_device_trains_with_the_teacher_and_caches_it(devices):
-    device, round_context = devices
+    device, federation = devices
     state = ServerState()
     for number in (1, 2):
-        one = Round(round_context, state)
-        teacher = set(names_in_parts(round_context.method, ["teacher"]))
+        one = Round(federation, state)
+        teacher = set(names_in_parts(federation.context.method, ["teacher"]))
         assert set(one.messages[0].content["method-broadcast"]) == (teacher if number == 1 else set())
         reply = ask(one.messages[0].content, device)
         assert not reply.has_error(), reply.error.reason
@@ -205,13 +205,13 @@ def test_a_device_trains_with_the_teacher_and_caches_it(devices):
 
 
 def test_a_new_process_of_a_device_reads_the_features(devices, tmp_path, monkeypatch):
-    device, round_context = devices
+    device, federation = devices
     state, computed = ServerState(), []
     extract = teacher_module.extract
     monkeypatch.setattr(teacher_module, "extract", lambda *args, **given: computed.append(1) or extract(*args, **given))
     for number in (1, 2):
         release_worker()
-        one = Round(round_context, state)
+        one = Round(federation, state)
         reply = ask(one.messages[0].content, device)
         assert not reply.has_error(), reply.error.reason
         state, _ = one.finish([Message(reply.content, reply_to=one.messages[0])])
@@ -235,9 +235,9 @@ HOSTILE = {
 
 @pytest.mark.parametrize("attempt", HOSTILE)
 def test_a_device_builds_no_teacher_beyond_its_limits(devices, attempt):
-    device, round_context = devices
+    device, federation = devices
     changes, sentence = HOSTILE[attempt]
-    content = copy.deepcopy(Round(round_context, ServerState()).messages[0].content)
+    content = copy.deepcopy(Round(federation, ServerState()).messages[0].content)
     task = json.loads(str(content.config_records[CONFIG]["settings"]))
     teacher = task["values"]["method.teacher_encoder"]
     for key, value in changes.items():

@@ -279,7 +279,7 @@ def test_a_client_without_its_teacher_receives_it_again(tmp_path, teacher):
 
 def test_bad_rows_drop_the_client_and_others_are_normalized(tmp_path):
     federation = Federation(tmp_path, *WORDS, "num_clients=3")
-    one = Round(federation.components.context, federation.state)
+    one = Round(federation.components.federation, federation.state)
     replies = list(receive(federation.grid, one.messages, timeout=60))
     sent = [reply.content["method-upload"]["local_dictionary"].numpy() for reply in replies]
     not_finite = sent[2].copy()

@@ -10,7 +10,7 @@ from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.wire.messages import ARRAYS, TrainPlan
 from fedssl.wire.records import record_to_arrays
-from strategies.types import StrategyContext
+from tests.contexts import run_context
 from tests.federation import Federation
 
 TARGETS = ("target_encoder", "target_projector")
@@ -145,7 +145,7 @@ REFUSED = ("fedu", "l_dawa_fedu")
 @pytest.mark.parametrize("strategy", REFUSED)
 def test_clients_that_choose_one_of_two_networks_refuse_both(strategy):
     settings = compose([f"strategy={strategy}", "method=byol", "method.target_init=average"])
-    context = StrategyContext(method=build_method(settings.model), num_clients=10, clients_per_round=2)
+    context = run_context(build_method(settings.model), num_clients=10, clients_per_round=2)
     with pytest.raises(
         InputError, match="method.target_init=average exchanges .* set method.target_init=persist, or"
     ) as caught:

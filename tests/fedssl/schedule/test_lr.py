@@ -51,12 +51,13 @@ def test_the_factor_reaches_the_clients(tmp_path):
     """With a factor of 0 nothing is learned: weights stay, and only running statistics move."""
     federation = Federation(tmp_path, "strategy=fedavg", "num_clients=2", "optimizer.weight_decay=0")
     before = dict(federation.layers)
-    rounds = federation.components.context
-    federation.components = replace(federation.components, context=replace(rounds, lr_factor=lambda round: 0.0))
+    rounds = federation.components.federation
+    still = replace(rounds, context=replace(rounds.context, lr_factor=lambda round: 0.0))
+    federation.components = replace(federation.components, federation=still)
     after = federation.run(1)
     assert all(plan["config"]["lr-factor"] == 0 for plan in federation.plans)
     weight = "encoder.blocks.0.0.weight"
     np.testing.assert_allclose(after[weight], before[weight], rtol=1e-6)
     assert not np.allclose(after["encoder.blocks.0.1.running_mean"], before["encoder.blocks.0.1.running_mean"])
-    federation.components = replace(federation.components, context=rounds)
+    federation.components = replace(federation.components, federation=rounds)
     assert not np.allclose(federation.run(1)[weight], after[weight], rtol=1e-4)

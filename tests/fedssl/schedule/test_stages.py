@@ -204,8 +204,9 @@ def test_weights_are_handed_on_at_the_beginning_of_a_phase():
 
 def test_a_model_is_brought_through_every_phase_it_has_missed(tmp_path):
     """Blocks of the third phase begin as the second's, which began as the first's; in later rounds nothing moves."""
-    federation = Federation(tmp_path, *VIT, "strategy=fedavg", "schedule=layer_wise", "rounds=6").components.context
-    model = federation.advance_to_phase(federation.initial_model(), 5)
+    federation = Federation(tmp_path, *VIT, "strategy=fedavg", "schedule=layer_wise", "rounds=6")
+    context = federation.components.context
+    model = context.advance_to_phase(context.initial_model(), 5)
     assert model.phase == 3
     blocks = [
         {name.split(f"encoder_layer_{k}")[1]: a for name, a in model.layers.items() if f"encoder_layer_{k}" in name}
@@ -213,7 +214,7 @@ def test_a_model_is_brought_through_every_phase_it_has_missed(tmp_path):
     ]
     assert blocks[0].keys() == blocks[1].keys() == blocks[2].keys()
     assert all(np.array_equal(blocks[0][name], blocks[k][name]) for name in blocks[0] for k in (1, 2))
-    assert federation.advance_to_phase(model, 6).layers is model.layers
+    assert context.advance_to_phase(model, 6).layers is model.layers
 
 
 # --- what travels ---
@@ -255,7 +256,7 @@ def test_a_late_client_receives_and_pays_what_it_lacks(tmp_path):
     held = dict.fromkeys(range(3), 0)  # stages that a client received when they were frozen
     late = 0
     for round in range(1, 10):
-        stage = federation.components.lr_schedule.phase(round)
+        stage = phase_at(federation.components.context.phases, round)
         federation.run(1)
         (row,) = federation.report.clients
         lacked = {str(s) for s in range(held[row.client] + 1, stage.frozen + 1)}

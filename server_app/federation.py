@@ -1,6 +1,6 @@
-"""Context of all rounds of a run: clients, algorithm, phases, and the steps of the server."""
+"""The federation of a run: its algorithm, its clients, and which of them train in a round."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -8,23 +8,20 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from fedssl.arrays import GlobalLayers, Layers
-from fedssl.config.aggregation_settings import AggregationSettings, SecureAggregationSettings
-from fedssl.config.settings import LOSSLESS
+from fedssl.arrays import Layers
+from fedssl.config.settings import Settings
 from fedssl.errors import InputError
-from fedssl.low_rank_products import FactorPairs, cut_factors
-from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import copy_layers, factor_pairs, names_in_parts
-from fedssl.schedule.phases import Phase, phase_at
-from fedssl.schedule.stages import Stages
+from fedssl.low_rank_products import cut_factors
+from fedssl.schedule.phases import Phase
 from fedssl.seeding import numpy_generator
 from fedssl.wire.messages import CLIENT_METRICS
 from server_app.differential_privacy import Privacy
+from server_app.nodes import ClientDirectory, max_ranks
 from strategies.base import FedSSLStrategy
-from strategies.low_rank_aggregation import REPLACING_FACTORS
+from strategies.low_rank_aggregation import REPLACING_FACTORS, client_ranks, low_rank_aggregation
+from strategies.run_context import RunContext
 from strategies.server_optimizer import NoServerOptimizer, ServerOptimizer
 from strategies.types import GlobalModel
-from strategies.update_store import UpdateStorage
 
 
 class Calibrator(Protocol):
@@ -46,42 +43,36 @@ def no_flops(phase: Phase, client: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundContext:
-    """Context of all rounds of a run."""
+class Federation:
+    """The algorithm of a run, the clients that are available, and the steps of the server."""
 
+    context: RunContext
     strategy: FedSSLStrategy
-    method: SSLMethod
-    phases: Sequence[Phase]
-    initial_arrays: Callable[[], Layers]  # returns the untrained layers of a new model
-    nodes: Mapping[int, int]  # node ids by client id, which in a simulation is a partition id
-    seed: int
-    clients_per_round: int
-    timeout: float  # seconds without a reply after which missing clients are dropped
-    client_config: str
-    code_fingerprint: str
-    metrics: tuple[str, ...] = ()  # that clients report besides those of the aggregator; they report nothing else
+    directory: ClientDirectory
     server_optimizer: ServerOptimizer = field(default_factory=NoServerOptimizer)
-    lr_factor: Callable[[int], float] = lambda round: 1.0  # factor of the clients' learning rate in a round
     calibration: Calibrator | None = None
-    aggregation: AggregationSettings = field(default_factory=AggregationSettings)
     privacy: Privacy | None = None
-    secure_aggregation: SecureAggregationSettings | None = None
-    low_rank_aggregation: str = "factors"  # of LoRA's products, see `strategies.low_rank_aggregation`
-    client_ranks: Sequence[int] = ()  # client k has the one of number k modulo their number; empty: that of the model
-    max_ranks: Mapping[int, int] = field(default_factory=dict)  # of the clients that have a limit
-    wire_dtype: str = LOSSLESS
     # Returns features of the server's images under a model, for strategies that compare models.
     extract_features: Callable[[Layers], Tensor] = raise_no_server_images
-    update_storage: Callable[[], UpdateStorage] = UpdateStorage  # returns that of one round
     base: Layers = field(default_factory=dict)  # base layers, which clients receive once, see `fedssl.base_layers`
     base_digest: str = ""  # of these; empty if there are none
     base_holders: frozenset[int] = frozenset()  # clients that have the base layers before their first participation
     untrained_clients: frozenset[int] = frozenset()  # they never train: unseen ones, and those with too few images
-    offline_clients: frozenset[int] = frozenset()  # in virtual time, at the start of the round
+    trains_new_devices: bool = False  # devices that join later train in every round as well
     client_flops: Callable[[Phase, int], float] = no_flops  # of a client's round, for virtual time
 
-    def __post_init__(self) -> None:
-        check_metrics(self.metrics)
+    @property
+    def settings(self) -> Settings:
+        return self.context.settings
+
+    @property
+    def nodes(self) -> Mapping[int, int]:
+        """Return the node ids by client id, which in a simulation is a partition id."""
+        return self.directory.nodes
+
+    @property
+    def clients_per_round(self) -> int:
+        return len(self.nodes) if self.trains_new_devices else self.context.clients_per_round
 
     @cached_property
     def clients(self) -> Mapping[int, int]:
@@ -95,56 +86,28 @@ class RoundContext:
         return _without(np.sort(client_ids), self.untrained_clients)
 
     @cached_property
-    def stages(self) -> Stages:
-        return Stages(self.method)
-
-    @cached_property
-    def gathered(self) -> GlobalLayers:
-        """Return the names, shapes and dtypes of the parts that clients upload to the method's server side."""
-        return GlobalLayers(self._copied(self.method.uploaded_parts))
-
-    @cached_property
-    def factor_pairs(self) -> FactorPairs:
-        """Return the pairs of LoRA's factors."""
-        return factor_pairs(self.method)
+    def _max_ranks(self) -> Mapping[int, int]:
+        return max_ranks(self.directory)
 
     def rank_of(self, client: int) -> int | None:
         """Return the rank of the factors that a client exchanges; None if it is that of the model.
 
         A client's limit has no effect on an aggregation that combines factors: it refuses a plan of a larger rank.
         """
-        ranks, limit = self.client_ranks, self.max_ranks.get(client)
+        ranks, limit = client_ranks(self.settings), self._max_ranks.get(client)
         rank = ranks[client % len(ranks)] if ranks else None
-        if limit is None or self.low_rank_aggregation not in REPLACING_FACTORS:
+        if limit is None or low_rank_aggregation(self.settings) not in REPLACING_FACTORS:
             return rank
         return min(limit, rank or self._model_rank)
 
     @cached_property
     def _model_rank(self) -> int:
-        return len(self.method.named_tensors[self.method.low_rank_layers[0].a])
+        method = self.context.method
+        return len(method.named_tensors[method.low_rank_layers[0].a])
 
     def with_rank(self, layers: Layers, rank: int | None) -> Layers:
         """Return layers as a client of this rank exchanges them."""
-        return layers if rank is None else cut_factors(layers, self.factor_pairs.layers, rank)
-
-    @property
-    def clients_cache_frozen(self) -> bool:
-        """Return whether clients may cache frozen stages. Calibration would change them."""
-        return len(self.phases) > 1 and self.calibration is None
-
-    def initial_model(self) -> GlobalModel:
-        return GlobalModel(layers=self.initial_arrays(), broadcast=self._copied(self.method.broadcast_parts))
-
-    def _copied(self, parts: tuple[str, ...]) -> Layers:
-        return copy_layers(self.method, names_in_parts(self.method, parts))
-
-    def advance_to_phase(self, model: GlobalModel, round: int) -> GlobalModel:
-        """Return the model at the start of a round, after all phase changes since its last training."""
-        phase = phase_at(self.phases, round)
-        layers = model.layers
-        for later in self.phases[model.phase : phase.number]:
-            layers = self.stages.transfer_weights(layers, later)
-        return replace(model, layers=layers, phase=phase.number)
+        return layers if rank is None else cut_factors(layers, self.context.factor_pairs.layers, rank)
 
     def calibrate_if_due(self, model: GlobalModel, round: int, *, when: str) -> GlobalModel:
         """Return the model, calibrated if a calibration is due at the start or end of a round."""
@@ -152,16 +115,19 @@ class RoundContext:
             return model
         return replace(model, layers=self.calibration(round, model.layers))
 
-    def sample(self, round: int, *, attempt: int = 0, in_flight: Collection[int] = ()) -> list[int]:
+    def sample(
+        self, round: int, *, attempt: int = 0, in_flight: Collection[int] = (), offline: Collection[int] = ()
+    ) -> list[int]:
         """Return the ids of the clients that train in a round, ascending.
 
         ``clients_per_round`` and ``aggregation.over_selection`` of the available clients are sampled, less those
-        ``in_flight`` with an older plan. Another attempt samples other clients.
+        ``in_flight`` with an older plan. Another attempt samples other clients. ``offline`` clients are those in
+        virtual time.
         """
-        client_ids = _without(self._trained_clients, {*in_flight, *self.offline_clients})
-        num_wanted = self.clients_per_round + self.aggregation.over_selection - len(in_flight)
+        client_ids = _without(self._trained_clients, {*in_flight, *offline})
+        num_wanted = self.clients_per_round + self.settings.aggregation.over_selection - len(in_flight)
         indices = sample_clients(
-            self.seed,
+            self.settings.seed,
             round,
             num_clients=len(client_ids),
             clients_per_round=max(min(num_wanted, len(client_ids)), 0),
@@ -170,7 +136,9 @@ class RoundContext:
         return [int(client_ids[index]) for index in indices]
 
     def requested_metrics(self, round: int) -> tuple[str, ...]:
-        return tuple(dict.fromkeys([*self.strategy.server.aggregator(round).required_metrics, *self.metrics]))
+        """Return the metrics that clients report: those of the aggregator, and others for the log."""
+        reported = self.settings.algorithm.reported_metrics
+        return tuple(dict.fromkeys([*self.strategy.server.aggregator(round).required_metrics, *reported]))
 
 
 def _without(client_ids: np.ndarray, excluded: Collection[int]) -> np.ndarray:

@@ -1,0 +1,79 @@
+"""Facts of a run, which server, strategies and mods share. They never change while it runs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from fedssl.arrays import GlobalLayers, Layers
+from fedssl.config.settings import Settings
+from fedssl.low_rank_products import FactorPairs
+from fedssl.methods.base import SSLMethod, build_method
+from fedssl.model_arrays import copy_layers, exchanged_layers, factor_pairs, names_in_parts
+from fedssl.schedule.phases import Phase, phase_at
+from fedssl.schedule.stages import Stages
+from strategies.server_optimizer import NoServerOptimizer
+from strategies.types import GlobalModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """Facts of a run."""
+
+    settings: Settings  # completed by the data and the federation
+    method: SSLMethod
+    phases: Sequence[Phase]
+    clients_per_round: int  # planned: without clients that cannot train, or devices that join later
+    client_config: str  # settings of the clients, as text
+    lr_factor: Callable[[int], float] = lambda round: 1.0  # factor of the clients' learning rate in a round
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    is_deployment: bool = False  # whether clients are edge clients
+    # Returns the untrained layers of a new model. None: those of the settings.
+    initial_layers: Callable[[], Layers] | None = None
+
+    @property
+    def server_has_images(self) -> bool:
+        return self.settings.data.train is not None
+
+    @property
+    def has_server_optimizer(self) -> bool:
+        return self.settings.algorithm.server_optimizer.name != NoServerOptimizer.__name__
+
+    @property
+    def clients_cache_frozen(self) -> bool:
+        """Return whether clients may cache frozen stages. Calibration would change them."""
+        return len(self.phases) > 1 and self.settings.calibration is None
+
+    @cached_property
+    def stages(self) -> Stages:
+        return Stages(self.method)
+
+    @cached_property
+    def gathered(self) -> GlobalLayers:
+        """Return the names, shapes and dtypes of the parts that clients upload to the method's server side."""
+        return GlobalLayers(self._copied(self.method.uploaded_parts))
+
+    @cached_property
+    def factor_pairs(self) -> FactorPairs:
+        """Return the pairs of LoRA's factors."""
+        return factor_pairs(self.method)
+
+    def initial_model(self) -> GlobalModel:
+        """Return an untrained model."""
+        if self.initial_layers is not None:
+            layers = self.initial_layers()
+        else:
+            layers = exchanged_layers(build_method(self.settings.model))
+        return GlobalModel(layers=layers, broadcast=self._copied(self.method.broadcast_parts))
+
+    def advance_to_phase(self, model: GlobalModel, round: int) -> GlobalModel:
+        """Return the model at the start of a round, after all phase changes since its last training."""
+        phase = phase_at(self.phases, round)
+        layers = model.layers
+        for later in self.phases[model.phase : phase.number]:
+            layers = self.stages.transfer_weights(layers, later)
+        return replace(model, layers=layers, phase=phase.number)
+
+    def _copied(self, parts: tuple[str, ...]) -> Layers:
+        return copy_layers(self.method, names_in_parts(self.method, parts))
