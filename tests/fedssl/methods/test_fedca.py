@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,13 +20,10 @@ from fedssl.methods.simclr import SimCLR
 from fedssl.model_arrays import copy_layers, exchanged_names, names_in_parts
 from fedssl.views import Views
 from fedssl.wire.records import arrays_to_record
-from server_app.checkpoint import latest_checkpoint
 from server_app.messaging import receive
 from server_app.round import Round
-from simulation.run import run
 from strategies.types import GLOBAL
 from tests.federation import Federation
-from tests.resuming import repeat_from
 
 HEAD = partial(MLP, hidden_dim=16, out_dim=4)
 WORDS = ["method=fedca", "strategy=fedavg", "method.projector.hidden_dim=16", "method.projector.out_dim=8"]
@@ -128,14 +124,6 @@ def test_the_teacher_stays_as_it_is_in_training():
     assert method.encoder.training
     for name, array in copy_layers(method, names_in_parts(method, ["teacher"])).items():
         np.testing.assert_array_equal(array, before[name])
-
-
-def test_bf16_passes_end_in_a_loss_of_full_precision():
-    method = with_entries(make_method(alignment_weight=0.5), draw(2, 4, seed=5))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = method.loss(Views.of(*images()))
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, method.loss(Views.of(*images())), rtol=0.05, atol=0.05)
 
 
 # --- the dictionary ---
@@ -290,30 +278,3 @@ def test_bad_rows_drop_the_client_and_others_are_normalized(tmp_path):
     assert report.dropped == {2: "layer local_dictionary has values that are not finite, or far too large"}
     result = state.models[GLOBAL].broadcast["dictionary"]
     np.testing.assert_allclose(result, np.concatenate([*sent[:2], np.zeros((2, 8))]), atol=1e-6)
-
-
-RUN = [*WORDS, *ALIGNED, "num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limit=60", "threads=1"]
-RUN += ["encoder.width=4", "evaluate_every=0", "final_evaluation=none", "collapse_images=0", "rounds=3"]
-RUN += ["measure_resources=false"]
-
-
-def assert_same(one: Path, other: Path) -> None:
-    models = [latest_checkpoint(folder / "checkpoints").models[GLOBAL] for folder in (one, other)]
-    left, right = ({**model.layers, **model.broadcast} for model in models)
-    assert left.keys() == right.keys()
-    assert left["dictionary"].any()
-    for name, array in left.items():
-        assert np.array_equal(array, right[name]), name
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, teacher):
-    run([*RUN, f"teacher={teacher}", f"output_dir={tmp_path / 'whole'}"])
-    assert_same(tmp_path / "whole", repeat_from(2, tmp_path / "whole"))
-
-
-@pytest.mark.slow
-@pytest.mark.heavy
-def test_local_and_ray_agree_to_the_last_bit(tmp_path, teacher):
-    for engine in ("local", "ray"):
-        run([*RUN, f"teacher={teacher}", f"engine={engine}", f"output_dir={tmp_path / engine}"])
-    assert_same(tmp_path / "local", tmp_path / "ray")

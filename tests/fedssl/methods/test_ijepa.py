@@ -216,13 +216,6 @@ def test_what_cannot_work_is_refused_before_the_run(tmp_path, overrides, message
         Federation(tmp_path, *ON_DIGITS, "strategy=fedavg", *overrides)
 
 
-def test_an_encoder_without_tokens_is_refused():
-    with pytest.raises(
-        InputError, match="^IJEPA encodes some of the patches .* ConvSmall cannot; set encoder=vit_tiny"
-    ):
-        build_method(compose(["method=ijepa", "encoder=conv_small"]).model)
-
-
 def test_steps_are_not_captured(tmp_path):
     """The sizes of contexts and targets differ between batches."""
     settings = compose([*ON_DIGITS, "cuda_graphs=true", "optimizer.fused=true"])

@@ -80,13 +80,6 @@ def test_loss_is_that_of_one_pass_per_size(num_local):
     torch.testing.assert_close(method.loss(views), expected, rtol=1e-6, atol=0)
 
 
-def test_bf16_passes_end_in_a_loss_of_full_precision():
-    method, views = make(), multi_crop()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = method.loss(views)
-    assert loss.dtype == torch.float32
-
-
 # --- directions ---
 
 

@@ -212,13 +212,6 @@ def test_what_cannot_work_is_refused_before_the_run(tmp_path, overrides, message
         Federation(tmp_path, *MAE_ON_DIGITS, *overrides)
 
 
-def test_an_encoder_without_tokens_is_refused_before_the_run(tmp_path):
-    with pytest.raises(
-        InputError, match=r"^MAE encodes some of the patches .* ConvSmall cannot; set encoder=vit_tiny$"
-    ):
-        Federation(tmp_path, "method=mae", "augmentation=digits_mae", "encoder=conv_small")
-
-
 # --- failures ---
 
 

@@ -26,11 +26,8 @@ from fedssl.methods.orchestra import (
 )
 from fedssl.model_arrays import exchanged_names, local_names, read_layers
 from fedssl.views import Views
-from server_app.checkpoint import latest_checkpoint
-from simulation.run import run
 from strategies.types import GLOBAL
-from tests.federation import TINY, Federation
-from tests.resuming import repeat_from
+from tests.federation import Federation
 
 WORDS = ["method=orchestra", "strategy=fedavg"]
 SMALL = ["method.projector.out_dim=8", "method.local_clusters=3", "method.global_clusters=6", "method.queue_size=32"]
@@ -195,14 +192,6 @@ def test_parts_and_who_has_them():
         assert (parameter.grad is None) == name.startswith("target_"), name
 
 
-def test_bf16_passes_end_in_a_loss_of_full_precision():
-    method = with_centroids(make_method())
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = method.loss(method.inputs(Views.of(*images())))
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, method.loss(method.inputs(Views.of(*images()))), rtol=0.05, atol=0.05)
-
-
 # --- memory and local centroids ---
 
 
@@ -329,18 +318,6 @@ def test_a_federation_finds_centroids_and_sends_declared_parts_only(tmp_path):
     assert communication.download == "encoder, projector, rotation, centroids (made by the server side)"
     assert communication.upload == "encoder, projector, rotation, local_centroids (for the server side)"
     assert communication.local_state == "target_encoder, target_projector, memory"
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    overrides = [*WORDS, *SMALL, *TINY, "clients_per_round=2", "evaluate_every=0", "measure_resources=false"]
-    run([*overrides, "rounds=3", f"output_dir={tmp_path / 'whole'}"])
-    folders = (tmp_path / "whole", repeat_from(2, tmp_path / "whole"))
-    models = [latest_checkpoint(folder / "checkpoints").models["global"] for folder in folders]
-    whole, parts = ({**model.layers, **model.broadcast} for model in models)
-    assert whole.keys() == parts.keys()
-    assert whole["centroids"].any()
-    for name, array in whole.items():
-        assert np.array_equal(array, parts[name]), name
 
 
 def test_a_client_trains_with_the_downloaded_centroids(tmp_path):

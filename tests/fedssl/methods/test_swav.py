@@ -16,11 +16,8 @@ from fedssl.methods.heads import MLP
 from fedssl.methods.swav import SwAV, best_order, distinct_assignments, used_share
 from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.views import LOCAL, View, Views
-from server_app.checkpoint import latest_checkpoint
-from simulation.run import run
 from tests.failures import failures_after
-from tests.federation import TINY, Federation
-from tests.resuming import repeat_from
+from tests.federation import Federation
 
 HEAD = partial(MLP, hidden_dim=16, out_dim=8)
 SMALL = ["method=swav", "method.projector.hidden_dim=16", "method.projector.out_dim=8", "method.num_prototypes=5"]
@@ -107,14 +104,6 @@ def test_codes_have_no_gradient():
     codes = sinkhorn(scores[:2].detach(), epsilon=0.1, iterations=3)
     swav(scores.unbind(), codes.unbind(), temperature=0.2).backward()
     torch.testing.assert_close(weight.grad, found)
-
-
-def test_bf16_passes_end_in_a_loss_of_full_precision():
-    method, views = make(queue_size=6), multi_crop()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = method.loss(views)
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, make(queue_size=6).loss(views), rtol=0.05, atol=0.05)
 
 
 # --- prototypes ---
@@ -241,16 +230,6 @@ def test_the_queue_is_kept_between_rounds_of_a_client():
     assert torch.equal(method.queue, older)
     method.start_round(first=True)
     assert not method.queue.any()
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    overrides = [*SMALL, *TINY, "strategy=fedavg", "method.queue_size=8", "method.queue_start_round=2"]
-    overrides += ["clients_per_round=2", "evaluate_every=0", "measure_resources=false", "collapse_images=0"]
-    run([*overrides, "rounds=3", f"output_dir={tmp_path / 'whole'}"])
-    folders = (tmp_path / "whole", repeat_from(2, tmp_path / "whole"))
-    whole, parts = (latest_checkpoint(folder / "checkpoints").models["global"].layers for folder in folders)
-    assert whole.keys() == parts.keys()
-    assert all(np.array_equal(array, parts[name]) for name, array in whole.items())
 
 
 # --- matched prototypes ---
