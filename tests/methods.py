@@ -1,4 +1,4 @@
-"""The methods, and what they need to run on the digits."""
+"""The methods and regularizers of ``conf/``, and what they need to run on the digits."""
 
 import tempfile
 from functools import cache
@@ -9,6 +9,7 @@ import pytest
 from fedssl.config.overrides import CONF
 
 METHODS = sorted(file.stem for file in (CONF / "method").glob("*.yaml"))
+REGULARIZERS = sorted(file.stem for file in (CONF / "regularizer").glob("*.yaml") if file.stem != "none")
 VIT = ["encoder=vit_tiny", "encoder.patch=1", "encoder.width=16", "encoder.depth=2", "encoder.heads=2"]
 # Methods that hide patches of their views need a vision transformer and a recipe with masks.
 MASKED: dict[str, list[str]] = {

@@ -10,29 +10,21 @@ from pathlib import Path
 import pytest
 
 from simulation.run import run
+from tests import methods
 
 pytestmark = pytest.mark.slow
 
 DIGITS = ["experiment=digits_methods", "seed=0", "threads=1"]
 IMAGES = ["experiment=cifar_methods", "seed=0", "precision=bf16", "threads=1"]
 NO_LEARNING = ["optimizer.lr=0", "rounds=1"]
-METHODS = {
-    "simclr": [],
-    "byol": ["method.projector.last_batch_norm=true"],
-    "simsiam": ["method.projector.num_layers=1"],
-    "barlow_twins": [],
-    "moco_v3": [],
-    "fedx": [],
-    "orchestra": [],
-    "fedca": [],
-    "lejepa": [],
-    "supervised": [],
-    "swav": [],
-    "vicreg": [],
-}
-ON_DIGITS = {"orchestra": ["num_clients=10", "rounds=10", "batch_size=16", "optimizer=sgd", "optimizer.lr=0.01"]}
 # Methods with an experiment of their own, and the points of kNN that they gain at least.
 OWN_EXPERIMENTS = {"dino": 5, "ibot": 10, "ijepa": 5, "mae": 5}
+METHODS = [name for name in methods.METHODS if name not in {*OWN_EXPERIMENTS, "distillation"}]  # which needs a teacher
+NEEDS = {
+    "byol": ["method.projector.last_batch_norm=true"],
+    "simsiam": ["method.projector.num_layers=1"],
+}
+ON_DIGITS = {"orchestra": ["num_clients=10", "rounds=10", "batch_size=16", "optimizer=sgd", "optimizer.lr=0.01"]}
 ON_IMAGES = {"orchestra": ["augmentation=orchestra"]}
 
 
@@ -55,7 +47,7 @@ def unlearned(tmp_path_factory):
 @pytest.mark.heavy
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_learns_from_digits(method, unlearned, tmp_path):
-    overrides = [*DIGITS, f"method={method}", *METHODS[method], *ON_DIGITS.get(method, [])]
+    overrides = [*DIGITS, f"method={method}", *NEEDS.get(method, []), *ON_DIGITS.get(method, [])]
     found = accuracy(tmp_path / "run", "linear_2_per_class", *overrides)
     # The mean over ten draws of labels has a standard error of one point, the difference of two on the same draws less.
     assert found["federated"] > unlearned + 4
@@ -101,7 +93,7 @@ def test_every_method_learns_from_images(method, cifar10, unlearned_images, tmp_
         *IMAGES,
         f"dataset.path={cifar10}",
         f"method={method}",
-        *METHODS[method],
+        *NEEDS.get(method, []),
         *ON_IMAGES.get(method, []),
     ]
     found = accuracy(tmp_path / "run", "knn", *overrides)

@@ -10,6 +10,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
+PACKAGES = ("fedssl", "strategies", "client_app", "server_app", "simulation")
 GROUPS = {  # titles of the groups, in the order of the site
     "strategy": "Strategies",
     "method": "Methods",

@@ -12,13 +12,12 @@ from mkdocs.structure.pages import Page
 sys.path.insert(0, str(Path(__file__).parent))  # mkdocs loads a hook by its path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from conf_files import CONF, GROUPS, ROOT, as_code, cell, head, head_lines, settings, target
+from conf_files import CONF, GROUPS, PACKAGES, ROOT, as_code, cell, head, head_lines, settings, target
 from settings_page import settings_page
 from strategy_table import strategy_table
 
 from benchmarks.fedssl_bench.results import results_page
 
-PACKAGES = ("fedssl", "strategies", "client_app", "server_app", "simulation")
 GUIDE = {  # sections of the site, and their pages by task
     "Guide": ("install", "train", "data", "pretrained", "sweep", "evaluate", "choosing", "settings"),
     "Devices and clusters": ("devices", "deployment", "cluster", "security"),

@@ -3,16 +3,23 @@
 Values are those of `fedssl.config.constraints`; defaults and descriptions are those of ``conf/``.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import importlib
 
 import yaml
-from conf_files import CONF, GROUPS, Setting, as_code, settings
+from conf_files import CONF, GROUPS, PACKAGES, Setting, as_code, settings, target
 
 from fedssl.config.constraints import find_constraint
 
 _WITHOUT_SETTINGS = ("experiment", "augmentation")  # an augmentation has recipes, see fedssl/augmentation/recipe.py
 _NOT_OF_THE_GROUP = ("aggregation.", "protocols")  # prefixes of settings that are not those of the group
+_TYPES = {  # of defaults of settings without a range
+    bool: "true or false",
+    str: "a string",
+    int: "an integer",
+    float: "a number",
+    list: "a list",
+    dict: "a mapping",
+}
 _HEAD = """# Settings
 
 `fedssl --cfg job` prints all settings of a run, with your overrides. Set one with `key=value`, e.g.
@@ -61,19 +68,17 @@ def _values(key: str, choice: str, row: Setting) -> str:
     """Return the type and the range of a setting."""
     parts = key.split(".")
     group = parts[0] if len(parts) > 1 else ""
-    if constraint := find_constraint(group, parts[-1], owner=_owner(group, choice)):
+    module, _, owner = _target(group, choice).rpartition(".")
+    own = getattr(importlib.import_module(module), "RANGES", {}) if module.split(".")[0] in PACKAGES else {}
+    if constraint := own.get(parts[-1]) or find_constraint(group, parts[-1], owner=owner):
         return str(constraint)
     default = yaml.safe_load(row.default or "null")
-    names = {bool: "true or false", str: "a string", list: "a list", dict: "a mapping", int: "an integer"}
-    return names.get(type(default), "a string, or null")
+    return _TYPES.get(type(default), "a string, or null")
 
 
-def _owner(group: str, choice: str) -> str:
-    """Return the name of the class of a choice."""
-    if not choice:
-        return ""
-    node: Mapping[str, Any] = yaml.safe_load((CONF / group / f"{choice}.yaml").read_text()) or {}
-    return str(node.get("_target_", "")).rpartition(".")[2]
+def _target(group: str, choice: str) -> str:
+    """Return the class or function of a choice."""
+    return target(group, (CONF / group / f"{choice}.yaml").read_text()) if choice else ""
 
 
 def _by_choice(cells: list[tuple[str, str]], *, separator: str = ", ") -> str:

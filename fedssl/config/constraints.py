@@ -1,7 +1,8 @@
 """Types and ranges of settings: one declaration for each, by config group and name.
 
 `fedssl.config.compose` validates the config by them before a run, and constructors validate their arguments.
-The site has a page of them. A class with another range for a name has its own entry.
+The site has a page of them. A class with another range for a name has its own entry. A setting that only one class has
+may have its range in the mapping ``RANGES`` of the module of this class, which its constructor checks.
 """
 
 import functools
@@ -551,13 +552,15 @@ def group_of(key: str) -> str:
     return functools.reduce(_group_of, key.split(".") if key else (), "")
 
 
-def check_arguments(group: str, *, owner: str = "", key: str = "", **values: Any) -> None:
+def check_arguments(
+    group: str, *, owner: str = "", key: str = "", ranges: Mapping[str, Constraint] | None = None, **values: Any
+) -> None:
     """Raise `InputError` if an argument of a constructor violates the constraint of its name in the group.
 
-    ``key`` is that of the settings in an error message; empty: the group.
+    ``key`` is that of the settings in an error message; empty: the group. ``ranges`` are the ``RANGES`` of a module.
     """
     for name, value in values.items():
-        constraint = find_constraint(group, name, owner=owner)
+        constraint = (ranges or {}).get(name) or find_constraint(group, name, owner=owner)
         assert constraint is not None, f"{group}.{name} has no constraint"
         if not constraint.allows(value):
             raise InputError(f"{key or group}.{name}={as_yaml(value)} must be {constraint.describe(value)}")

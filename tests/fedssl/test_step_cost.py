@@ -20,7 +20,7 @@ from fedssl.schedule.stages import set_active_stages
 from fedssl.step_cost import TensorMemory, count_flops, step_cost
 from fedssl.training import LocalTrainer, train
 from tests.local_training import local_training
-from tests.methods import MASKED, overrides_of
+from tests.methods import METHODS, REGULARIZERS, overrides_of
 
 BATCH = 8
 
@@ -241,26 +241,10 @@ def same(one, other):
 @pytest.mark.parametrize(
     "overrides",
     [
-        *(
-            ["method=" + name]
-            for name in (
-                "simclr",
-                "byol",
-                "simsiam",
-                "barlow_twins",
-                "moco_v3",
-                "fedx",
-                "supervised",
-                "vicreg",
-                "lejepa",
-            )
-        ),
-        ["method=orchestra"],
+        *map(overrides_of, METHODS),
         ["method=dino", "augmentation=digits_multi_crop"],
-        *map(overrides_of, [*MASKED, "distillation"]),
         ["method=fedca", "method.alignment_weight=0.1"],
-        *(["regularizer=" + name] for name in ("fur", "decorr", "prox", "alignment")),
-        *(["regularizer=" + name] for name in ("l2_sp", "feature_distillation")),
+        *([f"regularizer={name}"] for name in REGULARIZERS),
     ],
     ids=lambda overrides: overrides[0],
 )

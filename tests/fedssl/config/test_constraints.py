@@ -1,6 +1,9 @@
 """Types and ranges of settings."""
 
+import importlib
 import math
+import re
+from collections.abc import Mapping
 
 import pytest
 from omegaconf import OmegaConf
@@ -92,12 +95,34 @@ def leaves() -> dict[str, object]:
     return found
 
 
+def own_ranges() -> set[str]:
+    """Return the settings whose ranges are those of the modules of their classes."""
+    found: set[str] = set()
+    for file in CONF.rglob("*.yaml"):
+        for target in re.findall(r"^_target_: (\w+(?:\.\w+)+)\.\w+$", file.read_text(), flags=re.MULTILINE):
+            if target.split(".")[0] in ("fedssl", "strategies"):
+                found |= {f"{file.relative_to(CONF).parts[0]}.{name}" for name in ranges_of(target)}
+    return found
+
+
+def ranges_of(module: str) -> Mapping[str, Constraint]:
+    return getattr(importlib.import_module(module), "RANGES", {})
+
+
 def test_every_value_has_a_type_and_a_range(leaves: dict[str, object]) -> None:
     """Also those in lists and in nested mappings."""
     of_class = {"method.loss"}
-    assert {key for key, value in leaves.items() if value != {} and constraint_of(key) is None} == of_class
+    unlisted = {key for key, value in leaves.items() if value != {} and constraint_of(key) is None}
+    assert unlisted == of_class | own_ranges()
     assert {"augmentation.views.0.mask.ratio", "evaluation.view.hue", "dataset.splits.test"} < leaves.keys()
     assert not {str(constraint) for group in CONSTRAINTS.values() for constraint in group.values()} & {"a number"}
+
+
+def test_a_module_may_have_the_ranges_of_its_own_settings() -> None:
+    ranges = {"sharpness": Constraint(above=0, maximum=1)}
+    check_arguments("method", ranges=ranges, sharpness=1.0, temperature=0.5)
+    with pytest.raises(InputError, match=r"^method.sharpness=0 must be a number above 0 and at most 1$"):
+        check_arguments("method", ranges=ranges, sharpness=0)
 
 
 @pytest.mark.parametrize(

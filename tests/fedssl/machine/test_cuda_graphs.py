@@ -20,11 +20,9 @@ from fedssl.training import LocalTrainer, train
 from tests.cases import some
 from tests.federation import Federation
 from tests.gpu_stand_in import treat_cpu_as_gpu
-from tests.methods import CASES, overrides_of
+from tests.methods import CASES, METHODS, overrides_of
 from tests.recording import Recorder
 
-METHODS = ("simclr", "byol", "simsiam", "barlow_twins", "moco_v3", "dino", "fedx", "ibot", "orchestra", "supervised")
-METHODS += ("distillation", "mae", "swav", "vicreg")
 # 2^-10 is the same number in float32, in which recorded steps read it.
 SMALL = ["dataset=digits", "encoder.width=4", "batch_size=8", "local_epochs=2", "optimizer.fused=true"]
 SMALL += ["optimizer.lr=0.0009765625", "threads=1"]
@@ -76,7 +74,10 @@ def both_ways(*overrides, rounds=2, **how):
 @pytest.mark.parametrize("method", some(METHODS, default=("dino", "ibot", "mae", "swav")))
 def test_a_captured_step_gives_the_same_bits_for_every_method(method):
     """Run 12 steps (2 rounds, 2 epochs, 3 batches): 3 run eagerly, the fourth is captured, and 8 are replayed."""
-    recorded, recorder, plain = both_ways(*overrides_of(method), "optimizer=sgd")
+    overrides = [*overrides_of(method), "optimizer=sgd"]
+    if not build_method(compose([*SMALL, *overrides]).model).cuda_graph_safe:
+        pytest.skip("its steps differ")
+    recorded, recorder, plain = both_ways(*overrides)
     assert (recorder.recorded, recorder.replayed) == (1, 8)
     assert recorded.is_like(plain)
 

@@ -1,6 +1,8 @@
 """Local regularizers: their numbers by hand, against slow transcriptions, and inside training."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from fedssl.config.load import compose
 from fedssl.datasets.images import TensorImages
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
@@ -20,7 +23,6 @@ from fedssl.regularizers.alignment import Alignment, alignment
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.regularizers.decorr import Decorrelation, feature_decorrelation
 from fedssl.regularizers.fur import FUR, tangent_swd, uot_uniformity
-from fedssl.regularizers.initial_encoder import L2SP, FeatureDistillation
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
 from fedssl.training import train
@@ -28,6 +30,7 @@ from fedssl.views import Views
 from tests.cases import some
 from tests.fedssl.regularizers.points import random, sphere
 from tests.local_training import local_training
+from tests.methods import REGULARIZERS as NAMES
 from tests.methods import WHOLE
 
 CONF = Path(__file__).parents[3] / "conf"
@@ -271,15 +274,14 @@ def fit(method: SSLMethod, regularizer: Regularizer, *, precision: str = "fp32",
     ).loss
 
 
-VARIANTS = {
-    "uot": lambda: FUR(),
-    "tangent_swd": lambda: FUR(weight=0.01, variant="tangent_swd"),
-    "decorr": lambda: Decorrelation(part="encoder"),
-    "decorr of projections": lambda: Decorrelation(),
-    "info_nce": lambda: Alignment(),
-    "cosine": lambda: Alignment(weight=1.0, distance="cosine"),
-    "l2_sp": lambda: L2SP(alpha=0.1, beta=0.01),
-    "feature_distillation": lambda: FeatureDistillation(weight=1.0),
+def choice(*overrides: str) -> Regularizer:
+    return compose([f"regularizer={overrides[0]}", *overrides[1:]]).training.regularizer.instantiate()
+
+
+VARIANTS: dict[str, Callable[[], Regularizer]] = {
+    **{name: partial(choice, name) for name in NAMES if name != "prox"},  # whose term is 0 in the first step
+    "fur, tangent_swd": lambda: FUR(weight=0.01, variant="tangent_swd"),
+    "decorr, encoder": lambda: Decorrelation(part="encoder"),
 }
 
 
@@ -289,7 +291,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", some(WHOLE, default=["supervised"]))
 def test_every_regularizer_trains_reproducibly_with_every_method(name, variant):
-    if name == "supervised" and variant == "decorr of projections":
+    if name == "supervised" and variant == "decorr":
         pytest.skip("supervised training has no projector")
     for precision in ("fp32", "bf16") if name == "byol" else ("fp32",):
         methods = [make(name) for _ in range(2)]
@@ -302,7 +304,7 @@ def test_every_regularizer_trains_reproducibly_with_every_method(name, variant):
         assert losses[0] != fit(make(name), Regularizer(), precision=precision)
 
 
-@pytest.mark.parametrize("variant", ["decorr of projections", pytest.param("uot", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("variant", ["decorr", pytest.param("fur", marks=pytest.mark.heavy)])
 def test_a_compiled_encoder_gives_regularizers_the_same_outputs(variant):
     """They take what the encoder puts out by a hook of their own for each step, and alignment copies the encoder."""
     compiled, plain = make("byol"), make("byol")
