@@ -23,12 +23,12 @@ from torch import nn
 from client_app.state_store import read_state
 from fedssl.export import load_encoder
 from simulation.run import run
+from tests.cases import some
 from tests.methods import overrides_of
 
 BASE = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=90", "encoder.width=4", "threads=1", "device=cpu"]
 BASE += ["batch_size=16", "evaluate_every=0", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
 STAGES = ["schedule=layer_wise", "rounds=5"]
-THRESHOLD = ["strategy.predictor_threshold=0.1"]
 SWAV = ["method.queue_size=32", "method.queue_start_round=2", "method.match_prototypes=true", "rounds=3"]
 VIT = ["encoder=vit_tiny", "encoder.patch=4", "encoder.width=16", "encoder.depth=2", "encoder.heads=2"]
 
@@ -175,14 +175,18 @@ RESUMED = {
 }
 """Runs over features that are repeated with a pause after this round, and resumed."""
 
-REPEATED = {
-    "eua-layer-wise-fedadam-byol",
-    "fedema-layer-wise-calibrated-start",
-    "local_only-layer-wise",
-    "local_only-orchestra",
-    "orchestra-layer-wise",
+DEFAULT = {
+    *(
+        "l_dawa-client-loss",
+        "fedavg-supervised-fedadam",
+        "fedu-byol",
+        "fedema-byol",
+        "euc-simclr",
+        "eua-simclr-fedyogi",
+    ),
+    *("lw_fedssl", "orchestra", "fedca", "local_only-byol", "featarc-simclr", "per_ssl-byol", "dino-multi-crop"),
 }
-"""Runs over pairs of what other runs compose with something else."""
+"""Runs that together compose every kind of exchange; the others are heavy."""
 
 TIMES = re.compile("seconds|memory|wall")
 
@@ -308,9 +312,7 @@ def compare_or_record(
         assert found == recorded[name]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.heavy if name in REPEATED else []) for name in RUNS]
-)
+@pytest.mark.parametrize("name", some(RUNS, default=DEFAULT))
 def test_the_numbers_of_a_run_are_those_on_record(name, recorded, records_file, request, tmp_path):
     run([*BASE, *RUNS[name], f"output_dir={tmp_path / 'run'}"])
     found = model_digests(tmp_path / "run") | state_digests(tmp_path / "run")

@@ -1,7 +1,5 @@
 """Rounds and runs with several models, compared with federated averaging and with clients that train alone."""
 
-import json
-
 import numpy as np
 import pytest
 from flwr.app import Message
@@ -11,17 +9,14 @@ from fedssl.errors import InputError
 from fedssl.schedule.stages import set_active_stages
 from fedssl.wire.messages import REPLY_CONFIG, ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
-from server_app.checkpoint import latest_checkpoint
 from server_app.messaging import MessageExchange, receive
 from server_app.round import Round
 from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
-from simulation.run import run
 from strategies.clustered import Clustered
 from strategies.eua import eua
 from strategies.types import GlobalModel, ServerState
 from tests.federation import Federation
-from tests.resuming import repeat_from
 from tests.server_app.small import LAYERS, small_federation
 from tests.server_app.test_round import good, make_grid
 
@@ -187,33 +182,6 @@ def test_a_model_per_client_equals_local_training(tmp_path):
         federation.run(2)
         for name, one in alone.state.models.items():
             assert same(federation.state.models[name].layers, one.layers)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        FEATARC,
-        *(
-            pytest.param(some, marks=pytest.mark.heavy)
-            for some in (ONE_SHOT, IFCA, [*FEATARC, "strategy.assign_at=server"])
-        ),
-    ],
-)
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, overrides):
-    quick = ["num_clients=3", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1", "evaluate_every=0"]
-    quick += ["final_evaluation=none", "method=byol", "measure_resources=false", "engine=local", *overrides]
-    run([*quick, "rounds=3", f"output_dir={tmp_path / 'whole'}"])
-    folders = (tmp_path / "whole", repeat_from(2, tmp_path / "whole"))
-    found, again = (
-        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] for folder in folders
-    )
-    for one, other in zip(found, again, strict=True):
-        assert (one["loss"], one["strategy_metrics"]) == (other["loss"], other["strategy_metrics"])
-    assert found[-1]["strategy_metrics"].keys() == {"clusters", "changed_cluster"}
-    one, other = (latest_checkpoint(folder / "checkpoints") for folder in folders)
-    assert one.strategy_state == other.strategy_state
-    assert one.models.keys() == other.models.keys()
-    assert all(same(model.layers, other.models[name].layers) for name, model in one.models.items())
 
 
 @pytest.mark.parametrize(

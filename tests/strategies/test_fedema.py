@@ -16,14 +16,10 @@ from fedssl.methods.heads import MLP
 from fedssl.methods.simclr import SimCLR
 from fedssl.model_arrays import exchanged_layers, exchanged_names
 from fedssl.wire.messages import TrainPlan
-from server_app.checkpoint import latest_checkpoint
-from simulation.run import run
 from strategies.fedema import DISTANCE, LAMBDA, FedEMA, FedEMAClient, blend
 from strategies.fedu import FedUClient
-from strategies.types import GLOBAL
 from tests.contexts import run_context
 from tests.federation import Federation
-from tests.resuming import repeat_from
 from tests.states import load_tensors
 
 HEAD = partial(MLP, hidden_dim=6, out_dim=4)
@@ -246,22 +242,3 @@ def test_refused_settings():
     method.encoder.requires_grad_(False)
     with pytest.raises(InputError, match="of which nothing is trained; set another strategy"):
         FedEMA().validate(run_context(method, num_clients=10, clients_per_round=2))
-
-
-QUICK = ["num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
-QUICK += ["evaluate_every=0", "final_evaluation=none", "measure_resources=false", "collapse_images=0"]
-
-
-@pytest.mark.parametrize("method", ["byol", pytest.param("simclr", marks=pytest.mark.heavy)])
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, method):
-    overrides = [*QUICK, "strategy=fedema", f"method={method}"]
-    run([*overrides, "rounds=3", f"output_dir={tmp_path / 'whole'}"])
-    whole = newest(tmp_path / "whole")
-    assert same(whole, newest(repeat_from(2, tmp_path / "whole")))
-    # Own weights were mixed in: without them the global model is another one.
-    run([*overrides, "rounds=3", "strategy.tau=0", f"output_dir={tmp_path / 'plain'}"])
-    assert not same(whole, newest(tmp_path / "plain"))
-
-
-def newest(folder):
-    return latest_checkpoint(folder / "checkpoints").models[GLOBAL].layers

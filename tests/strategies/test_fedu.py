@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from client_app.state_store import read_state, save_state
+from client_app.state_store import save_state
 from fedssl.arrays import GlobalLayers
 from fedssl.encoders import Encoder, conv_small
 from fedssl.errors import InputError
@@ -17,14 +17,10 @@ from fedssl.methods.heads import MLP
 from fedssl.methods.simclr import SimCLR
 from fedssl.model_arrays import exchanged_layers, exchanged_names
 from fedssl.wire.messages import NUM_EXAMPLES, ClientUpdate, TrainPlan
-from server_app.checkpoint import latest_checkpoint
-from simulation.run import run
 from strategies.fedu import DISTANCE, USE_GLOBAL_PREDICTOR, FedU
 from strategies.l_dawa import l_dawa, scale_layers
 from strategies.l_dawa_fedu import LDAWAFedU
-from strategies.types import GLOBAL
 from tests.contexts import run_context
-from tests.resuming import repeat_from
 from tests.states import load_tensors
 
 HEAD = partial(MLP, hidden_dim=6, out_dim=4)
@@ -278,22 +274,3 @@ def test_clients_scale_the_networks_that_they_send(tmp_path, aggregate):
 
 
 # --- whole runs ---
-
-QUICK = ["num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
-QUICK += ["evaluate_every=0", "final_evaluation=none", "measure_resources=false", "keep_checkpoints=4"]
-
-
-def weights(folder):
-    return latest_checkpoint(folder / "checkpoints").models[GLOBAL].layers
-
-
-@pytest.mark.parametrize(
-    ("method", "threshold"), [("byol", 0.042), pytest.param("simclr", 0.056, marks=pytest.mark.heavy)]
-)
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, method, threshold):
-    overrides = [*QUICK, "strategy=fedu", f"strategy.predictor_threshold={threshold}", f"method={method}"]
-    run([*overrides, "rounds=4", f"output_dir={tmp_path / 'whole'}"])
-    assert same(weights(tmp_path / "whole"), weights(repeat_from(3, tmp_path / "whole")))
-    # The thresholds lie between the distances of these runs: both decisions take part.
-    states = [read_state(file) for file in tmp_path.glob("whole/clients/**/round-*.safetensors")]
-    assert {bool(state[USE_GLOBAL_PREDICTOR]) for state in states} == {True, False}

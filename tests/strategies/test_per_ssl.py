@@ -13,14 +13,10 @@ from fedssl.model_arrays import exchanged_layers, exchanged_names, local_names
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.views import Views
 from fedssl.wire.messages import TrainPlan
-from server_app.checkpoint import latest_checkpoint
 from server_app.messaging import MessageExchange
 from server_app.training_loop import run_round
-from simulation.run import run
 from strategies.per_ssl import PERSONAL, PersonalClient, ProximalTo
-from strategies.types import GLOBAL
 from tests.federation import Federation
-from tests.resuming import repeat_from
 from tests.states import load_tensors
 
 HEAD = partial(MLP, hidden_dim=6, out_dim=4)
@@ -175,19 +171,3 @@ def test_stage_by_stage_a_personal_model_keeps_its_own_stages(tmp_path):
     assert np.array_equal(found[1][first], found[3][first])  # frozen as it then was, not as the global one
     assert not np.array_equal(found[3][first], federation.layers[first])
     assert len(found[1]) < len(found[3])
-
-
-QUICK = ["num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
-QUICK += ["evaluate_every=0", "final_evaluation=none", "engine=local", "measure_resources=false"]
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    overrides = [*QUICK, "strategy=per_ssl", "method=byol"]
-    run([*overrides, "rounds=3", f"output_dir={tmp_path / 'whole'}"])
-    folders = (tmp_path / "whole", repeat_from(2, tmp_path / "whole"))
-    whole, parts = (latest_checkpoint(folder / "checkpoints").models[GLOBAL] for folder in folders)
-    assert same(whole.layers, parts.layers)
-    for client in range(3):
-        states = [personal_layers(folder, client, before=4) for folder in folders]
-        assert states[0]
-        assert same(*states)

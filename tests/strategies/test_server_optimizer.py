@@ -5,19 +5,15 @@ from math import sqrt
 import flwr.serverapp.strategy as flower
 import numpy as np
 import pytest
-import torch
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedssl.arrays import is_weight
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from fedssl.export import load_encoder
 from fedssl.wire.records import arrays_to_record, record_to_arrays
 from simulation.grid import LocalGrid
-from simulation.run import run
 from strategies.server_optimizer import FedAdam, FedAvgM, FedYogi, NoServerOptimizer
-from tests.resuming import repeat_from
 
 every_optimizer = pytest.mark.parametrize("kind", [FedAvgM, FedAdam, FedYogi])
 
@@ -206,13 +202,3 @@ def test_settings_out_of_range_are_refused_in_one_sentence(overrides, reason):
     with pytest.raises(InputError, match=f"^{reason}$") as refusal:
         compose([f"server_optimizer={name}", f"server_optimizer.{setting}"]).algorithm.server_optimizer.instantiate()
     assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("name", [pytest.param("fedavgm", marks=pytest.mark.heavy), "fedadam"])
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, name):
-    overrides = ["num_clients=2", "local_epochs=1", "dataset.limit=40", "threads=1", "strategy=fedavg", "rounds=3"]
-    overrides += ["final_evaluation=none", "evaluate_every=0", "partition=iid", "measure_resources=false"]
-    run([*overrides, f"server_optimizer={name}", f"output_dir={tmp_path}/whole"])
-    folders = (tmp_path / "whole", repeat_from(2, tmp_path / "whole"))
-    one, other = (load_encoder(folder / "encoder.pt").state_dict() for folder in folders)
-    assert all(torch.equal(one[key], other[key]) for key in one)

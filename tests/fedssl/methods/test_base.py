@@ -3,7 +3,6 @@
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hydra.utils import instantiate
@@ -27,15 +26,10 @@ from fedssl.methods.simclr import SimCLR
 from fedssl.methods.simsiam import SimSiam
 from fedssl.seeding import torch_generator
 from fedssl.views import Views
-from server_app.checkpoint import latest_checkpoint
-from simulation.run import run
-from strategies.types import GLOBAL
-from tests.federation import TINY
 from tests.fedssl.methods.made import HEAD, encoder, step, views
 from tests.fedssl.methods.test_byol import make_byol
 from tests.fedssl.methods.test_moco_v3 import make_moco
-from tests.methods import MASKED, WHOLE, overrides_of, save_teacher
-from tests.resuming import repeat_from
+from tests.methods import MASKED, WHOLE, overrides_of
 
 CONF = Path(__file__).parents[3] / "conf"
 
@@ -214,33 +208,3 @@ def test_bf16_passes_end_in_a_loss_of_full_precision(name: str) -> None:
 def test_an_encoder_without_tokens_is_refused(name: str) -> None:
     with pytest.raises(InputError, match=r" encodes some of the patches .* ConvSmall cannot; set encoder=vit_tiny"):
         build_method(compose([f"method={name}", f"augmentation=digits_{name}", "encoder=conv_small"]).model)
-
-
-ALIGNED = ["method=fedca", "method.alignment_weight=0.5", "method.sent_per_round=3", "method.dictionary_capacity=8"]
-SMALL_HEAD = ["method.projector.hidden_dim=16", "method.projector.out_dim=8"]
-RESUMED = {
-    "fedca": [*ALIGNED, *SMALL_HEAD],
-    "orchestra": ["method=orchestra", "method.local_clusters=3", "method.global_clusters=6", "method.queue_size=32"],
-    "swav": [
-        "method=swav",
-        *SMALL_HEAD,
-        "method.num_prototypes=5",
-        "method.queue_size=8",
-        "method.queue_start_round=2",
-    ],
-}
-
-
-@pytest.mark.parametrize("name", RESUMED)
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
-    """Methods with a state of their own: a memory, a queue, and what the server shares."""
-    overrides = [*TINY, *RESUMED[name], "strategy=fedavg", "rounds=3", "clients_per_round=2", "evaluate_every=0"]
-    overrides += (
-        [f"teacher={save_teacher(tmp_path / 'encoder.pt', 'encoder.width=4', 'seed=7')}"] if name == "fedca" else []
-    )
-    run([*overrides, "collapse_images=0", "measure_resources=false", f"output_dir={tmp_path / 'whole'}"])
-    folders = (tmp_path / "whole", repeat_from(2, tmp_path / "whole"))
-    models = [latest_checkpoint(folder / "checkpoints").models[GLOBAL] for folder in folders]
-    whole, resumed = ({**model.layers, **model.broadcast} for model in models)
-    assert whole.keys() == resumed.keys()
-    assert all(np.array_equal(array, resumed[key]) for key, array in whole.items())

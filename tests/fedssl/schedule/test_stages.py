@@ -1,7 +1,5 @@
 """Schedules: rounds per stage by hand, what runs and is trained, what travels to whom, and whole runs."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,6 @@ from fedssl.config.overrides import CONF
 from fedssl.encoders import conv_small, resnet18, vit_tiny
 from fedssl.encoders.base import ActiveStages
 from fedssl.errors import InputError
-from fedssl.export import load_encoder
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.schedule.phases import layer_wise, phase_at, progressive, split_rounds
@@ -21,7 +18,6 @@ from simulation.run import run
 from tests.cases import some
 from tests.federation import Federation, model_of
 from tests.methods import WHOLE, overrides_of
-from tests.resuming import repeat_from
 
 STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
 VIT = ["encoder=vit_tiny", "encoder.depth=3", "encoder.width=12", "encoder.patch=4"]
@@ -331,26 +327,6 @@ def test_calibration_changes_frozen_stages_and_labels_are_refused(tmp_path):
 
 
 # --- whole runs ---
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["schedule=layer_wise", "method=moco_v3", "regularizer=alignment", "calibration=auxiliary", *VIT],
-        pytest.param(["schedule=layer_wise", "method=byol", "clients_per_round=2"], marks=pytest.mark.heavy),
-        ["schedule=progressive", "strategy=euc"],
-    ],
-)
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, overrides):
-    common = ["num_clients=3", "rounds=5", "local_epochs=1", "dataset.limit=40", "encoder.width=4", "evaluate_every=0"]
-    common += ["threads=1", "final_evaluation=none", "partition=iid", "keep_checkpoints=4", "measure_resources=false"]
-    run([*common, *overrides, "collapse_images=0", f"output_dir={tmp_path}/whole"])
-    folders = [tmp_path / "whole", repeat_from(3, tmp_path / "whole")]
-    one, other = (load_encoder(folder / "encoder.pt").state_dict() for folder in folders)
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    lines = [(folder / "clients.jsonl").read_text().splitlines() for folder in folders]
-    bytes_down = [[json.loads(line)["bytes_down"] for line in text] for text in lines]
-    assert bytes_down[0] == bytes_down[1]
 
 
 def test_a_run_in_stages_is_not_resumed_with_other_rounds(tmp_path):

@@ -1,0 +1,44 @@
+"""A run that is resumed from a checkpoint ends with the bits and lines of an uninterrupted one.
+
+`test_resume_parts` and `test_crash` have damaged and interrupted runs.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from simulation.run import run
+from tests.cases import some
+from tests.methods import save_teacher
+from tests.resuming import repeat_from
+from tests.test_digests import BASE, line_digests, model_digests, state_digests
+
+HEAD = ["method.projector.hidden_dim=16", "method.projector.out_dim=8"]
+CASES = {
+    "fedu": ["strategy=fedu", "method=byol", "strategy.predictor_threshold=0.042"],
+    "fedema": ["strategy=fedema", "method=byol"],
+    "fedadam": ["strategy=fedavg", "server_optimizer=fedadam"],
+    "fedavgm": ["strategy=fedavg", "server_optimizer=fedavgm"],
+    "per_ssl": ["strategy=per_ssl", "method=byol"],
+    "featarc": ["strategy=featarc", "method=byol", "strategy.num_images=16"],
+    "featarc at the server": ["strategy=featarc", "strategy.num_images=16", "strategy.assign_at=server"],
+    "clustered by loss": ["strategy=clustered", "strategy.num_images=16", "strategy.assign_by=loss"],
+    "calibrated stages": ["schedule=layer_wise", "rounds=5", "regularizer=alignment", "calibration=auxiliary"],
+    "progressive euc": ["schedule=progressive", "rounds=5", "strategy=euc"],
+    "fedca": ["method=fedca", "method.alignment_weight=0.5", "method.sent_per_round=3", *HEAD, "strategy=fedavg"],
+    "orchestra": ["method=orchestra", "method.queue_size=32", "strategy=fedavg", "clients_per_round=2"],
+    "swav": ["method=swav", *HEAD, "method.queue_size=8", "method.queue_start_round=2", "clients_per_round=2"],
+}
+DEFAULT = ("fedu", "fedema", "fedadam", "featarc", "calibrated stages", "fedca")
+
+
+@pytest.mark.parametrize("name", some(CASES, default=DEFAULT))
+def test_a_resumed_run_equals_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
+    overrides = [*BASE, "rounds=3", "keep_checkpoints=4", *CASES[name]]
+    if name == "fedca":
+        overrides.append(f"teacher={save_teacher(tmp_path / 'encoder.pt', 'encoder.width=4', 'seed=7')}")
+    whole = tmp_path / "whole"
+    run([*overrides, f"output_dir={whole}"])
+    again = repeat_from(2, whole)
+    for digests in (model_digests, state_digests, line_digests):
+        assert digests(again) == digests(whole)
