@@ -229,7 +229,7 @@ def report_eua(layers: Layers, updates: list[ClientUpdate], repetitions: int) ->
     weights = GlobalLayers({name: array for name, array in layers.items() if is_weight(name, array)})
     gram = deviation_gram(weights, in_memory(models))
     reference = GlobalLayers(layers)
-    all_cosines = reference.cosines_of_all(models)
+    all_cosines = [reference.cosines_of(model) for model in models]
 
     def eua() -> None:
         rule = EUAAggregator()

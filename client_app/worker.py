@@ -120,7 +120,7 @@ class ClientWorker:
             with read_once(method, self._changed_names(round.plan)):
                 state = strategy.state_to_save(method, round.plan, start=start_layers, state=round.state) | personalized
                 uploaded_parts = self._parts_to_upload()
-                layers = strategy.layers_to_upload(method, round.plan)
+                layers = strategy.upload(method, round.plan)
             rank = self.rank_of(plan)
             if rank is not None:
                 layers = cut_factors(layers, method.low_rank_layers, rank)

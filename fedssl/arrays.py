@@ -15,7 +15,7 @@ and stored like other layers. Their cosine, however, is that of the product, und
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,18 +49,16 @@ def is_weight(name: str, array: np.ndarray) -> bool:
     return array.dtype.kind == "f" and name.rpartition(".")[2] not in STATISTICS
 
 
-def inner_products(clients: Sequence[np.ndarray], g: np.ndarray) -> list[tuple[float, float]]:
-    """Return the inner products w.g and w.w for each array w of ``clients``, floating-point and shaped like ``g``.
+def inner_products(w: np.ndarray, g: np.ndarray) -> tuple[float, float]:
+    """Return the inner products w.g and w.w of two floating-point arrays of one shape.
 
     w.w is finite if and only if all numbers of w are (except for overflow in float64).
     """
-    clients, g = [w.reshape(-1) for w in clients], g.reshape(-1)
-    products = _inner_products(clients, g, np.result_type(np.float32, g, *clients))
-    for index, (wg, ww) in enumerate(products):
-        if not (_SMALLEST_SQUARE < ww < math.inf and abs(wg) < math.inf):
-            # Squares exceed the range of float32, or w is zero.
-            products[index] = _inner_products([clients[index]], g, np.dtype(np.float64))[0]
-    return products
+    w, g = w.reshape(-1), g.reshape(-1)
+    wg, ww = _inner_products(w, g, np.result_type(np.float32, g, w))
+    if _SMALLEST_SQUARE < ww < math.inf and abs(wg) < math.inf:
+        return wg, ww
+    return _inner_products(w, g, np.dtype(np.float64))  # squares exceed the range of float32, or w is zero
 
 
 def cosine_of_products(wg: float, ww: float, gg: float) -> float:
@@ -89,6 +87,9 @@ class Cosines:
         return self.first_invalid is None
 
 
+NO_COSINES = Cosines(weights={}, statistics={}, model=1.0, first_invalid=None)
+
+
 class GlobalLayers:
     """The initial layers of clients in a round, to which their updates are compared.
 
@@ -112,7 +113,7 @@ class GlobalLayers:
 
     @cached_property
     def _squares(self) -> dict[str, float]:
-        return {name: ww for name, (_, ww) in self._measure([self.layers])[0].items()}
+        return {name: ww for name, (_, ww) in self._measure(self.layers).items()}
 
     @cached_property
     def _weight_sizes(self) -> dict[str, int]:
@@ -162,11 +163,7 @@ class GlobalLayers:
 
     def cosines_of(self, layers: Layers) -> Cosines:
         """Return the cosines of a client's layers, which passed `check`; reads each array once."""
-        return self.cosines_of_all([layers])[0]
-
-    def cosines_of_all(self, clients: Sequence[Layers]) -> list[Cosines]:
-        """Return `cosines_of` for several clients, bit-identical; reads the global layers once for all."""
-        return [self._cosines(measured) for measured in self._measure(clients)]
+        return self._cosines(self._measure(layers))
 
     def parallel_for(self, work: Callable[[str], None]) -> None:
         """Call ``work(name)`` for each layer, the largest first, on torch's number of threads.
@@ -194,25 +191,21 @@ class GlobalLayers:
         finally:
             torch.set_num_threads(threads)
 
-    def _measure(self, clients: Sequence[Layers]) -> list[dict[str, tuple[float, float]]]:
-        """Return w.g and w.w of the floating-point layers for each client, in the order of the global layers."""
+    def _measure(self, layers: Layers) -> dict[str, tuple[float, float]]:
+        """Return w.g and w.w of a client's floating-point layers, in the order of the global layers."""
         floats = {
             name: self.compared_name(name)
             for name, array in self.layers.items()
             if array.dtype.kind == "f" and name not in self.first_factors
         }
-        products: list[dict[str, tuple[float, float]]] = [dict.fromkeys(floats.values(), (0.0, 0.0)) for _ in clients]
+        products = dict.fromkeys(floats.values(), (0.0, 0.0))
 
         def measure(name: str) -> None:
-            if name not in floats:
-                return
             if name in self.products:
                 initial = self.product(name, self.layers)
-                pairs = [_product_products(self.product(name, layers), initial) for layers in clients]
-            else:
-                pairs = inner_products([layers[name] for layers in clients], self.layers[name])
-            for measured, pair in zip(products, pairs, strict=True):
-                measured[floats[name]] = pair
+                products[floats[name]] = _product_products(self.product(name, layers), initial)
+            elif name in floats:
+                products[name] = inner_products(layers[name], self.layers[name])
 
         self.parallel_for(measure)
         return products
@@ -261,24 +254,20 @@ def _product_products(w: LowRank, g: LowRank) -> tuple[float, float]:
     return w.inner(g), w.square()
 
 
-def _inner_products(clients: Sequence[np.ndarray], g: np.ndarray, dtype: np.dtype) -> list[tuple[float, float]]:
+def _inner_products(w: np.ndarray, g: np.ndarray, dtype: np.dtype) -> tuple[float, float]:
     rows = g.size // BLAS_ROW
     end = rows * BLAS_ROW
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        y = g[end:].astype(dtype, copy=False)
-        rests = [w[end:].astype(dtype, copy=False) for w in clients]
-        products = [(float(x @ y), float(x @ x)) for x in rests]
+        x, y = (array[end:].astype(dtype, copy=False) for array in (w, g))
+        wg, ww = float(x @ y), float(x @ x)
         if not rows:
-            return products
-        g = g[:end].reshape(rows, BLAS_ROW)
-        clients = [w[:end].reshape(rows, BLAS_ROW) for w in clients]
-        sums = np.empty((len(clients), 2, rows), dtype)
+            return wg, ww
+        w, g = (array[:end].reshape(rows, BLAS_ROW) for array in (w, g))
+        sums = np.empty((2, rows), dtype)
         for start in range(0, rows, CACHE_TILE // BLAS_ROW):
             tile = slice(start, start + CACHE_TILE // BLAS_ROW)
-            y = g[tile].astype(dtype, copy=False)
-            for w, (wg, ww) in zip(clients, sums, strict=True):
-                x = w[tile].astype(dtype, copy=False)
-                np.vecdot(x, y, out=wg[tile])
-                np.vecdot(x, x, out=ww[tile])
-        whole = sums.sum(axis=2, dtype=np.float64).tolist()
-    return [(wg + rest_wg, ww + rest_ww) for (wg, ww), (rest_wg, rest_ww) in zip(whole, products, strict=True)]
+            x, y = (array[tile].astype(dtype, copy=False) for array in (w, g))
+            np.vecdot(x, y, out=sums[0, tile])
+            np.vecdot(x, x, out=sums[1, tile])
+        of_rows_wg, of_rows_ww = sums.sum(axis=1, dtype=np.float64).tolist()
+    return of_rows_wg + wg, of_rows_ww + ww

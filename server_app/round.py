@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 
 from flwr.app import Message
 
-from fedssl.arrays import Layers
+from fedssl.arrays import NO_COSINES, Layers
 from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.errors import RunError
 from fedssl.rules import check_rules
@@ -32,7 +32,7 @@ from server_app.validation import InvalidUpdate
 from strategies.low_rank_aggregation import REPLACING_FACTORS, low_rank_aggregation
 from strategies.types import GLOBAL, GlobalModel, Mergeable, RoundOutcome, ServerState, model_suffix
 from strategies.update_store import UpdateStorage, UpdateStore
-from strategies.weighted_sum import NO_COSINES, WeightedSum
+from strategies.weighted_sum import WeightedSum
 
 log = logging.getLogger("fedssl")
 

@@ -156,11 +156,14 @@ class ClientStrategy:
         it selects.
     starts_from_own_layers : bool
         Whether a client may start from its own values of the encoder's exchanged layers instead of the downloaded ones.
+    change_upload : callable, optional
+        Return changed layers to upload from those of `layers_to_upload`.
     """
 
     trainings_per_round: int = 1
     selects_by_state: bool = False
     starts_from_own_layers: bool = False
+    change_upload: Callable[[SSLMethod, TrainPlan, Layers], Layers] | None = None
 
     def select_model(
         self, method: SSLMethod, plans: Sequence[TrainPlan], state: ClientState | None, local_data: LocalData
@@ -208,6 +211,11 @@ class ClientStrategy:
     def layers_to_upload(self, method: SSLMethod, plan: TrainPlan) -> Layers:
         """Return the layers to upload. They may be moved out of the method."""
         return move_layers_out(method, upload_names_of(method, plan))
+
+    def upload(self, method: SSLMethod, plan: TrainPlan) -> Layers:
+        """Return the `layers_to_upload`, changed by `change_upload`."""
+        layers = self.layers_to_upload(method, plan)
+        return layers if self.change_upload is None else self.change_upload(method, plan, layers)
 
     def validate(self, context: RunContext) -> None:
         """Validate the run; raise `InputError` if the algorithm does not support it."""

@@ -8,6 +8,7 @@ to the base strategy.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypedDict
 
 import numpy as np
@@ -22,13 +23,14 @@ from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, load_layers
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, ServerStrategy
-from strategies.delegating import DelegatingServer
 from strategies.gram_matrix import deviation_gram
 from strategies.run_context import RunContext
 from strategies.types import (
     GLOBAL,
+    Aggregator,
     ClientState,
     CommunicationSummary,
+    GlobalModel,
     LocalData,
     RoundOutcome,
     ServerState,
@@ -117,26 +119,36 @@ class ClusterState(TypedDict, total=False):
     members: dict[int, str]
 
 
-class ClusteredServer(DelegatingServer):
+class ClusteredServer(ServerStrategy):
     """Server with several models. Subclasses define how clients are assigned to them.
 
-    ``base_strategy`` is the server side of the algorithm within each of the C ``clusters``.
+    ``base_strategy`` is the server side of the algorithm within each of the C ``clusters``, which aggregates them.
     """
+
+    strategy_state_type = ClusterState
 
     def __init__(self, base_strategy: ServerStrategy, *, clusters: int) -> None:
         check_arguments("strategy", clusters=clusters)
-        super().__init__(base_strategy)
-        self.strategy_state_type = ClusterState
+        super().__init__(partial(base_strategy.aggregator, 1))
+        self.base_strategy, self.model_state_type = base_strategy, base_strategy.model_state_type
         self.model_names = (GLOBAL,) if clusters == 1 else tuple(map(str, range(clusters)))
 
     def starting_model(self, state: ServerState, round: int, client: int) -> str:
         return self._members(state).get(client, self.model_names[client % len(self.model_names)])
 
-    def candidate_models(self, state: ServerState, round: int, client: int) -> tuple[str, ...]:
-        return (self.starting_model(state, round, client),)
+    def aggregator(self, round: int, name: str = GLOBAL) -> Aggregator:
+        return self.base_strategy.aggregator(round, name)
 
-    def destination_models(self, state: ServerState, round: int, client: int, start: str) -> tuple[str, ...]:
-        return (start,)
+    def after_aggregation(
+        self,
+        model: GlobalModel,
+        round: int,
+        layers: Layers,
+        *,
+        aggregator: Aggregator,
+        received: Mapping[int, tuple[str, ...]],
+    ) -> tuple[Any, dict[str, Any]]:
+        return self.base_strategy.after_aggregation(model, round, layers, aggregator=aggregator, received=received)
 
     def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[ClusterState, dict[str, Any]]:
         return self._record_assignments({client: names[0] for client, names in outcome.destinations.items()}, state)
@@ -158,7 +170,7 @@ class ClusteredServer(DelegatingServer):
         return {client: name for client, name in strategy_state.get("members", {}).items() if name in self.model_names}
 
     def validate(self, context: RunContext) -> None:
-        super().validate(context)
+        self.base_strategy.validate(context)
         clusters, clients = len(self.model_names), context.settings.num_clients
         if clusters > clients:
             raise InputError(

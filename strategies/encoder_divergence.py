@@ -67,7 +67,7 @@ def divergence(trained: Layers, start: Layers, *, distance: str, pairs: FactorPa
                 squares.append(moved.square())
             elif name not in reference.first_factors:
                 difference = np.asarray(weight - start[name])
-                squares.append(inner_products([difference], difference)[0][1])
+                squares.append(inner_products(difference, difference)[1])
     if distance == "squared_l2":
         return sum(squares)  # Eq. 3
     return sum(math.sqrt(square) for square in squares) / len(squares)

@@ -28,13 +28,13 @@ import torch
 
 from fedssl.arrays import BLAS_ROW, Cosines, GlobalLayers, Layers
 from fedssl.config.constraints import check_arguments
-from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
+from strategies.aggregate import aggregate
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.gram_matrix import deviation_gram, gram_memory, min_norm_weights
 from strategies.types import Aggregator, Combination, GlobalModel
 from strategies.update_store import CollectingAggregator, UpdateStore
-from strategies.weighted_sum import WeightedSum, as_reference, check_updates
+from strategies.weighted_sum import WeightedSum
 
 _MOVE_TILE = 64 * BLAS_ROW  # elements per step; few enough for the cache, enough to hide the overhead of a call
 _MIN_TILE = 8 * BLAS_ROW
@@ -196,15 +196,7 @@ def eua(
         Positive.
     """
     aggregator = EUAAggregator(deviation=deviation, step=step, server_lr=server_lr)
-    reference = as_reference(global_layers)
-    aggregator.start(reference)
-    check_updates(reference, updates)
-    for update in sorted(updates, key=lambda update: update.partition_id):
-        cosines = reference.cosines_of(update.layers)
-        if not cosines.finite:
-            raise InputError(f"client {update.partition_id}: layer {cosines.first_invalid} has NaN or infinite values")
-        aggregator.add(update, cosines)
-    return aggregator.finish()
+    return aggregate(global_layers, updates, aggregator)
 
 
 class EUAServer(ServerStrategy):

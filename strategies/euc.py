@@ -35,7 +35,7 @@ from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy, layers_in_state, upload_names_of
-from strategies.fedavg import mean
+from strategies.fedavg import make_weighted_mean
 from strategies.run_context import RunContext
 from strategies.types import (
     GLOBAL,
@@ -183,7 +183,7 @@ class EUCServer(ServerStrategy):
     def __init__(self, *, interval: int, weighting: str) -> None:
         check_arguments("strategy", interval=interval)
         self.interval = interval
-        super().__init__(mean(weighting))
+        super().__init__(make_weighted_mean(weighting))
 
     def aggregator(self, round: int, name: str = GLOBAL) -> WeightedSum | DiscrepancySum:
         total = self._make_aggregator()

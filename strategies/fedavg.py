@@ -10,8 +10,9 @@ from functools import partial
 from fedssl.arrays import GlobalLayers, Layers
 from fedssl.config.constraints import check_arguments
 from fedssl.wire.messages import ClientUpdate
+from strategies.aggregate import aggregate
 from strategies.base import FedSSLStrategy, ServerStrategy
-from strategies.weighted_sum import WeightedSum, weighted_sum
+from strategies.weighted_sum import WeightedSum
 
 
 def fedavg(
@@ -40,7 +41,7 @@ def fedavg(
         No updates, an invalid option, a layer that does not fit or has non-finite values that the rule cannot use, or a
         missing metric.
     """
-    return weighted_sum(global_layers, updates, aggregator=mean(weighting)())  # Eq. 1
+    return aggregate(global_layers, updates, make_weighted_mean(weighting)(), needs_cosines=False)  # Eq. 1
 
 
 class FedAvg(FedSSLStrategy):
@@ -55,10 +56,10 @@ class FedAvg(FedSSLStrategy):
     """
 
     def __init__(self, *, weighting: str = "examples") -> None:
-        super().__init__(ServerStrategy(mean(weighting)))
+        super().__init__(ServerStrategy(make_weighted_mean(weighting)))
 
 
-def mean(weighting: str) -> Callable[[], WeightedSum]:
+def make_weighted_mean(weighting: str) -> Callable[[], WeightedSum]:
     """Return a factory of averaging aggregators. Raises `InputError` for an unknown weighting."""
     check_arguments("strategy", weighting=weighting)
     return partial(WeightedSum, weighting=weighting)

@@ -19,7 +19,7 @@ from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, local_names, part_name
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
-from strategies.fedavg import mean
+from strategies.fedavg import make_weighted_mean
 from strategies.run_context import RunContext
 from strategies.types import ClientState, CommunicationSummary
 
@@ -66,4 +66,4 @@ class FedBN(FedSSLStrategy):
     """
 
     def __init__(self, *, weighting: str = "examples") -> None:
-        super().__init__(ServerStrategy(mean(weighting)), FedBNClient())
+        super().__init__(ServerStrategy(make_weighted_mean(weighting)), FedBNClient())

@@ -31,7 +31,7 @@ from fedssl.model_arrays import clone_tensors, load_and_start_round, local_names
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy, layers_in_state, upload_names_of
 from strategies.encoder_divergence import distance_names, encoder_divergence
-from strategies.fedavg import mean
+from strategies.fedavg import make_weighted_mean
 from strategies.run_context import RunContext
 from strategies.types import ClientState, CommunicationSummary
 
@@ -118,4 +118,4 @@ class FedEMA(FedSSLStrategy):
     """
 
     def __init__(self, *, weighting: str = "examples", tau: float = 0.7, distance: str = "mean_conv_l2") -> None:
-        super().__init__(ServerStrategy(mean(weighting)), FedEMAClient(tau=tau, distance=distance))
+        super().__init__(ServerStrategy(make_weighted_mean(weighting)), FedEMAClient(tau=tau, distance=distance))

@@ -33,7 +33,7 @@ from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_r
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy, layers_in_state, upload_names_of
 from strategies.encoder_divergence import distance_names, encoder_divergence
-from strategies.fedavg import mean
+from strategies.fedavg import make_weighted_mean
 from strategies.run_context import RunContext
 from strategies.types import ClientState, CommunicationSummary
 
@@ -189,7 +189,7 @@ class FedU(FedSSLStrategy):
             distance=distance,
             predictor_threshold=predictor_threshold,
         )
-        super().__init__(ServerStrategy(mean(weighting)), FedUClient(options))
+        super().__init__(ServerStrategy(make_weighted_mean(weighting)), FedUClient(options))
 
 
 def _targets(method: SSLMethod) -> dict[str, str]:

@@ -19,17 +19,18 @@ from typing import Any
 
 import numpy as np
 
-from fedssl.arrays import GlobalLayers, Layers
+from fedssl.arrays import NO_COSINES, GlobalLayers, Layers
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
+from strategies.aggregate import as_reference, validated
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.gram_matrix import deviation_gram, gram_memory
-from strategies.robust import BatchAggregator, validated
+from strategies.robust import BatchAggregator
 from strategies.run_context import RunContext
 from strategies.types import Aggregator, Combination, GlobalModel
 from strategies.update_store import UpdateStore, in_memory
-from strategies.weighted_sum import NO_COSINES, WeightedSum, as_reference
+from strategies.weighted_sum import WeightedSum
 
 log = logging.getLogger("fedssl")
 

@@ -20,7 +20,7 @@ Eqs. 5 and 6 weight by examples and by loss. There is no published code for eith
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -32,10 +32,10 @@ from fedssl.low_rank_products import NO_PAIRS, FactorPairs
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import factor_pairs
 from fedssl.wire.messages import ClientUpdate, TrainPlan
+from strategies.aggregate import aggregate
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
-from strategies.delegating import DelegatingClient
 from strategies.types import GLOBAL, Aggregator, CommunicationSummary
-from strategies.weighted_sum import WeightedSum, weighted_sum
+from strategies.weighted_sum import WeightedSum
 
 
 def l_dawa(
@@ -63,7 +63,7 @@ def l_dawa(
         whose cosines are all exactly 0 becomes 0 in both cases.
     """
     aggregator = WeightedSum(weighting=weighting, scale="layer", buffers=buffers, normalize=normalize)
-    return weighted_sum(global_layers, updates, aggregator=aggregator)  # Eqs. 4-6
+    return aggregate(global_layers, updates, aggregator)  # Eqs. 4-6
 
 
 def scale_layers(
@@ -100,18 +100,17 @@ class WarmupServer(ServerStrategy):
         return replace(super().describe_communication(usual), required_metrics=tuple(dict.fromkeys(ever)))
 
 
-class LDAWAScalingClient(DelegatingClient):
-    """Client that multiplies the layers it uploads by their cosines after the warm-up. ``buffers`` as in `l_dawa`."""
+@dataclass(frozen=True)
+class ScaleUpload:
+    """Multiply the layers that a client uploads by their cosines after the warm-up. ``buffers`` as in `l_dawa`."""
 
-    def __init__(self, base_strategy: ClientStrategy, *, buffers: str, warmup_rounds: int) -> None:
-        super().__init__(base_strategy)
-        self._buffers, self._warmup_rounds = buffers, warmup_rounds
+    buffers: str
+    warmup_rounds: int
 
-    def layers_to_upload(self, method: SSLMethod, plan: TrainPlan) -> Layers:
-        layers = super().layers_to_upload(method, plan)
-        if plan.round <= self._warmup_rounds:
+    def __call__(self, method: SSLMethod, plan: TrainPlan, layers: Layers) -> Layers:
+        if plan.round <= self.warmup_rounds:
             return layers
-        return scale_layers(plan.layers, layers, buffers=self._buffers, pairs=factor_pairs(method))
+        return scale_layers(plan.layers, layers, buffers=self.buffers, pairs=factor_pairs(method))
 
 
 class LDAWA(FedSSLStrategy):
@@ -150,7 +149,7 @@ class LDAWA(FedSSLStrategy):
         scale_at: str = "server",
         client: ClientStrategy | None = None,
     ) -> None:
-        check_arguments("strategy", owner="LDAWA", scale_at=scale_at, buffers=buffers, weighting=weighting)
+        check_arguments("strategy", owner="LDAWA", scale_at=scale_at)
         if normalize and scale_at == "client":
             raise InputError(
                 "strategy.normalize=true needs the cosines on the server, which strategy.scale_at=client keeps from it;"
@@ -160,5 +159,5 @@ class LDAWA(FedSSLStrategy):
         aggregator = partial(WeightedSum, weighting=weighting, scale=scale, buffers=buffers, normalize=normalize)
         client = client or ClientStrategy()
         if scale_at == "client":
-            client = LDAWAScalingClient(client, buffers=buffers, warmup_rounds=warmup_rounds)
+            client.change_upload = ScaleUpload(buffers, warmup_rounds)
         super().__init__(WarmupServer(aggregator, rounds=warmup_rounds), client)

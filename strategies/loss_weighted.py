@@ -9,8 +9,9 @@ from functools import partial
 
 from fedssl.arrays import GlobalLayers, Layers
 from fedssl.wire.messages import ClientUpdate
+from strategies.aggregate import aggregate
 from strategies.base import FedSSLStrategy, ServerStrategy
-from strategies.weighted_sum import WeightedSum, weighted_sum
+from strategies.weighted_sum import WeightedSum
 
 
 def loss_weighted(global_layers: Layers | GlobalLayers, updates: Sequence[ClientUpdate]) -> Layers:
@@ -22,7 +23,7 @@ def loss_weighted(global_layers: Layers | GlobalLayers, updates: Sequence[Client
         As in `strategies.fedavg.fedavg`.
         Each update has a ``train_loss``.
     """
-    return weighted_sum(global_layers, updates, aggregator=WeightedSum(weighting="loss"))
+    return aggregate(global_layers, updates, WeightedSum(weighting="loss"), needs_cosines=False)
 
 
 class LossWeighted(FedSSLStrategy):

@@ -26,7 +26,7 @@ from fedssl.rules import Problem
 from fedssl.seeding import numpy_generator
 from fedssl.wire.messages import ClientUpdate
 from strategies.gram_matrix import factors_of
-from strategies.l_dawa import LDAWAScalingClient
+from strategies.l_dawa import ScaleUpload
 from strategies.rules import RunParts
 from strategies.types import Combination, LinearAggregator
 from strategies.update_store import UpdateStorage
@@ -192,7 +192,7 @@ def changed_weights_fit(parts: RunParts) -> Problem:
         )
     aggregator = parts.strategy.server.aggregator(settings.rounds)
     scales = isinstance(aggregator, WeightedSum) and aggregator.scale != "none"
-    if aggregation == "stack" and (scales or isinstance(parts.strategy.client, LDAWAScalingClient)):
+    if aggregation == "stack" and (scales or isinstance(parts.strategy.client.change_upload, ScaleUpload)):
         return (
             f"strategy={name} compares clients with the global product, which tuning.aggregation=stack resets to zero "
             "in every round; set tuning.aggregation=exact or svd"

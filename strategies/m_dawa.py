@@ -9,8 +9,9 @@ from functools import partial
 
 from fedssl.arrays import GlobalLayers, Layers
 from fedssl.wire.messages import ClientUpdate
+from strategies.aggregate import aggregate
 from strategies.base import FedSSLStrategy, ServerStrategy
-from strategies.weighted_sum import WeightedSum, weighted_sum
+from strategies.weighted_sum import WeightedSum
 
 
 def m_dawa(
@@ -26,7 +27,7 @@ def m_dawa(
     buffers : {"average", "scale"}
         Running statistics: plain mean, or scaled by delta_k like the weights.
     """
-    return weighted_sum(global_layers, updates, aggregator=WeightedSum(scale="model", buffers=buffers))  # Eq. 3
+    return aggregate(global_layers, updates, WeightedSum(scale="model", buffers=buffers))  # Eq. 3
 
 
 class MDAWA(FedSSLStrategy):

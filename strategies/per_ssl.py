@@ -30,7 +30,7 @@ from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.regularizers.prox import proximal
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
-from strategies.fedavg import mean
+from strategies.fedavg import make_weighted_mean
 from strategies.types import ClientState, CommunicationSummary, TrainAgain
 
 PERSONAL = "personal."  # prefix of v_k's layers in a client's state
@@ -112,4 +112,4 @@ class PerSSL(FedSSLStrategy):
     """
 
     def __init__(self, *, weighting: str = "examples", weight: float = 0.1) -> None:
-        super().__init__(ServerStrategy(mean(weighting)), PersonalClient(weight=weight))
+        super().__init__(ServerStrategy(make_weighted_mean(weighting)), PersonalClient(weight=weight))

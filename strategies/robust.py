@@ -21,10 +21,10 @@ from fedssl.arrays import CACHE_TILE, Cosines, GlobalLayers, Layers
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
+from strategies.aggregate import aggregate
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.run_context import RunContext
-from strategies.update_store import PIECE, CollectingAggregator, UpdateStore, in_memory
-from strategies.weighted_sum import check_updates
+from strategies.update_store import PIECE, CollectingAggregator, UpdateStore
 
 log = logging.getLogger("fedssl")
 
@@ -33,8 +33,7 @@ _NEARLY_HALF = 0.5 - 1e-9
 
 def median(global_layers: Layers, updates: Sequence[ClientUpdate]) -> Layers:
     """Return the elementwise median over the clients; for an even number of clients, the mean of the middle two."""
-    reference = GlobalLayers(global_layers)
-    return _median(reference, as_store(reference, updates))
+    return aggregate(global_layers, updates, BatchAggregator(_median), needs_cosines=False)
 
 
 def trimmed_mean(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta: float = 0.2) -> Layers:
@@ -44,8 +43,7 @@ def trimmed_mean(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta
     end; ``beta`` is in (0, 0.5).
     """
     check_arguments("strategy", beta=beta)
-    reference = GlobalLayers(global_layers)
-    return _trimmed(reference, as_store(reference, updates), beta=beta)
+    return aggregate(global_layers, updates, BatchAggregator(partial(_trimmed, beta=beta)), needs_cosines=False)
 
 
 class BatchAggregator(CollectingAggregator):
@@ -152,16 +150,3 @@ def _trimmed(global_layers: GlobalLayers, updates: UpdateStore, *, beta: float) 
 
     global_layers.parallel_for(trim)
     return result
-
-
-def validated(global_layers: GlobalLayers, updates: Sequence[ClientUpdate]) -> list[ClientUpdate]:
-    """Return the updates in order of partition id if they fit the global layers, else raise `InputError`."""
-    if not updates:
-        raise InputError("no client sent an update; at least one is needed")
-    check_updates(global_layers, updates)
-    return sorted(updates, key=lambda update: update.partition_id)
-
-
-def as_store(global_layers: GlobalLayers, updates: Sequence[ClientUpdate]) -> UpdateStore:
-    """Return the `validated` updates as a store."""
-    return in_memory([update.layers for update in validated(global_layers, updates)])

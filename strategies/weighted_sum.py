@@ -19,7 +19,7 @@ Running statistics are averaged with s = 1 (``buffers="average"``), or scaled li
 import math
 import warnings
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,8 +38,6 @@ SCALES = ("none", "layer", "model")
 REQUIRED_METRICS = {"uniform": (), "examples": (NUM_EXAMPLES,), "loss": (TRAIN_LOSS,)}
 
 MIN_BLOCK, MAX_BLOCKS = 5, 16
-
-NO_COSINES = Cosines(weights={}, statistics={}, model=1.0, first_invalid=None)
 
 
 def num_per_block(num_clients: int) -> int:
@@ -80,23 +78,6 @@ class PartialSum:
 
 
 @dataclass(frozen=True)
-class _Addend:
-    """Layers to add to a sum: multiply the sum by ``factor``, then add each layer times its coefficient."""
-
-    factor: float  # 0 overwrites the sum
-    coefficients: dict[str, float]
-    layers: Layers
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Clients to add, to their own sum and then that to the whole one by ``merge``, or to the whole one directly."""
-
-    addends: Sequence[_Addend]
-    merge: _Addend | None = None
-
-
-@dataclass(frozen=True)
 class _Term:
     """Weight of one client, relative to exp(-loss), and its products with the scales of the layers."""
 
@@ -110,7 +91,7 @@ class WeightedSum:
     """Weighted average of client models, optionally scaled by their cosines with the global model.
 
     Call `set_clients`, without which all clients are one block, `start`, `add` for each client in order of its id,
-    then `finish`. `start` starts a new round. `add_all` adds all clients of a round, faster and bit-identical.
+    then `finish`. `start` starts a new round.
 
     Parameters
     ----------
@@ -166,15 +147,19 @@ class WeightedSum:
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
         """Add an update that `GlobalLayers.check` validated."""
-        block = self._open_block(update.partition_id)
-        self._accumulate(block, [_Block([self._weighted(block, update, cosines)])])
+        weight, loss = 1.0, math.inf
+        if self.weighting == "examples":
+            weight = _metric(update, NUM_EXAMPLES, update.num_examples)
+            if weight <= 0:
+                raise InputError(f"client {update.partition_id}: {NUM_EXAMPLES}={weight:g} is not positive")
+        elif self.weighting == "loss":
+            loss = _metric(update, TRAIN_LOSS, update.train_loss)  # Eq. 6
+        coefficients = {name: weight * self._scale_of(name, cosines) for name in self._global.layers}
+        self._add_update(update, coefficients, weight=weight, loss=loss)
 
     def add_weighted(self, update: ClientUpdate, weight: float) -> None:
         """Add an update with an explicit weight and without scaling. The options do not apply."""
-        block = self._open_block(update.partition_id)
-        coefficients = dict.fromkeys(block.layers, weight)
-        self._record_terms(update, math.inf, weight, coefficients)
-        self._accumulate(block, [_Block([_addend(block, update.layers, coefficients, weight=weight)])])
+        self._add_update(update, dict.fromkeys(self._global.layers, weight), weight=weight)
 
     def merge(self, block: PartialSum) -> None:
         """Add the sum of the first clients of a block, a result of `take_block`."""
@@ -194,30 +179,7 @@ class WeightedSum:
             self._sum, self._block = self._block, None
         elif self._block is not None:
             block, self._sum = self.take_block(), self._sum.writable()
-            self._accumulate(self._sum, [_Block([_merge(self._sum, block)])])
-
-    def add_all(self, updates: Sequence[ClientUpdate]) -> None:
-        """Validate, compare and add the updates of a round, each read in tiles that stay in the cache."""
-        check_updates(self._global, updates)
-        if self.scale == "none":
-            all_cosines = [NO_COSINES] * len(updates)
-        else:
-            all_cosines = self._global.cosines_of_all([update.layers for update in updates])
-        for update, cosines in zip(updates, all_cosines, strict=True):
-            if not cosines.finite:
-                raise InputError(
-                    f"client {update.partition_id}: layer {cosines.first_invalid} has NaN or infinite values"
-                )
-        if not updates:
-            return
-        self._sum, size, blocks = self._new_sum(), num_per_block(len(updates)), []
-        for start in range(0, len(updates), size):
-            # The first block is summed in place.
-            block = PartialSum(layers={}, scaled_weights=dict.fromkeys(self._sum.layers, 0.0)) if start else self._sum
-            pairs = zip(updates[start : start + size], all_cosines[start : start + size], strict=True)
-            addends = [self._weighted(block, update, cosines) for update, cosines in pairs]
-            blocks.append(_Block(addends, _merge(self._sum, block) if start else None))
-        self._accumulate(self._sum, blocks)
+            self._add(self._sum, block)
 
     def finish(self) -> Layers:
         """Return the new global layers. Raises `InputError` without any update."""
@@ -247,12 +209,25 @@ class WeightedSum:
             divisor = sum(map(abs, scaled.values())) or divisor
         return Combination(0.0, {client: coefficient / divisor for client, coefficient in scaled.items()})
 
-    def _record_terms(self, update: ClientUpdate, loss: float, weight: float, coefficients: dict[str, float]) -> None:
+    def _add_update(
+        self, update: ClientUpdate, coefficients: dict[str, float], *, weight: float, loss: float = math.inf
+    ) -> None:
+        """Add the layers of an update, each times its coefficient, to the sum of its block."""
         if self._global.products:
             self._terms.append(_Term(update.partition_id, loss, weight, coefficients))
+        scaled_weights = {name: abs(value) for name, value in coefficients.items()}
+        client = PartialSum(layers=update.layers, scaled_weights=scaled_weights, weight=weight, min_loss=loss)
+        self._add(self._open_block(update.partition_id), client, coefficients)
 
-    def _accumulate(self, total: PartialSum, blocks: Sequence[_Block]) -> None:
-        self._global.parallel_for(lambda name: _accumulate(total.layers[name], name, blocks))
+    def _add(self, total: PartialSum, addend: PartialSum, coefficients: Mapping[str, float] | None = None) -> None:
+        """Add the weights of a sum, and its layers times their coefficients; None is 1."""
+        own, other = total.add_weights(addend)
+
+        def add(name: str) -> None:
+            coefficient = other if coefficients is None else other * coefficients[name]
+            _add_scaled(total.layers[name], addend.layers[name], factor=own, coefficient=coefficient)
+
+        self._global.parallel_for(add)
 
     def _new_sum(self) -> PartialSum:
         layers = {name: np.empty(array.shape, _sum_dtype(array)) for name, array in self._global.layers.items()}
@@ -268,19 +243,6 @@ class WeightedSum:
         self._block.block = number
         return self._block
 
-    def _weighted(self, total: PartialSum, update: ClientUpdate, cosines: Cosines) -> _Addend:
-        """Add the weights of an update to a sum, and return what is to be added to its layers."""
-        weight, loss = 1.0, math.inf
-        if self.weighting == "examples":
-            weight = _metric(update, NUM_EXAMPLES, update.num_examples)
-            if weight <= 0:
-                raise InputError(f"client {update.partition_id}: {NUM_EXAMPLES}={weight:g} is not positive")
-        elif self.weighting == "loss":
-            loss = _metric(update, TRAIN_LOSS, update.train_loss)  # Eq. 6
-        coefficients = {name: weight * self._scale_of(name, cosines) for name in self._global.layers}
-        self._record_terms(update, loss, weight, coefficients)
-        return _addend(total, update.layers, coefficients, weight=weight, loss=loss)
-
     def _scale_of(self, name: str, cosines: Cosines) -> float:
         """Return s_k of a layer."""
         array = self._global.layers[name]
@@ -295,73 +257,21 @@ class WeightedSum:
         return cosines.weights[self._global.compared_name(name)]  # Eqs. 4-6
 
 
-def _addend(
-    total: PartialSum, layers: Layers, coefficients: dict[str, float], *, weight: float, loss: float = math.inf
-) -> _Addend:
-    """Add one client's weights to a sum, and return what is to be added to its layers."""
-    scaled_weights = {name: abs(value) for name, value in coefficients.items()}
-    client = PartialSum(layers={}, scaled_weights=scaled_weights, weight=weight, min_loss=loss)
-    own, other = total.add_weights(client)
-    return _Addend(own, {name: other * value for name, value in coefficients.items()}, layers)
-
-
 def _loss_weight(loss: float, min_loss: float) -> float:
     """Return the weight of a loss relative to that of the smallest one."""
     return 1.0 if loss == min_loss else math.exp(min_loss - loss)
 
 
-def _merge(total: PartialSum, block: PartialSum) -> _Addend:
-    """Add the weights of a block to a sum, and return what is to be added to its layers."""
-    own, other = total.add_weights(block)
-    return _Addend(own, dict.fromkeys(total.layers, other), block.layers)
-
-
-def _accumulate(total: np.ndarray, name: str, blocks: Sequence[_Block]) -> None:
-    """Add blocks to a layer of a sum, in tiles that stay in the cache."""
-    sums = torch.from_numpy(total.reshape(-1))
-    clients = [[torch.from_numpy(addend.layers[name].reshape(-1)) for addend in block.addends] for block in blocks]
-    scratch = torch.empty(min(CACHE_TILE, len(sums)) if blocks[-1].merge else 0, dtype=sums.dtype)
-    for start in range(0, len(sums), CACHE_TILE):
-        tile = slice(start, start + CACHE_TILE)
-        for block, layers in zip(blocks, clients, strict=True):
-            own_sum = scratch[: len(sums[tile])] if block.merge else sums[tile]
-            for addend, layer in zip(block.addends, layers, strict=True):
-                _add(own_sum, layer[tile], addend.factor, addend.coefficients[name])
-            if block.merge:
-                _add(sums[tile], own_sum, block.merge.factor, block.merge.coefficients[name])
-
-
-def _add(sums: torch.Tensor, layer: torch.Tensor, factor: float, coefficient: float) -> None:
-    if factor == 0:
-        torch.mul(layer.to(sums.dtype), coefficient, out=sums)
-        return
-    if factor != 1:
-        sums.mul_(factor)
-    # One operation that multiplies and adds; NumPy needs two and a buffer.
-    sums.add_(layer, alpha=coefficient)
-
-
-def as_reference(layers: Layers | GlobalLayers) -> GlobalLayers:
-    """Return global layers as a reference, without products unless they are one."""
-    return layers if isinstance(layers, GlobalLayers) else GlobalLayers(layers)
-
-
-def check_updates(global_layers: GlobalLayers, updates: Sequence[ClientUpdate]) -> None:
-    """Call `GlobalLayers.check` for every update. The `InputError` names the client."""
-    for update in updates:
-        try:
-            global_layers.check(update.layers)
-        except InputError as problem:
-            raise InputError(f"client {update.partition_id}: {problem}") from problem
-
-
-def weighted_sum(
-    global_layers: Layers | GlobalLayers, updates: Sequence[ClientUpdate], *, aggregator: WeightedSum
-) -> Layers:
-    """Aggregate a list of updates in order of partition id."""
-    aggregator.start(as_reference(global_layers))
-    aggregator.add_all(sorted(updates, key=lambda update: update.partition_id))
-    return aggregator.finish()
+def _add_scaled(total: np.ndarray, layer: np.ndarray, *, factor: float, coefficient: float) -> None:
+    """Multiply a layer of a sum by ``factor``, of which 0 overwrites it, and add another one times ``coefficient``."""
+    tiles = (torch.from_numpy(array.reshape(-1)).split(CACHE_TILE) for array in (total, layer))
+    for sums, addend in zip(*tiles, strict=True):  # tiles stay in the cache between both operations
+        if factor == 0:
+            torch.mul(addend.to(sums.dtype), coefficient, out=sums)
+            continue
+        if factor != 1:
+            sums.mul_(factor)
+        sums.add_(addend, alpha=coefficient)  # one operation that multiplies and adds; NumPy needs two and a buffer
 
 
 def _sum_dtype(array: np.ndarray) -> np.dtype:

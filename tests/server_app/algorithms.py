@@ -4,7 +4,7 @@ from functools import partial
 
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.eua import EUAAggregator, EUAServer
-from strategies.fedavg import mean
+from strategies.fedavg import make_weighted_mean
 from strategies.weighted_sum import WeightedSum
 
 
@@ -19,7 +19,7 @@ class TwoGroups(FedSSLStrategy):
     """Federated averaging within each of two groups of clients."""
 
     def __init__(self):
-        super().__init__(Groups(mean("examples")))
+        super().__init__(Groups(make_weighted_mean("examples")))
 
 
 class Neighbours(ServerStrategy):
@@ -65,4 +65,4 @@ class TwoGroupsOneSwitch(FedSSLStrategy):
     """As `TwoGroups` with a client that changes its model."""
 
     def __init__(self):
-        super().__init__(Switching(mean("examples")))
+        super().__init__(Switching(make_weighted_mean("examples")))

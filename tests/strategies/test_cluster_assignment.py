@@ -17,7 +17,7 @@ from strategies.cluster_assignment import (
     feature_distance,
 )
 from strategies.featarc import FeatARC
-from strategies.fedavg import mean
+from strategies.fedavg import make_weighted_mean
 from strategies.types import GLOBAL, GlobalModel, RoundOutcome, ServerState
 from strategies.update_store import in_memory
 from tests.server_app.small import LAYERS, Small
@@ -114,7 +114,7 @@ def test_the_server_compares_features():
 
     Clients at 30, 60 and 120 degrees are nearest to 0, 1 and 1, and one on the diagonal stays where it is.
     """
-    server = ServerAssignedClusters(ServerStrategy(mean("uniform")), clusters=2, num_images=8)
+    server = ServerAssignedClusters(ServerStrategy(make_weighted_mean("uniform")), clusters=2, num_images=8)
     seen = {client: torch.tensor([on_unit_circle(angle)]) for client, angle in ((3, 30), (5, 60), (9, 120))}
     views = {"0": torch.tensor([[1.0, 0.0]]), "1": torch.tensor([[0.0, 1.0]])}
     state = ServerState(round=1, models={name: GlobalModel(layers={"name": name}) for name in views})

@@ -15,7 +15,6 @@ from fedssl.low_rank_products import FactorPairs
 from fedssl.methods.base import SSLMethod
 from fedssl.wire.messages import TrainPlan
 from server_app.updates import apply_stale_update, layer_changes
-from strategies.base import ClientStrategy
 from strategies.cluster_assignment import cluster_by_cosine
 from strategies.encoder_divergence import divergence, encoder_divergence
 from strategies.eua import EUAAggregator
@@ -24,7 +23,7 @@ from strategies.fedavg import fedavg
 from strategies.gossip import NeighborAverage, consensus_distance
 from strategies.gram_matrix import deviation_gram
 from strategies.krum import KrumAggregator, closest
-from strategies.l_dawa import LDAWAScalingClient, l_dawa, scale_layers
+from strategies.l_dawa import LDAWA, l_dawa, scale_layers
 from strategies.low_rank_aggregation import combine, exact_weight, stacked_weight
 from strategies.m_dawa import m_dawa
 from strategies.types import GlobalModel, LinearAggregator
@@ -370,7 +369,7 @@ def test_the_client_of_l_dawa_scales_products():
         round=1, layers=start, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="",
         upload_names=(FC.a, FC.b),
     )  # fmt: skip
-    uploaded = LDAWAScalingClient(ClientStrategy(), buffers="average", warmup_rounds=0).layers_to_upload(method, plan)
+    uploaded = LDAWA(scale_at="client").client.upload(method, plan)
     x, y = (dense_layers(layers, pairs_of())[FC.weight].ravel() for layers in (start, low_rank_model(0)))
     cosine = x @ y / np.sqrt((x @ x) * (y @ y))
     np.testing.assert_allclose(uploaded[FC.b], cosine * low_rank_model(0)[FC.b])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fedssl.arrays import GlobalLayers
+from strategies.aggregate import aggregate
 from strategies.fedavg import fedavg
 from strategies.l_dawa import l_dawa
 from strategies.loss_weighted import loss_weighted
@@ -121,23 +122,6 @@ def test_inputs_are_not_changed_and_may_be_read_only(rule):
     assert not any(np.shares_memory(result[name], arrays[name]) for arrays in all_layers(updates) for name in result)
 
 
-@pytest.mark.parametrize("weighting", ["uniform", "examples", "loss"])
-@pytest.mark.parametrize("scale", ["none", "layer", "model"])
-def test_one_by_one_equals_all_at_once_bit_for_bit(weighting, scale):
-    start = model(0)
-    updates = clients_of(start)  # the losses fall and rise: the sum is rescaled on the way
-    rule = WeightedSum(weighting=weighting, scale=scale)
-    reference = GlobalLayers(start)
-    rule.start(reference)
-    rule.add_all(updates)
-    at_once = rule.finish()
-    rule.set_clients([one.partition_id for one in updates])
-    rule.start(reference)
-    for one in updates:
-        rule.add(one, reference.cosines_of(one.layers))
-    assert same(rule.finish(), at_once)
-
-
 def test_the_number_of_threads_changes_nothing():
     random = np.random.default_rng(0)
     start = {f"fc{i}.weight": random.standard_normal((600, 1000), np.float32) for i in range(6)}  # 3.6 M: 4 threads
@@ -215,9 +199,7 @@ def test_blocks_summed_elsewhere_give_equal_bits(options, number, elsewhere):
     updates = [replace(one, partition_id=k) for k, one in enumerate((clients_of(start) * number)[:number])]
     reference, size = GlobalLayers(start), num_per_block(number)
     rule, other = WeightedSum(**options), WeightedSum(**options)
-    rule.start(reference)
-    rule.add_all(updates)
-    expected = rule.finish()
+    expected = aggregate(start, updates, rule)
 
     for aggregator in (rule, other):
         aggregator.set_clients(list(range(number)))
