@@ -15,7 +15,7 @@ from strategies.fedavg import fedavg
 from strategies.l_dawa import l_dawa
 from strategies.loss_weighted import loss_weighted
 from strategies.m_dawa import m_dawa
-from strategies.weighted_sum import WeightedSum, num_per_block
+from strategies.weighted_sum import NO_COSINES, WeightedSum, num_per_block
 from tests.strategies.made import (
     all_layers,
     clients_of,
@@ -219,3 +219,27 @@ def test_blocks_summed_elsewhere_give_equal_bits(options, number, elsewhere):
     first_block = pickle.dumps(received[0].layers)
     assert same(rule.finish(), expected)
     assert pickle.dumps(received[0].layers) == first_block
+
+
+def test_blocks_without_updates_change_nothing():
+    start = model(0)
+    reference = GlobalLayers(start)
+    results = []
+    for clients in ([5, 15], [*range(16)]):  # in the first block, and in the second and fourth of 4
+        rule = WeightedSum(weighting="loss")
+        rule.set_clients(clients)
+        rule.start(reference)
+        for client, one in zip((5, 15), clients_of(start), strict=False):
+            rule.add(replace(one, partition_id=client), reference.cosines_of(one.layers))
+        results.append(rule.finish())
+    assert same(*results)
+
+
+def test_a_client_of_an_earlier_round_follows_the_last_block():
+    rule = WeightedSum()
+    rule.set_clients(list(range(0, 14, 2)))
+    rule.start(GlobalLayers(layers(a=[0])))
+    assert [rule.block_of(client) for client in (0, 8, 10, 12)] == [0, 0, 1, 1]
+    assert rule.block_of(5) == 0
+    rule.add(update(10, layers(a=[1])), NO_COSINES)
+    assert rule.block_of(5) == rule.block_of(14) == 1
