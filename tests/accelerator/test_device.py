@@ -1,6 +1,5 @@
 """The strict accelerator itself: it computes as the CPU, refuses what a GPU refuses, and counts copies and waits."""
 
-import copy
 from collections import Counter
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.accelerator.device import NAME, Event, limited_memory, recorded
+from tests.accelerator.device import NAME, limited_memory, recorded
 
 OTHER = f"{NAME}:1"  # not the current device
 
@@ -100,64 +99,6 @@ def test_training_gives_the_bits_of_the_cpu(accelerator):
     assert all(torch.equal(*pair) for pair in zip(train("cpu"), there.result(), strict=True))
 
 
-def test_autocast_casts_as_on_a_gpu(accelerator):
-    there = accelerator(train, OTHER, torch.bfloat16)
-    for here, value in zip(train("cpu", torch.bfloat16), there.result(), strict=True):
-        torch.testing.assert_close(here, value, rtol=0, atol=0.02)
-    assert accelerator(_dtypes).result() == [torch.bfloat16, torch.float32, torch.float32]
-
-
-def _dtypes() -> list[torch.dtype]:
-    x = torch.randn(3, 4, device=OTHER)
-    with torch.autocast(NAME, dtype=torch.bfloat16):
-        return [value.dtype for value in (x @ x.T, (x @ x.T).softmax(1), F.layer_norm(x.bfloat16(), [4]))]
-
-
-def test_generators_belong_to_a_device(accelerator):
-    expected = torch.randn(5, generator=torch.Generator().manual_seed(3))
-    drawn = accelerator(_draws).result()
-    assert all(torch.equal(expected, value) for value in drawn)
-
-
-def _draws() -> list[Tensor]:
-    own = torch.randn(5, device=OTHER, generator=torch.Generator(OTHER).manual_seed(3))
-    torch.pretend.manual_seed_all(3)
-    with torch.random.fork_rng([OTHER], device_type=NAME):
-        first = torch.randn(5, device=OTHER)
-    again, zero = torch.randn(5, device=OTHER), torch.randn(5, device=f"{NAME}:0")
-    torch.pretend.manual_seed_all(3)
-    masks = [F.dropout(torch.ones(40, device=f"{NAME}:{index}")).cpu() for index in (0, 1)]
-    assert torch.equal(*masks)
-    return [value.cpu() for value in (own, first, again, zero)]
-
-
-def test_views_and_resized_outputs_share_memory_with_their_base(accelerator):
-    assert accelerator(_views).result()
-
-
-def _views() -> bool:
-    base = torch.zeros(2, 3, device=OTHER)
-    base.view(-1)[1:3].add_(1)
-    base.T[0].fill_(5)
-    for part in base.chunk(2):
-        part.mul_(2)
-    torch.add(base, base, out=(out := torch.empty(0, device=OTHER)))
-    return base.tolist() == [[10, 2, 2], [10, 0, 0]] and out.tolist() == [[20, 4, 4], [20, 0, 0]]
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_copies_of_models_are_equal_and_on_the_same_device(accelerator, mode):
-    assert accelerator(_deep_copy, mode).result()
-
-
-def _deep_copy(mode: type[torch.no_grad]) -> bool:
-    with mode():
-        model = nn.Linear(3, 2).to(OTHER)
-        copied, before = copy.deepcopy(model), model.weight.clone()
-        model.weight.zero_()
-        return str(copied.weight.device) == OTHER and torch.equal(copied.weight, before)
-
-
 def test_copies_and_waits_are_counted(accelerator):
     events = accelerator(_transfers).result()
     both = {"synchronize": 1}
@@ -205,51 +146,6 @@ def _transfers() -> dict[str, dict[str, int]]:
             action()
         counts[name] = dict(Counter(event.kind for event in events))
     return counts
-
-
-def test_an_asynchronous_copy_arrives_when_the_host_waits(accelerator):
-    assert accelerator(_late_copy).result() == [True, True]
-
-
-def _late_copy() -> list[bool]:
-    source = torch.ones(3, device=OTHER)
-    target = source.to("cpu", non_blocking=True)
-    source.zero_()
-    early = bool(target.isnan().all())
-    torch.accelerator.synchronize(1)
-    return [early, bool((target == 1).all())]
-
-
-def test_pinned_memory_is_not_changed_before_its_copy_is_complete(accelerator):
-    accelerator(_change_pinned, wait=True).result()
-    with pytest.raises(RuntimeError, match="pinned memory was changed before its copy to the device was complete"):
-        accelerator(_change_pinned, wait=False).result()
-
-
-def _change_pinned(*, wait: bool) -> None:
-    source = torch.ones(3).pin_memory()
-    source.to(OTHER, non_blocking=True)
-    if wait:
-        torch.accelerator.synchronize(1)
-    source.zero_()
-    torch.accelerator.synchronize(1)
-
-
-def test_events_name_functions_of_the_project(accelerator):
-    events = accelerator(_events).result()
-    assert {event.kind for event in events} == {"to_device", "to_host", "synchronize"}
-    for event in events:
-        assert "fedssl/evaluation/features.py:extract" in (event.site, event.caller)
-
-
-def _events() -> list[Event]:
-    from fedssl.datasets.images import TensorImages
-    from fedssl.evaluation.features import extract
-
-    encoder, images = nn.Flatten(), torch.zeros(4, 1, 2, 2, dtype=torch.uint8)
-    with recorded() as events:
-        extract(encoder, TensorImages(images), mean=[0.5], std=[0.5], device=torch.device(OTHER))
-    return events
 
 
 def test_memory_is_counted_and_limited(accelerator):

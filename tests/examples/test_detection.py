@@ -32,33 +32,6 @@ def test_boxes_hold_exactly_the_pixels_of_their_shapes() -> None:
     assert seen == {1, 2, 3}
 
 
-class PerfectDetector(nn.Module):
-    """Returns the targets, except for the labels of the first `mistakes` images."""
-
-    def __init__(self, targets, mistakes):
-        super().__init__()
-        self.targets, self.mistakes = iter(targets), mistakes
-
-    def forward(self, images):
-        target = next(self.targets)
-        labels = target["labels"].clone()
-        if self.mistakes:
-            self.mistakes -= 1
-            labels[0] = labels[0] % 3 + 1
-        return [{"boxes": target["boxes"], "labels": labels, "scores": torch.full((len(labels),), 0.9)}]
-
-
-@pytest.mark.parametrize("mistakes", [0, 2])
-def test_a_wrong_class_reduces_recall_and_precision(mistakes: int) -> None:
-    image_shape = {"channels": 1, "size": 32}
-    _, targets = detection.batch(torch_generator(5), 4, **image_shape)
-    shapes = sum(len(target["labels"]) for target in targets)
-    recall, precision = detection.evaluate(
-        PerfectDetector(targets, mistakes), torch_generator(5), number=4, **image_shape
-    )
-    assert recall == precision == (shapes - mistakes) / shapes
-
-
 @pytest.fixture
 def encoder(tmp_path):
     settings = {"_target_": "fedssl.encoders.conv_small", "channels": 3, "size": 32, "width": 4, "norm": "batch"}

@@ -36,45 +36,6 @@ def test_self_supervised_features_minimize_the_objective():
     assert least == pytest.approx(-0.5 * np.square(np.linalg.eigvalsh(moment)[-3:]).sum())
 
 
-@pytest.mark.heavy
-def test_supervised_features_are_those_of_the_two_layer_network():
-    """The problem of section 4.2 over both layers, by a general solver."""
-    generator = np.random.default_rng(1)
-    images, labels = generator.normal(size=(6, 4)), np.array([0, 0, 1, 1, 2, 2])
-    classes, width = 3, 3
-
-    def layers(flat):
-        return flat[: width * 4].reshape(width, 4), flat[width * 4 :].reshape(classes, width)
-
-    def cost(flat):
-        u, v = layers(flat)
-        return np.linalg.norm(u.T @ u) ** 2 + np.linalg.norm(v.T @ v) ** 2
-
-    def margins(flat):
-        u, v = layers(flat)
-        outputs = images @ (v @ u).T
-        return np.array(
-            [
-                row[y] - row[other] - 1
-                for row, y in zip(outputs, labels, strict=True)
-                for other in range(3)
-                if other != y
-            ]
-        )
-
-    options = {"maxiter": 1000, "ftol": 1e-12}
-    found = [
-        minimize(cost, generator.normal(size=21), constraints={"type": "ineq", "fun": margins}, options=options)
-        for _ in range(3)
-    ]
-    best = min((one for one in found if margins(one.x).min() > -1e-6), key=lambda one: one.fun)
-    slow, _ = layers(best.x)
-    features = theory.supervised(images, labels)
-    # ||v' v||_F^2 = ||u' u||_F^2 at the optimum.
-    assert 2 * np.linalg.norm(features.T @ features) ** 2 == pytest.approx(best.fun, rel=1e-4)
-    np.testing.assert_allclose(features.T @ features, slow.T @ slow, atol=5e-3)
-
-
 def test_what_the_paper_proves(tmp_path, capsys):
     dims = [64, 256]
     assert theory.main(["--dims", "64", "256", "--seeds", "2", "--sources", "3", "--folder", str(tmp_path)]) == 0

@@ -25,15 +25,6 @@ def call(folder, program, *, shell="", **environment):
     )
 
 
-def test_output_in_an_encoding_that_lacks_a_character(tmp_path):
-    program = "print('76.4 ± 0.3 für 猫')\nraise InputError('für ± 1')"
-    program = f"from fedssl.errors import InputError\n{program}"
-    done = call(tmp_path, program, PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stdout) == (2, "76.4 +- 0.3 f\\xfcr \\u732b\n")
-    assert done.stderr == "fedssl: f\\xfcr +- 1\n"
-    assert call(tmp_path, program, PYTHONIOENCODING="utf-8").stdout == "76.4 ± 0.3 für 猫\n"
-
-
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_closed_stream_is_the_null_device(tmp_path, closed):
     """A file that the command opens must not take its number, and with it what the command prints."""

@@ -75,19 +75,6 @@ START = {
 }
 
 
-def test_cosines_of_products_by_hand():
-    # (4, 3) instead of (3, 4): 24/25. B = (0, 1) instead of (1, 0) with the rows (1, 0), (1, 1): (1, 1) instead of
-    # (1, 0), 1/sqrt(2). The mean by size: 4 numbers of 0.96, 2 of 0.7071 and 2 of 1.
-    client = START | {"encoder.fc.lora_A": np.array([[4.0, 3]]), "encoder.out.lora_B": np.array([[0.0, 1]])}
-    cosines = GlobalLayers(START, PAIRS).cosines_of(client)
-    expected = {"encoder.fc.weight": 0.96, "encoder.out.weight": 0.5**0.5, "projector.weight": 1}
-    assert cosines.weights == pytest.approx(expected, rel=1e-14)
-    assert list(cosines.weights) == list(expected)
-    assert cosines.mean == pytest.approx((4 * 0.96 + 2 * 0.5**0.5 + 2) / 8)
-    # 4 * 24 + 1 + 25 over the lengths of (100, 1, 25) and (100, 2, 25).
-    assert cosines.model == pytest.approx(122 / (126 * 127) ** 0.5)
-
-
 def test_cosines_do_not_depend_on_the_factors_of_a_product():
     start = GlobalLayers({"a": low_rank(0).a, "b": low_rank(0).b}, FactorPairs((LowRankLayer("w", "a", "b", 1.5),)))
     b, a = low_rank(1).b, low_rank(1).a

@@ -10,7 +10,6 @@ from torch import nn
 from fedssl.config.load import compose
 from fedssl.datasets.images import TensorImages
 from fedssl.encoders import vit_tiny
-from fedssl.encoders.tokens import gather_patches
 from fedssl.methods.base import build_method
 from fedssl.methods.heads import MLP
 from fedssl.methods.moco_v3 import MoCoV3
@@ -108,31 +107,6 @@ def test_flops_of_convolutions_with_groups(groups):
         second(first(torch.ones(5, 6, 4, 3))).sum().backward()
     one = 2 * 5 * 12 * 9 * 12 * 6 // groups
     assert flops.get_total_flops() == 2 * one + 3 * 2 * one
-
-
-def test_a_quarter_of_patches_needs_a_quarter_of_flops():
-    """And a sixteenth of those of attention. The patch embedding sees all patches; there are no prefix tokens."""
-    encoder = moco(size=16, depth=2).encoder  # 64 patches
-    images, indices = torch.rand(BATCH, 1, 16, 16), torch.arange(0, 64, 4).expand(BATCH, -1)
-    linear, attention = 64 * 192, 2 * 64 * 64 * 4
-    flops = {}
-    for visible in (64, 16):
-        with count_flops() as counter:
-            patches = encoder.embed(images)
-            encoder.forward_tokens(patches if visible == 64 else gather_patches(patches, indices))
-        flops[visible] = counter.get_total_flops() / (2 * BATCH) - 64 * 4 * 4
-    assert flops == {64: 2 * (linear + attention), 16: 2 * (linear / 4 + attention / 16)}
-
-
-def test_depth_dropout_counts_as_its_expectation():
-    method = moco(depth=3)
-    with set_active_stages(method, depth=3, frozen=2):
-        without = cost_of(method)
-    with set_active_stages(method, depth=3, frozen=2, depth_dropout=0.25):
-        dropped = cost_of(method)
-        assert method.encoder.active_stages.depth_dropout == 0.25
-    assert dropped.flops_per_image == without.flops_per_image - 0.25 * 2 * 2 * 2 * (LINEAR + ATTENTION)
-    assert dropped.peak_memory == without.peak_memory
 
 
 def test_parameters():

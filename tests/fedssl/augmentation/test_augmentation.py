@@ -50,15 +50,6 @@ def test_views_equal_a_torchvision_pipeline_with_the_same_parameters():
             close(0.2 * actual[index][k], 0.2 * normalized(255 * image[None])[0])  # 0.2: the smallest std
 
 
-def test_neutral_recipe_only_normalizes():
-    images = random_images(7, 3, 16, 16)
-    first, second = augmentation({})(images, generator())
-    close(first, normalized(images))
-    assert torch.equal(first, second)
-    assert first.dtype == torch.float32
-    assert first.is_contiguous()
-
-
 def test_same_seed_same_views_and_global_generator_untouched():
     images, state = random_images(9, 3, 16, 16), torch.get_rng_state()
     make = augmentation(EVERYTHING)
@@ -67,15 +58,6 @@ def test_same_seed_same_views_and_global_generator_untouched():
     assert torch.equal(first[1], again[1])
     assert not torch.allclose(first[0], other[0])
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_image_gets_the_same_views_in_a_longer_batch():
-    images = random_images(2 * CHUNK + 30, 3, 16, 16)
-    make = augmentation(EVERYTHING)
-    whole, short = make(images, generator()), make(images[: CHUNK + 5], generator())
-    assert len(whole[0]) == len(images)
-    for long, view in zip(whole, short, strict=True):
-        close(long[: CHUNK + 5], view)
 
 
 @pytest.mark.parametrize("channels", [1, 2])
@@ -181,11 +163,6 @@ def test_bad_recipes(views, message):
 def test_bad_statistics(mean, std):
     with pytest.raises(InputError, match=r"dataset.mean=.* and dataset.std="):
         Augmentation(size=8, mean=mean, std=std, views=[{}, {}])
-
-
-def test_a_border_is_narrower_than_the_image():
-    with pytest.raises(InputError, match="pad=16 but the images have 16x20 pixels; set pad to at most 15"):
-        augmentation({}, {"pad": 16}, channels=3)(random_images(4, 3, 16, 20), generator())
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))

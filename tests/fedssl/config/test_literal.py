@@ -10,7 +10,6 @@ import pytest
 from fedssl.config.literal import literal_values, path_of, plain_override, public_overrides, shell_command, user_path
 from fedssl.config.load import compose
 from fedssl.config.overrides import parse
-from fedssl.errors import InputError
 from fedssl.evaluation import cli as evaluation
 from fedssl.export import cli as export
 from fedssl.report import cli as report
@@ -61,15 +60,6 @@ def test_home_folders(monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)  # a user without an entry in the system's list
     with pytest.raises(RuntimeError, match="home directory"):  # not a new folder with the name ~
         user_path("~/a")
-
-
-def test_what_hydra_reads_stays():
-    for text, value in (("'a b'", "a b"), ('"a, b"', "a, b"), ("null", None), (" /x\r", "/x"), ("", "")):
-        assert parse(literal_values([f"dataset.path={text}"]))[0].value() == value
-    for override in ("rounds=3", "~evaluation.k", "hydra.sweep.dir=multirun/${now:%Y}", "dataset.path='a','b'"):
-        assert literal_values([override]) == [override]
-    with pytest.raises(InputError, match=r"output_dir==x has two equals signs; write output_dir=x"):
-        literal_values(["output_dir==x"])
 
 
 def test_unquoted_commas_separate_the_values_of_a_sweep():

@@ -4,11 +4,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from fedssl.config.compose import resolve_config, validate_names
+from fedssl.config.compose import resolve_config
 from fedssl.config.constraints import check_channels
 from fedssl.config.load import compose, load_settings, save_run
 from fedssl.config.overrides import CONF, quote_value
-from fedssl.config.settings import Component
 from fedssl.errors import InputError
 from fedssl.evaluation.cli import compose_evaluation
 from fedssl.machine import process
@@ -130,28 +129,10 @@ def test_what_needs_a_shared_model_is_refused_without_one(override, sentence):
     assert "\n" not in str(caught.value)
 
 
-def test_the_names_of_a_sweep_are_checked_before_it_starts():
-    validate_names(["strategy=fedavg,l_dawa", "partition.alpha=0.1,0.5", "seed=range(3)", "hydra.verbose=true"])
-    # The first of several experiments says which settings there are.
-    validate_names(["experiment=lw_fedssl/table6,lw_fedssl/prog_fedssl", "schedule.weight_transfer=false,true"])
-    with pytest.raises(InputError, match="did you mean num_clients"):
-        validate_names(["num_client=5,10"])
-
-
 @pytest.mark.parametrize("text", ["/tmp/a b", "/tmp/it's, [odd] {name}=1", "C:\\images\\", "/tmp/ünï"])
 def test_any_path_survives_the_command_line(text):
     assert resolve_config([f"output_dir={quote_value(text)}"])[0].output_dir == str(Path(text).absolute())
     assert compose([f"output_dir={quote_value(text)}"]).recording.folder == Path(text).resolve()
-
-
-class Refuses:
-    def __init__(self):
-        raise InputError("no")
-
-
-def test_a_refused_setting_comes_out_as_it_was_raised():
-    with pytest.raises(InputError, match="^no$"):
-        Component({"_target_": f"{__name__}.Refuses"}).instantiate()
 
 
 class TestResume:
@@ -239,14 +220,3 @@ def test_statistics_follow_the_number_of_channels(name: str) -> None:
     check_channels(data)
     assert data.mean == (sum(default.mean) / len(default.mean),) * data.channels
     assert data.std == (sum(default.std) / len(default.std),) * data.channels
-
-
-def test_statistics_of_further_data_sets_follow_unless_given() -> None:
-    own = ["dataset=cifar10", "dataset.channels=1"]
-    assert compose([*own, "dataset.mean=[0.5]"]).data.mean == (0.5,)
-    wrong = compose([*own, "dataset.mean=[0.5,0.5,0.5]"]).data
-    with pytest.raises(InputError, match=r"dataset\.mean=\[0\.5, 0\.5, 0\.5\] has 3 values but dataset\.channels=1"):
-        check_channels(wrong)
-    other = ["+dataset@evaluation.datasets.other=cifar10", "evaluation.datasets.other.channels=1"]
-    transfer = compose(["evaluation=transfer", *other]).evaluation.protocol
-    assert len(transfer.values["datasets"]["other"]["mean"]) == 1

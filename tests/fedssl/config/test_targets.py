@@ -70,17 +70,6 @@ class TestTheFlag:
         assert expand_config_dir_flag(["--cfg", "job", "a=1", *flag]) == ["--cfg", "job", override, "a=1"]
         assert expand_config_dir_flag([*flag, "--help"]) == [override, "--help"]
 
-    def test_joins_the_word(self, tmp_path, monkeypatch):
-        for name in ("one", "two"):
-            (tmp_path / name).mkdir()
-        monkeypatch.chdir(tmp_path)
-        arguments = expand_config_dir_flag([f"{SEARCHPATH_KEY}=[one]", "a=1", "-cd", "two", "--config-dir", "two"])
-        assert search_folders(arguments) == [tmp_path / "two", tmp_path / "one"]
-        assert arguments[1:] == ["a=1"]
-
-    def test_other_arguments_stay(self):
-        assert expand_config_dir_flag(["-m", "a=1,2", "--cfg", "job"]) == ["-m", "a=1,2", "--cfg", "job"]
-
     @pytest.mark.parametrize(
         ("arguments", "sentence"),
         [
@@ -94,12 +83,6 @@ class TestTheFlag:
             normalize(expand_config_dir_flag(arguments))
         assert "\n" not in str(caught.value)
 
-    def test_a_file_of_the_same_name_is_refused(self, tmp_path):
-        (tmp_path / "strategy").mkdir()
-        (tmp_path / "strategy" / "fedavg.yaml").touch()
-        with pytest.raises(InputError, match="has the name of a file in conf/, which takes precedence; rename it"):
-            words_for(tmp_path)
-
 
 class TestChoices:
     def test_are_those_of_both(self, conf):
@@ -107,14 +90,6 @@ class TestChoices:
         assert set(both["strategy"]) == {*own["strategy"], "mine"}
         assert "lab/simclr" in both["method"]
         assert both["tracker"] == own["tracker"]
-
-    def test_are_composed(self, conf):
-        settings = compose(words_for(conf, "experiment=mine", "method=lab/simclr", "encoder=mine"))
-        assert settings.rounds == 7
-        assert type(settings.algorithm.strategy.instantiate()).__name__ == "Mine"
-        assert settings.model.method.values["temperature"] == 0.07
-        assert settings.model.encoder.instantiate(channels=1).feature_dim == 16
-        assert settings.recording.choices["strategy"] == "mine"
 
     def test_wrong_ones_are_answered_with_them(self, conf):
         with pytest.raises(InputError, match=r"strategy=mein does not exist; did you mean .*mine.*; choose one of"):

@@ -6,14 +6,12 @@ import io
 import json
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -304,28 +302,6 @@ def test_a_full_disk_is_one_sentence(images, location, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(cache, "MIN_SECONDS_TO_CACHE", 0)
     read(folder_of(images, location))
-
-
-def test_free_disk_space_is_checked_before_decoding(images, location, decoded, monkeypatch):
-    """One byte less than the 48 images of the split, 60 less a fifth, of 3 x 8 x 8 pixels need."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=48 * 3 * 8 * 8 - 1))
-    monkeypatch.setattr(os, "posix_fallocate", lambda *arguments: pytest.fail("the disk is too small"))
-    with pytest.raises(InputError, match=r"no room .*they need .*are free; .* or lower dataset.limit"):
-        read(folder_of(images, location, storage="decoded"))
-    assert not decoded
-    monkeypatch.undo()
-
-
-@pytest.mark.parametrize("kind", ["file", "below a file"])
-def test_a_folder_that_cannot_be_made(images, tmp_path, monkeypatch, caplog, kind):
-    (tmp_path / "x").write_text("")
-    with pytest.raises(InputError, match=r"cannot be written .*; set dataset.cache=FOLDER"):
-        read(folder_of(images, tmp_path / "x"))
-    # Without an explicit folder, as with a read-only home, images are decoded into memory.
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    result = read(settings("image_folder", path=str(images), size=8))
-    assert "images are decoded into memory" in caplog.text
-    assert same(result, read(folder_of(images, None)))
 
 
 def test_a_complete_cache_needs_no_lock_and_no_write_permission(images, location):

@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.datasets import digits
 from fedssl.datasets.base import load, stratified_holdout
-from fedssl.errors import InputError
 from tests.fedssl.datasets.made import settings_of
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
@@ -39,8 +37,3 @@ def test_digits_statistics_are_those_of_the_yaml() -> None:
     values = load(settings, "train").images[:] / 255
     assert values.mean().item() == pytest.approx(settings.mean[0], abs=1e-3)
     assert values.std().item() == pytest.approx(settings.std[0], abs=1e-3)
-
-
-def test_an_unknown_split_is_rejected():
-    with pytest.raises(InputError, match="dataset=digits has no split 'tset'; set it to train or test"):
-        digits.read("tset", channels=1, size=8, limit=None)

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from fedssl.datasets import base, cache, decoding, image_folder, pack, tables
+from fedssl.datasets import base, cache, decoding, image_folder, tables
 from fedssl.datasets.base import ImageData
 from fedssl.datasets.images import EncodedImages, MappedImages, TensorImages
 from fedssl.errors import InputError
@@ -186,48 +186,6 @@ def test_an_interrupted_index_is_continued(tmp_path, monkeypatch, reads, kind):
     assert same(load(tmp_path / "data", kind, tmp_path / "cache", storage="encoded", test_fraction=0), expected)
     assert len(reads) == 60 - noted
     assert {file.name for file in only(tmp_path / "cache").iterdir()} <= {"lock", "about.npz", "pack"}
-
-
-def copy_until_the_disk_is_full(tmp_path, monkeypatch) -> int:
-    """Return the number of copied images by the note: three or four batches of seven, and no part of the fifth."""
-    write(tmp_path / "data", "parquet")
-    original, written = os.write, []
-
-    def fill(descriptor: int, content: memoryview) -> int:
-        written.append(len(content))
-        if len(written) > 9:  # bytes and lengths of four batches, the first in two parts
-            raise OSError(28, "No space left on device")
-        return original(descriptor, content[: len(content) // 2] if len(written) == 1 else content)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(decoding, "THREADS", 1)
-        patch.setattr(pack.os, "write", fill)
-        with pytest.raises(InputError, match=r"became full while .* were copied .* which continues the copy"):
-            load(tmp_path / "data", "parquet", tmp_path / "cache", storage="encoded", test_fraction=0)
-    done: int = json.loads((only(tmp_path / "cache") / "note.json").read_text())["done"]
-    assert done == 28
-    return done
-
-
-@pytest.mark.parametrize("lost", [None, "lengths", "partial"])
-def test_a_copy_continues_when_the_disk_has_room(tmp_path, monkeypatch, reads, lost):
-    done = copy_until_the_disk_is_full(tmp_path, monkeypatch)
-    if lost is not None:
-        cut(only(tmp_path / "cache") / lost)
-        done = 0
-    expected = load(tmp_path / "data", "parquet", None, storage="decoded", test_fraction=0)
-    reads.clear()
-    assert same(load(tmp_path / "data", "parquet", tmp_path / "cache", storage="encoded", test_fraction=0), expected)
-    assert len(reads) == 60 - done
-
-
-def test_free_disk_space_is_checked_before_the_copy(tmp_path, monkeypatch, reads):
-    write(tmp_path / "data", "parquet")
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=100_000))  # 0.3 MB are needed
-    sentence = r"no room for a copy of the encoded images: it needs .* and 0\.1 MB are free; .*dataset\.cache=FOLDER"
-    with pytest.raises(InputError, match=sentence):
-        load(tmp_path / "data", "parquet", tmp_path / "cache", storage="encoded")
-    assert not reads
 
 
 NEEDED = 48 * 3 * 20 * 20

@@ -1,7 +1,6 @@
 """Recognition of splits, owners and classes from the folders of a data set."""
 
 import logging
-import unicodedata
 from pathlib import Path
 
 import pytest
@@ -59,18 +58,6 @@ def test_folders_named_after_splits_are_splits(tmp_path: Path, train: str, test:
     assert found == [
         {f"{train}/cat/1.png": "cat", f"{train}/dog/2.png": "dog"},
         {f"{test}/cat/3.png": "cat", f"{test}/dog/4.png": "dog"},
-    ]
-
-
-def test_what_is_recognized_is_logged_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    root = touch(tmp_path, "Training/cat/1.png", "Training/dog/2.png", "Testing/cat/3.png", "a.png", "empty/x.txt")
-    (root / "Training" / "cow").mkdir()
-    for split in SPLITS:
-        list_split(split, root)
-    assert caplog.messages == [
-        f"{root}: ignored 1 file: 1 .txt",
-        f"{root}: splits Testing (1 images), Training (2 images); 2 classes (cat, dog); without images: cow, empty; "
-        "1 images outside the splits are not used",
     ]
 
 
@@ -132,37 +119,6 @@ def test_an_unknown_split_is_refused_with_those_that_exist(tmp_path: Path) -> No
         list_split("train", touch(tmp_path / "loose", "1.png"), split_folders=True)
 
 
-def test_wrapping_folders_are_entered(tmp_path: Path) -> None:
-    root = touch(
-        tmp_path, "archive/Pets/cat/1.png", "archive/Pets/cat/old/2.png", "archive/Pets/dog/3.png", "other/x.txt"
-    )
-    assert labeled(root, list_split("train", root)) == {
-        "archive/Pets/cat/1.png": "cat",
-        "archive/Pets/cat/old/2.png": "cat",
-        "archive/Pets/dog/3.png": "dog",
-    }
-    owner = list_split("train", root, folders="owner")
-    assert owner.owner_names == ("archive",)
-    touch(root, "archive/Pets/4.png")
-    with pytest.raises(InputError, match=r"Pets holds 1 loose images beside the subfolders cat, dog; .*=none for no"):
-        list_split("train", root)
-    assert len(list_split("train", root, folders="none").files) == 4
-
-
-def test_spellings_of_a_class(tmp_path: Path) -> None:
-    names = [unicodedata.normalize(form, "café") for form in ("NFC", "NFD")]
-    root = touch(
-        tmp_path / "accents", f"train/{names[0]}/1.png", "train/x/1.png", f"test/{names[1]}/1.png", "test/x/1.png"
-    )
-    assert classes_of(root) == [("café", "x")] * 2  # macOS decomposes accents
-    for name in ("cat", "Cat "):
-        root = touch(tmp_path / name, "train/Cat/1.png", "train/dog/1.png", f"test/{name}/1.png", "test/dog/1.png")
-        with pytest.raises(InputError, match=r"spell a class differently .*; rename"):
-            list_split("train", root)
-    letters = touch(tmp_path / "letters", "train/A/1.png", "train/a/1.png", "test/a/1.png")
-    assert classes_of(letters) == [("A", "a")] * 2
-
-
 @pytest.mark.parametrize("name", ["data.zip", "1.png", "nowhere", "x" * 300])
 def test_a_path_that_is_no_folder(tmp_path: Path, name: str) -> None:
     if name.startswith(("data", "1")):
@@ -171,11 +127,3 @@ def test_a_path_that_is_no_folder(tmp_path: Path, name: str) -> None:
         InputError, match="is not a folder; give the folder that holds your images" + "(; unpack it first)?$"
     ):
         list_split("train", tmp_path / name)
-
-
-def test_heic_without_its_package_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedssl.datasets.folder_layout.HEIF_INSTALLED", False)
-    monkeypatch.setattr("fedssl.datasets.folder_layout.SUFFIXES", (".png",))
-    root = touch(tmp_path, "1.png", "2.HEIC")
-    (warning,) = list_split("train", root).warnings
-    assert "1 images ending in .heic .heif .hif are ignored; install pillow-heif" in warning

@@ -34,10 +34,3 @@ def test_tensors_have_the_pixels_of_images(height, width, size):
     expected = np.asarray(fit_image(Image.fromarray(pixels), size)).transpose(2, 0, 1).astype(float)
     found = fit_tensor(torch.from_numpy(pixels).permute(2, 0, 1)[None].float(), size)[0]
     assert np.abs(found.numpy() - expected).max() < 1.001
-
-
-def test_square_tensors_are_interpolated():
-    images = torch.rand(2, 3, 20, 20)
-    expected = torch.nn.functional.interpolate(images, (8, 8), mode="bilinear", antialias=True)
-    assert torch.equal(fit_tensor(images, 8), expected)
-    assert fit_tensor(images, 20) is images

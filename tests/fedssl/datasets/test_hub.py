@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from fedssl.datasets import decoding
 from fedssl.datasets.base import load, subsample_indices
 from fedssl.errors import InputError
 from tests.fedssl.datasets.made import first_pixels, make_image, settings_of, table
@@ -41,23 +40,6 @@ def test_parquet_folder(folder: Path) -> None:
     assert train.classes == ("ant", "bee", "cow")
     test = load(settings, "test")
     assert (first_pixels(test.images), test.labels.tolist()) == ([9, 8], [2, 1])
-
-
-def test_a_limit_decodes_only_its_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded: list[object] = []
-    original = decoding.read_image
-    monkeypatch.setattr(
-        decoding, "read_image", lambda source, **form: decoded.append(source) or original(source, **form)
-    )
-    settings = settings_of("cifar10", path=str(folder), size=4, limit=3, test_limit=1)
-    rows = subsample_indices(5, 3)
-    image_data = load(settings, "federated")
-    assert first_pixels(image_data.images) == (rows + 1).tolist()
-    assert image_data.labels.tolist() == (rows % 3).tolist()
-    assert len(load(settings, "test").images) == 1
-    load(settings, "train")
-    load(settings_of("cifar10", path=str(folder), size=4, limit=3, test_limit=1), "federated")
-    assert len(decoded) == 4  # each split once
 
 
 def test_splits_as_folders_and_unlabeled_images(tmp_path: Path) -> None:
@@ -126,22 +108,6 @@ def test_owners_that_cannot_be_used_are_one_sentence(tmp_path: Path, column: pa.
     with pytest.raises(InputError, match=message) as caught:
         load(settings_of("cifar10", path=str(tmp_path), size=4, owner="who"), "federated")
     assert "\n" not in str(caught.value)
-
-
-def test_a_share_that_cannot_be_held_out(tmp_path: Path) -> None:
-    pq.write_table(table([0, 10], [None, None]), tmp_path / "mine.parquet")
-    data = settings_of("cifar10", path=str(tmp_path), size=4, test_fraction=0.5)
-    assert load(data, "test") is None
-    assert len(load(data, "federated").images) == 2
-    for changes, message in (
-        (
-            {"test_fraction": 1.0, "path": str(tmp_path)},
-            r"^dataset\.test_fraction=1\.0 must be a number of at least 0 and below 1$",
-        ),
-        ({"test_fraction": 0.2}, r"dataset\.test_fraction=0\.2 is for local files, but dataset\.path is null"),
-    ):
-        with pytest.raises(InputError, match=message):
-            load(settings_of("cifar10", **changes), "federated")
 
 
 def test_a_missing_label_column_is_logged_and_means_no_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -72,21 +72,6 @@ def test_images_named_by_a_column_are_copied_and_dated(tmp_path: Path, monkeypat
         assert first_pixels(load(settings, "federated").images) == [1, 9, 3]
 
 
-def test_files_that_are_missing_or_not_regular_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "a.png").write_bytes(PNGS[1])
-    os.mkfifo(tmp_path / "pipe")
-    names = ["a.png", "b.png", "pipe", None, "", "https://x.org/c.png", 300 * "x"]
-    write(tmp_path / "train.parquet", img=pa.array([{"bytes": None, "path": name} for name in names], STRUCT))
-    assert pixels(tmp_path) == [2]
-    (warning,) = (message for message in caplog.messages if "cannot be read" in message)
-    assert warning.startswith("6 of 7 images cannot be read, the rest is used: row 1 of the split 'train' in ")
-    assert f", {tmp_path}/b.png (No such file or directory); row 2" in warning
-    assert f", {tmp_path}/pipe (it is not a regular file); row 3" in warning
-    (tmp_path / "a.png").unlink()
-    with pytest.raises(InputError, match=r"none of the 7 images can be read: row 0 .*a\.png \(No such file"):
-        pixels(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [

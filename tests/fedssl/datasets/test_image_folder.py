@@ -63,24 +63,6 @@ def test_subfolders_are_classes_and_a_fifth_is_held_out(tmp_path: Path) -> None:
     assert len(load(own(tmp_path, test_fraction=0), "train").images) == 20
 
 
-def test_owners_with_classes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The second owner has no ant; one image of the first is unreadable."""
-    for name, value in (("ann/bee/1.png", 1), ("ann/ant/x/2.png", 2), ("ben/bee/3.png", 3), ("ben/cow/4.png", 4)):
-        write(tmp_path / "train" / name, make_image(value))
-    (tmp_path / "train" / "ann" / "ant" / "0.png").write_bytes(b"")
-    for name, value in (("eve/ant/5.png", 5), ("eve/bee/6.png", 6), ("eve/cow/7.png", 7)):
-        write(tmp_path / "test" / name, make_image(value))
-    settings = own(tmp_path, folders="owner/class")
-    with caplog.at_level(logging.WARNING):
-        image_data = load(settings, "federated")
-    assert "1 of 5 images cannot be read" in caplog.text
-    assert first_pixels(image_data.images) == [2, 1, 3, 4]
-    assert (image_data.classes, image_data.labels.tolist()) == (("ant", "bee", "cow"), [0, 1, 1, 2])
-    assert (image_data.owner_names, image_data.owners.tolist()) == (("ann", "ben"), [0, 0, 1, 1])
-    test = load(settings, "test")
-    assert (test.classes, test.labels.tolist(), test.owner_names) == (("ant", "bee", "cow"), [0, 1, 2], ("eve",))
-
-
 @pytest.mark.parametrize(
     ("folders", "files", "message"),
     [

@@ -1,7 +1,6 @@
 """Labels of several files of a data set: numbers by name, and rows without a label."""
 
 import json
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fedssl.datasets import base
-from fedssl.datasets.base import NO_LABEL, load
+from fedssl.datasets.base import NO_LABEL
 from fedssl.datasets.labels import read_labels
 from fedssl.errors import InputError
-from tests.fedssl.datasets.made import first_pixels, settings_of, table
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
 
@@ -108,36 +105,3 @@ def test_other_types_are_one_sentence(tmp_path: Path, column: pa.Array, message:
     file = write(tmp_path / "train.parquet", column)
     with pytest.raises(InputError, match=r"^dataset\.label=label is " + message):
         read_labels([file], "label", data_set=[file])
-
-
-def test_rows_without_a_label_are_counted_and_trained_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pq.write_table(table(list(range(20)), [None, *[i % 2 for i in range(1, 20)]]), tmp_path / "train.parquet")
-    settings = settings_of("cifar10", path=str(tmp_path), size=4, test_fraction=0.2)
-    with caplog.at_level(logging.WARNING):
-        train, test = load(settings, "federated"), load(settings, "test")
-    assert caplog.messages == ["1 of 20 rows of the split 'train' has no label: used for training, not for evaluation"]
-    assert train.labels.tolist().count(NO_LABEL) == 1
-    assert train.labels[0] == NO_LABEL  # never held out
-    assert NO_LABEL not in test.labels.tolist()
-    assert (len(train.images), len(test.images)) == (16, 4)  # a fifth of 19
-
-
-@pytest.mark.parametrize("storage", ["decoded", "encoded"])
-def test_cached_images_keep_labels_when_class_numbers_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
-) -> None:
-    """The rows that are held out depend on the numbers."""
-    monkeypatch.setattr("fedssl.datasets.cache.MIN_SECONDS_TO_CACHE", 0)
-    (tmp_path / "data").mkdir()
-    settings = settings_of(
-        "cifar10", path=str(tmp_path / "data"), size=4, cache=str(tmp_path), storage=storage, test_fraction=0.3
-    )
-    pq.write_table(table([50, 150] * 10, [1, 0] * 10), tmp_path / "data" / "train.parquet")  # bees are dark
-    for extra in (None, ["dog", "cow", "bee", "ant"]):
-        if extra is not None:
-            write(tmp_path / "data" / "unlabeled.parquet", pa.array([0, 1, 2, 3]), extra)
-        base.forget_images()
-        data = load(settings, "federated")
-        assert [data.classes[label] for label in data.labels] == [
-            "bee" if value == 50 else "ant" for value in first_pixels(data.images)
-        ]

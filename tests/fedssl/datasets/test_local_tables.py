@@ -46,18 +46,6 @@ def test_files_and_folders_named_after_splits(tmp_path: Path, train: str, test: 
     assert [file.name for file in local_files(everything, "test")] == [Path(test).name]
 
 
-def test_validation_serves_and_other_files_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    root = touch(tmp_path, "train.parquet", "dev.parquet", "extra.parquet", "state.json")
-    assert found(root, "test") == ["dev.parquet"]
-    assert found(root, "train") == ["train.parquet"]
-    assert found(root, "extra") == ["extra.parquet"]
-    assert caplog.messages == [
-        f"{root}: ignored 1 file: 1 .json",
-        "dev.parquet serves as the test",
-        f"{root}: not used, because the names are of no split: extra.parquet",
-    ]
-
-
 def test_a_split_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     mine = touch(tmp_path / "a", "mine.parquet")
     assert (found(mine, "train"), found(mine, "test"), has_held_out(str(mine))) == (["mine.parquet"], [], False)

@@ -9,7 +9,6 @@ from PIL import Image, ImageCms
 
 from fedssl.datasets.decoding import read_image
 from fedssl.datasets.pixels import to_array
-from fedssl.errors import InputError
 
 
 def encoded(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
@@ -73,18 +72,6 @@ def test_transparent_pixels_have_the_background(mode):
         assert read_image(right, **form).ravel().tolist() == [background] * 3
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P"])
-def test_opaque_images_have_the_pixels_without_their_alpha_channel(mode, channels):
-    plain = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8))
-    plain = plain.convert({"LA": "L", "RGBA": "RGB"}.get(mode, "P"))
-    image = plain.convert(mode)
-    if mode == "P":
-        image.info["transparency"] = b"\xff" * 256
-    expected = to_array(plain, channels=channels, size=7)
-    assert (to_array(image, channels=channels, size=7, background=0) == expected).all()
-
-
 def test_color_spaces_of_print_and_of_editors():
     """CMYK of JPEG, which Adobe stores inverted, LAB of TIFF, HSV, 1 bit and a palette of 16 entries."""
     color = Image.new("RGB", (16, 16), (200, 100, 50))
@@ -146,28 +133,3 @@ def test_values_are_divided_by_the_given_maximum():
         assert read(content, max_value=4095) == levels
     assert read(tiff((twelve / 4095).astype("<f4"), sample_format=3), max_value=1) == levels
     assert read(encoded(Image.fromarray(twelve.astype(np.uint8))), max_value=4095) == [[0, 16], [0, 255]]  # 8 bits
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (tiff(np.array([[-1000, 5]], "<i2"), sample_format=2), "its lowest value is -1000"),
-        (tiff(np.array([[-1.5, 5]], "<f4"), sample_format=3), "its lowest value is -1.5"),
-        (tiff(np.array([[np.nan, 5]], "<f4"), sample_format=3), "its lowest value is nan"),
-        (tiff(np.array([[-5, 5]], "i1"), sample_format=2), "signed 8-bit values"),
-    ],
-    ids=["int16", "float", "nan", "int8"],
-)
-def test_negative_values_are_refused(content, message):
-    with pytest.raises(InputError, match=message):
-        read(content, max_value=1000)
-
-
-@pytest.mark.parametrize("mode", ["L", "I;16"])
-def test_images_are_turned_and_not_changed(mode):
-    values = np.array([[1, 2], [3, 4]], np.uint8 if mode == "L" else np.uint16) * (1 if mode == "L" else 256)
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the stored image must be turned by 90 degrees clockwise
-    image = Image.open(io.BytesIO(encoded(Image.fromarray(values), exif=exif)))
-    for _ in range(2):
-        assert to_array(image, channels=1, size=2).tolist() == [[[3, 1], [4, 2]]]

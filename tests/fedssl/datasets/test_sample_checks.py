@@ -1,8 +1,6 @@
 """Warnings about data sets whose images have hardly any content."""
 
 import logging
-import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -35,25 +33,6 @@ def test_a_small_range_of_16_bits_names_the_setting(maximum, bits):
     assert warning.endswith(f"scale them with dataset.max_value={2**bits - 1}")
     assert warnings_of(ramp(maximum), max_value=2**bits - 1) == ()
     assert Decoding(channels=1, size=8, max_value=2**bits - 1)(ramp(maximum)).max() >= 248
-
-
-def color_png(*values: int) -> bytes:
-    """Return a PNG file of one pixel with 16 bits per channel."""
-
-    def chunk(name: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
-
-    header = struct.pack(">IIBBBBB", 1, 1, 16, 2 if len(values) == 3 else 6, 0, 0, 0)
-    row = zlib.compress(b"\0" + struct.pack(f">{len(values)}H", *values))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", row) + chunk(b"IEND", b"")
-
-
-@pytest.mark.parametrize("values", [(0, 99, 4095), (0, 99, 4095, 65535)], ids=["RGB", "RGBA"])
-def test_color_images_with_16_bits_have_another_remedy(values):
-    (warning,) = warnings_of(color_png(*values))
-    assert "is 4,095 of 65,535, so that they are nearly black; scale them and save them with 8 bits" in warning
-    assert warnings_of(color_png(0, 99, 40_000)) == ()
-    assert warnings_of(b"P6 1 1 4095\n" + np.array([[[0, 99, 4095]]], ">u2").tobytes()) == ()  # Pillow divides by 4095
 
 
 def test_a_folder_of_16_bits_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):

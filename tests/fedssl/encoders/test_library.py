@@ -8,12 +8,10 @@ import torch
 from torchvision import models
 
 from fedssl import encoders
-from fedssl.config.settings import Component
 from fedssl.encoders import library
 from fedssl.encoders.base import ActiveStages, frozen_copy
 from fedssl.errors import InputError
 from fedssl.export import load_encoder, save_encoder
-from fedssl.schedule.phases import ScheduleSettings, make_phases
 
 # Name, image size, number of stages, widths of the first and the last stage, arguments of timm.
 TIMM = [
@@ -90,18 +88,6 @@ def test_copies_are_independent_and_frozen_copies_run_the_same_stages(name):
     assert not any(parameter.requires_grad for parameter in target.parameters())
 
 
-def test_smaller_views_in_training_only():
-    encoder = build("test_vit")
-    assert encoder.train()(torch.rand(2, 3, 16, 16)).shape == (2, 64)
-    with pytest.raises(InputError, match="encoder.size=32 but the images have 24x24 pixels"):
-        encoder(torch.rand(2, 3, 24, 24))  # not a multiple of the patch size
-    with pytest.raises(InputError, match="encoder.size=32 but the images have 16x16 pixels"):
-        encoder.eval()(torch.rand(2, 3, 16, 16))
-    with pytest.raises(InputError, match="encoder.channels=3 but the images have 1 channels"):
-        encoder(torch.rand(2, 1, 32, 32))
-    assert build("test_resnet").train()(torch.rand(2, 3, 24, 24)).shape == (2, 96)  # any size
-
-
 @pytest.mark.parametrize(
     ("target", "name"), [("timm", "test_convnext"), ("timm", "test_vit"), ("torchvision", "mobilenet_v3_small")]
 )
@@ -119,14 +105,6 @@ def test_saved_encoders_are_loaded(target, name, tmp_path):
     loaded, images = load_encoder(tmp_path / "encoder.pt"), torch.rand(2, 1, 32, 32)
     with torch.no_grad():
         assert torch.equal(loaded(images), encoder(images))
-
-
-@pytest.mark.parametrize("schedule", ["layer_wise", "progressive"])
-def test_schedules_of_stages_need_several(schedule):
-    phases = Component({"_target_": f"fedssl.schedule.phases.{schedule}", "_partial_": True})
-    with pytest.raises(InputError, match=f"schedule={schedule} .* this encoder has one stage; set schedule=end_to_end"):
-        make_phases(ScheduleSettings(phases=phases, rounds=4), stages=1)
-    assert len(make_phases(ScheduleSettings(phases=phases, rounds=4), stages=2)) == 2
 
 
 @pytest.mark.parametrize(

@@ -110,17 +110,6 @@ def test_tokens_and_their_order_by_hand(kind: dict):
         torch.testing.assert_close(encoder.forward_tokens(embedded), normalized, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("size", [SIZE, 8])
-@pytest.mark.parametrize("kind", KINDS)
-def test_forward_is_its_three_parts(kind: dict, size: int, depth: int):
-    encoder = vit(**kind)
-    with encoder.run_stages(ActiveStages(depth=depth)):
-        tokens = encoder.forward_tokens(encoder.embed(images_of(size)))
-        assert tokens.shape == (2, encoder.num_prefix_tokens + (size // PATCH) ** 2, WIDTH)
-        torch.testing.assert_close(encoder(images_of(size)), encoder.pool_tokens(tokens), rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("pool", ["token", "mean"])
 def test_registers_take_part_in_attention_but_not_in_h(pool: str):
     encoder, without = vit(pool=pool, registers=2), vit(pool=pool)

@@ -102,13 +102,3 @@ def test_command_distinguishes_an_unfinished_run_from_a_wrong_folder(
     (finished_run / "encoder.pt").unlink()
     assert command(monkeypatch, f"run={finished_run}") == 2
     assert f"fedssl resume={finished_run}" in capsys.readouterr().err
-
-
-def test_command_names_the_encoders_of_a_run_that_has_several(
-    finished_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    for client in (0, 1):
-        (finished_run / f"encoder-{client}.pt").write_bytes((finished_run / "encoder.pt").read_bytes())
-    (finished_run / "encoder.pt").unlink()
-    assert command(monkeypatch, f"run={finished_run}") == 2
-    assert f"has 2 encoders; give one of them: encoder={finished_run}/encoder-0.pt" in capsys.readouterr().err

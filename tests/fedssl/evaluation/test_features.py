@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
-from fedssl.evaluation.features import Features, extract, pixels
+from fedssl.evaluation.features import Features, extract
 from tests.fedssl.evaluation.made import blobs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,21 +56,6 @@ def test_extract_normalizes_channels_whatever_the_batch_size():
     for batch_size in (2, 7, 100):
         result = extract(nn.Flatten(), TensorImages(images), mean=mean, std=std, device="cpu", batch_size=batch_size)
         torch.testing.assert_close(result.double(), expected.flatten(1), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dim"),
-    [
-        ((1, 8, 8), 64),
-        ((3, 32, 32), 3072),
-        ((3, 64, 64), 3072),
-        ((3, 96, 96), 3072),
-        ((1, 64, 64), 1024),
-        ((3, 33, 33), 867),  # squares of 2, cut at the border: 17 x 17 of them
-    ],
-)
-def test_pixels_have_at_most_3072_values(shape: tuple[int, int, int], dim: int):
-    assert pixels(TensorImages(torch.zeros(2, *shape, dtype=torch.uint8))).shape == (2, dim)
 
 
 def test_features_that_are_not_finite_are_refused():

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from fedssl.datasets.images import TensorImages
-from fedssl.evaluation.label_matched import sample_label_matched, subset
-from fedssl.evaluation.protocol import EvaluationInput, LabeledImages
+from fedssl.evaluation.label_matched import sample_label_matched
 
 
 def labels(**counts):
@@ -34,25 +32,3 @@ def drawn(test, own, seed=0):
 )
 def test_by_hand(test, own, expected):
     assert drawn(labels(**test), labels(**own)) == expected
-
-
-def test_a_subset_reuses_the_features():
-    calls = []
-
-    class Counting(torch.nn.Module):
-        def forward(self, images):
-            calls.append(len(images))
-            return images.flatten(1)
-
-    images = torch.arange(6, dtype=torch.uint8).view(6, 1, 1, 1)
-    some = LabeledImages(TensorImages(images), torch.tensor([0, 1, 2, 0, 1, 2]))
-    whole = EvaluationInput(
-        encoder=Counting(), train=some, test=some, mean=(0.0,), std=(1.0,), device=torch.device("cpu")
-    )
-    rows = torch.tensor([1, 4])
-    part = subset(whole, rows)
-    assert part.features.test.equal(whole.features.test[rows])
-    assert part.features.test_labels.tolist() == [1, 1] == part.test.labels.tolist()
-    assert part.features.train is whole.features.train
-    assert calls == [6, 6]
-    assert part.num_classes == 3

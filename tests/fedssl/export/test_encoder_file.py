@@ -70,15 +70,6 @@ def test_round_trip_is_exact(tmp_path: Path, encoder, settings: dict[str, Any]) 
     assert loaded.metadata == METADATA
 
 
-def test_a_view_into_a_large_buffer_is_saved_alone(tmp_path: Path) -> None:
-    encoder = conv_small(channels=3, size=16, width=4)
-    small = save(tmp_path / "small.pt", encoder=encoder).stat().st_size
-    for parameter in encoder.parameters():
-        buffer = torch.zeros(1_000_000)
-        parameter.data = buffer[: parameter.numel()].view_as(parameter).copy_(parameter.data)
-    assert save(tmp_path / "views.pt", encoder=encoder).stat().st_size < small + 1000
-
-
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "encoder.pt")
     old = path.read_bytes()
@@ -175,12 +166,6 @@ def test_adapters_of_an_encoder_of_another_class_are_refused(tmp_path: Path) -> 
     assert len(load_encoder(path, build=conv_small).adapters) == 2
     with pytest.raises(InputError, match="do not fit its settings"):
         load_encoder(path, build=lambda channels, size, width: torch.nn.Linear(size, width))
-
-
-def test_a_cut_file_is_refused(tmp_path: Path) -> None:
-    path = save(tmp_path / "encoder.pt")
-    path.write_bytes(path.read_bytes()[:-200])
-    assert "damaged" in refused(path)
 
 
 def test_one_changed_byte_of_a_weight_is_detected(tmp_path: Path) -> None:
@@ -292,13 +277,4 @@ def test_values_that_no_encoder_has_are_refused(tmp_path: Path, key: str, value:
     content = torch.load(path, weights_only=True)
     torch.save({**content, key: value}, path)
     with pytest.raises(InputError, match="does not hold an encoder"):
-        load_encoder(path)
-
-
-def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    path = save(tmp_path / "encoder.pt")
-    content = torch.load(path, weights_only=True)
-    next(iter(content["weights"].values())).view(-1)[0] = float("nan")
-    torch.save(content, path)
-    with pytest.raises(InputError, match="has values that are not finite"):
         load_encoder(path)

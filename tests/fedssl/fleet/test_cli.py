@@ -1,23 +1,18 @@
 """``fedssl-fleet`` and ``fedssl-device`` with a real SuperLink: kits, keys, checks, and what a run recorded."""
 
 import json
-import os
-import re
-import shlex
 import stat
-import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
 from fedssl.errors import InputError
-from fedssl.fleet import cli, device_cli, device_files
+from fedssl.fleet import cli, device_cli
 from fedssl.fleet.kit import make_kit, read_kit, write_kit
 from fedssl.runs.run import acquire_lock
 from tests.deploy.test_fleet import check_the_public_port
 from tests.devices import write_images
-from tests.fleet import DEPLOY, fleet
+from tests.fleet import fleet
 
 
 @pytest.fixture(scope="module")
@@ -103,30 +98,6 @@ def test_a_device_joins_with_a_kit_and_leaves(running, call, tmp_path, monkeypat
     assert call(cli, "remove", "roof")[0] == call(cli, "remove", "barn")[0] == 0
 
 
-def test_setup_becomes_the_supernode(running, call, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MALLOC_ARENA_MAX", "3")
-    write_kit(make_kit("garden", f"127.0.0.1:{running.public}", certificate=running.keys / "ca.crt"), Path("a.kit"))
-    images, folder, started = write_images(tmp_path / "images", 2), tmp_path / "my device", []
-    monkeypatch.setattr("os.execvpe", lambda *arguments: started.append(arguments))
-    (tmp_path / "empty").mkdir()
-    assert call(device_cli, "setup", "a.kit", "images=empty", f"folder={folder}", "--start")[0] == 1
-    assert call(device_cli, "setup", "a.kit", f"images={images}", f"folder={folder}")[0] == 0
-    assert started == []
-    assert call(device_cli, "setup", "a.kit", f"images={images}", f"folder={folder}", "--start")[0] == 0
-    ((program, command, environment),) = started
-    *known, option, port = command
-    assert known == shlex.split(device_files.command(folder))
-    assert program == command[0] == "flower-supernode"
-    assert option == "--port"
-    assert 1024 <= int(port) < 65536
-    assert environment["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
-    assert (environment["MALLOC_ARENA_MAX"], environment["MALLOC_TRIM_THRESHOLD_"]) == ("3", "65536")
-    unit = (DEPLOY / "systemd" / "fedssl-supernode.service").read_text()
-    (line,) = re.findall(r"^Environment=(MALLOC_.*)$", unit, flags=re.MULTILINE)
-    assert dict(word.split("=") for word in line.split()) == device_cli.ALLOCATOR
-
-
 def test_devices_reach_only_the_fleet_api(running):
     check_the_public_port(running)
 
@@ -201,28 +172,6 @@ def test_a_report_joins_the_files_of_a_run(tmp_path):
         assert cli.read_reports(tmp_path)[0]["garden"].activity == "late"
     with pytest.raises(InputError, match="is not the run folder of a fleet"):
         cli.read_reports(tmp_path / "other")
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("superlink = 3", "has superlink = 3 but it is a section [superlink]; correct it, or give --address"),
-        ("[superlink]\nfleet = 'x'", "has superlink.fleet = 'x' but it is a section [superlink.fleet]"),
-        ("[[superlink.fleet]]\naddress = 'x'", "but it is a section [superlink.fleet]"),
-        ("[superlink.fleet]\naddress = 8000", "has superlink.fleet.address = 8000 but it is a text in quotes"),
-        (
-            "[superlink.fleet]\nroot-certificates = true",
-            "has superlink.fleet.root-certificates = True but it is a text",
-        ),
-        ("[superlink.fleet]\naddress = 'https://a:1'", "--address=https://a:1 is not an address (it has a scheme)"),
-        ("[superlink.fleet", "is not valid TOML"),
-    ],
-)
-def test_wrong_entries_of_flowers_configuration(operator, tmp_path, monkeypatch, text, sentence):
-    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    (tmp_path / "config.toml").write_text(text)
-    status, output = operator("list")
-    assert (status, sentence in output) == (2, True), output
 
 
 def test_no_kit_has_an_impossible_server_or_private_key(operator, keys, tmp_path, monkeypatch):

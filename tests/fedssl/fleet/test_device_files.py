@@ -72,21 +72,6 @@ def test_the_stated_command_replaces_an_unusable_key(setup, kit, folder, make, r
     assert device_key(kit, folder) == kit.private_key
 
 
-def test_a_readable_key_is_reported_with_the_command(setup, device, folder, tmp_path):
-    (tmp_path / "a.kit").chmod(0o644)
-    status, text = setup()
-    assert status == 0
-    line = "warning: other users can read {}, which has the private key; run chmod 600 {}\n"
-    assert line.format(tmp_path / "a.kit", tmp_path / "a.kit") in text
-    (folder / "node.key").chmod(0o640)
-    for status, text in (setup(), device("status", f"folder={folder}")):
-        assert status == 0
-        assert line.format(folder / "node.key", f"'{folder / 'node.key'}'") in text
-    (folder / "node.key").chmod(0o600)
-    (tmp_path / "a.kit").chmod(0o600)
-    assert "warning" not in setup()[1]
-
-
 @pytest.mark.parametrize(
     "name",
     [

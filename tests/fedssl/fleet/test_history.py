@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from fedssl.fleet import device_cli, history
 from server_app import nodes
 from tests.devices import Devices, context, run_server_app, write_images
@@ -40,15 +38,3 @@ def test_training_refusals_and_encoders_are_recorded_and_shown(tmp_path, monkeyp
         f"hours: 2 of 2 rounds, {megabytes:.1f} MB sent."
     )
     assert device_cli._history(tmp_path / "nothing") == "No server has sent a message yet."
-
-
-@pytest.mark.parametrize("number", [3, 7])
-def test_the_last_events_are_kept_without_damaged_lines(tmp_path, monkeypatch, number):
-    monkeypatch.setattr(history, "MAX_LINES", 5)
-    for round in range(number):
-        history.record(tmp_path, "trained", round=round)
-    rounds = [event["round"] for event in history.read_history(tmp_path)]
-    assert rounds == list(range(number))[-5:]
-    with (tmp_path / history.FILE).open("a") as file:
-        file.write('{"event": "trained"}\n[1]\n{"time"')
-    assert [event["round"] for event in history.read_history(tmp_path)] == rounds

@@ -18,7 +18,6 @@ from fedssl.machine.devices import (
     visible_devices,
 )
 from fedssl.methods.base import build_method
-from fedssl.seeding import seed_torch
 from fedssl.training import LocalTrainer
 
 
@@ -89,18 +88,6 @@ def test_a_process_computes_on_its_device(monkeypatch, name, chosen):
     machine = replace(compose([]).machine, device=name, threads=torch.get_num_threads(), keep_freed_memory=False)
     assert process.configure_process(machine) == torch.device(name)
     assert found == chosen
-
-
-def test_each_device_has_its_own_generator(monkeypatch):
-    seeded = []
-    for kind in ("cuda", "xpu", "mps"):
-        monkeypatch.setattr(getattr(torch, kind), "manual_seed", lambda seed, kind=kind: seeded.append((kind, seed)))
-        before = torch.get_rng_state()
-        seed_torch(5, torch.device(kind))
-        assert torch.equal(torch.get_rng_state(), before)
-    assert seeded == [("cuda", 5), ("xpu", 5), ("mps", 5)]
-    seed_torch(5, torch.device("cpu"))
-    assert torch.initial_seed() == 5
 
 
 def test_bf16_is_refused_where_torch_disables_it(monkeypatch):

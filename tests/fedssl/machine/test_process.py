@@ -11,21 +11,6 @@ import torch
 
 from fedssl.machine.process import available_cores, optimizer_step
 
-ARENAS = """
-import ctypes, sys, threading
-from fedssl.machine.process import set_allocator_thresholds
-if sys.argv[1] == "tuned" and not set_allocator_thresholds():
-    sys.exit("another C library")
-libc = ctypes.CDLL("libc.so.6")
-libc.fopen.restype = ctypes.c_void_p
-thread = threading.Thread(target=lambda: libc.malloc(1000))
-thread.start()
-thread.join()
-file = libc.fopen(sys.argv[2].encode(), b"w")
-libc.malloc_info(0, ctypes.c_void_p(file))
-libc.fclose(ctypes.c_void_p(file))
-"""
-
 
 class WrappedSGD(torch.optim.SGD):
     """Optimizer with a further wrapper around its step."""
@@ -59,19 +44,6 @@ def test_steps_equal_those_of_torch(kind):
         results.append(weights.detach())
     assert torch.equal(*results)
     assert torch.is_grad_enabled()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
-@pytest.mark.parametrize(("allocator", "arenas"), [("tuned", 1), ("default", 2)])
-def test_threads_share_one_arena(tmp_path, allocator, arenas):
-    heaps = tmp_path / "malloc.xml"
-    command = [sys.executable, "-c", ARENAS, allocator, str(heaps)]
-    environment = {k: v for k, v in os.environ.items() if k not in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if "another C library" in done.stderr:
-        pytest.skip("needs glibc")
-    assert done.returncode == 0, done.stderr
-    assert heaps.read_text().count("<heap nr=") == arenas
 
 
 def write_v2(folder, cores):

@@ -2,26 +2,19 @@
 
 import csv
 import io
-import sys
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-from hydra.utils import get_method
-from omegaconf import OmegaConf
-from PIL import Image
 
 from fedssl import partition
-from fedssl.config.load import compose
 from fedssl.config.settings import Component, PartitionSettings
 from fedssl.datasets.base import NO_LABEL, ImageData
 from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.partition import dirichlet_shares, flwr_partitioners, make_partition
-from fedssl.plots.partition import partition_table, save_partition_plot
+from fedssl.plots.partition import partition_table
 from fedssl.seeding import derive_seed, numpy_generator
 from tests.fedssl.partition.made import partition_input
 
@@ -73,22 +66,6 @@ def test_same_seed_same_parts_other_seed_others(kind: str) -> None:
     assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_yaml_names_the_function_and_its_settings(kind: str) -> None:
-    settings = OmegaConf.to_container(OmegaConf.load(Path(__file__).parents[3] / f"conf/partition/{kind}.yaml"))
-    function = get_method(settings.pop("_target_"))
-    parts = function(partition_input(labels_of(*[30] * 4), num_clients=4), **settings)
-    assert sum(map(len, parts)) == 120
-
-
-def test_iid_sizes_and_labels_do_not_matter() -> None:
-    # 103 = 4 * 25 + 3: three clients get 26.
-    parts = split("iid", None, 4, num_images=103)
-    assert [len(part) for part in parts] == [26, 26, 26, 25]
-    same = split("iid", labels_of(103), 4)
-    assert all(np.array_equal(a, b) for a, b in zip(parts, same, strict=True))
-
-
 @pytest.mark.parametrize("self_balancing", [False, True])
 def test_dirichlet_equals_its_definition(self_balancing: bool) -> None:
     """Per class: shares from Dir(alpha 1), cut points at the floor of cumulative shares times the class's size.
@@ -114,14 +91,6 @@ def test_dirichlet_equals_its_definition(self_balancing: bool) -> None:
             expected[client] += members[cuts[client] : cuts[client + 1]]
     assert [part.tolist() for part in parts] == [sorted(positions) for positions in expected]
     assert (full > 0) == self_balancing  # otherwise self-balancing was not tested
-
-
-def test_self_balancing_with_an_unassigned_class_is_one_sentence() -> None:
-    """Shares are (1, 0) or (0, 1): the client with all 60 images of class 0 is full and may draw all of class 1."""
-    labels, settings = labels_of(60, 40), {"alpha": 1e-5, "min_size": 2, "self_balancing": True}
-    with pytest.raises(InputError, match=r"partition\.alpha=1e-05 leaves .* raise partition\.alpha"):
-        split("dirichlet", labels, 2, seed=2, **settings)
-    assert sorted(map(len, split("dirichlet", labels, 2, seed=0, **settings))) == [40, 60]
 
 
 @pytest.mark.slow
@@ -214,22 +183,6 @@ def natural(owners: torch.Tensor, num_clients: int, *, seed: int = 0, labels: to
     return partition.natural(data)
 
 
-def test_more_clients_than_images() -> None:
-    """The others have none. 42 images of 7 owners for 50 clients: 7 clients have one owner each."""
-    labels = labels_of(20, 12, 10)
-    parts = {
-        "iid": split("iid", labels, 50),
-        "dirichlet": split("dirichlet", labels, 50, alpha=0.5, min_size=0),
-        "skew": split("skew", labels, 50, beta=0.5),
-        "natural": natural(OWNERS, 50),
-    }
-    for clients in parts.values():
-        assert len(clients) == 50
-        assert sorted(np.concatenate(clients)) == list(range(42))
-    assert sorted(map(len, parts["iid"])) == sorted(map(len, parts["skew"])) == 8 * [0] + 42 * [1]
-    assert sum(len(part) > 0 for part in parts["natural"]) == 7
-
-
 def test_natural_deals_owners_in_turn_by_hand() -> None:
     # The seed draws a place in the order for each owner; the client is that place modulo the number of clients.
     place = numpy_generator(5, "partition", "owners").permutation(4).tolist()
@@ -240,19 +193,6 @@ def test_natural_deals_owners_in_turn_by_hand() -> None:
         expected[turn % 2] += images[owner]
     parts = natural(owners, 2, seed=5)
     assert [part.tolist() for part in parts] == [sorted(positions) for positions in expected]
-
-
-def test_natural_yaml_and_calibration() -> None:
-    images = ImageData(TensorImages(torch.zeros(42, 1, 1, 1, dtype=torch.uint8)), None, owners=OWNERS)
-    overrides = ["num_clients=3", "partition=natural"]
-    parts = partition.client_indices(compose(overrides).partition, images)
-    assert all(np.array_equal(a, b) for a, b in zip(parts, natural(OWNERS, 3), strict=True))
-    calibrated = compose([*overrides, "calibration=auxiliary", "calibration.share=0.2"])
-    parts = partition.client_indices(calibrated.partition, images)
-    kept = partition.server_indices(42, share=0.2, seed=0)
-    assert sorted([*kept, *np.concatenate(parts)]) == list(range(42))
-    held = [set(OWNERS[part].tolist()) for part in parts]
-    assert sum(map(len, held)) == len(set().union(*held))
 
 
 def test_natural_without_owners_is_one_sentence() -> None:
@@ -333,16 +273,6 @@ def test_images_without_a_label_are_dealt_evenly(kind: str) -> None:
         assert sorted(len(part) - len(rows) for part, rows in zip(parts, unlabeled, strict=True)) == sorted(sizes)
 
 
-def test_hidden_modules_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = ModuleType("datasets.sub")
-    monkeypatch.setitem(sys.modules, "datasets.sub", before)
-    with flwr_partitioners._hidden_modules("datasets"):
-        assert "datasets.sub" not in sys.modules
-        sys.modules["datasets.other"] = ModuleType("datasets.other")
-    assert sys.modules["datasets.sub"] is before
-    assert "datasets.other" not in sys.modules
-
-
 def test_table_counts_by_hand() -> None:
     parts = [np.array([0, 1, 4]), np.array([2, 3])]
     labels = torch.tensor([0, 0, 2, 2, 2])
@@ -354,12 +284,3 @@ def test_table_counts_by_hand() -> None:
     ]
     assert partition_table(parts, (labels, ())).splitlines()[:2] == ["client,examples,0,1,2", "0,3,2,0,1"]
     assert partition_table(parts, (None, ())).splitlines() == ["client,examples", "0,3", "1,2"]
-
-
-@pytest.mark.parametrize(("num_clients", "num_classes"), [(100, 10), (100, 200), (10, 0)])
-def test_plot_of_many_clients_or_classes(tmp_path: Path, num_clients: int, num_classes: int) -> None:
-    labels = torch.arange(2000) % num_classes if num_classes else None
-    save_partition_plot(tmp_path / "held.png", np.array_split(np.arange(2000), num_clients), labels)
-    width, height = Image.open(tmp_path / "held.png").size
-    assert width == 960
-    assert height == (1440 if num_clients == 100 else 600)

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.config.load import compose
-from fedssl.datasets.base import NO_LABEL, ImageData
-from fedssl.datasets.images import TensorImages
+from fedssl.datasets.base import NO_LABEL
 from fedssl.errors import InputError
-from fedssl.partition import dirichlet, from_file, make_partition, write_partition
+from fedssl.partition import dirichlet, from_file, write_partition
 from tests.fedssl.partition.made import partition_input
 
 LABELS = torch.tensor([0, 1, 0, 1, 2, 2])
@@ -32,15 +30,6 @@ def test_round_trip(tmp_path: Path) -> None:
     file.write_text(write_partition(parts, labels))
     again = from_file(replace(data, seed=8), file=file)
     assert all(np.array_equal(one, other) for one, other in zip(parts, again, strict=True))
-
-
-def test_in_a_run_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "partition.csv").write_text("client\n0\n0\n1\n1\n1\n0\n")
-    monkeypatch.chdir(tmp_path)
-    settings = compose(["partition=file", "partition.file=partition.csv", "num_clients=2"]).partition
-    monkeypatch.chdir("/")
-    made_partition = make_partition(settings, ImageData(TensorImages(torch.zeros(6, 1, 8, 8, dtype=torch.uint8)), None))
-    assert [part.tolist() for part in made_partition.client_indices] == [[0, 1, 5], [2, 3, 4]]
 
 
 @pytest.mark.parametrize(

@@ -98,29 +98,6 @@ def test_progress_by_hand():
     assert evaluation_points([nats]) == []
 
 
-def test_accuracy_over_virtual_time(tmp_path: Path):
-    """Two seeds: round 2 ends at 30 and 50 virtual seconds, 40 in the mean."""
-    runs = []
-    for seed, clock in ((0, 30.0), (1, 50.0)):
-        lines = [round_of(1, knn=0.5) | {"virtual_time": 10.0}, round_of(2, knn=0.6) | {"virtual_time": clock}]
-        runs.append(made(tmp_path / str(seed), "strategy=fedavg", f"seed={seed}", lines=lines))
-    header, *rows = rows_of(write_plot("accuracy", runs, tmp_path, **FORMATS))
-    assert header == ["run", "protocol", "round", "bytes", "flops", "virtual_seconds", "accuracy", "deviation"]
-    assert [row[2:7] for row in rows] == [["1", "50.0", "10.0", "10.0", "0.5"], ["2", "100.0", "20.0", "40.0", "0.6"]]
-
-
-def test_accuracy_starts_with_the_initial_encoder(tmp_path: Path):
-    """kNN of the rounds, not the linear probe, which only the end of the run has; round 3 from there."""
-    final = {"untrained": {"knn": 0.3, "linear": 0.2}, "federated": {"knn": 0.7, "linear": 0.8}}
-    run = made(tmp_path / "run", lines=[round_of(1, knn=0.5), round_of(2), round_of(3)], final=final)
-    _, *rows = rows_of(write_plot("accuracy", [run], tmp_path, **FORMATS))
-    assert [row[1:6] for row in rows] == [
-        ["knn", "0", "0.0", "0.0", "0.3"],
-        ["knn", "1", "50.0", "10.0", "0.5"],
-        ["knn", "3", "150.0", "30.0", "0.7"],
-    ]
-
-
 def test_mean_cosines_by_hand(sweep: list[Run], tmp_path: Path):
     lines = [{"round": 2, "model_cosine": 0.5}, {"round": 1, "model_cosine": 0.9}, {"round": 1, "model_cosine": 0.7}]
     assert mean_cosines([*lines, {"round": 3, "model_cosine": None}]) == pytest.approx({1: 0.8, 2: 0.5})
@@ -161,21 +138,6 @@ def test_heatmap(tmp_path: Path):
     np.testing.assert_allclose(numbers, expected)
     with pytest.raises(InputError, match=r"heatmap needs .*, and 1 do \(num_clients\); give"):
         write_plot("heatmap", runs[:2], tmp_path)
-
-
-def test_what_runs_lack_is_said(sweep: list[Run], tmp_path: Path):
-    with pytest.raises(InputError, match="sensitivity needs runs in which one number differs, and none does"):
-        write_plot("sensitivity", sweep[:1], tmp_path)
-    more = made(tmp_path / "more", "strategy=fedavg", "regularizer.weight=0.1", "local_epochs=3")
-    other = made(tmp_path / "other", "strategy=fedavg", "regularizer.weight=0.2", "local_epochs=2")
-    with pytest.raises(InputError, match=r"and 2 do \(regularizer.weight, local_epochs\)"):
-        write_plot("sensitivity", [more, other], tmp_path)
-    bare = made(tmp_path / "bare", "strategy=fedavg", lines=[round_of(1)], final={})
-    with pytest.raises(InputError, match="no run was evaluated; run again with final_evaluation=knn"):
-        write_plot("accuracy", [bare], tmp_path)
-    (bare.folder / "clients.jsonl").unlink()
-    with pytest.raises(InputError, match="no run has cosines of clients' models"):
-        write_plot("divergence", [bare], tmp_path)
 
 
 def test_forgetting_by_hand():

@@ -5,12 +5,10 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from fedssl.config.load import compose
 from fedssl.datasets.base import load
-from fedssl.errors import InputError
 from fedssl.plots.registry import write_plot
 from fedssl.plots.tradeoff import accuracies, mean_points
 from fedssl.runs.run import Run, find_runs
@@ -70,13 +68,6 @@ def test_the_file_has_a_line_for_each_group_and_round(tmp_path: Path) -> None:
     np.testing.assert_allclose(
         numbers, [[0.2, 0, 0.9, 0], [0.5, deviation, 0.7, deviation], [0.3, np.nan, 0.9, np.nan]], atol=1e-12
     )
-
-
-def test_runs_without_a_second_data_set_are_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    made(folder, rounds={})
-    with pytest.raises(InputError, match=r"run again with evaluation=domains evaluate_every=1"):
-        write_plot("tradeoff", find_runs([folder]), tmp_path)
 
 
 def save_turned_digits(folder: Path, *, per_class: int = 12) -> None:

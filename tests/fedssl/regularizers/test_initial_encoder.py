@@ -8,11 +8,9 @@ from torch import nn
 from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.methods.base import INITIAL_ENCODER, SSLMethod, build_method
-from fedssl.model_arrays import exchanged_names, names_in_parts
 from fedssl.regularizers.base import RegularizerInput
 from fedssl.regularizers.initial_encoder import L2SP, FeatureDistillation
 from fedssl.seeding import torch_generator
-from fedssl.training import LocalTrainer
 from fedssl.views import Views
 from strategies.types import GLOBAL
 from tests.encoders import LinearEncoder
@@ -110,16 +108,6 @@ def test_feature_distillation_slowly():
     expected = 10 + 0.5 * sum(distances) / len(distances)
     assert add(FeatureDistillation(weight=0.5), model, views, z).item() == pytest.approx(expected, rel=1e-5)
     assert not model.initial_encoder.training
-
-
-def test_the_part_is_added_once():
-    model = build_method(compose(["encoder.width=4", "method=simclr"]).model)
-    names = exchanged_names(model)
-    for _ in range(2):
-        LocalTrainer.build(compose(["regularizer=l2_sp"]).training, model)
-    assert model.static_parts == model.broadcast_parts == (INITIAL_ENCODER,)
-    assert exchanged_names(model) == names
-    assert len(names_in_parts(model, [INITIAL_ENCODER])) == len(model.encoder.state_dict())
 
 
 # --- federations ---

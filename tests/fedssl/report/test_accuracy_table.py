@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
 
-from fedssl.config.overrides import CONF
-from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score
 from fedssl.report.accuracy_table import Row, best_rows, run_table, sweep_table
-from fedssl.runs.run import find_runs, read_run
+from fedssl.runs.run import read_run
 
 
 def job(folder: Path, overrides: str, status: str = "finished", reason: str | None = None, **federated: float) -> Path:
@@ -98,23 +95,6 @@ def test_sweep_csv_has_full_precision(sweep: list[Path], tmp_path: Path):
         "failed": "1",
     }
     assert rows[2]["knn_mean"] == ""
-
-
-def test_sweep_markdown(tmp_path: Path):
-    folders = [
-        job(tmp_path / "0", "strategy=fedavg,x|y seed=0", knn=0.5),
-        job(tmp_path / "1", "strategy=l_dawa seed=0", "failed", "no GPU"),
-    ]
-    table = sweep_table(folders)
-    table.write(tmp_path)
-    assert (tmp_path / "results.md").read_text() == (
-        "| strategy | knn (%) | runs | failed |\n"
-        "| --- | ---: | ---: | ---: |\n"
-        "| fedavg,x\\|y | 50.0 | 1 | 0 |\n"
-        "| l_dawa | - | 0 | 1 |\n"
-        "\nnot finished:\n\n"
-        f"- {tmp_path / '1'} (strategy=l_dawa seed=0): no GPU\n"
-    )
 
 
 def test_one_run_keeps_its_deviation_over_draws(tmp_path: Path):
@@ -243,18 +223,6 @@ def test_rows_differ_in_any_setting_that_was_given(tmp_path: Path):
     ]
 
 
-def test_choices_with_one_target_are_told_apart_by_their_names(tmp_path: Path):
-    names = ("cifar10", "cifar100")
-    datasets = [OmegaConf.to_container(OmegaConf.load(CONF / "dataset" / f"{name}.yaml")) for name in names]
-    folders = [
-        with_settings(tmp_path / name, overrides, {"dataset": dataset}, {"dataset": name})
-        for name, overrides, dataset in zip(
-            *((*names, "image_folder"), ("", "", "dataset=image_folder"), [*datasets, datasets[0]]), strict=True
-        )
-    ]
-    assert [settings["dataset"] for settings, _ in rows(*folders)] == ["cifar10", "cifar100", "image_folder"]
-
-
 def test_runs_that_did_not_finish_are_listed(tmp_path: Path):
     finished = with_settings(tmp_path / "a", "", {}, knn=0.5)
     killed = with_settings(tmp_path / "b", "rounds=20", {})
@@ -275,21 +243,6 @@ def test_runs_that_did_not_finish_are_listed(tmp_path: Path):
 
 
 # --- run folders ---
-
-
-def test_runs_are_found_below_folders_once_and_in_natural_order(tmp_path: Path):
-    for place in ("sweep/10", "sweep/9", "sweep/9/clients/0", "single"):
-        (tmp_path / place).mkdir(parents=True)
-        (tmp_path / place / "config.yaml").write_text("seed: 0")
-    found = [run.folder for run in find_runs([tmp_path / "sweep", tmp_path / "sweep" / "9", tmp_path / "single"])]
-    assert found == [tmp_path / "sweep" / "9", tmp_path / "sweep" / "10", tmp_path / "single"]
-
-
-def test_choices_that_were_cut_off_are_rejected(tmp_path: Path):
-    folder = job(tmp_path / "0", "strategy=l_dawa", knn=0.5)
-    (folder / "choices.yaml").write_text("method: simclr\nstrategy: l_da")  # valid YAML
-    with pytest.raises(InputError, match=r"choices.yaml cannot be used \(its last line is cut off\)"):
-        find_runs([tmp_path])
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,16 @@
 """The command ``fedssl-report``: what it prints, writes and draws, and what it refuses."""
 
-import csv
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas
 import pytest
 
 from fedssl.config.load import compose, save_run
 from fedssl.report.cli import main
-from fedssl.runs.representations import Representations
 from fedssl.runs.run import read_run
 
 
@@ -72,34 +68,6 @@ def test_table_of_a_sweep(sweep: Path, command):
     ]
 
 
-def test_selected_metrics(sweep: Path, command):
-    for number, linear in ((0, 0.8), (1, 0.9)):
-        summary = json.loads((sweep / f"{number}" / "summary.json").read_text())
-        summary["final"]["federated"] |= {"linear": linear, "linear_2_per_class": 0.3}
-        (sweep / f"{number}" / "summary.json").write_text(json.dumps(summary))
-    header, row = command(sweep, "--metrics", "linear", "knn")[1].splitlines()[:2]
-    assert re.findall(r"\w+ \(%\)", header) == ["knn (%)", "linear (%)"]
-    assert row.split()[-8:] == ["60.0", "±", "14.1", "85.0", "±", "7.1", "2", "0"]
-    header = command(sweep, "--metrics", "linear")[1].splitlines()[0]
-    assert "linear (%)" in header
-    assert "knn" not in header
-
-
-def test_table_into_a_file(sweep: Path, tmp_path: Path, command):
-    status, out, _ = command(sweep, "--out", tmp_path / "table.csv")
-    assert status == 0
-    assert out.endswith(f"\nwritten to {tmp_path / 'table.csv'}\n")
-    with (tmp_path / "table.csv").open(newline="") as stream:
-        first, second = csv.DictReader(stream)
-    assert first["partition.alpha"] == "0.1"
-    assert float(first["knn_mean"]) == pytest.approx(0.6, abs=1e-15)
-    assert (second["strategy"], second["knn_mean"], second["failed"]) == ("eua", "", "1")
-    command(sweep, "--out", tmp_path / "table.md")
-    lines = (tmp_path / "table.md").read_text().splitlines()
-    assert lines[2] == "| fedavg | byol | vit_tiny | dirichlet | 0.1 | 5 | 3 | 60.0 ± 14.1 | 2 | 0 |"
-    assert lines[-1] == f"- {sweep / '2'} (strategy=eua seed=0): no GPU"
-
-
 def test_tables_have_csv_files_with_differing_settings_first(sweep: Path, tmp_path: Path, command):
     line = {"round": 1, "seconds": 1.0, "clients": 2, "bytes_down": 20, "bytes_up": 20}
     for number in ("0", "1"):
@@ -126,24 +94,6 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(sweep: Path, tmp_path: Pa
     assert status == 2
     assert "cannot be written (No space left on device)" in error
     assert (tmp_path / "table.md").read_text() == "before"
-
-
-def test_figures_need_no_end_of_the_run(tmp_path: Path, command):
-    folder = job(tmp_path / "run", "fedavg", 0)
-    (folder / "summary.json").unlink()
-    (folder / "metrics.jsonl").write_text('{"round": 1, "loss": 2.5}\n')
-    h = np.random.default_rng(0).normal(size=(2, 10, 4)).astype(np.float16)
-    Representations(names=np.array(["global model", "client 3"]), globals=np.array(1), h=h).save(folder, round=1)
-    other = job(tmp_path / "other", "fedavg", 0)
-    status, out, error = command(folder, other, "--figures")
-    assert status == 0
-    assert out.startswith(
-        f"{folder / 'figures'}: metrics.png, tsne.png, sphere.png, cka.png\n{other}: no data for figures\n\nstrategy"
-    )
-    assert "was ended from outside" in out
-    assert error == ""
-    names = {f"{name}.{end}" for name in ("metrics", "tsne", "sphere", "cka") for end in ("png", "pdf", "csv")}
-    assert {file.name for file in (folder / "figures").iterdir()} == names
 
 
 @pytest.mark.parametrize(

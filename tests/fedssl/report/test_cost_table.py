@@ -89,19 +89,6 @@ def test_seeds_of_finished_runs_make_one_row(tmp_path: Path):
     assert table_of(job(tmp_path / "without", "rounds=1")).rows == []
 
 
-def test_a_run_with_missing_rounds_has_no_totals(tmp_path: Path):
-    whole = job(tmp_path / "whole", "rounds=3", line(), line(), line())
-    table = table_of(whole, whole)
-    assert not table.incomplete
-    short = job(tmp_path / "short", "rounds=3 schedule=layer_wise", line(), line(), line())
-    lines = (short / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (short / "metrics.jsonl").write_text(lines[0] + lines[2])
-    table = table_of(whole, short)
-    assert len(table.rows) == 1
-    assert table.incomplete == [f"{short}: round 2"]
-    assert f"not counted, because metrics.jsonl lacks rounds:\n\n  {short}: round 2" in table.text()
-
-
 def test_lines_of_a_round_that_is_repeated_are_rejected(tmp_path: Path):
     folder = job(tmp_path / "0", "rounds=2", line(), line())
     with (folder / "metrics.jsonl").open("a") as stream:

@@ -1,13 +1,10 @@
 """Runs that are followed, with locks held by this process and no time spent."""
 
 import fcntl
-import sys
 from pathlib import Path
 from typing import TextIO
 
-import pytest
-
-from fedssl.report.cli import main, report
+from fedssl.report.cli import report
 from fedssl.runs.run import acquire_lock, is_locked
 from tests.fedssl.report.test_html_page import job
 
@@ -63,29 +60,3 @@ def test_a_sweep_is_followed_to_its_end(tmp_path: Path, monkeypatch, capsys):
     assert f"running:\n\n  {folder}: 2 of 2 rounds done\n" in printed
     assert printed.count("knn (%)") == 2  # none at first, and what has not changed is not printed again
     assert f"{tmp_path / 'sweep' / '1'} (strategy=l_dawa): no GPU" in printed
-
-
-def test_ctrl_c_ends_it_and_leaves_what_was_written(tmp_path: Path, monkeypatch, capsys):
-    folder = job(tmp_path / "0", "strategy=fedavg", knn=0.5)
-    (folder / "summary.json").unlink()
-
-    def stop(seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("time.sleep", stop)
-    out = tmp_path / "report.md"
-    monkeypatch.setattr(sys, "argv", ["fedssl-report", str(folder), "--watch", "30", "--out", str(out)])
-    with locked(folder):
-        assert main() == 130
-    assert capsys.readouterr().err == "fedssl-report: stopped\n"
-    assert "2 of 2 rounds done" in out.read_text()
-
-
-@pytest.mark.parametrize("seconds", ["0", "0.5", "-3", "nan", "inf"])
-def test_a_time_that_is_none_is_refused(tmp_path: Path, monkeypatch, capsys, seconds: str):
-    job(tmp_path / "0", "strategy=fedavg")
-    monkeypatch.setattr(sys, "argv", ["fedssl-report", str(tmp_path), f"--watch={seconds}"])
-    assert main() == 2
-    assert capsys.readouterr().err == (
-        f"fedssl-report: --watch {float(seconds):g} must be at least 1 second, e.g. --watch 30\n"
-    )

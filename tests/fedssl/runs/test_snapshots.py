@@ -20,9 +20,7 @@ from fedssl.report.cli import main
 from fedssl.rules import check_rules
 from fedssl.runs.loaded_run import LoadedRun, load_run_folder
 from fedssl.runs.snapshots import (
-    SnapshotWriter,
     read_snapshot_layers,
-    remove_later_snapshots,
     save_layers,
     snapshot_rounds,
 )
@@ -148,28 +146,6 @@ def test_damaged_models_are_named(tmp_path: Path):
     kept.models["global"].write_bytes(b"nothing")
     with pytest.raises(InputError, match=r"model-global.pt cannot be used \(it does not contain layers\)"):
         read_snapshot_layers(kept.models["global"], like)
-
-
-def test_only_what_was_used_of_a_finished_round_counts(tmp_path: Path):
-    snapshot_writer, layers = SnapshotWriter(tmp_path, 3), {"encoder.weight": np.ones(2, dtype=np.float32)}
-    snapshot_writer.observe(0, layers)
-    snapshot_writer.observe(4, layers)
-    with pytest.raises(InputError, match="has no snapshots of models"):
-        snapshot_rounds(tmp_path)
-    snapshot_writer.finish({"global": layers}, used=[4])  # client 0 was in an attempt that failed
-    (kept,) = snapshot_rounds(tmp_path)
-    assert list(kept.clients) == [4]
-    SnapshotWriter(tmp_path, 5).finish({"global": layers}, used=[])
-    remove_later_snapshots(tmp_path, 3)  # resumed behind round 3
-    assert [one.round for one in snapshot_rounds(tmp_path)] == [3]
-    assert [place.name for place in (tmp_path / "models").iterdir()] == ["round-000003"]
-
-
-def test_a_sum_has_no_models_of_clients():
-    with pytest.raises(
-        InputError, match="secure_aggregation=secagg_plus reveals no client's model; set snapshot_every=0"
-    ):
-        check_rules(SETTINGS_RULES, compose(["secure_aggregation=secagg_plus", "snapshot_every=1"]))
 
 
 def test_what_noise_hides_is_not_kept():

@@ -146,22 +146,6 @@ def test_new_adapters_leave_the_output_and_follow_stages(name):
     assert encoder.adapter_settings == {"bottleneck": 3, "blocks": len(numbers)}
 
 
-@pytest.mark.parametrize("name", ["conv_small", "vit"])
-def test_everything_of_the_base_is_in_eval_mode(name):
-    encoder = ENCODERS[name]()
-    adapter(encoder, bottleneck=3)
-    base = {key: encoder.state_dict()[key].clone() for key in encoder.base_names}
-    encoder.train()(images_of(encoder)).sum().backward()
-    assert all(torch.equal(encoder.state_dict()[key], value) for key, value in base.items())
-    assert all(
-        (parameter.grad is None) == parameter_name.startswith(tuple(encoder.base_names))
-        for parameter_name, parameter in encoder.named_parameters()
-    )
-    for module_name, module in encoder.named_modules():
-        if any(True for _ in module.parameters()) and module_name not in ("", "adapters"):
-            assert module.training == module_name.startswith("adapters.")
-
-
 def test_adapters_of_the_last_stages_only():
     encoder = ENCODERS["vit"]()
     adapter(encoder, bottleneck=3, blocks=2)
@@ -224,12 +208,6 @@ def test_only_adapters_are_exchanged_and_targets_share_the_base(method_name, ove
     assert targets == {f"target_{name}" for name in expected}
     online, target = method.encoder.state_dict(keep_vars=True), method.target_encoder.state_dict(keep_vars=True)
     assert all((online[name] is target[name]) == (name in method.encoder.base_names) for name in online)
-
-
-@pytest.mark.parametrize("schedule", ["layer_wise", "progressive"])
-def test_schedules_by_stages_are_rejected(schedule):
-    with pytest.raises(InputError, match="tuning=adapter freezes layers of all stages; set schedule=end_to_end"):
-        make(f"schedule={schedule}")
 
 
 @pytest.mark.parametrize(

@@ -74,18 +74,6 @@ def test_parts_of_a_methods_server_side_are_apart():
     assert same(back.layers, LAYERS)
 
 
-@pytest.mark.parametrize("metrics", [(), ("seconds",), ("num-examples", "train-loss", "seconds")])
-def test_update_carries_only_the_declared_metrics(metrics):
-    update = ClientUpdate(layers=LAYERS, partition_id=4, num_examples=10, train_loss=0.5, seconds=1.5)
-    content = update.to_content(replace(PLAN, metrics=metrics))
-    assert set(content.metric_records["metrics"]) == set(metrics)
-    assert set(content) == {"arrays", "method-upload", "metrics", "reply-config"}
-    back = ClientUpdate.from_content(content, 4)
-    assert back.plan_id == (3, "0123456789abcdef")
-    assert back.num_examples == (10 if "num-examples" in metrics else None)
-    assert back.train_loss == (0.5 if "train-loss" in metrics else None)
-
-
 def npy(array, **changed):
     """The bytes of an array, with parts of its header changed."""
     file = io.BytesIO()
@@ -196,17 +184,3 @@ def test_invalid_digests_of_a_node_are_refused(digests):
     reply.content.config_records[NODE_INFO]["base-digests"] = digests
     with pytest.raises(ValueError, match="base layers"):
         read_node_info(reply)
-
-
-@pytest.mark.parametrize("num_candidates", [0, 2])
-def test_a_plan_has_base_layers_beside_its_models(num_candidates):
-    others = tuple({name: array + number for name, array in LAYERS.items()} for number in range(num_candidates))
-    plan = replace(PLAN, candidate_arrays=others, base=CENTROIDS, base_digest="b" * 64)
-    back = TrainPlan.from_content(plan.to_content())
-    assert back.base_digest == "b" * 64
-    assert same(back.base, CENTROIDS)
-    assert same(back.layers, LAYERS)
-    assert len(back.candidate_arrays) == num_candidates
-    assert all(same(one, other) for one, other in zip(back.candidate_arrays, others, strict=True))
-    without = TrainPlan.from_content(replace(plan, base={}).to_content())
-    assert (without.base, without.base_digest, len(without.candidate_arrays)) == ({}, "b" * 64, num_candidates)

@@ -107,20 +107,3 @@ def test_one_array_per_layer_is_read_from_flower_peers():
     assert same(decode_arrays(stock), LAYERS)
     with pytest.raises(ValueError, match="the table of layers is missing"):
         decode_arrays(stock, "int8")
-
-
-def test_flat_arrays_are_read_where_they_lie():
-    there = arrived(message_of(PLAN.to_content())).content["arrays"]
-    layer = decode_arrays(there)["encoder.conv.weight"]
-    assert np.shares_memory(layer, np.frombuffer(there["float32"].data, np.uint8))
-    assert not layer.flags.writeable
-
-
-def test_a_plan_that_names_another_transport_is_refused():
-    content = PLAN.to_content()
-    content.config_records["config"]["wire-dtype"] = "zip"
-    with pytest.raises(ValueError, match="wire_dtype=zip is not valid; choose one of fp32, fp16, bf16, int8"):
-        TrainPlan.from_content(content)
-    content.config_records["config"]["wire-dtype"] = "int8"
-    with pytest.raises(ValueError, match="layers have wire_dtype=fp32 instead of int8"):
-        TrainPlan.from_content(arrived(message_of(content)).content)
