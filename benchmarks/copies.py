@@ -42,7 +42,7 @@ def count_round(encoder: str, method: str) -> tuple[int, Counter[str]]:
 def count_evaluation(encoder: str, method: str) -> Counter[str]:
     """Return the events of the evaluation of one model."""
     from benchmarks.local_engine import Federation
-    from server_app.training_loop import load_each
+    from server_app.models import load_each
 
     federation = Federation(*COMMON, *LABELED, f"encoder={encoder}", f"method={method}")
     federation()

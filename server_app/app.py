@@ -5,8 +5,9 @@ Flower's run config contains the overrides of the command line, see `overrides_o
 
 import logging
 import shlex
+import time
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 from flwr.app import Context
@@ -16,36 +17,22 @@ from fedssl.atomic_files import new_run_folder
 from fedssl.config.literal import literal_values
 from fedssl.config.load import load_settings, with_run_folder
 from fedssl.config.overrides import parse, quote_value
-from fedssl.config.saved_run import resume_command
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError
-from fedssl.evaluation.protocol import evaluation_problem
-from fedssl.evaluation.scores import format_table, mean_over_models
-from fedssl.methods.base import build_method
-from fedssl.model_arrays import exchanged_layers, load_layers
+from fedssl.model_arrays import exchanged_layers
 from fedssl.runs.run_report import RunReport
-from fedssl.schedule.stages import set_active_stages
 from fedssl.wire.records import encode_arrays, record_bytes
 from fedssl.wire.wire_format import describe_wire_format
 from server_app.build import RunComponents, build_run
-from server_app.checkpoint import StateSchema
-from server_app.client_models import ClientModels
+from server_app.callbacks.order import make_callbacks
+from server_app.client_states import ClientStates
 from server_app.console import disk_errors_as_run_error, log_to, make_screen
-from server_app.delivery import EncoderSender
-from server_app.devices import NO_SERVER_DATA
-from server_app.evaluator import ResultsByModel
-from server_app.initial_weights import store_initial_weights
+from server_app.evaluator import no_evaluation_reason
+from server_app.fleet_file import FleetFile, read_device_ids
 from server_app.messaging import MessageExchange
 from server_app.nodes import federation_size
-from server_app.personalization import evaluate_personalized
-from server_app.recorder import Recorder
-from server_app.teacher import restore_teacher
-from server_app.training_loop import (
-    TrainingLoop,
-    arrays_by_model,
-    can_evaluate_in_background,
-    load_each,
-)
+from server_app.run_folder import RunFolder
+from server_app.training_loop import TrainingLoop
 from server_app.virtual_time import VirtualTimeExchange
 from strategies.types import ServerState
 
@@ -133,117 +120,59 @@ def execute(
     ``on_start`` is called with the run folder once all settings are valid. ``terminal`` allows a progress bar, because
     nothing else writes to standard output. Clients use ``client_cores`` cores of this machine; None if unknown.
     """
-    screen = make_screen(terminal=terminal)
-    recorder = Recorder(settings.recording, rounds=settings.rounds, screen=screen)
-    with disk_errors_as_run_error(recorder.folder), recorder.locked(), log_to(recorder.folder, screen), closing(screen):
+    screen, started = make_screen(terminal=terminal), time.monotonic()
+    folder = RunFolder(settings.recording, rounds=settings.rounds)
+    with disk_errors_as_run_error(folder.path), folder.locked(), log_to(folder.path, screen), closing(screen):
         screen.open(settings.rounds)
-        try:
-            outcome = run(
-                grid,
-                settings,
-                recorder,
-                client_cores=client_cores,
-                on_start=lambda: on_start(recorder.folder),
-            )
-        except BaseException as error:
-            interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
-            reason = str(error) or type(error).__name__
-            if interrupted:  # Flower's process exits when the SuperLink stops the run
-                reason = "stopped by the " + ("user" if isinstance(error, KeyboardInterrupt) else "SuperLink")
-            resumed = settings.recording.resumed is not None
-            if not (
-                resumed and isinstance(error, InputError)
-            ):  # settings of the resumption were refused, the run is unchanged
-                with suppress(OSError):  # the disk may be full
-                    recorder.summary("interrupted" if interrupted else "failed", reason=reason)
-            raise
-        if outcome is None:
-            recorder.summary("paused", reason=f"paused after round {settings.pause_after} of {settings.rounds}")
-            log.info("paused after round %d; continue with: %s", settings.pause_after, resume_command(recorder.folder))
-            return
-        results, models, no_evaluation_reason = outcome
-        recorder.summary("finished", final=results, models=models)
-        table = format_table(results) if results else f"nothing was evaluated: {no_evaluation_reason}"
-        log.info("%s\nresults are in %s", table, recorder.folder)
-
-
-def run(
-    grid: Grid, settings: Settings, recorder: Recorder, *, client_cores: int | None, on_start: Callable[[], None]
-) -> tuple[ResultsByModel, ResultsByModel, str | None] | None:
-    """Run all rounds after the last checkpoint. Return the results of `finish`, and why nothing is evaluated.
-
-    Return None if the run is paused.
-    """
-    components = build_run(grid, settings, known_client_ids=recorder.devices())
-    settings = components.settings
-    resumed = settings.recording.resumed
-    server = components.federation.strategy.server
-    recorder.store_base(components.federation.base, digest=components.federation.base_digest)
-    state = ServerState(models=ClientModels(recorder.folder, {}) if server.models_per_client else {})
-    if resumed is not None:
-        context, client_ids = components.context, components.client_manager.clients.client_ids
-        state = recorder.restore(
-            StateSchema(
-                untrained=context.initial_model(),
-                clients=max([settings.num_clients, *(number + 1 for number in client_ids.values())]),
-                phases=len(context.phases),
-                models_per_client=server.models_per_client,
-                model_state_type=server.model_state_type,
-                strategy_state_type=server.strategy_state_type,
-            )
+        components = build_run(grid, settings, known_client_ids=read_device_ids(folder.path))
+        states, fleet = ClientStates(folder.path, settings.recording.max_state_bytes), FleetFile(folder.path)
+        callbacks = make_callbacks(
+            grid, components, folder, states, fleet, screen=screen, client_cores=client_cores, started=started
         )
-        restore_teacher(components.method, state)
-    recorder.start_run(settings.recording, components.client_data)
-    store_initial_weights(settings, recorder.folder)
-    recorder.register(components.client_manager.clients)
-    server.plot(recorder.folder / "figures")
-    images = f"{len(components.client_data.image_data.images)} images" if components.client_data else "their own images"
+        with callbacks.running() as end:
+            state = folder.start(components)
+            fleet.register(components.client_manager.clients)
+            components.federation.strategy.server.plot(folder.path / "figures")
+            log_start(components, state, folder.path)
+            on_start(folder.path)
+            log_algorithm(components)
+            exchange = make_exchange(grid, components, fleet)
+            exchange.restore(state.in_flight)
+            callbacks.on_run_start(state)
+            TrainingLoop(exchange, components, state, callbacks, states, fleet).run(end)
+
+
+def log_start(components: RunComponents, state: ServerState, folder: Path) -> None:
+    """Log the size of the run."""
+    settings, data = components.settings, components.client_data
     log.info(
         "%d clients, %s, %d rounds; %d bytes of layers per model and direction; output in %s",
-        *(settings.num_clients, images, settings.rounds),
-        *(record_bytes(encode_arrays(exchanged_layers(components.method), settings.wire_dtype)), recorder.folder),
+        settings.num_clients,
+        f"{len(data.image_data.images)} images" if data else "their own images",
+        settings.rounds,
+        record_bytes(encode_arrays(exchanged_layers(components.method), settings.wire_dtype)),
+        folder,
     )
-    if resumed is not None and state.round >= settings.rounds:
+    if settings.recording.resumed is not None and state.round >= settings.rounds:
         log.info("the run is complete; only its final evaluation is repeated (more rounds: rounds=%d)", state.round + 1)
-    on_start()
+
+
+def log_algorithm(components: RunComponents) -> None:
+    """Log what is exchanged, and why nothing is evaluated."""
+    settings = components.settings
     log.info("strategy %s: %s", settings.recording.choices["strategy"], describe_exchange(components))
-    problem = NO_SERVER_DATA if settings.data.federated is None else evaluation_problem(settings.data)
+    problem = no_evaluation_reason(settings)
     if problem:
         log.warning("nothing will be evaluated: %s", problem)
-    exchange = make_exchange(grid, components, recorder)
-    exchange.restore(state.in_flight)
-    background = can_evaluate_in_background(components, client_cores)
-    delivers = components.client_data is None and settings.engine.deliver_every is not None
-    sender = EncoderSender(settings) if delivers else None
-
-    def deliver(state: ServerState, *, ends: bool = False) -> None:
-        if sender is not None and (ends or sender.due(state.round)):
-            clients = components.client_manager.clients
-            quality = sender.send(grid, clients, state, export_encoders(components, state, recorder))
-            if quality is not None:
-                recorder.register_quality(quality)
-
-    loop = TrainingLoop(exchange, components, state, recorder, background=background, deliver=deliver)
-    state = loop.run()
-    if loop.paused:
-        return None
-    results_by_model = finish(components, state, settings, recorder)
-    with set_active_stages(components.method, depth=components.context.phases[-1].depth):
-        deliver(state, ends=True)
-    if settings.evaluation.personalized:
-        trained, epochs = recorder.trained_clients(), settings.evaluation.adaptation_epochs
-        with set_active_stages(components.method, depth=components.context.phases[-1].depth):
-            recorder.personalized(evaluate_personalized(exchange, components, state, trained=trained, epochs=epochs))
-    return (*results_by_model, problem)
 
 
-def make_exchange(grid: Grid, components: RunComponents, recorder: Recorder) -> MessageExchange:
+def make_exchange(grid: Grid, components: RunComponents, fleet: FleetFile) -> MessageExchange:
     """Return the exchange of messages, in virtual or in wall-clock time."""
     if components.virtual_time is not None:
         return VirtualTimeExchange(grid, components.virtual_time)
     if components.client_data is None:  # devices
         keep_contents = components.settings.aggregation.buffered
-        return MessageExchange(grid, keep_contents=keep_contents, on_activity=recorder.register_activity)
+        return MessageExchange(grid, keep_contents=keep_contents, on_activity=fleet.register_activity)
     return MessageExchange(grid)
 
 
@@ -263,37 +192,6 @@ def describe_exchange(components: RunComponents) -> str:
         f"download {summary.download}; upload {summary.upload}; metrics {', '.join(metrics) or 'none'}; "
         f"local {summary.local_state}; wire format {describe_wire_format(settings.wire_dtype)}{staged}"
     )
-
-
-def export_encoders(components: RunComponents, state: ServerState, recorder: Recorder) -> dict[str, Path]:
-    """Write the encoder of every model into the run folder; return the files by name of the model."""
-    method, files = components.method, {}
-    for name, layers in arrays_by_model(components.context, state).items():
-        load_layers(method, layers)
-        files[name] = recorder.encoder(name, method, components.settings, rounds=state.round)
-    return files
-
-
-def finish(
-    components: RunComponents, state: ServerState, settings: Settings, recorder: Recorder
-) -> tuple[ResultsByModel, ResultsByModel]:
-    """Export and draw the results. Return the final comparison, and the results of every model."""
-    method = components.method
-    with set_active_stages(method, depth=components.context.phases[-1].depth):
-        models = arrays_by_model(components.context, state)
-        untrained = build_method(settings.model).to(components.context.device)
-        baselines = components.evaluator.baselines(untrained)
-        results_by_model = components.evaluator.evaluate(load_each(method, models), final=True)
-        export_encoders(components, state, recorder)
-    recorder.figures(components.client_data)
-    if not baselines:  # no labeled images
-        return {}, {}
-    federated = mean_over_models(list(results_by_model.values()))
-    return {
-        "untrained": baselines["untrained"],
-        "federated": federated,
-        "pixels": baselines["pixels"],
-    }, results_by_model
 
 
 def overrides_of(run_config: RunConfig) -> list[str]:

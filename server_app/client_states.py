@@ -14,7 +14,9 @@ from pathlib import Path
 
 from fedssl.atomic_files import round_file, saved_rounds
 from fedssl.rules import Problem
-from fedssl.runs.manifest import CLIENT_STATES, STATE_SUFFIX, client_folder
+from fedssl.runs.manifest import CLIENT_STATES, STATE_SUFFIX, ClientStateParts, Part, client_folder
+from server_app.client_models import ClientModels
+from server_app.updates import RoundResult
 from strategies.rules import RunParts
 from strategies.types import ServerState
 
@@ -22,38 +24,60 @@ log = logging.getLogger("fedssl")
 
 
 class ClientStates:
-    """Client states of a run folder. ``max_bytes`` None has no limit. ``total`` is the size of all in bytes."""
+    """Client states of a run folder. ``max_bytes`` None has no limit."""
 
     def __init__(self, folder: Path, max_bytes: int | None) -> None:
-        self._folder, self._max_bytes = folder / CLIENT_STATES, max_bytes
+        self._folder, self.checkpoints, self._max_bytes = folder / CLIENT_STATES, folder / "checkpoints", max_bytes
+        self._parts = ClientStateParts(folder)
         self._sizes: dict[int, int] | None = None  # by client, of the newest versions
-        self.total = self.num_evicted = 0  # the second in the last round
+        self._total = 0  # of these
         self._warned = False
         self._deleted: set[int] = set()  # evicted clients without files
 
-    def evict(self, state: ServerState, clients: Iterable[int], *, oldest_resumable: int) -> ServerState:
+    @property
+    def oldest_resumable(self) -> int:
+        """Return the round of the oldest checkpoint; 0 if there is none."""
+        return min(saved_rounds(self.checkpoints), default=0)
+
+    def parts(self, state: ServerState) -> list[Part]:
+        """Return the files of client states that a checkpoint of the state needs."""
+        return self._parts.up_to(state.round, evicted=state.evicted)
+
+    def end_round(self, state: ServerState, result: RoundResult) -> tuple[ServerState, RoundResult]:
+        """Evict client states beyond the limit, and write the models of single clients that have changed.
+
+        Called before the checkpoint of the round. The states that clients have saved in it are on the disk.
+        """
+        state, metrics = self._evict(state, [row.client for row in result.clients])
+        if isinstance(state.models, ClientModels):
+            saved = state.models.saved(round=state.round, oldest_resumable=self.oldest_resumable)
+            state = replace(state, models=saved)
+        return state, replace(result, state_metrics=metrics)
+
+    def _evict(self, state: ServerState, clients: Iterable[int]) -> tuple[ServerState, dict[str, int]]:
         """Measure the states of the participants of the last round, ``clients``, and evict others beyond the limit.
 
-        Delete the files of clients that were evicted up to the round ``oldest_resumable``.
+        Delete the files of clients that were evicted up to the oldest checkpoint.
         """
         if not self._folder.is_dir():
-            return state
+            return state, {}
+        oldest_resumable = self.oldest_resumable
         self._measure(state, clients)
         deletable = {client for client, round in state.evicted.items() if round <= oldest_resumable}
         for client in deletable - self._deleted:
             shutil.rmtree(client_folder(self._folder, client), ignore_errors=True)
         self._deleted = deletable
         evicted = self._choose(state)
-        self.num_evicted = len(evicted)
+        metrics = {"state_bytes": self._total, "evicted_states": len(evicted)} if self._total or evicted else {}
         if not evicted:
-            return state
+            return state, metrics
         if not self._warned:
             self._warned = True
             log.warning(
                 "client states exceed client_state.max_bytes=%d: %d clients start their next round without one",
                 *(self._max_bytes, len(evicted)),
             )
-        return replace(
+        state = replace(
             state,
             evicted={**state.evicted, **dict.fromkeys(evicted, state.round)},
             state_rounds={client: round for client, round in state.state_rounds.items() if client not in evicted},
@@ -61,29 +85,30 @@ class ClientStates:
                 client: last for client, last in state.last_participation.items() if client not in evicted
             },
         )
+        return state, metrics
 
     def _measure(self, state: ServerState, clients: Iterable[int]) -> None:
         participants = state.last_participation
         if self._sizes is None:  # the first call of this process
             clients, self._sizes = participants, {}
         for client in self._sizes.keys() - participants.keys():  # dropped ones, whose state is unknown
-            self.total -= self._sizes.pop(client)
+            self._total -= self._sizes.pop(client)
         for client in clients:
             size = _newest_bytes(client_folder(self._folder, client), state.round)
-            self.total += size - self._sizes.get(client, 0)
+            self._total += size - self._sizes.get(client, 0)
             self._sizes[client] = size
 
     def _choose(self, state: ServerState) -> set[int]:
         """Return the clients to evict, and remove them from the sizes."""
         assert self._sizes is not None
         evicted: set[int] = set()
-        if self._max_bytes is None or self.total <= self._max_bytes:
+        if self._max_bytes is None or self._total <= self._max_bytes:
             return evicted
         participants = state.last_participation
         for client in sorted(self._sizes, key=lambda client: (participants.get(client, (0, ""))[0], client)):
-            if self.total <= self._max_bytes:
+            if self._total <= self._max_bytes:
                 break
-            self.total -= self._sizes.pop(client)
+            self._total -= self._sizes.pop(client)
             evicted.add(client)
         return evicted
 

@@ -13,12 +13,6 @@ from strategies.rules import RunParts
 
 log = logging.getLogger("fedssl")
 
-# Why nothing is evaluated.
-NO_SERVER_DATA = (
-    "the server has no images, so collapse metrics and costs are not measured either; set a labeled data set of the "
-    "server with dataset=NAME dataset.path=FOLDER"
-)
-
 
 def adapt_to_edge_clients(settings: Settings, clients: ClientDirectory) -> Settings:
     """Return the settings of a run with these edge clients.

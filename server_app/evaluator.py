@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from fedssl.config.settings import DataSettings, EvaluationSettings
+from fedssl.config.settings import DataSettings, EvaluationSettings, Settings
 from fedssl.encoders.base import Encoder
 from fedssl.evaluation.features import accuracy, pixel_values
 from fedssl.evaluation.protocol import (
@@ -25,6 +25,11 @@ from fedssl.rules import Problem
 from strategies.rules import RunParts
 
 log = logging.getLogger("fedssl")
+
+NO_SERVER_DATA = (
+    "the server has no images, so collapse metrics and costs are not measured either; set a labeled data set of the "
+    "server with dataset=NAME dataset.path=FOLDER"
+)
 
 ResultsByModel = dict[str, dict[str, Score]]  # results by model name
 
@@ -115,6 +120,11 @@ class Evaluator:
             if logits is not None:
                 results["classifier"] = Score(accuracy(logits.argmax(dim=1), evaluation_input.test.labels))
         return results
+
+
+def no_evaluation_reason(settings: Settings) -> str | None:
+    """Return why nothing is evaluated; None if the server has labeled images."""
+    return NO_SERVER_DATA if settings.data.federated is None else evaluation_problem(settings.data)
 
 
 def personalized_models_have_labels(parts: RunParts) -> Problem:

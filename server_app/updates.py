@@ -67,8 +67,7 @@ class RoundResult:
     clients: list[ClientMetrics] = field(default_factory=list)  # of the updates that were used
     dropped: dict[int, str] = field(default_factory=dict)  # reasons of clients without a usable update
     late: list[int] = field(default_factory=list)  # clients with an unused update for an older plan
-    state_bytes: int = 0  # size of the newest states of all simulated clients
-    num_evicted: int = 0  # number of these that were evicted
+    state_metrics: dict[str, int] = field(default_factory=dict)  # of the states of simulated clients
     privacy: dict[str, float] = field(default_factory=dict)  # epsilon after this round, and its delta
     # Guarantees and costs of secure aggregation, see `server_app.secure_aggregation.privacy_parameters`.
     secure_aggregation: dict[str, Any] = field(default_factory=dict)

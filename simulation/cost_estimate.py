@@ -18,7 +18,7 @@ from fedssl.machine.process import available_cores
 from fedssl.schedule.phases import phase_at
 from fedssl.training import number_of_batches
 from server_app.build import RunComponents, build_run
-from server_app.training_loop import can_evaluate_in_background
+from server_app.callbacks.background import can_evaluate_in_background
 from simulation.cost_counts import RoundCounts, count_rounds
 from simulation.cost_measurement import Measurement, measure
 from simulation.grid import LocalGrid, load_client_app

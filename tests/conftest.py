@@ -94,9 +94,11 @@ def _no_rendering(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not request.path.relative_to(Path(__file__).parent).as_posix().startswith(RENDERED):
             patch.setattr("matplotlib.figure.Figure.savefig", lambda figure, stream, **style: stream.write(b"\x89PNG"))
-            patch.setattr("server_app.recorder.save_partition_plot", lambda file, *args, **kwargs: _write_figure(file))
             patch.setattr(
-                "server_app.recorder.write_final_plots",
+                "server_app.callbacks.results.save_partition_plot", lambda file, *args, **kwargs: _write_figure(file)
+            )
+            patch.setattr(
+                "server_app.callbacks.results.write_final_plots",
                 lambda folder: [_write_figure(folder / "figures" / f"{name}.png") for name in FINAL_PLOTS],
             )
         yield

@@ -1,10 +1,45 @@
 """Early stopping of a run, see `fedssl.evaluation.early_stopping`."""
 
-from fedssl.evaluation.early_stopping import monitor_problem, threshold_problem
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from fedssl.evaluation.early_stopping import EarlyStopping, monitor_problem, stop_reason, threshold_problem
 from fedssl.evaluation.protocol import evaluation_problem
 from fedssl.evaluation.scores import ACCURACY
 from fedssl.rules import Problem
+from fedssl.runs.jsonl import read_jsonl
+from server_app.callbacks.base import Callback, RoundEnd, RunEnd
 from strategies.rules import RunParts
+from strategies.types import ServerState
+
+log = logging.getLogger("fedssl")
+
+
+class EarlyStop(Callback):
+    """Ends a run by the results of its evaluations, those before a resumption included."""
+
+    def __init__(self, rule: EarlyStopping, folder: Path, *, rounds: int) -> None:
+        self._rule, self._folder, self._rounds = rule, folder, rounds
+        self._evaluations: list[tuple[int, Mapping[str, float]]] = []  # by round
+
+    def on_run_start(self, state: ServerState) -> None:
+        lines = read_jsonl(self._folder / "metrics.jsonl") if state.round else []
+        self._evaluations = [(line["round"], line["evaluation"]) for line in lines if "evaluation" in line]
+
+    def on_round_end(self, end: RoundEnd) -> None:
+        if "evaluation" in end.line:
+            self._evaluations.append((end.state.round, end.line["evaluation"]))
+
+    def stop_reason(self) -> Problem:
+        return stop_reason(self._evaluations, self._rule)
+
+    def on_run_end(self, end: RunEnd) -> None:
+        if end.status == "finished" and end.state.round < self._rounds:
+            end.reason = self.stop_reason()
+            log.info(
+                "early_stopping: %s; the run stops after round %d of %d", end.reason, end.state.round, self._rounds
+            )
 
 
 def monitor_is_a_result(parts: RunParts) -> Problem:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from server_app.training_loop import load_each
+from server_app.models import load_each
 from tests.accelerator.device import recorded
 from tests.federation import Federation
 from tests.methods import CASES, MASKED, overrides_of

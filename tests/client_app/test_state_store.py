@@ -9,8 +9,8 @@ import torch
 from client_app import state_store as module
 from client_app.state_store import FILE_STORE, WriteBehind, load_state, save_state
 from fedssl.errors import RunError
+from server_app.callbacks.checkpoints import Checkpoints
 from server_app.checkpoint import latest_checkpoint
-from server_app.recorder import Recorder
 from simulation.grid import LocalGrid
 from simulation.run import run
 
@@ -121,20 +121,19 @@ RUN += ["encoder.width=4", "evaluate_every=0", "final_evaluation=none", "engine=
 
 def test_a_checkpoint_finds_all_states_written(tmp_path, monkeypatch):
     """However slow the disk is, what a run that goes on from the checkpoint needs is on it."""
-    clients, checkpoint, found = tmp_path / "run" / "clients", Recorder.checkpoint, []
+    clients, checkpoint, found = tmp_path / "run" / "clients", Checkpoints.save, []
 
     def slow(folder, state, **given):
         time.sleep(0.1)
         save_state(folder, state, **given)
 
-    def looks(self, state, **given):
-        found.append(
-            [(clients / "0000" / client / f"round-{state.round:06d}.safetensors").exists() for client in "012"]
-        )
-        checkpoint(self, state, **given)
+    def looks(self):
+        state = f"round-{len(found) + 1:06d}.safetensors"
+        found.append([(clients / "0000" / client / state).exists() for client in "012"])
+        checkpoint(self)
 
     monkeypatch.setattr(module, "save_state", slow)
-    monkeypatch.setattr(Recorder, "checkpoint", looks)
+    monkeypatch.setattr(Checkpoints, "save", looks)
     run([*RUN, f"output_dir={tmp_path / 'run'}"])
     assert found == [[True] * 3] * 2
 

@@ -2,16 +2,18 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from client_app.state_store import save_state
-from fedssl.atomic_files import saved_rounds
+from fedssl.atomic_files import round_file, saved_rounds
 from fedssl.runs.manifest import ClientStateParts, client_folder
 from fedssl.runs.verify import verify_run
 from fedssl.wire.messages import ClientUpdate
 from server_app.client_states import ClientStates
+from server_app.updates import RoundResult
 from simulation.run import run
 from strategies.types import ServerState
 from tests.federation import Federation
@@ -22,6 +24,18 @@ def save(folder, client, round, *, values=1000):
     target = client_folder(folder / "clients", client)
     save_state(target, {"a": torch.zeros(values)}, round=round, oldest_resumable=0)
     return (target / f"round-{round:06d}.safetensors").stat().st_size
+
+
+def end_round(states, state, clients, *, oldest_resumable):
+    """Return the state and the metrics after a round; the oldest checkpoint is of ``oldest_resumable``."""
+    if oldest_resumable:
+        states.checkpoints.mkdir(exist_ok=True)
+        for file in states.checkpoints.iterdir():
+            file.unlink()
+        round_file(states.checkpoints, oldest_resumable).touch()
+    rows = [SimpleNamespace(client=client) for client in clients]
+    state, result = states.end_round(state, RoundResult(state.round, clients=rows))
+    return state, result.state_metrics
 
 
 def after(round, last):
@@ -39,21 +53,21 @@ def test_the_least_recently_used_are_evicted(tmp_path):
         save(tmp_path, client, 1)
     save(tmp_path, 1, 2)  # an older version does not count
     states = ClientStates(tmp_path, 2 * size)
-    state = states.evict(after(2, {3: 1, 2: 1, 1: 2}), [1], oldest_resumable=0)
-    assert (states.total, states.num_evicted) == (2 * size, 1)
+    state, metrics = end_round(states, after(2, {3: 1, 2: 1, 1: 2}), [1], oldest_resumable=0)
+    assert metrics == {"state_bytes": 2 * size, "evicted_states": 1}
     assert state.evicted == {2: 2}  # of the two of round 1 that with the smaller id
     assert state.state_rounds == {3: 1, 1: 2}
     assert state.last_participation == {3: (1, "global"), 1: (2, "global")}
     save(tmp_path, 0, 3, values=2000)
     state = replace(after(3, {3: 1, 1: 2, 0: 3}), evicted=state.evicted)
-    state = states.evict(state, [0], oldest_resumable=1)
+    state, _ = end_round(states, state, [0], oldest_resumable=1)
     assert state.evicted == {2: 2, 3: 3, 1: 3}
     assert list(state.state_rounds) == [0]
     assert saved_rounds(client_folder(tmp_path / "clients", 2), "safetensors") == [1]  # a checkpoint needs it
-    state = states.evict(replace(state, round=4), [], oldest_resumable=2)
+    state, metrics = end_round(states, replace(state, round=4), [], oldest_resumable=2)
     assert state.evicted == {2: 2, 3: 3, 1: 3}  # until they participate again
     assert not client_folder(tmp_path / "clients", 2).exists()
-    assert states.num_evicted == 0
+    assert metrics["evicted_states"] == 0
 
 
 def test_a_resumed_run_measures_the_same(tmp_path):
@@ -61,12 +75,12 @@ def test_a_resumed_run_measures_the_same(tmp_path):
     save(tmp_path / "clients" / "0000" / "0", 0, 1)  # a subfolder of the client
     save(tmp_path, 1, 1)
     first, resumed = ClientStates(tmp_path, None), ClientStates(tmp_path, None)
-    first.evict(after(1, {0: 1, 1: 1}), [0, 1], oldest_resumable=0)
-    assert first.total == 3 * size
+    _, metrics = end_round(first, after(1, {0: 1, 1: 1}), [0, 1], oldest_resumable=0)
+    assert metrics == {"state_bytes": 3 * size, "evicted_states": 0}
     state = after(2, {0: 1})  # client 1 was dropped in round 2
     for states in (first, resumed):
-        assert states.evict(state, [], oldest_resumable=0) == state
-        assert states.total == 2 * size
+        metrics = {"state_bytes": 2 * size, "evicted_states": 0}
+        assert end_round(states, state, [], oldest_resumable=0) == (state, metrics)
 
 
 def test_a_checkpoint_has_no_part_of_evicted_clients(tmp_path):

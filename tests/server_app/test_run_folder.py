@@ -12,8 +12,7 @@ from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.partition import Partition
 from server_app.build import ClientData
-from server_app.console import PlainConsole
-from server_app.recorder import Recorder
+from server_app.run_folder import RunFolder
 
 
 def client_data(*parts):
@@ -23,10 +22,9 @@ def client_data(*parts):
 
 def test_a_resumed_run_keeps_the_images_of_clients(tmp_path):
     new = compose([f"output_dir={tmp_path / 'run'}"]).recording
-    Recorder(new, rounds=1, screen=PlainConsole()).start_run(new, client_data([0, 1, 2], [3, 4, 5]))
-    resumed = replace(new, resumed=0)
-    recorder = Recorder(resumed, rounds=2, screen=PlainConsole())
-    recorder.start_run(resumed, client_data([0, 1, 2], [3, 4, 5]))
+    RunFolder(new, rounds=1).write_partition(client_data([0, 1, 2], [3, 4, 5]))
+    folder = RunFolder(replace(new, resumed=0), rounds=2)
+    folder.write_partition(client_data([0, 1, 2], [3, 4, 5]))
     with pytest.raises(InputError, match=r"partition.csv differs from the partition of this run: .*file of partition"):
-        recorder.start_run(resumed, client_data([0, 1, 3], [2, 4, 5]))
+        folder.write_partition(client_data([0, 1, 3], [2, 4, 5]))
     assert (tmp_path / "run" / "partition.csv").read_text().splitlines()[1:] == ["0,3,3,0", "1,3,0,3"]

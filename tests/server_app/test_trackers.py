@@ -126,7 +126,6 @@ def test_a_missing_package_is_one_sentence_before_any_work(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["tracker.name=tensorboard"], "tracker.name was removed: choose a file of conf/tracker"),
         (["tracker=wandb", "tracker.mode=disabled"], "tracker.mode=disabled must be offline or online"),
     ],
 )

@@ -7,10 +7,11 @@ import pytest
 
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RunError
-from server_app import app, training_loop
+from server_app.callbacks import background, order
+from server_app.callbacks.checkpoints import Checkpoints
+from server_app.callbacks.lines import Lines
 from server_app.checkpoint import latest_checkpoint
 from server_app.evaluator import Evaluator
-from server_app.recorder import Recorder
 from server_app.training_loop import TrainingLoop
 from simulation.grid import run_local
 from simulation.run import run
@@ -29,7 +30,7 @@ STAGES = [
 UNTRAINED = ["rounds=1", "local_epochs=0", "evaluate_every=0", "final_evaluation=none"]
 WAIT = 60  # seconds after which something is never to come
 
-can_evaluate_in_background = training_loop.can_evaluate_in_background
+can_evaluate_in_background = background.can_evaluate_in_background
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def cores(monkeypatch):
     """Sets how many cores the server believes to have."""
 
     def have(number):
-        monkeypatch.setattr(training_loop, "available_cores", lambda: number)
+        monkeypatch.setattr(background, "available_cores", lambda: number)
 
     have(8)
     return have
@@ -116,9 +117,9 @@ def test_what_cannot_run_beside_a_round_does_not(tmp_path, cores, threads, overr
 def test_cores_must_be_free(tmp_path, monkeypatch, there, threads_each, overlaps):
     """In one process clients take as many cores as they have threads, and the evaluation as many more."""
     found = []
-    monkeypatch.setattr(training_loop, "available_cores", lambda: there)
+    monkeypatch.setattr(background, "available_cores", lambda: there)
     monkeypatch.setattr(
-        app, "can_evaluate_in_background", lambda *given: found.append(can_evaluate_in_background(*given)) or False
+        order, "can_evaluate_in_background", lambda *given: found.append(can_evaluate_in_background(*given)) or False
     )
     overrides = [*TINY, *UNTRAINED, f"threads={threads_each}", f"output_dir={tmp_path / 'run'}"]
     run_local(compose(overrides))
@@ -184,15 +185,15 @@ def test_an_error_in_the_next_round_leaves_the_evaluated_one(whole, tmp_path, mo
 
 def test_what_an_evaluation_or_its_recording_raises_ends_the_run(tmp_path, monkeypatch, cores):
     """The second round's line cannot be written: the run goes back to the first."""
-    write = Recorder.round
+    write = Lines.on_round_end
 
-    def full(self, report, **rest):
-        if report.round == 2:
+    def full(self, end):
+        if end.state.round == 2:
             raise OSError(28, "No space left on device")
-        write(self, report, **rest)
+        write(self, end)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Recorder, "round", full)
+        patch.setattr(Lines, "on_round_end", full)
         with pytest.raises(RunError, match="No space left"):
             run([*TINY, f"output_dir={tmp_path / 'run'}"])
     rounds_done, _, lines = contents(tmp_path / "run")
@@ -203,17 +204,18 @@ def test_what_an_evaluation_or_its_recording_raises_ends_the_run(tmp_path, monke
 @pytest.mark.parametrize(("full", "reported"), [(False, 2), (True, 1)])
 def test_an_interrupted_run_reports_the_round_from_which_resume_continues(tmp_path, monkeypatch, full, reported):
     """Interrupted after the line of round 2, before its checkpoint. A full disk allows no checkpoint afterwards."""
-    checkpoint = Recorder.checkpoint
+    save, attempts = Checkpoints.save, []
 
-    def interrupted(self, state, *, ends=False):
-        if state.round == 2 and not ends:
+    def interrupted(self):
+        attempts.append(self)
+        if len(attempts) == 2:
             raise KeyboardInterrupt
-        if state.round == 2 and full:
+        if len(attempts) > 2 and full:
             raise OSError(28, "No space left on device")
-        checkpoint(self, state, ends=ends)
+        save(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Recorder, "checkpoint", interrupted)
+        patch.setattr(Checkpoints, "save", interrupted)
         with pytest.raises(KeyboardInterrupt, match=f"after round {reported}; "):
             run([*TINY, f"output_dir={tmp_path / 'run'}"])
     rounds_done, _, lines = contents(tmp_path / "run")

@@ -15,8 +15,11 @@ from fedssl.errors import InputError
 from fedssl.evaluation import cli as evaluate
 from fedssl.report import cli as report
 from fedssl.runs.jsonl import SCHEMAS, read_jsonl
+from server_app.callbacks.base import RunEnd
+from server_app.callbacks.summary import Summary
 from server_app.console import PlainConsole, log_to
-from server_app.recorder import Recorder
+from server_app.run_folder import RunFolder
+from server_app.trackers.base import SafeTracker
 from simulation import cli as fedssl
 
 WORDS = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=40", "dataset.test_limit=20", "encoder.width=4"]
@@ -115,12 +118,13 @@ def composed(folder):
 def restored(folder, settings=None):
     """Read and write the other files of a resumed run; ``settings`` are of a copy."""
     settings = settings or composed(folder)
-    recorder = Recorder(replace(settings.recording, folder=folder), rounds=settings.rounds, screen=PlainConsole())
-    with recorder.locked(), log_to(recorder.folder, PlainConsole()):
-        state = recorder.restore()
+    settings = replace(settings, recording=replace(settings.recording, folder=folder))
+    files, tracker = RunFolder(settings.recording, rounds=settings.rounds), SafeTracker(settings.recording)
+    with files.locked(), log_to(folder, PlainConsole()):
+        state = files.restore()
         for client in (0, 1):
             load_state(folder / "clients" / "0000" / str(client), before=state.round + 1)
-        recorder.summary("finished", final={})
+        Summary(files, settings, tracker, few_images=0, started=0.0).on_run_end(RunEnd(final={}))
 
 
 FEW = ("random", "folder", "loop")  # of which a reader rejects the last two by the same line

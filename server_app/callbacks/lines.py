@@ -1,0 +1,70 @@
+"""The lines of a round in ``metrics.jsonl``, ``clients.jsonl`` and other files."""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedssl.errors import DISK_ERRORS
+from fedssl.runs.manifest import LineFile
+from server_app.callbacks.base import Callback, RoundEnd
+from server_app.updates import RoundResult
+
+
+class Lines(Callback):
+    """Appends the lines of every round to the files of the run folder."""
+
+    def __init__(self, folder: Path, files: Mapping[str, LineFile]) -> None:
+        self._folder, self._files = folder, files
+
+    def on_round_end(self, end: RoundEnd) -> None:
+        """Complete the line of the round, and write all lines."""
+        self._check_clients(end.result)
+        end.line = line_of(end.result, seconds=end.seconds) | end.line
+        lines = {**end.lines, "clients.jsonl": [row.line() for row in end.result.clients], "metrics.jsonl": [end.line]}
+        for name, rows in lines.items():
+            self._files[name].append(rows)
+        for file in self._files.values():
+            file.end_round(end.state.round)
+
+    def _check_clients(self, result: RoundResult) -> None:
+        """Raise `OSError` if clients of this machine were dropped for a full disk, so that `resume` repeats them."""
+        reasons = result.dropped.values()
+        codes = [code for code in DISK_ERRORS if any(os.strerror(code) in reason for reason in reasons)]
+        if codes and (self._folder / "clients").is_dir():
+            raise OSError(codes[0], os.strerror(codes[0]))
+
+
+def line_of(result: RoundResult, *, seconds: float) -> dict[str, Any]:
+    """Return the values of a round that are known when it ends."""
+    rows = result.clients
+    line: dict[str, Any] = {
+        "round": result.round,
+        "loss": _mean(row.loss for row in rows),
+        "model_cosine": _mean(row.model_cosine for row in rows),
+        "layer_cosine": _mean(row.layer_cosine for row in rows),
+        "seconds": seconds,
+        "client_seconds": _mean(row.seconds for row in rows),
+        "clients": len(rows),
+        "dropped": {str(client): reason for client, reason in result.dropped.items()},
+        "bytes_up": sum(row.bytes_up for row in rows),
+        "bytes_down": sum(row.bytes_down for row in rows),
+    }
+    if result.virtual_time is not None:
+        line |= {"virtual_seconds": result.virtual_seconds, "virtual_time": result.virtual_time}
+    received = [row.base_bytes for row in rows if row.base_bytes]
+    further = {
+        "base": {"bytes": sum(received), "clients": len(received)} if received else {},
+        "privacy": result.privacy,
+        "secure_aggregation": result.secure_aggregation,
+        "late": len(result.late),
+        "strategy_metrics": result.strategy_metrics,
+    }
+    return line | result.state_metrics | {key: value for key, value in further.items() if value}
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None

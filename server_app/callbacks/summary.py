@@ -1,0 +1,122 @@
+"""The summary of a run, ``summary.json``."""
+
+import logging
+import platform
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+from fedssl.atomic_files import saved_rounds
+from fedssl.config.literal import shell_command
+from fedssl.config.saved_run import resume_command
+from fedssl.config.settings import Settings
+from fedssl.errors import InputError
+from fedssl.evaluation.scores import format_table, to_flat_dict, units_of
+from fedssl.machine.memory import gigabytes
+from fedssl.runs.costs import sum_costs
+from fedssl.runs.jsonl import read_jsonl
+from fedssl.runs.run import START_KEYS, write_summary
+from server_app.callbacks.base import Callback, RunEnd
+from server_app.callbacks.evaluation import results_by_model
+from server_app.evaluator import no_evaluation_reason
+from server_app.run_folder import RunFolder
+from server_app.trackers.base import SafeTracker
+
+log = logging.getLogger("fedssl")
+
+VERSIONS = ("flwr", "flwr-datasets", "hydra-core", "numpy", "torch", "torchvision")
+
+
+class Summary(Callback):
+    """Writes the summary, ends the tracker, and logs where the results are.
+
+    ``few_images`` is the number of clients that never train for lack of images, and ``started`` the time of the start.
+    """
+
+    def __init__(
+        self, folder: RunFolder, settings: Settings, tracker: SafeTracker, *, few_images: int, started: float
+    ) -> None:
+        self._folder, self._settings, self._tracker = folder, settings, tracker
+        self._few_images, self._started = few_images, started
+
+    def on_run_end(self, end: RunEnd) -> None:
+        """Write the summary, unless settings of a resumption were refused: then the run is unchanged."""
+        if isinstance(end.error, InputError) and self._settings.recording.resumed is not None:
+            return
+        with suppress(OSError) if end.error is not None else nullcontext():  # the disk may be full
+            content = self._content(end)
+            write_summary(self._folder.path / "summary.json", content)
+            self._tracker.end(content)
+        if end.status == "paused":
+            log.info(
+                "paused after round %d; continue with: %s",
+                *(self._settings.pause_after, resume_command(self._folder.path)),
+            )
+        elif end.status == "finished":
+            reason = no_evaluation_reason(self._settings)
+            table = format_table(end.final) if end.final else f"nothing was evaluated: {reason}"
+            log.info("%s\nresults are in %s", table, self._folder.path)
+
+    def _reason(self, end: RunEnd) -> str | None:
+        """Return why the run ended before its last round."""
+        if end.status == "paused":
+            return f"paused after round {self._settings.pause_after} of {self._settings.rounds}"
+        if end.error is None:
+            return end.reason
+        if end.status == "interrupted":  # Flower's process exits when the SuperLink stops the run
+            return "stopped by the " + ("user" if isinstance(end.error, KeyboardInterrupt) else "SuperLink")
+        return str(end.error) or type(end.error).__name__
+
+    def _content(self, end: RunEnd) -> dict[str, Any]:
+        folder, overrides = self._folder, self._settings.recording.overrides
+        lines = read_jsonl(
+            folder.path / "metrics.jsonl", required=("seconds", "clients", "bytes_down", "bytes_up", "dropped")
+        )
+        rounds = max((line["round"] for line in lines), default=0)
+        if end.status != "finished":  # a round without a checkpoint is run again
+            rounds = min(rounds, max(saved_rounds(folder.checkpoints), default=0))
+            lines = [line for line in lines if line["round"] <= rounds]
+        repeat = [word for word in overrides if word.partition("=")[0] not in START_KEYS]
+        state_bytes = lines[-1].get("state_bytes", 0) if lines else 0
+        if state_bytes:
+            log.info("client states have %s", gigabytes(state_bytes))
+        return {
+            "status": end.status,
+            "reason": self._reason(end),
+            "rounds": rounds,
+            "seconds": round(time.monotonic() - self._started, 3),
+            "overrides": repeat,
+            "command": shell_command(repeat),
+            **_results(end, lines),
+            "client": asdict(sum_costs(lines)),  # of a client that takes part in every round
+            "recoveries": folder.recoveries,
+            "base": folder.base,  # base layers, which a client receives once; empty without any
+            "clients_with_few_images": self._few_images,  # which never train
+            "client_states": {  # on disk, without the versions of earlier rounds
+                "bytes": state_bytes,
+                "evicted": sum(line.get("evicted_states", 0) for line in lines),
+            },
+            "dropped": dict(Counter(_kind(text) for line in lines for text in line["dropped"].values())),
+            "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}},
+        }
+
+
+def _results(end: RunEnd, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the results of the run, and what its last round guarantees."""
+    results: dict[str, Any] = {}
+    if end.final is not None:
+        units = {name: unit for scores in end.final.values() for name, unit in units_of(scores).items()}
+        results = {"final": {name: to_flat_dict(scores) for name, scores in end.final.items()}, "units": units}
+        results |= results_by_model(end.models)
+    if end.personalized:
+        results["personalized"] = end.personalized
+    last = lines[-1] if lines else {}
+    return results | {key: last[key] for key in ("privacy", "secure_aggregation") if key in last}
+
+
+def _kind(reason: str) -> str:
+    return reason.split(":")[0]
