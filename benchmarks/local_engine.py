@@ -35,8 +35,8 @@ from client_app.worker import worker_for
 from fedssl.config.load import compose, parse_client_config
 from fedssl.training import batches
 from server_app.app import build_run
-from server_app.messaging import MessageExchange
-from server_app.training_loop import run_round
+from server_app.exchanges.wall_clock import WallClockExchange
+from server_app.round import run_round
 from simulation.grid import LocalGrid
 from strategies.types import ClientState, ServerState
 
@@ -57,7 +57,7 @@ class Federation:
     def __call__(self) -> float:
         """Run a round, and return its seconds."""
         start = time.perf_counter()
-        exchange = MessageExchange(self.grid)
+        exchange = WallClockExchange(self.grid)
         self.state, _ = run_round(exchange, lambda: self.federation, self.state, oldest_resumable=self.state.round)
         exchange.flush()
         return time.perf_counter() - start

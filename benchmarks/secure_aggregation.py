@@ -30,7 +30,7 @@ from benchmarks.common import make_parser
 from client_app.secure import secagg_reply
 from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.wire.secure_aggregation import PHASES
-from server_app.messaging import MessageExchange
+from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.secure_aggregation import graph_for, secure_mean_delta
 from simulation.grid import LocalGrid
 
@@ -82,7 +82,7 @@ def run_fedssl(
     grid = LocalGrid(app, num_clients=clients)
     contents = {node: RecordDict() for node in grid.get_node_ids()}
     result = secure_mean_delta(
-        MessageExchange(grid), contents, settings, length=length, round=1, timeout=600, deadline=None
+        WallClockExchange(grid), contents, settings, length=length, round=1, timeout=600, deadline=None
     )
     return result.delta, {name: cost.seconds for name, cost in result.phases.items()}
 

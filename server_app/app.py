@@ -29,11 +29,10 @@ from server_app.client_states import ClientStates
 from server_app.console import disk_errors_as_run_error, log_to, make_screen
 from server_app.evaluator import no_evaluation_reason
 from server_app.fleet_file import FleetFile, read_device_ids
-from server_app.messaging import MessageExchange
+from server_app.messaging import no_activity
 from server_app.nodes import federation_size
 from server_app.run_folder import RunFolder
 from server_app.training_loop import TrainingLoop
-from server_app.virtual_time import VirtualTimeExchange
 from strategies.types import ServerState
 
 log = logging.getLogger("fedssl")
@@ -136,7 +135,8 @@ def execute(
             log_start(components, state, folder.path)
             on_start(folder.path)
             log_algorithm(components)
-            exchange = make_exchange(grid, components, fleet)
+            is_deployment = components.context.is_deployment
+            exchange = components.make_exchange(fleet.register_activity if is_deployment else no_activity)
             exchange.restore(state.in_flight)
             callbacks.on_run_start(state)
             TrainingLoop(exchange, components, state, callbacks, states, fleet).run(end)
@@ -164,16 +164,6 @@ def log_algorithm(components: RunComponents) -> None:
     problem = no_evaluation_reason(settings)
     if problem:
         log.warning("nothing will be evaluated: %s", problem)
-
-
-def make_exchange(grid: Grid, components: RunComponents, fleet: FleetFile) -> MessageExchange:
-    """Return the exchange of messages, in virtual or in wall-clock time."""
-    if components.virtual_time is not None:
-        return VirtualTimeExchange(grid, components.virtual_time)
-    if components.client_data is None:  # devices
-        keep_contents = components.settings.aggregation.buffered
-        return MessageExchange(grid, keep_contents=keep_contents, on_activity=fleet.register_activity)
-    return MessageExchange(grid)
 
 
 def describe_exchange(components: RunComponents) -> str:

@@ -30,13 +30,19 @@ from fedssl.seeding import numpy_generator
 from fedssl.step_cost import TrainingCostMeter
 from fedssl.training import LocalTrainer
 from fedssl.wire.secure_aggregation import MIN_CLIENTS
+from server_app.buffered import make_policy
 from server_app.calibration import Calibration
 from server_app.collapse_monitor import CollapseMonitor, ServerFeatureExtractor
 from server_app.devices import adapt_to_edge_clients, log_devices, trains_all_clients
 from server_app.differential_privacy import Privacy, warn_of_weak_privacy
 from server_app.evaluator import Evaluator
+from server_app.exchanges.base import Exchange
+from server_app.exchanges.secure import SecureExchange
+from server_app.exchanges.virtual_time import VirtualTime, VirtualTimeExchange, make_virtual_time
+from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.federation import Federation, check_metrics, no_flops, raise_no_server_images
 from server_app.initial_weights import adopt_statistics
+from server_app.messaging import ActivityHook
 from server_app.nodes import (
     ClientDirectory,
     ClientManager,
@@ -46,11 +52,10 @@ from server_app.nodes import (
     no_registered_names,
 )
 from server_app.round import Round
-from server_app.rules import RUN_RULES, SETTINGS_RULES
+from server_app.rules import RUN_RULES, SETTINGS_RULES, round_rules
 from server_app.secure_aggregation import describe_graph, graph_for, largest_weight, weights_by_examples
 from server_app.teacher import check_teacher, load_teacher, teacher_is_saved
 from server_app.update_memory import check_models_fit, check_updates_fit
-from server_app.virtual_time import VirtualTime, make_virtual_time
 from strategies.base import FedSSLStrategy
 from strategies.rules import RunParts
 from strategies.run_context import RunContext
@@ -85,7 +90,7 @@ class RunComponents:
     evaluator: Evaluator
     monitor: CollapseMonitor | None
     costs: TrainingCostMeter | None
-    virtual_time: VirtualTime | None  # None in wall-clock time
+    make_exchange: Callable[[ActivityHook], Exchange]  # the hook is called by exchanges with devices
 
     @property
     def context(self) -> RunContext:
@@ -145,7 +150,7 @@ def build_components(
             result_units=evaluator.result_units if reads_images else None,
         ),
     )
-    virtual_time = make_virtual_time(settings, is_deployment=bool(task))
+    virtual = make_virtual_time(settings, is_deployment=bool(task))
     client_data = None
     untrained = frozenset(range(settings.num_clients - settings.unseen_clients, settings.num_clients))
     if not task:
@@ -165,6 +170,8 @@ def build_components(
         context=context,
         strategy=strategy,
         directory=clients,
+        policy=make_policy(settings.aggregation),
+        round_rules=round_rules(settings),
         server_optimizer=server_optimizer,
         calibration=make_calibration(context),
         privacy=make_privacy(context),
@@ -176,7 +183,7 @@ def build_components(
         trains_new_devices=trains_new_devices,
         client_flops=no_flops if costs is None else costs.client_flops,
     )
-    if settings.aggregation.buffered or settings.privacy or settings.secure_aggregation:
+    if federation.round_rules:
         Round(replace(federation, calibration=None), ServerState())  # refuses the exchange of parts
     layers = exchanged_layers(method)
     check_updates_fit(federation, layers)
@@ -189,7 +196,7 @@ def build_components(
         evaluator=evaluator,
         monitor=make_monitor(context, training) if reads_images else None,
         costs=costs,
-        virtual_time=virtual_time,
+        make_exchange=exchange_maker(grid, context, virtual=virtual, costs=costs),
     )
 
 
@@ -244,6 +251,26 @@ def make_secure_aggregation(
     if clients >= MIN_CLIENTS:
         log.info(describe_graph(secure, graph_for(secure, clients)))
     return secure
+
+
+def exchange_maker(
+    grid: Grid, context: RunContext, *, virtual: VirtualTime | None, costs: TrainingCostMeter | None
+) -> Callable[[ActivityHook], Exchange]:
+    """Return the function that makes the exchange of the run."""
+    settings = context.settings
+
+    def make(on_activity: ActivityHook) -> Exchange:
+        if settings.secure_aggregation is not None:
+            return SecureExchange(grid, settings.secure_aggregation, on_activity=on_activity)
+        if virtual is None:
+            return WallClockExchange(grid, keep_contents=settings.aggregation.buffered, on_activity=on_activity)
+        if virtual.is_in_seconds and costs is not None:
+            # With the initial weights also in a resumed run: a solver's number of iterations may depend on them.
+            for phase in context.phases:
+                costs.step(phase)
+        return VirtualTimeExchange(grid, virtual)
+
+    return make
 
 
 def node_names(settings: Settings) -> NodeNames:

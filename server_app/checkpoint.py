@@ -196,7 +196,7 @@ def _to_state(saved: dict[str, Any]) -> ServerState:
 
 
 def _check_in_flight(saved: Any) -> None:
-    """Raise `ValueError` unless messages in flight have the form of `server_app.virtual_time.VirtualTimeExchange`."""
+    """Raise `ValueError` unless messages in flight have the form of those of `VirtualTimeExchange`."""
     if not _require_mapping(saved):
         return
     contents, messages = (_require_mapping(saved.get(key)) for key in ("contents", "messages"))

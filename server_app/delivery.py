@@ -14,7 +14,7 @@ from fedssl.fleet.quality import METRICS, mean_quality
 from fedssl.fleet.signature import load_signing_key, sign
 from fedssl.safe_io import read_bytes, sanitize_line
 from fedssl.wire.delivery import EncoderDelivery, read_quality
-from server_app.messaging import MessageExchange
+from server_app.messaging import ClientMessenger
 from server_app.nodes import ClientDirectory
 from strategies.types import GLOBAL, ServerState
 
@@ -53,7 +53,7 @@ class EncoderSender:
             messages.append(Message(contents.get(model) or contents[min(contents)], node, MESSAGE_TYPE))
         names = {clients.nodes[number]: name for name, number in clients.client_ids.items() if number in clients.nodes}
         received, qualities = 0, []
-        for message, reply in MessageExchange(grid).send_and_receive(messages, timeout=TIMEOUT):
+        for message, reply in ClientMessenger(grid).send_and_receive(messages, timeout=TIMEOUT):
             name = names.get(message.metadata.dst_node_id, "")
             if reply.has_error():
                 log.warning("device %s did not store the encoder: %s", name, sanitize_line(reply.error.reason))

@@ -1,6 +1,6 @@
 """The federation of a run: its algorithm, its clients, and which of them train in a round."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -12,13 +12,16 @@ from fedssl.arrays import Layers
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError
 from fedssl.low_rank_products import cut_factors
+from fedssl.rules import Rule
 from fedssl.schedule.phases import Phase
 from fedssl.seeding import numpy_generator
 from fedssl.wire.messages import CLIENT_METRICS
 from server_app.differential_privacy import Privacy
 from server_app.nodes import ClientDirectory, max_ranks
+from server_app.policies import LoopPolicy
 from strategies.base import FedSSLStrategy
 from strategies.low_rank_aggregation import REPLACING_FACTORS, client_ranks, low_rank_aggregation
+from strategies.rules import RoundExchange
 from strategies.run_context import RunContext
 from strategies.server_optimizer import NoServerOptimizer, ServerOptimizer
 from strategies.types import GlobalModel
@@ -49,6 +52,8 @@ class Federation:
     context: RunContext
     strategy: FedSSLStrategy
     directory: ClientDirectory
+    policy: LoopPolicy = field(default_factory=LoopPolicy)
+    round_rules: Sequence[Rule[RoundExchange]] = ()  # about what the clients of a round exchange
     server_optimizer: ServerOptimizer = field(default_factory=NoServerOptimizer)
     calibration: Calibrator | None = None
     privacy: Privacy | None = None
@@ -120,12 +125,11 @@ class Federation:
     ) -> list[int]:
         """Return the ids of the clients that train in a round, ascending.
 
-        ``clients_per_round`` and ``aggregation.over_selection`` of the available clients are sampled, less those
-        ``in_flight`` with an older plan. Another attempt samples other clients. ``offline`` clients are those in
-        virtual time.
+        ``clients_per_round`` and the policy's extra ones are sampled, less those ``in_flight`` with an older plan, and
+        none that is ``offline``. Another attempt samples other clients.
         """
         client_ids = _without(self._trained_clients, {*in_flight, *offline})
-        num_wanted = self.clients_per_round + self.settings.aggregation.over_selection - len(in_flight)
+        num_wanted = self.num_wanted(in_flight)
         indices = sample_clients(
             self.settings.seed,
             round,
@@ -134,6 +138,14 @@ class Federation:
             attempt=attempt,
         )
         return [int(client_ids[index]) for index in indices]
+
+    def available_clients(self, in_flight: Collection[int]) -> set[int]:
+        """Return the ids of all clients that may train and are not ``in_flight``."""
+        return self.nodes.keys() - self.untrained_clients - set(in_flight)
+
+    def num_wanted(self, in_flight: Collection[int]) -> int:
+        """Return the number of clients that a round samples if enough are available."""
+        return self.clients_per_round + self.policy.extra - len(in_flight)
 
     def requested_metrics(self, round: int) -> tuple[str, ...]:
         """Return the metrics that clients report: those of the aggregator, and others for the log."""

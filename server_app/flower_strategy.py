@@ -11,6 +11,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedssl.wire.records import arrays_to_record
+from server_app.exchanges.base import in_client_order
 from server_app.federation import Federation
 from server_app.round import Round
 from server_app.updates import RoundResult
@@ -43,7 +44,7 @@ class FlowerStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return the layers of the first model and the number of updates; raises `RunError` without any."""
-        self.state, self.result = self._round.finish(replies)
+        self.state, self.result = self._round.finish(in_client_order(replies, self._round.sent))
         del self._round  # it contains the models of the previous round
         first = self.state.models[self.state.model_names()[0]]
         return arrays_to_record(first.layers), MetricRecord({"clients": len(self.result.clients)})

@@ -20,7 +20,7 @@ from fedssl.safe_io import sanitize_line
 from fedssl.wire.device import differences, incompatibility
 from fedssl.wire.identity import NodeInfo, read_node_info
 from server_app.console import log_while_waiting
-from server_app.messaging import MessageExchange
+from server_app.messaging import ClientMessenger
 
 log = logging.getLogger("fedssl")
 
@@ -293,7 +293,7 @@ def _identify(grid: Grid, nodes: Sequence[int], *, timeout: float) -> Iterator[t
     """Yield each node that replies, with its info or an error."""
     messages = [Message(RecordDict(), node, "query.node_info") for node in nodes]
     with log_while_waiting("no reply from clients yet: their processes are still starting"):
-        for message, reply in MessageExchange(grid).send_and_receive(messages, timeout=timeout):
+        for message, reply in ClientMessenger(grid).send_and_receive(messages, timeout=timeout):
             # An error that Flower itself creates has the server's node id, so only the message identifies the node.
             node = message.metadata.dst_node_id
             if reply.has_error():

@@ -22,7 +22,7 @@ from fedssl.model_arrays import load_layers
 from fedssl.seeding import torch_generator
 from fedssl.wire.messages import PersonalizedModelRequest
 from server_app.build import RunComponents
-from server_app.messaging import MessageExchange
+from server_app.messaging import ClientMessenger
 from server_app.plans import PlanBuilder
 from server_app.validation import InvalidUpdate, check_state_round, read_model_index, read_update
 from strategies.types import ServerState
@@ -48,7 +48,7 @@ class PersonalizedResult:
 
 
 def evaluate_personalized(
-    exchange: MessageExchange, components: RunComponents, state: ServerState, *, trained: Collection[int], epochs: int
+    messenger: ClientMessenger, components: RunComponents, state: ServerState, *, trained: Collection[int], epochs: int
 ) -> list[PersonalizedResult]:
     """Request and evaluate the encoders of all clients of a simulation with labels, in order of the clients.
 
@@ -67,7 +67,7 @@ def evaluate_personalized(
     }
     results = []
     for group, (clients, request) in requests.items():
-        for client, model, layers in request_personalized_encoders(exchange, components, state, clients, request):
+        for client, model, layers in request_personalized_encoders(messenger, components, state, clients, request):
             global_test, local_test = evaluator(client, layers)
             row = PersonalizedResult(
                 client=client, model=model, group=group, global_test=global_test, local_test=local_test
@@ -87,7 +87,7 @@ def mean_over_clients(results: Sequence[PersonalizedResult]) -> dict[str, dict[s
 
 
 def request_personalized_encoders(
-    exchange: MessageExchange,
+    messenger: ClientMessenger,
     components: RunComponents,
     state: ServerState,
     clients: Sequence[int],
@@ -105,7 +105,7 @@ def request_personalized_encoders(
     sent = ((request.attach_to(plan.content), plan.metadata.dst_node_id) for plan in plans.messages)
     messages = [Message(content, node, "train.personalized") for content, node in sent]
     client_of = {federation.nodes[client]: client for client in clients}
-    for message, reply in exchange.send_and_receive(messages, timeout=federation.settings.reply_timeout):
+    for message, reply in messenger.send_and_receive(messages, timeout=federation.settings.reply_timeout):
         client = client_of[message.metadata.dst_node_id]
         try:
             if reply.has_error():

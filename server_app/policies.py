@@ -1,8 +1,40 @@
-"""When a round ends: rules about over-selection and buffering."""
+"""When a round ends, how many clients it has, what happens to replies that arrive later, and the rules about these."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from fedssl.config.settings import Settings
 from fedssl.rules import Problem
 from strategies.rules import RunParts, needs_full_exchange
+from strategies.types import GLOBAL
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopPolicy:
+    """Policy of the rounds of a run, and of the attempts at each."""
+
+    extra: int = 0  # clients sampled beyond ``clients_per_round``, whose first replies are used
+    deadline: float | None = None  # seconds after which a round ends without the missing clients
+    min_replies: int | None = None  # with which a round ends; None waits for all
+    min_updates: int = 1  # that a round needs
+    max_retries: int = 0
+    # Returns the update of a late reply, applied to the current model; None: late replies are not used.
+    rebase: Callable[..., Any] | None = None
+
+    def for_round(self, clients_per_round: int) -> "LoopPolicy":
+        """Return the policy of a round, which may have more clients than earlier ones."""
+        return replace(self, min_replies=clients_per_round) if self.extra else self
+
+    @property
+    def may_end_early(self) -> bool:
+        """Return whether a round may end without some of its clients."""
+        return bool(self.extra) or self.deadline is not None or self.min_replies is not None
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Return the models that may receive updates although no client of the round starts from them."""
+        return () if self.rebase is None else (GLOBAL,)
 
 
 def updates_suffice(settings: Settings) -> Problem:

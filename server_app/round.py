@@ -6,41 +6,28 @@ compared with the model that it started from.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 
-from flwr.app import Message
-
-from fedssl.arrays import NO_COSINES, Layers
-from fedssl.config.aggregation_settings import SecureAggregationSettings
-from fedssl.errors import RunError
+from fedssl.arrays import Layers
 from fedssl.rules import check_rules
 from fedssl.safe_io import sanitize_line
-from fedssl.wire.messages import ClientUpdate
-from fedssl.wire.secure_aggregation import summed_size
 from server_app.client_models import ClientModels, MappedValues
+from server_app.exchanges.base import Exchange, Late, Lost, Received, Reply, SentRound, Sum, TooFewUpdatesError
 from server_app.exchanges.sums import LostSumError, SumClient, SumTask
 from server_app.federation import Federation
-from server_app.messaging import NO_REPLY, MessageExchange, ordered_by_client
 from server_app.model_aggregation import ModelAggregation
-from server_app.plans import PlanBuilder
-from server_app.rules import round_rules
-from server_app.secagg_round import TooFewParticipants
-from server_app.secure_aggregation import apply_delta, max_weight_of, privacy_parameters, secure_mean_delta
+from server_app.plans import PlanBuilder, client_workloads
 from server_app.updates import CollectedUpdates, RoundResult, UpdateReader, ValidUpdate, norm_outliers
 from server_app.validation import InvalidUpdate
 from strategies.low_rank_aggregation import REPLACING_FACTORS, low_rank_aggregation
 from strategies.types import GLOBAL, GlobalModel, Mergeable, RoundOutcome, ServerState, model_suffix
 from strategies.update_store import UpdateStorage, UpdateStore
-from strategies.weighted_sum import WeightedSum
 
 log = logging.getLogger("fedssl")
 
 UpdateObserver = Callable[[int, Layers], None]  # gets the client and the active layers of every update that is used
-
-
-class TooFewUpdatesError(RunError):
-    """A round has fewer usable updates than it needs."""
 
 
 class Round:
@@ -49,7 +36,8 @@ class Round:
     ``slots`` are the clients by id, in the order of the messages, and ``starts`` the models that they start from.
 
     ``attempt`` is the number of earlier attempts at this round. A resumed run may go back to ``oldest_resumable``.
-    Clients ``in_flight`` still train for an older plan and are not sampled.
+    Clients ``in_flight``, which still train for an older plan, and those that are ``offline`` are not sampled.
+    ``observers`` are called with every update that is used.
     """
 
     def __init__(
@@ -61,6 +49,7 @@ class Round:
         attempt: int = 0,
         in_flight: Collection[int] = (),
         offline: Collection[int] = (),
+        observers: Sequence[UpdateObserver] = (),
     ) -> None:
         server = federation.strategy.server
         self.number = state.round + 1
@@ -68,9 +57,10 @@ class Round:
         state = state.with_models(self._cluster_models)
         self._federation, self._state = federation, state
         clients = federation.sample(self.number, attempt=attempt, in_flight=in_flight, offline=offline)
-        self._attempt, self._sampled, self._summed = attempt, frozenset(clients), list[ValidUpdate]()
+        self._attempt, self._sampled, self._observers = attempt, frozenset(clients), observers
+        self._policy = federation.policy.for_round(federation.clients_per_round)
         candidates = {client: server.candidate_models(state, self.number, client) for client in clients}
-        targets = dict.fromkeys(self._cluster_models or (GLOBAL,) * federation.settings.aggregation.buffered)
+        targets = dict.fromkeys(self._cluster_models or self._policy.models)
         for client, names in candidates.items():
             targets |= dict.fromkeys(into for name in names for into in self._targets(client, name))
         plans = PlanBuilder(
@@ -98,22 +88,42 @@ class Round:
         for aggregation in self._aggregations.values():
             if isinstance(aggregation.aggregator, Mergeable):
                 aggregation.aggregator.set_clients(clients)
-        if rules := round_rules(federation.settings):
-            check_rules(rules, plans.exchange(self._aggregations))
+        if federation.round_rules:
+            check_rules(federation.round_rules, plans.exchange(self._aggregations))
 
-    def sum_task(self, *, has_observers: bool) -> SumTask | None:
-        """Return what clients' processes need to sum their updates; None if the server needs each update."""
-        federation, settings, server = (
-            self._federation,
-            self._federation.settings.aggregation,
-            self._federation.strategy.server,
+    def run(self, exchange: Exchange) -> tuple[ServerState, RoundResult]:
+        """Let the clients train, and return the next state and what happened; raises `TooFewUpdatesError`."""
+        state, result = self.finish(exchange.replies(self.sent))
+        return state, exchange.record(result)
+
+    @property
+    def sent(self) -> SentRound:
+        """Return what an exchange needs to send this round."""
+        federation = self._federation
+        workloads = partial(
+            client_workloads, federation, self.number, starts=self.starts, slots=self.slots, messages=self.messages
         )
+        return SentRound(
+            round=self.number,
+            messages=self.messages,
+            nodes={federation.nodes[client]: client for client in self.slots},
+            clients=federation.clients,
+            starts=self.starts,
+            aggregators={name: aggregation.aggregator for name, aggregation in self._aggregations.items()},
+            policy=self._policy,
+            timeout=federation.settings.reply_timeout,
+            sum_task=self.sum_task,
+            workloads=workloads,
+        )
+
+    def sum_task(self) -> SumTask | None:
+        """Return what clients' processes need to sum their updates; None if the server needs each update."""
+        federation, server = self._federation, self._federation.strategy.server
         start, aggregation = self.starts.get(GLOBAL), self._aggregations.get(GLOBAL)
         if start is None or aggregation is None or len(self.starts) > 1 or self._cluster_models:
             return None
-        is_cut_off = settings.over_selection or settings.round_deadline is not None or settings.buffered
-        compares = has_observers or server.num_comparison_images or settings.max_norm_ratio is not None
-        if is_cut_off or compares or federation.privacy or federation.settings.secure_aggregation:
+        filters = federation.settings.aggregation.max_norm_ratio is not None
+        if self._observers or server.num_comparison_images or filters or federation.privacy:
             return None
         aggregator = aggregation.aggregator
         if not isinstance(aggregator, Mergeable) or not aggregator.can_merge or aggregation.products is not None:
@@ -133,91 +143,31 @@ class Round:
             clients=clients,
         )
 
-    def finish(
-        self,
-        replies: Iterable[Message],
-        *,
-        late_replies: Sequence[tuple[Message, Message]] = (),
-        observers: Sequence[UpdateObserver] = (),
-        drop_missing: bool = True,
-        lost: Mapping[int, str] | None = None,
-    ) -> tuple[ServerState, RoundResult]:
-        """Aggregate the replies as they arrive, in order of the clients. Drop and report invalid updates.
-
-        ``late_replies`` are plans of earlier rounds and the replies to them, read after all ``replies`` to `messages`.
-        Observers are called with every update that is used. Clients without a reply are dropped if ``drop_missing``, or
-        if ``lost`` has their nodes and a reason after the last reply. Raises `TooFewUpdatesError`.
-        """
+    def finish(self, received: Iterable[Received]) -> tuple[ServerState, RoundResult]:
+        """Aggregate what is received, in its order, and return the next state; raises `TooFewUpdatesError`."""
+        settings = self._federation.settings
         for name, aggregation in self._aggregations.items():
             aggregation.start(self.starts[name].expected_upload)
         collected: CollectedUpdates | None = None
-        if self._federation.settings.aggregation.max_norm_ratio is not None or self._cluster_models:
-            combines = low_rank_aggregation(self._federation.settings) not in REPLACING_FACTORS
+        if settings.aggregation.max_norm_ratio is not None or self._cluster_models:
+            combines = low_rank_aggregation(settings) not in REPLACING_FACTORS
             # These compare all updates before any of them is used.
             collected = CollectedUpdates(self._storage, self.starts, compares_factors=combines)
-        nodes = {self._federation.nodes[client]: client for client in self.slots}
-        for client, reply in ordered_by_client(replies, sent=self.messages, clients=nodes):
-            if reply == NO_REPLY and (not drop_missing or self._federation.nodes[client] in (lost or {})):
-                continue
-            valid = self._read_reply(client, reply)
-            del reply  # a streamed update is a whole model: free it before the next one is created
-            self._use(valid, collected, observers)
+        use = self._accumulate if collected is None else collected.add
+        for item in received:
+            valid = self._receive(item)
+            del item  # a reply is a whole model: free it before the next one is created
+            if valid is not None:
+                use(valid)
             del valid
-        for plan, late_reply in sorted(late_replies, key=_by_staleness):
-            self._use(self._read_late_reply(plan, late_reply), collected, observers)
-        for node, reason in (lost or {}).items():
-            self._drop(self._federation.clients[node], reason)
         if collected is not None:
             self._select(collected)
             for valid in collected:
-                self._accumulate(valid, observers)
+                self._accumulate(valid)
                 del valid  # its layers may be copies
         state = self._finalize()
         self._storage.close()
         return state
-
-    def finish_secure(
-        self, exchange: MessageExchange, secure: SecureAggregationSettings
-    ) -> tuple[ServerState, RoundResult]:
-        """Let the clients train, and decrypt only the sum of their updates; raises `TooFewUpdatesError`."""
-        federation, clients = self._federation, self._federation.clients
-        contents = {message.metadata.dst_node_id: message.content for message in self.messages}
-        settings, start = federation.settings.aggregation, self.starts[GLOBAL]
-        aggregation = self._aggregations[GLOBAL]
-        assert isinstance(aggregation.aggregator, WeightedSum)
-        max_weight = max_weight_of(secure, aggregation.aggregator)
-        try:
-            secure_mean = secure_mean_delta(
-                exchange,
-                contents,
-                secure,
-                length=summed_size(start.expected_upload.layers),
-                round=self.number,
-                timeout=federation.settings.reply_timeout,
-                deadline=settings.round_deadline,
-                max_weight=max_weight,
-            )
-            layers = apply_delta(start.expected_upload.layers, secure_mean.delta)
-        except TooFewParticipants as reason:
-            raise TooFewUpdatesError(f"round {self.number}: {reason}") from reason
-        participants = [clients[node] for node in secure_mean.nodes]
-        for node, dropped in secure_mean.dropped.items():
-            self._drop(clients[node], dropped)
-        self._result.secure_aggregation.update(
-            privacy_parameters(secure, secure_mean.graph, max_weight=max_weight),
-            phases={name: asdict(cost) for name, cost in secure_mean.phases.items()},
-        )
-        aggregation.aggregator.start(start.expected_upload)
-        mean = ClientUpdate(layers=layers, partition_id=participants[0])
-        aggregation.aggregator.add_weighted(mean, 1.0)  # the clients' weights are in the mean
-        for node, client in zip(secure_mean.nodes, participants, strict=True):
-            slot = self.slots[client]
-            slot.destinations, slot.bytes_down = (GLOBAL,), secure_mean.bytes_down[node]
-            aggregation.received[client] = slot.downloaded
-            update = replace(mean, partition_id=client)
-            valid = ValidUpdate(slot, update, NO_COSINES, secure_mean.bytes_up[node])
-            self._result.clients.append(valid.metrics(self.number))
-        return self._finalize()
 
     def _targets(self, client: int, start: str) -> tuple[str, ...]:
         """Return the models that a client's update goes into; none if updates are clustered after all have arrived."""
@@ -231,40 +181,58 @@ class Round:
 
     # --- replies ---
 
-    def _read_reply(self, client: int, reply: Message | str) -> ValidUpdate | None:
-        slot = self.slots[client]
+    def _receive(self, item: Received) -> ValidUpdate | None:
+        """Return the valid update of a reply. Add a sum, or drop a client without a usable update."""
+        match item:
+            case Reply():
+                return self._read(item)
+            case Late():
+                return self._read_late(item)
+            case Sum():
+                self._merge(item)
+            case Lost():
+                self._drop(item.client, item.reason)
+        return None
+
+    def _read(self, reply: Reply) -> ValidUpdate | None:
+        slot = self.slots[reply.client]
         try:
-            if isinstance(reply, str):
-                raise InvalidUpdate(reply)
-            valid = self._reader.read(slot, reply)
+            valid = self._reader.read(slot, reply.message)
         except InvalidUpdate as reason:
-            self._drop(client, str(reason))
+            self._drop(reply.client, str(reason))
             return None
-        slot.destinations = self._targets(client, slot.start)
+        slot.destinations = self._targets(reply.client, slot.start)
         return valid
 
-    def _read_late_reply(self, plan: Message, reply: Message) -> ValidUpdate | None:
+    def _read_late(self, late: Late) -> ValidUpdate | None:
         """Return the update of a reply to an earlier plan, applied to the current model; None if it is not used."""
-        node = plan.metadata.dst_node_id
-        client = self._federation.clients.get(node)
-        if client is None or reply.has_error() or not self._federation.settings.aggregation.buffered:
+        node = late.plan.metadata.dst_node_id
+        client, rebase = self._federation.clients.get(node), self._policy.rebase
+        if client is None or rebase is None or late.message.has_error():
             self._result.late.append(node if client is None else client)
             return None
         try:
-            valid = self._reader.read_late(client, plan, reply)
+            valid: ValidUpdate = rebase(self._reader, client, plan=late.plan, reply=late.message)
         except InvalidUpdate as reason:
             self._drop(client, str(reason))
             return None
         self.slots[client] = valid.slot
         return valid
 
-    def _use(
-        self, valid: ValidUpdate | None, collected: CollectedUpdates | None, observers: Sequence[UpdateObserver]
-    ) -> None:
-        if valid is not None and collected is not None:
-            collected.add(valid)
-        elif valid is not None:
-            self._accumulate(valid, observers)
+    def _merge(self, received: Sum) -> None:
+        """Add a sum of updates, or drop its clients if it is lost."""
+        aggregator = self._aggregations[GLOBAL].aggregator
+        assert isinstance(aggregator, Mergeable)
+        try:
+            aggregator.merge(received.total.get())
+        except LostSumError as reason:
+            for client in received.updates:
+                self._drop(client, str(reason))
+            return
+        for client, summed in received.updates.items():
+            slot = self.slots[client]
+            slot.destinations = self._targets(client, slot.start)
+            self._record(ValidUpdate(slot, summed.update, summed.cosines, summed.num_bytes))
 
     def _select(self, collected: CollectedUpdates) -> None:
         """Remove outliers, whose clients are dropped, and set the clusters of all others as destinations."""
@@ -290,14 +258,8 @@ class Round:
     def _drop(self, client: int, reason: str) -> None:
         self._result.dropped[client] = sanitize_line(reason, max_chars=500)
 
-    def _accumulate(self, valid: ValidUpdate, observers: Sequence[UpdateObserver]) -> None:
+    def _accumulate(self, valid: ValidUpdate) -> None:
         slot, update, federation = valid.slot, valid.update, self._federation
-        if valid.remote_sum is not None:
-            if self._summed and self._summed[0].remote_sum is not valid.remote_sum:
-                self._add_summed()
-            self._summed.append(valid)
-            return
-        self._add_summed()
         start = self.starts[slot.start]
         layers = {**start.frozen, **update.layers}
         if federation.strategy.server.num_comparison_images:
@@ -306,7 +268,7 @@ class Round:
             update = replace(update, layers=federation.privacy.clip(update.layers, start.expected_upload.layers))
         for name in slot.destinations:
             self._aggregations[name].add(update, valid.cosines)
-        for observe in observers:
+        for observe in self._observers:
             observe(slot.client, layers)
         self._record(valid)
 
@@ -320,31 +282,13 @@ class Round:
         if any(update.state_rounds):
             self._state_rounds[slot.client] = update.state_rounds[1]
 
-    def _add_summed(self) -> None:
-        """Add the sum of the first clients of the block, or drop these clients if it is lost."""
-        summed, self._summed = self._summed, []
-        if not summed:
-            return
-        aggregator, remote_sum = self._aggregations[GLOBAL].aggregator, summed[0].remote_sum
-        assert isinstance(aggregator, Mergeable)
-        assert remote_sum is not None
-        try:
-            aggregator.merge(remote_sum.get())
-        except LostSumError as reason:
-            for valid in summed:
-                self._drop(valid.slot.client, str(reason))
-            return
-        for valid in summed:
-            self._record(valid)
-
     # --- the new state ---
 
     def _finalize(self) -> tuple[ServerState, RoundResult]:
-        self._add_summed()
         federation, result = self._federation, self._result
         for reason, clients in self._clients_by_reason().items():
             log.warning("round %d: %s dropped: %s", self.number, clients, reason)
-        if len(result.clients) < federation.settings.aggregation.min_updates:
+        if len(result.clients) < federation.policy.min_updates:
             raise TooFewUpdatesError(self._too_few())
         server = federation.strategy.server
         aggregated = {
@@ -417,11 +361,48 @@ class Round:
 
     def _too_few(self) -> str:
         reasons = "; ".join(f"{clients}: {reason}" for reason, clients in self._clients_by_reason().items())
-        used, needed = len(self._result.clients), self._federation.settings.aggregation.min_updates
+        used, needed = len(self._result.clients), self._federation.policy.min_updates
         sent = f"{used or 'none'} of {len(self.slots)} clients sent a usable update"
         needed_text = f" and aggregation.min_updates={needed} are needed" if used else ""
         return f"round {self.number}: {sent}{needed_text} ({reasons})"
 
 
-def _by_staleness(pair: tuple[Message, Message]) -> tuple[int, int]:
-    return int(pair[0].metadata.group_id), pair[0].metadata.dst_node_id
+def run_round(
+    exchange: Exchange,
+    current_federation: Callable[[], Federation],
+    state: ServerState,
+    *,
+    oldest_resumable: int = 0,
+    observers: Sequence[UpdateObserver] = (),
+) -> tuple[ServerState, RoundResult]:
+    """Run the round after ``state``, and repeat it with other clients if it has too few usable updates.
+
+    ``current_federation`` returns the federation with the clients that are available. The last attempt raises
+    `TooFewUpdatesError`.
+    """
+    attempt = 0
+    while True:
+        federation = current_federation()
+        policy, awaited = federation.policy, exchange.in_flight(timeout=federation.settings.reply_timeout)
+        in_flight = {federation.clients[node] for node in awaited if policy.rebase and node in federation.clients}
+        offline = exchange.offline(
+            partial(federation.available_clients, in_flight),
+            needed=max(policy.min_updates - len(in_flight), 0),
+            wanted=federation.num_wanted(in_flight),
+        )
+        attempted = Round(
+            federation,
+            state,
+            oldest_resumable=oldest_resumable,
+            attempt=attempt,
+            in_flight=in_flight,
+            offline=offline,
+            observers=observers,
+        )
+        try:
+            return attempted.run(exchange)
+        except TooFewUpdatesError as reason:
+            if attempt == policy.max_retries:
+                raise
+            attempt += 1
+            log.warning("%s; it is repeated with other clients (%d of %d)", reason, attempt, policy.max_retries)

@@ -37,7 +37,7 @@ from fedssl.wire.secure_aggregation import (
     UNIFORM_WEIGHT,
     UNMASK,
 )
-from server_app.messaging import NO_REPLY
+from server_app.exchanges.base import NO_REPLY
 
 SendMessages = Callable[[list[Message]], Iterable[tuple[Message, Message]]]  # yields messages with their replies
 

@@ -1,6 +1,6 @@
 """The server side of secure aggregation: the mean of clients' deltas by SecAgg+, and what it guarantees.
 
-Messages go through the `MessageExchange` of the run, with its deadline.
+Messages go through the exchange of the run, with its deadline.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ from fedssl.wire.secure_aggregation import (
     summed_names,
     summed_size,
 )
-from server_app.messaging import MessageExchange
+from server_app.messaging import ClientMessenger
 from server_app.secagg_round import SecAggRound, SecureMean, TooFewParticipants
 from strategies.rules import RunParts, needs_full_exchange, sum_problem
 from strategies.types import Aggregator
@@ -105,7 +105,7 @@ def describe_graph(settings: SecureAggregationSettings, graph: SharingGraph) -> 
 
 
 def secure_mean_delta(
-    exchange: MessageExchange,
+    messenger: ClientMessenger,
     contents: Mapping[int, RecordDict],
     settings: SecureAggregationSettings,
     *,
@@ -127,7 +127,7 @@ def secure_mean_delta(
         raise TooFewParticipants(str(reason)) from reason
 
     def send(messages: list[Message]) -> Iterator[tuple[Message, Message]]:
-        return exchange.send_and_receive(messages, timeout=timeout, deadline=deadline)
+        return messenger.send_and_receive(messages, timeout=timeout, deadline=deadline)
 
     return SecAggRound(send, graph, settings, length=length, round=round, max_weight=max_weight).run(contents)
 

@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 from flwr.app import Message
 
-from fedssl.arrays import Cosines, GlobalLayers, Layers, is_weight, relative_norm
+from fedssl.arrays import Cosines, GlobalLayers, Layers, relative_norm
 from fedssl.low_rank_products import pad_factors
 from fedssl.wire.fingerprint import code_fingerprint
-from fedssl.wire.messages import ARRAYS, ClientUpdate
-from fedssl.wire.records import content_bytes, decode_arrays
-from server_app.exchanges.sums import RemoteSum, SummedContent
+from fedssl.wire.messages import ClientUpdate
+from fedssl.wire.records import content_bytes
 from server_app.federation import Federation
 from server_app.plans import ClientAssignment, StartingModel
 from server_app.validation import UpdateValidator, read_model_index
-from strategies.types import GLOBAL
 from strategies.update_store import UpdateStorage, UpdateStore
 
 UPDATE_PARTS = ("weights", "running statistics", "low-rank factors")
@@ -69,28 +67,20 @@ class RoundResult:
     late: list[int] = field(default_factory=list)  # clients with an unused update for an older plan
     state_metrics: dict[str, int] = field(default_factory=dict)  # of the states of simulated clients
     privacy: dict[str, float] = field(default_factory=dict)  # epsilon after this round, and its delta
-    # Guarantees and costs of secure aggregation, see `server_app.secure_aggregation.privacy_parameters`.
-    secure_aggregation: dict[str, Any] = field(default_factory=dict)
     strategy_metrics: dict[str, Any] = field(default_factory=dict)
-    # Duration of the round in virtual seconds, failed attempts and waiting included, and the time at its end; None in
-    # wall-clock time.
-    virtual_seconds: float | None = None
-    virtual_time: float | None = None
+    measured: dict[str, float] = field(default_factory=dict)  # further values of ``metrics.jsonl``
+    features: dict[str, Any] = field(default_factory=dict)  # by setting: what it guarantees and costs
 
 
 @dataclass(frozen=True)
 class ValidUpdate:
-    """A validated update with its client's slot, cosines with its start, size in bytes, and staleness in rounds.
-
-    With ``remote_sum`` its layers are part of this sum, and ``update`` has none.
-    """
+    """A validated update with its client's slot, cosines with its start, size in bytes, and staleness in rounds."""
 
     slot: ClientAssignment
     update: ClientUpdate
     cosines: Cosines
     bytes_up: int
     staleness: int = 0
-    remote_sum: RemoteSum | None = None
 
     def metrics(self, round: int) -> ClientMetrics:
         slot, update, cosines = self.slot, self.update, self.cosines
@@ -169,8 +159,8 @@ class UpdateReader:
         required_metrics: Collection[str],
         state_rounds: Mapping[int, int],
     ) -> None:
-        self._federation, self._starts, self._state_rounds = federation, starts, state_rounds
-        self._number = number
+        self._federation, self._state_rounds = federation, state_rounds
+        self.starts, self.number, self.wire_dtype = starts, number, federation.settings.wire_dtype
         self._ranked: dict[tuple[str, int], GlobalLayers] = {}
         self.validator = UpdateValidator(
             gathered=federation.context.gathered,
@@ -182,27 +172,11 @@ class UpdateReader:
 
     def read(self, slot: ClientAssignment, reply: Message) -> ValidUpdate:
         """Return the update of a reply to this round's plan, and set its start; raises `InvalidUpdate`."""
-        if isinstance(reply.content, SummedContent):
-            summed, remote_sum = reply.content.summed, reply.content.remote_sum
-            return ValidUpdate(slot, summed.update, summed.cosines, summed.num_bytes, remote_sum=remote_sum)
         slot.start = slot.candidates[read_model_index(reply, num_models=len(slot.candidates))]
-        return self._validate(slot, reply, self._starts[slot.start].expected_upload, number=self._number)
+        return self.validate(slot, reply, self.starts[slot.start].expected_upload, number=self.number)
 
-    def read_late(self, client: int, plan: Message, reply: Message) -> ValidUpdate:
-        """Return the update of a reply to an earlier plan, applied to the current model; raises `InvalidUpdate`."""
-        current, number = self._starts[GLOBAL].expected_upload, int(plan.metadata.group_id)
-        start_layers = decode_arrays(plan.content.array_records[ARRAYS], self._federation.settings.wire_dtype)
-        start = current.with_layers({name: start_layers[name] for name in current.layers})
-        slot = ClientAssignment(client, (GLOBAL,), GLOBAL, tuple(start_layers), content_bytes(plan.content), (GLOBAL,))
-        valid = self._validate(slot, reply, start, number=number)
-        staleness = self._number - number
-        layers = apply_stale_update(
-            valid.update.layers, start=start.layers, current=current.layers, staleness=staleness
-        )
-        update = replace(valid.update, layers=layers)
-        return replace(valid, update=update, cosines=current.cosines_of(layers), staleness=staleness)
-
-    def _validate(self, slot: ClientAssignment, reply: Message, expected: GlobalLayers, *, number: int) -> ValidUpdate:
+    def validate(self, slot: ClientAssignment, reply: Message, expected: GlobalLayers, *, number: int) -> ValidUpdate:
+        """Return the update of a reply to the plan of a round; raises `InvalidUpdate`."""
         update, cosines = self.validator.read(
             reply,
             client=slot.client,
@@ -269,25 +243,6 @@ def norm_outliers(norms_of: Mapping[int, tuple[float, ...]], *, factor: float) -
                 )
                 outliers.setdefault(client, reason)
     return outliers
-
-
-def apply_stale_update(layers: Layers, *, start: Layers, current: Layers, staleness: int) -> Layers:
-    """Apply an update of ``staleness`` rounds ago to the current model.
-
-    ``current + (layers - start) / sqrt(1 + staleness)`` (buffered aggregation, Nguyen et al., AISTATS 2022, "FedBuff",
-    Section 5.1, s(tau) = (1 + tau)^-0.5). The mean over clients is then FedBuff's server update (Algorithm 1) with a
-    server learning rate of 1. Running statistics, which FedBuff does not cover, move towards the client's: ``current +
-    (layers - current) / sqrt(1 + staleness)``, because a difference can make a variance negative. Integer counters are
-    returned unchanged.
-    """
-    weight = 1 / math.sqrt(1 + staleness)
-    updated: Layers = {}
-    for name, array in layers.items():
-        origin = start[name] if is_weight(name, array) else current[name]
-        updated[name] = array
-        if array.dtype.kind == "f":
-            updated[name] = current[name] + (array - origin) * array.dtype.type(weight)
-    return updated
 
 
 def _finite(value: float | None) -> float | None:

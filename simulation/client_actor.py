@@ -38,7 +38,7 @@ class Payload:
 class ClientCall:
     """A message without its content, the context of its node, and the number of its payload.
 
-    With ``block`` the update is added to the sum of this block and returned without its layers, if it is valid.
+    With ``block`` the update is added to the sum of this block, if it is valid, and returned without its layers.
     """
 
     message: Message
@@ -49,11 +49,11 @@ class ClientCall:
 
 @dataclass(frozen=True)
 class ClientReply:
-    """The reply of a client and the new context of its node. ``summed`` is its update if that was added to a sum."""
+    """The reply of a client and the new context of its node. ``summed`` is its update in a sum, or why it is not."""
 
     message: Message
     context: Context
-    summed: SummedUpdate | None
+    summed: SummedUpdate | str | None
 
 
 class ClientActor:
@@ -107,11 +107,10 @@ class ClientActor:
         if call.block is None or payload.task is None or reply.has_error():
             return ClientReply(reply, call.context, None)
         summed = self._add(payload.task, call.block, reply)
-        if summed is not None:
-            reply.content = RecordDict()
+        reply.content = RecordDict()
         return ClientReply(reply, call.context, summed)
 
-    def _add(self, task: SumTask, block: int, reply: Message) -> SummedUpdate | None:
+    def _add(self, task: SumTask, block: int, reply: Message) -> SummedUpdate | str:
         if self._task is None or (self._task.round, self._task.attempt) != (task.round, task.attempt):
             self._task, self._sums = task, {}
         if block not in self._sums:

@@ -24,6 +24,7 @@ from fedssl.schedule.phases import Phase
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from server_app.build import RunComponents
 from server_app.client_models import ClientModels
+from server_app.exchanges.base import in_client_order
 from server_app.round import Round
 from simulation.cost_counts import batch_size
 from strategies.types import GLOBAL, ServerState
@@ -127,16 +128,16 @@ def _update_seconds(components: RunComponents, folder: Path) -> float:
     """Return the seconds of the aggregation of a round, divided by the number of its updates."""
     context, settings = components.context, components.settings
     number = min(context.clients_per_round, MAX_UPDATES)
-    settings = replace(
-        settings,
-        aggregation=replace(settings.aggregation, over_selection=0),
-        recording=replace(settings.recording, folder=folder),
+    settings = replace(settings, recording=replace(settings.recording, folder=folder))
+    federation = replace(
+        components.federation,
+        context=replace(context, clients_per_round=number, settings=settings),
+        policy=replace(components.federation.policy, extra=0),
     )
-    federation = replace(components.federation, context=replace(context, clients_per_round=number, settings=settings))
     per_client = federation.strategy.server.models_per_client
     attempted = Round(federation, ServerState(models=ClientModels(folder, {}) if per_client else {}))
     replies = _replies(attempted, gathered=context.gathered.layers)
-    return seconds_of(lambda: attempted.finish(replies)) / number
+    return seconds_of(lambda: attempted.finish(in_client_order(replies, attempted.sent))) / number
 
 
 def _replies(attempted: Round, *, gathered: Layers) -> Iterator[Message]:

@@ -264,7 +264,7 @@ class RayGrid(SimulatedGrid):
     def _result(self, call: Call, actor_sum: ActorSum | None, reply: ClientReply) -> Message:
         self._contexts[call.message.metadata.dst_node_id] = reply.context
         if reply.summed is not None and actor_sum is not None:
-            actor_sum.is_used = True
+            actor_sum.is_used |= not isinstance(reply.summed, str)
             reply.message.content = SummedContent(reply.summed, actor_sum)
         return reply.message
 

@@ -6,8 +6,10 @@ from dataclasses import replace
 from fedssl.config.load import compose
 from fedssl.config.settings import Settings
 from fedssl.schedule.phases import end_to_end
+from server_app.buffered import make_policy
 from server_app.federation import Federation
 from server_app.nodes import ClientDirectory
+from server_app.rules import round_rules
 from strategies.run_context import RunContext
 
 
@@ -35,4 +37,6 @@ def run_context(method, *, is_deployment=False, phases=None, initial_layers=None
 def federation_of(grid, strategy, context, **fields):
     """All nodes of the grid as clients; ``fields`` are others of `Federation`."""
     directory = ClientDirectory(nodes=dict(enumerate(grid.get_node_ids())))
+    fields.setdefault("policy", make_policy(context.settings.aggregation))
+    fields.setdefault("round_rules", round_rules(context.settings))
     return Federation(context=context, strategy=strategy, directory=directory, **fields)

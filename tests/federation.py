@@ -1,16 +1,18 @@
 """A federation on digits that is small enough for tests and keeps all its messages."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
+from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from client_app.app import app as client_app
 from fedssl.arrays import Layers
 from fedssl.config.load import compose
 from server_app.build import build_run
-from server_app.messaging import MessageExchange
-from server_app.round import UpdateObserver
-from server_app.training_loop import run_round
+from server_app.exchanges.base import in_client_order
+from server_app.messaging import no_activity
+from server_app.round import Round, UpdateObserver, run_round
 from server_app.updates import RoundResult
 from simulation.grid import LocalGrid
 from strategies.base import FedSSLStrategy
@@ -47,6 +49,7 @@ class Federation:
 
         self.grid = LocalGrid(app, num_clients=self.settings.num_clients)
         self.components = build_run(self.grid, self.settings)
+        self.exchange = self.components.make_exchange(no_activity)
         self.method = self.components.method
         self.state = ServerState()
         self.report: RoundResult | None = None
@@ -58,14 +61,19 @@ class Federation:
     def run(self, rounds: int, *observers: UpdateObserver) -> Layers:
         """So many rounds more; the layers of the only model."""
         for _ in range(rounds):
-            exchange, here = MessageExchange(self.grid), self.components.federation
-            self.state, self.report = run_round(exchange, lambda here=here: here, self.state, observers=observers)
+            here = self.components.federation
+            self.state, self.report = run_round(self.exchange, lambda here=here: here, self.state, observers=observers)
         return self.layers
 
     @property
     def layers(self) -> Layers:
         """Of the only model, whatever round it is."""
         return model_of(self.components.context, self.state, GLOBAL).layers
+
+
+def finish(one: Round, replies: Iterable[Message]) -> tuple[ServerState, RoundResult]:
+    """End a round with these replies to its messages."""
+    return one.finish(in_client_order(replies, one.sent))
 
 
 def model_of(context: RunContext, state: ServerState, name: str) -> GlobalModel:

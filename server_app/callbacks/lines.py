@@ -52,13 +52,12 @@ def line_of(result: RoundResult, *, seconds: float) -> dict[str, Any]:
         "bytes_up": sum(row.bytes_up for row in rows),
         "bytes_down": sum(row.bytes_down for row in rows),
     }
-    if result.virtual_time is not None:
-        line |= {"virtual_seconds": result.virtual_seconds, "virtual_time": result.virtual_time}
+    line |= result.measured
     received = [row.base_bytes for row in rows if row.base_bytes]
     further = {
         "base": {"bytes": sum(received), "clients": len(received)} if received else {},
         "privacy": result.privacy,
-        "secure_aggregation": result.secure_aggregation,
+        **result.features,
         "late": len(result.late),
         "strategy_metrics": result.strategy_metrics,
     }

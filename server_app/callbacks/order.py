@@ -22,7 +22,7 @@ from server_app.callbacks.tracking import Tracking
 from server_app.client_states import ClientStates
 from server_app.console import PlainConsole
 from server_app.fleet_file import FleetFile
-from server_app.messaging import MessageExchange
+from server_app.messaging import ClientMessenger
 from server_app.run_folder import RunFolder
 from server_app.trackers.base import SafeTracker
 
@@ -78,6 +78,6 @@ def make_callbacks(
     if components.client_data is None and settings.engine.deliver_every is not None:
         callbacks.append(Delivery(grid, components, path, fleet))
     if settings.evaluation.personalized:
-        callbacks.append(Personalized(MessageExchange(grid), components, path))
+        callbacks.append(Personalized(ClientMessenger(grid), components, path))
     callbacks.append(Summary(folder, settings, tracker, few_images=few_images, started=started))
     return Callbacks(callbacks)

@@ -11,7 +11,7 @@ from fedssl.runs.jsonl import read_jsonl
 from fedssl.schedule.stages import set_active_stages
 from server_app.build import RunComponents
 from server_app.callbacks.base import Callback, RunEnd
-from server_app.messaging import MessageExchange
+from server_app.messaging import ClientMessenger
 from server_app.personalization import evaluate_personalized, mean_over_clients
 from server_app.run_folder import PERSONALIZED_FILE
 
@@ -21,8 +21,8 @@ log = logging.getLogger("fedssl")
 class Personalized(Callback):
     """Evaluates the encoders of all clients, and writes the results."""
 
-    def __init__(self, exchange: MessageExchange, components: RunComponents, folder: Path) -> None:
-        self._exchange, self._components, self._folder = exchange, components, folder
+    def __init__(self, messenger: ClientMessenger, components: RunComponents, folder: Path) -> None:
+        self._messenger, self._components, self._folder = messenger, components, folder
 
     def on_run_end(self, end: RunEnd) -> None:
         if end.status != "finished":
@@ -31,7 +31,7 @@ class Personalized(Callback):
         trained = {line["client"] for line in read_jsonl(self._folder / "clients.jsonl", required=("client",))}
         with set_active_stages(components.method, depth=components.context.phases[-1].depth):
             results = evaluate_personalized(
-                self._exchange,
+                self._messenger,
                 components,
                 end.state,
                 trained=trained,

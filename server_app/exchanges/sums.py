@@ -16,7 +16,7 @@ from flwr.app import Message, RecordDict
 from fedssl.arrays import Cosines, GlobalLayers
 from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.records import content_bytes
-from server_app.validation import InvalidUpdate, UpdateValidator
+from server_app.validation import InvalidUpdate, UpdateValidator, read_model_index
 from strategies.types import Mergeable
 
 
@@ -53,11 +53,12 @@ class SumTask:
         """Return the number of the block of a node's client."""
         return self.aggregator.block_of(self.clients[node].client)
 
-    def add(self, aggregator: Mergeable, reply: Message) -> SummedUpdate | None:
-        """Validate a client's reply and add its update to a sum; None if it is invalid."""
+    def add(self, aggregator: Mergeable, reply: Message) -> SummedUpdate | str:
+        """Validate a client's reply and add its update to a sum, or return why it is invalid."""
         node = reply.metadata.src_node_id
         client = self.clients[node]
         try:
+            read_model_index(reply, num_models=1)
             update, cosines = self.validator.read(
                 reply,
                 client=client.client,
@@ -67,8 +68,8 @@ class SumTask:
                 expected=self.expected,
                 saved_round=client.saved_round,
             )
-        except InvalidUpdate:  # the server reads it again, and reports the reason
-            return None
+        except InvalidUpdate as reason:
+            return str(reason)
         aggregator.add(update, cosines)
         return SummedUpdate(replace(update, layers={}), cosines, content_bytes(reply.content))
 
@@ -86,8 +87,8 @@ class RemoteSum(Protocol):
 
 
 class SummedContent(RecordDict):
-    """Content of the reply of a client whose update is part of ``remote_sum``."""
+    """Content of the reply of a client whose update is part of the sum ``total``, or the reason why it is not."""
 
-    def __init__(self, summed: SummedUpdate, remote_sum: RemoteSum) -> None:
+    def __init__(self, summed: SummedUpdate | str, total: RemoteSum) -> None:
         super().__init__()
-        self.summed, self.remote_sum = summed, remote_sum
+        self.summed, self.total = summed, total

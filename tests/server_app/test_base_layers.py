@@ -26,8 +26,8 @@ from fedssl.wire.records import encode_arrays, record_bytes
 from server_app import nodes
 from server_app.build import build_run
 from server_app.checkpoint import latest_checkpoint
-from server_app.messaging import MessageExchange
-from server_app.training_loop import run_round
+from server_app.exchanges.wall_clock import WallClockExchange
+from server_app.round import run_round
 from simulation.grid import LocalGrid
 from simulation.run import run
 from strategies.types import ServerState
@@ -93,7 +93,7 @@ class Changing:
     def round(self, change=lambda plan: plan):
         """Run a round; return the dropped clients with the reasons, and whether each plan had the base."""
         self.change, self.plans = change, []
-        self.state, result = run_round(MessageExchange(self.grid), lambda: self.context, self.state)
+        self.state, result = run_round(WallClockExchange(self.grid), lambda: self.context, self.state)
         return result.dropped, [BASE in plan.array_records for plan in self.plans]
 
 

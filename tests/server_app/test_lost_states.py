@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from fedssl.wire.messages import PersonalizedModelRequest
-from server_app.messaging import MessageExchange
+from server_app.messaging import ClientMessenger
 from server_app.personalization import request_personalized_encoders
 from tests.federation import Federation
 from tests.server_app.test_resume_parts import flip
@@ -40,7 +40,7 @@ def test_a_lost_state_gives_no_personalized_encoder(tmp_path, caplog):
     federation = Federation(tmp_path, *FEDU)
     federation.run(2)
     delete(tmp_path / "clients" / "0000" / "1")
-    exchange, request = MessageExchange(federation.grid), PersonalizedModelRequest()
+    exchange, request = ClientMessenger(federation.grid), PersonalizedModelRequest()
     encoders = request_personalized_encoders(exchange, federation.components, federation.state, [0, 1, 2], request)
     assert [client for client, _, _ in encoders] == [0, 2]
     assert "client 1 returned no encoder: it has lost the state" in caplog.text

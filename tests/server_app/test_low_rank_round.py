@@ -24,6 +24,7 @@ from strategies.l_dawa import LDAWA
 from strategies.m_dawa import MDAWA
 from strategies.types import GLOBAL, ServerState
 from tests.contexts import default_settings, federation_of, run_context
+from tests.federation import finish
 from tests.server_app.test_round import make_grid
 
 FC = LowRankLayer("encoder.fc.weight", "encoder.fc.lora_A", "encoder.fc.lora_B", 2.0)
@@ -117,7 +118,7 @@ def run(
         one = Round(context, state)
         messages += one.messages
         replies = list(receive(grid, one.messages, timeout=60))
-        state, report = one.finish(replies[::-1] if reverse else replies)
+        state, report = finish(one, replies[::-1] if reverse else replies)
     return state, report, messages
 
 
@@ -142,7 +143,7 @@ def dense_round(strategy, layers):
 
     grid = make_grid([lambda received, client: dense[client]] * CLIENTS)
     one = Round(federation(grid, strategy, "factors", method=Dense()), ServerState())
-    state, _ = one.finish(receive(grid, one.messages, timeout=60))
+    state, _ = finish(one, receive(grid, one.messages, timeout=60))
     return state.models[GLOBAL].layers["encoder.fc"]
 
 
@@ -206,7 +207,7 @@ def test_a_bad_update_is_dropped(aggregation, bad, reason):
     grid = make_grid([trained] * CLIENTS)
     one = Round(federation(grid, FedAvg(), aggregation), ServerState())
     replies = list(receive(grid, one.messages, timeout=60))
-    expected, _ = one.finish([*replies[:2], *replies[3:]])
+    expected, _ = finish(one, [*replies[:2], *replies[3:]])
     for name, array in expected.models[GLOBAL].layers.items():
         assert np.array_equal(state.models[GLOBAL].layers[name], array)
 

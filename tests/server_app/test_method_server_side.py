@@ -9,7 +9,7 @@ from server_app.messaging import receive
 from server_app.round import Round
 from strategies.types import GLOBAL
 from tests.cases import some
-from tests.federation import Federation
+from tests.federation import Federation, finish
 
 RULES = ["fedavg", "l_dawa", "eua", "euc", "median", "local_only", "per_ssl"]  # kinds of aggregation and of exchange
 SMALL = ["batch_size=16", "method=orchestra"]
@@ -111,7 +111,7 @@ def test_a_part_that_cannot_be_used_drops_the_client(tmp_path, spoil, reason):
     else:
         gathered = {"local_centroids": local[1]}
         content["method-upload"] = arrays_to_record(spoil(gathered)) if spoil(gathered) else ArrayRecord()
-    state, report = one.finish(replies)
+    state, report = finish(one, replies)
     assert report.dropped == {1: reason}
     assert [row.client for row in report.clients] == [0, 2]
     slow = clustered_slowly(np.concatenate([local[0], local[2]]), clusters=5)

@@ -9,7 +9,7 @@ import torch
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
 from fedssl.wire.messages import PersonalizedModelRequest
-from server_app.messaging import MessageExchange
+from server_app.messaging import ClientMessenger
 from server_app.personalization import (
     PARTICIPANTS,
     UNSEEN,
@@ -29,7 +29,7 @@ NEW = ["num_clients=4", "clients_per_round=2", "unseen_clients=1", *JUDGED]
 
 def encoders(federation, clients, ask=None):
     found = request_personalized_encoders(
-        MessageExchange(federation.grid),
+        ClientMessenger(federation.grid),
         federation.components,
         federation.state,
         clients,
@@ -55,7 +55,7 @@ def test_under_averaging_all_use_the_global_model(tmp_path):
         adapted, encoders(federation, [3], PersonalizedModelRequest(adaptation_epochs=1, after_adaptation=True))[3][1]
     )  # nothing was kept
     judged = evaluate_personalized(
-        MessageExchange(federation.grid), federation.components, federation.state, trained={0, 1, 2}, epochs=1
+        ClientMessenger(federation.grid), federation.components, federation.state, trained={0, 1, 2}, epochs=1
     )
     assert [(one.client, one.group) for one in judged] == [
         *((client, PARTICIPANTS) for client in range(3)),

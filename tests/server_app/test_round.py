@@ -19,6 +19,7 @@ from strategies.fedavg import FedAvg
 from strategies.l_dawa import LDAWA
 from strategies.m_dawa import MDAWA
 from strategies.types import GLOBAL, ServerState
+from tests.federation import finish
 from tests.server_app.small import LAYERS, small_federation
 
 CODE = code_fingerprint()
@@ -85,7 +86,7 @@ def configure(strategy, grid, *, clients_per_round=None, metrics=(), **updates):
 
 def end(configured, replies):
     """The new global layers and the report."""
-    state, report = configured.finish(replies)
+    state, report = finish(configured, replies)
     return state.models[GLOBAL].layers, report
 
 
@@ -308,7 +309,7 @@ def test_the_last_participation_of_a_dropped_client_is_forgotten():
     grid = make_grid([good, not_finite])
     before = ServerState(round=4, last_participation={0: (2, GLOBAL), 1: (3, GLOBAL), 7: (1, GLOBAL)})
     configured = Round(small_federation(grid, FedAvg()), before)
-    state, _ = configured.finish(receive(grid, configured.messages, timeout=60))
+    state, _ = finish(configured, receive(grid, configured.messages, timeout=60))
     assert state.last_participation == {0: (5, GLOBAL), 7: (1, GLOBAL)}
 
 

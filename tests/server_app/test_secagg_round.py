@@ -14,7 +14,7 @@ from benchmarks.secure_aggregation import fedssl_app, flower_app, run_fedssl, ru
 from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.secure_aggregation.masks import dequantized_mean, quantize, rounding_generator
 from fedssl.wire.secure_aggregation import PHASES, SECAGG_CONFIG_KEY, TARGET_RANGE
-from server_app.messaging import MessageExchange
+from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.secagg_round import TooFewParticipants
 from server_app.secure_aggregation import secure_mean_delta
 from simulation.grid import LocalGrid
@@ -43,7 +43,7 @@ def quantized_mean(nodes):
     )
 
 
-class LossyExchange(MessageExchange):
+class LossyExchange(WallClockExchange):
     """Exchange that loses or changes replies. Messages of lost nodes are not sent in later phases either."""
 
     def __init__(self, grid, lost=(), change=None):
@@ -222,7 +222,7 @@ def test_wrong_shares_end_the_round():
 def test_secrets_are_deleted_after_the_last_phase():
     grid = LocalGrid(fedssl_app(delta_of_node), num_clients=4)
     contents = {node: RecordDict() for node in grid.get_node_ids()}
-    secure_mean_delta(MessageExchange(grid), contents, DEFAULTS, length=LENGTH, round=1, timeout=60, deadline=None)
+    secure_mean_delta(WallClockExchange(grid), contents, DEFAULTS, length=LENGTH, round=1, timeout=60, deadline=None)
     for context in grid._contexts.values():
         (record,) = context.state.config_records.values()
         assert isinstance(record, ConfigRecord)

@@ -13,13 +13,14 @@ from fedssl.errors import InputError, RequestRefused, RunError
 from fedssl.fleet.limits import Limits
 from fedssl.flower_internals import set_task_identity
 from server_app.build import build_run
-from server_app.messaging import MessageExchange
-from server_app.round import Round
-from server_app.training_loop import run_round
+from server_app.exchanges.secure import SecureExchange
+from server_app.exchanges.wall_clock import WallClockExchange
+from server_app.messaging import no_activity
+from server_app.round import Round, run_round
 from simulation.run import run
 from strategies.types import ServerState
 from tests.devices import Devices, context, write_images
-from tests.federation import Federation
+from tests.federation import Federation, finish
 
 SMALL = ["num_clients=4", "rounds=2", "local_epochs=1", "dataset.limit=60", "threads=1", "partition=iid"]
 SMALL += ["encoder.width=4", "method.projector.hidden_dim=8", "method.projector.out_dim=4"]
@@ -52,7 +53,7 @@ def test_the_default_weighting_by_images(tmp_path):
     sizes = [len(part) for part in secure.components.client_data.parts]
     assert max(sizes) < 2 * np.mean(sizes)
     within(secure.run(1), plain.run(1), 3 * 2 * 8 / 2**22)
-    assert secure.report.secure_aggregation["max_weight"] == max(sizes)
+    assert secure.report.features["secure_aggregation"]["max_weight"] == max(sizes)
     assert all(row.examples is None for row in secure.report.clients)
     uniform = Federation(tmp_path / "c", *SMALL, *overrides, "strategy.weighting=uniform").run(1)
     with pytest.raises(AssertionError):
@@ -68,11 +69,11 @@ def test_the_default_weighting_by_images(tmp_path):
     assert limited.components.settings.secure_aggregation.max_weight == max(sizes) - 1
 
 
-class Watched(MessageExchange):
+class Watched(SecureExchange):
     """Remembers all that the server receives, and loses the replies of some nodes from some stage on."""
 
-    def __init__(self, grid, lost=()):
-        super().__init__(grid)
+    def __init__(self, federation, lost=()):
+        super().__init__(federation.grid, federation.components.settings.secure_aggregation)
         self.seen, self._lost, self.stage = [], dict(lost), 0
 
     def send_and_receive(self, messages, **options):
@@ -85,7 +86,7 @@ class Watched(MessageExchange):
 
 def one_round(federation, exchange):
     one = Round(federation.components.federation, federation.state)
-    return one.finish_secure(exchange, federation.components.settings.secure_aggregation)
+    return one.run(exchange)
 
 
 def test_no_single_update_reaches_the_server(tmp_path, monkeypatch):
@@ -96,7 +97,7 @@ def test_no_single_update_reaches_the_server(tmp_path, monkeypatch):
     seen, models = [], []
     for name in ("a", "b"):
         federation = Federation(tmp_path / name, *SMALL, *SECURE)
-        exchange = Watched(federation.grid)
+        exchange = Watched(federation)
         state, _ = one_round(federation, exchange)
         models.append(state.models["global"].layers)
         vectors = [reply for stage, reply in exchange.seen if stage == 3]
@@ -120,7 +121,7 @@ def test_a_client_lost_in_any_stage_costs_itself(tmp_path, stage, used):
     """With 4 clients the graph is complete and the threshold 3. Who sent its masked update is in the sum."""
     federation = Federation(tmp_path / "a", *SMALL, *SECURE)
     nodes = federation.components.federation.nodes
-    state, report = one_round(federation, Watched(federation.grid, lost={nodes[1]: stage}))
+    state, report = one_round(federation, Watched(federation, lost={nodes[1]: stage}))
     assert [row.client for row in report.clients] == used
     assert report.dropped == ({1: "no reply in time"} if 1 not in used else {})
 
@@ -128,10 +129,10 @@ def test_a_client_lost_in_any_stage_costs_itself(tmp_path, stage, used):
     one = Round(plain.components.federation, plain.state)
     replies = [
         reply
-        for _, reply in MessageExchange(plain.grid).send_and_receive(one.messages, timeout=60)
+        for _, reply in WallClockExchange(plain.grid).send_and_receive(one.messages, timeout=60)
         if reply.metadata.src_node_id in {nodes[client] for client in used}
     ]
-    expected, _ = one.finish(replies)
+    expected, _ = finish(one, replies)
     within(state.models["global"].layers, expected.models["global"].layers, 2 * 8 / 2**22)
 
 
@@ -139,7 +140,7 @@ def test_too_few_to_take_the_masks_away_is_said(tmp_path):
     federation = Federation(tmp_path, *SMALL, *SECURE)
     nodes = federation.components.federation.nodes
     with pytest.raises(RunError, match="round 1: too few clients completed secure aggregation"):
-        one_round(federation, Watched(federation.grid, lost={nodes[1]: 4, nodes[2]: 4}))
+        one_round(federation, Watched(federation, lost={nodes[1]: 4, nodes[2]: 4}))
     assert federation.state.round == 0
 
 
@@ -366,5 +367,5 @@ def test_devices_that_give_sums_only_train_in_a_secure_run(tmp_path):
     overrides += ["secure_aggregation.dropout_fraction=0"]
     grid = Devices(*contexts)
     components = build_run(grid, compose([*overrides, f"output_dir={tmp_path / 'run'}"]))
-    _, report = run_round(MessageExchange(grid), lambda: components.federation, ServerState())
+    _, report = run_round(components.make_exchange(no_activity), lambda: components.federation, ServerState())
     assert [row.client for row in report.clients] == [0, 1, 2]

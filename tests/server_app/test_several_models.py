@@ -16,7 +16,7 @@ from server_app.messaging import receive
 from server_app.round import Round
 from simulation.run import run
 from strategies.types import GLOBAL
-from tests.federation import Federation, model_of
+from tests.federation import Federation, finish, model_of
 from tests.resuming import repeat_from
 from tests.server_app import algorithms
 
@@ -53,7 +53,7 @@ def separately(folder, group, *, rounds, overrides):
         one = Round(federation.components.federation, federation.state)
         wanted = {federation.components.federation.nodes[client] for client in group}
         messages = [message for message in one.messages if message.metadata.dst_node_id in wanted]
-        federation.state, report = one.finish(receive(federation.grid, messages, timeout=60))
+        federation.state, report = finish(one, receive(federation.grid, messages, timeout=60))
         yield report, federation.state.models[GLOBAL].layers
 
 

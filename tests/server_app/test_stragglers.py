@@ -13,12 +13,11 @@ from fedssl.errors import InputError, RunError
 from fedssl.flower_internals import assign_message_id, set_task_identity
 from fedssl.wire.messages import ARRAYS, ClientUpdate, TrainPlan
 from server_app import messaging
+from server_app.buffered import apply_stale_update
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
-from server_app.messaging import MessageExchange
+from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.nodes import ClientDirectory, ClientManager
-from server_app.round import TooFewUpdatesError
-from server_app.training_loop import run_round
-from server_app.updates import apply_stale_update
+from server_app.round import TooFewUpdatesError, run_round
 from simulation.grid import SimulatedGrid
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.fedavg import FedAvg
@@ -96,7 +95,7 @@ class Run:
     def __init__(self, num_clients, behave, **options):
         self.grid = Scripted(num_clients, behave)
         self.federation = federation(self.grid, **options)
-        self.exchange = MessageExchange(self.grid, keep_contents=self.federation.settings.aggregation.buffered)
+        self.exchange = WallClockExchange(self.grid, keep_contents=self.federation.settings.aggregation.buffered)
         self.state, self.reports = ServerState(), []
 
     def round(self):
@@ -136,7 +135,7 @@ def test_nodes_that_train_and_late_nodes_are_reported(monkeypatch):
     run = Run(3, lambda client, round: (NEVER if client == 0 else 1 + client, "good"), round_deadline=0.5)
     reported = []
     monkeypatch.setattr(messaging, "ACTIVITY_SECONDS", 0.0)
-    run.exchange = MessageExchange(run.grid, on_activity=lambda training, late: reported.append((training, late)))
+    run.exchange = WallClockExchange(run.grid, on_activity=lambda training, late: reported.append((training, late)))
     run.round()
     assert reported == [({2, 3, 4}, set()), ({2, 4}, set()), ({2}, set()), (set(), {2})]
     reported.clear()
@@ -313,7 +312,7 @@ def test_the_model_is_the_sum_over_used_updates(tmp_path, seed, buffered):
         assert now >= {client for client, round, age in used if age == 0}
         save_checkpoint(tmp_path, run.state, keep=2)
         if random.random() < 0.3:  # the server dies; what was owed to it is lost
-            run.exchange = MessageExchange(run.grid, keep_contents=buffered)
+            run.exchange = WallClockExchange(run.grid, keep_contents=buffered)
             run.state = latest_checkpoint(tmp_path)
             assert run.state.round == report.round
 

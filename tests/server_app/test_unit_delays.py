@@ -10,7 +10,7 @@ from fedssl.availability import Workload
 from fedssl.errors import InputError
 from fedssl.seeding import numpy_generator
 from server_app.checkpoint import latest_checkpoint
-from server_app.virtual_time import unit_delay
+from server_app.exchanges.virtual_time import unit_delay
 from simulation.run import run
 from tests.resuming import repeat_from
 

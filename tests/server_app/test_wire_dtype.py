@@ -15,8 +15,8 @@ from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import encode_arrays
 from fedssl.wire.wire_format import WIRE_DTYPES, pack, unpack
 from server_app.build import build_run
-from server_app.messaging import MessageExchange
-from server_app.training_loop import run_round
+from server_app.exchanges.wall_clock import WallClockExchange
+from server_app.round import run_round
 from simulation.grid import LocalGrid
 from strategies.types import GLOBAL, ServerState
 from tests.cases import some
@@ -52,7 +52,7 @@ def rounds(grid_class, folder, *overrides, number):
     grid = grid_class(client_app, num_clients=settings.num_clients)
     federation, state, reports = build_run(grid, settings).federation, ServerState(), []
     for _ in range(number):
-        state, report = run_round(MessageExchange(grid), lambda: federation, state)
+        state, report = run_round(WallClockExchange(grid), lambda: federation, state)
         assert not report.dropped
         reports.append(report)
     return grid, state, reports
@@ -152,7 +152,7 @@ def test_steps_below_the_rounding_of_downloads_add_up(wire_dtype, tmp_path):
     grid, federation = step_federation(tmp_path / "b", wire_dtype, change)
     state = ServerState()
     for _ in range(20):
-        state, _ = run_round(MessageExchange(grid), lambda: federation, state)
+        state, _ = run_round(WallClockExchange(grid), lambda: federation, state)
     for name, array in layers.items():
         if array.ndim < 2:
             continue

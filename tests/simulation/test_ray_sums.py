@@ -10,8 +10,8 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from fedssl.wire.messages import ClientUpdate, TrainPlan
-from server_app.messaging import MessageExchange
-from server_app.training_loop import run_round
+from server_app.exchanges.wall_clock import WallClockExchange
+from server_app.round import run_round
 from simulation.grid import LocalGrid
 from simulation.ray_grid import RayGrid
 from simulation.ray_session import ray_session
@@ -64,7 +64,7 @@ def play(grid, *, rounds=1):
     context = small_federation(grid, LDAWA(weighting="loss"))
     state = ServerState()
     for _ in range(rounds):
-        state, report = run_round(MessageExchange(grid), lambda: context, state)
+        state, report = run_round(WallClockExchange(grid), lambda: context, state)
     return state, report
 
 

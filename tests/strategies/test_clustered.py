@@ -9,14 +9,14 @@ from fedssl.errors import InputError
 from fedssl.schedule.stages import set_active_stages
 from fedssl.wire.messages import REPLY_CONFIG, ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
-from server_app.messaging import MessageExchange, receive
-from server_app.round import Round
-from server_app.training_loop import run_round
+from server_app.exchanges.wall_clock import WallClockExchange
+from server_app.messaging import receive
+from server_app.round import Round, run_round
 from simulation.grid import LocalGrid
 from strategies.clustered import Clustered
 from strategies.eua import eua
 from strategies.types import GlobalModel, ServerState
-from tests.federation import Federation
+from tests.federation import Federation, finish
 from tests.server_app.small import LAYERS, small_federation
 from tests.server_app.test_round import good, make_grid
 
@@ -52,7 +52,7 @@ def played(state, *chosen):
 
     grid = LocalGrid(app, num_clients=len(chosen))
     one = Round(small_federation(grid, Clustered(num_images=2)), state)
-    return one, one.finish(receive(grid, one.messages, timeout=60))
+    return one, finish(one, receive(grid, one.messages, timeout=60))
 
 
 def model(weight):
@@ -123,7 +123,7 @@ def test_updates_are_clustered_once(tmp_path):
 
     grid = make_grid([two_ways] * 5)
     federation = small_federation(grid, Clustered(assign_by="update_cosine", weighting="uniform", cluster_round=2))
-    state, exchange = ServerState(), MessageExchange(grid)
+    state, exchange = ServerState(), WallClockExchange(grid)
     state, _ = run_round(exchange, lambda: federation, state)
     # Steps of 1 and 4 along x, of 2, 3 and 5 along y: the mean is [1, 2, 0] from [1, 2, 2].
     assert list(state.models) == ["0"]
@@ -148,8 +148,8 @@ def test_clusters_start_from_the_model_of_their_clients():
 
     grid = make_grid([step] * 4)
     federation = small_federation(grid, Clustered(assign_by="update_cosine", rule="eua", cluster_round=2))
-    first, _ = run_round(MessageExchange(grid), lambda: federation, ServerState())
-    second, _ = run_round(MessageExchange(grid), lambda: federation, first)
+    first, _ = run_round(WallClockExchange(grid), lambda: federation, ServerState())
+    second, _ = run_round(WallClockExchange(grid), lambda: federation, first)
     begun = first.models["0"].layers
     for name, members in (("0", (0, 1)), ("1", (2, 3))):
         updates = [ClientUpdate(layers=step(begun, client), partition_id=client) for client in members]

@@ -20,9 +20,9 @@ from fedssl.schedule.phases import end_to_end
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
+from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.federation import sample_clients
-from server_app.messaging import MessageExchange
-from server_app.training_loop import run_round
+from server_app.round import run_round
 from simulation.grid import LocalGrid
 from strategies.euc import EUC, DiscrepancySum, averaging_intervals
 from strategies.fedavg import FedAvg
@@ -203,7 +203,7 @@ class Toys:
         return model_of(self.federation.context, self.state, GLOBAL).layers
 
     def round(self):
-        self.state, self.report = run_round(MessageExchange(self.grid), lambda: self.federation, self.state)
+        self.state, self.report = run_round(WallClockExchange(self.grid), lambda: self.federation, self.state)
         return self.layers
 
 

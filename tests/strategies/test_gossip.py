@@ -12,7 +12,7 @@ from strategies.gossip import Gossip, consensus_distance
 from strategies.topology import make_graph, metropolis_weights, second_eigenvalue, weight_matrix
 from strategies.types import GlobalModel, ServerState
 from tests.contexts import run_context
-from tests.federation import Federation
+from tests.federation import Federation, finish
 from tests.server_app.small import LAYERS, Small, small_federation
 from tests.server_app.test_round import crash, good, make_grid
 
@@ -29,7 +29,7 @@ def played(strategy, behaviours, state=None, *, number=1, **options):
     state = state or ServerState()
     for _ in range(number):
         one = Round(federation, state)
-        state, report = one.finish(receive(grid, one.messages, timeout=60))
+        state, report = finish(one, receive(grid, one.messages, timeout=60))
     return state, report
 
 

@@ -13,8 +13,8 @@ from fedssl.model_arrays import exchanged_layers, exchanged_names, local_names
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.views import Views
 from fedssl.wire.messages import TrainPlan
-from server_app.messaging import MessageExchange
-from server_app.training_loop import run_round
+from server_app.exchanges.wall_clock import WallClockExchange
+from server_app.round import run_round
 from strategies.per_ssl import PERSONAL, PersonalClient, ProximalTo
 from tests.federation import Federation
 from tests.states import load_tensors
@@ -147,7 +147,7 @@ def test_without_the_term_clients_train_alone(tmp_path, overrides):
     average = Federation(tmp_path / "average", *overrides, "strategy=fedavg")
     for federation in (personal, alone, average):
         for _ in range(2):
-            exchange, here = MessageExchange(federation.grid), federation.components.federation
+            exchange, here = WallClockExchange(federation.grid), federation.components.federation
             federation.state, _ = run_round(exchange, lambda here=here: here, federation.state)
     assert same(personal.layers, average.layers)  # personal models leave the global one alone
     for client in range(personal.settings.num_clients):

@@ -32,7 +32,7 @@ from server_app.teacher import load_teacher
 from simulation.run import run
 from strategies.types import GLOBAL, ServerState
 from tests.devices import Devices, ask, context, write_images
-from tests.federation import Federation
+from tests.federation import Federation, finish
 from tests.methods import overrides_of, save_teacher, teacher_file
 from tests.resuming import repeat_from
 
@@ -200,7 +200,7 @@ def test_a_device_trains_with_the_teacher_and_caches_it(devices):
         assert set(one.messages[0].content["method-broadcast"]) == (teacher if number == 1 else set())
         reply = ask(one.messages[0].content, device)
         assert not reply.has_error(), reply.error.reason
-        state, report = one.finish([Message(reply.content, reply_to=one.messages[0])])
+        state, report = finish(one, [Message(reply.content, reply_to=one.messages[0])])
         assert report.dropped == {}
 
 
@@ -214,7 +214,7 @@ def test_a_new_process_of_a_device_reads_the_features(devices, tmp_path, monkeyp
         one = Round(federation, state)
         reply = ask(one.messages[0].content, device)
         assert not reply.has_error(), reply.error.reason
-        state, _ = one.finish([Message(reply.content, reply_to=one.messages[0])])
+        state, _ = finish(one, [Message(reply.content, reply_to=one.messages[0])])
         assert len(computed) == 1, number
     assert len(list((tmp_path / "states" / ".pictures" / "targets").iterdir())) == 1
 

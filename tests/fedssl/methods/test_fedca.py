@@ -23,7 +23,7 @@ from fedssl.wire.records import arrays_to_record
 from server_app.messaging import receive
 from server_app.round import Round
 from strategies.types import GLOBAL
-from tests.federation import Federation
+from tests.federation import Federation, finish
 
 HEAD = partial(MLP, hidden_dim=16, out_dim=4)
 WORDS = ["method=fedca", "strategy=fedavg", "method.projector.hidden_dim=16", "method.projector.out_dim=8"]
@@ -274,7 +274,7 @@ def test_bad_rows_drop_the_client_and_others_are_normalized(tmp_path):
     not_finite[0, 0] = np.inf
     replies[0].content["method-upload"] = arrays_to_record({"local_dictionary": 1e4 * sent[0]})
     replies[2].content["method-upload"] = arrays_to_record({"local_dictionary": not_finite})
-    state, report = one.finish(replies)
+    state, report = finish(one, replies)
     assert report.dropped == {2: "layer local_dictionary has values that are not finite, or far too large"}
     result = state.models[GLOBAL].broadcast["dictionary"]
     np.testing.assert_allclose(result, np.concatenate([*sent[:2], np.zeros((2, 8))]), atol=1e-6)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from server_app.exchanges.sums import LostSumError, SummedContent
-from server_app.messaging import MessageExchange
-from server_app.training_loop import run_round
+from server_app.exchanges.wall_clock import WallClockExchange
+from server_app.round import run_round
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.eua import EUA
 from strategies.fedavg import FedAvg
@@ -70,9 +70,9 @@ class SummingGrid:
                 self.sums[block] = PickledSum(aggregator)
                 self.sums[block].lost = block in self.lost
             summed = self.task.add(self.sums[block].aggregator, reply)
-            if summed is not None:
+            if not isinstance(summed, str):
                 self.summed.append(node)
-                reply.content = SummedContent(summed, self.sums[block])
+            reply.content = SummedContent(summed, self.sums[block])
         return replies
 
 
@@ -83,7 +83,7 @@ def play(strategy, behaviours, *, number=None, lost=(), rounds=2, observers=(), 
     context = small_federation(local, strategy, **updates)
     state, report = ServerState(), None
     for _ in range(rounds):
-        state, report = run_round(MessageExchange(grid), lambda: context, state, observers=observers)
+        state, report = run_round(WallClockExchange(grid), lambda: context, state, observers=observers)
     return state, report, 0 if number is None else len(grid.summed)
 
 

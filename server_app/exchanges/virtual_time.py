@@ -9,8 +9,8 @@ that of its last participation.
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,8 +32,10 @@ from fedssl.errors import InputError, RunError
 from fedssl.flower_internals import content_from_bytes, content_to_bytes
 from fedssl.seeding import numpy_generator
 from fedssl.wire.records import restored_content
-from server_app.exchanges.sums import SumTask
-from server_app.messaging import NO_REPLY, MessageExchange
+from server_app.exchanges.base import NO_REPLY, Lost, Received, SentRound, in_client_order
+from server_app.exchanges.wall_clock import WallClockExchange
+from server_app.messaging import replies_of
+from server_app.updates import RoundResult
 
 log = logging.getLogger("fedssl")
 
@@ -146,48 +148,42 @@ class _InFlight:
     message: Message
 
 
-class VirtualTimeExchange(MessageExchange):
-    """Exchange in virtual time.
+class VirtualTimeExchange(WallClockExchange):
+    """Exchange in virtual time. Updates are not summed: which clients of a block arrive is not known before.
 
     An exchange ends when every message has ended, at the deadline, or with ``min_replies`` replies, which are those
-    with the earliest arrival times. ``timeout`` remains wall-clock time.
+    with the earliest arrival times. ``deadline`` is in virtual seconds, ``timeout`` in those of the wall clock.
     """
 
     def __init__(self, grid: Grid, model: VirtualTime) -> None:
         super().__init__(grid, keep_contents=True)
         self._model = model
-        self.is_reliable = model.keeps_late
-        self._clock = 0.0
+        self._clock = self._recorded = 0.0  # now, and at the end of the last recorded round
         self._held: dict[int, _InFlight] = {}  # by node
-        self._workloads: Mapping[int, Workload] | None = None
+        self._lost: dict[int, str] = {}  # why messages that ended during the newest round have no reply, by node
+        self._seconds: dict[int, float] = {}  # virtual seconds of clients that replied, by node
+        self._clients: Mapping[int, int] = {}  # of the newest round, by node
         self._attempt = (0, 0)  # round and attempt of the last messages
         self._has_warned = False
         times = {client: model.availability.online_times(client) for client in range(model.num_clients)}
         self._online: dict[int, OnlineTimes] = {client: one for client, one in times.items() if one is not None}
 
-    @property
-    def virtual_time(self) -> float | None:
-        return self._clock if self._model.is_in_seconds else None
-
-    def nodes_in_flight(self) -> set[int]:
+    def in_flight(self, *, timeout: float) -> set[int]:
         return set(self._held)
 
-    def sum_updates(self, make_task: Callable[[], SumTask | None]) -> None:
-        """Let the server sum: which clients of a block arrive is not known before."""
-
-    def schedule(self, make_workloads: Callable[[], Mapping[int, Workload]]) -> None:
-        self._workloads = make_workloads()
-
-    def wait_until_online(self, clients: Collection[int], *, number: int, wanted: int) -> frozenset[int]:
-        """Advance the clock until ``number`` of the clients are online; return those that are offline.
+    def offline(self, clients: Callable[[], Collection[int]], *, needed: int, wanted: int) -> frozenset[int]:
+        """Advance the clock until ``needed`` of the clients are online; return those that are offline.
 
         Log a warning, once, if fewer than ``wanted`` are online. Raises `RunError` if there are never enough.
         """
-        times = {client: self._online[client] for client in clients if client in self._online}
-        time = first_time_online(list(times.values()), self._clock, number=number)
+        if not self._model.is_in_seconds:
+            return frozenset()
+        sampled = clients()
+        times = {client: self._online[client] for client in sampled if client in self._online}
+        time = first_time_online(list(times.values()), self._clock, number=needed)
         if time is None:
             raise RunError(
-                f"after virtual time {self._clock:g} s, {number} of {len(clients)} clients are never online together, "
+                f"after virtual time {self._clock:g} s, {needed} of {len(sampled)} clients are never online together, "
                 "but a round needs them (aggregation.min_updates); lower it, or change the settings of availability"
             )
         if time > self._clock:
@@ -200,51 +196,51 @@ class VirtualTimeExchange(MessageExchange):
                 "a round samples %d clients, of which %d are online: it samples these (logged once)",
                 *(wanted, len(online)),
             )
-        return frozenset(clients) - online
+        return frozenset(sampled) - online
 
-    def send_and_receive(
-        self,
-        messages: Iterable[Message],
-        *,
-        timeout: float,
-        deadline: float | None = None,
-        min_replies: int | None = None,
-    ) -> Iterator[tuple[Message, Message]]:
-        """Yield messages with their replies, and collect those to earlier messages in ``late_replies``.
-
-        ``deadline`` is in virtual seconds. Messages that were not scheduled are exchanged in wall-clock time.
-        """
-        if self._workloads is None:
-            yield from super().send_and_receive(messages, timeout=timeout, deadline=deadline, min_replies=min_replies)
-            return
+    def replies(self, sent: SentRound) -> Iterator[Received]:
+        self.late_replies.clear()
+        self._start(sent)
         late: list[tuple[Message, Message]] = []
-        late_nodes, until = set(self._held), math.inf if deadline is None else self._clock + deadline
-        self._start(messages, self._workloads)
+        nodes = {client: node for node, client in sent.nodes.items()}
+
+        def is_lost(client: int) -> bool:
+            return not self._model.keeps_late and nodes[client] not in self._lost
+
+        yield from in_client_order(replies_of(self._arriving(sent, late)), sent, is_lost=is_lost)
+        self.late_replies.extend(late)
+        yield from self.late()
+        for node, reason in self._lost.items():
+            yield Lost(sent.clients[node], reason)
+
+    def _arriving(self, sent: SentRound, late: list[tuple[Message, Message]]) -> Iterator[tuple[Message, Message]]:
+        """Yield messages with their replies, and add those to earlier messages to ``late``."""
+        deadline, min_replies = sent.policy.deadline, sent.policy.min_replies
+        until, earlier = math.inf if deadline is None else self._clock + deadline, set(self._held) - set(sent.nodes)
         good, needed = 0, math.inf if min_replies is None else min_replies
         while good < needed and (batch := self._take_arriving(until, number=needed - good)):
             missing = {message.metadata.dst_node_id for message in batch}
-            for message, reply in super().send_and_receive(batch, timeout=timeout):
+            for message, reply in self.send_and_receive(batch, timeout=sent.timeout):
                 good += not reply.has_error()
                 missing.discard(message.metadata.dst_node_id)
-                if message.metadata.dst_node_id in late_nodes:
+                if message.metadata.dst_node_id in earlier:
                     late.append((message, reply))
                 else:
                     yield message, reply
             self.pending.clear()
-            self.lost.update(dict.fromkeys(missing, NO_REPLY))
+            self._lost.update(dict.fromkeys(missing, NO_REPLY))
         if good < needed and self._held:
             self._clock = until
         if not self._model.keeps_late:
             self._held.clear()
-        self.late_replies.extend(late)
 
-    def _start(self, messages: Iterable[Message], workloads: Mapping[int, Workload]) -> None:
-        """Put messages in flight."""
-        self._workloads = None
-        self.late_replies.clear()
-        self.lost.clear()
-        self.client_seconds.clear()
-        for message in messages:
+    def _start(self, sent: SentRound) -> None:
+        """Put the messages of a round in flight."""
+        self._lost.clear()
+        self._seconds.clear()
+        self._clients = sent.clients
+        workloads = sent.workloads()
+        for message in sent.messages:
             node, work = message.metadata.dst_node_id, workloads[message.metadata.dst_node_id]
             if work.round != self._attempt[0]:
                 self._attempt = work.round, 0
@@ -259,6 +255,19 @@ class VirtualTimeExchange(MessageExchange):
             self._held[node] = _InFlight(work.client, end, seconds, lost, message)
         self._attempt = self._attempt[0], self._attempt[1] + 1
 
+    def record(self, result: RoundResult) -> RoundResult:
+        """Return the result with the virtual time of the round and its clients.
+
+        It includes failed attempts and waiting.
+        """
+        if not self._model.is_in_seconds:
+            return result
+        seconds = {self._clients[node]: seconds for node, seconds in self._seconds.items()}
+        clients = [replace(row, virtual_seconds=seconds[row.client]) for row in result.clients]
+        result.measured.update(virtual_seconds=self._clock - self._recorded, virtual_time=self._clock)
+        self._recorded = self._clock
+        return replace(result, clients=clients)
+
     def _take_arriving(self, until: float, *, number: float) -> list[Message]:
         """Return the messages whose replies arrive first, at most ``number`` and none after ``until``.
 
@@ -272,9 +281,9 @@ class VirtualTimeExchange(MessageExchange):
             del self._held[node]
             self._clock = max(self._clock, one.end)
             if one.lost:
-                self.lost[node] = one.lost
+                self._lost[node] = one.lost
             else:
-                self.client_seconds[node] = one.seconds
+                self._seconds[node] = one.seconds
                 arriving.append(one.message)
         return arriving
 
@@ -306,7 +315,7 @@ class VirtualTimeExchange(MessageExchange):
             return
         serialized = {key: data.tobytes() for key, data in saved["contents"].items()}
         contents = {key: restored_content(content_from_bytes(data)) for key, data in serialized.items()}
-        self._clock = saved["clock"]
+        self._clock = self._recorded = saved["clock"]
         for node, entry in saved["messages"].items():
             message = Message(
                 contents[entry["content"]], dst_node_id=int(node), message_type=entry["type"], group_id=entry["group"]
