@@ -20,8 +20,9 @@ from client_app.secure import is_secure, secagg_reply
 from client_app.simulated import is_simulated
 from client_app.simulated_client import SimulatedClient
 from client_app.worker import ClientWorker, release_worker, worker_for
+from fedssl.config.constraints import LOSSLESS
 from fedssl.config.load import parse_client_config
-from fedssl.config.settings import LOSSLESS, ClientSettings
+from fedssl.config.settings import ClientSettings
 from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet.encoders import store_encoder
 from fedssl.fleet.history import record

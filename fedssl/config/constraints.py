@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig
+from omegaconf import ListConfig
 
-from fedssl.config.settings import WIRE_DTYPES, DataSettings
 from fedssl.errors import InputError
+
+LOSSLESS = "fp32"
+WIRE_DTYPES = (LOSSLESS, "fp16", "bf16", "int8")  # dtypes of exchanged layers, see `fedssl.wire.wire_format`
 
 MIN_IMAGES = 2  # of a client: contrastive losses and batch normalization need two images
 MAX_IMAGE_SIZE = 4096  # pixels, of height and width
@@ -576,16 +578,6 @@ def as_yaml(value: Any) -> Any:
 def statistic_of_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
     """Return a mean or standard deviation for a number of channels: if it is another one, all have the mean."""
     return tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels
-
-
-def check_channels(dataset: DataSettings | DictConfig) -> None:
-    """Raise `InputError` unless a data set has a mean and a standard deviation for each channel."""
-    for name, values in (("mean", dataset.mean), ("std", dataset.std)):
-        if len(values) != dataset.channels:
-            raise InputError(
-                f"dataset.{name}={list(values)} has {len(values)} values but dataset.channels={dataset.channels}; "
-                "give one value per channel"
-            )
 
 
 def constraints_in(

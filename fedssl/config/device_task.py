@@ -14,10 +14,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from fedssl.config.compose import check_types, compose_config, flatten, validate_config
-from fedssl.config.constraints import check_channels
 from fedssl.config.load import client_settings, training_components
 from fedssl.config.overrides import check_run_id, config_groups, did_you_mean
-from fedssl.config.settings import SERVER_ENCODER_KEYS, ClientSettings, Settings
+from fedssl.config.settings import SERVER_ENCODER_KEYS, ClientSettings, Settings, check_channels
 from fedssl.config.targets import add_import_path, check_targets, search_folders, searchpath_override
 from fedssl.errors import InputError, RequestRefused
 from fedssl.plain_values import plain_values

@@ -33,6 +33,7 @@ from fedssl.config.settings import (
     ClientSettings,
     Component,
     DataSettings,
+    EarlyStopping,
     EngineSettings,
     EvaluationSettings,
     MachineSettings,
@@ -46,7 +47,6 @@ from fedssl.config.settings import (
 from fedssl.config.targets import normalize
 from fedssl.datasets.splits import same_split
 from fedssl.errors import InputError, shortened
-from fedssl.evaluation.early_stopping import EarlyStopping
 from fedssl.plain_values import plain_values
 from fedssl.safe_io import checksum_line, corrupt_file_error, load_plain_yaml
 

@@ -12,10 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from fedssl.config.aggregation_settings import AggregationSettings, PrivacySettings, SecureAggregationSettings
 from fedssl.errors import InputError, error_of_path
-from fedssl.evaluation.early_stopping import EarlyStopping
-
-LOSSLESS = "fp32"
-WIRE_DTYPES = (LOSSLESS, "fp16", "bf16", "int8")  # dtypes of exchanged layers, see `fedssl.wire.wire_format`
 
 # Settings of a simulated client, without engine, evaluation and tracking.
 CLIENT_SETTINGS = [
@@ -119,6 +115,16 @@ class DataSettings:
         return replace(self, size=size, reader=Component({**self.reader.values, "size": size}))
 
 
+def check_channels(dataset: DataSettings | DictConfig) -> None:
+    """Raise `InputError` unless a data set has a mean and a standard deviation for each channel."""
+    for name, values in (("mean", dataset.mean), ("std", dataset.std)):
+        if len(values) != dataset.channels:
+            raise InputError(
+                f"dataset.{name}={list(values)} has {len(values)} values but dataset.channels={dataset.channels}; "
+                "give one value per channel"
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class PartitionSettings:
     """Partition of the images among clients, by a function of `fedssl.partition`."""
@@ -193,6 +199,34 @@ class CalibrationSettings:
     has_own_dataset: bool  # whether the data set is separate; otherwise the server holds a fraction of the run's images
     share: float  # of the images
     epochs: int  # per round
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStopping:
+    """Settings of early stopping."""
+
+    monitor: str | None = None  # name of a result of ``evaluation``; higher is better. None disables early stopping
+    # Number of consecutive evaluations without improvement after which the run ends, at least 1; None: unlimited.
+    patience: int | None = None
+    # Minimum increase over the best result that counts as an improvement; at least 0, in the unit of the result
+    # (accuracies are in [0, 1]).
+    min_delta: float = 0.0
+    threshold: float | None = None  # the run ends when the result reaches this value; None: no threshold
+
+    def __post_init__(self) -> None:
+        if self.monitor is not None and not isinstance(self.monitor, str):
+            raise InputError(f"early_stopping.monitor={self.monitor} must be the name of a result, e.g. knn, or null")
+        has_criterion = self.patience is not None or self.threshold is not None
+        if self.monitor is None and has_criterion:
+            raise InputError(
+                "early_stopping has a criterion but no monitor; set e.g. early_stopping.monitor=knn, or set "
+                "early_stopping.patience and early_stopping.threshold to null"
+            )
+        if self.monitor is not None and not has_criterion:
+            raise InputError(
+                f"early_stopping.monitor={self.monitor} needs a criterion; set early_stopping.patience=3 or "
+                "early_stopping.threshold=0.5"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

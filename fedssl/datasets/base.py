@@ -19,8 +19,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from fedssl.config.constraints import check_arguments, check_channels
-from fedssl.config.settings import DataSettings
+from fedssl.config.constraints import check_arguments
+from fedssl.config.settings import DataSettings, check_channels
 from fedssl.datasets.images import ImageSource
 from fedssl.datasets.sample_checks import constant_warnings
 from fedssl.errors import InputError

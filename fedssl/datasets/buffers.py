@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedssl.datasets.decoding import DecodeBuffer, Decoding, Shape
+from fedssl.datasets.decode_buffer import DecodeBuffer
+from fedssl.datasets.decoding import Decoding, Shape
 from fedssl.datasets.images import EncodedImages, ImageSource, TensorImages
 from fedssl.errors import InputError
 from fedssl.machine.memory import available_memory, gigabytes

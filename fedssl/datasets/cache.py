@@ -32,7 +32,8 @@ import PIL
 from fedssl.config.literal import user_path
 from fedssl.datasets.buffers import EncodedInput, memory_buffer, record_buffer
 from fedssl.datasets.cache_entry import CacheEntry, cache_error
-from fedssl.datasets.decoding import VERSION, DecodeBuffer, Shape
+from fedssl.datasets.decode_buffer import DecodeBuffer
+from fedssl.datasets.decoding import VERSION, Shape
 from fedssl.datasets.pack import IndexEntry
 from fedssl.datasets.pixel_file import PixelEntry
 from fedssl.machine.memory import available_memory, gigabytes

@@ -15,7 +15,8 @@ import numpy as np
 
 from fedssl.atomic_files import atomic_write, write_text
 from fedssl.datasets.buffers import StoredBuffer
-from fedssl.datasets.decoding import DECODE_LOG_INTERVAL, DecodeBuffer, Shape
+from fedssl.datasets.decode_buffer import DECODE_LOG_INTERVAL, DecodeBuffer
+from fedssl.datasets.decoding import Shape
 from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError
 from fedssl.locks import lock

@@ -17,7 +17,8 @@ from fedssl.config.constraints import check_arguments
 from fedssl.datasets.base import ImageData, stratified_holdout, subsample_indices
 from fedssl.datasets.buffers import EncodedInput
 from fedssl.datasets.cache import CacheKey, open_buffer
-from fedssl.datasets.decoding import MAX_PIXELS, Decoding, decode, unreadable_summary
+from fedssl.datasets.decode_buffer import decode
+from fedssl.datasets.decoding import MAX_PIXELS, Decoding, unreadable_summary
 from fedssl.datasets.image_column import check_image_column, encoded_images, image_files
 from fedssl.datasets.labels import missing_labels, read_labels
 from fedssl.datasets.listing import is_file

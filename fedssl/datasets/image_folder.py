@@ -26,7 +26,8 @@ from fedssl.config.literal import user_path
 from fedssl.datasets.base import ImageData, subsample_indices
 from fedssl.datasets.buffers import EncodedInput
 from fedssl.datasets.cache import CacheKey, open_buffer
-from fedssl.datasets.decoding import MAX_PIXELS, Decoding, decode, unreadable_summary
+from fedssl.datasets.decode_buffer import decode
+from fedssl.datasets.decoding import MAX_PIXELS, Decoding, unreadable_summary
 from fedssl.datasets.file_list import FileList
 from fedssl.datasets.folder_layout import list_images, list_split
 from fedssl.datasets.images import ImageSource

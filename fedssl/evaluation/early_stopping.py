@@ -5,39 +5,11 @@ one.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 
+from fedssl.config.settings import EarlyStopping
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY
 from fedssl.rules import Problem
-
-
-@dataclass(frozen=True, kw_only=True)
-class EarlyStopping:
-    """Settings of early stopping."""
-
-    monitor: str | None = None  # name of a result of ``evaluation``; higher is better. None disables early stopping
-    # Number of consecutive evaluations without improvement after which the run ends, at least 1; None: unlimited.
-    patience: int | None = None
-    # Minimum increase over the best result that counts as an improvement; at least 0, in the unit of the result
-    # (accuracies are in [0, 1]).
-    min_delta: float = 0.0
-    threshold: float | None = None  # the run ends when the result reaches this value; None: no threshold
-
-    def __post_init__(self) -> None:
-        if self.monitor is not None and not isinstance(self.monitor, str):
-            raise InputError(f"early_stopping.monitor={self.monitor} must be the name of a result, e.g. knn, or null")
-        has_criterion = self.patience is not None or self.threshold is not None
-        if self.monitor is None and has_criterion:
-            raise InputError(
-                "early_stopping has a criterion but no monitor; set e.g. early_stopping.monitor=knn, or set "
-                "early_stopping.patience and early_stopping.threshold to null"
-            )
-        if self.monitor is not None and not has_criterion:
-            raise InputError(
-                f"early_stopping.monitor={self.monitor} needs a criterion; set early_stopping.patience=3 or "
-                "early_stopping.threshold=0.5"
-            )
 
 
 def stop_reason(evaluations: Iterable[tuple[int, Mapping[str, float]]], rule: EarlyStopping) -> str | None:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.arrays import GlobalLayers
+from fedssl.arrays import NO_COSINES, GlobalLayers
 from strategies.aggregate import aggregate
 from strategies.fedavg import fedavg
 from strategies.l_dawa import l_dawa
 from strategies.loss_weighted import loss_weighted
 from strategies.m_dawa import m_dawa
-from strategies.weighted_sum import NO_COSINES, WeightedSum, num_per_block
+from strategies.weighted_sum import WeightedSum, num_per_block
 from tests.strategies.made import (
     all_layers,
     clients_of,

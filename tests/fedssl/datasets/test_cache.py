@@ -24,7 +24,7 @@ from PIL import Image
 
 from fedssl.config.load import read_data
 from fedssl.config.settings import DataSettings
-from fedssl.datasets import base, cache, decoding, image_folder
+from fedssl.datasets import base, cache, decode_buffer, decoding, image_folder
 from fedssl.datasets.base import ImageData, load_split
 from fedssl.errors import InputError
 
@@ -185,8 +185,9 @@ def test_a_damaged_file_is_made_again(images, location, decoded, caplog, damage,
 CHILD = """
 import sys, time
 from pathlib import Path
-from fedssl.datasets import cache, decoding, image_folder
-cache.MIN_SECONDS_TO_CACHE, decoding.DECODE_LOG_INTERVAL, decoding.THREADS, image_folder._BATCH = 0, 0.01, 2, 2
+from fedssl.datasets import cache, decode_buffer, decoding, image_folder
+cache.MIN_SECONDS_TO_CACHE, image_folder._BATCH = 0, 2
+decode_buffer.DECODE_LOG_INTERVAL, decode_buffer.THREADS = 0.01, 2
 original = decoding.read_image
 def slow(source, **form):
     time.sleep({pause})
@@ -278,7 +279,7 @@ def test_interrupted_decoding_resumes(images, location, decoded, note):
     expected = read(folder_of(images, None, test_fraction=0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(image_folder, "_BATCH", 2)
-        patch.setattr(decoding, "THREADS", 1)  # with several, one that sleeps may hold the count back
+        patch.setattr(decode_buffer, "THREADS", 1)  # with several, one that sleeps may hold the count back
         stop_after(30, patch, decoded)
         with pytest.raises(KeyboardInterrupt):
             read(folder_of(images, location, test_fraction=0))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedssl.datasets import buffers, decoding
+from fedssl.datasets import buffers, decode_buffer, decoding
 from fedssl.errors import InputError
 from tests.fedssl.datasets.made import first_pixels, make_image, png
 
@@ -25,7 +25,7 @@ def test_decode_keeps_order_and_reports_what_it_cannot_read() -> None:
     batches = [[png(make_image(value)) for value in range(start, start + 3)] for start in range(0, 60, 3)]
     batches[4][1] = b"not an image"
     buffer = buffers.memory_buffer((60, 1, 4, 4))
-    decoding.decode(batches, buffer, decoding.Decoding(channels=1, size=4))
+    decode_buffer.decode(batches, buffer, decoding.Decoding(channels=1, size=4))
     assert buffer.complete
     unreadable = buffer.unreadable
     assert list(unreadable) == [13]

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from fedssl.datasets import base, cache, decoding, image_folder, tables
+from fedssl.datasets import base, cache, decode_buffer, decoding, image_folder, tables
 from fedssl.datasets.base import ImageData
 from fedssl.datasets.images import EncodedImages, MappedImages, TensorImages
 from fedssl.errors import InputError
@@ -175,7 +175,7 @@ def test_an_interrupted_index_is_continued(tmp_path, monkeypatch, reads, kind):
         return original(source, **settings)
 
     with monkeypatch.context() as patch:
-        patch.setattr(decoding, "THREADS", 1)
+        patch.setattr(decode_buffer, "THREADS", 1)
         patch.setattr(image_folder, "_BATCH", 7)
         patch.setattr(decoding, "read_image", interrupt)
         with pytest.raises(KeyboardInterrupt):

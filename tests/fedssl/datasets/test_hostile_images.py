@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, PngImagePlugin
 
-from fedssl.datasets import decoding, hub, image_folder
+from fedssl.datasets import decode_buffer, decoding, hub, image_folder
 from fedssl.datasets.buffers import memory_buffer
 from fedssl.errors import InputError
 from fedssl.machine import memory
@@ -126,7 +126,7 @@ def test_only_regular_files_are_opened(tmp_path):
     start = time.monotonic()
     assert len(read(tmp_path).images) == 1
     buffer = memory_buffer((len(places), 3, 8, 8))
-    decoding.decode([places], buffer, decoding.Decoding(channels=3, size=8))
+    decode_buffer.decode([places], buffer, decoding.Decoding(channels=3, size=8))
     assert list(buffer.unreadable) == list(range(len(places)))
     assert time.monotonic() - start < 5
 
