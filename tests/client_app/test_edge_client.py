@@ -12,7 +12,6 @@ from flwr.app import Context, RecordDict
 from client_app import limit_checks
 from client_app.edge_client import EdgeClient, safe_error_message
 from client_app.simulated import MARKER_KEY
-from client_app.step_memory import StepMemory
 from fedssl.config.compose import resolve_config
 from fedssl.config.load import client_settings, compose
 from fedssl.errors import InputError, RequestRefused
@@ -227,33 +226,6 @@ def test_a_run_goes_on_after_an_upgrade_that_added_settings(plan, node, tmp_path
     assert refusal(changed(plan, round=3), node) == other
 
 
-LIMITS = {
-    "epochs: 2": ({"local_epochs": 3}, "local_epochs=3 but this device allows 2 at most"),
-    "batch: 4": ({}, "batch_size=8 but this device allows 4 at most"),
-    "size: 7": ({}, "dataset.size=8 but this device allows 7 at most"),
-    "memory: 0.0001": ({}, "the message brings 0.3 MB of memory but this device allows 0.1 MB"),
-    "memory: 0.002": ({"method__projector__hidden_dim": 2048}, "a training step takes about"),
-    "minutes: 1.0e-9": ({}, "training takes longer than the 1e-09 minutes of a round that this device allows"),
-}
-
-
-@pytest.mark.parametrize("text", LIMITS)
-def test_a_device_sets_its_limits_itself(text, plan, node, tmp_path):
-    values, sentence = LIMITS[text]
-    (tmp_path / "limits.yaml").write_text(text)
-    assert sentence in refusal(with_task(plan, **values), node | {"limits": tmp_path / "limits.yaml"})
-
-
-@pytest.mark.parametrize(("memory", "storage"), [("0.001573", "decoded"), ("0.001572", "encoded")])
-def test_images_that_would_not_fit_into_memory_stay_encoded(plan, node, tmp_path, monkeypatch, memory, storage):
-    """Six gray images of 512 x 512 need 1,572,864 bytes."""
-    monkeypatch.setattr(limit_checks, "estimate_step_memory", lambda settings: StepMemory(0, 1))
-    (tmp_path / "limits.yaml").write_text(f"memory: {memory}\n")
-    bigger = with_task(plan, dataset__size=512, augmentation__size=512, encoder__size=512)
-    client = EdgeClient.read(context(**node | {"limits": tmp_path / "limits.yaml"}).node_config)
-    assert client.settings(str(bigger.config_records[CONFIG]["settings"])).data.reader.values["storage"] == storage
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -303,16 +275,6 @@ def test_a_step_beyond_memory_is_refused_with_fitting_settings(overrides, allowe
 
 
 # --- the node's configuration ---
-
-
-def test_threads_and_the_device_are_the_nodes(plan, node, tmp_path):
-    (tmp_path / "limits.yaml").write_text("threads: 2")
-    task = str(plan.config_records[CONFIG]["settings"])
-    config = context(**node, limits=tmp_path / "limits.yaml", threads=3, device="cpu").node_config
-    settings = EdgeClient.read(config).settings(task)
-    assert (settings.machine.threads, settings.machine.device) == (2, "cpu")
-    assert settings.data.reader.values["path"] == str(tmp_path / "images")
-    assert settings.data.reader.values["cache"] == str(tmp_path / "states" / ".pictures")
 
 
 @pytest.mark.parametrize(
@@ -380,14 +342,3 @@ def test_unusable_images_are_named_on_the_device_alone(plan, node, tmp_path, cap
     assert refusal(plan, bad) == "the device has no folder of images: its data-path is not a folder"
     ask(RecordDict(), context(**bad), "query.node_info")
     assert f"its data-path is not a folder (data-path={tmp_path / 'nowhere'})" in caplog.text
-
-
-def test_a_folder_of_settings_of_the_devices_own(plan, node, tmp_path):
-    mine = tmp_path / "conf" / "encoder" / "mine.yaml"
-    mine.parent.mkdir(parents=True)
-    mine.write_text("_target_: fedssl.encoders.conv_small\nchannels: 1\nsize: 8\nwidth: 4\nnorm: batch\n")
-    asked = with_task(plan, choices={"encoder": "mine"})
-    assert refusal(asked, node).startswith("encoder=mine is not a choice of this edge client")
-    assert not ask(asked, context(**node, config_dir=tmp_path / "conf")).has_error()
-    mine.write_text("_target_: nowhere.encoder\nchannels: 1\nsize: 8\nwidth: 4\nnorm: batch\n")
-    assert "cannot be imported" in refusal(asked, node | {"config_dir": tmp_path / "conf"})

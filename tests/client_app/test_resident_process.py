@@ -233,18 +233,6 @@ def test_training_ends_with_its_clientapp_or_for_a_newer_message(tmp_path):
                 _check_wanted(here, listener)
 
 
-@pytest.mark.heavy
-def test_another_configuration_or_app_replaces_the_process(plan, device, supervisor, monkeypatch):
-    forward(message(RecordDict(), "query.node_info"), device, supervisor=supervisor)
-    [first] = processes(supervisor)
-    other = copy.deepcopy(device)
-    other.node_config["client-name"] = "b"
-    reply = forward(message(RecordDict(), "query.node_info"), other, supervisor=supervisor)
-    assert reply.content.config_records["node-info"]["name"] == "b"
-    until(lambda: len(processes(supervisor)) == 1, "the first process has ended")
-    assert processes(supervisor) != [first]
-
-
 def test_a_killed_process_is_reported_and_replaced(plan, device, supervisor, caplog, monkeypatch):
     for pid in processes(supervisor):  # so that this process is the parent of the next one, and learns the signal
         os.kill(pid, signal.SIGKILL)
@@ -286,36 +274,3 @@ def test_an_unexpected_error_does_not_reveal_its_text(device, monkeypatch, caplo
     reply = app_module.app(message(RecordDict()), device)
     assert reply.error.reason == "ValueError; see the log of the device"
     assert "/home/anna" in caplog.text
-
-
-@pytest.mark.heavy
-def test_the_process_ends_with_its_supervisor_and_after_idle_time(device):
-    """Without importing torch: a process that waits for messages of a test's own handler."""
-    owner = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    owned = Supervisor.of(owner.pid)
-    folder = supervisor_folder(owned)
-    program = (
-        "import sys; from client_app import resident_process as r; r.load_handler = lambda: None; r.main(sys.argv)"
-    )
-
-    def start(idle):
-        path = folder / f"socket-{idle}"
-        process = subprocess.Popen([sys.executable, "-c", program, str(path), str(owned.pid), owned.start, str(idle)])
-        until(path.exists, "the process listens", None)
-        return path, process
-
-    path, process = start(0.5)
-    assert process.wait(20) == 0
-    assert not path.exists()
-    path, process = start(600)
-    path.unlink()
-    assert process.wait(20) == 0
-    path, process = start(601)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
-    assert not path.exists()
-    path, process = start(602)
-    owner.kill()  # a zombie until it is waited for
-    assert process.wait(20) == 0
-    owner.communicate()
-    assert not folder.exists()

@@ -16,11 +16,9 @@ from fedssl.model_arrays import exchanged_names, load_layers, read_layers
 from fedssl.runs.verify import verify_run
 from fedssl.wire.messages import ARRAYS
 from server_app.checkpoint import latest_checkpoint
-from server_app.teacher import load_teacher
 from simulation.run import run
 from tests.cases import some
 from tests.federation import TINY, Federation
-from tests.methods import save_teacher
 from tests.resuming import repeat_from
 
 ADAPTER = ["tuning=adapter", "tuning.bottleneck=3", "method.projector.hidden_dim=8"]
@@ -131,26 +129,3 @@ def test_whole_runs(tmp_path, overrides):
     weights = load_encoder(tmp_path / "run" / "encoder.pt").state_dict()
     assert weights["adapters.4.up.weight"].any()
     assert weights["blocks.0.1.running_mean"].eq(0).all()
-
-
-@pytest.mark.parametrize("method", ["fedca", "distillation"])
-def test_teachers(tmp_path, method):
-    """The teacher of FedCA has no adapters; that of distillation has those of its file."""
-    plain = save_teacher(tmp_path / "plain.pt", "encoder.width=4", "seed=7")
-    adapted = save_teacher(
-        tmp_path / "adapted.pt", "encoder.width=6", "seed=7", "tuning=adapter", "tuning.bottleneck=5"
-    )
-    file = {"fedca": plain, "distillation": adapted}[method]
-    settings = {"fedca": ["method.alignment_weight=0.1"], "distillation": []}[method]
-    federation = Federation(tmp_path, ADAPTER[0], ADAPTER[1], f"method={method}", f"teacher={file}", *settings)
-    teacher = federation.method.get_submodule("teacher")
-    images = torch.rand(4, 1, 8, 8)
-    with torch.no_grad():
-        assert torch.equal(teacher(images), load_encoder(file)(images))
-    assert teacher.adapter_settings == {"fedca": None, "distillation": {"bottleneck": 5, "blocks": 4}}[method]
-    federation.run(1)
-    assert federation.report.dropped == {}
-    assert not any(parameter.requires_grad for parameter in teacher.parameters())
-    if method == "fedca":
-        with pytest.raises(InputError, match="holds another encoder than this run's"):
-            load_teacher(federation.method, adapted, data=federation.settings.data)

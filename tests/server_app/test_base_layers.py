@@ -1,7 +1,6 @@
 """Base layers are sent once to a client that lacks them, and are neither exchanged nor changed after that."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from flwr.clientapp import ClientApp
 
 from client_app import handlers
 from client_app.worker import release_worker
-from fedssl.base_layers import KEPT, layers_digest
+from fedssl.base_layers import layers_digest
 from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
@@ -23,7 +22,6 @@ from fedssl.runs.loaded_run import load_run_folder
 from fedssl.runs.verify import verify_run
 from fedssl.wire.messages import ARRAYS, BASE, CONFIG, TrainPlan
 from fedssl.wire.records import encode_arrays, record_bytes
-from server_app import nodes
 from server_app.build import build_run
 from server_app.checkpoint import latest_checkpoint
 from server_app.exchanges.wall_clock import WallClockExchange
@@ -31,7 +29,6 @@ from server_app.round import run_round
 from simulation.grid import LocalGrid
 from simulation.run import run
 from strategies.types import ServerState
-from tests.devices import Devices, context, run_server_app, write_images
 from tests.federation import TINY, Federation
 
 TUNED = ["tuning=last_blocks", "method.projector.hidden_dim=8"]
@@ -130,18 +127,6 @@ def test_a_client_without_the_base_receives_it_again(tmp_path):
     assert federation.round() == ({}, [True, False])
 
 
-@pytest.mark.parametrize("digest", ["../../x", "A" * 64, 3])
-def test_digests_that_are_none_are_refused(tmp_path, digest):
-    federation = Changing(tmp_path)
-
-    def tamper(content):
-        config = ConfigRecord({**content.config_records[CONFIG], "base-digest": digest})
-        return RecordDict({**content, CONFIG: config}) if len(federation.plans) == 1 else content
-
-    dropped, _ = federation.round(tamper)
-    assert "the digest of the base layers is invalid" in dropped[0]
-
-
 def test_plans_whose_settings_have_no_base_are_refused(tmp_path):
     federation = Changing(tmp_path)
 
@@ -207,42 +192,3 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
 FORM = ["dataset=image_folder", "dataset.size=8", "dataset.channels=1", "dataset.mean=[0.4]", "dataset.std=[0.3]"]
 DEVICE = [*FORM, "tuning=last_blocks", "local_epochs=1", "encoder.width=4", "threads=1", "batch_size=8", "device=cpu"]
 DEVICE += ["measure_resources=false", "evaluation=none", "final_evaluation=none", "collapse_images=0"]
-
-
-@pytest.mark.heavy
-def test_a_device_that_has_the_base_does_not_receive_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
-    devices = {
-        name: context(
-            data_path=write_images(tmp_path / name, 6), state_path=tmp_path / f"{name}_states", client_name=name
-        )
-        for name in ("a", "b")
-    }
-    overrides = [*DEVICE, "num_clients=2", "rounds=1"]
-    run_server_app(Devices(*devices.values()), [*overrides, f"output_dir={tmp_path / 'first'}"])
-    (stored,) = (tmp_path / "a_states" / "base").iterdir()
-    lines = read_jsonl(tmp_path / "first" / "metrics.jsonl")
-    assert lines[0]["base"]["clients"] == 2
-
-    # In another run device a still has it, and the owner of c has copied it from the run folder.
-    owner = tmp_path / "owner"
-    shutil.copytree(tmp_path / "first" / "base", owner)
-    others = [owner / f"{number:064}.safetensors" for number in range(2 * KEPT)]
-    for file in others:
-        file.write_bytes(b"")
-    c = context(
-        data_path=write_images(tmp_path / "c", 6),
-        state_path=tmp_path / "c_states",
-        client_name="c",
-        base_path=owner,
-    )
-    damaged = tmp_path / "b_states" / "base" / stored.name
-    damaged.write_bytes(damaged.read_bytes()[:-8])
-    release_worker()
-    grid = Devices(devices["a"], devices["b"], c)
-    run_server_app(grid, [*DEVICE, "num_clients=3", "rounds=1", f"output_dir={tmp_path / 'second'}"])
-    rows = {row["client"]: "base_bytes" in row for row in read_jsonl(tmp_path / "second" / "clients.jsonl")}
-    assert rows == {0: False, 1: True, 2: False}
-    assert read_jsonl(tmp_path / "second" / "metrics.jsonl")[0]["dropped"] == {}
-    assert not (tmp_path / "c_states" / "base").exists()
-    assert all(file.exists() for file in others)

@@ -9,7 +9,6 @@ import torch
 from fedssl.atomic_files import saved_rounds
 from fedssl.errors import InputError
 from server_app.checkpoint import StateSchema, latest_checkpoint, save_checkpoint
-from server_app.serialization import to_arrays, to_serializable
 from strategies.cluster_assignment import ClusterState
 from strategies.euc import EUCState
 from strategies.types import GLOBAL, GlobalModel, ServerState
@@ -180,14 +179,3 @@ def test_a_checkpoint_larger_than_its_models_is_not_read(tmp_path):
         stream.truncate(SCHEMA.max_bytes + 1)
     with pytest.raises(InputError, match="round-000002.pt has .* bytes instead of"):
         latest_checkpoint(tmp_path, SCHEMA)
-
-
-def test_mappings_of_clients_are_one_tensor():
-    members = {3: "1", 0: "0"}
-    saved = to_serializable(ServerState(last_participation={5: (2, "a")}, strategy_state={"members": members}))
-    assert bytes(saved["last_participation"]["by client"].numpy()) == b'[[5, [2, "a"]]]'
-    back = to_arrays(saved)
-    assert back["last_participation"] == {5: (2, "a")}
-    assert list(back["strategy_state"]["members"].items()) == list(members.items())
-    other = {0: np.ones(2), 1: 0.5}  # arrays and floats are not text
-    assert to_serializable(other).keys() == other.keys()

@@ -1,6 +1,5 @@
 """Client states beyond ``client_state.max_bytes`` are evicted, and their clients start again without one."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,14 +9,11 @@ import torch
 from client_app.state_store import save_state
 from fedssl.atomic_files import round_file, saved_rounds
 from fedssl.runs.manifest import ClientStateParts, client_folder
-from fedssl.runs.verify import verify_run
 from fedssl.wire.messages import ClientUpdate
 from server_app.client_states import ClientStates
 from server_app.updates import RoundResult
-from simulation.run import run
 from strategies.types import ServerState
 from tests.federation import Federation
-from tests.test_digests import BASE, model_digests, state_digests
 
 
 def save(folder, client, round, *, values=1000):
@@ -108,35 +104,3 @@ def test_an_evicted_client_starts_without_a_state(tmp_path, overrides):
     assert federation.state.evicted == {}
     assert federation.state.state_rounds == {0: 3, 1: 3, 2: 3}
     assert loaded == [(2, 3), (0, 3), (2, 3)]
-
-
-EVICTING = [*BASE, "num_clients=5", "clients_per_round=2", "rounds=7", "keep_checkpoints=1"]
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["strategy=fedbn", "schedule=layer_wise"],
-        pytest.param(["strategy=fedu", "method=byol"], marks=pytest.mark.heavy),
-        pytest.param(["method=orchestra", "strategy=fedavg"], marks=pytest.mark.heavy),
-        pytest.param(["strategy=per_ssl"], marks=pytest.mark.heavy),
-    ],
-)
-def test_a_run_with_evictions(tmp_path, overrides):
-    """No update is dropped, the states stay within the limit, and a resumed run has the same numbers."""
-    run([*EVICTING, *overrides, f"output_dir={tmp_path / 'all'}"])
-    limit = json.loads((tmp_path / "all" / "summary.json").read_text())["client_states"]["bytes"] // 2
-    overrides = [*EVICTING, *overrides, f"client_state.max_bytes={limit}"]
-    run([*overrides, f"output_dir={tmp_path / 'whole'}"])
-    run([*overrides, "pause_after=5", f"output_dir={tmp_path / 'half'}"])
-    assert verify_run(tmp_path / "half").intact == (5,)
-    run([f"resume={tmp_path / 'half'}"])
-    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())["client_states"]
-    assert [line["dropped"] for line in lines] == 7 * [{}]
-    assert max(line["state_bytes"] for line in lines) <= limit
-    assert summary["evicted"] == sum(line["evicted_states"] for line in lines) > 0
-    assert summary["bytes"] == lines[-1]["state_bytes"]
-    assert model_digests(tmp_path / "half") == model_digests(tmp_path / "whole")
-    assert state_digests(tmp_path / "half").items() <= state_digests(tmp_path / "whole").items()

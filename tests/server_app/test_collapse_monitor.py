@@ -13,7 +13,6 @@ from fedssl.methods.base import FailureMode, build_method
 from fedssl.methods.simclr import SimCLR
 from fedssl.model_arrays import exchanged_layers
 from fedssl.runs.representations import read_representations
-from fedssl.seeding import torch_generator
 from server_app.collapse_monitor import CollapseMonitor, summarize_health, warn_of_collapse
 from simulation.run import run
 from strategies.types import GLOBAL
@@ -75,22 +74,6 @@ def test_representations_of_test_images_are_kept():
     np.testing.assert_array_equal(test.labels[distance.argmin(dim=1)], kept.labels)
 
 
-def test_a_spectrum_takes_two_test_images_for_every_dimension():
-    watch, layers = monitor("collapse_images=10")  # 16 dimensions, 359 test images
-    [row] = watch.finish({GLOBAL: layers}).rows
-    found = row["spectrum"]
-    assert (found["split"], found["images"], found["dim"]) == ("test", 32, 16)
-    settings = compose(TINY)
-    data, generator = settings.data, torch_generator(settings.seed, "shown")
-    test = load(data, "test").images[torch.randperm(359, generator=generator)[:32]]
-    with torch.no_grad():
-        h = build_method(settings.model).encoder.eval()((test / 255 - data.mean[0]) / data.std[0]).double()
-    expected = torch.linalg.svdvals(torch.cov((h / h.norm(dim=1, keepdim=True)).T, correction=0))
-    torch.testing.assert_close(torch.tensor(found["singular_values"]).double(), expected, rtol=1e-4, atol=1e-7)
-    watch, layers = monitor("collapse_images=10", "dataset.test_limit=20")
-    assert watch.finish({GLOBAL: layers}).rows[0]["spectrum"]["images"] == 20
-
-
 def test_a_model_without_numbers_is_left_out_and_told(caplog):
     """Weights that are finite, as is checked in every update, and representations that are not."""
     watch, layers = monitor()
@@ -107,21 +90,6 @@ def test_a_model_without_numbers_is_left_out_and_told(caplog):
     assert caplog.records[0].message == (
         "client 3, client 5: representations are NaN or infinite, so the training has diverged; lower optimizer.lr"
     )
-
-
-def test_several_global_models_are_measured_one_by_one(caplog):
-    watch, layers = monitor("collapse_images=40")
-    huge = {name: array * np.float32(1e30) if name.endswith("weight") else array for name, array in layers.items()}
-    watch.observe(3, layers)
-    with caplog.at_level(logging.WARNING, logger="fedssl"):
-        found = watch.finish({"0": collapsed(layers), "1": huge, "2": layers})
-    assert "the model 1: representations are NaN or infinite" in caplog.text
-    assert [(row["client"], row.get("model")) for row in found.rows] == [(None, "0"), (None, "2"), (3, None)]
-    assert found.rows[0]["spread"] < 1e-6 < found.rows[1]["spread"] == found.rows[2]["spread"]
-    kept = found.representations
-    assert kept.names.tolist() == ["model 0", "model 2", "client 3"]
-    assert kept.globals == 2
-    np.testing.assert_array_equal(kept.h[1], kept.h[2])
 
 
 class Diagnosed(SimCLR):
@@ -147,13 +115,6 @@ def test_failure_modes_of_the_method_are_reported_for_global_models():
     assert report.failures == ("model b: the projector is zero; lower optimizer.lr (weight 0, below 0.001)",)
     assert [row.get("images") for row in report.rows] == [20.0, 20.0, None]
     assert summarize_health(report.rows)["global"]["images"] == 20
-
-
-def test_summary_has_global_model_and_mean_of_clients():
-    rows = [{"client": client, "spread": value, "spectrum": {"dim": 1}} for client, value in ((None, 1.0), (0, 2.0))]
-    own = {"spread": 1.0, "spectrum": {"dim": 1}}
-    assert summarize_health([*rows, {"client": 1, "spread": 4.0}]) == {"global": own, "clients": {"spread": 3.0}}
-    assert summarize_health(rows[:1]) == {"global": own}
 
 
 def test_collapse_is_told(caplog):

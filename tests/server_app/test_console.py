@@ -1,7 +1,6 @@
 """What standard output shows of a run: the same lines with and without a bar, and when there is one."""
 
 import io
-import logging
 import os
 import pty
 import re
@@ -15,7 +14,6 @@ from rich.console import Console
 
 from fedssl.evaluation.scores import Score
 from server_app.console import PlainConsole, ProgressBar, ProgressSnapshot, log, log_to, make_screen
-from simulation.run import run
 
 LINE = "round 1/2  [red]x[/red] :smile:  " + "long " * 40 + "end"
 QUICK = ["num_clients=2", "rounds=2", "local_epochs=0", "dataset.limit=24", "encoder.width=2", "threads=1"]
@@ -113,17 +111,3 @@ def test_a_bar_is_for_a_terminal_that_is_nobody_elses(terminal, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert type(make_screen(terminal=True)) is PlainConsole
-
-
-def test_a_run_on_a_terminal_leaves_its_log(terminal, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", terminal[0])
-        run([*QUICK, f"output_dir={tmp_path / 'run'}"])
-    seen = terminal[1]()
-    assert "\x1b[?25l" in seen  # the cursor is hidden while there is a bar, and shown again
-    assert seen.rindex("\x1b[?25h") > seen.rindex("\x1b[?25l")
-    assert " 2/2 " in seen
-    said = on_terminal(seen).splitlines()
-    logged = without_times(tmp_path / "run" / "run.log").splitlines()
-    assert said[said.index(next(line for line in said if "2 clients" in line)) :] == logged
-    assert logging.getLogger("fedssl").handlers == []

@@ -87,19 +87,6 @@ def test_every_device_has_the_encoder_of_the_run(tmp_path, keys, caplog, monkeyp
     assert [fields["round"] for _, fields in stored_encoders(folders[1])] == [4]
 
 
-@pytest.mark.heavy
-def test_each_device_receives_the_model_of_its_cluster(tmp_path):
-    overrides = ["rounds=2", "strategy=clustered", "strategy.assign_by=loss", "strategy.num_images=4"]
-    overrides += ["strategy.clusters=2", "clients_per_round=2"]
-    models = []
-    for folder in run(tmp_path, overrides):
-        ((file, fields),) = stored_encoders(folder)
-        name = f"encoder-{fields['model']}.pt"
-        assert file.read_bytes() == (tmp_path / "run" / name).read_bytes()
-        models.append(fields["model"])
-    assert set(models) <= {"0", "1"}
-
-
 @pytest.mark.parametrize("overrides", [[], ["other"]])
 def test_a_device_with_an_authority_refuses_other_signatures(tmp_path, keys, capsys, overrides):
     overrides = signing(keys / overrides[0]) if overrides else []
@@ -148,11 +135,6 @@ def test_the_operator_receives_quality_as_a_mean_only(tmp_path, num_sharing):
     events = [event["event"] for event in read_history(tmp_path / "states" / "a")]
     assert events == ["trained", "update sent", "encoder stored", "quality sent"]
     assert "quality sent" not in [event["event"] for event in read_history(tmp_path / "states" / "d")]
-
-
-@pytest.mark.parametrize("overrides", [["engine.deliver_every=null"]])
-def test_nothing_is_delivered(tmp_path, overrides):
-    assert [stored_encoders(folder) for folder in run(tmp_path, ["rounds=1", *overrides])] == [[], []]
 
 
 def make_delivery(tmp_path, keys):

@@ -55,12 +55,6 @@ def test_a_run_ends_early_and_goes_on(folders):
     assert last(early) == last(folders / "whole")
 
 
-def test_the_rule_may_come_with_the_resumption(folders):
-    whole = folders / "whole"
-    run([f"resume={whole}", "rounds=9", *STOP])
-    assert told(whole)[:2] == ("finished", 3)
-
-
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [

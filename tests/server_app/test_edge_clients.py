@@ -1,7 +1,6 @@
 """Runs with devices: their images, their names and numbers, and what a server without images does without."""
 
 import json
-import re
 import shutil
 from importlib.metadata import version
 
@@ -81,20 +80,6 @@ LORA = ["tuning=lora", "tuning.rank=2", "tuning.alpha=2", "method.projector.hidd
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("aggregation", ["svd", "stack"])
-def test_a_devices_largest_rank_has_the_simulations_bits(aggregation, places, tmp_path, capsys):
-    overrides = [*SMALL, *LORA, "rounds=2", "seed=3", f"tuning.aggregation={aggregation}"]
-    limits = ({"max_rank": 1}, {"max_rank": 9}, {})
-    rows = compare_with_simulation(overrides, places, tmp_path, simulated=["tuning.ranks=[1,2,2]"], limits=limits)
-    small, *others = [row["bytes_up"] for row in rows if row["round"] == 1]
-    assert small < min(others)
-    assert (
-        len(re.findall(r"device d\d trains low-rank factors of a rank up to 1 \(max-rank\)", capsys.readouterr().out))
-        == 1
-    )
-
-
-@pytest.mark.heavy
 def test_a_device_refuses_larger_ranks_if_ranks_are_equal(places, tmp_path):
     for aggregation in ("factors", "freeze_a"):
         overrides = [*SMALL, *LORA, "rounds=1", f"tuning.aggregation={aggregation}", "aggregation.min_updates=1"]
@@ -144,37 +129,6 @@ def compare_with_simulation(overrides, places, tmp_path, *, simulated=(), limits
         f"d{place}": number for number, place in enumerate(by_partition)
     }
     return rows
-
-
-@pytest.mark.heavy
-def test_a_labelled_set_of_the_servers_is_for_evaluation(places, tmp_path, capsys):
-    overrides = [
-        "dataset=digits",
-        "dataset.limit=80",
-        "local_epochs=1",
-        "encoder.width=4",
-        "rounds=1",
-        "evaluate_every=1",
-    ]
-    overrides += ["final_evaluation=knn", "collapse_images=20"]
-    run_server_app(Devices(*devices(places, tmp_path)), [*overrides, f"output_dir={tmp_path / 'run'}"])
-    said = capsys.readouterr().out
-    assert "costs are not measured" in said
-    [line] = lines(tmp_path / "run" / "metrics.jsonl")
-    assert set(line["evaluation"]) == {"knn"}
-    assert len(lines(tmp_path / "run" / "health.jsonl")) == 4
-
-
-@pytest.mark.heavy
-def test_devices_keep_their_numbers_and_new_ones_get_new_ones(places, tmp_path):
-    folder, made = tmp_path / "run", devices(places, tmp_path)
-    overrides = [*SMALL, "strategy=fedu", "method=byol"]
-    run_server_app(Devices(made[1], made[2]), [*overrides, "rounds=1", f"output_dir={folder}"])
-    # One has gone, and one has come whose name sorts before all others.
-    run_server_app(Devices(made[0], made[2]), [f"resume={folder}", "rounds=2"])
-    assert json.loads((folder / "devices.json").read_text()) == {"b": 0, "c": 1, "a": 2}
-    assert [row["client"] for row in lines(folder / "clients.jsonl")] == [0, 1, 1, 2]
-    assert len(list((tmp_path / "states").glob("*/*/round-*.safetensors"))) == 4
 
 
 def test_a_device_that_cannot_take_part_is_left_out(places, tmp_path, caplog):

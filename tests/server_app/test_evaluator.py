@@ -139,16 +139,6 @@ def test_unavailable_results_are_left_out_with_one_line(caplog):
     assert "monitor=linear_70_per_class is not a result of evaluation, which has linear_1" in problem
 
 
-def test_maps_need_no_memory_before_any_training(monkeypatch):
-    """They are kept for a batch at a time; representations that are computed once are kept for all images."""
-    monkeypatch.setattr("fedssl.evaluation.protocol.available_memory", lambda: 0)
-    for name, refused in (("l_dawa", False), ("fedu", True)):
-        made, method, _ = evaluator(protocol="Plain")
-        made._final_protocol = compose([f"final_evaluation={name}/linear"]).evaluation.final_protocol.instantiate()
-        with pytest.raises(InputError, match="60 training images") if refused else nullcontext():
-            made.validate(method.encoder)
-
-
 def test_features_beyond_memory_are_refused_before_training(monkeypatch):
     # 60 images of 64 pixels, 4 bytes each, twice: 30,720 bytes; representations of conv_small of width 4 are shorter.
     one, method, _ = evaluator()

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.config.device_task import compose_task, make_task
 from fedssl.config.load import compose, load_settings, parse_client_config
 from fedssl.config.saved_run import INITIAL_ENCODER_FILE
 from fedssl.encoders import conv_small
-from fedssl.errors import InputError, RequestRefused
+from fedssl.errors import InputError
 from fedssl.evaluation.cli import run as evaluate
 from fedssl.export import read_content, save_encoder
 from fedssl.methods.base import build_method
@@ -20,7 +19,6 @@ from fedssl.pretrained import loading
 from fedssl.pretrained.sources import read_source
 from fedssl.runs.loaded_run import load_run_folder
 from fedssl.runs.verify import verify_run
-from server_app.initial_weights import adopt_statistics
 from simulation.run import run
 from tests.federation import TINY, Federation
 
@@ -71,17 +69,6 @@ def test_a_run_reads_its_source_once(source, tmp_path, monkeypatch, is_folder):
     options += ["encoder.width=4", "final_evaluation=knn", "evaluation=knn", f"encoder.weights={source}"]
     run([*options, f"output_dir={tmp_path / 'run'}"])
     assert calls == [str(source)]
-
-
-def test_tasks_of_devices_have_the_statistics_and_not_the_source(source):
-    settings = adopt_statistics(compose([f"encoder.weights={source}", "encoder.width=4"]))
-    task = make_task(settings)
-    assert (task.values["dataset.mean"], task.values["dataset.std"]) == ([0.4], [0.2])
-    assert "encoder.weights" not in task.values
-    assert str(source) not in task.text()
-    hostile = json.dumps({"choices": task.choices, "values": {**task.values, "encoder.weights": "hf:somebody/x"}})
-    with pytest.raises(RequestRefused, match="no setting 'encoder.weights' that a server may set"):
-        compose_task(hostile)
 
 
 def test_a_run_is_resumed_without_its_source(source, tmp_path):

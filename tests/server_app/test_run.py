@@ -9,10 +9,9 @@ import sys
 import pytest
 import torch
 
-import simulation.run
 from fedssl.errors import InputError, RunError
 from fedssl.export import load_encoder
-from fedssl.runs.run import LOCK_FILE, acquire_lock, is_locked
+from fedssl.runs.run import LOCK_FILE, is_locked
 from server_app import training_loop
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import main
@@ -109,17 +108,6 @@ def test_the_exported_encoder_is_the_global_one(folder):
     assert encoder.metadata["strategy"] == "FedAvg"
 
 
-def test_the_folder_repeats_itself(folder, tmp_path):
-    summary = json.loads((folder / "summary.json").read_text())
-    run([*summary["overrides"], "final_evaluation=none", f"output_dir={tmp_path / 'again'}"])
-    assert same(weights(folder), weights(tmp_path / "again"))
-    again = lines(tmp_path / "again" / "metrics.jsonl")
-    for one, other in zip(lines(folder / "metrics.jsonl"), again, strict=True):
-        # The path of the folder is part of the message, and time is time.
-        differ = {"seconds": 0, "client_seconds": 0, "bytes_down": 0}
-        assert one | differ == other | differ
-
-
 def test_a_folder_in_use_is_refused(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
@@ -207,21 +195,6 @@ def test_a_refused_run_leaves_nothing_of_its_own(tmp_path, overrides, monkeypatc
             run([*QUICK, "engine=local", *overrides, *given])
     assert {folder.name for folder in tmp_path.iterdir()} - {"runs"} == {"mine"}  # what was there stays
     assert list(tmp_path.glob("runs/*")) == []
-
-
-def test_a_refused_run_leaves_the_folder_to_another(tmp_path, monkeypatch):
-    folder, others = tmp_path / "new", []
-
-    def meanwhile(settings):
-        assert folder.is_dir()
-        others.append(acquire_lock(folder))
-        raise InputError("somebody else is at work there")
-
-    monkeypatch.setattr(simulation.run, "_run_here", meanwhile)
-    with pytest.raises(InputError):
-        run([*QUICK, f"output_dir={folder}"])
-    assert folder.is_dir()
-    others[0].close()
 
 
 @pytest.mark.parametrize("error", [RunError("too few sent a usable update"), KeyboardInterrupt()])

@@ -82,26 +82,6 @@ def test_a_partition_that_is_chosen_stays(flat, tmp_path, word):
         run([*SMALL, f"dataset.path={flat}", word, f"output_dir={tmp_path}"])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["encoder.channels=1"], "encoder.channels=1 but the images have 3 channels; leave encoder.channels"),
-        (
-            ["encoder=vit_tiny", "encoder.patch=5", "encoder.width=8", "encoder.heads=2"],
-            "encoder.patch=5 does not divide",
-        ),
-        (
-            ["dataset.channels=1", "dataset.mean=[0.5,0.4]"],
-            r"dataset.mean=\[0.5, 0.4\] has 2 values but dataset.channels=1; give one value per channel",
-        ),
-    ],
-)
-def test_an_encoder_that_does_not_fit_the_images_is_refused(classes, tmp_path, overrides, message):
-    with pytest.raises(InputError, match=message):
-        run([*SMALL, f"dataset.path={classes}", *overrides, f"output_dir={tmp_path}"])
-    assert not (tmp_path / "metrics.jsonl").exists()
-
-
 def test_what_is_missing_for_an_evaluation_is_said(flat, classes):
     own = ["dataset=image_folder", f"dataset.path={classes}"]
     assert evaluation_problem(compose(own).data) is None

@@ -1,7 +1,6 @@
 """Several models at once: groups, a ring of neighbours, and a client that changes its model, through the real apps."""
 
 import inspect
-import json
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from server_app.messaging import receive
 from server_app.round import Round
 from simulation.run import run
 from strategies.types import GLOBAL
-from tests.federation import Federation, finish, model_of
+from tests.federation import Federation, finish
 from tests.resuming import repeat_from
 from tests.server_app import algorithms
 
@@ -32,10 +31,6 @@ def copied(layers):
 
 def equal(one, other):
     return list(one) == list(other) and all(np.array_equal(one[name], other[name]) for name in one)
-
-
-def lines(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("parts", [(algorithms.Groups, algorithms.TwoGroups), (algorithms.Neighbours, algorithms.Ring)])
@@ -118,20 +113,6 @@ def test_models_on_a_ring_are_means_of_three(tmp_path):
     assert not equal(federation.state.models["0"].layers, federation.state.models["2"].layers)
 
 
-def test_a_model_without_its_client_takes_neighbors_updates(tmp_path):
-    federation = Federation(tmp_path, *RING, "+strategy.clients=5", "clients_per_round=1")
-    start = copied(federation.layers)
-    federation.run(1)
-    (row,) = federation.report.clients
-    (update,) = federation.updates
-    names = [str((row.client + step) % 5) for step in (-1, 0, 1)]
-    assert federation.state.model_names() == sorted(names)
-    for name in names:
-        assert equal(federation.state.models[name].layers, copied(record_to_arrays(update["arrays"])))
-    beyond = str((row.client + 2) % 5)  # no model yet: it would begin untrained
-    assert equal(model_of(federation.components.context, federation.state, beyond).layers, start)
-
-
 # --- a client that changes its model ---
 
 
@@ -194,30 +175,6 @@ def test_the_files_of_a_run_are_by_model(whole):
         encoder = load_encoder(folder / f"encoder-{name}.pt").state_dict()
         layers = state.models[name].layers
         assert all(np.array_equal(value.numpy(), layers[f"encoder.{key}"]) for key, value in encoder.items())
-
-
-def test_rows_are_by_model(whole):
-    folder, _, names = whole
-    clients = lines(folder / "clients.jsonl")
-    assert {row["model"] for row in clients} == set(names)
-    if "even" in names:
-        assert all(row["model"] == ("even", "odd")[row["client"] % 2] for row in clients)
-    else:
-        assert all(row["model"] == str(row["client"]) for row in clients)
-    health = [row for row in lines(folder / "health.jsonl") if row["client"] is None]
-    assert [(row["round"], row["model"]) for row in health] == [(round, name) for round in (2, 4) for name in names]
-    evaluated = [line["evaluation"] for line in lines(folder / "metrics.jsonl") if "evaluation" in line]
-    assert len(evaluated) == 2
-    assert all({"knn", "knn_std"} <= results.keys() for results in evaluated)
-    summary = json.loads((folder / "summary.json").read_text())
-    final = summary["final"]
-    assert {"knn", "knn_std"} <= final["federated"].keys()
-    assert set(final["untrained"]) == {"knn"}
-    for line in (*(line for line in lines(folder / "metrics.jsonl") if "evaluation" in line), summary):
-        assert list(line["models"]) == names
-        mean = sum(results["knn"] for results in line["models"].values()) / len(names)
-        overall = line["evaluation"] if "evaluation" in line else final["federated"]
-        assert overall["knn"] == pytest.approx(mean)
 
 
 def test_a_resumed_run_has_the_same_bits(whole):

@@ -12,7 +12,6 @@ from flwr.app import ArrayRecord, Error, Message
 from fedssl.errors import InputError, RunError
 from fedssl.flower_internals import assign_message_id, set_task_identity
 from fedssl.wire.messages import ARRAYS, ClientUpdate, TrainPlan
-from server_app import messaging
 from server_app.buffered import apply_stale_update
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from server_app.exchanges.wall_clock import WallClockExchange
@@ -128,28 +127,6 @@ def test_the_first_to_reply_count_if_more_are_asked():
     assert clients(report) == [3, 4, 5]
     assert report.dropped == dict.fromkeys([0, 1, 2], "no reply in time")
     assert np.allclose(run.weight, LAYERS["encoder.weight"] + np.mean([4, 5, 6]))
-
-
-def test_nodes_that_train_and_late_nodes_are_reported(monkeypatch):
-    """Node 2 + k is client k. Client 0 never replies; the deadline ends the first round after the others' replies."""
-    run = Run(3, lambda client, round: (NEVER if client == 0 else 1 + client, "good"), round_deadline=0.5)
-    reported = []
-    monkeypatch.setattr(messaging, "ACTIVITY_SECONDS", 0.0)
-    run.exchange = WallClockExchange(run.grid, on_activity=lambda training, late: reported.append((training, late)))
-    run.round()
-    assert reported == [({2, 3, 4}, set()), ({2, 4}, set()), ({2}, set()), (set(), {2})]
-    reported.clear()
-    run.round()
-    assert reported == [({2, 3, 4}, {2}), ({2, 4}, {2}), ({2}, {2}), (set(), {2})]
-
-
-def test_an_error_is_not_one_of_the_first():
-    run = Run(
-        4, lambda client, round: (1 + client, "error" if client == 0 else "good"), clients_per_round=2, over_selection=2
-    )
-    report = run.round()
-    assert clients(report) == [1, 2]
-    assert report.dropped == {0: "it failed with the battery is empty", 3: "no reply in time"}
 
 
 def test_a_late_reply_is_counted_and_not_used():

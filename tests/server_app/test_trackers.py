@@ -123,17 +123,6 @@ def test_a_missing_package_is_one_sentence_before_any_work(tmp_path, monkeypatch
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (["tracker=wandb", "tracker.mode=disabled"], "tracker.mode=disabled must be offline or online"),
-    ],
-)
-def test_what_is_refused(overrides, sentence):
-    with pytest.raises(InputError, match=sentence):
-        SafeTracker(compose(overrides).recording)
-
-
 class Broken:
     """A tracker whose server goes away in round 1."""
 

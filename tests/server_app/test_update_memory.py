@@ -11,15 +11,13 @@ import server_app.update_memory
 import strategies.update_store
 from fedssl.errors import InputError, RunError
 from server_app.checkpoint import latest_checkpoint
-from server_app.update_memory import check_models_fit, check_updates_fit, stored_updates
+from server_app.update_memory import check_updates_fit, stored_updates
 from simulation.run import run
 from strategies.base import ServerStrategy
 from strategies.clustered import Clustered
 from strategies.eua import EUA
 from strategies.fedavg import FedAvg
-from strategies.gossip import Gossip
 from strategies.krum import Krum
-from strategies.local_only import LocalOnly
 from strategies.robust import Median
 from strategies.update_store import CollectingAggregator
 
@@ -155,26 +153,3 @@ def test_a_run_is_rejected_before_its_first_round(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="strategy=eua stores the updates of a round, and 3 of them need"):
         run([*WORDS, "strategy=eua", f"output_dir={tmp_path / 'run'}"])
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_models_of_clients_must_fit_on_the_disk(tmp_path, monkeypatch):
-    """3 rounds of 4 of 20 clients, of whom 10 never train: up to 10 models of 1,000 bytes."""
-    usage = SimpleNamespace(free=11_111)  # nine tenths are 9,999
-    monkeypatch.setattr(server_app.update_memory.shutil, "disk_usage", lambda folder: usage)
-    recording = SimpleNamespace(folder=tmp_path / "a" / "run", choices={"strategy": "local_only"})
-    settings = SimpleNamespace(recording=recording, rounds=3)
-
-    def federation(strategy, **changes):
-        values = {"nodes": dict.fromkeys(range(20)), "untrained_clients": set(range(10)), "clients_per_round": 4}
-        return SimpleNamespace(strategy=strategy, settings=settings, **(values | changes))
-
-    for strategy in (FedAvg(), Gossip(topology="star")):
-        check_models_fit(federation(strategy), MODEL)
-    check_models_fit(federation(LocalOnly(), clients_per_round=3), MODEL)  # 9 models
-    for strategy in (LocalOnly(), Gossip()):
-        with pytest.raises(InputError, match=f"each of up to 10 clients, .* in {tmp_path} are available; set output_d"):
-            check_models_fit(federation(strategy), MODEL)
-    monkeypatch.setattr(server_app.update_memory, "available_memory", lambda: 7_999)
-    message = "clients_per_round=4 need .* of memory, but .* are available; set clients_per_round=3$"
-    with pytest.raises(InputError, match=message):
-        check_models_fit(federation(LocalOnly()), MODEL)

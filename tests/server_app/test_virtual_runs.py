@@ -124,31 +124,6 @@ def test_ray_has_the_same_bits(folder: Path, mode: str, tmp_path: Path) -> None:
     assert_equal_runs(folder, tmp_path / "run")
 
 
-def test_traces_decide_who_trains_and_how_long(tmp_path: Path) -> None:
-    """Clients 0 and 1 are online from 0, and 2 and 3 from 1000; the deadline is too early for client 1."""
-    online, speed = tmp_path / "online.csv", tmp_path / "speed.csv"
-    online.write_text("client,start,end\n0,0,900\n1,0,900\n2,1000,2000\n3,1000,2000\n")
-    rows = [f"{client},{1e4 if client == 1 else 1e9:g},1e9,1e9" for client in range(6)]
-    speed.write_text(
-        "\n".join(["client,flops_per_second,upload_bytes_per_second,download_bytes_per_second", *rows, ""])
-    )
-    traces = ["availability=trace", f"availability.file={online}", "client_speed=trace", f"client_speed.file={speed}"]
-    run(
-        [
-            *(one for one in BASE if not one.startswith("client_speed")),
-            *traces,
-            "rounds=3",
-            "aggregation.round_deadline=600",
-            "engine=local",
-            f"output_dir={tmp_path / 'run'}",
-        ]
-    )
-    found = [(line["dropped"], round(line["virtual_time"])) for line in lines(tmp_path / "run", "metrics")]
-    assert found == [({"1": "no reply in time"}, 600), ({"1": "it went offline before its reply"}, 900), ({}, 1000)]
-    trained = [(row["round"], row["client"]) for row in lines(tmp_path / "run", "clients")]
-    assert trained == [(1, 0), (2, 0), (3, 2), (3, 3)]
-
-
 REJECTED = {
     "no virtual time": (["client_speed=none", *DIURNAL], "availability=diurnal needs virtual time; set client_speed="),
     "no FLOPs": (["measure_resources=false"], "from the FLOPs of its training; set measure_resources=true, or client_"),

@@ -185,16 +185,6 @@ def test_a_damaged_file_causes_no_traceback(whole, settings, tmp_path, reader, n
         assert message is None or ("\n" not in message and str(copy) in message), (kind, message)
 
 
-def test_an_incomplete_last_line_is_ignored(folder):
-    for name in LINES:
-        file = folder / name
-        lines = file.read_text().splitlines(keepends=True)
-        file.write_text("".join(lines[:-1]) + lines[-1][:20])
-        assert len(read_jsonl(file)) == len(lines) - 1
-    restored(folder)
-    assert (folder / "metrics.jsonl").read_text().count("\n") == 1
-
-
 @pytest.mark.parametrize("name", LINES)
 def test_invalid_values_are_reported(folder, name):
     file = folder / name

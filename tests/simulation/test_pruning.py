@@ -112,14 +112,6 @@ class TestSuccessiveHalving:
         finished = {name for name, status in statuses(jobs).items() if status == "finished"}
         assert finished == {"2", "3"}
 
-    def test_rankme_is_the_effective_rank_of_the_round(self, tmp_path):
-        jobs = make_jobs(tmp_path, 3)
-        pruning = Pruning(metric=RANKME, reduction_factor=3, rungs=[1], rounds=2)
-        halve(jobs, pruning, result=lambda job, round: 1.5 * int(job.folder.name), name=RANKME)
-        assert statuses(jobs) == {"0": "pruned", "1": "pruned", "2": "finished"}
-        assert read_run(jobs[2].folder).metric(RANKME) == 3.0
-        assert read_run(jobs[2].folder).metric("knn") == 3.0
-
     def test_a_job_without_a_result_is_not_compared(self, tmp_path):
         """The failed job 3 would be the best. Of the other three, one continues."""
         jobs = make_jobs(tmp_path, 4)
@@ -136,19 +128,6 @@ class TestSuccessiveHalving:
                     train(job, batch.until, result=lambda job, round: int(job.folder.name), rounds=3)
         assert started.count("3") == 1
         assert statuses(jobs) == {"0": "pruned", "1": "pruned", "2": "finished", "3": "failed"}
-
-    def test_a_failed_seed_is_not_run_again_with_its_group(self, tmp_path):
-        jobs = make_jobs(tmp_path, 1, seeds=(0, 1))
-        pruning, started = Pruning(metric="knn", reduction_factor=2, rungs=[1], rounds=2), []
-        for batch in successive_halving(jobs, jobs, pruning, SweepProgress([])):
-            for job in batch.jobs:
-                started.append(job.folder.name)
-                train(job, batch.until, result=lambda job, round: 1.0, rounds=2)
-                if job is jobs[1]:
-                    (job.folder / "metrics.jsonl").unlink()
-                    summary = {"status": "failed", "reason": "no images", "overrides": []}
-                    (job.folder / "summary.json").write_text(json.dumps(summary))
-        assert started == ["0", "1", "0"]
 
     @settings(max_examples=30, deadline=None)
     @given(data=st.data())

@@ -202,19 +202,6 @@ def test_a_process_with_a_failing_gpu_is_restarted_once(hosts, caplog):
     stop(grid, placements)
 
 
-@pytest.mark.slow
-@pytest.mark.heavy
-def test_a_process_that_dies_with_its_gpu_is_left_out(hosts, caplog):
-    """Else it would train its next clients on the CPU."""
-    grid, placements = grid_with_gpus(hosts, caplog)
-    (failed,) = [reply for reply in ask(grid, **{"die-0": 1}).values() if reply.has_error()]
-    assert "its process died" in failed.error.reason
-    settle(grid)
-    assert "a GPU has failed again, and one process less is used for clients: GPU" in caplog.text
-    assert len(grid._idle) == 1
-    stop(grid, placements)
-
-
 def grid_with_gpus(hosts, caplog):
     """Return a grid of two actors that share GPUs, as if torch had found them, and the placements of the actors."""
     client = ClientResources(0, 0.5)
@@ -379,18 +366,6 @@ def test_a_failed_client_does_not_affect_others_of_its_task(grid, tasks_of_three
         0: "ValueError: no camera"
     }
     assert caplog.text.count("is retried alone") == 1
-
-
-@pytest.mark.heavy
-def test_the_process_of_an_unsendable_reply_is_replaced(grid, tasks_of_three):
-    """Its sums have clients that the server has counted as failed."""
-    before = set(grid._slots)
-    replies = ask(grid, **{"unsent-1": 1})
-    reasons = {node - 2: reply.error.reason for node, reply in replies.items() if reply.has_error()}
-    assert {1} <= reasons.keys() <= {0, 1, 2}
-    assert "cannot pickle" in reasons[1]
-    assert len(before & set(grid._slots)) == 1
-    assert not any(reply.has_error() for reply in ask(grid).values())
 
 
 @pytest.mark.heavy

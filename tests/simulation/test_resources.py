@@ -1,10 +1,8 @@
 """The engine of ``engine=auto``, and the resources of a client."""
 
 import json
-import logging
 
 import pytest
-import torch
 
 from fedssl.config.load import compose
 from fedssl.config.settings import EngineSettings, MachineSettings
@@ -67,22 +65,6 @@ def test_memory_limits_the_concurrency(monkeypatch, free, expected):
         monkeypatch.setattr(resources, name, lambda value=value: value)
     monkeypatch.setattr(resources, "seconds_per_step", lambda settings: 1.0)
     assert auto_engine(compose([*WORDS, "threads=1", "device=cpu"])) == expected
-
-
-@pytest.mark.parametrize(
-    ("gpus", "overrides", "expected"),
-    [
-        (1, [], "local"),
-        (2, [], "ray"),
-        (4, ["clients_per_round=1"], "local"),
-        (2, ["device=cpu", "threads=99"], "local"),
-        (2, ["device=cuda:1"], "local"),
-    ],
-)
-def test_several_gpus_are_used(monkeypatch, gpus, overrides, expected):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
-    assert auto_engine(compose([*WORDS, *overrides])).engine == expected
 
 
 def test_the_engine_does_not_change_results(tmp_path):
@@ -198,13 +180,6 @@ def test_every_gpu_has_a_client_before_any_has_two(hosts, client, clients, expec
 
 
 @pytest.mark.parametrize(
-    ("free", "each", "expected"), [(10, 3, 3), (10, 2, 5), (10, 10, 1), (10, 11, 1), (10**9, 10, 10**8)]
-)
-def test_clients_that_fit_into_the_memory_of_a_gpu(free, each, expected):
-    assert ClientMemory(free, each).clients == expected
-
-
-@pytest.mark.parametrize(
     ("memory", "expected"),
     [
         (None, "4 clients at once, each on 1 of 16 CPUs and 0.25 of 1 GPUs"),
@@ -230,18 +205,3 @@ def settings(*, device="auto", threads=1, client_gpus=None):
         "machine": MachineSettings(device=device, threads=threads, keep_freed_memory=True, compile_encoder=False),
         "max_clients": 100,
     }
-
-
-@pytest.mark.parametrize(
-    ("wishes", "output", "warned"),
-    [
-        ({}, "4 clients at once, each on 1 of 4 CPUs and 0.5 of 2 GPUs", False),
-        ({"client_gpus": 0}, "4 clients at once, each on 1 of 4 CPUs", True),
-        ({"device": "cpu", "threads": 2}, "2 clients at once, each on 2 of 4 CPUs", False),
-    ],
-)
-def test_unused_gpus_are_reported(wishes, output, warned, capsys, caplog):
-    caplog.set_level(logging.WARNING)  # libraries change the level of the root logger
-    plan_client_resources([Host(4, 2)], **settings(**wishes))
-    assert capsys.readouterr().out == output + "\n"
-    assert ("although there are GPUs" in caplog.text) == warned

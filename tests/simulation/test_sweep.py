@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from fedssl.errors import InputError, RequestRefused
+from fedssl.errors import InputError
 from fedssl.runs.run import acquire_lock, is_locked
 from simulation.parallel_jobs import JOB_BYTES, JobTask, parallel_tasks, reservation
 from simulation.run import run
@@ -20,7 +20,6 @@ from simulation.sweep import (
     Job,
     JobWave,
     check_metric,
-    check_options,
     folder_to_resume,
     needs_hydra,
     new_sweep_folder,
@@ -111,14 +110,6 @@ class TestJobs:
         with pytest.raises(InputError, match=r"sweep\.yaml cannot be used \(its checksum is wrong: it was edited"):
             plan_jobs(tmp_path, [])
 
-    def test_a_folder_that_exists_is_not_used(self, tmp_path):
-        (tmp_path / "1").mkdir()
-        (tmp_path / "1" / "thesis.txt").touch()
-        with pytest.raises(InputError, match=r"1 exists but is no job of this sweep"):
-            plan_jobs(tmp_path, ["seed=0,1"])
-        assert (tmp_path / "1" / "thesis.txt").exists()
-        assert not (tmp_path / STATE_FILE).exists()
-
 
 class TestFolder:
     def test_a_new_sweep_does_not_write_into_another(self, tmp_path):
@@ -148,11 +139,6 @@ class TestFolder:
     def test_invalid_options(self, override, message):
         with pytest.raises(InputError, match=message):
             split_options(["seed=0,1", override])
-
-    def test_options_without_an_effect_are_rejected(self):
-        check_options({"jobs": 2}, {"jobs"}, instead="-")
-        with pytest.raises(InputError, match="sweep.metric has no effect here; add hydra/sweeper=NAME"):
-            check_options({"metric": "knn"}, {"jobs"}, instead="add hydra/sweeper=NAME")
 
 
 def finish(job, *, status="finished"):
@@ -249,14 +235,6 @@ class TestParallelTasks:
         jobs = plan_jobs(tmp_path, [*QUICK[:-1], "threads=2", "seed=-1,0,1"])
         tasks = parallel_tasks(jobs, limit=None, address=None)
         assert [task.cpus for task in tasks.values()] == [2, 2, 2]
-
-    def test_an_encoder_without_an_estimate_of_its_memory_runs(self, tmp_path, monkeypatch):
-        def refuse(settings):
-            raise RequestRefused("the memory of Mine cannot be estimated (TypeError)")
-
-        monkeypatch.setattr("client_app.step_memory.estimate_step_memory", refuse)
-        tasks = parallel_tasks(plan_jobs(tmp_path, [*QUICK, "seed=0,1,2"]), limit=None, address=None)
-        assert {task.memory for task in tasks.values()} == {JOB_BYTES}
 
     def test_memory_of_a_step_is_reserved(self, tmp_path):
         """The stem of ResNet-18 saves 64 maps of 64 x 64 float32 for each image. The batches differ by 510 images."""

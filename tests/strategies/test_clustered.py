@@ -14,7 +14,6 @@ from server_app.messaging import receive
 from server_app.round import Round, run_round
 from simulation.grid import LocalGrid
 from strategies.clustered import Clustered
-from strategies.eua import eua
 from strategies.types import GlobalModel, ServerState
 from tests.federation import Federation, finish
 from tests.server_app.small import LAYERS, small_federation
@@ -104,15 +103,6 @@ def test_an_invalid_selection_drops_the_update(chosen, reason):
 # --- assignment on the server ---
 
 
-def test_a_run_with_assignment_on_the_server(tmp_path):
-    federation = Federation(tmp_path, *FEATARC, "strategy.assign_at=server")
-    federation.run(1)
-    assert sorted(federation.state.models) == ["0", "1"]
-    assert federation.state.strategy_state["members"].keys() == set(range(3))
-    assert all(len(plan.array_records) == 2 for plan in federation.plans)  # one model and what is shared
-    assert all("model-index" not in update[REPLY_CONFIG] for update in federation.updates)
-
-
 # --- one-shot clustering ---
 
 
@@ -137,23 +127,6 @@ def test_updates_are_clustered_once(tmp_path):
     state, report = run_round(exchange, lambda: federation, state)
     assert {row.client: row.model for row in report.clients} == state.strategy_state["members"]
     assert federation.strategy.server.starting_model(state, 4, 77) == "1"  # a newcomer goes where most are
-
-
-def test_clusters_start_from_the_model_of_their_clients():
-    """EUA weighs deviations from where clients started, which is the model of round 1 in both clusters of round 2."""
-    steps = np.array([[1, 0, 0], [1, 0.5, 0], [0, 0, 1], [0, 0.2, 3]], dtype=np.float32)
-
-    def step(layers, partition):
-        return {**layers, "encoder.weight": layers["encoder.weight"] + steps[partition]}
-
-    grid = make_grid([step] * 4)
-    federation = small_federation(grid, Clustered(assign_by="update_cosine", rule="eua", cluster_round=2))
-    first, _ = run_round(WallClockExchange(grid), lambda: federation, ServerState())
-    second, _ = run_round(WallClockExchange(grid), lambda: federation, first)
-    begun = first.models["0"].layers
-    for name, members in (("0", (0, 1)), ("1", (2, 3))):
-        updates = [ClientUpdate(layers=step(begun, client), partition_id=client) for client in members]
-        assert same(second.models[name].layers, eua(begun, updates))
 
 
 # --- whole runs ---

@@ -111,16 +111,6 @@ class Toy(SSLMethod):
         fill(self)
 
 
-class Plain(SSLMethod):
-    """No layer that could not wait."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = Blocks(nn.Linear(5, 8, bias=False), nn.Linear(8, 6, bias=False))
-        self.projector = nn.Linear(6, 16, bias=False)
-        fill(self)
-
-
 def fill(method):
     generator = torch.Generator().manual_seed(0)
     for value in method.state_dict().values():
@@ -319,33 +309,6 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, server_optimizer):
         kept = resumed.states
         resumed = toys()
         resumed.state, resumed.states = latest_checkpoint(tmp_path), kept
-
-
-def test_a_model_without_biases_may_send_nothing_at_all():
-    # All but a trace of what clients differ by is in the projector, the last in the order of the walk, which has nearly
-    # half of the numbers: the share of numbers that is left stays above that of d until the projector is taken, too.
-    def step(name, array, *, round, client):
-        random = np.random.default_rng([round, client, zlib.crc32(name.encode())])
-        size = 0.5 if name.startswith("projector") else 0.005
-        return (0.9 * array + size * random.uniform(0, 1, array.shape)).astype(array.dtype)
-
-    counts = {"num_clients": 4, "clients_per_round": 3}
-    toys = Toys(EUC(interval=2), **counts, make=Plain, trained=step)
-    toys.strategy.validate(run_context(toys.method, num_clients=10, clients_per_round=3))
-    for round, (new, begun, _, synced) in enumerate(slowly(toys.layers, 7, phi=2, **counts, trained=step), start=1):
-        layers = toys.round()
-        assert len(synced) == (0 if round in (3, 5, 7) else 3)  # the first adjustment is after round 2
-        for name, array in layers.items():
-            np.testing.assert_allclose(array, new[name], rtol=1e-5, err_msg=name)
-        assert {row.client for row in toys.report.clients} == begun.keys()
-        for client, model in begun.items():
-            assert toys.plans[round, client].upload_names == (None if synced else ())
-            for name, array in model.items():
-                own = toys.begun[round, client][name].numpy(force=True)
-                np.testing.assert_allclose(own, array, rtol=1e-5, err_msg=f"{round} {client} {name}")
-        if not synced:
-            assert all(row.bytes_up < 1000 for row in toys.report.clients)  # that there is nothing
-            assert toys.report.strategy_metrics["synced_layers"] == 0
 
 
 # --- as part of the product ---

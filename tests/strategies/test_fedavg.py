@@ -91,3 +91,14 @@ def test_settings_build_the_strategy(tmp_path, name, kind, metrics):
     assert type(federation.strategy) is kind
     first = Round(federation.components.federation, federation.state)
     assert {TrainPlan.from_content(message.content).metrics for message in first.messages} == {metrics}
+
+
+def test_warm_up():
+    strategy = LDAWA(weighting="loss", warmup_rounds=2)
+    assert ever_needed(strategy) == ("num-examples", "train-loss")
+    by_loss = partial(l_dawa, weighting="loss")
+    for round, expected in ((1, fedavg), (2, fedavg), (3, by_loss)):
+        assert strategy.server.aggregator(round).required_metrics == (
+            ("train-loss",) if round == 3 else ("num-examples",)
+        )
+        assert same(run(strategy, round), expected(GLOBAL, CLIENTS))

@@ -161,29 +161,6 @@ def test_the_decision_of_one_round_holds_in_the_next_one(tmp_path, make, head, s
         previous = ended
 
 
-@pytest.mark.parametrize(("threshold", "takes_global"), [(3861, True), (3859, False)])
-def test_the_squared_distance_counts_every_weight_of_the_encoder(threshold, takes_global):
-    # conv_small of width 2 has kernels of 18 + 72 + 288 + 576 = 954 numbers, which move by 2, and for each of its
-    # 2 + 4 + 8 + 8 = 22 channels a scale and a shift, which move by 1: 954 * 4 + 44 = 3860.
-    method, strategy = make_byol(), FedU(distance="squared_l2", predictor_threshold=threshold)
-    plan = make_plan(1, some_layers(method, 0))
-    start = strategy.client.load_start(method, plan, None)
-    train(method, step=2)
-    state = strategy.client.state_to_save(method, plan, start=start, state=None)
-    assert float(state[DISTANCE]) == pytest.approx(3860, rel=1e-5)
-    assert bool(state[USE_GLOBAL_PREDICTOR]) == takes_global
-
-
-def test_a_failed_training_leaves_what_was_kept_before(tmp_path):
-    method, strategy = make_byol(), FedU()
-    good = participate(method, strategy, make_plan(1, some_layers(method, 1)), tmp_path)[1]
-    participate(method, strategy, make_plan(2, some_layers(method, 2)), tmp_path, step=float("nan"))
-    began, *_ = participate(method, strategy, make_plan(3, some_layers(method, 3)), tmp_path)
-    name = "target_encoder.blocks.0.0.weight"
-    assert np.array_equal(began[name], good[name])
-    assert all(np.isfinite(array).all() for array in began.values())
-
-
 # --- refused ---
 
 

@@ -13,7 +13,7 @@ from strategies.topology import make_graph, metropolis_weights, second_eigenvalu
 from strategies.types import GlobalModel, ServerState
 from tests.contexts import run_context
 from tests.federation import Federation, finish
-from tests.server_app.small import LAYERS, Small, small_federation
+from tests.server_app.small import LAYERS, small_federation
 from tests.server_app.test_round import crash, good, make_grid
 
 
@@ -73,13 +73,6 @@ def test_without_a_neighbour_its_weight_stays_at_home(tmp_path):
         "1": pytest.approx([5 / 3, 8 / 3, 8 / 3]),
     }
     assert report.strategy_metrics["edges"] == 1
-
-
-def test_without_a_server_nobody_knows_which_devices_there_will_be():
-    context = run_context(Small(), clients_per_round=3, num_clients=3, is_deployment=True)
-    with pytest.raises(InputError, match="strategy=gossip is for simulations"):
-        Gossip().validate(context)
-    Gossip(topology="star").validate(context)
 
 
 @pytest.mark.parametrize("topology", ["ring", "grid", "complete", "random_regular"])

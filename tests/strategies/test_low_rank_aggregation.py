@@ -1,8 +1,6 @@
 """Strategies see LoRA's products: every rule against the same rule on dense float64 weights, and properties."""
 
-import tempfile
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,12 +12,10 @@ from fedssl.encoders.base import Encoder
 from fedssl.low_rank_products import FactorPairs
 from fedssl.methods.base import SSLMethod
 from fedssl.wire.messages import TrainPlan
-from server_app.updates import apply_stale_update, layer_changes
-from strategies.cluster_assignment import cluster_by_cosine
+from server_app.updates import apply_stale_update
 from strategies.encoder_divergence import divergence, encoder_divergence
 from strategies.eua import EUAAggregator
 from strategies.euc import DiscrepancySum, EUCServer
-from strategies.fedavg import fedavg
 from strategies.gossip import NeighborAverage, consensus_distance
 from strategies.gram_matrix import deviation_gram
 from strategies.krum import KrumAggregator, closest
@@ -150,18 +146,6 @@ def test_l_dawa_scales_one_factor_by_the_products_cosine():
         np.testing.assert_array_equal(layers[FC.a], [[4, 3]])
 
 
-def test_scaling_at_the_client_gives_the_same_model():
-    start = reference()
-    updates = clients_near(start)
-    scaled = [
-        update(one.partition_id, scale_layers(start.layers, one.layers, pairs=start.pairs), num_examples=1)
-        for one in updates
-    ]
-    at_server, at_client = l_dawa(start, updates), fedavg(start, scaled, weighting="uniform")
-    for name in at_server:
-        np.testing.assert_allclose(at_client[name], at_server[name], rtol=1e-12)
-
-
 @pytest.mark.parametrize("fixed_a", [False, True])
 @pytest.mark.parametrize("moved", [0.5, 1e-3, 1e-6])
 @pytest.mark.parametrize("memory", [2**40, 0])  # 0: all updates are in the file
@@ -282,31 +266,6 @@ def test_euc_defers_both_factors_together():
         GlobalModel(layers=start.layers), 2, layers, aggregator=aggregator, received={0: tuple(layers)}
     )
     assert state["intervals"] == {CONV.a: 2, CONV.b: 2, "projector.weight": 2, FC.a: 1, FC.b: 1}
-
-
-@pytest.mark.parametrize("fixed_a", [False, True])
-def test_clusters_compare_the_changes_of_products(fixed_a):
-    # Clients 0, 2 and 3 move the products in one direction, 1 and 4 in the opposite one, with other factors.
-    start = reference(fixed_a=fixed_a)
-    change = {name: low_rank_model(7)[name] for name in (FC.b, CONV.b)}
-    changes = []
-    for sign in (1, -1, 1, 1, -1):
-        moved = start.layers | {name: start.layers[name] + sign * array for name, array in change.items()}
-        if not fixed_a:  # minus both factors is the same product
-            moved |= {name: -moved[name] for name in (FC.a, FC.b)}
-        changes.append(layer_changes(start, moved))
-        expected = {
-            name: array - dense_layers(start.layers, start.pairs)[name]
-            for name, array in dense_layers(moved, start.pairs).items()
-        }
-        found = dense_layers(changes[-1], start.pairs)
-        for name, array in expected.items():
-            np.testing.assert_allclose(found[name], array, rtol=1e-10, atol=1e-10)
-    with tempfile.TemporaryDirectory() as folder:
-        deltas = UpdateStorage(Path(folder)).new_store(changes[0], start.pairs)
-        for one in changes:
-            deltas.add(one)
-        assert cluster_by_cosine(deltas, clusters=2) == [0, 1, 0, 0, 1]
 
 
 def test_consensus_is_measured_on_products():

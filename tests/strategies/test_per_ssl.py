@@ -157,17 +157,3 @@ def test_without_the_term_clients_train_alone(tmp_path, overrides):
         kept = load_tensors(tmp_path / "alone" / "clients" / "0000" / str(client), before=3) or {}
         assert found.keys() == {*model, *kept}
         assert all(np.array_equal(found[name], value.numpy()) for name, value in kept.items())
-
-
-def test_stage_by_stage_a_personal_model_keeps_its_own_stages(tmp_path):
-    overrides = ["strategy=per_ssl", "schedule=layer_wise", "rounds=8", "num_clients=2", "batch_size=16"]
-    federation = Federation(tmp_path, *overrides)
-    first = "encoder.blocks.0.0.weight"
-    found = []
-    for round in range(1, 5):
-        federation.run(1)
-        found.append(personal_layers(tmp_path, 0, before=round + 1))
-    assert not np.array_equal(found[0][first], found[1][first])  # trained in rounds 1 and 2
-    assert np.array_equal(found[1][first], found[3][first])  # frozen as it then was, not as the global one
-    assert not np.array_equal(found[3][first], federation.layers[first])
-    assert len(found[1]) < len(found[3])

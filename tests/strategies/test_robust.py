@@ -7,14 +7,9 @@ from math import ceil
 import numpy as np
 import pytest
 import scipy.stats
-from flwr.app import Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedMedian, FedTrimmedAvg
 
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
-from fedssl.wire.records import arrays_to_record, record_to_arrays
-from simulation.grid import LocalGrid
 from strategies.fedavg import fedavg
 from strategies.krum import Krum, krum
 from strategies.robust import Median, TrimmedMean, median, trimmed_mean
@@ -104,33 +99,6 @@ def test_median_and_trimmed_mean_equal_numpy_and_scipy(number, beta):
             expected, expected_trimmed = np.rint(expected), np.rint(expected_trimmed)
         np.testing.assert_allclose(middle[name], expected, rtol=1e-6, atol=1e-7)
         np.testing.assert_allclose(trimmed[name], expected_trimmed, rtol=1e-6, atol=1e-7)
-
-
-def flowers(strategy, updates):
-    """The result of Flower's own strategy for these updates."""
-    LocalGrid(ClientApp(), num_clients=1)  # a message can be made from now on
-    replies = [
-        Message(
-            RecordDict({"arrays": arrays_to_record(update.layers), "metrics": MetricRecord({"num-examples": 1})}),
-            1,
-            "train",
-        )
-        for update in updates
-    ]
-    return record_to_arrays(strategy.aggregate_train(1, replies)[0])
-
-
-@pytest.mark.parametrize("number", [2, 5, 6, 9])
-def test_floating_point_layers_equal_those_of_flowers_strategies(number):
-    start = model(0)
-    clients = clients_of(start, number)
-    for ours, theirs in (
-        (median(start, clients), flowers(FedMedian(), clients)),
-        (trimmed_mean(start, clients, beta=0.3), flowers(FedTrimmedAvg(beta=0.3), clients)),
-    ):
-        for name, array in start.items():
-            if array.dtype.kind == "f":
-                assert np.array_equal(ours[name], theirs[name]), name
 
 
 # --- poison ---

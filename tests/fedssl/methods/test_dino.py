@@ -12,10 +12,9 @@ from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.losses import dino
 from fedssl.methods.base import build_method
-from fedssl.methods.dino import DINO, Center, assignment_entropies
+from fedssl.methods.dino import DINO, assignment_entropies
 from fedssl.methods.heads import MLP, PrototypeHead
 from fedssl.model_arrays import exchanged_names, local_names
-from fedssl.training import capture_outputs
 from fedssl.views import LOCAL, View, Views
 from fedssl.wire.messages import ARRAYS
 from fedssl.wire.records import record_to_arrays
@@ -94,19 +93,6 @@ def test_the_teacher_does_not_see_local_views() -> None:
     assert seen == [(12, 1, 8, 8)]
 
 
-def test_the_center_by_hand() -> None:
-    """Eq. 4 with momentum 3/4: the mean (2, 6) gives (0.5, 1.5), then (4, 0) gives (1.375, 1.125)."""
-    center = Center(2, momentum=0.75)
-    center.update(torch.tensor([[1.0, 4.0], [3.0, 8.0]]))
-    assert center.running_mean.tolist() == [0.5, 1.5]
-    center.eval()
-    center.update(torch.tensor([[100.0, 100.0]]))
-    assert center.running_mean.tolist() == [0.5, 1.5]
-    center.train()
-    center.update(torch.tensor([[[5.0, 1.0], [3.0, -1.0]]]))  # tokens of an image
-    assert center.running_mean.tolist() == [1.375, 1.125]
-
-
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
@@ -169,15 +155,6 @@ def test_schedules_over_rounds() -> None:
     growing.round = 1
     growing.on_step_end()
     torch.testing.assert_close(next(growing.target_encoder.parameters()), before[0] + 0.5)
-
-
-def test_regularizers_use_the_bottleneck_of_the_global_views() -> None:
-    method, views = make_dino(), make_views()
-    with capture_outputs(method, "projector") as outputs:
-        method.loss(views)
-    rows = [rows for output in outputs for rows in output.split(views.num_images)][:2]
-    expected = method.projector(method.encoder(torch.cat(views.global_images)))
-    torch.testing.assert_close(torch.cat(rows), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("target_init", ["persist", "reset", "average"])

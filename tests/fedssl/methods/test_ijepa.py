@@ -11,7 +11,7 @@ from fedssl.config.load import compose
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
 from fedssl.methods.base import build_method
-from fedssl.methods.ijepa import IJEPA, feature_variances
+from fedssl.methods.ijepa import IJEPA
 from fedssl.model_arrays import exchanged_layers, exchanged_names
 from fedssl.seeding import torch_generator
 from fedssl.training import LocalTrainer, train
@@ -146,29 +146,6 @@ def test_a_local_predictor_continues_from_its_own_weights():
     assert all(torch.equal(value, initial[name]) for name, value in method.predictor.state_dict().items())
     shared = make_ijepa(exchange_predictor=False, target_init="average")
     assert shared.local_parts == ("predictor",)
-
-
-def test_variances_by_hand():
-    """Features (1, -1) or (-1, 1) are standardized already.
-
-    Two images with two patches: the first patch is the same in both images, the second one differs. Over images the
-    variances are 0 and 1, over the patches of the first image 0 and of the second one 1.
-    """
-    up, down = torch.tensor([1.0, -1.0]), torch.tensor([-1.0, 1.0])
-    features = torch.stack((torch.stack((up, up)), torch.stack((up, down))))
-    assert feature_variances(features) == pytest.approx((0.5, 0.5), rel=1e-4)
-    assert feature_variances(5 * features + 2) == pytest.approx((0.5, 0.5), rel=1e-4)
-    assert feature_variances(features[:1].expand(3, -1, -1))[0] == 0
-    assert feature_variances(features[:, :1].expand(-1, 3, -1))[1] == 0
-    assert feature_variances(torch.stack((up.expand(2, 2), down.expand(2, 2)))) == pytest.approx((1, 0), rel=1e-4)
-
-
-def test_the_predictor_of_the_paper():
-    """Its sizes, and 6 blocks and a normalization."""
-    overrides = ["encoder=vit_tiny", "encoder.depth=1", "encoder.patch=2", "method=original/ijepa"]
-    part = build_method(compose(overrides).model).predictor
-    block = part.transformer[0]
-    assert (len(part.transformer), block.qkv.in_features, block._heads) == (6 + 1, 384, 12)
 
 
 # --- in a federation ---

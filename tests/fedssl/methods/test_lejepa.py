@@ -115,17 +115,6 @@ def test_clients_share_the_directions_of_a_step(drawn, tmp_path):
     assert rounds[0] != rounds[1]
 
 
-def test_a_repeated_round_has_the_same_directions(drawn):
-    method, views = make(), multi_crop()
-    for _ in range(2):
-        method.start_round(first=False)
-        method.loss(views)
-    method.diagnose(views)  # draws from others
-    method.loss(views)
-    assert drawn[0] == drawn[1]
-    assert len({*drawn}) == 3
-
-
 def test_cuda_graphs_are_rejected_with_their_reason(monkeypatch):
     monkeypatch.setattr("fedssl.training.is_gpu", lambda device: False)
     settings = compose(["method=lejepa", "encoder.width=4", "cuda_graphs=true", "optimizer.fused=true"])

@@ -21,7 +21,6 @@ from strategies.types import GLOBAL
 from tests.federation import Federation
 from tests.fedssl.methods.masked import masked_views, slow_prediction, vit
 from tests.methods import overrides_of
-from tests.states import load_tensors
 
 RECIPE = MaskRecipe(kind="random", patch=2)  # 4 of 16 patches are visible
 MAE_ON_DIGITS = overrides_of("mae")
@@ -125,14 +124,6 @@ def test_explained_variance_by_hand():
     assert explained_variance(torch.zeros(2, 1), torch.ones(2, 1)) == 0
 
 
-def test_the_decoder_of_the_paper():
-    """Its sizes, and 8 blocks and a normalization."""
-    overrides = ["encoder=vit_tiny", "encoder.depth=1", "encoder.patch=2", "method=original/mae"]
-    part = build_method(compose(overrides).model).decoder
-    block = part.transformer[0]
-    assert (len(part.transformer), block.qkv.in_features, block._heads) == (8 + 1, 512, 16)
-
-
 # --- in a federation ---
 
 
@@ -164,24 +155,6 @@ def test_a_local_decoder_stays_with_its_client():
     assert all(torch.equal(value, initial[name] + 1) for name, value in method.decoder.state_dict().items())
     method.start_round(first=True)
     assert all(torch.equal(value, initial[name]) for name, value in method.decoder.state_dict().items())
-
-
-def test_clients_keep_their_own_decoders_which_begin_alike(tmp_path):
-    overrides = [*MAE_ON_DIGITS, "method.exchange_decoder=false", "strategy=fedavg", "num_clients=2"]
-
-    def decoders(name: str, *more: str) -> list[dict[str, torch.Tensor]]:
-        federation = Federation(tmp_path / name, *overrides, *more)
-        federation.run(1)
-        assert not any("decoder" in layer for update in federation.updates for layer in update["arrays"])
-        states = [load_tensors(folder, before=2) for folder in sorted((tmp_path / name).glob("clients/0000/*"))]
-        assert len(states) == 2
-        assert all({layer.partition(".")[0] for layer in state} == {"decoder"} for state in states)
-        return [*states, dict(build_method(federation.settings.model).state_dict())]
-
-    one, other, initial = decoders("still", "optimizer.lr=0")
-    assert all(torch.equal(one[name], initial[name]) and torch.equal(other[name], initial[name]) for name in one)
-    one, other, initial = decoders("trained", "optimizer.lr=0.1")
-    assert not any(torch.equal(one[name], other[name]) for name in one if name.endswith("weight"))
 
 
 def test_calibration_needs_an_exchanged_decoder(tmp_path):

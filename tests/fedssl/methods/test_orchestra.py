@@ -116,18 +116,6 @@ def test_far_apart_by_hand():
     assert farthest_points(points, count=3).tolist() == [[0.0, -1.0], [0.0, 1.0], [1.0, 0.0]]
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_fewer_vectors_than_clusters(count):
-    points = groups(*[1] * count)
-    result = equal_clusters(points, clusters=9)
-    assert result.shape == (9, 8)
-    similarity = result @ F.normalize(points, dim=1).T
-    torch.testing.assert_close(similarity.amax(dim=1), torch.ones(9, dtype=torch.float64))  # each is one of them
-    copies = (similarity > 1 - 1e-9).sum(dim=0)  # nor does any have a greater part than the others
-    assert copies.max() - copies.min() <= 1
-    assert copies.sum() == 9
-
-
 # --- the loss ---
 
 
@@ -143,14 +131,6 @@ def test_consistency_is_its_equation():
     for own, other in zip(z, target, strict=True):
         expected -= sum(p * math.log(q) for p, q in zip(shares(other), shares(own), strict=True)) / 4
     assert float(consistency(z, target, centroids, temperature=0.3)) == pytest.approx(expected)
-
-
-def test_consistency_by_hand():
-    """Centroids (1, 0) and (0, 1), temperature 1/log 3: shares of (5, 0) are (3, 1)/4 and those of (0, 2) are (1, 3)/4,
-    so the cross entropy is -(1/4 log 3/4 + 3/4 log 1/4) = log 4 - log(3)/4."""
-    z, target = torch.tensor([[5.0, 0.0]]), torch.tensor([[0.0, 2.0]])
-    result = consistency(z, target, torch.eye(2), temperature=1 / math.log(3))
-    assert float(result) == pytest.approx(math.log(4) - math.log(3) / 4)
 
 
 def test_consistency_teaches_the_online_network_only():
@@ -195,18 +175,6 @@ def test_parts_and_who_has_them():
 # --- memory and local centroids ---
 
 
-def test_the_memory_is_first_in_first_out():
-    method = make_method(queue_size=4)
-    rows = torch.eye(8)
-    method.enqueue(2 * rows[:3])
-    assert torch.equal(method.memory, torch.cat((rows[:3], torch.zeros(1, 8))))
-    method.enqueue(3 * rows[3:5])
-    assert torch.equal(method.memory, rows[[3, 4, 0, 1]])
-    method.enqueue(rows[1:7])
-    assert torch.equal(method.memory, rows[1:5])
-    assert method.named_tensors["memory"] is method.memory  # live: what is kept is what is there
-
-
 def test_the_memory_has_the_targets_first_view():
     method = with_centroids(make_method(queue_size=16))
     step(method)
@@ -216,15 +184,6 @@ def test_the_memory_has_the_targets_first_view():
     torch.testing.assert_close(method.memory[:6], expected)
     assert method.memory[6:12].any(dim=1).all()
     assert not method.memory[12:].any()
-
-
-def test_a_new_client_begins_with_an_empty_memory():
-    method = make_method()
-    method.enqueue(torch.eye(8))
-    method.start_round(first=False)
-    assert torch.equal(method.memory, torch.eye(8))
-    method.start_round(first=True)
-    assert not method.memory.any()
 
 
 def uploaded_centroids(method: Orchestra) -> torch.Tensor:

@@ -11,7 +11,6 @@ from torch import nn
 from fedssl.config.load import compose
 from fedssl.datasets.base import NO_LABEL, load
 from fedssl.datasets.images import TensorImages
-from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.evaluation.features import extract
 from fedssl.methods.base import SSLMethod, build_method
@@ -74,16 +73,6 @@ def test_the_loss_by_hand():
         method.classifier.bias.zero_()
     loss = method.loss(Views.of(images([math.log(3), 0]), images([0, 0]), labels=torch.tensor([0])))
     assert loss.item() == pytest.approx((math.log(4 / 3) + math.log(2)) / 2, rel=1e-6)
-
-
-def test_both_views_are_normalized_together_in_one_pass():
-    method = Supervised(conv_small(channels=1, size=8, width=4), num_classes=2)
-    method.loss(Views.of(*torch.rand(2, 4, 1, 8, 8), labels=torch.tensor([0, 1, 0, 1]))).backward()
-    counters = {int(value) for name, value in method.state_dict().items() if name.endswith("num_batches_tracked")}
-    assert counters == {1}
-    assert all(parameter.grad is not None for parameter in method.parameters())
-    assert {name.partition(".")[0] for name in method.state_dict()} == {"encoder", "classifier"}
-    assert method.local_parts == ()
 
 
 @pytest.mark.parametrize(("num_classes", "result"), [(None, "null"), (0, "0")])

@@ -16,7 +16,6 @@ from fedssl.methods.heads import MLP
 from fedssl.methods.swav import SwAV, best_order, distinct_assignments, used_share
 from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.views import LOCAL, View, Views
-from tests.failures import failures_after
 from tests.federation import Federation
 
 HEAD = partial(MLP, hidden_dim=16, out_dim=8)
@@ -202,16 +201,6 @@ def test_the_queue_is_first_in_first_out_per_view():
     assert torch.equal(method.queue, large[:, :4])
 
 
-def test_a_full_queue_takes_part_in_the_codes():
-    method, z = make(queue_size=4), unit(2, 3, 8, seed=1).float()
-    older, weight = fill(method), method.prototypes.weight.detach()
-    codes = method.assign(z, z @ weight.T)
-    for view in range(2):
-        together = torch.cat((z[view], older[view])) @ weight.T
-        torch.testing.assert_close(codes[view], sinkhorn(together, epsilon=0.1, iterations=3)[:3])
-    assert (codes - sinkhorn(z @ weight.T, epsilon=0.1, iterations=3)).abs().max() > 1e-3
-
-
 def test_the_queue_is_used_from_its_round_on():
     method, z = make(queue_size=4, queue_start_round=3), unit(2, 3, 8, seed=1).float()
     scores, used = z @ method.prototypes.weight.T, []
@@ -242,13 +231,6 @@ def test_the_order_is_the_best_of_all(seed):
         permutations(range(5)), key=lambda order: sum(float(prototypes[k] @ reference[i]) for i, k in enumerate(order))
     )
     assert best_order(prototypes, reference).tolist() == list(best)
-
-
-def test_order_by_hand():
-    """Products with reference rows: (1, 0) has 1 and 0.9 with the prototypes, (0, 1) has 0 and 0.1. Both orders put one
-    prototype to each: 1 + 0.1 is more than 0.9 + 0."""
-    prototypes = torch.tensor([[0.9, 0.1], [1.0, 0.0]])
-    assert best_order(prototypes, torch.eye(2)).tolist() == [1, 0]
 
 
 def test_matching_changes_no_loss_and_undoes_a_permutation():
@@ -330,11 +312,3 @@ def test_diagnostics_are_those_of_the_global_views():
     found = method.diagnose(views)
     assert found["distinct_prototypes"] == pytest.approx(distinct_assignments((cosines / 0.2).softmax(1)), rel=1e-5)
     assert found["used_prototypes"] == used_share(cosines.argmax(dim=1), num_prototypes=5)
-
-
-def test_unused_prototypes_are_reported_as_a_failure(tmp_path):
-    """Projections of different models collapse the codes if they are used from the start."""
-    queue = ["method.queue_size=64", "method.queue_start_round=1", "method.freeze_prototypes_rounds=0"]
-    failures = failures_after(tmp_path, 4, "method=swav", "method.epsilon=0.1", *queue)
-    assert len(failures) == 2
-    assert "few prototypes are the nearest one of any image; lower method.num_prototypes" in failures[1]

@@ -1,6 +1,5 @@
 """The teacher's features: those of its saved encoder, computed once, in a cache of limited size."""
 
-import copy
 import os
 import time
 
@@ -105,38 +104,6 @@ def test_the_least_recently_used_features_are_dropped_beyond_the_limit():
     assert teacher.images == 12
     ask(features, teacher, images, two)
     assert (teacher.images, features.nbytes) == (16, 512)
-
-
-def test_features_beyond_the_limit_are_computed_every_step():
-    teacher, images, features = Counting(), make_images(), features_of(255)
-    expected = ask(features_of(), Counting(), images, torch.arange(4))
-    targets = features.targets(teacher, images, torch.arange(4), on_step_start=lambda: None)
-    assert teacher.images == 0
-    for rows in (torch.tensor([1, 3]), torch.tensor([0, 2])):
-        torch.testing.assert_close(targets(rows, images[rows]), expected[rows], rtol=1e-4, atol=1e-6)
-    assert (teacher.images, features.nbytes) == (4, 0)
-
-
-def test_a_cache_belongs_to_one_source_of_images():
-    teacher, features, indices = Counting(), features_of(), torch.arange(4)
-    first = ask(features, teacher, make_images(seed=1), indices)
-    second = ask(features, teacher, make_images(seed=2), indices)
-    assert not torch.equal(first, second)
-    assert copy.deepcopy(features).nbytes == 0
-    assert features.nbytes == 256
-
-
-def test_long_computations_can_be_stopped():
-    teacher, images = Counting(), make_images(2000)
-    calls = iter([None, TimeoutError()])
-
-    def stop() -> None:
-        if (error := next(calls)) is not None:
-            raise error
-
-    with pytest.raises(TimeoutError):
-        features_of().targets(teacher, images, torch.arange(2000), on_step_start=stop)
-    assert teacher.images == 1024
 
 
 def test_a_description_has_plain_values(tmp_path):

@@ -198,21 +198,6 @@ def test_weights_are_handed_on_at_the_beginning_of_a_phase():
     assert stages.transfer_weights(layers, off[1]) is layers
 
 
-def test_a_model_is_brought_through_every_phase_it_has_missed(tmp_path):
-    """Blocks of the third phase begin as the second's, which began as the first's; in later rounds nothing moves."""
-    federation = Federation(tmp_path, *VIT, "strategy=fedavg", "schedule=layer_wise", "rounds=6")
-    context = federation.components.context
-    model = context.advance_to_phase(context.initial_model(), 5)
-    assert model.phase == 3
-    blocks = [
-        {name.split(f"encoder_layer_{k}")[1]: a for name, a in model.layers.items() if f"encoder_layer_{k}" in name}
-        for k in range(3)
-    ]
-    assert blocks[0].keys() == blocks[1].keys() == blocks[2].keys()
-    assert all(np.array_equal(blocks[0][name], blocks[k][name]) for name in blocks[0] for k in (1, 2))
-    assert context.advance_to_phase(model, 6).layers is model.layers
-
-
 # --- what travels ---
 
 
@@ -312,18 +297,6 @@ def test_every_method_works_layer_wise_with_calibration(tmp_path, kind):
     federation = Federation(tmp_path, *overrides, *calibration)
     assert all(np.isfinite(array).all() for array in federation.run(4).values())
     assert federation.report.dropped == {}
-
-
-def test_calibration_changes_frozen_stages_and_labels_are_refused(tmp_path):
-    overrides = ["strategy=l_dawa", "rounds=4", "schedule=layer_wise", "calibration=auxiliary", "num_clients=2"]
-    federation = Federation(tmp_path / "a", *overrides)
-    before = federation.run(2)["encoder.blocks.0.0.weight"]
-    assert not np.array_equal(federation.run(1)["encoder.blocks.0.0.weight"], before)
-    with pytest.raises(InputError, match="Supervised cannot"):
-        Federation(tmp_path / "b", *overrides, "method=supervised")
-    for word in ("calibration.when=middle", "calibration.share=0"):
-        with pytest.raises(InputError, match=word):
-            Federation(tmp_path / "c", *overrides, word)
 
 
 # --- whole runs ---

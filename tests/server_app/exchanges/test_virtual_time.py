@@ -118,23 +118,6 @@ def test_clients_that_arrive_after_the_deadline_do_not_run():
     np.testing.assert_allclose(run.weight, LAYERS["encoder.weight"] + np.mean([1, 4]))
 
 
-def test_over_selection_runs_the_first_clients_only():
-    run = Run([3.0, 1.0, 4.0, 2.0], clients_per_round=2, over_selection=2)
-    report = run.round()
-    assert clients(report) == [1, 3]
-    assert report.dropped == {0: NO_REPLY, 2: NO_REPLY}
-    assert run.grid.ran == [(1, 1), (1, 3)]
-    assert report.measured["virtual_time"] == 2.0
-
-
-def test_a_failed_client_is_not_one_of_the_first():
-    run = Run([3.0, 1.0, 4.0, 2.0], grid=Instant(4, fails=[1]), clients_per_round=2, over_selection=2)
-    report = run.round()
-    assert clients(report) == [0, 3]
-    assert report.dropped == {1: "it failed with the battery is empty", 2: NO_REPLY}
-    assert report.measured["virtual_time"] == 3.0
-
-
 # --- lost clients ---
 
 
@@ -154,14 +137,6 @@ def test_a_client_that_drops_out_takes_its_time():
     report = run.round()
     assert (clients(report), report.dropped, report.measured["virtual_time"]) == ([0], {1: DROPPED_OUT}, 4.0)
     assert clients(run.round()) == [0, 1]
-
-
-def test_attempts_have_their_own_draws_and_time():
-    """In the first attempt at round 1 both drop out after 4 s; the second one takes 4 s, too."""
-    run = Run([1.0, 4.0], availability=Online(dropout={(0, 1, 0), (1, 1, 0)}), max_retries=1)
-    report = run.round()
-    assert clients(report) == [0, 1]
-    assert (report.measured["virtual_seconds"], report.measured["virtual_time"]) == (8.0, 8.0)
 
 
 # --- who is online ---
