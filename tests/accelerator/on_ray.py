@@ -73,11 +73,11 @@ def main() -> None:
     """Run the overrides of the command line with the devices, and draw no figures."""
     _register()
     sys.path.insert(0, str(HOOKS))  # Ray's processes get the path of this one
-    from server_app import recorder
+    from server_app.callbacks import results
     from simulation import ray_grid, ray_session
     from simulation.run import run
 
-    recorder.write_final_plots = recorder.save_partition_plot = lambda folder, *args, **kwargs: []
+    results.write_final_plots = results.save_partition_plot = lambda folder, *args, **kwargs: []
     ray_session.available_cores = lambda: int(os.environ[CPUS])
     execute = ray_grid.execute
 
