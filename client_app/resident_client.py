@@ -6,7 +6,6 @@ The process of `client_app.resident_process` is a child of the first ClientApp, 
 environment, process group and log from the SuperNode. This module imports no torch, see `client_app.app`.
 """
 
-import hashlib
 import json
 import os
 import signal
@@ -23,6 +22,7 @@ from flwr.app import Context, Message
 
 from client_app.frames import receive_frame, send_frame
 from client_app.resident_folder import SOCKET_NAME_LENGTH, Supervisor, supervisor_folder
+from fedssl.digests import identity
 from fedssl.flower_internals import content_from_bytes, context_to_bytes, message_from_bytes, message_to_bytes
 from fedssl.locks import lock
 from fedssl.wire.device import installed_versions
@@ -70,9 +70,9 @@ def process_name(node_config: Mapping[str, Any]) -> str:
     """
     folder = node_config.get("config-dir")
     files = sorted(Path(str(folder)).expanduser().rglob("*.yaml")) if folder else []
-    settings = {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-    identity = [sys.executable, sys.path, code_fingerprint(), dict(node_config), settings, installed_versions()]
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:SOCKET_NAME_LENGTH]
+    settings = {str(file): identity(file.read_bytes()) for file in files}
+    parts = [sys.executable, sys.path, code_fingerprint(), dict(node_config), settings, installed_versions()]
+    return identity(json.dumps(parts, sort_keys=True).encode())[:SOCKET_NAME_LENGTH]
 
 
 def death_reason(exit_code: int | None) -> str:

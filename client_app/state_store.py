@@ -3,44 +3,26 @@
 Versions make a resumed run exact: a run that resumes after round r loads what each client had saved before round r + 1,
 even if the client has saved newer versions.
 
-Files have the format of https://github.com/huggingface/safetensors, with a checksum in the metadata. They are
-memory-mapped, so loading a state costs only the copy into the model, and no content is executed.
+Files are those of `fedssl.tensor_file`, with a checksum.
 """
 
-import json
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import torch
-import xxhash
-from safetensors import safe_open
 
-from fedssl.atomic_files import atomic_write, round_file, saved_rounds
+from fedssl.atomic_files import round_file, saved_rounds
 from fedssl.machine.memory import available_memory
 from fedssl.runs.manifest import STATE_SUFFIX
-from fedssl.safe_io import MAX_TENSORS_BYTES, check_tensors_like, open_regular_file
+from fedssl.safe_io import MAX_TENSORS_BYTES, check_tensors_like
+from fedssl.tensor_file import read_tensor_file, write_tensor_file
 from strategies.types import ClientState
 
 log = logging.getLogger("fedssl")
-
-CHECKSUM = "checksum"  # key of the metadata
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True)
@@ -75,7 +57,7 @@ def save_state(folder: Path, state: ClientState, *, round: int, oldest_resumable
     A run can be resumed from the round ``oldest_resumable`` or later: the newest version up to it stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    atomic_write(round_file(folder, round, STATE_SUFFIX), lambda stream: _write(stream, state))
+    write_tensor_file(round_file(folder, round, STATE_SUFFIX), state, checked=True)
     reachable = [version for version in saved_rounds(folder, STATE_SUFFIX) if version <= oldest_resumable]
     for version in reachable[:-1]:
         round_file(folder, version, STATE_SUFFIX).unlink(missing_ok=True)
@@ -83,43 +65,13 @@ def save_state(folder: Path, state: ClientState, *, round: int, oldest_resumable
 
 def read_state(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> ClientState:
     """Read one file; raises any exception if it is damaged. The tensors are memory-mapped."""
-    open_regular_file(file, max_bytes=max_bytes).close()
-    with safe_open(file, "pt") as stored:
-        state = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118, not a dictionary
-        if (stored.metadata() or {}).get(CHECKSUM) != _checksum(state):
-            raise ValueError("the checksum is wrong")
+    state, _ = read_tensor_file(file, max_bytes=max_bytes, checked=True)
     return state
 
 
 def _max_bytes(template: Mapping[str, torch.Tensor]) -> int:
     """Return the maximum size of a file: a strategy may save a few models."""
     return 2**24 + 8 * sum(value.nbytes for value in template.values())
-
-
-def _write(stream: BinaryIO, state: ClientState) -> None:
-    """Write a file without the two copies of all tensors that `safetensors.torch.save` makes."""
-    header: dict[str, Any] = {"__metadata__": {CHECKSUM: _checksum(state)}}
-    end, tensors = 0, sorted(state.items(), key=lambda item: (-item[1].itemsize, item[0]))  # aligns every tensor
-    for name, value in tensors:
-        start, end = end, end + value.nbytes
-        header[name] = {"dtype": _DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    stream.write(len(text).to_bytes(8, "little") + text)
-    stream.writelines(_bytes(value) for _, value in tensors)
-
-
-def _bytes(value: torch.Tensor) -> memoryview:
-    return value.flatten().view(torch.uint8).numpy().data
-
-
-def _checksum(state: ClientState) -> str:
-    """Return a checksum of names, dtypes, shapes and values, computed at memory speed."""
-    digest = xxhash.xxh3_64()
-    for name, value in sorted(state.items()):
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(_bytes(value))
-    return digest.hexdigest()
 
 
 class StateStore:

@@ -6,7 +6,6 @@ shared by all clients of a folder and by all runs of a device.
 """
 
 import functools
-import hashlib
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,9 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedssl.arrays import Layers
-from fedssl.atomic_files import atomic_write
+from fedssl.digests import new_identity
 from fedssl.errors import InputError
-from fedssl.safe_io import MAX_TENSORS_BYTES, check_tensors_like, open_regular_file
+from fedssl.safe_io import MAX_TENSORS_BYTES, check_tensors_like
+from fedssl.tensor_file import read_tensor_file, write_tensor_file
 
 if TYPE_CHECKING:  # a device's process starts without torch
     from torch import Tensor
@@ -33,7 +33,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 def layers_digest(layers: Layers) -> str:
     """Return the SHA-256 of names, dtypes, shapes and values of layers, in hexadecimal; their order has no effect."""
-    digest = hashlib.sha256()
+    digest = new_identity()
     for name, array in sorted(layers.items()):
         digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
         digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
@@ -59,7 +59,7 @@ def check_base(base: Layers, *, like: "Mapping[str, Tensor]", digest: str) -> No
 
 def save_base(folder: Path, base: Layers, *, digest: str) -> None:
     """Write base layers to the folder, unless they are there intact, and delete all but the `KEPT` newest files."""
-    from safetensors.numpy import save  # here: the server of a run without base layers does not need it
+    import torch
 
     file = folder / f"{digest}{_SUFFIX}"
     if file.exists() and not _is_intact(file, file.stat().st_mtime_ns):
@@ -67,8 +67,7 @@ def save_base(folder: Path, base: Layers, *, digest: str) -> None:
         file.unlink()
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        arrays = {name: np.asarray(array, order="C") for name, array in base.items()}
-        atomic_write(file, lambda stream: stream.write(save(arrays)))
+        write_tensor_file(file, {name: torch.from_numpy(np.array(array)) for name, array in base.items()})
         others = [other for other in _files(folder) if other != file]
         for other in others[KEPT - 1 :]:
             log.info("%s is deleted: the %d newest base layers are kept", other, KEPT)
@@ -127,8 +126,5 @@ def _is_intact(file: Path, changed: int) -> bool:
 
 def _read(file: Path, *, max_bytes: int) -> Layers:
     """Read a file, whose layers are memory-mapped; raises any exception if it is damaged."""
-    from safetensors import safe_open
-
-    open_regular_file(file, max_bytes=max_bytes).close()
-    with safe_open(file, "pt") as stored:
-        return {name: stored.get_tensor(name).numpy() for name in stored.keys()}  # noqa: SIM118, not a dictionary
+    tensors, _ = read_tensor_file(file, max_bytes=max_bytes)
+    return {name: tensor.numpy() for name, tensor in tensors.items()}

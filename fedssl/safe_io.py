@@ -7,7 +7,6 @@ terminal, a log, a table or a figure.
 
 import argparse
 import io
-import math
 import os
 import pickle
 import pickletools
@@ -17,15 +16,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Set
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-import xxhash
 import yaml
 
+from fedssl.digests import checksum
 from fedssl.errors import InputError
-
-if TYPE_CHECKING:  # commands that only read settings start without NumPy
-    import numpy as np
 
 MAX_TEXT_BYTES = 2**22  # bytes of a file with settings or a summary
 MAX_LINES_BYTES = 2**30  # of a file with one line per round, client or image
@@ -91,7 +87,7 @@ def read_text(file: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str | None:
 
 def checksum_line(text: str) -> str:
     """Return the first line of a file with this text, by which `read_yaml` detects damage."""
-    return CHECKSUM_COMMENT + xxhash.xxh3_64_hexdigest(text.encode())
+    return CHECKSUM_COMMENT + checksum(text.encode())
 
 
 def read_yaml(file: Path, kind: type) -> Any:
@@ -132,7 +128,7 @@ def read_tensors(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES, training_scr
             if training_script:
                 return _read_legacy_tensors(stream)
             raise ValueError("it is not an archive of tensors")
-        with _archive(stream) as archive:
+        with open_archive(stream) as archive:
             (listed,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl"))
             if listed.file_size > _MAX_PICKLE_BYTES:
                 raise ValueError("its list of tensors is too long")
@@ -202,23 +198,6 @@ def check_tensors_like(tensors: Mapping[str, Any], template: Mapping[str, Any]) 
             raise ValueError(f"{name} has values that are not finite")
 
 
-def read_arrays(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> "dict[str, np.ndarray]":
-    """Read arrays of numbers and strings that `numpy.savez` wrote; raises as `read_tensors` does."""
-    import numpy as np
-
-    with open_regular_file(file, max_bytes=max_bytes) as stream, _archive(stream) as archive:
-        for entry in archive.infolist():
-            with archive.open(entry) as member:
-                if np.lib.format.read_magic(member) != (1, 0):
-                    raise ValueError(f"{entry.filename} is not an array")
-                shape, _, dtype = np.lib.format.read_array_header_1_0(member)
-                if dtype.hasobject or math.prod(shape) * dtype.itemsize != entry.file_size - member.tell():
-                    raise ValueError(f"{entry.filename} has another size than it declares")
-        stream.seek(0)
-        with np.load(stream, allow_pickle=False) as content:
-            return dict(content)
-
-
 def iter_leaves(value: Any) -> Iterator[Any]:
     """Yield all keys and values of nested mappings, lists and tuples, except the containers."""
     stack = [(value, 0)]
@@ -259,7 +238,7 @@ class _PlainLoader(yaml.SafeLoader):
         return node
 
 
-def _archive(stream: IO[bytes]) -> zipfile.ZipFile:
+def open_archive(stream: IO[bytes]) -> zipfile.ZipFile:
     """Open an archive with uncompressed, non-overlapping members and correct checksums."""
     archive = zipfile.ZipFile(stream)
     entries = archive.infolist()

@@ -6,7 +6,6 @@ encoder and the one after a few local epochs. Each is evaluated on all test imag
 class frequencies (`fedssl.evaluation.label_matched`).
 """
 
-import hashlib
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ import torch
 from flwr.app import Message
 
 from fedssl.arrays import Layers
+from fedssl.digests import identity
 from fedssl.evaluation.label_matched import sample_label_matched, subset
 from fedssl.evaluation.protocol import EvaluationInput
 from fedssl.evaluation.scores import Score, mean_over_models
@@ -123,15 +123,15 @@ class PersonalizedEvaluator:
 
     def __init__(self, components: RunComponents) -> None:
         self._components = components
-        self._global_test: dict[bytes, Scores] = {}
-        self._inputs: dict[bytes, EvaluationInput] = {}  # of the latest models, with their features and predictions
+        self._global_test: dict[str, Scores] = {}
+        self._inputs: dict[str, EvaluationInput] = {}  # of the latest models, with their features and predictions
 
     def __call__(self, client: int, layers: Layers) -> tuple[Scores, Scores]:
         """Return the results on all test images, and on those with the client's class frequencies."""
         client_data, evaluator = self._components.client_data, self._components.evaluator
         assert client_data is not None
         assert client_data.image_data.labels is not None  # validated before the run
-        key = hashlib.sha256(b"".join(layers[name].tobytes() for name in sorted(layers))).digest()
+        key = identity(b"".join(layers[name].tobytes() for name in sorted(layers)))
         load_layers(self._components.method, layers)
         evaluation_input = self._inputs.pop(key, None) or evaluator.evaluation_input(self._components.method)
         assert evaluation_input is not None

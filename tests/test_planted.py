@@ -34,7 +34,8 @@ from fedssl.runs.catalog import differences_from_defaults
 from fedssl.runs.loaded_run import load_run_folder
 from fedssl.runs.representations import read_representations
 from fedssl.runs.run import read_run, strategy_of
-from fedssl.safe_io import read_arrays, read_tensors
+from fedssl.safe_io import read_tensors
+from fedssl.tensor_file import read_arrays
 from fedssl.wire.delivery import EncoderDelivery
 from simulation.sweep import plan_jobs
 from strategies.topology import read_edges
@@ -349,10 +350,9 @@ def test_metadata_of_safetensors_files(marker, tmp_path):
 
 # Functions that turn the bytes of others into values, and the modules that call them. A new module needs a row in a
 # test above if its values can be settings; `fedssl.plain_values` is for these.
-CALLS = r"\b(json\.loads?|yaml\.\w*load|read_yaml|load_plain_yaml|read_tensors|read_arrays|torch\.load|np\.load"
-CALLS += (
-    r"|tomllib\.loads|pickle\.loads|OmegaConf\.load|OmegaConf\.create|from_dotlist|safe_open|load_file|joblib\.load)\("
-)
+CALLS = r"\b(json\.loads?|yaml\.\w*load|read_yaml|load_plain_yaml|read_tensors|read_tensor_file|read_arrays"
+CALLS += r"|torch\.load|np\.load|tomllib\.loads|pickle\.loads|OmegaConf\.load|OmegaConf\.create|from_dotlist"
+CALLS += r"|safe_open|load_file|joblib\.load)\("
 MODULES = {
     # settings, which these pass through `plain_values`
     "fedssl/config/device_task.py": "test_a_task_for_a_device",
@@ -388,6 +388,7 @@ MODULES = {
     "fedssl/runs/run_report.py": "",
     "fedssl/runs/snapshots.py": "test_pickles",
     "fedssl/safe_io.py": "test_pickles",
+    "fedssl/tensor_file.py": "test_pickles",
     "fedssl/wire/device.py": "",
     "fedssl/wire/wire_format.py": "",
     "server_app/checkpoint.py": "test_pickles",

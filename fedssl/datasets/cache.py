@@ -13,7 +13,6 @@ and the files of `fedssl.datasets.pixel_file` or `fedssl.datasets.pack`. Only da
 deleted whenever no run uses it.
 """
 
-import hashlib
 import json
 import logging
 import math
@@ -36,6 +35,7 @@ from fedssl.datasets.decode_buffer import DecodeBuffer
 from fedssl.datasets.decoding import VERSION, Shape
 from fedssl.datasets.pack import IndexEntry
 from fedssl.datasets.pixel_file import PixelEntry
+from fedssl.digests import new_identity
 from fedssl.machine.memory import available_memory, gigabytes
 
 MIN_SECONDS_TO_CACHE = 1.0  # estimated decoding time from which a file pays
@@ -144,7 +144,7 @@ def _folder(location: str, cache_key: CacheKey, *, num_images: int) -> Path | No
 def _digest(cache_key: CacheKey) -> tuple[int, str]:
     """Return the size of all files in bytes, and a digest of everything that the pixels depend on."""
     settings = {"version": VERSION, "Pillow": PIL.__version__, **cache_key.settings}
-    hashed = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    hashed = new_identity(json.dumps(settings, sort_keys=True).encode())
     num_bytes = 0
     for file in cache_key.files:
         status = file.stat()

@@ -13,13 +13,14 @@ from typing import IO, Any
 
 import numpy as np
 
-from fedssl.atomic_files import atomic_write, write_text
+from fedssl.atomic_files import write_text
 from fedssl.datasets.buffers import StoredBuffer
 from fedssl.datasets.decode_buffer import DECODE_LOG_INTERVAL, DecodeBuffer
 from fedssl.datasets.decoding import Shape
 from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError
 from fedssl.locks import lock
+from fedssl.tensor_file import read_arrays, write_arrays
 
 _LOCK_POLL_SECONDS = 0.2
 
@@ -59,8 +60,7 @@ class CacheEntry(ABC):
     def read(self) -> StoredBuffer | None:
         """Open the stored images; None if there are none or they are damaged."""
         try:
-            with np.load(self._about, allow_pickle=False) as about:
-                columns = dict(about)  # the archive has a checksum of each
+            columns = read_arrays(self._about)
             unreadable = dict(zip(columns["unreadable"].tolist(), columns["reasons"].tolist(), strict=True))
             source = self._open(columns, unreadable)
         except FileNotFoundError:
@@ -92,7 +92,7 @@ class CacheEntry(ABC):
                 "unreadable": np.array(list(buffer.unreadable), dtype=np.int64),
                 "reasons": np.array(list(buffer.unreadable.values()), dtype=np.str_),
             }
-            atomic_write(self._about, lambda stream: np.savez(stream, **columns))
+            write_arrays(self._about, columns)
             self.note.unlink(missing_ok=True)
         stored = self.read()
         if stored is None:

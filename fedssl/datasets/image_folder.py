@@ -13,7 +13,6 @@
 Images are sorted by path.
 """
 
-import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +32,7 @@ from fedssl.datasets.folder_layout import list_images, list_split
 from fedssl.datasets.images import ImageSource
 from fedssl.datasets.pixels import BACKGROUND
 from fedssl.datasets.sample_checks import SAMPLE, range_warnings
+from fedssl.digests import new_identity
 from fedssl.errors import InputError
 
 # Arguments of `read` for all images below a folder, without labels, as on a device.
@@ -124,7 +124,7 @@ def count_files(path: Path) -> int:
 
 def files_digest(path: Path) -> str:
     """Return a digest of the names, sizes and modification times of all images below a folder."""
-    hashed = hashlib.sha256()
+    hashed = new_identity()
     for file in list_images(path):
         status = file.stat()
         hashed.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="surrogateescape"))

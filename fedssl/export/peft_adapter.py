@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedssl.atomic_files import atomic_write
 from fedssl.base_layers import read_base
 from fedssl.config.load import BASE_FOLDER
 from fedssl.encoders.base import Encoder
@@ -25,7 +24,8 @@ from fedssl.errors import InputError
 from fedssl.export.source import ExportSource, represent
 from fedssl.export.weights import KEY, write_weights
 from fedssl.low_rank import LowRankLayer
-from fedssl.safe_io import MAX_TENSORS_BYTES, corrupt_file_error, open_regular_file
+from fedssl.safe_io import corrupt_file_error
+from fedssl.tensor_file import read_tensor_file
 
 ADAPTER_FILE = "adapter.safetensors"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -35,23 +35,17 @@ _IN_PROJ, _OUT_PROJ = ".in_proj_weight", ".out_proj.weight"
 
 def write_adapter(file: Path, encoder: Encoder) -> None:
     """Write the factors of an encoder with `fedssl.tuning.lora`, atomically."""
-    from safetensors.torch import save
-
     tensors, layers = encoder.state_dict(), encoder.low_rank_layers
-    factors = {name: tensors[name].cpu() for layer in layers for name in (layer.a, layer.b)}
-    content = save(factors, {"format": "pt", KEY: json.dumps([astuple(layer) for layer in layers])})
-    atomic_write(file, lambda stream: stream.write(content))
+    factors = {name: tensors[name] for layer in layers for name in (layer.a, layer.b)}
+    write_weights(file, factors, metadata={KEY: json.dumps([astuple(layer) for layer in layers])})
 
 
 def read_adapter(file: Path, weights: Mapping[str, Tensor]) -> list[tuple[LowRankLayer, Tensor, Tensor]]:
     """Read A and B of each layer; `InputError` for a damaged file, or one that does not fit the encoder's weights."""
-    from safetensors import safe_open
-
     try:
-        open_regular_file(file, max_bytes=MAX_TENSORS_BYTES).close()
-        with safe_open(file, "pt") as stored:
-            layers = [LowRankLayer(*row) for row in json.loads((stored.metadata() or {})[KEY])]
-            factors = [(layer, stored.get_tensor(layer.a), stored.get_tensor(layer.b)) for layer in layers]
+        tensors, metadata = read_tensor_file(file)
+        layers = [LowRankLayer(*row) for row in json.loads(metadata[KEY])]
+        factors = [(layer, tensors[layer.a], tensors[layer.b]) for layer in layers]
         for layer, a, b in factors:
             weight = weights[layer.weight]
             if (len(b), a.shape[1], b.shape[1]) != (len(weight), weight[0].numel(), len(a)):
@@ -106,10 +100,9 @@ def write_peft(source: ExportSource, folder: Path) -> None:
 @torch.no_grad()
 def run_peft(source: ExportSource, folder: Path, images: Tensor) -> Tensor:
     """Compute the representations ``(batch, feature_dim)`` of images by the base layers and the folder's adapter."""
-    from safetensors.torch import load_file
-
     base = read_base(_run_folder(source) / BASE_FOLDER)
-    adapter, config = load_file(folder / WEIGHTS), json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    adapter, _ = read_tensor_file(folder / WEIGHTS)
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     scale = config["lora_alpha"] / config["r"]
     weights: dict[str, Tensor] = {}
     for name in source.content["weights"]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from fedssl.errors import InputError
-from fedssl.safe_io import open_regular_file
+from fedssl.tensor_file import read_tensor_file, write_tensor_file
 
 KEY = "fedssl"
 
@@ -26,27 +26,19 @@ def write_safetensors(file: Path, content: Mapping[str, Any]) -> None:
 
 def write_weights(file: Path, weights: Mapping[str, Tensor], *, metadata: Mapping[str, str]) -> None:
     """Write tensors and string metadata by name."""
-    from safetensors.torch import save
-
-    # transformers requires "format".
-    tensors = {name: value.contiguous() for name, value in weights.items()}
-    file.write_bytes(save(tensors, {"format": "pt", **metadata}))
+    write_tensor_file(file, weights, metadata={"format": "pt", **metadata})  # transformers requires "format"
 
 
 def read_safetensors(file: Path, *, max_bytes: int) -> dict[str, Any]:
     """Read, without validation, what `write_safetensors` wrote, up to ``max_bytes``; exceptions can have any type."""
     require_packages(str(file), "safetensors")
-    from safetensors import safe_open
-
-    open_regular_file(file, max_bytes=max_bytes).close()
-    with safe_open(file, "pt") as stored:
-        content = read_metadata(stored.metadata(), file)
-        return {**content, "weights": {name: stored.get_tensor(name) for name in stored.keys()}}  # noqa: SIM118, not a dictionary
+    weights, metadata = read_tensor_file(file, max_bytes=max_bytes)
+    return {**read_metadata(metadata, file), "weights": weights}
 
 
-def read_metadata(metadata: Mapping[str, str] | None, file: Path) -> dict[str, Any]:
+def read_metadata(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
     """Return what a safetensors file of this project states about an encoder; empty for a file of another program."""
-    content: Any = json.loads((metadata or {}).get(KEY, "{}"))
+    content: Any = json.loads(metadata.get(KEY, "{}"))
     if isinstance(content, list):  # see `fedssl.export.peft_adapter`
         raise InputError(
             f"{file} has the low-rank factors of a run with tuning=lora, which are no encoder; give the encoder.pt of "

@@ -3,7 +3,6 @@
 The command ``flwr run`` itself cannot be used, because it exits with 0 if a run fails.
 """
 
-import hashlib
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,8 @@ from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.error import FlowerError
 from flwr.supercore.fab import Fab
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+from fedssl.digests import identity
 
 __all__ = ["HEARTBEAT_PATIENCE", "ControlHttpClient", "NodeInfo", "RunStatus"]
 
@@ -61,7 +62,7 @@ def start_run(control: ControlHttpClient, app: Path, *, overrides: str) -> int:
     """Submit the app with ``overrides`` in its run config, and return the id of the run."""
     fab = build_fab(app)
     request = StartRunRequest(
-        fab=fab_to_proto(Fab(hashlib.sha256(fab).hexdigest(), fab, {})),
+        fab=fab_to_proto(Fab(identity(fab), fab, {})),
         override_config=user_config_to_proto({"overrides": overrides}),
     )
     return int(control.StartRun(request).run_id)

@@ -10,18 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import xxhash
-from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 
-from fedssl.atomic_files import atomic_write
 from fedssl.datasets.images import ImageSource
-from fedssl.safe_io import open_regular_file
+from fedssl.digests import new_checksum
+from fedssl.tensor_file import read_tensor_file, tensor_bytes, write_tensor_file
 
 log = logging.getLogger("fedssl")
 
-_SUFFIX, _NAME, _CHECKSUM = ".safetensors", "features", "checksum"
+_SUFFIX, _NAME = ".safetensors", "features"
 _CHUNK = 256  # images that are hashed at a time
 
 
@@ -30,14 +27,14 @@ def features_key(
 ) -> str:
     """Return a digest of network, images, preprocessing, torch's version and the kind of device, in hexadecimal."""
     device = next(network.parameters()).device.type
-    hashed = xxhash.xxh3_128(repr((torch.__version__, device, network, size, tuple(mean), tuple(std))).encode())
+    hashed = new_checksum(repr((torch.__version__, device, network, size, tuple(mean), tuple(std))).encode())
     for name, tensor in network.state_dict().items():
         hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        hashed.update(_bytes(tensor))
+        hashed.update(tensor_bytes(tensor.cpu()))
     for images in pieces:
         hashed.update(repr(images.shape).encode())
         for chunk in images.chunks(_CHUNK):
-            hashed.update(_bytes(chunk))
+            hashed.update(tensor_bytes(chunk.cpu()))
     return hashed.hexdigest()
 
 
@@ -52,11 +49,8 @@ class FeatureFiles:
         """Return the features of ``count`` images, float32 ``(count, dim)``; None without an intact file."""
         file = self.folder / f"{key}{_SUFFIX}"
         try:
-            open_regular_file(file, max_bytes=self.max_bytes).close()
-            with safe_open(file, "pt") as stored:
-                features: Tensor = stored.get_tensor(_NAME)
-                checksum = (stored.metadata() or {}).get(_CHECKSUM)
-            if features.dtype != torch.float32 or len(features) != count or checksum != _checksum(features):
+            features = read_tensor_file(file, max_bytes=self.max_bytes, checked=True)[0][_NAME]
+            if features.dtype != torch.float32 or len(features) != count:
                 raise ValueError("unexpected content")
             file.touch()
         except FileNotFoundError:
@@ -70,8 +64,7 @@ class FeatureFiles:
         """Write features. A folder that cannot be written is logged."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            content = save({_NAME: features}, {_CHECKSUM: _checksum(features)})
-            atomic_write(self.folder / f"{key}{_SUFFIX}", lambda stream: stream.write(content))
+            write_tensor_file(self.folder / f"{key}{_SUFFIX}", {_NAME: features}, checked=True)
             self._delete_oldest()
         except OSError as error:
             log.warning("%s cannot be written (%s): every process runs the teacher", self.folder, error.strerror)
@@ -87,11 +80,3 @@ class FeatureFiles:
                 return
             file.unlink(missing_ok=True)
             size -= statuses[file].st_size
-
-
-def _checksum(features: Tensor) -> str:
-    return xxhash.xxh3_64(_bytes(features)).hexdigest()
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -11,7 +11,6 @@ Everything after the features is computed in float64 by one thread, so that the 
 the number of threads.
 """
 
-import hashlib
 import logging
 import time
 import warnings
@@ -25,10 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedssl.atomic_files import atomic_write
 from fedssl.config.constraints import check_arguments
 from fedssl.datasets.cache import MIN_SECONDS_TO_CACHE, cache_folder
 from fedssl.datasets.cache_entry import cache_error
+from fedssl.digests import identity, new_identity
 from fedssl.errors import InputError
 from fedssl.evaluation.features import pixel_values
 from fedssl.export import load_encoder
@@ -36,9 +35,11 @@ from fedssl.machine.process import one_thread
 from fedssl.partition.partition import ImageSubset, Partition, PartitionInput
 from fedssl.partition.partitioners import check_counts, dirichlet
 from fedssl.seeding import derive_seed
+from fedssl.tensor_file import read_arrays, write_arrays
 
 MAX_VALUES = 1024  # pixel features per image: their covariance takes a second for 50,000 images
 RESTARTS = 4  # of k-means; the best result is used
+_COLUMN = "clusters"  # of the cached file
 _CHUNK = 512  # images processed at a time
 _MIN_VARIANCE_SHARE = 1e-10  # components with a smaller share of the largest variance are dropped
 
@@ -102,7 +103,7 @@ def cluster_images(
             features = pixel_features(images) if encoder is None else encoder_features(images, encoder)
         return k_means(whitened(features, components=components), clusters=clusters, seed=seed)
 
-    settings = (clusters, components, seed, encoder and hashlib.sha256(_bytes_of(encoder)).hexdigest())
+    settings = (clusters, components, seed, encoder and identity(_bytes_of(encoder)))
     return _cached(images, settings, make)
 
 
@@ -194,11 +195,11 @@ def _cached(images: ImageSubset, settings: tuple[Any, ...], make: Callable[[], n
     if images.cache is None:
         return make()
     versions = [version(name) for name in ("numpy", "torch", "scikit-learn")]
-    hashed = hashlib.sha256(repr((settings, images.source.shape, versions)).encode())
+    hashed = new_identity(repr((settings, images.source.shape, versions)).encode())
     hashed.update(images.rows.numpy().data)
     for chunk in images.source.chunks(_CHUNK):
         hashed.update(chunk.contiguous().numpy().data)
-    file = cache_folder(images.cache) / "clusters" / f"{hashed.hexdigest()[:32]}.npy"
+    file = cache_folder(images.cache) / "clusters" / f"{hashed.hexdigest()[:32]}.npz"
     stored = _read(file, len(images), settings[0])
     if stored is not None:
         return stored
@@ -207,7 +208,7 @@ def _cached(images: ImageSubset, settings: tuple[Any, ...], make: Callable[[], n
     if time.perf_counter() - begin > MIN_SECONDS_TO_CACHE:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(file, lambda stream: np.save(stream, assigned))
+            write_arrays(file, {_COLUMN: assigned})
         except OSError as error:
             if images.cache != "auto":
                 raise cache_error(file.parent, error) from error
@@ -218,7 +219,7 @@ def _cached(images: ImageSubset, settings: tuple[Any, ...], make: Callable[[], n
 def _read(file: Path, count: int, clusters: int) -> np.ndarray | None:
     """Return the clusters in the file; None if it is missing or damaged."""
     try:
-        stored: np.ndarray = np.load(file, allow_pickle=False)
+        stored = read_arrays(file)[_COLUMN]
         if stored.shape == (count,) and stored.dtype == np.int64 and stored.min() >= 0 and stored.max() < clusters:
             return stored
         reason = "unexpected content"

@@ -5,7 +5,6 @@ Paul Tol's "muted" ones for classes. A strategy has the same color and line styl
 strategies.
 """
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fedssl.atomic_files import atomic_write, make_subfolder, write_text
+from fedssl.digests import identity
 from fedssl.errors import InputError
 from fedssl.runs.run import strategy_of
 from fedssl.safe_io import sanitize
@@ -69,7 +69,7 @@ STRATEGY_STYLES = {
 def line_style(strategy: str) -> LineStyle:
     """Return the line style of a strategy: for an unknown one dotted, in a color derived from its name."""
     known = STRATEGY_STYLES.get(strategy)
-    return known or LineStyle(COLORS[hashlib.sha256(strategy.encode()).digest()[0] % len(COLORS)], ":")
+    return known or LineStyle(COLORS[int(identity(strategy.encode())[:2], 16) % len(COLORS)], ":")
 
 
 def nth_line_style(number: int) -> LineStyle:

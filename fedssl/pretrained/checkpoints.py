@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fedssl.errors import InputError
 from fedssl.export.weights import read_metadata
-from fedssl.safe_io import MAX_TENSORS_BYTES, open_regular_file, read_tensors, sanitize
+from fedssl.safe_io import MAX_TENSORS_BYTES, read_tensors, sanitize
+from fedssl.tensor_file import read_tensor_file
 
 _MAX_BYTES = MAX_TENSORS_BYTES // 4
 
@@ -54,12 +55,8 @@ def read_checkpoint(file: Path) -> Checkpoint:
 def _read(file: Path) -> tuple[Any, Mapping[str, Any]]:
     """Return the content of a file, and what an encoder's file of this project states about it."""
     if file.suffix == ".safetensors":
-        from safetensors import safe_open
-
-        open_regular_file(file, max_bytes=_MAX_BYTES).close()
-        with safe_open(file, "pt") as stored:
-            metadata = read_metadata(stored.metadata(), file)
-            return {name: stored.get_tensor(name) for name in stored.keys()}, metadata  # noqa: SIM118, not a dictionary
+        tensors, stated = read_tensor_file(file, max_bytes=_MAX_BYTES)
+        return tensors, read_metadata(stated, file)
     content = read_tensors(file, max_bytes=_MAX_BYTES, training_script=True)
     is_own = isinstance(content, dict) and str(content.get("format", "")).startswith("fedssl-encoder")
     return content, content if is_own else {}

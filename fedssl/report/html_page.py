@@ -4,7 +4,6 @@ Text of run folders is escaped. The Content-Security-Policy allows only the scri
 images inside the page: figures are SVG images, which a browser isolates from the page.
 """
 
-import hashlib
 import io
 import itertools
 import time
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from fedssl.digests import new_identity
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, column_title
 from fedssl.plots.registry import PLOTS
@@ -56,7 +56,7 @@ class PageImage:
 
 def page(runs: Sequence[Run], tables: Sequence[TextTable], *, again: float | None = None) -> str:
     """Return the page of results. It reloads itself after ``again`` seconds; None: never."""
-    digest = b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    digest = b64encode(new_identity(SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     encoders = encoder_table(runs)
     shown = [*(table.data() for table in tables), *([encoders] if encoders.rows else [])]

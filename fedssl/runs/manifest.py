@@ -11,9 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import xxhash
-
 from fedssl.atomic_files import append_text, remove, round_file, saved_rounds, write_text
+from fedssl.digests import checksum, new_checksum
 from fedssl.safe_io import MAX_LINES_BYTES, MAX_TENSORS_BYTES, open_regular_file, read_text
 
 JSONL_FILES = ("metrics.jsonl", "clients.jsonl", "health.jsonl")
@@ -76,14 +75,14 @@ class Manifest:
 def write_manifest(file: Path, manifest: Manifest) -> None:
     """Write a manifest with its own digest."""
     text = json.dumps(asdict(manifest))
-    write_text(file, f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}\n")
+    write_text(file, f"{checksum(text.encode())}\n{text}\n")
 
 
 def read_manifest(file: Path) -> Manifest:
     """Read a manifest; raises `ValueError` if it is missing or damaged."""
     digest, _, text = (read_text(file, max_bytes=MAX_LINES_BYTES) or "").partition("\n")
     text = text.removesuffix("\n")
-    if digest != xxhash.xxh3_128_hexdigest(text.encode()):
+    if digest != checksum(text.encode()):
         raise ValueError(f"{file.name} is missing or damaged")
     content = json.loads(text)
     parts = tuple(Part(**part) for part in content["parts"])
@@ -94,7 +93,7 @@ def read_manifest(file: Path) -> Manifest:
 
 def digest_of(file: Path, size: int | None = None) -> str:
     """Return the digest of the first ``size`` bytes of a file; None: of all."""
-    digest, left = xxhash.xxh3_128(), MAX_TENSORS_BYTES if size is None else size
+    digest, left = new_checksum(), MAX_TENSORS_BYTES if size is None else size
     with open_regular_file(file) as stream:
         while left and (chunk := stream.read(min(left, _CHUNK_BYTES))):
             digest.update(chunk)
@@ -161,7 +160,7 @@ class LineFile:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self._size, self._digest = 0, xxhash.xxh3_128()
+        self._size, self._digest = 0, new_checksum()
         self._after: dict[int, Part] = {}
         self.end_round(0)
 
@@ -188,6 +187,6 @@ class LineFile:
             write_text(self.file, content.decode())
         else:
             remove(self.file)
-        self._size, self._digest = size, xxhash.xxh3_128(content)
+        self._size, self._digest = size, new_checksum(content)
         self._after.clear()
         self.end_round(round)

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from fedssl.atomic_files import atomic_write
 from fedssl.datasets.base import NO_LABEL
-from fedssl.safe_io import corrupt_file_error, read_arrays
+from fedssl.safe_io import corrupt_file_error
+from fedssl.tensor_file import read_arrays, write_arrays
 
 FILE_NAME = "representations.npz"
 MAX_BYTES = 2**30  # bytes of the file
@@ -28,7 +28,7 @@ class Representations:
         """Write the file of a run folder; it replaces that of an earlier round."""
         arrays: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         known = {name: array for name, array in arrays.items() if array is not None}
-        atomic_write(folder / FILE_NAME, lambda stream: np.savez(stream, round=np.array(round), **known))
+        write_arrays(folder / FILE_NAME, {"round": np.array(round), **known})
 
 
 def read_representations(folder: Path) -> tuple[int, Representations] | None:

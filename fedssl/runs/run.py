@@ -9,13 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
-import xxhash
-
 from fedssl import locks
 from fedssl.atomic_files import write_text
 from fedssl.config.literal import plain_override, shell_command
 from fedssl.config.overrides import config_groups
 from fedssl.config.saved_run import read_overrides
+from fedssl.digests import checksum
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY, Score, as_scores
 from fedssl.runs.jsonl import finite_number, incomplete_files, mapping_of, missing_rounds, optional, read_jsonl, text
@@ -259,7 +258,7 @@ def write_summary(file: Path, summary: Mapping[str, Any]) -> None:
 
 
 def _checksum(summary: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(summary, sort_keys=True).encode())
+    return checksum(json.dumps(summary, sort_keys=True).encode())
 
 
 def read_summary(file: Path) -> dict[str, Any] | None:

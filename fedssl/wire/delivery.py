@@ -1,6 +1,5 @@
 """Delivery of an encoder to a device: its file and a signature of the server, and the quality that a device replies."""
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -8,6 +7,8 @@ from typing import TypeVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from fedssl.digests import identity
 
 ENCODER = "encoder"
 QUALITY = "quality"
@@ -28,7 +29,7 @@ class EncoderDelivery:
     @property
     def digest(self) -> str:
         """Return the SHA-256 of the file."""
-        return hashlib.sha256(self.content).hexdigest()
+        return identity(self.content)
 
     @property
     def signed_text(self) -> bytes:

@@ -1,13 +1,11 @@
 """Files of others: what they declare is checked before memory is taken, and nothing in them is run."""
 
-import io
 import os
 import pickle
 import time
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +14,6 @@ from fedssl.errors import InputError
 from fedssl.safe_io import (
     check_tensors_like,
     open_regular_file,
-    read_arrays,
     read_tensors,
     read_text,
     read_yaml,
@@ -110,17 +107,8 @@ def test_a_tensor_longer_than_its_storage_takes_no_memory(tmp_path):
 
 
 def test_archives_that_are_larger_than_they_are_long_are_refused(tmp_path):
-    path = archive(tmp_path / "x.npz", {"a.npy": bytes(10**6)}, compressed=True)
-    for read in (read_arrays, read_tensors):
-        with pytest.raises(ValueError, match=r"compressed|not an archive"):
-            read(path)
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (10**12,)})
-    with pytest.raises(ValueError, match="has another size than it declares"):
-        read_arrays(archive(path, {"a.npy": header.getvalue()}))
-    np.savez(path, a=np.array([{"x": 1}], dtype=object))
-    with pytest.raises(ValueError, match="has another size than it declares"):
-        read_arrays(path)
+    with pytest.raises(ValueError, match=r"compressed|not an archive"):
+        read_tensors(archive(tmp_path / "x.pt", {"a/data.pkl": bytes(10**6)}, compressed=True))
 
 
 def test_every_byte_is_looked_at(tmp_path):
