@@ -8,6 +8,7 @@ default ResNets have a stem for small images: one 3x3 convolution of stride 1 an
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -77,11 +78,13 @@ def conv_small(*, channels: int, size: int, width: int = 32, norm: str = "batch"
     return ConvSmall(widths=(channels, width, 2 * width, 4 * width, 4 * width), strides=strides, norm=norm)
 
 
-def resnet18(*, channels: int, size: int, stem: str = "small", norm: str = "batch") -> Encoder:
-    """Build torchvision's ResNet-18 without its classifier; ``feature_dim`` is 512.
+def resnet(*, depth: int, channels: int, size: int, stem: str = "small", norm: str = "batch") -> Encoder:
+    """Build torchvision's ResNet without its classifier: `resnet18`, `resnet34` and `resnet50`.
 
     Parameters
     ----------
+    depth : {18, 34, 50}
+        Layers; ``feature_dim`` is 512, 512 and 2048.
     channels, size : int
         Channels of the images, and their height and width in pixels.
     stem : {"small", "imagenet"}
@@ -90,20 +93,30 @@ def resnet18(*, channels: int, size: int, stem: str = "small", norm: str = "batc
     norm : {"batch", "group"}
         As in `normalization`.
     """
-    return _resnet("resnet18", channels=channels, size=size, stem=stem, norm=norm)
+    _check_image_size(f"resnet{depth}", channels=channels, size=size, smallest=1)
+    check_arguments("encoder", stem=stem)
+    block, blocks = _BLOCKS[depth]
+    encoder = ResNetEncoder(block, blocks, normalize=normalization(norm))
+    if stem == "small":
+        encoder.conv1 = nn.Conv2d(channels, 64, 3, stride=1, padding=1, bias=False)
+        encoder.maxpool = nn.Identity()
+    elif channels != 3:
+        encoder.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
+    # torchvision's initialization, repeated because the first convolution may have been replaced.
+    nn.init.kaiming_normal_(encoder.conv1.weight, mode="fan_out", nonlinearity="relu")
+    encoder.channels = channels
+    return encoder
 
 
-def resnet34(*, channels: int, size: int, stem: str = "small", norm: str = "batch") -> Encoder:
-    """Build torchvision's ResNet-34 without its classifier; ``feature_dim`` is 512. Parameters as in `resnet18`."""
-    return _resnet("resnet34", channels=channels, size=size, stem=stem, norm=norm)
+_BLOCKS: dict[int, tuple[type[BasicBlock | Bottleneck], tuple[int, ...]]] = {
+    18: (BasicBlock, (2, 2, 2, 2)),
+    34: (BasicBlock, (3, 4, 6, 3)),
+    50: (Bottleneck, (3, 4, 6, 3)),
+}
+resnet18, resnet34, resnet50 = (partial(resnet, depth=depth) for depth in _BLOCKS)
 
 
-def resnet50(*, channels: int, size: int, stem: str = "small", norm: str = "batch") -> Encoder:
-    """Build torchvision's ResNet-50 without its classifier; ``feature_dim`` is 2048. Parameters as in `resnet18`."""
-    return _resnet("resnet50", channels=channels, size=size, stem=stem, norm=norm)
-
-
-def vit_tiny(
+def vit(
     *,
     channels: int,
     size: int,
@@ -115,7 +128,7 @@ def vit_tiny(
     positions: str = "learned",
     registers: int = 0,
 ) -> Encoder:
-    """Build torchvision's VisionTransformer in the "tiny" size of DeiT (arXiv 2012.12877).
+    """Build torchvision's VisionTransformer; `vit_tiny`, `vit_small`, `vit_base` have DeiT's sizes (arXiv 2012.12877).
 
     Parameters
     ----------
@@ -125,7 +138,7 @@ def vit_tiny(
         Height and width of a patch; must divide ``size``. LW-FedSSL uses 4 for 32x32; 2 suits 8x8.
     depth, width, heads : int
         Transformer blocks, length of a token (``feature_dim``), attention heads. The hidden layer of a block is four
-        times as wide as a token.
+        times as wide as a token. Widths are 192 (tiny), 384 (small) and 768 (base), with 64 for each head.
     pool : {"token", "mean"}
         h is the class token, or the mean over the patches of a transformer without class token.
     positions : {"sincos", "learned"}
@@ -134,116 +147,7 @@ def vit_tiny(
     registers : int
         Number of register tokens (arXiv 2309.16588), which take part in attention but not in h. 0 disables them.
     """
-    return _vit(
-        "vit_tiny",
-        channels=channels,
-        size=size,
-        patch=patch,
-        depth=depth,
-        width=width,
-        heads=heads,
-        pool=pool,
-        positions=positions,
-        registers=registers,
-    )
-
-
-def vit_small(
-    *,
-    channels: int,
-    size: int,
-    patch: int = 4,
-    depth: int = 12,
-    width: int = 384,
-    heads: int = 6,
-    pool: str = "token",
-    positions: str = "learned",
-    registers: int = 0,
-) -> Encoder:
-    """Build torchvision's VisionTransformer in the "small" size of DeiT; ``feature_dim`` is 384.
-
-    Parameters as in `vit_tiny`.
-    """
-    return _vit(
-        "vit_small",
-        channels=channels,
-        size=size,
-        patch=patch,
-        depth=depth,
-        width=width,
-        heads=heads,
-        pool=pool,
-        positions=positions,
-        registers=registers,
-    )
-
-
-def vit_base(
-    *,
-    channels: int,
-    size: int,
-    patch: int = 4,
-    depth: int = 12,
-    width: int = 768,
-    heads: int = 12,
-    pool: str = "token",
-    positions: str = "learned",
-    registers: int = 0,
-) -> Encoder:
-    """Build torchvision's VisionTransformer in the "base" size of DeiT; ``feature_dim`` is 768.
-
-    Parameters as in `vit_tiny`.
-    """
-    return _vit(
-        "vit_base",
-        channels=channels,
-        size=size,
-        patch=patch,
-        depth=depth,
-        width=width,
-        heads=heads,
-        pool=pool,
-        positions=positions,
-        registers=registers,
-    )
-
-
-def timm(*, name: str, channels: int, size: int) -> Encoder:
-    """Build timm's network of this name without its classifier, such as ``vit_small_patch16_224``.
-
-    Needs timm, the extra ``timm``.
-    """
-    check_arguments("encoder", name=name)
-    _check_image_size(f"encoder.name={name}", channels=channels, size=size, smallest=1)
-    require_timm("encoder=timm")
-    from fedssl.encoders.timm_networks import build_timm  # here: slow import
-
-    return build_timm(name, channels=channels, size=size)
-
-
-def torchvision(*, name: str, channels: int, size: int) -> Encoder:
-    """Build torchvision's classification network of this name without its classifier, such as ``efficientnet_b0``."""
-    check_arguments("encoder", name=name)
-    _check_image_size(f"encoder.name={name}", channels=channels, size=size, smallest=1)
-    from fedssl.encoders.torchvision_networks import build_torchvision  # here: slow import
-
-    return build_torchvision(name, channels=channels, size=size)
-
-
-def _vit(
-    name: str,
-    *,
-    channels: int,
-    size: int,
-    patch: int,
-    depth: int,
-    width: int,
-    heads: int,
-    pool: str,
-    positions: str,
-    registers: int,
-) -> Encoder:
-    _check_image_size(name, channels=channels, size=size, smallest=1)
+    _check_image_size("vit", channels=channels, size=size, smallest=1)
     check_arguments("encoder", patch=patch, depth=depth, width=width, heads=heads, pool=pool, positions=positions)
     check_arguments("encoder", registers=registers)
     _check_divisible(size, patch=patch, width=width, heads=heads)
@@ -273,22 +177,31 @@ def _vit(
     return encoder
 
 
-def _resnet(name: str, *, channels: int, size: int, stem: str, norm: str) -> Encoder:
-    _check_image_size(name, channels=channels, size=size, smallest=1)
-    check_arguments("encoder", stem=stem)
+vit_tiny = vit
+vit_small = partial(vit, width=384, heads=6)
+vit_base = partial(vit, width=768, heads=12)
 
-    normalize = normalization(norm)
-    blocks = [2, 2, 2, 2] if name == "resnet18" else [3, 4, 6, 3]
-    encoder = ResNetEncoder(Bottleneck if name == "resnet50" else BasicBlock, blocks, normalize=normalize)
-    if stem == "small":
-        encoder.conv1 = nn.Conv2d(channels, 64, 3, stride=1, padding=1, bias=False)
-        encoder.maxpool = nn.Identity()
-    elif channels != 3:
-        encoder.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
-    # torchvision's initialization, repeated because the first convolution may have been replaced.
-    nn.init.kaiming_normal_(encoder.conv1.weight, mode="fan_out", nonlinearity="relu")
-    encoder.channels = channels
-    return encoder
+
+def timm(*, name: str, channels: int, size: int) -> Encoder:
+    """Build timm's network of this name without its classifier, such as ``vit_small_patch16_224``.
+
+    Needs timm, the extra ``timm``.
+    """
+    check_arguments("encoder", name=name)
+    _check_image_size(f"encoder.name={name}", channels=channels, size=size, smallest=1)
+    require_timm("encoder=timm")
+    from fedssl.encoders.timm_networks import build_timm  # here: slow import
+
+    return build_timm(name, channels=channels, size=size)
+
+
+def torchvision(*, name: str, channels: int, size: int) -> Encoder:
+    """Build torchvision's classification network of this name without its classifier, such as ``efficientnet_b0``."""
+    check_arguments("encoder", name=name)
+    _check_image_size(f"encoder.name={name}", channels=channels, size=size, smallest=1)
+    from fedssl.encoders.torchvision_networks import build_torchvision  # here: slow import
+
+    return build_torchvision(name, channels=channels, size=size)
 
 
 def _check_image_size(name: str, *, channels: int, size: int, smallest: int) -> None:
