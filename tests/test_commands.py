@@ -126,6 +126,7 @@ def call(overrides: list[str], patch: pytest.MonkeyPatch) -> None:
 
 def marked(block: Block) -> object:
     much = any(overrides in block.text for overrides in ("engine=ray", "fedssl -m", "encoder=resnet18"))
+    much |= block.page not in ("README.md", "data.md")
     return pytest.param(block, marks=pytest.mark.heavy if much else [], id=str(block))
 
 

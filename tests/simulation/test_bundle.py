@@ -53,6 +53,7 @@ print(fedssl.wire.fingerprint.code_fingerprint())
 """
 
 
+@pytest.mark.heavy
 def test_apps_run_from_the_bundle_alone_without_slow_imports(bundle):
     ran = subprocess.run([sys.executable, "-c", PROGRAM], cwd=bundle, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

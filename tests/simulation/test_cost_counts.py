@@ -13,10 +13,9 @@ from tests.planning import QUICK, build
     "overrides",
     [
         ["method=orchestra", "wire_dtype=int8"],  # a server side, and differences
-        ["method=byol", "strategy=fedu", "wire_dtype=fp16"],  # parts of the model, and a state
-        ["schedule=layer_wise", "method=byol"],  # phases
+        pytest.param(["method=byol", "strategy=fedu", "wire_dtype=fp16"], marks=pytest.mark.heavy),  # parts, a state
+        pytest.param(["schedule=layer_wise", "method=byol"], marks=pytest.mark.heavy),  # phases
         ["schedule=progressive", "calibration=auxiliary", "calibration.epochs=0"],  # all stages, in every round
-        ["strategy=per_ssl"],
         ["strategy.weighting=examples", "rounds=70", "clients_per_round=2", "checkpoint_every=3"],  # longer numbers
     ],
     ids=",".join,

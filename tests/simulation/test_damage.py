@@ -166,13 +166,12 @@ def test_undamaged_files_are_read(folder):
 
 
 def cases():
-    """Every reader with every file; the slow report has few kinds of damage without --heavy."""
+    """Every reader with every file; with few kinds of damage without --heavy."""
     for reader, names in READERS.items():
         for name, kinds in names.items():
-            slow = reader is reported and kinds is DAMAGES
-            yield pytest.param(reader, name, kinds, marks=pytest.mark.heavy if slow else ())
-            if slow:
-                yield reader, name, FEW[:2]
+            few = FEW[:1] if reader is reported or reader is restored else FEW
+            yield reader, name, few
+            yield pytest.param(reader, name, kinds, marks=pytest.mark.heavy)
 
 
 @pytest.mark.parametrize(("reader", "name", "kinds"), list(cases()))

@@ -38,6 +38,7 @@ def test_slow_imports_are_avoided(arguments, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("module", ["fedssl.fleet.cli", "fedssl.fleet.device_cli"])
 def test_commands_of_fleets_start_without_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -210,6 +210,7 @@ class TestHydra:
         with pytest.raises(InputError, match="linear is not a result of final_evaluation, which gives knn, rankme; "):
             check_metric("linear", ["final_evaluation=knn", "seed=0,1"], final=True)
 
+    @pytest.mark.heavy
     def test_failed_jobs_and_the_table_are_in_files(self, tmp_path):
         status, output = sweep(
             tmp_path, "seed=0", "clients_per_round=2,9", "hydra.sweep.dir=sweep", "hydra.verbose=[]", "sweep.metric=knn"
