@@ -26,7 +26,6 @@ from fedssl.rules import check_rules
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import Phase, make_phases
 from fedssl.schedule.stages import check_phases
-from fedssl.seeding import numpy_generator
 from fedssl.step_cost import TrainingCostMeter
 from fedssl.training import LocalTrainer
 from fedssl.wire.secure_aggregation import MIN_CLIENTS
@@ -34,7 +33,6 @@ from server_app.buffered import make_policy
 from server_app.calibration import Calibration
 from server_app.collapse_monitor import CollapseMonitor, ServerFeatureExtractor
 from server_app.devices import adapt_to_edge_clients, log_devices, trains_all_clients
-from server_app.differential_privacy import Privacy, warn_of_weak_privacy
 from server_app.evaluator import Evaluator
 from server_app.exchanges.base import Exchange
 from server_app.exchanges.secure import SecureExchange
@@ -57,6 +55,7 @@ from server_app.secure_aggregation import describe_graph, graph_for, largest_wei
 from server_app.teacher import check_teacher, load_teacher, teacher_is_saved
 from server_app.update_memory import check_models_fit, check_updates_fit
 from strategies.base import FedSSLStrategy
+from strategies.mods import make_mods
 from strategies.rules import RunParts
 from strategies.run_context import RunContext
 from strategies.server_optimizer import ServerOptimizer
@@ -165,16 +164,17 @@ def build_components(
     context = replace(context, settings=settings, clients_per_round=per_round)
     base = read_layers(method, method.base_names)  # which nothing changes
     base_digest = layers_digest(base) if base else ""
+    mods = make_mods(context)
     costs = make_costs(context, training, client_data, strategy.client.trainings_per_round)
     federation = Federation(
         context=context,
         strategy=strategy,
         directory=clients,
         policy=make_policy(settings.aggregation),
-        round_rules=round_rules(settings),
+        round_rules=round_rules(settings, mods),
         server_optimizer=server_optimizer,
         calibration=make_calibration(context),
-        privacy=make_privacy(context),
+        mods=mods,
         extract_features=make_feature_extractor(context, strategy.server.num_comparison_images if reads_images else 0),
         base=base,
         base_digest=base_digest,
@@ -331,19 +331,6 @@ def make_costs(
         device=context.device,
         trainings_per_round=trainings_per_round,
     )
-
-
-def make_privacy(context: RunContext) -> Privacy | None:
-    """Return differential privacy, or None. In a simulation the noise depends on the seed, to be reproducible."""
-    settings = context.settings
-    if settings.privacy is None:
-        return None
-    warn_of_weak_privacy(settings.privacy, settings.rounds)
-
-    def generator(round: int) -> np.random.Generator:
-        return np.random.default_rng() if context.is_deployment else numpy_generator(settings.seed, "noise", round)
-
-    return Privacy(settings.privacy, clients=context.clients_per_round, generator=generator)
 
 
 def make_monitor(context: RunContext, training: LocalTrainer) -> CollapseMonitor | None:

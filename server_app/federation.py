@@ -16,11 +16,11 @@ from fedssl.rules import Rule
 from fedssl.schedule.phases import Phase
 from fedssl.seeding import numpy_generator
 from fedssl.wire.messages import CLIENT_METRICS
-from server_app.differential_privacy import Privacy
 from server_app.nodes import ClientDirectory, max_ranks
 from server_app.policies import LoopPolicy
 from strategies.base import FedSSLStrategy
 from strategies.low_rank_aggregation import REPLACING_FACTORS, client_ranks, low_rank_aggregation
+from strategies.mods.base import Mod
 from strategies.rules import RoundExchange
 from strategies.run_context import RunContext
 from strategies.server_optimizer import NoServerOptimizer, ServerOptimizer
@@ -56,7 +56,7 @@ class Federation:
     round_rules: Sequence[Rule[RoundExchange]] = ()  # about what the clients of a round exchange
     server_optimizer: ServerOptimizer = field(default_factory=NoServerOptimizer)
     calibration: Calibrator | None = None
-    privacy: Privacy | None = None
+    mods: Sequence[Mod] = ()  # in the order of their hooks
     # Returns features of the server's images under a model, for strategies that compare models.
     extract_features: Callable[[Layers], Tensor] = raise_no_server_images
     base: Layers = field(default_factory=dict)  # base layers, which clients receive once, see `fedssl.base_layers`

@@ -56,7 +56,7 @@ def _export(file: Path, method: SSLMethod, settings: Settings, *, adapter: Path,
     """Write the encoder with LoRA merged into its weights, and its factors alone."""
     encoder = method.encoder
     if encoder.low_rank_layers:
-        if encoder.merged_names:  # the factors are only a part of the change
+        if encoder.server_merged_names:  # the factors are only a part of the change
             log.info("no %s: the aggregation of LoRA's products changed the weights as well", adapter.name)
         else:
             write_adapter(adapter, encoder)

@@ -2,11 +2,10 @@
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 from flwr.app import ArrayRecord, Message, RecordDict
-from torch import Tensor
 
 from fedssl.arrays import GlobalLayers, Layers
 from fedssl.availability import Workload
@@ -16,34 +15,9 @@ from fedssl.wire.fingerprint import code_fingerprint
 from fedssl.wire.messages import BASE, TrainPlan
 from fedssl.wire.records import content_bytes, encode_arrays, layer_bytes, record_bytes
 from server_app.federation import Federation
+from strategies.round_start import ClientAssignment, StartingModel
 from strategies.rules import RoundExchange
 from strategies.types import GlobalModel, ServerState
-
-
-@dataclass(frozen=True)
-class StartingModel:
-    """A model at the start of a round."""
-
-    model: GlobalModel
-    trainable: Layers
-    frozen: Layers  # clients only use them
-    upload_names: tuple[str, ...] | None  # None means all trainable layers
-    expected_upload: GlobalLayers  # these layers, to validate updates against
-
-
-@dataclass
-class ClientAssignment:
-    """One client in a round. ``start`` and ``destinations`` are set when its reply is read."""
-
-    client: int
-    candidates: tuple[str, ...]  # names of the models from which it selects its start; usually there is one
-    start: str  # name of the model that it starts from; at first the first candidate
-    downloaded: tuple[str, ...]  # names of the trained layers that it receives
-    bytes_down: int
-    destinations: tuple[str, ...] = ()  # names of the models that its update goes into
-    features: Tensor | None = None  # of the server's images under its model, if the strategy compares models
-    base_bytes: int = 0  # bytes of base layers among ``bytes_down``
-    rank: int | None = None  # of its factors; None if it is that of the model
 
 
 class PlanBuilder:

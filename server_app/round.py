@@ -123,7 +123,8 @@ class Round:
         if start is None or aggregation is None or len(self.starts) > 1 or self._cluster_models:
             return None
         filters = federation.settings.aggregation.max_norm_ratio is not None
-        if self._observers or server.num_comparison_images or filters or federation.privacy:
+        sees_updates = any(mod.sees_updates for mod in federation.mods)
+        if self._observers or server.num_comparison_images or filters or sees_updates:
             return None
         aggregator = aggregation.aggregator
         if not isinstance(aggregator, Mergeable) or not aggregator.can_merge or aggregation.products is not None:
@@ -264,8 +265,8 @@ class Round:
         layers = {**start.frozen, **update.layers}
         if federation.strategy.server.num_comparison_images:
             slot.features = federation.extract_features(layers)
-        if federation.privacy:
-            update = replace(update, layers=federation.privacy.clip(update.layers, start.expected_upload.layers))
+        for mod in federation.mods:
+            update = mod.contribute(update, start)
         for name in slot.destinations:
             self._aggregations[name].add(update, valid.cosines)
         for observe in self._observers:
@@ -302,8 +303,8 @@ class Round:
         for client in result.dropped:  # its state is unknown
             last_participation.pop(client, None)
             self._state_rounds.pop(client, None)
-        if federation.privacy:
-            result.privacy.update(federation.privacy.privacy_spent(self.number))
+        for mod in federation.mods:
+            result.features.update(mod.record(self.number, dropped=result.dropped))
         known = self._state.models
         models = known.updated(aggregated) if isinstance(known, ClientModels) else {**known, **aggregated}
         state = replace(
@@ -331,8 +332,8 @@ class Round:
         federation, start, aggregation = self._federation, self.starts[name], self._aggregations[name]
         model, layers = start.model, start.expected_upload.layers
         mean, weights = aggregation.finish(start.frozen)
-        if federation.privacy:
-            mean = federation.privacy.add_noise(mean, layers, used=len(aggregation.received), round=self.number)
+        for mod in federation.mods:
+            mean = mod.finish(mean, start, used=len(aggregation.received), round=self.number)
         server_optimizer_state, new = federation.server_optimizer.step(
             model.server_optimizer_state, model.num_updates + 1, layers, mean
         )

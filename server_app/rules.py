@@ -7,7 +7,6 @@ from fedssl.rules import Rule
 from server_app import (
     client_states,
     devices,
-    differential_privacy,
     evaluator,
     policies,
     secure_aggregation,
@@ -15,13 +14,15 @@ from server_app import (
 )
 from server_app.callbacks import early_stopping
 from strategies import low_rank_aggregation
+from strategies.mods import MODS
+from strategies.mods.base import Mod
 from strategies.rules import RoundExchange, RunParts
 
 SETTINGS_RULES: Sequence[Rule[Settings]] = (
     *training_rules.SETTINGS_RULES,
     *policies.SETTINGS_RULES,
     *secure_aggregation.SETTINGS_RULES,
-    *differential_privacy.SETTINGS_RULES,
+    *(rule for mod in MODS for rule in mod.settings_rules),
     *low_rank_aggregation.SETTINGS_RULES,
 )
 
@@ -29,7 +30,7 @@ RUN_RULES: Sequence[Rule[RunParts]] = (
     *training_rules.RUN_RULES,
     *policies.RUN_RULES,
     *low_rank_aggregation.RUN_RULES,
-    *differential_privacy.RUN_RULES,
+    *(rule for mod in MODS for rule in mod.run_rules),
     *secure_aggregation.RUN_RULES,
     *devices.RUN_RULES,
     *client_states.RUN_RULES,
@@ -38,10 +39,10 @@ RUN_RULES: Sequence[Rule[RunParts]] = (
 )
 
 
-def round_rules(settings: Settings) -> Sequence[Rule[RoundExchange]]:
+def round_rules(settings: Settings, mods: Sequence[Mod]) -> Sequence[Rule[RoundExchange]]:
     """Return the rules about what the clients of a round exchange, of the features that the run uses."""
     return (
         *(policies.ROUND_RULES if settings.aggregation.buffered else ()),
-        *(differential_privacy.ROUND_RULES if settings.privacy else ()),
+        *(rule for mod in mods for rule in mod.round_rules),
         *(secure_aggregation.ROUND_RULES if settings.secure_aggregation else ()),
     )

@@ -15,8 +15,8 @@ from fedssl.wire.fingerprint import code_fingerprint
 from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.records import content_bytes
 from server_app.federation import Federation
-from server_app.plans import ClientAssignment, StartingModel
 from server_app.validation import UpdateValidator, read_model_index
+from strategies.round_start import ClientAssignment, StartingModel
 from strategies.update_store import UpdateStorage, UpdateStore
 
 UPDATE_PARTS = ("weights", "running statistics", "low-rank factors")
@@ -66,7 +66,6 @@ class RoundResult:
     dropped: dict[int, str] = field(default_factory=dict)  # reasons of clients without a usable update
     late: list[int] = field(default_factory=list)  # clients with an unused update for an older plan
     state_metrics: dict[str, int] = field(default_factory=dict)  # of the states of simulated clients
-    privacy: dict[str, float] = field(default_factory=dict)  # epsilon after this round, and its delta
     strategy_metrics: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)  # further values of ``metrics.jsonl``
     features: dict[str, Any] = field(default_factory=dict)  # by setting: what it guarantees and costs

@@ -43,7 +43,7 @@ class SecureAggregationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacySettings:
-    """Central differential privacy, see `server_app.differential_privacy`."""
+    """Central differential privacy, see `strategies.mods.privacy`."""
 
     clip_norm: float  # largest 2-norm of an update over all weights
     noise_multiplier: float  # standard deviation of the noise on the sum, divided by ``clip_norm``

@@ -56,7 +56,6 @@ def line_of(result: RoundResult, *, seconds: float) -> dict[str, Any]:
     received = [row.base_bytes for row in rows if row.base_bytes]
     further = {
         "base": {"bytes": sum(received), "clients": len(received)} if received else {},
-        "privacy": result.privacy,
         **result.features,
         "late": len(result.late),
         "strategy_metrics": result.strategy_metrics,

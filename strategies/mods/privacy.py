@@ -21,7 +21,9 @@ $$
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,14 +32,54 @@ from fedssl.arrays import Layers, is_weight
 from fedssl.config.aggregation_settings import PrivacySettings
 from fedssl.config.settings import Settings
 from fedssl.rules import Problem
+from fedssl.seeding import numpy_generator
+from fedssl.wire.messages import ClientUpdate
+from strategies.mods.base import Mod
+from strategies.round_start import StartingModel
 from strategies.rules import RunParts, needs_full_exchange, sum_problem
+from strategies.run_context import RunContext
 
 log = logging.getLogger("fedssl")
 
 _WEAK_EPSILON = 10
 
 
-class Privacy:
+def snapshots_reveal_nobody(settings: Settings) -> Problem:
+    """Refuse snapshots, which have the models of single clients."""
+    if not (settings.privacy and settings.recording.snapshot_every):
+        return None
+    return "privacy=central hides the contribution of a client, which snapshots reveal; set snapshot_every=0"
+
+
+def filter_drops_nobody(settings: Settings) -> Problem:
+    """Refuse the filter of norms, by which clients influence others."""
+    if not (settings.privacy and settings.aggregation.max_norm_ratio is not None):
+        return None
+    return (
+        "aggregation.max_norm_ratio lets clients influence which others are dropped, which privacy=central does "
+        "not account for; set aggregation.max_norm_ratio=null"
+    )
+
+
+def updates_are_summed(parts: RunParts) -> Problem:
+    """Require a strategy and a method whose updates are summed with equal weights."""
+    return sum_problem("privacy=central", parts, weightings=("uniform",)) if parts.settings.privacy else None
+
+
+def statistics_are_frozen(parts: RunParts) -> Problem:
+    """Refuse a model that updates running statistics, which are not released."""
+    encoder = parts.method.encoder
+    updated = {name for name, _ in encoder.named_buffers()} - encoder.base_names
+    has_statistics = any(name.endswith(("running_mean", "running_var")) for name in updated)
+    if not (parts.settings.privacy and has_statistics):
+        return None
+    return (
+        "privacy=central leaves running statistics out, which the encoder needs; set encoder.norm=group, "
+        "encoder=vit_tiny, or a tuning with frozen statistics, such as tuning.freeze_statistics=true"
+    )
+
+
+class Privacy(Mod):
     """Clips updates and adds noise to their mean.
 
     Parameters
@@ -48,10 +90,37 @@ class Privacy:
         Returns the generator of a round's noise. Predictable noise gives no privacy.
     """
 
+    sees_updates = True
+    settings_rules = (snapshots_reveal_nobody, filter_drops_nobody)
+    run_rules = (updates_are_summed, statistics_are_frozen)
+    round_rules = (needs_full_exchange("privacy=central"),)
+
     def __init__(
         self, settings: PrivacySettings, *, clients: int, generator: Callable[[int], np.random.Generator]
     ) -> None:
         self._settings, self._clients, self._generator = settings, clients, generator
+
+    @classmethod
+    def make(cls, context: RunContext) -> "Privacy | None":
+        """Return differential privacy, or None. In a simulation the noise depends on the seed, to be reproducible."""
+        settings = context.settings
+        if settings.privacy is None:
+            return None
+        warn_of_weak_privacy(settings.privacy, settings.rounds)
+
+        def generator(round: int) -> np.random.Generator:
+            return np.random.default_rng() if context.is_deployment else numpy_generator(settings.seed, "noise", round)
+
+        return cls(settings.privacy, clients=context.clients_per_round, generator=generator)
+
+    def contribute(self, update: ClientUpdate, start: StartingModel) -> ClientUpdate:
+        return replace(update, layers=self.clip(update.layers, start.expected_upload.layers))
+
+    def finish(self, layers: Layers, start: StartingModel, *, used: int, round: int) -> Layers:
+        return self.add_noise(layers, start.expected_upload.layers, used=used, round=round)
+
+    def record(self, round: int, *, dropped: Collection[int]) -> Mapping[str, Any]:
+        return {"privacy": self.privacy_spent(round)}
 
     def clip(self, layers: Layers, start: Layers) -> Layers:
         """Clip the update to `clip_norm`; running statistics and counters keep their global values."""
@@ -112,43 +181,3 @@ def _delta(epsilon: float, mu: float) -> float:
 
 def _weights(layers: Layers) -> list[str]:
     return [name for name, array in layers.items() if is_weight(name, array)]
-
-
-def snapshots_reveal_nobody(settings: Settings) -> Problem:
-    """Refuse snapshots, which have the models of single clients."""
-    if not (settings.privacy and settings.recording.snapshot_every):
-        return None
-    return "privacy=central hides the contribution of a client, which snapshots reveal; set snapshot_every=0"
-
-
-def filter_drops_nobody(settings: Settings) -> Problem:
-    """Refuse the filter of norms, by which clients influence others."""
-    if not (settings.privacy and settings.aggregation.max_norm_ratio is not None):
-        return None
-    return (
-        "aggregation.max_norm_ratio lets clients influence which others are dropped, which privacy=central does "
-        "not account for; set aggregation.max_norm_ratio=null"
-    )
-
-
-def updates_are_summed(parts: RunParts) -> Problem:
-    """Require a strategy and a method whose updates are summed with equal weights."""
-    return sum_problem("privacy=central", parts, weightings=("uniform",)) if parts.settings.privacy else None
-
-
-def statistics_are_frozen(parts: RunParts) -> Problem:
-    """Refuse a model that updates running statistics, which are not released."""
-    encoder = parts.method.encoder
-    updated = {name for name, _ in encoder.named_buffers()} - encoder.base_names
-    has_statistics = any(name.endswith(("running_mean", "running_var")) for name in updated)
-    if not (parts.settings.privacy and has_statistics):
-        return None
-    return (
-        "privacy=central leaves running statistics out, which the encoder needs; set encoder.norm=group, "
-        "encoder=vit_tiny, or a tuning with frozen statistics, such as tuning.freeze_statistics=true"
-    )
-
-
-SETTINGS_RULES = (snapshots_reveal_nobody, filter_drops_nobody)
-RUN_RULES = (updates_are_summed, statistics_are_frozen)
-ROUND_RULES = (needs_full_exchange("privacy=central"),)

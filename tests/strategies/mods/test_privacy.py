@@ -9,8 +9,8 @@ import pytest
 from fedssl.config.aggregation_settings import PrivacySettings
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
-from server_app.differential_privacy import Privacy, _delta, epsilon
 from simulation.run import run
+from strategies.mods.privacy import Privacy, _delta, epsilon
 from tests.federation import Federation
 
 BEGUN = {
