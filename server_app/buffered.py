@@ -12,9 +12,9 @@ from fedssl.arrays import Layers, is_weight
 from fedssl.config.aggregation_settings import AggregationSettings
 from fedssl.wire.messages import ARRAYS
 from fedssl.wire.records import content_bytes, decode_arrays
-from server_app.plans import ClientAssignment
 from server_app.policies import LoopPolicy
 from server_app.updates import UpdateReader, ValidUpdate
+from strategies.round_start import ClientAssignment
 from strategies.types import GLOBAL
 
 

@@ -30,7 +30,6 @@ from fedssl.step_cost import TrainingCostMeter
 from fedssl.training import LocalTrainer
 from fedssl.wire.secure_aggregation import MIN_CLIENTS
 from server_app.buffered import make_policy
-from server_app.calibration import Calibration
 from server_app.collapse_monitor import CollapseMonitor, ServerFeatureExtractor
 from server_app.devices import adapt_to_edge_clients, log_devices, trains_all_clients
 from server_app.evaluator import Evaluator
@@ -58,7 +57,6 @@ from strategies.base import FedSSLStrategy
 from strategies.mods import make_mods
 from strategies.rules import RunParts
 from strategies.run_context import RunContext
-from strategies.server_optimizer import ServerOptimizer
 from strategies.types import ServerState
 
 log = logging.getLogger("fedssl")
@@ -135,7 +133,8 @@ def build_components(
     evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=settings.seed)
     context = make_context(settings, device, client_config=task)
     method = context.method
-    strategy, server_optimizer = make_algorithm(context)
+    strategy: FedSSLStrategy = settings.algorithm.strategy.instantiate()
+    strategy.validate(context)
     method.encoder.check_image_shape((data.channels, data.size, data.size))
     load_images = functools.cache(partial(load_client_images, settings, method))
     check_rules(
@@ -143,7 +142,6 @@ def build_components(
         RunParts(
             context=context,
             strategy=strategy,
-            server_optimizer=server_optimizer,
             regularizer=settings.training.regularizer.instantiate(),
             has_labels=lambda: load_images().labels is not None,
             result_units=evaluator.result_units if reads_images else None,
@@ -172,8 +170,6 @@ def build_components(
         directory=clients,
         policy=make_policy(settings.aggregation),
         round_rules=round_rules(settings, mods),
-        server_optimizer=server_optimizer,
-        calibration=make_calibration(context),
         mods=mods,
         extract_features=make_feature_extractor(context, strategy.server.num_comparison_images if reads_images else 0),
         base=base,
@@ -184,7 +180,7 @@ def build_components(
         client_flops=no_flops if costs is None else costs.client_flops,
     )
     if federation.round_rules:
-        Round(replace(federation, calibration=None), ServerState())  # refuses the exchange of parts
+        Round(federation.without_training(), ServerState())  # refuses the exchange of parts
     layers = exchanged_layers(method)
     check_updates_fit(federation, layers)
     if settings.recording.resumed is None:  # else models are on the disk already
@@ -286,15 +282,6 @@ def node_names(settings: Settings) -> NodeNames:
     return partial(registered_names, settings.engine)
 
 
-def make_algorithm(context: RunContext) -> tuple[FedSSLStrategy, ServerOptimizer]:
-    """Return the strategy and the server optimizer; raises `InputError` if they cannot be used here."""
-    algorithm = context.settings.algorithm
-    strategy: FedSSLStrategy = algorithm.strategy.instantiate()
-    server_optimizer: ServerOptimizer = algorithm.server_optimizer.instantiate()
-    strategy.validate(context)
-    return strategy, server_optimizer
-
-
 def make_lr_schedule(settings: Settings, method: SSLMethod) -> LRSchedule:
     """Return the phases and the learning rates; raises `InputError` if the encoder does not allow them."""
     encoder = method.encoder
@@ -305,16 +292,6 @@ def make_lr_schedule(settings: Settings, method: SSLMethod) -> LRSchedule:
     lr_schedule = LRSchedule(settings.lr_schedule.instantiate(), phases, settings.rounds)
     lr_schedule(1)  # validates its settings
     return lr_schedule
-
-
-def make_calibration(context: RunContext) -> Calibration | None:
-    """Return the server-side calibration, with a separate optimizer; None if it is turned off."""
-    settings = context.settings
-    if settings.calibration is None:
-        return None
-    return Calibration(
-        settings.calibration, context=context, training=LocalTrainer.build(settings.training, context.method)
-    )
 
 
 def make_costs(

@@ -23,7 +23,7 @@ log = logging.getLogger("fedssl")
 
 # Of the run. 1 had one model without a name, 2 another form of client states, 3 other names, 4 client states not in
 # safetensors and no manifests, 5 all client states in one folder and all models in the checkpoint.
-FORMAT = 6
+FORMAT = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +81,9 @@ class StateSchema:
             raise ValueError("a model's name, phase or number of updates is invalid")
         _check_layers(model.layers, self.untrained.layers, all_of_them=True)
         _check_layers(model.broadcast, self.untrained.broadcast, all_of_them=True)
-        for moments in _require_mapping(model.server_optimizer_state).values():
-            _check_layers(moments, self.untrained.layers, same_dtype=False)
+        for mod_state in _require_mapping(model.mod_states).values():
+            for layers in _require_mapping(mod_state).values():
+                _check_layers(layers, self.untrained.layers, same_dtype=False)
         _check_typed_dict(model.strategy_state, self.model_state_type)
 
 

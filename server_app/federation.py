@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -23,16 +22,6 @@ from strategies.low_rank_aggregation import REPLACING_FACTORS, client_ranks, low
 from strategies.mods.base import Mod
 from strategies.rules import RoundExchange
 from strategies.run_context import RunContext
-from strategies.server_optimizer import NoServerOptimizer, ServerOptimizer
-from strategies.types import GlobalModel
-
-
-class Calibrator(Protocol):
-    """Training on the server itself, on auxiliary images; ``when`` is "start" or "end" of every round."""
-
-    when: str
-
-    def __call__(self, round: int, layers: Layers) -> Layers: ...
 
 
 def raise_no_server_images(layers: Layers) -> Tensor:
@@ -54,8 +43,6 @@ class Federation:
     directory: ClientDirectory
     policy: LoopPolicy = field(default_factory=LoopPolicy)
     round_rules: Sequence[Rule[RoundExchange]] = ()  # about what the clients of a round exchange
-    server_optimizer: ServerOptimizer = field(default_factory=NoServerOptimizer)
-    calibration: Calibrator | None = None
     mods: Sequence[Mod] = ()  # in the order of their hooks
     # Returns features of the server's images under a model, for strategies that compare models.
     extract_features: Callable[[Layers], Tensor] = raise_no_server_images
@@ -114,11 +101,9 @@ class Federation:
         """Return layers as a client of this rank exchanges them."""
         return layers if rank is None else cut_factors(layers, self.context.factor_pairs.layers, rank)
 
-    def calibrate_if_due(self, model: GlobalModel, round: int, *, when: str) -> GlobalModel:
-        """Return the model, calibrated if a calibration is due at the start or end of a round."""
-        if self.calibration is None or self.calibration.when != when:
-            return model
-        return replace(model, layers=self.calibration(round, model.layers))
+    def without_training(self) -> "Federation":
+        """Return the federation without mods that train models on the server."""
+        return replace(self, mods=tuple(mod for mod in self.mods if not mod.trains))
 
     def sample(
         self, round: int, *, attempt: int = 0, in_flight: Collection[int] = (), offline: Collection[int] = ()

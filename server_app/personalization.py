@@ -95,9 +95,8 @@ def request_personalized_encoders(
 ) -> Iterator[tuple[int, str, Layers]]:
     """Yield encoders as they arrive, each with its client and the name of the model that it was derived from."""
     # Unseen clients train with the optimizer's base learning rate, and the server does not calibrate again.
-    federation = replace(
-        components.federation, context=replace(components.context, lr_factor=lambda round: 1.0), calibration=None
-    )
+    context = replace(components.context, lr_factor=lambda round: 1.0)
+    federation = replace(components.federation.without_training(), context=context)
     candidates = {
         client: federation.strategy.server.candidate_models(state, state.round + 1, client) for client in clients
     }

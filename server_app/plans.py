@@ -51,9 +51,9 @@ class PlanBuilder:
 
     def _start(self, model: GlobalModel) -> StartingModel:
         context = self._context
-        model = self._federation.calibrate_if_due(
-            context.advance_to_phase(model, self._number), self._number, when="start"
-        )
+        model = context.advance_to_phase(model, self._number)
+        for mod in self._federation.mods:
+            model = mod.begin(model, self._number)
         layers = model.layers
         trained = {layer: layers[layer] for layer in context.stages.trained(self._phase, layers)}
         frozen = {layer: layers[layer] for layer in context.stages.frozen(self._phase, layers)}

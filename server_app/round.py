@@ -330,13 +330,12 @@ class Round:
 
     def _aggregate(self, name: str) -> GlobalModel:
         federation, start, aggregation = self._federation, self.starts[name], self._aggregations[name]
-        model, layers = start.model, start.expected_upload.layers
-        mean, weights = aggregation.finish(start.frozen)
+        model = start.model
+        new, weights = aggregation.finish(start.frozen)
+        states = {**model.mod_states}
         for mod in federation.mods:
-            mean = mod.finish(mean, start, used=len(aggregation.received), round=self.number)
-        server_optimizer_state, new = federation.server_optimizer.step(
-            model.server_optimizer_state, model.num_updates + 1, layers, mean
-        )
+            key, used = type(mod).__name__, len(aggregation.received)
+            new, states[key] = mod.finish(new, start, states.get(key, {}), used=used, round=self.number)
         trained = {**start.trainable, **new}
         strategy_state, strategy_metrics = federation.strategy.server.after_aggregation(
             model, self.number, trained, aggregator=aggregation.aggregator, received=aggregation.received
@@ -348,10 +347,12 @@ class Round:
             layers={**model.layers, **weights, **trained},
             broadcast=federation.context.method.aggregate_parts(aggregation.gathered, model.broadcast),
             strategy_state=strategy_state,
-            server_optimizer_state=server_optimizer_state,
+            mod_states={mod: state for mod, state in states.items() if state},
             num_updates=model.num_updates + 1,
         )
-        return federation.calibrate_if_due(model, self.number, when="end")
+        for mod in federation.mods:
+            model = mod.end(model, self.number)
+        return model
 
     def _clients_by_reason(self) -> dict[str, str]:
         """Return the dropped clients, e.g. ``client 1, 5``, by reason: of diverged training all have the same."""

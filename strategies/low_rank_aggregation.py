@@ -153,7 +153,7 @@ def products_replace_sums(parts: RunParts) -> Problem:
     of_sums = {
         "privacy=central": settings.privacy is not None,
         "secure_aggregation=secagg_plus": settings.secure_aggregation is not None,
-        "server_optimizer": parts.server_optimizer.is_active,
+        "server_optimizer": parts.context.has_server_optimizer,
         "aggregation.buffered=true": settings.aggregation.buffered,
     }
     used = [setting for setting, given in of_sums.items() if given]

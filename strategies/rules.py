@@ -9,7 +9,6 @@ from fedssl.regularizers.base import Regularizer
 from fedssl.rules import Problem, Rule
 from strategies.base import FedSSLStrategy
 from strategies.run_context import RunContext
-from strategies.server_optimizer import ServerOptimizer
 from strategies.types import GLOBAL, Aggregator
 from strategies.weighted_sum import WeightedSum
 
@@ -20,7 +19,6 @@ class RunParts:
 
     context: RunContext
     strategy: FedSSLStrategy
-    server_optimizer: ServerOptimizer
     regularizer: Regularizer
     # Read the images when they are called: whether those of the clients have labels, and the units of the results of a
     # round by name. The second is None if the server's images cannot be read here.

@@ -13,7 +13,6 @@ from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import copy_layers, exchanged_layers, factor_pairs, names_in_parts
 from fedssl.schedule.phases import Phase, phase_at
 from fedssl.schedule.stages import Stages
-from strategies.server_optimizer import NoServerOptimizer
 from strategies.types import GlobalModel
 
 
@@ -38,7 +37,7 @@ class RunContext:
 
     @property
     def has_server_optimizer(self) -> bool:
-        return self.settings.algorithm.server_optimizer.name != NoServerOptimizer.__name__
+        return bool(self.settings.algorithm.server_optimizer.instantiate().is_active)
 
     @property
     def clients_cache_frozen(self) -> bool:

@@ -28,7 +28,7 @@ class GlobalModel:
     layers: Layers  # all exchanged layers
     broadcast: Layers = field(default_factory=dict)  # of the method's server side, see `SSLMethod`
     strategy_state: Any = field(default_factory=dict)  # `ServerStrategy.model_state_type`; empty before the first round
-    server_optimizer_state: dict[str, Layers] = field(default_factory=dict)  # moments
+    mod_states: dict[str, dict[str, Layers]] = field(default_factory=dict)  # see `strategies.mods.base.Mod.finish`
     phase: int = 1  # phase of the schedule that its layers have reached, from 1
     num_updates: int = 0  # number of rounds in which it received updates
 

@@ -28,7 +28,7 @@ def can_evaluate_in_background(components: RunComponents, client_cores: int | No
         and settings.evaluation.early_stopping.monitor is None
         # Other training or sampling here would share the random generator and the GPU's memory.
         and not components.evaluator.trains_network
-        and settings.calibration is None
+        and not any(mod.trains for mod in components.federation.mods)
     )
 
 

@@ -10,9 +10,9 @@ from flwr.app import Message
 from fedssl.availability import Workload
 from fedssl.errors import RunError
 from server_app.exchanges.sums import RemoteSum, SummedContent, SummedUpdate, SumTask
-from server_app.plans import StartingModel
 from server_app.policies import LoopPolicy
 from server_app.updates import RoundResult
+from strategies.round_start import StartingModel
 from strategies.types import Aggregator
 
 log = logging.getLogger("fedssl")

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 
 from strategies.mods.base import Mod
+from strategies.mods.calibration import Calibration
 from strategies.mods.privacy import Privacy
+from strategies.mods.server_optimizer import ServerOptimizer
 from strategies.run_context import RunContext
 
-MODS: Sequence[type[Mod]] = (Privacy,)
+MODS: Sequence[type[Mod]] = (Calibration, Privacy, ServerOptimizer)
 
 
 def make_mods(context: RunContext) -> tuple[Mod, ...]:

@@ -34,7 +34,7 @@ from fedssl.config.settings import Settings
 from fedssl.rules import Problem
 from fedssl.seeding import numpy_generator
 from fedssl.wire.messages import ClientUpdate
-from strategies.mods.base import Mod
+from strategies.mods.base import Mod, ModState
 from strategies.round_start import StartingModel
 from strategies.rules import RunParts, needs_full_exchange, sum_problem
 from strategies.run_context import RunContext
@@ -116,8 +116,10 @@ class Privacy(Mod):
     def contribute(self, update: ClientUpdate, start: StartingModel) -> ClientUpdate:
         return replace(update, layers=self.clip(update.layers, start.expected_upload.layers))
 
-    def finish(self, layers: Layers, start: StartingModel, *, used: int, round: int) -> Layers:
-        return self.add_noise(layers, start.expected_upload.layers, used=used, round=round)
+    def finish(
+        self, layers: Layers, start: StartingModel, state: ModState, *, used: int, round: int
+    ) -> tuple[Layers, ModState]:
+        return self.add_noise(layers, start.expected_upload.layers, used=used, round=round), state
 
     def record(self, round: int, *, dropped: Collection[int]) -> Mapping[str, Any]:
         return {"privacy": self.privacy_spent(round)}

@@ -41,7 +41,7 @@ def test_round_trip_keeps_all_that_the_server_carries(tmp_path):
         layers=layers,
         broadcast=twice,
         strategy_state={"intervals": {"weight": 3}, "word": "on", "sums": twice, "nothing": None},
-        server_optimizer_state={"first": layers, "second": twice},
+        mod_states={"Optimizer": {"first": layers, "second": twice}},
         phase=2,
     )
     models = {"1": first, "10": GlobalModel(layers=twice)}
@@ -59,8 +59,8 @@ def test_round_trip_keeps_all_that_the_server_carries(tmp_path):
         "word": "on",
         "nothing": None,
     }
-    assert list(found.server_optimizer_state) == ["first", "second"]
-    assert_same(found.server_optimizer_state["second"], twice)
+    assert list(found.mod_states["Optimizer"]) == ["first", "second"]
+    assert_same(found.mod_states["Optimizer"]["second"], twice)
     assert_same(back.models["10"].layers, twice)
     assert (back.models["10"].broadcast, back.models["10"].strategy_state, back.models["10"].phase) == ({}, {}, 1)
 
@@ -106,7 +106,7 @@ GOOD = GlobalModel(
     layers=LAYERS,
     broadcast=METHOD_BROADCAST,
     strategy_state={"intervals": {"weight": 2}},
-    server_optimizer_state={"first": LAYERS},
+    mod_states={"Optimizer": {"first": LAYERS}},
     num_updates=1,
 )
 SCHEMA = StateSchema(
@@ -134,8 +134,8 @@ BAD = {
     "not finite": state(layers=with_weight(np.full((2, 3), np.nan, dtype=np.float32))),
     "word": state(layers={**LAYERS, "weight": "x"}),
     "shared": state(broadcast={}),
-    "moments": state(server_optimizer_state={"first": with_weight(np.ones(1))}),
-    "moments no layers": state(server_optimizer_state={"first": 3}),
+    "moments": state(mod_states={"Optimizer": {"first": with_weight(np.ones(1))}}),
+    "moments no layers": state(mod_states={"Optimizer": {"first": 3}}),
     "infinite interval": state(strategy_state={"intervals": {"weight": float("inf")}}),
     "interval no integer": state(strategy_state={"intervals": {"weight": True}}),
     "intervals no mapping": state(strategy_state={"intervals": "often"}),

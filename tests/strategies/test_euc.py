@@ -26,7 +26,7 @@ from server_app.round import run_round
 from simulation.grid import LocalGrid
 from strategies.euc import EUC, DiscrepancySum, averaging_intervals
 from strategies.fedavg import FedAvg
-from strategies.server_optimizer import FedAvgM, NoServerOptimizer
+from strategies.mods.server_optimizer import FedAvgM
 from strategies.types import GLOBAL, ServerState
 from strategies.weighted_sum import WeightedSum
 from tests.contexts import federation_of, run_context
@@ -184,8 +184,8 @@ class Toys:
             initial_layers=lambda: start,
             clients_per_round=clients_per_round,
         )
-        optimizer = server_optimizer or NoServerOptimizer()
-        self.federation = federation_of(self.grid, strategy, context, server_optimizer=optimizer)
+        mods = () if server_optimizer is None else (server_optimizer,)
+        self.federation = federation_of(self.grid, strategy, context, mods=mods)
         self.state, self.report = ServerState(), None
 
     @property

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 import torch
 
-from fedssl.arrays import Layers
 from fedssl.config.settings import CalibrationSettings
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
@@ -27,22 +26,20 @@ from fedssl.schedule.phases import phase_at
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import LocalTrainer, train
+from strategies.mods.base import Mod
 from strategies.run_context import RunContext
+from strategies.types import GlobalModel
 
 
-class Calibration:
-    """Server-side training of a global model, at the "start" or "end" of every round.
+class Calibration(Mod):
+    """Server-side training of a global model, at the start or end of every round.
 
-    ``training`` is a trainer as on clients, with a separate optimizer. Global layers are loaded into ``method``.
+    ``training`` is a trainer as on clients, with a separate optimizer. Global layers are loaded into the method.
     """
 
-    def __init__(
-        self,
-        settings: CalibrationSettings,
-        *,
-        context: RunContext,
-        training: LocalTrainer,
-    ) -> None:
+    trains = True
+
+    def __init__(self, settings: CalibrationSettings, *, context: RunContext, training: LocalTrainer) -> None:
         method, data, seed = context.method, context.settings.data, context.settings.seed
         if settings.when not in ("start", "end"):
             raise InputError(
@@ -60,7 +57,7 @@ class Calibration:
                 f"calibration trains on the server, which does not have the clients' {parts}; set calibration=none or "
                 f"method.exchange_{min(trained)}=true"
             )
-        self.when = settings.when
+        self._when = settings.when
         self._context, self._method, self._seed = context, method, seed
         images = load_federated(settings.data).images
         if images.shape[1] != data.channels or images.shape[2] != data.size:
@@ -73,9 +70,25 @@ class Calibration:
         self._rows = torch.from_numpy(server_indices(len(images), share=settings.share, seed=seed))
         self._training = replace(training, regularizer=Regularizer(), epochs=settings.epochs)
 
-    def __call__(self, round: int, layers: Layers) -> Layers:
+    @classmethod
+    def make(cls, context: RunContext) -> "Calibration | None":
+        """Return the calibration, with a separate optimizer; None if it is turned off."""
+        settings = context.settings
+        if settings.calibration is None:
+            return None
+        return cls(
+            settings.calibration, context=context, training=LocalTrainer.build(settings.training, context.method)
+        )
+
+    def begin(self, model: GlobalModel, round: int) -> GlobalModel:
+        return self._trained(model, round) if self._when == "start" else model
+
+    def end(self, model: GlobalModel, round: int) -> GlobalModel:
+        return self._trained(model, round) if self._when == "end" else model
+
+    def _trained(self, model: GlobalModel, round: int) -> GlobalModel:
         with set_active_stages(self._method, depth=phase_at(self._context.phases, round).depth):
-            load_layers(self._method, layers)
+            load_layers(self._method, model.layers)
             self._method.round = round
             self._method.start_round(first=True)
             seed_path = (self._seed, "calibrate", round)
@@ -83,4 +96,4 @@ class Calibration:
             self._training.reset_optimizer(lr_factor=self._context.lr_factor(round))
             generator = torch_generator(*seed_path)
             train(self._method, self._images, self._rows, training=self._training, generator=generator)
-            return {**layers, **exchanged_layers(self._method)}
+            return replace(model, layers={**model.layers, **exchanged_layers(self._method)})

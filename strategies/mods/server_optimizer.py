@@ -6,46 +6,49 @@ but on weights only. Flower's also update running statistics, whose variance can
 fractions. Here these are the aggregated values.
 """
 
-from typing import Protocol
-
 import numpy as np
 
 from fedssl.arrays import Layers, is_weight
 from fedssl.config.constraints import check_arguments
+from strategies.mods.base import Mod, ModState
+from strategies.round_start import StartingModel
+from strategies.run_context import RunContext
 
 Moments = dict[str, Layers]  # by the name of the moment, an array for each layer
 
 
-class ServerOptimizer(Protocol):
-    """Step on the global layers, which may depend on moments of previous steps."""
+class ServerOptimizer(Mod):
+    """Step on the aggregated layers, with moments of previous steps. Moments are initially zero.
 
-    is_active: bool
+    Attributes
+    ----------
+    names : tuple of str
+        Names of the moments.
+    is_active : bool
+        Whether there is a step.
+    """
 
-    def step(self, moments: Moments, step: int, old: Layers, aggregated: Layers) -> tuple[Moments, Layers]:
-        """Return the new moments and the new layers, with names, order, shapes and dtypes of ``aggregated``."""
-        ...
-
-
-class NoServerOptimizer:
-    """Return the aggregated layers unchanged."""
-
-    is_active = False
-
-    def step(self, moments: Moments, step: int, old: Layers, aggregated: Layers) -> tuple[Moments, Layers]:
-        return moments, aggregated
-
-
-class _MomentOptimizer:
-    """Base class of the optimizers: moments by layer, initially zero, and the settings of the step."""
-
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
     is_active = True
 
     def __init__(self, *, lr: float) -> None:
         check_arguments("server_optimizer", lr=lr)
         self.lr = lr
 
+    @classmethod
+    def make(cls, context: RunContext) -> "ServerOptimizer | None":
+        """Return the optimizer of the settings; None if it is inactive."""
+        optimizer: ServerOptimizer = context.settings.algorithm.server_optimizer.instantiate()
+        return optimizer if optimizer.is_active else None
+
+    def finish(
+        self, layers: Layers, start: StartingModel, state: ModState, *, used: int, round: int
+    ) -> tuple[Layers, ModState]:
+        moments, new = self.step(state, start.model.num_updates + 1, start.expected_upload.layers, layers)
+        return new, moments
+
     def step(self, moments: Moments, step: int, old: Layers, aggregated: Layers) -> tuple[Moments, Layers]:
+        """Return the new moments and the new layers, with names, order, shapes and dtypes of ``aggregated``."""
         new_moments = {moment: dict(moments.get(moment, {})) for moment in self.names}
         layers = dict(aggregated)
         for name, array in aggregated.items():
@@ -63,7 +66,16 @@ class _MomentOptimizer:
         raise NotImplementedError
 
 
-class FedAvgM(_MomentOptimizer):
+class NoServerOptimizer(ServerOptimizer):
+    """No step: the aggregated layers are the new ones."""
+
+    is_active = False
+
+    def __init__(self) -> None:
+        super().__init__(lr=1.0)
+
+
+class FedAvgM(ServerOptimizer):
     r"""Momentum on the server (Hsu et al., arXiv 1909.06335).
 
     $$
@@ -96,7 +108,7 @@ class FedAvgM(_MomentOptimizer):
         return [velocity], np.asarray(old - kind(self.lr) * velocity)
 
 
-class FedAdam(_MomentOptimizer):
+class FedAdam(ServerOptimizer):
     r"""Adam on the server (Algorithm 2 of arXiv 2003.00295, with the bias correction of Flower's FedAdam).
 
     $$
