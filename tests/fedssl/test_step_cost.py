@@ -33,6 +33,8 @@ TRAINED_BLOCK = 3 * LINEAR + ATTENTION + ATTENTION * 5 // 2
 HEADS = 3 * (PROJECTOR + PREDICTOR) + PROJECTOR  # the target has no predictor
 SCORES = 2 * BATCH * 4  # an image's similarities to the batch, and their gradient for one of the two views
 
+DEFAULT = ("distillation", "fedca", "mae", "supervised", "swav")
+
 
 def moco(*, depth=2, size=4, width=4, heads=2, hidden_dim=8):
     torch.manual_seed(0)
@@ -215,10 +217,9 @@ def same(one, other):
 @pytest.mark.parametrize(
     "overrides",
     [
-        *map(overrides_of, METHODS),
+        *(pytest.param(overrides_of(name), marks=[] if name in DEFAULT else pytest.mark.heavy) for name in METHODS),
         ["method=dino", "augmentation=digits_multi_crop"],
-        ["method=fedca", "method.alignment_weight=0.1"],
-        *([f"regularizer={name}"] for name in REGULARIZERS),
+        *(pytest.param([f"regularizer={name}"], marks=pytest.mark.heavy) for name in REGULARIZERS),
     ],
     ids=lambda overrides: overrides[0],
 )

@@ -13,12 +13,13 @@ from fedssl.model_arrays import exchanged_names, factor_pairs, load_layers, read
 from fedssl.wire.messages import ARRAYS, BASE, ClientUpdate, TrainPlan
 from server_app.checkpoint import latest_checkpoint
 from simulation.run import run
+from tests.cases import some
 from tests.federation import TINY, Federation
 from tests.resuming import repeat_from
 
 LORA = ["tuning=lora", "tuning.rank=2", "tuning.alpha=4", "method.projector.hidden_dim=8"]
 AGGREGATIONS = ("factors", "freeze_a", "exact", "stack", "svd")
-every_aggregation = pytest.mark.parametrize("aggregation", AGGREGATIONS)
+every_aggregation = pytest.mark.parametrize("aggregation", some(AGGREGATIONS, default=("exact", "svd")))
 
 
 def federation(folder, aggregation, *overrides):
