@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from strategies.server_optimizer import FedAdam, FedAvgM, FedYogi
 
 from fedssl.arrays import is_weight
 from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.wire.records import arrays_to_record, record_to_arrays
 from simulation.grid import LocalGrid
+from strategies.mods.server_optimizer import FedAdam, FedAvgM, FedYogi
 
 every_optimizer = pytest.mark.parametrize("kind", [FedAvgM, FedAdam, FedYogi])
 
