@@ -54,14 +54,7 @@ class FedUOptions:
     predictor_threshold: float = 0.4  # mu of Eq. 3, in the unit of d; 0 is always local
 
     def __post_init__(self) -> None:
-        check_arguments(
-            "strategy",
-            aggregate=self.aggregate,
-            update=self.update,
-            predictor=self.predictor,
-            distance=self.distance,
-            predictor_threshold=self.predictor_threshold,
-        )
+        check_arguments("strategy", **vars(self))
 
 
 class FedUClient(ClientStrategy):

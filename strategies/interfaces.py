@@ -1,33 +1,3 @@
 """Public names of `strategies.types`."""
 
-from strategies.types import (
-    GLOBAL,
-    Aggregator,
-    ClientState,
-    Combination,
-    CommunicationSummary,
-    GlobalModel,
-    LinearAggregator,
-    LocalData,
-    Mergeable,
-    NoState,
-    RoundOutcome,
-    ServerState,
-    TrainAgain,
-)
-
-__all__ = [
-    "GLOBAL",
-    "Aggregator",
-    "ClientState",
-    "Combination",
-    "CommunicationSummary",
-    "GlobalModel",
-    "LinearAggregator",
-    "LocalData",
-    "Mergeable",
-    "NoState",
-    "RoundOutcome",
-    "ServerState",
-    "TrainAgain",
-]
+from strategies.types import *  # noqa: F403 - all of them, under the name that scripts import

@@ -33,15 +33,6 @@ class StoredBuffer(DecodeBuffer):
         super().__init__((count, *source.shape[1:]), done=count, unreadable=unreadable)
         self.source = source
 
-    def receive(self, batch: Sequence[bytes | Path]) -> None:
-        raise AssertionError("all images are decoded")
-
-    def write(self, index: int, image: np.ndarray) -> None:
-        raise AssertionError("all images are decoded")
-
-    def finish(self) -> None:
-        pass
-
 
 class PixelBuffer(DecodeBuffer):
     """Decoded images ``images``, a uint8 array of the buffer's shape."""
@@ -50,9 +41,6 @@ class PixelBuffer(DecodeBuffer):
         count, channels, size, _ = images.shape
         super().__init__((count, channels, size, size), done=done, unreadable=unreadable)
         self.images = images
-
-    def receive(self, batch: Sequence[bytes | Path]) -> None:
-        pass
 
     def write(self, index: int, image: np.ndarray) -> None:
         self.images[index] = image
@@ -91,9 +79,6 @@ class RecordBuffer(DecodeBuffer):
     def receive(self, batch: Sequence[bytes | Path]) -> None:
         if self.records is None:
             self._copies += batch
-
-    def write(self, index: int, image: np.ndarray) -> None:
-        pass
 
     def finish(self) -> None:
         records = self._copies if self.records is None else self.records

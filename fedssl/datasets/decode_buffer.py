@@ -2,7 +2,6 @@
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -19,8 +18,8 @@ DECODE_LOG_INTERVAL = 10.0  # seconds between two progress lines
 log = logging.getLogger("fedssl")
 
 
-class DecodeBuffer(ABC):
-    """Target of decoding, and its progress.
+class DecodeBuffer:
+    """Target of decoding, and its progress. Subclasses store the images, encoded or decoded.
 
     Attributes
     ----------
@@ -55,15 +54,12 @@ class DecodeBuffer(ABC):
         self.done = done
         self.unreadable = {index: reason for index, reason in sorted(unreadable.items()) if index < done}
 
-    @abstractmethod
     def receive(self, batch: Sequence[bytes | Path]) -> None:
         """Take the next encoded images, before they are decoded; called in their order."""
 
-    @abstractmethod
     def write(self, index: int, image: np.ndarray) -> None:
         """Store a decoded image ``(channels, size, size)``; called by all threads, in any order."""
 
-    @abstractmethod
     def finish(self) -> None:
         """Make `source`, after all images are decoded."""
 

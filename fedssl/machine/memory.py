@@ -89,14 +89,6 @@ def _private_memory() -> int:
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
-def resident_memory() -> int:
-    """Return the resident memory of this process in bytes; 0 if unknown (not Linux)."""
-    try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
-
-
 def peak_memory() -> int:
     """Return the peak resident memory of this process in bytes; requires Linux or macOS."""
     import resource  # here: Windows has none

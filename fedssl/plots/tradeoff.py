@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from fedssl.evaluation.scores import ACCURACY, column_title, mean_and_std
-from fedssl.plots.comparisons import line_styles
+from fedssl.evaluation.scores import as_scores, column_title, mean_and_std
+from fedssl.plots.comparisons import accuracies, line_styles
 from fedssl.plots.style import PlotData, new_figure
 from fedssl.runs.groups import group_by_seed
 from fedssl.runs.jsonl import read_jsonl
@@ -19,20 +19,13 @@ from fedssl.runs.run import Run
 Accuracies = dict[int, dict[str, float]]  # by round, 0 before the first, and by result
 
 
-def accuracies(run: Run) -> Accuracies:
+def accuracies_by_round(run: Run) -> Accuracies:
     """Return the accuracies in [0, 1] of each evaluated round, and those before the first round as round 0 if known."""
-    found: Accuracies = {}
-    untrained = {name: score.value for name, score in run.results_of("untrained").items() if score.unit == ACCURACY}
-    if untrained:
-        found[0] = untrained
+    found: Accuracies = {0: accuracies(run.results_of("untrained"))}
     for line in read_jsonl(run.folder / "metrics.jsonl"):
-        units = line.get("units", {})
-        results = line.get("evaluation", {})
-        selected = {name: value for name, value in results.items() if run.selects(name)}
-        values = {name: value for name, value in selected.items() if units.get(name, ACCURACY) == ACCURACY}
-        if values:
-            found[line["round"]] = values
-    return found
+        scores = accuracies(as_scores(line.get("evaluation", {}), line.get("units")))
+        found[line["round"]] = {name: value for name, value in scores.items() if run.selects(name)}
+    return {round: values for round, values in found.items() if values}
 
 
 def domain_pairs(names: Iterable[str]) -> list[tuple[str, str]]:
@@ -59,7 +52,7 @@ def plot_tradeoff(runs: Sequence[Run]) -> PlotData | None:
     A line goes from the first round to the last, which has a larger mark.
     """
     groups = group_by_seed(runs)
-    values = [[accuracies(run) for run in group.runs] for group in groups]
+    values = [[accuracies_by_round(run) for run in group.runs] for group in groups]
     in_rounds = (of_round for group in values for run in group for round, of_round in run.items() if round)
     pairs = domain_pairs(name for of_round in in_rounds for name in of_round)
     if not pairs:

@@ -4,7 +4,8 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedssl.evaluation.early_stopping import EarlyStopping, monitor_problem, stop_reason, threshold_problem
+from fedssl.config.settings import EarlyStopping
+from fedssl.evaluation.early_stopping import monitor_problem, stop_reason, threshold_problem
 from fedssl.evaluation.protocol import evaluation_problem
 from fedssl.evaluation.scores import ACCURACY
 from fedssl.rules import Problem

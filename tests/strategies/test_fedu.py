@@ -78,7 +78,7 @@ def participate(method, strategy, plan, folder, *, step=0.25):
     kept = half.state_to_save(method, plan, start=start, state=state)
     if kept:
         save_state(folder, kept, round=plan.round, oldest_resumable=0)
-    sent = {name: array.copy() for name, array in half.layers_to_upload(method, plan).items()}
+    sent = {name: array.copy() for name, array in half.upload(method, plan).items()}
     return began, ended, sent
 
 

@@ -10,7 +10,7 @@ from PIL import Image
 from fedssl.config.load import compose
 from fedssl.datasets.base import load
 from fedssl.plots.registry import write_plot
-from fedssl.plots.tradeoff import accuracies, mean_points
+from fedssl.plots.tradeoff import accuracies_by_round, mean_points
 from fedssl.runs.run import Run, find_runs
 from simulation.run import run
 
@@ -39,7 +39,7 @@ def test_points_by_hand(tmp_path: Path) -> None:
         made(tmp_path / "0", rounds={1: (0.4, 0.8), 2: (0.5, 0.7)}),
         made(tmp_path / "1", rounds={1: (0.6, 0.8), 3: (0.9, 0.1)}, first=(0.4, 0.9)),
     ]
-    values = [accuracies(run) for run in runs]
+    values = [accuracies_by_round(run) for run in runs]
     assert values[0] == {0: {"knn": 0.2, "knn@source": 0.9}, 1: {"knn": 0.4, "knn@source": 0.8}} | {
         2: {"knn": 0.5, "knn@source": 0.7}
     }
@@ -95,5 +95,5 @@ def test_a_run_logs_both_accuracies_in_every_round(tmp_path: Path) -> None:
     assert [set(line["evaluation"]) for line in lines] == [{"knn", "knn@turned"}] * 2
     final = json.loads((tmp_path / "run" / "summary.json").read_text())["final"]
     assert final["federated"] == lines[-1]["evaluation"]
-    assert set(accuracies(*find_runs([tmp_path / "run"]))) == {0, 1, 2}
+    assert set(accuracies_by_round(*find_runs([tmp_path / "run"]))) == {0, 1, 2}
     assert write_plot("tradeoff", find_runs([tmp_path / "run"]), tmp_path) is not None
