@@ -13,6 +13,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,11 +28,12 @@ from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECOR
 from flwr.server.workflow.secure_aggregation.secaggplus_workflow import WorkflowState
 
 from benchmarks.common import make_parser
-from client_app.secure import secagg_reply
 from fedssl.config.aggregation_settings import SecureAggregationSettings
-from fedssl.wire.secure_aggregation import PHASES
-from server_app.exchanges.wall_clock import WallClockExchange
-from server_app.secure_aggregation import graph_for, secure_mean_delta
+from fedssl.secure_aggregation.client import secagg_reply
+from fedssl.secure_aggregation.graph import graph_for
+from fedssl.secure_aggregation.protocol import PHASES
+from fedssl.secure_aggregation.server import secure_mean_delta
+from server_app.messaging import ClientMessenger
 from simulation.grid import LocalGrid
 
 CPU = "cpu"  # key of the CPU seconds of all phases
@@ -81,9 +83,8 @@ def run_fedssl(
     """Return the mean and the seconds of each phase of this project's server side."""
     grid = LocalGrid(app, num_clients=clients)
     contents = {node: RecordDict() for node in grid.get_node_ids()}
-    result = secure_mean_delta(
-        WallClockExchange(grid), contents, settings, length=length, round=1, timeout=600, deadline=None
-    )
+    send = partial(ClientMessenger(grid).send_and_receive, timeout=600)
+    result = secure_mean_delta(send, contents, settings, length=length, round=1)
     return result.delta, {name: cost.seconds for name, cost in result.phases.items()}
 
 

@@ -86,7 +86,7 @@ class EdgeClient:
     folders: tuple[Path, ...] = ()
     threads: int | None = None
     torch_device: str = "auto"
-    secure_aggregation_only: bool = False
+    only_sums: bool = False
     limits: Limits = field(default_factory=Limits)
     authority: Path | None = None
     base_path: Path | None = None
@@ -122,7 +122,7 @@ class EdgeClient:
             folders=tuple(search_folders([searchpath_override([_path(folder)])])) if folder else (),
             threads=_number(node_config, "threads", minimum=1),
             torch_device=device,
-            secure_aggregation_only=_flag(node_config, "secure-aggregation-only"),
+            only_sums=_flag(node_config, "secure-aggregation-only"),
             limits=read_limits(_path(limits)) if limits else Limits(),
             authority=_path(authority) if authority else None,
             base_path=_path(base_path) if base_path else None,
@@ -152,7 +152,7 @@ class EdgeClient:
         return NodeInfo(
             partition=self.partition,
             name=self.name,
-            num_images=None if self.secure_aggregation_only else num_images,
+            num_images=None if self.only_sums else num_images,
             free_disk=free_space(self.states) // 10**6,
             versions=installed_versions(),
             base_digests=stored_digests(self.base_folders),

@@ -16,7 +16,6 @@ from flwr.app import Context, Message, RecordDict
 from client_app.edge_client import EdgeClient, safe_error_message
 from client_app.limit_checks import check_message, check_plan
 from client_app.memory_retry import run_with_retry
-from client_app.secure import is_secure, secagg_reply
 from client_app.simulated import is_simulated
 from client_app.simulated_client import SimulatedClient
 from client_app.worker import ClientWorker, release_worker, worker_for
@@ -29,12 +28,13 @@ from fedssl.fleet.history import record
 from fedssl.fleet.quality import encoder_quality
 from fedssl.flower_internals import error_reply
 from fedssl.machine.out_of_memory import OUT_OF_MEMORY, is_out_of_memory
+from fedssl.secure_aggregation.client import is_secure, secagg_reply
+from fedssl.secure_aggregation.protocol import SECAGG_CONFIG_KEY
 from fedssl.wire.delivery import EncoderDelivery, quality_content
 from fedssl.wire.fingerprint import code_fingerprint
 from fedssl.wire.identity import node_info_reply
 from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan
 from fedssl.wire.records import content_bytes
-from fedssl.wire.secure_aggregation import SECAGG_CONFIG_KEY
 
 log = logging.getLogger("fedssl")
 
@@ -129,7 +129,7 @@ def _train_reply(message: Message, context: Context, on_step_start: StepHook) ->
         if isinstance(client, EdgeClient):
             _count_sent(client, reply.content, "secure aggregation", stage=stage)
         return reply
-    if isinstance(client, EdgeClient) and client.secure_aggregation_only:
+    if isinstance(client, EdgeClient) and client.only_sums:
         raise RequestRefused(
             "this device takes part in secure aggregation only (secure-aggregation-only); set "
             "secure_aggregation=secagg_plus"

@@ -1,14 +1,12 @@
-"""Undocumented names of Flower 1.41 for simulations, messages as bytes, error replies and the keys of SecAgg+.
+"""Undocumented names of Flower 1.41 for simulations, messages as bytes and error replies.
 
-`client_app.secagg_internals` and `fedssl.fleet.control_internals` contain the names that only they need.
+Other modules with such names are called ``..._internals`` as well.
 """
 
 import uuid
 
 from flwr.app import Context, Error, Message, RecordDict
-from flwr.common import bytes_to_ndarray
 from flwr.common.constant import ErrorCode
-from flwr.common.secure_aggregation.crypto.symmetric_encryption import generate_shared_key
 from flwr.common.serde import (
     context_from_proto,
     context_to_proto,
@@ -20,7 +18,6 @@ from flwr.common.serde import (
 from flwr.proto.message_pb2 import Context as ProtoContext
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
-from flwr.supercore.primitives.asymmetric import bytes_to_private_key, bytes_to_public_key, public_key_to_bytes
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -29,19 +26,14 @@ __all__ = [
     "SERVER_NODE",
     "Run",
     "assign_message_id",
-    "bytes_to_ndarray",
-    "bytes_to_private_key",
-    "bytes_to_public_key",
     "content_from_bytes",
     "content_to_bytes",
     "context_from_bytes",
     "context_to_bytes",
     "drop_content",
     "error_reply",
-    "generate_shared_key",
     "message_from_bytes",
     "message_to_bytes",
-    "public_key_to_bytes",
     "set_task_identity",
 ]
 

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,7 +12,6 @@ from flwr.serverapp import Grid
 
 from fedssl.arrays import Layers
 from fedssl.base_layers import layers_digest
-from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.config.device_task import make_task
 from fedssl.config.load import default_unlabeled_partition
 from fedssl.config.settings import Settings
@@ -28,13 +27,12 @@ from fedssl.schedule.phases import Phase, make_phases
 from fedssl.schedule.stages import check_phases
 from fedssl.step_cost import TrainingCostMeter
 from fedssl.training import LocalTrainer
-from fedssl.wire.secure_aggregation import MIN_CLIENTS
 from server_app.buffered import make_policy
 from server_app.collapse_monitor import CollapseMonitor, ServerFeatureExtractor
 from server_app.devices import adapt_to_edge_clients, log_devices, trains_all_clients
 from server_app.evaluator import Evaluator
 from server_app.exchanges.base import Exchange
-from server_app.exchanges.secure import SecureExchange
+from server_app.exchanges.secure import SecureExchange, with_largest_weight
 from server_app.exchanges.virtual_time import VirtualTime, VirtualTimeExchange, make_virtual_time
 from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.federation import Federation, check_metrics, no_flops, raise_no_server_images
@@ -50,7 +48,6 @@ from server_app.nodes import (
 )
 from server_app.round import Round
 from server_app.rules import RUN_RULES, SETTINGS_RULES, round_rules
-from server_app.secure_aggregation import describe_graph, graph_for, largest_weight, weights_by_examples
 from server_app.teacher import check_teacher, load_teacher, teacher_is_saved
 from server_app.update_memory import check_models_fit, check_updates_fit
 from strategies.base import FedSSLStrategy
@@ -157,8 +154,10 @@ def build_components(
     training = LocalTrainer.build(settings.training, method)
     if reads_images:
         evaluator.validate(method.encoder)
-    secure_aggregation = make_secure_aggregation(settings, strategy, client_data, untrained=untrained)
-    settings = replace(settings, secure_aggregation=secure_aggregation)
+    images = None
+    if client_data is not None:
+        images = [len(part) for client, part in enumerate(client_data.parts) if client not in untrained]
+    settings = with_largest_weight(settings, strategy, images=images)
     context = replace(context, settings=settings, clients_per_round=per_round)
     base = read_layers(method, method.base_names)  # which nothing changes
     base_digest = layers_digest(base) if base else ""
@@ -226,29 +225,6 @@ def make_client_data(settings: Settings, method: SSLMethod, image_data: ImageDat
     return settings, ClientData(image_data, partition, few_images)
 
 
-def make_secure_aggregation(
-    settings: Settings, strategy: FedSSLStrategy, client_data: ClientData | None, *, untrained: Collection[int]
-) -> SecureAggregationSettings | None:
-    """Return secure aggregation with the largest weight, and log what it guarantees; None if it is turned off."""
-    secure = settings.secure_aggregation
-    if secure is None:
-        return None
-    if any(weights_by_examples(strategy.server.aggregator(round)) for round in (1, settings.rounds)):
-        images = None
-        if client_data is not None:
-            images = max(len(part) for client, part in enumerate(client_data.parts) if client not in untrained)
-        max_examples = settings.aggregation.max_examples
-        secure = replace(secure, max_weight=largest_weight(secure, max_examples=max_examples, images=images))
-        log.info(
-            "secure aggregation weights clients by their numbers of images, at most %d, and reveals the sum of these",
-            secure.max_weight,
-        )
-    clients = settings.clients_per_round + settings.aggregation.over_selection
-    if clients >= MIN_CLIENTS:
-        log.info(describe_graph(secure, graph_for(secure, clients)))
-    return secure
-
-
 def exchange_maker(
     grid: Grid, context: RunContext, *, virtual: VirtualTime | None, costs: TrainingCostMeter | None
 ) -> Callable[[ActivityHook], Exchange]:
@@ -256,8 +232,8 @@ def exchange_maker(
     settings = context.settings
 
     def make(on_activity: ActivityHook) -> Exchange:
-        if settings.secure_aggregation is not None:
-            return SecureExchange(grid, settings.secure_aggregation, on_activity=on_activity)
+        if secure := SecureExchange.of(grid, settings, on_activity=on_activity):
+            return secure
         if virtual is None:
             return WallClockExchange(grid, keep_contents=settings.aggregation.buffered, on_activity=on_activity)
         if virtual.is_in_seconds and costs is not None:

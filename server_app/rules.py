@@ -9,10 +9,10 @@ from server_app import (
     devices,
     evaluator,
     policies,
-    secure_aggregation,
     training_rules,
 )
 from server_app.callbacks import early_stopping
+from server_app.exchanges import secure
 from strategies import low_rank_aggregation
 from strategies.mods import MODS
 from strategies.mods.base import Mod
@@ -21,7 +21,7 @@ from strategies.rules import RoundExchange, RunParts
 SETTINGS_RULES: Sequence[Rule[Settings]] = (
     *training_rules.SETTINGS_RULES,
     *policies.SETTINGS_RULES,
-    *secure_aggregation.SETTINGS_RULES,
+    *secure.SETTINGS_RULES,
     *(rule for mod in MODS for rule in mod.settings_rules),
     *low_rank_aggregation.SETTINGS_RULES,
 )
@@ -31,7 +31,7 @@ RUN_RULES: Sequence[Rule[RunParts]] = (
     *policies.RUN_RULES,
     *low_rank_aggregation.RUN_RULES,
     *(rule for mod in MODS for rule in mod.run_rules),
-    *secure_aggregation.RUN_RULES,
+    *secure.RUN_RULES,
     *devices.RUN_RULES,
     *client_states.RUN_RULES,
     *evaluator.RUN_RULES,
@@ -44,5 +44,5 @@ def round_rules(settings: Settings, mods: Sequence[Mod]) -> Sequence[Rule[RoundE
     return (
         *(policies.ROUND_RULES if settings.aggregation.buffered else ()),
         *(rule for mod in mods for rule in mod.round_rules),
-        *(secure_aggregation.ROUND_RULES if settings.secure_aggregation else ()),
+        *secure.round_rules(settings),
     )

@@ -26,7 +26,7 @@ class AggregationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SecureAggregationSettings:
-    """Secure aggregation, see `server_app.secure_aggregation`."""
+    """Settings of secure aggregation."""
 
     clipping_range: float  # largest change of a number in an update
     dropout_fraction: float = 0.2  # fraction of the clients of a round that may drop out, rounded up
@@ -38,7 +38,7 @@ class SecureAggregationSettings:
     # Largest number of images of a client, by which weights become integers; None: ``max_examples``, or that of the
     # largest simulated client.
     max_weight: int | None = None
-    mask_generator: str = "chacha20"  # see `fedssl.secure_aggregation.masks`
+    mask_generator: str = "chacha20"  # see `add_mask`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""SecAgg+ (Bell et al., CCS 2020): graph of neighbors, secret sharing, masks and quantization.
+"""SecAgg+ (Bell et al., CCS 2020) in the wire format and field of Flower 1.41.
 
-Wire format and field are those of Flower 1.41, see `fedssl.wire.secure_aggregation`.
+`server` is the half of the server, `client` and `client_phases` that of a client.
 """

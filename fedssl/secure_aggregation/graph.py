@@ -36,7 +36,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.errors import InputError
+from fedssl.secure_aggregation.protocol import UNIFORM_WEIGHT
 
 MIN_HONEST_SURVIVORS = 2  # the sum over one honest client is its update
 
@@ -243,3 +245,44 @@ def _log_binomial(n: int, k: int) -> float:
 
 def _bits(probability: float) -> float:
     return math.inf if probability <= 0 else max(-math.log2(probability), 0.0)
+
+
+def graph_for(settings: SecureAggregationSettings, clients: int) -> SharingGraph:
+    """Return the graph of neighbors for a number of clients; raises `InputError` if there is none."""
+    return choose_graph(
+        clients,
+        corrupted_fraction=settings.corrupted_fraction,
+        dropout_fraction=settings.dropout_fraction,
+        security_bits=settings.security_bits,
+        correctness_bits=settings.correctness_bits,
+        neighbors=settings.neighbors,
+        threshold=settings.threshold,
+    )
+
+
+def privacy_parameters(
+    settings: SecureAggregationSettings, graph: SharingGraph, *, max_weight: int = UNIFORM_WEIGHT
+) -> dict[str, float | str]:
+    """Return what secure aggregation guarantees, for ``metrics.jsonl`` and ``summary.json``."""
+    weights: dict[str, float | str] = {} if max_weight == UNIFORM_WEIGHT else {"max_weight": max_weight}
+    return weights | {
+        "clients": graph.clients,
+        "neighbors": graph.neighbors,
+        "threshold": graph.threshold,
+        "max_dropouts": graph.max_dropouts,
+        "max_corrupted": graph.corrupted,
+        "security_bits": settings.security_bits,
+        "correctness_bits": settings.correctness_bits,
+        "mask_generator": settings.mask_generator,
+        "adversary": "honest-but-curious server",
+    }
+
+
+def describe_graph(settings: SecureAggregationSettings, graph: SharingGraph) -> str:
+    """Return the line of the log about what secure aggregation guarantees."""
+    values = privacy_parameters(settings, graph)
+    return (
+        f"secure aggregation of {graph.clients} clients: {graph.neighbors} neighbors, threshold {graph.threshold}, at "
+        f"most {graph.max_dropouts} dropouts and {graph.corrupted} corrupted clients, {values['security_bits']:g} "
+        f"security bits, {values['adversary']}, masks by {values['mask_generator']}"
+    )

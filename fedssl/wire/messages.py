@@ -20,6 +20,8 @@ CONFIG, METRICS, REPLY_CONFIG, PERSONALIZED = "config", "metrics", "reply-config
 NUM_EXAMPLES, TRAIN_LOSS, SECONDS = "num-examples", "train-loss", "seconds"
 CLIENT_METRICS = (NUM_EXAMPLES, TRAIN_LOSS, SECONDS)
 
+NO_REPLY = "no reply in time"  # why a client without a reply is dropped
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainPlan:

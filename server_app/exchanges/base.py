@@ -9,6 +9,7 @@ from flwr.app import Message
 
 from fedssl.availability import Workload
 from fedssl.errors import RunError
+from fedssl.wire.messages import NO_REPLY
 from server_app.exchanges.sums import RemoteSum, SummedContent, SummedUpdate, SumTask
 from server_app.policies import LoopPolicy
 from server_app.updates import RoundResult
@@ -16,8 +17,6 @@ from strategies.round_start import StartingModel
 from strategies.types import Aggregator
 
 log = logging.getLogger("fedssl")
-
-NO_REPLY = "no reply in time"
 
 
 class TooFewUpdatesError(RunError):

@@ -1,23 +1,36 @@
 """The exchange of secure aggregation: the server receives one sum of all updates and no single one."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 
 from flwr.serverapp import Grid
 
 from fedssl.arrays import NO_COSINES
 from fedssl.config.aggregation_settings import SecureAggregationSettings
+from fedssl.config.constraints import MIN_IMAGES
+from fedssl.config.settings import Settings
+from fedssl.errors import InputError
+from fedssl.rules import Problem, Rule
+from fedssl.secure_aggregation.graph import describe_graph, graph_for, privacy_parameters
+from fedssl.secure_aggregation.masks import SEED_BITS
+from fedssl.secure_aggregation.protocol import MAX_CLIENTS, MAX_WEIGHT, MIN_CLIENTS, UNIFORM_WEIGHT, summed_size
+from fedssl.secure_aggregation.server import SecureMean, TooFewParticipants, apply_delta, secure_mean_delta
 from fedssl.wire.messages import ClientUpdate
-from fedssl.wire.secure_aggregation import summed_size
 from server_app.exchanges.base import Lost, Received, SentRound, Sum, TooFewUpdatesError
 from server_app.exchanges.sums import SummedUpdate
 from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.messaging import ActivityHook, no_activity
-from server_app.secagg_round import SecureMean, TooFewParticipants
-from server_app.secure_aggregation import apply_delta, max_weight_of, privacy_parameters, secure_mean_delta
 from server_app.updates import RoundResult
-from strategies.types import GLOBAL
+from strategies.base import FedSSLStrategy
+from strategies.rules import RoundExchange, RunParts, needs_full_exchange, sum_problem
+from strategies.types import GLOBAL, Aggregator
 from strategies.weighted_sum import PartialSum, WeightedSum
+
+SETTING = "secure_aggregation=secagg_plus"
+
+log = logging.getLogger("fedssl")
 
 
 class LocalSum:
@@ -39,18 +52,22 @@ class SecureExchange(WallClockExchange):
         super().__init__(grid, on_activity=on_activity)
         self._settings = settings
 
+    @classmethod
+    def of(cls, grid: Grid, settings: Settings, *, on_activity: ActivityHook) -> "SecureExchange | None":
+        """Return the exchange of a run, None if it has no secure aggregation."""
+        secure = settings.secure_aggregation
+        return None if secure is None else cls(grid, secure, on_activity=on_activity)
+
     def replies(self, sent: SentRound) -> Iterator[Received]:
         start = sent.starts[GLOBAL].expected_upload
         self._max_weight = max_weight_of(self._settings, sent.aggregators[GLOBAL])
         try:
             self._mean = secure_mean_delta(
-                self,
+                partial(self.send_and_receive, timeout=sent.timeout, deadline=sent.policy.deadline),
                 {message.metadata.dst_node_id: message.content for message in sent.messages},
                 self._settings,
                 length=summed_size(start.layers),
                 round=sent.round,
-                timeout=sent.timeout,
-                deadline=sent.policy.deadline,
                 max_weight=self._max_weight,
             )
             layers = apply_delta(start.layers, self._mean.delta)
@@ -79,3 +96,131 @@ class SecureExchange(WallClockExchange):
         }
         clients = [replace(row, bytes_down=self._bytes_down[row.client]) for row in result.clients]
         return replace(result, clients=clients)
+
+
+def weights_by_examples(aggregator: Aggregator) -> bool:
+    """Return whether a sum weights clients by their numbers of images, which are then masked as well."""
+    return isinstance(aggregator, WeightedSum) and aggregator.weighting == "examples"
+
+
+def max_weight_of(settings: SecureAggregationSettings, aggregator: Aggregator) -> int:
+    """Return the largest weight of a client in a round with this aggregator; `UNIFORM_WEIGHT`: all are equal."""
+    if not weights_by_examples(aggregator):
+        return UNIFORM_WEIGHT
+    assert settings.max_weight is not None, "the settings of a run have the largest weight"
+    return settings.max_weight
+
+
+def largest_weight(settings: SecureAggregationSettings, *, max_examples: int | None, images: int | None) -> int:
+    """Return the largest number of images that a client may have as its weight.
+
+    ``images`` are those of the largest client, None if clients are devices. Raises `InputError` if nothing limits them.
+    """
+    if settings.max_weight is not None and images is not None and settings.max_weight < images:
+        raise InputError(
+            f"secure_aggregation.max_weight={settings.max_weight} but the largest client has {images} images, which "
+            f"are its weight; set it to {images} or more, or to null"
+        )
+    limits = [limit for limit in (settings.max_weight, max_examples) if limit is not None] or [images or 0]
+    if limits == [0]:
+        raise InputError(
+            "secure_aggregation.max_weight=null but the weight of a device, its number of images, is masked; set "
+            "secure_aggregation.max_weight to the number of images of the largest device, or strategy.weighting=uniform"
+        )
+    return min(max(min(limits), MIN_IMAGES), MAX_WEIGHT)
+
+
+def with_largest_weight(settings: Settings, strategy: FedSSLStrategy, *, images: Iterable[int] | None) -> Settings:
+    """Return the settings with the largest weight of a client, and log what secure aggregation guarantees.
+
+    ``images`` are the numbers of images of clients that train; None if clients are devices.
+    """
+    secure = settings.secure_aggregation
+    if secure is None:
+        return settings
+    if any(weights_by_examples(strategy.server.aggregator(round)) for round in (1, settings.rounds)):
+        largest = None if images is None else max(images)
+        max_examples = settings.aggregation.max_examples
+        secure = replace(secure, max_weight=largest_weight(secure, max_examples=max_examples, images=largest))
+        log.info(
+            "secure aggregation weights clients by their numbers of images, at most %d, and reveals the sum of these",
+            secure.max_weight,
+        )
+    clients = settings.clients_per_round + settings.aggregation.over_selection
+    if clients >= MIN_CLIENTS:
+        log.info(describe_graph(secure, graph_for(secure, clients)))
+    return replace(settings, secure_aggregation=secure)
+
+
+def single_updates_stay_secret(settings: Settings) -> Problem:
+    """Refuse what needs single updates."""
+    aggregation = settings.aggregation
+    of_updates = settings.privacy or aggregation.buffered or aggregation.max_norm_ratio is not None
+    if not (settings.secure_aggregation and of_updates):
+        return None
+    return (
+        "secure_aggregation=secagg_plus reveals only the sum of updates; set privacy=none "
+        "aggregation.buffered=false aggregation.max_norm_ratio=null, which need single updates"
+    )
+
+
+def graph_protects_updates(settings: Settings) -> Problem:
+    """Require a graph of neighbors that protects the updates of this number of clients."""
+    secure, clients = settings.secure_aggregation, settings.clients_per_round + settings.aggregation.over_selection
+    if secure is None:
+        return None
+    if clients > MAX_CLIENTS:
+        return (
+            f"secure aggregation of {clients} clients is not possible: the sum of more than {MAX_CLIENTS} quantized "
+            "updates exceeds 2^32; lower clients_per_round"
+        )
+    if SEED_BITS[secure.mask_generator] < secure.security_bits:
+        return (
+            f"secure_aggregation.mask_generator={secure.mask_generator} has {SEED_BITS[secure.mask_generator]} "
+            f"security bits, but secure_aggregation.security_bits={secure.security_bits:g}; lower it, or set "
+            "secure_aggregation.mask_generator=chacha20"
+        )
+    if clients < MIN_CLIENTS:  # refused by the round
+        return None
+    if secure.neighbors is not None and secure.neighbors >= clients:
+        return (
+            f"secure_aggregation.neighbors={secure.neighbors} but {clients} clients per round have {clients - 1} "
+            "others each; lower it, or set it to null"
+        )
+    try:
+        graph_for(secure, clients)
+    except InputError as problem:
+        return str(problem)
+    return None
+
+
+def snapshots_have_no_models(settings: Settings) -> Problem:
+    """Refuse snapshots, which have the models of single clients."""
+    if not (settings.secure_aggregation and settings.recording.snapshot_every):
+        return None
+    return "secure_aggregation=secagg_plus reveals no client's model; set snapshot_every=0"
+
+
+def updates_are_summed(parts: RunParts) -> Problem:
+    """Require a strategy and a method whose updates are summed."""
+    if not parts.settings.secure_aggregation:
+        return None
+    return sum_problem(SETTING, parts, weightings=("uniform", "examples"))
+
+
+def time_is_wall_clock(parts: RunParts) -> Problem:
+    """Refuse virtual time, which models one message per client and round."""
+    if not parts.settings.secure_aggregation or parts.settings.recording.choices.get("client_speed") == "none":
+        return None
+    return (
+        f"{SETTING} sends four messages per client and round, which virtual time does not model; set client_speed=none"
+    )
+
+
+def round_rules(settings: Settings) -> tuple[Rule[RoundExchange], ...]:
+    """Return the rules about what the clients of a round exchange."""
+    return () if settings.secure_aggregation is None else (needs_full_exchange(SETTING),)
+
+
+SETTINGS_RULES = (single_updates_stay_secret, graph_protects_updates, snapshots_have_no_models)
+RUN_RULES = (updates_are_summed, time_is_wall_clock)

@@ -31,8 +31,9 @@ from fedssl.config.settings import Settings
 from fedssl.errors import InputError, RunError
 from fedssl.flower_internals import content_from_bytes, content_to_bytes
 from fedssl.seeding import numpy_generator
+from fedssl.wire.messages import NO_REPLY
 from fedssl.wire.records import restored_content
-from server_app.exchanges.base import NO_REPLY, Lost, Received, SentRound, in_client_order
+from server_app.exchanges.base import Lost, Received, SentRound, in_client_order
 from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.messaging import replies_of
 from server_app.updates import RoundResult
@@ -114,11 +115,6 @@ def _validate_with_speed(settings: Settings) -> None:
         raise InputError(
             f"{_choice(settings, 'client_speed')} computes the time of a client from the FLOPs of its training; set "
             "measure_resources=true, or client_speed=none"
-        )
-    if settings.secure_aggregation:
-        raise InputError(
-            "secure_aggregation=secagg_plus sends four messages per client and round, which virtual time does not "
-            "model; set client_speed=none"
         )
 
 

@@ -22,9 +22,9 @@ from client_app import resident_client
 from client_app.resident_client import ResidentProcessError, forward, process_name
 from client_app.resident_folder import Supervisor, supervisor_folder
 from client_app.resident_process import Abandoned, _check_wanted
-from client_app.secure import SECAGG_CONFIG_KEY, STATE
 from fedssl.config.load import compose
 from fedssl.flower_internals import assign_message_id, context_to_bytes, message_to_bytes, set_task_identity
+from fedssl.secure_aggregation.client import SECAGG_CONFIG_KEY, STATE
 from fedssl.wire.identity import read_node_info
 from fedssl.wire.messages import CONFIG, ClientUpdate
 from server_app import nodes
@@ -169,7 +169,7 @@ def test_images_that_are_added_or_deleted_are_noticed(plan, device, supervisor):
 
 def test_the_state_of_secure_aggregation_comes_back(device, supervisor):
     """The first stage stores the protocol's parameters in the context."""
-    from tests.server_app.test_secure_aggregation import SETUP
+    from tests.server_app.exchanges.test_secure import SETUP
 
     used = copy.deepcopy(device)
     reply = forward(message(RecordDict({SECAGG_CONFIG_KEY: ConfigRecord(SETUP)})), used, supervisor=supervisor)

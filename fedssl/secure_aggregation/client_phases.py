@@ -12,20 +12,23 @@ from typing import Any
 import numpy as np
 from flwr.app import ConfigRecord
 
-from client_app.secagg_internals import (
+from fedssl.errors import RequestRefused
+from fedssl.secure_aggregation.flower_internals import (
+    bytes_to_private_key,
+    bytes_to_public_key,
     decrypt,
     encrypt,
     generate_key_pairs,
+    generate_shared_key,
     ndarray_to_bytes,
     private_key_to_bytes,
+    public_key_to_bytes,
     share_keys_plaintext_concat,
     share_keys_plaintext_separate,
 )
-from fedssl.errors import RequestRefused
-from fedssl.flower_internals import bytes_to_private_key, bytes_to_public_key, generate_shared_key, public_key_to_bytes
 from fedssl.secure_aggregation.masks import add_mask, quantize, rounding_generator
+from fedssl.secure_aggregation.protocol import MASK_GENERATOR, TARGET_RANGE, UNMASK
 from fedssl.secure_aggregation.shamir import create_shares
-from fedssl.wire.secure_aggregation import MASK_GENERATOR, TARGET_RANGE, UNMASK
 
 Record = dict[str, Any]
 

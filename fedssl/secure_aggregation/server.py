@@ -12,23 +12,23 @@ from typing import Any
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 
+from fedssl.arrays import Layers
 from fedssl.config.aggregation_settings import SecureAggregationSettings
-from fedssl.errors import RunError
-from fedssl.flower_internals import (
+from fedssl.errors import InputError, RunError
+from fedssl.safe_io import sanitize_line
+from fedssl.secure_aggregation.flower_internals import (
     bytes_to_ndarray,
     bytes_to_private_key,
     bytes_to_public_key,
     generate_shared_key,
     public_key_to_bytes,
 )
-from fedssl.safe_io import sanitize_line
-from fedssl.secure_aggregation.graph import SharingGraph, random_neighbors
+from fedssl.secure_aggregation.graph import SharingGraph, graph_for, random_neighbors
 from fedssl.secure_aggregation.masks import add_mask, dequantized_mean
-from fedssl.secure_aggregation.shamir import combine_shares
-from fedssl.wire.records import content_bytes
-from fedssl.wire.secure_aggregation import (
+from fedssl.secure_aggregation.protocol import (
     COLLECT,
     MASK_GENERATOR,
+    MIN_CLIENTS,
     SECAGG_CONFIG_KEY,
     SECAGG_PARAMETERS,
     SETUP,
@@ -36,8 +36,12 @@ from fedssl.wire.secure_aggregation import (
     TARGET_RANGE,
     UNIFORM_WEIGHT,
     UNMASK,
+    summed_names,
+    summed_size,
 )
-from server_app.exchanges.base import NO_REPLY
+from fedssl.secure_aggregation.shamir import combine_shares
+from fedssl.wire.messages import NO_REPLY
+from fedssl.wire.records import content_bytes
 
 SendMessages = Callable[[list[Message]], Iterable[tuple[Message, Message]]]  # yields messages with their replies
 
@@ -274,6 +278,45 @@ class SecAggRound:
         is_uniform = self._max_weight == UNIFORM_WEIGHT
         if not (weight == largest if is_uniform else 0 < weight <= largest) or self._total.max() > largest:
             raise TooFewParticipants("secure aggregation received wrong shares or masks: the sum is wrong")
+
+
+def secure_mean_delta(
+    send: SendMessages,
+    contents: Mapping[int, RecordDict],
+    settings: SecureAggregationSettings,
+    *,
+    length: int,
+    round: int,
+    max_weight: int = UNIFORM_WEIGHT,
+) -> SecureMean:
+    """Run the four phases with the nodes of ``contents``, whose deltas have a length; raises `TooFewParticipants`.
+
+    ``send`` yields the messages with their replies. ``max_weight`` is as in `SecAggRound`.
+    """
+    if len(contents) < MIN_CLIENTS:
+        raise TooFewParticipants(f"{len(contents)} clients are available, and secure aggregation needs {MIN_CLIENTS}")
+    try:
+        graph = graph_for(settings, len(contents))
+    except InputError as reason:
+        raise TooFewParticipants(str(reason)) from reason
+
+    return SecAggRound(send, graph, settings, length=length, round=round, max_weight=max_weight).run(contents)
+
+
+def apply_delta(layers: Layers, delta: np.ndarray) -> Layers:
+    """Add a delta of `delta_of` to the layers, without counters.
+
+    Raises `TooFewParticipants` if it has another length or is not finite.
+    """
+    names = summed_names(layers)
+    if delta.ndim != 1 or len(delta) != summed_size(layers) or not np.isfinite(delta).all():
+        raise TooFewParticipants("the sum of secure aggregation does not fit the model")
+    applied, start = dict(layers), 0
+    for name in names:
+        array = layers[name]
+        part = delta[start : start + array.size].reshape(array.shape)
+        applied[name], start = (array + part).astype(array.dtype), start + array.size
+    return applied
 
 
 def _record(values: Mapping[str, Any]) -> RecordDict:

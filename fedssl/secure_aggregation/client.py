@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
-from client_app.secagg_phases import SecAggState, collect, setup, share_keys, unmask
 from fedssl.errors import RequestRefused
 from fedssl.fleet.limits import Limits
+from fedssl.secure_aggregation.client_phases import SecAggState, collect, setup, share_keys, unmask
 from fedssl.secure_aggregation.graph import SharingGraph, removed_clients
 from fedssl.secure_aggregation.masks import MASK_GENERATORS, SEED_BITS
-from fedssl.wire.messages import ClientUpdate, TrainPlan
-from fedssl.wire.secure_aggregation import (
+from fedssl.secure_aggregation.protocol import (
     COLLECT,
     MASK_GENERATOR,
     MAX_CLIENTS,
@@ -31,6 +30,7 @@ from fedssl.wire.secure_aggregation import (
     UNIFORM_WEIGHT,
     delta_of,
 )
+from fedssl.wire.messages import ClientUpdate, TrainPlan
 
 log = logging.getLogger("fedssl")
 

@@ -2,6 +2,7 @@
 
 import logging
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,10 +14,9 @@ from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 from benchmarks.secure_aggregation import fedssl_app, flower_app, run_fedssl, run_flower
 from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.secure_aggregation.masks import dequantized_mean, quantize, rounding_generator
-from fedssl.wire.secure_aggregation import PHASES, SECAGG_CONFIG_KEY, TARGET_RANGE
-from server_app.exchanges.wall_clock import WallClockExchange
-from server_app.secagg_round import TooFewParticipants
-from server_app.secure_aggregation import secure_mean_delta
+from fedssl.secure_aggregation.protocol import PHASES, SECAGG_CONFIG_KEY, TARGET_RANGE
+from fedssl.secure_aggregation.server import TooFewParticipants, secure_mean_delta
+from server_app.messaging import ClientMessenger
 from simulation.grid import LocalGrid
 
 LENGTH, CLIENTS = 50, 20  # 10 neighbors and a threshold of 6
@@ -43,8 +43,8 @@ def quantized_mean(nodes):
     )
 
 
-class LossyExchange(WallClockExchange):
-    """Exchange that loses or changes replies. Messages of lost nodes are not sent in later phases either."""
+class LossyMessenger(ClientMessenger):
+    """Messenger that loses or changes replies. Messages of lost nodes are not sent in later phases either."""
 
     def __init__(self, grid, lost=(), change=None):
         super().__init__(grid)
@@ -66,10 +66,9 @@ class LossyExchange(WallClockExchange):
 def secure_mean(lost=(), *, change=None, settings=DEFAULTS, app=None, clients=CLIENTS, max_weight=1):
     grid = LocalGrid(app or fedssl_app(delta_of_node), num_clients=clients)
     contents = {node: RecordDict() for node in grid.get_node_ids()}
-    exchange = LossyExchange(grid, lost, change)
-    return secure_mean_delta(
-        exchange, contents, settings, length=LENGTH, round=1, timeout=60, deadline=None, max_weight=max_weight
-    )
+    exchange = LossyMessenger(grid, lost, change)
+    send = partial(exchange.send_and_receive, timeout=60)
+    return secure_mean_delta(send, contents, settings, length=LENGTH, round=1, max_weight=max_weight)
 
 
 def images_of_node(node):
@@ -212,7 +211,9 @@ def test_wrong_shares_end_the_round():
 def test_secrets_are_deleted_after_the_last_phase():
     grid = LocalGrid(fedssl_app(delta_of_node), num_clients=4)
     contents = {node: RecordDict() for node in grid.get_node_ids()}
-    secure_mean_delta(WallClockExchange(grid), contents, DEFAULTS, length=LENGTH, round=1, timeout=60, deadline=None)
+    secure_mean_delta(
+        partial(ClientMessenger(grid).send_and_receive, timeout=60), contents, DEFAULTS, length=LENGTH, round=1
+    )
     for context in grid._contexts.values():
         (record,) = context.state.config_records.values()
         assert isinstance(record, ConfigRecord)

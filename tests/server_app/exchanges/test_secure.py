@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
-from client_app import secure as client_side
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused, RunError
 from fedssl.fleet.limits import Limits
 from fedssl.flower_internals import set_task_identity
+from fedssl.secure_aggregation import client as client_side
 from server_app.build import build_run
 from server_app.exchanges.secure import SecureExchange
 from server_app.exchanges.wall_clock import WallClockExchange
