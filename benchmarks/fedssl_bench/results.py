@@ -20,28 +20,7 @@ REFERENCE = "fedavg"
 PROTOCOLS = ("linear", "knn")  # ranked by the first
 _RANKED = "linear"
 RESULTS = Path(__file__).parent / "results.json"
-_HEAD = """# Results: FedSSL-Bench
-
-```
-uv run python benchmarks/bench.py --suite cpu --data '/my/cifar10/*.parquet'
-```
-
-This command compares every strategy and every method under one protocol. It adds one entry per run to
-`benchmarks/fedssl_bench/results.json`, from which these tables are generated.
-
-- Runs of one seed share partition (`benchmarks/fedssl_bench/partitions.parquet`, with digests in `SHA256SUMS`), initial
-  weights and labeled images, so rows are compared within seeds.
-- Accuracies are of the last round: the median over seeds, in parentheses minimum and maximum. "above untrained": mean
-  gain of the linear probe over the same encoder before training. "difference to fedavg": mean and standard deviation of
-  the paired differences in the linear probe. "p": paired t-test with Holm's correction over all rows of the table.
-  "rank": mean over seeds, 1 is best. "MB up": megabytes that one client uploaded in all rounds.
-- Rows in parentheses are baselines: each client alone (*single client*, mean over clients), all images in one place
-  (*centralized*), and the untrained encoder with batch-norm statistics (*untrained, batch norm*), which a method must
-  exceed to have learned.
-- The settings (`conf/experiment/bench_cpu.yaml`) were selected on single runs of FedAvg with SimCLR and seed 0. No row
-  has been tuned separately.
-
-"""
+_HEAD = Path(__file__).parent / "results_head.md"
 
 
 @dataclass(frozen=True)
@@ -125,7 +104,7 @@ def machine() -> str:
 def results_page() -> str:
     """Return the tables of all suites, from `RESULTS`."""
     entries = read(RESULTS)
-    return _HEAD + "\n".join(page(suite, entries) for suite in SUITES.values())
+    return _HEAD.read_text() + "\n".join(page(suite, entries) for suite in SUITES.values())
 
 
 def page(suite: Suite, entries: Sequence[BenchResult]) -> str:

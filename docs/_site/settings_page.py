@@ -4,6 +4,7 @@ Values are those of `fedssl.config.constraints`; defaults and descriptions are t
 """
 
 import importlib
+from pathlib import Path
 
 import yaml
 from conf_files import CONF, GROUPS, PACKAGES, Setting, as_code, settings, target
@@ -20,17 +21,7 @@ _TYPES = {  # of defaults of settings without a range
     list: "a list",
     dict: "a mapping",
 }
-_HEAD = """# Settings
-
-`fedssl --cfg job` prints all settings of a run, with your overrides. Set one with `key=value`, e.g.
-`fedssl rounds=10 optimizer.lr=0.01`. A value of another type or outside its range is rejected before the run starts.
-Where choices have different defaults, the table names each. A choice of a paper, such as `method=fedu/byol`, may have
-other defaults. `evaluation` and `final_evaluation` have the same settings. Paths and names may have any characters,
-e.g. `fedssl 'dataset.path=~/Bilder (März)'`; with `-m`, quote a value that has a comma: `"dataset.path='/my/a,b'"`.
-`augmentation.views.0.flip_prob=0` sets a setting of the first view; `fedssl/augmentation/recipe.py` lists these.
-
-This page is generated from `conf/` and `fedssl/config/constraints.py`.
-"""
+_HEAD = Path(__file__).parent / "settings_head.md"
 
 
 def settings_page() -> str:
@@ -46,7 +37,7 @@ def settings_page() -> str:
         inner = [(group, choice, row) for group, choice, row in of_group if not row.key.startswith(_NOT_OF_THE_GROUP)]
         if inner:
             sections.append(_section(title, inner))
-    return "\n".join([_HEAD, *sections])
+    return "\n".join([_HEAD.read_text(), *sections])
 
 
 def _section(title: str, rows: list[tuple[str, str, Setting]]) -> str:
