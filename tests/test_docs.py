@@ -112,6 +112,13 @@ def test_links_have_a_target(page):
             assert not anchor or anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_files_that_pages_name_exist(page):
+    files = {span for span in inline_code(page) if re.fullmatch(r"[\w.-]+(?:/[\w.-]+)+\.(?:py|yaml|toml)", span)}
+    missing = {file for file in files if not (ROOT / file).exists() and not (ROOT / "tests" / file).exists()}
+    assert {file for file in missing if Path(file).stem != "mine"} == set()
+
+
 def test_readme_stays_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 170
 
