@@ -63,7 +63,8 @@ def test_a_checkpoint_refers_to_the_files(tmp_path):
 
 def test_a_damaged_file_is_one_sentence(tmp_path):
     models = ClientModels(tmp_path, {}).updated({"0": model(1.0)}).saved(round=1, oldest_resumable=0)
-    flip(tmp_path / "client_models/0000/0/round-000001.pt", 700)
+    file = tmp_path / "client_models/0000/0/round-000001.pt"
+    flip(file, file.read_bytes().index(np.full(3, 1.0, np.float32).tobytes()))
     with pytest.raises(RunError, match="0/round-000001.pt cannot be read .*; resume the run from an intact checkpoint"):
         models["0"]
 
