@@ -10,6 +10,7 @@ from server_app.buffered import make_policy
 from server_app.federation import Federation
 from server_app.nodes import ClientDirectory
 from server_app.rules import round_rules
+from strategies.mods import make_mods
 from strategies.run_context import RunContext
 
 
@@ -38,5 +39,5 @@ def federation_of(grid, strategy, context, **fields):
     """All nodes of the grid as clients; ``fields`` are others of `Federation`."""
     directory = ClientDirectory(nodes=dict(enumerate(grid.get_node_ids())))
     fields.setdefault("policy", make_policy(context.settings.aggregation))
-    fields.setdefault("round_rules", round_rules(context.settings))
+    fields.setdefault("round_rules", round_rules(context.settings, fields.setdefault("mods", make_mods(context))))
     return Federation(context=context, strategy=strategy, directory=directory, **fields)
