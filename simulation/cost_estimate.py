@@ -141,7 +141,7 @@ def compose_cost(
         num_clients=components.settings.num_clients,
         rounds=rounds,
         round_seconds=round_seconds,
-        seconds=build + sum(round_seconds) + finish + on_ray * RAY_OVERHEAD_SECONDS,
+        seconds=build + sum(round_seconds) + finish + measured.figures + on_ray * RAY_OVERHEAD_SECONDS,
         server_memory=measured.server_memory,
         worker_memory=measured.worker_memory if on_ray else 0,
     )

@@ -20,6 +20,7 @@ from fedssl.config.load import BASE_FOLDER, parse_client_config
 from fedssl.flower_internals import assign_message_id
 from fedssl.machine.memory import peak_memory, reset_peak_memory
 from fedssl.machine.process import return_freed_memory
+from fedssl.plots.partition import save_partition_plot
 from fedssl.schedule.phases import Phase
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from server_app.build import RunComponents
@@ -43,6 +44,7 @@ class Measurement:
     observation: float  # of the collapse metrics of a model
     evaluation: float  # of a model in a round
     final_evaluation: float  # of a model at the end
+    figures: float  # of a figure, with the import of matplotlib
     worker_memory: int  # peak of a process after the training of a client
     server_memory: int  # peak after aggregation and evaluations, without the worker if clients train in other processes
     saves_state: bool  # whether clients have a state between rounds
@@ -67,17 +69,26 @@ def measure(components: RunComponents, *, separate_workers: bool) -> Measurement
             if components.monitor is not None:
                 layers, finish = components.context.initial_model().layers, components.monitor.finish
                 observation = min(seconds_of(lambda: finish({GLOBAL: layers})) for _ in range(2))
+        final_evaluation = seconds_of(lambda: evaluator.evaluate(models, final=True))
+        figures = seconds_of(lambda: _plot_partition(components, folder))  # matplotlib needs 0.1 GB
         return Measurement(
             client=training.client,
             steps=steps,
             update=update,
             observation=observation,
             evaluation=evaluation,
-            final_evaluation=seconds_of(lambda: evaluator.evaluate(models, final=True)),
+            final_evaluation=final_evaluation,
+            figures=figures,
             worker_memory=worker_memory,
             server_memory=peak_memory(),
             saves_state=training.saves_state,
         )
+
+
+def _plot_partition(components: RunComponents, folder: Path) -> None:
+    data = components.client_data
+    assert data is not None
+    save_partition_plot(folder / "partition.png", data.parts, data.image_data.labels, data.image_data.classes)
 
 
 def _forget_peak() -> None:

@@ -18,6 +18,7 @@ MEASURED = Measurement(
     observation=1.0,
     evaluation=4.0,
     final_evaluation=5.0,
+    figures=0.5,
     server_memory=1200,
     worker_memory=300,
     saves_state=False,
@@ -33,10 +34,10 @@ class TestComposeCost:
         return [*QUICK, "partition=iid", "batch_size=8", "rounds=2", "evaluate_every=2"]
 
     def test_one_process(self, overrides, tmp_path):
-        """Updates 0.375 s. Round 2 is evaluated: 1 s for each of 4 models and 4 s. Three final evaluations."""
+        """Updates 0.375 s. Round 2 is evaluated: 1 s for each of 4 models and 4 s. Final: three times, a figure."""
         cost = compose_cost(build(overrides, tmp_path), MEASURED, LOCAL, build=2.0)
         assert cost.round_seconds == [4.125, 12.125]
-        assert cost.seconds == 2 + 4.125 + 12.125 + 15
+        assert cost.seconds == 2 + 4.125 + 12.125 + 15.5
         assert (cost.memory, cost.worker_memory) == (1200, 0)
         assert cost.steps == 2 * 9
 
@@ -53,7 +54,7 @@ class TestComposeCost:
         components = build([*overrides, "evaluate_every=0"], tmp_path)
         cost = compose_cost(components, MEASURED, EngineChoice("ray", 2, ""), build=0.0)
         assert cost.round_seconds == 2 * [2 * 1.25 + 0.375]
-        assert cost.seconds == 2 * 2.875 + 15 + RAY_OVERHEAD_SECONDS
+        assert cost.seconds == 2 * 2.875 + 15.5 + RAY_OVERHEAD_SECONDS
         assert cost.memory == 1200 + 2 * 300
 
     def test_every_phase_has_its_steps(self, tmp_path):
@@ -67,7 +68,7 @@ class TestComposeCost:
         models = cost.rounds[-1].models
         assert models > 3
         assert cost.round_seconds[1] - cost.round_seconds[0] == 4 * models + 3 + models
-        assert cost.seconds == sum(cost.round_seconds) + 5 * (models + 2)
+        assert cost.seconds == sum(cost.round_seconds) + 5 * (models + 2) + 0.5
 
     def test_the_training_of_the_server(self, overrides, tmp_path):
         """A calibration of 2 epochs with the server's fifth of 100 images: 3 batches of 8."""

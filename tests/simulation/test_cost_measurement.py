@@ -17,7 +17,7 @@ def test_all_parts_of_a_run(tmp_path, strategy):
     overrides = ["evaluate_every=1", "collapse_images=16", "final_evaluation=knn", f"strategy={strategy}"]
     components = build([*QUICK, "clients_per_round=5", *overrides], tmp_path)
     measured = measure(components, separate_workers=True)
-    for name in ("update", "observation", "evaluation", "final_evaluation", "worker_memory", "server_memory"):
+    for name in ("update", "observation", "evaluation", "final_evaluation", "figures", "worker_memory"):
         assert getattr(measured, name) > 0, name
     assert measured.steps[1] > 0
     assert not measured.saves_state
