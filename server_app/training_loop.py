@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from fedssl.schedule.phases import phase_at
 from fedssl.schedule.stages import set_active_stages
+from server_app.attempts import run_round
 from server_app.build import RunComponents
 from server_app.callbacks.base import Callbacks, RoundEnd, RunEnd
 from server_app.client_states import ClientStates
@@ -13,7 +14,6 @@ from server_app.federation import Federation
 from server_app.fleet_file import FleetFile
 from server_app.models import arrays_by_model
 from server_app.nodes import base_holders
-from server_app.round import run_round
 from strategies.types import ServerState
 
 

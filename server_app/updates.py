@@ -10,12 +10,14 @@ import numpy as np
 from flwr.app import Message
 
 from fedssl.arrays import Cosines, GlobalLayers, Layers, relative_norm
-from fedssl.low_rank_products import pad_factors
+from fedssl.low_rank_products import FactorPairs, pad_factors
+from fedssl.safe_io import sanitize_line
 from fedssl.wire.fingerprint import code_fingerprint
 from fedssl.wire.messages import ClientUpdate
 from fedssl.wire.records import content_bytes
 from server_app.federation import Federation
 from server_app.validation import UpdateValidator, read_model_index
+from strategies.base import ServerStrategy
 from strategies.round_start import ClientAssignment, StartingModel
 from strategies.update_store import UpdateStorage, UpdateStore
 
@@ -69,6 +71,27 @@ class RoundResult:
     strategy_metrics: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)  # further values of ``metrics.jsonl``
     features: dict[str, Any] = field(default_factory=dict)  # by setting: what it guarantees and costs
+
+    def drop(self, client: int, reason: str) -> None:
+        """Add a client without a usable update."""
+        self.dropped[client] = sanitize_line(reason, max_chars=500)
+
+    def clients_by_reason(self) -> dict[str, str]:
+        """Return the dropped clients, e.g. ``client 1, 5``, by reason: of diverged training all have the same."""
+        clients: dict[str, list[str]] = {}
+        for client, reason in self.dropped.items():
+            clients.setdefault(reason, []).append(str(client))
+        return {reason: f"client {', '.join(ids)}" for reason, ids in clients.items()}
+
+    def too_few(self, num_clients: int, *, needed: int) -> str | None:
+        """Return that the updates are too few, and why; None if they are as many as needed."""
+        used = len(self.clients)
+        if used >= needed:
+            return None
+        reasons = "; ".join(f"{clients}: {reason}" for reason, clients in self.clients_by_reason().items())
+        sent = f"{used or 'none'} of {num_clients} clients sent a usable update"
+        needed_text = f" and aggregation.min_updates={needed} are needed" if used else ""
+        return f"round {self.round}: {sent}{needed_text} ({reasons})"
 
 
 @dataclass(frozen=True)
@@ -139,6 +162,21 @@ class CollectedUpdates:
         """Yield each client with the change of its layers; see `layer_changes`."""
         for valid in self:
             yield valid.slot.client, layer_changes(self._starts[valid.slot.start].expected_upload, valid.update.layers)
+
+    def assign(self, server: ServerStrategy, factor_pairs: FactorPairs) -> Mapping[int, str]:
+        """Return the cluster of each client, by the changes of its layers."""
+        clients: list[int] = []
+        deltas: UpdateStore | None = None
+        for client, delta in self.deltas():
+            if deltas is None:
+                deltas = self._storage.new_store(delta, factor_pairs)
+            deltas.add(delta)
+            clients.append(client)
+        if deltas is None:
+            return {}
+        clusters = server.assign_clusters(clients, deltas)
+        deltas.close()
+        return clusters
 
     def __iter__(self) -> Iterator[ValidUpdate]:
         for valid, index in self._updates.values():

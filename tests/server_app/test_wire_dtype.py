@@ -14,9 +14,9 @@ from fedssl.config.load import compose
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import encode_arrays
 from fedssl.wire.wire_format import WIRE_DTYPES, pack, unpack
+from server_app.attempts import run_round
 from server_app.build import build_run
 from server_app.exchanges.wall_clock import WallClockExchange
-from server_app.round import run_round
 from simulation.grid import LocalGrid
 from strategies.types import GLOBAL, ServerState
 from tests.cases import some

@@ -1,0 +1,81 @@
+"""The models and the state of the server after a round."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from server_app.client_models import ClientModels, MappedValues
+from server_app.federation import Federation
+from server_app.model_aggregation import ModelAggregation
+from server_app.updates import RoundResult
+from strategies.round_start import ClientAssignment, StartingModel
+from strategies.types import GlobalModel, RoundOutcome, ServerState, model_suffix
+
+
+def new_model(
+    federation: Federation, start: StartingModel, aggregation: ModelAggregation, *, name: str, result: RoundResult
+) -> GlobalModel:
+    """Return a model after its aggregation, and add the metrics of the strategy to the result."""
+    model = start.model
+    new, weights = aggregation.finish(start.frozen)
+    states = {**model.mod_states}
+    for mod in federation.mods:
+        key, used = type(mod).__name__, len(aggregation.received)
+        new, states[key] = mod.finish(new, start, states.get(key, {}), used=used, round=result.round)
+    trained = {**start.trainable, **new}
+    strategy_state, strategy_metrics = federation.strategy.server.after_aggregation(
+        model, result.round, trained, aggregator=aggregation.aggregator, received=aggregation.received
+    )
+    suffix = model_suffix(name)
+    result.strategy_metrics.update({f"{key}{suffix}": value for key, value in strategy_metrics.items()})
+    model = replace(
+        model,
+        layers={**model.layers, **weights, **trained},
+        broadcast=federation.context.method.aggregate_parts(aggregation.gathered, model.broadcast),
+        strategy_state=strategy_state,
+        mod_states={mod: state for mod, state in states.items() if state},
+        num_updates=model.num_updates + 1,
+    )
+    for mod in federation.mods:
+        model = mod.end(model, result.round)
+    return model
+
+
+def new_state(
+    federation: Federation,
+    state: ServerState,
+    aggregated: Mapping[str, GlobalModel],
+    *,
+    result: RoundResult,
+    slots: Mapping[int, ClientAssignment],
+    state_rounds: dict[int, int],
+) -> ServerState:
+    """Return the state after a round with its new models, and add the metrics of the strategy to the result.
+
+    ``state_rounds`` are those of the state with the new ones of the clients whose updates are used.
+    """
+    participated = {row.client: slots[row.client] for row in result.clients}
+    last_participation = {**state.last_participation}
+    last_participation |= {row.client: (result.round - row.staleness, row.model) for row in result.clients}
+    for client in result.dropped:  # its state is unknown
+        last_participation.pop(client, None)
+        state_rounds.pop(client, None)
+    known = state.models
+    state = replace(
+        state,
+        round=result.round,
+        models=known.updated(aggregated) if isinstance(known, ClientModels) else {**known, **aggregated},
+        last_participation=last_participation,
+        state_rounds=state_rounds,
+        evicted={client: evicted for client, evicted in state.evicted.items() if client not in participated},
+    )
+    outcome = RoundOutcome(
+        round=result.round,
+        destinations={client: slot.destinations for client, slot in participated.items()},
+        bytes_up={row.client: row.bytes_up for row in result.clients},
+        client_features={client: slot.features for client, slot in participated.items() if slot.features is not None},
+        extract_features=federation.extract_features,
+    )
+    current = MappedValues(state.models, lambda model: federation.context.advance_to_phase(model, result.round))
+    strategy_state, strategy_metrics = federation.strategy.server.on_round_end(replace(state, models=current), outcome)
+    result.strategy_metrics.update(strategy_metrics)
+    return replace(state, strategy_state=strategy_state)
