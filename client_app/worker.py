@@ -250,7 +250,7 @@ class ClientWorker:
         evicted = client in plan.evicted_clients  # then the plan has all layers
         stored = None if evicted else store.load(state_folder, before=plan.round, template=self.method.named_tensors)
         state, state_round = (stored.tensors or None, stored.round) if stored else (None, 0)
-        layers, candidates = self._padded(plan.layers), [self._padded(one) for one in plan.candidate_arrays]
+        layers, candidates = self._padded(plan.layers), [self._padded(arrays) for arrays in plan.candidate_arrays]
         if plan.num_frozen_stages:
             layers = self._cached(plan, state_folder / "frozen") | layers
         missing = set(exchanged_names(self.method)) - layers.keys() - (state or {}).keys()

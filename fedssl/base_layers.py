@@ -50,8 +50,8 @@ def check_base(base: Layers, *, like: "Mapping[str, Tensor]", digest: str) -> No
     import torch
 
     if base.keys() != like.keys():
-        odd = min(base.keys() ^ like.keys())
-        raise ValueError(f"they {'have' if odd in base else 'lack'} {odd}")
+        mismatched = min(base.keys() ^ like.keys())
+        raise ValueError(f"they {'have' if mismatched in base else 'lack'} {mismatched}")
     check_tensors_like({name: torch.from_numpy(array) for name, array in base.items()}, like)
     if layers_digest(base) != digest:
         raise ValueError(f"their digest is not {digest}")

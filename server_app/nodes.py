@@ -245,25 +245,29 @@ def add_devices(
     cannot participate, if its name is registered for the key of another node, or if another node has its name or
     partition as well. ``errors`` are predicates of nodes without info, such as "did not reply".
     """
-    found = {node: replace(one, name=names.get(node, one.name)) for node, one in info.items()}
-    others = [one for node, one in directory.info.items() if node in directory.nodes.values() and node not in found]
-    num_named = Counter(one.name for one in (*others, *found.values()))
-    partitions = Counter(one.partition for one in (*others, *found.values()))
+    found = {node: replace(device, name=names.get(node, device.name)) for node, device in info.items()}
+    others = [
+        device for node, device in directory.info.items() if node in directory.nodes.values() and node not in found
+    ]
+    num_named = Counter(device.name for device in (*others, *found.values()))
+    partitions = Counter(device.partition for device in (*others, *found.values()))
     owners = {name: node for node, name in names.items()}
     rejected = dict(errors)
-    for node, one in found.items():
-        if owners.get(one.name, node) != node:
-            rejected[node] = f"has the name {one.name}, under which the key of node {owners[one.name]} is registered"
-        elif num_named[one.name] > 1 and node not in names:
-            rejected[node] = f"has client-name={one.name} like another node; set a different one in each"
-        elif partitions[one.partition] > 1 and one.partition is not None:
-            rejected[node] = f"has partition-id={one.partition} like another node; set a different one in each"
-        elif reason := one.problem or incompatibility(one.versions):
+    for node, device in found.items():
+        if owners.get(device.name, node) != node:
+            rejected[node] = (
+                f"has the name {device.name}, under which the key of node {owners[device.name]} is registered"
+            )
+        elif num_named[device.name] > 1 and node not in names:
+            rejected[node] = f"has client-name={device.name} like another node; set a different one in each"
+        elif partitions[device.partition] > 1 and device.partition is not None:
+            rejected[node] = f"has partition-id={device.partition} like another node; set a different one in each"
+        elif reason := device.problem or incompatibility(device.versions):
             rejected[node] = reason
     for node, reason in rejected.items():
         name = names.get(node) or (found[node].name if node in found else "")
         log.warning("node %d%s does not take part: it %s", node, f" {name}".rstrip(), reason)
-    accepted = {one.name: node for node, one in found.items() if node not in rejected}
+    accepted = {device.name: node for node, device in found.items() if node not in rejected}
     for name, node in accepted.items():
         _log_properties(name, found[node])
     order = {name: (found[node].partition is None, found[node].partition or 0, name) for name, node in accepted.items()}

@@ -112,9 +112,9 @@ class GossipServer(ServerStrategy):
         if self._star:
             return state.strategy_state, {}
         bytes_up = outcome.bytes_up
-        pairs = ((one, other) for one in bytes_up for other in self._neighbor_weights(one))
-        used = [(one, other) for one, other in pairs if one < other and other in bytes_up]
-        moved = sum(bytes_up[one] + bytes_up[other] for one, other in used)  # one model in each direction
+        pairs = ((client, other) for client in bytes_up for other in self._neighbor_weights(client))
+        used = [(client, other) for client, other in pairs if client < other and other in bytes_up]
+        moved = sum(bytes_up[client] + bytes_up[other] for client, other in used)  # one model in each direction
         return state.strategy_state, {
             "edges": len(used),
             "bytes_over_edges": moved,

@@ -16,7 +16,7 @@ class AggregationSettings:
     # Whether a round ends with ``min_updates``, and later rounds use stale updates with smaller weights (FedBuff).
     buffered: bool = False
     # Spread of the virtual delays of simulated clients with ``buffered`` and without a ``client_speed``, see
-    # `unit_delay`; 0: all clients are equally fast.
+    # `sample_delay`; 0: all clients are equally fast.
     delay_sigma: float = 1.0
     # Largest ratio of an update's norm to the median norm of the round, at least 1; None disables the filter. The
     # filter holds all updates of a round in memory.

@@ -117,9 +117,9 @@ def check_limits(key: str, value: Any, *, depth: int = 0) -> None:
     inner: Mapping[str, Any] = {}
     if isinstance(value, Mapping):
         inner = value
-        odd = [name for name in inner if not name.isidentifier()]
-        if odd:
-            raise RequestRefused(f"{key} has the key {odd[0]!r}, which is not a valid setting name")
+        invalid = [name for name in inner if not name.isidentifier()]
+        if invalid:
+            raise RequestRefused(f"{key} has the key {invalid[0]!r}, which is not a valid setting name")
     elif isinstance(value, list):
         inner = {str(index): item for index, item in enumerate(value)}
     else:

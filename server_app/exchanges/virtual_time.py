@@ -42,7 +42,7 @@ log = logging.getLogger("fedssl")
 
 OFFLINE = "it went offline before its reply"
 DROPPED_OUT = "its reply was lost (availability.dropout)"
-_FIRST_NODE = 2  # id of the first client's node on the engines local and ray
+FIRST_NODE_ID = 2  # id of the first client's node on the engines local and ray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +60,12 @@ class VirtualTime:
     keeps_late: bool
 
 
-def unit_delay(work: Workload, *, sigma: float, seed: int) -> float:
+def sample_delay(work: Workload, *, sigma: float, seed: int) -> float:
     """Return a log-normal delay without unit: exp(sigma (u + v) / sqrt(2)), with u of the client and v of its round.
 
     u and v are from a standard normal distribution, so that some clients are always slow.
     """
-    node = work.client + _FIRST_NODE
+    node = work.client + FIRST_NODE_ID
     draws = (numpy_generator(seed, "delay", *path).standard_normal() for path in ((node,), (node, work.round)))
     return math.exp(sigma * sum(draws) / math.sqrt(2))
 
@@ -87,7 +87,7 @@ def make_virtual_time(settings: Settings, *, is_deployment: bool) -> VirtualTime
         _validate_without_speed(settings, availability)
         if not aggregation.buffered:
             return None
-        client_time = partial(unit_delay, sigma=aggregation.delay_sigma, seed=seed)
+        client_time = partial(sample_delay, sigma=aggregation.delay_sigma, seed=seed)
     return VirtualTime(
         availability=availability,
         client_time=client_time,
@@ -140,7 +140,7 @@ class _InFlight:
     client: int
     end: float
     seconds: float
-    lost: str
+    reason: str
     message: Message
 
 
@@ -162,7 +162,9 @@ class VirtualTimeExchange(WallClockExchange):
         self._attempt = (0, 0)  # round and attempt of the last messages
         self._has_warned = False
         times = {client: model.availability.online_times(client) for client in range(model.num_clients)}
-        self._online: dict[int, OnlineTimes] = {client: one for client, one in times.items() if one is not None}
+        self._online: dict[int, OnlineTimes] = {
+            client: online for client, online in times.items() if online is not None
+        }
 
     def in_flight(self, *, timeout: float) -> set[int]:
         return set(self._held)
@@ -185,7 +187,7 @@ class VirtualTimeExchange(WallClockExchange):
         if time > self._clock:
             log.info("virtual time passes from %g s to %g s, until enough clients are online", self._clock, time)
             self._clock = time
-        online = {client for client, one in times.items() if one.online_until(time) is not None}
+        online = {client for client, online_times in times.items() if online_times.online_until(time) is not None}
         if len(online) < wanted and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -241,14 +243,14 @@ class VirtualTimeExchange(WallClockExchange):
             if work.round != self._attempt[0]:
                 self._attempt = work.round, 0
             seconds = self._model.client_time(work)
-            end, lost = self._clock + seconds, ""
+            end, reason = self._clock + seconds, ""
             online_until = self._online[work.client].online_until(self._clock)
             assert online_until is not None  # others are not sampled
             if online_until < end:
-                end, lost = online_until, OFFLINE
+                end, reason = online_until, OFFLINE
             elif self._model.availability.drops_out(work.client, *self._attempt):
-                lost = DROPPED_OUT
-            self._held[node] = _InFlight(work.client, end, seconds, lost, message)
+                reason = DROPPED_OUT
+            self._held[node] = _InFlight(work.client, end, seconds, reason, message)
         self._attempt = self._attempt[0], self._attempt[1] + 1
 
     def record(self, result: RoundResult) -> RoundResult:
@@ -271,35 +273,35 @@ class VirtualTimeExchange(WallClockExchange):
         """
         arriving: list[Message] = []
         for node in sorted(self._held, key=lambda node: (self._held[node].end, self._held[node].client)):
-            one = self._held[node]
-            if one.end > until or len(arriving) >= number:
+            held = self._held[node]
+            if held.end > until or len(arriving) >= number:
                 break
             del self._held[node]
-            self._clock = max(self._clock, one.end)
-            if one.lost:
-                self._lost[node] = one.lost
+            self._clock = max(self._clock, held.end)
+            if held.reason:
+                self._lost[node] = held.reason
             else:
-                self._seconds[node] = one.seconds
-                arriving.append(one.message)
+                self._seconds[node] = held.seconds
+                arriving.append(held.message)
         return arriving
 
     def snapshot(self) -> dict[str, Any]:
         """Return the clock, and the messages in flight. Equal contents are saved once."""
-        contents = {id(one.message.content): one.message.content for one in self._held.values()}
+        contents = {id(held.message.content): held.message.content for held in self._held.values()}
         index = {key: number for number, key in enumerate(contents)}
         return {
             "clock": self._clock,
             "messages": {
                 str(node): {
-                    "client": one.client,
-                    "due": one.end,
-                    "seconds": one.seconds,
-                    "lost": one.lost,
-                    "type": one.message.metadata.message_type,
-                    "group": one.message.metadata.group_id,
-                    "content": str(index[id(one.message.content)]),
+                    "client": held.client,
+                    "due": held.end,
+                    "seconds": held.seconds,
+                    "lost": held.reason,
+                    "type": held.message.metadata.message_type,
+                    "group": held.message.metadata.group_id,
+                    "content": str(index[id(held.message.content)]),
                 }
-                for node, one in self._held.items()
+                for node, held in self._held.items()
             },
             "contents": {
                 str(index[key]): np.frombuffer(content_to_bytes(content), np.uint8) for key, content in contents.items()
@@ -317,7 +319,7 @@ class VirtualTimeExchange(WallClockExchange):
                 contents[entry["content"]], dst_node_id=int(node), message_type=entry["type"], group_id=entry["group"]
             )
             self._held[int(node)] = _InFlight(  # with the values of earlier versions, which saved less
-                entry.get("client", int(node) - _FIRST_NODE),
+                entry.get("client", int(node) - FIRST_NODE_ID),
                 entry["due"],
                 entry.get("seconds", 0.0),
                 entry.get("lost", ""),

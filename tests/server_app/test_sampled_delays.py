@@ -10,7 +10,7 @@ from fedssl.availability import Workload
 from fedssl.errors import InputError
 from fedssl.seeding import numpy_generator
 from server_app.checkpoint import latest_checkpoint
-from server_app.exchanges.virtual_time import unit_delay
+from server_app.exchanges.virtual_time import sample_delay
 from simulation.run import run
 from tests.resuming import repeat_from
 
@@ -28,7 +28,7 @@ OVERRIDES += ["aggregation.buffered=true", "aggregation.min_updates=2", "strateg
 
 def delay(client: int, round: int, *, sigma: float, seed: int) -> float:
     work = Workload(client=client, round=round, flops=0.0, bytes_down=0, bytes_up=0)
-    return unit_delay(work, sigma=sigma, seed=seed)
+    return sample_delay(work, sigma=sigma, seed=seed)
 
 
 def participations(folder: Path) -> list[tuple[int, int, int]]:
