@@ -29,7 +29,7 @@ CASES = {
     "orchestra": ["method=orchestra", "method.queue_size=32", "strategy=fedavg", "clients_per_round=2"],
     "swav": ["method=swav", *HEAD, "method.queue_size=8", "method.queue_start_round=2", "clients_per_round=2"],
 }
-DEFAULT = ("fedu", "fedema", "fedadam", "featarc", "calibrated stages", "fedca")
+DEFAULT = ("fedu", "featarc", "calibrated stages", "fedca")
 
 
 @pytest.mark.parametrize("name", some(CASES, default=DEFAULT))

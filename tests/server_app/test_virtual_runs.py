@@ -109,6 +109,7 @@ def test_a_resumed_run_has_the_same_bits(folder: Path) -> None:
     assert_equal_runs(folder, repeat_from(3, folder, "keep_checkpoints=9"))
 
 
+@pytest.mark.heavy
 def test_another_order_of_replies_has_the_same_bits(
     folder: Path, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def test_resnets_begin_with_torchvisions_weights(build, original) -> None:
         assert torch.equal(value, state[layer]), layer
 
 
+@pytest.mark.heavy
 def test_resnets_import_neither_torchvision_nor_torchs_compiler() -> None:
     program = "from fedssl.encoders import resnet18; resnet18(channels=3, size=64); import sys; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()

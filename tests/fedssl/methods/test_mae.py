@@ -9,7 +9,7 @@ from fedssl.config.load import compose
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
 from fedssl.methods.base import build_method
-from fedssl.methods.mae import MAE, explained_variance
+from fedssl.methods.mae import MAE, equal_mask, explained_variance
 from fedssl.model_arrays import exchanged_layers, exchanged_names, load_layers
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
@@ -200,6 +200,7 @@ def failures_of(method, settings) -> tuple[str, ...]:
     return monitor.finish({GLOBAL: exchanged_layers(method)}).failures
 
 
+@pytest.mark.heavy
 def test_a_decoder_that_ignores_the_image_is_reported(tmp_path):
     """With a learning rate of 0 nothing is learned; a few epochs with a usual one explain some of the pixels."""
     overrides = [
@@ -220,3 +221,27 @@ def test_a_decoder_that_ignores_the_image_is_reported(tmp_path):
     images = load_federated(settings.data).images
     train(method, images, torch.arange(300), training=training, generator=torch_generator(0, "t"))
     assert failures_of(method, settings) == ()
+
+
+def test_diagnosis_hides_the_same_patches_of_all_images():
+    """Predictions of different patches would differ without any information of the image."""
+    method, views = make_mae(pool="mean"), masked_views(RECIPE)
+    mask = equal_mask(views[0].mask)
+    assert mask.hidden.shape == (5, 16)
+    assert (mask.visible == views[0].mask.visible[0]).all()
+    assert (mask.targets == views[0].mask.targets[0]).all()
+    with torch.no_grad():
+        method.decoder.output.weight.zero_()
+        method.decoder.output.bias.zero_()
+    # The prediction is 0: 1 - mean(t^2) / mean((t - m)^2), with standardized targets.
+    pixels = views[0].images.unfold(2, 2, 2).unfold(3, 2, 2).reshape(5, 16, 4).double()[:, mask.targets[0, 0]]
+    t = (pixels - pixels.mean(2, keepdim=True)) / (pixels.var(2, keepdim=True) + 1e-6).sqrt()
+    expected = 1 - t.square().mean() / (t - t.mean(0)).square().mean()
+    assert method.diagnose(views)["explained_variance"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_patches_of_masks_are_those_of_the_encoder(tmp_path):
+    views = "augmentation.views=[{mask: {kind: random, patch: 4, ratio: 0.5}}]"
+    sentence = "^augmentation.views.0.mask.patch=4 but encoder.patch=2; leave augmentation.views"
+    with pytest.raises(InputError, match=sentence):
+        Federation(tmp_path, *MAE_ON_DIGITS, views)

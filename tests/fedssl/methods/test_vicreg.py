@@ -83,6 +83,7 @@ def test_diagnostics_are_those_of_all_projections():
     assert found["projection_rank"] == pytest.approx(slow_rank(z), rel=1e-4)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -93,3 +94,16 @@ def test_diagnostics_are_those_of_all_projections():
 def test_training_without_a_term_is_reported_as_a_failure(tmp_path, overrides, message):
     (failure,) = failures_after(tmp_path, 6, "method=vicreg", *overrides)
     assert message in failure
+
+
+def test_two_images_give_the_projector_no_signal():
+    """Batch normalization maps two images to 1 and -1 whatever their distance is, so its input has no gradient."""
+    method, generator = make().double(), torch.Generator().manual_seed(2)
+    shares = []
+    for batch in (2, 3):
+        h1, h2 = 100 * torch.randn(2, batch, 16, generator=generator, dtype=torch.float64)
+        method.zero_grad()
+        vicreg(method.projector(h1), method.projector(h2)).backward()
+        shares.append(float(method.projector[0].weight.grad.norm() / method.projector[3].weight.grad.norm()))
+    assert shares[0] < 0.01 * shares[1]
+    assert method.min_batch_size == 3
