@@ -22,6 +22,8 @@ pytest.importorskip("material", reason="the group docs is not installed")
 PACKAGES = ("fedssl", "strategies", "client_app", "server_app", "simulation")
 UNTESTED = ("_site/", "modules/*", "!modules/fedssl.export.encoder_file.md", "!modules/fedssl.export.preprocess.md")
 UNTESTED += tuple(f"settings/{group}/**" for group in ("augmentation", "dataset", "experiment", "optimizer"))
+WITH_EQUATIONS = ("strategy", "method", "regularizer", "partition", "evaluation", "schedule")
+WITH_EQUATIONS += ("privacy", "calibration", "secure_aggregation")
 EQUATION = '<math xmlns="http://www.w3.org/1998/Math/MathML" display="block">'
 
 
@@ -78,7 +80,20 @@ def test_every_choice_has_a_page_with_settings_and_an_example(site: Path) -> Non
     assert "projector.hidden_dim 512" in text(site / "settings/method/simclr.html")  # nested setting
 
 
-@pytest.mark.parametrize("group", ["strategy", "method", "regularizer", "partition", "evaluation", "schedule"])
+@pytest.mark.parametrize(
+    "group",
+    [
+        "strategy",
+        "method",
+        "regularizer",
+        "partition",
+        "evaluation",
+        "schedule",
+        "privacy",
+        "calibration",
+        "secure_aggregation",
+    ],
+)
 def test_choices_show_the_equations_of_their_docstrings(site: Path, group: str) -> None:
     for file in (ROOT / "conf" / group).rglob("*.yaml"):
         name = file.relative_to(ROOT / "conf" / group).with_suffix("").as_posix()

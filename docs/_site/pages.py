@@ -126,14 +126,22 @@ def choice(group: str, name: str, text: str) -> str:
     path = target(group, text)
     module = path.rpartition(".")[0]
     if module.split(".")[0] in PACKAGES:
-        if (ROOT / f"{module.replace('.', '/')}.py").exists():
-            lines += [
-                f"::: {module}",
-                "    options: {members: false, show_root_heading: false, skip_local_inventory: true}",
-                "",
-            ]
+        modules = [module] if (ROOT / f"{module.replace('.', '/')}.py").exists() else []
+    else:
+        modules = [] if name == "none" else modules_of_feature(group)
+    options = "    options: {members: false, show_root_heading: false, skip_local_inventory: true}"
+    for module in modules:
+        lines += [f"::: {module}", options, ""]
+    if path.split(".")[0] in PACKAGES:
         lines += [f"::: {path}", "    options: {skip_local_inventory: true}", ""]
     return "\n".join(lines)
+
+
+def modules_of_feature(group: str) -> list[str]:
+    """Return the modules with the equations of a group whose choices have no class: a mod, or a package."""
+    files = [ROOT / "strategies" / "mods" / f"{group}.py", *sorted((ROOT / "fedssl" / group).glob("*.py"))]
+    with_equations = [file for file in files if file.is_file() and "$$" in file.read_text()]
+    return [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in with_equations]
 
 
 def module_pages() -> Iterator[tuple[str, str]]:

@@ -113,7 +113,9 @@ _BLOCKS: dict[int, tuple[type[BasicBlock | Bottleneck], tuple[int, ...]]] = {
     34: (BasicBlock, (3, 4, 6, 3)),
     50: (Bottleneck, (3, 4, 6, 3)),
 }
-resnet18, resnet34, resnet50 = (partial(resnet, depth=depth) for depth in _BLOCKS)
+resnet18 = partial(resnet, depth=18)
+resnet34 = partial(resnet, depth=34)
+resnet50 = partial(resnet, depth=50)
 
 
 def vit(
