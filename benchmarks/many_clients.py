@@ -26,6 +26,7 @@ from flwr.app import Message
 from benchmarks.common import make_parser
 from fedssl.config.load import load_settings
 from server_app.app import execute
+from server_app.build import build_run
 from server_app.exchanges.sums import SumTask
 from simulation.grid import LocalGrid, load_client_app
 from simulation.ray_grid import RayGrid
@@ -80,7 +81,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr), ray_session(gpus=0):
         settings = load_settings([*SETTINGS, *overrides, "engine=ray", f"output_dir={folder}/run"])
         grid = AlternatingGrid()
-        execute(grid, settings, client_cores=2)
+        execute(grid, build_run(grid, settings), client_cores=2)
         grid.cpu.append(cpu_seconds())
         lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
         seconds = [json.loads(line)["seconds"] for line in lines]

@@ -33,6 +33,8 @@ import torch
 
 from benchmarks.common import make_parser
 from fedssl.config.load import compose
+from server_app.build import build_components
+from simulation.grid import simulated_clients
 from simulation.ray_grid import run_ray
 from tests.flower import flwr_run
 
@@ -84,7 +86,8 @@ def ours(folder: Path, *, address: str | None = None) -> list[float]:
     overrides += ["evaluation=none", "final_evaluation=none", "collapse_images=0"]
     overrides += ["engine=ray", "engine.client_cpus=1", *([f"engine.address={address}"] if address else [])]
     with redirect_stdout(sys.stderr):
-        run_ray(compose(overrides), concurrency=2)
+        settings = compose(overrides)
+        run_ray(build_components(settings, simulated_clients(CLIENTS)), settings.machine, concurrency=2)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(line["clients"] == CLIENTS for line in lines)
     return [line["seconds"] for line in lines][WARM_UP:]

@@ -6,7 +6,7 @@ Flower's run config contains the overrides of the command line, see `overrides_o
 import logging
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedssl.atomic_files import new_run_folder
 from fedssl.config.literal import literal_values
-from fedssl.config.load import load_settings, with_run_folder
+from fedssl.config.load import load_settings
 from fedssl.config.overrides import parse, quote_value
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError
@@ -23,15 +23,15 @@ from fedssl.model_arrays import exchanged_layers
 from fedssl.runs.run_report import RunReport
 from fedssl.wire.records import encode_arrays, record_bytes
 from fedssl.wire.wire_format import describe_wire_format
-from server_app.build import RunComponents, build_run
+from server_app.build import RunComponents, build_run, node_names
 from server_app.callbacks.order import make_callbacks
 from server_app.client_states import ClientStates
-from server_app.console import disk_errors_as_run_error, log_to, make_screen
+from server_app.console import disk_errors_as_run_error, log_to, log_to_console, make_screen
 from server_app.evaluator import no_evaluation_reason
 from server_app.fleet_file import FleetFile, read_device_ids
 from server_app.messaging import no_activity
-from server_app.nodes import federation_size
-from server_app.run_folder import RunFolder
+from server_app.nodes import ClientManager, federation_size
+from server_app.run_folder import RunFolder, check_new
 from server_app.training_loop import TrainingLoop
 from strategies.types import ServerState
 
@@ -78,8 +78,17 @@ def main(grid: Grid, context: Context) -> None:
         print(report.line(), flush=True)
 
     try:
-        settings = load_run_config(grid, context.run_config)
-        execute(grid, settings, on_start=lambda folder: print_report(RunReport(run_folder=str(folder))))
+        with log_to_console() as records:
+            settings = load_run_config(grid, context.run_config)
+            components = build_new(grid, settings)
+        if settings.recording.folder is None:
+            components = components.in_folder(new_run_folder())
+        execute(
+            grid,
+            components,
+            records=records,
+            on_start=lambda folder: print_report(RunReport(run_folder=str(folder))),
+        )
     except InputError as error:
         print_report(RunReport(error=str(error)))
         logging.getLogger("flwr").addFilter(without_traceback)
@@ -103,43 +112,60 @@ def load_run_config(grid: Grid, run_config: RunConfig) -> Settings:
         if size not in (None, settings.num_clients):
             settings = load_settings([f"num_clients={size}", *overrides])  # others depend on it
             log.warning("num_clients=%d, as many as the federation has nodes", size)
-    return settings if settings.recording.folder else with_run_folder(settings, new_run_folder())
+    return settings
+
+
+def build_new(grid: Grid, settings: Settings) -> RunComponents:
+    """Build a run before its folder is made; raises `InputError` for everything that it cannot be run with."""
+    recording = settings.recording
+    check_new(recording)
+    recording.tracker.instantiate()  # reports a missing package
+    device_ids = {} if recording.folder is None else read_device_ids(recording.folder)
+    return build_run(grid, settings, known_client_ids=device_ids)
 
 
 def execute(
     grid: Grid,
-    settings: Settings,
+    components: RunComponents,
     *,
+    records: Sequence[logging.LogRecord] = (),
     on_start: Callable[[Path], None] = lambda folder: None,
     terminal: bool = False,
     client_cores: int | None = None,
 ) -> None:
     """Run all rounds. The reason for an early end is in ``summary.json``.
 
-    ``on_start`` is called with the run folder once all settings are valid. ``terminal`` allows a progress bar, because
-    nothing else writes to standard output. Clients use ``client_cores`` cores of this machine; None if unknown.
+    ``records`` were logged before. ``on_start`` is called with the run folder before the first round. ``terminal``
+    allows a progress bar, because nothing else writes to standard output. Clients use ``client_cores`` cores of this
+    machine; None if unknown.
     """
-    screen, started = make_screen(terminal=terminal), time.monotonic()
+    settings, screen, started = components.settings, make_screen(terminal=terminal), time.monotonic()
     folder = RunFolder(settings.recording, rounds=settings.rounds)
-    with disk_errors_as_run_error(folder.path), folder.locked(), log_to(folder.path, screen), closing(screen):
+    log_to_folder = log_to(folder.path, screen, earlier=records)
+    with disk_errors_as_run_error(folder.path), folder.locked(), log_to_folder, closing(screen):
         screen.open(settings.rounds)
-        components = build_run(grid, settings, known_client_ids=read_device_ids(folder.path))
         states, fleet = ClientStates(folder.path, settings.recording.max_state_bytes), FleetFile(folder.path)
+        clients = ClientManager(
+            grid,
+            components.federation.directory,
+            timeout=settings.reply_timeout,
+            node_names=node_names(settings),
+        )
         callbacks = make_callbacks(
-            grid, components, folder, states, fleet, screen=screen, client_cores=client_cores, started=started
+            grid, components, folder, states, clients, fleet, screen=screen, client_cores=client_cores, started=started
         )
         with callbacks.running() as end:
             state = folder.start(components)
-            fleet.register(components.client_manager.clients)
+            fleet.register(components.federation.directory)
             components.federation.strategy.server.plot(folder.path / "figures")
             log_start(components, state, folder.path)
             on_start(folder.path)
             log_algorithm(components)
             is_deployment = components.context.is_deployment
-            exchange = components.make_exchange(fleet.register_activity if is_deployment else no_activity)
+            exchange = components.make_exchange(grid, fleet.register_activity if is_deployment else no_activity)
             exchange.restore(state.in_flight)
             callbacks.on_run_start(state)
-            TrainingLoop(exchange, components, state, callbacks, states, fleet).run(end)
+            TrainingLoop(exchange, components, state, callbacks, states, clients, fleet).run(end)
 
 
 def log_start(components: RunComponents, state: ServerState, folder: Path) -> None:

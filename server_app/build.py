@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from flwr.serverapp import Grid
 from fedssl.arrays import Layers
 from fedssl.base_layers import layers_digest
 from fedssl.config.device_task import make_task
-from fedssl.config.load import default_unlabeled_partition
+from fedssl.config.load import default_unlabeled_partition, with_run_folder
 from fedssl.config.settings import Settings
 from fedssl.datasets.base import ImageData, load_federated
 from fedssl.errors import InputError
@@ -29,6 +30,7 @@ from fedssl.step_cost import TrainingCostMeter
 from fedssl.training import LocalTrainer
 from server_app.buffered import make_policy
 from server_app.collapse_monitor import CollapseMonitor, ServerFeatureExtractor
+from server_app.delivery import load_signer
 from server_app.devices import adapt_to_edge_clients, log_devices, trains_all_clients
 from server_app.evaluator import Evaluator
 from server_app.exchanges.base import Exchange
@@ -40,7 +42,6 @@ from server_app.initial_weights import adopt_statistics
 from server_app.messaging import ActivityHook
 from server_app.nodes import (
     ClientDirectory,
-    ClientManager,
     NodeNames,
     base_holders,
     discover_clients,
@@ -79,12 +80,11 @@ class RunComponents:
     """Validated components of a run; ``monitor`` and ``costs`` are None if they are turned off."""
 
     federation: Federation
-    client_manager: ClientManager
     client_data: ClientData | None  # None if clients are edge clients, whose images are local
     evaluator: Evaluator
     monitor: CollapseMonitor | None
     costs: TrainingCostMeter | None
-    make_exchange: Callable[[ActivityHook], Exchange]  # the hook is called by exchanges with devices
+    make_exchange: Callable[[Grid, ActivityHook], Exchange]  # the hook is called by exchanges with devices
 
     @property
     def context(self) -> RunContext:
@@ -98,6 +98,15 @@ class RunComponents:
     def method(self) -> SSLMethod:
         return self.context.method
 
+    def in_folder(self, folder: Path, *, paths: Mapping[str, str] | None = None) -> "RunComponents":
+        """Return the components of a run in this folder. ``paths`` are as in `fedssl.config.load.with_run_folder`."""
+        settings = self.settings
+        recording = with_run_folder(settings, folder, paths=paths).recording
+        settings = replace(settings, recording=recording)
+        client_config = self.context.client_config if self.context.is_deployment else settings.client_yaml
+        context = replace(self.context, settings=settings, client_config=client_config)
+        return replace(self, federation=replace(self.federation, context=context))
+
 
 def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, int] | None = None) -> RunComponents:
     """Build and validate all components. ``known_client_ids`` are the ids of edge clients of a resumed run."""
@@ -108,12 +117,10 @@ def build_run(grid: Grid, settings: Settings, *, known_client_ids: Mapping[str, 
         known_client_ids=known_client_ids,
         node_names=node_names(settings),
     )
-    return build_components(grid, settings, clients)
+    return build_components(settings, clients)
 
 
-def build_components(
-    grid: Grid, settings: Settings, clients: ClientDirectory, *, reads_images: bool = True
-) -> RunComponents:
+def build_components(settings: Settings, clients: ClientDirectory, *, reads_images: bool = True) -> RunComponents:
     """Build and validate all components of a run with these clients. Nothing is sent to them.
 
     Without ``reads_images`` nothing that needs the server's images can be used.
@@ -154,6 +161,8 @@ def build_components(
     training = LocalTrainer.build(settings.training, method)
     if reads_images:
         evaluator.validate(method.encoder)
+        if task and settings.engine.deliver_every is not None:
+            load_signer(settings.engine)  # raises an error before the folder is made
     images = None
     if client_data is not None:
         images = [len(part) for client, part in enumerate(client_data.parts) if client not in untrained]
@@ -186,12 +195,11 @@ def build_components(
         check_models_fit(federation, layers)
     return RunComponents(
         federation=federation,
-        client_manager=ClientManager(grid, clients, timeout=settings.reply_timeout, node_names=node_names(settings)),
         client_data=client_data,
         evaluator=evaluator,
         monitor=make_monitor(context, training) if reads_images else None,
         costs=costs,
-        make_exchange=exchange_maker(grid, context, virtual=virtual, costs=costs),
+        make_exchange=exchange_maker(context, virtual=virtual, costs=costs),
     )
 
 
@@ -226,12 +234,12 @@ def make_client_data(settings: Settings, method: SSLMethod, image_data: ImageDat
 
 
 def exchange_maker(
-    grid: Grid, context: RunContext, *, virtual: VirtualTime | None, costs: TrainingCostMeter | None
-) -> Callable[[ActivityHook], Exchange]:
+    context: RunContext, *, virtual: VirtualTime | None, costs: TrainingCostMeter | None
+) -> Callable[[Grid, ActivityHook], Exchange]:
     """Return the function that makes the exchange of the run."""
     settings = context.settings
 
-    def make(on_activity: ActivityHook) -> Exchange:
+    def make(grid: Grid, on_activity: ActivityHook) -> Exchange:
         if secure := SecureExchange.of(grid, settings, on_activity=on_activity):
             return secure
         if virtual is None:

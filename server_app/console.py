@@ -12,9 +12,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from statistics import mean
 from typing import Any, TextIO
@@ -31,6 +32,7 @@ from fedssl.safe_io import sanitize
 log = logging.getLogger("fedssl")
 
 WAITING_INTERVAL = 30.0  # seconds between two warnings of a wait
+_MAX_RECORDS = 10_000  # of the log before a run folder exists
 _RECENT = 5  # rounds of the mean time
 _PER_SECOND = 2  # refresh rate of the bar
 
@@ -196,10 +198,28 @@ def make_screen(*, terminal: bool) -> PlainConsole:
 
 
 @contextmanager
-def log_to(folder: Path, screen: PlainConsole) -> Iterator[None]:
-    """Log to the console, and with local times to ``run.log`` in the run folder."""
+def log_to_console() -> Iterator[list[logging.LogRecord]]:
+    """Log to the console, and yield the records for the log file of a run whose folder does not exist yet."""
+    records = BufferingHandler(_MAX_RECORDS)
+    with _handlers({PlainConsole().handler(): "%(message)s", records: "%(message)s"}):
+        yield records.buffer
+
+
+@contextmanager
+def log_to(folder: Path, screen: PlainConsole, *, earlier: Iterable[logging.LogRecord] = ()) -> Iterator[None]:
+    """Log to the console, and with local times to ``run.log`` in the run folder, after ``earlier`` records."""
     file = _LogFile(folder / "run.log")
-    handlers: dict[logging.Handler, str] = {screen.handler(): "%(message)s", file: "%(asctime)s %(message)s"}
+    with _handlers({screen.handler(): "%(message)s", file: "%(asctime)s %(message)s"}):
+        for record in earlier:
+            file.handle(record)
+        yield
+    if file.problem is not None:
+        raise disk_error(folder, file.problem)
+
+
+@contextmanager
+def _handlers(handlers: Mapping[logging.Handler, str]) -> Iterator[None]:
+    """Log to these handlers, each with its format, and nowhere else."""
     level, propagate = log.level, log.propagate
     log.setLevel(logging.INFO)
     log.propagate = False
@@ -214,8 +234,6 @@ def log_to(folder: Path, screen: PlainConsole) -> Iterator[None]:
             handler.close()
         log.setLevel(level)
         log.propagate = propagate
-    if file.problem is not None:
-        raise disk_error(folder, file.problem)
 
 
 class _SanitizingFormatter(logging.Formatter):

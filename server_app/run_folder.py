@@ -77,11 +77,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             reject_symlinks(self.path)
-            if self._settings.resumed is None and (self.path / "config.yaml").exists():
-                raise InputError(
-                    f"output_dir={self.path} contains a run already; choose another folder, "
-                    f"or continue that run: fedssl resume={self.path}"
-                )
+            check_new(self._settings)
             for name in ("checkpoints", "figures"):
                 (self.path / name).mkdir(exist_ok=True)
             self._check_files()
@@ -199,9 +195,19 @@ class RunFolder:
         return state
 
 
+def check_new(settings: RecordingSettings) -> None:
+    """Refuse to start a run in the folder of another one; raises `InputError`."""
+    folder = settings.folder
+    if folder is not None and settings.resumed is None and (folder / "config.yaml").exists():
+        raise InputError(
+            f"output_dir={folder} contains a run already; choose another folder, "
+            f"or continue that run: fedssl resume={folder}"
+        )
+
+
 def schema_of(components: RunComponents) -> StateSchema:
     """Return the properties of the states of a run."""
-    context, client_ids = components.context, components.client_manager.clients.client_ids
+    context, client_ids = components.context, components.federation.directory.client_ids
     server = components.federation.strategy.server
     return StateSchema(
         untrained=context.initial_model(),

@@ -13,7 +13,7 @@ from server_app.exchanges.base import Exchange
 from server_app.federation import Federation
 from server_app.fleet_file import FleetFile
 from server_app.models import arrays_by_model
-from server_app.nodes import base_holders
+from server_app.nodes import ClientManager, base_holders
 from strategies.types import ServerState
 
 
@@ -27,10 +27,11 @@ class TrainingLoop:
         state: ServerState,
         callbacks: Callbacks,
         states: ClientStates,
+        clients: ClientManager,
         fleet: FleetFile,
     ) -> None:
         self._exchange, self._components, self._callbacks = exchange, components, callbacks
-        self._states, self._fleet = states, fleet
+        self._states, self._clients, self._fleet = states, clients, fleet
         self.state = state
         self._dropped: set[int] = set()  # clients that may lack base layers although they reported them
 
@@ -73,7 +74,7 @@ class TrainingLoop:
 
     def _current_federation(self) -> Federation:
         components = self._components
-        clients = components.client_manager.wait_for(components.settings.aggregation.min_updates)
+        clients = self._clients.wait_for(components.settings.aggregation.min_updates)
         self._fleet.register(clients)
         federation = components.federation
         if clients.nodes is not federation.nodes:  # else keep what it has cached about all clients

@@ -39,21 +39,19 @@ def validate(settings: Settings) -> None:
     """
     from fedssl.pretrained.sources import file_of  # slow imports
     from server_app.build import build_components
-    from server_app.nodes import ClientDirectory
     from server_app.round import Round
-    from simulation.grid import LocalGrid, load_client_app
+    from simulation.grid import simulated_clients
     from strategies.types import ServerState
 
     weights = None if settings.model.weights is None else file_of(settings.model.weights)
     if any(file is not None and not file.exists() for file in (settings.teacher, weights)):
         return
-    grid = LocalGrid(load_client_app(), num_clients=settings.num_clients)
     client_ids = {f"device-{number}": number for number in range(settings.num_clients)}
-    clients = ClientDirectory(nodes=dict(enumerate(grid.get_node_ids())), client_ids=client_ids)
+    clients = replace(simulated_clients(settings.num_clients), client_ids=client_ids)
     here = replace(settings, machine=replace(settings.machine, device="cpu"))
     log.disabled = True  # warnings are logged by the run
     try:
-        Round(build_components(grid, here, clients, reads_images=False).federation, ServerState())
+        Round(build_components(here, clients, reads_images=False).federation, ServerState())
     finally:
         log.disabled = False
 

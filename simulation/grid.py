@@ -1,7 +1,7 @@
 """Flower's ``Grid`` for simulations: the common part of the engines, and the engine ``local``, in one process."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
@@ -10,11 +10,17 @@ from flwr.serverapp import Grid
 
 from client_app.simulated import MARKER_KEY, SimulationMarker
 from client_app.state_store import FILE_STORE, StateStore, WriteBehind
-from fedssl.config.settings import Settings
 from fedssl.flower_internals import RUN_ID, SERVER_NODE, Run, assign_message_id, error_reply, set_task_identity
-from fedssl.machine.devices import is_gpu, select_device
+from fedssl.machine.devices import is_gpu
+from server_app.build import RunComponents
+from server_app.nodes import ClientDirectory
 
 log = logging.getLogger("fedssl")
+
+
+def simulated_clients(num_clients: int) -> ClientDirectory:
+    """Return the clients of a simulation, whose ids are fixed: the k-th node has partition k."""
+    return ClientDirectory(nodes={client: SERVER_NODE + 1 + client for client in range(num_clients)})
 
 
 class SimulatedGrid(Grid):
@@ -26,11 +32,11 @@ class SimulatedGrid(Grid):
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of all nodes in the order of their partitions."""
-        return list(range(SERVER_NODE + 1, SERVER_NODE + 1 + self.num_clients))
+        return list(self.partition_nodes().values())
 
     def partition_nodes(self) -> Mapping[int, int]:
         """Return the ids of all nodes by partition id."""
-        return dict(enumerate(self.get_node_ids()))
+        return simulated_clients(self.num_clients).nodes
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Yield replies in order of arrival."""
@@ -126,22 +132,13 @@ class LocalGrid(SimulatedGrid):
             self._store.flush()
 
 
-def validate(settings: Settings) -> None:
-    """Build the components of a run, which rejects invalid settings before a measurement or Ray starts."""
-    from server_app.build import build_run  # slow import
-
-    log.disabled = True  # warnings are logged by the run
-    try:
-        build_run(LocalGrid(load_client_app(), num_clients=settings.num_clients), settings)
-    finally:
-        log.disabled = False
-
-
-def run_local(settings: Settings) -> None:
-    """Run server and clients in this process."""
+def run_local(components: RunComponents, records: Sequence[logging.LogRecord] = ()) -> None:
+    """Run server and clients in this process. ``records`` were logged before."""
     from server_app.app import execute  # slow import
 
-    on_gpu = is_gpu(select_device(settings.machine.device))  # a process must not use it for two tasks at once
+    settings = components.settings
+    on_gpu = is_gpu(components.context.device)  # a process must not use it for two tasks at once
     with WriteBehind() as store:
         grid = LocalGrid(load_client_app(), num_clients=settings.num_clients, store=store)
-        execute(grid, settings, terminal=True, client_cores=None if on_gpu else settings.machine.threads)
+        client_cores = None if on_gpu else settings.machine.threads
+        execute(grid, components, records=records, terminal=True, client_cores=client_cores)

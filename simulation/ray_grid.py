@@ -24,17 +24,17 @@ from flwr.clientapp import ClientApp
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from client_app.simulated import MARKER_KEY, SimulationMarker
-from fedssl.config.settings import Settings
+from fedssl.config.settings import MachineSettings
 from fedssl.errors import RunError
 from fedssl.flower_internals import assign_message_id, error_reply
 from fedssl.machine.devices import (
     CPU,
     check_cuda_features,
     count_accelerators,
-    device_with_most_memory,
 )
 from fedssl.machine.out_of_memory import OUT_OF_MEMORY
 from server_app.app import execute
+from server_app.build import RunComponents
 from server_app.exchanges.sums import SummedContent, SumTask
 from simulation.block_queue import ActorSum, BlockQueue, Call, task_size
 from simulation.client_actor import ClientActor, ClientCall, ClientReply, Payload
@@ -311,13 +311,21 @@ class _Running:
     calls: Sequence[tuple[Call, ActorSum | None]]
 
 
-def run_ray(settings: Settings, *, concurrency: int) -> None:
-    """Run the app, with the server in this process and the clients in Ray's, at most ``concurrency`` at once."""
-    engine, machine, folder = settings.engine, settings.machine, settings.recording.folder
+def run_ray(
+    components: RunComponents,
+    machine: MachineSettings,
+    *,
+    concurrency: int,
+    records: Sequence[logging.LogRecord] = (),
+) -> None:
+    """Run the app, with the server in this process and the clients in Ray's, at most ``concurrency`` at once.
+
+    ``machine`` is that of the clients. ``records`` were logged before.
+    """
+    settings = components.settings
+    engine, folder = settings.engine, settings.recording.folder
     assert folder is not None
     gpus = count_accelerators(machine.device) if engine.address is None else None
-    # Before the measurement: from here on this process occupies memory of each GPU.
-    server = _on_gpu_with_most_memory(settings)
     with ray_session(gpus=gpus, address=engine.address) as hosts:
         if engine.address is not None:
             check_hosts(folder)
@@ -326,7 +334,7 @@ def run_ray(settings: Settings, *, concurrency: int) -> None:
             engine=engine,
             machine=machine,
             max_clients=concurrency,
-            measure=lambda: measure_client(settings),
+            measure=lambda: measure_client(replace(settings, machine=machine)),
         )
         if not client.gpus:
             check_cuda_features(settings.training, torch.device(CPU))
@@ -335,12 +343,5 @@ def run_ray(settings: Settings, *, concurrency: int) -> None:
             placements=place_clients(hosts, client=client, clients=clients),
             client=client,
         )
-        execute(grid, server, client_cores=clients * client.cpus)  # assumes that all are on this host
-
-
-def _on_gpu_with_most_memory(settings: Settings) -> Settings:
-    """Return the settings of a server that shares the GPUs with clients."""
-    device = device_with_most_memory(settings.machine.device)
-    if device != settings.machine.device:
-        print(f"the server uses {device}, which has most free memory", flush=True)
-    return replace(settings, machine=replace(settings.machine, device=device))
+        # Assumes that all clients are on this host.
+        execute(grid, components, records=records, client_cores=clients * client.cpus)

@@ -34,29 +34,38 @@ class EngineChoice:
 
 
 def auto_engine(settings: Settings) -> EngineChoice:
-    """Select the engine of a run.
+    """Select the engine of a run."""
+    return choose_on_gpus(settings) or choose_on_cpus(settings)
 
-    On GPUs: Ray if there are several GPUs and several clients per round. On CPUs: the concurrency is limited by the
-    cores (``threads`` per client), by the clients of a round, and by memory, where a client needs the peak of this
-    process after a training step. Ray is selected if, by the time of that step, it saves more than its start costs.
-    A run of a few steps uses ``local`` without a measurement.
-    """
+
+def choose_on_gpus(settings: Settings) -> EngineChoice | None:
+    """Select Ray if there are several GPUs and several clients per round; return None if there is no GPU."""
     from fedssl.machine.devices import count_accelerators
 
     if os.name != "posix":
         return EngineChoice("local", 1, "Ray needs Linux or macOS")
     gpus = count_accelerators(settings.machine.device)
-    if gpus:
-        engine = "ray" if gpus > 1 and settings.clients_per_round > 1 else "local"
-        reason = f"{gpus} GPUs, {settings.clients_per_round} clients in a round"
-        return EngineChoice(engine, settings.clients_per_round, reason)
+    if not gpus:
+        return None
+    engine = "ray" if gpus > 1 and settings.clients_per_round > 1 else "local"
+    return EngineChoice(
+        engine, settings.clients_per_round, f"{gpus} GPUs, {settings.clients_per_round} clients in a round"
+    )
+
+
+def choose_on_cpus(settings: Settings) -> EngineChoice:
+    """Select the engine of a valid run without a GPU.
+
+    The concurrency is limited by the cores (``threads`` per client), by the clients of a round, and by memory, where a
+    client needs the peak of this process after a training step. Ray is selected if, by the time of that step, it saves
+    more than its start costs. A run of a few steps uses ``local`` without a measurement.
+    """
     concurrency = min(available_cores() // settings.machine.threads, settings.clients_per_round)
     if concurrency < 2:
         return EngineChoice("local", 1, "fewer than two clients fit on this machine at once")
     steps = number_of_steps(settings)
     if steps < MIN_STEPS_TO_MEASURE:
         return EngineChoice("local", concurrency, f"{steps} training steps")
-    settings.algorithm.strategy.instantiate()  # invalid settings are rejected before the measurement
     training = steps * seconds_per_step(settings)
     free, each = available_memory(), peak_memory()
     fit = concurrency if free is None else max(min(free // each, concurrency), 1)
@@ -65,6 +74,19 @@ def auto_engine(settings: Settings) -> EngineChoice:
         reason += f", because each needs {gigabytes(each)} of memory"
     saved = training * (1 - 1 / fit)
     return EngineChoice("ray" if saved > RAY_OVERHEAD_SECONDS else "local", fit, reason)
+
+
+def server_on_gpus(settings: Settings) -> Settings:
+    """Return the settings of a server that shares the GPUs with Ray's clients.
+
+    From here on this process occupies memory of each GPU.
+    """
+    from fedssl.machine.devices import device_with_most_memory
+
+    device = device_with_most_memory(settings.machine.device)
+    if device != settings.machine.device:
+        print(f"the server uses {device}, which has most free memory", flush=True)
+    return replace(settings, machine=replace(settings.machine, device=device))
 
 
 def check_local_resources(settings: Settings) -> None:

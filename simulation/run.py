@@ -1,21 +1,27 @@
 """One run on the engine of its settings, which the command, sweeps and tests call."""
 
+import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
 from fedssl.atomic_files import make_output_folder, new_run_folder
 from fedssl.config.literal import user_path
-from fedssl.config.load import compose, load_settings, with_run_folder
+from fedssl.config.load import compose, load_settings
 from fedssl.config.overrides import parse
 from fedssl.config.saved_run import resume_command
-from fedssl.config.settings import Settings
+from fedssl.config.settings import MachineSettings, Settings
 from fedssl.errors import InputError, RunError
 from fedssl.runs.run import is_locked, read_summary
-from simulation.resources import check_local_resources
+from simulation.resources import EngineChoice, check_local_resources, choose_on_cpus, choose_on_gpus, server_on_gpus
+
+if TYPE_CHECKING:  # a slow import
+    from server_app.build import RunComponents
 
 DATASETS = ("dataset", "calibration.dataset")
 
@@ -30,14 +36,14 @@ def run(overrides: Sequence[str]) -> None:
             validate(settings)
         run_deployment(overrides, engine=settings.engine)
         return
-    settings.recording.tracker.instantiate()  # reports a missing package before any work
     check_local_resources(settings)
+    built = _build(settings)
     chosen = settings.recording.folder
     fresh = chosen is None or not chosen.exists()
     folder = chosen or new_run_folder()
     make_output_folder(folder)
     try:
-        _run_here(with_run_folder(settings, folder, paths=_dataset_paths(settings)))
+        _run_here(built.in_folder(folder, paths=_dataset_paths(settings)))
     except (InputError, RunError) as error:
         # A concurrent run may have locked the folder.
         if fresh and not is_locked(folder) and _is_removable(folder, rejected=isinstance(error, InputError)):
@@ -72,29 +78,56 @@ def _dataset_paths(settings: Settings) -> dict[str, str]:
     return {key: path for key, path in paths.items() if path}
 
 
-def _run_here(settings: Settings) -> None:
-    """Run on this machine or a Ray cluster."""
+@dataclass(frozen=True)
+class BuiltRun:
+    """A run before its start: its components, its engine, and what was logged so far."""
+
+    components: "RunComponents"
+    engine: EngineChoice
+    machine: MachineSettings  # of the clients; on Ray the server may use another device
+    records: Sequence[logging.LogRecord]
+
+    def in_folder(self, folder: Path, *, paths: Mapping[str, str]) -> "BuiltRun":
+        """Return the run in a folder. ``paths`` are those of the data sets."""
+        return replace(self, components=self.components.in_folder(folder, paths=paths))
+
+
+def _build(settings: Settings) -> BuiltRun:
+    """Build a run on this machine or a Ray cluster; raises `InputError` before anything starts."""
     from fedssl.machine.devices import check_cuda_features, select_device
-    from simulation.grid import run_local, validate
+    from server_app.build import build_components
+    from server_app.console import log_to_console
+    from server_app.run_folder import check_new
+    from simulation.grid import simulated_clients
 
-    engine, concurrency = settings.engine.name, settings.clients_per_round
-    if engine != "local":
-        validate(settings)
+    check_new(settings.recording)
+    settings.recording.tracker.instantiate()  # reports a missing package
+    engine, machine = EngineChoice(settings.engine.name, settings.clients_per_round, ""), settings.machine
+    if engine.engine == "auto":
+        engine = choose_on_gpus(settings) or engine
+    server = server_on_gpus(settings) if engine.engine == "ray" else settings
+    with log_to_console() as records:
+        components = build_components(server, simulated_clients(settings.num_clients))
     if settings.engine.address is None:  # clients train on this machine
-        on_cpus = engine == "ray" and settings.engine.client_gpus == 0
-        check_cuda_features(settings.training, select_device("cpu" if on_cpus else settings.machine.device))
-    if engine == "auto":
-        from simulation.resources import auto_engine
+        on_cpus = engine.engine == "ray" and settings.engine.client_gpus == 0
+        check_cuda_features(settings.training, select_device("cpu" if on_cpus else machine.device))
+    if engine.engine == "auto":
+        engine = choose_on_cpus(settings)
+    if engine.reason:
+        print(f"engine={engine.engine}: {engine.reason}", flush=True)
+    return BuiltRun(components, engine, machine, records)
 
-        choice = auto_engine(settings)
-        engine, concurrency = choice.engine, choice.concurrency
-        print(f"engine={engine}: {choice.reason}", flush=True)
-    if engine == "ray":
+
+def _run_here(run: BuiltRun) -> None:
+    """Start the engine, and run."""
+    if run.engine.engine == "ray":
         from simulation.ray_grid import run_ray
 
-        run_ray(settings, concurrency=concurrency)
+        run_ray(run.components, run.machine, concurrency=run.engine.concurrency, records=run.records)
     else:
-        run_local(settings)
+        from simulation.grid import run_local
+
+        run_local(run.components, run.records)
 
 
 def _is_remote_resume(overrides: Sequence[str]) -> bool:

@@ -51,7 +51,7 @@ class Federation:
 
         self.grid = LocalGrid(app, num_clients=self.settings.num_clients)
         self.components = build_run(self.grid, self.settings)
-        self.exchange = self.components.make_exchange(no_activity)
+        self.exchange = self.components.make_exchange(self.grid, no_activity)
         self.method = self.components.method
         self.state = ServerState()
         self.report: RoundResult | None = None

@@ -10,14 +10,18 @@ from server_app.callbacks.base import Callback, RoundEnd, RunEnd
 from server_app.delivery import EncoderSender
 from server_app.fleet_file import FleetFile
 from server_app.models import arrays_by_model, export_encoders
+from server_app.nodes import ClientManager
 from strategies.types import ServerState
 
 
 class Delivery(Callback):
     """Exports and sends the encoders after the rounds for which it is due, and at the end."""
 
-    def __init__(self, grid: Grid, components: RunComponents, folder: Path, fleet: FleetFile) -> None:
-        self._grid, self._components, self._folder, self._fleet = grid, components, folder, fleet
+    def __init__(
+        self, grid: Grid, components: RunComponents, clients: ClientManager, folder: Path, fleet: FleetFile
+    ) -> None:
+        self._grid, self._components, self._clients = grid, components, clients
+        self._folder, self._fleet = folder, fleet
         self._sender = EncoderSender(components.settings)
 
     def on_round_end(self, end: RoundEnd) -> None:
@@ -33,6 +37,6 @@ class Delivery(Callback):
         components = self._components
         models = arrays_by_model(components.context, state)
         files = export_encoders(self._folder, components.method, models, components.settings, rounds=state.round)
-        quality = self._sender.send(self._grid, components.client_manager.clients, state, files)
+        quality = self._sender.send(self._grid, self._clients.clients, state, files)
         if quality is not None:
             self._fleet.register_quality(quality)

@@ -23,6 +23,7 @@ from server_app.client_states import ClientStates
 from server_app.console import PlainConsole
 from server_app.fleet_file import FleetFile
 from server_app.messaging import ClientMessenger
+from server_app.nodes import ClientManager
 from server_app.run_folder import RunFolder
 from server_app.trackers.base import SafeTracker
 
@@ -32,6 +33,7 @@ def make_callbacks(
     components: RunComponents,
     folder: RunFolder,
     states: ClientStates,
+    clients: ClientManager,
     fleet: FleetFile,
     *,
     screen: PlainConsole,
@@ -76,7 +78,7 @@ def make_callbacks(
         callbacks.append(EarlyStop(settings.evaluation.early_stopping, path, rounds=settings.rounds))
     callbacks.append(Results(components, path))
     if components.client_data is None and settings.engine.deliver_every is not None:
-        callbacks.append(Delivery(grid, components, path, fleet))
+        callbacks.append(Delivery(grid, components, clients, path, fleet))
     if settings.evaluation.personalized:
         callbacks.append(Personalized(ClientMessenger(grid), components, path))
     callbacks.append(Summary(folder, settings, tracker, few_images=few_images, started=started))

@@ -7,13 +7,14 @@ import pytest
 
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RunError
+from server_app.build import build_components
 from server_app.callbacks import background, order
 from server_app.callbacks.checkpoints import Checkpoints
 from server_app.callbacks.lines import Lines
 from server_app.checkpoint import latest_checkpoint
 from server_app.evaluator import Evaluator
 from server_app.training_loop import TrainingLoop
-from simulation.grid import run_local
+from simulation.grid import run_local, simulated_clients
 from simulation.run import run
 
 TINY = ["num_clients=2", "rounds=3", "local_epochs=1", "dataset.limit=40", "dataset.test_limit=20", "encoder.width=4"]
@@ -122,7 +123,7 @@ def test_cores_must_be_free(tmp_path, monkeypatch, there, threads_each, overlaps
         order, "can_evaluate_in_background", lambda *given: found.append(can_evaluate_in_background(*given)) or False
     )
     overrides = [*TINY, *UNTRAINED, f"threads={threads_each}", f"output_dir={tmp_path / 'run'}"]
-    run_local(compose(overrides))
+    run_local(build_components(compose(overrides), simulated_clients(2)))
     assert found == [overlaps]
 
 

@@ -1,11 +1,12 @@
 """The command ``fedssl``: its settings, and runs to resume."""
 
+from types import SimpleNamespace
+
 import pytest
 from omegaconf import OmegaConf
 
 import simulation.run
 from fedssl.config.load import compose, save_run
-from fedssl.config.settings import Component
 from simulation import cli
 from tests.devices import write_images
 from tests.simulation.test_run import QUICK
@@ -22,8 +23,9 @@ from tests.simulation.test_run import QUICK
 def test_settings_outside_a_run_folder_are_repeated(choices, override, tmp_path, monkeypatch, capsys):
     save_run(compose([*choices, override]).recording, tmp_path)
     ran = []
-    monkeypatch.setattr(simulation.run, "_run_here", lambda settings: ran.append(settings.recording.config))
-    monkeypatch.setattr(Component, "instantiate", lambda *args: None)  # the tracker may not be installed
+    built = SimpleNamespace(in_folder=lambda folder, paths: None)
+    monkeypatch.setattr(simulation.run, "_build", lambda settings: ran.append(settings.recording.config) or built)
+    monkeypatch.setattr(simulation.run, "_run_here", lambda run: None)
 
     def command(*overrides):
         monkeypatch.setattr("sys.argv", ["fedssl", f"resume={tmp_path}", *overrides])

@@ -77,13 +77,13 @@ def test_the_engine_does_not_change_results(tmp_path):
     assert auto | rest == local | rest
 
 
-def test_a_strategy_rejects_settings_before_the_measurement(monkeypatch):
+def test_a_strategy_rejects_settings_before_the_measurement(monkeypatch, tmp_path):
     monkeypatch.setattr(resources, "available_cores", lambda: 2)
     monkeypatch.setattr(resources, "seconds_per_step", lambda settings: pytest.fail("it was measured"))
     contradiction = ["strategy=l_dawa", "strategy.normalize=true", "strategy.scale_at=client"]
-    settings = compose([*WORDS, "threads=1", "device=cpu", *contradiction])
     with pytest.raises(InputError, match="strategy.normalize=true needs the cosines on the server"):
-        auto_engine(settings)
+        run([*WORDS, "threads=1", "device=cpu", *contradiction, f"output_dir={tmp_path / 'run'}"])
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@
 import pytest
 from omegaconf import OmegaConf
 
+import simulation.run
 from fedssl.config import load
 from fedssl.errors import InputError
-from simulation import grid, ray_grid, resources
+from simulation import grid, ray_grid
 from simulation.run import run
 from tests.devices import write_images
 
@@ -34,7 +35,7 @@ def test_settings_are_composed_once_and_saved_once(tmp_path, monkeypatch):
 
 
 def test_an_interrupt_before_the_run_starts_leaves_no_folder(tmp_path, monkeypatch):
-    def interrupt(settings):
+    def interrupt(*given):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(grid, "run_local", interrupt)
@@ -47,7 +48,7 @@ def test_an_interrupt_before_the_run_starts_leaves_no_folder(tmp_path, monkeypat
 
 @pytest.fixture
 def nothing_starts(monkeypatch):
-    for module, name in ((resources, "auto_engine"), (ray_grid, "run_ray"), (grid, "run_local")):
+    for module, name in ((simulation.run, "choose_on_cpus"), (ray_grid, "run_ray"), (grid, "run_local")):
         monkeypatch.setattr(module, name, lambda *args, name=name, **kwargs: pytest.fail(f"{name} was called"))
 
 

@@ -10,7 +10,8 @@ from fedssl.config.load import compose
 from fedssl.config.overrides import config_groups
 from fedssl.config.targets import installed_targets
 from fedssl.errors import InputError
-from simulation.grid import validate
+from server_app.build import build_components
+from simulation.grid import simulated_clients
 
 SEED = 20261125
 # Groups whose choices read no other data set, and train nothing before the first round.
@@ -72,7 +73,7 @@ def generate(number: int) -> list[str]:
 def outcome(overrides: list[str]) -> str:
     """Return the sentence that rejects the overrides; empty if they are valid."""
     try:
-        validate(compose([*SMALL, *overrides]))
+        build_components(compose([*SMALL, *overrides]), simulated_clients(2))
     except InputError as error:
         return str(error)
     return ""

@@ -368,5 +368,5 @@ def test_devices_that_give_sums_only_train_in_a_secure_run(tmp_path):
     overrides += ["secure_aggregation.dropout_fraction=0"]
     grid = Devices(*contexts)
     components = build_run(grid, compose([*overrides, f"output_dir={tmp_path / 'run'}"]))
-    _, report = run_round(components.make_exchange(no_activity), lambda: components.federation, ServerState())
+    _, report = run_round(components.make_exchange(grid, no_activity), lambda: components.federation, ServerState())
     assert [row.client for row in report.clients] == [0, 1, 2]
