@@ -233,6 +233,7 @@ def test_training_ends_with_its_clientapp_or_for_a_newer_message(tmp_path):
                 _check_wanted(here, listener)
 
 
+@pytest.mark.heavy
 def test_a_killed_process_is_reported_and_replaced(plan, device, supervisor, caplog, monkeypatch):
     for pid in processes(supervisor):  # so that this process is the parent of the next one, and learns the signal
         os.kill(pid, signal.SIGKILL)

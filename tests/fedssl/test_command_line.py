@@ -25,6 +25,7 @@ def call(folder, program, *, shell="", **environment):
     )
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_closed_stream_is_the_null_device(tmp_path, closed):
     """A file that the command opens must not take its number, and with it what the command prints."""

@@ -129,6 +129,7 @@ def whole(tmp_path_factory):
 
 
 class TestResume:
+    @pytest.mark.heavy
     def test_kill(self, whole, tmp_path):
         folder = tmp_path / "run"
         command = [sys.executable, "-c", MAIN, *BYOL, f"output_dir={folder}"]
@@ -292,8 +293,9 @@ assert not slow, slow
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", [["rounds=6"], pytest.param([], marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("overrides", [["rounds=6"], []])
 def test_the_default_run_beats_pixels_and_an_untrained_encoder(tmp_path, overrides):
     """Two labels per class: 82.2 and 83.1% after 6 rounds, seeds 0 and 1, beside 75.9 and 76.9 of pixels.
 

@@ -59,6 +59,6 @@ def test_a_kit_contains_the_certificate_without_other_text(keys, change):
 
 @pytest.mark.parametrize(("start", "end"), [(-20, -10), (1, 10)])
 def test_certificates_that_are_not_valid_now(tmp_path, start, end):
-    with pytest.raises(InputError, match=rf"is valid from .* to .*, and the clock here shows {NOW:%Y-%m-%d}; create"):
+    with pytest.raises(InputError, match=r"is valid from .* to .*, and the clock here shows \d{4}-\d\d-\d\d; create"):
         check_validity("--certificates", tmp_path / "ca.crt", self_signed(start, end))
     check_validity("--certificates", tmp_path / "ca.crt", self_signed(start, end) + self_signed(-1, 1))  # a renewed one

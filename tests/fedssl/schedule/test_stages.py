@@ -290,7 +290,7 @@ def test_every_strategy_works_in_stages(tmp_path, name, schedule):
     assert all(trained) or (name == "clustered" and any(trained))
 
 
-@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("kind", some(WHOLE, default=["swav"]))
 def test_every_method_works_layer_wise_with_calibration(tmp_path, kind):
     overrides = ["strategy=eua", *overrides_of(kind), "rounds=4", "schedule=layer_wise", "num_clients=2"]
     calibration = [] if kind == "supervised" else ["calibration=auxiliary"]
