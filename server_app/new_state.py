@@ -8,7 +8,7 @@ from server_app.federation import Federation
 from server_app.model_aggregation import ModelAggregation
 from server_app.updates import RoundResult
 from strategies.round_start import ClientAssignment, StartingModel
-from strategies.types import GlobalModel, RoundOutcome, ServerState, model_suffix
+from strategies.types import AggregatedModel, GlobalModel, RoundOutcome, ServerState, model_suffix
 
 
 def new_model(
@@ -23,7 +23,13 @@ def new_model(
         new, states[key] = mod.finish(new, start, states.get(key, {}), used=used, round=result.round)
     trained = {**start.trainable, **new}
     strategy_state, strategy_metrics = federation.strategy.server.after_aggregation(
-        model, result.round, trained, aggregator=aggregation.aggregator, received=aggregation.received
+        AggregatedModel(
+            model=model,
+            round=result.round,
+            layers=trained,
+            aggregator=aggregation.aggregator,
+            received=aggregation.received,
+        )
     )
     suffix = model_suffix(name)
     result.strategy_metrics.update({f"{key}{suffix}": value for key, value in strategy_metrics.items()})

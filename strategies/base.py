@@ -18,6 +18,7 @@ from fedssl.wire.messages import TrainPlan
 from strategies.run_context import RunContext
 from strategies.types import (
     GLOBAL,
+    AggregatedModel,
     Aggregator,
     ClientState,
     CommunicationSummary,
@@ -110,21 +111,9 @@ class ServerStrategy:
         """Return a new aggregator for one model in one round."""
         return self._make_aggregator()
 
-    def after_aggregation(
-        self,
-        model: GlobalModel,
-        round: int,
-        layers: Layers,
-        *,
-        aggregator: Aggregator,
-        received: Mapping[int, tuple[str, ...]],
-    ) -> tuple[Any, dict[str, Any]]:
-        """Return the model's new strategy state, and JSON-serializable metrics of the round.
-
-        ``model`` is that before the round, ``layers`` are its trained layers after it, which ``aggregator`` computed.
-        ``received`` has the names of the trained layers that each client of the model had downloaded.
-        """
-        return model.strategy_state, {}
+    def after_aggregation(self, done: AggregatedModel) -> tuple[Any, dict[str, Any]]:
+        """Return the model's new strategy state, and JSON-serializable metrics of the round."""
+        return done.model.strategy_state, {}
 
     def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[Any, dict[str, Any]]:
         """Return the new strategy state across models, and JSON-serializable metrics of the round.

@@ -27,10 +27,10 @@ from strategies.gram_matrix import deviation_gram
 from strategies.run_context import RunContext
 from strategies.types import (
     GLOBAL,
+    AggregatedModel,
     Aggregator,
     ClientState,
     CommunicationSummary,
-    GlobalModel,
     LocalData,
     RoundOutcome,
     ServerState,
@@ -139,16 +139,8 @@ class ClusteredServer(ServerStrategy):
     def aggregator(self, round: int, name: str = GLOBAL) -> Aggregator:
         return self.base_strategy.aggregator(round, name)
 
-    def after_aggregation(
-        self,
-        model: GlobalModel,
-        round: int,
-        layers: Layers,
-        *,
-        aggregator: Aggregator,
-        received: Mapping[int, tuple[str, ...]],
-    ) -> tuple[Any, dict[str, Any]]:
-        return self.base_strategy.after_aggregation(model, round, layers, aggregator=aggregator, received=received)
+    def after_aggregation(self, done: AggregatedModel) -> tuple[Any, dict[str, Any]]:
+        return self.base_strategy.after_aggregation(done)
 
     def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[ClusterState, dict[str, Any]]:
         return self._record_assignments({client: names[0] for client, names in outcome.destinations.items()}, state)

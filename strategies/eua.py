@@ -18,7 +18,7 @@ deviations more weight, and stops its solver before the optimum. Statistics and 
 weighted by batches there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from fedssl.wire.messages import ClientUpdate
 from strategies.aggregate import aggregate
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.gram_matrix import deviation_gram, gram_memory, min_norm_weights
-from strategies.types import Aggregator, Combination, GlobalModel
+from strategies.types import AggregatedModel, Combination
 from strategies.update_store import CollectingAggregator, UpdateStore
 from strategies.weighted_sum import WeightedSum
 
@@ -202,20 +202,12 @@ def eua(
 class EUAServer(ServerStrategy):
     """Server that logs EUA's solution. See `EUA`."""
 
-    def after_aggregation(
-        self,
-        model: GlobalModel,
-        round: int,
-        layers: Layers,
-        *,
-        aggregator: Aggregator,
-        received: Mapping[int, tuple[str, ...]],
-    ) -> tuple[Any, dict[str, Any]]:
-        assert isinstance(aggregator, EUAAggregator)
-        solution = aggregator.solution
-        weights = {str(client): float(p) for client, p in zip(aggregator.clients, solution.weights, strict=True)}
+    def after_aggregation(self, done: AggregatedModel) -> tuple[Any, dict[str, Any]]:
+        assert isinstance(done.aggregator, EUAAggregator)
+        clients, solution = done.aggregator.clients, done.aggregator.solution
+        weights = {str(client): float(p) for client, p in zip(clients, solution.weights, strict=True)}
         metrics = {"weights": weights, "conflict_before": solution.before, "conflict_after": solution.after}
-        return model.strategy_state, metrics
+        return done.model.strategy_state, metrics
 
 
 class EUA(FedSSLStrategy):

@@ -39,7 +39,7 @@ from strategies.fedavg import make_weighted_mean
 from strategies.run_context import RunContext
 from strategies.types import (
     GLOBAL,
-    Aggregator,
+    AggregatedModel,
     ClientState,
     Combination,
     CommunicationSummary,
@@ -206,22 +206,15 @@ class EUCServer(ServerStrategy):
         new = tuple(name for name in layers if averaged.get(name, math.inf) >= last)
         return None if len(new) == len(layers) else new
 
-    def after_aggregation(
-        self,
-        model: GlobalModel,
-        round: int,
-        layers: Layers,
-        *,
-        aggregator: Aggregator,
-        received: Mapping[int, tuple[str, ...]],
-    ) -> tuple[EUCState, dict[str, Any]]:
+    def after_aggregation(self, done: AggregatedModel) -> tuple[EUCState, dict[str, Any]]:
+        model, round, layers, aggregator = done.model, done.round, done.layers, done.aggregator
         due = self.upload_names(model, round, layers)
         names = tuple(layers) if due is None else due
         strategy_metrics: dict[str, Any] = {
             "synced_layers": len(names),
             "bytes_saved": {
-                "up": len(received) * _bytes_excluded(layers, names),
-                "down": sum(_bytes_excluded(layers, some) for some in received.values()),
+                "up": len(done.received) * _bytes_excluded(layers, names),
+                "down": sum(_bytes_excluded(layers, some) for some in done.received.values()),
             },
         }
         state: EUCState = model.strategy_state

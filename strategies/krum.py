@@ -13,7 +13,7 @@ the remaining ones and logs a warning if they are too few for its guarantee, as 
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.gram_matrix import deviation_gram, gram_memory
 from strategies.robust import BatchAggregator
 from strategies.run_context import RunContext
-from strategies.types import Aggregator, Combination, GlobalModel
+from strategies.types import AggregatedModel, Combination
 from strategies.update_store import UpdateStore, in_memory
 from strategies.weighted_sum import WeightedSum
 
@@ -138,17 +138,9 @@ class KrumServer(ServerStrategy):
                 f"but it is {context.settings.clients_per_round}; raise it or lower these"
             )
 
-    def after_aggregation(
-        self,
-        model: GlobalModel,
-        round: int,
-        layers: Layers,
-        *,
-        aggregator: Aggregator,
-        received: Mapping[int, tuple[str, ...]],
-    ) -> tuple[Any, dict[str, Any]]:
-        assert isinstance(aggregator, KrumAggregator)
-        return model.strategy_state, {"selected": aggregator.chosen}
+    def after_aggregation(self, done: AggregatedModel) -> tuple[Any, dict[str, Any]]:
+        assert isinstance(done.aggregator, KrumAggregator)
+        return done.model.strategy_state, {"selected": done.aggregator.chosen}
 
 
 class Krum(FedSSLStrategy):

@@ -148,6 +148,17 @@ class CommunicationSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AggregatedModel:
+    """A model that received updates in a round, for `ServerStrategy.after_aggregation`."""
+
+    model: GlobalModel  # before the round
+    round: int
+    layers: Layers  # trained layers after it, which ``aggregator`` computed
+    aggregator: Aggregator
+    received: Mapping[int, tuple[str, ...]]  # names of the trained layers that each client of the model had downloaded
+
+
+@dataclass(frozen=True, kw_only=True)
 class RoundOutcome:
     """Result of a round, for `ServerStrategy.on_round_end`."""
 

@@ -22,7 +22,7 @@ from strategies.krum import KrumAggregator, closest
 from strategies.l_dawa import LDAWA, l_dawa, scale_layers
 from strategies.low_rank_aggregation import combine, exact_weight, stacked_weight
 from strategies.m_dawa import m_dawa
-from strategies.types import GlobalModel, LinearAggregator
+from strategies.types import AggregatedModel, GlobalModel, LinearAggregator
 from strategies.update_store import UpdateStorage, in_memory
 from strategies.weighted_sum import WeightedSum
 from tests.strategies.low_rank import (
@@ -262,9 +262,9 @@ def test_euc_defers_both_factors_together():
     assert aggregator.discrepancy == pytest.approx(
         {CONV.weight: 0, "projector.weight": 40 / 3, FC.weight: 1.7 * 40 / 3}, abs=1e-12
     )
-    state, _ = server.after_aggregation(
-        GlobalModel(layers=start.layers), 2, layers, aggregator=aggregator, received={0: tuple(layers)}
-    )
+    model, received = GlobalModel(layers=start.layers), {0: tuple(layers)}
+    done = AggregatedModel(model=model, round=2, layers=layers, aggregator=aggregator, received=received)
+    state, _ = server.after_aggregation(done)
     assert state["intervals"] == {CONV.a: 2, CONV.b: 2, "projector.weight": 2, FC.a: 1, FC.b: 1}
 
 
