@@ -7,11 +7,11 @@ if TYPE_CHECKING:
     import xxhash
 
 
-def new_checksum(content: bytes | memoryview = b"") -> "xxhash.xxh3_128":
-    """Return a checksum (XXH3, 128 bits) that can be continued by ``update``."""
+def new_checksum(content: bytes | memoryview = b"") -> "xxhash.xxh3_64":
+    """Return a checksum (XXH3, 64 bits) that can be continued by ``update``."""
     import xxhash  # here: a device may lack it before its requirements are checked
 
-    return xxhash.xxh3_128(content)
+    return xxhash.xxh3_64(content)
 
 
 def checksum(content: bytes | memoryview) -> str:

@@ -32,7 +32,7 @@ class Part:
 
     path: str  # relative to the run folder
     size: int  # in bytes; a file of lines may have grown since
-    digest: str  # XXH3 of these bytes, 128 bits
+    digest: str  # XXH3 of these bytes, 64 bits
 
     @property
     def grows(self) -> bool:
