@@ -10,15 +10,13 @@ from torch import Tensor
 from fedssl.arrays import Layers
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError
-from fedssl.low_rank_products import cut_factors
 from fedssl.rules import Rule
 from fedssl.schedule.phases import Phase
 from fedssl.seeding import numpy_generator
 from fedssl.wire.messages import CLIENT_METRICS
-from server_app.nodes import ClientDirectory, max_ranks
+from server_app.nodes import ClientDirectory
 from server_app.policies import LoopPolicy
 from strategies.base import FedSSLStrategy
-from strategies.low_rank_aggregation import REPLACING_FACTORS, client_ranks, low_rank_aggregation
 from strategies.mods.base import Mod
 from strategies.rules import RoundExchange
 from strategies.run_context import RunContext
@@ -76,30 +74,6 @@ class Federation:
         """Return the ids of all clients that may train, ascending, int64."""
         client_ids = np.fromiter(self.nodes, np.int64, len(self.nodes))
         return _without(np.sort(client_ids), self.untrained_clients)
-
-    @cached_property
-    def _max_ranks(self) -> Mapping[int, int]:
-        return max_ranks(self.directory)
-
-    def rank_of(self, client: int) -> int | None:
-        """Return the rank of the factors that a client exchanges; None if it is that of the model.
-
-        A client's limit has no effect on an aggregation that combines factors: it refuses a plan of a larger rank.
-        """
-        ranks, limit = client_ranks(self.settings), self._max_ranks.get(client)
-        rank = ranks[client % len(ranks)] if ranks else None
-        if limit is None or low_rank_aggregation(self.settings) not in REPLACING_FACTORS:
-            return rank
-        return min(limit, rank or self._model_rank)
-
-    @cached_property
-    def _model_rank(self) -> int:
-        method = self.context.method
-        return len(method.named_tensors[method.low_rank_layers[0].a])
-
-    def with_rank(self, layers: Layers, rank: int | None) -> Layers:
-        """Return layers as a client of this rank exchanges them."""
-        return layers if rank is None else cut_factors(layers, self.context.factor_pairs.layers, rank)
 
     def without_training(self) -> "Federation":
         """Return the federation without mods that train models on the server."""

@@ -16,18 +16,18 @@ def new_model(
 ) -> GlobalModel:
     """Return a model after its aggregation, and add the metrics of the strategy to the result."""
     model = start.model
-    new, weights = aggregation.finish(start.frozen)
+    new = aggregation.aggregator.finish()
     states = {**model.mod_states}
     for mod in federation.mods:
         key, used = type(mod).__name__, len(aggregation.received)
         new, states[key] = mod.finish(new, start, states.get(key, {}), used=used, round=result.round)
-    trained = {**start.trainable, **new}
+    trained = {layer: new.get(layer, array) for layer, array in start.trainable.items()}
     strategy_state, strategy_metrics = federation.strategy.server.after_aggregation(
         AggregatedModel(
             model=model,
             round=result.round,
             layers=trained,
-            aggregator=aggregation.aggregator,
+            aggregator=aggregation.inner,
             received=aggregation.received,
         )
     )
@@ -35,7 +35,7 @@ def new_model(
     result.strategy_metrics.update({f"{key}{suffix}": value for key, value in strategy_metrics.items()})
     model = replace(
         model,
-        layers={**model.layers, **weights, **trained},
+        layers={**model.layers, **new},
         broadcast=federation.context.method.aggregate_parts(aggregation.gathered, model.broadcast),
         strategy_state=strategy_state,
         mod_states={mod: state for mod, state in states.items() if state},

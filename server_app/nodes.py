@@ -47,12 +47,6 @@ def base_holders(clients: ClientDirectory, digest: str) -> frozenset[int]:
     return frozenset(client for client, node in clients.nodes.items() if node in holders)
 
 
-def max_ranks(clients: ClientDirectory) -> dict[int, int]:
-    """Return the largest ranks that edge clients train, by the ids of those that have a limit."""
-    limits = {client: clients.info[node].max_rank for client, node in clients.nodes.items() if node in clients.info}
-    return {client: limit for client, limit in limits.items() if limit is not None}
-
-
 @dataclass(frozen=True)
 class _Replies:
     """Replies of nodes by node id: their info, errors, and nodes without a reply."""

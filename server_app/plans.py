@@ -1,7 +1,7 @@
 """The plans of a round: the model that every client starts from, the layers that it lacks, and the messages."""
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -15,7 +15,8 @@ from fedssl.wire.fingerprint import code_fingerprint
 from fedssl.wire.messages import BASE, TrainPlan
 from fedssl.wire.records import content_bytes, encode_arrays, layer_bytes, record_bytes
 from server_app.federation import Federation
-from strategies.round_start import ClientAssignment, StartingModel
+from strategies.mods.base import exchanged_layers
+from strategies.round_start import ClientAssignment, RoundStart, StartingModel
 from strategies.rules import RoundExchange
 from strategies.types import GlobalModel, ServerState
 
@@ -24,7 +25,7 @@ class PlanBuilder:
     """Builder of the slots and messages of the round that follows a state, for each client in order.
 
     ``candidates`` are the models from which each client selects its start, and ``extra_models`` further models that
-    updates go into. ``resend_base`` sends base layers to all clients, which may have lost them.
+    updates go into. ``attempt`` is the number of earlier attempts at the round.
     """
 
     def __init__(
@@ -35,16 +36,23 @@ class PlanBuilder:
         candidates: Mapping[int, tuple[str, ...]],
         extra_models: Iterable[str],
         oldest_resumable: int,
-        resend_base: bool = False,
+        attempt: int = 0,
     ) -> None:
         context, self._context, self._federation = federation.context, federation.context, federation
-        self._state, self._resend_base = state, resend_base
+        self._state = state
+        self._at = RoundStart(
+            context=context,
+            state=state,
+            nodes=federation.nodes,
+            info=federation.directory.info,
+            attempt=attempt,
+        )
         self._number = state.round + 1
         self._phase = phase_at(context.phases, self._number)
         untrained = functools.cache(context.initial_model)  # made once, and only if it is needed
         names = dict.fromkeys([*chain.from_iterable(candidates.values()), *extra_models])
         self.starts = {name: self._start(state.models.get(name) or untrained()) for name in names}
-        self._models: dict[tuple[str, tuple[str, ...], int | None], Layers] = {}
+        self._models: dict[tuple[str, tuple[str, ...], tuple[Hashable, ...]], Layers] = {}
         self._packed: dict[int, ArrayRecord] = {}  # by the ids of these models
         self.slots: dict[int, ClientAssignment] = {}
         self.messages = self._plan_clients(candidates, oldest_resumable=oldest_resumable)
@@ -85,10 +93,10 @@ class PlanBuilder:
             down = (*self._missing_frozen(start, last), *downloaded)
             shared = self._broadcast_for(start.model, first=client not in self._state.last_participation)
             base = {} if self._has_base(client) else federation.base
-            rank = federation.rank_of(client)
-            key = (names, down, tuple(shared), tuple(base), rank)
+            variants = tuple(mod.variant(client, self._at) for mod in federation.mods)
+            key = (names, down, tuple(shared), tuple(base), variants)
             if key not in contents:
-                models = [self._subset(name, down, rank) for name in names]
+                models = [self._subset(name, down, variants) for name in names]
                 client_plan = replace(
                     plan,
                     layers=models[0],
@@ -106,7 +114,7 @@ class PlanBuilder:
                 downloaded,
                 bytes_down=content_bytes(content),
                 base_bytes=record_bytes(content.array_records[BASE]) if base else 0,
-                rank=rank,
+                variants=variants,
             )
             messages.append(Message(content, federation.nodes[client], "train", group_id=str(self._number)))
         return messages
@@ -120,12 +128,12 @@ class PlanBuilder:
             is_complete=downloads_all and start.upload_names is None and len(self._context.phases) == 1,
         )
 
-    def _subset(self, name: str, down: tuple[str, ...], rank: int | None) -> Layers:
-        """Return these layers of a model, the same object for all clients of a rank."""
-        if (name, down, rank) not in self._models:
+    def _subset(self, name: str, down: tuple[str, ...], variants: tuple[Hashable, ...]) -> Layers:
+        """Return these layers of a model, the same object for all clients of these variants."""
+        if (name, down, variants) not in self._models:
             layers = {layer: self.starts[name].model.layers[layer] for layer in down}
-            self._models[name, down, rank] = self._federation.with_rank(layers, rank)
-        return self._models[name, down, rank]
+            self._models[name, down, variants] = exchanged_layers(self._federation.mods, layers, variants)
+        return self._models[name, down, variants]
 
     def _encode(self, layers: Layers, wire_dtype: str) -> ArrayRecord:
         """Return the record of a model. It is encoded once for all clients."""
@@ -151,7 +159,7 @@ class PlanBuilder:
     def _has_base(self, client: int) -> bool:
         """Return whether a client has the base layers: of an earlier round, or of its owner."""
         had_it = client in self._state.last_participation or client in self._federation.base_holders
-        return had_it and not self._resend_base
+        return had_it and not self._at.attempt
 
     def _broadcast_for(self, model: GlobalModel, *, first: bool) -> Layers:
         """Return the arrays of the method's server side, without those that the client holds from an earlier round.
@@ -192,13 +200,14 @@ def client_workloads(
     bytes_down = {key: layer_bytes(content) for key, content in contents.items()}
     parts = record_bytes(encode_arrays(context.gathered.layers))
     bytes_up = {
-        (slot.start, slot.rank): parts
+        (name, variants): parts
         + record_bytes(
             encode_arrays(
-                federation.with_rank(starts[slot.start].expected_upload.layers, slot.rank), context.settings.wire_dtype
+                exchanged_layers(federation.mods, starts[name].expected_upload.layers, variants),
+                context.settings.wire_dtype,
             )
         )
-        for slot in {(slot.start, slot.rank): slot for slot in slots.values()}.values()
+        for name, variants in {(slot.start, slot.variants) for slot in slots.values()}
     }
     return {
         message.metadata.dst_node_id: Workload(
@@ -206,7 +215,7 @@ def client_workloads(
             round=number,
             flops=federation.client_flops(phase, client),
             bytes_down=bytes_down[id(message.content)],
-            bytes_up=bytes_up[slot.start, slot.rank],
+            bytes_up=bytes_up[slot.start, slot.variants],
         )
         for (client, slot), message in zip(slots.items(), messages, strict=True)
     }

@@ -14,9 +14,8 @@ from server_app.federation import Federation
 from server_app.plans import PlanBuilder, client_workloads
 from server_app.round_aggregation import RoundAggregation, UpdateObserver
 from server_app.routes import Routes
-from server_app.updates import CollectedUpdates, RoundResult, UpdateReader, ValidUpdate, norm_outliers
+from server_app.updates import CollectedUpdates, RoundResult, UpdateReader, ValidUpdate
 from server_app.validation import InvalidUpdate
-from strategies.low_rank_aggregation import REPLACING_FACTORS, low_rank_aggregation
 from strategies.types import GLOBAL, ServerState
 from strategies.update_store import UpdateStorage
 
@@ -55,7 +54,7 @@ class Round:
             candidates=self._routes.candidates,
             extra_models=self._routes.models,
             oldest_resumable=oldest_resumable,
-            resend_base=attempt > 0,
+            attempt=attempt,
         )
         self.starts, self.slots, self.messages = plans.starts, plans.slots, plans.messages
         self._storage = UpdateStorage(federation.settings.recording.folder)
@@ -105,8 +104,7 @@ class Round:
     def sum_task(self) -> SumTask | None:
         """Return what clients' processes need to sum their updates; None if the server needs each update."""
         federation, aggregator = self._federation, self._aggregation.mergeable()
-        compares = self._routes.clusters or federation.settings.aggregation.max_norm_ratio is not None
-        if aggregator is None or compares or list(self.starts) != [GLOBAL]:
+        if aggregator is None or self._routes.clusters or list(self.starts) != [GLOBAL]:
             return None
         if any(self._routes.destinations(client, GLOBAL) != (GLOBAL,) for client in self.slots):
             return None
@@ -125,13 +123,12 @@ class Round:
 
     def finish(self, received: Iterable[Received]) -> tuple[ServerState, RoundResult]:
         """Aggregate what is received, in its order, and return the next state; raises `TooFewUpdatesError`."""
-        settings, aggregation = self._federation.settings, self._aggregation
+        aggregation = self._aggregation
         aggregation.start()
         collected: CollectedUpdates | None = None
-        if settings.aggregation.max_norm_ratio is not None or self._routes.clusters:
-            combines = low_rank_aggregation(settings) not in REPLACING_FACTORS
-            # These compare all updates before any of them is used.
-            collected = CollectedUpdates(self._storage, self.starts, compares_factors=combines)
+        comparing = [mod for mod in self._federation.mods if mod.compares_updates]
+        if comparing or self._routes.clusters:  # these compare all updates before any of them is used
+            collected = CollectedUpdates(self._storage, self.starts, mods=comparing)
         use = aggregation.add if collected is None else collected.add
         for item in received:
             valid = self._receive(item)
@@ -187,12 +184,9 @@ class Round:
         return valid
 
     def _select(self, collected: CollectedUpdates) -> None:
-        """Remove outliers, whose clients are dropped, and set the clusters of all others as destinations."""
-        factor = self._federation.settings.aggregation.max_norm_ratio
-        if factor is not None:
-            for client, reason in norm_outliers(collected.norms(), factor=factor).items():
-                self._result.drop(client, reason)
-                collected.remove(client)
+        """Drop the clients that mods select, and set the clusters of all others as destinations."""
+        for client, reason in collected.select().items():
+            self._result.drop(client, reason)
         if self._routes.clusters:
             clusters = collected.assign(self._federation.strategy.server, self._federation.context.factor_pairs)
             for client, name in clusters.items():

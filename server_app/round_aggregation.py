@@ -37,16 +37,17 @@ class RoundAggregation:
         self.result = RoundResult(state.round + 1)
         self._state_rounds = {**state.state_rounds}
         self.models = {
-            name: ModelAggregation.new(federation, storage, round=self.result.round, name=name) for name in names
+            name: ModelAggregation.new(federation, starts[name], storage, round=self.result.round, name=name)
+            for name in names
         }
         for aggregation in self.models.values():
-            if isinstance(aggregation.aggregator, Mergeable):
-                aggregation.aggregator.set_clients(clients)
+            if isinstance(aggregation.inner, Mergeable):
+                aggregation.inner.set_clients(clients)
 
     def mergeable(self) -> Mergeable | None:
         """Return the only aggregator if sums of updates are enough for it and for all others that see updates."""
         federation, aggregation = self._federation, self.models.get(GLOBAL)
-        if aggregation is None or aggregation.products is not None or self._observers:
+        if aggregation is None or self._observers:
             return None
         if federation.strategy.server.num_comparison_images or any(mod.sees_updates for mod in federation.mods):
             return None
@@ -56,7 +57,7 @@ class RoundAggregation:
     def start(self) -> None:
         """Start all aggregators."""
         for name, aggregation in self.models.items():
-            aggregation.start(self._starts[name].expected_upload)
+            aggregation.aggregator.start(self._starts[name].expected_upload)
 
     def add(self, valid: ValidUpdate) -> None:
         """Add an update to the models that it goes into."""
@@ -68,7 +69,7 @@ class RoundAggregation:
         for mod in federation.mods:
             update = mod.contribute(update, start)
         for name in slot.destinations:
-            self.models[name].add(update, valid.cosines)
+            self.models[name].aggregator.add(update, valid.cosines)
         for observe in self._observers:
             observe(slot.client, layers)
         self._record(valid)

@@ -13,7 +13,6 @@ from server_app import (
 )
 from server_app.callbacks import early_stopping
 from server_app.exchanges import secure
-from strategies import low_rank_aggregation
 from strategies.mods import MODS
 from strategies.mods.base import Mod
 from strategies.rules import RoundExchange, RunParts
@@ -23,13 +22,11 @@ SETTINGS_RULES: Sequence[Rule[Settings]] = (
     *policies.SETTINGS_RULES,
     *secure.SETTINGS_RULES,
     *(rule for mod in MODS for rule in mod.settings_rules),
-    *low_rank_aggregation.SETTINGS_RULES,
 )
 
 RUN_RULES: Sequence[Rule[RunParts]] = (
     *training_rules.RUN_RULES,
     *policies.RUN_RULES,
-    *low_rank_aggregation.RUN_RULES,
     *(rule for mod in MODS for rule in mod.run_rules),
     *secure.RUN_RULES,
     *devices.RUN_RULES,

@@ -1,16 +1,15 @@
 """Updates of clients: read them, filter outliers, and apply stale ones."""
 
 import math
-import statistics
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from flwr.app import Message
 
-from fedssl.arrays import Cosines, GlobalLayers, Layers, relative_norm
-from fedssl.low_rank_products import FactorPairs, pad_factors
+from fedssl.arrays import Cosines, GlobalLayers, Layers
+from fedssl.low_rank_products import FactorPairs
 from fedssl.safe_io import sanitize_line
 from fedssl.wire.fingerprint import code_fingerprint
 from fedssl.wire.messages import ClientUpdate
@@ -18,10 +17,9 @@ from fedssl.wire.records import content_bytes
 from server_app.federation import Federation
 from server_app.validation import UpdateValidator, read_model_index
 from strategies.base import ServerStrategy
+from strategies.mods.base import Mod, exchanged_layers
 from strategies.round_start import ClientAssignment, StartingModel
 from strategies.update_store import UpdateStorage, UpdateStore
-
-UPDATE_PARTS = ("weights", "running statistics", "low-rank factors")
 
 
 @dataclass(frozen=True)
@@ -124,39 +122,33 @@ class ValidUpdate:
 
 
 class CollectedUpdates:
-    """Updates that are compared before any of them is used. Their layers are in a store for each starting model.
-
-    With ``compares_factors`` LoRA's factors are compared besides their products.
-    """
+    """Updates that are compared before any of them is used. Their layers are in a store for each starting model."""
 
     def __init__(
-        self, storage: UpdateStorage, starts: Mapping[str, StartingModel], *, compares_factors: bool = False
+        self, storage: UpdateStorage, starts: Mapping[str, StartingModel], *, mods: Sequence[Mod] = ()
     ) -> None:
-        self._storage, self._starts, self._compares_factors = storage, starts, compares_factors
+        self._storage, self._starts, self._mods = storage, starts, mods
         self._stores: dict[str, UpdateStore] = {}
         self._updates: dict[int, tuple[ValidUpdate, int]] = {}  # without layers, and their indices in the store
-        self._norms: dict[int, tuple[float, ...]] = {}
+        self._measured: dict[int, list[Any]] = {}  # by each mod
 
     def add(self, valid: ValidUpdate) -> None:
         """Add an update."""
-        start = valid.slot.start
+        client, start = valid.slot.client, valid.slot.start
         if start not in self._stores:
             self._stores[start] = self._storage.new_store(self._starts[start].expected_upload.layers)
         store = self._stores[start]
         store.add(valid.update.layers)
-        self._norms[valid.slot.client] = valid.cosines.relative_change
-        if self._compares_factors:
-            change = factor_change(self._starts[start].expected_upload, valid.update.layers)
-            self._norms[valid.slot.client] += (change,)
-        self._updates[valid.slot.client] = replace(valid, update=replace(valid.update, layers={})), len(store) - 1
+        self._measured[client] = [mod.measure(valid.update, valid.cosines, self._starts[start]) for mod in self._mods]
+        self._updates[client] = replace(valid, update=replace(valid.update, layers={})), len(store) - 1
 
-    def norms(self) -> dict[int, tuple[float, ...]]:
-        """Return the relative change of each of `UPDATE_PARTS` by client; that of factors only if they are compared."""
-        return {client: self._norms[client] for client in self._updates}
-
-    def remove(self, client: int) -> None:
-        """Remove the update of a client."""
-        del self._updates[client]
+    def select(self) -> dict[int, str]:
+        """Remove the updates that mods do not use, and return their clients with the reasons."""
+        removed: dict[int, str] = {}
+        for number, mod in enumerate(self._mods):
+            removed |= mod.select({client: self._measured[client][number] for client in self._updates})
+            self._updates = {client: one for client, one in self._updates.items() if client not in removed}
+        return removed
 
     def deltas(self) -> Iterator[tuple[int, Layers]]:
         """Yield each client with the change of its layers; see `layer_changes`."""
@@ -198,7 +190,7 @@ class UpdateReader:
     ) -> None:
         self._federation, self._state_rounds = federation, state_rounds
         self.starts, self.number, self.wire_dtype = starts, number, federation.settings.wire_dtype
-        self._ranked: dict[tuple[str, int], GlobalLayers] = {}
+        self._expected: dict[tuple[str, tuple[Hashable, ...]], GlobalLayers] = {}
         self.validator = UpdateValidator(
             gathered=federation.context.gathered,
             required_metrics=tuple(required_metrics),
@@ -220,23 +212,22 @@ class UpdateReader:
             node=self._federation.nodes[slot.client],
             round=number,
             downloaded=slot.downloaded,
-            expected=self._with_rank(expected, slot),
+            expected=self._exchanged(expected, slot),
             saved_round=self._state_rounds.get(slot.client, 0),
         )
-        if slot.rank is not None:
-            shapes = {name: array.shape for name, array in expected.layers.items()}
-            layers = pad_factors(update.layers, self._federation.context.factor_pairs.layers, shapes)
-            update = replace(update, layers=layers)
+        for mod, variant in zip(self._federation.mods, slot.variants, strict=False):  # none of a late reply
+            update = mod.receive(update, variant, expected)
         return ValidUpdate(slot, update, cosines, content_bytes(reply.content))
 
-    def _with_rank(self, expected: GlobalLayers, slot: ClientAssignment) -> GlobalLayers:
-        """Return the layers as a client of its rank received them, the same object for all clients of the rank."""
-        if slot.rank is None:
+    def _exchanged(self, expected: GlobalLayers, slot: ClientAssignment) -> GlobalLayers:
+        """Return the layers as a client exchanges them, the same object for all clients of its variants."""
+        if all(variant is None for variant in slot.variants):
             return expected
-        key = (slot.start, slot.rank)
-        if key not in self._ranked:
-            self._ranked[key] = expected.with_layers(self._federation.with_rank(expected.layers, slot.rank))
-        return self._ranked[key]
+        key = (slot.start, slot.variants)
+        if key not in self._expected:
+            layers = exchanged_layers(self._federation.mods, expected.layers, slot.variants)
+            self._expected[key] = expected.with_layers(layers)
+        return self._expected[key]
 
 
 def layer_changes(start: GlobalLayers, layers: Layers) -> Layers:
@@ -250,36 +241,6 @@ def layer_changes(start: GlobalLayers, layers: Layers) -> Layers:
             changes[b] = np.hstack((changes[b], start.layers[b]))
             changes[pair.a] = np.vstack((layers[pair.a], changes[pair.a]))
     return changes
-
-
-def factor_change(start: GlobalLayers, layers: Layers) -> float:
-    """Return the distance of LoRA's factors from their initial values, as one vector, as `Cosines.relative_change`.
-
-    A product is small if one of its factors is, however large the other one. The mean of such factors is not.
-    """
-    names = {*start.products, *start.first_factors}
-    initial = {name: start.layers[name].astype(np.float64) for name in sorted(names)}
-    change = sum(float(np.square(layers[name] - array).sum()) for name, array in initial.items())
-    return relative_norm(change, sum(float(np.square(array).sum()) for array in initial.values()))
-
-
-def norm_outliers(norms_of: Mapping[int, tuple[float, ...]], *, factor: float) -> dict[int, str]:
-    """Return the clients whose update norm is more than ``factor`` times the median of the round, with the reason.
-
-    More than half of the clients must be honest. With fewer than three clients there are no outliers. ``norms_of`` has
-    the relative changes by client, see `CollectedUpdates.norms`.
-    """
-    outliers: dict[int, str] = {}
-    for what, norms in zip(UPDATE_PARTS, zip(*norms_of.values(), strict=True), strict=False):
-        median = statistics.median(norms)
-        for client, norm in zip(norms_of, norms, strict=True):
-            if norm > factor * median:
-                reason = (
-                    f"its {what} moved {norm / median:.3g} times as far as the median of the round, of which "
-                    f"{factor:g} times are plausible (aggregation.max_norm_ratio)"
-                )
-                outliers.setdefault(client, reason)
-    return outliers
 
 
 def _finite(value: float | None) -> float | None:

@@ -1,6 +1,6 @@
 """A round at its start: the models that clients start from, the clients, and one attempt as a whole."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -34,7 +34,7 @@ class ClientAssignment:
     destinations: tuple[str, ...] = ()  # names of the models that its update goes into
     features: Tensor | None = None  # of the server's images under its model, if the strategy compares models
     base_bytes: int = 0  # bytes of base layers among ``bytes_down``
-    rank: int | None = None  # of its factors; None if it is that of the model
+    variants: tuple[Hashable, ...] = ()  # of each mod, see `strategies.mods.base.Mod.variant`
 
 
 @dataclass(frozen=True, kw_only=True)

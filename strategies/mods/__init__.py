@@ -4,11 +4,14 @@ from collections.abc import Sequence
 
 from strategies.mods.base import Mod
 from strategies.mods.calibration import Calibration
+from strategies.mods.norm_filter import NormFilter
 from strategies.mods.privacy import Privacy
+from strategies.mods.products import Products
+from strategies.mods.ranks import Ranks
 from strategies.mods.server_optimizer import ServerOptimizer
 from strategies.run_context import RunContext
 
-MODS: Sequence[type[Mod]] = (Calibration, Privacy, ServerOptimizer)
+MODS: Sequence[type[Mod]] = (Calibration, Ranks, NormFilter, Privacy, Products, ServerOptimizer)
 
 
 def make_mods(context: RunContext) -> tuple[Mod, ...]:

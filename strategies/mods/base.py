@@ -4,17 +4,18 @@ A mod has a server half, a client half or both, in one module with its rules. Se
 The order of all mods is that of `strategies.mods.MODS`, because it decides bits.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from fedssl.arrays import Layers
+from fedssl.arrays import Cosines, GlobalLayers, Layers
 from fedssl.config.settings import Settings
 from fedssl.rules import Rule
 from fedssl.wire.messages import ClientUpdate
-from strategies.round_start import StartingModel
+from strategies.round_start import RoundStart, StartingModel
 from strategies.rules import RoundExchange, RunParts
 from strategies.run_context import RunContext
-from strategies.types import GlobalModel
+from strategies.types import Aggregator, GlobalModel
+from strategies.update_store import UpdateStorage
 
 ModState = dict[str, Layers]  # of one model, by names that the mod chooses; layers as those of the model
 
@@ -29,6 +30,8 @@ class Mod:
         of a round exchange, if it does.
     sees_updates : bool
         Whether it needs every update, so that no other process can sum them.
+    compares_updates : bool
+        Whether it compares all updates of a round, by `measure` and `select`, before any of them is used.
     trains : bool
         Whether it trains models on the server.
     """
@@ -37,6 +40,7 @@ class Mod:
     run_rules: ClassVar[Sequence[Rule[RunParts]]] = ()
     round_rules: ClassVar[Sequence[Rule[RoundExchange]]] = ()
     sees_updates: ClassVar[bool] = False
+    compares_updates: ClassVar[bool] = False
     trains: ClassVar[bool] = False
 
     @classmethod
@@ -48,9 +52,34 @@ class Mod:
         """Return a model from which clients start a round."""
         return model
 
+    def variant(self, client: int, at: RoundStart) -> Hashable:
+        """Return what of `exchanged` and `receive` depends on the client. Clients of equal variants share messages."""
+        return None
+
+    def exchanged(self, layers: Layers, variant: Any) -> Layers:
+        """Return layers of a model as clients of a variant download and upload them."""
+        return layers
+
+    def receive(self, update: ClientUpdate, variant: Any, expected: GlobalLayers) -> ClientUpdate:
+        """Return a validated update with the shapes of the ``expected`` layers of the model."""
+        return update
+
+    def measure(self, update: ClientUpdate, cosines: Cosines, start: StartingModel) -> Any:
+        """Return what `select` compares of an update."""
+
+    def select(self, measured: Mapping[int, Any]) -> Mapping[int, str]:
+        """Return the clients whose updates are not used, with the reasons."""
+        return {}
+
     def contribute(self, update: ClientUpdate, start: StartingModel) -> ClientUpdate:
         """Return an update as it is added to an aggregator. ``start`` is the model that its client started from."""
         return update
+
+    def aggregator(
+        self, inner: Aggregator, start: StartingModel, storage: UpdateStorage, *, round: int, name: str
+    ) -> Aggregator:
+        """Return the aggregator of a model in a round, around that of the strategy. It may return frozen layers."""
+        return inner
 
     def finish(
         self, layers: Layers, start: StartingModel, state: ModState, *, used: int, round: int
@@ -68,3 +97,10 @@ class Mod:
     def record(self, round: int, *, dropped: Collection[int]) -> Mapping[str, Any]:
         """Return entries for the line of a round that ended. ``dropped`` are the clients without a usable update."""
         return {}
+
+
+def exchanged_layers(mods: Sequence[Mod], layers: Layers, variants: Sequence[Hashable]) -> Layers:
+    """Return layers as clients of these variants, one of each mod, exchange them; the argument if none changes them."""
+    for mod, variant in zip(mods, variants, strict=False):
+        layers = mod.exchanged(layers, variant)
+    return layers

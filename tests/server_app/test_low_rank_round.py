@@ -22,6 +22,8 @@ from strategies.fedavg import FedAvg
 from strategies.krum import Krum
 from strategies.l_dawa import LDAWA
 from strategies.m_dawa import MDAWA
+from strategies.mods.ranks import Ranks
+from strategies.round_start import RoundStart
 from strategies.types import GLOBAL, ServerState
 from tests.contexts import default_settings, federation_of, run_context
 from tests.federation import finish
@@ -269,8 +271,8 @@ def test_the_rank_of_a_client_is_at_most_its_limit():
     def ranks_of(aggregation, ranks, limits):
         clients = federation(make_grid([trained] * 4), FedAvg(), aggregation, ranks)
         info = {clients.nodes[client]: SimpleNamespace(max_rank=limit) for client, limit in limits.items()}
-        clients = replace(clients, directory=replace(clients.directory, info=info))
-        return [clients.rank_of(client) for client in range(4)]
+        at = RoundStart(context=clients.context, state=ServerState(), nodes=clients.nodes, info=info)
+        return [Ranks(clients.context).variant(client, at) for client in range(4)]
 
     assert ranks_of("svd", (1, 2), {0: 2, 1: 1}) == [1, 1, 1, 2]
     assert ranks_of("stack", (), {0: 9, 1: 1}) == [2, 1, None, None]  # the rank of the model is 2
