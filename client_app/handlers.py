@@ -35,6 +35,7 @@ from fedssl.wire.fingerprint import code_fingerprint
 from fedssl.wire.identity import node_info_reply
 from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan
 from fedssl.wire.records import content_bytes
+from strategies.mods.ranks import received_rank
 
 log = logging.getLogger("fedssl")
 
@@ -217,7 +218,7 @@ def _train_on_device(plan: TrainPlan, client: EdgeClient, on_step_start: StepHoo
     folder, images_digest = client.state_folder(settings.states), client.images_digest()
 
     def train(worker: ClientWorker) -> ClientUpdate:
-        client.check_rank(worker.rank_of(plan))
+        client.check_rank(received_rank(worker.method, plan))
         return worker.train(plan, client.number, folder, store=client.store, on_step_start=before_step)
 
     try:

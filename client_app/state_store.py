@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from fedssl.arrays import Layers
 from fedssl.atomic_files import round_file, saved_rounds
 from fedssl.machine.memory import available_memory
 from fedssl.runs.manifest import STATE_SUFFIX
@@ -72,6 +73,24 @@ def read_state(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> ClientState
 def _max_bytes(template: Mapping[str, torch.Tensor]) -> int:
     """Return the maximum size of a file: a strategy may save a few models."""
     return 2**24 + 8 * sum(value.nbytes for value in template.values())
+
+
+@dataclass(frozen=True)
+class LayerFiles:
+    """Layers that mods keep beside the state of a client, see `strategies.mods.base.LayerCache`."""
+
+    folder: Path  # of the client's states
+    template: Mapping[str, torch.Tensor]  # tensors of the method, with whose names layers agree in shape and dtype
+
+    def load(self, name: str, *, before: int) -> Layers:
+        """Return the newest layers of a round before this one; none if there are none."""
+        found = load_state(self.folder / name, before=before, template=self.template)
+        return {layer: value.numpy() for layer, value in found.tensors.items()} if found else {}
+
+    def save(self, name: str, layers: Layers, *, round: int, oldest_resumable: int) -> None:
+        """Save layers after a round."""
+        tensors = {layer: torch.from_numpy(array) for layer, array in layers.items()}
+        save_state(self.folder / name, tensors, round=round, oldest_resumable=oldest_resumable)
 
 
 class StateStore:

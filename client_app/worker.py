@@ -12,14 +12,12 @@ import numpy as np
 import torch
 
 from client_app.local_data import LocalDataSample
-from client_app.state_store import FILE_STORE, StateStore, load_state, save_state
+from client_app.state_store import FILE_STORE, LayerFiles, StateStore
 from fedssl.arrays import Layers
-from fedssl.base_layers import check_base, load_base, save_base
 from fedssl.config.settings import ClientSettings
 from fedssl.datasets.base import forget_images, load_federated
 from fedssl.datasets.cache import cache_folder
 from fedssl.errors import RequestRefused
-from fedssl.low_rank_products import cut_factors, pad_factors
 from fedssl.machine.cuda_graphs import WARMUP_STEPS
 from fedssl.machine.devices import is_gpu
 from fedssl.machine.process import configure_process
@@ -41,6 +39,7 @@ from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import LocalTrainer, TrainResult, train
 from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan
 from strategies.base import ClientStrategy
+from strategies.mods import make_client_mods
 from strategies.types import ClientState
 
 TARGETS_FOLDER = "targets"  # in the folder of ``dataset.cache``
@@ -84,7 +83,7 @@ class ClientWorker:
         self.training = LocalTrainer.build(settings.training, self.method)
         if settings.machine.compile_encoder:
             self.method.encoder.compile()
-        self._base_digest = ""  # of the base layers that are loaded
+        self.mods = make_client_mods(self.method, settings.base_folders)
 
     def train(
         self,
@@ -121,14 +120,14 @@ class ClientWorker:
                 state = strategy.state_to_save(method, round.plan, start=start_layers, state=round.state) | personalized
                 uploaded_parts = self._parts_to_upload()
                 layers = strategy.upload(method, round.plan)
-            rank = self.rank_of(plan)
-            if rank is not None:
-                layers = cut_factors(layers, method.low_rank_layers, rank)
+            for mod in self.mods:
+                layers = mod.upload(layers, plan)
             # Without an empty state, the next round would use the evicted one.
             saves = bool(state) or client in plan.evicted_clients
             if saves:
                 store.save(state_folder, state, round=plan.round, oldest_resumable=plan.oldest_resumable_round)
-            self._cache_layers(plan, round.plan, state_folder)
+            for mod in self.mods:
+                mod.keep(plan, round.plan, self._cache(state_folder))
             return ClientUpdate(
                 layers=layers,
                 uploaded_parts=uploaded_parts,
@@ -245,21 +244,18 @@ class ClientWorker:
         store: StateStore,
         on_step_start: Callable[[], None] = lambda: None,
     ) -> ClientRound:
-        """Complete the plan by the layers that the client cached, and join broadcast parts to its layers."""
-        self._load_base(plan)
+        """Complete the plan by the layers that the client holds, and join broadcast parts to its layers."""
+        completed = plan
+        for mod in self.mods:
+            completed = mod.download(completed, self._cache(state_folder))
         evicted = client in plan.evicted_clients  # then the plan has all layers
         stored = None if evicted else store.load(state_folder, before=plan.round, template=self.method.named_tensors)
         state, state_round = (stored.tensors or None, stored.round) if stored else (None, 0)
-        layers, candidates = self._padded(plan.layers), [self._padded(arrays) for arrays in plan.candidate_arrays]
-        if plan.num_frozen_stages:
-            layers = self._cached(plan, state_folder / "frozen") | layers
+        layers, candidates, broadcast = completed.layers, completed.candidate_arrays, completed.broadcast
         missing = set(exchanged_names(self.method)) - layers.keys() - (state or {}).keys()
         if missing:  # the model contains another client's
             raise RequestRefused(f"the plan lacks {len(missing)} layers of the model, such as {min(missing)}")
-        broadcast, needed = plan.broadcast, set(names_in_parts(self.method, self.method.broadcast_parts))
-        if not needed <= broadcast.keys():
-            broadcast = self._cached(plan, state_folder / "constant") | broadcast
-        missing = needed - broadcast.keys()
+        missing = set(names_in_parts(self.method, self.method.broadcast_parts)) - broadcast.keys()
         if missing:
             raise RequestRefused(
                 f"the plan lacks {len(missing)} layers of the method's server side, such as {min(missing)}"
@@ -272,46 +268,12 @@ class ClientWorker:
             state=state,
             state_round=state_round,
             # Broadcast parts are loaded with the other layers, in one copy.
-            plans=tuple(
-                replace(plan, layers=model | broadcast, broadcast=broadcast) for model in (layers, *candidates)
-            ),
+            plans=tuple(replace(completed, layers=model | broadcast) for model in (layers, *candidates)),
             on_step_start=on_step_start,
         )
 
-    def _load_base(self, plan: TrainPlan) -> None:
-        """Load the base layers of the plan or of a file, once per process; refuse the plan if it lacks them."""
-        names = self.method.base_names
-        if bool(names) != bool(plan.base_digest):
-            raise RequestRefused("the plan has base layers but the settings do not, or the reverse")
-        if plan.base_digest == self._base_digest:
-            return
-        like = {name: self.method.named_tensors[name] for name in names}
-        folders = self.settings.base_folders
-        if not plan.base:
-            base = load_base(folders, like=like, digest=plan.base_digest)
-            if base is None:
-                raise RequestRefused(f"the client lacks the base layers {plan.base_digest}, and the plan has none")
-        else:
-            base = plan.base
-            try:
-                check_base(base, like=like, digest=plan.base_digest)
-            except ValueError as error:
-                raise RequestRefused(f"the base layers of the plan are refused: {error}") from error
-            save_base(folders[0], base, digest=plan.base_digest)
-        load_layers(self.method, base)
-        self._base_digest = plan.base_digest
-
-    def _padded(self, layers: Layers) -> Layers:
-        """Return layers whose factors have the rank of the model, with zeros beyond that of the client."""
-        pairs = self.method.low_rank_layers
-        if not pairs:
-            return layers
-        return pad_factors(layers, pairs, {name: tensor.shape for name, tensor in self.method.named_tensors.items()})
-
-    def rank_of(self, plan: TrainPlan) -> int | None:
-        """Return the rank of the factors that the client received; None without factors."""
-        factors = (plan.layers[pair.b] for pair in self.method.low_rank_layers if pair.b in plan.layers)
-        return next((factor.shape[1] for factor in factors), None)
+    def _cache(self, state_folder: Path) -> LayerFiles:
+        return LayerFiles(state_folder, template=self.method.named_tensors)
 
     def _select_model(self, round: ClientRound) -> ClientRound:
         if len(round.plans) == 1:
@@ -327,23 +289,6 @@ class ClientWorker:
         )
         model_index = self.client_strategy.select_model(self.method, round.plans, round.state, local_data)
         return replace(round, model_index=model_index)
-
-    def _cached(self, plan: TrainPlan, folder: Path) -> Layers:
-        """Return the layers that the client cached in an earlier round."""
-        cached = load_state(folder, before=plan.round, template=self.method.named_tensors)
-        return {name: value.numpy() for name, value in cached.tensors.items()} if cached else {}
-
-    def _cache_layers(self, received: TrainPlan, plan: TrainPlan, state_folder: Path) -> None:
-        """Cache layers that the server will not send again, if the received plan had some of them."""
-        frozen = frozen_names(self.method) if plan.cache_frozen else []
-        static = names_in_parts(self.method, self.method.static_parts)
-        downloaded = {*received.layers, *received.broadcast}
-        for folder, names, layers in (("frozen", frozen, plan.layers), ("constant", static, plan.broadcast)):
-            if not downloaded.isdisjoint(names):
-                tensors = {name: torch.from_numpy(layers[name]) for name in names}
-                save_state(
-                    state_folder / folder, tensors, round=plan.round, oldest_resumable=plan.oldest_resumable_round
-                )
 
     def _indices(self, client: int) -> torch.Tensor:
         if self.client_indices is None:

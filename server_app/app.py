@@ -201,8 +201,8 @@ def describe_exchange(components: RunComponents) -> str:
     if len(components.context.phases) > 1:
         frozen = "all frozen stages, which calibration changes" if settings.calibration else "frozen stages it lacks"
         staged = f"; of the encoder, upload the trained stages, download these and {frozen}"
-    if federation.base:
-        num_bytes = record_bytes(encode_arrays(federation.base))
+    if components.context.base:
+        num_bytes = record_bytes(encode_arrays(components.context.base))
         staged += f"; base layers, which tuning={settings.model.tuning.name} freezes, once: {num_bytes} bytes"
     return (
         f"download {summary.download}; upload {summary.upload}; metrics {', '.join(metrics) or 'none'}; "

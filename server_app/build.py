@@ -12,7 +12,6 @@ import torch
 from flwr.serverapp import Grid
 
 from fedssl.arrays import Layers
-from fedssl.base_layers import layers_digest
 from fedssl.config.device_task import make_task
 from fedssl.config.load import default_unlabeled_partition, with_run_folder
 from fedssl.config.settings import Settings
@@ -20,7 +19,7 @@ from fedssl.datasets.base import ImageData, load_federated
 from fedssl.errors import InputError
 from fedssl.machine.process import configure_process
 from fedssl.methods.base import SSLMethod, build_method
-from fedssl.model_arrays import exchanged_layers, read_layers
+from fedssl.model_arrays import exchanged_layers
 from fedssl.partition import Partition, make_partition
 from fedssl.rules import check_rules
 from fedssl.schedule.lr import LRSchedule
@@ -43,7 +42,6 @@ from server_app.messaging import ActivityHook
 from server_app.nodes import (
     ClientDirectory,
     NodeNames,
-    base_holders,
     discover_clients,
     no_registered_names,
 )
@@ -168,8 +166,6 @@ def build_components(settings: Settings, clients: ClientDirectory, *, reads_imag
         images = [len(part) for client, part in enumerate(client_data.parts) if client not in untrained]
     settings = with_largest_weight(settings, strategy, images=images)
     context = replace(context, settings=settings, clients_per_round=per_round)
-    base = read_layers(method, method.base_names)  # which nothing changes
-    base_digest = layers_digest(base) if base else ""
     mods = make_mods(context)
     costs = make_costs(context, training, client_data, strategy.client.trainings_per_round)
     federation = Federation(
@@ -180,9 +176,6 @@ def build_components(settings: Settings, clients: ClientDirectory, *, reads_imag
         round_rules=round_rules(settings, mods),
         mods=mods,
         extract_features=make_feature_extractor(context, strategy.server.num_comparison_images if reads_images else 0),
-        base=base,
-        base_digest=base_digest,
-        base_holders=base_holders(clients, base_digest),
         untrained_clients=untrained,
         trains_new_devices=trains_new_devices,
         client_flops=no_flops if costs is None else costs.client_flops,

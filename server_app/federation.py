@@ -44,9 +44,6 @@ class Federation:
     mods: Sequence[Mod] = ()  # in the order of their hooks
     # Returns features of the server's images under a model, for strategies that compare models.
     extract_features: Callable[[Layers], Tensor] = raise_no_server_images
-    base: Layers = field(default_factory=dict)  # base layers, which clients receive once, see `fedssl.base_layers`
-    base_digest: str = ""  # of these; empty if there are none
-    base_holders: frozenset[int] = frozenset()  # clients that have the base layers before their first participation
     untrained_clients: frozenset[int] = frozenset()  # they never train: unseen ones, and those with too few images
     trains_new_devices: bool = False  # devices that join later train in every round as well
     client_flops: Callable[[Phase, int], float] = no_flops  # of a client's round, for virtual time

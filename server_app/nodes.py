@@ -41,12 +41,6 @@ class ClientDirectory:
     rejected: Mapping[int, str] = field(default_factory=dict)  # reasons of nodes that cannot participate
 
 
-def base_holders(clients: ClientDirectory, digest: str) -> frozenset[int]:
-    """Return the ids of the edge clients that have the base layers of this digest."""
-    holders = {node for node, info in clients.info.items() if digest in info.base_digests}
-    return frozenset(client for client, node in clients.nodes.items() if node in holders)
-
-
 @dataclass(frozen=True)
 class _Replies:
     """Replies of nodes by node id: their info, errors, and nodes without a reply."""

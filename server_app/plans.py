@@ -9,14 +9,13 @@ from flwr.app import ArrayRecord, Message, RecordDict
 
 from fedssl.arrays import GlobalLayers, Layers
 from fedssl.availability import Workload
-from fedssl.model_arrays import part_name
 from fedssl.schedule.phases import phase_at
 from fedssl.wire.fingerprint import code_fingerprint
 from fedssl.wire.messages import BASE, TrainPlan
 from fedssl.wire.records import content_bytes, encode_arrays, layer_bytes, record_bytes
 from server_app.federation import Federation
 from strategies.mods.base import exchanged_layers
-from strategies.round_start import ClientAssignment, RoundStart, StartingModel
+from strategies.round_start import ClientAssignment, RoundStart, StartingModel, UntrainedLayers
 from strategies.rules import RoundExchange
 from strategies.types import GlobalModel, ServerState
 
@@ -78,11 +77,12 @@ class PlanBuilder:
             metrics=federation.requested_metrics(self._number),
             oldest_resumable_round=oldest_resumable,
             code_fingerprint=code_fingerprint(),
-            base_digest=federation.base_digest,
             wire_dtype=context.settings.wire_dtype,
             lr_factor=context.lr_factor(self._number),
             evicted_clients=tuple(client for client in candidates if client in self._state.evicted),
         )
+        for mod in federation.mods:
+            plan = mod.plan(plan)
         contents: dict[tuple[object, ...], RecordDict] = {}  # clients that receive the same share a record
         for client, names in candidates.items():
             start = self.starts[names[0]]
@@ -90,19 +90,20 @@ class PlanBuilder:
             last = self._state.last_round(client, names[0]) if len(names) == 1 else None
             chosen = federation.strategy.server.download_names(start.model, self._number, start.trainable, last)
             downloaded = tuple(start.trainable) if chosen is None else chosen
-            down = (*self._missing_frozen(start, last), *downloaded)
-            shared = self._broadcast_for(start.model, first=client not in self._state.last_participation)
-            base = {} if self._has_base(client) else federation.base
+            sent = UntrainedLayers(frozen=tuple(start.frozen), broadcast=start.model.broadcast)
+            for mod in federation.mods:
+                sent = mod.send(sent, client, self._at, last=last)
+            down = (*sent.frozen, *downloaded)
             variants = tuple(mod.variant(client, self._at) for mod in federation.mods)
-            key = (names, down, tuple(shared), tuple(base), variants)
+            key = (names, down, tuple(sent.broadcast), tuple(sent.base), variants)
             if key not in contents:
                 models = [self._subset(name, down, variants) for name in names]
                 client_plan = replace(
                     plan,
                     layers=models[0],
                     candidate_arrays=tuple(models[1:]),
-                    broadcast=shared,
-                    base=base,
+                    broadcast=sent.broadcast,
+                    base=sent.base,
                     upload_names=start.upload_names,
                 )
                 contents[key] = self._in_phase(client_plan, start).to_content(self._encode)
@@ -113,7 +114,7 @@ class PlanBuilder:
                 names[0],
                 downloaded,
                 bytes_down=content_bytes(content),
-                base_bytes=record_bytes(content.array_records[BASE]) if base else 0,
+                base_bytes=record_bytes(content.array_records[BASE]) if sent.base else 0,
                 variants=variants,
             )
             messages.append(Message(content, federation.nodes[client], "train", group_id=str(self._number)))
@@ -155,31 +156,6 @@ class PlanBuilder:
             cache_frozen=self._context.clients_cache_frozen,
             depth_dropout=phase.depth_dropout,
         )
-
-    def _has_base(self, client: int) -> bool:
-        """Return whether a client has the base layers: of an earlier round, or of its owner."""
-        had_it = client in self._state.last_participation or client in self._federation.base_holders
-        return had_it and not self._at.attempt
-
-    def _broadcast_for(self, model: GlobalModel, *, first: bool) -> Layers:
-        """Return the arrays of the method's server side, without those that the client holds from an earlier round.
-
-        ``first`` is whether the client has no earlier round. Static parts are the same for all models.
-        """
-        held = () if first else self._context.method.static_parts
-        return {layer: array for layer, array in model.broadcast.items() if part_name(layer) not in held}
-
-    def _missing_frozen(self, start: StartingModel, last: int | None) -> tuple[str, ...]:
-        """Return the names of frozen layers that a client did not receive in a round in which they were frozen already.
-
-        LW-FedSSL's Table 2 (Tun et al., arXiv 2401.11647) follows from this, and so do the downloads of a client that
-        joins late or missed a stage (end of Section 5.2). With calibration the server changes all stages in every
-        round, so they are sent every time.
-        """
-        if last is None or not self._context.clients_cache_frozen:
-            return tuple(start.frozen)
-        held = self._context.stages.frozen(phase_at(self._context.phases, last), start.frozen)
-        return tuple(name for name in start.frozen if name not in held)
 
 
 def client_workloads(

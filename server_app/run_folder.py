@@ -116,7 +116,7 @@ class RunFolder:
     def start(self, components: RunComponents) -> ServerState:
         """Write what a run starts from, and return its first state; of a resumed run, that of the last checkpoint."""
         federation, settings = components.federation, components.settings
-        self.store_base(federation.base, digest=federation.base_digest)
+        self.store_base(federation.context.base, digest=federation.context.base_digest)
         if settings.recording.resumed is None:
             models_per_client = federation.strategy.server.models_per_client
             state = ServerState(models=ClientModels(self.path, {}) if models_per_client else {})

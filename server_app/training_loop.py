@@ -13,7 +13,7 @@ from server_app.exchanges.base import Exchange
 from server_app.federation import Federation
 from server_app.fleet_file import FleetFile
 from server_app.models import arrays_by_model
-from server_app.nodes import ClientManager, base_holders
+from server_app.nodes import ClientManager
 from strategies.types import ServerState
 
 
@@ -33,7 +33,6 @@ class TrainingLoop:
         self._exchange, self._components, self._callbacks = exchange, components, callbacks
         self._states, self._clients, self._fleet = states, clients, fleet
         self.state = state
-        self._dropped: set[int] = set()  # clients that may lack base layers although they reported them
 
     def run(self, end: RunEnd) -> None:
         """Run all rounds, and store in ``end`` the last state and whether the run is paused."""
@@ -60,7 +59,6 @@ class TrainingLoop:
             )
             self._exchange.flush()  # a run that resumes from this round's checkpoint needs the client states
             state = replace(state, in_flight=self._exchange.snapshot())
-            self._dropped |= result.dropped.keys()
             self.state, result = self._states.end_round(state, result)
             self._callbacks.on_round_end(
                 RoundEnd(
@@ -79,7 +77,4 @@ class TrainingLoop:
         federation = components.federation
         if clients.nodes is not federation.nodes:  # else keep what it has cached about all clients
             federation = replace(federation, directory=clients)
-        if federation.base and clients.client_ids:
-            holders = base_holders(clients, federation.base_digest)
-            federation = replace(federation, base_holders=holders - self._dropped)
         return federation

@@ -1,7 +1,7 @@
 """A round at its start: the models that clients start from, the clients, and one attempt as a whole."""
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -20,6 +20,15 @@ class StartingModel:
     frozen: Layers  # clients only use them
     upload_names: tuple[str, ...] | None  # None means all trainable layers
     expected_upload: GlobalLayers  # these layers, to validate updates against
+
+
+@dataclass(frozen=True, kw_only=True)
+class UntrainedLayers:
+    """What a client receives besides the layers that it trains."""
+
+    frozen: tuple[str, ...]  # names of layers of the model
+    broadcast: Layers  # of the method's server side
+    base: Layers = field(default_factory=dict)  # which nothing changes
 
 
 @dataclass

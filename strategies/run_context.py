@@ -7,10 +7,11 @@ from functools import cached_property
 import torch
 
 from fedssl.arrays import GlobalLayers, Layers
+from fedssl.base_layers import layers_digest
 from fedssl.config.settings import Settings
 from fedssl.low_rank_products import FactorPairs
 from fedssl.methods.base import SSLMethod, build_method
-from fedssl.model_arrays import copy_layers, exchanged_layers, factor_pairs, names_in_parts
+from fedssl.model_arrays import copy_layers, exchanged_layers, factor_pairs, names_in_parts, read_layers
 from fedssl.schedule.phases import Phase, phase_at
 from fedssl.schedule.stages import Stages
 from strategies.types import GlobalModel
@@ -57,6 +58,16 @@ class RunContext:
     def factor_pairs(self) -> FactorPairs:
         """Return the pairs of LoRA's factors."""
         return factor_pairs(self.method)
+
+    @cached_property
+    def base(self) -> Layers:
+        """Return the base layers, which nothing changes; none if all layers are exchanged."""
+        return read_layers(self.method, self.method.base_names)
+
+    @cached_property
+    def base_digest(self) -> str:
+        """Return the digest of the base layers; empty if there are none."""
+        return layers_digest(self.base) if self.base else ""
 
     def initial_model(self) -> GlobalModel:
         """Return an untrained model."""

@@ -5,13 +5,13 @@ The order of all mods is that of `strategies.mods.MODS`, because it decides bits
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from fedssl.arrays import Cosines, GlobalLayers, Layers
 from fedssl.config.settings import Settings
 from fedssl.rules import Rule
-from fedssl.wire.messages import ClientUpdate
-from strategies.round_start import RoundStart, StartingModel
+from fedssl.wire.messages import ClientUpdate, TrainPlan
+from strategies.round_start import RoundStart, StartingModel, UntrainedLayers
 from strategies.rules import RoundExchange, RunParts
 from strategies.run_context import RunContext
 from strategies.types import Aggregator, GlobalModel
@@ -51,6 +51,18 @@ class Mod:
     def begin(self, model: GlobalModel, round: int) -> GlobalModel:
         """Return a model from which clients start a round."""
         return model
+
+    def plan(self, plan: TrainPlan) -> TrainPlan:
+        """Return the plan that all clients receive, still without layers."""
+        return plan
+
+    def send(self, sent: UntrainedLayers, client: int, at: RoundStart, *, last: int | None) -> UntrainedLayers:
+        """Return what a client receives besides the layers that it trains.
+
+        ``last`` is the round of its last used update that started from the same model; None if there is none, or if the
+        client selects among several models.
+        """
+        return sent
 
     def variant(self, client: int, at: RoundStart) -> Hashable:
         """Return what of `exchanged` and `receive` depends on the client. Clients of equal variants share messages."""
@@ -97,6 +109,33 @@ class Mod:
     def record(self, round: int, *, dropped: Collection[int]) -> Mapping[str, Any]:
         """Return entries for the line of a round that ended. ``dropped`` are the clients without a usable update."""
         return {}
+
+
+class LayerCache(Protocol):
+    """Layers that a client keeps beside its state, by names that a mod chooses."""
+
+    def load(self, name: str, *, before: int) -> Layers:
+        """Return the newest layers of a round before this one; none if there are none."""
+        ...
+
+    def save(self, name: str, layers: Layers, *, round: int, oldest_resumable: int) -> None:
+        """Save layers after a round. Those that no run resumed from ``oldest_resumable`` needs are deleted."""
+        ...
+
+
+class ClientMod:
+    """Client half of a mod, for all clients of a process. By default each hook returns its argument."""
+
+    def download(self, plan: TrainPlan, cache: LayerCache) -> TrainPlan:
+        """Return a plan as the strategy receives it; raises `RequestRefused`."""
+        return plan
+
+    def upload(self, layers: Layers, plan: TrainPlan) -> Layers:
+        """Return the layers that the client uploads. ``plan`` is the received one."""
+        return layers
+
+    def keep(self, received: TrainPlan, plan: TrainPlan, cache: LayerCache) -> None:
+        """Save what later rounds need, after the client's state. ``plan`` is the result of `download` of all mods."""
 
 
 def exchanged_layers(mods: Sequence[Mod], layers: Layers, variants: Sequence[Hashable]) -> Layers:

@@ -8,10 +8,11 @@ from dataclasses import replace
 from fedssl.arrays import GlobalLayers, Layers
 from fedssl.config.settings import Settings
 from fedssl.low_rank_products import cut_factors, pad_factors
+from fedssl.methods.base import SSLMethod
 from fedssl.rules import Problem
-from fedssl.wire.messages import ClientUpdate
+from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.low_rank_aggregation import REPLACING_FACTORS, low_rank_aggregation
-from strategies.mods.base import Mod
+from strategies.mods.base import ClientMod, LayerCache, Mod
 from strategies.round_start import RoundStart
 from strategies.run_context import RunContext
 
@@ -64,3 +65,28 @@ class Ranks(Mod):
             return update
         shapes = {name: array.shape for name, array in expected.layers.items()}
         return replace(update, layers=pad_factors(update.layers, self._pairs, shapes))
+
+
+class RanksClient(ClientMod):
+    """Pads the factors that a client downloads, and cuts those that it uploads to the same rank."""
+
+    def __init__(self, method: SSLMethod) -> None:
+        self._method = method
+
+    def download(self, plan: TrainPlan, cache: LayerCache) -> TrainPlan:
+        pairs = self._method.low_rank_layers
+        if not pairs:
+            return plan
+        shapes = {name: tensor.shape for name, tensor in self._method.named_tensors.items()}
+        models = [pad_factors(layers, pairs, shapes) for layers in (plan.layers, *plan.candidate_arrays)]
+        return replace(plan, layers=models[0], candidate_arrays=tuple(models[1:]))
+
+    def upload(self, layers: Layers, plan: TrainPlan) -> Layers:
+        rank = received_rank(self._method, plan)
+        return layers if rank is None else cut_factors(layers, self._method.low_rank_layers, rank)
+
+
+def received_rank(method: SSLMethod, plan: TrainPlan) -> int | None:
+    """Return the rank of the factors in a plan; None without factors."""
+    factors = (plan.layers[pair.b] for pair in method.low_rank_layers if pair.b in plan.layers)
+    return next((factor.shape[1] for factor in factors), None)
