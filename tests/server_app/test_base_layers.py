@@ -84,13 +84,13 @@ class Changing:
 
         self.grid = LocalGrid(app, num_clients=2)
         settings = compose([*TINY, *TUNED, "num_clients=2", f"output_dir={folder}", *overrides])
-        self.context = build_run(self.grid, settings).federation
+        self.federation = build_run(self.grid, settings).federation
         self.state = ServerState()
 
     def round(self, change=lambda plan: plan):
         """Run a round; return the dropped clients with the reasons, and whether each plan had the base."""
         self.change, self.plans = change, []
-        self.state, result = run_round(WallClockExchange(self.grid), lambda: self.context, self.state)
+        self.state, result = run_round(WallClockExchange(self.grid), lambda: self.federation, self.state)
         return result.dropped, [BASE in plan.array_records for plan in self.plans]
 
 
@@ -123,7 +123,7 @@ def test_a_client_without_the_base_receives_it_again(tmp_path):
     dropped, sent = federation.round(lose)
     assert sent == [False, False]
     assert list(dropped) == [0]
-    assert f"the client lacks the base layers {federation.context.base_digest}, and the plan has none" in dropped[0]
+    assert f"the client lacks the base layers {federation.federation.context.base_digest}, and the plan has none" in dropped[0]
     assert federation.round() == ({}, [True, False])
 
 
