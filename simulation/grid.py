@@ -32,7 +32,7 @@ class SimulatedGrid(Grid):
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of all nodes in the order of their partitions."""
-        return list(self.partition_nodes().values())
+        return list(simulated_clients(self.num_clients).nodes.values())
 
     def partition_nodes(self) -> Mapping[int, int]:
         """Return the ids of all nodes by partition id."""
