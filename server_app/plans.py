@@ -7,7 +7,7 @@ from itertools import chain
 
 from flwr.app import ArrayRecord, Message, RecordDict
 
-from fedssl.arrays import GlobalLayers, Layers
+from fedssl.arrays import Layers
 from fedssl.availability import Workload
 from fedssl.schedule.phases import phase_at
 from fedssl.wire.fingerprint import code_fingerprint
@@ -65,7 +65,7 @@ class PlanBuilder:
         trained = {layer: layers[layer] for layer in context.stages.trained(self._phase, layers)}
         frozen = {layer: layers[layer] for layer in context.stages.frozen(self._phase, layers)}
         up = self._federation.strategy.server.upload_names(model, self._number, trained)
-        sent = GlobalLayers(trained if up is None else {layer: trained[layer] for layer in up}, context.factor_pairs)
+        sent = context.global_layers(trained if up is None else {layer: trained[layer] for layer in up})
         return StartingModel(model, trained, frozen, up, sent)
 
     def _plan_clients(self, candidates: Mapping[int, tuple[str, ...]], *, oldest_resumable: int) -> list[Message]:

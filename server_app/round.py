@@ -188,6 +188,6 @@ class Round:
         for client, reason in collected.select().items():
             self._result.drop(client, reason)
         if self._routes.clusters:
-            clusters = collected.assign(self._federation.strategy.server, self._federation.context.factor_pairs)
+            clusters = collected.assign(self._federation.strategy.server)
             for client, name in clusters.items():
                 self.slots[client].destinations = (name,)

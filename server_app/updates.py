@@ -9,7 +9,6 @@ import numpy as np
 from flwr.app import Message
 
 from fedssl.arrays import Cosines, GlobalLayers, Layers
-from fedssl.low_rank_products import FactorPairs
 from fedssl.safe_io import sanitize_line
 from fedssl.wire.fingerprint import code_fingerprint
 from fedssl.wire.messages import ClientUpdate
@@ -155,13 +154,13 @@ class CollectedUpdates:
         for valid in self:
             yield valid.slot.client, layer_changes(self._starts[valid.slot.start].expected_upload, valid.update.layers)
 
-    def assign(self, server: ServerStrategy, factor_pairs: FactorPairs) -> Mapping[int, str]:
+    def assign(self, server: ServerStrategy) -> Mapping[int, str]:
         """Return the cluster of each client, by the changes of its layers."""
         clients: list[int] = []
         deltas: UpdateStore | None = None
         for client, delta in self.deltas():
             if deltas is None:
-                deltas = self._storage.new_store(delta, factor_pairs)
+                deltas = self._storage.new_store(delta, next(iter(self._starts.values())).expected_upload.pairs)
             deltas.add(delta)
             clients.append(client)
         if deltas is None:

@@ -55,9 +55,12 @@ class RunContext:
         return GlobalLayers(self._copied(self.method.uploaded_parts))
 
     @cached_property
-    def factor_pairs(self) -> FactorPairs:
-        """Return the pairs of LoRA's factors."""
+    def _pairs(self) -> FactorPairs:
         return factor_pairs(self.method)
+
+    def global_layers(self, layers: Layers) -> GlobalLayers:
+        """Return layers of a model as those that updates are compared with."""
+        return GlobalLayers(layers, self._pairs)
 
     @cached_property
     def base(self) -> Layers:
