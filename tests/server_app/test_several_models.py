@@ -16,7 +16,6 @@ from server_app.round import Round
 from simulation.run import run
 from strategies.types import GLOBAL
 from tests.federation import Federation, finish
-from tests.resuming import repeat_from
 from tests.server_app import algorithms
 
 PLUGGED = ["strategy=median", "strategy.reported_metrics=[train-loss,num-examples]"]
@@ -175,14 +174,3 @@ def test_the_files_of_a_run_are_by_model(whole):
         encoder = load_encoder(folder / f"encoder-{name}.pt").state_dict()
         layers = state.models[name].layers
         assert all(np.array_equal(value.numpy(), layers[f"encoder.{key}"]) for key, value in encoder.items())
-
-
-def test_a_resumed_run_has_the_same_bits(whole):
-    folder, overrides, names = whole
-    code = [word for word in overrides if "_target_" in word]  # a run folder names none
-    again = repeat_from(3, folder, *code)
-    one, other = (latest_checkpoint(place / "checkpoints") for place in (folder, again))
-    assert (one.round, one.last_participation) == (other.round, other.last_participation)
-    assert other.model_names() == names
-    for name in names:
-        assert equal(one.models[name].layers, other.models[name].layers)

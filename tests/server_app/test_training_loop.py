@@ -9,7 +9,6 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError, RunError
 from server_app.build import build_components
 from server_app.callbacks import background, order
-from server_app.callbacks.checkpoints import Checkpoints
 from server_app.callbacks.lines import Lines
 from server_app.checkpoint import latest_checkpoint
 from server_app.evaluator import Evaluator
@@ -200,28 +199,3 @@ def test_what_an_evaluation_or_its_recording_raises_ends_the_run(tmp_path, monke
     rounds_done, _, lines = contents(tmp_path / "run")
     assert (rounds_done, [line["round"] for line in lines]) == (1, [1])
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
-
-
-@pytest.mark.parametrize(("full", "reported"), [(False, 2), (True, 1)])
-def test_an_interrupted_run_reports_the_round_from_which_resume_continues(tmp_path, monkeypatch, full, reported):
-    """Interrupted after the line of round 2, before its checkpoint. A full disk allows no checkpoint afterwards."""
-    save, attempts = Checkpoints.save, []
-
-    def interrupted(self):
-        attempts.append(self)
-        if len(attempts) == 2:
-            raise KeyboardInterrupt
-        if len(attempts) > 2 and full:
-            raise OSError(28, "No space left on device")
-        save(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "save", interrupted)
-        with pytest.raises(KeyboardInterrupt, match=f"after round {reported}; "):
-            run([*TINY, f"output_dir={tmp_path / 'run'}"])
-    rounds_done, _, lines = contents(tmp_path / "run")
-    assert (rounds_done, [line["round"] for line in lines]) == (reported, [1, 2])
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["status"], summary["rounds"]) == ("interrupted", reported)
-    run([f"resume={tmp_path / 'run'}"])
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 3

@@ -1,7 +1,5 @@
 """The engine of ``engine=auto``, and the resources of a client."""
 
-import json
-
 import pytest
 
 from fedssl.config.load import compose
@@ -65,16 +63,6 @@ def test_memory_limits_the_concurrency(monkeypatch, free, expected):
         monkeypatch.setattr(resources, name, lambda value=value: value)
     monkeypatch.setattr(resources, "seconds_per_step", lambda settings: 1.0)
     assert auto_engine(compose([*WORDS, "threads=1", "device=cpu"])) == expected
-
-
-def test_the_engine_does_not_change_results(tmp_path):
-    overrides = ["num_clients=2", "rounds=1", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
-    overrides += ["final_evaluation=none", "collapse_images=0", "measure_resources=false", "method=byol"]
-    for engine in ("auto", "local"):
-        run([*overrides, f"engine={engine}", f"output_dir={tmp_path / engine}"])
-    auto, local = (json.loads((tmp_path / name / "metrics.jsonl").read_text()) for name in ("auto", "local"))
-    rest = {"seconds": 0, "client_seconds": 0, "bytes_down": 0}
-    assert auto | rest == local | rest
 
 
 def test_a_strategy_rejects_settings_before_the_measurement(monkeypatch, tmp_path):

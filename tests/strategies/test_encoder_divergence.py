@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from client_app.state_store import read_state
 from fedssl.config.load import compose
 from fedssl.config.overrides import config_groups
 from fedssl.encoders import Encoder, vit_tiny
@@ -17,7 +16,6 @@ from fedssl.methods.moco_v3 import MoCoV3
 from fedssl.model_arrays import copy_layers
 from fedssl.schedule.phases import make_phases
 from fedssl.schedule.stages import set_active_stages
-from simulation.run import run
 from strategies.encoder_divergence import DISTANCES, distance_names, encoder_divergence
 
 HEAD = partial(MLP, hidden_dim=6, out_dim=4)
@@ -144,19 +142,3 @@ def test_weights_that_move_are_seen_in_every_stage(encoder, schedule):
                 else:
                     expected = size * sum(map(sqrt, sizes)) / len(sizes)
                 assert distance_found == pytest.approx(expected, rel=0.2)
-
-
-def test_clients_of_a_transformer_see_their_divergence_in_every_stage(tmp_path):
-    overrides = ["num_clients=2", "rounds=3", "local_epochs=1", "dataset.limit=40", "threads=1", "evaluate_every=0"]
-    overrides += [
-        "final_evaluation=none",
-        "collapse_images=0",
-        "measure_resources=false",
-        "strategy=fedu",
-        "method=byol",
-    ]
-    overrides += ["encoder=vit_tiny", *SMALL["vit_tiny"], "schedule=layer_wise", "strategy.predictor_threshold=1.0e-6"]
-    run([*overrides, f"output_dir={tmp_path / 'run'}", "keep_checkpoints=4"])
-    states = [read_state(file) for file in (tmp_path / "run").glob("clients/0000/*/round-*.safetensors")]
-    assert len(states) == 6
-    assert all(float(state["dapu.distance"]) > 0.001 and not state["dapu.global"] for state in states)

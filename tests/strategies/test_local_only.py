@@ -10,9 +10,6 @@ import torch
 from fedssl.config.load import compose
 from fedssl.evaluation.protocol import make_evaluation_input
 from fedssl.export import load_encoder
-from fedssl.wire.messages import TrainPlan
-from fedssl.wire.records import record_to_arrays
-from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from simulation.run import run
 from strategies.types import GLOBAL
 from tests.federation import Federation
@@ -24,34 +21,6 @@ VIT = ["encoder=vit_tiny", "encoder.depth=2", "encoder.width=12", "encoder.patch
 
 def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def test_the_newest_model_of_every_client_is_evaluated(tmp_path):
-    federation = Federation(tmp_path, "strategy=local_only", "num_clients=4", "clients_per_round=2")
-    start, newest, taking_part = copied(federation.layers), {}, []
-    for _ in range(3):
-        federation.run(1)
-        clients = [row.client for row in federation.report.clients]
-        assert [row.model for row in federation.report.clients] == [str(client) for client in clients]
-        for client, plan in zip(clients, federation.plans[-2:], strict=True):
-            begun = newest.get(str(client), start)  # in its first round the untrained model
-            for name, array in TrainPlan.from_content(plan).layers.items():
-                assert (array == begun[name]).all(), name
-        taking_part += clients
-        for client, update in zip(clients, federation.updates[-2:], strict=True):
-            newest[str(client)] = copied(record_to_arrays(update["arrays"]))
-    assert len(set(taking_part)) < len(taking_part)  # somebody took part twice
-    models = layers(federation.state)
-    assert list(models) == sorted(newest)
-    for client, model in models.items():
-        assert all((model[name] == array).all() for name, array in newest[client].items())
-
-    # A checkpoint gives them back.
-    save_checkpoint(tmp_path / "checkpoints", federation.state, keep=1)
-    restored = layers(latest_checkpoint(tmp_path / "checkpoints"))
-    assert list(restored) == list(models)
-    for client, model in restored.items():
-        assert all((model[name] == array).all() for name, array in newest[client].items())
 
 
 @pytest.mark.parametrize(

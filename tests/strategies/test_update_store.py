@@ -8,12 +8,10 @@ import pytest
 
 from fedssl.arrays import GlobalLayers
 from fedssl.wire.messages import ClientUpdate
-from strategies.cluster_assignment import cluster_by_cosine
 from strategies.eua import EUAAggregator
-from strategies.gram_matrix import deviation_gram
 from strategies.krum import KrumAggregator
 from strategies.robust import Median, TrimmedMean
-from strategies.update_store import UpdateStorage, in_memory
+from strategies.update_store import UpdateStorage
 
 # Layers below, at and above the 8,192 numbers that are next to each other in the file, and of several dtypes.
 SHAPES = {"a": (200, 150), "b": (8192,), "c": (3, 5), "bn.running_var": (7,), "d": (8193,), "n": (), "e": (0,)}
@@ -84,18 +82,6 @@ def test_a_file_changes_no_bit(make, tmp_path):
         for name, array in results[0].items():
             np.testing.assert_array_equal(other[name], array, strict=True)
     assert any(not np.array_equal(results[0][name], start[name]) for name in start)
-
-
-def test_clusters_of_updates_in_a_file(tmp_path):
-    deltas = models(10)
-    for index in (1, 4, 7):
-        deltas[index] = {name: -array for name, array in deltas[index].items()}
-    on_disk = stored(deltas, folder=tmp_path)
-    reference = GlobalLayers({"a": np.zeros(SHAPES["a"], np.float32)})
-    expected = deviation_gram(reference, in_memory(deltas), exact=True)
-    np.testing.assert_array_equal(deviation_gram(reference, on_disk, exact=True), expected)
-    found = cluster_by_cosine(on_disk, clusters=2)
-    assert found == cluster_by_cosine(in_memory(deltas), clusters=2) == [0, 1, 0, 0, 1, 0, 0, 1, 0, 0]
 
 
 def test_stores_of_a_round_share_the_memory(tmp_path):

@@ -167,14 +167,6 @@ def test_timm_makes_our_transformer(changes: dict[str, Any], tmp_path: Path):
     assert_code_loads(source, file)
 
 
-def test_timm_makes_our_resnet_with_the_printed_lines(tmp_path: Path, monkeypatch, capsys):
-    source = source_of(tmp_path, RESNET)
-    assert command(monkeypatch, f"encoder={tmp_path / 'encoder.pt'}", "format=timm") == 0
-    file = tmp_path / "encoder.timm.safetensors"
-    assert capsys.readouterr().out.endswith(timm_model(source).code(file) + "\n")
-    assert_code_loads(source, file)
-
-
 def assert_code_loads(source: ExportSource, file: Path) -> None:
     """Assert that the code creates a model of timm with our representations."""
     names: dict[str, Any] = {}

@@ -6,7 +6,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message
 from torch import Tensor
 
 from client_app.worker import release_worker
@@ -24,12 +23,11 @@ from fedssl.views import Views
 from server_app import nodes
 from server_app.build import build_run
 from server_app.checkpoint import latest_checkpoint
-from server_app.round import Round
 from server_app.teacher import load_teacher
 from simulation.run import run
-from strategies.types import GLOBAL, ServerState
-from tests.devices import Devices, ask, context, write_images
-from tests.federation import Federation, finish
+from strategies.types import GLOBAL
+from tests.devices import Devices, context, write_images
+from tests.federation import Federation
 from tests.methods import overrides_of, save_teacher, teacher_file
 from tests.resuming import repeat_from
 
@@ -186,19 +184,6 @@ def devices(tmp_path, monkeypatch):
     device = context(data_path=images, state_path=tmp_path / "states", client_name="a")
     settings = compose([*DEVICE, *overrides_of("distillation"), f"output_dir={tmp_path / 'run'}"])
     return device, build_run(Devices(device), settings).federation
-
-
-def test_a_device_trains_with_the_teacher_and_caches_it(devices):
-    device, federation = devices
-    state = ServerState()
-    for number in (1, 2):
-        one = Round(federation, state)
-        teacher = set(names_in_parts(federation.context.method, ["teacher"]))
-        assert set(one.messages[0].content["method-broadcast"]) == (teacher if number == 1 else set())
-        reply = ask(one.messages[0].content, device)
-        assert not reply.has_error(), reply.error.reason
-        state, report = finish(one, [Message(reply.content, reply_to=one.messages[0])])
-        assert report.dropped == {}
 
 
 # --- whole runs ---

@@ -8,16 +8,12 @@ import torch
 
 from fedssl.augmentation.patch_masks import MaskRecipe
 from fedssl.config.load import compose
-from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
 from fedssl.methods.base import build_method
 from fedssl.methods.ijepa import IJEPA
-from fedssl.model_arrays import exchanged_layers, exchanged_names
-from fedssl.seeding import torch_generator
-from fedssl.training import LocalTrainer, train
+from fedssl.model_arrays import exchanged_names
+from fedssl.training import LocalTrainer
 from fedssl.views import View, Views
-from server_app.collapse_monitor import CollapseMonitor
-from strategies.types import GLOBAL
 from tests.federation import Federation
 from tests.fedssl.methods.masked import masked_views, slow_prediction, vit
 from tests.methods import overrides_of
@@ -204,33 +200,3 @@ def test_steps_are_not_captured(tmp_path):
 
 
 # --- failures ---
-
-
-def monitored(method, settings):
-    """Return the failures of a global model, and its diagnostics."""
-    monitor = CollapseMonitor(
-        method,
-        data=settings.data,
-        num_images=64,
-        augment=settings.training.augmentation.instantiate(),
-        device=torch.device("cpu"),
-        seed=0,
-    )
-    report = monitor.finish({GLOBAL: exchanged_layers(method)})
-    return report.failures, report.rows[0]
-
-
-def test_a_collapse_is_reported():
-    """Without a moving average, and with a large learning rate, encoder and target become constant."""
-    overrides = [*ON_DIGITS, "encoder.pool=mean", "dataset.limit=100", "threads=1", "optimizer=adam", "batch_size=16"]
-    settings = compose([*overrides, "local_epochs=3", "optimizer.lr=0.1", "method.ema_decay=0"])
-    method = build_method(settings.model)
-    assert monitored(method, settings)[0] == ()
-    training = LocalTrainer.build(settings.training, method)
-    images = load_federated(settings.data).images
-    train(method, images, torch.arange(100), training=training, generator=torch_generator(0, "train"))
-    failures, numbers = monitored(method, settings)
-    assert numbers["variance_over_images"] < 0.05
-    assert (
-        "the target features of all images are equal: the encoder has collapsed; raise method.ema_decay" in failures[0]
-    )

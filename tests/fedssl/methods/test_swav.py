@@ -166,26 +166,6 @@ def test_prototypes_are_averaged_by_images_and_normalized_by_clients(tmp_path):
     np.testing.assert_allclose(method.prototypes.weight.detach(), normalized, rtol=1e-5, atol=1e-7)
 
 
-def test_fedu_keeps_prototypes_on_the_client(tmp_path):
-    overrides = ["strategy=fedu", "strategy.predictor=local", "num_clients=2", "method.freeze_prototypes_rounds=0"]
-    federation = Federation(tmp_path, *SMALL, *overrides)
-    kept = []
-    original = SwAV.start_round
-
-    def record(method, *, first):
-        original(method, first=first)
-        kept.append(method.prototypes.weight.detach().clone())
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SwAV, "start_round", record)
-        federation.run(2)
-    sent = federation.updates[0]["arrays"]["projector.0.weight"].numpy()
-    assert not np.array_equal(federation.plans[2]["arrays"]["projector.0.weight"].numpy(), sent)  # the average
-    first, second = kept[:2], kept[-2:]
-    assert torch.equal(first[0], first[1])
-    assert (second[0] - second[1]).abs().max() > 1e-4
-
-
 # --- queue ---
 
 
@@ -312,3 +292,12 @@ def test_diagnostics_are_those_of_the_global_views():
     found = method.diagnose(views)
     assert found["distinct_prototypes"] == pytest.approx(distinct_assignments((cosines / 0.2).softmax(1)), rel=1e-5)
     assert found["used_prototypes"] == used_share(cosines.argmax(dim=1), num_prototypes=5)
+
+
+def test_a_queue_that_is_not_full_is_not_used():
+    """Rows of zeros would be images that are equally near to all prototypes."""
+    method, z = make(queue_size=4), unit(2, 3, 8, seed=1).float()
+    fill(method)
+    method.queue[:, -1] = 0
+    scores = z @ method.prototypes.weight.T
+    assert torch.equal(method.assign(z, scores), sinkhorn(scores, epsilon=0.1, iterations=3))

@@ -1,6 +1,5 @@
 """A paper's table beside runs: the numbers, which runs belong to which, and what differs."""
 
-import csv
 import json
 import shutil
 from collections.abc import Iterator
@@ -83,23 +82,6 @@ def test_runs_stand_beside_the_numbers_of_their_settings(runs):
         ("m_dawa", "10", 68.90, None),
     ]
     assert len(lines) == 9 + 1
-
-
-def test_the_table_in_every_form(runs, tmp_path, capsys):
-    report([runs], out=tmp_path / "table.csv", paper="l_dawa.table1")
-    shown = capsys.readouterr().out
-    lines = [" ".join(line.split()) for line in shown.splitlines()]
-    assert lines[0] == "local_epochs strategy differs result paper (%) ours (%) difference runs"
-    assert "5 l_dawa linear 65.44 63.0 ± 2.8 -2.4 2" in lines
-    assert "5 l_dawa rounds=3 (10), dataset.limit=500 (None) linear 65.44 40.0 -25.4 1" in lines
-    assert "1 m_dawa linear_l_dawa 53.87 not run" in lines
-    assert "10 l_dawa linear_l_dawa 69.34 69.0 -0.3 1" in lines  # the paper's own protocol, before others
-    assert shown.count("not run") == 5
-    assert shown.count("not evaluated") == 1
-    assert f"match no row of l_dawa.table1:\n\n  {runs / 'digits'}\n" in shown
-    rows = list(csv.DictReader((tmp_path / "table.csv").open()))
-    row = next(row for row in rows if (row["strategy"], row["local_epochs"]) == ("l_dawa", "5"))
-    assert (float(row["paper"]), float(row["ours"]), row["runs"]) == (65.44, pytest.approx(63), "2")
 
 
 def test_a_wrong_name_is_answered_with_those_there_are(runs):

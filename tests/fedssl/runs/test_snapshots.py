@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import load_layers
@@ -17,7 +16,6 @@ from fedssl.plots import landscape
 from fedssl.plots.cka import centered_gram, cka_matrix, layer_outputs
 from fedssl.plots.forgetting import ClientForgetting, mean_forgetting
 from fedssl.report.cli import main
-from fedssl.rules import check_rules
 from fedssl.runs.loaded_run import LoadedRun, load_run_folder
 from fedssl.runs.snapshots import (
     read_snapshot_layers,
@@ -26,7 +24,6 @@ from fedssl.runs.snapshots import (
 )
 from fedssl.seeding import torch_generator
 from server_app.checkpoint import latest_checkpoint
-from server_app.rules import SETTINGS_RULES
 from simulation.run import run
 
 TINY = ["dataset.limit=120", "encoder.width=4", "threads=1", "num_clients=2", "local_epochs=1", "rounds=2"]
@@ -146,8 +143,3 @@ def test_damaged_models_are_named(tmp_path: Path):
     kept.models["global"].write_bytes(b"nothing")
     with pytest.raises(InputError, match=r"model-global.pt cannot be used \(it does not contain layers\)"):
         read_snapshot_layers(kept.models["global"], like)
-
-
-def test_what_noise_hides_is_not_kept():
-    with pytest.raises(InputError, match="which snapshots reveal; set snapshot_every=0"):
-        check_rules(SETTINGS_RULES, compose(["privacy=central", "snapshot_every=1"]))
