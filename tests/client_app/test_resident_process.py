@@ -275,3 +275,40 @@ def test_an_unexpected_error_does_not_reveal_its_text(device, monkeypatch, caplo
     reply = app_module.app(message(RecordDict()), device)
     assert reply.error.reason == "ValueError; see the log of the device"
     assert "/home/anna" in caplog.text
+
+
+@pytest.mark.heavy
+def test_another_configuration_or_app_replaces_the_process(plan, device, supervisor, monkeypatch):
+    forward(message(RecordDict(), "query.node_info"), device, supervisor=supervisor)
+    [first] = processes(supervisor)
+    other = copy.deepcopy(device)
+    other.node_config["client-name"] = "b"
+    reply = forward(message(RecordDict(), "query.node_info"), other, supervisor=supervisor)
+    assert reply.content.config_records["node-info"]["name"] == "b"
+    until(lambda: len(processes(supervisor)) == 1, "the first process has ended")
+    assert processes(supervisor) != [first]
+
+
+def test_folders_of_ended_supervisors_are_removed(supervisor):
+    left = supervisor_folder(Supervisor(4194305, "1"))  # beyond the largest process id
+    (left / "lock").touch()
+    supervisor_folder(supervisor)
+    assert not left.exists()
+    assert not Supervisor(os.getpid(), "1").is_alive()  # an id that was used again
+    assert Supervisor.of(os.getpid()).is_alive()
+
+
+def test_the_name_of_a_process_is_that_of_its_app_and_configuration(device, monkeypatch, tmp_path):
+    config = dict(device.node_config)
+    names = [process_name(config), process_name(config | {"threads": 2})]
+    (tmp_path / "conf").mkdir()
+    names.append(process_name(config | {"config-dir": str(tmp_path)}))
+    (tmp_path / "conf" / "x.yaml").write_text("a: 1")
+    names.append(process_name(config | {"config-dir": str(tmp_path)}))
+    monkeypatch.setattr(resident_client, "code_fingerprint", lambda: "other")
+    names.append(process_name(config))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    names.append(process_name(config))
+    monkeypatch.setattr(resident_client, "installed_versions", lambda: {"torch": "2.0.0"})  # upgraded in place
+    names.append(process_name(config))
+    assert len(set(names)) == 7

@@ -1,12 +1,13 @@
 """Base layers: their digest, and files that are intact or not."""
 
 import hashlib
+import os
 
 import numpy as np
 import pytest
 import torch
 
-from fedssl.base_layers import check_base, layers_digest, load_base, save_base, stored_digests
+from fedssl.base_layers import KEPT, check_base, layers_digest, load_base, save_base, stored_digests
 
 BASE = {
     "encoder.b": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -85,3 +86,15 @@ def test_damaged_files_are_ignored(tmp_path, damage, caplog):
     assert load_base([tmp_path], like=LIKE, digest=DIGEST) is None
     assert "is damaged" in caplog.text
     assert stored_digests([tmp_path]) == ()
+
+
+def test_the_newest_files_are_kept(tmp_path):
+    other, digests = tmp_path / "notes.safetensors", []  # not the name of a digest
+    other.write_bytes(b"")
+    for number in range(KEPT + 2):
+        base = {**BASE, "encoder.a": np.array(number, dtype=np.int64)}
+        digests.append(layers_digest(base))
+        save_base(tmp_path, base, digest=digests[-1])
+        os.utime(tmp_path / f"{digests[-1]}.safetensors", (number, number))
+        assert {file.stem for file in tmp_path.iterdir()} == {*digests[-KEPT:], "notes"}
+    assert stored_digests([tmp_path]) == tuple(reversed(digests[-KEPT:]))

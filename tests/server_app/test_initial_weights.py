@@ -1,16 +1,18 @@
 """Runs that start from the weights of a source: layers, statistics, what clients receive, and resumption."""
 
 import json
+import logging
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from fedssl.config.device_task import compose_task, make_task
 from fedssl.config.load import compose, load_settings, parse_client_config
 from fedssl.config.saved_run import INITIAL_ENCODER_FILE
 from fedssl.encoders import conv_small
-from fedssl.errors import InputError
+from fedssl.errors import InputError, RequestRefused
 from fedssl.evaluation.cli import run as evaluate
 from fedssl.export import read_content, save_encoder
 from fedssl.methods.base import build_method
@@ -19,6 +21,7 @@ from fedssl.pretrained import loading
 from fedssl.pretrained.sources import read_source
 from fedssl.runs.loaded_run import load_run_folder
 from fedssl.runs.verify import verify_run
+from server_app.initial_weights import adopt_statistics
 from simulation.run import run
 from tests.federation import TINY, Federation
 
@@ -120,3 +123,44 @@ def test_an_unsuitable_source_is_refused_before_the_first_round(tmp_path, source
     with pytest.raises(InputError, match="encoder.weights=.*/3 does not exist"):
         run([*options, "encoder.weights=3"])
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_tasks_of_devices_have_the_statistics_and_not_the_source(source):
+    settings = adopt_statistics(compose([f"encoder.weights={source}", "encoder.width=4"]))
+    task = make_task(settings)
+    assert (task.values["dataset.mean"], task.values["dataset.std"]) == ([0.4], [0.2])
+    assert "encoder.weights" not in task.values
+    assert str(source) not in task.text()
+    hostile = json.dumps({"choices": task.choices, "values": {**task.values, "encoder.weights": "hf:somebody/x"}})
+    with pytest.raises(RequestRefused, match="no setting 'encoder.weights' that a server may set"):
+        compose_task(hostile)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mean", "std"),
+    [
+        ([], (0.4,), (0.2,)),
+        (["dataset.mean=[0.1]"], (0.1,), (0.2,)),
+        (["dataset.mean=[0.1]", "++dataset.std=[0.3]"], (0.1,), (0.3,)),
+    ],
+)
+def test_overridden_statistics_take_precedence(source, overrides, mean, std, caplog):
+    with caplog.at_level(logging.INFO, logger="fedssl"):
+        settings = adopt_statistics(compose([f"encoder.weights={source}", *overrides]))
+    assert (settings.data.mean, settings.data.std) == (mean, std)
+    (line,) = caplog.messages
+    assert ("dataset.mean=[0.4]" in line, "dataset.std=[0.2]" in line) == (mean == (0.4,), std == (0.2,))
+
+
+def test_a_source_that_has_changed_is_read_again(source):
+    model = compose([f"encoder.weights={source}", "encoder.width=4"]).model
+    before = {name: value.clone() for name, value in build_method(model).encoder.state_dict().items()}
+    content = torch.load(source, weights_only=True)
+    torch.save({**content, "weights": {name: value + 1 for name, value in content["weights"].items()}}, source)
+    after = build_method(model).encoder.state_dict()
+    assert all(torch.equal(after[name], value + 1) for name, value in before.items())
+    with torch.no_grad():
+        for value in after.values():
+            value.zero_()
+    again = build_method(model).encoder.state_dict()  # training does not change the tensors in memory
+    assert all(torch.equal(again[name], value + 1) for name, value in before.items())

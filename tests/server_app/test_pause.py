@@ -38,3 +38,8 @@ def test_a_paused_run_continues_with_the_same_bits(tmp_path, checkpoint_every):
 def test_an_invalid_round_is_one_sentence():
     with pytest.raises(InputError, match="pause_after=0 must be an integer of at least 1, or null"):
         run([*QUICK, "pause_after=0"])
+
+
+def test_a_pause_at_or_after_the_last_round_has_no_effect(tmp_path):
+    run([*QUICK, "pause_after=3", f"output_dir={tmp_path / 'run'}"])
+    assert status(tmp_path / "run") == ("finished", 3, None)

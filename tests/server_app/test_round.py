@@ -369,3 +369,11 @@ def test_what_a_client_says_reaches_no_terminal_as_a_command():
     _, report = run_round(FedAvg(), [good, attack])
     assert report.dropped[1].startswith("it failed with ValueError:  [2J ]0;owned xxx")
     assert len(report.dropped[1]) == 500
+
+
+def test_a_reply_to_what_another_node_was_sent_is_dropped():
+    configured, replies = played(FedAvg(), [good, good])
+    one, two = (reply.metadata.src_node_id for reply in replies)
+    replies[1].metadata.__dict__["_src_node_id"] = one
+    _, report = end(configured, replies)
+    assert report.dropped == {1: f"node {one} replied to what was sent to node {two}"}

@@ -310,3 +310,10 @@ def test_the_model_is_the_sum_over_used_updates(tmp_path, seed, buffered):
 def test_what_cannot_come_is_not_waited_for(tmp_path, overrides, reason):
     with pytest.raises(InputError, match=reason):
         Rounds(tmp_path, "num_clients=4", "clients_per_round=3", "dataset.limit=40", *overrides)
+
+
+def test_fewer_than_are_to_train_are_all_asked():
+    run = Run(4, prompt, clients_per_round=3)
+    run.federation = federation(run.grid, clients_per_round=3)
+    object.__setattr__(run.federation, "nodes", {1: 3, 3: 5})
+    assert clients(run.round()) == [1, 3]

@@ -153,3 +153,9 @@ def test_a_run_is_rejected_before_its_first_round(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="strategy=eua stores the updates of a round, and 3 of them need"):
         run([*WORDS, "strategy=eua", f"output_dir={tmp_path / 'run'}"])
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("strategy", [EUA(), Median(), Krum()])
+def test_working_memory_grows_with_the_number(strategy):
+    memory = strategy.server.aggregator(1).working_memory
+    assert 0 < memory(MODEL, 10) < memory(MODEL, 10**6)

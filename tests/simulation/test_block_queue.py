@@ -204,3 +204,18 @@ def test_a_lost_sum_has_a_reason(monkeypatch):
     monkeypatch.setattr(ray, "get", fail)
     with pytest.raises(LostSumError, match="its process died: the actor died"):
         block_sum.get()
+
+
+def test_a_sum_without_clients_is_not_taken():
+    queue, a = make_queue(1), Actor()
+    queue.next_call(a)
+    queue.take_finished([])
+    assert a.taken == []
+
+
+def test_calls_without_a_block_run_in_order_and_are_not_summed():
+    queue = BlockQueue()
+    for number in range(3):
+        queue.add(Call(message=number, payload=None))
+    assert [queue.next_call("a") for _ in range(3)] == [(Call(message=n, payload=None), None) for n in range(3)]
+    assert not queue

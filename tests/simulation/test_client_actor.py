@@ -72,3 +72,12 @@ def test_a_task_stops_when_its_replies_are_large(monkeypatch, clients, num_bytes
     """A reply has 4,000 bytes and its envelope, less than 500 bytes: two have 8,000 to 9,000."""
     monkeypatch.setattr(client_actor, "TASK_BYTES", num_bytes)
     assert len(adding_actor().run_clients(make_calls(), make_payload(0))[0]) == clients
+
+
+def test_a_task_stops_after_some_seconds(monkeypatch):
+    """The clock is read at the start and after each client: 0.0, 0.2, 0.4, which is above 0.3."""
+    monkeypatch.setattr(client_actor, "TASK_SECONDS", 0.3)
+    times = iter(np.arange(0.0, 2.0, 0.2))
+    monkeypatch.setattr(client_actor.time, "perf_counter", lambda: float(next(times)))
+    replies, seconds = adding_actor().run_clients(make_calls(), make_payload(0))
+    assert (len(replies), seconds) == (2, 0.4)

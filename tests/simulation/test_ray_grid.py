@@ -489,3 +489,33 @@ def test_processes_end_with_the_owner_of_the_sandbox(number):
     owner.communicate()
     assert wait_until(lambda: not sandbox_pids(sandbox), seconds=60)
     assert wait_until(lambda: not sandbox.exists(), seconds=60)
+
+
+@pytest.mark.heavy
+@pytest.mark.slow
+def test_a_session_has_no_dashboard_and_no_autoscaler(hosts):
+    sandbox = Path(ray._private.worker.global_worker.node.get_session_dir_path()).parents[1]
+    commands = [Path("/proc", str(pid), "cmdline").read_text() for pid in sandbox_pids(sandbox)]
+    assert sum("gcs_server" in command for command in commands) >= 1
+    assert not [one for one in commands if "dashboard/dashboard.py" in one or "autoscaler/_private/monitor.py" in one]
+
+
+@pytest.mark.slow
+@pytest.mark.heavy
+def test_a_process_that_dies_with_its_gpu_is_left_out(hosts, caplog):
+    """Else it would train its next clients on the CPU."""
+    grid, placements = grid_with_gpus(hosts, caplog)
+    (failed,) = [reply for reply in ask(grid, **{"die-0": 1}).values() if reply.has_error()]
+    assert "its process died" in failed.error.reason
+    settle(grid)
+    assert "a GPU has failed again, and one process less is used for clients: GPU" in caplog.text
+    assert len(grid._idle) == 1
+    stop(grid, placements)
+
+
+@pytest.mark.heavy
+def test_all_clients_of_the_task_of_a_process_that_dies_fail(grid, tasks_of_three):
+    """Client 0 had finished, and its reply is lost; not if it took so long that it had its own task."""
+    replies = ask(grid, **{"die-1": 1})
+    assert {1, 2} <= {node - 2 for node, reply in replies.items() if reply.has_error()} <= {0, 1, 2}
+    assert not any(reply.has_error() for reply in ask(grid).values())

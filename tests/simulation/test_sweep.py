@@ -110,6 +110,15 @@ class TestJobs:
         with pytest.raises(InputError, match=r"sweep\.yaml cannot be used \(its checksum is wrong: it was edited"):
             plan_jobs(tmp_path, [])
 
+    def test_engine_and_threads_make_no_new_jobs_but_rounds_do(self, tmp_path):
+        plan_jobs(tmp_path, ["rounds=3", "seed=0,1", "engine=ray", "engine.client_cpus=2"])
+        jobs = plan_jobs(tmp_path, ["threads=1", "engine=local", "evaluate_every=7"])
+        assert names_and_overrides(jobs) == {
+            str(seed): ["rounds=3", f"seed={seed}", "threads=1", "engine=local", "evaluate_every=7"] for seed in (0, 1)
+        }
+        assert len(plan_jobs(tmp_path, ["rounds=4"])) == 4
+        assert len(plan_jobs(tmp_path, ["threads=1,2"])) == 4 + 2  # those with rounds=4 have threads=1
+
 
 class TestFolder:
     def test_a_new_sweep_does_not_write_into_another(self, tmp_path):
@@ -277,6 +286,14 @@ class TestParallelTasks:
     def test_an_invalid_job_fails_by_itself(self, tmp_path):
         jobs = plan_jobs(tmp_path, ["num_clients=3", "clients_per_round=1,2,9"])
         assert len(parallel_tasks(jobs, limit=None, address=None)) == 3
+
+    def test_no_gpu_waits_for_a_cpu(self, tmp_path):
+        """16 GPUs and 8 CPUs: half a CPU for each job, and a quarter for two jobs per GPU."""
+        host = {"CPU": 8.0, "memory": 1e12, "GPU": 16.0}
+        assert reservation(JobTask(Job(tmp_path, ()), cpus=4, gpus=1), [host])["num_cpus"] == 0.5
+        assert reservation(JobTask(Job(tmp_path, ()), cpus=4, gpus=0.5), [host])["num_cpus"] == 0.25
+        assert reservation(JobTask(Job(tmp_path, ()), cpus=4, gpus=1), [{**host, "CPU": 40.0}])["num_cpus"] == 2
+        assert reservation(JobTask(Job(tmp_path, ()), cpus=4, gpus=1), [{**host, "CPU": 99.0}])["num_cpus"] == 4
 
 
 def start(folder, *overrides):

@@ -108,3 +108,12 @@ def test_a_full_disk_releases_its_space(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
     assert len(store) == 0
+
+
+def test_a_write_that_stops_early_is_continued(tmp_path, monkeypatch):
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: write(file, data[:1000], offset))
+    updates = models(2)
+    store = stored(updates, folder=tmp_path)
+    for name, array in store.layers(1).items():
+        np.testing.assert_array_equal(array, updates[1][name], strict=True)

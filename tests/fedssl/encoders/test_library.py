@@ -136,3 +136,16 @@ def test_timm_is_optional(monkeypatch):
     monkeypatch.setattr(library, "find_spec", lambda name: None)
     with pytest.raises(InputError, match="encoder=timm needs timm; install it: uv sync --extra timm, or pip"):
         encoders.timm(name="test_vit", channels=3, size=32)
+
+
+def test_the_network_follows_its_encoder():
+    """To another device (which replaces parameters and buffers), to training mode, and with replaced modules."""
+    encoder = build("test_vit")
+    network = encoder.get_submodule("")
+    assert encoder.training is network.training is False
+    assert encoder.train().training is network.training is True
+    encoder.head = torch.nn.Hardtanh()
+    assert network.head is encoder.get_submodule("head")
+    encoder.to("meta")
+    assert network.cls_token.is_meta
+    assert network.cls_token is dict(encoder.named_parameters())["cls_token"]

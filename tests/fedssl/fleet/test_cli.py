@@ -1,18 +1,23 @@
 """``fedssl-fleet`` and ``fedssl-device`` with a real SuperLink: kits, keys, checks, and what a run recorded."""
 
 import json
+import os
+import re
+import shlex
 import stat
+import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 
 from fedssl.errors import InputError
-from fedssl.fleet import cli, device_cli
+from fedssl.fleet import cli, device_cli, device_files
 from fedssl.fleet.kit import make_kit, read_kit, write_kit
 from fedssl.runs.run import acquire_lock
 from tests.deploy.test_fleet import check_the_public_port
 from tests.devices import write_images
-from tests.fleet import fleet
+from tests.fleet import DEPLOY, fleet
 
 
 @pytest.fixture(scope="module")
@@ -183,3 +188,27 @@ def test_no_kit_has_an_impossible_server_or_private_key(operator, keys, tmp_path
         status, text = operator("invite", "garden", "--server", server, "--certificates", keys / certificate)
         assert (status, sentence in text) == (2, True), text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_setup_becomes_the_supernode(running, call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "3")
+    write_kit(make_kit("garden", f"127.0.0.1:{running.public}", certificate=running.keys / "ca.crt"), Path("a.kit"))
+    images, folder, started = write_images(tmp_path / "images", 2), tmp_path / "my device", []
+    monkeypatch.setattr("os.execvpe", lambda *arguments: started.append(arguments))
+    (tmp_path / "empty").mkdir()
+    assert call(device_cli, "setup", "a.kit", "images=empty", f"folder={folder}", "--start")[0] == 1
+    assert call(device_cli, "setup", "a.kit", f"images={images}", f"folder={folder}")[0] == 0
+    assert started == []
+    assert call(device_cli, "setup", "a.kit", f"images={images}", f"folder={folder}", "--start")[0] == 0
+    ((program, command, environment),) = started
+    *known, option, port = command
+    assert known == shlex.split(device_files.command(folder))
+    assert program == command[0] == "flower-supernode"
+    assert option == "--port"
+    assert 1024 <= int(port) < 65536
+    assert environment["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+    assert (environment["MALLOC_ARENA_MAX"], environment["MALLOC_TRIM_THRESHOLD_"]) == ("3", "65536")
+    unit = (DEPLOY / "systemd" / "fedssl-supernode.service").read_text()
+    (line,) = re.findall(r"^Environment=(MALLOC_.*)$", unit, flags=re.MULTILINE)
+    assert dict(word.split("=") for word in line.split()) == device_cli.ALLOCATOR

@@ -90,3 +90,18 @@ def test_proxies_that_flower_cannot_use(environment, variables, sentence):
     with pytest.raises(InputError, match=sentence) as refused:
         check_proxies()
     assert "cret" not in str(refused.value)
+
+
+def test_commands_name_a_proxy_before_a_local_superlink(operator, proxy, environment):
+    environment.setenv("http_proxy", f"http://{proxy.address}")
+    environment.setenv("no_proxy", "localhost")
+    port = free_port()
+    status, text = operator("list", "--address", f"127.0.0.1:{port}")
+    assert status == 2
+    command = "export no_proxy=localhost,127.0.0.1"
+    assert text == (
+        f"fedssl-fleet: --address=127.0.0.1:{port} cannot be reached through the proxy "
+        f"http_proxy=http://{proxy.address} (status 502); run {command}, also before the SuperLink is started\n"
+    )
+    run(command, environment)
+    assert "no SuperLink answers at --address" in operator("list", "--address", f"127.0.0.1:{port}")[1]

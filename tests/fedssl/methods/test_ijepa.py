@@ -10,7 +10,7 @@ from fedssl.augmentation.patch_masks import MaskRecipe
 from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.methods.base import build_method
-from fedssl.methods.ijepa import IJEPA
+from fedssl.methods.ijepa import IJEPA, feature_variances
 from fedssl.model_arrays import exchanged_names
 from fedssl.training import LocalTrainer
 from fedssl.views import View, Views
@@ -200,3 +200,18 @@ def test_steps_are_not_captured(tmp_path):
 
 
 # --- failures ---
+
+
+def test_variances_by_hand():
+    """Features (1, -1) or (-1, 1) are standardized already.
+
+    Two images with two patches: the first patch is the same in both images, the second one differs. Over images the
+    variances are 0 and 1, over the patches of the first image 0 and of the second one 1.
+    """
+    up, down = torch.tensor([1.0, -1.0]), torch.tensor([-1.0, 1.0])
+    features = torch.stack((torch.stack((up, up)), torch.stack((up, down))))
+    assert feature_variances(features) == pytest.approx((0.5, 0.5), rel=1e-4)
+    assert feature_variances(5 * features + 2) == pytest.approx((0.5, 0.5), rel=1e-4)
+    assert feature_variances(features[:1].expand(3, -1, -1))[0] == 0
+    assert feature_variances(features[:, :1].expand(-1, 3, -1))[1] == 0
+    assert feature_variances(torch.stack((up.expand(2, 2), down.expand(2, 2)))) == pytest.approx((1, 0), rel=1e-4)

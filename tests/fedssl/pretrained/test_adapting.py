@@ -59,3 +59,12 @@ def test_other_shapes_do_not_fit():
     assert adapt_tensor("conv_proj.weight", torch.rand(8, 3, 2, 2), template=kernel, **arguments) is None
     assert adapt_tensor("other.weight", three, template=kernel, **arguments) is None  # only the first kernel
     assert adapt_tensor("conv_proj.bias", torch.rand(9), template=bias, **arguments) is None
+
+
+def test_positions_of_the_same_square_and_without_prefix():
+    patches = torch.rand(1, 9, 4)
+    assert torch.equal(adapt_positions(patches, side=3, prefix=0), patches)
+    with_token = adapt_positions(patches, side=3, prefix=1)  # the source has no position for the class token
+    assert torch.equal(with_token[:, 1:], patches)
+    assert with_token[:, :1].eq(0).all()
+    assert adapt_positions(torch.rand(1, 9 + 5, 4), side=3, prefix=1) is None  # registers that the encoder lacks

@@ -154,3 +154,16 @@ def test_the_other_encoder_of_ijepa_is_named():
     names = [name for name in names if not name.startswith("predictor.module.blocks")]
     match = match_names(names, TIMM_VIT)
     assert (match.prefix, match.alternatives) == ("encoder.module.", ["target_encoder.module."])
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_order_of_names_changes_nothing(order):
+    names = [*prefixed("encoder_q."), *prefixed("encoder_k.")][::order]
+    assert match_names(names, RESNET).prefix == "encoder_q."
+
+
+def test_numbers_within_chunks_do_not_overwrite_blocks():
+    names = ["cls_token", *(f"blocks.{chunk}.{number}.norm1.weight" for chunk in range(2) for number in range(2))]
+    match = match_names(names, ["cls_token", *(f"blocks.{number}.norm1.weight" for number in range(4))])
+    assert list(match.sources) == ["cls_token"]
+    assert len(match.unexpected) == 4

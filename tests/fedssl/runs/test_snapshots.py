@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import load_layers
@@ -16,14 +17,18 @@ from fedssl.plots import landscape
 from fedssl.plots.cka import centered_gram, cka_matrix, layer_outputs
 from fedssl.plots.forgetting import ClientForgetting, mean_forgetting
 from fedssl.report.cli import main
+from fedssl.rules import check_rules
 from fedssl.runs.loaded_run import LoadedRun, load_run_folder
 from fedssl.runs.snapshots import (
+    SnapshotWriter,
     read_snapshot_layers,
+    remove_later_snapshots,
     save_layers,
     snapshot_rounds,
 )
 from fedssl.seeding import torch_generator
 from server_app.checkpoint import latest_checkpoint
+from server_app.rules import SETTINGS_RULES
 from simulation.run import run
 
 TINY = ["dataset.limit=120", "encoder.width=4", "threads=1", "num_clients=2", "local_epochs=1", "rounds=2"]
@@ -143,3 +148,30 @@ def test_damaged_models_are_named(tmp_path: Path):
     kept.models["global"].write_bytes(b"nothing")
     with pytest.raises(InputError, match=r"model-global.pt cannot be used \(it does not contain layers\)"):
         read_snapshot_layers(kept.models["global"], like)
+
+
+def test_only_what_was_used_of_a_finished_round_counts(tmp_path: Path):
+    snapshot_writer, layers = SnapshotWriter(tmp_path, 3), {"encoder.weight": np.ones(2, dtype=np.float32)}
+    snapshot_writer.observe(0, layers)
+    snapshot_writer.observe(4, layers)
+    with pytest.raises(InputError, match="has no snapshots of models"):
+        snapshot_rounds(tmp_path)
+    snapshot_writer.finish({"global": layers}, used=[4])  # client 0 was in an attempt that failed
+    (kept,) = snapshot_rounds(tmp_path)
+    assert list(kept.clients) == [4]
+    SnapshotWriter(tmp_path, 5).finish({"global": layers}, used=[])
+    remove_later_snapshots(tmp_path, 3)  # resumed behind round 3
+    assert [one.round for one in snapshot_rounds(tmp_path)] == [3]
+    assert [place.name for place in (tmp_path / "models").iterdir()] == ["round-000003"]
+
+
+def test_a_sum_has_no_models_of_clients():
+    with pytest.raises(
+        InputError, match="secure_aggregation=secagg_plus reveals no client's model; set snapshot_every=0"
+    ):
+        check_rules(SETTINGS_RULES, compose(["secure_aggregation=secagg_plus", "snapshot_every=1"]))
+
+
+def test_what_noise_hides_is_not_kept():
+    with pytest.raises(InputError, match="which snapshots reveal; set snapshot_every=0"):
+        check_rules(SETTINGS_RULES, compose(["privacy=central", "snapshot_every=1"]))

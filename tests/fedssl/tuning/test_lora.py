@@ -4,15 +4,33 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from fedssl.config.load import compose
 from fedssl.encoders import conv_small, vit_tiny
-from fedssl.encoders.base import frozen_copy
+from fedssl.encoders.base import Encoder, frozen_copy
 from fedssl.errors import InputError
 from fedssl.low_rank import LowRankLayer
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.tuning import lora, plain_copy
+
+
+class Padded(nn.Conv2d):
+    """A convolution with another forward, such as timm's padding of TensorFlow."""
+
+    def forward(self, input):
+        return super().forward(nn.functional.pad(input, (0, 2, 0, 2)))
+
+
+class Depthwise(Encoder):
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Conv2d(4, 8, 3, groups=4)
+        self.point = nn.Conv2d(8, 16, 1)
+        self.padded = Padded(16, 16, 3)
+        self.define_stages(stages=("wide", "point", "padded"), widths=(8, 16, 16))
+
 
 SMALL = ["encoder.width=8", "method.projector.hidden_dim=8", "threads=1", "tuning=lora", "tuning.rank=2"]
 VIT = ["encoder=vit_tiny", "encoder.depth=2", "encoder.heads=2", "encoder.patch=4"]
@@ -143,3 +161,17 @@ def test_the_plain_copy_has_the_products_in_its_weights(make_encoder):
     expected = weight.double() + 0.5 * (b @ a).view_as(weight)
     torch.testing.assert_close(copied.get_parameter(layer.weight).double(), expected, rtol=1e-6, atol=1e-7)
     assert all(parameter.requires_grad for parameter in copied.parameters())
+
+
+def test_depthwise_convolutions_are_adapted_if_they_are_named():
+    """A depthwise 3x3 kernel has 9 elements, so that its matrix is 8 x 9; the 1x1 convolution has 16 x 8."""
+    encoder = Depthwise()
+    lora(encoder, rank=8, alpha=1)
+    assert adapted(encoder) == ["point.weight"]
+    encoder = Depthwise()
+    lora(encoder, rank=8, alpha=1, targets=["wide"])
+    assert adapted(encoder) == ["wide.weight"]
+    with pytest.raises(InputError, match=r"the layer point of the encoder has a weight of 16 x 8"):
+        lora(Depthwise(), rank=9, alpha=1)
+    with pytest.raises(InputError, match=r"tuning.rank=9 but the layer wide of the encoder has a weight of 8 x 9"):
+        lora(Depthwise(), rank=9, alpha=1, targets=["wide"])

@@ -293,3 +293,20 @@ def test_rounds_equal_a_simulation_event_by_event(seed, buffered, has_deadline, 
         assert {client for client, reason in report.dropped.items() if reason != NO_REPLY} == set(lost)
         assert report.measured["virtual_time"] == pytest.approx(clock)
         assert {node - 2 for node in run.exchange.in_flight(timeout=2)} == set(flying)
+
+
+def test_a_client_that_arrives_when_it_goes_offline_is_in_time():
+    run = Run([1.0, 3.0], availability=Online({1: OnlineTimes(((0.0, 3.0),))}))
+    assert clients(run.round()) == [0, 1]
+
+
+def test_attempts_have_their_own_draws_and_time():
+    """In the first attempt at round 1 both drop out after 4 s; the second one takes 4 s, too."""
+    run = Run([1.0, 4.0], availability=Online(dropout={(0, 1, 0), (1, 1, 0)}), max_retries=1)
+    report = run.round()
+    assert clients(report) == [0, 1]
+    assert (report.measured["virtual_seconds"], report.measured["virtual_time"]) == (8.0, 8.0)
+
+
+def test_a_round_ends_before_its_deadline_if_all_have_arrived():
+    assert Run([1.0, 4.0], round_deadline=9.0).round().virtual_time == 4.0
