@@ -262,3 +262,22 @@ def test_on_a_gpu():
         assert torch.equal(state, torch.cuda.get_rng_state())
     assert result["cuda"].flops == result["cpu"].flops
     assert result["cuda"].peak_memory > sum(tensor.nbytes for tensor in method.state_dict().values())
+
+
+def test_depth_dropout_counts_as_its_expectation():
+    method = moco(depth=3)
+    with set_active_stages(method, depth=3, frozen=2):
+        without = cost_of(method)
+    with set_active_stages(method, depth=3, frozen=2, depth_dropout=0.25):
+        dropped = cost_of(method)
+        assert method.encoder.active_stages.depth_dropout == 0.25
+    assert dropped.flops_per_image == without.flops_per_image - 0.25 * 2 * 2 * 2 * (LINEAR + ATTENTION)
+    assert dropped.peak_memory == without.peak_memory
+
+
+def test_flops_of_transposed_convolutions():
+    """Each of the 4 * 3 positions of the input is multiplied by a kernel of 6 * 12 * 2 * 2 elements."""
+    layer = nn.ConvTranspose2d(6, 12, 2, stride=2)
+    with count_flops() as flops:
+        layer(torch.ones(5, 6, 4, 3, requires_grad=True)).sum().backward()
+    assert flops.get_total_flops() == 3 * 2 * 5 * 12 * 6 * 12 * 4

@@ -223,3 +223,20 @@ def test_the_way_of_a_gpu_trains_the_same_model(monkeypatch, overrides):
     for name, array in layers.items():
         assert array.flags.c_contiguous
         np.testing.assert_allclose(array, expected[name], rtol=1e-2, atol=1e-3, err_msg=name)
+
+
+def test_loss_is_the_mean_per_image_whatever_the_batch_sizes():
+    # Without a step (gradient zero at lr 0 is not needed: the loss does not depend on w when images are equal) every
+    # batch of images of value 2 has loss 2w; with 5 images in batches of 3 and 2 the mean per image is still that
+    # of the batches weighted by 3/5 and 2/5: 2 * (3/5 * 1 + 2/5 * 0.8), since w falls by 0.1 * 2 after the first batch.
+    method = Toy()
+    result = run(method, epochs=1, batch_size=3, images=torch.full((5, 1, 1, 1), 2, dtype=torch.uint8))
+    assert result.loss == pytest.approx(2 * (3 / 5 * 1.0 + 2 / 5 * 0.8))
+
+
+def test_the_proximal_term_starts_where_each_training_starts():
+    method, regularizer = Toy(), Proximal(weight=0.5)
+    run(method, epochs=2, batch_size=4, regularizer=regularizer)
+    method.encoder.weight.data.fill_(1.0)
+    assert run(method, epochs=2, batch_size=4, regularizer=regularizer).loss == pytest.approx(2.44)
+    assert run(Toy(), epochs=2, batch_size=4, regularizer=Proximal(weight=0.0)).loss == pytest.approx(2.4)

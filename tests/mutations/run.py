@@ -2,10 +2,10 @@
 
     uv run python -m tests.mutations.run [--package fedssl/methods] [--jobs 2] [--output results.json]
     uv run python -m tests.mutations.run --list    # only check that every mutation is applicable
-    uv run python -m tests.mutations.run --file tests/faults/planted.toml --heavy    # bugs that fault schedules find
+    uv run python -m tests.mutations.run --file tests/faults/planted.toml    # bugs that fault schedules find
 
 `mutations.toml` lists the faults: the text `before` occurs once in `file`, is replaced by `after`, and one of `tests`
-must fail. All of them take half an hour on two cores. The exit status is 1 if a mutation survived.
+must fail. Heavy tests run too. All of them take an hour on two cores. The exit status is 1 if a mutation survived.
 """
 
 import argparse
@@ -133,14 +133,13 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=120, help="seconds of each mutation")
     parser.add_argument("--output", type=Path, help="write the results to this JSON file")
     parser.add_argument("--file", type=Path, default=FILE, help="other mutations than those of mutations.toml")
-    parser.add_argument("--heavy", action="store_true", help="run heavy tests too")
     options = parser.parse_args()
     mutations = [m for m in read_mutations(options.file) if options.package in (None, m.package)]
     found = problems(mutations)
     print(*found, f"{len(mutations)} mutations, {len(found)} problems", sep="\n")
     if options.list or found:
         return int(bool(found))
-    flags = ["--heavy"] if options.heavy else []
+    flags = ["--heavy"]
     results = run_all(mutations, jobs=options.jobs, timeout=options.timeout, flags=flags)
     if options.output:
         options.output.write_text(json.dumps(results, indent=1), encoding="utf-8")

@@ -79,7 +79,6 @@ def test_a_run_on_devices_has_the_simulations_bits(overrides, places, tmp_path):
 LORA = ["tuning=lora", "tuning.rank=2", "tuning.alpha=2", "method.projector.hidden_dim=8", "strategy=fedavg"]
 
 
-@pytest.mark.heavy
 def test_a_device_refuses_larger_ranks_if_ranks_are_equal(places, tmp_path):
     for aggregation in ("factors", "freeze_a"):
         overrides = [*SMALL, *LORA, "rounds=1", f"tuning.aggregation={aggregation}", "aggregation.min_updates=1"]

@@ -59,7 +59,6 @@ def test_the_run_starts_from_the_servers_source(source, tmp_path):
     assert len(federation.updates) == 2
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_a_run_reads_its_source_once(source, tmp_path, monkeypatch, is_folder):
     """Also one that builds its method for the baseline and for the evaluation of rounds in the background."""

@@ -1,6 +1,7 @@
 """The engine of ``engine=auto``, and the resources of a client."""
 
 import pytest
+import torch
 
 from fedssl.config.load import compose
 from fedssl.config.settings import EngineSettings, MachineSettings
@@ -193,3 +194,31 @@ def settings(*, device="auto", threads=1, client_gpus=None):
         "machine": MachineSettings(device=device, threads=threads, keep_freed_memory=True, compile_encoder=False),
         "max_clients": 100,
     }
+
+
+@pytest.mark.parametrize(
+    ("free", "each", "expected"), [(10, 3, 3), (10, 2, 5), (10, 10, 1), (10, 11, 1), (10**9, 10, 10**8)]
+)
+def test_clients_that_fit_into_the_memory_of_a_gpu(free, each, expected):
+    assert ClientMemory(free, each).clients == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "expected"),
+    [
+        (1, [], "local"),
+        (2, [], "ray"),
+        (4, ["clients_per_round=1"], "local"),
+        (2, ["device=cpu", "threads=99"], "local"),
+        (2, ["device=cuda:1"], "local"),
+    ],
+)
+def test_several_gpus_are_used(monkeypatch, gpus, overrides, expected):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
+    assert auto_engine(compose([*WORDS, *overrides])).engine == expected
+
+
+def test_clients_on_ray_are_not_all_on_one_gpu():
+    with pytest.raises(InputError, match="device=cuda:1 is one device but engine=ray .* set device=cuda, or engine=l"):
+        plan_client_resources([Host(4, 2)], **settings(device="cuda:1"))

@@ -103,3 +103,25 @@ def test_blur_equals_torchvision(size, radius):
     actual = operations.separable(planes(images), rows=weights, columns=weights).transpose(0, 1)
     for k, sigma in enumerate(sigmas.tolist()):
         close(actual[k], F.gaussian_blur(images[k] / 255, [2 * radius + 1] * 2, [sigma] * 2))
+
+
+@pytest.mark.parametrize("pad", [1, 4, 7])
+def test_crops_that_reach_into_the_border_equal_torchvision(pad):
+    images = random_images(40, 3, 8, 12)
+    random = torch.rand(40, 4, generator=generator())
+    height, width = (1 + random[:, 0] * 8).floor(), (1 + random[:, 1] * 12).floor()
+    top, left = (random[:, 2] * (9 + 2 * pad - height)).floor(), (random[:, 3] * (13 + 2 * pad - width)).floor()
+    flip = torch.arange(40) % 2.0
+    rows = operations.crop_weights(top, height, size=8 + 2 * pad, out=8)
+    columns = operations.crop_weights(left, width, size=12 + 2 * pad, out=8, flip=flip)
+    rows, columns = operations.mirror(rows, pad=pad), operations.mirror(columns, pad=pad)
+    actual = operations.separable(planes(images), rows=rows, columns=columns).transpose(0, 1)
+    for k, box in enumerate(torch.stack([top, left, height, width], 1).int().tolist()):
+        expected = F.resized_crop(F.pad(images[k] / 255, [pad], padding_mode="reflect"), *box, [8, 8])
+        close(actual[k], F.horizontal_flip(expected) if flip[k] else expected)
+
+
+def test_gray_equals_torchvision():
+    images = tricky_images()
+    actual = operations.saturation(planes(images), torch.zeros(len(images))).transpose(0, 1)
+    close(actual, F.rgb_to_grayscale(images / 255, num_output_channels=3))

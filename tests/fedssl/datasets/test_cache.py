@@ -6,12 +6,14 @@ import io
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from PIL import Image
 
 from fedssl.config.load import read_data
 from fedssl.config.settings import DataSettings
-from fedssl.datasets import base, cache, decode_buffer, decoding, image_folder
+from fedssl.datasets import base, cache, decode_buffer, decoding, image_folder, pixel_file
 from fedssl.datasets.base import ImageData, load_split
 from fedssl.errors import InputError
 
@@ -317,3 +319,30 @@ def test_a_complete_cache_needs_no_lock_and_no_write_permission(images, location
     finally:
         location.chmod(0o700)
         only(location).chmod(0o700)
+
+
+def test_free_disk_space_is_checked_before_decoding(images, location, decoded, monkeypatch):
+    """One byte less than the 48 images of the split, 60 less a fifth, of 3 x 8 x 8 pixels need."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=48 * 3 * 8 * 8 - 1))
+    monkeypatch.setattr(os, "posix_fallocate", lambda *arguments: pytest.fail("the disk is too small"))
+    with pytest.raises(InputError, match=r"no room .*they need .*are free; .* or lower dataset.limit"):
+        read(folder_of(images, location, storage="decoded"))
+    assert not decoded
+    monkeypatch.undo()
+
+
+def test_a_cache_above_64_gib_is_stored_and_mapped(tmp_path, monkeypatch):
+    """460,000 images of 3 x 224 x 224 bytes are 69,242,880,000 bytes; 64 GiB are 68,719,476,736. The file is sparse."""
+    shape = (460_000, 3, 224, 224)
+    monkeypatch.setattr(pixel_file, "_reserve", lambda file, size: file.touch() or os.truncate(file, size))
+    entry = pixel_file.PixelEntry(tmp_path)
+    buffer = entry.new_buffer(shape)
+    buffer.images[-1] = 7
+    buffer.save_progress(len(buffer.images), {})
+    entry.store(buffer)
+    assert tuple(buffer.source.shape) == shape
+    assert (tmp_path / "pixels").stat().st_size == 69_242_880_000
+    stored = entry.read()
+    assert stored.complete
+    assert stored.source[-1:].unique().tolist() == [7]
+    assert stored.source[:1].unique().tolist() == [0]

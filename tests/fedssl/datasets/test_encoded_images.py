@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from fedssl.datasets import base, cache, decode_buffer, decoding, image_folder, tables
+from fedssl.datasets import base, cache, decode_buffer, decoding, image_folder, pack, tables
 from fedssl.datasets.base import ImageData
 from fedssl.datasets.images import EncodedImages, MappedImages, TensorImages
 from fedssl.errors import InputError
@@ -23,6 +23,28 @@ from simulation.run import run
 from tests.cases import some
 from tests.fedssl.datasets.made import settings_of
 from tests.fedssl.datasets.test_cache import same
+
+
+def copy_until_the_disk_is_full(tmp_path, monkeypatch) -> int:
+    """Return the number of copied images by the note: three or four batches of seven, and no part of the fifth."""
+    write(tmp_path / "data", "parquet")
+    original, written = os.write, []
+
+    def fill(descriptor: int, content: memoryview) -> int:
+        written.append(len(content))
+        if len(written) > 9:  # bytes and lengths of four batches, the first in two parts
+            raise OSError(28, "No space left on device")
+        return original(descriptor, content[: len(content) // 2] if len(written) == 1 else content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decoding, "THREADS", 1)
+        patch.setattr(pack.os, "write", fill)
+        with pytest.raises(InputError, match=r"became full while .* were copied .* which continues the copy"):
+            load(tmp_path / "data", "parquet", tmp_path / "cache", storage="encoded", test_fraction=0)
+    done: int = json.loads((only(tmp_path / "cache") / "note.json").read_text())["done"]
+    assert done == 28
+    return done
+
 
 FORMATS = ["folder", "parquet", "arrow stream", "arrow file", "large arrow", "compressed arrow"]
 BAD = (0, 17, 40)  # no image, a truncated image, and no bytes (in a table)
@@ -246,3 +268,42 @@ def test_a_run_has_the_same_results_with_both(tmp_path, kind):
         kept = [{key: value for key, value in line.items() if "seconds" not in key} for line in lines]
         found.append((kept, (folder / "partition.csv").read_text(), (folder / "encoder.pt").read_bytes()))
     assert found[0] == found[1]
+
+
+def test_a_slice_of_an_arrow_column_has_the_places_of_its_own_rows(tmp_path):
+    """A record batch may share its buffers with others, and begin anywhere in them."""
+    images = [bytes([number]) * (number + 1) for number in range(20)]
+    table = pa.table({"img": pa.array(images)}).slice(5, 9)
+    with pa.ipc.new_stream(tmp_path / "train.arrow", table.schema) as writer:
+        writer.write_table(table)
+    records = tables.arrow_records([tmp_path / "train.arrow"], "img", np.array([8, 0, 3]))
+    assert list(records) == [images[13], images[5], images[8]]
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])
+def test_the_bounds_of_values_are_those_of_a_slice(kind):
+    """Values of 1, 2, 3, ... bytes: the one with index i begins at 0 + 1 + ... + i = i (i + 1) / 2."""
+    values = pa.array(["x" * (number + 1) for number in range(9)], kind).slice(3, 4)
+    assert tables.value_bounds(values).tolist() == [6, 10, 15, 21, 28]
+    assert tables.value_bounds(pa.array(["a path"])) is None
+
+
+@pytest.mark.parametrize("lost", [None, "lengths", "partial"])
+def test_a_copy_continues_when_the_disk_has_room(tmp_path, monkeypatch, reads, lost):
+    done = copy_until_the_disk_is_full(tmp_path, monkeypatch)
+    if lost is not None:
+        cut(only(tmp_path / "cache") / lost)
+        done = 0
+    expected = load(tmp_path / "data", "parquet", None, storage="decoded", test_fraction=0)
+    reads.clear()
+    assert same(load(tmp_path / "data", "parquet", tmp_path / "cache", storage="encoded", test_fraction=0), expected)
+    assert len(reads) == 60 - done
+
+
+def test_free_disk_space_is_checked_before_the_copy(tmp_path, monkeypatch, reads):
+    write(tmp_path / "data", "parquet")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=100_000))  # 0.3 MB are needed
+    sentence = r"no room for a copy of the encoded images: it needs .* and 0\.1 MB are free; .*dataset\.cache=FOLDER"
+    with pytest.raises(InputError, match=sentence):
+        load(tmp_path / "data", "parquet", tmp_path / "cache", storage="encoded")
+    assert not reads

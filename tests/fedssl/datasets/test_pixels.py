@@ -9,6 +9,7 @@ from PIL import Image, ImageCms
 
 from fedssl.datasets.decoding import read_image
 from fedssl.datasets.pixels import to_array
+from fedssl.errors import InputError
 
 
 def encoded(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
@@ -133,3 +134,18 @@ def test_values_are_divided_by_the_given_maximum():
         assert read(content, max_value=4095) == levels
     assert read(tiff((twelve / 4095).astype("<f4"), sample_format=3), max_value=1) == levels
     assert read(encoded(Image.fromarray(twelve.astype(np.uint8))), max_value=4095) == [[0, 16], [0, 255]]  # 8 bits
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (tiff(np.array([[-1000, 5]], "<i2"), sample_format=2), "its lowest value is -1000"),
+        (tiff(np.array([[-1.5, 5]], "<f4"), sample_format=3), "its lowest value is -1.5"),
+        (tiff(np.array([[np.nan, 5]], "<f4"), sample_format=3), "its lowest value is nan"),
+        (tiff(np.array([[-5, 5]], "i1"), sample_format=2), "signed 8-bit values"),
+    ],
+    ids=["int16", "float", "nan", "int8"],
+)
+def test_negative_values_are_refused(content, message):
+    with pytest.raises(InputError, match=message):
+        read(content, max_value=1000)

@@ -1,6 +1,7 @@
 """The papers' linear probes: training against slow transcriptions, batch norm, features and settings files."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from fedssl.config.load import compose
 from fedssl.datasets.images import TensorImages
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
-from fedssl.evaluation.classifier import AugmentedViews
+from fedssl.evaluation.classifier import AugmentedViews, warmup_cosine
 from fedssl.evaluation.features import Features
 from fedssl.evaluation.few_labels import stratified_sample
 from fedssl.evaluation.linear_probe import LinearProbe
@@ -266,3 +267,16 @@ def test_settings_files_have_the_papers_values(choice, numbers, lr):
 def test_invalid_settings_are_one_sentence(overrides, sentence):
     with pytest.raises(InputError, match=sentence):
         compose(["evaluation=dec_ssl/linear", *overrides]).evaluation.protocol.instantiate()
+
+
+def test_warm_up_and_cosine_by_hand():
+    """Two epochs of warm-up: 1/2 and 1. Then (1 + cos(pi k / 4)) / 2 for k = 0 to 3: 1, 0.8536, 1/2, 0.1464."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule, rates = warmup_cosine(optimizer, epochs=6, warmup=2), []
+    for _ in range(6):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx([1, 2, 2, 1 + math.sqrt(0.5), 1, 1 - math.sqrt(0.5)])
+    with pytest.raises(InputError, match="warmup=6 must be at least 0 and fewer than the epochs=6"):
+        warmup_cosine(optimizer, epochs=6, warmup=6)

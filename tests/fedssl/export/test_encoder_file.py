@@ -278,3 +278,9 @@ def test_values_that_no_encoder_has_are_refused(tmp_path: Path, key: str, value:
     torch.save({**content, key: value}, path)
     with pytest.raises(InputError, match="does not hold an encoder"):
         load_encoder(path)
+
+
+def test_a_file_without_adapters_keeps_its_format(tmp_path: Path) -> None:
+    content = torch.load(save(tmp_path / "encoder.pt"), weights_only=True)
+    assert content["format"] == "fedssl-encoder-1"
+    assert content.keys() == {"format", "encoder", "mean", "std", "metadata", "weights"}

@@ -13,11 +13,14 @@ from fedssl.machine import process
 from fedssl.machine.devices import (
     check_cuda_features,
     check_precision,
+    count_accelerators,
     free_memory,
     select_device,
+    to_device,
     visible_devices,
 )
 from fedssl.methods.base import build_method
+from fedssl.seeding import seed_torch
 from fedssl.training import LocalTrainer
 
 
@@ -124,3 +127,30 @@ def test_a_trainer_is_refused_what_its_device_cannot_do(monkeypatch):
     monkeypatch.setattr("fedssl.training.check_precision", Mock(side_effect=InputError("no bf16")))
     with pytest.raises(InputError, match="no bf16"):
         LocalTrainer.build(settings.training, method)
+
+
+@pytest.mark.parametrize(("name", "number"), [("auto", 3), ("xpu", 3), ("xpu:2", 1), ("cpu", 0)])
+def test_accelerators_are_counted(monkeypatch, name, number):
+    install(monkeypatch, "xpu", 3)
+    assert count_accelerators(name) == number
+
+
+def test_only_a_gpu_takes_from_pinned_memory():
+    tensor = Mock(spec=torch.Tensor)
+    for gpu in (torch.device("cuda"), torch.device("xpu"), torch.device("mps")):
+        assert to_device(tensor, gpu) is tensor.pin_memory.return_value.to.return_value
+        tensor.pin_memory.return_value.to.assert_called_with(gpu, non_blocking=True)
+    here = torch.arange(3)
+    assert to_device(here, torch.device("cpu")) is here
+
+
+def test_each_device_has_its_own_generator(monkeypatch):
+    seeded = []
+    for kind in ("cuda", "xpu", "mps"):
+        monkeypatch.setattr(getattr(torch, kind), "manual_seed", lambda seed, kind=kind: seeded.append((kind, seed)))
+        before = torch.get_rng_state()
+        seed_torch(5, torch.device(kind))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert seeded == [("cuda", 5), ("xpu", 5), ("mps", 5)]
+    seed_torch(5, torch.device("cpu"))
+    assert torch.initial_seed() == 5

@@ -19,7 +19,7 @@ from fedssl.plots.comparisons import (
 from fedssl.plots.forgetting import ClientForgetting, mean_forgetting
 from fedssl.plots.registry import write_plot
 from fedssl.runs.groups import group_by_seed
-from fedssl.runs.run import Run, find_runs
+from fedssl.runs.run import Run, find_runs, select_metrics
 
 
 def round_of(number: int, flops: float | None = 10.0, **knn: float) -> dict[str, Any]:
@@ -152,3 +152,13 @@ def test_forgetting_by_hand():
     assert list(means) == [1, 3]
     assert means[1] == pytest.approx((0.1, 0.02**0.5))
     assert means[3] == (pytest.approx(-0.1), None)
+
+
+def test_accuracy_of_selected_results(tmp_path: Path):
+    """kNN is known in rounds 1 and 3, and linear at the end only."""
+    final = {"untrained": {"knn": 0.2, "linear": 0.3}, "federated": {"knn": 0.5, "linear": 0.8}}
+    run = made(tmp_path / "run", final=final)
+    for name, expected in (("knn", [0, 1, 3]), ("linear", [0, 3])):
+        (selected,) = select_metrics([run], [name])
+        _, *rows = rows_of(write_plot("accuracy", [selected], tmp_path, **FORMATS))
+        assert [(row[1], int(row[2])) for row in rows] == [(name, round) for round in expected]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedssl.plots.landscape import principal_plane
+from fedssl.plots.landscape import axes_around, principal_plane
 
 # Deviations from the last model: (4, 0, 0, 0), (0, 3, 0, 0), (0, 0, 0, 0). Their squares are 16 + 9 = 25, so the first
 # direction is (1, 0, 0, 0) with 16/25, the second (0, 1, 0, 0) with 9/25.
@@ -28,3 +28,10 @@ def test_a_line_of_many_float32_weights_gives_no_plane():
     models = np.stack([last + step * way for step in (3, 2.2, 1.1, 0.3, 0)]).astype(np.float32)
     with pytest.raises(ValueError, match="the models lie on a line"):
         principal_plane(models)
+
+
+def test_grid_leaves_a_margin():
+    # x goes from 0 to 4, and a margin of 0.25 is 1; y from -1 to 1, which is 0.5.
+    x, y = axes_around(np.array([[0.0, -1], [4, 1], [2, 0]]), points=4, margin=0.25)
+    np.testing.assert_allclose(x, [-1, 1, 3, 5])
+    np.testing.assert_allclose(y, [-1.5, -0.5, 0.5, 1.5])

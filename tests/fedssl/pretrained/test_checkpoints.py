@@ -122,3 +122,12 @@ def test_files_that_are_not_checkpoints(name, content, message, tmp_path):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message):
         read_checkpoint(tmp_path / name)
+
+
+def test_other_files_have_no_statistics(tmp_path):
+    save_file({"weight": WEIGHT}, tmp_path / "a.safetensors")
+    torch.save({"weight": WEIGHT, "mean": [0.3], "std": [0.2]}, tmp_path / "a.pt")  # not an encoder's file
+    for name in ("a.safetensors", "a.pt"):
+        checkpoint = read_checkpoint(tmp_path / name)
+        assert (checkpoint.mean, checkpoint.std) == (None, None)
+        assert torch.equal(checkpoint.tensors["weight"], WEIGHT)

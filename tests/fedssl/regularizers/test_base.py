@@ -322,3 +322,16 @@ def test_a_negative_weight_is_refused(kind):
 def test_other_bad_settings_are_refused(make_it, message):
     with pytest.raises(InputError, match=message):
         make_it()
+
+
+@pytest.mark.parametrize("variant", ["uot", "tangent_swd"])
+def test_the_mean_weighs_the_same_at_every_batch_size(variant):
+    for batch in (16, 128, 200):
+        z = random(2, batch, 16).float().requires_grad_()
+        gradients = []
+        for reduction in ("mean", "sum"):
+            step = RegularizerInput(SSLMethod(), Views.of(*z), (z[0], z[1]), torch_generator(0, "train"))
+            term = FUR(variant=variant, reduction=reduction).apply(torch.zeros(()), step)
+            gradients += torch.autograd.grad(term, z)
+        assert torch.allclose(gradients[0], gradients[1] * 128 / batch, rtol=1e-5)
+        assert (gradients[0].norm() == gradients[1].norm()) == (batch == 128)

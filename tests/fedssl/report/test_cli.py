@@ -1,6 +1,7 @@
 """The command ``fedssl-report``: what it prints, writes and draws, and what it refuses."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -147,3 +148,16 @@ def test_a_reader_who_stops_early_gets_no_traceback(sweep: Path):
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait() == 0
+
+
+def test_selected_metrics(sweep: Path, command):
+    for number, linear in ((0, 0.8), (1, 0.9)):
+        summary = json.loads((sweep / f"{number}" / "summary.json").read_text())
+        summary["final"]["federated"] |= {"linear": linear, "linear_2_per_class": 0.3}
+        (sweep / f"{number}" / "summary.json").write_text(json.dumps(summary))
+    header, row = command(sweep, "--metrics", "linear", "knn")[1].splitlines()[:2]
+    assert re.findall(r"\w+ \(%\)", header) == ["knn (%)", "linear (%)"]
+    assert row.split()[-8:] == ["60.0", "±", "14.1", "85.0", "±", "7.1", "2", "0"]
+    header = command(sweep, "--metrics", "linear")[1].splitlines()[0]
+    assert "linear (%)" in header
+    assert "knn" not in header
