@@ -105,16 +105,6 @@ def test_memory_is_bounded_and_what_makes_room_is_written_first(tmp_path, monkey
         assert read == ["0", "1"]
 
 
-def test_a_full_disk_is_reported_when_the_store_settles(tmp_path, store, monkeypatch):
-    def full(*given, **named):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module, "save_state", full)
-    store.save(tmp_path, state(1), round=1, oldest_resumable=0)
-    with pytest.raises(OSError, match="No space left"):
-        store.flush()
-
-
 RUN = ["method=byol", "strategy=fedu", "num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=45", "threads=1"]
 RUN += ["encoder.width=4", "evaluate_every=0", "final_evaluation=none", "engine=local", "measure_resources=false"]
 

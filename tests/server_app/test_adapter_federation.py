@@ -1,15 +1,11 @@
 """Federations with tuning=adapter: what travels, what stays as it is, whole runs, and encoders of finished runs."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 
 from fedssl.config.load import compose
 from fedssl.config.overrides import CONF
-from fedssl.errors import InputError
-from fedssl.evaluation.cli import run as evaluate
 from fedssl.export import load_encoder
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_names, load_layers, read_layers
@@ -86,46 +82,3 @@ def test_a_run_resumes_with_equal_bits(tmp_path, blocks):
 
 def weights_of_adapters(names):
     return {name for name in names if name.startswith("adapters.")}
-
-
-def test_a_finished_run_is_evaluated_and_no_source(tmp_path):
-    folder = tmp_path / "run"
-    options = [*TINY[:-1], "dataset.limit=200", "final_evaluation=knn", "evaluate_personalized=true"]
-    run([*options, *ADAPTER, "rounds=1", *QUIET, f"output_dir={folder}"])
-    final = json.loads((folder / "summary.json").read_text())["final"]
-    assert final["federated"] != final["untrained"]
-    evaluate([f"run={folder}", "evaluation=knn"])
-    evaluated = json.loads((folder / "evaluation" / "knn-digits.json").read_text())
-    assert evaluated["results"]["knn"] == final["federated"]["knn"]
-    evaluate(
-        [
-            f"encoder={folder / 'encoder.pt'}",
-            "dataset=digits",
-            "dataset.limit=200",
-            "evaluation=fine_tune",
-            "evaluation.epochs=1",
-        ]
-    )
-    for source in (folder, folder / "encoder.pt"):
-        for tuning in ("full", "adapter", "lora"):
-            with pytest.raises(InputError, match="is the encoder of a run with tuning=adapter, which no other run can"):
-                build_method(compose([f"encoder.weights={source}", "encoder.width=4", f"tuning={tuning}"]).model)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["secure_aggregation=secagg_plus", "secure_aggregation.dropout_fraction=0"],
-        ["privacy=central"],
-        ["wire_dtype=int8"],
-        ["engine=local"],
-    ],
-    ids=str,
-)
-def test_whole_runs(tmp_path, overrides):
-    """With batch normalization in the encoder, whose statistics are frozen."""
-    uniform = ["strategy=fedavg", "strategy.weighting=uniform", "rounds=1", *QUIET]
-    run([*TINY, *ADAPTER, *uniform, *overrides, f"output_dir={tmp_path / 'run'}"])
-    weights = load_encoder(tmp_path / "run" / "encoder.pt").state_dict()
-    assert weights["adapters.4.up.weight"].any()
-    assert weights["blocks.0.1.running_mean"].eq(0).all()

@@ -3,7 +3,6 @@
 import collections
 import copy
 import json
-import logging
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -14,17 +13,13 @@ from torch import nn
 from fedssl.config.load import compose
 from fedssl.config.settings import Component
 from fedssl.errors import InputError
-from fedssl.evaluation.early_stopping import EarlyStopping, monitor_problem
-from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.protocol import CombinedProtocol, EvaluationProtocol
 from fedssl.evaluation.scores import ACCURACY, Score
-from fedssl.evaluation.transfer import Transfer
 from fedssl.methods.base import build_method
 from fedssl.report.accuracy_table import run_table, sweep_table
 from fedssl.runs.run import read_run
 from server_app.evaluator import Evaluator
 from simulation.run import run
-from tests.fedssl.datasets.made import node_of
 
 TINY = ["dataset.limit=60", "encoder.width=4", "threads=1", "num_clients=2", "local_epochs=1", "rounds=1"]
 HERE = "tests.server_app.test_evaluator"
@@ -87,11 +82,6 @@ def evaluator(*overrides: str, protocol: str = "KNN", final: str = "KNN") -> tup
     return made, build_method(settings.model), settings.data
 
 
-def judge(made, method):
-    """The results of a run's only model."""
-    return made.evaluate([("global", method)])["global"]
-
-
 def test_validation_runs_no_protocol(monkeypatch):
     monkeypatch.setattr(Trains, "calls", 0)
     made, method, _ = evaluator(protocol="Trains", final="Trains")
@@ -119,24 +109,6 @@ def test_what_a_protocol_refuses_it_refuses_before_any_training(monkeypatch):
     monkeypatch.setattr("fedssl.evaluation.protocol.EvaluationInput.num_classes", 11)
     with pytest.raises(InputError, match="too many classes"):
         made.validate(method.encoder)
-
-
-def test_unavailable_results_are_left_out_with_one_line(caplog):
-    few = Component({"_target_": "fedssl.evaluation.few_labels.FewLabels", "labels_per_class": [70, 1], "draws": 2})
-    made, method, _ = evaluator()
-    made._final_protocol = CombinedProtocol(protocols={"knn": KNN(), "few": few.instantiate()})
-    made._protocol = Transfer(protocol=few.values, datasets={"other": node_of("digits", limit=60)}, include_own=True)
-    with caplog.at_level(logging.WARNING):
-        made.validate(method.encoder)
-    left_out = [message for message in caplog.messages if "left out" in message]
-    assert left_out == [
-        f"linear_70_per_class{other} is left out: class '0' has 5 labeled training images" for other in ("", "@other")
-    ]
-    assert set(made.result_units()) == {"linear_1_per_class", "linear_1_per_class@other"}
-    assert set(made.result_units(final=True)) == {"knn", "linear_1_per_class"}
-    assert judge(made, method).keys() == made.result_units().keys()
-    problem = monitor_problem(EarlyStopping(monitor="linear_70_per_class", patience=1), made.result_units())
-    assert "monitor=linear_70_per_class is not a result of evaluation, which has linear_1" in problem
 
 
 def test_features_beyond_memory_are_refused_before_training(monkeypatch):

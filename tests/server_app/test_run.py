@@ -11,7 +11,6 @@ import torch
 
 from fedssl.errors import InputError, RunError
 from fedssl.export import load_encoder
-from fedssl.runs.run import LOCK_FILE, is_locked
 from server_app import training_loop
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import main
@@ -260,24 +259,6 @@ def test_bad_input_is_one_sentence_in_another_process(tmp_path):
 
 
 class TestSweep:
-    @pytest.mark.heavy
-    def test_one_table_for_all_jobs_and_the_failed_are_listed(self, tmp_path):
-        choices = ["strategy=fedavg,l_dawa", "clients_per_round=2,9"]
-        finished = fedssl("-m", *QUICK, "final_evaluation=knn", *choices, f"hydra.sweep.dir={tmp_path}")
-        assert finished.returncode == 1
-        assert "clients_per_round=9 is more than num_clients=3" in finished.stdout
-        table = (tmp_path / "results.csv").read_text().splitlines()
-        assert len(table) == 1 + 4
-        assert "strategy" in table[0]
-        assert (tmp_path / "results.md").exists()
-        assert (tmp_path / LOCK_FILE).exists()  # held by the sweep until its end
-        assert not is_locked(tmp_path)
-        for job in range(4):
-            assert (tmp_path / str(job) / "summary.json").exists()
-        # Every job that ran has a log of its own, the later ones too.
-        logs = [(tmp_path / row / "run.log") for row in map(str, range(4))]
-        assert sum(log.exists() and "round 2/2" in log.read_text() for log in logs) == 2
-
     def test_a_wrong_name_stops_it_before_it_starts(self, tmp_path):
         finished = fedssl("-m", "strategy=fedavg,l_dwa", f"hydra.sweep.dir={tmp_path / 'sweep'}")
         assert finished.returncode == 2

@@ -5,9 +5,7 @@ import inspect
 import numpy as np
 import pytest
 
-from client_app.state_store import read_state
 from fedssl.export import load_encoder
-from fedssl.schedule.phases import phase_at
 from fedssl.wire.messages import TrainPlan
 from fedssl.wire.records import record_to_arrays
 from server_app.checkpoint import latest_checkpoint
@@ -113,37 +111,6 @@ def test_models_on_a_ring_are_means_of_three(tmp_path):
 
 
 # --- a client that changes its model ---
-
-
-@pytest.mark.heavy
-def test_a_client_with_another_model_receives_its_frozen_layers(tmp_path):
-    target = "strategy._target_=tests.server_app.algorithms.TwoGroupsOneSwitch"
-    vit = ["encoder=vit_tiny", "encoder.depth=2", "encoder.width=12", "encoder.patch=4"]
-    schedule = ["schedule=layer_wise", "rounds=7"]  # rounds 1 to 4 train the first stage, 5 to 7 the second one
-    federation = Federation(tmp_path, *PLUGGED, target, *FOUR, *vit, *schedule)
-    frozen = {}
-    for round in range(1, 8):
-        before = {name: model.layers for name, model in federation.state.models.items()}
-        federation.run(1)
-        assert federation.report.dropped == {}
-        phase = phase_at(federation.components.context.phases, round)
-        plans = [TrainPlan.from_content(content) for content in federation.plans[-4:]]
-        trained = set(federation.components.context.stages.trained(phase, plans[0].layers))
-        for client, plan in enumerate(plans):
-            frozen[round, client] = plan.layers.keys() - trained
-            if frozen[round, client]:  # of the model that the client starts from
-                model = before[federation.report.clients[client].model]
-                assert all(np.array_equal(plan.layers[name], model[name]) for name in frozen[round, client])
-    first = set(federation.components.context.stages.frozen(phase, federation.state.models["odd"].layers))
-    assert first
-    assert all(not frozen[round, client] for round in range(1, 5) for client in range(4))
-    assert all(frozen[5, client] == first for client in range(4))  # trained until now, frozen from now on
-    assert [frozen[6, client] for client in range(4)] == [set(), first, set(), set()]  # client 1 came from "odd"
-    assert [frozen[7, client] for client in range(4)] == [set(), first, set(), set()]  # and has gone back
-    held = read_state(tmp_path / "clients" / "0000" / "1" / "frozen" / "round-000006.safetensors")
-    even = federation.state.models["even"].layers
-    assert held.keys() == first
-    assert all(np.array_equal(value.numpy(), even[name]) for name, value in held.items())
 
 
 # --- whole runs ---

@@ -5,21 +5,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from flwr.app import Message
-from flwr.clientapp import ClientApp
 
 from client_app.app import app as client_app
-from fedssl.arrays import is_weight
 from fedssl.config.load import compose
-from fedssl.wire.messages import ClientUpdate, TrainPlan
+from fedssl.wire.messages import TrainPlan
 from fedssl.wire.records import encode_arrays
-from fedssl.wire.wire_format import WIRE_DTYPES, pack, unpack
+from fedssl.wire.wire_format import WIRE_DTYPES
 from server_app.attempts import run_round
 from server_app.build import build_run
 from server_app.exchanges.wall_clock import WallClockExchange
 from simulation.grid import LocalGrid
-from strategies.types import GLOBAL, ServerState
-from tests.cases import some
+from strategies.types import ServerState
 from tests.federation import TINY, Federation
 from tests.server_app.small import LAYERS
 from tests.server_app.test_stragglers import Run
@@ -89,59 +85,6 @@ def test_a_network_gives_numbers_and_bytes_of_one_process(overrides, tmp_path):
         if row.round > 1 or not several:
             assert row.bytes_down == pytest.approx(sent[0], rel=0.02 if several else 0.01)
         assert row.bytes_up == pytest.approx(received[0], rel=0.01)
-
-
-@pytest.mark.parametrize("wire_dtype", some(SHORT, default=["fp16"]))
-def test_clients_that_do_not_train_change_nothing(wire_dtype, tmp_path):
-    # Though what they start from is rounded: what they send is that nothing changed.
-    federation = Federation(tmp_path, "strategy=l_dawa", f"wire_dtype={wire_dtype}", "local_epochs=0", "num_clients=3")
-    before = federation.layers
-    after = federation.run(2)
-    for name, array in before.items():
-        if is_weight(name, array):
-            assert np.allclose(after[name], array, rtol=1e-6, atol=0)  # K / K and cosines of 1, but for rounding
-    assert federation.report.clients[0].model_cosine == pytest.approx(1, abs=1e-7)
-
-
-def step_federation(tmp_path, wire_dtype, change):
-    """Rounds of clients whose whole training is to add ``change``."""
-    app = ClientApp()
-
-    @app.query("node_info")
-    def who(message, context):
-        return client_app(message, context)
-
-    @app.train()
-    def train(message, context):
-        plan = TrainPlan.from_content(message.content)
-        layers = {name: plan.layers[name] + change[name] for name in plan.layers}
-        update = ClientUpdate(layers=layers, partition_id=0, num_examples=5)
-        return Message(update.to_content(plan), reply_to=message)
-
-    overrides = [*SMALL, f"output_dir={tmp_path}", "strategy=fedavg", f"wire_dtype={wire_dtype}"]
-    grid = LocalGrid(app, num_clients=3)
-    return grid, build_run(grid, compose(overrides)).federation
-
-
-@pytest.mark.parametrize("wire_dtype", some(SHORT, default=["bf16"]))
-def test_steps_below_the_rounding_of_downloads_add_up(wire_dtype, tmp_path):
-    random = np.random.default_rng(0)
-    layers = Federation(tmp_path / "a").layers
-    change = {
-        name: (5e-6 * random.normal(size=array.shape)).astype(array.dtype) if is_weight(name, array) else array * 0
-        for name, array in layers.items()
-    }
-    grid, federation = step_federation(tmp_path / "b", wire_dtype, change)
-    state = ServerState()
-    for _ in range(20):
-        state, _ = run_round(WallClockExchange(grid), lambda: federation, state)
-    for name, array in layers.items():
-        if array.ndim < 2:
-            continue
-        rounded = unpack(pack({name: array}, wire_dtype), wire_dtype)[name]
-        assert np.abs(rounded - array).mean() > np.abs(change[name]).mean()
-        moved = state.models[GLOBAL].layers[name] - array
-        assert np.linalg.norm(moved - 20 * change[name]) < 0.02 * np.linalg.norm(20 * change[name])
 
 
 @pytest.mark.parametrize(

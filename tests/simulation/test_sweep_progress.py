@@ -1,10 +1,8 @@
 """Progress of a sweep: the lines of ended jobs, the time left, and the live table of a terminal."""
 
-import io
 import json
 
 import pytest
-from rich.console import Console
 
 from simulation.sweep_progress import SweepProgress
 
@@ -53,43 +51,6 @@ def test_lines_of_ended_jobs(tmp_path, clock, capsys):
         "  2 of 4 jobs ended, 0 failed, about 80 s left, best knn 75.0% (job 1)",
         "[job 2] failed: no images",
         "  3 of 4 jobs ended, 1 failed, about 40 s left, best knn 75.0% (job 1)",
-    ]
-
-
-def test_paused_and_pruned_jobs(tmp_path, clock, capsys):
-    """Two jobs of 8 rounds, of which one continues after round 2: 2 * 2 + 1 * 6 rounds, of which 2 took 10 s."""
-    jobs = [tmp_path / str(number) for number in range(2)]
-    progress = SweepProgress(jobs, metric="rankme")
-    progress.expect(10)
-    make_run(jobs[0], status="paused", rankme=4.5)
-    clock[0] += 10
-    progress.end(jobs[0], None, work=2)
-    progress.prune(jobs[1], "pruned after round 2: rankme 3 has rank 2 of 2, and 1 continue")
-    make_run(tmp_path / "x", status="finished", rankme=5.0)
-    progress.end(tmp_path / "x", None, work=8)
-    assert capsys.readouterr().out.splitlines() == [
-        "[job 0] paused after round 2 of 8, rankme 4.5",
-        "  0 of 2 jobs ended, 0 failed, about 40 s left",
-        "[job 1] pruned after round 2: rankme 3 has rank 2 of 2, and 1 continue",
-        "[job x] finished rankme 5",
-        "  2 of 2 jobs ended, 0 failed, about 0 s left, best rankme 5 (job x)",
-    ]
-
-
-def test_the_live_table_has_the_running_jobs(tmp_path):
-    running = {
-        make_run(tmp_path / "0", rounds=3): ["strategy=fedavg", "seed=0"],
-        make_run(tmp_path / "1", rounds=5): ["strategy=[bold]", "seed=0"],  # no markup
-        tmp_path / "2": ["strategy=fedavg", "seed=1"],  # waits
-    }
-    console = Console(file=io.StringIO(), width=90, force_terminal=False)
-    console.print(SweepProgress(list(running)).table(running))
-    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    assert lines == [
-        " job  rounds  settings",
-        " 0    3 of 8  strategy=fedavg seed=0",
-        " 1    5 of 8  strategy=[bold] seed=0",
-        "2 running, 1 waiting, 0 of 3 jobs ended, 0 failed",
     ]
 
 

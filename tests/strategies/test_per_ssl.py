@@ -107,30 +107,6 @@ def test_a_personal_model_begins_as_the_received_one():
         np.testing.assert_array_equal(array, first[name] + 1)
 
 
-@pytest.mark.parametrize("target", ["persist", "reset", "average"])
-def test_targets_of_a_personal_model(target):
-    method, half = make_byol(target), PersonalClient(weight=0.1)
-    received = exchanged_layers(make_byol(target))
-    state = half.train_personalized(method, plan_of(received), None, train=add_one(method))
-    moved = {name: value + 5 if name.startswith(f"{PERSONAL}target") else value for name, value in state.items()}
-    half.personalized_model(method, plan_of(received, 2), moved)
-    found = snapshot(method)
-    for name in found:
-        if name.startswith("target_encoder."):
-            expected = state[PERSONAL + name.removeprefix("target_")] if target == "reset" else moved[PERSONAL + name]
-            np.testing.assert_array_equal(found[name], expected.numpy())
-
-
-def test_own_is_the_personal_model_or_else_the_received_one():
-    method, half = make_byol(), PersonalClient(weight=0.1)
-    received = exchanged_layers(make_byol())
-    assert same(half.personalized_model(method, plan_of(received), None), received)
-    state = half.train_personalized(method, plan_of(received), None, train=add_one(method))
-    own = half.personalized_model(method, plan_of(received, 2), state)
-    assert same(own, personal_of(state))
-    assert all(np.array_equal(snapshot(method)[name], array) for name, array in own.items())
-
-
 def personal_layers(folder, client, *, before):
     return personal_of(load_tensors(folder / "clients" / "0000" / str(client), before=before))
 

@@ -72,28 +72,6 @@ def test_images_named_by_a_column_are_copied_and_dated(tmp_path: Path, monkeypat
         assert first_pixels(load(settings, "federated").images) == [1, 9, 3]
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (
-            {"image": pa.array(PNGS), "thumb": pa.array([{"path": ""}] * 3), "id": pa.array([*"abc"])},
-            r"train\.parquet has no column 'img' \(it has .*\); set dataset\.image=image, or dataset\.image=thumb$",
-        ),
-        (
-            {"img": pa.array([[[1, 2], [3, 4]]] * 3), "raw": pa.array(PNGS)},
-            r"^dataset\.image=img is of type list<.*> in .*, but encoded images .* are needed; set dataset\.image=raw$",
-        ),
-        ({"id": pa.array([1, 2, 3])}, r"set dataset\.path to files of this data set only, or dataset\.image to its"),
-    ],
-)
-def test_another_column_is_one_sentence_with_those_that_have_images(
-    tmp_path: Path, names: dict[str, pa.Array], message: str
-) -> None:
-    write(tmp_path / "train.parquet", **names)
-    with pytest.raises(InputError, match=message):
-        pixels(tmp_path)
-
-
 def test_columns_of_all_files_are_checked_before_decoding(tmp_path: Path, monkeypatch) -> None:
     write(tmp_path / "train-0.parquet", img=pa.array(PNGS))
     write(tmp_path / "train-1.parquet", image=pa.array(PNGS))

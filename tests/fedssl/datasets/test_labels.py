@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -58,33 +57,6 @@ def test_names_beside_numbers_are_refused_if_rows_have_labels(tmp_path: Path) ->
     wrong = write(tmp_path / "wrong.parquet", pa.array([0, 7]), ["a", "b"])
     labels, classes = read_labels([wrong], "label", data_set=[numbers])
     assert (labels.tolist(), classes) == ([0, 7], ())
-
-
-@pytest.mark.parametrize(
-    ("column", "expected"),
-    [
-        (pa.array([1, None, -1, -7, 0]), [1, -1, -1, -1, 0]),
-        (pa.array([2, 1], pa.uint8()), [2, 1]),
-        (pa.array([1.0, float("nan"), None, 0.0]), [1, -1, -1, 0]),
-        (pa.array([1.0, 0.0], pa.float16()), [1, 0]),
-        (pa.array([True, None, False]), [1, -1, 0]),
-        (pa.nulls(2), [-1, -1]),
-        (pa.array([1, None, 0]).dictionary_encode(), [1, -1, 0]),
-        (pa.array([b"x", b"y"]), [0, 1]),
-        (pa.array(["x", "y"], pa.large_string()), [0, 1]),
-        (pa.array(["x", "y"]).cast(pa.string_view()), [0, 1]),
-        (pa.array([2**40, 7, None, 2**40]), [1, 0, -1, 1]),  # identifiers
-        (pa.array([], pa.string()), []),
-    ],
-)
-def test_types_of_labels(tmp_path: Path, column: pa.Array, expected: list[int]) -> None:
-    file = write(tmp_path / "train.parquet", column)
-    labels, _ = read_labels([file], "label", data_set=[file])
-    assert (labels.tolist(), labels.dtype) == (expected, np.int64)
-    contents = pa.table({"label": pa.chunked_array([column, column])})  # as in arrow files of several batches
-    with pa.ipc.new_file(str(tmp_path / "train.arrow"), contents.schema) as writer:
-        writer.write_table(contents)
-    assert read_labels([tmp_path / "train.arrow"], "label", data_set=[])[0].tolist() == expected * 2
 
 
 @pytest.mark.parametrize(

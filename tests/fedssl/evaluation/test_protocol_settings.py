@@ -1,7 +1,5 @@
 """Settings of protocols."""
 
-import math
-import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fedssl.config.load import compose
 from fedssl.datasets.images import TensorImages
-from fedssl.errors import InputError
 from fedssl.evaluation.features import Features
-from fedssl.evaluation.few_labels import FewLabels
 from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.linear_probe import LinearProbe
 from fedssl.evaluation.protocol import CombinedProtocol, EvaluationInput, LabeledImages, evaluate
@@ -53,26 +49,6 @@ def test_probes_merge_their_results():
     evaluation_input = Given(blobs())
     merged = CombinedProtocol(protocols={"a": KNN(), "b": LinearProbe()})(evaluation_input, seed=0)
     assert merged == {**KNN()(evaluation_input, seed=0), **LinearProbe()(evaluation_input, seed=0)}
-
-
-@pytest.mark.parametrize(
-    ("protocol", "settings"),
-    [
-        (KNN, {"k": 0}),
-        (KNN, {"temperature": 0.0}),
-        (KNN, {"temperature": -1.0}),
-        (LinearProbe, {"l2": -1.0}),
-        (LinearProbe, {"max_iterations": 0}),
-        (FewLabels, {"labels_per_class": []}),
-        (FewLabels, {"labels_per_class": [0, 5]}),
-        (FewLabels, {"draws": 0}),
-        (FewLabels, {"l2": math.nan}),
-    ],
-)
-def test_bad_settings_are_refused_by_name(protocol: type, settings: dict[str, object]):
-    (name, value) = next(iter(settings.items()))
-    with pytest.raises(InputError, match=re.escape(f"{name}={value}")):
-        protocol(**settings)
 
 
 class _NetworkRan(Exception):

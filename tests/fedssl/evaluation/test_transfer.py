@@ -27,22 +27,6 @@ def test_results_are_those_of_the_protocol_on_other_images():
     assert result["knn@few"] != result["knn@all"]
 
 
-def test_the_own_data_set_can_be_included():
-    settings = compose([*(word.replace("=transfer", "=domains") for word in OTHER), "evaluation.protocol.k=20"])
-    encoder = build_method(settings.model).encoder
-    evaluation_input = make_evaluation_input(encoder, settings.data, device=CPU)
-    protocol = settings.evaluation.protocol.instantiate()
-    protocol.validate(evaluation_input, feature_dim=encoder.feature_dim)
-    result = evaluate(protocol, evaluation_input, seed=0)
-    knn = compose(["evaluation=knn", "evaluation.k=20"]).evaluation.protocol.instantiate()
-    few = make_evaluation_input(encoder, compose(["dataset.limit=120"]).data, device=CPU)
-    assert result == {
-        "knn": evaluate(knn, evaluation_input, seed=0)["knn"],
-        "knn@few": evaluate(knn, few, seed=0)["knn"],
-    }
-    assert protocol.result_units(10) == {"knn": "accuracy", "knn@few": "accuracy"}
-
-
 def test_a_data_set_without_labeled_test_images_is_refused():
     values = dict(compose(OTHER).evaluation.protocol.values)
     node = dict(values["datasets"]["few"])

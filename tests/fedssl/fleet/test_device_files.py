@@ -5,9 +5,8 @@ import subprocess
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from flwr.common.config import parse_config_args
 
-from fedssl.fleet.device_files import device_key, read_environment, write_files
+from fedssl.fleet.device_files import device_key
 from fedssl.fleet.keys import new_private_key
 from fedssl.fleet.kit import make_kit, write_kit
 
@@ -70,40 +69,6 @@ def test_the_stated_command_replaces_an_unusable_key(setup, kit, folder, make, r
     subprocess.run(command, shell=True, check=True)
     assert (folder / "node.key.old").read_bytes() == before
     assert device_key(kit, folder) == kit.private_key
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        'say "cheese"',
-        "it's",
-        "back\\slash\\u0041",
-        "a b",
-        "Gärten 写真 😀",
-        "new\nline",
-        "a=b $HOME `x` %h;#",
-        "x.toml",
-    ],
-)
-def test_every_path_survives_the_configuration(kit, tmp_path, name):
-    """Through the shell (or systemd) and the parser of Flower."""
-    folder = tmp_path / name
-    write_files(kit, folder, key=kit.private_key, images=folder / "images", states=folder / "states")
-    shell = subprocess.run(
-        ["bash", "-c", '. "$1"; printf "%s" "$NODE_CONFIG"', "bash", folder / "node.env"],
-        capture_output=True,
-        check=True,
-        text=True,
-    )
-    assert shell.stdout == read_environment(folder)["NODE_CONFIG"]
-    assert "'" not in shell.stdout  # systemd: the text within single quotes
-    assert parse_config_args([shell.stdout]) == {
-        "data-path": str(folder / "images"),
-        "client-name": "garden",
-        "state-path": str(folder / "states"),
-        "limits": str(folder / "limits.yaml"),
-        "authority": str(folder / "ca.crt"),
-    }
 
 
 @pytest.mark.parametrize(

@@ -77,31 +77,6 @@ def test_the_server_averages_the_targets(tmp_path, method):
     assert not np.array_equal(after[weight], federation.layers["encoder.blocks.0.0.weight"])
 
 
-@pytest.mark.parametrize(
-    ("method", "schedule"),
-    [
-        ("byol", "layer_wise"),
-        *(pytest.param(method, "end_to_end", marks=pytest.mark.heavy) for method in ("moco_v3", "orchestra")),
-    ],
-)
-def test_the_average_of_one_client_is_what_it_keeps(tmp_path, method, schedule):
-    overrides = [
-        "num_clients=1",
-        "dataset.limit=20",
-        "strategy=fedavg",
-        "strategy.weighting=uniform",
-        f"method={method}",
-    ]
-    overrides += [*VIT, f"schedule={schedule}"]  # weights of 1, so that the mean has no rounding of its own
-    kept, averaged = (
-        run(tmp_path / target, *overrides, f"method.target_init={target}", rounds=4).layers
-        for target in ("persist", "average")
-    )
-    assert len(of_targets(averaged)) > 0
-    for name, array in kept.items():
-        np.testing.assert_array_equal(array, averaged[name], err_msg=name)
-
-
 def test_stages_send_the_targets_of_what_is_trained(tmp_path):
     overrides = [
         "num_clients=2",

@@ -7,7 +7,6 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from torchvision import models
 
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
@@ -122,28 +121,6 @@ def test_an_offline_hub(hub, source, url):
 def test_unknown_models(hub, source, message):
     with pytest.raises(InputError, match=message):
         read_source(source)
-
-
-def test_torchvision_from_the_cache(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    monkeypatch.setattr(torch.hub, "download_url_to_file", fail)
-    name = "mobilenet_v3_small-047dcff4.pth"
-    with pytest.raises(
-        InputError,
-        match=rf"cannot be downloaded \(no network\); place https://\S+/{name} at {tmp_path}/checkpoints/{name}",
-    ):
-        read_source("torchvision:mobilenet_v3_small")
-    tensors = models.mobilenet_v3_small().state_dict()
-    torch.save(tensors, tmp_path / "checkpoints" / name)
-    for source in ("torchvision:mobilenet_v3_small", "torchvision:MobileNet_V3_Small_Weights.IMAGENET1K_V1"):
-        checkpoint = read_source(source)
-        assert checkpoint.tensors.keys() == tensors.keys()
-        assert checkpoint.mean == (0.485, 0.456, 0.406)  # of ImageNet, torchvision's documentation
-        assert checkpoint.std == (0.229, 0.224, 0.225)
-
-
-def fail(*args, **kwargs):
-    raise OSError("no network")
 
 
 def test_readers_and_documented_prefixes_agree():

@@ -1,6 +1,5 @@
 """The page of run folders: its parts, hostile text, and no external resources."""
 
-import fcntl
 import json
 import re
 from dataclasses import replace
@@ -19,8 +18,6 @@ from fedssl.report.html_page import (
     encoder_table,
     figures_of_each,
     page,
-    settings_table,
-    status_table,
 )
 from fedssl.runs.run import Run, find_runs
 
@@ -133,42 +130,6 @@ def test_a_page_has_results_costs_figures_differences_and_commands(tmp_path: Pat
     assert text.count("<img") == 1 + 2 * 2  # accuracies; of each rule the metrics and the partition
     assert 'http-equiv="refresh"' not in text
     assert '<meta http-equiv="refresh" content="30">' in page_of(tmp_path, again=30.2)
-
-
-def test_settings_in_which_runs_differ(tmp_path: Path):
-    job(tmp_path / "0", "strategy=l_dawa", "lr=0.1", "seed=0")
-    job(tmp_path / "1", "strategy=fedavg", "lr=0.2", "seed=1")
-    runs = find_runs([tmp_path])
-    data = settings_table(runs)  # strategy, lr, seed, optimizer.lr: more than runs, so a column for each run
-    assert list(data.header) == ["setting", str(tmp_path / "0"), str(tmp_path / "1")]
-    assert [[one.text for one in row] for row in data.rows] == [
-        ["strategy", "l_dawa", "fedavg"],
-        ["lr", "0.1", "0.2"],
-        ["seed", "0", "1"],
-        ["optimizer.lr", "0.1", "0.2"],
-    ]
-    job(tmp_path / "2", "strategy=fedavg", "lr=0.2")
-    job(tmp_path / "3", "strategy=fedavg", "lr=0.2")
-    data = settings_table(find_runs([tmp_path]))
-    assert list(data.header) == ["run", "strategy", "lr", "seed", "optimizer.lr"]
-    assert [one.text for one in data.rows[3]] == [str(tmp_path / "3"), "fedavg", "0.2", "0", "0.2"]
-    assert data.rows[3][2].value == 0.2
-    assert settings_table(runs[:1]).rows == []
-
-
-def test_a_running_run_is_told_by_its_lock(tmp_path: Path):
-    folder = job(tmp_path / "0", "strategy=fedavg")
-    (folder / "summary.json").unlink()
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        runs = find_runs([folder])
-        assert [one.text for one in status_table(runs).rows[0]][1:3] == ["running", "2 of 2 rounds"]
-        assert "0 of 1 runs finished, 1 running, 0 ended otherwise; as of 20" in page_of(folder)
-        table = run_table(runs)
-        assert (table.running, table.failures) == ([f"{folder}: 2 of 2 rounds done"], [])
-    (ended,) = find_runs([folder])
-    assert (ended.running, ended.state) == (False, "ended from outside")
-    assert run_table([ended]).failures[0].startswith(f"{folder}: no readable summary.json")
 
 
 def test_encoders_are_compared_over_seeds(tmp_path: Path):

@@ -170,8 +170,3 @@ def test_a_sum_has_no_models_of_clients():
         InputError, match="secure_aggregation=secagg_plus reveals no client's model; set snapshot_every=0"
     ):
         check_rules(SETTINGS_RULES, compose(["secure_aggregation=secagg_plus", "snapshot_every=1"]))
-
-
-def test_what_noise_hides_is_not_kept():
-    with pytest.raises(InputError, match="which snapshots reveal; set snapshot_every=0"):
-        check_rules(SETTINGS_RULES, compose(["privacy=central", "snapshot_every=1"]))
