@@ -1,11 +1,13 @@
 """Distillation: its loss slowly, the queue, what travels, what devices receive, and whole runs."""
 
+import copy
 import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
+from flwr.app import Message
 from torch import Tensor
 
 from client_app.worker import release_worker
@@ -14,22 +16,39 @@ from fedssl.config.load import compose, parse_client_config, training_components
 from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.losses import feature_mse, similarity_distillation, teacher_distance
+from fedssl.methods import teacher as teacher_module
 from fedssl.methods.base import build_method
 from fedssl.methods.distillation import Distillation
 from fedssl.model_arrays import exchanged_names, local_names, names_in_parts
 from fedssl.seeding import torch_generator
 from fedssl.training import LocalTrainer, train
 from fedssl.views import Views
+from fedssl.wire.messages import CONFIG
 from server_app import nodes
 from server_app.build import build_run
 from server_app.checkpoint import latest_checkpoint
+from server_app.round import Round
 from server_app.teacher import load_teacher
 from simulation.run import run
-from strategies.types import GLOBAL
-from tests.devices import Devices, context, write_images
+from strategies.types import GLOBAL, ServerState
+from tests.devices import Devices, ask, context, write_images
 from tests.federation import Federation
 from tests.methods import overrides_of, save_teacher, teacher_file
 from tests.resuming import repeat_from
+
+HOSTILE = {
+    "a function": ({"encoder": "os.system"}, "method.teacher_encoder.encoder=os.system does not exist"),
+    "a class": ({"_target_": "os.system"}, "method.teacher_encoder has the key '_target_'"),
+    "large images": ({"size": 513}, "the teacher has images of 513 pixels but this device allows 512 at most"),
+    "a large network": ({"width": 65_536}, "of memory but this device allows"),
+    "large adapters": ({"adapters": {"bottleneck": 10**9, "blocks": 4}}, "adapters.bottleneck is beyond 65536"),
+    "adapters of no stage": ({"adapters": {"bottleneck": 1, "blocks": 5}}, "the encoder has 4 stages"),
+    "unknown adapters": ({"adapters": {"bottleneck": 1, "evil": 1}}, "does not describe an encoder"),
+    "unknown settings": ({"evil": 1}, "rejects its settings"),
+    "no statistics": ({"mean": []}, "method.teacher_encoder does not describe an encoder"),
+    "a path": ({"encoder": "/etc/passwd"}, "InputError; see the log of the device"),
+}
+
 
 WORDS = [*overrides_of("distillation"), "encoder.width=4"]
 SIMILARITY = ["method.loss=similarity", "method.queue_size=10"]
@@ -222,3 +241,46 @@ def test_a_run_resumes_without_the_file_of_the_teacher(tmp_path):
         run([f"resume={other}"])
     lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert all({"cost", "health"} <= line.keys() for line in lines)
+
+
+def test_a_new_process_of_a_device_reads_the_features(devices, tmp_path, monkeypatch):
+    device, federation = devices
+    state, computed = ServerState(), []
+    extract = teacher_module.extract
+    monkeypatch.setattr(teacher_module, "extract", lambda *args, **given: computed.append(1) or extract(*args, **given))
+    for number in (1, 2):
+        release_worker()
+        one = Round(federation, state)
+        reply = ask(one.messages[0].content, device)
+        assert not reply.has_error(), reply.error.reason
+        state, _ = finish(one, [Message(reply.content, reply_to=one.messages[0])])
+        assert len(computed) == 1, number
+    assert len(list((tmp_path / "states" / ".pictures" / "targets").iterdir())) == 1
+
+
+def test_a_device_trains_with_the_teacher_and_caches_it(devices):
+    device, federation = devices
+    state = ServerState()
+    for number in (1, 2):
+        one = Round(federation, state)
+        teacher = set(names_in_parts(federation.context.method, ["teacher"]))
+        assert set(one.messages[0].content["method-broadcast"]) == (teacher if number == 1 else set())
+        reply = ask(one.messages[0].content, device)
+        assert not reply.has_error(), reply.error.reason
+        state, report = finish(one, [Message(reply.content, reply_to=one.messages[0])])
+        assert report.dropped == {}
+
+
+@pytest.mark.parametrize("attempt", HOSTILE)
+def test_a_device_builds_no_teacher_beyond_its_limits(devices, attempt):
+    device, federation = devices
+    changes, sentence = HOSTILE[attempt]
+    content = copy.deepcopy(Round(federation, ServerState()).messages[0].content)
+    task = json.loads(str(content.config_records[CONFIG]["settings"]))
+    teacher = task["values"]["method.teacher_encoder"]
+    for key, value in changes.items():
+        (teacher["arguments"] if key in ("size", "width", "evil") else teacher)[key] = value
+    content.config_records[CONFIG]["settings"] = json.dumps(task)
+    reply = ask(content, device)
+    assert reply.has_error()
+    assert sentence in reply.error.reason
