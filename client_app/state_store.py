@@ -119,7 +119,7 @@ class WriteBehind(StateStore):
     """Store of files with a cache in memory: a thread writes a saved state while the next client trains.
 
     For folders to which only this process writes. As a context manager it waits for all writes. If the states in memory
-    are larger than ``max_bytes``, the oldest are evicted after they are written; None is an eighth of the available
+    are larger than ``max_bytes``, the oldest are dropped after they are written; None is an eighth of the available
     memory.
     """
 

@@ -8,9 +8,10 @@ files are deleted when no checkpoint needs them. Older versions, which checkpoin
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fedssl.atomic_files import round_file, saved_rounds
 from fedssl.rules import Problem
@@ -41,14 +42,16 @@ class ClientStates:
 
     def parts(self, state: ServerState) -> list[Part]:
         """Return the files of client states that a checkpoint of the state needs."""
-        return self._parts.up_to(state.round, evicted=state.evicted)
+        return self._parts.up_to(state.round, without=state.evicted)
 
     def end_round(self, state: ServerState, result: RoundResult) -> tuple[ServerState, RoundResult]:
         """Evict client states beyond the limit, and write the models of single clients that have changed.
 
         Called before the checkpoint of the round. The states that clients have saved in it are on the disk.
         """
-        state, metrics = self._evict(state, [row.client for row in result.clients])
+        participants = [row.client for row in result.clients]
+        evicted = {client: round for client, round in state.evicted.items() if client not in participants}
+        state, metrics = self._evict(replace(state, evicted=evicted), participants)
         if isinstance(state.models, ClientModels):
             saved = state.models.saved(round=state.round, oldest_resumable=self.oldest_resumable)
             state = replace(state, models=saved)
@@ -120,6 +123,14 @@ def _newest_bytes(folder: Path, round: int) -> int:
         versions = [version for version in saved_rounds(Path(parent), STATE_SUFFIX) if version <= round]
         size += round_file(Path(parent), versions[-1], STATE_SUFFIX).stat().st_size if versions else 0
     return size
+
+
+def summarize_states(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the size of client states on disk, without the versions of earlier rounds, from lines of rounds."""
+    return {
+        "bytes": lines[-1].get("state_bytes", 0) if lines else 0,
+        "evicted": sum(line.get("evicted_states", 0) for line in lines),
+    }
 
 
 def devices_limit_their_states(parts: RunParts) -> Problem:

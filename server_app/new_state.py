@@ -72,7 +72,6 @@ def new_state(
         models=known.updated(aggregated) if isinstance(known, ClientModels) else {**known, **aggregated},
         last_participation=last_participation,
         state_rounds=state_rounds,
-        evicted={client: evicted for client, evicted in state.evicted.items() if client not in participated},
     )
     outcome = RoundOutcome(
         round=result.round,

@@ -118,13 +118,13 @@ class ClientStateParts:
         self._folder = folder
         self._known: dict[Path, tuple[int, Part | None]] = {}
 
-    def up_to(self, round: int, *, evicted: Collection[int] = ()) -> list[Part]:
+    def up_to(self, round: int, *, without: Collection[int] = ()) -> list[Part]:
         """Return the newest version up to ``round`` in every folder: a run that resumes then loads it.
 
-        Folders of ``evicted`` clients do not belong to the checkpoint.
+        Folders of the clients ``without`` do not belong to the checkpoint.
         """
         states = self._folder / CLIENT_STATES
-        unused = {client_folder(states, client) for client in evicted}
+        unused = {client_folder(states, client) for client in without}
         folders = (folder for folder in _folders(states) if unused.isdisjoint((folder, *folder.parents)))
         parts = (self._newest(folder, round) for folder in folders)
         return [part for part in parts if part is not None]

@@ -22,6 +22,7 @@ from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import START_KEYS, write_summary
 from server_app.callbacks.base import Callback, RunEnd
 from server_app.callbacks.evaluation import results_by_model
+from server_app.client_states import summarize_states
 from server_app.evaluator import no_evaluation_reason
 from server_app.run_folder import RunFolder
 from server_app.trackers.base import SafeTracker
@@ -81,9 +82,9 @@ class Summary(Callback):
             rounds = min(rounds, max(saved_rounds(folder.checkpoints), default=0))
             lines = [line for line in lines if line["round"] <= rounds]
         repeat = [word for word in overrides if word.partition("=")[0] not in START_KEYS]
-        state_bytes = lines[-1].get("state_bytes", 0) if lines else 0
-        if state_bytes:
-            log.info("client states have %s", gigabytes(state_bytes))
+        states = summarize_states(lines)
+        if states["bytes"]:
+            log.info("client states have %s", gigabytes(states["bytes"]))
         return {
             "status": end.status,
             "reason": self._reason(end),
@@ -96,10 +97,7 @@ class Summary(Callback):
             "recoveries": folder.recoveries,
             "base": folder.base,  # base layers, which a client receives once; empty without any
             "clients_with_few_images": self._few_images,  # which never train
-            "client_states": {  # on disk, without the versions of earlier rounds
-                "bytes": state_bytes,
-                "evicted": sum(line.get("evicted_states", 0) for line in lines),
-            },
+            "client_states": states,
             "dropped": dict(Counter(_kind(text) for line in lines for text in line["dropped"].values())),
             "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}},
         }

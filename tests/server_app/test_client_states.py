@@ -85,7 +85,7 @@ def test_a_checkpoint_has_no_part_of_evicted_clients(tmp_path):
         save_state(
             client_folder(tmp_path / "clients", client) / "frozen", {"a": torch.ones(1)}, round=1, oldest_resumable=0
         )
-    parts = [part.path for part in ClientStateParts(tmp_path).up_to(1, evicted=[0])]
+    parts = [part.path for part in ClientStateParts(tmp_path).up_to(1, without=[0])]
     name = "round-000001.safetensors"
     assert sorted(parts) == [f"clients/0001/1000/frozen/{name}", f"clients/0001/1000/{name}"]
 
@@ -101,6 +101,7 @@ def test_an_evicted_client_starts_without_a_state(tmp_path, overrides):
     federation.run(1)
     assert federation.report.dropped == {}
     loaded = [ClientUpdate.from_content(content, 0).state_rounds for content in federation.updates]
-    assert federation.state.evicted == {}
+    state, _ = ClientStates(tmp_path, None).end_round(federation.state, federation.report)
+    assert state.evicted == {}
     assert federation.state.state_rounds == {0: 3, 1: 3, 2: 3}
     assert loaded == [(2, 3), (0, 3), (2, 3)]
