@@ -27,7 +27,7 @@ from client_app import state_store
 from fedssl.errors import InputError, RunError
 from fedssl.runs.manifest import CLIENT_MODELS, JSONL_FILES
 from fedssl.safe_io import read_tensors
-from server_app import app
+from server_app.callbacks import order
 from server_app.checkpoint import latest_checkpoint
 from simulation import grid
 from simulation.run import run
@@ -193,7 +193,7 @@ class Simulator:
         self.ended: str | None = ""
         self.power_failed = False
         patch.setattr(state_store, "ThreadPoolExecutor", LazyExecutor)
-        patch.setattr(app, "can_evaluate_in_background", lambda components, client_cores: False)
+        patch.setattr(order, "can_evaluate_in_background", lambda components, client_cores: False)
         patch.setattr(grid, "LocalGrid", FaultyGrid if schedule.messages else grid.LocalGrid)
         patch.setattr(FaultyGrid, "seed", schedule.messages)
         # A client of gossip or local_only that is dropped has no model, and layer-wise training needs all of them.
