@@ -32,7 +32,7 @@ from server_app.teacher import load_teacher
 from simulation.run import run
 from strategies.types import GLOBAL, ServerState
 from tests.devices import Devices, ask, context, write_images
-from tests.federation import Federation
+from tests.federation import Federation, finish
 from tests.methods import overrides_of, save_teacher, teacher_file
 from tests.resuming import repeat_from
 
