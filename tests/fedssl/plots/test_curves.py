@@ -67,7 +67,7 @@ def of_client(round: int, client: int, model: float | None, layers: float | None
 
 
 def test_plot_cosines(tmp_path: Path, drawn: dict[str, Any]):
-    # Round 1: the clients' models have 0.99 and 0.97: mean 0.98, standard deviation 0.01. Round 2: one client, and one
+    # Round 1: the clients' models have 0.99 and 0.97: mean 0.98, sample standard deviation 0.01 sqrt(2). Round 2: one client, and one
     # of which no weights travelled.
     lines = [of_client(1, 0, 0.99, 0.8, a=0.9, b=0.7), of_client(1, 3, 0.97, 0.6, a=0.6, b=0.6)]
     lines += [of_client(2, 1, 0.95, 0.75, a=1.0, b=0.5), of_client(2, 2, None, None)]
@@ -76,7 +76,8 @@ def test_plot_cosines(tmp_path: Path, drawn: dict[str, Any]):
     assert file == tmp_path / "figures" / "cosines.png"
     assert is_png(file)
     np.testing.assert_allclose(drawn["all weights as one vector, mean over clients"], [(1, 0.98), (2, 0.95)])
-    np.testing.assert_allclose(drawn["band"], [[0.97, 0.99], [0.95, 0.95]])
+    spread = 0.01 * np.sqrt(2)
+    np.testing.assert_allclose(drawn["band"], [[0.98 - spread, 0.98 + spread], [np.nan, np.nan]])
     np.testing.assert_allclose(drawn["mean over layers by size"], [(1, 0.7), (2, 0.75)])
     np.testing.assert_allclose(drawn["_a"], [(1, 0.75), (2, 1.0)])  # layers: the mean over clients
     np.testing.assert_allclose(drawn["_b"], [(1, 0.65), (2, 0.5)])
