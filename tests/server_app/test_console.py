@@ -1,19 +1,13 @@
 """What standard output shows of a run: the same lines with and without a bar, and when there is one."""
 
 import io
-import os
-import pty
 import re
 import sys
-import termios
-import threading
-from contextlib import suppress
 
-import pytest
 from rich.console import Console
 
 from fedssl.evaluation.scores import Score
-from server_app.console import PlainConsole, ProgressBar, ProgressSnapshot, log, log_to, make_screen
+from server_app.console import PlainConsole, ProgressBar, ProgressSnapshot, log, log_to
 
 LINE = "round 1/2  [red]x[/red] :smile:  " + "long " * 40 + "end"
 QUICK = ["num_clients=2", "rounds=2", "local_epochs=0", "dataset.limit=24", "encoder.width=2", "threads=1"]
@@ -70,44 +64,3 @@ def test_lines_stay_as_they_are_above_the_bar(tmp_path, monkeypatch):
     assert stream.getvalue() != plain.getvalue()
     assert on_terminal(stream.getvalue()) == plain.getvalue()
     assert without_times(tmp_path / "run.log") == 2 * plain.getvalue()
-
-
-@pytest.fixture
-def terminal(monkeypatch):
-    """A terminal of 100 columns as a stream, and what closes it and tells what was written to it."""
-    reader, writer = pty.openpty()
-    termios.tcsetwinsize(writer, (30, 100))
-    monkeypatch.setenv("TERM", "xterm")
-    for name in ("CI", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS", "LINES"):
-        monkeypatch.delenv(name, raising=False)
-    seen = bytearray()
-
-    def read() -> None:  # what nobody reads soon stops the writer
-        with suppress(OSError):  # the other side is closed
-            while found := os.read(reader, 4096):
-                seen.extend(found)
-
-    reading = threading.Thread(target=read, daemon=True)
-    reading.start()
-    with os.fdopen(writer, "w") as stream:
-
-        def text() -> str:
-            stream.close()
-            reading.join(timeout=10)
-            return seen.decode()
-
-        yield stream, text
-    os.close(reader)
-
-
-def test_a_bar_is_for_a_terminal_that_is_nobody_elses(terminal, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", terminal[0])
-    assert isinstance(make_screen(terminal=True), ProgressBar)
-    assert type(make_screen(terminal=False)) is PlainConsole
-    for name, value in (("CI", "true"), ("TERM", "dumb")):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, value)
-            assert type(make_screen(terminal=True)) is PlainConsole
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert type(make_screen(terminal=True)) is PlainConsole

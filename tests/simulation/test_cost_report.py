@@ -1,6 +1,5 @@
 """The output of ``plan=true`` for a run and for a sweep."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ from simulation.cost_estimate import compose_cost
 from simulation.cost_report import concurrent_jobs, format_cost
 from simulation.parallel_jobs import JobTask
 from simulation.resources import EngineChoice
-from simulation.run import run
 from tests.planning import QUICK, build
 from tests.simulation.test_cost_estimate import MEASURED
 
@@ -76,17 +74,6 @@ def test_jobs_that_cost_the_same_share_a_row(tmp_path, monkeypatch, capsys, meas
     assert total.startswith("8 jobs, 1 at once, ")
     assert output.count("is rejected: clients_per_round=9 is more than num_clients=5") == 8
     assert not list(tmp_path.iterdir())
-
-
-def test_the_bytes_of_a_job_are_those_of_its_run(tmp_path, monkeypatch, capsys, measured):
-    """Clients receive the path of the run folder, that of the job."""
-    folder = tmp_path / "a-sweep"
-    command(monkeypatch, "-m", *QUICK, "plan=true", "seed=0,1", f"hydra.sweep.dir={folder}", "sweep.jobs=1")
-    row = capsys.readouterr().out.splitlines()[1]
-    assert not folder.exists()
-    run([*QUICK, "seed=0", f"output_dir={folder / '0'}"])
-    lines = [json.loads(line) for line in (folder / "0" / "metrics.jsonl").read_text().splitlines()]
-    assert f" {sum(line['bytes_up'] + line['bytes_down'] for line in lines):,} " in row
 
 
 @pytest.mark.parametrize(

@@ -63,13 +63,6 @@ def test_every_command_prints_its_version(name, monkeypatch, capsys):
         fedssl.version  # noqa: B018
 
 
-def test_dashes_of_a_web_page_are_named(monkeypatch, capsys):
-    for typed, right in (("\u2013m", "-m"), ("\u2014config-dir", "--config-dir")):
-        monkeypatch.setattr(sys, "argv", ["fedssl", typed])
-        assert main() == 2
-        assert f"{typed} begins with a dash of a web page; write {right}\n" in capsys.readouterr().err
-
-
 def test_cfg_job_prints_the_same_as_hydra(monkeypatch, capsys):
     def show(*flag):
         monkeypatch.setattr(sys, "argv", ["fedssl", "strategy=fedu", "method=byol", "encoder.width=8", *flag])

@@ -56,14 +56,3 @@ def test_format_table():
         "linear_2_per_class  50.0 ± 5.0  87.5 ± 1.2       -",
         "knn                       66.7       100.0     0.0",
     ]
-
-
-def test_format_table_names_other_units():
-    nll = {"nll": Score(2.34567, "nats", 0.5), "epochs": Score(30.0, "")}
-    assert format_table({"federated": {"knn": Score(0.5), **nll}, "pixels": {"knn": Score(0.25)}}).split("\n") == [
-        "accuracy in %    federated  pixels",
-        "knn                   50.0    25.0",
-        "nll (nats)     2.346 ± 0.5       -",
-        "epochs                  30       -",
-    ]
-    assert format_table({"federated": nll}).split("\n")[0].split() == ["federated"]

@@ -67,7 +67,8 @@ def of_client(round: int, client: int, model: float | None, layers: float | None
 
 
 def test_plot_cosines(tmp_path: Path, drawn: dict[str, Any]):
-    # Round 1: the clients' models have 0.99 and 0.97: mean 0.98, sample standard deviation 0.01 sqrt(2). Round 2: one client, and one
+    # Round 1: the clients' models have 0.99 and 0.97: mean 0.98,
+    # sample standard deviation 0.01 sqrt(2). Round 2: one client, and one
     # of which no weights travelled.
     lines = [of_client(1, 0, 0.99, 0.8, a=0.9, b=0.7), of_client(1, 3, 0.97, 0.6, a=0.6, b=0.6)]
     lines += [of_client(2, 1, 0.95, 0.75, a=1.0, b=0.5), of_client(2, 2, None, None)]

@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 
-from fedssl.plots.registry import PLOTS, Plot
-from fedssl.report import html_page
 from fedssl.report.accuracy_table import run_table
 from fedssl.report.html_page import (
     SCRIPT,
     encoder_table,
-    figures_of_each,
     page,
 )
 from fedssl.runs.run import Run, find_runs
@@ -168,23 +165,3 @@ def runs(tmp_path: Path) -> list[Run]:
     found = {run.folder.name: run for run in find_runs([tmp_path])}
     going = {name: replace(found[name], running=True, summary=None) for name in ("a", "d")}
     return list((found | going).values())
-
-
-def test_a_figure_is_drawn_again_only_after_changes(runs, monkeypatch):
-    html_page._CACHE.clear()
-    drawn: list[Path] = []
-
-    def draw(folder: Path) -> None:
-        drawn.append(folder)
-
-    monkeypatch.setitem(PLOTS, "metrics", Plot(draw, "run"))
-    files = {"metrics": ("loss", "metrics.jsonl"), "partition": ("nothing", "missing.csv")}
-    monkeypatch.setattr(html_page, "RUN_PLOTS", files)
-    folder = next(run.folder for run in runs if run.folder.name == "b")
-    for _ in range(2):
-        assert figures_of_each([run for run in runs if run.folder == folder]) == []
-    assert drawn == [folder]
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write("\n")
-    figures_of_each([run for run in runs if run.folder == folder])
-    assert drawn == [folder, folder]

@@ -9,8 +9,6 @@ import pytest
 
 from fedssl.config.compose import resolve_config
 from fedssl.config.load import compose, save_run
-from fedssl.errors import InputError
-from fedssl.report.cli import report
 from fedssl.report.paper_table import paper_table, read_table, table_names
 from fedssl.runs.run import find_runs
 from tests.experiments.every import EXPERIMENTS, check_saved_overrides
@@ -82,13 +80,6 @@ def test_runs_stand_beside_the_numbers_of_their_settings(runs):
         ("m_dawa", "10", 68.90, None),
     ]
     assert len(lines) == 9 + 1
-
-
-def test_a_wrong_name_is_answered_with_those_there_are(runs):
-    with pytest.raises(
-        InputError, match=r"there is no table 'l_dawa.tabel2'; did you mean l_dawa.table2 .*fedu.table1"
-    ):
-        report([runs], out=None, paper="l_dawa.tabel2")
 
 
 def test_every_table_is_an_experiment_and_its_rows_are_words():
