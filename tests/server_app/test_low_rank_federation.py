@@ -163,7 +163,10 @@ def test_clients_of_different_ranks(tmp_path, aggregation):
             "secure_aggregation=secagg_plus needs sums",
         ),
         (
-            ["privacy=central", "encoder=vit_tiny", "encoder.width=12", "tuning.aggregation=svd"],
+            [
+                *("privacy=central", "encoder=vit_tiny", "encoder.width=12", "tuning.aggregation=svd"),
+                *("strategy=fedavg", "strategy.weighting=uniform"),
+            ],
             "privacy=central needs sums",
         ),
         (["method=byol", "tuning.aggregation=stack"], "method.target_init=persist keeps factors of target networks"),

@@ -3,6 +3,7 @@
 import math
 import time
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -314,6 +315,6 @@ def test_what_cannot_come_is_not_waited_for(tmp_path, overrides, reason):
 
 def test_fewer_than_are_to_train_are_all_asked():
     run = Run(4, prompt, clients_per_round=3)
-    run.federation = federation(run.grid, clients_per_round=3)
-    object.__setattr__(run.federation, "nodes", {1: 3, 3: 5})
+    directory = replace(run.federation.directory, nodes={1: 3, 3: 5})
+    run.federation = replace(run.federation, directory=directory)
     assert clients(run.round()) == [1, 3]

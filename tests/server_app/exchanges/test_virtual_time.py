@@ -309,4 +309,4 @@ def test_attempts_have_their_own_draws_and_time():
 
 
 def test_a_round_ends_before_its_deadline_if_all_have_arrived():
-    assert Run([1.0, 4.0], round_deadline=9.0).round().virtual_time == 4.0
+    assert Run([1.0, 4.0], round_deadline=9.0).round().measured["virtual_time"] == 4.0
