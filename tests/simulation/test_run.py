@@ -1,6 +1,7 @@
 """Runs on the engine of their settings, and what is refused before they start."""
 
 import pytest
+from flwr.supercore.task_identity import TaskIdentity
 from omegaconf import OmegaConf
 
 import simulation.run
@@ -69,4 +70,13 @@ def test_what_needs_cuda_is_rejected_before_the_start(tmp_path, nothing_starts, 
     overrides += [f"output_dir={tmp_path / 'run'}"]
     with pytest.raises(InputError, match=f"{setting} needs device=cuda but the device is cpu"):
         run(overrides)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_new_process_checks_what_clients_exchange(tmp_path, monkeypatch, nothing_starts):
+    """Rules of a round plan one before any engine has named the run that Flower's messages contain."""
+    monkeypatch.setattr(TaskIdentity, "_run_id", None)
+    overrides = [*QUICK, "engine=local", "aggregation.buffered=true", "strategy=clustered"]
+    with pytest.raises(InputError, match="aggregation.buffered=true needs clients that all send and receive the whole"):
+        run([*overrides, f"output_dir={tmp_path / 'run'}"])
     assert not (tmp_path / "run").exists()
