@@ -102,6 +102,7 @@ def test_exports_where_an_accelerator_is_found(accelerator, finished, form, tmp_
     assert target.exists()
 
 
+@pytest.mark.heavy
 def test_an_encoder_of_the_device_is_saved_for_any_host(accelerator, finished, tmp_path):
     h = accelerator(_save_and_represent, finished / "encoder.pt", tmp_path / "encoder.pt").result()
     encoder = load_encoder(tmp_path / "encoder.pt")
@@ -156,6 +157,7 @@ def test_a_resumed_run_ends_with_the_same_numbers(accelerator, finished, resumed
     assert_equal(numbers_of(again), numbers_of(finished))
 
 
+@pytest.mark.heavy
 def test_images_that_would_fill_the_device_stay_in_host_memory(accelerator, finished, tmp_path):
     overrides = [*SMALL, "rounds=3", "snapshot_every=1", f"output_dir={tmp_path / 'run'}"]
     calls, log = accelerator(_run_with_little_memory, overrides, tmp_path / "run").result()
@@ -170,6 +172,7 @@ def _run_with_little_memory(overrides: list[str], folder: Path) -> tuple[int, st
     return calls, (folder / "run.log").read_text()
 
 
+@pytest.mark.heavy
 def test_too_little_memory_is_an_error_of_the_client(accelerator, tmp_path):
     reason = accelerator(_run_out_of_memory, [*SMALL, f"output_dir={tmp_path / 'run'}"]).result()
     assert "pretend out of memory" in reason

@@ -109,6 +109,7 @@ def run_full_at(overrides: list[str], folder: Path, step: int) -> tuple[str, lis
         return run_and_log(overrides, folder), seen
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("step", "overrides"),
     [

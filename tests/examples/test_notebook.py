@@ -25,6 +25,7 @@ def notebook():
     return notebook
 
 
+@pytest.mark.heavy
 def test_all_cells_run(notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     def run(command: list[str], **options: bool) -> subprocess.CompletedProcess[str]:
         monkeypatch.setattr(sys, "argv", command)

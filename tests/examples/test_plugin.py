@@ -86,6 +86,7 @@ def test_all_components_work_together(run_folder):
     assert sizes[0] < sizes[-1]
 
 
+@pytest.mark.heavy
 def test_it_resumes_with_the_flag(run_folder, folder):
     shutil.copytree(run_folder, folder / "longer")
     fedssl_in_process("--config-dir", "conf", "resume=longer", "rounds=3", folder=folder)
@@ -115,6 +116,7 @@ def test_the_encoder_is_evaluated_with_its_config_folder(run_folder, folder):
     assert "mylab.encoder.Perceptron, which is not part of fedssl" in refused.stderr
 
 
+@pytest.mark.heavy
 def test_a_missing_package_is_reported_in_one_sentence(folder, tmp_path, capsys):
     fedssl_in_process("--config-dir", str(folder / "conf"), "strategy=two_teams", folder=tmp_path, status=2)
     errors = capsys.readouterr().err

@@ -54,6 +54,7 @@ def test_strategies_exchange_adapters_and_heads_alone(tmp_path, strategy):
         assert all(model.layers[name].any() and not start[name].any() for name in ups)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("blocks", ["null", "1"])
 def test_a_run_resumes_with_equal_bits(tmp_path, blocks):
     folder = tmp_path / "run"

@@ -72,7 +72,7 @@ def test_a_damaged_file_is_one_sentence(tmp_path):
 ALONE = [*BASE, "rounds=4", "clients_per_round=2"]
 
 
-@pytest.mark.parametrize("strategy", ["local_only", "gossip"])
+@pytest.mark.parametrize("strategy", ["local_only", pytest.param("gossip", marks=pytest.mark.heavy)])
 def test_a_resumed_run_has_the_same_models(tmp_path, strategy):
     """Checkpoint and model files of the last rounds are lost in different ways."""
     overrides = [*ALONE, f"strategy={strategy}"]

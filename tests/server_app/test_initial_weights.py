@@ -73,6 +73,7 @@ def test_a_run_reads_its_source_once(source, tmp_path, monkeypatch, is_folder):
     assert calls == [str(source)]
 
 
+@pytest.mark.heavy
 def test_a_run_is_resumed_without_its_source(source, tmp_path):
     """Bit-identical, also its baseline, which is the encoder of the source; reports and evaluations work."""
     folder, again = tmp_path / "run", tmp_path / "again"

@@ -105,6 +105,7 @@ def test_strategies_compare_products_under_every_aggregation(tmp_path, strategy,
     assert strategy == "euc" or products <= measured  # which averages some every second round only
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("aggregation", ["stack", pytest.param("exact", marks=pytest.mark.heavy)])
 def test_a_resumed_run_ends_with_equal_bits_and_merged_encoder(tmp_path, aggregation):
     folder = tmp_path / "run"

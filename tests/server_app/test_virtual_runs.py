@@ -105,6 +105,7 @@ def test_some_clients_are_lost_late_or_cut_off(folder: Path, mode: str) -> None:
         assert "no reply in time" in reasons
 
 
+@pytest.mark.heavy
 def test_a_resumed_run_has_the_same_bits(folder: Path) -> None:
     assert_equal_runs(folder, repeat_from(3, folder, "keep_checkpoints=9"))
 

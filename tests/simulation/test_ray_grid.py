@@ -123,6 +123,7 @@ def facts(replies, name):
     return [dict(reply.content["metrics"])[name] for _, reply in sorted(replies.items())]
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_flowers_strategies_run_unchanged(grid):
     strategy = FedAvg(fraction_train=1.0, fraction_evaluate=0.0)

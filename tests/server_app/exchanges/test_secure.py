@@ -46,6 +46,7 @@ def test_the_sum_is_the_plain_one_within_a_step(tmp_path):
     assert all(row.bytes_up > 4 * sum(array.size for array in plain.layers.values()) for row in secure.report.clients)
 
 
+@pytest.mark.heavy
 def test_the_default_weighting_by_images(tmp_path):
     """Clients of 7 to 30 images: the mean errs by 1.5 steps times the largest over the mean weight, less than 2."""
     overrides = ["strategy=fedavg", "partition=dirichlet", "partition.alpha=1"]
@@ -347,6 +348,7 @@ def test_nonfinite_updates_stay_and_clipped_ones_are_logged(tmp_path, monkeypatc
         federation.run(1)
 
 
+@pytest.mark.heavy
 def test_devices_that_give_sums_only_train_in_a_secure_run(tmp_path):
     contexts = [
         context(
