@@ -4,6 +4,7 @@ import httpx
 import pytest
 from flwr.proto.control_pb2 import StreamLogsResponse
 from flwr.proto.run_pb2 import RunStatus
+from flwr.supercore.task_identity import TaskIdentity
 
 from fedssl.config.load import compose, load_settings, save_run
 from fedssl.config.settings import EngineSettings
@@ -81,7 +82,8 @@ def test_conflicts_are_rejected_before_submission(overrides, sentence):
         ["strategy=featarc", "dataset=cifar10", "dataset.path=/only/on/the/server"],
     ],
 )
-def test_valid_settings_for_devices_are_accepted(overrides):
+def test_valid_settings_for_devices_are_accepted(overrides, monkeypatch):
+    monkeypatch.setattr(TaskIdentity, "_run_id", None)  # as in a new process
     overrides = ["engine=deployment", "strategy=fedavg", "aggregation.max_norm_ratio=null", *overrides]
     deployment.validate(load_settings(overrides))
 
