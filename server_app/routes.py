@@ -1,4 +1,4 @@
-"""Which models the clients of a round start from, and which ones their updates go into."""
+"""The models from which the clients of a round start, and those to which their updates are added."""
 
 from collections.abc import Sequence
 

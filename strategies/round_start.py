@@ -24,7 +24,7 @@ class StartingModel:
 
 @dataclass(frozen=True, kw_only=True)
 class UntrainedLayers:
-    """What a client receives besides the layers that it trains."""
+    """Layers that a client receives besides those that it trains."""
 
     frozen: tuple[str, ...]  # names of layers of the model
     broadcast: Layers  # of the method's server side

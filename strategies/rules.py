@@ -1,4 +1,4 @@
-"""What rules about a built run and about a round see, and rules that several features share."""
+"""The arguments of rules about a built run and about a round, and rules that several features share."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -36,12 +36,10 @@ class RunParts:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundExchange:
-    """What the clients of a round exchange."""
+    """Models and layers that the clients of a round exchange."""
 
     models: Collection[str]  # names of those that clients start from, and that the round changes
-    is_complete: (
-        bool  # whether every client downloads and uploads all layers, and no phase of a schedule leaves any out
-    )
+    is_complete: bool  # every client downloads and uploads all layers, and no phase of a schedule leaves any out
 
 
 def needs_full_exchange(what: str) -> Rule[RoundExchange]:

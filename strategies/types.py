@@ -1,4 +1,4 @@
-"""What strategies exchange with the server and the clients: models, server state, aggregators."""
+"""Data types and interfaces between strategies, server and clients: models, server state, aggregators."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

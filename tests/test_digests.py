@@ -269,7 +269,7 @@ def state_digests(folder: Path) -> dict[str, str]:
 
 
 def line_digests(folder: Path) -> dict[str, str]:
-    """Of the lines of rounds and of clients, without the times that this machine takes."""
+    """Return digests of the lines of rounds and of clients, without the times of this machine."""
 
     def without_times(value: object) -> object:
         if isinstance(value, dict):

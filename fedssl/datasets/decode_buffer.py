@@ -41,7 +41,7 @@ class DecodeBuffer:
 
     @property
     def complete(self) -> bool:
-        """Whether all images are decoded."""
+        """Return whether all images are decoded."""
         return self.done == self.count
 
     @property

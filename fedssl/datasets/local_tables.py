@@ -31,7 +31,8 @@ def local_files(path: str, split: str) -> list[Path]:
     files = files or _files_of(split, names, kinds)
     if not files and split != "test":
         remedy = (
-            "set dataset.splits.federated and .train to a word of these names, and .test to one of others or to null"
+            "set dataset.splits.federated and dataset.splits.train to a word in these names, and dataset.splits.test "
+            "to another word or null"
         )
         if split_of_word(split) in HELD_OUT:
             remedy = "hold out a share with dataset.test_fraction=0.2, or set dataset.splits.test=null for no test"

@@ -1,1 +1,1 @@
-"""What is recorded or watched while a run goes on."""
+"""Callbacks that record or monitor a run."""

@@ -1,4 +1,4 @@
-"""What a round sends and receives: the exchange of messages with clients, whatever time, protocol or engine it has."""
+"""The interface of exchanges, which send the messages of a round and return the replies, and its data types."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
