@@ -4,15 +4,13 @@ They have the standard forms, as written in the docstrings, except for two of L-
 `barlow_twins_unbiased`, which are options of methods. All are computed in at least float32, also inside autocast.
 """
 
-from fedssl.losses.clustering import sinkhorn, swav
 from fedssl.losses.contrastive import info_nce, nt_xent, nt_xent_one_sided, relational
-from fedssl.losses.cosine import byol, negative_cosine
 from fedssl.losses.decorrelation import barlow_twins, barlow_twins_unbiased, vicreg
-from fedssl.losses.distillation import feature_mse, similarity_distillation, teacher_distance
+from fedssl.losses.distances import byol, feature_mse, negative_cosine, similarity_distillation, teacher_distance
 from fedssl.losses.gaussianity import epps_pulley, sigreg
 from fedssl.losses.masked_images import ijepa, masked_reconstruction, patchify
 from fedssl.losses.precision import at_least_float32
-from fedssl.losses.self_distillation import dino, masked_tokens
+from fedssl.losses.prototypes import dino, masked_tokens, sinkhorn, swav
 
 __all__ = [
     "at_least_float32",

@@ -14,8 +14,8 @@ def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float, negatives: Tensor | N
     """Return SimCLR's normalized temperature-scaled cross entropy (arXiv 2002.05709, Eq. 1).
 
     With s the cosine divided by the temperature and j the other view of i among the ``2 * batch`` vectors, the loss is
-    the mean over i of ``-log( exp(s_ij) / sum_{k != i} exp(s_ik) )``. Additional negatives d add ``sum_d exp(s_id)`` to
-    the denominator.
+    the mean over i of ``-log( exp(s_ij) / sum_{k != i} exp(s_ik) )``: a scalar >= 0, and 0 without gradient for a
+    single image without additional negatives.
 
     Parameters
     ----------
@@ -24,13 +24,8 @@ def nt_xent(z1: Tensor, z2: Tensor, *, temperature: float, negatives: Tensor | N
     temperature : float
         Positive; smaller values increase the weight of the most similar other images.
     negatives : Tensor, optional
-        Vectors of images outside of the batch, ``(n, dim)``, none of them zero; normalized here. None or n = 0: no
-        additional negatives.
-
-    Returns
-    -------
-    Tensor
-        Scalar >= 0; 0 without gradient for a single image without additional negatives.
+        Vectors d of images outside of the batch, ``(n, dim)``, none of them zero; normalized here. They add ``sum_d
+        exp(s_id)`` to the denominator. None or n = 0: no additional negatives.
     """
     batch = z1.shape[0]
     z = F.normalize(at_least_float32(torch.cat((z1, z2))), dim=1)
@@ -47,17 +42,7 @@ def nt_xent_one_sided(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
 
     With s the cosine divided by the temperature, i one of the ``batch`` vectors of view 1 and j its other view, the
     loss is the mean over i of ``-log( exp(s_ij) / sum_k exp(s_ik) )``, with k over all ``2 * batch`` vectors including
-    i.
-
-    Parameters
-    ----------
-    z1, z2, temperature
-        As in `nt_xent`.
-
-    Returns
-    -------
-    Tensor
-        Scalar >= log 2, the limit for equal views and distant other images.
+    i. It is a scalar >= log 2, the limit for equal views and distant other images. Arguments as in `nt_xent`.
     """
     z1, z2 = F.normalize(at_least_float32(z1), dim=1), F.normalize(at_least_float32(z2), dim=1)
     similarity = product(z1 / temperature, torch.cat((z1, z2)).T)
@@ -68,23 +53,10 @@ def nt_xent_one_sided(z1: Tensor, z2: Tensor, *, temperature: float) -> Tensor:
 def info_nce(q: Tensor, k: Tensor, *, temperature: float) -> Tensor:
     """Return InfoNCE with the other keys of the batch as negatives, in one direction (arXiv 2104.02057, Eq. 1).
 
-    With s_ij the cosine of query i and key j divided by the temperature, the loss is the mean over i of ``-log(
-    exp(s_ii) / sum_j exp(s_ij) )``.
-
-    MoCo v3 multiplies by ``2 * temperature`` and adds the other direction. The method does both, and computes keys
-    without gradient.
-
-    Parameters
-    ----------
-    q, k : Tensor
-        Queries and keys, ``(batch, dim)``; normalized here. The gradient flows into both.
-    temperature : float
-        Positive.
-
-    Returns
-    -------
-    Tensor
-        Scalar >= 0.
+    With s_ij the cosine of query i and key j divided by the positive temperature, the loss is the mean over i of
+    ``-log( exp(s_ii) / sum_j exp(s_ij) )``, a scalar >= 0. Queries and keys are ``(batch, dim)`` and normalized here;
+    the gradient flows into both. MoCo v3 multiplies by ``2 * temperature`` and adds the other direction; the method
+    does both, and computes keys without gradient.
     """
     q, k = F.normalize(at_least_float32(q), dim=1), F.normalize(at_least_float32(k), dim=1)
     return F.cross_entropy(product(q / temperature, k.T), torch.arange(q.shape[0], device=q.device))  # Eq. 1
@@ -93,24 +65,11 @@ def info_nce(q: Tensor, k: Tensor, *, temperature: float) -> Tensor:
 def relational(z1: Tensor, z2: Tensor, anchors: Tensor, *, temperature: float) -> Tensor:
     """Relational loss of FedX (arXiv 2207.09158): both views of an image have the same similarities to the others.
 
-    With s_ij the cosine of z1_i and anchor j divided by the temperature, p_i is the softmax of s_ij over all j != i,
-    q_i likewise from z2, and m = (p + q) / 2: the mean over i of their Jensen-Shannon divergence,
-    ``(KL(p_i, m_i) + KL(q_i, m_i)) / 2``.
-
-    Parameters
-    ----------
-    z1, z2 : Tensor
-        Vectors of the two views, ``(batch, dim)``; need not be normalized.
-    anchors : Tensor
-        One vector per image, to which the others' similarity is taken, ``(batch, dim)``. The gradient flows into all
-        three.
-    temperature : float
-        Positive.
-
-    Returns
-    -------
-    Tensor
-        Scalar in [0, log 2]; 0 for fewer than three images, whose softmax has one term at most.
+    With s_ij the cosine of z1_i and anchor j divided by the positive temperature, p_i is the softmax of s_ij over all
+    j != i, q_i likewise from z2, and m = (p + q) / 2: the mean over i of their Jensen-Shannon divergence, ``(KL(p_i,
+    m_i) + KL(q_i, m_i)) / 2``. It is a scalar in [0, log 2], and 0 for fewer than three images, whose softmax has one
+    term at most. Vectors of the views and ``anchors``, one per image, are ``(batch, dim)`` and normalized here; the
+    gradient flows into all three.
     """
     z, a = F.normalize(at_least_float32(torch.stack((z1, z2))), dim=2), F.normalize(at_least_float32(anchors), dim=1)
     log_pq = F.log_softmax(_others(product(z / temperature, a.T)), dim=2)

@@ -13,23 +13,12 @@ _LARGE_FEATURES = 8
 
 
 def barlow_twins(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
-    """Return Barlow Twins' redundancy reduction loss (arXiv 2103.03230, Eq. 1 and 2).
+    """Return Barlow Twins' redundancy reduction loss (arXiv 2103.03230, Eq. 1 and 2), a scalar >= 0.
 
     With C the cross-correlation of the two views' features over the batch, the loss is ``sum_i (1 - C_ii)^2 + lambd
     sum_{i != j} C_ij^2``. Features are standardized by the standard deviation of the batch (divisor ``batch``) with
-    1e-5 added to the variance, as in the authors' code: a constant feature counts as uncorrelated.
-
-    Parameters
-    ----------
-    z1, z2 : Tensor
-        Projections of the two views, ``(batch, dim)``. The gradient flows into both.
-    lambd : float
-        Weight of the redundancy term, >= 0; 0 disables it.
-
-    Returns
-    -------
-    Tensor
-        Scalar >= 0.
+    1e-5 added to the variance, as in the authors' code: a constant feature counts as uncorrelated. Projections of both
+    views are ``(batch, dim)``; the gradient flows into both. ``lambd`` >= 0; 0 disables the redundancy term.
     """
     return _redundancy_reduction(_standardized(z1), _standardized(z2), lambd)
 
@@ -37,18 +26,9 @@ def barlow_twins(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
 def barlow_twins_unbiased(z1: Tensor, z2: Tensor, *, lambd: float) -> Tensor:
     """Return Barlow Twins as in the code of L-DAWA (arXiv 2307.07393): the standard deviation has divisor batch - 1.
 
-    The correlation is still divided by ``batch``, so that its diagonal is at most ``(batch - 1) / batch``. Nothing is
-    added to the variance. A constant feature counts as uncorrelated here; in the authors' code it gives NaN.
-
-    Parameters
-    ----------
-    z1, z2, lambd
-        As in `barlow_twins`; at least two images.
-
-    Returns
-    -------
-    Tensor
-        Scalar >= ``dim / batch^2``.
+    The correlation is still divided by ``batch``, so that its diagonal is at most ``(batch - 1) / batch`` and the loss
+    at least ``dim / batch^2``. Nothing is added to the variance. A constant feature counts as uncorrelated here; in the
+    authors' code it gives NaN. Arguments as in `barlow_twins`, with at least two images.
     """
     return _redundancy_reduction(_unbiased(z1), _unbiased(z2), lambd)
 
@@ -64,19 +44,8 @@ def vicreg(
     - Covariance c: the sum of squared covariances of two different features divided by dim, added over both views.
 
     These are the terms of the authors' code, to which the default weights refer. The loss is ``sim_weight * s +
-    var_weight * v + cov_weight * c``.
-
-    Parameters
-    ----------
-    z1, z2 : Tensor
-        Projections of the two views, ``(batch, dim)``, of at least two images. The gradient flows into both.
-    sim_weight, var_weight, cov_weight : float
-        Weights of the terms, >= 0; 0 disables a term.
-
-    Returns
-    -------
-    Tensor
-        Scalar >= 0, up to rounding.
+    var_weight * v + cov_weight * c``, >= 0 up to rounding; a weight of 0 disables a term. Projections of both views are
+    ``(batch, dim)``, of at least two images; the gradient flows into both.
     """
     z = at_least_float32(torch.stack((z1, z2)))
     variance, mean = torch.var_mean(z, dim=1, keepdim=True)

@@ -24,6 +24,8 @@ _RESTART = 16  # the recurrence of the default of 17 points never starts anew
 def sigreg(z: Tensor, *, slices: int, generator: torch.Generator, num_points: int = 17, t_max: float = 5.0) -> Tensor:
     """Return the mean Epps-Pulley statistic of projections along random directions.
 
+    It is a scalar >= 0. Its expectation is 1.06 for standard normal z; it is ``0.41 * batch`` if all z are 0.
+
     Parameters
     ----------
     z : Tensor
@@ -33,17 +35,7 @@ def sigreg(z: Tensor, *, slices: int, generator: torch.Generator, num_points: in
     generator : torch.Generator
         Generator of the directions, on the CPU.
     num_points, t_max
-        As in `epps_pulley`.
-
-    Returns
-    -------
-    Tensor
-        Scalar >= 0. Its expectation is 1.06 for standard normal z; it is ``0.41 * batch`` if all z are 0.
-
-    Raises
-    ------
-    InputError
-        As in `epps_pulley`.
+        As in `epps_pulley`, also what it raises.
     """
     z = at_least_float32(z)
     directions = F.normalize(torch.randn(z.shape[-1], slices, generator=generator), dim=0)
@@ -57,24 +49,9 @@ def epps_pulley(x: Tensor, *, num_points: int = 17, t_max: float = 5.0) -> Tenso
     With phi(t) the mean of ``exp(i t x)`` over the n samples, it is n times the integral over t of ``|phi(t) -
     exp(-t^2 / 2)|^2 exp(-t^2 / 2)``, by the trapezoid rule on [0, t_max], doubled because the integrand is even.
 
-    Parameters
-    ----------
-    x : Tensor
-        Samples, ``(..., n, slices)``, at least float32.
-    num_points : int
-        Number of equidistant points of [0, t_max]; at least 2.
-    t_max : float
-        Positive. The weight ``exp(-t^2 / 2)`` is 4e-6 at 5.
-
-    Returns
-    -------
-    Tensor
-        One number >= 0 for each slice, ``(..., slices)``.
-
-    Raises
-    ------
-    InputError
-        If ``num_points`` is less than 2.
+    ``x`` are samples ``(..., n, slices)``, at least float32; the result is one number >= 0 for each slice, ``(...,
+    slices)``. ``num_points`` is that of equidistant points of [0, t_max]; raise `InputError` below 2. ``t_max`` is
+    positive; the weight ``exp(-t^2 / 2)`` is 4e-6 at 5.
     """
     if num_points < 2:
         raise InputError(f"num_points={num_points} but the trapezoid rule needs both ends; pass at least 2")

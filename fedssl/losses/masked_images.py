@@ -9,25 +9,10 @@ from fedssl.losses.precision import at_least_float32
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:
-    """Divide images into square patches, row by row.
+    """Divide images ``(batch, channels, height, width)`` into squares of ``patch`` pixels, row by row.
 
-    Parameters
-    ----------
-    images : Tensor
-        ``(batch, channels, height, width)``.
-    patch : int
-        Height and width of a patch; a divisor of those of the images.
-
-    Returns
-    -------
-    Tensor
-        ``(batch, patches, patch * patch * channels)``. Values of a patch are ordered by row, column and channel, as in
-        MAE.
-
-    Raises
-    ------
-    InputError
-        If ``patch`` does not divide height and width.
+    Return ``(batch, patches, patch * patch * channels)``. Values of a patch are ordered by row, column and channel, as
+    in MAE. Raise `InputError` if ``patch`` does not divide height and width.
     """
     batch, channels, height, width = images.shape
     if patch < 1 or height % patch or width % patch:
@@ -37,22 +22,11 @@ def patchify(images: Tensor, patch: int) -> Tensor:
 
 
 def masked_reconstruction(prediction: Tensor, patches: Tensor, *, normalize: bool = True) -> Tensor:
-    """Return MAE's loss (arXiv 2111.06377): the mean squared error of the pixels of the masked patches.
+    """Return MAE's loss (arXiv 2111.06377): the mean squared error of the pixels of the masked patches, a scalar >= 0.
 
-    Parameters
-    ----------
-    prediction : Tensor
-        Predicted pixels of the masked patches, ``(batch, masked, pixels)``.
-    patches : Tensor
-        Their true pixels, ``(batch, masked, pixels)``, see `patchify`; without gradient.
-    normalize : bool
-        Standardize the true pixels of each patch: its variance has divisor ``pixels - 1`` and 1e-6 added, as in the
-        authors' code.
-
-    Returns
-    -------
-    Tensor
-        Scalar >= 0.
+    Predicted pixels and the true ones (see `patchify`, without gradient) are ``(batch, masked, pixels)``. ``normalize``
+    standardizes the true pixels of each patch: its variance has divisor ``pixels - 1`` and 1e-6 added, as in the
+    authors' code.
     """
     target = standardize_patches(patches.detach()) if normalize else at_least_float32(patches.detach())
     return F.mse_loss(at_least_float32(prediction), target)
@@ -70,19 +44,8 @@ def ijepa(prediction: Tensor, target: Tensor) -> Tensor:
 
     The paper has the squared distance. This is the authors' code: the smooth L1 distance, ``d^2 / 2`` for a difference
     d of less than 1 and ``|d| - 1/2`` for others, its mean over all features, and targets standardized over the
-    features of each patch (layer normalization without weights).
-
-    Parameters
-    ----------
-    prediction : Tensor
-        Predicted features of the patches of each block, ``(batch, blocks, n, dim)``.
-    target : Tensor
-        Features of the target encoder, ``(batch, blocks, n, dim)``; without gradient.
-
-    Returns
-    -------
-    Tensor
-        Scalar >= 0.
+    features of each patch (layer normalization without weights). Predictions, and features of the target encoder
+    (without gradient), are ``(batch, blocks, n, dim)``. The result is a scalar >= 0.
     """
     target = at_least_float32(target.detach())
     return F.smooth_l1_loss(at_least_float32(prediction), F.layer_norm(target, target.shape[-1:]))

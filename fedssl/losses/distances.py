@@ -1,6 +1,6 @@
-"""Losses of distillation: a student reproduces a teacher's features of the same images.
+"""Losses of the distance between vectors and their targets without gradient: SimSiam, BYOL and distillation.
 
-`similarity_distillation` is SEED (Fang et al., ICLR 2021, arXiv 2101.04731). The other two are distances of features.
+`similarity_distillation` is SEED (Fang et al., ICLR 2021, arXiv 2101.04731), which compares similarities to others.
 """
 
 import torch
@@ -8,6 +8,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedssl.losses.precision import at_least_float32, product
+
+
+def negative_cosine(p: Tensor, z: Tensor) -> Tensor:
+    """Return the mean of ``-cos(p, z)`` with a stop-gradient on z (SimSiam, arXiv 2011.10566, Eq. 1 and 3).
+
+    ``p`` are predictions from one view and ``z`` projections of the other view, ``(batch, dim)``. The result is a
+    scalar in [-1, 1].
+    """
+    return -F.cosine_similarity(at_least_float32(p), at_least_float32(z.detach()), dim=1).mean()
+
+
+def byol(p1: Tensor, z2: Tensor, p2: Tensor, z1: Tensor) -> Tensor:
+    """Return BYOL's loss (arXiv 2006.07733, Eq. 2): mean of ``2 - 2 cos(p1, z2)`` plus mean of ``2 - 2 cos(p2, z1)``.
+
+    p are predictions of the online network from view 1 and 2, and z projections of the target network, without
+    gradient, each ``(batch, dim)``. The result is a scalar in [0, 8].
+    """
+    return (2 + 2 * negative_cosine(p1, z2)) + (2 + 2 * negative_cosine(p2, z1))  # Eq. 2, both directions
 
 
 def teacher_distance(h: Tensor, teacher_features: Tensor) -> Tensor:
@@ -36,24 +54,19 @@ def similarity_distillation(
 
     For the dictionary of image i, which has the entries d of the queue and the image's own teacher feature t_i (section
     3.2), the loss is the mean over images of ``-sum_d p_t(d) log p_s(d)``, with p_t the softmax over d of ``cos(t_i, d)
-    / teacher_temperature`` (Eq. 2) and p_s that of ``cos(z_i, d) / student_temperature`` (Eq. 3).
+    / teacher_temperature`` (Eq. 2) and p_s that of ``cos(z_i, d) / student_temperature`` (Eq. 3): a scalar >= 0, 0 with
+    an empty queue.
 
     Parameters
     ----------
-    z : Tensor
-        Projections of the student, ``(batch, dim)``; normalized here.
-    teacher_features : Tensor
-        Features of the teacher for the same images, ``(batch, dim)``; normalized here, without gradient.
+    z, teacher_features : Tensor
+        Projections of the student and features of the teacher for the same images, ``(batch, dim)``; normalized here.
+        The gradient flows into ``z`` only.
     queue : Tensor
         Normalized features of the teacher for earlier images, ``(queue_size, dim)``; rows of zeros are empty and
         ignored.
     student_temperature, teacher_temperature : float
         Divisors of the cosines; positive. A smaller one gives more weight to the most similar entries.
-
-    Returns
-    -------
-    Tensor
-        Scalar >= 0; 0 with an empty queue.
     """
     student, teacher = (F.normalize(at_least_float32(x), dim=1) for x in (z, teacher_features.detach()))
     queue = queue.to(teacher.dtype)
