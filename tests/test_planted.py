@@ -15,10 +15,10 @@ import yaml
 from safetensors.torch import save_file
 
 from client_app.edge_client import _is_same_task
-from fedssl.availability.trace_file import read_rows
 from fedssl.config.device_task import compose_task, make_task
 from fedssl.config.load import compose, load_settings, parse_client_config, save_run
 from fedssl.config.overrides import quote_value
+from fedssl.csv_file import read_rows
 from fedssl.errors import InputError, RequestRefused
 from fedssl.evaluation.cli import compose_evaluation
 from fedssl.export import load_encoder, read_content
@@ -27,7 +27,7 @@ from fedssl.fleet.encoders import load_delivered, store_encoder
 from fedssl.fleet.kit import read_kit
 from fedssl.fleet.limits import read_limits
 from fedssl.methods.teacher import build_teacher
-from fedssl.partition.partition_file import _read as read_partition
+from fedssl.partition import from_file
 from fedssl.plain_values import plain_values
 from fedssl.pretrained.checkpoints import read_checkpoint
 from fedssl.runs.catalog import differences_from_defaults
@@ -39,6 +39,7 @@ from fedssl.tensor_file import read_arrays
 from fedssl.wire.delivery import EncoderDelivery
 from simulation.sweep import plan_jobs
 from strategies.topology import read_edges
+from tests.fedssl.partition.made import partition_input
 from tests.methods import teacher_file
 
 ROOT = Path(__file__).parents[1]
@@ -287,8 +288,8 @@ def text_file(read):
 
 TEXT_READERS = {
     "limits of a device": read_limits,
-    "partition": lambda file: read_partition(file, 2, "partition.file"),
-    "trace": lambda file: list(read_rows(file, setting="file", header=("client", "label"), num_clients=2)),
+    "partition": lambda file: from_file(partition_input(None, num_images=1, num_clients=2), file=file),
+    "trace": lambda file: list(read_rows(file, "client,label", setting="file", content="of labels")),
     "topology": lambda file: read_edges(file, 2),
     "kit": read_kit,
 }

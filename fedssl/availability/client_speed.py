@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fedssl.availability.trace_file import number_in, read_rows
 from fedssl.config.constraints import check_arguments
+from fedssl.csv_file import client_in, number_in, read_rows
 from fedssl.errors import InputError
 from fedssl.seeding import numpy_generator
 
@@ -20,7 +20,7 @@ class Speed:
     download_bytes_per_second: float
 
 
-HEADER = ("client", "flops_per_second", "upload_bytes_per_second", "download_bytes_per_second")
+HEADER = "client,flops_per_second,upload_bytes_per_second,download_bytes_per_second"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class TraceSpeed(ClientSpeed):
 
     def __init__(self, *, num_clients: int, seed: int, file: str | Path | None) -> None:
         if file is None:
-            raise InputError(f"client_speed=trace needs client_speed.file, a CSV file of {','.join(HEADER)}; set it")
+            raise InputError(f"client_speed=trace needs client_speed.file, a CSV file of {HEADER}; set it")
         self._speeds = read_speeds(Path(file), num_clients=num_clients)
 
     def speed(self, client: int, round: int) -> Speed:
@@ -136,11 +136,12 @@ def read_speeds(file: Path, *, num_clients: int) -> dict[int, Speed]:
     """Return the speed of every client; raises `InputError`."""
     setting = f"client_speed.file={file}"
     speeds: dict[int, Speed] = {}
-    for place, client, values in read_rows(file, setting=setting, header=HEADER, num_clients=num_clients):
+    for place, values in read_rows(file, HEADER, setting=setting, content=f"of {HEADER}"):
+        client = client_in(values.pop("client"), place, num_clients=num_clients)
         if client in speeds:
             raise InputError(f"{place}: client {client} has a line already; remove one of them")
-        named = zip(HEADER[1:], values, strict=True)
-        speeds[client] = Speed(*(number_in(text, name, place, minimum=1) for name, text in named))
+        numbers = {name: number_in(text, name, place, minimum=1) for name, text in values.items()}
+        speeds[client] = Speed(**numbers)
     missing = next((client for client in range(num_clients) if client not in speeds), None)
     if missing is not None:
         raise InputError(

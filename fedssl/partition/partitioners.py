@@ -1,8 +1,8 @@
 """Partitioners: every image belongs to exactly one client. A client may have no image.
 
-``iid`` and ``pathological`` use flwr-datasets' partitioners, ``dirichlet`` has the draws of its partitioner, and
-``skew`` is the skewness of Dec-SSL (arXiv 2210.10947). They shuffle the images by the run's seed first, so that the
-order of the data set has no effect.
+``iid`` and ``dirichlet`` are those of flwr-datasets, bit for bit, without the imports of its package (5 s in every
+process), and ``skew`` is the skewness of Dec-SSL (arXiv 2210.10947). They shuffle the images by the run's seed first,
+so that the order of the data set has no effect.
 ``pathological`` assigns classes in turn: all classes are assigned, and their numbers of holders differ by at most one.
 flwr-datasets' own assignment of several classes per client does not guarantee that. ``natural`` keeps the images of
 one writer, device or hospital together. flwr-datasets' partitioners by owner need the number of owners per client
@@ -39,9 +39,10 @@ import numpy as np
 from fedssl.config.constraints import check_arguments
 from fedssl.datasets.base import NO_LABEL
 from fedssl.errors import InputError
-from fedssl.partition import dirichlet_shares, flwr_partitioners
 from fedssl.partition.partition import PartitionInput
 from fedssl.seeding import derive_seed, numpy_generator
+
+MAX_DRAWS = 11  # of Dirichlet shares, as flwr-datasets
 
 
 def iid(data: PartitionInput) -> list[np.ndarray]:
@@ -53,8 +54,7 @@ def iid(data: PartitionInput) -> list[np.ndarray]:
     """
     check_counts(data)
     order = _order(data)
-    parts = flwr_partitioners.iid(order, num_clients=data.num_clients)
-    return _checked([order[rows] for rows in parts], data.num_images)
+    return _checked(np.array_split(order, data.num_clients), data.num_images)
 
 
 def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balancing: bool = False) -> list[np.ndarray]:
@@ -86,7 +86,7 @@ def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balanci
     dealt = (num_images - len(order)) // num_clients  # images without a label, at least, of every client
     parts = None
     if min_size * num_clients <= num_images:
-        parts = dirichlet_shares.dirichlet(
+        parts = dirichlet_rows(
             labels[order],
             num_clients=num_clients,
             alpha=alpha,
@@ -101,6 +101,40 @@ def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balanci
             "raise partition.alpha, lower num_clients, or set partition.min_size=0: clients with too few never train"
         )
     return _with_unlabeled([order[rows] for rows in parts], data, labels)
+
+
+def dirichlet_rows(
+    labels: np.ndarray, *, num_clients: int, alpha: float, min_size: int, seed: int, self_balancing: bool
+) -> list[np.ndarray] | None:
+    """Return the rows of each client, class by class; None if no draw gives all clients ``min_size`` rows.
+
+    With ``self_balancing`` also None if no client can receive a class: all are full or have the share 0. The draws are
+    those of flwr-datasets' `DirichletPartitioner`, whose time grows with the square of the number of clients.
+    """
+    classes = [np.flatnonzero(labels == name) for name in np.unique(labels)]
+    generator = np.random.default_rng(seed)
+    average = len(labels) / num_clients
+    for _ in range(MAX_DRAWS):
+        sizes = np.zeros((len(classes), num_clients), dtype=np.int64)  # of each class and client
+        for number, rows in enumerate(classes):
+            shares = generator.dirichlet(np.full(num_clients, float(alpha)))
+            if self_balancing:
+                shares[sizes[:number].sum(axis=0) > average] = 0.0
+                total = sum(shares.tolist())  # as flwr-datasets adds them; NumPy's order would change last bits
+                if not total:
+                    return None
+                shares /= total
+            if not np.isfinite(shares).all():
+                return None
+            ends = (np.cumsum(shares) * len(rows)).astype(np.int64)
+            ends[-1] = len(rows)
+            sizes[number] = np.diff(ends, prepend=0)
+        totals = sizes.sum(axis=0)
+        if totals.min() >= min_size:
+            clients = np.concatenate([np.repeat(np.arange(num_clients), row) for row in sizes])
+            order = np.argsort(clients, kind="stable")
+            return np.split(np.concatenate(classes)[order], np.cumsum(totals)[:-1])
+    return None
 
 
 def pathological(data: PartitionInput, *, classes_per_client: int) -> list[np.ndarray]:
@@ -144,10 +178,12 @@ def pathological(data: PartitionInput, *, classes_per_client: int) -> list[np.nd
             f"class among {holders} of them but the smallest class has {sizes.min()} images; lower either"
         )
     rank = numpy_generator(seed, "partition", "classes").permutation(len(names))
-    class_shards = flwr_partitioners.class_shards(rank[codes], num_shards=num_shards)
-    # Consecutive shards have different classes, since a client gets at most as many shards as there are classes.
-    by_client = [class_shards[first : first + classes_per_client] for first in range(0, num_shards, classes_per_client)]
-    return _with_unlabeled([order[np.concatenate(shards)] for shards in by_client], data, labels)
+    num_holders = [len(range(number, num_shards, len(names))) for number in range(len(names))]
+    members = [np.array_split(order[rank[codes] == number], count) for number, count in enumerate(num_holders)]
+    # Shard s is of class s modulo C. A client's shards follow each other, so that their classes differ.
+    shards = [members[shard % len(names)][shard // len(names)] for shard in range(num_shards)]
+    by_client = [shards[first : first + classes_per_client] for first in range(0, num_shards, classes_per_client)]
+    return _with_unlabeled([np.concatenate(own) for own in by_client], data, labels)
 
 
 def skew(data: PartitionInput, *, beta: float) -> list[np.ndarray]:

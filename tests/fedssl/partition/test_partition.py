@@ -13,7 +13,8 @@ from fedssl.config.settings import Component, PartitionSettings
 from fedssl.datasets.base import NO_LABEL, ImageData
 from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
-from fedssl.partition import dirichlet_shares, flwr_partitioners, make_partition
+from fedssl.partition import make_partition
+from fedssl.partition.partitioners import dirichlet_rows
 from fedssl.plots.partition import partition_table
 from fedssl.seeding import derive_seed, numpy_generator
 from tests.fedssl.partition.made import partition_input
@@ -93,6 +94,22 @@ def test_dirichlet_equals_its_definition(self_balancing: bool) -> None:
     assert (full > 0) == self_balancing  # otherwise self-balancing was not tested
 
 
+class LabelColumn:
+    """A ``datasets.Dataset`` with one column; a selection is an array of row numbers."""
+
+    def __init__(self, labels: np.ndarray) -> None:
+        self._labels, self.num_rows = labels, len(labels)
+
+    def __getitem__(self, column: str) -> np.ndarray:
+        return self._labels
+
+    def unique(self, column: str) -> list[int]:
+        return np.unique(self._labels).tolist()
+
+    def select(self, indices: list[int]) -> np.ndarray:
+        return np.asarray(indices, dtype=np.int64)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The specified min_partition_size")
 def test_dirichlet_equals_flwr_datasets_wherever_that_succeeds() -> None:
@@ -113,13 +130,13 @@ def test_dirichlet_equals_flwr_datasets_wherever_that_succeeds() -> None:
             shuffle=False,
             seed=seed,
         )
-        partitioner._dataset = flwr_partitioners.LabelColumn(labels)
+        partitioner._dataset = LabelColumn(labels)
         try:
             with np.errstate(invalid="raise"):
                 expected = [partitioner.load_partition(client).tolist() for client in range(partitioner.num_partitions)]
         except (ValueError, FloatingPointError):
             expected = None
-        ours = dirichlet_shares.dirichlet(
+        ours = dirichlet_rows(
             labels,
             num_clients=num_clients,
             alpha=alpha,
