@@ -23,6 +23,8 @@ import yaml
 from fedssl.digests import checksum
 from fedssl.errors import InputError
 
+FilePath = str | Path
+
 MAX_TEXT_BYTES = 2**22  # bytes of a file with settings or a summary
 MAX_LINES_BYTES = 2**30  # of a file with one line per round, client or image
 MAX_TENSORS_BYTES = 2**36  # of an archive with unknown content
@@ -54,7 +56,7 @@ def sanitize_line(text: str | None, *, max_chars: int = 300) -> str:
     return sanitize((text or "")[:max_chars])
 
 
-def open_regular_file(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> BufferedReader:
+def open_regular_file(file: FilePath, *, max_bytes: int = MAX_TENSORS_BYTES) -> BufferedReader:
     """Open a file for reading, without blocking; an OSError if it is not regular, not readable or too large."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.fstat(descriptor)
@@ -67,7 +69,7 @@ def open_regular_file(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> Buff
     return os.fdopen(descriptor, "rb")
 
 
-def read_bytes(file: Path, *, max_bytes: int) -> bytes:
+def read_bytes(file: FilePath, *, max_bytes: int) -> bytes:
     """Read a file; an OSError as of `open_regular_file`."""
     with open_regular_file(file, max_bytes=max_bytes) as stream:
         return stream.read(max_bytes + 1)  # the file may grow

@@ -1,16 +1,8 @@
-"""Images of a data set in files: decoded or indexed once per host, and shared by all processes of the host.
+"""Images of a data set, decoded or indexed once per host, and shared by all processes of the host.
 
 The setting ``dataset.cache`` is the folder of all caches: ``auto`` is ``$XDG_CACHE_HOME/fedssl`` or
-``~/.cache/fedssl``. Every data set has a subfolder, named after everything that the pixels depend on:
-
-=============  ============================================================================
-``lock``       held by the process that decodes; the kernel releases it when the process ends
-``note.json``  the progress of decoding, from which the next process continues
-``about.npz``  what is in the files, with their stamps, and unreadable images; without it the cache is empty
-=============  ============================================================================
-
-and the files of `fedssl.datasets.pixel_file` or `fedssl.datasets.pack`. Only damaged files are removed. A folder may be
-deleted whenever no run uses it.
+``~/.cache/fedssl``. Every data set has a subfolder, named after everything that the pixels depend on; see
+`fedssl.datasets.storage`.
 """
 
 import json
@@ -19,24 +11,23 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import IO, Any
 
 import PIL
+import torch
 
 from fedssl.config.literal import user_path
-from fedssl.datasets.buffers import EncodedInput, memory_buffer, record_buffer
-from fedssl.datasets.cache_entry import CacheEntry, cache_error
-from fedssl.datasets.decode_buffer import DecodeBuffer
+from fedssl.datasets.base import ImageData
 from fedssl.datasets.decoding import VERSION, Shape
-from fedssl.datasets.pack import IndexEntry
-from fedssl.datasets.pixel_file import PixelEntry
+from fedssl.datasets.image_index import ImageIndex
+from fedssl.datasets.images import ImageSource
+from fedssl.datasets.pack import Records
+from fedssl.datasets.pixel_file import Pixels
+from fedssl.datasets.sample_checks import range_warnings
+from fedssl.datasets.storage import Storage
 from fedssl.digests import new_identity
 from fedssl.machine.memory import available_memory, gigabytes
+from fedssl.safe_io import FilePath
 
 MIN_SECONDS_TO_CACHE = 1.0  # estimated decoding time from which a file pays
 # Decoding time on one core, measured with images of 32 to 500 pixels: per image, and per encoded byte.
@@ -46,62 +37,34 @@ _AUTO_SHARE = 2  # storage=auto decodes into at most one part in two of the avai
 log = logging.getLogger("fedssl")
 
 
-@dataclass(frozen=True)
-class CacheKey:
-    """Everything that the pixels of a data set depend on."""
-
-    name: str  # readable part of the folder's name
-    files: Sequence[Path]  # files with the encoded images
-    num_images: int  # number of images in the files
-    settings: Mapping[str, Any]  # all other settings, as JSON values
-
-
-@contextmanager
-def open_buffer(
-    location: str | None, cache_key: CacheKey, shape: Shape, *, storage: str, encoded: Callable[[], EncodedInput]
-) -> Iterator[DecodeBuffer]:
-    """Open the buffer of a data set's images; decode into it unless it is ``complete``.
-
-    The images are stored, and ``source`` is made, when the block ends without an exception. Raise an `InputError` if
-    the disk or the memory is too small.
+def read_images(index: ImageIndex, *, cache: str | None, storage: str) -> ImageData:
+    """Return the readable images of an index. Raise an `InputError` if the disk or the memory is too small.
 
     Parameters
     ----------
-    location : str or None
+    cache : str or None
         The folder of all caches, or "auto". None uses the memory of this process, as for small data sets.
-    shape : tuple
-        ``(images to decode, channels, size, size)``.
     storage : {"decoded", "encoded", "auto"}
         "auto" decodes if decoded images exist, or if `has_room`.
-    encoded : callable
-        Returns where the encoded images are; called if they stay encoded.
     """
-    folder = None if location is None else _folder(location, cache_key, num_images=shape[0])
-    entry: CacheEntry | None = None if folder is None else PixelEntry(folder)
-    stored = entry.read() if entry is not None and storage != "encoded" else None
-    if stored is None and (storage == "encoded" or (storage == "auto" and not has_room(shape, folder))):
-        images = encoded()
-        entry = None if folder is None else IndexEntry(folder.with_name(f"{folder.name}-encoded"), images)
-        stored = None if entry is None else entry.read()
-        in_memory: Callable[[], DecodeBuffer] = partial(record_buffer, shape, images)
-    else:
-        in_memory = partial(memory_buffer, shape)
-    if stored is not None:
-        yield stored
-        return
-    lock = None if entry is None else _open_lock(entry, required=location != "auto")
-    if entry is None or lock is None:
-        buffer = in_memory()
-        yield buffer
-        buffer.finish()
-        return
-    with lock:
-        entry.wait_for(lock)
-        stored = entry.read()  # another process may have decoded the images meanwhile
-        buffer = stored or entry.new_buffer(shape)
-        yield buffer
-        if stored is None:
-            entry.store(buffer)
+    source, stored = _read(index, cache=cache, storage=storage)
+    readable = stored.readable
+    warnings = index.warnings + index.unreadable_warnings(stored.unreadable)
+    warnings += range_warnings(index.sample(readable), index.decoding)
+    labels, owners = (
+        None if column is None else torch.from_numpy(column[readable]) for column in (index.labels, index.owners)
+    )
+    return ImageData(source, labels, index.classes, owners, index.owner_names, warnings)
+
+
+def _read(index: ImageIndex, *, cache: str | None, storage: str) -> tuple[ImageSource, Storage]:
+    folder = None if cache is None else _folder(cache, index)
+    stored: Storage = Pixels(index, folder)
+    source = None if storage == "encoded" else stored.read()
+    if source is None and (storage == "encoded" or (storage == "auto" and not has_room(index.shape, folder))):
+        stored = Records(index, None if folder is None else folder.with_name(f"{folder.name}-encoded"))
+        source = stored.read()
+    return stored.make(required=cache != "auto") if source is None else source, stored
 
 
 def has_room(shape: Shape, folder: Path | None) -> bool:
@@ -132,34 +95,24 @@ def cache_folder(location: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or user_path("~/.cache")) / "fedssl"
 
 
-def _folder(location: str, cache_key: CacheKey, *, num_images: int) -> Path | None:
+def _folder(location: str, index: ImageIndex) -> Path | None:
     """Return the folder of these images; None if decoding them takes less than `MIN_SECONDS_TO_CACHE`."""
-    num_bytes, digest = _digest(cache_key)
-    seconds = num_images * (_SECONDS_PER_IMAGE + _SECONDS_PER_BYTE * num_bytes / cache_key.num_images)
-    if seconds < MIN_SECONDS_TO_CACHE:
-        return None
-    return cache_folder(location) / f"{re.sub(r'[^-.0-9A-Za-z]+', '-', cache_key.name)}-{digest}"
-
-
-def _digest(cache_key: CacheKey) -> tuple[int, str]:
-    """Return the size of all files in bytes, and a digest of everything that the pixels depend on."""
-    settings = {"version": VERSION, "Pillow": PIL.__version__, **cache_key.settings}
+    settings = {"version": VERSION, "Pillow": PIL.__version__, **index.key, **vars(index.decoding)}
     hashed = new_identity(json.dumps(settings, sort_keys=True).encode())
     num_bytes = 0
-    for file in cache_key.files:
-        status = file.stat()
-        hashed.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="surrogateescape"))
-        num_bytes += status.st_size
-    return num_bytes, hashed.hexdigest()[:16]
-
-
-def _open_lock(entry: CacheEntry, *, required: bool) -> IO[str] | None:
-    """Make the folder and open its lock file; None if the folder is not ``required`` and cannot be made."""
-    try:
-        entry.folder.mkdir(parents=True, exist_ok=True)
-        return (entry.folder / "lock").open("w")
-    except OSError as error:
-        if required:
-            raise cache_error(entry.folder, error) from error
-        log.warning("%s cannot be made (%s): images are decoded into memory", entry.folder, error.strerror)
+    for file in index.files:
+        line, size = file_line(file)
+        hashed.update(line)
+        num_bytes += size
+    seconds = index.count * (_SECONDS_PER_IMAGE + _SECONDS_PER_BYTE * num_bytes / index.num_in_files)
+    if seconds < MIN_SECONDS_TO_CACHE:
         return None
+    name = re.sub(r"[^-.0-9A-Za-z]+", "-", index.name)
+    return cache_folder(location) / f"{name}-{hashed.hexdigest()[:16]}"
+
+
+def file_line(file: FilePath) -> tuple[bytes, int]:
+    """Return a file's name, size and modification time, by which changes are detected, and its size."""
+    status = Path(file).stat()
+    line = f"{file}\0{status.st_size}\0{status.st_mtime_ns}\n"
+    return line.encode(errors="surrogateescape"), status.st_size

@@ -2,12 +2,11 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageFile, UnidentifiedImageError
@@ -15,16 +14,15 @@ from PIL import Image, ImageFile, UnidentifiedImageError
 from fedssl.config.constraints import check_arguments
 from fedssl.datasets.formats import FORMATS, HEIF_INSTALLED
 from fedssl.datasets.pixels import BACKGROUND, to_array
-from fedssl.errors import InputError
 from fedssl.machine.memory import decode_slot
-from fedssl.safe_io import open_regular_file, sanitize
+from fedssl.safe_io import FilePath, open_regular_file, sanitize
 
+Encoded = bytes | FilePath  # the bytes of an image, or its file
 Shape = tuple[int, int, int, int]  # (images, channels, height, width)
 
 MAX_PIXELS = 50_000_000  # per image, default of dataset.max_pixels
 _MAX_BYTES_PER_PIXEL = 8  # in an uncompressed file
 _BYTES_PER_PIXEL = 16  # in memory: the decoded image, and a turned, a converted and an opaque copy
-_MAX_LISTED = 5  # images listed in a warning
 THREADS = 8  # maximum number of decoding threads
 VERSION = 4  # of decoded pixels and cache files; increase it if the same images give other pixels
 
@@ -50,13 +48,13 @@ class Decoding:
     def __post_init__(self) -> None:
         check_arguments("dataset", **vars(self))
 
-    def __call__(self, source: bytes | Path) -> np.ndarray:
+    def __call__(self, source: Encoded) -> np.ndarray:
         """Decode an image, see `read_image`."""
         return read_image(source, **vars(self))
 
 
 def read_image(
-    source: bytes | Path,
+    source: Encoded,
     *,
     channels: int,
     size: int,
@@ -87,7 +85,7 @@ def max_file_bytes(max_pixels: int) -> int:
 
 
 @contextmanager
-def open_image(source: bytes | Path, *, max_pixels: int) -> Iterator[ImageFile.ImageFile]:
+def open_image(source: Encoded, *, max_pixels: int) -> Iterator[ImageFile.ImageFile]:
     """Open an image of `FORMATS` with at most ``max_pixels``, without decoding it; exceptions as in `read_image`."""
     stream = (
         BytesIO(source)
@@ -100,21 +98,6 @@ def open_image(source: bytes | Path, *, max_pixels: int) -> Iterator[ImageFile.I
                 f"it has {image.width:,} x {image.height:,} pixels, more than dataset.max_pixels={max_pixels}"
             )
         yield image
-
-
-def unreadable_summary(unreadable: Mapping[int, str], name: Callable[[int], str], *, count: int) -> tuple[str, ...]:
-    """Return one warning about unreadable images, with the first few and their reasons; empty if there are none.
-
-    ``unreadable`` maps indices to reasons, ``name`` an index to the name of the image. Raise an `InputError` if all
-    ``count`` images are unreadable.
-    """
-    if not unreadable:
-        return ()
-    listed = "; ".join(f"{name(index)} ({reason})" for index, reason in list(unreadable.items())[:_MAX_LISTED])
-    listed += f"; and {len(unreadable) - _MAX_LISTED} more" if len(unreadable) > _MAX_LISTED else ""
-    if len(unreadable) == count:
-        raise InputError(f"none of the {count} images can be read: {listed}; check dataset.path")
-    return (sanitize(f"{len(unreadable)} of {count} images cannot be read, the rest is used: {listed}"),)
 
 
 def unreadable_reason(error: Exception) -> str:

@@ -49,12 +49,6 @@ class FileRecords(Sequence[bytes]):
         return content
 
 
-def pack_records(pack: Path, lengths: np.ndarray) -> FileRecords:
-    """Return the records of a file that holds them one after another; ``lengths`` are their numbers of bytes."""
-    ends = np.cumsum(lengths, dtype=np.int64)
-    return FileRecords([pack], np.broadcast_to(0, len(lengths)), ends - lengths, lengths)
-
-
 def _close(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)

@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 
 from fedssl.datasets.base import stratified_holdout
-from fedssl.datasets.file_list import FileList, FilePaths
 from fedssl.datasets.formats import HEIF_INSTALLED, HEIF_SUFFIXES, SUFFIXES
 from fedssl.datasets.listing import Listing, is_folder, list_files, log_once
 from fedssl.datasets.splits import HELD_OUT, matching, split_of
@@ -27,6 +26,22 @@ from fedssl.errors import InputError, shortened
 from fedssl.safe_io import sanitize
 
 _LEVELS = {"class": ("class",), "owner": ("owner",), "owner/class": ("owner", "class"), "none": ()}
+
+
+@dataclass(frozen=True)
+class FileList:
+    """Image files with the classes and owners of their folders; see `ImageData` for the fields."""
+
+    files: list[str]
+    labels: np.ndarray | None = None
+    classes: tuple[str, ...] = ()
+    owners: np.ndarray | None = None
+    owner_names: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def at(self, indices: np.ndarray) -> "FileList":
+        labels, owners = (None if column is None else column[indices] for column in (self.labels, self.owners))
+        return replace(self, files=[self.files[index] for index in indices], labels=labels, owners=owners)
 
 
 @dataclass(frozen=True)
@@ -84,9 +99,9 @@ def list_split(
     return _file_list(part, classes, warnings)
 
 
-def list_images(folder: Path) -> FilePaths:
+def list_images(folder: Path) -> list[str]:
     """List all images below a folder, whatever its subfolders mean, sorted by path."""
-    return FilePaths(_part(_list(folder), "none").files)
+    return _part(_list(folder), "none").files
 
 
 def _list(root: Path) -> Listing:
@@ -314,7 +329,7 @@ def _file_list(part: _Part, classes: tuple[str, ...], warnings: tuple[str, ...])
     class_names, owners = part.names.get("class"), part.names.get("owner")
     owner_names = tuple(sorted(set(owners or ())))
     return FileList(
-        FilePaths(part.files),
+        part.files,
         None if class_names is None or not classes else _numbered(class_names, classes),
         classes if class_names is not None else (),
         None if owners is None else _numbered(owners, owner_names),

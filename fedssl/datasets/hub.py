@@ -4,26 +4,24 @@ Both are read with pyarrow alone, since the Hub's cache of a data set consists o
 directly to the decoder, without a Python object per row.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import torch
 
 from fedssl.config.constraints import check_arguments
 from fedssl.datasets.base import ImageData, stratified_holdout, subsample_indices
-from fedssl.datasets.buffers import EncodedInput
-from fedssl.datasets.cache import CacheKey, open_buffer
-from fedssl.datasets.decode_buffer import decode
-from fedssl.datasets.decoding import MAX_PIXELS, Decoding, unreadable_summary
+from fedssl.datasets.cache import read_images
+from fedssl.datasets.decoding import MAX_PIXELS, Decoding, Encoded
 from fedssl.datasets.image_column import check_image_column, encoded_images, image_files
+from fedssl.datasets.image_index import ImageIndex
 from fedssl.datasets.labels import missing_labels, read_labels
 from fedssl.datasets.listing import is_file
 from fedssl.datasets.local_tables import has_held_out, listed_files, local_files
 from fedssl.datasets.pixels import BACKGROUND
-from fedssl.datasets.sample_checks import range_warnings
 from fedssl.datasets.splits import HELD_OUT, split_of_word
 from fedssl.datasets.tables import (
     arrow_records,
@@ -108,32 +106,56 @@ def read(
         return None
     owners, owner_names = (None, ()) if owner is None else _owners(files, owner)
     named = [path for file in files for path in image_files(file, image)]
-    # The rows depend on the labels, whose numbers depend on the names in all files of the data set.
-    settings = {"reader": "hub", "image": image, "rows": identity(rows.tobytes()), **vars(decoding)}
-    cache_key = CacheKey(
+    index = TableIndex(
         name=f"{hub if path is None else Path(path).name}-{split}-{size}px",
+        count=len(rows),
         files=[*files, *filter(is_file, named)],
-        num_images=count,
-        settings=settings,
+        num_in_files=count,
+        decoding=decoding,
+        # The rows depend on the labels, whose numbers depend on the names in all files of the data set.
+        key={"reader": "hub", "image": image, "rows": identity(rows.tobytes())},
+        labels=labels[rows],
+        classes=classes,
+        owners=None if owners is None else owners[rows],
+        owner_names=owner_names,
+        warnings=warnings,
+        tables=files,
+        column=image,
+        rows=rows,
+        names_files=bool(named),
+        row_name=f"of the split {split!r} in {files[0].parent}",
     )
+    return read_images(index, cache=cache, storage=storage)
 
-    def encoded() -> EncodedInput:
-        num_bytes = sum(column_bytes(file, image) for file in files) * len(rows) // count
-        return EncodedInput(arrow_records(files, image, rows), num_bytes=num_bytes, decoding=decoding)
 
-    shape = (len(rows), channels, size, size)
-    with open_buffer(cache, cache_key, shape, storage=storage, encoded=encoded) as buffer:
-        if not buffer.complete:
-            decode(_encoded(files, image, rows[buffer.done :]), buffer, decoding)
-        warnings += unreadable_summary(
-            buffer.unreadable,
-            lambda index: _row_name(rows[index], split, files, image if named else None),
-            count=len(rows),
-        )
-    rows = rows[buffer.readable]
-    warnings += range_warnings(chain.from_iterable(_encoded(files, image, rows)), decoding)
-    left, owned = _select_rows(rows, labels), _select_rows(rows, owners)
-    return ImageData(buffer.source, left, classes, owned, owner_names, warnings)
+@dataclass(frozen=True, kw_only=True)
+class TableIndex(ImageIndex):
+    """Images in rows of a column of parquet or arrow files."""
+
+    tables: Sequence[Path]
+    column: str
+    rows: np.ndarray  # ascending, of all tables one after another
+    row_name: str  # of any row, after its number
+    names_files: bool  # whether the column names files
+
+    def batches(self, start: int) -> Iterator[Sequence[Encoded]]:
+        return _encoded(self.tables, self.column, self.rows[start:])
+
+    def sample(self, readable: np.ndarray) -> Iterable[Encoded]:
+        return chain.from_iterable(_encoded(self.tables, self.column, self.rows[readable]))
+
+    def image_name(self, index: int) -> str:
+        place = f"row {self.rows[index]} {self.row_name}"
+        if not self.names_files:
+            return place
+        source = next(chain.from_iterable(self.batches(index)))
+        return f"{place}, {source}" if isinstance(source, Path) else place
+
+    def records(self) -> Sequence[Encoded] | None:
+        return arrow_records(self.tables, self.column, self.rows)
+
+    def num_bytes(self) -> int:
+        return sum(column_bytes(file, self.column) for file in self.tables) * self.count // self.num_in_files
 
 
 def _siblings(files: Sequence[Path]) -> list[Path]:
@@ -175,20 +197,8 @@ def _owners(files: Sequence[Path], column: str) -> tuple[np.ndarray, tuple[str, 
     return owners, tuple(str(name) for name in names)
 
 
-def _row_name(row: int, split: str, files: Sequence[Path], column: str | None) -> str:
-    """Return the name of a row for a message, with the file that its image ``column`` names."""
-    place = f"row {row} of the split {split!r} in {files[0].parent}"
-    if column is None:
-        return place
-    (source,) = chain.from_iterable(_encoded(files, column, np.array([row])))
-    return f"{place}, {source}" if isinstance(source, Path) else place
-
-
-def _select_rows(rows: np.ndarray, column: np.ndarray | None) -> torch.Tensor | None:
-    return None if column is None else torch.from_numpy(column[rows])
-
-
-def _encoded(files: Sequence[Path], column: str, rows: np.ndarray) -> Iterator[list[bytes | Path]]:
+def _encoded(files: Sequence[Path], column: str, rows: np.ndarray) -> Iterator[list[Encoded]]:
+    """Yield the encoded images of ascending rows of all files one after another."""
     bounds = np.cumsum([0, *map(num_rows, files)])
     first = np.searchsorted(rows, bounds)
     needed = [(file, bounds[place]) for place, file in enumerate(files) if first[place] < first[place + 1]]

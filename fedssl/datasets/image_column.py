@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from fedssl.datasets.decoding import Encoded
 from fedssl.datasets.tables import children, column_of, has_nulls, is_bytes, is_text, schema_of
 from fedssl.errors import InputError
 
-Encoded = bytes | Path
 _FIELDS = ("bytes", "path")  # of the structs of ``datasets``
 
 

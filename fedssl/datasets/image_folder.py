@@ -14,24 +14,21 @@ Images are sorted by path.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from fedssl.config.constraints import check_arguments
 from fedssl.config.literal import user_path
 from fedssl.datasets.base import ImageData, subsample_indices
-from fedssl.datasets.buffers import EncodedInput
-from fedssl.datasets.cache import CacheKey, open_buffer
-from fedssl.datasets.decode_buffer import decode
-from fedssl.datasets.decoding import MAX_PIXELS, Decoding, unreadable_summary
-from fedssl.datasets.file_list import FileList
+from fedssl.datasets.cache import file_line, read_images
+from fedssl.datasets.decoding import MAX_PIXELS, Decoding, Encoded
 from fedssl.datasets.folder_layout import list_images, list_split
-from fedssl.datasets.images import ImageSource
+from fedssl.datasets.image_index import ImageIndex
 from fedssl.datasets.pixels import BACKGROUND
-from fedssl.datasets.sample_checks import SAMPLE, range_warnings
+from fedssl.datasets.sample_checks import SAMPLE
 from fedssl.digests import new_identity
 from fedssl.errors import InputError
 
@@ -80,7 +77,7 @@ def read(
     cache : str or None
         Folder of decoded images, see `fedssl.datasets.cache`.
     storage : {"decoded", "encoded", "auto"}
-        See `fedssl.datasets.cache.open_buffer`. Encoded images stay in their files.
+        See `fedssl.datasets.cache.read_images`. Encoded images stay in their files.
 
     Returns
     -------
@@ -98,23 +95,31 @@ def read(
     if file_list is None or not file_list.files:
         return None
     file_list = file_list.at(subsample_indices(len(file_list.files), limit))
-
-    files, count = file_list.files, len(file_list.files)
-    cache_key = CacheKey(
+    index = FolderIndex(
         name=f"{Path(path).name}-{split}-{size}px",
-        files=files,
-        num_images=count,
-        settings={"reader": "image_folder"} | vars(decoding),
+        count=len(file_list.files),
+        num_in_files=len(file_list.files),
+        decoding=decoding,
+        key={"reader": "image_folder"},
+        **vars(file_list),
     )
-    shape = (count, channels, size, size)
-    in_files = EncodedInput(records=files, num_bytes=0, decoding=decoding)
-    with open_buffer(cache, cache_key, shape, storage=storage, encoded=lambda: in_files) as buffer:
-        if not buffer.complete:
-            batches = (files[start : start + _BATCH] for start in range(buffer.done, count, _BATCH))
-            decode(batches, buffer, decoding)
-        warnings = unreadable_summary(buffer.unreadable, lambda index: str(files[index]), count=count)
-    warnings += file_list.warnings + range_warnings(files[:: math.ceil(count / SAMPLE)], decoding)
-    return _image_data(buffer.source, file_list.at(buffer.readable), warnings)
+    return read_images(index, cache=cache, storage=storage)
+
+
+class FolderIndex(ImageIndex):
+    """Images in their own files."""
+
+    def batches(self, start: int) -> Iterator[Sequence[Encoded]]:
+        return (self.files[first : first + _BATCH] for first in range(start, self.count, _BATCH))
+
+    def sample(self, readable: np.ndarray) -> Iterable[Encoded]:
+        return self.files[:: math.ceil(self.count / SAMPLE)]
+
+    def image_name(self, index: int) -> str:
+        return str(self.files[index])
+
+    def records(self) -> Sequence[Encoded]:
+        return self.files
 
 
 def count_files(path: Path) -> int:
@@ -126,13 +131,5 @@ def files_digest(path: Path) -> str:
     """Return a digest of the names, sizes and modification times of all images below a folder."""
     hashed = new_identity()
     for file in list_images(path):
-        status = file.stat()
-        hashed.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="surrogateescape"))
+        hashed.update(file_line(file)[0])
     return hashed.hexdigest()
-
-
-def _image_data(images: ImageSource, file_list: FileList, warnings: tuple[str, ...]) -> ImageData:
-    labels, owners = (
-        None if column is None else torch.from_numpy(column) for column in (file_list.labels, file_list.owners)
-    )
-    return ImageData(images, labels, file_list.classes, owners, file_list.owner_names, warnings)

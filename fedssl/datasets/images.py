@@ -14,13 +14,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedssl.datasets.decoding import THREADS, Decoding, unreadable_reason
+from fedssl.datasets.decoding import THREADS, Decoding, Encoded, unreadable_reason
 from fedssl.errors import InputError
 from fedssl.machine.devices import free_memory, is_gpu
 from fedssl.machine.memory import gigabytes
@@ -148,7 +147,7 @@ class EncodedImages(ImageSource):
 
     Parameters
     ----------
-    records : sequence of bytes or Path
+    records : sequence of bytes or paths
         Encoded images, or their files.
     rows : ndarray
         Indices of the readable records, int64, ``(n,)``.
@@ -156,7 +155,7 @@ class EncodedImages(ImageSource):
         Makes their pixels.
     """
 
-    def __init__(self, records: Sequence[bytes | Path], rows: np.ndarray, decoding: Decoding) -> None:
+    def __init__(self, records: Sequence[Encoded], rows: np.ndarray, decoding: Decoding) -> None:
         self.shape = (len(rows), decoding.channels, decoding.size, decoding.size)
         self._records, self._rows, self._decoding = records, rows, decoding
 

@@ -1,10 +1,4 @@
-"""Decoded images in a cache, one array that all processes map.
-
-===========  =================================
-``partial``  the pixels while they are decoded
-``pixels``   the pixels of all readable images
-===========  =================================
-"""
+"""Decoded images: one array, in memory or in the file ``pixels`` of a cache, which all processes map."""
 
 import errno
 import logging
@@ -16,66 +10,84 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from fedssl.atomic_files import map_file
-from fedssl.datasets.buffers import PixelBuffer
-from fedssl.datasets.cache_entry import CacheEntry, cache_errors, stamp, sync_and_rename
-from fedssl.datasets.decoding import Shape
-from fedssl.datasets.images import MappedImages
+from fedssl.atomic_files import fsync_folder, map_file
+from fedssl.datasets.images import MappedImages, TensorImages
+from fedssl.datasets.storage import Storage, cache_errors, check_memory, stamp, sync_and_rename
 from fedssl.errors import InputError
 from fedssl.machine.memory import gigabytes
+
+_COPY_CHUNK = 1024  # images copied at a time
 
 log = logging.getLogger("fedssl")
 
 
-class PixelEntry(CacheEntry):
-    """Folder with the decoded images of one data set."""
+class Pixels(Storage):
+    """Decoded images ``images``, uint8 of the index's shape."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._pixels = folder / "pixels"
+    images: np.ndarray
 
-    def new_buffer(self, shape: Shape) -> "_MmapBuffer":
-        num_bytes = math.prod(shape)
+    def _start(self) -> None:
+        shape, num_bytes = self.index.shape, math.prod(self.index.shape)
+        if self.folder is None:
+            check_memory(
+                num_bytes,
+                f"{shape[0]:,} images of {shape[1]} x {shape[2]} x {shape[3]}",
+                "decode them into a file with dataset.cache=auto or dataset.cache=FOLDER, leave them encoded with "
+                "dataset.storage=encoded",
+            )
+            self.images = np.empty(shape, dtype=np.uint8)
+            return
+        partial = self.file("partial")
         with cache_errors(self.folder):
-            for old in (self._about, self._pixels):
-                old.unlink(missing_ok=True)
-            if not self.partial.is_file() or self.partial.stat().st_size != num_bytes:
-                self.note.unlink(missing_ok=True)
-                self.partial.unlink(missing_ok=True)
-                _reserve(self.partial, num_bytes)
-            pixels = np.memmap(self.partial, dtype=np.uint8, mode="r+", shape=shape)
-        buffer = _MmapBuffer(pixels, self)
-        log.info("decoding %s images into %s (%s)", f"{shape[0] - buffer.done:,}", self.folder, gigabytes(num_bytes))
-        return buffer
+            for old in ("about.npz", "pixels"):
+                self.file(old).unlink(missing_ok=True)
+            if not partial.is_file() or partial.stat().st_size != num_bytes:
+                self.file("note.json").unlink(missing_ok=True)
+                partial.unlink(missing_ok=True)
+                _reserve(partial, num_bytes)
+            self.images = np.memmap(partial, dtype=np.uint8, mode="r+", shape=shape)
+        self.done, self.unreadable = self._noted()
+        log.info("decoding %s images into %s (%s)", f"{self.count - self.done:,}", self.folder, gigabytes(num_bytes))
 
-    def _open(self, columns: Mapping[str, np.ndarray], unreadable: Mapping[int, str]) -> MappedImages:
-        if columns["stamp"].tolist() != stamp(self._pixels):
+    def write(self, index: int, image: np.ndarray) -> None:
+        self.images[index] = image
+
+    def _flush(self) -> None:
+        if isinstance(self.images, np.memmap):
+            self.images.flush()
+
+    def drop_unreadable(self) -> None:
+        """Move the readable images together, in their order."""
+        if not self.unreadable:
+            return
+        if self.folder is not None:
+            self.file("note.json").unlink(missing_ok=True)  # after an interruption all images must be decoded again
+            fsync_folder(self.folder)
+        kept = self.readable
+        for start in range(min(self.unreadable), len(kept), _COPY_CHUNK):
+            rows = kept[start : start + _COPY_CHUNK]
+            self.images[start : start + len(rows)] = self.images[rows]
+        self.images = self.images[: len(kept)]
+
+    def _in_memory(self) -> TensorImages:
+        self.drop_unreadable()
+        return TensorImages(torch.from_numpy(self.images))
+
+    def _complete_files(self) -> dict[str, np.ndarray]:
+        self.drop_unreadable()
+        pixels = self.file("pixels")
+        sync_and_rename(self.file("partial"), self.images.nbytes, pixels)
+        return {"shape": np.array(self.images.shape), "stamp": np.array(stamp(pixels))}
+
+    def _open(self, columns: Mapping[str, np.ndarray]) -> MappedImages:
+        pixels = self.file("pixels")
+        if columns["stamp"].tolist() != stamp(pixels):
             raise ValueError("its pixels have been changed")
         count, channels, height, width = columns["shape"].tolist()
         size = count * channels * height * width
-        return MappedImages(map_file(self._pixels, size=size), (count, channels, height, width))
-
-    def _store(self, buffer: PixelBuffer) -> dict[str, np.ndarray]:
-        buffer.drop_unreadable()
-        shape, num_bytes = buffer.images.shape, buffer.images.nbytes
-        sync_and_rename(self.partial, num_bytes, self._pixels)
-        return {"shape": np.array(shape), "stamp": np.array(stamp(self._pixels))}
-
-
-class _MmapBuffer(PixelBuffer):
-    """A buffer in a mapped file, with its progress in a note beside it."""
-
-    def __init__(self, pixels: np.memmap, entry: PixelEntry) -> None:
-        done, unreadable = entry.progress()
-        super().__init__(pixels, done=done, unreadable=unreadable)
-        self._file, self._entry = pixels, entry
-
-    def save_progress(self, done: int, unreadable: Mapping[int, str]) -> None:
-        super().save_progress(done, unreadable)
-        with cache_errors(self._entry.folder):
-            self._file.flush()  # first: noted images must be on the disk even if the machine crashes
-            self._entry.write_progress(self)
+        return MappedImages(map_file(pixels, size=size), (count, channels, height, width))
 
 
 def _reserve(file: Path, size: int) -> None:

@@ -3,12 +3,11 @@
 import math
 from collections.abc import Iterable
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from fedssl.datasets.decoding import Decoding, open_image
+from fedssl.datasets.decoding import Decoding, Encoded, open_image
 from fedssl.datasets.images import ImageSource
 from fedssl.datasets.pixels import is_deep, states_maximum, white_value
 
@@ -32,7 +31,7 @@ def constant_warnings(images: ImageSource) -> tuple[str, ...]:
     )
 
 
-def range_warnings(sources: Iterable[bytes | Path], decoding: Decoding) -> tuple[str, ...]:
+def range_warnings(sources: Iterable[Encoded], decoding: Decoding) -> tuple[str, ...]:
     """Return a warning if images with more than 8 bits use a small part of their range, or exceed it, else none.
 
     ``sources`` are encoded images, of which the first `SAMPLE` are read.
@@ -59,7 +58,7 @@ def range_warnings(sources: Iterable[bytes | Path], decoding: Decoding) -> tuple
     return (f"{found} of {limit:,g}, so that they are nearly black; {remedy}",)
 
 
-def _peak(source: bytes | Path, decoding: Decoding) -> tuple[float, float, bool] | None:
+def _peak(source: Encoded, decoding: Decoding) -> tuple[float, float, bool] | None:
     """Return the largest value of an image with more than 8 bits, that of white, and whether it is gray; else None."""
     try:
         with open_image(source, max_pixels=decoding.max_pixels) as image:

@@ -26,7 +26,7 @@ import torch
 
 from fedssl.config.constraints import check_arguments
 from fedssl.datasets.cache import MIN_SECONDS_TO_CACHE, cache_folder
-from fedssl.datasets.cache_entry import cache_error
+from fedssl.datasets.storage import cache_error
 from fedssl.digests import identity, new_identity
 from fedssl.errors import InputError
 from fedssl.evaluation.features import pixel_values

@@ -11,6 +11,8 @@ from PIL import Image
 
 from fedssl.config.load import read_data
 from fedssl.config.settings import DataSettings
+from fedssl.datasets.decoding import Decoding
+from fedssl.datasets.image_folder import FolderIndex
 from fedssl.datasets.images import ImageSource
 
 CONF = Path(__file__).parents[3] / "conf" / "dataset"
@@ -50,3 +52,16 @@ def table(values: list[int], labels: list[int | None], *, image: str = "img", la
 
 def first_pixels(images: ImageSource | np.ndarray) -> list[int]:
     return images[:][:, 0, 0, 0].tolist()
+
+
+class Batches(FolderIndex):
+    """Encoded images, as tasks of decoding threads."""
+
+    def __init__(self, batches: list, *, channels: int, size: int) -> None:
+        form = Decoding(channels=channels, size=size)
+        sources = [source for batch in batches for source in batch]
+        super().__init__(name="", count=len(sources), decoding=form, files=sources, num_in_files=len(sources), key={})
+        self.__dict__["_batches"] = batches
+
+    def batches(self, start: int):
+        return iter(self._batches)

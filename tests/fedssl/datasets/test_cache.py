@@ -26,8 +26,9 @@ from PIL import Image
 
 from fedssl.config.load import read_data
 from fedssl.config.settings import DataSettings
-from fedssl.datasets import base, cache, decode_buffer, decoding, image_folder, pixel_file
+from fedssl.datasets import base, cache, decoding, image_folder, pixel_file, storage
 from fedssl.datasets.base import ImageData, load_split
+from fedssl.datasets.image_folder import FolderIndex
 from fedssl.errors import InputError
 
 CONF = Path(__file__).parents[3] / "conf" / "dataset"
@@ -187,9 +188,9 @@ def test_a_damaged_file_is_made_again(images, location, decoded, caplog, damage,
 CHILD = """
 import sys, time
 from pathlib import Path
-from fedssl.datasets import cache, decode_buffer, decoding, image_folder
+from fedssl.datasets import cache, decoding, image_folder, storage
 cache.MIN_SECONDS_TO_CACHE, image_folder._BATCH = 0, 2
-decode_buffer.DECODE_LOG_INTERVAL, decode_buffer.THREADS = 0.01, 2
+storage.DECODE_LOG_INTERVAL, storage.THREADS = 0.01, 2
 original = decoding.read_image
 def slow(source, **form):
     time.sleep({pause})
@@ -281,7 +282,7 @@ def test_interrupted_decoding_resumes(images, location, decoded, note):
     expected = read(folder_of(images, None, test_fraction=0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(image_folder, "_BATCH", 2)
-        patch.setattr(decode_buffer, "THREADS", 1)  # with several, one that sleeps may hold the count back
+        patch.setattr(storage, "THREADS", 1)  # with several, one that sleeps may hold the count back
         stop_after(30, patch, decoded)
         with pytest.raises(KeyboardInterrupt):
             read(folder_of(images, location, test_fraction=0))
@@ -333,16 +334,15 @@ def test_free_disk_space_is_checked_before_decoding(images, location, decoded, m
 
 def test_a_cache_above_64_gib_is_stored_and_mapped(tmp_path, monkeypatch):
     """460,000 images of 3 x 224 x 224 bytes are 69,242,880,000 bytes; 64 GiB are 68,719,476,736. The file is sparse."""
-    shape = (460_000, 3, 224, 224)
     monkeypatch.setattr(pixel_file, "_reserve", lambda file, size: file.touch() or os.truncate(file, size))
-    entry = pixel_file.PixelEntry(tmp_path)
-    buffer = entry.new_buffer(shape)
-    buffer.images[-1] = 7
-    buffer.save_progress(len(buffer.images), {})
-    entry.store(buffer)
-    assert tuple(buffer.source.shape) == shape
+    index = FolderIndex(
+        name="large", count=460_000, decoding=decoding.Decoding(channels=3, size=224), files=[], num_in_files=1, key={}
+    )
+    pixels = pixel_file.Pixels(index, tmp_path)
+    monkeypatch.setattr(pixels, "_decode", lambda: (pixels._start(), pixels.write(index.count - 1, 7)))
+    made = pixels.make(required=True)
+    assert tuple(made.shape) == (460_000, 3, 224, 224)
     assert (tmp_path / "pixels").stat().st_size == 69_242_880_000
-    stored = entry.read()
-    assert stored.complete
-    assert stored.source[-1:].unique().tolist() == [7]
-    assert stored.source[:1].unique().tolist() == [0]
+    stored = pixel_file.Pixels(index, tmp_path).read()
+    assert stored[-1:].unique().tolist() == [7]
+    assert stored[:1].unique().tolist() == [0]

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedssl.datasets import buffers, decode_buffer, decoding
+from fedssl.datasets import decoding, storage
+from fedssl.datasets.pixel_file import Pixels
 from fedssl.errors import InputError
-from tests.fedssl.datasets.made import first_pixels, make_image, png
+from tests.fedssl.datasets.made import Batches, first_pixels, make_image, png
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
 
@@ -24,19 +25,21 @@ def test_exif_orientation_is_honoured(tmp_path: Path) -> None:
 def test_decode_keeps_order_and_reports_what_it_cannot_read() -> None:
     batches = [[png(make_image(value)) for value in range(start, start + 3)] for start in range(0, 60, 3)]
     batches[4][1] = b"not an image"
-    buffer = buffers.memory_buffer((60, 1, 4, 4))
-    decode_buffer.decode(batches, buffer, decoding.Decoding(channels=1, size=4))
-    assert buffer.complete
-    unreadable = buffer.unreadable
+    pixels = Pixels(Batches(batches, channels=1, size=4), None)
+    images = pixels.make(required=True)
+    assert pixels.done == 60
+    unreadable = pixels.unreadable
     assert list(unreadable) == [13]
     assert unreadable[13].startswith("it is no image of JPEG, PNG, ")
     rest = [value for value in range(60) if value != 13]
-    assert buffer.readable.tolist() == rest
-    buffer.drop_unreadable()
-    assert first_pixels(buffer.images) == rest
+    assert pixels.readable.tolist() == rest
+    assert first_pixels(images) == rest
 
 
 def test_images_beyond_memory_are_refused_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "available_memory", lambda: 8 * 10**9)
+    monkeypatch.setattr(storage, "available_memory", lambda: 8 * 10**9)
+    # 10^6 * 3 * 64 * 64 = 12.288 * 10^9 bytes
     with pytest.raises(InputError, match=r"1,000,000 images of 3 x 64 x 64 need 12\.3 GB of memory, and 8\.0 GB are"):
-        buffers.memory_buffer((1_000_000, 3, 64, 64))  # 10^6 * 3 * 64 * 64 = 12.288 * 10^9 bytes
+        Pixels(Batches([range(1_000_000)], channels=3, size=64), None).make(
+            required=True
+        )  # 10^6 * 3 * 64 * 64 = 12.288 * 10^9 bytes

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from fedssl.datasets import base, cache, decode_buffer, decoding, image_folder, pack, tables
+from fedssl.datasets import base, cache, decoding, image_folder, pack, storage, tables
 from fedssl.datasets.base import ImageData
 from fedssl.datasets.images import EncodedImages, MappedImages, TensorImages
 from fedssl.errors import InputError
@@ -37,7 +37,7 @@ def copy_until_the_disk_is_full(tmp_path, monkeypatch) -> int:
         return original(descriptor, content[: len(content) // 2] if len(written) == 1 else content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(decoding, "THREADS", 1)
+        patch.setattr(storage, "THREADS", 1)
         patch.setattr(pack.os, "write", fill)
         with pytest.raises(InputError, match=r"became full while .* were copied .* which continues the copy"):
             load(tmp_path / "data", "parquet", tmp_path / "cache", storage="encoded", test_fraction=0)
@@ -198,7 +198,7 @@ def test_an_interrupted_index_is_continued(tmp_path, monkeypatch, reads, kind):
         return original(source, **settings)
 
     with monkeypatch.context() as patch:
-        patch.setattr(decode_buffer, "THREADS", 1)
+        patch.setattr(storage, "THREADS", 1)
         patch.setattr(image_folder, "_BATCH", 7)
         patch.setattr(decoding, "read_image", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -259,10 +259,10 @@ def test_a_run_has_the_same_results_with_both(tmp_path, kind):
     write(tmp_path / "data", kind)
     name = "image_folder" if kind == "folder" else "cifar10"
     found = []
-    for storage in ("decoded", "encoded"):
-        folder = tmp_path / storage
+    for kept_as in ("decoded", "encoded"):
+        folder = tmp_path / kept_as
         own = {"path": tmp_path / "data", "size": 16, "test_fraction": 0.3, "cache": tmp_path / "cache"}
-        own = {f"dataset.{key}": value for key, value in {**own, "storage": storage}.items()}
+        own = {f"dataset.{key}": value for key, value in {**own, "storage": kept_as}.items()}
         run([f"{key}={value}" for key, value in {"dataset": name, **own, **RUN, "output_dir": folder}.items()])
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         kept = [{key: value for key, value in line.items() if "seconds" not in key} for line in lines]

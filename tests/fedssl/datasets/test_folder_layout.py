@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from fedssl.datasets import listing
-from fedssl.datasets.file_list import FileList
-from fedssl.datasets.folder_layout import list_split
+from fedssl.datasets.folder_layout import FileList, list_split
 from fedssl.errors import InputError
 
 SPLITS = ("train", "test")
@@ -32,7 +31,7 @@ def labeled(root: Path, file_list: FileList | None) -> dict[str, str | None] | N
         return None
     labels = [None] * len(file_list.files) if file_list.labels is None else file_list.labels
     names = [None if label is None else file_list.classes[label] for label in labels]
-    return {str(file.relative_to(root)): name for file, name in zip(file_list.files, names, strict=True)}
+    return {str(Path(file).relative_to(root)): name for file, name in zip(file_list.files, names, strict=True)}
 
 
 def classes_of(root: Path, **changes: object) -> list[tuple[str, ...] | None]:

@@ -15,10 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, PngImagePlugin
 
-from fedssl.datasets import decode_buffer, decoding, hub, image_folder
-from fedssl.datasets.buffers import memory_buffer
+from fedssl.datasets import hub, image_folder
+from fedssl.datasets.pixel_file import Pixels
 from fedssl.errors import InputError
 from fedssl.machine import memory
+from tests.fedssl.datasets.made import Batches
 
 
 def make_image(value: int = 7, *, mode: str = "RGB", size: tuple[int, int] = (8, 8)) -> Image.Image:
@@ -125,9 +126,10 @@ def test_only_regular_files_are_opened(tmp_path):
     (tmp_path / "one.png").write_bytes(encoded(make_image(), "PNG"))
     start = time.monotonic()
     assert len(read(tmp_path).images) == 1
-    buffer = memory_buffer((len(places), 3, 8, 8))
-    decode_buffer.decode([places], buffer, decoding.Decoding(channels=3, size=8))
-    assert list(buffer.unreadable) == list(range(len(places)))
+    pixels = Pixels(Batches([places], channels=3, size=8), None)
+    with pytest.raises(InputError, match="none of the 5 images can be read"):
+        pixels.make(required=True)
+    assert list(pixels.unreadable) == list(range(len(places)))
     assert time.monotonic() - start < 5
 
 

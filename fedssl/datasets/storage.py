@@ -1,0 +1,297 @@
+"""Images of a data set while they are decoded, and afterwards: in memory, or in a folder of the cache.
+
+The folder has these files, and those of `fedssl.datasets.pixel_file` or `fedssl.datasets.pack`:
+
+=============  ============================================================================
+``lock``       held by the process that decodes; the kernel releases it when the process ends
+``note.json``  the progress of decoding, from which the next process continues
+``partial``    the content while it is made
+``about.npz``  what is in the files, with their stamps, and unreadable images; without it the cache is empty
+=============  ============================================================================
+
+Only damaged files are removed. A folder may be deleted whenever no run uses it.
+"""
+
+import json
+import logging
+import math
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from fedssl.atomic_files import write_text
+from fedssl.datasets.decoding import THREADS, Encoded, unreadable_reason
+from fedssl.datasets.image_index import ImageIndex
+from fedssl.datasets.images import ImageSource
+from fedssl.errors import InputError
+from fedssl.locks import lock
+from fedssl.machine.memory import available_memory, gigabytes
+from fedssl.machine.process import available_cores
+from fedssl.tensor_file import read_arrays, write_arrays
+
+DECODE_LOG_INTERVAL = 10.0  # seconds between two progress lines
+_LOCK_POLL_SECONDS = 0.2
+
+log = logging.getLogger("fedssl")
+
+
+def cache_error(folder: Path, error: OSError) -> InputError:
+    """Make the error for a folder that cannot be written."""
+    return InputError(
+        f"{folder} cannot be written ({error.strerror or error}); set dataset.cache=FOLDER, or "
+        "decode into memory with dataset.cache=null"
+    )
+
+
+@contextmanager
+def cache_errors(folder: Path) -> Iterator[None]:
+    """Turn the errors of the file system into an `InputError`."""
+    try:
+        yield
+    except OSError as error:
+        raise cache_error(folder, error) from error
+
+
+def stamp(file: Path) -> list[int]:
+    """Return size and modification time, which change with the content."""
+    status = file.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def check_memory(needed: int, what: str, remedy: str) -> None:
+    """Raise an `InputError` if memory is too small."""
+    free = available_memory()
+    if free is not None and needed > free:
+        raise InputError(
+            f"{what} need {gigabytes(needed)} of memory, and {gigabytes(free)} are available; {remedy}, or lower "
+            "dataset.limit or dataset.size"
+        )
+
+
+class Storage(ABC):
+    """The images of an index, decoded or not; in memory without a folder.
+
+    Attributes
+    ----------
+    done : int
+        Number of images, from the first, that are decoded or unreadable.
+    unreadable : dict
+        Index of every unreadable image to the reason, sorted.
+    """
+
+    def __init__(self, index: ImageIndex, folder: Path | None) -> None:
+        self.index, self.count, self.folder = index, index.count, folder
+        self.done, self.unreadable = 0, dict[int, str]()
+
+    @property
+    def readable(self) -> np.ndarray:
+        """Sorted indices of the readable images, int64."""
+        return np.delete(np.arange(self.count), list(self.unreadable))
+
+    def file(self, name: str) -> Path:
+        """Return a file of the folder."""
+        assert self.folder is not None
+        return self.folder / name
+
+    def read(self) -> ImageSource | None:
+        """Open the images that an earlier process has stored; None if there are none or they are damaged."""
+        if self.folder is None:
+            return None
+        try:
+            columns = read_arrays(self.file("about.npz"))
+            self.unreadable = dict(zip(columns["unreadable"].tolist(), columns["reasons"].tolist(), strict=True))
+            return self._open(columns)
+        except FileNotFoundError:
+            pass
+        except Exception as error:  # a damaged file can raise any exception
+            log.warning("%s is damaged (%s): its images are decoded again", self.folder, error)
+        self.unreadable = {}
+        return None
+
+    def make(self, *, required: bool) -> ImageSource:
+        """Decode the images and store them; in memory if the folder is not ``required`` and cannot be made."""
+        stream = None if self.folder is None else self._open_lock(required=required)
+        if stream is None:
+            self.folder = None
+            self._decode()
+            return self._in_memory()
+        with stream:
+            self._wait_for(stream)
+            source = self.read()  # another process may have decoded the images meanwhile
+            return self._store() if source is None else source
+
+    def _decode(self) -> None:
+        """Decode the images that are not there yet, with a pool of threads.
+
+        A batch is fetched only when a thread is free, so that memory holds at most one batch per thread. The progress
+        is logged and saved every `DECODE_LOG_INTERVAL` seconds. Images that raise an exception count as unreadable.
+        """
+        self._start()
+        threads, running = min(THREADS, available_cores()), _RunningBatches(self)
+        with ThreadPoolExecutor(threads) as pool:
+            try:
+                for batch in self.index.batches(self.done):
+                    self.receive(batch)
+                    running.add(batch, pool)
+                    while len(running.tasks) >= threads:
+                        running.wait()
+                while running.tasks:
+                    running.wait()
+            finally:  # also after Ctrl-C
+                wait(running.tasks.values())
+                running.save_progress()
+        self.index.unreadable_warnings(self.unreadable)  # an error if there is nothing else
+
+    def _store(self) -> ImageSource:
+        assert self.folder is not None
+        self._decode()
+        with cache_errors(self.folder):
+            columns = self._complete_files() | {
+                "unreadable": np.array(list(self.unreadable), dtype=np.int64),
+                "reasons": np.array(list(self.unreadable.values()), dtype=np.str_),
+            }
+            write_arrays(self.file("about.npz"), columns)
+            self.file("note.json").unlink(missing_ok=True)
+        source = self.read()
+        if source is None:
+            raise InputError(f"{self.folder} was changed while its images were decoded; start again")
+        return source
+
+    def _open_lock(self, *, required: bool) -> IO[str] | None:
+        """Make the folder and open its lock file."""
+        assert self.folder is not None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return self.file("lock").open("w")
+        except OSError as error:
+            if required:
+                raise cache_error(self.folder, error) from error
+            log.warning("%s cannot be made (%s): images are decoded into memory", self.folder, error.strerror)
+            return None
+
+    def _wait_for(self, stream: IO[str]) -> None:
+        """Lock the folder; another process holds the lock until it has decoded the images or has ended."""
+        last_logged = -math.inf
+        while True:
+            try:
+                if lock(stream.fileno()):
+                    return
+            except OSError as error:  # a file system without locks
+                raise cache_error(self.file(""), error) from error
+            if time.monotonic() - last_logged > DECODE_LOG_INTERVAL:
+                last_logged = time.monotonic()
+                done = f"{self._noted()[0]:,}"
+                log.info("another process decodes the images of %s (%s so far); waiting for it", self.folder, done)
+            time.sleep(_LOCK_POLL_SECONDS)
+
+    def _noted(self) -> tuple[int, dict[int, str]]:
+        """Return the number of decoded images and the unreadable ones; 0 and none if the note is unreadable."""
+        try:
+            note = json.loads(self.file("note.json").read_text(encoding="utf-8"))
+            return int(note["done"]), {int(index): str(reason) for index, reason in note["unreadable"].items()}
+        except Exception:  # a damaged file can raise any exception
+            return 0, {}
+
+    def save_progress(self) -> None:
+        """Write the note, if there is a folder; the images that it counts are on the disk before."""
+        if self.folder is not None:
+            with cache_errors(self.folder):
+                self._flush()
+                write_text(self.file("note.json"), json.dumps({"done": self.done, "unreadable": self.unreadable}))
+
+    def receive(self, batch: Sequence[Encoded]) -> None:  # noqa: B027, only some need it
+        """Take the next encoded images, before they are decoded; called in their order."""
+
+    def write(self, index: int, image: np.ndarray) -> None:  # noqa: B027, as above
+        """Store a decoded image ``(channels, size, size)``; called by all threads, in any order."""
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Open what was partly decoded, whose progress is in the note, or make room for all images."""
+
+    @abstractmethod
+    def _flush(self) -> None:
+        """Flush the files to the disk."""
+
+    @abstractmethod
+    def _in_memory(self) -> ImageSource:
+        """Return the readable images, all of which are in memory."""
+
+    @abstractmethod
+    def _complete_files(self) -> dict[str, np.ndarray]:
+        """Complete the files of the folder; return further columns of ``about.npz``."""
+
+    @abstractmethod
+    def _open(self, columns: Mapping[str, np.ndarray]) -> ImageSource:
+        """Open the stored images by the columns of ``about.npz``; raise any exception if they are damaged."""
+
+
+class _RunningBatches:
+    """Batches that threads decode, by the index of their first image."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.tasks: dict[int, Future[dict[int, str]]] = {}
+        self._storage, self._unreadable = storage, dict(storage.unreadable)
+        self._start = self._next = storage.done
+        self._start_time = self._last_logged = time.monotonic()
+
+    def add(self, batch: Sequence[Encoded], pool: ThreadPoolExecutor) -> None:
+        self.tasks[self._next] = pool.submit(self._decode, batch, self._next)
+        self._next += len(batch)
+
+    def _decode(self, batch: Sequence[Encoded], start: int) -> dict[int, str]:
+        """Decode images from index ``start`` on; return the unreadable ones with their reasons."""
+        unreadable = {}
+        for index, source in enumerate(batch, start):
+            try:
+                image = self._storage.index.decoding(source)
+            except Exception as error:  # a damaged file can raise any exception in the decoder of its format
+                unreadable[index] = unreadable_reason(error)
+            else:
+                self._storage.write(index, image)
+        return unreadable
+
+    def wait(self) -> None:
+        """Wait until a batch is decoded, at most `DECODE_LOG_INTERVAL` seconds; raises what a thread has raised."""
+        finished, _ = wait(self.tasks.values(), timeout=DECODE_LOG_INTERVAL, return_when=FIRST_COMPLETED)
+        for task in finished:
+            task.result()
+        self._remove_finished()
+        if time.monotonic() - self._last_logged >= DECODE_LOG_INTERVAL:
+            self._last_logged = time.monotonic()
+            self.save_progress()
+            self._log_progress()
+
+    def save_progress(self) -> None:
+        self._remove_finished()
+        done, unreadable = min(self.tasks, default=self._next), sorted(self._unreadable.items())
+        self._storage.done = done
+        self._storage.unreadable = {index: reason for index, reason in unreadable if index < done}
+        self._storage.save_progress()
+
+    def _remove_finished(self) -> None:
+        for first, task in list(self.tasks.items()):
+            if task.done() and task.exception() is None:
+                self._unreadable |= self.tasks.pop(first).result()
+
+    def _log_progress(self) -> None:
+        done, count = self._storage.done, self._storage.count
+        if done > self._start:
+            seconds = (self._last_logged - self._start_time) / (done - self._start) * (count - done)
+            remaining = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+            log.info("decoding %s of %s images, %s left", f"{done:,}", f"{count:,}", remaining)
+
+
+def sync_and_rename(partial: Path, size: int, final: Path) -> None:
+    """Cut a file to its size, flush it to the disk and give it its final name."""
+    with partial.open("r+b") as stream:
+        stream.truncate(size)
+        os.fsync(stream)
+    partial.replace(final)
