@@ -19,7 +19,7 @@ from client_app.memory_retry import run_with_retry
 from client_app.simulated import is_simulated
 from client_app.simulated_client import SimulatedClient
 from client_app.worker import ClientWorker, release_worker, worker_for
-from fedssl.config.constraints import LOSSLESS
+from fedssl.config.constraint_table import LOSSLESS
 from fedssl.config.load import parse_client_config
 from fedssl.config.settings import ClientSettings
 from fedssl.errors import InputError, RequestRefused

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flwr.app import Message
 
 from fedssl.arrays import Cosines, GlobalLayers, Layers
-from fedssl.config.constraints import LOSSLESS
+from fedssl.config.constraint_table import LOSSLESS
 from fedssl.errors import InputError
 from fedssl.wire.messages import NUM_EXAMPLES, SECONDS, TRAIN_LOSS, ClientUpdate, parse_model_index
 

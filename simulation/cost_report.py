@@ -12,7 +12,7 @@ from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.machine.process import available_cores, process_age
 from fedssl.text_table import align
 from server_app.console import duration
-from simulation.cost_estimate import CostEstimate, estimate_cost
+from simulation.cost import CostEstimate, estimate_cost
 from simulation.parallel_jobs import JobTask
 from simulation.resources import RAY_OVERHEAD_SECONDS
 from simulation.sweep import Job, job_overrides

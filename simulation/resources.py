@@ -91,17 +91,23 @@ def server_on_gpus(settings: Settings) -> Settings:
 
 def check_local_resources(settings: Settings) -> None:
     """Raise `InputError` if a client needs more CPUs or GPUs than this machine has; Ray is not started."""
+    engine = settings.engine
+    if engine.name in ("auto", "ray") and engine.address is None and (engine.client_cpus or engine.client_gpus):
+        fit_local_clients(settings, settings.clients_per_round)
+
+
+def fit_local_clients(settings: Settings, max_clients: int) -> int:
+    """Return the number of clients that Ray runs at once on this machine, see `fit_clients`."""
     from fedssl.machine.devices import count_accelerators
 
-    engine, machine = settings.engine, settings.machine
-    if engine.name in ("auto", "ray") and engine.address is None and (engine.client_cpus or engine.client_gpus):
-        fit_clients(
-            [Host(cpus=available_cores(), gpus=count_accelerators(machine.device))],
-            client_cpus=engine.client_cpus,
-            client_gpus=engine.client_gpus,
-            threads=machine.threads,
-            max_clients=settings.clients_per_round,
-        )
+    _, clients = fit_clients(
+        [Host(cpus=available_cores(), gpus=count_accelerators(settings.machine.device))],
+        client_cpus=settings.engine.client_cpus,
+        client_gpus=settings.engine.client_gpus,
+        threads=settings.machine.threads,
+        max_clients=max_clients,
+    )
+    return clients
 
 
 def number_of_steps(settings: Settings) -> int:

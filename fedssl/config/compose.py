@@ -18,14 +18,9 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from fedssl.config.constraints import (
-    CONSTRAINTS,
-    as_yaml,
-    constraint_of,
-    constraints_in,
-    group_of,
-    statistic_of_channels,
-)
+from fedssl.config.constraint import as_yaml
+from fedssl.config.constraint_table import CONSTRAINTS
+from fedssl.config.constraints import constraint_of, constraints_in, group_of
 from fedssl.config.hydra_internals import ChoiceSweep, Override, apply_overrides
 from fedssl.config.literal import user_path
 from fedssl.config.overrides import (
@@ -36,6 +31,7 @@ from fedssl.config.overrides import (
     parse,
     suggest_setting,
 )
+from fedssl.config.settings import statistic_of_channels
 from fedssl.config.targets import (
     SEARCHPATH_KEY,
     add_import_path,

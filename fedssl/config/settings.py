@@ -3,7 +3,7 @@
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,11 @@ def check_channels(dataset: DataSettings | DictConfig) -> None:
                 f"dataset.{name}={list(values)} has {len(values)} values but dataset.channels={dataset.channels}; "
                 "give one value per channel"
             )
+
+
+def statistic_of_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
+    """Return a mean or standard deviation for a number of channels: if it is another one, all have the mean."""
+    return tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels
 
 
 @dataclass(frozen=True, kw_only=True)

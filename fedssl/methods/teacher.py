@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedssl import encoders
-from fedssl.config.constraints import MAX_IMAGE_SIZE
+from fedssl.config.constraint_table import MAX_IMAGE_SIZE
 from fedssl.datasets.images import ImageSource, TensorImages
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError

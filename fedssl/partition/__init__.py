@@ -1,6 +1,6 @@
 """Partitions of images among clients: every image belongs to exactly one."""
 
-from fedssl.config.constraints import MIN_IMAGES
+from fedssl.config.constraint_table import MIN_IMAGES
 from fedssl.partition.feature_clustering import feature_clusters
 from fedssl.partition.partition import (
     ImageSubset,

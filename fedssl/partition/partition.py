@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedssl.config.constraints import MIN_IMAGES
+from fedssl.config.constraint_table import MIN_IMAGES
 from fedssl.config.settings import PartitionSettings
 from fedssl.datasets.base import ImageData
 from fedssl.datasets.images import ImageSource

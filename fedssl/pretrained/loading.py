@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedssl.atomic_files import atomic_write
-from fedssl.config.constraints import statistic_of_channels
+from fedssl.config.settings import statistic_of_channels
 from fedssl.encoders.base import Encoder
 from fedssl.encoders.library import LibraryEncoder
 from fedssl.errors import InputError

@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedssl.arrays import Layers
 from fedssl.base_layers import is_digest
-from fedssl.config.constraints import LOSSLESS
+from fedssl.config.constraint_table import LOSSLESS
 from fedssl.wire.records import decode_arrays, encode_arrays
 from fedssl.wire.wire_format import check_wire_dtype
 

@@ -19,7 +19,7 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, RecordDict
 
 from fedssl.arrays import Layers
-from fedssl.config.constraints import LOSSLESS
+from fedssl.config.constraint_table import LOSSLESS
 from fedssl.wire.wire_format import TABLE, TensorSpec, flat_layout, pack, table_text, unpack
 
 CHUNK_BYTES = 5 * 2**20  # size of the chunks of an array in Flower

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fedssl.arrays import STATISTICS, Layers
-from fedssl.config.constraints import LOSSLESS, WIRE_DTYPES
+from fedssl.config.constraint_table import LOSSLESS, WIRE_DTYPES
 from fedssl.errors import InputError
 
 # Arrays from a network are read-only, and only read here.

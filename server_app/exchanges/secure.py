@@ -9,7 +9,7 @@ from flwr.serverapp import Grid
 
 from fedssl.arrays import NO_COSINES
 from fedssl.config.aggregation_settings import SecureAggregationSettings
-from fedssl.config.constraints import MIN_IMAGES
+from fedssl.config.constraint_table import MIN_IMAGES
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError
 from fedssl.rules import Problem, Rule

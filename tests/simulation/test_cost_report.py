@@ -6,13 +6,13 @@ import pytest
 
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from simulation import cli, cost_measurement, cost_report
-from simulation.cost_estimate import compose_cost
+from simulation import cli, cost_report
+from simulation.cost import compose_cost
 from simulation.cost_report import concurrent_jobs, format_cost
 from simulation.parallel_jobs import JobTask
 from simulation.resources import EngineChoice
 from tests.planning import QUICK, build
-from tests.simulation.test_cost_estimate import MEASURED
+from tests.simulation.test_cost import MEASURED
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def measured(monkeypatch):
         batch_sizes.append(components.settings.training.batch_size)
         return MEASURED
 
-    monkeypatch.setattr("simulation.cost_estimate.measure", measure)
+    monkeypatch.setattr("simulation.cost.measure", measure)
     return batch_sizes
 
 
@@ -44,14 +44,14 @@ def test_the_report_by_hand(tmp_path):
         f"download  {down / 6:,.0f} bytes per client and round, {down:,} in total",
         f"upload    {up / 6:,.0f} bytes per client and round, {up:,} in total",
         "memory    0.0 MB: server 0.0 MB, 2 workers with 0.0 MB each",
-        "time      2.9 s per round, 32 s in total",  # 2 + 1 + 2 * (2 * 1.25 + 0.375) + 15.5 + 8
+        "time      1.9 s per round, 30 s in total",  # 2 + 1 + 2 * (2 * 0.75 + 0.375) + 15 + 8
     ]
     assert "18 min per round," in format_cost(replace(cost, round_seconds=[1000.0, 1200.0]), startup=2.0)
 
 
 def test_a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cost_measurement, "STEP_SECONDS", 0.05)
+    monkeypatch.setattr("simulation.cost.STEP_SECONDS", 0.05)
     assert command(monkeypatch, *QUICK, "plan=true") == 0
     lines = capsys.readouterr().out.splitlines()
     names = ["engine", "rounds", "steps", "download", "upload", "memory", "time"]
@@ -70,7 +70,7 @@ def test_jobs_that_cost_the_same_share_a_row(tmp_path, monkeypatch, capsys, meas
     assert [row.split("  ")[1].split() for row in rows] == [
         ["clients_per_round=2", f"batch_size={size}"] for size in (8, 16)
     ]
-    # Eight jobs of 4 rounds: 2 (0.5 + 0.125) and steps, and three final evaluations of 5 s.
+    # Eight jobs of 4 rounds: 2 * 0.125 and steps, and three final evaluations of 5 s.
     assert total.startswith("8 jobs, 1 at once, ")
     assert output.count("is rejected: clients_per_round=9 is more than num_clients=5") == 8
     assert not list(tmp_path.iterdir())

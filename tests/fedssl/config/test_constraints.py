@@ -8,7 +8,9 @@ from collections.abc import Mapping
 import pytest
 from omegaconf import OmegaConf
 
-from fedssl.config.constraints import CONSTRAINTS, Constraint, check_arguments, constraint_of, group_of
+from fedssl.config.constraint import Constraint
+from fedssl.config.constraint_table import CONSTRAINTS
+from fedssl.config.constraints import check_arguments, constraint_of, group_of
 from fedssl.config.load import compose
 from fedssl.config.overrides import CONF
 from fedssl.config.targets import installed_targets

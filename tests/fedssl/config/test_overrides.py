@@ -5,7 +5,9 @@ import random
 import pytest
 
 from fedssl.config.compose import compose_config
-from fedssl.config.constraints import CONSTRAINTS, Constraint, constraints_in
+from fedssl.config.constraint import Constraint
+from fedssl.config.constraint_table import CONSTRAINTS
+from fedssl.config.constraints import constraints_in
 from fedssl.config.load import compose
 from fedssl.config.overrides import config_groups
 from fedssl.config.targets import installed_targets

@@ -1,0 +1,347 @@
+"""The cost of a run before it starts, for ``plan=true``: counted steps and bytes, and measured parts, multiplied.
+
+The plans of all rounds are built by the run's own code, from the untrained model. The size of a plan or an update
+depends on names, shapes and the number of a round, not on weights, so the bytes equal those of a run in which every
+client replies in every round. For every phase of the schedule one client of median size trains for about a second, one
+round of at most `MAX_UPDATES` clients is aggregated, and each evaluation runs once. Nothing is written into a run
+folder. A run in which clients fail, or that ends early, needs less.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from flwr.app import Message, RecordDict
+
+from client_app.worker import ClientWorker
+from fedssl.arrays import Layers
+from fedssl.config.load import BASE_FOLDER, load_settings, parse_client_config, with_run_folder
+from fedssl.config.settings import CalibrationSettings, Settings
+from fedssl.datasets.base import load_federated
+from fedssl.errors import InputError
+from fedssl.flower_internals import assign_message_id
+from fedssl.machine.devices import check_cuda_features, select_device
+from fedssl.machine.memory import peak_memory, reset_peak_memory
+from fedssl.machine.process import return_freed_memory
+from fedssl.schedule.phases import phase_at
+from fedssl.training import number_of_batches
+from fedssl.wire.messages import ClientUpdate, TrainPlan
+from fedssl.wire.records import content_bytes
+from server_app.build import RunComponents, build_run
+from server_app.callbacks.background import can_evaluate_in_background
+from server_app.client_models import ClientModels
+from server_app.exchanges.base import in_client_order
+from server_app.round import Round
+from simulation.grid import LocalGrid, load_client_app
+from simulation.resources import RAY_OVERHEAD_SECONDS, EngineChoice, auto_engine, fit_local_clients
+from strategies.types import GLOBAL, ServerState
+
+log = logging.getLogger("fedssl")
+
+STEP_SECONDS = 1.0  # about the duration of the measured training of a phase
+MAX_UPDATES = 20  # updates that are aggregated; more take proportionally longer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundCounts:
+    """Counts of one round, of all of its clients."""
+
+    clients: int
+    steps: int
+    bytes_down: int
+    bytes_up: int
+    models: int  # of the server after the round
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Seconds and bytes of the parts of a run."""
+
+    steps: Mapping[int, float]  # seconds of a training step by the number of the phase
+    update: ClientUpdate  # of a client of the last phase
+    aggregation: float  # to validate and aggregate one update
+    evaluation: float  # of a model in a round
+    observation: float  # of the collapse metrics of a model
+    end: float  # of the final evaluation of a model
+    worker_memory: int  # peak of a process after the training of a client
+    server_memory: int  # peak after aggregation and evaluations, without the worker if clients train in other processes
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostEstimate:
+    """Estimated cost of a run."""
+
+    engine: EngineChoice
+    num_clients: int
+    rounds: Sequence[RoundCounts]
+    round_seconds: Sequence[float]
+    seconds: float  # without the start of the process
+    server_memory: int  # peak bytes of the process, with clients on engine=local
+    worker_memory: int  # peak bytes of each process for clients; 0 on engine=local
+
+    @property
+    def steps(self) -> int:
+        return sum(counts.steps for counts in self.rounds)
+
+    @property
+    def bytes(self) -> int:
+        return sum(counts.bytes_down + counts.bytes_up for counts in self.rounds)
+
+    @property
+    def memory(self) -> int:
+        """Return the peak bytes of all processes."""
+        return self.server_memory + self.engine.concurrency * self.worker_memory
+
+
+def estimate_cost(overrides: Sequence[str]) -> CostEstimate:
+    """Return the cost of a run with these overrides; raises `InputError` if it is invalid or cannot be estimated."""
+    start = time.perf_counter()
+    settings = load_settings(overrides)
+    check_settings(settings)
+    # Simulated clients are sent the path of the run folder.
+    folder = settings.recording.folder or Path("runs", time.strftime("%Y-%m-%d_%H-%M-%S")).resolve()
+    settings = with_run_folder(settings, folder)
+    calibration = settings.calibration
+    untrained = calibration and replace(calibration, epochs=0)  # it decides what is sent, and is not measured
+    log.disabled = True  # warnings are logged by the run
+    try:
+        grid = LocalGrid(load_client_app(), num_clients=settings.num_clients)
+        components = build_run(grid, replace(settings, calibration=untrained))
+        build = time.perf_counter() - start
+        engine = choose_engine(settings)
+        measured = measure(components, separate_workers=engine.engine == "ray")
+    finally:
+        log.disabled = False
+    return compose_cost(components, measured, engine, build=build, calibration=calibration)
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise `InputError` if the cost of a run cannot be estimated."""
+    for unknown, problem in (
+        (settings.recording.resumed is not None, "estimates a new run; leave out resume"),
+        (settings.pause_after is not None, "estimates a complete run; leave out pause_after"),
+        (
+            settings.engine.name == "deployment",
+            "cannot estimate engine=deployment, because the images of devices are unknown; set engine=auto for a "
+            "simulation",
+        ),
+        (settings.engine.address is not None, "estimates a run on this machine; leave out engine.address"),
+        (
+            settings.secure_aggregation is not None,
+            "cannot estimate the messages of secure_aggregation; set secure_aggregation=none",
+        ),
+    ):
+        if unknown:
+            raise InputError(f"plan=true {problem}")
+    on_cpus = settings.engine.name == "ray" and settings.engine.client_gpus == 0
+    check_cuda_features(settings.training, select_device("cpu" if on_cpus else settings.machine.device))
+
+
+def choose_engine(settings: Settings) -> EngineChoice:
+    """Return the engine of a run and the number of clients that train at once; raises `InputError` as the run."""
+    choice = EngineChoice(settings.engine.name, settings.clients_per_round, "")
+    if choice.engine == "auto":
+        choice = auto_engine(settings)
+    is_local = choice.engine == "local"
+    return replace(choice, concurrency=1 if is_local else fit_local_clients(settings, choice.concurrency))
+
+
+def compose_cost(
+    components: RunComponents,
+    measured: Measurement,
+    engine: EngineChoice,
+    *,
+    build: float,
+    calibration: CalibrationSettings | None = None,
+) -> CostEstimate:
+    """Multiply the parts of a run by their numbers. ``build`` seconds were needed to build its components."""
+    settings, on_ray = components.settings, engine.engine == "ray"
+    rounds = count_rounds(components, measured.update)
+    server_steps = 0  # of the server's own training in a round
+    if calibration is not None:
+        num_images = int(len(load_federated(calibration.data).images) * calibration.share)
+        server_steps = calibration.epochs * number_of_batches(num_images, settings.training.batch_size)
+    background = can_evaluate_in_background(components, engine.concurrency * settings.machine.threads)
+    round_seconds = []
+    for number, counts in enumerate(rounds, 1):
+        steps = -(-counts.clients // engine.concurrency) * counts.steps / counts.clients + server_steps
+        seconds = steps * measured.steps[phase_at(components.context.phases, number).number]
+        seconds += counts.clients * measured.aggregation
+        if components.evaluator.due(number):
+            seconds += (counts.clients + counts.models) * measured.observation
+            evaluation = counts.models * measured.evaluation
+            # In the background it runs beside the next round, which takes about as long as this one.
+            seconds = max(seconds, evaluation) if background and number < len(rounds) else seconds + evaluation
+        round_seconds.append(seconds)
+    end = (rounds[-1].models + 2) * measured.end  # with the untrained encoder and raw pixels
+    return CostEstimate(
+        engine=engine,
+        num_clients=settings.num_clients,
+        rounds=rounds,
+        round_seconds=round_seconds,
+        seconds=build + sum(round_seconds) + end + on_ray * RAY_OVERHEAD_SECONDS,
+        server_memory=measured.server_memory,
+        worker_memory=measured.worker_memory if on_ray else 0,
+    )
+
+
+def count_rounds(components: RunComponents, update: ClientUpdate) -> list[RoundCounts]:
+    """Return the counts of all rounds. The layers and numbers of ``update`` are replaced, its state is not.
+
+    A calibration trains in every round, unless its epochs are 0.
+    """
+    assert components.client_data is not None
+    parts, recording, state = components.client_data.parts, components.settings.recording, ServerState()
+    result, sizes = [], dict[Hashable, int]()
+    for number in range(1, components.settings.rounds + 1):
+        saved = range(recording.checkpoint_every, number, recording.checkpoint_every)
+        oldest = min(saved[-recording.keep_checkpoints :], default=0)
+        attempted = Round(components.federation, state, oldest_resumable=oldest)
+        bytes_up, state_rounds = 0, dict(state.state_rounds)
+        for message, (client, slot) in zip(attempted.messages, attempted.slots.items(), strict=True):
+            layers, images = attempted.starts[slot.start].expected_upload.layers, len(parts[client])
+            loaded = state.state_rounds.get(client, 0)
+            state_rounds[client] = number if update.state_rounds[1] else loaded
+            states = (loaded, state_rounds[client])
+            # An integer has 7 bits in a byte of Flower's records, and one for the sign.
+            key = (*layers, *(value.bit_length() // 7 for value in (number, images, *states)))
+            if key not in sizes:
+                reply = replace(update, layers=layers, num_examples=images, state_rounds=states)
+                sizes[key] = content_bytes(reply.to_content(TrainPlan.from_content(message.content)))
+            bytes_up += sizes[key]
+        models = {**state.models, **{name: start.model for name, start in attempted.starts.items()}}
+        result.append(
+            RoundCounts(
+                clients=len(attempted.slots),
+                steps=sum(steps_of_client(components, len(parts[client])) for client in attempted.slots),
+                bytes_down=sum(slot.bytes_down for slot in attempted.slots.values()),
+                bytes_up=bytes_up,
+                models=len(models),
+            )
+        )
+        used = {client: (number, slot.start) for client, slot in attempted.slots.items()}
+        participation = {**state.last_participation, **used}
+        state = ServerState(round=number, models=models, last_participation=participation, state_rounds=state_rounds)
+    return result
+
+
+def steps_of_client(components: RunComponents, num_images: int) -> int:
+    """Return the training steps of a client with this many images in a round."""
+    training, strategy = components.settings.training, components.federation.strategy
+    return _num_batches(components, num_images) * training.epochs * strategy.client.trainings_per_round
+
+
+def _num_batches(components: RunComponents, num_images: int) -> int:
+    batch_size, smallest = components.settings.training.batch_size, components.method.min_batch_size
+    return number_of_batches(num_images, batch_size, min_batch_size=smallest)
+
+
+def measure(components: RunComponents, *, separate_workers: bool) -> Measurement:
+    """Measure the parts of a run, whose clients train in this process or, as on Ray, in ``separate_workers``."""
+    evaluator, models = components.evaluator, [(GLOBAL, components.method)]
+    _forget_peak()
+    with TemporaryDirectory(prefix="fedssl-plan-") as name:
+        steps, update = _measure_training(components, Path(name))
+        worker_memory = peak_memory()
+        if separate_workers:
+            _forget_peak()
+        aggregation = _measure_aggregation(components, update, Path(name))
+    evaluation = observation = 0.0
+    if evaluator.due(components.settings.rounds):
+        evaluation = _seconds_of(lambda: evaluator.evaluate(models))
+        if components.monitor is not None:
+            layers, finish = components.context.initial_model().layers, components.monitor.finish
+            observation = min(_seconds_of(lambda: finish({GLOBAL: layers})) for _ in range(2))
+    return Measurement(
+        steps=steps,
+        update=update,
+        aggregation=aggregation,
+        evaluation=evaluation,
+        observation=observation,
+        end=_seconds_of(lambda: evaluator.evaluate(models, final=True)),
+        worker_memory=worker_memory,
+        server_memory=peak_memory(),
+    )
+
+
+def _measure_training(components: RunComponents, folder: Path) -> tuple[dict[int, float], ClientUpdate]:
+    """Return the seconds of a training step by the number of the phase, and the last update.
+
+    The worker of a client process trains as a client of median size, with fewer steps if these take long.
+    """
+    data, federation = components.client_data, components.federation
+    assert data is not None
+    settings = replace(parse_client_config(components.context.client_config), base_folders=(folder / BASE_FOLDER,))
+    worker, images = ClientWorker(settings), np.concatenate(data.parts)
+    sizes = [len(part) for client, part in enumerate(data.parts) if client not in data.few_images]
+    middle, trainings = int(median(sizes)), federation.strategy.client.trainings_per_round
+
+    def train(content: RecordDict, client: int, *, num_images: int, steps: int) -> tuple[float, ClientUpdate]:
+        """Train on one batch of a client with this many images in each step."""
+        batch = -(-num_images // _num_batches(components, num_images))
+        worker.client_indices = [images[:batch]] * (client + 1)
+        worker.training = replace(worker.training, epochs=steps, batch_size=batch)
+        plan = replace(TrainPlan.from_content(content), lr_factor=0.0)  # many steps on one batch would diverge
+        start = time.perf_counter()
+        update = worker.train(plan, client, folder / "client")
+        return (time.perf_counter() - start) / (steps * trainings), update
+
+    seconds = {}
+    for phase in components.context.phases:
+        attempted = Round(federation, ServerState(round=phase.first - 1))
+        content, client = attempted.messages[0].content, next(iter(attempted.slots))
+        train(content, client, num_images=max(sizes), steps=2)  # warm-up, and the peak memory of the run
+        short, _ = train(content, client, num_images=middle, steps=1)
+        all_steps = steps_of_client(components, middle) // trainings
+        steps = max(1, min(all_steps, int(STEP_SECONDS / short)))
+        seconds[phase.number], update = train(content, client, num_images=middle, steps=steps)
+    return seconds, update
+
+
+def _measure_aggregation(components: RunComponents, update: ClientUpdate, folder: Path) -> float:
+    """Return the seconds of the aggregation of a round of updates like this one, divided by their number."""
+    context, settings, federation = components.context, components.settings, components.federation
+    number = min(context.clients_per_round, MAX_UPDATES)
+    settings = replace(settings, recording=replace(settings.recording, folder=folder))
+    federation = replace(
+        federation,
+        context=replace(context, clients_per_round=number, settings=settings),
+        policy=replace(federation.policy, extra=0),
+    )
+    per_client = federation.strategy.server.models_per_client
+    attempted = Round(federation, ServerState(models=ClientModels(folder, {}) if per_client else {}))
+    for message in attempted.messages:
+        assign_message_id(message)
+
+    def reply(client: int, message: Message) -> Message:
+        start = attempted.starts[attempted.slots[client].start]
+        changed = replace(update, layers=_changed(start.expected_upload.layers), partition_id=client)
+        return Message(changed.to_content(TrainPlan.from_content(message.content)), reply_to=message)
+
+    replies = map(reply, attempted.slots, attempted.messages)
+    return _seconds_of(lambda: attempted.finish(in_client_order(replies, attempted.sent))) / number
+
+
+def _changed(layers: Layers) -> Layers:
+    """Return new arrays that differ by 0.1%."""
+    return {
+        name: array * array.dtype.type(1.001) if array.dtype.kind == "f" else array.copy()
+        for name, array in layers.items()
+    }
+
+
+def _forget_peak() -> None:
+    """Return freed memory, so that the peak of earlier work does not count."""
+    return_freed_memory()
+    reset_peak_memory()
+
+
+def _seconds_of(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start

@@ -1,0 +1,179 @@
+"""The cost of a run is counted, or measured in parts that are multiplied."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from fedssl.config.load import compose
+from fedssl.errors import InputError
+from fedssl.wire.messages import ClientUpdate
+from simulation import cost as estimation
+from simulation.cost import Measurement, choose_engine, compose_cost, count_rounds, estimate_cost, measure
+from simulation.resources import RAY_OVERHEAD_SECONDS, EngineChoice
+from simulation.run import run
+from tests.planning import QUICK, build
+
+UPDATE = ClientUpdate(layers={}, partition_id=0, train_loss=1.0, seconds=1.0)
+MEASURED = Measurement(
+    steps={1: 0.25},
+    update=UPDATE,
+    aggregation=0.125,
+    evaluation=4.0,
+    observation=1.0,
+    end=5.0,
+    server_memory=1200,
+    worker_memory=300,
+)
+LOCAL = EngineChoice("local", 1, "")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["method=orchestra", "wire_dtype=int8"],  # a server side, and differences
+        pytest.param(["method=byol", "strategy=fedu", "wire_dtype=fp16"], marks=pytest.mark.heavy),  # parts, a state
+        pytest.param(["schedule=layer_wise", "method=byol"], marks=pytest.mark.heavy),  # phases
+        ["schedule=progressive", "calibration=auxiliary", "calibration.epochs=0"],  # all stages, in every round
+        ["strategy.weighting=examples", "rounds=70", "clients_per_round=2", "checkpoint_every=3"],  # longer numbers
+    ],
+    ids=",".join,
+)
+def test_steps_and_bytes_are_those_of_the_run(tmp_path, overrides):
+    folder = tmp_path / "run"
+    components = build([*QUICK, *overrides], folder)
+    run([*QUICK, *overrides, f"output_dir={folder}"])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    saves_state = any(file.parent.parent.parent.name == "clients" for file in folder.rglob("round-*"))
+    parts = components.context.gathered.layers
+    rounds = count_rounds(components, replace(UPDATE, uploaded_parts=parts, state_rounds=(0, int(saves_state))))
+    assert [(counts.clients, counts.bytes_down, counts.bytes_up) for counts in rounds] == [
+        (line["clients"], line["bytes_down"], line["bytes_up"]) for line in lines
+    ]
+    assert rounds[-1].models == len(list(folder.glob("encoder*.pt")))
+
+
+def test_the_steps_of_clients_by_hand(tmp_path):
+    """Clients of 20 images: ceil(20 / 8) = 3 batches, 2 epochs, 3 clients in each of 4 rounds."""
+    components = build([*QUICK, "partition=iid", "batch_size=8", "local_epochs=2"], tmp_path)
+    assert [counts.steps for counts in count_rounds(components, UPDATE)] == 4 * [3 * 3 * 2]
+
+
+def test_clients_with_too_few_images_are_not_counted(tmp_path):
+    """SimSiam needs three images, and one of three clients has two."""
+    file = tmp_path / "partition.csv"
+    file.write_text("client\n" + "0\n" * 2 + "1\n" * 40 + "2\n" * 58)
+    overrides = ["num_clients=3", "partition=file", f"partition.file={file}", "method=simsiam"]
+    components = build([*QUICK, *overrides, "batch_size=20"], tmp_path / "run")
+    rounds = count_rounds(components, UPDATE)
+    assert [(counts.clients, counts.steps) for counts in rounds] == 4 * [(2, 2 + 3)]
+
+
+class TestComposeCost:
+    """Three clients of 20 images with batches of 8: 3 steps. A round trains 3 * 3 / 4 = 2.25 s."""
+
+    @pytest.fixture
+    def overrides(self):
+        return [*QUICK, "partition=iid", "batch_size=8", "rounds=2", "evaluate_every=2"]
+
+    def test_one_process(self, overrides, tmp_path):
+        """Updates 0.375 s. Round 2 is evaluated: 1 s for each of 4 models and 4 s. Final: three times."""
+        cost = compose_cost(build(overrides, tmp_path), MEASURED, LOCAL, build=2.0)
+        assert cost.round_seconds == [2.625, 10.625]
+        assert cost.seconds == 2 + 2.625 + 10.625 + 15
+        assert (cost.memory, cost.worker_memory) == (1200, 0)
+        assert cost.steps == 2 * 9
+
+    @pytest.mark.parametrize(("evaluation", "first"), [(9.0, 9.0), (3.0, 6.625)])
+    def test_evaluation_beside_the_next_round(self, overrides, tmp_path, monkeypatch, evaluation, first):
+        """Training, updates and collapse 6.625 s. The evaluation of the last round is waited for."""
+        monkeypatch.setattr("simulation.cost.can_evaluate_in_background", lambda components, cores: True)
+        measured = replace(MEASURED, evaluation=evaluation)
+        cost = compose_cost(build([*overrides, "evaluate_every=1"], tmp_path), measured, LOCAL, build=0.0)
+        assert cost.round_seconds == [first, 6.625 + evaluation]
+
+    def test_ray(self, overrides, tmp_path):
+        """Two of three clients at once: two turns of 0.75 s."""
+        components = build([*overrides, "evaluate_every=0"], tmp_path)
+        cost = compose_cost(components, MEASURED, EngineChoice("ray", 2, ""), build=0.0)
+        assert cost.round_seconds == 2 * [2 * 0.75 + 0.375]
+        assert cost.seconds == 2 * 1.875 + 15 + RAY_OVERHEAD_SECONDS
+        assert cost.memory == 1200 + 2 * 300
+
+    def test_every_phase_has_its_steps(self, tmp_path):
+        components = build([*QUICK, "schedule=progressive", "partition=iid"], tmp_path)
+        measured = replace(MEASURED, steps={phase: float(phase) for phase in range(1, 5)})
+        cost = compose_cost(components, measured, LOCAL, build=0.0)
+        assert cost.round_seconds == [3 * 0.125 + 3 * phase for phase in (1, 2, 3, 4)]
+
+    def test_every_model_is_evaluated(self, overrides, tmp_path):
+        cost = compose_cost(build([*overrides, "strategy=local_only"], tmp_path), MEASURED, LOCAL, build=0.0)
+        models = cost.rounds[-1].models
+        assert models > 3
+        assert cost.round_seconds[1] - cost.round_seconds[0] == 4 * models + 3 + models
+        assert cost.seconds == sum(cost.round_seconds) + 5 * (models + 2)
+
+    def test_the_training_of_the_server(self, overrides, tmp_path):
+        """A calibration of 2 epochs with the server's fifth of 100 images: 3 batches of 8."""
+        calibration = ["calibration=auxiliary", "calibration.epochs=2", "calibration.share=0.2", "evaluate_every=0"]
+        calibration += ["calibration.dataset=${dataset}"]
+        settings = compose([*overrides, *calibration]).calibration
+        components = build([*overrides, "evaluate_every=0"], tmp_path)
+        with_server = compose_cost(components, MEASURED, LOCAL, build=0.0, calibration=settings)
+        without = compose_cost(components, MEASURED, LOCAL, build=0.0)
+        steps = 2 * -(-int(len(components.client_data.image_data.images) * settings.share) // 8)
+        assert with_server.round_seconds[0] - without.round_seconds[0] == steps * 0.25
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["engine=deployment"], "plan=true cannot estimate engine=deployment, .*; set engine=auto"),
+        (["engine=ray", "engine.address=auto"], "on this machine; leave out engine.address"),
+        (["secure_aggregation=secagg_plus"], "cannot estimate the messages of secure_aggregation; set"),
+        (["pause_after=2"], "plan=true estimates a complete run; leave out pause_after"),
+        (["device=cpu", "cuda_graphs=true", "optimizer.fused=true"], "cuda_graphs=true needs device=cuda"),
+        (["engine=ray", "engine.client_cpus=9999"], "engine.client_cpus=9999 must be a whole number from 1 to"),
+        (["clients_per_round=9"], "clients_per_round=9 is more than num_clients=5"),
+    ],
+)
+def test_runs_without_an_estimate(overrides, message):
+    with pytest.raises(InputError, match=message):
+        estimate_cost([*QUICK, *overrides])
+
+
+def test_engine_of_an_estimate(monkeypatch):
+    monkeypatch.setattr("simulation.resources.available_cores", lambda: 8)
+    settings = compose([*QUICK, "engine=ray", "threads=2", "clients_per_round=5"])
+    assert choose_engine(settings).concurrency == 4
+    assert choose_engine(compose([*QUICK, "engine=ray", "engine.client_cpus=8"])).concurrency == 1
+    assert choose_engine(compose([*QUICK, "engine=local"])) == LOCAL
+    # The memory of the measurement must not change the choice.
+    monkeypatch.setattr("simulation.cost.auto_engine", lambda settings: EngineChoice("ray", 2, "reason"))
+    assert choose_engine(compose([*QUICK, "engine=auto"])) == EngineChoice("ray", 2, "reason")
+
+
+@pytest.fixture
+def short_measurements(monkeypatch):
+    monkeypatch.setattr(estimation, "STEP_SECONDS", 0.05)
+
+
+@pytest.mark.parametrize("strategy", ["krum", "gossip"])
+def test_all_parts_of_a_run(tmp_path, short_measurements, strategy):
+    overrides = ["evaluate_every=1", "collapse_images=16", "final_evaluation=knn", f"strategy={strategy}"]
+    components = build([*QUICK, "clients_per_round=5", *overrides], tmp_path)
+    measured = measure(components, separate_workers=True)
+    for name in ("aggregation", "observation", "evaluation", "end", "worker_memory"):
+        assert getattr(measured, name) > 0, name
+    assert measured.steps[1] > 0
+    assert measured.update.state_rounds == (0, 0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_many_steps_of_a_client_do_not_diverge(tmp_path, short_measurements):
+    """VICReg on 4 images, with LoRA, whose base layers a client stores; BYOL's clients have a state."""
+    small = ["method=vicreg", "batch_size=4", "tuning=lora", "tuning.rank=2", "optimizer.lr=10"]
+    assert measure(build([*QUICK, *small], tmp_path), separate_workers=False).steps[1] > 0
+    measured = measure(build([*QUICK, "method=byol", "schedule=layer_wise"], tmp_path), separate_workers=False)
+    assert (measured.update.state_rounds[1], list(measured.steps)) == (4, [1, 2, 3, 4])
+    assert not list(tmp_path.iterdir())
