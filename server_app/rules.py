@@ -24,6 +24,8 @@ SETTINGS_RULES: Sequence[Rule[Settings]] = (
     *(rule for mod in MODS for rule in mod.settings_rules),
 )
 
+COST_RULES: Sequence[Rule[Settings]] = secure.COST_RULES  # about what an estimate of the cost covers
+
 RUN_RULES: Sequence[Rule[RunParts]] = (
     *training_rules.RUN_RULES,
     *policies.RUN_RULES,

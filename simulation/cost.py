@@ -28,6 +28,7 @@ from fedssl.flower_internals import assign_message_id
 from fedssl.machine.devices import check_cuda_features, select_device
 from fedssl.machine.memory import peak_memory, reset_peak_memory
 from fedssl.machine.process import return_freed_memory
+from fedssl.rules import check_rules
 from fedssl.schedule.phases import phase_at
 from fedssl.training import number_of_batches
 from fedssl.wire.messages import ClientUpdate, TrainPlan
@@ -37,6 +38,7 @@ from server_app.callbacks.background import can_evaluate_in_background
 from server_app.client_models import ClientModels
 from server_app.exchanges.base import in_client_order
 from server_app.round import Round
+from server_app.rules import COST_RULES
 from simulation.grid import LocalGrid, load_client_app
 from simulation.resources import RAY_OVERHEAD_SECONDS, EngineChoice, auto_engine, fit_local_clients
 from strategies.types import GLOBAL, ServerState
@@ -131,13 +133,10 @@ def check_settings(settings: Settings) -> None:
             "simulation",
         ),
         (settings.engine.address is not None, "estimates a run on this machine; leave out engine.address"),
-        (
-            settings.secure_aggregation is not None,
-            "cannot estimate the messages of secure_aggregation; set secure_aggregation=none",
-        ),
     ):
         if unknown:
             raise InputError(f"plan=true {problem}")
+    check_rules(COST_RULES, settings)
     on_cpus = settings.engine.name == "ray" and settings.engine.client_gpus == 0
     check_cuda_features(settings.training, select_device("cpu" if on_cpus else settings.machine.device))
 

@@ -24,8 +24,10 @@ from server_app.callbacks.base import Callback, RunEnd
 from server_app.callbacks.evaluation import results_by_model
 from server_app.client_states import summarize_states
 from server_app.evaluator import no_evaluation_reason
+from server_app.exchanges import secure
 from server_app.run_folder import RunFolder
 from server_app.trackers.base import SafeTracker
+from strategies.mods import privacy
 
 log = logging.getLogger("fedssl")
 
@@ -113,7 +115,7 @@ def _results(end: RunEnd, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if end.personalized:
         results["personalized"] = end.personalized
     last = lines[-1] if lines else {}
-    return results | {key: last[key] for key in ("privacy", "secure_aggregation") if key in last}
+    return results | {key: last[key] for key in (privacy.GUARANTEE, secure.GUARANTEE) if key in last}
 
 
 def _kind(reason: str) -> str:

@@ -24,11 +24,13 @@ from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.messaging import ActivityHook, no_activity
 from server_app.updates import RoundResult
 from strategies.base import FedSSLStrategy
+from strategies.mods.products import needs_sums_of_layers
 from strategies.rules import RoundExchange, RunParts, needs_full_exchange, sum_problem
 from strategies.types import GLOBAL, Aggregator
 from strategies.weighted_sum import PartialSum, WeightedSum
 
 SETTING = "secure_aggregation=secagg_plus"
+GUARANTEE = "secure_aggregation"  # key of what it guarantees, in the lines of rounds and in the summary
 
 log = logging.getLogger("fedssl")
 
@@ -90,7 +92,7 @@ class SecureExchange(WallClockExchange):
     def record(self, result: RoundResult) -> RoundResult:
         """Return the result with the bytes of all phases, and what secure aggregation guarantees and costs."""
         mean: SecureMean = self._mean
-        result.features["secure_aggregation"] = {
+        result.features[GUARANTEE] = {
             **privacy_parameters(self._settings, mean.graph, max_weight=self._max_weight),
             "phases": {name: asdict(cost) for name, cost in mean.phases.items()},
         }
@@ -217,10 +219,23 @@ def time_is_wall_clock(parts: RunParts) -> Problem:
     )
 
 
+def sums_are_of_layers(parts: RunParts) -> Problem:
+    """Refuse an aggregation of products, which are no sums of layers."""
+    return needs_sums_of_layers(SETTING, parts) if parts.settings.secure_aggregation else None
+
+
+def cost_has_one_message(settings: Settings) -> Problem:
+    """Refuse an estimate of the cost, which counts one message per client and round."""
+    if settings.secure_aggregation is None:
+        return None
+    return "plan=true cannot estimate the messages of secure_aggregation; set secure_aggregation=none"
+
+
 def round_rules(settings: Settings) -> tuple[Rule[RoundExchange], ...]:
     """Return the rules about what the clients of a round exchange."""
     return () if settings.secure_aggregation is None else (needs_full_exchange(SETTING),)
 
 
 SETTINGS_RULES = (single_updates_stay_secret, graph_protects_updates, snapshots_have_no_models)
-RUN_RULES = (updates_are_summed, time_is_wall_clock)
+RUN_RULES = (sums_are_of_layers, updates_are_summed, time_is_wall_clock)
+COST_RULES = (cost_has_one_message,)

@@ -41,6 +41,7 @@ from strategies.run_context import RunContext
 
 log = logging.getLogger("fedssl")
 
+GUARANTEE = "privacy"  # key of what it guarantees, in the lines of rounds and in the summary
 _WEAK_EPSILON = 10
 
 
@@ -122,7 +123,7 @@ class Privacy(Mod):
         return self.add_noise(layers, start.expected_upload.layers, used=used, round=round), state
 
     def record(self, round: int, *, dropped: Collection[int]) -> Mapping[str, Any]:
-        return {"privacy": self.privacy_spent(round)}
+        return {GUARANTEE: self.privacy_spent(round)}
 
     def clip(self, layers: Layers, start: Layers) -> Layers:
         """Clip the update to `clip_norm`; running statistics and counters keep their global values."""

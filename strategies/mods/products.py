@@ -28,17 +28,22 @@ _OTHERS = "set tuning.aggregation=factors or tuning.aggregation=freeze_a"
 
 def products_replace_sums(parts: RunParts) -> Problem:
     """Refuse what needs sums of layers together with an aggregation of products."""
-    settings, aggregation = parts.settings, low_rank_aggregation(parts.settings)
+    settings = parts.settings
     of_sums = {
         "privacy=central": settings.privacy is not None,
-        "secure_aggregation=secagg_plus": settings.secure_aggregation is not None,
         "server_optimizer": parts.context.has_server_optimizer,
         "aggregation.buffered=true": settings.aggregation.buffered,
     }
     used = [setting for setting, given in of_sums.items() if given]
-    if aggregation not in OF_PRODUCTS or not used:
+    return needs_sums_of_layers(used[0], parts) if used else None
+
+
+def needs_sums_of_layers(what: str, parts: RunParts) -> Problem:
+    """Refuse ``what``, which needs sums of layers, together with an aggregation of products."""
+    aggregation = low_rank_aggregation(parts.settings)
+    if aggregation not in OF_PRODUCTS:
         return None
-    return f"{used[0]} needs sums of layers, which tuning.aggregation={aggregation} replaces by products; {_OTHERS}"
+    return f"{what} needs sums of layers, which tuning.aggregation={aggregation} replaces by products; {_OTHERS}"
 
 
 def products_have_weights(parts: RunParts) -> Problem:
