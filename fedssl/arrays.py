@@ -10,12 +10,12 @@ over a layer of millions of numbers has an error of 1e-5 and more). One thread p
 which NumPy's wheels contain, multiplies up to 10,000 numbers on one thread. Results therefore do not depend on the
 number of threads.
 
-Two layers may be factors of a product that is added to a weight (LoRA, `fedssl.low_rank`). They are exchanged, summed
-and stored like other layers. Their cosine, however, is that of the product, under the name of the weight.
+Two layers may be factors of a product that is added to a weight (LoRA, `fedssl.low_rank_products`). They are exchanged,
+summed and stored like other layers. Their cosine, however, is that of the product, under the name of the weight.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,8 +24,7 @@ import numpy as np
 import torch
 
 from fedssl.errors import InputError
-from fedssl.low_rank import LowRankLayer
-from fedssl.low_rank_products import NO_PAIRS, FactorPairs, LowRank
+from fedssl.low_rank_products import NO_PAIRS, FactorPairs, LowRank, deviation_products, stack
 
 Layers = dict[str, np.ndarray]
 
@@ -103,12 +102,15 @@ class GlobalLayers:
         Pairs of factors in ``layers``, by the name of B. A is in ``layers`` or fixed.
     first_factors : frozenset of str
         Names of all A in ``layers``.
+    factors : frozenset of str
+        Names of all A and B in ``layers``.
     """
 
     def __init__(self, layers: Layers, pairs: FactorPairs = NO_PAIRS) -> None:
         self.layers, self.pairs = layers, pairs
         self.products = {pair.b: pair for pair in pairs.layers if pair.b in layers}
         self.first_factors = frozenset(pair.a for pair in self.products.values()) & layers.keys()
+        self.factors = self.first_factors | self.products.keys()
         self._by_size = sorted(layers, key=lambda name: layers[name].size, reverse=True)
 
     @cached_property
@@ -142,10 +144,41 @@ class GlobalLayers:
         """Return the product in ``layers`` whose factor B has this name."""
         return self.pairs.product(self.products[name], layers)
 
+    def deviation_products(self, name: str, models: Sequence[Layers]) -> np.ndarray:
+        """Return the inner products of the deviations of one product in all models, float64 ``(K, K)``."""
+        return deviation_products(self.product(name, self.layers), [self.product(name, model) for model in models])
+
+    def mean_square(self, name: str, models: Sequence[Layers]) -> float:
+        """Return the sum of squares of the mean of one product over all models."""
+        return stack([1 / len(models)] * len(models), [self.product(name, model) for model in models]).square()
+
+    def squared_distances(self, layers: Layers) -> dict[str, float]:
+        """Return the squared distance of each floating-point layer and product from those in ``layers``."""
+        distances = {}
+        for name, array in self.layers.items():
+            if name in self.products:
+                moved = self.product(name, self.layers).minus(self.product(name, layers))
+                distances[self.compared_name(name)] = moved.square()
+            elif name not in self.factors:
+                difference = np.asarray(array - layers[name])
+                distances[name] = inner_products(difference, difference)[1]
+        return distances
+
+    def changes(self, layers: Layers) -> Layers:
+        """Return the changes of a client's layers. Factors of a product become those of its change, of twice the rank.
+
+        A product whose factor A is fixed changes by the product of that factor and the change of B.
+        """
+        changes = {name: layers[name] - array for name, array in self.layers.items()}
+        for b, pair in self.products.items():
+            if pair.a in self.factors:  # (B_k - B) A_k + B (A_k - A)
+                changes[b] = np.hstack((changes[b], self.layers[b]))
+                changes[pair.a] = np.vstack((layers[pair.a], changes[pair.a]))
+        return changes
+
     def compared_name(self, name: str) -> str:
         """Return the name under which a layer is compared: that of its product if it is a factor B."""
-        pair: LowRankLayer | None = self.products.get(name)
-        return name if pair is None else pair.weight
+        return self.products[name].weight if name in self.products else name
 
     def check(self, layers: Layers) -> None:
         """Raise an `InputError` if a layer is missing or unknown, or has another shape or dtype than the global one."""

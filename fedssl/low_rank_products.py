@@ -1,4 +1,6 @@
-"""Products of LoRA's factors as values: ``scale * B A`` with its norms, sums and differences, computed from B and A.
+"""Products of LoRA's factors (Hu et al., arXiv 2106.09685): W becomes W + scale * B A.
+
+Norms, sums and differences of products are computed from B and A.
 
 Inner products are <B_1 A_1, B_2 A_2> = sum((B_1^T B_2) * (A_1 A_2^T)): O((m + n) r^2) instead of O(m n). Everything is
 computed in float64. The error is about 1e-16 times the product of the lengths of the factors, so differences are formed
@@ -13,7 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedssl.low_rank import LowRankLayer
+
+@dataclass(frozen=True)
+class LowRankLayer:
+    """Names of the factors of the product ``scale * B A`` that is added to one weight."""
+
+    weight: str  # name of the weight, and of the product
+    a: str  # name of A, (r, n)
+    b: str  # name of B, (m, r)
+    scale: float  # alpha / r
 
 
 @dataclass(frozen=True, eq=False)

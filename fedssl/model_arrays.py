@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedssl.arrays import Layers
+from fedssl.arrays import GlobalLayers, Layers
 from fedssl.low_rank_products import FactorPairs
 from fedssl.machine.device_copies import copy_from_cpu, copy_to_cpu
 from fedssl.machine.devices import is_gpu
@@ -158,11 +158,15 @@ def copy_arrays(tensors: Sequence[Tensor], arrays: Sequence[np.ndarray]) -> None
         tensor.copy_(source)
 
 
-def factor_pairs(method: SSLMethod) -> FactorPairs:
-    """Return the pairs of factors among the exchanged layers, with copies of the factors A that are not exchanged."""
+def global_layers(method: SSLMethod, layers: Layers) -> GlobalLayers:
+    """Return layers of a method as those that others are compared with.
+
+    The products of LoRA are compared as such. They have copies of the factors A that are not exchanged.
+    """
     exchanged = set(exchanged_names(method))
-    layers = tuple(pair for pair in method.low_rank_layers if pair.b in exchanged)
-    return FactorPairs(layers, copy_layers(method, [pair.a for pair in layers if pair.a not in exchanged]))
+    pairs = tuple(pair for pair in method.low_rank_layers if pair.b in exchanged)
+    fixed = copy_layers(method, [pair.a for pair in pairs if pair.a not in exchanged])
+    return GlobalLayers(layers, FactorPairs(pairs, fixed))
 
 
 def part_name(name: str) -> str:

@@ -1,22 +1,18 @@
 """The models of a state: their layers in the phase of its round, and the files of their encoders."""
 
-import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fedssl.arrays import Layers
 from fedssl.config.settings import Settings
 from fedssl.export import save_encoder
-from fedssl.export.peft_adapter import write_adapter
+from fedssl.export.peft_adapter import merge_adapter
 from fedssl.export.preprocess import pixel_metadata
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import load_layers
-from fedssl.tuning import plain_copy
 from server_app.client_models import ClientModels, MappedValues
 from strategies.run_context import RunContext
 from strategies.types import GlobalModel, ServerState, model_suffix
-
-log = logging.getLogger("fedssl")
 
 
 def arrays_by_model(context: RunContext, state: ServerState) -> Mapping[str, Layers]:
@@ -53,17 +49,10 @@ def export_encoders(
 
 
 def _export(file: Path, method: SSLMethod, settings: Settings, *, adapter: Path, rounds: int) -> None:
-    """Write the encoder with LoRA merged into its weights, and its factors alone."""
-    encoder = method.encoder
-    if encoder.low_rank_layers:
-        if encoder.server_merged_names:  # the factors are only a part of the change
-            log.info("no %s: the aggregation of LoRA's products changed the weights as well", adapter.name)
-        else:
-            write_adapter(adapter, encoder)
-        encoder = plain_copy(encoder)
+    """Write the encoder with its factors merged into the weights, and these factors alone."""
     save_encoder(
         file,
-        encoder,
+        merge_adapter(method.encoder, adapter),
         settings=settings.model.encoder.values,
         mean=settings.data.mean,
         std=settings.data.std,

@@ -5,10 +5,9 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import numpy as np
 from flwr.app import Message
 
-from fedssl.arrays import Cosines, GlobalLayers, Layers
+from fedssl.arrays import Cosines, GlobalLayers
 from fedssl.safe_io import sanitize_line
 from fedssl.wire.fingerprint import code_fingerprint
 from fedssl.wire.messages import ClientUpdate
@@ -135,7 +134,7 @@ class CollectedUpdates:
         """Add an update."""
         client, start = valid.slot.client, valid.slot.start
         if start not in self._stores:
-            self._stores[start] = self._storage.new_store(self._starts[start].expected_upload.layers)
+            self._stores[start] = self._storage.new_store(self._starts[start].expected_upload)
         store = self._stores[start]
         store.add(valid.update.layers)
         self._measured[client] = [mod.measure(valid.update, valid.cosines, self._starts[start]) for mod in self._mods]
@@ -149,20 +148,17 @@ class CollectedUpdates:
             self._updates = {client: one for client, one in self._updates.items() if client not in removed}
         return removed
 
-    def deltas(self) -> Iterator[tuple[int, Layers]]:
-        """Yield each client with the change of its layers; see `layer_changes`."""
-        for valid in self:
-            yield valid.slot.client, layer_changes(self._starts[valid.slot.start].expected_upload, valid.update.layers)
-
     def assign(self, server: ServerStrategy) -> Mapping[int, str]:
         """Return the cluster of each client, by the changes of its layers."""
         clients: list[int] = []
         deltas: UpdateStore | None = None
-        for client, delta in self.deltas():
+        for valid in self:
+            start = self._starts[valid.slot.start].expected_upload
+            changes = start.changes(valid.update.layers)
             if deltas is None:
-                deltas = self._storage.new_store(delta, next(iter(self._starts.values())).expected_upload.pairs)
-            deltas.add(delta)
-            clients.append(client)
+                deltas = self._storage.new_store(start.with_layers(changes))
+            deltas.add(changes)
+            clients.append(valid.slot.client)
         if deltas is None:
             return {}
         clusters = server.assign_clusters(clients, deltas)
@@ -227,19 +223,6 @@ class UpdateReader:
             layers = exchanged_layers(self._federation.mods, expected.layers, slot.variants)
             self._expected[key] = expected.with_layers(layers)
         return self._expected[key]
-
-
-def layer_changes(start: GlobalLayers, layers: Layers) -> Layers:
-    """Return the changes of a client's layers. Factors of a product become those of its change, of twice the rank.
-
-    A product whose factor A is fixed changes by the product of that factor and the change of B.
-    """
-    changes = {name: layers[name] - array for name, array in start.layers.items()}
-    for b, pair in start.products.items():
-        if pair.a in start.first_factors:  # (B_k - B) A_k + B (A_k - A)
-            changes[b] = np.hstack((changes[b], start.layers[b]))
-            changes[pair.a] = np.vstack((layers[pair.a], changes[pair.a]))
-    return changes
 
 
 def _finite(value: float | None) -> float | None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.cluster import AgglomerativeClustering
 
-from fedssl.arrays import GlobalLayers, Layers, is_weight
+from fedssl.arrays import Layers, is_weight
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
@@ -283,8 +283,8 @@ def cluster_by_cosine(deltas: UpdateStore, *, clusters: int) -> list[int]:
     """
     if len(deltas) < 2:
         return [0] * len(deltas)
-    zero = {name: np.zeros_like(array) for name, array in deltas.reference.items() if is_weight(name, array)}
-    gram = deviation_gram(GlobalLayers(zero, deltas.pairs), deltas, exact=True)
+    zero = {name: np.zeros_like(array) for name, array in deltas.reference.layers.items() if is_weight(name, array)}
+    gram = deviation_gram(deltas.reference.with_layers(zero), deltas, exact=True)
     lengths = np.sqrt(gram.diagonal())
     lengths[lengths == 0] = 1.0
     distances = np.maximum(1 - gram / np.outer(lengths, lengths), 0)

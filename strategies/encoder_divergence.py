@@ -12,30 +12,23 @@ import math
 import numpy as np
 from torch import nn
 
-from fedssl.arrays import GlobalLayers, Layers, inner_products
+from fedssl.arrays import GlobalLayers, Layers
 from fedssl.errors import InputError
-from fedssl.low_rank_products import NO_PAIRS, FactorPairs
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import factor_pairs, read_layers
+from fedssl.model_arrays import global_layers, read_layers
 
 DISTANCES = ("mean_conv_l2", "squared_l2")
 
 
 def distance_names(method: SSLMethod, *, distance: str) -> list[str]:
-    """Return the names of the weights or products over which the distance is computed in the current stage.
+    """Return the names of the weights and factors over which the distance is computed in the current stage.
 
     "squared_l2": all trained weights of the encoder. "mean_conv_l2": the convolution kernels among them, or all of them
     without any kernel. Kernels of shortcuts ("downsample") are excluded, as in the authors' code (17 kernels in a
     ResNet-18), and so is a patch embedding, which is a convolution only in its implementation.
     """
     parameters = method.encoder.named_parameters(prefix="encoder")
-    first_factors = {pair.a for pair in method.low_rank_layers}
-    weights = {pair.b: pair.weight for pair in method.low_rank_layers}
-    trained = [
-        weights.get(name, name)
-        for name, parameter in parameters
-        if parameter.requires_grad and name not in first_factors
-    ]
+    trained = [name for name, parameter in parameters if parameter.requires_grad]
     if not trained:
         raise InputError(
             f"strategy.distance={distance} measures how far training moves the encoder, of which nothing is trained; "
@@ -48,26 +41,18 @@ def distance_names(method: SSLMethod, *, distance: str) -> list[str]:
         for name, module in method.encoder.named_modules()
         if isinstance(module, nn.Conv2d) and "downsample" not in name and name != method.encoder.patch_embedding
     }
-    return [name for name in trained if name in kernels] or trained
+    return [name for name in trained if method.product_names.get(name, name) in kernels] or trained
 
 
-def divergence(trained: Layers, start: Layers, *, distance: str, pairs: FactorPairs = NO_PAIRS) -> float:
+def divergence(trained: GlobalLayers, start: Layers, *, distance: str) -> float:
     """Return the distance of trained weights from earlier ones, e.g. the downloaded global weights.
 
     It is mean_l ||w_l - g_l|| ("mean_conv_l2"), or sum_l ||w_l - g_l||^2 ("squared_l2", Eq. 3), g_l at the start: at
-    least 0, or non-finite if a weight is. ``trained`` are the weights, and the factors of the products, named by
-    `distance_names`, at least one; other layers of ``start`` are ignored.
+    least 0, or non-finite if a weight is. ``trained`` are the layers of `distance_names`, at least one; other layers of
+    ``start`` are ignored.
     """
-    squares = []
-    reference = GlobalLayers(trained, pairs)
     with np.errstate(over="ignore", invalid="ignore"):
-        for name, weight in trained.items():
-            if name in reference.products:
-                moved = reference.product(name, trained).minus(reference.product(name, start))
-                squares.append(moved.square())
-            elif name not in reference.first_factors:
-                difference = np.asarray(weight - start[name])
-                squares.append(inner_products(difference, difference)[1])
+        squares = trained.squared_distances(start).values()
     if distance == "squared_l2":
         return sum(squares)  # Eq. 3
     return sum(math.sqrt(square) for square in squares) / len(squares)
@@ -75,7 +60,5 @@ def divergence(trained: Layers, start: Layers, *, distance: str, pairs: FactorPa
 
 def encoder_divergence(method: SSLMethod, start: Layers, *, distance: str) -> float:
     """Return the `divergence` of a method's current encoder from ``start``."""
-    names, pairs = distance_names(method, distance=distance), factor_pairs(method)
-    factors = {pair.weight: [name for name in (pair.a, pair.b) if name not in pairs.fixed] for pair in pairs.layers}
-    layers = read_layers(method, [layer for name in names for layer in factors.get(name, [name])])
-    return divergence(layers, start, distance=distance, pairs=pairs)
+    layers = read_layers(method, distance_names(method, distance=distance))
+    return divergence(global_layers(method, layers), start, distance=distance)

@@ -113,7 +113,7 @@ class EUAAggregator(CollectingAggregator):
         self._weights = global_layers.weights()
         buffers = {name: layers[name] for name in layers if name not in self._weights.layers}
         self._buffers.start(GlobalLayers(buffers))
-        self._models = self.new_store(self._weights.layers)
+        self._models = self.new_store(self._weights)
         self.clients: list[int] = []
 
     def working_memory(self, layers: Layers, number: int) -> int:

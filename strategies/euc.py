@@ -30,7 +30,6 @@ import numpy as np
 from fedssl.arrays import CACHE_TILE, Cosines, GlobalLayers, Layers, is_weight
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
-from fedssl.low_rank_products import deviation_products
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names
 from fedssl.wire.messages import ClientUpdate, TrainPlan
@@ -90,8 +89,7 @@ class DiscrepancySum:
         assert weight is not None  # the sum requires it
         for name, distance in self._distances(update.layers).items():
             self._squares[name] += weight * distance
-        factors = {*self._global.products, *self._global.first_factors}
-        self._factors.append((weight, {name: update.layers[name] for name in factors}))
+        self._factors.append((weight, {name: update.layers[name] for name in self._global.factors}))
         self._weights += weight
 
     def finish(self) -> Layers:
@@ -116,8 +114,7 @@ class DiscrepancySum:
 
         def measure(name: str) -> None:
             if name in self._global.products:
-                products = [self._global.product(name, factors) for _, factors in self._factors]
-                gram = deviation_products(self._global.product(name, self._global.layers), products)
+                gram = self._global.deviation_products(name, [factors for _, factors in self._factors])
                 spread = float(weights @ gram.diagonal() - weights @ gram @ weights)
                 discrepancies[name] = max(spread, 0.0)  # rounding may make it negative
 

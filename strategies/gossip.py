@@ -25,8 +25,6 @@ import numpy as np
 from fedssl.arrays import Cosines, GlobalLayers, Layers, is_weight
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
-from fedssl.low_rank_products import NO_PAIRS, FactorPairs, deviation_products, stack
-from fedssl.model_arrays import factor_pairs
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.run_context import RunContext
@@ -93,7 +91,6 @@ class GossipServer(ServerStrategy):
         self._topology, self._degree, self._probability, self._file = topology, degree, probability, file
         self.models_per_client = not self._star
         self._graph: nx.Graph | None = None
-        self._pairs = NO_PAIRS
         self._weights: Mapping[int, Mapping[int, float]] = {}
 
     def starting_model(self, state: ServerState, round: int, client: int) -> str:
@@ -119,7 +116,7 @@ class GossipServer(ServerStrategy):
             "edges": len(used),
             "bytes_over_edges": moved,
             "consensus_distance": consensus_distance(
-                [state.models[str(client)].layers for client in bytes_up], pairs=self._pairs
+                [self._global_layers(state.models[str(client)].layers) for client in bytes_up]
             ),
         }
 
@@ -145,7 +142,7 @@ class GossipServer(ServerStrategy):
                 "strategy=gossip is for simulations: the graph is over all clients, and which devices there will be is "
                 "not known; set another strategy, or strategy.topology=star"
             )
-        self._pairs = factor_pairs(context.method)
+        self._global_layers = context.global_layers
         self._graph = make_graph(
             self._topology,
             context.settings.num_clients,
@@ -169,23 +166,21 @@ class GossipServer(ServerStrategy):
         return {other: weight for other, weight in self._weights.get(client, {}).items() if other != client}
 
 
-def consensus_distance(models: Sequence[Layers], *, pairs: FactorPairs = NO_PAIRS) -> float:
+def consensus_distance(models: Sequence[GlobalLayers]) -> float:
     """Return the root mean squared distance of models from their mean, relative to the length of the mean.
 
-    Over all weights as one vector, without running statistics and counters; of ``pairs`` of factors, the products. 0 if
-    the mean has length 0.
+    Over all weights and products as one vector, without running statistics and counters. 0 if the mean has length 0.
     """
     squared, length = 0.0, 0.0
-    first = GlobalLayers(models[0], pairs)
+    first, layers = models[0], [model.layers for model in models]
     for name in first.products:
-        products = [first.product(name, model) for model in models]
-        gram = deviation_products(products[0], products)  # mean ||P_k - mean||^2 = tr(G) / K - 1^T G 1 / K^2
+        gram = first.deviation_products(name, layers)  # mean ||P_k - mean||^2 = tr(G) / K - 1^T G 1 / K^2
         squared += max(float(np.trace(gram) - gram.sum() / len(models)), 0.0)
-        length += stack([1 / len(models)] * len(models), products).square()
-    for name, array in models[0].items():
-        if is_weight(name, array) and name not in first.first_factors and name not in first.products:
-            mean = np.mean([model[name] for model in models], axis=0, dtype=np.float64)
-            squared += sum(float(np.square(model[name] - mean).sum()) for model in models)
+        length += first.mean_square(name, layers)
+    for name, array in first.layers.items():
+        if is_weight(name, array) and name not in first.factors:
+            mean = np.mean([model[name] for model in layers], axis=0, dtype=np.float64)
+            squared += sum(float(np.square(model[name] - mean).sum()) for model in layers)
             length += float(np.square(mean).sum())
     return math.sqrt(squared / len(models) / length) if length else 0.0
 

@@ -11,7 +11,6 @@ import torch
 
 from fedssl.arrays import BLAS_ROW, GlobalLayers, Layers, is_weight
 from fedssl.errors import InputError
-from fedssl.low_rank_products import deviation_products
 from strategies.update_store import UpdateStore
 
 _TILE = 8 * BLAS_ROW  # numbers of each client in one product; sums in float32 of twice as many may err by 1e-6
@@ -37,8 +36,7 @@ def deviation_gram(weights: GlobalLayers, models: UpdateStore, *, exact: bool = 
         if name in weights.first_factors:
             return
         if name in weights.products:
-            products = [weights.product(name, factors) for factors in factors_of(weights, name, models)]
-            grams[name] = deviation_products(weights.product(name, weights.layers), products)
+            grams[name] = weights.deviation_products(name, factors_of(weights, name, models))
             return
         g = weights.layers[name].reshape(-1)
         dtype = np.dtype(np.float64) if exact else np.result_type(g.dtype, np.float32)

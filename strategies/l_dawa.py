@@ -12,8 +12,8 @@ A layer is one named array, as in the authors' code. Deviations from that code, 
 The cosine of a client depends only on its own and the global model, so the client can scale its layers before upload
 (``scale_at="client"``). The server then computes a plain (weighted) mean, which is all that secure aggregation allows.
 
-With LoRA (`fedssl.low_rank`) a layer is the product ``scale B A``: its cosine is that of the products, and multiplies
-the factor B. Factors A are averaged.
+A product of factors (`fedssl.arrays.GlobalLayers`) is a layer: its cosine is that of the products, and multiplies the
+factor B. Factors A are averaged.
 
 Cosines are clipped above at 1 and not below: a client that points away from the global layer has its sign flipped.
 Eqs. 5 and 6 weight by examples and by loss. There is no published code for either.
@@ -28,11 +28,10 @@ import numpy as np
 from fedssl.arrays import GlobalLayers, Layers
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
-from fedssl.low_rank_products import NO_PAIRS, FactorPairs
 from fedssl.methods.base import SSLMethod
-from fedssl.model_arrays import factor_pairs
+from fedssl.model_arrays import global_layers as global_layers_of
 from fedssl.wire.messages import ClientUpdate, TrainPlan
-from strategies.aggregate import aggregate
+from strategies.aggregate import aggregate, as_reference
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
 from strategies.types import GLOBAL, Aggregator, CommunicationSummary
 from strategies.weighted_sum import WeightedSum
@@ -66,14 +65,12 @@ def l_dawa(
     return aggregate(global_layers, updates, aggregator)  # Eqs. 4-6
 
 
-def scale_layers(
-    global_layers: Layers, layers: Layers, *, buffers: str = "average", pairs: FactorPairs = NO_PAIRS
-) -> Layers:
+def scale_layers(global_layers: Layers | GlobalLayers, layers: Layers, *, buffers: str = "average") -> Layers:
     """Return one client's layers, each multiplied by its cosine with the global layer (Eq. 2), as new arrays.
 
-    Their plain mean is `l_dawa`. ``buffers`` as there. Of ``pairs`` of factors, B is multiplied.
+    Their plain mean is `l_dawa`. ``buffers`` as there. Of the factors of a product, B is multiplied.
     """
-    reference = GlobalLayers({name: global_layers[name] for name in layers}, pairs)
+    reference = as_reference(global_layers).subset(layers)
     cosines = reference.cosines_of(layers)
     cosine_of = cosines.weights | (cosines.statistics if buffers == "scale" else {})
     scaled = dict(layers)
@@ -110,7 +107,7 @@ class ScaleUpload:
     def __call__(self, method: SSLMethod, plan: TrainPlan, layers: Layers) -> Layers:
         if plan.round <= self.warmup_rounds:
             return layers
-        return scale_layers(plan.layers, layers, buffers=self.buffers, pairs=factor_pairs(method))
+        return scale_layers(global_layers_of(method, plan.layers), layers, buffers=self.buffers)
 
 
 class LDAWA(FedSSLStrategy):

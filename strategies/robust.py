@@ -57,7 +57,7 @@ class BatchAggregator(CollectingAggregator):
     def start(self, global_layers: GlobalLayers) -> None:
         """Start a round."""
         self._global = global_layers
-        self._updates = self.new_store(global_layers.layers)
+        self._updates = self.new_store(global_layers)
         self.clients: list[int] = []  # partition ids in the order of `add`
 
     def working_memory(self, layers: Layers, number: int) -> int:

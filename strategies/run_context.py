@@ -9,9 +9,8 @@ import torch
 from fedssl.arrays import GlobalLayers, Layers
 from fedssl.base_layers import layers_digest
 from fedssl.config.settings import Settings
-from fedssl.low_rank_products import FactorPairs
 from fedssl.methods.base import SSLMethod, build_method
-from fedssl.model_arrays import copy_layers, exchanged_layers, factor_pairs, names_in_parts, read_layers
+from fedssl.model_arrays import copy_layers, exchanged_layers, global_layers, names_in_parts, read_layers
 from fedssl.schedule.phases import Phase, phase_at
 from fedssl.schedule.stages import Stages
 from strategies.types import GlobalModel
@@ -55,12 +54,12 @@ class RunContext:
         return GlobalLayers(self._copied(self.method.uploaded_parts))
 
     @cached_property
-    def _pairs(self) -> FactorPairs:
-        return factor_pairs(self.method)
+    def _no_layers(self) -> GlobalLayers:
+        return global_layers(self.method, {})
 
     def global_layers(self, layers: Layers) -> GlobalLayers:
         """Return layers of a model as those that updates are compared with."""
-        return GlobalLayers(layers, self._pairs)
+        return self._no_layers.with_layers(layers)
 
     @cached_property
     def base(self) -> Layers:

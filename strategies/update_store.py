@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedssl.arrays import BLAS_ROW, Layers
-from fedssl.low_rank_products import NO_PAIRS, FactorPairs
+from fedssl.arrays import BLAS_ROW, GlobalLayers, Layers
 from fedssl.machine.memory import available_memory
 
 MEMORY_SHARE = 4  # updates use at most one part in four of the available memory
@@ -44,9 +43,9 @@ class UpdateStorage:
         self._free = memory_budget() if memory is None else memory
         self._stores: list[UpdateStore] = []
 
-    def new_store(self, layers: Layers, pairs: FactorPairs = NO_PAIRS) -> "UpdateStore":
-        """Return an empty store of updates with the names, shapes and dtypes of ``layers``."""
-        store = UpdateStore(layers, self, pairs)
+    def new_store(self, reference: GlobalLayers) -> "UpdateStore":
+        """Return an empty store of updates with the names, shapes and dtypes of ``reference``."""
+        store = UpdateStore(reference, self)
         self._stores.append(store)
         return store
 
@@ -67,12 +66,12 @@ class UpdateStorage:
 class UpdateStore:
     """The layers of updates, in the order of `add`. Created by `UpdateStorage.new_store`.
 
-    ``reference`` are layers with the same names, shapes and dtypes, and ``pairs`` the factors among them.
+    ``reference`` are layers with the same names, shapes and dtypes.
     """
 
-    def __init__(self, layers: Layers, storage: UpdateStorage, pairs: FactorPairs) -> None:
-        self.reference, self.pairs, self._storage = layers, pairs, storage
-        self._bytes = sum(array.nbytes for array in layers.values())
+    def __init__(self, reference: GlobalLayers, storage: UpdateStorage) -> None:
+        self.reference, self._storage = reference, storage
+        self._bytes = sum(array.nbytes for array in reference.layers.values())
         self._in_memory: list[Layers] = []  # the first updates
         self._file: _UpdateFile | None = None  # of all others
 
@@ -82,10 +81,10 @@ class UpdateStore:
     def add(self, layers: Layers) -> None:
         """Add an update by reference, or write it to the file. Raises `OSError` if the disk is full."""
         if self._file is None and self._storage.reserve(self._bytes):
-            self._in_memory.append({name: layers[name] for name in self.reference})
+            self._in_memory.append({name: layers[name] for name in self.reference.layers})
             return
         if self._file is None:
-            self._file = _UpdateFile(self.reference, self._storage.folder)
+            self._file = _UpdateFile(self.reference.layers, self._storage.folder)
         try:
             self._file.add(layers)
         except OSError:
@@ -102,7 +101,7 @@ class UpdateStore:
             name: _Columns(self._file, name, array, clients, array.size)
             .read(slice(0, array.size))[0]
             .reshape(array.shape)
-            for name, array in self.reference.items()
+            for name, array in self.reference.layers.items()
         }
 
     def tiles(
@@ -114,7 +113,7 @@ class UpdateStore:
         tile.
         """
         chosen = range(len(self)) if indices is None else indices
-        array, first = self.reference[name], len(self._in_memory)
+        array, first = self.reference.layers[name], len(self._in_memory)
         kept = [self._in_memory[index][name].reshape(-1) for index in chosen if index < first]
         stored = [index - first for index in chosen if index >= first]
         columns = _Columns(self._file, name, array, stored, step) if self._file and stored else None
@@ -132,7 +131,7 @@ class UpdateStore:
 
 def in_memory(updates: Sequence[Layers]) -> UpdateStore:
     """Return a store of updates that are in memory."""
-    store = UpdateStorage(memory=2**63).new_store(updates[0] if updates else {})
+    store = UpdateStorage(memory=2**63).new_store(GlobalLayers(updates[0] if updates else {}))
     for layers in updates:
         store.add(layers)
     return store
@@ -146,9 +145,9 @@ class CollectingAggregator:
 
     storage: UpdateStorage | None = None
 
-    def new_store(self, layers: Layers) -> UpdateStore:
+    def new_store(self, reference: GlobalLayers) -> UpdateStore:
         """Return an empty store for the updates of the round."""
-        return (self.storage or UpdateStorage()).new_store(layers)
+        return (self.storage or UpdateStorage()).new_store(reference)
 
     def working_memory(self, layers: Layers, number: int) -> int:
         """Return about how many bytes `finish` needs besides the models and this number of updates of ``layers``."""

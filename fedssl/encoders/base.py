@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedssl.config.constraints import check_arguments
 from fedssl.encoders.adapters import Adapter
 from fedssl.errors import InputError
-from fedssl.low_rank import LowRankLayer
+from fedssl.low_rank_products import LowRankLayer
 
 Network = TypeVar("Network", bound=nn.Module)
 

@@ -9,6 +9,7 @@ its encoder is ours.
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import astuple
 from pathlib import Path
@@ -23,9 +24,12 @@ from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.export.source import ExportSource, represent
 from fedssl.export.weights import KEY, write_weights
-from fedssl.low_rank import LowRankLayer
+from fedssl.low_rank_products import LowRankLayer
 from fedssl.safe_io import corrupt_file_error
 from fedssl.tensor_file import read_tensor_file
+from fedssl.tuning import plain_copy
+
+log = logging.getLogger("fedssl")
 
 ADAPTER_FILE = "adapter.safetensors"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -33,11 +37,17 @@ _PREFIX = "base_model.model."  # of the names in PEFT
 _IN_PROJ, _OUT_PROJ = ".in_proj_weight", ".out_proj.weight"
 
 
-def write_adapter(file: Path, encoder: Encoder) -> None:
-    """Write the factors of an encoder with `fedssl.tuning.lora`, atomically."""
-    tensors, layers = encoder.state_dict(), encoder.low_rank_layers
-    factors = {name: tensors[name] for layer in layers for name in (layer.a, layer.b)}
-    write_weights(file, factors, metadata={KEY: json.dumps([astuple(layer) for layer in layers])})
+def merge_adapter(encoder: Encoder, file: Path) -> Encoder:
+    """Write the factors of an encoder, if it has any, and return it with the factors merged into its weights."""
+    if not encoder.low_rank_layers:
+        return encoder
+    if encoder.server_merged_names:  # the factors are only a part of the change
+        log.info("no %s: the aggregation of LoRA's products changed the weights as well", file.name)
+    else:
+        tensors, layers = encoder.state_dict(), encoder.low_rank_layers
+        factors = {name: tensors[name] for layer in layers for name in (layer.a, layer.b)}
+        write_weights(file, factors, metadata={KEY: json.dumps([astuple(layer) for layer in layers])})
+    return plain_copy(encoder)
 
 
 def read_adapter(file: Path, weights: Mapping[str, Tensor]) -> list[tuple[LowRankLayer, Tensor, Tensor]]:

@@ -15,7 +15,7 @@ from fedssl.config.settings import ModelSettings
 from fedssl.datasets.images import ImageSource
 from fedssl.encoders.base import Encoder, frozen_copy
 from fedssl.errors import InputError
-from fedssl.low_rank import LowRankLayer
+from fedssl.low_rank_products import LowRankLayer
 from fedssl.schedule.phases import make_phases
 from fedssl.seeding import derive_seed
 from fedssl.views import AcceptedViews, Views
@@ -154,6 +154,11 @@ class SSLMethod(nn.Module):
                     a = f"{'encoder' if shared else part}.{layer.a}"
                     layers.append(LowRankLayer(f"{part}.{layer.weight}", a, f"{part}.{layer.b}", layer.scale))
         return tuple(layers)
+
+    @cached_property
+    def product_names(self) -> dict[str, str]:
+        """Names of the weights that products of LoRA are added to, by factor."""
+        return {factor: pair.weight for pair in self.low_rank_layers for factor in (pair.a, pair.b)}
 
     @cached_property
     def server_merged_names(self) -> tuple[str, ...]:

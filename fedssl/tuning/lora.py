@@ -9,7 +9,7 @@ from fedssl.config.constraints import check_arguments
 from fedssl.config.overrides import did_you_mean
 from fedssl.encoders.base import Encoder, Network
 from fedssl.errors import InputError
-from fedssl.low_rank import LowRankLayer
+from fedssl.low_rank_products import LowRankLayer
 from fedssl.tuning.lora_layers import LoRAAttention, LoRAConv2d, LoRALayer, LoRALinear, merge, weight_name
 
 IN_PROJ = "in_proj"  # name of the input projection of an attention

@@ -21,8 +21,7 @@ def factor_change(start: GlobalLayers, layers: Layers) -> float:
 
     A product is small if one of its factors is, however large the other one. The mean of such factors is not.
     """
-    names = {*start.products, *start.first_factors}
-    initial = {name: start.layers[name].astype(np.float64) for name in sorted(names)}
+    initial = {name: start.layers[name].astype(np.float64) for name in sorted(start.factors)}
     change = sum(float(np.square(layers[name] - array).sum()) for name, array in initial.items())
     return relative_norm(change, sum(float(np.square(array).sum()) for array in initial.values()))
 

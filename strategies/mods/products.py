@@ -95,9 +95,8 @@ class ProductSum:
 
     def start(self, global_layers: GlobalLayers) -> None:
         """Start a round."""
-        factors = {*global_layers.products, *global_layers.first_factors}
-        self._global = global_layers.subset(name for name in global_layers.layers if name in factors)
-        self._models = self._storage.new_store(self._global.layers, global_layers.pairs)
+        self._global = global_layers.subset(name for name in global_layers.layers if name in global_layers.factors)
+        self._models = self._storage.new_store(self._global)
         self._clients: list[int] = []
 
     def add(self, update: ClientUpdate) -> None:

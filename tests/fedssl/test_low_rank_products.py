@@ -4,8 +4,15 @@ import numpy as np
 import pytest
 
 from fedssl.arrays import GlobalLayers
-from fedssl.low_rank import LowRankLayer
-from fedssl.low_rank_products import FactorPairs, LowRank, cut_factors, deviation_products, pad_factors, stack
+from fedssl.low_rank_products import (
+    FactorPairs,
+    LowRank,
+    LowRankLayer,
+    cut_factors,
+    deviation_products,
+    pad_factors,
+    stack,
+)
 
 
 def low_rank(seed, shape=(5, 7), rank=2, scale=1.5, dtype=np.float64):

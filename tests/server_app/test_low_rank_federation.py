@@ -9,7 +9,7 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
 from fedssl.methods.base import build_method
-from fedssl.model_arrays import exchanged_names, factor_pairs, load_layers, read_layers
+from fedssl.model_arrays import exchanged_names, load_layers, read_layers
 from fedssl.wire.messages import ARRAYS, BASE, ClientUpdate, TrainPlan
 from server_app.checkpoint import latest_checkpoint
 from simulation.run import run
@@ -99,7 +99,7 @@ def test_strategies_compare_products_under_every_aggregation(tmp_path, strategy,
     federated.run(2)
     assert not federated.report.dropped
     measured = {name for row in federated.report.clients for name in row.cosine}
-    products = {pair.weight for pair in factor_pairs(federated.method).layers}
+    products = set(federated.method.product_names.values())
     assert products
     assert {name for name in measured if name.startswith("encoder.")} <= products
     assert strategy == "euc" or products <= measured  # which averages some every second round only

@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from fedssl.arrays import GlobalLayers
-from fedssl.low_rank import LowRankLayer
-from fedssl.low_rank_products import FactorPairs
+from fedssl.low_rank_products import FactorPairs, LowRankLayer
 from tests.strategies.made import update
 
 FC = LowRankLayer("encoder.fc.weight", "encoder.fc.lora_A", "encoder.fc.lora_B", 4.0)

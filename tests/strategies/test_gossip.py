@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from fedssl.arrays import GlobalLayers
 from fedssl.errors import InputError
 from server_app.messaging import receive
 from server_app.round import Round
@@ -88,8 +89,8 @@ def test_the_mean_of_all_models_never_changes_by_mixing(topology, asked):
         np.mean([model.layers["encoder.weight"] for model in one.values()], axis=0) for one in (models, state.models)
     )
     assert after == pytest.approx(before, abs=1e-6)
-    assert consensus_distance([model.layers for model in state.models.values()]) < consensus_distance(
-        [model.layers for model in models.values()]
+    assert consensus_distance([GlobalLayers(model.layers) for model in state.models.values()]) < consensus_distance(
+        [GlobalLayers(model.layers) for model in models.values()]
     )
 
 

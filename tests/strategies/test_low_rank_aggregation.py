@@ -140,7 +140,7 @@ def test_l_dawa_scales_one_factor_by_the_products_cosine():
     for layers in (
         l_dawa(start, [client]),
         m_dawa(start, [client]),
-        scale_layers(start.layers, client.layers, pairs=start.pairs),
+        scale_layers(start, client.layers),
     ):
         np.testing.assert_allclose(layers[FC.b], [[1.92], [0]])
         np.testing.assert_array_equal(layers[FC.a], [[4, 3]])
@@ -153,7 +153,7 @@ def test_the_gram_matrix_of_deviations_is_that_of_products(fixed_a, moved, memor
     start = reference(fixed_a=fixed_a)
     updates = clients_near(start, moved=moved)
     storage = UpdateStorage(tmp_path, memory=memory)
-    store = storage.new_store(start.layers, start.pairs)
+    store = storage.new_store(start)
     for one in updates:
         store.add(one.layers)
     gram = deviation_gram(start.weights(), store, exact=True)
@@ -277,8 +277,8 @@ def test_consensus_is_measured_on_products():
     ]
     mean = np.mean(dense, axis=0)
     expected = np.sqrt(np.mean([((one - mean) ** 2).sum() for one in dense]) / (mean**2).sum())
-    assert consensus_distance(models, pairs=start.pairs) == pytest.approx(expected, rel=1e-10)
-    assert consensus_distance([start.layers] * 3, pairs=start.pairs) < 1e-15
+    assert consensus_distance([start.with_layers(layers) for layers in models]) == pytest.approx(expected, rel=1e-10)
+    assert consensus_distance([start] * 3) < 1e-15
 
 
 def test_a_stale_update_moves_the_factors():
@@ -316,9 +316,8 @@ def test_the_divergence_of_an_encoder_is_that_of_its_products(distance):
     assert encoder_divergence(method, start, distance=distance) == pytest.approx(expected, rel=1e-12)
     same = {name: low_rank_model(0)[name] for name in (FC.a, FC.b)}
     assert encoder_divergence(method, same, distance=distance) == 0
-    assert not np.isfinite(
-        divergence(start | {FC.a: np.full((2, 9), np.inf)}, start, distance=distance, pairs=pairs_of())
-    )
+    infinite = GlobalLayers(start | {FC.a: np.full((2, 9), np.inf)}, pairs_of())
+    assert not np.isfinite(divergence(infinite, start, distance=distance))
 
 
 def test_the_client_of_l_dawa_scales_products():

@@ -31,7 +31,7 @@ def models(number, *, seed=0):
 
 def stored(updates, *, in_memory_number=0, folder=None):
     each = sum(array.nbytes for array in updates[0].values())
-    store = UpdateStorage(folder, memory=in_memory_number * each).new_store(updates[0])
+    store = UpdateStorage(folder, memory=in_memory_number * each).new_store(GlobalLayers(updates[0]))
     for update in updates:
         store.add(update)
     return store
@@ -86,7 +86,7 @@ def test_a_file_changes_no_bit(make, tmp_path):
 
 def test_stores_of_a_round_share_the_memory(tmp_path):
     storage = UpdateStorage(tmp_path, memory=300)
-    one, other = (storage.new_store({"w": np.zeros(25, np.float32)}) for _ in range(2))  # 100 bytes each
+    one, other = (storage.new_store(GlobalLayers({"w": np.zeros(25, np.float32)})) for _ in range(2))  # 100 bytes each
     for value in range(3):
         one.add({"w": np.full(25, value, np.float32)})
         other.add({"w": np.full(25, -value, np.float32)})

@@ -10,7 +10,7 @@ from fedssl.config.load import compose
 from fedssl.encoders import conv_small, vit_tiny
 from fedssl.encoders.base import Encoder, frozen_copy
 from fedssl.errors import InputError
-from fedssl.low_rank import LowRankLayer
+from fedssl.low_rank_products import LowRankLayer
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.tuning import lora, plain_copy

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from fedssl.arrays import GlobalLayers
-from fedssl.low_rank import LowRankLayer
-from fedssl.low_rank_products import FactorPairs
+from fedssl.low_rank_products import FactorPairs, LowRankLayer
 from strategies.mods.norm_filter import factor_change, norm_outliers
 
 

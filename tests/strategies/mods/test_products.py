@@ -11,7 +11,7 @@ from torch import nn
 from fedssl.config.aggregation_settings import AggregationSettings
 from fedssl.config.settings import Component
 from fedssl.encoders.base import Encoder
-from fedssl.low_rank import LowRankLayer
+from fedssl.low_rank_products import LowRankLayer
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import exchanged_layers
 from fedssl.wire.messages import TrainPlan
