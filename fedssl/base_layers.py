@@ -32,7 +32,9 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def layers_digest(layers: Layers) -> str:
-    """Return the SHA-256 of names, dtypes, shapes and values of layers, in hexadecimal; their order has no effect."""
+    """Return the SHA-256 of names, dtypes, shapes and values of layers, in hexadecimal; empty without layers."""
+    if not layers:
+        return ""
     digest = new_identity()
     for name, array in sorted(layers.items()):
         digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())

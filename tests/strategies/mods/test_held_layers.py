@@ -123,7 +123,7 @@ def test_a_client_without_the_base_receives_it_again(tmp_path):
     dropped, sent = federation.round(lose)
     assert sent == [False, False]
     assert list(dropped) == [0]
-    digest = federation.federation.context.base_digest
+    digest = layers_digest(federation.federation.context.base)
     assert f"the client lacks the base layers {digest}, and the plan has none" in dropped[0]
     assert federation.round() == ({}, [True, False])
 
