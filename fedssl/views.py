@@ -6,8 +6,10 @@ Multi-crop methods distinguish *global* views, which show most of an image, and 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import overload
 
+import torch
 from torch import Tensor
 
 GLOBAL, LOCAL = "global", "local"  # roles of a view
@@ -31,6 +33,13 @@ class Mask:
     hidden: Tensor
     visible: Tensor | None = None
     targets: Tensor | None = None
+
+    @property
+    def indices(self) -> tuple[Tensor, Tensor]:
+        """Indices of visible and target patches, of a mask that has them."""
+        assert self.visible is not None
+        assert self.targets is not None
+        return self.visible, self.targets
 
 
 @dataclass(frozen=True)
@@ -137,6 +146,14 @@ class Views(Sequence[View]):
 
     def __iter__(self) -> Iterator[View]:
         return iter(self.views)
+
+
+def by_size(images: Sequence[Tensor]) -> list[Tensor]:
+    """Concatenate consecutive views of equal size along the batch, so that each size needs one forward pass.
+
+    ``images`` are ``(batch, channels, size, size)``, or the output of frozen stages. The order of views is kept.
+    """
+    return [torch.cat(list(group)) for _, group in groupby(images, key=lambda view: view.shape[1:])]
 
 
 @dataclass(frozen=True, kw_only=True)

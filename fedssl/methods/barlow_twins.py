@@ -11,14 +11,13 @@ from torch import Tensor
 from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.losses import barlow_twins, barlow_twins_unbiased
-from fedssl.methods.base import SSLMethod
-from fedssl.methods.heads import MLP
+from fedssl.methods.heads import MLP, ProjectorMethod
 from fedssl.views import Views
 
 LOSSES = {"standard": barlow_twins, "l_dawa": barlow_twins_unbiased}
 
 
-class BarlowTwins(SSLMethod):
+class BarlowTwins(ProjectorMethod):
     r"""Barlow Twins with an encoder and a projector. Each view has a separate forward pass.
 
     A batch needs at least three images: over two images the correlation of two features is always 1 or -1.
@@ -35,7 +34,7 @@ class BarlowTwins(SSLMethod):
     Parameters
     ----------
     projector
-        As in `fedssl.methods.simclr.SimCLR`.
+        As in `fedssl.methods.heads.ProjectorMethod`.
     lambd : float
         Weight of the redundancy term; 0 disables it.
     loss : {"standard", "l_dawa"}
@@ -48,12 +47,9 @@ class BarlowTwins(SSLMethod):
         self, encoder: Encoder, *, projector: Callable[[int], MLP], lambd: float, loss: str = "standard"
     ) -> None:
         check_arguments("method", owner="BarlowTwins", lambd=lambd, loss=loss)
-        super().__init__()
-        self._loss = LOSSES[loss]
-        self.encoder = encoder
-        self.projector = projector(encoder.feature_dim)
-        self.lambd = lambd
+        super().__init__(encoder, projector=projector)
+        self._loss, self.lambd = LOSSES[loss], lambd
 
     def loss(self, views: Views) -> Tensor:
-        z1, z2 = (self.projector(self.encoder(view)) for view in views.images)
+        z1, z2 = self.project(views.images)
         return self._loss(z1, z2, lambd=self.lambd)

@@ -171,6 +171,11 @@ class SSLMethod(nn.Module):
         return tuple(f"encoder.{name}" for name in names if name in merged)
 
     @cached_property
+    def initial_values(self) -> dict[str, Tensor]:
+        """Copies of the layers of the parts that `keep_local` declared, by name."""
+        return {}
+
+    @cached_property
     def moved_out(self) -> set[str]:
         """Names of the layers that `fedssl.model_arrays.move_layers_out` moved out and nothing has loaded since."""
         return set()
@@ -225,6 +230,13 @@ class SSLMethod(nn.Module):
             self.static_parts = (*self.static_parts, INITIAL_ENCODER)
             self.__dict__.pop("named_tensors", None)
 
+    def keep_local(self, part: str) -> None:
+        """Declare a part as local, such as a queue: it starts in a client's first round with its current values."""
+        self.local_parts = (*self.local_parts, part)
+        for name, tensor in self.state_dict().items():
+            if name.partition(".")[0] == part:
+                self.initial_values[name] = tensor.clone()
+
     @property
     def step_constants(self) -> tuple[float, ...]:
         """Numbers that `loss` and `on_step_end` use and that change between rounds."""
@@ -259,8 +271,10 @@ class SSLMethod(nn.Module):
         """Prepare for local training after the layers were loaded.
 
         ``first``: whether part of the client state was missing, because the client participates for the first time or
-        the active stages changed.
+        the active stages changed. The parts of `keep_local` then start with their initial values.
         """
+        if first and self.initial_values:
+            self.load_state_dict(self.initial_values, strict=False)
 
     def on_step_end(self) -> None:
         """Run after each optimizer step, e.g. to update the moving average of a target network."""

@@ -1,17 +1,17 @@
 """BYOL (Grill et al., arXiv 2006.07733): predict the target network's projection of one view from the other view.
 
-FedU, FedEMA and FedU2 train with it. BYOL itself increases the decay of the target to 1; see `EMAPredictorMethod`.
+FedU, FedEMA and FedU2 train with it. BYOL itself increases the decay of the target to 1; see `EMATargetMethod`.
 """
 
 from torch import Tensor
 
 from fedssl.losses import byol
-from fedssl.methods.momentum import EMAPredictorMethod
+from fedssl.methods.momentum import EMATargetMethod
 from fedssl.views import Views
 
 
-class BYOL(EMAPredictorMethod):
-    r"""BYOL; parameters as in `EMAPredictorMethod`.
+class BYOL(EMATargetMethod):
+    r"""BYOL; parameters as in `EMATargetMethod`.
 
     $$
     \mathcal{L} = \frac{1}{n} \sum_{i=1}^{n} \left( 2 - 2 \cos(p_i^{(1)}, \bar{z}_i^{(2)}) \right)

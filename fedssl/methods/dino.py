@@ -30,9 +30,7 @@ from fedssl.losses import at_least_float32, dino
 from fedssl.methods.base import FailureMode
 from fedssl.methods.heads import MLP, PrototypeHead
 from fedssl.methods.momentum import EMATargetMethod
-from fedssl.methods.multi_crop import by_size
-from fedssl.methods.schedules import linear_warmup
-from fedssl.views import AcceptedViews, Views
+from fedssl.views import AcceptedViews, Views, by_size
 
 UNIFORM = FailureMode(
     diagnostic="assignment_entropy",
@@ -131,7 +129,6 @@ class DINO(EMATargetMethod):
         As in `EMATargetMethod`.
     """
 
-    local_parts = (*EMATargetMethod.local_parts, "target_prototypes")
     accepted_views = AcceptedViews(max_global=None, local=True, augmentation="multi_crop")
     failure_modes: tuple[FailureMode, ...] = (UNIFORM, ONE_PROTOTYPE)
     target_prototypes: PrototypeHead
@@ -179,13 +176,18 @@ class DINO(EMATargetMethod):
 
     @property
     def current_teacher_temperature(self) -> float:
-        """Teacher's temperature in the current round."""
-        return linear_warmup(
-            self.warmup_teacher_temperature,
-            end=self.teacher_temperature,
-            round=self.round,
-            warmup_rounds=self.warmup_rounds,
-        )
+        """Teacher's temperature in the current round, which changes linearly until round ``warmup_rounds + 1``."""
+        if not self.warmup_rounds:
+            return self.teacher_temperature
+        done = min((self.round - 1) / self.warmup_rounds, 1.0)
+        first, last = self.warmup_teacher_temperature, self.teacher_temperature
+        return first + (last - first) * done
+
+    @property
+    def temperatures(self) -> dict[str, float]:
+        """Temperatures of student and teacher in the current round, as arguments of the losses."""
+        current = self.current_teacher_temperature
+        return {"student_temperature": self.student_temperature, "teacher_temperature": current}
 
     @property
     def step_constants(self) -> tuple[float, ...]:
@@ -199,13 +201,7 @@ class DINO(EMATargetMethod):
         h = torch.cat([self.encoder(images) for images in by_size(views.images)])
         student = self.prototypes(self.projector(h)).chunk(len(views))
         teacher = self.teacher_logits(views)
-        loss = dino(
-            student,
-            teacher,
-            center=self.center.running_mean,
-            student_temperature=self.student_temperature,
-            teacher_temperature=self.current_teacher_temperature,
-        )
+        loss = dino(student, teacher, center=self.center.running_mean, **self.temperatures)
         self.center.update(torch.cat(teacher))
         return loss
 

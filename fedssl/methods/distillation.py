@@ -111,11 +111,7 @@ class Distillation(SSLMethod):
         self.queue: Tensor
         if loss == "similarity":
             self.register_buffer(QUEUE, torch.zeros(queue_size, teacher.feature_dim))
-            self.local_parts = (QUEUE,)
-
-    def start_round(self, *, first: bool) -> None:
-        if first and self.local_parts:
-            self.queue.zero_()
+            self.keep_local(QUEUE)
 
     def store_targets_in(self, folder: Path) -> None:
         self.features.store_in(folder)

@@ -29,8 +29,8 @@ from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
 from fedssl.losses import nt_xent, teacher_distance
-from fedssl.methods.base import TEACHER, SSLMethod
-from fedssl.methods.heads import MLP
+from fedssl.methods.base import TEACHER
+from fedssl.methods.heads import MLP, ProjectorMethod
 from fedssl.tuning import plain_copy
 from fedssl.views import Views
 
@@ -49,7 +49,7 @@ def enqueue(queue: np.ndarray, newest: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([unit[norms[:, 0] > 0], queue])[: len(queue)]
 
 
-class FedCA(SSLMethod):
+class FedCA(ProjectorMethod):
     r"""FedCA: SimCLR's encoder and projector, a dictionary of additional negatives, and a teacher.
 
     Besides the networks its parts are ``local_dictionary`` ``(sent_per_round, dim)`` and ``dictionary``
@@ -94,9 +94,7 @@ class FedCA(SSLMethod):
         alignment_weight: float,
     ) -> None:
         _check(temperature, sent_per_round, dictionary_capacity, alignment_weight)
-        super().__init__()
-        self.encoder = encoder
-        self.projector = projector(encoder.feature_dim)
+        super().__init__(encoder, projector=projector)
         self.temperature = temperature
         self.alignment_weight = alignment_weight
         self.local_dictionary: Tensor

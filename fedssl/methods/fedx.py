@@ -23,12 +23,11 @@ from fedssl.encoders import Encoder
 from fedssl.encoders.base import frozen_copy
 from fedssl.losses import nt_xent, relational
 from fedssl.methods.base import SSLMethod
-from fedssl.methods.heads import MLP
-from fedssl.methods.momentum import predictor_for
+from fedssl.methods.heads import MLP, ProjectorMethod, predictor_for
 from fedssl.views import Views
 
 
-class FedX(SSLMethod):
+class FedX(ProjectorMethod):
     r"""FedX with an encoder, a projector, a predictor, and frozen copies of the first two from the start of the round.
 
     Each view has a separate forward pass. The copy is in eval mode. It is not part of the method: it is neither
@@ -73,9 +72,7 @@ class FedX(SSLMethod):
         temperature: float,
     ) -> None:
         check_arguments("method", temperature=temperature)
-        super().__init__()
-        self.encoder = encoder
-        self.projector = projector(encoder.feature_dim)
+        super().__init__(encoder, projector=projector)
         self.predictor = predictor_for(self.projector, predictor)
         self.temperature = temperature
         # torch ignores modules in a tuple: they are not in the state_dict and not among the parameters.
@@ -92,7 +89,7 @@ class FedX(SSLMethod):
 
     def loss(self, views: Views) -> Tensor:
         view1, view2 = views.images
-        z1, z2 = (self.projector(self.encoder(view)) for view in (view1, view2))
+        z1, z2 = self.project((view1, view2))
         p1, p2 = self.predictor(z1), self.predictor(z2)
         encoder, projector = self.received
         with torch.no_grad():

@@ -1,6 +1,6 @@
-"""Heads: small networks between a representation h and the loss (projector, predictor, prototypes)."""
+"""Heads, small networks between a representation h and the loss, and the base class of methods with a projector."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 
@@ -8,7 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedssl.config.constraints import check_arguments
+from fedssl.encoders import Encoder
+from fedssl.errors import InputError
 from fedssl.losses.precision import at_least_float32
+from fedssl.methods.base import SSLMethod
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": partial(nn.ReLU, inplace=True), "gelu": nn.GELU}
 
@@ -60,14 +63,8 @@ class MLP(nn.Sequential):
 class PrototypeHead(nn.Module):
     """Cosines of projections with prototypes: DINO's last layer, weight normalization with a constant gain of 1.
 
-    The weight is stored as it is trained; it is normalized in every forward pass.
-
-    Parameters
-    ----------
-    in_features : int
-        Length of a projection.
-    num_prototypes : int
-        Number of prototypes K.
+    It maps projections ``(..., in_features)`` to K = ``num_prototypes`` cosines. The weight is stored as it is trained;
+    it is normalized in every forward pass.
     """
 
     def __init__(self, in_features: int, *, num_prototypes: int) -> None:
@@ -77,6 +74,33 @@ class PrototypeHead(nn.Module):
         self.out_features = num_prototypes
 
     def forward(self, z: Tensor) -> Tensor:
-        """Return the cosines ``(..., K)`` of projections ``(..., in_features)``."""
         # CPUs would normalize in bfloat16 inside autocast.
         return F.linear(F.normalize(at_least_float32(z), dim=-1), F.normalize(self.weight, dim=1))
+
+
+def predictor_for(projector: MLP, predictor: Callable[[int], MLP]) -> MLP:
+    """Build the predictor of a projector; raise `InputError` if its output has another length than its input."""
+    head = predictor(projector.out_features)
+    if head.out_features != projector.out_features:
+        raise InputError(
+            f"method.predictor.out_dim={head.out_features} must equal "
+            f"method.projector.out_dim={projector.out_features}, because it predicts projections"
+        )
+    return head
+
+
+class ProjectorMethod(SSLMethod):
+    """Method with an encoder and a projector.
+
+    ``projector`` builds the projector from the length of a representation, e.g. ``partial(MLP, hidden_dim=512,
+    out_dim=128)``.
+    """
+
+    def __init__(self, encoder: Encoder, *, projector: Callable[[int], MLP]) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.projector = projector(encoder.feature_dim)
+
+    def project(self, views: Iterable[Tensor]) -> list[Tensor]:
+        """Return the projections of each view, ``(batch, dim)``, in separate forward passes."""
+        return [self.projector(self.encoder(view)) for view in views]

@@ -25,8 +25,7 @@ from fedssl.losses import at_least_float32, dino, masked_tokens
 from fedssl.methods.base import FailureMode
 from fedssl.methods.dino import DINO, Center, assignment_entropies
 from fedssl.methods.heads import MLP
-from fedssl.methods.multi_crop import by_size
-from fedssl.views import AcceptedViews, Views
+from fedssl.views import AcceptedViews, Views, by_size
 
 PATCHES_UNIFORM = FailureMode(
     diagnostic="patch_assignment_entropy",
@@ -127,13 +126,9 @@ class IBOT(DINO):
         student = self.prototypes(self.projector(h)).chunk(len(views))
         student_patches = self.prototypes(_project_patches(self.projector, self.encoder, tokens))
         teacher, teacher_patches = self.teacher_token_logits(views)
-        temperatures = {
-            "student_temperature": self.student_temperature,
-            "teacher_temperature": self.current_teacher_temperature,
-        }
-        loss = dino(student, teacher, center=self.center.running_mean, **temperatures)
+        loss = dino(student, teacher, center=self.center.running_mean, **self.temperatures)
         patch_loss = masked_tokens(
-            student_patches, teacher_patches, masked, center=self.patch_center.running_mean, **temperatures
+            student_patches, teacher_patches, masked, center=self.patch_center.running_mean, **self.temperatures
         )
         self.center.update(torch.cat(teacher))
         self.patch_center.update(teacher_patches)

@@ -28,7 +28,7 @@ from fedssl.encoders.tokens import TokenEncoder, gather_patches
 from fedssl.losses import at_least_float32, ijepa
 from fedssl.methods.base import FailureMode
 from fedssl.methods.momentum import EMAMethod
-from fedssl.methods.patch_prediction import PatchPredictor, require_tokens
+from fedssl.methods.patch_prediction import PatchPredictor, encode_visible, require_tokens
 from fedssl.views import AcceptedViews, Views
 
 
@@ -75,7 +75,6 @@ class IJEPA(EMAMethod):
 
     encoder: TokenEncoder
     target_encoder: TokenEncoder
-    local_parts: tuple[str, ...] = ("target_encoder",)
     accepted_views = AcceptedViews(min_global=1, max_global=1, masks=("multi_block",), augmentation="ijepa")
     masks_patches = True
     regularized_parts = ()
@@ -119,25 +118,14 @@ class IJEPA(EMAMethod):
             out_features=encoder.feature_dim,
         )
         self.add_target("encoder")
-        self._initial_predictor: dict[str, Tensor] | None = None
         if not exchange_predictor:
-            self.local_parts = (*self.local_parts, "predictor")
-            self._initial_predictor = {name: value.clone() for name, value in self.predictor.state_dict().items()}
-
-    def start_round(self, *, first: bool) -> None:
-        super().start_round(first=first)
-        if first and self._initial_predictor is not None:
-            self.predictor.load_state_dict(self._initial_predictor)
+            self.keep_local("predictor")
 
     def loss(self, views: Views) -> Tensor:
         (view,) = views
-        mask = view.mask
-        assert mask is not None
-        assert mask.visible is not None
-        assert mask.targets is not None
-        context = self.encoder.forward_tokens(gather_patches(self.encoder.embed(view.images), mask.visible))
-        prediction = self.predictor(context, visible=mask.visible, targets=mask.targets, patches=mask.hidden.shape[1])
-        target = gather_patches(self.target_features(view.images), mask.targets.flatten(1))
+        context, mask = encode_visible(self.encoder, view)
+        prediction = self.predictor(context, mask)
+        target = gather_patches(self.target_features(view.images), mask.indices[1].flatten(1))
         return ijepa(prediction, target.view_as(prediction))
 
     @torch.no_grad()

@@ -25,11 +25,10 @@ from torch import Tensor
 from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.losses import at_least_float32, sigreg
-from fedssl.methods.base import FailureMode, SSLMethod
-from fedssl.methods.heads import MLP
-from fedssl.methods.multi_crop import by_size
+from fedssl.methods.base import FailureMode
+from fedssl.methods.heads import MLP, ProjectorMethod
 from fedssl.seeding import torch_generator
-from fedssl.views import AcceptedViews, Views
+from fedssl.views import AcceptedViews, Views, by_size
 
 
 def prediction(z: Tensor, *, num_global: int) -> Tensor:
@@ -41,7 +40,7 @@ def prediction(z: Tensor, *, num_global: int) -> Tensor:
     return (z - z[:num_global].mean(dim=0)).square().mean()
 
 
-class LeJEPA(SSLMethod):
+class LeJEPA(ProjectorMethod):
     r"""LeJEPA with an encoder and a projector.
 
     Views of one size are concatenated into one forward pass, so that batch normalization of encoder and projector uses
@@ -69,7 +68,7 @@ class LeJEPA(SSLMethod):
     Parameters
     ----------
     projector
-        As in `fedssl.methods.simclr.SimCLR`.
+        As in `fedssl.methods.heads.ProjectorMethod`.
     lambd : float
         Weight of SIGReg in [0, 1]; the prediction has the weight ``1 - lambd``. 0 disables SIGReg, so that projections
         collapse.
@@ -109,13 +108,8 @@ class LeJEPA(SSLMethod):
         check_arguments(
             "method", owner="LeJEPA", lambd=lambd, num_slices=num_slices, num_points=num_points, t_max=t_max
         )
-        super().__init__()
-        self.encoder = encoder
-        self.projector = projector(encoder.feature_dim)
-        self.lambd = lambd
-        self.num_slices = num_slices
-        self.num_points = num_points
-        self.t_max = t_max
+        super().__init__(encoder, projector=projector)
+        self.lambd, self.num_slices, self.num_points, self.t_max = lambd, num_slices, num_points, t_max
         self._directions = self._new_directions()
 
     def start_round(self, *, first: bool) -> None:
@@ -125,14 +119,14 @@ class LeJEPA(SSLMethod):
         return torch_generator(self.seed, "directions", self.round)  # the same for all clients
 
     def loss(self, views: Views) -> Tensor:
-        z = self.project(views)
+        z = self.project_all(views)
         distance = prediction(z, num_global=len(views.global_images))
         return (1 - self.lambd) * distance + self.lambd * self.gaussianity(z, self._directions)
 
-    def project(self, views: Views) -> Tensor:
+    def project_all(self, views: Views) -> Tensor:
         """Return projections of all views, ``(views, batch, dim)``, in at least float32."""
-        z = [self.projector(self.encoder(images)) for images in by_size(views.images)]
-        return at_least_float32(torch.cat(z)).view(len(views), views.num_images, -1)
+        z = torch.cat(self.project(by_size(views.images)))
+        return at_least_float32(z).view(len(views), views.num_images, -1)
 
     def gaussianity(self, z: Tensor, directions: torch.Generator) -> Tensor:
         """Return SIGReg of projections ``(views, batch, dim)`` on new directions, the mean over views."""
@@ -144,7 +138,7 @@ class LeJEPA(SSLMethod):
         Divided by the number of images SIGReg depends little on it: it is near 0 for a standard normal distribution,
         0.41 if all projections are 0, and 1.1 if they are very far from each other.
         """
-        z = self.project(views)
+        z = self.project_all(views)
         statistic = self.gaussianity(z, torch_generator(self.seed, "diagnosed directions"))
         return {
             "projection_std": z.std(dim=1).mean().item(),

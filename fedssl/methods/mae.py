@@ -23,7 +23,7 @@ from fedssl.errors import InputError
 from fedssl.losses import masked_reconstruction, patchify
 from fedssl.losses.masked_images import standardize_patches
 from fedssl.methods.base import FailureMode, SSLMethod
-from fedssl.methods.patch_prediction import PatchPredictor, require_tokens
+from fedssl.methods.patch_prediction import PatchPredictor, encode_visible, require_tokens
 from fedssl.views import AcceptedViews, Mask, View, Views
 
 
@@ -40,10 +40,7 @@ def explained_variance(prediction: Tensor, target: Tensor) -> float:
 
 def equal_mask(mask: Mask) -> Mask:
     """Return the mask of the first image for all images, with indices."""
-    visible, targets = mask.visible, mask.targets
-    assert visible is not None
-    assert targets is not None
-    return Mask(*(part[:1].expand_as(part) for part in (mask.hidden, visible, targets)))
+    return Mask(*(part[:1].expand_as(part) for part in (mask.hidden, *mask.indices)))
 
 
 class MAE(SSLMethod):
@@ -120,15 +117,9 @@ class MAE(SSLMethod):
             out_features=pixels,
         )
         self.normalize_patches = normalize_patches
-        self._initial_decoder: dict[str, Tensor] | None = None
         if not exchange_decoder:
-            self.local_parts = ("decoder",)
+            self.keep_local("decoder")
             self.failure_modes = ()  # of the decoder, which is not part of the global model
-            self._initial_decoder = {name: value.clone() for name, value in self.decoder.state_dict().items()}
-
-    def start_round(self, *, first: bool) -> None:
-        if first and self._initial_decoder is not None:
-            self.decoder.load_state_dict(self._initial_decoder)
 
     def loss(self, views: Views) -> Tensor:
         prediction, patches = self.predict(views[0])
@@ -136,16 +127,9 @@ class MAE(SSLMethod):
 
     def predict(self, view: View) -> tuple[Tensor, Tensor]:
         """Return the predicted and the true pixels of the hidden patches, each ``(batch, hidden, pixels)``."""
-        mask = view.mask
-        assert mask is not None
-        assert mask.visible is not None
-        assert mask.targets is not None
-        tokens = self.encoder.forward_tokens(gather_patches(self.encoder.embed(view.images), mask.visible))
-        prediction = self.decoder(
-            tokens, visible=mask.visible, targets=mask.targets, patches=mask.hidden.shape[1]
-        ).flatten(1, 2)
+        tokens, mask = encode_visible(self.encoder, view)
         patches = patchify(view.images, self.encoder.patch_size)
-        return prediction, gather_patches(patches, mask.targets.flatten(1))
+        return self.decoder(tokens, mask).flatten(1, 2), gather_patches(patches, mask.indices[1].flatten(1))
 
     def diagnose(self, views: Views) -> dict[str, float]:
         """Return the explained variance of the pixels of the same hidden patches of all images."""

@@ -12,12 +12,12 @@ from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.losses import info_nce
 from fedssl.methods.heads import MLP
-from fedssl.methods.momentum import EMAPredictorMethod
+from fedssl.methods.momentum import EMATargetMethod
 from fedssl.views import Views
 
 
-class MoCoV3(EMAPredictorMethod):
-    r"""MoCo v3; for other parameters see `EMAPredictorMethod`.
+class MoCoV3(EMATargetMethod):
+    r"""MoCo v3; for other parameters see `EMATargetMethod`.
 
     $$
     \ell(q, k) = -\frac{1}{n} \sum_{i=1}^{n} \log \frac{\exp(\cos(q_i, k_i) / \tau)}{\sum_{j=1}^{n}

@@ -6,6 +6,7 @@ network and therefore identical to it at every step. In the code of FedU2 target
 (``target_init="average"``); in LW-FedSSL's Algorithm 2 they are copied in every round (``target_init="reset"``).
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -15,10 +16,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.encoders.base import frozen_copy
-from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
-from fedssl.methods.heads import MLP
-from fedssl.methods.schedules import cosine_increase
+from fedssl.methods.heads import MLP, predictor_for
 
 
 class EMAMethod(SSLMethod):
@@ -53,15 +52,14 @@ class EMAMethod(SSLMethod):
         self.ema_decay, self.ema_schedule = ema_decay, ema_schedule
         self._followed: list[str] = []
         self.target_init = target_init
-        if target_init == "average":
-            self.local_parts = tuple(part for part in self.local_parts if not part.startswith("target_"))
 
     @property
     def current_decay(self) -> float:
-        """Decay of the target in the current round."""
+        """Decay of the target in the current round, constant within it: clients participate more or less often."""
         if self.ema_schedule == "constant":
             return self.ema_decay
-        return cosine_increase(self.ema_decay, end=1.0, round=self.round, rounds=self.rounds)
+        done = min((self.round - 1) / max(self.rounds - 1, 1), 1.0)
+        return 1 - (1 - self.ema_decay) * (1 + math.cos(math.pi * done)) / 2
 
     @property
     def step_constants(self) -> tuple[float, ...]:
@@ -71,9 +69,12 @@ class EMAMethod(SSLMethod):
         """Add the target of a part, ``target_`` followed by its name: a copy, which the moving average then updates."""
         self.add_module(f"target_{part}", frozen_copy(self.get_submodule(part)))
         self._followed.append(part)
+        if self.target_init != "average":
+            self.local_parts = (*self.local_parts, f"target_{part}")
         self._ema_pairs = self._pairs()
 
     def start_round(self, *, first: bool) -> None:
+        super().start_round(first=first)
         if self.target_init == "reset" or (first and self.target_init == "persist"):
             for online, target in self._networks():
                 target.load_state_dict(online.state_dict())
@@ -105,10 +106,9 @@ class EMAMethod(SSLMethod):
 class EMATargetMethod(EMAMethod):
     r"""Online encoder and projector, and a target encoder and projector that are their moving average.
 
-    Batch normalization of the target uses batch statistics, and its running statistics come from its own forward
-    passes.
-
-    A batch needs at least three images: batch normalization maps any two images to 1 and -1.
+    Each view has a separate forward pass through each network. Batch normalization of the target uses batch statistics,
+    and its running statistics come from its own forward passes. A batch needs at least three images: batch
+    normalization maps any two images to 1 and -1.
 
     $$
     \text{after a step: } \xi \leftarrow m \, \xi + (1 - m) \, \theta \qquad
@@ -122,12 +122,14 @@ class EMATargetMethod(EMAMethod):
     Parameters
     ----------
     projector
-        As in `fedssl.methods.simclr.SimCLR`.
+        As in `fedssl.methods.heads.ProjectorMethod`.
+    predictor : callable, optional
+        Builds the predictor after the online projector from the length of a projection, which must equal the length of
+        its output. None: the method has none.
     encoder, ema_decay, target_init, ema_schedule
         As in `EMAMethod`.
     """
 
-    local_parts: tuple[str, ...] = ("target_encoder", "target_projector")
     min_batch_size = 3
     projector: MLP
     target_projector: MLP
@@ -137,6 +139,7 @@ class EMATargetMethod(EMAMethod):
         encoder: Encoder,
         *,
         projector: Callable[[int], MLP],
+        predictor: Callable[[int], MLP] | None = None,
         ema_decay: float,
         target_init: str = "persist",
         ema_schedule: str = "constant",
@@ -145,30 +148,8 @@ class EMATargetMethod(EMAMethod):
         self.projector = projector(encoder.feature_dim)
         for part in ("encoder", "projector"):
             self.add_target(part)
-
-
-class EMAPredictorMethod(EMATargetMethod):
-    """Adds a predictor after the online projector. Each view has a separate forward pass through each network.
-
-    Parameters
-    ----------
-    predictor : callable
-        Builds the predictor from the length of a projection, which must equal the length of its output.
-    encoder, projector, ema_decay, target_init
-        As in `EMATargetMethod`.
-    """
-
-    def __init__(
-        self,
-        encoder: Encoder,
-        *,
-        projector: Callable[[int], MLP],
-        predictor: Callable[[int], MLP],
-        ema_decay: float,
-        target_init: str = "persist",
-    ) -> None:
-        super().__init__(encoder, projector=projector, ema_decay=ema_decay, target_init=target_init)
-        self.predictor = predictor_for(self.projector, predictor)
+        if predictor is not None:
+            self.predictor = predictor_for(self.projector, predictor)
 
     def forward_views(self, view1: Tensor, view2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the online network's predictions p1, p2 and the target's projections z1, z2, each ``(batch, dim)``."""
@@ -176,14 +157,3 @@ class EMAPredictorMethod(EMATargetMethod):
         with torch.no_grad():
             z1, z2 = (self.target_projector(self.target_encoder(view)) for view in (view1, view2))
         return p1, p2, z1, z2
-
-
-def predictor_for(projector: MLP, predictor: Callable[[int], MLP]) -> MLP:
-    """Build the predictor of a projector; raise `InputError` if its output has another length than its input."""
-    head = predictor(projector.out_features)
-    if head.out_features != projector.out_features:
-        raise InputError(
-            f"method.predictor.out_dim={head.out_features} must equal "
-            f"method.projector.out_dim={projector.out_features}, because it predicts projections"
-        )
-    return head

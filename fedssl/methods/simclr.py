@@ -13,14 +13,13 @@ from torch import Tensor
 from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.losses import nt_xent, nt_xent_one_sided
-from fedssl.methods.base import SSLMethod
-from fedssl.methods.heads import MLP
+from fedssl.methods.heads import MLP, ProjectorMethod
 from fedssl.views import Views
 
 LOSSES = {"standard": nt_xent, "l_dawa": nt_xent_one_sided}
 
 
-class SimCLR(SSLMethod):
+class SimCLR(ProjectorMethod):
     r"""SimCLR: an encoder and a projector, trained by NT-Xent.
 
     $$
@@ -34,8 +33,8 @@ class SimCLR(SSLMethod):
 
     Parameters
     ----------
-    projector : callable
-        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden_dim=512, out_dim=128)``.
+    projector
+        As in `fedssl.methods.heads.ProjectorMethod`.
     temperature : float
         Temperature of the loss; positive.
     concat_views : bool
@@ -56,16 +55,12 @@ class SimCLR(SSLMethod):
         loss: str = "standard",
     ) -> None:
         check_arguments("method", owner="SimCLR", temperature=temperature, loss=loss)
-        super().__init__()
-        self._loss = LOSSES[loss]
-        self.encoder = encoder
-        self.projector = projector(encoder.feature_dim)
-        self.temperature = temperature
-        self.concat_views = concat_views
+        super().__init__(encoder, projector=projector)
+        self._loss, self.temperature, self.concat_views = LOSSES[loss], temperature, concat_views
 
     def loss(self, views: Views) -> Tensor:
         if self.concat_views:
             z1, z2 = self.projector(self.encoder(torch.cat(views.images))).chunk(2)
         else:
-            z1, z2 = (self.projector(self.encoder(view)) for view in views.images)
+            z1, z2 = self.project(views.images)
         return self._loss(z1, z2, temperature=self.temperature)

@@ -9,13 +9,11 @@ from torch import Tensor
 
 from fedssl.encoders import Encoder
 from fedssl.losses import negative_cosine
-from fedssl.methods.base import SSLMethod
-from fedssl.methods.heads import MLP
-from fedssl.methods.momentum import predictor_for
+from fedssl.methods.heads import MLP, ProjectorMethod, predictor_for
 from fedssl.views import Views
 
 
-class SimSiam(SSLMethod):
+class SimSiam(ProjectorMethod):
     r"""SimSiam with an encoder, a projector and a predictor. Each view has a separate forward pass.
 
     A batch needs at least three images: batch normalization maps any two images to 1 and -1.
@@ -29,23 +27,15 @@ class SimSiam(SSLMethod):
     with $z_i^{(v)}$ and $p_i^{(v)}$ the projection and prediction of view v of image i, and sg the stop-gradient (Eqs.
     1, 3 and 4).
 
-    Parameters
-    ----------
-    projector : callable
-        Builds the projector from the length of a representation, e.g. ``partial(MLP, hidden_dim=512, out_dim=512,
-        num_layers=3)``.
-    predictor : callable
-        Builds the predictor from the length of a projection, which must equal the length of its output.
+    ``predictor`` builds the predictor from the length of a projection, which must equal the length of its output.
     """
 
     min_batch_size = 3
 
     def __init__(self, encoder: Encoder, *, projector: Callable[[int], MLP], predictor: Callable[[int], MLP]) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self.projector = projector(encoder.feature_dim)
+        super().__init__(encoder, projector=projector)
         self.predictor = predictor_for(self.projector, predictor)
 
     def loss(self, views: Views) -> Tensor:
-        z1, z2 = (self.projector(self.encoder(view)) for view in views.images)
+        z1, z2 = self.project(views.images)
         return (negative_cosine(self.predictor(z1), z2) + negative_cosine(self.predictor(z2), z1)) / 2  # Eq. 4

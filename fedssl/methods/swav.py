@@ -28,10 +28,9 @@ from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.losses import at_least_float32, sinkhorn, swav
 from fedssl.losses.precision import product
-from fedssl.methods.base import FailureMode, SSLMethod
-from fedssl.methods.heads import MLP
-from fedssl.methods.multi_crop import by_size
-from fedssl.views import AcceptedViews, Views
+from fedssl.methods.base import FailureMode
+from fedssl.methods.heads import MLP, ProjectorMethod
+from fedssl.views import AcceptedViews, Views, by_size
 
 QUEUE = "queue"
 
@@ -65,7 +64,7 @@ def used_share(nearest: Tensor, *, num_prototypes: int) -> float:
     return len(nearest.unique()) / min(len(nearest), num_prototypes)
 
 
-class SwAV(SSLMethod):
+class SwAV(ProjectorMethod):
     r"""SwAV: encoder, projector, prototypes and a queue.
 
     Views of one size are concatenated into one forward pass of the encoder. The representations of all views are one
@@ -96,7 +95,7 @@ class SwAV(SSLMethod):
     Parameters
     ----------
     projector
-        As in `fedssl.methods.simclr.SimCLR`.
+        As in `fedssl.methods.heads.ProjectorMethod`.
     num_prototypes : int
         Number of prototypes K; at least 2.
     temperature : float
@@ -156,9 +155,7 @@ class SwAV(SSLMethod):
             queue_start_round=queue_start_round,
             match_prototypes=match_prototypes,
         )
-        super().__init__()
-        self.encoder = encoder
-        self.projector = projector(encoder.feature_dim)
+        super().__init__(encoder, projector=projector)
         dim = self.projector.out_features
         self.prototypes = nn.Linear(dim, num_prototypes, bias=False)
         self.temperature, self.epsilon, self.iterations = temperature, epsilon, iterations
@@ -168,7 +165,7 @@ class SwAV(SSLMethod):
         self.queue: Tensor
         if queue_size:
             self.register_buffer(QUEUE, torch.zeros(2, queue_size, dim))
-            self.local_parts = (QUEUE,)
+            self.keep_local(QUEUE)
         self.downloaded: Tensor  # prototypes at the start of the round
         self.register_buffer("downloaded", torch.zeros(num_prototypes, dim), persistent=False)
         self.start_round(first=True)
@@ -189,11 +186,10 @@ class SwAV(SSLMethod):
 
     @torch.no_grad()
     def start_round(self, *, first: bool) -> None:
+        super().start_round(first=first)
         weight = self.prototypes.weight
         weight.copy_(F.normalize(weight, dim=1))
         self.downloaded.copy_(weight)
-        if first and self.queue_size:
-            self.queue.zero_()
 
     @torch.no_grad()
     def on_step_end(self) -> None:
@@ -208,14 +204,14 @@ class SwAV(SSLMethod):
             weight.copy_(weight[best_order(weight, self.downloaded).to(weight.device)])
 
     def loss(self, views: Views) -> Tensor:
-        z, weight = self.project(views), self.prototypes.weight
+        z, weight = self.project_all(views), self.prototypes.weight
         if self.is_frozen:
             weight = weight.detach() + 0 * weight  # a gradient of 0: fused optimizers need one for all weights
         scores = product(z, weight.T)
         codes = self.assign(z[:2].detach(), scores[:2].detach())
         return swav(scores.unbind(), codes.unbind(), temperature=self.temperature)
 
-    def project(self, views: Views) -> Tensor:
+    def project_all(self, views: Views) -> Tensor:
         """Return normalized projections of all views, ``(views, batch, dim)``, in at least float32."""
         h = torch.cat([self.encoder(images) for images in by_size(views.images)])
         z = F.normalize(at_least_float32(self.projector(h)), dim=1)
@@ -240,7 +236,7 @@ class SwAV(SSLMethod):
 
     def diagnose(self, views: Views) -> dict[str, float]:
         """Return `distinct_assignments` of the global views, and `used_share` of their nearest prototypes."""
-        scores = product(self.project(views)[:2], self.prototypes.weight.T).flatten(0, 1)
+        scores = product(self.project_all(views)[:2], self.prototypes.weight.T).flatten(0, 1)
         return {
             "distinct_prototypes": distinct_assignments((scores / self.temperature).softmax(dim=1)),
             "used_prototypes": used_share(scores.argmax(dim=1), num_prototypes=scores.shape[1]),

@@ -15,8 +15,8 @@ from torch import Tensor
 from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.losses import at_least_float32, vicreg
-from fedssl.methods.base import FailureMode, SSLMethod
-from fedssl.methods.heads import MLP
+from fedssl.methods.base import FailureMode
+from fedssl.methods.heads import MLP, ProjectorMethod
 from fedssl.views import Views
 
 
@@ -32,7 +32,7 @@ def projection_rank(z: Tensor) -> float:
     return float(gram.trace().square() / squares) if squares > 0 else 0.0
 
 
-class VICReg(SSLMethod):
+class VICReg(ProjectorMethod):
     r"""VICReg with an encoder and a projector. Each view has a separate forward pass.
 
     Encoder and projector are exchanged and aggregated by the strategy; a client keeps nothing between rounds. Variance
@@ -58,7 +58,7 @@ class VICReg(SSLMethod):
     Parameters
     ----------
     projector
-        As in `fedssl.methods.simclr.SimCLR`.
+        As in `fedssl.methods.heads.ProjectorMethod`.
     sim_weight, var_weight, cov_weight : float
         Weights of invariance, variance and covariance, see `fedssl.losses.vicreg`; 0 disables a term.
     """
@@ -87,18 +87,14 @@ class VICReg(SSLMethod):
         cov_weight: float,
     ) -> None:
         check_arguments("method", sim_weight=sim_weight, var_weight=var_weight, cov_weight=cov_weight)
-        super().__init__()
-        self.encoder = encoder
-        self.projector = projector(encoder.feature_dim)
-        self.sim_weight = sim_weight
-        self.var_weight = var_weight
-        self.cov_weight = cov_weight
+        super().__init__(encoder, projector=projector)
+        self.sim_weight, self.var_weight, self.cov_weight = sim_weight, var_weight, cov_weight
 
     def loss(self, views: Views) -> Tensor:
-        z1, z2 = (self.projector(self.encoder(view)) for view in views.images)
+        z1, z2 = self.project(views.images)
         return vicreg(z1, z2, sim_weight=self.sim_weight, var_weight=self.var_weight, cov_weight=self.cov_weight)
 
     def diagnose(self, views: Views) -> dict[str, float]:
         """Return the mean standard deviation of the projections' features, and `projection_rank`."""
-        z = at_least_float32(torch.cat([self.projector(self.encoder(view)) for view in views.images]))
+        z = at_least_float32(torch.cat(self.project(views.images)))
         return {"projection_std": z.std(dim=0).mean().item(), "projection_rank": projection_rank(z)}

@@ -53,6 +53,17 @@ def make_views(batch: int = 6, *, local: int = 2) -> Views:
     return Views((*views, *(View(draw(batch, 1, 4, 4, seed=3 + number), LOCAL) for number in range(local))))
 
 
+def test_the_teachers_temperature_changes_linearly_by_hand() -> None:
+    def temperatures(method: DINO) -> list[float]:
+        found = []
+        for method.round in (1, 2, 3, 4, 5):
+            found.append(method.current_teacher_temperature)
+        return found
+
+    assert temperatures(make_dino()) == pytest.approx([0.04, 0.05, 0.06, 0.07, 0.07])
+    assert temperatures(make_dino(warmup_rounds=0)) == [0.07] * 5
+
+
 def step(method: DINO, views: Views, *, lr: float = 0.5) -> None:
     optimizer = torch.optim.SGD([p for p in method.parameters() if p.requires_grad], lr=lr)
     method.loss(views).backward()

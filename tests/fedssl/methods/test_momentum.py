@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+from torch import nn
 
 from fedssl.arrays import Layers
 from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.methods.base import build_method
+from fedssl.methods.momentum import EMAMethod
 from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.wire.messages import ARRAYS, TrainPlan
 from fedssl.wire.records import record_to_arrays
@@ -126,3 +128,17 @@ def test_clients_that_choose_one_of_two_networks_refuse_both(strategy):
     ) as caught:
         settings.algorithm.strategy.instantiate().validate(context)
     assert "\n" not in str(caught.value)
+
+
+def test_a_cosine_increase_of_the_decay_by_hand():
+    """Five rounds from 0.9 to 1: the cosine of 0, 45, 90, 135 and 180 degrees; halfway 0.95."""
+    method = EMAMethod(nn.Identity(), ema_decay=0.9, ema_schedule="cosine")
+
+    def decay(round, rounds):
+        method.round, method.rounds = round, rounds
+        return method.current_decay
+
+    quarter = 1 - 0.1 * (1 + 0.5**0.5) / 2
+    assert [decay(round, 5) for round in range(1, 6)] == pytest.approx([0.9, quarter, 0.95, 1.9 - quarter, 1.0])
+    assert decay(1, 1) == 0.9
+    assert decay(9, 5) == pytest.approx(1.0)  # a round beyond the planned ones

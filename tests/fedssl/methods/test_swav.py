@@ -98,7 +98,7 @@ def test_codes_have_no_gradient():
     method.loss(views).backward()
     found = method.prototypes.weight.grad.clone()
     method.zero_grad()
-    z, weight = method.project(views), method.prototypes.weight
+    z, weight = method.project_all(views), method.prototypes.weight
     scores = z @ weight.T
     codes = sinkhorn(scores[:2].detach(), epsilon=0.1, iterations=3)
     swav(scores.unbind(), codes.unbind(), temperature=0.2).backward()
