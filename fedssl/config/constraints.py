@@ -1,8 +1,8 @@
 """The constraints of settings (`fedssl.config.constraint_table`), found by name or by key, and checked.
 
-`fedssl.config.compose` validates the config by them before a run, and constructors validate their arguments. A setting
-that only one class has may have its range in the mapping ``RANGES`` of the module of this class, which its constructor
-checks.
+`fedssl.config.compose` validates the config by them before a run. What is also called directly, such as aggregators and
+encoders, validates its arguments. A setting that only one class has may have its range in the mapping ``RANGES`` of the
+module of this class, which its constructor checks.
 """
 
 import functools

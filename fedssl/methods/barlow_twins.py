@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.losses import barlow_twins, barlow_twins_unbiased
 from fedssl.methods.heads import MLP, ProjectorMethod
@@ -46,7 +45,6 @@ class BarlowTwins(ProjectorMethod):
     def __init__(
         self, encoder: Encoder, *, projector: Callable[[int], MLP], lambd: float, loss: str = "standard"
     ) -> None:
-        check_arguments("method", owner="BarlowTwins", lambd=lambd, loss=loss)
         super().__init__(encoder, projector=projector)
         self._loss, self.lambd = LOSSES[loss], lambd
 

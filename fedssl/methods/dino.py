@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.losses import at_least_float32, dino
 from fedssl.methods.base import FailureMode
@@ -149,15 +148,6 @@ class DINO(EMATargetMethod):
         ema_schedule: str = "constant",
         target_init: str = "persist",
     ) -> None:
-        check_arguments(
-            "method",
-            student_temperature=student_temperature,
-            teacher_temperature=teacher_temperature,
-            warmup_teacher_temperature=warmup_teacher_temperature,
-            warmup_rounds=warmup_rounds,
-            center_momentum=center_momentum,
-            freeze_last_layer_rounds=freeze_last_layer_rounds,
-        )
         super().__init__(
             encoder, projector=projector, ema_decay=ema_decay, target_init=target_init, ema_schedule=ema_schedule
         )

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedssl.config.constraints import check_arguments
 from fedssl.datasets.images import ImageSource
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
@@ -81,15 +80,6 @@ class Distillation(SSLMethod):
         teacher_temperature: float,
         cache_bytes: int,
     ) -> None:
-        check_arguments(
-            "method",
-            owner="Distillation",
-            loss=loss,
-            queue_size=queue_size,
-            student_temperature=student_temperature,
-            teacher_temperature=teacher_temperature,
-            cache_bytes=cache_bytes,
-        )
         if teacher_encoder is None:
             raise InputError(
                 "method=distillation needs a teacher, and teacher=null; give teacher=FILE, the encoder.pt of a run"

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedssl.arrays import Layers
-from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
 from fedssl.losses import nt_xent, teacher_distance
@@ -93,7 +92,12 @@ class FedCA(ProjectorMethod):
         dictionary_capacity: int,
         alignment_weight: float,
     ) -> None:
-        _check(temperature, sent_per_round, dictionary_capacity, alignment_weight)
+        if dictionary_capacity < sent_per_round:
+            raise InputError(
+                f"method.dictionary_capacity={dictionary_capacity} must be at least "
+                f"method.sent_per_round={sent_per_round}; "
+                "clients_per_round times sent_per_round holds the projections of one round"
+            )
         super().__init__(encoder, projector=projector)
         self.temperature = temperature
         self.alignment_weight = alignment_weight
@@ -149,19 +153,3 @@ class FedCA(ProjectorMethod):
             **broadcast,
             DICTIONARY: enqueue(broadcast[DICTIONARY], [layers[LOCAL_DICTIONARY] for layers in uploaded]),
         }
-
-
-def _check(temperature: float, sent_per_round: int, dictionary_capacity: int, alignment_weight: float) -> None:
-    check_arguments(
-        "method",
-        temperature=temperature,
-        sent_per_round=sent_per_round,
-        dictionary_capacity=dictionary_capacity,
-        alignment_weight=alignment_weight,
-    )
-    if dictionary_capacity < sent_per_round:
-        raise InputError(
-            f"method.dictionary_capacity={dictionary_capacity} must be at least "
-            f"method.sent_per_round={sent_per_round}; "
-            "clients_per_round times sent_per_round holds the projections of one round"
-        )

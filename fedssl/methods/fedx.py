@@ -18,7 +18,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.encoders.base import frozen_copy
 from fedssl.losses import nt_xent, relational
@@ -71,7 +70,6 @@ class FedX(ProjectorMethod):
         predictor: Callable[[int], MLP],
         temperature: float,
     ) -> None:
-        check_arguments("method", temperature=temperature)
         super().__init__(encoder, projector=projector)
         self.predictor = predictor_for(self.projector, predictor)
         self.temperature = temperature

@@ -7,7 +7,6 @@ from itertools import pairwise
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
 from fedssl.losses.precision import at_least_float32
@@ -47,7 +46,6 @@ class MLP(nn.Sequential):
         last_batch_norm: bool = False,
         activation: str = "relu",
     ) -> None:
-        check_arguments("method", hidden_dim=hidden_dim, out_dim=out_dim, num_layers=num_layers, activation=activation)
         super().__init__()
         widths = [in_features, *[hidden_dim] * (num_layers - 1), out_dim]
         for before, after in pairwise(widths[:-1]):
@@ -68,7 +66,6 @@ class PrototypeHead(nn.Module):
     """
 
     def __init__(self, in_features: int, *, num_prototypes: int) -> None:
-        check_arguments("method", num_prototypes=num_prototypes)
         super().__init__()
         self.weight = nn.Linear(in_features, num_prototypes, bias=False).weight
         self.out_features = num_prototypes

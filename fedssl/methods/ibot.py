@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.encoders.tokens import TokenEncoder
 from fedssl.errors import InputError
@@ -97,7 +96,6 @@ class IBOT(DINO):
         target_init: str = "persist",
         patch_weight: float = 1.0,
     ) -> None:
-        check_arguments("method", patch_weight=patch_weight)
         _check_encoder(encoder)
         super().__init__(
             encoder,

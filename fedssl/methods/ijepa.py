@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.encoders.tokens import TokenEncoder, gather_patches
 from fedssl.losses import at_least_float32, ijepa
@@ -106,7 +105,6 @@ class IJEPA(EMAMethod):
         target_init: str = "persist",
         exchange_predictor: bool = True,
     ) -> None:
-        check_arguments("method", exchange_predictor=exchange_predictor)
         tokens = require_tokens(encoder, method="IJEPA")
         super().__init__(tokens, ema_decay=ema_decay, target_init=target_init, ema_schedule=ema_schedule)
         self.predictor = PatchPredictor(

@@ -22,7 +22,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.losses import at_least_float32, sigreg
 from fedssl.methods.base import FailureMode
@@ -105,9 +104,6 @@ class LeJEPA(ProjectorMethod):
         num_points: int,
         t_max: float,
     ) -> None:
-        check_arguments(
-            "method", owner="LeJEPA", lambd=lambd, num_slices=num_slices, num_points=num_points, t_max=t_max
-        )
         super().__init__(encoder, projector=projector)
         self.lambd, self.num_slices, self.num_points, self.t_max = lambd, num_slices, num_points, t_max
         self._directions = self._new_directions()

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.encoders.tokens import TokenEncoder, gather_patches
 from fedssl.errors import InputError
@@ -98,7 +97,6 @@ class MAE(SSLMethod):
         normalize_patches: bool = True,
         exchange_decoder: bool = True,
     ) -> None:
-        check_arguments("method", normalize_patches=normalize_patches, exchange_decoder=exchange_decoder)
         super().__init__()
         self.encoder = require_tokens(encoder, method="MAE")
         assert encoder.channels is not None

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.losses import info_nce
 from fedssl.methods.heads import MLP
@@ -51,7 +50,6 @@ class MoCoV3(EMATargetMethod):
         loss_scale: float | None = None,
         train_patches: bool = True,
     ) -> None:
-        check_arguments("method", temperature=temperature, loss_scale=loss_scale)
         if not train_patches and encoder.patch_embedding is not None:
             encoder.get_submodule(encoder.patch_embedding).requires_grad_(False)
         super().__init__(

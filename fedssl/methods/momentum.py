@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.encoders.base import frozen_copy
 from fedssl.methods.base import SSLMethod
@@ -46,7 +45,6 @@ class EMAMethod(SSLMethod):
     def __init__(
         self, encoder: Encoder, *, ema_decay: float, target_init: str = "persist", ema_schedule: str = "constant"
     ) -> None:
-        check_arguments("method", ema_decay=ema_decay, target_init=target_init, ema_schedule=ema_schedule)
         super().__init__()
         self.encoder = encoder
         self.ema_decay, self.ema_schedule = ema_decay, ema_schedule

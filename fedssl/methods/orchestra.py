@@ -40,7 +40,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedssl.arrays import Layers
-from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
 from fedssl.losses import sinkhorn
@@ -170,7 +169,11 @@ class Orchestra(EMATargetMethod):
         ema_decay: float,
         target_init: str = "persist",
     ) -> None:
-        _check(local_clusters, global_clusters, queue_size, temperature)
+        if queue_size < local_clusters:
+            raise InputError(
+                f"method.queue_size={queue_size} must be at least method.local_clusters={local_clusters}; "
+                "the authors use 128"
+            )
         super().__init__(encoder, projector=projector, ema_decay=ema_decay, target_init=target_init)
         dim = self.projector.out_features
         self.rotation = nn.Linear(dim, 4)
@@ -214,18 +217,3 @@ class Orchestra(EMATargetMethod):
     def aggregate_parts(self, uploaded: Sequence[Layers], broadcast: Layers) -> Layers:
         local = torch.from_numpy(np.concatenate([layers[LOCAL_CENTROIDS] for layers in uploaded]))
         return {CENTROIDS: global_centroids(local, old=torch.from_numpy(broadcast[CENTROIDS])).numpy()}
-
-
-def _check(local_clusters: int, global_clusters: int, queue_size: int, temperature: float) -> None:
-    check_arguments(
-        "method",
-        local_clusters=local_clusters,
-        global_clusters=global_clusters,
-        queue_size=queue_size,
-        temperature=temperature,
-    )
-    if queue_size < local_clusters:
-        raise InputError(
-            f"method.queue_size={queue_size} must be at least method.local_clusters={local_clusters}; "
-            "the authors use 128"
-        )

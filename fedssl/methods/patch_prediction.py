@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.encoders.tokens import TokenEncoder, gather_patches, interpolate_positions, sincos_position_embedding
 from fedssl.errors import InputError
@@ -88,8 +87,6 @@ class PatchPredictor(nn.Module):
     def __init__(
         self, encoder: TokenEncoder, *, part: str, width: int, depth: int, heads: int, out_features: int
     ) -> None:
-        for name, size in (("width", width), ("depth", depth), ("heads", heads)):
-            check_arguments("method", **{f"{part}_{name}": size})  # type: ignore[arg-type]  # no name is `owner`
         if width % 4 or width % heads:
             raise InputError(
                 f"method.{part}_width={width} must be a multiple of 4 and of method.{part}_heads={heads}; change one"

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.losses import nt_xent, nt_xent_one_sided
 from fedssl.methods.heads import MLP, ProjectorMethod
@@ -54,7 +53,6 @@ class SimCLR(ProjectorMethod):
         concat_views: bool = True,
         loss: str = "standard",
     ) -> None:
-        check_arguments("method", owner="SimCLR", temperature=temperature, loss=loss)
         super().__init__(encoder, projector=projector)
         self._loss, self.temperature, self.concat_views = LOSSES[loss], temperature, concat_views
 

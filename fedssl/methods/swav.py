@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.losses import at_least_float32, sinkhorn, swav
 from fedssl.losses.precision import product
@@ -143,18 +142,6 @@ class SwAV(ProjectorMethod):
         queue_start_round: int,
         match_prototypes: bool,
     ) -> None:
-        check_arguments(
-            "method",
-            owner="SwAV",
-            num_prototypes=num_prototypes,
-            temperature=temperature,
-            epsilon=epsilon,
-            iterations=iterations,
-            freeze_prototypes_rounds=freeze_prototypes_rounds,
-            queue_size=queue_size,
-            queue_start_round=queue_start_round,
-            match_prototypes=match_prototypes,
-        )
         super().__init__(encoder, projector=projector)
         dim = self.projector.out_features
         self.prototypes = nn.Linear(dim, num_prototypes, bias=False)

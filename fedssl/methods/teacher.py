@@ -1,13 +1,18 @@
 """A teacher that is a saved encoder of any architecture, and its features of a client's images.
 
 Plain values describe the architecture (`fedssl.export.describe_encoder`), so that devices build it from functions of
-``fedssl.encoders`` alone. Its weights are a static part of the method, see `SSLMethod.static_parts`.
+``fedssl.encoders`` alone. Its weights are a static part of the method, see `SSLMethod.static_parts`. All processes of a
+host can share files of features, so that the teacher runs once per image. A file is named after all that its features
+depend on. Damaged files are computed again.
 """
 
+import logging
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +23,18 @@ from torch import Tensor, nn
 from fedssl import encoders
 from fedssl.config.constraint_table import MAX_IMAGE_SIZE
 from fedssl.datasets.images import ImageSource, TensorImages
+from fedssl.digests import new_checksum
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
 from fedssl.evaluation.features import extract
 from fedssl.machine.devices import to_device
 from fedssl.methods.base import ImageTargets
-from fedssl.methods.feature_files import FeatureFiles, features_key
+from fedssl.tensor_file import read_tensor_file, tensor_bytes, write_tensor_file
 
+log = logging.getLogger("fedssl")
+
+_SUFFIX, _NAME = ".safetensors", "features"  # of the files, and of the array in them
+_CHUNK = 256  # images that are hashed at a time
 _BATCH = 32  # images that the teacher encodes at a time, which bounds its memory
 _PIECE = 1024  # images whose features are computed at a time
 
@@ -75,6 +85,50 @@ class Resize(nn.Module):
         if images.shape[-2:] == (self.size, self.size):
             return images
         return F.interpolate(images, (self.size, self.size), mode="bilinear", antialias=True)
+
+
+@dataclass(frozen=True)
+class FeatureFiles:
+    """Files of at most ``max_bytes`` in a folder, of which the least recently used are deleted first."""
+
+    folder: Path
+    max_bytes: int
+
+    def load(self, key: str, *, count: int) -> Tensor | None:
+        """Return the features of ``count`` images, float32 ``(count, dim)``; None without an intact file."""
+        file = self.folder / f"{key}{_SUFFIX}"
+        try:
+            features = read_tensor_file(file, max_bytes=self.max_bytes, checked=True)[0][_NAME]
+            if features.dtype != torch.float32 or len(features) != count:
+                raise ValueError("unexpected content")
+            file.touch()
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # a damaged file can raise anything
+            log.warning("%s is damaged (%s): the teacher computes its features again", file, error)
+            return None
+        return features
+
+    def save(self, key: str, features: Tensor) -> None:
+        """Write features. A folder that cannot be written is logged."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_tensor_file(self.folder / f"{key}{_SUFFIX}", {_NAME: features}, checked=True)
+            self._delete_oldest()
+        except OSError as error:
+            log.warning("%s cannot be written (%s): every process runs the teacher", self.folder, error.strerror)
+
+    def _delete_oldest(self) -> None:
+        statuses = {}
+        for file in self.folder.glob(f"*{_SUFFIX}"):
+            with suppress(FileNotFoundError):  # another process has deleted it
+                statuses[file] = file.stat()
+        size = sum(status.st_size for status in statuses.values())
+        for file in sorted(statuses, key=lambda file: statuses[file].st_mtime_ns):
+            if size <= self.max_bytes:
+                return
+            file.unlink(missing_ok=True)
+            size -= statuses[file].st_size
 
 
 class TeacherFeatures:
@@ -158,7 +212,7 @@ class TeacherFeatures:
 
         if self._files is None:
             return compute()
-        key = features_key(network, pieces(), size=self._resize.size, mean=self.mean, std=self.std)
+        key = _features_key(network, pieces(), size=self._resize.size, mean=self.mean, std=self.std)
         features = self._files.load(key, count=len(ordered))
         if features is None:
             features = compute()
@@ -168,3 +222,19 @@ class TeacherFeatures:
     def _extract(self, network: nn.Module, images: ImageSource) -> Tensor:
         device = next(network.parameters()).device
         return extract(network, images, mean=self.mean, std=self.std, device=device, batch_size=_BATCH)
+
+
+def _features_key(
+    network: nn.Module, pieces: Iterable[ImageSource], *, size: int, mean: Sequence[float], std: Sequence[float]
+) -> str:
+    """Return a digest of network, images, preprocessing, torch's version and the kind of device, in hexadecimal."""
+    device = next(network.parameters()).device.type
+    hashed = new_checksum(repr((torch.__version__, device, network, size, tuple(mean), tuple(std))).encode())
+    for name, tensor in network.state_dict().items():
+        hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        hashed.update(tensor_bytes(tensor.cpu()))
+    for images in pieces:
+        hashed.update(repr(images.shape).encode())
+        for chunk in images.chunks(_CHUNK):
+            hashed.update(tensor_bytes(chunk.cpu()))
+    return hashed.hexdigest()

@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fedssl.config.constraints import check_arguments
 from fedssl.encoders import Encoder
 from fedssl.losses import at_least_float32, vicreg
 from fedssl.methods.base import FailureMode
@@ -86,7 +85,6 @@ class VICReg(ProjectorMethod):
         var_weight: float,
         cov_weight: float,
     ) -> None:
-        check_arguments("method", sim_weight=sim_weight, var_weight=var_weight, cov_weight=cov_weight)
         super().__init__(encoder, projector=projector)
         self.sim_weight, self.var_weight, self.cov_weight = sim_weight, var_weight, cov_weight
 

@@ -10,7 +10,6 @@ with representations.
 import torch
 from torch import Tensor, nn
 
-from fedssl.config.constraints import check_arguments
 from fedssl.encoders.base import frozen_copy
 from fedssl.losses import info_nce, negative_cosine
 from fedssl.methods.base import SSLMethod
@@ -69,7 +68,6 @@ class Alignment(Regularizer):
     """
 
     def __init__(self, *, weight: float = 0.01, distance: str = "info_nce", temperature: float = 0.2) -> None:
-        check_arguments("regularizer", weight=weight, distance=distance, temperature=temperature)
         self.part = "encoder" if weight else None
         self.weight = weight
         self.distance = distance

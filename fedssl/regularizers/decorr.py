@@ -10,7 +10,6 @@ input of the classifier; FedU2's code decorrelates projections, as here.
 import torch
 from torch import Tensor
 
-from fedssl.config.constraints import check_arguments
 from fedssl.losses import at_least_float32
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 
@@ -61,7 +60,6 @@ class Decorrelation(Regularizer):
     """
 
     def __init__(self, *, weight: float = 0.1, part: str = "projector") -> None:
-        check_arguments("regularizer", weight=weight, part=part)
         self.part = part if weight else None
         self.weight = weight
 

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedssl.config.constraints import check_arguments
 from fedssl.losses import at_least_float32
 from fedssl.machine.devices import is_gpu
 from fedssl.machine.process import one_thread
@@ -164,19 +163,6 @@ class FUR(Regularizer):
         tolerance: float = 0.08,
         gpu_iter: int = 9,
     ) -> None:
-        check_arguments(
-            "regularizer",
-            weight=weight,
-            variant=variant,
-            part=part,
-            reduction=reduction,
-            cost_scale=cost_scale,
-            tau_a=tau_a,
-            tau_b=tau_b,
-            max_iter=max_iter,
-            tolerance=tolerance,
-            gpu_iter=gpu_iter,
-        )
         self.part = part if weight else None
         self.weight = weight
         self.variant = variant

@@ -10,7 +10,6 @@ encoder is that before the first round: the part `fedssl.methods.base.INITIAL_EN
 import torch
 from torch import Tensor
 
-from fedssl.config.constraints import check_arguments
 from fedssl.losses import teacher_distance
 from fedssl.methods.base import INITIAL_ENCODER, SSLMethod
 from fedssl.regularizers.base import Regularizer, RegularizerInput
@@ -35,7 +34,6 @@ class L2SP(Regularizer):
     """
 
     def __init__(self, *, alpha: float, beta: float) -> None:
-        check_arguments("regularizer", alpha=alpha, beta=beta)
         self.uses_initial_encoder = alpha > 0
         self.alpha, self.beta = alpha, beta
         self._weights: list[Tensor] = []
@@ -78,7 +76,6 @@ class FeatureDistillation(Regularizer):
     supports_frozen_stages = False
 
     def __init__(self, *, weight: float) -> None:
-        check_arguments("regularizer", weight=weight)
         self.part = "encoder" if weight else None
         self.uses_initial_encoder = weight > 0
         self.weight = weight

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedssl.config.constraints import check_arguments
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 
@@ -50,7 +49,6 @@ class Proximal(Regularizer):
     """
 
     def __init__(self, *, weight: float) -> None:
-        check_arguments("regularizer", weight=weight)
         self.weight = weight
         self._trained: list[Tensor] = []
         self._start: list[Tensor] = []

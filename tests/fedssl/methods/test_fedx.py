@@ -150,9 +150,7 @@ def test_clients_of_a_process_keep_received_models_apart(tmp_path) -> None:
     assert all((second.layers[name] == array).all() for name, array in alone.layers.items())
 
 
-def test_a_temperature_of_zero_is_refused() -> None:
-    with pytest.raises(InputError, match="^method.temperature=0 must be a number above 0$"):
-        make(temperature=0)
+def test_a_predictor_of_another_length_is_refused() -> None:
     with pytest.raises(InputError, match=r"method.predictor.out_dim=9 must equal method.projector.out_dim=8"):
         FedX(
             conv_small(channels=1, size=8, width=4),

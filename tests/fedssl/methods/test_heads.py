@@ -1,9 +1,7 @@
 """The layers of heads."""
 
-import pytest
 from torch import nn
 
-from fedssl.errors import InputError
 from fedssl.methods.heads import MLP
 
 
@@ -23,8 +21,3 @@ def test_mlp_layers() -> None:
     assert [layer.weight.shape for layer in head if isinstance(layer, linear)] == [(7, 5), (7, 7), (3, 7)]
     assert head[-1].weight is None
     assert head.out_features == 3
-
-
-def test_a_head_without_layers_is_refused() -> None:
-    with pytest.raises(InputError, match="num_layers=0"):
-        MLP(5, hidden_dim=7, out_dim=3, num_layers=0)

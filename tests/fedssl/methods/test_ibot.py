@@ -153,11 +153,6 @@ def test_an_encoder_without_class_token_is_refused(encoder) -> None:
         IBOT(encoder(), projector=partial(MLP, hidden_dim=4, out_dim=4), **SETTINGS)
 
 
-def test_a_negative_weight_is_refused() -> None:
-    with pytest.raises(InputError, match="^method.patch_weight=-1 must be a number of at least 0"):
-        make_ibot(patch_weight=-1)
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -122,20 +122,6 @@ def test_cuda_graphs_are_rejected_with_their_reason(monkeypatch):
         LocalTrainer.build(settings.training, build_method(settings.model))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lambd": 1.5}, "^method.lambd=1.5 must be at most 1$"),
-        ({"num_slices": 0}, "^method.num_slices=0 must be an integer from 1 to 65536$"),
-        ({"num_points": 1}, "^method.num_points=1 must be an integer from 2 to 1024$"),
-        ({"t_max": 0.0}, "^method.t_max=0.0 must be a number above 0 and at most 100$"),
-    ],
-)
-def test_invalid_settings_are_rejected(settings, message):
-    with pytest.raises(InputError, match=message):
-        make(**settings)
-
-
 # --- failures ---
 
 
