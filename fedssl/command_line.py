@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -17,41 +18,6 @@ from fedssl.errors import InputError, RunError, error_of_path
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 _PACKAGES = ("client_app", "server_app", "simulation", "strategies")
 _received: list[int] = []
-
-
-def fedssl() -> None:
-    """Run the command ``fedssl``."""
-    _main("fedssl", "simulation.cli")
-
-
-def fedssl_evaluate() -> None:
-    """Run the command ``fedssl-evaluate``."""
-    _main("fedssl-evaluate", "fedssl.evaluation.cli")
-
-
-def fedssl_export() -> None:
-    """Run the command ``fedssl-export``."""
-    _main("fedssl-export", "fedssl.export.cli")
-
-
-def fedssl_report() -> None:
-    """Run the command ``fedssl-report``."""
-    _main("fedssl-report", "fedssl.report.cli")
-
-
-def fedssl_runs() -> None:
-    """Run the command ``fedssl-runs``."""
-    _main("fedssl-runs", "fedssl.runs.cli")
-
-
-def fedssl_fleet() -> None:
-    """Run the command ``fedssl-fleet``."""
-    _main("fedssl-fleet", "fedssl.fleet.cli")
-
-
-def fedssl_device() -> None:
-    """Run the command ``fedssl-device``."""
-    _main("fedssl-device", "fedssl.fleet.device_cli")
 
 
 def _main(name: str, module: str) -> None:
@@ -74,6 +40,16 @@ def _main(name: str, module: str) -> None:
         return status
 
     sys.exit(run_command(name, command))
+
+
+# The commands of ``pyproject.toml``.
+fedssl = partial(_main, "fedssl", "simulation.cli")
+fedssl_evaluate = partial(_main, "fedssl-evaluate", "fedssl.evaluation.cli")
+fedssl_export = partial(_main, "fedssl-export", "fedssl.export.cli")
+fedssl_report = partial(_main, "fedssl-report", "fedssl.report.cli")
+fedssl_runs = partial(_main, "fedssl-runs", "fedssl.runs.cli")
+fedssl_fleet = partial(_main, "fedssl-fleet", "fedssl.fleet.cli")
+fedssl_device = partial(_main, "fedssl-device", "fedssl.fleet.device_cli")
 
 
 def prepare_streams() -> None:

@@ -1,11 +1,13 @@
-"""Settings from files and messages of others: plain values, which no configuration library can resolve or call.
+"""Settings as plain values, which no configuration library can resolve or call, and by dotted keys.
 
 Hydra calls what a key ``_target_`` names, and OmegaConf resolves ``${...}``, at any depth. Every reader of settings
 from outside passes them through `plain_values` first.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from fedssl.safe_io import sanitize
 
@@ -58,3 +60,22 @@ def _check_text(text: str, name: str) -> None:
         raise ValueError(f"{name} has an interpolation, ${{...}}, which is not resolved")
     if text == "???":
         raise ValueError(f"{name} has the text ???, which stands for a missing value")
+
+
+def flatten(node: Mapping[Any, Any], prefix: str = "", *, inner: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and values; with ``inner`` also those of nested nodes."""
+    for key in node:
+        value, name = node[key], prefix + str(key)
+        if isinstance(value, Mapping):
+            if inner:
+                yield name, value
+            yield from flatten(value, f"{name}.", inner=inner)
+        else:
+            yield name, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+def diff(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the keys whose values differ between two configs, with both values."""
+    old, new = dict(flatten(left)), dict(flatten(right))
+    keys = dict.fromkeys([*old, *new])
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}

@@ -20,13 +20,12 @@ from fedssl.config.targets import expand_config_dir_flag, search_folders
 from fedssl.errors import InputError, RunError
 from fedssl.runs.run import run_folders
 from simulation.parallel_jobs import parallel_tasks, run_in_parallel
-from simulation.pruning import pruning_of, successive_halving
+from simulation.pruning import check_metric, pruning_of, successive_halving
 from simulation.run import run
 from simulation.sweep import (
     FOLDER_KEY,
     JobWave,
     check_job_folders,
-    check_metric,
     check_options,
     finish_sweep,
     folder_to_resume,

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean
 
+from fedssl.config.load import compose
+from fedssl.config.overrides import parse
+from fedssl.config.targets import SEARCHPATH_KEY
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score
-from fedssl.runs.run import PRUNED, read_run
-from simulation.sweep import Job, JobWave, SweepState, check_metric, group_jobs, group_settings, write_status
+from fedssl.runs.run import PRUNED, RANKME, read_run
+from simulation.sweep import Job, JobWave, SweepState, group_jobs, group_settings, write_status
 from simulation.sweep_progress import SweepProgress
 
 
@@ -45,6 +48,36 @@ def pruning_of(state: SweepState, jobs: Sequence[Job]) -> Pruning | None:
     rounds, evaluate_every = _common_rounds(jobs)
     rungs = make_rungs(min_rounds or evaluate_every, reduction_factor, rounds=rounds, evaluate_every=evaluate_every)
     return Pruning(metric=metric, reduction_factor=reduction_factor, rungs=rungs, rounds=rounds)
+
+
+def check_metric(metric: str, overrides: Sequence[str], *, final: bool) -> None:
+    """Raise `InputError` if the evaluations of a run with these overrides, apart from swept ones, lack a result.
+
+    ``final`` is whether it must be a result of the final evaluation, otherwise of those in the rounds.
+    """
+    import torch  # slow imports
+
+    from server_app.evaluator import Evaluator
+
+    swept = {str(override.input_line) for override in parse(overrides) if override.is_sweep_override()}
+    ours = [o for o in overrides if (o not in swept and not o.startswith("hydra")) or o.startswith(SEARCHPATH_KEY)]
+    settings = compose(ours)
+    if metric == RANKME:
+        if not (settings.evaluation.every and settings.evaluation.collapse_images):
+            raise InputError(
+                "sweep.metric=rankme is measured in evaluated rounds, and evaluate_every or collapse_images is 0; set "
+                "e.g. evaluate_every=5 collapse_images=256"
+            )
+        return
+    evaluator = Evaluator(settings.evaluation, data=settings.data, rounds=1, device=torch.device("cpu"), seed=0)
+    names = list(evaluator.result_units(final=final))
+    if metric not in names:
+        listed = ", ".join([*names, RANKME])
+        group = "final_evaluation" if final else "evaluation"
+        raise InputError(
+            f"sweep.metric={metric} is not a result of {group}, which gives {listed}; choose one of these, or set "
+            f"{group}"
+        )
 
 
 def make_rungs(min_rounds: int, reduction_factor: int, *, rounds: int, evaluate_every: int) -> list[int]:

@@ -27,7 +27,7 @@ from fedssl.config.targets import SEARCHPATH_KEY, search_folders
 from fedssl.errors import InputError, RunError
 from fedssl.report.accuracy_table import sweep_table
 from fedssl.runs.groups import OWN_KEYS
-from fedssl.runs.run import LOCK_FILE, RANKME, acquire_lock, is_locked, read_run, read_summary, write_summary
+from fedssl.runs.run import LOCK_FILE, acquire_lock, is_locked, read_run, read_summary, write_summary
 from fedssl.safe_io import checksum_line, corrupt_file_error, read_yaml, sanitize
 from simulation.sweep_progress import SweepProgress
 
@@ -126,36 +126,6 @@ def folder_to_resume(overrides: Sequence[str]) -> Path | None:
             )
         return user_path(str(override.value())).absolute()
     return None
-
-
-def check_metric(metric: str, overrides: Sequence[str], *, final: bool) -> None:
-    """Raise `InputError` if the evaluations of a run with these overrides, apart from swept ones, lack a result.
-
-    ``final`` is whether it must be a result of the final evaluation, otherwise of those in the rounds.
-    """
-    import torch  # slow imports
-
-    from server_app.evaluator import Evaluator
-
-    swept = {str(override.input_line) for override in parse(overrides) if override.is_sweep_override()}
-    ours = [o for o in overrides if (o not in swept and not o.startswith("hydra")) or o.startswith(SEARCHPATH_KEY)]
-    settings = compose(ours)
-    if metric == RANKME:
-        if not (settings.evaluation.every and settings.evaluation.collapse_images):
-            raise InputError(
-                "sweep.metric=rankme is measured in evaluated rounds, and evaluate_every or collapse_images is 0; set "
-                "e.g. evaluate_every=5 collapse_images=256"
-            )
-        return
-    evaluator = Evaluator(settings.evaluation, data=settings.data, rounds=1, device=torch.device("cpu"), seed=0)
-    names = list(evaluator.result_units(final=final))
-    if metric not in names:
-        listed = ", ".join([*names, RANKME])
-        group = "final_evaluation" if final else "evaluation"
-        raise InputError(
-            f"sweep.metric={metric} is not a result of {group}, which gives {listed}; choose one of these, or set "
-            f"{group}"
-        )
 
 
 @contextmanager

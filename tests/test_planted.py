@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 
 from client_app.edge_client import _is_same_task
 from fedssl.config.device_task import compose_task, make_task
-from fedssl.config.load import compose, load_settings, parse_client_config, save_run
+from fedssl.config.load import compose, load_settings, parse_client_config
 from fedssl.config.overrides import quote_value
+from fedssl.config.saved_run import save_run
 from fedssl.csv_file import read_rows
 from fedssl.errors import InputError, RequestRefused
 from fedssl.evaluation.cli import compose_evaluation

@@ -4,7 +4,6 @@
 """
 
 import functools
-import math
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +17,8 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from fedssl.config.constraint import as_yaml
 from fedssl.config.constraint_table import CONSTRAINTS
-from fedssl.config.constraints import constraint_of, constraints_in, group_of
+from fedssl.config.constraints import constraint_of, group_of
 from fedssl.config.hydra_internals import ChoiceSweep, Override, apply_overrides
 from fedssl.config.literal import user_path
 from fedssl.config.overrides import (
@@ -36,20 +34,13 @@ from fedssl.config.targets import (
     SEARCHPATH_KEY,
     add_import_path,
     check_targets,
-    installed_targets,
     normalize,
     search_folders,
 )
+from fedssl.config.validation import check_types, validate_config
 from fedssl.errors import InputError
 from fedssl.machine.process import default_threads
-from fedssl.plain_values import plain_values
-
-# Groups that are off by default: a key that ``none`` also has, the choice that uses it, and a key only of that choice.
-_GROUP_REQUIREMENTS = {
-    "calibration": ("when", "auxiliary", "share"),
-    "privacy": ("clip_norm", "central", "noise_multiplier"),
-    "secure_aggregation": ("clipping_range", "secagg_plus", "threshold"),
-}
+from fedssl.plain_values import flatten, plain_values
 
 # Settings and groups that do not change results, and the number of rounds. A resumed run may change them.
 RESUMABLE_KEYS = {
@@ -152,58 +143,6 @@ def _item_settings(key: str, value: Any) -> Iterator[str]:
             nodes = [key, *(f"{key}.{name}" for name in item if isinstance(item[name], dict))]
             for node in nodes:
                 yield from (f"{key}.{index}{node.removeprefix(key)}.{name}" for name in CONSTRAINTS[group_of(node)])
-
-
-def validate_config(config: DictConfig) -> None:
-    """Validate combinations of settings; raise `InputError` if one is invalid."""
-    if config.collapse_images == 1:
-        raise InputError(
-            "collapse_images=1 but a standard deviation needs at least two images; set 2 or more, or 0 to disable it"
-        )
-    _check_clients(config)
-    if config.early_stopping and config.early_stopping.monitor is not None and config.evaluate_every == 0:
-        raise InputError(
-            f"early_stopping.monitor={config.early_stopping.monitor} needs evaluations during the run, but "
-            "evaluate_every=0; set evaluate_every=1 or more"
-        )
-    _check_groups(config)
-    delta = config.privacy.get("delta")
-    if delta is not None and delta >= 1 / config.num_clients:
-        raise InputError(
-            f"privacy.delta={delta} is a probability with which a client of num_clients={config.num_clients} may be "
-            f"revealed, and must be below 1 / num_clients; set privacy.delta={0.1 / config.num_clients:.1g} or less"
-        )
-
-
-def _check_groups(config: DictConfig) -> None:
-    for group, (key, choice, other) in _GROUP_REQUIREMENTS.items():
-        if config[group][key] is not None and other not in config[group]:
-            raise InputError(f"{group}.{key}={config[group][key]} needs {group}={choice}; add it")
-        if config[group][key] is None and other in config[group]:
-            raise InputError(f"{group}.{key}=null disables {group}={choice}; set a value, or {group}=none")
-
-
-def _check_clients(config: DictConfig) -> None:
-    clients, per_round, unseen = config.num_clients, config.clients_per_round, config.unseen_clients
-    if per_round > clients:
-        raise InputError(
-            f"clients_per_round={per_round} is more than num_clients={clients}; "
-            "lower clients_per_round or raise num_clients"
-        )
-    if unseen >= clients:
-        raise InputError(f"unseen_clients={unseen} of num_clients={clients} never train; lower unseen_clients")
-    if per_round > clients - unseen:
-        raise InputError(
-            f"clients_per_round={per_round} but unseen_clients={unseen} of num_clients={clients} never train; "
-            f"set clients_per_round={clients - unseen} or fewer"
-        )
-
-
-def diff(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the keys whose values differ between two configs, with both values."""
-    old, new = dict(flatten(left)), dict(flatten(right))
-    keys = dict.fromkeys([*old, *new])
-    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
 def compose_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
@@ -331,61 +270,3 @@ def hydra_value(overrides: Sequence[str], key: str) -> Any:
         raise InputError(f"{plugin} is not installed; install its package, e.g. hydra-{name}-{kind}") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(" ".join(str(error).split())) from error
-
-
-def flatten(node: Mapping[Any, Any], prefix: str = "", *, inner: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values; with ``inner`` also those of nested nodes."""
-    for key in node:
-        value, name = node[key], prefix + str(key)
-        if isinstance(value, Mapping):
-            if inner:
-                yield name, value
-            yield from flatten(value, f"{name}.", inner=inner)
-        else:
-            yield name, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-
-
-def check_types(config: DictConfig, defaults: Mapping[str, Any]) -> None:
-    """Raise `InputError` if a value violates the constraint of its setting, or lacks the type of its default."""
-    constrained = check_constraints(config, defaults)
-    values = dict(flatten(config))
-    for key, default in defaults.items():
-        if key in values and key not in constrained:  # an override may delete a key: ~key
-            check_type(key, values[key], default)
-        elif any(name.startswith(f"{key}.") for name in values) and default is not None:
-            check_type(key, OmegaConf.to_container(OmegaConf.select(config, key)), default)
-    for key, value in values.items():
-        numbers = value if isinstance(value, list) else [value]
-        infinite = [number for number in numbers if isinstance(number, float) and not math.isfinite(number)]
-        if infinite:
-            raise InputError(f"{key}={value} contains {infinite[0]}; set a finite number")
-    for group in ("aggregation", "early_stopping"):
-        if config.get(group) is None:
-            raise InputError(f"{group}=null deletes a group of settings; set each of them, e.g. {group}.KEY=null")
-
-
-def check_constraints(config: DictConfig, defaults: Mapping[str, Any]) -> set[str]:
-    """Raise `InputError` if a value violates the constraint of its setting; return the keys that have one."""
-    constrained = set()
-    found = constraints_in(config, installed=installed_targets())
-    # An augmentation has the size and the statistics of the data set, which is reported.
-    for key, value, constraint in sorted(found, key=lambda each: each[0].startswith("augmentation.")):
-        plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-        if not constraint.allows(plain):
-            default = f"; the default is {as_yaml(defaults[key])}" if key in defaults else ""
-            raise InputError(f"{key}={as_yaml(plain)} must be {constraint.describe(plain)}{default}")
-        constrained.add(key)
-    return constrained
-
-
-def check_type(key: str, value: Any, default: Any) -> None:
-    """Raise `InputError` if a value lacks the type of its default. A float accepts integers; null accepts all types."""
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", list: "a list like [1,2]"}
-    allowed = (int, float) if isinstance(default, float) else (type(default),)
-    mistaken_bool = isinstance(value, bool) and not isinstance(default, bool)
-    # A data set may lack a split, and a cache may be disabled.
-    nullable = value is None and (key.startswith("dataset.splits.") or key.endswith("dataset.cache"))
-    if key == "schedule.rounds_per_stage" and isinstance(value, list):  # uniform, or the number of each stage
-        return
-    if default is not None and not nullable and (not isinstance(value, allowed) or mistaken_bool):
-        raise InputError(f"{key}={value} is not {names[type(default)]}; the default is {default}")

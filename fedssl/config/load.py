@@ -4,16 +4,15 @@ import copy
 import functools
 import logging
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from fedssl.atomic_files import write_text
 from fedssl.config.aggregation_settings import AggregationSettings, PrivacySettings, SecureAggregationSettings
-from fedssl.config.compose import RESUMABLE_KEYS, check_resolved, diff, flatten, resolve_config
+from fedssl.config.compose import RESUMABLE_KEYS, check_resolved, resolve_config
 from fedssl.config.literal import user_path
 from fedssl.config.overrides import (
     CONF,
@@ -25,7 +24,15 @@ from fedssl.config.overrides import (
     partition_by_key,
     quote_value,
 )
-from fedssl.config.saved_run import INITIAL_ENCODER_FILE, check_saved_overrides, read_overrides, read_settings
+from fedssl.config.saved_run import (
+    INITIAL_ENCODER_FILE,
+    check_saved_overrides,
+    read_overrides,
+    read_settings,
+    recheck_saved,
+    restore_initial_weights,
+    saved_teacher,
+)
 from fedssl.config.settings import (
     SERVER_ENCODER_KEYS,
     AlgorithmSettings,
@@ -47,8 +54,8 @@ from fedssl.config.settings import (
 from fedssl.config.targets import normalize
 from fedssl.datasets.splits import same_split
 from fedssl.errors import InputError, shortened
-from fedssl.plain_values import plain_values
-from fedssl.safe_io import checksum_line, corrupt_file_error, load_plain_yaml
+from fedssl.plain_values import diff, flatten, plain_values
+from fedssl.safe_io import load_plain_yaml
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -102,12 +109,12 @@ def load_settings(overrides: Sequence[str]) -> Settings:
     try:
         config, choices = resolve_config(overrides)
     except InputError:
-        _recheck_saved(saved_overrides, folder / "overrides.yaml")
+        recheck_saved(saved_overrides, folder / "overrides.yaml")
         raise
     config.run_id = saved["run_id"]
-    _restore_initial_weights(config, saved, explicit=explicit.keys())
+    restore_initial_weights(config, saved, explicit=explicit.keys())
     if config.teacher is not None and "teacher_encoder" in config.method and not Path(config.teacher).exists():
-        config.method.teacher_encoder = _saved_teacher(saved, folder / "config.yaml")
+        config.method.teacher_encoder = saved_teacher(saved, folder / "config.yaml")
     # The number of edge clients is counted, and their images are not partitioned.
     counted = {"num_clients", "clients_per_round", "partition"} if (folder / DEVICE_NUMBERS_FILE).exists() else set()
     resumable = RESUMABLE_KEYS | _RUN_KEYS | counted
@@ -124,34 +131,6 @@ def load_settings(overrides: Sequence[str]) -> Settings:
         raise InputError(f"resume={folder} was run with {listed}; keep the settings, or start a new run")
     recorded = [*overrides, *(override for override in sources if override.partition("=")[0] not in merged)]
     return make_settings(config, choices, overrides=recorded, resumed=saved["rounds"])
-
-
-def _restore_initial_weights(config: DictConfig, saved: Mapping[str, Any], *, explicit: Collection[str]) -> None:
-    """Set the source of the initial weights of a resumed run, and the statistics that a new run takes from it."""
-    source = saved["encoder"].get("weights")
-    if source is None:
-        return
-    if "encoder.weights" not in explicit:
-        OmegaConf.update(config, "encoder.weights", source, force_add=True)
-    for key in ("mean", "std"):
-        if f"dataset.{key}" not in explicit:
-            OmegaConf.update(config, f"dataset.{key}", saved["dataset"][key], merge=False)
-
-
-def _saved_teacher(saved: Mapping[str, Any], file: Path) -> Any:
-    """Return the description of the teacher whose weights are in the checkpoints; its file is gone."""
-    try:
-        return plain_values(saved["method"].get("teacher_encoder"), "method.teacher_encoder")
-    except ValueError as error:
-        raise corrupt_file_error(file, str(error)) from error
-
-
-def _recheck_saved(overrides: Sequence[str], file: Path) -> None:
-    """Raise `InputError` if the saved overrides are invalid by themselves."""
-    try:
-        resolve_config([override for override in overrides if override.partition("=")[0] != "output_dir"])
-    except InputError as error:
-        raise corrupt_file_error(file, str(error)) from error
 
 
 def default_unlabeled_partition(settings: Settings) -> Settings:
@@ -198,17 +177,6 @@ def with_run_folder(settings: Settings, folder: Path, *, paths: Mapping[str, str
     return with_values(settings, {"output_dir": str(folder)}, overrides=overrides)
 
 
-def save_run(recording: RecordingSettings, folder: Path) -> None:
-    """Write the overrides, the choice of every group, and the resolved config."""
-    for name, content in (
-        ("overrides", OmegaConf.create(list(recording.overrides))),
-        ("choices", OmegaConf.create(dict(recording.choices))),
-        ("config", recording.config),
-    ):
-        text = OmegaConf.to_yaml(content)
-        write_text(folder / f"{name}.yaml", f"{checksum_line(text)}\n{text}")
-
-
 @functools.lru_cache(maxsize=4)
 def parse_client_config(text: str) -> ClientSettings:
     """Return the settings of a simulated client from `Settings.client_yaml`.
@@ -232,13 +200,19 @@ def client_settings(config: DictConfig, *, states: Path, partition: PartitionSet
         model=model,
         training=training,
         strategy=strategy,
-        machine=_machine(config),
+        machine=_read(MachineSettings, config, compile_encoder=config.compile),
     )
 
 
 def training_components(config: DictConfig) -> tuple[ModelSettings, TrainingSettings, Component]:
     """Return the settings of model, training and strategy."""
-    return _model(config), _training(config), _component(config.strategy, without=("reported_metrics",))
+    encoder = _component(config.encoder, without=SERVER_ENCODER_KEYS)
+    schedule = ScheduleSettings(phases=_component(config.schedule), rounds=config.rounds)
+    return (
+        _read(ModelSettings, config, encoder=encoder, schedule=schedule, weights=None),
+        _read(TrainingSettings, config, epochs=config.local_epochs),
+        _component(config.strategy, without=("reported_metrics",)),
+    )
 
 
 def read_data(node: DictConfig) -> DataSettings:
@@ -253,19 +227,16 @@ def read_data(node: DictConfig) -> DataSettings:
             "right on them; set dataset.splits.test to another split, or to null for no test"
         )
     not_for_reader = ("splits", "limit", "test_limit", "mean", "std", "num_classes")
-    return DataSettings(
+    return _read(
+        DataSettings,
+        node,
         name=str(node.get("hub") or node["_target_"].split(".")[-2]),
         reader=_component(node, without=not_for_reader),
         federated=node.splits.federated,
         train=train,
         test=test,
-        limit=node.limit,
-        test_limit=node.test_limit,
-        channels=node.channels,
-        size=node.size,
         mean=tuple(node.mean),
         std=tuple(node.std),
-        num_classes=node.num_classes,
     )
 
 
@@ -279,22 +250,20 @@ def make_settings(
     check_run_id(config.run_id)
     check_resolved(config)
     OmegaConf.set_readonly(config, True)
-    return Settings(
-        seed=config.seed,
-        num_clients=config.num_clients,
-        clients_per_round=config.clients_per_round,
-        rounds=config.rounds,
-        unseen_clients=config.unseen_clients,
-        pause_after=config.pause_after,
-        reply_timeout=config.reply_timeout,
-        wire_dtype=config.wire_dtype,
-        lr_schedule=_component(config.lr_schedule),
+    model, training, strategy = training_components(config)
+    folder = None if config.output_dir is None else Path(config.output_dir).resolve()
+    weights = config.encoder.get("weights")
+    if weights is not None and resumed is not None and folder is not None:
+        weights = str(folder / INITIAL_ENCODER_FILE)
+    return _read(
+        Settings,
+        config,
         data=read_data(config.dataset),
         partition=_partition(config),
-        model=replace(_model(config), weights=_weights(config, resumed=resumed is not None)),
-        training=_training(config),
+        model=replace(model, weights=weights),
+        training=training,
         algorithm=AlgorithmSettings(
-            strategy=_component(config.strategy, without=("reported_metrics",)),
+            strategy=strategy,
             server_optimizer=_component(config.server_optimizer),
             reported_metrics=tuple(config.strategy.get("reported_metrics", ())),
         ),
@@ -304,35 +273,39 @@ def make_settings(
         secure_aggregation=None
         if config.secure_aggregation.clipping_range is None
         else _group(SecureAggregationSettings, config, "secure_aggregation"),
-        availability=_component(config.availability),
-        client_speed=_component(config.client_speed),
         privacy=None if config.privacy.clip_norm is None else _group(PrivacySettings, config, "privacy"),
-        evaluation=EvaluationSettings(
+        evaluation=_read(
+            EvaluationSettings,
+            config,
             every=config.evaluate_every,
             early_stopping=_group(EarlyStopping, config, "early_stopping"),
             protocol=_component(config.evaluation),
             final_protocol=_component(config.final_evaluation),
-            collapse_images=config.collapse_images,
-            measure_resources=config.measure_resources,
             personalized=config.evaluate_personalized,
-            adaptation_epochs=config.adaptation_epochs,
         ),
-        machine=_machine(config),
+        machine=_read(MachineSettings, config, compile_encoder=config.compile),
         engine=_group(EngineSettings, config, "engine"),
-        recording=RecordingSettings(
-            folder=None if config.output_dir is None else Path(config.output_dir).resolve(),
-            run_id=config.run_id,
+        recording=_read(
+            RecordingSettings,
+            config,
+            folder=folder,
             resumed=resumed,
-            checkpoint_every=config.checkpoint_every,
-            keep_checkpoints=config.keep_checkpoints,
-            snapshot_every=config.snapshot_every,
             max_state_bytes=config.client_state.max_bytes,
-            tracker=_component(config.tracker),
             overrides=tuple(overrides),
             choices=choices,
             config=config,
         ),
     )
+
+
+def _read(kind: type[Group], node: DictConfig, /, **given: Any) -> Group:
+    """Return a dataclass whose fields are ``given``, or settings of the same names."""
+    values = {}
+    for field in fields(kind):
+        if field.name not in given:
+            value = node[field.name]
+            values[field.name] = _component(value) if field.type is Component else value
+    return kind(**values, **given)
 
 
 def _partition(config: DictConfig) -> PartitionSettings:
@@ -343,45 +316,6 @@ def _partition(config: DictConfig) -> PartitionSettings:
         seed=config.seed,
         server_fraction=node.share if node.when and node.dataset is None else None,
         cache=config.dataset.get("cache"),
-    )
-
-
-def _model(config: DictConfig) -> ModelSettings:
-    return ModelSettings(
-        encoder=_component(config.encoder, without=SERVER_ENCODER_KEYS),
-        tuning=_component(config.tuning),
-        method=_component(config.method),
-        schedule=ScheduleSettings(phases=_component(config.schedule), rounds=config.rounds),
-        seed=config.seed,
-    )
-
-
-def _weights(config: DictConfig, *, resumed: bool) -> str | None:
-    """Return the source of the initial weights, which is the run folder if the run is resumed."""
-    source: str | None = config.encoder.get("weights")
-    return str(Path(config.output_dir).resolve() / INITIAL_ENCODER_FILE) if source and resumed else source
-
-
-def _training(config: DictConfig) -> TrainingSettings:
-    return TrainingSettings(
-        augmentation=_component(config.augmentation),
-        optimizer=_component(config.optimizer),
-        regularizer=_component(config.regularizer),
-        epochs=config.local_epochs,
-        batch_size=config.batch_size,
-        precision=config.precision,
-        clip_norm=config.clip_norm,
-        channels_last=config.channels_last,
-        cuda_graphs=config.cuda_graphs,
-    )
-
-
-def _machine(config: DictConfig) -> MachineSettings:
-    return MachineSettings(
-        device=config.device,
-        threads=config.threads,
-        keep_freed_memory=config.keep_freed_memory,
-        compile_encoder=config.compile,
     )
 
 

@@ -4,17 +4,22 @@ A folder may select installed choices by name. Settings that point outside the f
 interpolations, paths, clusters) are accepted only if the user's own overrides repeat them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
+from fedssl.atomic_files import write_text
+from fedssl.config.compose import resolve_config
 from fedssl.config.hydra_internals import Override
 from fedssl.config.literal import shell_command
 from fedssl.config.overrides import check_run_id, config_groups, parse, quote_value
+from fedssl.config.settings import RecordingSettings
 from fedssl.errors import InputError
-from fedssl.plain_values import RUN_KEYS, plain_values
-from fedssl.safe_io import corrupt_file_error, read_yaml, sanitize
+from fedssl.plain_values import RUN_KEYS, flatten, plain_values
+from fedssl.safe_io import checksum_line, corrupt_file_error, read_yaml, sanitize
 
 INITIAL_ENCODER_FILE = "initial_encoder.pt"  # in the folder of a run with encoder.weights, from which it is resumed
 
@@ -22,6 +27,17 @@ INITIAL_ENCODER_FILE = "initial_encoder.pt"  # in the folder of a run with encod
 _EXTERNAL_KEYS = {"dataset.cache", "calibration.dataset.cache", "engine.address", "engine.root_certificates"}
 _EXTERNAL_KEYS |= {"tracker.uri", "tracker.mode"}
 _SAFE_VALUES = (None, "auto")  # values of these
+
+
+def save_run(recording: RecordingSettings, folder: Path) -> None:
+    """Write the overrides, the choice of every group, and the resolved config."""
+    for name, content in (
+        ("overrides", OmegaConf.create(list(recording.overrides))),
+        ("choices", OmegaConf.create(dict(recording.choices))),
+        ("config", recording.config),
+    ):
+        text = OmegaConf.to_yaml(content)
+        write_text(folder / f"{name}.yaml", f"{checksum_line(text)}\n{text}")
 
 
 def read_overrides(file: Path) -> list[str] | None:
@@ -70,18 +86,9 @@ def _points_outside(override: Override, value: Any) -> bool:
     return (
         "/" in key  # an unknown group
         or key.partition(".")[0] == "hydra"
-        or any(name in _EXTERNAL_KEYS and inner not in _SAFE_VALUES for name, inner in _leaves(key, value))
+        or any(name in _EXTERNAL_KEYS and inner not in _SAFE_VALUES for name, inner in flatten({key: value}))
         or not _is_plain(dict.fromkeys(key.split("."), value))
     )
-
-
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted names and values of a setting, which may be a mapping."""
-    if not isinstance(value, Mapping):
-        yield key, value
-        return
-    for name, inner in value.items():
-        yield from _leaves(f"{key}.{name}", inner)
 
 
 def _is_plain(value: Any) -> bool:
@@ -112,6 +119,34 @@ def read_settings(file: Path) -> dict[str, Any] | None:
     except (InputError, ValueError, RecursionError) as error:
         raise corrupt_file_error(file, str(error)) from error
     return saved
+
+
+def restore_initial_weights(config: DictConfig, saved: Mapping[str, Any], *, explicit: Collection[str]) -> None:
+    """Set the source of the initial weights of a resumed run, and the statistics that a new run takes from it."""
+    source = saved["encoder"].get("weights")
+    if source is None:
+        return
+    if "encoder.weights" not in explicit:
+        OmegaConf.update(config, "encoder.weights", source, force_add=True)
+    for key in ("mean", "std"):
+        if f"dataset.{key}" not in explicit:
+            OmegaConf.update(config, f"dataset.{key}", saved["dataset"][key], merge=False)
+
+
+def saved_teacher(saved: Mapping[str, Any], file: Path) -> Any:
+    """Return the description of the teacher whose weights are in the checkpoints; its file is gone."""
+    try:
+        return plain_values(saved["method"].get("teacher_encoder"), "method.teacher_encoder")
+    except ValueError as error:
+        raise corrupt_file_error(file, str(error)) from error
+
+
+def recheck_saved(overrides: Sequence[str], file: Path) -> None:
+    """Raise `InputError` if the saved overrides are invalid by themselves."""
+    try:
+        resolve_config([override for override in overrides if override.partition("=")[0] != "output_dir"])
+    except InputError as error:
+        raise corrupt_file_error(file, str(error)) from error
 
 
 def _check_dataset(node: Any) -> None:

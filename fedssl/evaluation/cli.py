@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.atomic_files import make_subfolder, write_text
 from fedssl.command_line import run_command
-from fedssl.config.compose import check_types, resolve_config, validate_config
+from fedssl.config.compose import resolve_config
 from fedssl.config.hydra_internals import apply_overrides
 from fedssl.config.literal import path_of
 from fedssl.config.load import compose, make_settings
@@ -37,6 +37,7 @@ from fedssl.config.targets import (
     search_folders,
     user_encoder,
 )
+from fedssl.config.validation import check_types, validate_config
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import (
     EvaluationInput,

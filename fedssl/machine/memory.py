@@ -1,4 +1,8 @@
-"""Available memory, and slots of it for large images, which all processes of the user on a host share."""
+"""Available memory, the control groups (cgroups) that limit it, and slots of it for large images.
+
+Cgroups are folders with the limits of a container or service, in versions 1 and 2. All processes of the user on a host
+share the slots.
+"""
 
 import functools
 import os
@@ -11,7 +15,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedssl.locks import lock
-from fedssl.machine.cgroups import iter_cgroups
+
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_MOUNT = Path("/sys/fs/cgroup")
+
+
+class Cgroup(NamedTuple):
+    """A folder that may have files with limits, and the version of cgroups, which names these files."""
+
+    folder: Path
+    version: int
 
 
 class _Version(NamedTuple):
@@ -65,6 +78,25 @@ def _available_in(folder: Path, version: _Version) -> int:
     lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
     stat = {name: int(value) for name, value in (line.split() for line in lines)}
     return limit - used + max(0, sum(stat[name] for name in version.files) - stat[version.mapped])
+
+
+def iter_cgroups(controller: str) -> Iterator[Cgroup]:
+    """Yield the cgroups that limit this process by a controller, e.g. ``cpu``: its own, and all that contain it.
+
+    A folder may be missing, because a container's path may be that of its host. Its mount then has only its own
+    cgroup, at the root. Without cgroups (not Linux) there is none.
+    """
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = _OWN_CGROUPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root, version = (_MOUNT / controller, 1) if controllers else (_MOUNT, 2)
+        folder = root / path.strip("/")
+        for ancestor in (folder, *folder.parents[: len(folder.parts) - len(root.parts)]):
+            yield Cgroup(ancestor, version)
 
 
 def grown_memory() -> int:

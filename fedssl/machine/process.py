@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedssl.config.settings import MachineSettings
-from fedssl.machine.cgroups import iter_cgroups
+from fedssl.machine.memory import iter_cgroups
 
 if TYPE_CHECKING:
     import torch

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedssl.config.compose import flatten, resolve_config
+from fedssl.config.compose import resolve_config
 from fedssl.config.overrides import did_you_mean
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY, Score
+from fedssl.plain_values import flatten
 from fedssl.runs.groups import IGNORED, first_of_each_seed, group_runs, is_ignored, same_value
 from fedssl.runs.run import Run, flatten_settings
 from fedssl.safe_io import read_yaml, sanitize

@@ -14,9 +14,10 @@ from fedssl.config.overrides import config_groups, did_you_mean
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, as_scores
 from fedssl.machine.process import default_threads
+from fedssl.plain_values import flatten
 from fedssl.runs.groups import OWN_KEYS, all_compared_settings, first_of_each_seed, group_runs, same_value
 from fedssl.runs.jsonl import read_jsonl
-from fedssl.runs.run import RUN_MARKERS, Run, iter_settings, read_run, run_folders
+from fedssl.runs.run import RUN_MARKERS, Run, read_run, run_folders
 from fedssl.safe_io import sanitize
 
 DEFAULT_FOLDERS = (Path("runs"), Path("multirun"))
@@ -157,7 +158,7 @@ def differences_from_defaults(run: Run) -> dict[str, tuple[Any, Any]]:
     del plain["sweep"], plain["plan"]  # no settings of a run
     if not plain["threads"] and isinstance(plain["dataset"]["size"], int):
         plain["threads"] = default_threads(plain["dataset"]["size"])
-    defaults, values = dict(iter_settings(plain)), dict(iter_settings(settings))
+    defaults, values = dict(flatten(plain)), dict(flatten(settings))
     for key in dict.fromkeys([*values, *defaults]) if settings else ():
         value, default = values.get(key, _ABSENT), defaults.get(key, _ABSENT)
         if value != default and key not in OWN_KEYS:

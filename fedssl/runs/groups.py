@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from fedssl.config.compose import RESUMABLE_KEYS
-from fedssl.runs.run import Run, iter_settings
+from fedssl.plain_values import flatten
+from fedssl.runs.run import Run
 
 MAIN = ("strategy", "method", "encoder", "partition", "partition.alpha", "num_clients", "rounds")
 OWN_KEYS = {"output_dir", "resume", "run_id", "pause_after"}  # of one start of a run
@@ -73,7 +74,7 @@ def all_compared_settings(run: Run) -> dict[str, str]:
     """Return all settings of a run that may change a result; its folder if the settings are unknown."""
     if not run.settings:
         return {"": str(run.folder)}
-    return {key: repr(value) for key, value in iter_settings(run.settings) if not is_ignored(key)}
+    return {key: repr(value) for key, value in flatten(run.settings) if not is_ignored(key)}
 
 
 def is_ignored(key: str, ignored: Set[str] = IGNORED) -> bool:

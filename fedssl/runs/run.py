@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from fedssl.config.saved_run import read_overrides
 from fedssl.digests import checksum
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY, Score, as_scores
+from fedssl.plain_values import flatten
 from fedssl.runs.jsonl import finite_number, incomplete_files, mapping_of, missing_rounds, optional, read_jsonl, text
 from fedssl.safe_io import corrupt_file_error, open_regular_file, read_text, read_yaml, sanitize
 
@@ -232,18 +233,9 @@ def acquire_lock(folder: Path) -> TextIO | None:
         return None
 
 
-def iter_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values of nested settings; interpolations are not resolved."""
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            yield from iter_settings(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def flatten_settings(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return dotted keys and values of nested settings as text."""
-    return {sanitize(key): sanitize(value) for key, value in iter_settings(settings)}
+    return {sanitize(key): sanitize(value) for key, value in flatten(settings)}
 
 
 def strategy_of(folder: Path) -> str:

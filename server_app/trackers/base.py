@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from omegaconf import DictConfig
 
-from fedssl.config.compose import flatten
 from fedssl.config.settings import RecordingSettings
+from fedssl.plain_values import flatten
 from fedssl.safe_io import sanitize
 
 log = logging.getLogger("fedssl")

@@ -16,8 +16,8 @@ from hydra.core.override_parser.types import Glob, Override
 from omegaconf import DictConfig
 from PIL import Image
 
-from fedssl.config.compose import flatten
 from fedssl.config.overrides import CONF, check_choices, config_groups, parse
+from fedssl.plain_values import flatten
 
 FOLDER = CONF / "experiment"
 EXPERIMENTS = sorted(file.relative_to(FOLDER).with_suffix("").as_posix() for file in FOLDER.rglob("*.yaml"))

@@ -6,7 +6,8 @@ import pytest
 from omegaconf import OmegaConf
 
 import simulation.run
-from fedssl.config.load import compose, save_run
+from fedssl.config.load import compose
+from fedssl.config.saved_run import save_run
 from simulation import cli
 from tests.devices import write_images
 from tests.simulation.test_run import QUICK

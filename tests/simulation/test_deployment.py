@@ -6,7 +6,8 @@ from flwr.proto.control_pb2 import StreamLogsResponse
 from flwr.proto.run_pb2 import RunStatus
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedssl.config.load import compose, load_settings, save_run
+from fedssl.config.load import compose, load_settings
+from fedssl.config.saved_run import save_run
 from fedssl.config.settings import EngineSettings
 from fedssl.errors import InputError, RunError
 from simulation import deployment

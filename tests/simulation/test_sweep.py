@@ -14,12 +14,12 @@ import yaml
 from fedssl.errors import InputError
 from fedssl.runs.run import acquire_lock, is_locked
 from simulation.parallel_jobs import JOB_BYTES, JobTask, parallel_tasks, reservation
+from simulation.pruning import check_metric
 from simulation.run import run
 from simulation.sweep import (
     STATE_FILE,
     Job,
     JobWave,
-    check_metric,
     folder_to_resume,
     needs_hydra,
     new_sweep_folder,

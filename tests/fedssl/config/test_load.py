@@ -5,8 +5,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from fedssl.config.compose import resolve_config
-from fedssl.config.load import compose, load_settings, save_run
+from fedssl.config.load import compose, load_settings
 from fedssl.config.overrides import CONF, quote_value
+from fedssl.config.saved_run import save_run
 from fedssl.config.settings import check_channels
 from fedssl.errors import InputError
 from fedssl.evaluation.cli import compose_evaluation

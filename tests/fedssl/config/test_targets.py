@@ -5,8 +5,9 @@ import sys
 import pytest
 
 from fedssl.config.compose import validate_names
-from fedssl.config.load import compose, load_settings, save_run
+from fedssl.config.load import compose, load_settings
 from fedssl.config.overrides import config_groups, quote_value
+from fedssl.config.saved_run import save_run
 from fedssl.config.targets import (
     SEARCHPATH_KEY,
     choice_targets,

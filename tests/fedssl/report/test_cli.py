@@ -10,7 +10,8 @@ from typing import Any
 import pandas
 import pytest
 
-from fedssl.config.load import compose, save_run
+from fedssl.config.load import compose
+from fedssl.config.saved_run import save_run
 from fedssl.report.cli import main
 from fedssl.runs.run import read_run
 

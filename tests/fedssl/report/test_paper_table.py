@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fedssl.config.compose import resolve_config
-from fedssl.config.load import compose, save_run
+from fedssl.config.load import compose
+from fedssl.config.saved_run import save_run
 from fedssl.report.paper_table import paper_table, read_table, table_names
 from fedssl.runs.run import find_runs
 from tests.experiments.every import EXPERIMENTS, check_saved_overrides

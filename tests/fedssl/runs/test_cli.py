@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.config.load import compose, save_run
+from fedssl.config.load import compose
+from fedssl.config.saved_run import save_run
 from fedssl.runs.cli import main
 
 
