@@ -18,24 +18,8 @@ from flwr.common.serde import (
 from flwr.proto.message_pb2 import Context as ProtoContext
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
-from flwr.supercore.run import Run
+from flwr.supercore.run import Run as Run
 from flwr.supercore.task_identity import TaskIdentity
-
-__all__ = [
-    "RUN_ID",
-    "SERVER_NODE",
-    "Run",
-    "assign_message_id",
-    "content_from_bytes",
-    "content_to_bytes",
-    "context_from_bytes",
-    "context_to_bytes",
-    "drop_content",
-    "error_reply",
-    "message_from_bytes",
-    "message_to_bytes",
-    "set_task_identity",
-]
 
 RUN_ID, SERVER_NODE = 1, 1  # of a simulation
 

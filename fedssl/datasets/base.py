@@ -49,24 +49,8 @@ class ImageData:
     warnings: tuple[str, ...] = ()  # such as unreadable files; logged by every process that loads the images
 
 
-def load(data: DataSettings, split: Split) -> ImageData | None:
-    """Return the images of one split; the same object for every caller in this process.
-
-    None if the data set has no such images, or if they have no labels and ``split`` is not "federated".
-    """
-    image_data = load_split(data, split)
-    if split == "federated":
-        if image_data is None:
-            raise InputError(
-                f"dataset.splits.federated={data.federated} names no images; "
-                "name each file or folder after its split (train-0.parquet, test-0.parquet) and check dataset.path"
-            )
-        return image_data
-    return None if image_data is None or image_data.labels is None else image_data
-
-
 def load_split(data: DataSettings, split: Split) -> ImageData | None:
-    """Return the images of one split, labeled or not; None if the data set has none."""
+    """Return the images of one split; the same object for every caller in this process; None if there are none."""
     check_data_settings(data)
     source = source_split(data, split)
     return None if source is None else _read_split(data, source, data.test_limit if split == "test" else data.limit)
@@ -78,15 +62,14 @@ def source_split(data: DataSettings, split: Split) -> str | None:
 
 
 def load_federated(data: DataSettings) -> ImageData:
-    """Return the images of the clients; the same object for every caller in this process."""
-    image_data = load(data, "federated")
-    assert image_data is not None  # `load` rejects a data set without them
+    """Return the images of the clients, as `load_split` does; raise an `InputError` if there are none."""
+    image_data = load_split(data, "federated")
+    if image_data is None:
+        raise InputError(
+            f"dataset.splits.federated={data.federated} names no images; "
+            "name each file or folder after its split (train-0.parquet, test-0.parquet) and check dataset.path"
+        )
     return image_data
-
-
-def forget_images() -> None:
-    """Read all images again at the next call, because files have changed."""
-    _read_split.cache_clear()
 
 
 def check_data_settings(data: DataSettings) -> None:
@@ -94,6 +77,11 @@ def check_data_settings(data: DataSettings) -> None:
     names = ("channels", "size", "mean", "std", "limit", "test_limit", "num_classes")
     check_arguments("dataset", **{name: getattr(data, name) for name in names})
     check_channels(data)
+
+
+def forget_images() -> None:
+    """Read all images again at the next call, because files have changed."""
+    _read_split.cache_clear()
 
 
 def subsample_indices(count: int, limit: int | None) -> np.ndarray:

@@ -9,11 +9,14 @@ import math
 import mmap
 import os
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
+from typing import overload
 
 import numpy as np
 import torch
@@ -161,29 +164,30 @@ class EncodedImages(ImageSource):
 
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
         chosen = rows if isinstance(rows, slice) else rows.numpy()
-        return self._start(self._rows[chosen])()
+        return _finish(*self._start(self._rows[chosen]))
 
     def prefetch(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-        started: deque[_Batch] = deque()
+        started: deque[tuple[np.ndarray, list[Future[None]]]] = deque()
         try:
             for rows in batches:
                 started.append(self._start(self._rows[rows.numpy()]))
-                if len(started) > _batches_ahead(started[-1].images.nbytes):
-                    yield started.popleft()()
+                if len(started) > _batches_ahead(started[-1][0].nbytes):
+                    yield _finish(*started.popleft())
             while started:
-                yield started.popleft()()
+                yield _finish(*started.popleft())
         finally:
-            for batch in started:
-                batch.cancel()
+            for _, tasks in started:
+                for task in tasks:
+                    task.cancel()
 
     def subset(self, rows: Tensor) -> "EncodedImages":
         return EncodedImages(self._records, self._rows[rows.numpy()], self._decoding)
 
-    def _start(self, rows: np.ndarray) -> "_Batch":
-        """Start the decoding of some records."""
+    def _start(self, rows: np.ndarray) -> tuple[np.ndarray, list[Future[None]]]:
+        """Start the decoding of some records; return the array and the threads that fill it."""
         images = np.empty((len(rows), *self.shape[1:]), dtype=np.uint8)
         pieces = [slice(start, start + _TASK) for start in range(0, len(rows), _TASK)]
-        return _Batch(images, [_pool().submit(self._decode, rows[piece], images[piece]) for piece in pieces])
+        return images, [_pool().submit(self._decode, rows[piece], images[piece]) for piece in pieces]
 
     def _decode(self, rows: np.ndarray, images: np.ndarray) -> None:
         for number, row in enumerate(rows):
@@ -196,20 +200,55 @@ class EncodedImages(ImageSource):
                 ) from error
 
 
-class _Batch:
-    """Images that threads decode; a call waits for them."""
+class FileRecords(Sequence[bytes]):
+    """Byte strings in files, read when they are used.
 
-    def __init__(self, images: np.ndarray, tasks: Sequence[Future[None]]) -> None:
-        self.images, self._tasks = images, tasks
+    The files stay open, so that a replaced file does not change them. Reading, in place of a mapping, returns an error
+    where a mapped file that was cut would end the process.
 
-    def __call__(self) -> Tensor:
-        for task in self._tasks:
-            task.result()
-        return torch.from_numpy(self.images)
+    Parameters
+    ----------
+    files : sequence of Path
+        The files.
+    file_numbers, offsets, lengths : ndarray
+        For each record: the index of its file, its first byte and its number of bytes; integers, ``(n,)``.
+    """
 
-    def cancel(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+    def __init__(
+        self, files: Sequence[Path], file_numbers: np.ndarray, offsets: np.ndarray, lengths: np.ndarray
+    ) -> None:
+        self._files, self._file_numbers, self._offsets, self._lengths = files, file_numbers, offsets, lengths
+        self._descriptors: list[int] = []
+        weakref.finalize(self, _close, self._descriptors)
+        for file in files:
+            self._descriptors.append(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        number, length = int(self._file_numbers[index]), int(self._lengths[index])
+        content = os.pread(self._descriptors[number], length, int(self._offsets[index]))
+        if len(content) != length:
+            raise OSError(0, f"{self._files[number].name} has been cut")
+        return content
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _finish(images: np.ndarray, tasks: Iterable[Future[None]]) -> Tensor:
+    for task in tasks:
+        task.result()
+    return torch.from_numpy(images)
 
 
 def _batches_ahead(num_bytes: int) -> int:

@@ -8,12 +8,11 @@ every file system.
 
 import logging
 import os
-from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 from fedssl.errors import InputError
@@ -37,8 +36,6 @@ class Listing:
     root: str
     paths: list[str] = field(default_factory=list)  # of the files, relative to the root, sorted by their parts
     folders: list[str] = field(default_factory=list)  # all folders below the root
-    devices: "array[int]" = field(default_factory=partial(array, "Q"))  # of the files; with the inode, their identity
-    inodes: "array[int]" = field(default_factory=partial(array, "Q"))
     linked: bool = False  # whether there is a link to a file or a folder
     ignored: Counter[str] = field(default_factory=Counter)  # number of other files by ending
     hidden: int = 0  # hidden files and folders
@@ -47,7 +44,7 @@ class Listing:
 
     def identities(self) -> list[_Identity]:
         """Return the identities of the files, by which different paths of one file are recognized."""
-        return list(zip(self.devices, self.inodes, strict=True))
+        return [_identity(f"{self.root}/{path}") for path in self.paths]
 
     def subfolders(self, base: str = "") -> list[str]:
         """Return the names of the folders in the folder ``base``, which is empty or ends in "/"."""
@@ -112,7 +109,7 @@ class _Walk:
 
     def __init__(self, root: str, suffixes: frozenset[str]) -> None:
         self._listing, self._suffixes = Listing(root), suffixes
-        self._linked_files = set[int]()  # indices of files that are links
+        self._linked_files = set[str]()  # paths of files that are links
         self._links = deque[str]()  # linked folders, not visited yet
         self._visited = {_identity(str(parent)) for parent in Path(root).resolve().parents}
 
@@ -139,11 +136,11 @@ class _Walk:
             else:
                 self._visited.add(identity)
                 self._listing.folders += [path] if path else []
-                pending.append(self._add_entries(path, device=identity[0]))
+                pending.append(self._add_entries(path))
 
-    def _add_entries(self, folder: str, *, device: int) -> Iterator[str]:
+    def _add_entries(self, folder: str) -> Iterator[str]:
         """Add the files of a folder and yield the paths of its subfolders, in the order of their names."""
-        found, links = dict[str, _Identity | None](), set[str]()  # None: a folder
+        is_file, links = dict[str, bool](), set[str]()
         with self._reading(folder) as absolute, os.scandir(absolute) as entries:
             for entry in entries:
                 if self._is_broken_or_hidden(entry):
@@ -151,17 +148,17 @@ class _Walk:
                 if entry.is_symlink():
                     links.add(entry.name)
                 if entry.is_dir():
-                    found[entry.name] = None
+                    is_file[entry.name] = False
                 elif entry.is_file() and _ending(entry.name) in self._suffixes:
-                    status = entry.stat() if entry.name in links else None
-                    found[entry.name] = (status.st_dev, status.st_ino) if status else (device, entry.inode())
+                    is_file[entry.name] = True
                 else:
                     self._listing.ignored[_ending(entry.name)] += 1
         self._listing.linked |= bool(links)
-        for name in sorted(found):
-            path, identity = f"{folder}/{name}" if folder else name, found[name]
-            if identity is not None:
-                self._add_file(path, identity, is_link=name in links)
+        for name in sorted(is_file):
+            path = f"{folder}/{name}" if folder else name
+            if is_file[name]:
+                self._listing.paths.append(path)
+                self._linked_files |= {path} if name in links else set()
             elif name in links:
                 self._links.append(path)
             else:
@@ -179,27 +176,15 @@ class _Walk:
                 return True
         return False
 
-    def _add_file(self, path: str, identity: _Identity, *, is_link: bool) -> None:
-        if is_link:
-            self._linked_files.add(len(self._listing.paths))
-        self._listing.paths.append(path)
-        self._listing.devices.append(identity[0])
-        self._listing.inodes.append(identity[1])
-
     def _sort_and_drop_repeated(self) -> None:
         """Sort the files, those of linked folders among them, and drop links to files that are listed already."""
-        paths, identities = self._listing.paths, self._listing.identities()
-        order = sorted(range(len(paths)), key=lambda index: paths[index].replace("/", "\0"))
-        seen, kept = {identities[index] for index in order if index not in self._linked_files}, []
-        for index in order:
-            if index not in self._linked_files or identities[index] not in seen:
-                seen.add(identities[index])
-                kept.append(index)
-            else:
-                self._listing.repeated.append(paths[index])
-        self._listing.paths = [paths[index] for index in kept]
-        self._listing.devices = array("Q", (identities[index][0] for index in kept))
-        self._listing.inodes = array("Q", (identities[index][1] for index in kept))
+        identities = dict(zip(self._listing.paths, self._listing.identities(), strict=True))
+        seen = {identity for path, identity in identities.items() if path not in self._linked_files}
+        self._listing.paths = []
+        for path in sorted(identities, key=lambda path: path.replace("/", "\0")):
+            is_repeated = path in self._linked_files and identities[path] in seen
+            (self._listing.repeated if is_repeated else self._listing.paths).append(path)
+            seen.add(identities[path])
 
     @contextmanager
     def _reading(self, folder: str) -> Iterator[str]:
@@ -219,8 +204,8 @@ def _has(check: Callable[[], bool]) -> bool:
         return False
 
 
-def _identity(folder: str) -> _Identity:
-    status = Path(folder).stat()
+def _identity(path: str) -> _Identity:
+    status = Path(path).stat()
     return status.st_dev, status.st_ino
 
 

@@ -21,9 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from fedssl.datasets.decoding import Encoded, max_file_bytes
-from fedssl.datasets.encoded_images import FileRecords
 from fedssl.datasets.image_index import ImageIndex
-from fedssl.datasets.images import EncodedImages
+from fedssl.datasets.images import EncodedImages, FileRecords
 from fedssl.datasets.storage import Storage, cache_error, cache_errors, check_memory, stamp, sync_and_rename
 from fedssl.errors import InputError
 from fedssl.machine.memory import gigabytes

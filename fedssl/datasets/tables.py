@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedssl.datasets.encoded_images import FileRecords
+from fedssl.datasets.images import FileRecords
 from fedssl.errors import InputError
 from fedssl.safe_io import sanitize
 

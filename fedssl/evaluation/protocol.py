@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.config.settings import DataSettings
-from fedssl.datasets.base import NO_LABEL, Split, load, load_split, source_split
+from fedssl.datasets.base import NO_LABEL, Split, load_split, source_split
 from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError, shortened
 from fedssl.evaluation.features import Features, extract, pixels
@@ -174,7 +174,7 @@ def log_unknown_classes(evaluation_input: EvaluationInput) -> None:
 
 def load_labeled(data: DataSettings, split: Split) -> LabeledImages | None:
     """Load the images of a split that have a label; None if there are none."""
-    image_data = load(data, split)
+    image_data = load_split(data, split)
     if image_data is None or image_data.labels is None:
         return None
     images = LabeledImages(image_data.images, image_data.labels, image_data.classes)

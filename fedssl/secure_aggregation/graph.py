@@ -40,6 +40,7 @@ from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.errors import InputError
 from fedssl.secure_aggregation.protocol import UNIFORM_WEIGHT
 
+ADVERSARY = "honest-but-curious server"
 MIN_HONEST_SURVIVORS = 2  # the sum over one honest client is its update
 
 
@@ -105,17 +106,18 @@ class SharingGraph:
         return graphs[min(bisect_left(graphs, security_bits, key=lambda graph: graph.security_bits), len(graphs) - 1)]
 
 
-def smallest_graph(
-    clients: int, *, corrupted: int, dropouts: int, security_bits: float, correctness_bits: float
-) -> SharingGraph:
+def satisfies(graph: SharingGraph, settings: SecureAggregationSettings) -> bool:
+    """Return whether a graph has the bits of security and of correctness that the settings require."""
+    return graph.security_bits >= settings.security_bits and graph.correctness_bits >= settings.correctness_bits
+
+
+def smallest_graph(settings: SecureAggregationSettings, clients: int, *, corrupted: int, dropouts: int) -> SharingGraph:
     """Return the graph with the fewest neighbors that satisfies both bounds, or else the complete graph."""
     for neighbors in [*range(2, clients - 1, 2), clients - 1]:
         graph = SharingGraph(clients=clients, neighbors=neighbors, threshold=0, corrupted=corrupted, dropouts=dropouts)
-        if graph.is_complete or _bits(graph.disconnection) >= security_bits:
-            graph = graph.with_threshold(security_bits)
-            if graph.is_complete or (
-                graph.security_bits >= security_bits and graph.correctness_bits >= correctness_bits
-            ):
+        if graph.is_complete or _bits(graph.disconnection) >= settings.security_bits:
+            graph = graph.with_threshold(settings.security_bits)
+            if graph.is_complete or satisfies(graph, settings):
                 break
     return graph
 
@@ -126,45 +128,30 @@ def removed_clients(fraction: float, clients: int) -> int:
 
 
 @lru_cache
-def choose_graph(
-    clients: int,
-    *,
-    corrupted_fraction: float,
-    dropout_fraction: float,
-    security_bits: float,
-    correctness_bits: float,
-    neighbors: int | None = None,
-    threshold: int | None = None,
-) -> SharingGraph:
-    """Return the graph for a number of clients, with given neighbors and threshold if they are not None.
+def graph_for(settings: SecureAggregationSettings, clients: int) -> SharingGraph:
+    """Return the graph for a number of clients, with the neighbors and the threshold of the settings, if any.
 
     Raises `InputError` if it does not satisfy the bounds.
     """
-    corrupted, dropouts = removed_clients(corrupted_fraction, clients), removed_clients(dropout_fraction, clients)
-
-    def satisfies(graph: SharingGraph) -> bool:
-        return graph.security_bits >= security_bits and graph.correctness_bits >= correctness_bits
-
-    def smallest_for(corrupted: int, dropouts: int) -> SharingGraph:
-        return smallest_graph(
-            clients,
-            corrupted=corrupted,
-            dropouts=dropouts,
-            security_bits=security_bits,
-            correctness_bits=correctness_bits,
-        )
-
-    graph = smallest = smallest_for(corrupted, dropouts)
-    if not satisfies(smallest):
+    neighbors, threshold = settings.neighbors, settings.threshold
+    corrupted, dropouts = (
+        removed_clients(fraction, clients) for fraction in (settings.corrupted_fraction, settings.dropout_fraction)
+    )
+    graph = smallest = smallest_graph(settings, clients, corrupted=corrupted, dropouts=dropouts)
+    if not satisfies(smallest, settings):
         dropout, corruption = "secure_aggregation.dropout_fraction=0", "secure_aggregation.corrupted_fraction=0"
         remedies = {dropout: (corrupted, 0), corruption: (0, dropouts), f"{dropout} {corruption}": (0, 0)}
-        remedy = next(settings for settings, removed in remedies.items() if satisfies(smallest_for(*removed)))
+        remedy = next(
+            remedy
+            for remedy, (corrupted, dropouts) in remedies.items()
+            if satisfies(smallest_graph(settings, clients, corrupted=corrupted, dropouts=dropouts), settings)
+        )
         raise InputError(
             f"{_given(smallest)} is not possible with any number of neighbors; set {remedy}, or take more clients per "
             "round and smaller fractions"
         )
     if neighbors is not None:
-        graph = replace(graph, neighbors=_possible(neighbors, clients)).with_threshold(security_bits)
+        graph = replace(graph, neighbors=_possible(neighbors, clients)).with_threshold(settings.security_bits)
     if threshold is not None:
         graph = replace(graph, threshold=threshold)
     if graph.threshold > graph.shares:
@@ -172,12 +159,13 @@ def choose_graph(
             f"secure_aggregation.threshold={threshold} but a client has {graph.shares} shares, of its neighbors and of "
             f"itself; lower it to {smallest.threshold}, or set it to null"
         )
-    if not satisfies(graph):
+    if not satisfies(graph, settings):
         raise InputError(
             f"{_given(graph)} with neighbors={graph.neighbors} and threshold={graph.threshold} has "
             f"{graph.security_bits:.3g} security bits and {graph.correctness_bits:.3g} correctness bits, but "
-            f"{security_bits:g} and {correctness_bits:g} are needed; set secure_aggregation.neighbors="
-            f"{smallest.neighbors} and secure_aggregation.threshold={smallest.threshold}, or both to null"
+            f"{settings.security_bits:g} and {settings.correctness_bits:g} are needed; set "
+            f"secure_aggregation.neighbors={smallest.neighbors} and secure_aggregation.threshold={smallest.threshold}, "
+            "or both to null"
         )
     return graph
 
@@ -247,19 +235,6 @@ def _bits(probability: float) -> float:
     return math.inf if probability <= 0 else max(-math.log2(probability), 0.0)
 
 
-def graph_for(settings: SecureAggregationSettings, clients: int) -> SharingGraph:
-    """Return the graph of neighbors for a number of clients; raises `InputError` if there is none."""
-    return choose_graph(
-        clients,
-        corrupted_fraction=settings.corrupted_fraction,
-        dropout_fraction=settings.dropout_fraction,
-        security_bits=settings.security_bits,
-        correctness_bits=settings.correctness_bits,
-        neighbors=settings.neighbors,
-        threshold=settings.threshold,
-    )
-
-
 def privacy_parameters(
     settings: SecureAggregationSettings, graph: SharingGraph, *, max_weight: int = UNIFORM_WEIGHT
 ) -> dict[str, float | str]:
@@ -274,15 +249,14 @@ def privacy_parameters(
         "security_bits": settings.security_bits,
         "correctness_bits": settings.correctness_bits,
         "mask_generator": settings.mask_generator,
-        "adversary": "honest-but-curious server",
+        "adversary": ADVERSARY,
     }
 
 
 def describe_graph(settings: SecureAggregationSettings, graph: SharingGraph) -> str:
     """Return the line of the log about what secure aggregation guarantees."""
-    values = privacy_parameters(settings, graph)
     return (
         f"secure aggregation of {graph.clients} clients: {graph.neighbors} neighbors, threshold {graph.threshold}, at "
-        f"most {graph.max_dropouts} dropouts and {graph.corrupted} corrupted clients, {values['security_bits']:g} "
-        f"security bits, {values['adversary']}, masks by {values['mask_generator']}"
+        f"most {graph.max_dropouts} dropouts and {graph.corrupted} corrupted clients, {settings.security_bits:g} "
+        f"security bits, {ADVERSARY}, masks by {settings.mask_generator}"
     )

@@ -24,15 +24,11 @@ _KEY_BYTES = 32
 _BLOCK = 1 << 14  # values that fit into the caches
 
 
-def make_mask(seed: bytes, length: int, generator: str) -> np.ndarray:
-    """Return the uint32 mask of a seed, which is 32 bytes, or 32 bytes in base64."""
-    mask = np.zeros(length, np.uint32)
-    add_mask(mask, seed, generator=generator, sign=1)
-    return mask
-
-
 def add_mask(total: np.ndarray, seed: bytes, *, generator: str, sign: int) -> None:
-    """Add a mask to a uint32 vector in place, or subtract it if ``sign`` is negative."""
+    """Add the mask of a seed to a uint32 vector in place, or subtract it if ``sign`` is negative.
+
+    The seed is 32 bytes, or 32 bytes in base64.
+    """
     operation = np.add if sign > 0 else np.subtract
     if generator == "mt19937":
         words = np.frombuffer(seed, "<u4")

@@ -76,11 +76,31 @@ class SecureMean:
     phases: dict[str, PhaseCost] = field(default_factory=dict)
 
 
-class SecAggRound:
-    """One round of the protocol. The sets of nodes shrink from phase to phase.
+def secure_mean_delta(
+    send: SendMessages,
+    contents: Mapping[int, RecordDict],
+    settings: SecureAggregationSettings,
+    *,
+    length: int,
+    round: int,
+    max_weight: int = UNIFORM_WEIGHT,
+) -> SecureMean:
+    """Run the four phases with the nodes of ``contents``, whose deltas have a length; raises `TooFewParticipants`.
 
-    Clients have weights of at most ``max_weight``, of which the server reads the sum; `UNIFORM_WEIGHT`: equal ones.
+    ``send`` yields the messages with their replies. Clients have weights of at most ``max_weight``, of which the server
+    reads the sum; `UNIFORM_WEIGHT`: equal ones.
     """
+    if len(contents) < MIN_CLIENTS:
+        raise TooFewParticipants(f"{len(contents)} clients are available, and secure aggregation needs {MIN_CLIENTS}")
+    try:
+        graph = graph_for(settings, len(contents))
+    except InputError as reason:
+        raise TooFewParticipants(str(reason)) from reason
+    return _Round(send, graph, settings, length=length, round=round, max_weight=max_weight).run(contents)
+
+
+class _Round:
+    """One round of the protocol. The sets of nodes shrink from phase to phase."""
 
     def __init__(
         self,
@@ -90,7 +110,7 @@ class SecAggRound:
         *,
         length: int,
         round: int,
-        max_weight: int = UNIFORM_WEIGHT,
+        max_weight: int,
     ) -> None:
         self._send, self._graph, self._settings, self._round = send, graph, settings, round
         self._max_weight = max_weight
@@ -103,7 +123,7 @@ class SecAggRound:
         self._total = np.zeros(1 + length, np.uint32)
 
     def run(self, contents: Mapping[int, RecordDict]) -> SecureMean:
-        graph, settings = self._graph, self._settings
+        graph, settings, result = self._graph, self._settings, self._result
         self._neighbors = random_neighbors(list(contents), graph.neighbors)
         proposal = {
             "sample_num": graph.clients,
@@ -121,15 +141,15 @@ class SecAggRound:
                 node: _record({str(other): list(self._publics[other]) for other in self._neighbors[node] & nodes})
                 for node in nodes
             }
-            nodes = sharing = self._exchange(SHARE_KEYS, keys, self._read_ciphertexts)
+            sharing = self._exchange(SHARE_KEYS, keys, self._read_ciphertexts)
         self._neighbors = {node: self._neighbors[node] & sharing for node in sharing}
         with self._phase(COLLECT):
             plans = {}
-            for node in nodes:
+            for node in sharing:
                 inbox = {sender: text for sender, text in self._inbox.get(node, {}).items() if sender in sharing}
                 shares = _record({"srcs": list(inbox), "ctxts": list(inbox.values())})
                 plans[node] = RecordDict({**contents[node], **shares})
-            nodes = alive = self._exchange(COLLECT, plans, self._add_masked)
+            alive = self._exchange(COLLECT, plans, self._add_masked)
         with self._phase(UNMASK):
             requests = {}
             for node in alive:
@@ -138,7 +158,6 @@ class SecAggRound:
             self._shares = {node: [] for node in sharing}
             self._exchange(UNMASK, requests, self._read_shares)
             self._remove_masks(sharing, alive)
-        result = self._result
         result.nodes = sorted(alive)
         result.delta = dequantized_mean(
             self._total[1:],
@@ -278,29 +297,6 @@ class SecAggRound:
         is_uniform = self._max_weight == UNIFORM_WEIGHT
         if not (weight == largest if is_uniform else 0 < weight <= largest) or self._total.max() > largest:
             raise TooFewParticipants("secure aggregation received wrong shares or masks: the sum is wrong")
-
-
-def secure_mean_delta(
-    send: SendMessages,
-    contents: Mapping[int, RecordDict],
-    settings: SecureAggregationSettings,
-    *,
-    length: int,
-    round: int,
-    max_weight: int = UNIFORM_WEIGHT,
-) -> SecureMean:
-    """Run the four phases with the nodes of ``contents``, whose deltas have a length; raises `TooFewParticipants`.
-
-    ``send`` yields the messages with their replies. ``max_weight`` is as in `SecAggRound`.
-    """
-    if len(contents) < MIN_CLIENTS:
-        raise TooFewParticipants(f"{len(contents)} clients are available, and secure aggregation needs {MIN_CLIENTS}")
-    try:
-        graph = graph_for(settings, len(contents))
-    except InputError as reason:
-        raise TooFewParticipants(str(reason)) from reason
-
-    return SecAggRound(send, graph, settings, length=length, round=round, max_weight=max_weight).run(contents)
 
 
 def apply_delta(layers: Layers, delta: np.ndarray) -> Layers:

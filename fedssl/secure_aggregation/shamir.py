@@ -15,6 +15,7 @@ _FIELD_BITS = 8 * _CHUNK
 _INDEX_BYTES = 4
 _MAX_INDEX = 2**16 - 1  # an index has fewer bits than a slot has beyond a chunk
 _ONE = 1
+_MODULUS = 1 << _FIELD_BITS | 0b10000111  # x^128 + x^7 + x^2 + x + 1
 
 
 def create_shares(secret: bytes, threshold: int, num: int) -> list[bytes]:
@@ -61,28 +62,18 @@ def _weights_at_zero(indices: tuple[int, ...]) -> list[int]:
         others = (other ^ index for other in indices if other != index)
         denominators.append(reduce(lambda product, factor: _times(product, factor, 1), others, _times(_ONE, index, 1)))
     numerator = reduce(lambda product, index: _times(product, index, 1), indices, _ONE)
-    return [_multiply(numerator, inverse) for inverse in _inverses(denominators)]
-
-
-def _inverses(elements: Sequence[int]) -> list[int]:
-    """Return the inverses of non-zero elements, by one inversion of their product."""
-    prefixes = [_ONE]
-    for element in elements:
-        prefixes.append(_multiply(prefixes[-1], element))
-    inverse, inverses = _inverse(prefixes[-1]), []
-    for element, prefix in zip(reversed(elements), reversed(prefixes[:-1]), strict=True):
-        inverses.append(_multiply(inverse, prefix))
-        inverse = _multiply(inverse, element)
-    return inverses[::-1]
+    return [_multiply(numerator, _inverse(denominator)) for denominator in denominators]
 
 
 def _inverse(element: int) -> int:
-    """Return ``element ** (2 ** 128 - 2)``, the inverse by Fermat's theorem."""
-    result, power = _ONE, element
-    for _ in range(_FIELD_BITS - 1):
-        power = _multiply(power, power)
-        result = _multiply(result, power)
-    return result
+    """Return the inverse of a non-zero element by Euclid's algorithm for polynomials."""
+    first, second, inverse, other = element, _MODULUS, _ONE, 0
+    while first != _ONE:
+        if first < second:
+            first, second, inverse, other = second, first, other, inverse
+        shift = first.bit_length() - second.bit_length()
+        first, inverse = first ^ second << shift, inverse ^ other << shift
+    return inverse
 
 
 def _multiply(first: int, second: int) -> int:

@@ -32,14 +32,13 @@ def node_info_reply(message: Message, info: NodeInfo) -> Message:
     """Return the reply to a node-info query."""
     if info.partitions is None:
         record = ConfigRecord({"name": info.name, "problem": info.problem})
-        if info.partition is not None:
-            record["partition-id"] = info.partition
-        if info.num_images is not None:
-            record["num-images"] = info.num_images
-        if info.free_disk is not None:
-            record["free-disk"] = info.free_disk
-        if info.max_rank is not None:
-            record["max-rank"] = info.max_rank
+        counts = {
+            "partition-id": info.partition,
+            "num-images": info.num_images,
+            "free-disk": info.free_disk,
+            "max-rank": info.max_rank,
+        }
+        record.update({key: count for key, count in counts.items() if count is not None})
         if info.base_digests:  # Flower cannot size an empty list
             record["base-digests"] = list(info.base_digests)
         for package, installed in info.versions.items():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedssl.config.load import compose
-from fedssl.datasets.base import load
+from fedssl.datasets.base import load_split
 from fedssl.methods.base import FailureMode, build_method
 from fedssl.methods.simclr import SimCLR
 from fedssl.model_arrays import exchanged_layers
@@ -66,7 +66,7 @@ def test_representations_of_test_images_are_kept():
     # Among all test images, those with these representations have these labels.
     settings = compose(TINY)
     data = settings.data
-    test, encoder = load(data, "test"), build_method(settings.model).encoder.eval()
+    test, encoder = load_split(data, "test"), build_method(settings.model).encoder.eval()
     with torch.no_grad():
         everything = encoder((test.images[:] / 255 - data.mean[0]) / data.std[0])
     distance = torch.cdist(torch.from_numpy(kept.h[0]).float(), torch.nn.functional.normalize(everything))

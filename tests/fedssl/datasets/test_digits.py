@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.datasets.base import load, stratified_holdout
+from fedssl.datasets.base import load_federated, load_split, stratified_holdout
 from tests.fedssl.datasets.made import settings_of
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
@@ -14,8 +14,8 @@ def test_digits_are_those_of_scikit_learn() -> None:
     from sklearn.datasets import load_digits
 
     original = load_digits()
-    train, test = (load(settings_of("digits"), split) for split in ("train", "test"))
-    assert train is load(settings_of("digits"), "federated")
+    train, test = (load_split(settings_of("digits"), split) for split in ("train", "test"))
+    assert train is load_federated(settings_of("digits"))
     assert train.images.shape == (1438, 1, 8, 8)
     assert test.images.shape == (359, 1, 8, 8)
     assert train.images[:].dtype == torch.uint8
@@ -34,6 +34,6 @@ def test_digits_are_those_of_scikit_learn() -> None:
 
 def test_digits_statistics_are_those_of_the_yaml() -> None:
     settings = settings_of("digits")
-    values = load(settings, "train").images[:] / 255
+    values = load_split(settings, "train").images[:] / 255
     assert values.mean().item() == pytest.approx(settings.mean[0], abs=1e-3)
     assert values.std().item() == pytest.approx(settings.std[0], abs=1e-3)

@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from fedssl.datasets.base import load, subsample_indices
+from fedssl.datasets.base import load_federated, load_split, subsample_indices
 from fedssl.errors import InputError
+from fedssl.evaluation.protocol import load_labeled
 from tests.fedssl.datasets.made import first_pixels, make_image, settings_of, table
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
@@ -31,14 +32,14 @@ def folder(tmp_path: Path) -> Path:
 
 def test_parquet_folder(folder: Path) -> None:
     settings = settings_of("cifar10", path=str(folder), size=4)
-    train = load(settings, "federated")
-    assert train is load(settings, "train")
+    train = load_federated(settings)
+    assert train is load_split(settings, "train")
     assert train.images.shape == (5, 3, 4, 4)
     assert first_pixels(train.images) == [1, 2, 3, 4, 5]
     assert train.images[:][0, 2].flatten().tolist() == list(range(1, 17))
     assert train.labels.tolist() == [0, 1, 2, 0, 1]
     assert train.classes == ("ant", "bee", "cow")
-    test = load(settings, "test")
+    test = load_split(settings, "test")
     assert (first_pixels(test.images), test.labels.tolist()) == ([9, 8], [2, 1])
 
 
@@ -49,11 +50,11 @@ def test_splits_as_folders_and_unlabeled_images(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         pq.write_table(table(values, labels, image="image"), tmp_path / name / "0000.parquet")
     settings = settings_of("stl10", path=str(tmp_path), size=4)
-    shared = load(settings, "federated")
+    shared = load_federated(settings)
     assert first_pixels(shared.images) == [1, 2, 3]
     assert shared.labels is None
-    assert load(settings, "train").labels.tolist() == [0, 1]
-    assert load(settings, "test").labels.tolist() == [2]
+    assert load_split(settings, "train").labels.tolist() == [0, 1]
+    assert load_split(settings, "test").labels.tolist() == [2]
 
 
 def test_folder_of_save_to_disk(tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ def test_folder_of_save_to_disk(tmp_path: Path) -> None:
     }
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
     settings = settings_of("cifar10", path=str(tmp_path / "saved"), size=4)
-    train, test = load(settings, "federated"), load(settings, "test")
+    train, test = load_federated(settings), load_split(settings, "test")
     assert (first_pixels(train.images), train.labels.tolist()) == ([1, 2, 3], [0, 1, 0])
     assert (first_pixels(test.images), test.labels.tolist()) == ([7], [1])
     assert train.classes == ("ant", "bee")
@@ -79,15 +80,15 @@ def test_a_column_names_the_owners(tmp_path: Path, kind: pa.DataType) -> None:
         contents = table(values, labels).append_column("writer_id", pa.array(writers[number]).cast(kind))
         pq.write_table(contents, tmp_path / f"train-{number}.parquet")
     settings = settings_of("cifar10", path=str(tmp_path), size=4, owner="writer_id")
-    image_data = load(settings, "federated")
+    image_data = load_federated(settings)
     assert image_data.owner_names == ("w1", "w10", "w9")  # in the order of words
     assert image_data.owners.tolist() == [2, 1, 2, 0, 1]
     assert image_data.owners.dtype == torch.int64
     assert image_data.labels.tolist() == [0, 1, 2, 0, 1]
-    limited = load(settings_of("cifar10", path=str(tmp_path), size=4, owner="writer_id", limit=3), "federated")
+    limited = load_federated(settings_of("cifar10", path=str(tmp_path), size=4, owner="writer_id", limit=3))
     assert limited.owners.tolist() == image_data.owners[torch.from_numpy(subsample_indices(5, 3))].tolist()
     assert limited.owner_names == image_data.owner_names
-    unknown = load(settings_of("cifar10", path=str(tmp_path), size=4), "federated")
+    unknown = load_federated(settings_of("cifar10", path=str(tmp_path), size=4))
     assert (unknown.owners, unknown.owner_names) == (None, ())
 
 
@@ -106,7 +107,7 @@ def test_owners_that_cannot_be_used_are_one_sentence(tmp_path: Path, column: pa.
     contents = table([1, 2], [0, 1])
     pq.write_table(contents if column is None else contents.append_column("who", column), tmp_path / "train.parquet")
     with pytest.raises(InputError, match=message) as caught:
-        load(settings_of("cifar10", path=str(tmp_path), size=4, owner="who"), "federated")
+        load_federated(settings_of("cifar10", path=str(tmp_path), size=4, owner="who"))
     assert "\n" not in str(caught.value)
 
 
@@ -114,9 +115,9 @@ def test_a_missing_label_column_is_logged_and_means_no_labels(tmp_path: Path, ca
     pq.write_table(table([1, 2], [0, 1], label="target"), tmp_path / "train.parquet")
     settings = settings_of("cifar10", path=str(tmp_path), size=4)
     with caplog.at_level(logging.WARNING):
-        assert load(settings, "federated").labels is None
+        assert load_federated(settings).labels is None
     assert "no column 'label'" in caplog.text
-    assert load(settings, "train") is None
+    assert load_labeled(settings, "train") is None
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_bad_files_are_one_sentence(
     else:
         pq.write_table(contents, tmp_path / name)
     with pytest.raises(InputError, match=message):
-        load(settings_of("cifar10", path=str(tmp_path), size=4, **changes), "federated")
+        load_federated(settings_of("cifar10", path=str(tmp_path), size=4, **changes))
 
 
 def test_hub_is_read_from_the_arrow_files_of_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +174,7 @@ def test_hub_is_read_from_the_arrow_files_of_its_cache(tmp_path: Path, monkeypat
 
     monkeypatch.setitem(sys.modules, "flwr_datasets", ModuleType("flwr_datasets"))
     monkeypatch.setattr(sys.modules["flwr_datasets"], "FederatedDataset", FederatedDataset, raising=False)
-    image_data = load(settings_of("cifar10", size=4), "federated")
+    image_data = load_federated(settings_of("cifar10", size=4))
     assert asked == [("uoft-cs/cifar10", {}, False), "train"]
     assert (first_pixels(image_data.images), image_data.labels.tolist()) == ([5, 6], [1, 0])
 
@@ -185,12 +186,12 @@ def test_unreachable_hub_says_how_to_use_local_files(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "flwr_datasets", ModuleType("flwr_datasets"))
     monkeypatch.setattr(sys.modules["flwr_datasets"], "FederatedDataset", unreachable, raising=False)
     with pytest.raises(InputError, match=r"uoft-cs/cifar100 .*Couldn't reach the Hub\).*dataset\.path=FILE_OR_FOLDER$"):
-        load(settings_of("cifar100"), "federated")
+        load_federated(settings_of("cifar100"))
 
 
 def test_real_cifar10_has_the_statistics_of_the_yaml(cifar10: str) -> None:
     settings = settings_of("cifar10", path=cifar10)
-    image_data = load(settings, "test")
+    image_data = load_split(settings, "test")
     assert image_data.images.shape == (10000, 3, 32, 32)
     assert torch.bincount(image_data.labels).tolist() == [1000] * 10
     assert image_data.classes[0] == "airplane"

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedssl.datasets import base
-from fedssl.datasets.base import load
+from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
 from tests.fedssl.datasets.made import first_pixels, make_image, png, settings_of
 
@@ -28,7 +28,7 @@ def write(file: Path, **columns: pa.Array) -> None:
 
 def pixels(folder: Path, **changes: object) -> list[int]:
     base.forget_images()
-    data = load(settings_of("cifar10", path=str(folder), size=4, label=None, cache=None, **changes), "federated")
+    data = load_federated(settings_of("cifar10", path=str(folder), size=4, label=None, cache=None, **changes))
     return first_pixels(data.images)
 
 
@@ -65,11 +65,11 @@ def test_images_named_by_a_column_are_copied_and_dated(tmp_path: Path, monkeypat
         folder.mkdir()
         write(folder / "train.parquet", img=columns(folder)[name])
         settings = settings_of("cifar10", path=str(folder), size=4, label=None, storage="encoded", cache=str(tmp_path))
-        assert first_pixels(load(settings, "federated").images) == [1, 2, 3]
+        assert first_pixels(load_federated(settings).images) == [1, 2, 3]
         (folder / "images" / "1.png").write_bytes(png(make_image(9)))
         os.utime(folder / "images" / "1.png", ns=(1, 1))
         base.forget_images()
-        assert first_pixels(load(settings, "federated").images) == [1, 9, 3]
+        assert first_pixels(load_federated(settings).images) == [1, 9, 3]
 
 
 def test_columns_of_all_files_are_checked_before_decoding(tmp_path: Path, monkeypatch) -> None:

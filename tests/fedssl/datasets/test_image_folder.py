@@ -9,8 +9,9 @@ from PIL import Image
 
 from fedssl.config.settings import DataSettings
 from fedssl.datasets import base
-from fedssl.datasets.base import load
+from fedssl.datasets.base import load_federated, load_split
 from fedssl.errors import InputError
+from fedssl.evaluation.protocol import load_labeled
 from tests.fedssl.datasets.made import first_pixels, make_image, png, settings_of
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
@@ -33,14 +34,14 @@ def test_loose_images_of_any_kind_have_no_labels(tmp_path: Path) -> None:
     write(tmp_path / "E.BMP", make_image(50))
     (tmp_path / "notes.txt").write_text("not an image")
     (tmp_path / "._a.png").write_bytes(b"a hidden file of another system")
-    image_data = load(own(tmp_path), "federated")
+    image_data = load_federated(own(tmp_path))
     assert first_pixels(image_data.images)[:4] == [50, 10, 20, 0]  # E.BMP, a, b, c, d: sorted paths
     assert abs(first_pixels(image_data.images)[4] - 40) <= 3  # WebP is lossy
     assert image_data.images.shape == (5, 3, 4, 4)
     assert image_data.labels is None
-    assert load(own(tmp_path), "train") is None
-    assert load(own(tmp_path), "test") is None
-    gray = load(own(tmp_path, channels=1, mean=[0.5], std=[0.2]), "federated")
+    assert load_labeled(own(tmp_path), "train") is None
+    assert load_labeled(own(tmp_path), "test") is None
+    gray = load_federated(own(tmp_path, channels=1, mean=[0.5], std=[0.2]))
     assert gray.images.shape == (5, 1, 4, 4)
 
 
@@ -48,8 +49,8 @@ def test_subfolders_are_classes_and_a_fifth_is_held_out(tmp_path: Path) -> None:
     for number in range(10):
         write(tmp_path / "cat" / f"{number}.png", make_image(number))
         write(tmp_path / "ape" / "deeper" / f"{number}.png", make_image(100 + number))
-    train, test = load(own(tmp_path), "train"), load(own(tmp_path), "test")
-    assert train is load(own(tmp_path), "federated")
+    train, test = load_split(own(tmp_path), "train"), load_split(own(tmp_path), "test")
+    assert train is load_federated(own(tmp_path))
     assert train.classes == test.classes == ("ape", "cat")
     assert torch.bincount(train.labels).tolist() == [8, 8]
     assert torch.bincount(test.labels).tolist() == [2, 2]
@@ -58,9 +59,9 @@ def test_subfolders_are_classes_and_a_fifth_is_held_out(tmp_path: Path) -> None:
     both = first_pixels(train.images) + first_pixels(test.images)
     assert sorted(both) == [*range(10), *range(100, 110)]
     base._read_split.cache_clear()
-    assert torch.equal(load(own(tmp_path), "test").images[:], test.images[:])
-    assert load(own(tmp_path, test_fraction=0), "test") is None
-    assert len(load(own(tmp_path, test_fraction=0), "train").images) == 20
+    assert torch.equal(load_split(own(tmp_path), "test").images[:], test.images[:])
+    assert load_split(own(tmp_path, test_fraction=0), "test") is None
+    assert len(load_split(own(tmp_path, test_fraction=0), "train").images) == 20
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_folders_in_another_form_are_one_sentence(tmp_path: Path, folders: str, 
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(png(make_image(1)))
     with pytest.raises(InputError, match=message) as caught:
-        load(own(tmp_path, folders=folders), "test")
+        load_split(own(tmp_path, folders=folders), "test")
     assert "\n" not in str(caught.value)
 
 
@@ -101,7 +102,7 @@ def test_unreadable_files_are_counted_named_and_left_out(tmp_path: Path, caplog:
     for number in (1, 3, 5, 7, 9, 11):
         (tmp_path / "class1" / f"{number:02d}.png").write_bytes(b"")
     with caplog.at_level(logging.WARNING):
-        image_data = load(own(tmp_path, test_fraction=0), "federated")
+        image_data = load_federated(own(tmp_path, test_fraction=0))
     assert first_pixels(image_data.images) == [0, 2, 6, 8, 10, 12, 14, 16, 18, 13, 15, 17, 19]
     assert image_data.labels.tolist() == [0] * 9 + [1] * 4
     (record,) = caplog.records
@@ -112,22 +113,22 @@ def test_unreadable_files_are_counted_named_and_left_out(tmp_path: Path, caplog:
 
 def test_unusable_folders_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"dataset\.path=null .* give dataset\.path=FOLDER"):
-        load(settings_of("image_folder"), "federated")
+        load_federated(settings_of("image_folder"))
     with pytest.raises(InputError, match="is not a folder"):
-        load(own(tmp_path / "nowhere"), "federated")
+        load_federated(own(tmp_path / "nowhere"))
     (tmp_path / "empty" / "class").mkdir(parents=True)
     with pytest.raises(InputError, match=r"holds no image; allowed are files ending in \.avif \.bmp"):
-        load(own(tmp_path / "empty"), "federated")
+        load_federated(own(tmp_path / "empty"))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "1.png").write_bytes(b"x")
     with pytest.raises(InputError, match="none of the 1 images can be read"):
-        load(own(tmp_path / "broken"), "federated")
+        load_federated(own(tmp_path / "broken"))
     write(tmp_path / "mixed" / "1.png", make_image(1))
     write(tmp_path / "mixed" / "class" / "2.png", make_image(2))
     with pytest.raises(InputError, match="1 loose images beside the subfolders"):
-        load(own(tmp_path / "mixed"), "federated")
+        load_federated(own(tmp_path / "mixed"))
     write(tmp_path / "float" / "1.tif", Image.new("F", (4, 4)))
     with pytest.raises(InputError, match=r"1\.tif \(wrong channels"):
-        load(own(tmp_path / "float"), "federated")
+        load_federated(own(tmp_path / "float"))
     with pytest.raises(InputError, match=r"dataset\.test_fraction=1"):
-        load(own(tmp_path / "mixed", test_fraction=1), "test")
+        load_split(own(tmp_path / "mixed", test_fraction=1), "test")

@@ -60,11 +60,11 @@ def test_features_are_computed_once_for_all_protocols():
 def loaded(monkeypatch: pytest.MonkeyPatch, train: list[int], test: list[int], classes: tuple[str, ...] = ()) -> None:
     """Let the splits of every data set have these labels."""
 
-    def load(data: DataSettings, split: Split) -> ImageData:
+    def load_split(data: DataSettings, split: Split) -> ImageData:
         labels = torch.tensor(train if split == "train" else test)
         return ImageData(TensorImages(torch.zeros(len(labels), 1, 1, 2, dtype=torch.uint8)), labels, classes)
 
-    monkeypatch.setattr("fedssl.evaluation.protocol.load", load)
+    monkeypatch.setattr("fedssl.evaluation.protocol.load_split", load_split)
 
 
 def test_images_without_a_label_are_not_evaluated(monkeypatch: pytest.MonkeyPatch):

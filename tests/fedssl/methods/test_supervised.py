@@ -9,7 +9,7 @@ from PIL import Image
 from torch import nn
 
 from fedssl.config.load import compose
-from fedssl.datasets.base import NO_LABEL, load
+from fedssl.datasets.base import NO_LABEL, load_split
 from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.evaluation.features import extract
@@ -127,7 +127,7 @@ def test_the_final_comparison_has_the_accuracy_of_the_classifier(tmp_path):
     run([*overrides, f"output_dir={tmp_path}"])
     final = json.loads((tmp_path / "summary.json").read_text())["final"]
     settings = compose(overrides)
-    method, test = build_method(settings.model), load(settings.data, "test")
+    method, test = build_method(settings.model), load_split(settings.data, "test")
     load_layers(method, latest_checkpoint(tmp_path / "checkpoints").models["global"].layers)
     h = extract(method.encoder, test.images, mean=settings.data.mean, std=settings.data.std, device="cpu")
     right = sum(

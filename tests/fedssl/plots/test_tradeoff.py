@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from fedssl.config.load import compose
-from fedssl.datasets.base import load
+from fedssl.datasets.base import load_split
 from fedssl.plots.registry import write_plot
 from fedssl.plots.tradeoff import accuracies_by_round, mean_points
 from fedssl.runs.run import Run, find_runs
@@ -73,7 +73,7 @@ def test_the_file_has_a_line_for_each_group_and_round(tmp_path: Path) -> None:
 def save_turned_digits(folder: Path, *, per_class: int = 12) -> None:
     """Digits turned by 90 degrees with inverted gray levels, as folders of classes for training and test."""
     for split in ("train", "test"):
-        data = load(compose([]).data, split)
+        data = load_split(compose([]).data, split)
         for label in range(10):
             rows = (data.labels == label).nonzero().flatten()[:per_class]
             (folder / split / str(label)).mkdir(parents=True)

@@ -9,10 +9,15 @@ from fractions import Fraction
 import networkx
 import pytest
 
+from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.errors import InputError
-from fedssl.secure_aggregation.graph import SharingGraph, choose_graph, random_neighbors, smallest_graph
+from fedssl.secure_aggregation.graph import SharingGraph, graph_for, random_neighbors, smallest_graph
 
 DEFAULTS = {"corrupted_fraction": 0.2, "dropout_fraction": 0.2, "security_bits": 40, "correctness_bits": 30}
+
+
+def choose_graph(clients, **settings):
+    return graph_for(SecureAggregationSettings(clipping_range=1, **settings), clients)
 
 
 def tail(population, successes, draws, start):
@@ -63,11 +68,10 @@ def test_the_numbers_of_the_authors_implementation(clients, corrupted, dropouts,
     correctness.
     """
     graph = smallest_graph(
+        SecureAggregationSettings(clipping_range=1, security_bits=41, correctness_bits=20),
         clients,
         corrupted=math.floor(corrupted * clients),
         dropouts=math.floor(dropouts * clients),
-        security_bits=41,
-        correctness_bits=20,
     )
     assert (graph.neighbors, graph.threshold) == (neighbors, threshold)
 

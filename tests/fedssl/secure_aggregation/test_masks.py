@@ -8,10 +8,16 @@ from flwr.common.secure_aggregation.quantization import dequantize
 from flwr.common.secure_aggregation.quantization import quantize as flower_quantize
 from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 
-from fedssl.secure_aggregation.masks import add_mask, dequantized_mean, make_mask, quantize, rounding_generator
+from fedssl.secure_aggregation.masks import add_mask, dequantized_mean, quantize, rounding_generator
 
 LENGTH = 40_000  # more than two blocks
 SEED = bytes(range(32))
+
+
+def make_mask(seed, length, generator):
+    mask = np.zeros(length, np.uint32)
+    add_mask(mask, seed, generator=generator, sign=1)
+    return mask
 
 
 @pytest.mark.parametrize("seed", [SEED, base64.urlsafe_b64encode(SEED)])
