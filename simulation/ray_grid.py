@@ -27,11 +27,7 @@ from client_app.simulated import MARKER_KEY, SimulationMarker
 from fedssl.config.settings import MachineSettings
 from fedssl.errors import RunError
 from fedssl.flower_internals import assign_message_id, error_reply
-from fedssl.machine.devices import (
-    CPU,
-    check_cuda_features,
-    count_accelerators,
-)
+from fedssl.machine.devices import CPU, check_cuda_features, count_accelerators
 from fedssl.machine.out_of_memory import OUT_OF_MEMORY
 from server_app.app import execute
 from server_app.build import RunComponents

@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -41,7 +40,6 @@ ENVIRONMENT = {
     **OPENMP_ENV,
     **OPENMP_THREADS,
 }
-COMPARED_VERSIONS = ("python", "torch", "flwr")
 
 
 @contextmanager
@@ -149,21 +147,14 @@ def _environment(directory: Path, environment: Mapping[str, str]) -> Iterator[No
         os.environ.update(before)
 
 
-@dataclass(frozen=True)
-class HostInfo:
-    """Properties that all hosts of a run must share: code fingerprint, versions, and access to the run folder."""
-
-    code: str
-    python: str
-    torch: str
-    flwr: str
-    folder: bool
+HostInfo = dict[str, str]  # what all hosts of a run must share, and its value on a host
 
 
-def host_info(probe_file: Path) -> HostInfo:
-    """Return the properties of this host. ``probe_file`` exists only in the file system of the run."""
-    versions = {package: version(package) for package in ("torch", "flwr")}
-    return HostInfo(code=code_fingerprint(), python=platform.python_version(), folder=probe_file.exists(), **versions)
+def host_info(probe_file: Path) -> tuple[HostInfo, bool]:
+    """Return what must be equal on this host, and whether it has ``probe_file``, which is in the run's file system."""
+    versions = {f"version of {package}": version(package) for package in ("torch", "flwr")}
+    own = {"code of fedssl": code_fingerprint(), "version of python": platform.python_version()}
+    return {**own, **versions}, probe_file.exists()
 
 
 def check_hosts(folder: Path) -> None:
@@ -178,7 +169,7 @@ def check_hosts(folder: Path) -> None:
     probe_file = folder.with_name(f".{folder.name}-{uuid4().hex}")
     probe_file.touch()
     try:
-        expected = host_info(probe_file)
+        expected, _ = host_info(probe_file)
         remote_info = ray.remote(num_cpus=0, max_retries=0)(host_info)
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         replies = {
@@ -189,7 +180,8 @@ def check_hosts(folder: Path) -> None:
         }
         with log_while_waiting("hosts of the cluster do not answer yet"):
             for host, reply in replies.items():
-                check_host(host, _get_reply(host, reply), expected, folder)
+                info, has_folder = _get_reply(host, reply)
+                check_host(host, info, expected, folder=folder, has_folder=has_folder)
     finally:
         probe_file.unlink()
 
@@ -200,7 +192,7 @@ def last_line(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def _get_reply(host: str, reply: "ray.ObjectRef[HostInfo]") -> HostInfo:
+def _get_reply(host: str, reply: "ray.ObjectRef[tuple[HostInfo, bool]]") -> tuple[HostInfo, bool]:
     import ray
     from ray.exceptions import RayError
 
@@ -212,16 +204,14 @@ def _get_reply(host: str, reply: "ray.ObjectRef[HostInfo]") -> HostInfo:
         ) from error
 
 
-def check_host(host: str, info: HostInfo, expected: HostInfo, folder: Path) -> None:
-    """Raise `InputError` if a host differs from this one."""
-    theirs, ours = asdict(info), asdict(expected)
-    for name, what in (("code", "code of fedssl"), *((name, f"version of {name}") for name in COMPARED_VERSIONS)):
-        if theirs[name] != ours[name]:
+def check_host(host: str, info: HostInfo, expected: HostInfo, *, folder: Path, has_folder: bool) -> None:
+    """Raise `InputError` if a host differs from this one, or cannot access the run folder."""
+    for name, ours in expected.items():
+        if info[name] != ours:
             raise InputError(
-                f"host {host} has another {what} ({theirs[name]}) than this one ({ours[name]}); install the same on "
-                "all hosts"
+                f"host {host} has another {name} ({info[name]}) than this one ({ours}); install the same on all hosts"
             )
-    if not info.folder:
+    if not has_folder:
         raise InputError(
             f"host {host} cannot access {folder.parent}, the parent of the run folder, which has client state; set "
             "output_dir to a folder that all hosts share"

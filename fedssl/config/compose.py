@@ -21,22 +21,9 @@ from fedssl.config.constraint_table import CONSTRAINTS
 from fedssl.config.constraints import constraint_of, group_of
 from fedssl.config.hydra_internals import ChoiceSweep, Override, apply_overrides
 from fedssl.config.literal import user_path
-from fedssl.config.overrides import (
-    CONF,
-    check_choices,
-    choices_with,
-    config_groups,
-    parse,
-    suggest_setting,
-)
+from fedssl.config.overrides import CONF, check_choices, choices_with, config_groups, parse, suggest_setting
 from fedssl.config.settings import statistic_of_channels
-from fedssl.config.targets import (
-    SEARCHPATH_KEY,
-    add_import_path,
-    check_targets,
-    normalize,
-    search_folders,
-)
+from fedssl.config.targets import SEARCHPATH_KEY, add_import_path, check_targets, normalize, search_folders
 from fedssl.config.validation import check_types, validate_config
 from fedssl.errors import InputError
 from fedssl.machine.process import default_threads

@@ -219,8 +219,6 @@ class EarlyStopping:
     threshold: float | None = None  # the run ends when the result reaches this value; None: no threshold
 
     def __post_init__(self) -> None:
-        if self.monitor is not None and not isinstance(self.monitor, str):
-            raise InputError(f"early_stopping.monitor={self.monitor} must be the name of a result, e.g. knn, or null")
         has_criterion = self.patience is not None or self.threshold is not None
         if self.monitor is None and has_criterion:
             raise InputError(

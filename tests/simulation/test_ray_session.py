@@ -3,7 +3,6 @@
 import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from ray.cluster_utils import Cluster
 from fedssl.errors import InputError
 from server_app.messaging import receive
 from simulation.ray_grid import RayGrid
-from simulation.ray_session import HostInfo, check_host, ray_session
+from simulation.ray_session import check_host, ray_session
 from simulation.resources import Host, fit_clients
 from simulation.run import run
 
@@ -115,21 +114,25 @@ def test_a_cluster_is_joined_and_survives_a_lost_host(cluster, tmp_path, monkeyp
 
 # --- rejections ---
 
-HERE = HostInfo(code="aa", python="3.11.7", torch="2.11.0", flwr="1.41.0", folder=True)
+HERE = {"code of fedssl": "aa", "version of python": "3.11.7", "version of torch": "2.11.0"}
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "has_folder", "message"),
     [
-        ({"code": "bb"}, r"host there has another code of fedssl \(bb\) than this one \(aa\)"),
-        ({"torch": "2.12.0"}, r"host there has another version of torch \(2.12.0\) than this one \(2.11.0\)"),
-        ({"folder": False}, "host there cannot access /shared, .* set output_dir to a folder that all hosts share"),
+        ({"code of fedssl": "bb"}, True, r"host there has another code of fedssl \(bb\) than this one \(aa\)"),
+        (
+            {"version of torch": "2.12.0"},
+            True,
+            r"another version of torch \(2.12.0\) than this one \(2.11.0\)",
+        ),
+        ({}, False, "host there cannot access /shared, .* set output_dir to a folder that all hosts share"),
     ],
 )
-def test_a_host_that_differs_is_reported(change, message):
+def test_a_host_that_differs_is_reported(change, has_folder, message):
     with pytest.raises(InputError, match=message):
-        check_host("there", replace(HERE, **change), HERE, Path("/shared/run"))
-    check_host("there", HERE, HERE, Path("/shared/run"))
+        check_host("there", HERE | change, HERE, folder=Path("/shared/run"), has_folder=has_folder)
+    check_host("there", HERE, HERE, folder=Path("/shared/run"), has_folder=True)
 
 
 @pytest.mark.parametrize(
