@@ -7,31 +7,23 @@ Multi-crop methods distinguish *global* views, which show most of an image, and 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import overload
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_dataclass, tree_leaves, tree_map_only
 
 GLOBAL, LOCAL = "global", "local"  # roles of a view
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Patches of a view that are hidden from the encoder, and patches to predict; patches are numbered row by row.
+    """Patches of a view that are hidden from the encoder, and patches to predict; patches are numbered row by row."""
 
-    Attributes
-    ----------
-    hidden : Tensor
-        Whether a patch is hidden, bool, ``(batch, patches)``.
-    visible : Tensor or None
-        Indices of the patches that the encoder processes, ascending, int64, ``(batch, n)``. None if their number
-        differs between images.
-    targets : Tensor or None
-        Indices of the patches to predict, in blocks, ascending, int64, ``(batch, blocks, m)``. None as in ``visible``.
-    """
-
-    hidden: Tensor
+    hidden: Tensor  # whether a patch is hidden, bool, ``(batch, patches)``
+    # Indices of the patches that the encoder processes, ascending, int64, ``(batch, n)``. None if their number differs
+    # between images.
     visible: Tensor | None = None
+    # Indices of the patches to predict, in blocks, ascending, int64, ``(batch, blocks, m)``. None as above.
     targets: Tensor | None = None
 
     @property
@@ -44,40 +36,21 @@ class Mask:
 
 @dataclass(frozen=True)
 class View:
-    """One random view of each image of a batch.
+    """One random view of each image of a batch."""
 
-    Attributes
-    ----------
-    images : Tensor
-        Normalized images, ``(batch, channels, size, size)``, or the output of the frozen stages of an encoder.
-    role : {"global", "local"}
-        Whether the view shows most of an image or a small part of it.
-    mask : Mask or None
-        Hidden patches; None if no patch is hidden.
-    """
-
-    images: Tensor
-    role: str = GLOBAL
-    mask: Mask | None = None
+    images: Tensor  # normalized, ``(batch, channels, size, size)``, or the output of the frozen stages of an encoder
+    role: str = GLOBAL  # "global" or "local": whether the view shows most of an image or a small part of it
+    mask: Mask | None = None  # hidden patches; None if no patch is hidden
 
 
 @dataclass(frozen=True)
-class Views(Sequence[View]):
-    """Views of the same images: global ones first, then local ones.
+class Views:
+    """Views of the same images: global ones first, then local ones."""
 
-    Attributes
-    ----------
-    views : tuple of View
-        At least one.
-    labels : Tensor or None
-        Classes of the images, int64, ``(batch,)``, for methods that use them.
-    targets : Tensor or None
-        Targets of the images, such as a teacher's features, ``(batch, dim)``, for methods that define
-        `fedssl.methods.base.SSLMethod.targets`.
-    """
-
-    views: tuple[View, ...]
-    labels: Tensor | None = None
+    views: tuple[View, ...]  # at least one
+    labels: Tensor | None = None  # classes of the images, int64, ``(batch,)``, for methods that use them
+    # Targets of the images, such as a teacher's features, ``(batch, dim)``, for methods that define
+    # `fedssl.methods.base.SSLMethod.targets`.
     targets: Tensor | None = None
 
     @classmethod
@@ -112,33 +85,15 @@ class Views(Sequence[View]):
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors, in the order of `with_tensors`."""
-        masks = [view.mask for view in self.views if view.mask is not None]
-        parts = [*self.images, *(part for mask in masks for part in (mask.hidden, mask.visible, mask.targets))]
-        return [part for part in (*parts, self.labels, self.targets) if part is not None]
+        return [leaf for leaf in tree_leaves(self) if isinstance(leaf, Tensor)]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Views":
         """Return the views with other tensors, of the same number and order as in `tensors`."""
         left = iter(tensors)
+        views: Views = tree_map_only(Tensor, lambda _: next(left), self)
+        return views
 
-        def another(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else next(left)
-
-        views = self.with_images([next(left) for _ in self.views]).views
-        masked = tuple(
-            view
-            if view.mask is None
-            else replace(view, mask=Mask(next(left), another(view.mask.visible), another(view.mask.targets)))
-            for view in views
-        )
-        return Views(masked, another(self.labels), another(self.targets))
-
-    @overload
-    def __getitem__(self, index: int) -> View: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[View, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> View | tuple[View, ...]:
+    def __getitem__(self, index: int) -> View:
         return self.views[index]
 
     def __len__(self) -> int:
@@ -146,6 +101,10 @@ class Views(Sequence[View]):
 
     def __iter__(self) -> Iterator[View]:
         return iter(self.views)
+
+
+for tree in (Mask, View, Views):  # for `tree_leaves` and the like
+    register_dataclass(tree)
 
 
 def by_size(images: Sequence[Tensor]) -> list[Tensor]:
@@ -158,25 +117,13 @@ def by_size(images: Sequence[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptedViews:
-    """Views that a method accepts.
+    """Views that a method accepts."""
 
-    Attributes
-    ----------
-    min_global, max_global : int
-        Smallest and largest number of global views; ``max_global`` None is any number.
-    local : bool
-        Whether the method accepts local views, in any number.
-    masks : tuple of str
-        Accepted kinds of `fedssl.augmentation.patch_masks` of the global views; empty if views are not masked.
-    augmentation : str
-        A choice of ``augmentation`` with such views, for error messages.
-    """
-
-    min_global: int = 2
-    max_global: int | None = 2
-    local: bool = False
-    masks: tuple[str, ...] = ()
-    augmentation: str = "simclr"
+    min_global: int = 2  # smallest number of global views
+    max_global: int | None = 2  # largest number of global views; None is any number
+    local: bool = False  # whether the method accepts local views, in any number
+    masks: tuple[str, ...] = ()  # accepted kinds of `fedssl.augmentation.patch_masks` of the global views; empty: none
+    augmentation: str = "simclr"  # a choice of ``augmentation`` with such views, for error messages
 
     def accept(self, roles: Sequence[str], masks: Sequence[str | None]) -> bool:
         """Return whether views with these roles and kinds of masks are accepted."""

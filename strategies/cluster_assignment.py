@@ -1,8 +1,8 @@
 """Several global models: the server side clusters clients, and the client side selects a model.
 
 All models start from the same weights. A client without an assignment starts from model k modulo C, where k is its
-partition id. A model that receives no update in a round keeps its weights. With one model the result is bit-identical
-to the base strategy.
+partition id. A model that receives no update in a round keeps its weights. One model needs no server of this module: it
+is the base strategy.
 """
 
 import math
@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from sklearn.cluster import AgglomerativeClustering
 
 from fedssl.arrays import Layers, is_weight
-from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, load_layers
@@ -122,16 +121,15 @@ class ClusterState(TypedDict, total=False):
 class ClusteredServer(ServerStrategy):
     """Server with several models. Subclasses define how clients are assigned to them.
 
-    ``base_strategy`` is the server side of the algorithm within each of the C ``clusters``, which aggregates them.
+    ``base_strategy`` is the server side of the algorithm within each of the C >= 2 ``clusters``, which aggregates them.
     """
 
     strategy_state_type = ClusterState
 
     def __init__(self, base_strategy: ServerStrategy, *, clusters: int) -> None:
-        check_arguments("strategy", clusters=clusters)
         super().__init__(partial(base_strategy.aggregator, 1))
         self.base_strategy, self.model_state_type = base_strategy, base_strategy.model_state_type
-        self.model_names = (GLOBAL,) if clusters == 1 else tuple(map(str, range(clusters)))
+        self.model_names = tuple(map(str, range(clusters)))
 
     def starting_model(self, state: ServerState, round: int, client: int) -> str:
         return self._members(state).get(client, self.model_names[client % len(self.model_names)])
@@ -149,8 +147,6 @@ class ClusteredServer(ServerStrategy):
         self, assigned: Mapping[int, str], state: ServerState
     ) -> tuple[ClusterState, dict[str, Any]]:
         """Return the strategy state with these assignments, and the clients of each model for the log."""
-        if len(self.model_names) == 1:
-            return {}, {}
         before = self._members(state)
         members = {name: sorted(client for client in assigned if assigned[client] == name) for name in self.model_names}
         moved = sum(self.starting_model(state, state.round, client) != name for client, name in assigned.items())
@@ -168,8 +164,6 @@ class ClusteredServer(ServerStrategy):
             raise InputError(
                 f"strategy.clusters={clusters} but num_clients={clients}; give at most one for each client"
             )
-        if clusters == 1:
-            return
         if context.settings.calibration is not None:
             raise InputError(
                 "calibration=auxiliary trains the one model that clients share, and "
@@ -191,8 +185,6 @@ class ClientAssignedClusters(ClusteredServer):
 
     def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:
         usual = super().describe_communication(usual)
-        if len(self.model_names) == 1:
-            return usual
         download = f"{usual.download} of all {len(self.model_names)} models"
         return replace(usual, download=download, upload=f"{usual.upload}, model chosen")
 
@@ -202,11 +194,9 @@ class ServerAssignedClusters(ClusteredServer):
 
     def __init__(self, base_strategy: ServerStrategy, *, clusters: int, num_images: int) -> None:
         super().__init__(base_strategy, clusters=clusters)
-        self.num_comparison_images = num_images if clusters > 1 else 0
+        self.num_comparison_images = num_images
 
     def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[ClusterState, dict[str, Any]]:
-        if len(self.model_names) == 1:
-            return super().on_round_end(state, outcome)
         models = {name: state.models[name] for name in self.model_names if name in state.models}
         views = {name: outcome.extract_features(model.layers) for name, model in models.items()}
         nearest = {}
@@ -219,7 +209,7 @@ class ServerAssignedClusters(ClusteredServer):
 
     def validate(self, context: RunContext) -> None:
         super().validate(context)
-        if self.num_comparison_images and not context.server_has_images:
+        if not context.server_has_images:
             raise InputError(
                 "strategy.assign_at=server compares models on images of the server's own, and it has none; name a "
                 "data set, or set strategy.assign_at=client"
@@ -234,7 +224,6 @@ class OneShotClusters(ClusteredServer):
 
     def __init__(self, base_strategy: ServerStrategy, *, clusters: int, cluster_round: int) -> None:
         super().__init__(base_strategy, clusters=clusters)
-        check_arguments("strategy", cluster_round=cluster_round)
         self.cluster_round = cluster_round
 
     def starting_model(self, state: ServerState, round: int, client: int) -> str:
@@ -244,7 +233,7 @@ class OneShotClusters(ClusteredServer):
         return max(self.model_names, key=list(members.values()).count)
 
     def models_to_cluster(self, state: ServerState, round: int) -> tuple[str, ...]:
-        if len(self.model_names) == 1 or round < self.cluster_round or self._members(state):
+        if round < self.cluster_round or self._members(state):
             return ()
         return self.model_names
 
@@ -261,8 +250,6 @@ class OneShotClusters(ClusteredServer):
         super().validate(context)
         settings = context.settings
         per_round, clients = settings.clients_per_round, settings.num_clients - settings.unseen_clients
-        if len(self.model_names) == 1:
-            return
         if self.cluster_round > settings.rounds:
             raise InputError(
                 f"strategy.cluster_round={self.cluster_round} is the round in which clients are sorted, and there are "

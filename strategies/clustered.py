@@ -12,9 +12,8 @@ views for all models. Briggs et al. cut their tree at a distance, here it is cut
 
 from collections.abc import Callable, Mapping
 
-from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
-from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
+from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.cluster_assignment import ClientAssignedClusters, OneShotClusters, SelectByLoss
 from strategies.eua import EUA
 from strategies.fedavg import FedAvg
@@ -68,22 +67,17 @@ class Clustered(FedSSLStrategy):
         num_images: int = 512,
         cluster_round: int = 1,
     ) -> None:
-        check_arguments("strategy", assign_by=assign_by, num_images=num_images)
-        server: ServerStrategy
-        client: ClientStrategy | None = None
-        if assign_by == "update_cosine":
-            server = OneShotClusters(base_strategy_of(rule, weighting), clusters=clusters, cluster_round=cluster_round)
+        base = base_strategy_of(rule, weighting)
+        if clusters == 1:
+            super().__init__(base)
+        elif assign_by == "update_cosine":
+            super().__init__(OneShotClusters(base, clusters=clusters, cluster_round=cluster_round))
         else:
-            server, client = (
-                ClientAssignedClusters(base_strategy_of(rule, weighting), clusters=clusters),
-                SelectByLoss(num_images=num_images),
-            )
-        super().__init__(server, client)
+            super().__init__(ClientAssignedClusters(base, clusters=clusters), SelectByLoss(num_images=num_images))
 
 
 def base_strategy_of(rule: str, weighting: str | None) -> ServerStrategy:
-    """Return the server side of a rule. Raises `InputError` for an unknown rule or weighting."""
-    check_arguments("strategy", rule=rule)
+    """Return the server side of a rule. Raises `InputError` for a weighting of a rule without one."""
     if weighting is None:
         return {**WEIGHTED_RULES, **UNWEIGHTED_RULES}[rule]().server
     if rule not in WEIGHTED_RULES:

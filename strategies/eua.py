@@ -32,8 +32,9 @@ from fedssl.wire.messages import ClientUpdate
 from strategies.aggregate import aggregate
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.gram_matrix import deviation_gram, gram_memory, min_norm_weights
+from strategies.robust import BatchAggregator
 from strategies.types import AggregatedModel, Combination
-from strategies.update_store import CollectingAggregator, UpdateStore
+from strategies.update_store import UpdateStore
 from strategies.weighted_sum import WeightedSum
 
 _MOVE_TILE = 64 * BLAS_ROW  # elements per step; few enough for the cache, enough to hide the overhead of a call
@@ -87,58 +88,41 @@ def _length(coefficients: np.ndarray, gram: np.ndarray, lengths: np.ndarray) -> 
     return float(np.sqrt(square)) if square > _CANCELLED * (coefficients @ lengths) ** 2 else 0.0
 
 
-class EUAAggregator(CollectingAggregator):
-    """EUA for one round at a time, with the options of `eua`. It keeps the weights of all updates, on which d depends.
+class EUAAggregator(BatchAggregator):
+    """EUA for one round at a time, with the options of `eua`. ``solution`` is that of the last `finish`."""
 
-    Attributes
-    ----------
-    clients : list of int
-        Partition ids in the order of `add`.
-    solution : Solution
-        Of the last `finish`.
-    """
-
-    required_metrics: tuple[str, ...] = ()
+    solution: Solution
 
     def __init__(self, *, deviation: str = "log", step: str = "normalized", server_lr: float = 1.0) -> None:
         check_arguments("strategy", deviation=deviation, step=step, server_lr=server_lr)
-        self.deviation, self.step = deviation, step
-        self.server_lr = server_lr
+        super().__init__(self._step_of_all)
+        self._solve = partial(solve, deviation=deviation, step=step, server_lr=server_lr)
         self._buffers = WeightedSum()
 
     def start(self, global_layers: GlobalLayers) -> None:
-        """Start a round."""
-        layers = global_layers.layers
-        self._names = list(layers)
-        self._weights = global_layers.weights()
-        buffers = {name: layers[name] for name in layers if name not in self._weights.layers}
+        super().start(global_layers)
+        weights = global_layers.weights().layers
+        buffers = {name: array for name, array in global_layers.layers.items() if name not in weights}
         self._buffers.start(GlobalLayers(buffers))
-        self._models = self.new_store(self._weights)
-        self.clients: list[int] = []
 
     def working_memory(self, layers: Layers, number: int) -> int:
         moved = torch.get_num_threads() * number * (_move_step(number) + _MIN_TILE) * 4
         return max(gram_memory(layers, number, exact=False), moved)
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
-        """Add an update that `GlobalLayers.check` validated."""
+        super().add(update, cosines)
         self._buffers.add(update, cosines)
-        self._models.add(update.layers)
-        self.clients.append(update.partition_id)
-
-    def finish(self) -> Layers:
-        """Return the new global layers. Raises `InputError` without any update."""
-        result = self._buffers.finish()
-        gram = deviation_gram(self._weights, self._models)
-        self.solution = solve(gram, deviation=self.deviation, step=self.step, server_lr=self.server_lr)
-        result |= _moved(self._weights, self._models, self.solution.factors)
-        self._models.close()
-        return {name: result[name] for name in self._names}
 
     def combination(self, name: str) -> Combination:
         """Return 1 - sum_k c_k and the factors c_k of `Solution`, which all weights have."""
         factors = self.solution.factors.tolist()
         return Combination(1 - sum(factors), dict(zip(self.clients, factors, strict=True)))
+
+    def _step_of_all(self, global_layers: GlobalLayers, models: UpdateStore) -> Layers:
+        weights = global_layers.weights()
+        self.solution = self._solve(deviation_gram(weights, models))
+        result = self._buffers.finish() | _moved(weights, models, self.solution.factors)
+        return {name: result[name] for name in global_layers.layers}
 
 
 def _move_step(number: int) -> int:

@@ -28,7 +28,6 @@ from typing import Any, TypedDict
 import numpy as np
 
 from fedssl.arrays import CACHE_TILE, Cosines, GlobalLayers, Layers, is_weight
-from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names
@@ -39,8 +38,8 @@ from strategies.run_context import RunContext
 from strategies.types import (
     GLOBAL,
     AggregatedModel,
+    Aggregator,
     ClientState,
-    Combination,
     CommunicationSummary,
     GlobalModel,
 )
@@ -52,7 +51,7 @@ def is_deferrable(name: str, array: np.ndarray) -> bool:
     return is_weight(name, array) and array.ndim >= 2
 
 
-class DiscrepancySum:
+class DiscrepancySum(WeightedSum):
     """Weighted sum that also measures the discrepancy between clients, layer by layer.
 
     After `finish`, ``discrepancy`` has for every deferrable layer or product the mean over clients of the squared
@@ -60,17 +59,11 @@ class DiscrepancySum:
     ``layers_of`` has the names of its layer or factors.
     """
 
-    def __init__(self, inner: WeightedSum) -> None:
-        self._sum = inner
-
-    @property
-    def required_metrics(self) -> tuple[str, ...]:
-        """As in `WeightedSum`."""
-        return self._sum.required_metrics
+    def set_clients(self, clients: list[int]) -> None:
+        """Ignore the clients: all are one block."""
 
     def start(self, global_layers: GlobalLayers) -> None:
-        """Start a round."""
-        self._global = global_layers
+        super().start(global_layers)
         deferrable = [name for name, array in global_layers.layers.items() if is_deferrable(name, array)]
         pairs = {pair.weight: (pair.a, pair.b) for pair in global_layers.products.values()}
         factors = {name for names in pairs.values() for name in names}
@@ -80,12 +73,10 @@ class DiscrepancySum:
         }
         self._factors: list[tuple[float, Layers]] = []  # of each client, with its weight
         self._weights = 0.0
-        self._sum.start(global_layers)
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
-        """Add an update that `GlobalLayers.check` validated."""
-        self._sum.add(update, cosines)
-        weight = update.num_examples if self._sum.weighting == "examples" else 1
+        super().add(update, cosines)
+        weight = update.num_examples if self.weighting == "examples" else 1
         assert weight is not None  # the sum requires it
         for name, distance in self._distances(update.layers).items():
             self._squares[name] += weight * distance
@@ -94,7 +85,7 @@ class DiscrepancySum:
 
     def finish(self) -> Layers:
         """Return the average and set ``discrepancy``."""
-        average = self._sum.finish()
+        average = super().finish()
         displacement = self._distances(average)
         self.discrepancy = {
             name: max(square / self._weights - displacement[name], 0.0)  # rounding may make it negative
@@ -102,10 +93,6 @@ class DiscrepancySum:
         } | self._product_discrepancies()
         self._factors = []
         return average
-
-    def combination(self, name: str) -> Combination:
-        """As in `WeightedSum`."""
-        return self._sum.combination(name)
 
     def _product_discrepancies(self) -> dict[str, float]:
         """Return the discrepancy of every product: sum_k c_k ||P_k - g||^2 - ||sum_k c_k (P_k - g)||^2."""
@@ -178,14 +165,13 @@ class EUCServer(ServerStrategy):
     model_state_type = EUCState
 
     def __init__(self, *, interval: int, weighting: str) -> None:
-        check_arguments("strategy", interval=interval)
-        self.interval = interval
+        self.interval, self.weighting = interval, weighting
         super().__init__(make_weighted_mean(weighting))
 
-    def aggregator(self, round: int, name: str = GLOBAL) -> WeightedSum | DiscrepancySum:
-        total = self._make_aggregator()
-        assert isinstance(total, WeightedSum)
-        return DiscrepancySum(total) if self._is_adjustment_round(round) else total
+    def aggregator(self, round: int, name: str = GLOBAL) -> Aggregator:
+        if self._is_adjustment_round(round):
+            return DiscrepancySum(weighting=self.weighting)
+        return super().aggregator(round, name)
 
     def upload_names(self, model: GlobalModel, round: int, layers: Layers) -> tuple[str, ...] | None:
         intervals = self._intervals(model)

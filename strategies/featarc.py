@@ -15,7 +15,6 @@ augmentation; a client keeps its model if another one is equally near. With ``as
 on its own images, so that a client downloads one model instead of C.
 """
 
-from fedssl.config.constraints import check_arguments
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.cluster_assignment import ClientAssignedClusters, SelectByFeatures, ServerAssignedClusters
 from strategies.fedavg import make_weighted_mean
@@ -48,9 +47,10 @@ class FeatARC(FedSSLStrategy):
     def __init__(
         self, *, clusters: int = 2, assign_at: str = "client", num_images: int = 512, weighting: str = "uniform"
     ) -> None:
-        check_arguments("strategy", assign_at=assign_at, num_images=num_images)
         base_strategy = ServerStrategy(make_weighted_mean(weighting))
-        if assign_at == "server":
+        if clusters == 1:
+            super().__init__(base_strategy)
+        elif assign_at == "server":
             super().__init__(ServerAssignedClusters(base_strategy, clusters=clusters, num_images=num_images))
         else:
             super().__init__(

@@ -18,28 +18,13 @@ from strategies.weighted_sum import WeightedSum
 def fedavg(
     global_layers: Layers | GlobalLayers, updates: Sequence[ClientUpdate], *, weighting: str = "examples"
 ) -> Layers:
-    """Return the weighted mean of every layer of the clients' models.
+    """Return the new global layers: the weighted mean of every layer of the clients' models.
 
-    Parameters
-    ----------
-    global_layers : Layers or GlobalLayers
-        Layers from which the clients started. They define names, order, shapes and dtypes. `GlobalLayers` may have
-        pairs of factors (LoRA).
-    updates : sequence of ClientUpdate
-        One per client, in any order. NaN in an update gives NaN in the result.
-    weighting : {"examples", "uniform"}
-        beta_k = n_k / sum n, or 1 / K for the K received updates.
-
-    Returns
-    -------
-    Layers
-        The new global layers.
-
-    Raises
-    ------
-    InputError
-        No updates, an invalid option, a layer that does not fit or has non-finite values that the rule cannot use, or a
-        missing metric.
+    ``global_layers`` are those from which the clients started. They define names, order, shapes and dtypes;
+    `GlobalLayers` may have pairs of factors (LoRA). ``updates`` are one per client, in any order. NaN in an update
+    gives NaN in the result. ``weighting`` is "examples", beta_k = n_k / sum n, or "uniform", 1 / K for the K received
+    updates. Raise `InputError` without updates, for an invalid option, for a layer that does not fit or has non-finite
+    values that the rule cannot use, and for a missing metric.
     """
     return aggregate(global_layers, updates, make_weighted_mean(weighting)(), needs_cosines=False)  # Eq. 1
 

@@ -25,7 +25,6 @@ from dataclasses import replace
 import torch
 
 from fedssl.arrays import Layers, is_weight
-from fedssl.config.constraints import check_arguments
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, load_and_start_round, local_names
 from fedssl.wire.messages import TrainPlan
@@ -60,9 +59,7 @@ class FedEMAClient(ClientStrategy):
     starts_from_own_layers = True
 
     def __init__(self, *, tau: float, distance: str) -> None:
-        check_arguments("strategy", tau=tau, distance=distance)
-        self.tau = tau
-        self.distance = distance
+        self.tau, self.distance = tau, distance
 
     def validate(self, context: RunContext) -> None:
         distance_names(context.method, distance=self.distance)

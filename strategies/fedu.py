@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from fedssl.arrays import Layers
-from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names, move_layers_out
@@ -52,9 +51,6 @@ class FedUOptions:
     predictor: str = "dapu"
     distance: str = "mean_conv_l2"  # d, see `strategies.encoder_divergence`
     predictor_threshold: float = 0.4  # mu of Eq. 3, in the unit of d; 0 is always local
-
-    def __post_init__(self) -> None:
-        check_arguments("strategy", **vars(self))
 
 
 class FedUClient(ClientStrategy):

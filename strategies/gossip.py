@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedssl.arrays import Cosines, GlobalLayers, Layers, is_weight
-from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
@@ -207,5 +206,4 @@ class Gossip(FedSSLStrategy):
         probability: float | None = None,
         file: str | None = None,
     ) -> None:
-        check_arguments("strategy", topology=topology, degree=degree, probability=probability)
         super().__init__(GossipServer(topology, degree=degree, probability=probability, file=file))

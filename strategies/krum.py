@@ -48,14 +48,8 @@ def closest(
 ) -> list[ClientUpdate]:
     """Return the clients, by id, with the smallest sums of squared distances to their K - f - 2 nearest neighbors.
 
-    Parameters
-    ----------
-    global_layers, updates
-        As in `strategies.fedavg.fedavg`.
-    malicious : int
-        f, the number of malicious clients, at least 0.
-    select : int
-        Number of selected clients, at most all; 1 is Krum, more is Multi-Krum.
+    ``global_layers`` and ``updates`` as in `strategies.fedavg.fedavg`. f, ``malicious``, is the number of malicious
+    clients, at least 0. ``select`` is that of selected clients, at most all; 1 is Krum, more is Multi-Krum.
     """
     check_arguments("strategy", malicious=malicious, select=select)
     reference = as_reference(global_layers)

@@ -17,11 +17,7 @@ from strategies.weighted_sum import WeightedSum
 def loss_weighted(global_layers: Layers | GlobalLayers, updates: Sequence[ClientUpdate]) -> Layers:
     """Return the mean of the clients' models, weighted by the softmax of minus their training losses.
 
-    Parameters
-    ----------
-    global_layers, updates
-        As in `strategies.fedavg.fedavg`.
-        Each update has a ``train_loss``.
+    ``global_layers`` and ``updates`` as in `strategies.fedavg.fedavg`; each update has a ``train_loss``.
     """
     return aggregate(global_layers, updates, WeightedSum(weighting="loss"), needs_cosines=False)
 

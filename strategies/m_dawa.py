@@ -19,13 +19,8 @@ def m_dawa(
 ) -> Layers:
     """Return the mean over the K received updates of delta_k w_k, where delta_k is the cosine of the whole model.
 
-    Parameters
-    ----------
-    global_layers, updates
-        As in `strategies.fedavg.fedavg`.
-        ``num_examples`` and ``train_loss`` are not used.
-    buffers : {"average", "scale"}
-        Running statistics: plain mean, or scaled by delta_k like the weights.
+    ``global_layers`` and ``updates`` as in `strategies.fedavg.fedavg`, without metrics. ``buffers`` are running
+    statistics: "average" is their plain mean, "scale" multiplies them by delta_k like the weights.
     """
     return aggregate(global_layers, updates, WeightedSum(scale="model", buffers=buffers))  # Eq. 3
 

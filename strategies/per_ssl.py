@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from fedssl.arrays import Layers
-from fedssl.config.constraints import check_arguments
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, copy_arrays, exchanged_names, load_and_start_round, local_names
-from fedssl.regularizers.base import Regularizer, RegularizerInput
-from fedssl.regularizers.prox import proximal
+from fedssl.regularizers.base import RegularizerInput
+from fedssl.regularizers.prox import Proximal
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
 from strategies.fedavg import make_weighted_mean
@@ -36,27 +35,26 @@ from strategies.types import ClientState, CommunicationSummary, TrainAgain
 PERSONAL = "personal."  # prefix of v_k's layers in a client's state
 
 
-class ProximalTo(Regularizer):
+class ProximalTo(Proximal):
     """Proximal term with ``weight`` lambda that pulls the trained weights to ``layers``; 0 disables it.
 
     Trained weights of local parts, which are not in ``layers``, are free.
     """
 
     def __init__(self, layers: Layers, *, weight: float) -> None:
-        self._layers, self._weight = layers, weight
+        super().__init__(weight=weight)
+        self._layers = layers
 
     @torch.no_grad()
     def on_train_start(self, method: SSLMethod) -> None:
         tensors = method.named_tensors
         trained = {name: tensors[name] for name in tensors if name in self._layers and tensors[name].requires_grad}
         self._trained = list(trained.values())
-        self._reference = [torch.empty_like(weights) for weights in self._trained]
-        copy_arrays(self._reference, [self._layers[name] for name in trained])
+        self._start = [torch.empty_like(weights) for weights in self._trained]
+        copy_arrays(self._start, [self._layers[name] for name in trained])
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
-        if self._weight == 0:
-            return loss
-        return loss + proximal(self._trained, self._reference, weight=self._weight)
+        return super().apply(loss, step) if self.weight else loss
 
 
 class PersonalClient(ClientStrategy):
@@ -65,7 +63,6 @@ class PersonalClient(ClientStrategy):
     trainings_per_round = 2
 
     def __init__(self, *, weight: float) -> None:
-        check_arguments("strategy", weight=weight)
         self.weight = weight
 
     def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fedssl.augmentation.patch_masks import check_grid, sample_masks
 from fedssl.augmentation.recipe import UNIFORMS, Parameters, parameters, read_recipe
@@ -243,22 +244,12 @@ def _per_image(orders: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int]) 
     return torch.tensor(orders, dtype=torch.float32).permute(2, 1, 0).repeat_interleave(torch.tensor(sizes), dim=2)
 
 
-def _masks_to_device(masks: Sequence[Sequence[Mask | None]], device: torch.device) -> list[list[Mask | None]]:
+def _masks_to_device(masks: list[list[Mask | None]], device: torch.device) -> list[list[Mask | None]]:
     """Copy the masks of all batches at once; patch indices fit into 16 bits."""
-    parts = [part for batch in masks for mask in batch if mask for part in (mask.hidden, mask.visible, mask.targets)]
-    tensors = [part for part in parts if part is not None]
+    tensors = [leaf for leaf in tree_leaves(masks) if isinstance(leaf, Tensor)]
     if not tensors:
-        return [list(batch) for batch in masks]
+        return masks
     packed = to_device(torch.cat([part.flatten().to(torch.int16) for part in tensors]), device)
     pieces = iter(packed.split([part.numel() for part in tensors]))
-
-    def moved(part: Tensor | None) -> Tensor | None:
-        return None if part is None else next(pieces).view(part.shape).to(part.dtype)
-
-    def moved_mask(mask: Mask | None) -> Mask | None:
-        if mask is None:
-            return None
-        hidden = next(pieces).view(mask.hidden.shape).bool()
-        return Mask(hidden, moved(mask.visible), moved(mask.targets))
-
-    return [[moved_mask(mask) for mask in batch] for batch in masks]
+    moved: list[list[Mask | None]] = tree_map_only(Tensor, lambda x: next(pieces).view(x.shape).to(x.dtype), masks)
+    return moved

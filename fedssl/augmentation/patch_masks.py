@@ -29,36 +29,19 @@ TRIALS = 20  # rectangles tried per image by ``block``, and arrangements by ``mu
 
 @dataclass(frozen=True, kw_only=True)
 class MaskRecipe:
-    """Recipe of random masks.
+    """Recipe of random masks."""
 
-    Parameters
-    ----------
-    kind : {"random", "block", "multi_block"}
-        See the module.
-    patch : int or None
-        Height and width of a patch in pixels; None if the encoder has no patches, which is rejected.
-    ratio : float
-        ``random``: share of hidden patches.
-    ratio_range : sequence of float
-        ``block``: smallest and largest share of hidden patches; the share of an image is uniform.
-    prob : float
-        ``block``: probability that a view of an image is masked.
-    aspect_ratio : sequence of float
-        Smallest and largest height / width of rectangles; uniform in the logarithm for ``block``, uniform for targets.
-    num_targets : int
-        ``multi_block``: number of target rectangles.
-    target_scale, context_scale : sequence of float
-        ``multi_block``: smallest and largest share of the patches in a target, and in the context before the targets
-        are removed.
-    """
-
-    kind: str
-    patch: int | None
-    ratio: float = 0.75
+    kind: str  # "random", "block" or "multi_block", see the module
+    patch: int | None  # height and width of a patch in pixels; None if the encoder has no patches, which is rejected
+    ratio: float = 0.75  # ``random``: share of hidden patches
+    # ``block``: smallest and largest share of hidden patches; the share of an image is uniform.
     ratio_range: Sequence[float] = (0.1, 0.5)
-    prob: float = 0.5
+    prob: float = 0.5  # ``block``: probability that a view of an image is masked
+    # Smallest and largest height / width of rectangles; uniform in the logarithm for ``block``, uniform for targets.
     aspect_ratio: Sequence[float] = (0.75, 1.5)
-    num_targets: int = 4
+    num_targets: int = 4  # ``multi_block``: number of target rectangles
+    # ``multi_block``: smallest and largest share of the patches in a target, and in the context before the targets are
+    # removed.
     target_scale: Sequence[float] = (0.15, 0.2)
     context_scale: Sequence[float] = (0.85, 1.0)
 
@@ -122,19 +105,7 @@ def num_hidden(ratio: float, patches: int) -> int:
 
 
 def sample_masks(recipe: MaskRecipe, batch: int, *, grid: int, generator: torch.Generator) -> Mask:
-    """Draw masks for the images of a batch, on the CPU.
-
-    Parameters
-    ----------
-    recipe : MaskRecipe
-        Kind of masks.
-    batch : int
-        Number of images.
-    grid : int
-        Number of patches in a row and in a column.
-    generator : torch.Generator
-        CPU generator.
-    """
+    """Draw masks for ``batch`` images with ``grid`` patches in a row and in a column, by a CPU ``generator``."""
     if recipe.kind == "random":
         return random_mask(batch, grid**2, ratio=recipe.ratio, generator=generator)
     if recipe.kind == "block":

@@ -27,48 +27,24 @@ UNIFORMS = BOX_UNIFORMS + 10  # random numbers per image and view
 
 @dataclass(frozen=True, kw_only=True)
 class ViewOptions:
-    """Recipe of one view. Probabilities are per image, and the defaults change nothing.
+    """Recipe of one view. Probabilities are per image; 0 disables an operation, and the defaults change nothing."""
 
-    Parameters
-    ----------
-    crop_scale : sequence of float
-        Smallest and largest fraction of the image's area in a crop, in [0, 1]; ``[1, 1]`` keeps the whole image.
-    crop_ratio : sequence of float
-        Smallest and largest width / height of a crop.
-    pad : int
-        Width in pixels of the mirrored border, into which crops may extend; 0 disables it. With ``crop_scale`` ``[1,
-        1]`` the image is shifted by up to ``pad`` pixels in each direction.
-    flip_prob : float
-        Probability of a left-right flip; 0 disables it.
-    jitter_prob : float
-        Probability of the color jitter as a whole; 0 disables it.
-    brightness, contrast, saturation : float
-        The factor is uniform in [max(0, 1 - value), 1 + value]; 0 disables the operation.
-    hue : float
-        The hue rotates by up to this fraction of a full turn in either direction, in [0, 0.5]; 0 disables it.
-    gray_prob : float
-        Probability of grayscale; 0 disables it.
-    blur_prob : float
-        Probability of Gaussian blur; 0 disables it.
-    blur_sigma : sequence of float
-        Smallest and largest standard deviation of the blur, in pixels of the view.
-    solarize_prob : float
-        Probability of inverting values of at least 0.5; 0 disables it.
-    """
-
+    # Smallest and largest fraction of the image's area in a crop, in [0, 1]; ``[1, 1]`` keeps the whole image.
     crop_scale: Sequence[float] = (1.0, 1.0)
-    crop_ratio: Sequence[float] = (3 / 4, 4 / 3)
+    crop_ratio: Sequence[float] = (3 / 4, 4 / 3)  # smallest and largest width / height of a crop
+    # Width in pixels of the mirrored border, into which crops may extend. With ``crop_scale`` ``[1, 1]`` the image is
+    # shifted by up to ``pad`` pixels in each direction.
     pad: int = 0
-    flip_prob: float = 0.0
-    jitter_prob: float = 1.0
-    brightness: float = 0.0
-    contrast: float = 0.0
-    saturation: float = 0.0
-    hue: float = 0.0
-    gray_prob: float = 0.0
-    blur_prob: float = 0.0
-    blur_sigma: Sequence[float] = (0.1, 2.0)
-    solarize_prob: float = 0.0
+    flip_prob: float = 0.0  # of a left-right flip
+    jitter_prob: float = 1.0  # of the color jitter as a whole
+    brightness: float = 0.0  # the factor is uniform in [max(0, 1 - value), 1 + value]
+    contrast: float = 0.0  # as for brightness
+    saturation: float = 0.0  # as for brightness
+    hue: float = 0.0  # largest rotation in either direction as a fraction of a full turn, in [0, 0.5]
+    gray_prob: float = 0.0  # of grayscale
+    blur_prob: float = 0.0  # of Gaussian blur
+    blur_sigma: Sequence[float] = (0.1, 2.0)  # smallest and largest standard deviation of it, in pixels of the view
+    solarize_prob: float = 0.0  # of inverting values of at least 0.5
 
 
 RECIPE_KEYS = ("count", "size", "role", "mask")  # fields of a recipe, besides those of its view
@@ -76,27 +52,13 @@ RECIPE_KEYS = ("count", "size", "role", "mask")  # fields of a recipe, besides t
 
 @dataclass(frozen=True, kw_only=True)
 class ViewRecipe:
-    """Recipe of one or several views with equal settings.
+    """Recipe of one or several views with equal settings."""
 
-    Parameters
-    ----------
-    view : ViewOptions
-        Random operations.
-    count : int
-        Number of views, each with separate random parameters; 0 disables the recipe.
-    size : float
-        Height and width of the views as a fraction of the size of the images, in (0, 1].
-    role : {"global", "local"}
-        See `fedssl.views.View`.
-    mask : MaskRecipe or None
-        Random masks; None masks nothing.
-    """
-
-    view: ViewOptions
-    count: int = 1
-    size: float = 1.0
-    role: str = GLOBAL
-    mask: MaskRecipe | None = None
+    view: ViewOptions  # random operations
+    count: int = 1  # number of views, each with separate random parameters; 0 disables the recipe
+    size: float = 1.0  # height and width of the views as a fraction of the size of the images, in (0, 1]
+    role: str = GLOBAL  # see `fedssl.views.View`
+    mask: MaskRecipe | None = None  # random masks; None masks nothing
 
 
 def read_recipe(recipe: Mapping[str, Any], *, name: str) -> ViewRecipe:

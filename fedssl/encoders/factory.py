@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedssl.config.constraints import check_arguments
 from fedssl.encoders.base import Encoder
 from fedssl.encoders.library import require_timm
-from fedssl.encoders.resnet import BasicBlock, Bottleneck, ResNetEncoder
+from fedssl.encoders.resnet import ResNetEncoder
 from fedssl.errors import InputError
 
 
@@ -55,22 +55,11 @@ def normalization(norm: str) -> Callable[[int], nn.Module]:
 
 
 def conv_small(*, channels: int, size: int, width: int = 32, norm: str = "batch") -> Encoder:
-    """Build a small convolutional encoder that trains fast on a CPU, for images of 8x8 to 96x96.
+    """Build a small convolutional encoder that trains fast on a CPU, for images of 8x8 to 96x96 (at least 4x4).
 
-    Parameters
-    ----------
-    channels, size : int
-        Channels of the images, and their height and width in pixels (at least 4).
-    width : int
-        Channels of the first of four blocks; the others have 2, 4 and 4 times this number.
-    norm : {"batch", "group"}
-        As in `normalization`.
-
-    Returns
-    -------
-    Encoder
-        Encoder with ``feature_dim = 4 * width``. The blocks halve the image twice below 16 pixels, four times from 64
-        pixels and three times in between, so that the widest blocks see 2x2 to 6x6 positions.
+    The first of four blocks has ``width`` channels, the others have 2, 4 and 4 times as many: ``feature_dim = 4 *
+    width``. ``norm`` as in `normalization`. The blocks halve the image twice below 16 pixels, four times from 64 pixels
+    and three times in between, so that the widest blocks see 2x2 to 6x6 positions.
     """
     _check_image_size("conv_small", channels=channels, size=size, smallest=4)
     check_arguments("encoder", width=width)
@@ -95,8 +84,7 @@ def resnet(*, depth: int, channels: int, size: int, stem: str = "small", norm: s
     """
     _check_image_size(f"resnet{depth}", channels=channels, size=size, smallest=1)
     check_arguments("encoder", stem=stem)
-    block, blocks = _BLOCKS[depth]
-    encoder = ResNetEncoder(block, blocks, normalize=normalization(norm))
+    encoder = ResNetEncoder(_BLOCKS[depth], bottleneck=depth >= 50, normalize=normalization(norm))
     if stem == "small":
         encoder.conv1 = nn.Conv2d(channels, 64, 3, stride=1, padding=1, bias=False)
         encoder.maxpool = nn.Identity()
@@ -108,11 +96,7 @@ def resnet(*, depth: int, channels: int, size: int, stem: str = "small", norm: s
     return encoder
 
 
-_BLOCKS: dict[int, tuple[type[BasicBlock | Bottleneck], tuple[int, ...]]] = {
-    18: (BasicBlock, (2, 2, 2, 2)),
-    34: (BasicBlock, (3, 4, 6, 3)),
-    50: (Bottleneck, (3, 4, 6, 3)),
-}
+_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}  # of each stage, by depth
 resnet18 = partial(resnet, depth=18)
 resnet34 = partial(resnet, depth=34)
 resnet50 = partial(resnet, depth=50)

@@ -56,29 +56,16 @@ class Parts:
     view_step: int | None = None
 
 
-@dataclass(frozen=True)
-class Library:
-    """Functions that build networks of a library."""
-
-    create: Callable[[str, int, int], nn.Module]  # without classifier, of a name, channels and image size
-    divide: Callable[[Any], Parts | None]  # the parts of a network; None if its family is unknown
+Create = Callable[[str, int, int], nn.Module]  # builds a network without classifier, of a name, channels and image size
+Divide = Callable[[Any], Parts | None]  # returns the parts of a network; None if its family is unknown
 
 
 class LibraryEncoder(Encoder):
     """A network of another library, whose parameters, buffers and submodules are the encoder's, with their names.
 
-    Parameters
-    ----------
-    network : nn.Module
-        Network without classifier: ``(batch, channels, size, size)`` to ``(batch, feature_dim)``.
-    parts : Parts or None
-        Its division. None: the network is the only stage.
-    widths, features : sequence of int
-        Length of a representation after each stage, and channels or token length of the stage's output.
-    channels : int
-        Channels of valid images.
-    image_size : int or None
-        Height and width of valid images in pixels; None if any size is valid.
+    The network has no classifier: it maps ``(batch, channels, size, size)`` to ``(batch, feature_dim)``. ``parts`` are
+    its division; None: the network is the only stage. ``widths`` and ``features`` are the lengths of a representation
+    after each stage, and the channels or token lengths of the stages' outputs.
     """
 
     def __init__(
@@ -140,16 +127,18 @@ class LibraryEncoder(Encoder):
         return self
 
 
-def build_library_encoder(library: Library, *, name: str, channels: int, size: int, fixed_size: bool) -> LibraryEncoder:
+def build_library_encoder(
+    create: Create, divide: Divide, *, name: str, channels: int, size: int, fixed_size: bool
+) -> LibraryEncoder:
     """Build a library's network as an encoder, after checking that it accepts images of this shape.
 
     ``fixed_size``: whether it accepts no images of another size.
     """
-    widths, features = _check_network(library, name, channels, size)
-    network = library.create(name, channels, size)
+    widths, features = _check_network(create, divide, name, channels, size)
+    network = create(name, channels, size)
     return LibraryEncoder(
         network,
-        library.divide(network),
+        divide(network),
         widths=widths,
         features=features,
         channels=channels,
@@ -158,12 +147,12 @@ def build_library_encoder(library: Library, *, name: str, channels: int, size: i
 
 
 @functools.lru_cache(maxsize=64)
-def _check_network(library: Library, name: str, channels: int, size: int) -> tuple[list[int], list[int]]:
+def _check_network(create: Create, divide: Divide, name: str, channels: int, size: int) -> tuple[list[int], list[int]]:
     """Return the lengths of `_stage_lengths`, computed without memory; `InputError` if the network does not run."""
     try:
         with shapes_only():
-            probe = library.create(name, channels, size)
-            return _stage_lengths(probe, library.divide(probe), torch.empty(2, channels, size, size))
+            probe = create(name, channels, size)
+            return _stage_lengths(probe, divide(probe), torch.empty(2, channels, size, size))
     except Exception as error:  # a library may reject a shape in any way
         reason = " ".join(str(error).split())[:200]
         raise InputError(

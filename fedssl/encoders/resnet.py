@@ -11,57 +11,42 @@ from torch import Tensor, nn
 from fedssl.encoders.base import Encoder
 
 _WIDTHS = (64, 128, 256, 512)  # of the stages, before the expansion
+_EXPANSION = 4  # of a bottleneck
 _NUM_CLASSES = 1000  # of torchvision's classifier, whose weights are drawn too
 
 Normalize = Callable[[int], nn.Module]  # builds the normalization of a number of channels
 
 
-class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut; the first has the stride."""
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut, or a *bottleneck*: a 3x3 convolution between two of 1x1.
 
-    expansion = 1
+    The first 3x3 convolution has the stride. ``width`` are the channels of the convolutions, of which the last one of a
+    bottleneck has four times as many.
+    """
 
-    def __init__(
-        self, before: int, width: int, *, stride: int, downsample: nn.Module | None, normalize: Normalize
-    ) -> None:
+    def __init__(self, before: int, width: int, *, stride: int, bottleneck: bool, normalize: Normalize) -> None:
         super().__init__()
-        self.conv1 = _conv(before, width, 3, stride)
-        self.bn1 = normalize(width)
+        convolutions = (
+            ((width, 1, 1), (width, 3, stride), (_EXPANSION * width, 1, 1))
+            if bottleneck
+            else ((width, 3, stride), (width, 3, 1))
+        )
+        self._depth, channels = len(convolutions), before
+        for number, (after, size, step) in enumerate(convolutions, start=1):
+            self.add_module(f"conv{number}", _conv(channels, after, size, step))
+            self.add_module(f"bn{number}", normalize(after))
+            channels = after
         self.relu = nn.ReLU(inplace=True)
-        self.conv2 = _conv(width, width, 3)
-        self.bn2 = normalize(width)
-        self.downsample = downsample
+        self.downsample: nn.Module | None = None
+        if stride != 1 or before != channels:
+            self.downsample = nn.Sequential(_conv(before, channels, 1, stride), normalize(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
-        out += x if self.downsample is None else self.downsample(x)
-        output: Tensor = self.relu(out)
-        return output
-
-
-class Bottleneck(nn.Module):
-    """A 3x3 convolution, which has the stride, between two of 1x1, beside a shortcut."""
-
-    expansion = 4
-
-    def __init__(
-        self, before: int, width: int, *, stride: int, downsample: nn.Module | None, normalize: Normalize
-    ) -> None:
-        super().__init__()
-        self.conv1 = _conv(before, width, 1)
-        self.bn1 = normalize(width)
-        self.conv2 = _conv(width, width, 3, stride)
-        self.bn2 = normalize(width)
-        self.conv3 = _conv(width, self.expansion * width, 1)
-        self.bn3 = normalize(self.expansion * width)
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample = downsample
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.relu(self.bn2(self.conv2(out)))
-        out = self.bn3(self.conv3(out))
+        out = x
+        for number in range(1, self._depth + 1):
+            out = self.get_submodule(f"bn{number}")(self.get_submodule(f"conv{number}")(out))
+            if number < self._depth:
+                out = self.relu(out)
         out += x if self.downsample is None else self.downsample(x)
         output: Tensor = self.relu(out)
         return output
@@ -73,22 +58,18 @@ class ResNetEncoder(Encoder):
     ``layers`` are the numbers of blocks of each stage; ``normalize`` builds the normalization of a number of channels.
     """
 
-    def __init__(self, block: type[BasicBlock | Bottleneck], layers: Sequence[int], *, normalize: Normalize) -> None:
+    def __init__(self, layers: Sequence[int], *, bottleneck: bool, normalize: Normalize) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = normalize(64)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool: nn.Module = nn.MaxPool2d(3, stride=2, padding=1)
-        before = 64
+        before, expansion = 64, _EXPANSION if bottleneck else 1
         for number, (width, count) in enumerate(zip(_WIDTHS, layers, strict=True), start=1):
             stage = nn.Sequential()
             for stride in (1 if number == 1 else 2, *[1] * (count - 1)):
-                after = width * block.expansion
-                downsample = None
-                if stride != 1 or before != after:
-                    downsample = nn.Sequential(_conv(before, after, 1, stride), normalize(after))
-                stage.append(block(before, width, stride=stride, downsample=downsample, normalize=normalize))
-                before = after
+                stage.append(ResidualBlock(before, width, stride=stride, bottleneck=bottleneck, normalize=normalize))
+                before = width * expansion
             self.add_module(f"layer{number}", stage)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         nn.Linear(before, _NUM_CLASSES)  # for its draws
@@ -97,7 +78,7 @@ class ResNetEncoder(Encoder):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         self.feature_dim = before
         self.define_stages(
-            stages=("layer1", "layer2", "layer3", "layer4"), widths=tuple(width * block.expansion for width in _WIDTHS)
+            stages=("layer1", "layer2", "layer3", "layer4"), widths=tuple(width * expansion for width in _WIDTHS)
         )
 
     def run_stem(self, images: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedssl.config.overrides import did_you_mean
 from fedssl.encoders.base import Encoder
-from fedssl.encoders.library import Library, Parts, build_library_encoder, run_modules
+from fedssl.encoders.library import Parts, build_library_encoder, run_modules
 from fedssl.errors import InputError
 
 _ANY_SIZE_VITS = ("vision_transformer", "deit")  # modules of timm whose networks interpolate positions
@@ -39,11 +39,7 @@ def build_timm(name: str, *, channels: int, size: int) -> Encoder:
     """Build timm's network of this name without classifier."""
     check_name(name)
     return build_library_encoder(
-        Library(create, divide),
-        name=name,
-        channels=channels,
-        size=size,
-        fixed_size=_has_fixed_size(name),
+        create, divide, name=name, channels=channels, size=size, fixed_size=_has_fixed_size(name)
     )
 
 

@@ -93,14 +93,8 @@ class TokenEncoder(Encoder):
     def embed(self, images: Tensor, *, hidden: Tensor | None = None, mask_token: Tensor | None = None) -> Tensor:
         """Return the tokens of patches with their positions, without prefix tokens: ``(batch, patches, feature_dim)``.
 
-        Parameters
-        ----------
-        images : Tensor
-            Images or smaller views, ``(batch, channels, side, side)``.
-        hidden : Tensor, optional
-            Patches that ``mask_token`` replaces before positions are added, bool, ``(batch, patches)``.
-        mask_token : Tensor, optional
-            Token ``(feature_dim,)``; required with ``hidden``.
+        ``images`` are images or smaller views, ``(batch, channels, side, side)``. ``mask_token`` ``(feature_dim,)``
+        replaces the ``hidden`` patches, bool ``(batch, patches)``, before positions are added.
         """
         raise NotImplementedError
 

@@ -16,18 +16,8 @@ from fedssl.errors import InputError
 class ViTEncoder(TokenEncoder, VisionTransformer):
     """VisionTransformer of torchvision; its blocks are the stages, the last layer normalization is the tail.
 
-    Parameters
-    ----------
-    size, patch, depth, heads, width : int
-        Height of an image and of a patch in pixels, blocks, attention heads, length of a token.
-    pool : {"token", "mean"}
-        h is the class token, or the mean over patches, in which case there is no class token.
-    fixed_positions : bool
-        Whether positions are `fedssl.encoders.tokens.sincos_position_embedding` (and 0 for the class token), which are
-        neither trained, exchanged nor part of the ``state_dict``. False: they are weights.
-    registers : int
-        Number of register tokens (arXiv 2309.16588): weights after the class token, without position. They take part in
-        attention but not in h.
+    Parameters as in `fedssl.encoders.factory.vit`. ``fixed_positions``, 0 for the class token, are neither trained,
+    exchanged nor part of the ``state_dict``. Registers are weights after the class token, without position.
     """
 
     conv_proj: nn.Conv2d

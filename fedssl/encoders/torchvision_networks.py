@@ -8,7 +8,7 @@ from torchvision import models
 
 from fedssl.config.overrides import did_you_mean
 from fedssl.encoders.base import Encoder
-from fedssl.encoders.library import Library, Parts, build_library_encoder, run_modules
+from fedssl.encoders.library import Parts, build_library_encoder, run_modules
 from fedssl.errors import InputError
 
 _CLASSIFIERS = ("fc", "classifier", "heads", "head")  # names of the classifier in torchvision's networks
@@ -28,7 +28,7 @@ def build_torchvision(name: str, *, channels: int, size: int) -> Encoder:
     """Build torchvision's network of this name without classifier."""
     check_name(name)
     return build_library_encoder(
-        Library(create, divide), name=name, channels=channels, size=size, fixed_size=_has_fixed_size(name)
+        create, divide, name=name, channels=channels, size=size, fixed_size=_has_fixed_size(name)
     )
 
 

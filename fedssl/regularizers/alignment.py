@@ -21,22 +21,9 @@ def alignment(
 ) -> Tensor:
     """Return the distance of local representations from the downloaded encoder's representations of the other view.
 
-    Parameters
-    ----------
-    z1, z2 : Tensor
-        Local representations of the two views, ``(batch, dim)``; normalized here.
-    g1, g2 : Tensor
-        Representations of the downloaded encoder, ``(batch, dim)``, without gradient.
-    distance : {"info_nce", "cosine"}
-        "info_nce": ``l(z1, g2) + l(z2, g1)`` with l as in `fedssl.losses.info_nce`. "cosine": the mean of ``-cos(z1,
-        g2)`` and ``-cos(z2, g1)``.
-    temperature : float
-        Temperature of InfoNCE; positive.
-
-    Returns
-    -------
-    Tensor
-        Scalar >= 0, or in [-1, 1] for the cosine.
+    Local representations ``z1``, ``z2`` and those of the downloaded encoder ``g1``, ``g2``, without gradient, are
+    ``(batch, dim)``. "info_nce" is ``l(z1, g2) + l(z2, g1)``, >= 0, with l as in `fedssl.losses.info_nce` and a
+    positive temperature. "cosine" is the mean of ``-cos(z1, g2)`` and ``-cos(z2, g1)``, in [-1, 1].
     """
     if distance == "cosine":
         return (negative_cosine(z1, g2) + negative_cosine(z2, g1)) / 2

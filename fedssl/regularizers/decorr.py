@@ -15,18 +15,10 @@ from fedssl.regularizers.base import Regularizer, RegularizerInput
 
 
 def feature_decorrelation(z: Tensor) -> Tensor:
-    """Return the mean squared correlation of two different dimensions, times ``(batch - 1)^2 / batch``.
+    """Return the mean squared correlation of two dimensions of ``(batch, dim)``, times ``(batch - 1)^2 / batch``.
 
-    Parameters
-    ----------
-    z : Tensor
-        Representations or projections, ``(batch, dim)``.
-
-    Returns
-    -------
-    Tensor
-        Scalar from 0 to ``(batch - 1)^2 / batch``; 0 for one image or one dimension, which have no correlations. A
-        constant dimension counts as uncorrelated.
+    It is a scalar from 0 to ``(batch - 1)^2 / batch``; 0 for one image or one dimension, which have no correlations. A
+    constant dimension counts as uncorrelated.
     """
     batch, dim = z.shape
     if batch == 1 or dim == 1:

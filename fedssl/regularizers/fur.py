@@ -82,28 +82,13 @@ def uot_uniformity(
 
 
 def tangent_swd(z: Tensor, *, samples: Tensor, bases: Tensor, projections: Tensor) -> Tensor:
-    """Return the regularizer of FedU2's code: sliced distances in tangent spaces of the sphere.
+    """Return the regularizer of FedU2's code: sliced distances in tangent spaces of the sphere, a scalar >= 0.
 
     With ``log_b`` the logarithm of the sphere at base b, this is the sum over the bases of the mean over k and
-    projections p of ``(sort(log_b(z) p)_k - sort(log_b(s) p)_k)^2``, divided by 6. Here z is normalized for all
-    methods; in the code for SimCLR only.
-
-    Parameters
-    ----------
-    z : Tensor
-        Representations, ``(batch, dim)``; normalized here.
-    samples : Tensor
-        Points of the sphere, ``(batch, dim)``, each of length 1.
-    bases : Tensor
-        Base points of the tangent spaces, ``(bases, dim)``, each of length 1. The code uses one base per image but
-        divides by the intended 6.
-    projections : Tensor
-        Lines onto which each tangent space is projected, ``(bases, dim, lines)``, standard normal.
-
-    Returns
-    -------
-    Tensor
-        Scalar >= 0.
+    projections p of ``(sort(log_b(z) p)_k - sort(log_b(s) p)_k)^2``, divided by 6. ``z`` are representations, ``(batch,
+    dim)``, normalized here for all methods; in the code for SimCLR only. ``samples`` ``(batch, dim)`` and ``bases``
+    ``(bases, dim)`` are points of the sphere. The code uses one base per image but divides by the intended 6.
+    ``projections`` ``(bases, dim, lines)`` are lines onto which each tangent space is projected, standard normal.
     """
     z = F.normalize(at_least_float32(z), dim=1)
     with torch.autocast(z.device.type, enabled=False):

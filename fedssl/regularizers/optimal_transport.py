@@ -29,25 +29,15 @@ ROUNDING = 64.0  # lower bound of the slack of transported mass in units of roun
 
 @torch.inference_mode()  # cheaper than no_grad, which matters for many small operations
 def coupling(cost: Tensor, *, tau_a: float, tau_b: float, max_iter: int, tolerance: float) -> Tensor:
-    """Compute the coupling pi >= 0 that minimizes Eq. 4.
+    """Compute the coupling pi >= 0 that minimizes Eq. 4 for the cost C, ``(..., rows, columns)``, float32 or float64.
 
-    Parameters
-    ----------
-    cost : Tensor
-        C, ``(..., rows, columns)``, float32 or float64.
-    tau_a, tau_b : float
-        Penalty of an unmatched row, and of an unmatched column; positive.
-    max_iter : int
-        Maximum number of steps.
-    tolerance : float
-        Relative error of pi (2-norm) at which to stop, estimated by the mean length of the predictor's last two changes
-        of pi relative to pi. 0 runs all steps without synchronizing with the device.
+    ``tau_a`` and ``tau_b`` are positive penalties of an unmatched row, and of an unmatched column. There are at most
+    ``max_iter`` steps. ``tolerance`` is the relative error of pi (2-norm) at which to stop, estimated by the mean
+    length of the predictor's last two changes of pi relative to pi. 0 runs all steps without synchronizing with the
+    device.
 
-    Returns
-    -------
-    Tensor
-        pi, ``(..., rows, columns)``; an inference tensor, which autograd cannot use without a clone. An entry whose
-        cost is at least ``tau_a + tau_b`` is exactly 0: prices never exceed tau_a and tau_b.
+    Return pi with the shape of C; an inference tensor, which autograd cannot use without a clone. An entry whose cost
+    is at least ``tau_a + tau_b`` is exactly 0: prices never exceed tau_a and tau_b.
     """
     pi, slack, u, v = _start(cost, tau_a=tau_a, tau_b=tau_b)
     min_slack = ROUNDING * torch.finfo(cost.dtype).eps * (tau_a + tau_b)

@@ -4,8 +4,7 @@ Each takes the new encoder and declares its other layers as base layers (`fedssl
 they are never trained, aggregated or part of an update, and a client receives them once (`fedssl.base_layers`).
 """
 
-from fedssl.tuning.adapter import adapter
 from fedssl.tuning.lora import lora, plain_copy
-from fedssl.tuning.selection import bias, full, head_only, last_blocks, norm
+from fedssl.tuning.selection import adapter, bias, full, head_only, last_blocks, norm
 
 __all__ = ["adapter", "bias", "full", "head_only", "last_blocks", "lora", "norm", "plain_copy"]

@@ -141,12 +141,12 @@ def _insert(encoder: Encoder, names: Sequence[str], *, rank: int, scale: float) 
     for path, module in list(encoder.named_modules()):
         if isinstance(module, nn.MultiheadAttention) and chosen & {f"{path}.{IN_PROJ}", f"{path}.out_proj"}:
             rank_in = rank if f"{path}.{IN_PROJ}" in chosen else 0
-            _replace(encoder, path, LoRAAttention(_supported(module, path), rank=rank_in, scale=scale))
+            encoder.set_submodule(path, LoRAAttention(_supported(module, path), rank=rank_in, scale=scale))
     for path, module in list(encoder.named_modules()):
         if path in chosen and isinstance(module, nn.Linear):
-            _replace(encoder, path, LoRALinear(module, rank=rank, scale=scale))
+            encoder.set_submodule(path, LoRALinear(module, rank=rank, scale=scale))
         elif path in chosen and isinstance(module, nn.Conv2d):
-            _replace(encoder, path, LoRAConv2d(module, rank=rank, scale=scale))
+            encoder.set_submodule(path, LoRAConv2d(module, rank=rank, scale=scale))
 
 
 def _supported(attention: nn.MultiheadAttention, path: str) -> nn.MultiheadAttention:
@@ -156,8 +156,3 @@ def _supported(attention: nn.MultiheadAttention, path: str) -> nn.MultiheadAtten
             "of axes); set tuning.targets to other layers"
         )
     return attention
-
-
-def _replace(encoder: Encoder, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    encoder.get_submodule(parent).add_module(name, module)

@@ -1,4 +1,4 @@
-"""Tunings that select parameters of the encoder: all, none, the last stages, normalization layers, or biases."""
+"""Tunings of all parameters, none, the last stages, normalization layers, biases, or adapters."""
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -67,6 +67,27 @@ def bias(encoder: Encoder) -> None:
     """
     trained = {name for name, _ in encoder.named_parameters() if name.endswith("bias")}
     _train_only(encoder, trained, tuning="bias", layers="biases")
+
+
+def adapter(encoder: Encoder, *, bottleneck: int, blocks: int | None = None) -> None:
+    r"""Train an adapter after each of the last ``blocks`` stages, see `fedssl.encoders.base.Adapter`.
+
+    In a vision transformer, whose stages are its blocks, they are where Pfeiffer et al. (arXiv 2005.00247) place them:
+    one per block, after the feed-forward layers. In a convolutional network they are 1x1 convolutions with a shortcut,
+    as those of Rebuffi et al. (arXiv 1705.08045), but one per stage and with a bottleneck.
+
+    $$
+    h \leftarrow h + U \operatorname{GELU}(D h + a) + b \qquad U_0 = 0, \; b_0 = 0
+    $$
+
+    with h the vector of a position or token in a stage's output, and D, a, U, b the trained weights and biases.
+
+    ``bottleneck`` is the length of the hidden layer of an adapter. The stages before the last ``blocks`` run once for
+    all networks of a method. None: all stages have an adapter.
+    """
+    base = list(encoder.state_dict())
+    encoder.add_adapters(bottleneck=bottleneck, blocks=blocks)
+    encoder.freeze_base(base, stages=len(encoder.stage_names) - len(encoder.adapters))
 
 
 def _train_only(encoder: Encoder, trained: set[str], *, tuning: str, layers: str) -> None:

@@ -22,9 +22,9 @@ def test_tensors_and_their_replacements_have_the_same_order():
         torch.zeros(2).long(),
     )
     numbered = views.with_tensors([x + index for index, x in enumerate(views.tensors(), start=1)])
-    assert [float(x.flatten()[0]) for x in numbered.images] == [1, 2, 3]
-    assert numbered[0].mask.visible.eq(5).all()
-    assert numbered[0].mask.targets.eq(6).all()
+    assert [float(x.flatten()[0]) for x in numbered.images] == [1, 5, 7]
+    assert numbered[0].mask.visible.eq(3).all()
+    assert numbered[0].mask.targets.eq(4).all()
     assert numbered[1].mask.visible is None
     assert numbered.labels.eq(8).all()
     assert [view.role for view in numbered] == ["global", "global", "local"]

@@ -12,6 +12,7 @@ from torch import nn
 
 from client_app.app import app as client_app
 from fedssl.arrays import GlobalLayers
+from fedssl.config.load import compose
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
@@ -28,7 +29,6 @@ from strategies.euc import EUC, DiscrepancySum, averaging_intervals
 from strategies.fedavg import FedAvg
 from strategies.mods.server_optimizer import FedAvgM
 from strategies.types import GLOBAL, ServerState
-from strategies.weighted_sum import WeightedSum
 from tests.contexts import federation_of, run_context
 from tests.federation import Federation, model_of
 
@@ -62,7 +62,7 @@ def test_intervals_by_hand():
     ],
 )
 def test_discrepancy_by_hand(weighting, expected):
-    rule = DiscrepancySum(WeightedSum(weighting=weighting))
+    rule = DiscrepancySum(weighting=weighting)
     rule.start(GlobalLayers({"a.weight": np.array([[1.0, 2.0]]), "a.bias": np.zeros(3)}))
     for client, (weight, examples) in enumerate([([[2.0, 2.0]], 1), ([[2.0, 6.0]], 3)]):
         layers = {"a.weight": np.array(weight), "a.bias": np.full(3, client)}
@@ -75,7 +75,7 @@ def test_discrepancy_of_clients_that_are_nearly_equal():
     random = np.random.default_rng(0)
     start = {"a.weight": random.standard_normal((900, 700), np.float32)}  # more than one tile
     clients = [start["a.weight"] + np.float32(1e-3) * random.standard_normal((900, 700), np.float32) for _ in range(4)]
-    rule = DiscrepancySum(WeightedSum())
+    rule = DiscrepancySum()
     rule.start(GlobalLayers(start))
     for client, weight in enumerate(clients):
         rule.add(ClientUpdate(layers={"a.weight": weight}, partition_id=client), None)
@@ -341,8 +341,8 @@ def test_a_client_without_its_state_sits_out_a_round(tmp_path):
 
 
 def test_settings_are_refused_with_the_reason():
-    with pytest.raises(InputError, match="^strategy.interval=0 must be an integer of at least 1$"):
-        EUC(interval=0)
+    with pytest.raises(InputError, match="^strategy.interval=0 must be an integer of at least 1"):
+        compose(["strategy=euc", "strategy.interval=0"])
     with pytest.raises(InputError, match="^strategy.weighting=loss must be examples or uniform$"):
         EUC(weighting="loss")
     with pytest.raises(InputError, match="clients_per_round=1; 2 or more are needed"):

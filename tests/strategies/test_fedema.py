@@ -9,6 +9,7 @@ import torch
 
 from client_app.state_store import save_state
 from fedssl.arrays import is_weight
+from fedssl.config.load import compose
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.methods.byol import BYOL
@@ -224,10 +225,10 @@ def test_frozen_stages_are_the_servers_calibrated_ones(tmp_path, monkeypatch, ov
 
 
 def test_refused_settings():
-    with pytest.raises(InputError, match="^strategy.tau=-1 must be a number of at least 0$"):
-        FedEMA(tau=-1)
-    with pytest.raises(InputError, match="^strategy.distance=l1 must be mean_conv_l2 or squared_l2$"):
-        FedEMA(distance="l1")
+    with pytest.raises(InputError, match="^strategy.tau=-1 must be a number of at least 0"):
+        compose(["strategy=fedema", "strategy.tau=-1"])
+    with pytest.raises(InputError, match="^strategy.distance=l1 must be mean_conv_l2 or squared_l2"):
+        compose(["strategy=fedema", "strategy.distance=l1"])
     method = make_simclr()
     method.encoder.requires_grad_(False)
     with pytest.raises(InputError, match="of which nothing is trained; set another strategy"):

@@ -46,7 +46,7 @@ LINEAR = {
     "m_dawa": partial(WeightedSum, scale="model"),
     "eua": EUAAggregator,
     "eua unit": partial(EUAAggregator, deviation="unit", step="constant", server_lr=0.3),
-    "euc": lambda: DiscrepancySum(WeightedSum(weighting="examples")),
+    "euc": partial(DiscrepancySum, weighting="examples"),
     "gossip": partial(NeighborAverage, 2, {0: 0.1, 1: 0.2, 3: 0.3, 4: 0.15}),
     "krum": partial(KrumAggregator, malicious=1, select=2),
 }
@@ -225,7 +225,7 @@ def test_sums_of_blocks_scale_like_the_whole_sum():
 def test_euc_measures_the_discrepancy_of_products(weighting, fixed_a):
     start = reference(fixed_a=fixed_a)
     updates = clients_near(start)
-    aggregator = DiscrepancySum(WeightedSum(weighting=weighting))
+    aggregator = DiscrepancySum(weighting=weighting)
     aggregate(aggregator, start, updates)
     weights = np.array([one.num_examples if weighting == "examples" else 1 for one in updates], float)
     weights /= weights.sum()

@@ -103,7 +103,9 @@ def test_the_student_does_not_see_hidden_patches() -> None:
     seen = []
     method.encoder.encoder.layers[0].register_forward_hook(lambda module, inputs, output: seen.append(output))
     method.loss(views)
-    pixels = [view.mask.hidden.view(4, 1, 4, 4).repeat_interleave(2, 2).repeat_interleave(2, 3) for view in views[:2]]
+    pixels = [
+        view.mask.hidden.view(4, 1, 4, 4).repeat_interleave(2, 2).repeat_interleave(2, 3) for view in views.views[:2]
+    ]
     other = [torch.where(hidden, 9.0, view.images) for view, hidden in zip(views, pixels, strict=False)]
     method.loss(views.with_images([*other, *views.local_images]))
     torch.testing.assert_close(seen[0], seen[2], rtol=0, atol=0)
@@ -114,7 +116,9 @@ def test_the_student_does_not_see_hidden_patches() -> None:
 def test_without_weight_or_hidden_patches_it_is_dino() -> None:
     """The mask token is not used, and the loss is that of the class tokens."""
     views = make_views()
-    nothing = Views((*(View(view.images, mask=Mask(view.mask.hidden & False)) for view in views[:2]), *views[2:]))
+    nothing = Views(
+        (*(View(view.images, mask=Mask(view.mask.hidden & False)) for view in views.views[:2]), *views.views[2:])
+    )
     torch.testing.assert_close(make_ibot(patch_weight=0).loss(nothing), make_ibot().loss(nothing), rtol=0, atol=0)
     method = make_ibot()
     expected = super(IBOT, method).loss(nothing)

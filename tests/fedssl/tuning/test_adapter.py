@@ -7,8 +7,7 @@ import torch
 
 from fedssl.config.load import compose
 from fedssl.encoders import conv_small, resnet18, resnet50, timm, torchvision, vit_tiny
-from fedssl.encoders.adapters import Adapter
-from fedssl.encoders.base import frozen_copy
+from fedssl.encoders.base import Adapter, frozen_copy
 from fedssl.encoders.factory import ConvSmall
 from fedssl.errors import InputError
 from fedssl.methods.base import build_method
