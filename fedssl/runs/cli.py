@@ -23,15 +23,14 @@ from fedssl.evaluation.scores import column_title, to_flat_dict, units_of
 from fedssl.runs.catalog import (
     DEFAULT_FOLDERS,
     RankedRuns,
-    RunEntry,
     differences_from_defaults,
-    filter_entries,
-    find_entries,
+    filter_runs,
     rank_runs,
-    read_entry,
+    read_listed,
+    readable_runs,
 )
 from fedssl.runs.groups import IGNORED, compared_settings, varying
-from fedssl.runs.run import RUN_MARKERS
+from fedssl.runs.run import RUN_MARKERS, Run
 from fedssl.runs.verify import verify_run
 from fedssl.safe_io import sanitize
 from fedssl.text_table import align
@@ -51,31 +50,31 @@ def main() -> int:
 
 def list_runs(options: argparse.Namespace) -> str:
     """Return the table of the selected runs."""
-    entries, problems = _entries(options.overrides)
+    runs, problems = _selected(options.overrides)
     if options.json:
-        return _json({"runs": [_plain(entry) for entry in entries], "unreadable": problems})
-    if not entries:
+        return _json({"runs": [*map(_plain, runs)], "unreadable": problems})
+    if not runs:
         return "\n".join(["no run matches the filters", *map(sanitize, problems)])
     head = ("date", "run", "status", "rounds", *_HEADS, "results")
-    return _table(head, [_cells(entry) for entry in entries], problems)
+    return _table(head, [*map(_cells, runs)], problems)
 
 
 def best_runs(options: argparse.Namespace) -> str:
     """Return the table of finished runs by a result."""
-    entries, problems = _entries(options.overrides)
-    ranked = rank_runs(entries, options.metric, each=options.seeds)
+    runs, problems = _selected(options.overrides)
+    ranked = rank_runs(runs, options.metric, each=options.seeds)
     if options.json:
-        groups = [
-            {**to_flat_dict({options.metric: each.score}), "runs": [*map(_plain, each.entries)]} for each in ranked
-        ]
+        groups = [{**to_flat_dict({options.metric: each.score}), "runs": [*map(_plain, each.runs)]} for each in ranked]
         return _json({"metric": options.metric, "unit": ranked[0].score.unit, "ranked": groups, "unreadable": problems})
     differing = _differing(ranked)
     head = ("", column_title(options.metric, ranked[0].score.unit), "runs", "rounds", *_HEADS, *differing, "best run")
     rows: list[Sequence[str]] = []
     for rank, group in enumerate(ranked, start=1):
-        best = group.entries[0]
-        values = [best.run.value(key) for key in (*_COLUMNS, *differing)]
-        rows.append((str(rank), group.score.number, str(len(group.entries)), str(best.rounds_done), *values, best.name))
+        best = group.runs[0]
+        values = [best.value(key) for key in (*_COLUMNS, *differing)]
+        rows.append(
+            (str(rank), group.score.number, str(len(group.runs)), str(best.rounds_done), *values, str(best.folder))
+        )
     return _table(head, rows, problems)
 
 
@@ -84,27 +83,27 @@ def show_run(options: argparse.Namespace) -> str:
     folder: Path = options.folder
     if not any((folder / mark).is_file() for mark in RUN_MARKERS):
         raise InputError(f"{folder} is not a run folder; `fedssl-runs list` shows all runs")
-    entry = read_entry(folder)
-    differing = differences_from_defaults(entry.run)
-    summary = entry.run.summary or {}
+    run = read_listed(folder)
+    differing = differences_from_defaults(run)
+    summary = run.summary or {}
     files = sorted(file for file in folder.rglob("*") if file.is_file() and "clients" not in file.parts)
     sizes = {str(file.relative_to(folder)): file.stat().st_size for file in files}
     if options.json:
         values = {key: {"value": value, "default": default} for key, (value, default) in differing.items()}
-        rest = {"differs": values, "final": summary.get("final"), "command": entry.run.command, "files": sizes}
-        return _json(_plain(entry) | rest)
-    parts = [f"{entry.name}\n{entry.date}  {entry.status} after {entry.rounds_done} rounds"]
-    reason = summary.get("reason") or (None if entry.run.finished else entry.run.failure_reason)
+        rest = {"differs": values, "final": summary.get("final"), "command": run.command, "files": sizes}
+        return _json(_plain(run) | rest)
+    parts = [f"{run.folder}\n{run.date}  {run.state} after {run.rounds_done} rounds"]
+    reason = summary.get("reason") or (None if run.finished else run.failure_reason)
     parts[0] += f"  ({reason})" if reason else ""
     table = [
         ("setting", "value", "default"),
         *((key, _text(value), _text(default)) for key, (value, default) in differing.items()),
     ]
     parts.append(align(table, left=3) if differing else "all settings are the defaults")
-    scores = [(name, score.text) for name, score in entry.results.items()]
-    title = "result" if entry.run.finished else "latest result"
+    scores = [(name, score.text) for name, score in run.latest_results.items()]
+    title = "result" if run.finished else "latest result"
     parts.append(align([(title, ""), *scores], left=1) if scores else "no results")
-    parts.append(f"repeat it:  {entry.run.command if summary else shell_command([f'resume={folder}'])}")
+    parts.append(f"repeat it:  {run.command if summary else shell_command([f'resume={folder}'])}")
     parts.append(align([("file", "bytes"), *((name, f"{size:,}") for name, size in sizes.items())], left=1))
     return "\n\n".join(sanitize(part, lines=True) for part in parts)
 
@@ -121,42 +120,42 @@ def verify(options: argparse.Namespace) -> int:
     return int(bool(result.problems))
 
 
-def _entries(arguments: Sequence[str]) -> tuple[list[RunEntry], list[str]]:
+def _selected(arguments: Sequence[str]) -> tuple[list[Run], list[str]]:
     """Select runs by folders and filters in any order; an argument that exists is a folder."""
     overrides = [argument for argument in arguments if "=" in argument and not user_path(argument).exists()]
     folders = [user_path(argument) for argument in arguments if argument not in overrides]
     folders = folders or [folder for folder in DEFAULT_FOLDERS if folder.is_dir()]
     if not folders:
         raise InputError("there is neither runs nor multirun here; give folders of runs or of sweeps")
-    entries, problems = find_entries(folders)
-    return filter_entries(entries, overrides), problems
+    runs, problems = readable_runs(folders)
+    return filter_runs(runs, overrides), problems
 
 
-def _cells(entry: RunEntry) -> tuple[str, ...]:
-    rounds = f"{entry.rounds_done}/{entry.run.value('rounds') or '?'}"
-    results = "  ".join(f"{name} {score.text}" for name, score in entry.results.items())
-    return (entry.date, entry.name, entry.status, rounds, *map(entry.run.value, _COLUMNS), results)
+def _cells(run: Run) -> tuple[str, ...]:
+    rounds = f"{run.rounds_done}/{run.value('rounds') or '?'}"
+    results = "  ".join(f"{name} {score.text}" for name, score in run.latest_results.items())
+    return (run.date, str(run.folder), run.state, rounds, *map(run.value, _COLUMNS), results)
 
 
 def _differing(ranked: Iterable[RankedRuns]) -> list[str]:
     """Return the overridden settings that differ, besides those that are always shown."""
-    runs = [group.entries[0].run for group in ranked]
+    runs = [group.runs[0] for group in ranked]
     settings_of = compared_settings(runs, ignored={*IGNORED, *_COLUMNS, "rounds", "experiment"})
     return varying([settings_of(run) for run in runs])
 
 
-def _plain(entry: RunEntry) -> dict[str, Any]:
-    """Return an entry as plain values: accuracies in [0, 1], in full precision."""
+def _plain(run: Run) -> dict[str, Any]:
+    """Return a run as plain values: accuracies in [0, 1], in full precision."""
     return {
-        "folder": entry.name,
-        "date": entry.date,
-        "status": entry.status,
-        "rounds": entry.rounds_done,
-        "seed": entry.run.seed,
-        "choices": entry.run.choices,
-        **{key: entry.run.value(key) for key in _COLUMNS},
-        "results": to_flat_dict(entry.results),
-        "units": units_of(entry.results),
+        "folder": str(run.folder),
+        "date": run.date,
+        "status": run.state,
+        "rounds": run.rounds_done,
+        "seed": run.seed,
+        "choices": run.choices,
+        **{key: run.value(key) for key in _COLUMNS},
+        "results": to_flat_dict(run.latest_results),
+        "units": units_of(run.latest_results),
     }
 
 

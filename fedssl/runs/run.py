@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,6 +29,7 @@ PRUNED = "pruned"  # status of a job that its sweep does not continue
 RANKME = "rankme"  # label-free result: the effective rank of representations in the last evaluated round
 FLEET_FILE = "fleet.json"  # reports of devices, nodes that train, are late or rejected, and the quality of the encoder
 LOCK_FILE = ".lock"  # locked by the process of a run or a sweep
+_DATE = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)-(\d\d)-(\d\d)")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,25 @@ class Run:
             return {}
         scores = as_scores(self.summary["final"].get(encoder_kind, {}), self.summary.get("units"))
         return {name: score for name, score in scores.items() if self.selects(name)}
+
+    @cached_property
+    def latest_results(self) -> dict[str, Score]:
+        """Return the results of a finished run, else those of its last evaluation."""
+        results = self.results
+        if not self.finished:
+            evaluated = [line for line in read_jsonl(self.folder / "metrics.jsonl") if "evaluation" in line]
+            results = as_scores(evaluated[-1]["evaluation"], evaluated[-1].get("units")) if evaluated else {}
+        return {sanitize(name): score for name, score in results.items()}
+
+    @cached_property
+    def date(self) -> str:
+        """Return the start of the run, in the name of the folder or of the sweep's; else of the earliest file."""
+        for name in (self.folder.name, self.folder.parent.name):
+            if match := _DATE.search(name):
+                return f"{match[1]} {match[2]}:{match[3]}:{match[4]}"
+        files = [self.folder / mark for mark in RUN_MARKERS]
+        earliest = min((file.stat().st_mtime for file in files if file.is_file()), default=0)
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(earliest))
 
     def selects(self, name: str) -> bool:
         """Return whether a result is one of `metrics`."""
