@@ -109,39 +109,32 @@ def plot_layer_cka(run: LoadedRun) -> PlotData:
     """Plot the CKA of layers in the last snapshot: within the global model, and of each layer between clients."""
     snapshot = run.snapshots[-1]
     images, _ = run.images(LAYER_IMAGES)
-    grams: dict[str, list[np.ndarray]] = {}
     files = {"global model": run.only_model(snapshot, figure="the layers' CKA")}
     files |= {f"client {client}": file for client, file in snapshot.clients.items()}
-    names: list[str] = []
-    for name, file in files.items():
+    grams: list[list[np.ndarray]] = []
+    for file in files.values():
         with run.loaded(file, round=snapshot.round) as method:
             outputs = layer_outputs(method.encoder, images, run=run)
-        names, grams[name] = list(outputs), [centered_gram(output) for output in outputs.values()]
-    model, *clients = grams.values()
-    layers, pairs = cka_matrix(model, model), between_clients(clients)
-    figure = layers_figure(layers, pairs, names, round=snapshot.round, color=strategy_color(run.folder))
-    client_pairs = list(combinations(list(files)[1:], 2))
-    rows: list[list[object]] = [["model", "other model", "layer", "other layer", "cka"]]
-    for row, column in np.ndindex(layers.shape):
-        rows.append(["global model", "global model", names[row], names[column], layers[row, column]])
-    for pair, layer in np.ndindex(pairs.shape):
-        rows.append([*client_pairs[pair], names[layer], names[layer], pairs[pair, layer]])
-    return PlotData(figure, rows)
-
-
-def layers_figure(layers: np.ndarray, pairs: np.ndarray, names: Sequence[str], *, round: int, color: str) -> "Figure":
-    """Plot CKA ``(layers, layers)`` of one model, and ``(pairs, layers)`` between clients, if there are two."""
+        grams.append(list(map(centered_gram, outputs.values())))
+    names = list(outputs)
+    layers, pairs = cka_matrix(grams[0], grams[0]), between_clients(grams[1:])
     figure = new_figure(height=3.6, width=9.0 if len(pairs) else 4.6)
-    axes = figure.add_subplot(1, 2 if len(pairs) else 1, 1, title=f"layers of the global model, round {round}")
-    plot_matrix(figure, axes, layers, names)
+    title = f"layers of the global model, round {snapshot.round}"
+    plot_matrix(figure, figure.add_subplot(1, 2 if len(pairs) else 1, 1, title=title), layers, names)
     if len(pairs):
         figure.set_layout_engine("constrained", w_pad=0.12)  # between the bar and the next label
-        axes = figure.add_subplot(1, 2, 2, title=f"clients' models, round {round}", ylabel="linear CKA of two clients")
+        title = f"clients' models, round {snapshot.round}"
+        axes = figure.add_subplot(1, 2, 2, title=title, ylabel="linear CKA of two clients")
         ticks = np.arange(len(names))
         for number, pair in enumerate(pairs):
             axes.plot(ticks, pair, color="0.6", linewidth=0.8, label="_" if number else "a pair of clients")
-        axes.plot(ticks, pairs.mean(axis=0), color=color, marker="o", label="mean over pairs")
+        axes.plot(ticks, pairs.mean(axis=0), color=strategy_color(run.folder), marker="o", label="mean over pairs")
         axes.set(xticks=ticks, xlabel="layer", ylim=(min(0.0, pairs.min()), 1.02))
-        axes.set_xticklabels(list(names), rotation=30, ha="right")
+        axes.set_xticklabels(names, rotation=30, ha="right")
         axes.legend()
-    return figure
+    rows: list[list[object]] = [["model", "other model", "layer", "other layer", "cka"]]
+    for row, column in np.ndindex(layers.shape):
+        rows.append(["global model", "global model", names[row], names[column], layers[row, column]])
+    for clients, values in zip(combinations(list(files)[1:], 2), pairs, strict=True):
+        rows += [[*clients, name, name, value] for name, value in zip(names, values, strict=True)]
+    return PlotData(figure, rows)

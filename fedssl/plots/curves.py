@@ -11,7 +11,7 @@ import numpy as np
 
 from fedssl.evaluation.collapse_metrics import TOP, gaussian_spectrum
 from fedssl.evaluation.scores import as_scores, mean_and_std
-from fedssl.plots.style import MARKERS, PlotData, axes_over_rounds, new_figure, strategy_color
+from fedssl.plots.style import MARKERS, PlotData, axes_over_rounds, by_round, new_figure, strategy_color
 from fedssl.runs.jsonl import read_jsonl
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Points = list[tuple[int, float]]
 
-NAMED = 6  # global models with names in the legend; more share one entry
+NAMED = 6  # global models with names and colors of their own; more are alike, and share an entry of the legend
 
 
 def plot_metrics(folder: Path) -> PlotData | None:
@@ -56,9 +56,13 @@ def plot_cosines(folder: Path) -> PlotData | None:
         return None
     several = len({line.get("model") for line in lines}) > 1
     reference = "the client's global model" if several else "the global model"
-    figure = new_figure(height=6.5)
-    color = strategy_color(folder)
-    _plot_clients(axes_over_rounds(figure, (2, 1, 1), f"cosine with {reference}"), lines, color)
+    figure, color = new_figure(height=6.5), strategy_color(folder)
+    axes = axes_over_rounds(figure, (2, 1, 1), f"cosine with {reference}")
+    clients = by_round(lines, "model_cosine")
+    center, spread = np.array(list(map(mean_and_std, clients.values())), dtype=float).T
+    axes.plot(list(clients), center, marker=".", color=color, label="all weights as one vector, mean over clients")
+    band = (center - spread, center + spread)
+    axes.fill_between(list(clients), *band, color=color, alpha=0.25, label="standard deviation over clients")
     _plot_layers(axes_over_rounds(figure, (2, 1, 2), "cosines of its layers"), lines, color)
     for axes in figure.axes:
         axes.ticklabel_format(axis="y", useOffset=False)  # cosines are near 1
@@ -70,37 +74,19 @@ def plot_cosines(folder: Path) -> PlotData | None:
     return PlotData(figure, [("round", "client", "of", "cosine"), *whole, *layers])
 
 
-def _plot_clients(axes: "Axes", lines: Sequence[Mapping[str, Any]], color: str) -> None:
-    rounds, clients = _by_round(lines, "model_cosine")
-    center, spread = np.array([mean_and_std(values) for values in clients], dtype=float).T
-    axes.plot(rounds, center, marker=".", color=color, label="all weights as one vector, mean over clients")
-    band = (center - spread, center + spread)
-    axes.fill_between(rounds, *band, color=color, alpha=0.25, label="standard deviation over clients")
-
-
 def _plot_layers(axes: "Axes", lines: Sequence[Mapping[str, Any]], color: str) -> None:
     from matplotlib import colormaps
 
-    layers: dict[str, dict[int, list[float]]] = {}
-    for line in lines:
-        for name, value in line["cosine"].items():
-            layers.setdefault(name, {}).setdefault(line["round"], []).append(value)
-    shades = colormaps["viridis"](np.linspace(0, 1, len(layers)))
-    for shade, (name, values) in zip(shades, layers.items(), strict=True):
-        means = [float(np.mean(values[round])) for round in sorted(values)]
-        axes.plot(sorted(values), means, color=shade, linewidth=0.5, label=f"_{name}")  # _: not in the legend
+    names = list(dict.fromkeys(name for line in lines for name in line["cosine"]))
+    shades = colormaps["viridis"](np.linspace(0, 1, len(names)))
+    for shade, name in zip(shades, names, strict=True):
+        values = by_round([{"round": line["round"], **line["cosine"]} for line in lines], name)
+        means = list(map(np.mean, values.values()))
+        axes.plot(list(values), means, color=shade, linewidth=0.5, label=f"_{name}")  # _: not in the legend
     axes.plot([], [], color=shades[len(shades) // 2], linewidth=0.5, label="layers, the first dark, the last bright")
-    rounds, clients = _by_round(lines, "layer_cosine")
-    axes.plot(rounds, list(map(np.mean, clients)), color=color, linewidth=2, label="mean over layers by size")
-
-
-def _by_round(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[list[float]]]:
-    """Return the rounds with values of this key, ascending, and the values of their clients."""
-    values: dict[int, list[float]] = {}
-    for line in lines:
-        if line.get(key) is not None:
-            values.setdefault(line["round"], []).append(line[key])
-    return sorted(values), [values[round] for round in sorted(values)]
+    clients = by_round(lines, "layer_cosine")
+    means = list(map(np.mean, clients.values()))
+    axes.plot(list(clients), means, color=color, linewidth=2, label="mean over layers by size")
 
 
 def plot_spectra(folder: Path) -> PlotData | None:
@@ -109,19 +95,30 @@ def plot_spectra(folder: Path) -> PlotData | None:
     They are of all models in the last measured round, and of as many Gaussian vectors as a reference, as base-10
     logarithms. All vectors are normalized.
     """
+    from matplotlib import colormaps
+
     lines = [line for line in read_jsonl(folder / "health.jsonl", required=("client",)) if "spectrum" in line]
     if not lines:
         return None
     round, last = lines[-1]["round"], lines[-1]["spectrum"]
     lines = [line for line in lines if line["round"] == round]
+    models = [line for line in lines if line["client"] is None]
     figure = new_figure(height=3.5)
     axes = figure.add_subplot(1, 1, 1, xlabel="index of the singular value", ylabel="log10 singular value")
-    axes.set_title(_spectrum_title(last), fontsize="medium")
+    kind = "test images" if last["split"] == "test" else "images of the clients (there are none for the test)"
+    few = ", fewer than two for each" if last["images"] < 2 * last["dim"] else ""
+    axes.set_title(f"{last['images']} {kind} in {last['dim']} dimensions{few}", fontsize="medium")
     for line in lines:
         if line["client"] is not None:
             axes.plot(_logarithms(line["spectrum"]["singular_values"]), color="0.7", alpha=0.6, label="clients")
-    models = [line for line in lines if line["client"] is None]
-    _plot_models(axes, models, round=round, color=strategy_color(folder))
+    color: Any = strategy_color(folder)
+    for position, line in enumerate(models):
+        label = f"global model, round {round}" if len(models) == 1 else f"global models, round {round}"
+        if 1 < len(models) <= NAMED:
+            color = colormaps["inferno"](0.8 * position / (len(models) - 1))
+            label = f"model {line.get('model')}, round {round}"
+        values = _logarithms(line["spectrum"]["singular_values"])
+        axes.plot(values, color=color, linewidth=2 if len(models) <= NAMED else 1, zorder=3, label=label)
     reference = gaussian_spectrum(last["images"], last["dim"])[:TOP].tolist()
     axes.plot(_logarithms(reference), color="0.3", linestyle="--", label="Gaussian vectors")
     handles, labels = axes.get_legend_handles_labels()
@@ -131,28 +128,7 @@ def plot_spectra(folder: Path) -> PlotData | None:
     spectra = [*zip(names, (line["spectrum"]["singular_values"] for line in lines), strict=True)]
     spectra.append(("Gaussian", reference))
     rows = [[name, index, value] for name, values in spectra for index, value in enumerate(values)]
-    header = ["client or model", "index", "singular value"]
-    return PlotData(figure, [header, *rows])
-
-
-def _spectrum_title(spectrum: Mapping[str, Any]) -> str:
-    """Return number and kind of the images, and whether they are too few for the dimensions."""
-    kind = "test images" if spectrum["split"] == "test" else "images of the clients (there are none for the test)"
-    few = ", fewer than two for each" if spectrum["images"] < 2 * spectrum["dim"] else ""
-    return f"{spectrum['images']} {kind} in {spectrum['dim']} dimensions{few}"
-
-
-def _plot_models(axes: "Axes", lines: Sequence[Mapping[str, Any]], *, round: int, color: Any) -> None:
-    """Plot the spectra of global models: a single one in this color, up to `NAMED` with names, or all alike."""
-    from matplotlib import colormaps
-
-    for position, line in enumerate(lines):
-        label = f"global model, round {round}" if len(lines) == 1 else f"global models, round {round}"
-        if 1 < len(lines) <= NAMED:
-            color = colormaps["inferno"](0.8 * position / (len(lines) - 1))
-            label = f"model {line.get('model')}, round {round}"
-        values = _logarithms(line["spectrum"]["singular_values"])
-        axes.plot(values, color=color, linewidth=2 if len(lines) <= NAMED else 1, zorder=3, label=label)
+    return PlotData(figure, [["client or model", "index", "singular value"], *rows])
 
 
 def _logarithms(singular_values: Sequence[float]) -> np.ndarray:

@@ -6,7 +6,6 @@ and normalized. The directions are of uncentered representations: centered ones 
 model.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,20 +30,45 @@ def plot_tsne(folder: Path) -> PlotData | None:
         return None
     round, representations = saved
     points = tsne_points(representations)
-    figure = tsne_figure(representations, points, round=round)
-    return PlotData(figure, _rows(representations, points, "xy"))
+    return PlotData(tsne_figure(representations, points, round=round), _rows(representations, points, "xy"))
 
 
 def plot_sphere(folder: Path) -> PlotData | None:
-    """Plot a run's representations on spheres; None if there are none."""
+    """Plot a run's representations on spheres, for the first models; None if there are none.
+
+    A mostly empty sphere is a collapse.
+    """
     saved = read_representations(folder)
     if saved is None:
         return None
     round, representations = saved
-    spheres = [on_sphere(vectors) for vectors in _sphere_vectors(representations)]
-    figure = sphere_figure(representations, spheres, round=round)
-    points = np.stack([points for points, _ in spheres])
-    return PlotData(figure, _rows(representations, points, "xyz"))
+    vectors = (representations.h if representations.z is None else representations.z)[:SPHERES]
+    spheres = [on_sphere(of_model) for of_model in vectors]
+    columns = min(3, len(spheres))
+    num_rows = -(-len(spheres) // columns)
+    figure = new_figure(height=2.6 * num_rows + 0.5)
+    shades = BLUE if representations.labels is None else _shades(representations.labels)
+    latitude, longitude = np.meshgrid(np.linspace(0, np.pi, 13), np.linspace(0, 2 * np.pi, 25))
+    globe = np.sin(latitude) * np.cos(longitude), np.sin(latitude) * np.sin(longitude), np.cos(latitude)
+    for number, (points, _) in enumerate(spheres):
+        # add_subplot imports mpl_toolkits, which adds this projection.
+        title = str(representations.names[number])
+        axes: Any = figure.add_subplot(num_rows, columns, number + 1, projection="3d", title=title)
+        axes.plot_wireframe(*globe, color="lightgrey", linewidth=0.3)
+        axes.scatter(*points.T, c=shades, s=4, linewidths=0)
+        axes.view_init(elev=15, azim=15)  # the first direction comes forward
+        axes.set_box_aspect((1, 1, 1), zoom=1.6)
+        axes.set_axis_off()
+    dim, shares = vectors.shape[2], [share for _, share in spheres]
+    how = f"{'representations' if representations.z is None else 'projections'} as they are"
+    if dim != 3:
+        how = (
+            f"representations of {dim} dimensions on their 3 principal directions\n"
+            f"({min(shares):.0%} to {max(shares):.0%} of their squared length)"
+        )
+    colors = "" if representations.labels is None else "; colours: classes"
+    figure.supxlabel(f"{how}, round {round}{colors}", fontsize="small")
+    return PlotData(figure, _rows(representations, np.stack([points for points, _ in spheres]), "xyz"))
 
 
 def _rows(representations: Representations, points: np.ndarray, axes: str) -> list[list[object]]:
@@ -124,11 +148,8 @@ def tsne_figure(representations: Representations, points: np.ndarray, *, round: 
         size, edge = (14, 0.6) if mark == "x" else (22, 0.0)
         x, y = points[model].T
         axes.scatter(x, y, c=color, marker=mark, s=size, linewidths=edge)
-    axes.legend(
-        handles=[
-            Line2D([], [], marker=mark, color="grey", linewidth=0, label=label) for mark, label in dict.fromkeys(marks)
-        ]
-    )
+    entries = dict.fromkeys(marks)
+    axes.legend(handles=[Line2D([], [], marker=mark, color="grey", linewidth=0, label=name) for mark, name in entries])
     colors = "models" if labels is None else "classes"
     axes.set_xlabel(f"t-SNE of the representations of {used} images, round {round}; colours: {colors}")
     return figure
@@ -143,48 +164,6 @@ def _marks(representations: Representations) -> list[tuple[str, str]]:
     else:
         marks = [(MARKERS[0], "global models")] * len(first)
     return marks + [("x", "clients' models")] * (len(names) - len(first))
-
-
-def _sphere_vectors(representations: Representations) -> np.ndarray:
-    return (representations.h if representations.z is None else representations.z)[:SPHERES]
-
-
-def sphere_figure(
-    representations: Representations, spheres: Sequence[tuple[np.ndarray, float]], *, round: int
-) -> "Figure":
-    """Plot the results of `on_sphere` for the first models; a mostly empty sphere is a collapse."""
-    models = len(spheres)
-    columns = min(3, models)
-    rows = -(-models // columns)
-    figure = new_figure(height=2.6 * rows + 0.5)
-    shades = BLUE if representations.labels is None else _shades(representations.labels)
-    shares = [share for _, share in spheres]
-    for model, (points, _) in enumerate(spheres):
-        # add_subplot imports mpl_toolkits, which adds this projection.
-        axes: Any = figure.add_subplot(
-            rows, columns, model + 1, projection="3d", title=str(representations.names[model])
-        )
-        axes.plot_wireframe(*_globe(), color="lightgrey", linewidth=0.3)
-        axes.scatter(*points.T, c=shades, s=4, linewidths=0)
-        axes.view_init(elev=15, azim=15)  # the first direction comes forward
-        axes.set_box_aspect((1, 1, 1), zoom=1.6)
-        axes.set_axis_off()
-    dim = _sphere_vectors(representations).shape[2]
-    how = (
-        f"{'representations' if representations.z is None else 'projections'} as they are"
-        if dim == 3
-        else f"representations of {dim} dimensions on their 3 principal directions\n"
-        f"({min(shares):.0%} to {max(shares):.0%} of their squared length)"
-    )
-    colors = "" if representations.labels is None else "; colours: classes"
-    figure.supxlabel(f"{how}, round {round}{colors}", fontsize="small")
-    return figure
-
-
-def _globe() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return circles of latitude and longitude on the unit sphere."""
-    latitude, longitude = np.meshgrid(np.linspace(0, np.pi, 13), np.linspace(0, 2 * np.pi, 25))
-    return np.sin(latitude) * np.cos(longitude), np.sin(latitude) * np.sin(longitude), np.cos(latitude)
 
 
 def _shades(numbers: np.ndarray) -> np.ndarray:

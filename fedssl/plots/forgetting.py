@@ -8,25 +8,22 @@ gain.
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from fedssl.datasets.base import load_federated, subsample_indices
+from fedssl.config.settings import DataSettings
+from fedssl.datasets.base import Split, load_federated, subsample_indices
 from fedssl.errors import InputError
 from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.label_matched import sample_label_matched, subset
 from fedssl.evaluation.protocol import EvaluationInput, LabeledImages, evaluation_problem, load_labeled
 from fedssl.evaluation.scores import column_title, mean_and_std
 from fedssl.partition import client_indices
-from fedssl.plots.style import PlotData, axes_over_rounds, new_figure, strategy_color
+from fedssl.plots.style import PlotData, axes_over_rounds, by_round, new_figure, strategy_color
 from fedssl.runs.loaded_run import LoadedRun
 from fedssl.runs.snapshots import SnapshotRound
 from fedssl.seeding import torch_generator
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MAX_TRAIN_IMAGES, MAX_TEST_IMAGES = 5000, 2000
 
@@ -50,10 +47,8 @@ class ClientForgetting:
 
 def mean_forgetting(results: Sequence[ClientForgetting]) -> dict[int, tuple[float, float | None]]:
     """Return mean and standard deviation of forgetting over the clients of each round."""
-    rounds: dict[int, list[float]] = {}
-    for result in results:
-        rounds.setdefault(result.round, []).append(result.forgetting)
-    return {round: mean_and_std(values) for round, values in sorted(rounds.items())}
+    values = by_round([{"round": result.round, "forgetting": result.forgetting} for result in results], "forgetting")
+    return {round: mean_and_std(of_clients) for round, of_clients in values.items()}
 
 
 def measure_forgetting(run: LoadedRun) -> list[ClientForgetting]:
@@ -64,17 +59,11 @@ def measure_forgetting(run: LoadedRun) -> list[ClientForgetting]:
     if problem or labels is None:
         reason = problem or "the images of the clients have no labels here"
         raise InputError(f"{run.folder}: forgetting needs labels; {reason}")
-    train = _subsample(load_labeled(data, "train"), MAX_TRAIN_IMAGES)
-    test = _subsample(load_labeled(data, "test"), MAX_TEST_IMAGES)
-
-    def generator(client: int) -> torch.Generator:
-        return torch_generator(run.settings.seed, "alike", client)
-
-    parts = client_indices(run.settings.partition, load_federated(data))
-    rows = {
-        client: sample_label_matched(test.labels, labels[torch.from_numpy(part)], generator=generator(client))
-        for client, part in enumerate(parts)
-    }
+    train, test = _load_some(data, "train", MAX_TRAIN_IMAGES), _load_some(data, "test", MAX_TEST_IMAGES)
+    rows = {}
+    for client, part in enumerate(client_indices(run.settings.partition, load_federated(data))):
+        generator = torch_generator(run.settings.seed, "alike", client)
+        rows[client] = sample_label_matched(test.labels, labels[torch.from_numpy(part)], generator=generator)
     return [result for snapshot in run.snapshots for result in _measure_round(run, snapshot, train, test, rows)]
 
 
@@ -95,16 +84,8 @@ def _measure_round(
     results = []
     for client, after in zip(known, global_matched, strict=True):
         local_all, (local_matched,) = accuracies(snapshot.clients[client], [client])
-        results.append(
-            ClientForgetting(
-                round=snapshot.round,
-                client=client,
-                local_matched=local_matched,
-                global_matched=after,
-                local_all=local_all,
-                global_all=global_all,
-            )
-        )
+        accuracies_of = (local_matched, after, local_all, global_all)
+        results.append(ClientForgetting(snapshot.round, client, *accuracies_of))
     return results
 
 
@@ -112,33 +93,24 @@ def _accuracy(evaluation_input: EvaluationInput) -> float:
     return KNN()(evaluation_input, seed=0)["knn"].value
 
 
-def _subsample(data: LabeledImages | None, max_images: int) -> LabeledImages:
-    assert data is not None  # see `evaluation_problem`
-    rows = torch.from_numpy(subsample_indices(len(data.labels), max_images))
-    return data.subset(rows)
+def _load_some(data: DataSettings, split: Split, max_images: int) -> LabeledImages:
+    labeled = load_labeled(data, split)
+    assert labeled is not None  # see `evaluation_problem`
+    return labeled.subset(torch.from_numpy(subsample_indices(len(labeled.labels), max_images)))
 
 
 def plot_forgetting(run: LoadedRun) -> PlotData:
-    """Plot the results of `measure_forgetting`."""
+    """Plot the local and the global accuracy of the last round's clients, and forgetting over rounds."""
     results = measure_forgetting(run)
     if not results:
         raise InputError(
             f"{run.folder} has no snapshot of a client that can be evaluated; run it again with snapshot_every=1"
         )
-    rows = [[*astuple(result), result.forgetting] for result in results]
-    header = [*(field.name for field in fields(ClientForgetting)), "forgetting"]
-    return PlotData(forgetting_figure(results, color=strategy_color(run.folder)), [header, *rows])
-
-
-def forgetting_figure(results: Sequence[ClientForgetting], *, color: str) -> "Figure":
-    """Plot the local and the global accuracy of the last round's clients, and forgetting over rounds."""
-    means = mean_forgetting(results)
+    means, color = mean_forgetting(results), strategy_color(run.folder)
     last = [result for result in results if result.round == max(means)]
     figure = new_figure(height=3.6, width=9.0)
-    ylabel = column_title("kNN accuracy on the client's classes", "%")
-    axes = figure.add_subplot(
-        1, 2, 1, xlabel="client", ylabel=ylabel, title=f"before and after aggregation, round {max(means)}"
-    )
+    ylabel, title = column_title("kNN accuracy on the client's classes", "%"), "before and after aggregation, round"
+    axes = figure.add_subplot(1, 2, 1, xlabel="client", ylabel=ylabel, title=f"{title} {max(means)}")
     positions = np.arange(len(last))
     local, after = (100 * np.array([[result.local_matched, result.global_matched] for result in last])).T
     axes.vlines(positions, np.minimum(local, after), np.maximum(local, after), color="lightgrey", linewidth=3, zorder=1)
@@ -147,13 +119,13 @@ def forgetting_figure(results: Sequence[ClientForgetting], *, color: str) -> "Fi
     step = max(1, len(last) // 20)
     axes.set_xticks(positions[::step], [str(result.client) for result in last][::step])
     axes.margins(x=0.1)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, fontsize="small")
     axes = axes_over_rounds(figure, (1, 2, 2), "forgetting (percentage points)")
-    rounds = list(means)
     center, spread = 100 * np.array(list(means.values()), dtype=float).T
     axes.axhline(0, color="0.5", linewidth=0.8)
-    axes.plot(rounds, center, color=color, marker=".", label="mean over clients")
-    axes.fill_between(rounds, center - spread, center + spread, color=color, alpha=0.2, label="standard deviation")
+    axes.plot(list(means), center, color=color, marker=".", label="mean over clients")
+    axes.fill_between(list(means), center - spread, center + spread, color=color, alpha=0.2, label="standard deviation")
     axes.set_title("the client's own model less the global one")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, fontsize="small")
-    return figure
+    for axes in figure.axes:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, fontsize="small")
+    header = [*(field.name for field in fields(ClientForgetting)), "forgetting"]
+    return PlotData(figure, [header, *([*astuple(result), result.forgetting] for result in results)])

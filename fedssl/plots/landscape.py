@@ -8,14 +8,12 @@ the online one. The regularizer depends on the client and is omitted.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from fedssl.arrays import Layers, is_weight
 from fedssl.errors import InputError
-from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import exchanged_names, load_layers
 from fedssl.plots.style import PlotData, new_figure, strategy_color
 from fedssl.runs.loaded_run import LoadedRun
@@ -25,9 +23,6 @@ from fedssl.schedule.phases import phase_at
 from fedssl.schedule.stages import frozen_names, set_active_stages
 from fedssl.seeding import torch_generator
 from fedssl.training import index_rows, method_inputs
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _BLOCK = 2**20  # weights at a time
 MAX_ROUNDS = 25  # models of a trajectory, of which three copies are in memory
@@ -106,29 +101,12 @@ class Landscape:
     def rows(self) -> list[list[object]]:
         """Return all numbers with a header."""
         trajectory = zip(self.rounds, self.trajectory.tolist(), self.losses, strict=True)
-        return [
-            ["kind", "round", "client", "x", "y", "loss"],
-            *(["model", round, "", *coordinate, loss] for round, coordinate, loss in trajectory),
-            *(
-                ["client", self.rounds[-1], client, *coordinate.tolist(), ""]
-                for client, coordinate in self.clients.items()
-            ),
-            *(
-                ["grid", "", "", x, y, float(self.grid[row, column])]
-                for row, y in enumerate(self.y.tolist())
-                for column, x in enumerate(self.x.tolist())
-            ),
-        ]
-
-
-def measure_landscape(loss: Loss, models: np.ndarray, clients: dict[int, np.ndarray], rounds: list[int]) -> Landscape:
-    """Compute the loss around models ``(rounds, weights)``, with those of clients ``(weights,)``."""
-    plane = principal_plane(models)
-    trajectory = plane.coordinates(models)
-    coordinates = {client: plane.coordinates(weights[None])[0] for client, weights in clients.items()}
-    x, y = axes_around(np.stack([*trajectory, *coordinates.values()]), points=GRID_POINTS, margin=MARGIN)
-    grid = np.array([[loss(plane.weights(across, up)) for across in x] for up in y])
-    return Landscape(plane, x, y, grid, rounds, trajectory, [loss(weights) for weights in models], coordinates)
+        rows: list[list[object]] = [["kind", "round", "client", "x", "y", "loss"]]
+        rows += [["model", round, "", *coordinate, loss] for round, coordinate, loss in trajectory]
+        rows += [["client", self.rounds[-1], client, *place.tolist(), ""] for client, place in self.clients.items()]
+        for y, losses in zip(self.y.tolist(), self.grid.tolist(), strict=True):
+            rows += [["grid", "", "", x, y, loss] for x, loss in zip(self.x.tolist(), losses, strict=True)]
+        return rows
 
 
 def compute_landscape(run: LoadedRun) -> Landscape:
@@ -148,31 +126,30 @@ def compute_landscape(run: LoadedRun) -> Landscape:
             f"plane needs {3 - first}; run it again with a smaller snapshot_every, e.g. snapshot_every=1"
         )
     with set_active_stages(method, depth=phase.depth, frozen=phase.frozen):
-        last = run.layers(run.only_model(snapshots[-1], figure="the landscape"))
-        names = plane_names(method, last)
-        files = [run.only_model(snapshot, figure="the landscape") for snapshot in snapshots]
-        models = [
-            *([concat_weights(run.untrained(), names)] if first else []),
-            *(concat_weights(run.layers(file), names) for file in files),
-        ]
+        files = {snapshot.round: run.only_model(snapshot, figure="the landscape") for snapshot in snapshots}
+        last, frozen = run.layers(files[snapshots[-1].round]), set(frozen_names(method))
+        # The plane has the trained and exchanged layers.
+        names = [name for name in exchanged_names(method) if name not in frozen and is_weight(name, last[name])]
+        weights = {0: concat_weights(run.untrained(), names)} if first else {}
+        weights |= {round: concat_weights(run.layers(file), names) for round, file in files.items()}
+        models = np.stack(list(weights.values()))
         sent = {client: run.layers(file) for client, file in snapshots[-1].clients.items()}
+        plane = principal_plane(models)
         clients = {
-            client: concat_weights(layers, names) for client, layers in sent.items() if layers.keys() >= set(names)
+            client: plane.coordinates(concat_weights(layers, names)[None])[0]
+            for client, layers in sent.items()
+            if layers.keys() >= set(names)
         }
-        rounds = [*([0] if first else []), *(snapshot.round for snapshot in snapshots)]
-        return measure_landscape(loss_of(run, last, names), np.stack(models), clients, rounds)
+        trajectory, loss = plane.coordinates(models), loss_of(run, last, names)
+        x, y = axes_around(np.stack([*trajectory, *clients.values()]), points=GRID_POINTS, margin=MARGIN)
+        grid = np.array([[loss(plane.weights(across, up)) for across in x] for up in y])
+        return Landscape(plane, x, y, grid, list(weights), trajectory, [loss(model) for model in models], clients)
 
 
 def subsample_rounds(snapshots: Sequence[SnapshotRound]) -> list[SnapshotRound]:
     """Return at most `MAX_ROUNDS` evenly spaced rounds with the first and the last."""
     indices = np.linspace(0, len(snapshots) - 1, min(len(snapshots), MAX_ROUNDS)).round().astype(int)
     return [snapshots[index] for index in indices]
-
-
-def plane_names(method: SSLMethod, layers: Layers) -> list[str]:
-    """Return the names of the trained and exchanged layers, which span the plane."""
-    frozen = set(frozen_names(method))
-    return [name for name in exchanged_names(method) if name not in frozen and is_weight(name, layers[name])]
 
 
 def concat_weights(layers: Layers, names: Sequence[str]) -> np.ndarray:
@@ -200,31 +177,24 @@ def loss_of(run: LoadedRun, last: Layers, names: Sequence[str]) -> Loss:
         method.start_round(first=True)
         method.train()
         with torch.no_grad():
-            losses = []
-            for batch, classes in zip(views, known, strict=True):
-                losses.append(float(method.loss(method_inputs(method, batch, classes, generator))))
-        return sum(losses) / len(losses)
+            inputs = (method_inputs(method, *batch, generator) for batch in zip(views, known, strict=True))
+            return sum(float(method.loss(batch)) for batch in inputs) / len(views)
 
     return loss
 
 
 def plot_landscape(run: LoadedRun) -> PlotData:
-    """Plot the result of `compute_landscape`."""
-    landscape = compute_landscape(run)
-    title = f"{strategy_of(run.folder)}, {type(run.method).__name__}"
-    figure = landscape_figure(landscape, title=title, color=strategy_color(run.folder))
-    return PlotData(figure, landscape.rows())
-
-
-def landscape_figure(landscape: Landscape, *, title: str, color: str) -> "Figure":
     """Plot the loss as contours, the global model's trajectory from a circle to a star, and clients as crosses."""
     from matplotlib.ticker import MaxNLocator
 
+    landscape = compute_landscape(run)
+    rounds = landscape.rounds
     figure = new_figure(height=5.2, width=6.0)
     names = [
         f"direction {number} ({share:.0%} of the squared distances)"
         for number, share in enumerate(landscape.plane.shares, start=1)
     ]
+    title = f"{strategy_of(run.folder)}, {type(run.method).__name__}"
     axes = figure.add_subplot(xlabel=names[0], ylabel=names[1], title=title)
     axes.xaxis.set_major_locator(MaxNLocator(6))
     filled = axes.contourf(landscape.x, landscape.y, landscape.grid, levels=24, cmap="cividis")
@@ -233,15 +203,14 @@ def landscape_figure(landscape: Landscape, *, title: str, color: str) -> "Figure
     axes.plot(
         *landscape.trajectory.T, marker="o", markersize=3, linewidth=1.5, color="white", zorder=3, label="global model"
     )
-    ends = {"o": landscape.trajectory[0], "*": landscape.trajectory[-1]}
-    for (mark, coordinate), round in zip(ends.items(), (landscape.rounds[0], landscape.rounds[-1]), strict=True):
-        name = "untrained" if round == 0 else f"round {round}"
-        size = 140 if mark == "*" else 50
-        x, y = coordinate
+    for mark, size, number in (("o", 50, 0), ("*", 140, -1)):
+        name = "untrained" if rounds[number] == 0 else f"round {rounds[number]}"
+        x, y = landscape.trajectory[number]
+        color = strategy_color(run.folder)
         axes.scatter(x, y, marker=mark, s=size, color=color, edgecolor="white", zorder=4, label=name)
     if landscape.clients:
         x, y = np.stack(list(landscape.clients.values())).T
-        label = f"clients' models, round {landscape.rounds[-1]}"
+        label = f"clients' models, round {rounds[-1]}"
         axes.scatter(x, y, marker="X", s=50, color="0.85", edgecolor="black", linewidths=0.6, zorder=4, label=label)
     figure.legend(loc="outside lower center", ncols=4, facecolor="lightgrey", fontsize="small")
-    return figure
+    return PlotData(figure, landscape.rows())

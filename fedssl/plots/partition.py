@@ -13,7 +13,6 @@ from fedssl.safe_io import MAX_LINES_BYTES, corrupt_file_error, read_text
 from fedssl.text_table import to_csv
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _LEGEND = 10  # classes in a legend; more get a color scale
@@ -85,24 +84,17 @@ def read_partition_table(path: Path) -> tuple[np.ndarray, list[str]] | None:
 
 
 def _figure(counts: np.ndarray, names: Sequence[str], kind: str) -> "Figure":
+    """Plot ``counts``, ``(clients, classes)``, as bars, with the classes as a legend or a color scale."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.collections import PolyCollection
+    from matplotlib.colors import Normalize
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
+
     num_clients, num_classes = counts.shape
     shades = class_colors(np.arange(num_classes), classes=num_classes)
     figure = new_figure(width=8, height=min(2 + 0.3 * num_clients, 12))
     axes = figure.add_subplot()
-    _draw_bars(axes, counts, shades)
-    if 0 < len(names) <= _LEGEND:
-        _add_legend(figure, names, shades)
-    elif names:
-        _add_scale(figure, axes, num_classes, kind)
-    return figure
-
-
-def _draw_bars(axes: "Axes", counts: np.ndarray, shades: np.ndarray) -> None:
-    """Plot ``counts``, ``(clients, classes)``, in the classes' colors ``(classes, 4)``."""
-    from matplotlib.collections import PolyCollection
-    from matplotlib.ticker import MaxNLocator
-
-    num_clients = len(counts)
     step = -(-num_clients // MAX_BARS)
     counts = counts[::step]
     # All rectangles in one collection, which is fast for 100 clients x 200 classes.
@@ -117,21 +109,13 @@ def _draw_bars(axes: "Axes", counts: np.ndarray, shades: np.ndarray) -> None:
     axes.set_ylabel("client" if step == 1 else f"client (one of {step})")
     axes.yaxis.set_major_locator(MaxNLocator(20, integer=True))
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _add_legend(figure: "Figure", names: Sequence[str], shades: np.ndarray) -> None:
-    from matplotlib.patches import Patch
-
-    handles = [Patch(color=color, label=name) for color, name in zip(shades, names, strict=True)]
-    figure.legend(handles=handles, loc="outside right upper", frameon=False)
-
-
-def _add_scale(figure: "Figure", axes: "Axes", num_classes: int, kind: str) -> None:
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
-    scale = ScalarMappable(Normalize(0, num_classes - 1), "viridis")
-    figure.colorbar(scale, ax=axes, label=kind, shrink=0.6)
+    if 0 < len(names) <= _LEGEND:
+        handles = [Patch(color=color, label=name) for color, name in zip(shades, names, strict=True)]
+        figure.legend(handles=handles, loc="outside right upper", frameon=False)
+    elif names:
+        scale = ScalarMappable(Normalize(0, num_classes - 1), "viridis")
+        figure.colorbar(scale, ax=axes, label=kind, shrink=0.6)
+    return figure
 
 
 def _counts(

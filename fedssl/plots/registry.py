@@ -1,19 +1,19 @@
 """Plots by name, and functions that write them at the end of a run and for ``fedssl-report``."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from fedssl.errors import InputError, error_of_path
 from fedssl.plots.cka import plot_cka, plot_layer_cka
-from fedssl.plots.comparisons import plot_accuracy, plot_divergence, plot_heatmap, plot_sensitivity
+from fedssl.plots.comparisons import plot_accuracy, plot_divergence, plot_tradeoff
 from fedssl.plots.curves import plot_cosines, plot_metrics, plot_spectra
 from fedssl.plots.embeddings import plot_sphere, plot_tsne
 from fedssl.plots.forgetting import plot_forgetting
 from fedssl.plots.landscape import plot_landscape
 from fedssl.plots.partition import plot_partition
 from fedssl.plots.style import PAPER_FORMATS, SCREEN_FORMATS, PlotData, save_figure
-from fedssl.plots.tradeoff import plot_tradeoff
+from fedssl.plots.swept import plot_heatmap, plot_sensitivity
 from fedssl.runs.loaded_run import LoadedRun, load_run_folder
 from fedssl.runs.run import Run
 
@@ -54,10 +54,10 @@ PLOTS = {
 }
 FINAL_PLOTS = ("metrics", "cosines", "spectrum")  # written at the end of a run
 
+Source = Path | LoadedRun | Sequence[Run]
 
-def write_plot(
-    name: str, source: Path | LoadedRun | Sequence[Run], folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS
-) -> Path | None:
+
+def write_plot(name: str, source: Source, folder: Path, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path | None:
     """Write a plot to ``figures/<name>.png`` and the other formats; return the PNG file, or None without data."""
     kind = PLOTS[name]
     data = kind.plot(source)
@@ -85,32 +85,29 @@ def write_plots(
         raise InputError(
             f"--figures {unknown[0]} does not exist; choose from {', '.join(PLOTS)} (folders come before --figures)"
         )
-    wanted = [name for name in PLOTS if name in names or (not names and PLOTS[name].source == "run")]
+    wanted: dict[str, list[str]] = {"run": [], "models": [], "runs": []}  # by source
+    for name, plot in PLOTS.items():
+        if name in names or (not names and plot.source == "run"):
+            wanted[plot.source].append(name)
     failures: list[str] = []
-    for run in runs:
-        of_run = [name for name in wanted if PLOTS[name].source == "run"]
-        of_models = [name for name in wanted if PLOTS[name].source == "models"]
-        files = _write(dict.fromkeys(of_run, run.folder), run.folder, failures)
-        if of_models:
+    for run in runs if wanted["run"] or wanted["models"] else ():
+        files = _write(wanted["run"], run.folder, run.folder, failures)
+        if wanted["models"]:
             try:
-                loaded = load_run_folder(run.folder, overrides)
+                files += _write(wanted["models"], load_run_folder(run.folder, overrides), run.folder, failures)
             except InputError as error:
-                failures.append(f"{run.folder} lacks {', '.join(of_models)}: {error}")
-            else:
-                files += _write(dict.fromkeys(of_models, loaded), run.folder, failures)
-        if of_run or of_models:
-            log(f"{run.folder / 'figures'}: {', '.join(files)}" if files else f"{run.folder}: no data for figures")
-    together = [name for name in wanted if PLOTS[name].source == "runs"]
-    files = _write(dict.fromkeys(together, runs), into, failures)
+                failures.append(f"{run.folder} lacks {', '.join(wanted['models'])}: {error}")
+        log(f"{run.folder / 'figures'}: {', '.join(files)}" if files else f"{run.folder}: no data for figures")
+    files = _write(wanted["runs"], runs, into, failures)
     if files:
         log(f"{into / 'figures'}: {', '.join(files)}")
     return failures
 
 
-def _write(sources: Mapping[str, Path | LoadedRun | Sequence[Run]], folder: Path, failures: list[str]) -> list[str]:
+def _write(names: Sequence[str], source: Source, folder: Path, failures: list[str]) -> list[str]:
     """Write plots and return the names of the files. Append a line to ``failures`` for each that cannot be written."""
     files: list[str] = []
-    for name, source in sources.items():
+    for name in names:
         try:
             file = write_plot(name, source, folder, formats=PAPER_FORMATS)
         except (InputError, OSError) as error:

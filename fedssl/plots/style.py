@@ -1,11 +1,12 @@
-"""Size, colors and files of all figures, and axes over rounds.
+"""Size, colors and files of all figures, and lines over rounds.
 
 Colors are safe for color-blind readers: Okabe and Ito's (Color Universal Design, 2008) for strategies and models, and
 Paul Tol's "muted" ones for classes. A strategy has the same color and line style in every figure that compares
 strategies.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -111,25 +112,21 @@ def new_figure(*, height: float, width: float = 7.0) -> "Figure":
 def save_figure(data: PlotData, folder: Path, name: str, *, formats: Sequence[str] = SCREEN_FORMATS) -> Path:
     """Write a figure to ``figures/<name>.png`` and the other formats "pdf" and "csv", and return the PNG file."""
     file = folder / "figures" / f"{name}.png"
-    write_png(data.figure, file)
-    try:
+    with _writing(file):
+        write_png(data.figure, file)
         if "pdf" in formats:
             _write(data.figure, file.with_suffix(".pdf"), format="pdf", metadata={"CreationDate": None})
         if "csv" in formats:
             write_text(file.with_suffix(".csv"), to_csv(data.rows))
-    except OSError as error:
-        raise _unwritable(file, error) from error
     return file
 
 
 def write_png(figure: "Figure", file: Path, *, dpi: int = 150) -> None:
     """Write a figure atomically; raise an `InputError` if it cannot be written."""
     sanitize_texts(figure)
-    try:
+    with _writing(file):
         make_subfolder(file.parent.parent, file.parent.name)
         _write(figure, file, dpi=dpi, format="png")
-    except OSError as error:
-        raise _unwritable(file, error) from error
 
 
 def sanitize_texts(figure: "Figure") -> None:
@@ -148,11 +145,15 @@ def _write(figure: "Figure", file: Path, **options: Any) -> None:
         atomic_write(file, lambda stream: figure.savefig(stream, **options))
 
 
-def _unwritable(file: Path, error: OSError) -> InputError:
-    return InputError(
-        f"the figure {file} cannot be written ({error.strerror}); make its folder writable, and remove anything of "
-        "that name"
-    )
+@contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"the figure {file} cannot be written ({error.strerror}); make its folder writable, and remove anything of "
+            "that name"
+        ) from error
 
 
 def axes_over_rounds(figure: "Figure", position: tuple[int, int, int], title: str) -> "Axes":
@@ -162,3 +163,22 @@ def axes_over_rounds(figure: "Figure", position: tuple[int, int, int], title: st
     axes = figure.add_subplot(*position, xlabel="round", ylabel=title)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return axes
+
+
+def plot_band(
+    axes: "Axes", x: Sequence[Any], points: Sequence[Sequence[Any]], style: Mapping[str, Any], *, scale: float = 1
+) -> None:
+    """Plot means with a band of one standard deviation, ``(n, 2)``, times ``scale``; no band where it is None."""
+    mean, std = scale * np.array(points, dtype=float).reshape(-1, 2).T
+    axes.plot(x, mean, markersize=4, **style)
+    if np.isfinite(std).any():
+        axes.fill_between(x, mean - std, mean + std, color=style["color"], alpha=0.2, linewidth=0)
+
+
+def by_round(lines: Iterable[Mapping[str, Any]], key: str) -> dict[int, list[float]]:
+    """Return the values of a key that are not None by round, ascending."""
+    values: dict[int, list[float]] = {}
+    for line in lines:
+        if line.get(key) is not None:
+            values.setdefault(line["round"], []).append(line[key])
+    return dict(sorted(values.items()))

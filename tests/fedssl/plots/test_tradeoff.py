@@ -9,8 +9,8 @@ from PIL import Image
 
 from fedssl.config.load import compose
 from fedssl.datasets.base import load_split
+from fedssl.plots.comparisons import accuracies_by_round, mean_points
 from fedssl.plots.registry import write_plot
-from fedssl.plots.tradeoff import accuracies_by_round, mean_points
 from fedssl.runs.run import Run, find_runs
 from simulation.run import run
 
