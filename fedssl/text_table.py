@@ -2,9 +2,9 @@
 
 import csv
 import io
+import itertools
 import math
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -97,6 +97,7 @@ class TableCell(NamedTuple):
     text: str
     value: float | None = None  # sort key; None to sort by the text
     best: bool = False  # marked as the best of its column
+    numbers: tuple[object, ...] | None = None  # cells of a CSV file, in full precision; None: the text
 
 
 def text_cell(text: str) -> TableCell:
@@ -109,8 +110,8 @@ def text_cell(text: str) -> TableCell:
 
 
 @dataclass(frozen=True)
-class TableData:
-    """The cells of a table."""
+class TextTable:
+    """A table that is written in several formats."""
 
     title: str
     header: Sequence[str]
@@ -118,8 +119,9 @@ class TableData:
     left: int  # number of text columns, which come before those of numbers
     notes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # title to lines below the table
     mark_caption: str = ""  # meaning of a mark; empty if there are none
+    csv_header: Sequence[str] = ()  # names of `TableCell.numbers`
 
-    def without_constants(self) -> tuple["TableData", dict[str, str]]:
+    def without_constants(self) -> tuple["TextTable", dict[str, str]]:
         """Split off the text columns that are the same in all rows, if there are several rows."""
         columns = list(zip(*self.rows, strict=True))[: self.left] if len(self.rows) > 1 else []
         same = {index: cells[0].text for index, cells in enumerate(columns) if len({cell.text for cell in cells}) == 1}
@@ -128,49 +130,37 @@ class TableData:
         narrow = replace(self, header=[self.header[index] for index in kept], rows=rows, left=self.left - len(same))
         return narrow, {self.header[index]: value for index, value in same.items()}
 
-    @property
-    def lines(self) -> list[list[str]]:
-        """Return the header and all rows as text."""
-        return [list(self.header), *([cell.text for cell in row] for row in self.rows)]
-
-    @property
-    def marked(self) -> set[tuple[int, int]]:
-        """Return line and column of marked cells; the header is line 0."""
-        return {(line, column) for line, row in enumerate(self.rows, 1) for column, cell in enumerate(row) if cell.best}
-
-    def lines_below(self, bullet: str, mark: str, escape: Callable[[str], str]) -> list[str]:
-        """Return the lines below the table: the meaning of a mark, if there is one, and the notes."""
-        caption = ["", f"{mark}: {self.mark_caption}"] if self.marked else []
-        blocks = [["", title, "", *(bullet + escape(line) for line in lines)] for title, lines in self.notes.items()]
-        return [*caption, *(line for block in blocks for line in block)]
-
-
-class TextTable(ABC):
-    """Base class of tables that are written in several formats."""
-
-    @abstractmethod
-    def data(self) -> TableData:
-        """Return the cells."""
-
-    @abstractmethod
-    def csv(self) -> str:
-        """Return comma-separated values: numbers in full precision."""
-
     def text(self) -> str:
         """Return the table for a terminal."""
-        data = self.data()
-        table = align(data.lines, left=data.left, marked=data.marked)
-        return "\n".join([table, *data.lines_below("  ", "*", sanitize)])
+        table = align(self._lines, left=self.left, marked=self._marked)
+        return "\n".join([table, *self._lines_below("  ", "*", sanitize)])
 
     def markdown(self) -> str:
         """Return a Markdown table."""
-        data = self.data()
-        table = markdown(data.lines, left=data.left, marked=data.marked)
-        return table + "".join(f"{line}\n" for line in data.lines_below("- ", "Bold", escape_markdown))
+        table = markdown(self._lines, left=self.left, marked=self._marked)
+        return table + "".join(f"{line}\n" for line in self._lines_below("- ", "Bold", escape_markdown))
 
     def latex(self) -> str:
         """Return a LaTeX table, with the lines below it as comments."""
-        data = self.data()
-        below = [line for line in data.lines_below("- ", "bold", sanitize) if line]
-        head = r"% \usepackage{booktabs}" + "\n"
-        return head + latex(data.lines, left=data.left, marked=data.marked) + "".join(f"% {line}\n" for line in below)
+        below = [line for line in self._lines_below("- ", "bold", sanitize) if line]
+        table = latex(self._lines, left=self.left, marked=self._marked)
+        return r"% \usepackage{booktabs}" + "\n" + table + "".join(f"% {line}\n" for line in below)
+
+    def csv(self) -> str:
+        """Return comma-separated values: numbers in full precision."""
+        cells = ((cell.numbers or (cell.text,) for cell in row) for row in self.rows)
+        return to_csv([self.csv_header, *(itertools.chain.from_iterable(row) for row in cells)])
+
+    @property
+    def _lines(self) -> list[list[str]]:
+        return [list(self.header), *([cell.text for cell in row] for row in self.rows)]
+
+    @property
+    def _marked(self) -> set[tuple[int, int]]:
+        return {(line, column) for line, row in enumerate(self.rows, 1) for column, cell in enumerate(row) if cell.best}
+
+    def _lines_below(self, bullet: str, mark: str, escape: Callable[[str], str]) -> list[str]:
+        """Return the lines below the table: the meaning of a mark, if there is one, and the notes."""
+        caption = ["", f"{mark}: {self.mark_caption}"] if self._marked else []
+        blocks = [["", title, "", *(bullet + escape(line) for line in lines)] for title, lines in self.notes.items()]
+        return [*caption, *(line for block in blocks for line in block)]

@@ -25,7 +25,7 @@ from fedssl.config.saved_run import check_saved_overrides
 from fedssl.config.settings import Settings
 from fedssl.config.targets import SEARCHPATH_KEY, search_folders
 from fedssl.errors import InputError, RunError
-from fedssl.report.accuracy_table import sweep_table
+from fedssl.report.accuracy_table import NOT_FINISHED, sweep_table
 from fedssl.runs.groups import OWN_KEYS
 from fedssl.runs.run import LOCK_FILE, acquire_lock, is_locked, read_run, read_summary, write_summary
 from fedssl.safe_io import checksum_line, corrupt_file_error, read_yaml, sanitize
@@ -334,11 +334,12 @@ def finish_sweep(folder: Path, jobs: Sequence[Path], *, metric: str | None) -> i
     """Print and write the table of a sweep. Return the exit status, which is 1 if a job is not finished or pruned."""
     table = sweep_table(jobs, metric=metric)
     try:
-        table.write(folder)
+        write_text(folder / "results.csv", table.csv())
+        write_text(folder / "results.md", table.markdown())
     except OSError as error:
         raise RunError(f"{folder} cannot be written ({error.strerror}); free disk space") from error
     print(f"\n{table.text()}\n\nresults.csv and results.md are in {folder}")
-    return 1 if table.failed else 0
+    return 1 if NOT_FINISHED in table.notes else 0
 
 
 def write_status(job: Job, status: str, *, reason: str) -> None:

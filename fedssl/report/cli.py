@@ -16,7 +16,7 @@ everything until all runs have ended.
 import argparse
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fedssl.atomic_files import write_text
@@ -47,15 +47,7 @@ def _run(options: argparse.Namespace) -> None:
         raise InputError(f"--into {options.into} requires --figures NAME...; add it, or remove --into")
     if options.metrics and options.paper:
         raise InputError("--metrics and --paper exclude each other: a paper has its own metrics; remove one of them")
-    failures: list[str] = []
-    if options.figures is not None:
-        failures = figures(
-            options.folders,
-            options.figures,
-            into=options.into,
-            settings=options.config_dir,
-            metrics=options.metrics,
-        )
+    failures = [] if options.figures is None else _figures(options)
     try:
         report(options.folders, out=options.out, paper=options.paper, watch=options.watch, metrics=options.metrics)
     except InputError as error:
@@ -64,32 +56,25 @@ def _run(options: argparse.Namespace) -> None:
         raise InputError("; ".join(failures))
 
 
-def figures(
-    folders: Sequence[Path],
-    names: Sequence[str],
-    *,
-    into: Path | None,
-    settings: Sequence[Path],
-    metrics: Sequence[str] | None = None,
-) -> list[str]:
-    """Write figures of the runs in folders; without ``names`` all figures of single runs. Return why some are missing.
+def _figures(options: argparse.Namespace) -> list[str]:
+    """Write figures of the runs in folders, and return why some are missing.
 
-    Figures of several runs go to ``into``, by default the only one of ``folders``. ``settings`` are folders for
-    ``--config-dir``, and ``metrics`` the results in figures of several runs.
+    Figures of several runs go to ``--into``, by default the only folder.
     """
     # Imported here because they need torch and matplotlib.
     from fedssl.config.targets import expand_config_dir_flag
     from fedssl.plots.registry import PLOTS, write_plots
 
-    together = [name for name in names if name in PLOTS and PLOTS[name].source == "runs"]
+    folders, into = options.folders, options.into
+    together = [name for name in options.figures if name in PLOTS and PLOTS[name].source == "runs"]
     if together and into is None and len(folders) > 1:
         raise InputError(f"the figure {together[0]} is of all {len(folders)} folders; add --into FOLDER")
-    overrides = expand_config_dir_flag([f"--config-dir={folder}" for folder in settings])
+    overrides = expand_config_dir_flag([f"--config-dir={folder}" for folder in options.config_dir])
     if into is not None and not into.is_dir():
         raise InputError(f"--into {into} is not a folder; create it, or choose another one")
     failures = write_plots(
-        _with_metrics(find_runs(folders), metrics),
-        names,
+        select_metrics(find_runs(folders), options.metrics),
+        options.figures,
         into=into or folders[0],
         overrides=overrides,
         log=lambda text: print(sanitize(text), flush=True),
@@ -118,10 +103,10 @@ def report(
         raise InputError(f"--out {out}: the folder {out.parent} does not exist; create it, or choose another file")
     printed = ""
     written: dict[Path, None] = {}
-
-    def show(runs: Sequence[Run], active: bool) -> None:
-        nonlocal printed
-        runs = _with_metrics(runs, metrics)
+    for runs, active in [(find_runs(folders), False)] if watch is None else watch_runs(folders, every=watch):
+        if watch is None:
+            _check_results(runs)
+        runs = select_metrics(runs, metrics)
         tables = _tables(runs, paper)
         text = "\n\n".join(table.text() for table in tables)
         if text != printed:
@@ -131,19 +116,8 @@ def report(
             for file, content in _files(out, runs, tables, again=watch if active else None).items():
                 _write(file, content)
                 written[file] = None
-
-    if watch is not None:
-        watch_runs(folders, every=watch, show=show)
-    else:
-        runs = find_runs(folders)
-        _check_results(runs)
-        show(runs, False)
     if out is not None:
         print(f"\nwritten to {' and '.join(map(str, written))}")
-
-
-def _with_metrics(runs: Sequence[Run], metrics: Sequence[str] | None) -> Sequence[Run]:
-    return select_metrics(runs, metrics) if metrics else runs
 
 
 def _check_results(runs: Sequence[Run]) -> None:
@@ -180,75 +154,54 @@ def _write(file: Path, text: str) -> None:
         raise InputError(f"--out {file} cannot be written ({error.strerror}); choose another file") from error
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="fedssl-report",
-        description="Results of any runs as a table, and figures.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "folders", metavar="DIR", type=user_path, nargs="*", help="run folder, or folder that contains some"
-    )
-    parser.add_argument(
-        "--metrics",
-        metavar="NAME",
-        nargs="+",
-        help="only these results in tables and in figures of all runs, e.g. linear knn (default: all)",
-    )
-    parser.add_argument(
-        "--figures",
-        metavar="NAME",
-        nargs="*",
-        help="write these figures, or all that a run has data for (some seconds each), to its figures/: partition, "
-        "metrics, cosines, spectrum, tsne, sphere, cka; landscape, cka_layers, forgetting of runs with snapshot_every; "
-        "accuracy, divergence, tradeoff, sensitivity, heatmap of all runs",
-    )
-    parser.add_argument("--into", metavar="FOLDER", type=user_path, help="write figures of all runs to its figures/")
-    parser.add_argument(
-        "--config-dir",
-        metavar="FOLDER",
-        type=user_path,
-        action="append",
-        default=[],
-        help="folder with your own settings, for figures of models",
-    )
-    parser.add_argument("--paper", metavar="PAPER.TABLE", help="compare with a table of a paper, e.g. l_dawa.table2")
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        type=user_path,
-        help="write the tables to FILE.md or FILE.tex, the results to FILE.csv and the costs to FILE_costs.csv, or a "
-        "page with figures to FILE.html",
-    )
-    parser.add_argument("--watch", metavar="SECONDS", type=float, help="repeat until all runs have ended")
-    return parser
+def watch_runs(folders: Sequence[Path], *, every: float) -> Iterator[tuple[Sequence[Run], bool]]:
+    """Yield the runs in folders at intervals of ``every`` seconds, at least 1, and once more when all have ended.
 
-
-def watch_runs(folders: Sequence[Path], *, every: float, show: Callable[[Sequence[Run], bool], None]) -> None:
-    """Show the runs in folders at intervals of ``every`` seconds, at least 1, and once more when all have ended.
-
-    Folders without a run are waited for. ``show`` takes the runs, and whether some are active.
+    Folders without a run are waited for. The flag is whether a process works on one of the runs, or on a sweep that
+    they belong to.
     """
     if not (math.isfinite(every) and every >= 1):
         raise InputError(f"--watch {every:g} must be at least 1 second, e.g. --watch 30")
     missing: list[Path] = []
-    while True:
+    active = True
+    while active:
         waiting = [folder for folder in folders if folder.is_dir() and not run_folders(folder)]
         if waiting and waiting != missing:
             print(f"waiting for a run in {', '.join(map(str, waiting))}", flush=True)
         missing = waiting
         runs = find_runs(folder for folder in folders if folder not in waiting)
-        active = bool(waiting) or is_active(folders, runs)
+        sweeps = {*folders, *(run.folder.parent for run in runs)}
+        active = bool(waiting) or any(run.running for run in runs) or any(map(is_locked, sweeps))
         if not active:
             runs = find_runs(folders)  # with what was written in between
         if runs:
-            show(runs, active)
-        if not active:
-            return
-        time.sleep(every)
+            yield runs, active
+        if active:
+            time.sleep(every)
 
 
-def is_active(folders: Sequence[Path], runs: Sequence[Run]) -> bool:
-    """Return whether a process works on one of the runs, or on a sweep that they belong to."""
-    sweeps = {*folders, *(run.folder.parent for run in runs)}
-    return any(run.running for run in runs) or any(map(is_locked, sweeps))
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fedssl-report", description="Results of any runs as a table, and figures.", allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("folders", metavar="DIR", type=user_path, nargs="*", help="run folder, or folder that contains some")
+    only = "only these results in tables and in figures of all runs, e.g. linear knn (default: all)"
+    add("--metrics", metavar="NAME", nargs="+", help=only)
+    figures = (
+        "write these figures, or all that a run has data for (some seconds each), to its figures/: partition, "
+        "metrics, cosines, spectrum, tsne, sphere, cka; landscape, cka_layers, forgetting of runs with snapshot_every; "
+        "accuracy, divergence, tradeoff, sensitivity, heatmap of all runs"
+    )
+    add("--figures", metavar="NAME", nargs="*", help=figures)
+    add("--into", metavar="FOLDER", type=user_path, help="write figures of all runs to its figures/")
+    own = "folder with your own settings, for figures of models"
+    add("--config-dir", metavar="FOLDER", type=user_path, action="append", default=[], help=own)
+    add("--paper", metavar="PAPER.TABLE", help="compare with a table of a paper, e.g. l_dawa.table2")
+    out = (
+        "write the tables to FILE.md or FILE.tex, the results to FILE.csv and the costs to FILE_costs.csv, or a "
+        "page with figures to FILE.html"
+    )
+    add("--out", metavar="FILE", type=user_path, help=out)
+    add("--watch", metavar="SECONDS", type=float, help="repeat until all runs have ended")
+    return parser

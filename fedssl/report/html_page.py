@@ -9,7 +9,7 @@ import itertools
 import time
 from base64 import b64encode
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,10 +23,11 @@ from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, column_title
 from fedssl.plots.registry import PLOTS
 from fedssl.plots.style import sanitize_texts
+from fedssl.report.accuracy_table import score_cell
 from fedssl.runs.groups import OWN_KEYS, RunGroup, group_by_seed
 from fedssl.runs.run import Run
 from fedssl.safe_io import sanitize
-from fedssl.text_table import TableCell, TableData, TextTable, text_cell
+from fedssl.text_table import TableCell, TextTable, text_cell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,6 +40,12 @@ RUN_PLOTS = {
     "metrics": ("loss and results over the rounds", "metrics.jsonl"),
     "cosines": ("cosines of clients' models with the global one", "clients.jsonl"),
     "partition": ("images of each client", "partition.csv"),
+}
+SWEPT = {"sensitivity": "final accuracy over a swept setting", "heatmap": "final accuracy over two swept settings"}
+PLOTS_OF_ALL = {
+    "accuracy": "accuracy over rounds, over bytes and over FLOPs of a client",
+    "tradeoff": "accuracy on another data set over that on the run's own",
+    **SWEPT,
 }
 ENCODERS = ("untrained", "federated", "pixels")
 _CACHE: dict[tuple[Path, str], tuple[tuple[int, int], str]] = {}  # figures by file and plot, for the next page
@@ -59,7 +66,7 @@ def page(runs: Sequence[Run], tables: Sequence[TextTable], *, again: float | Non
     digest = b64encode(new_identity(SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     encoders = encoder_table(runs)
-    shown = [*(table.data() for table in tables), *([encoders] if encoders.rows else [])]
+    shown = [*tables, *([encoders] if encoders.rows else [])]
     return _template().render(
         policy=Markup(f"{policy}; base-uri 'none'; form-action 'none'"),
         style=Markup(STYLE),
@@ -95,13 +102,13 @@ def _count(runs: Sequence[Run]) -> str:
     return counts + (f"; as of {time.strftime('%Y-%m-%d %H:%M:%S')}" if running else "")
 
 
-def _column_order(data: TableData) -> list[int]:
+def _column_order(data: TextTable) -> list[int]:
     """Return the columns of a table as the page orders them: those that tell rows apart, numbers, other text."""
     first = _key_columns(data)
     return sorted(range(len(data.header)), key=lambda column: column < data.left and column not in first)
 
 
-def _key_columns(data: TableData) -> set[int]:
+def _key_columns(data: TextTable) -> set[int]:
     """Select the text columns that distinguish most rows, greedily from the left."""
     min_columns, max_columns = KEY_COLUMNS
     selected: list[int] = []
@@ -120,15 +127,9 @@ def _key_columns(data: TableData) -> set[int]:
 def figures_of_all(runs: Sequence[Run]) -> list[PageImage]:
     """Return caption and image of the figure of all runs; running ones only where no seed has finished."""
     plotted = [run for group in _groups(runs) for run in ([run for run in group if run.finished] or group)]
-    caption = "accuracy over rounds, over bytes and over FLOPs of a client"
-    data = PLOTS["accuracy"].plot(plotted) if plotted else None
-    figures = [PageImage(caption, svg(data.figure), "wide")] if data else []
-    caption = "accuracy on another data set over that on the run's own"
-    data = PLOTS["tradeoff"].plot(plotted) if plotted else None
-    figures += [PageImage(caption, svg(data.figure), "wide")] if data else []
-    swept = {"sensitivity": "final accuracy over a swept setting", "heatmap": "final accuracy over two swept settings"}
-    for name, caption in swept.items():
-        with suppress(InputError):  # other settings vary
+    figures = []
+    for name, caption in PLOTS_OF_ALL.items() if plotted else ():
+        with suppress(InputError) if name in SWEPT else nullcontext():  # other settings vary
             data = PLOTS[name].plot(plotted)
             figures += [PageImage(caption, svg(data.figure), "wide")] if data else []
     return figures
@@ -163,7 +164,7 @@ def _cached_svg(file: Path, plot: str) -> str:
     return cached[1]
 
 
-def encoder_table(runs: Sequence[Run]) -> TableData:
+def encoder_table(runs: Sequence[Run]) -> TextTable:
     """Compare the federated encoder with the untrained encoder and raw pixels, by the same protocols over seeds."""
     rows: list[tuple[RunGroup, str, dict[str, list[Score]]]] = []
     units: dict[str, str] = {}
@@ -180,20 +181,17 @@ def encoder_table(runs: Sequence[Run]) -> TableData:
     if not any(scores for _, kind, scores in rows if kind != "federated"):
         rows = []
     cells = [
-        [*map(text_cell, group.settings.values()), TableCell(kind), *(_score_cell(scores.get(name)) for name in units)]
+        [
+            *map(text_cell, group.settings.values()),
+            TableCell(kind),
+            *(score_cell(scores.get(name, [])) for name in units),
+        ]
         for group, kind, scores in rows
     ]
-    return TableData("Encoders under the same protocols", header, cells, left=len(header) - len(units))
+    return TextTable("Encoders under the same protocols", header, cells, left=len(header) - len(units))
 
 
-def _score_cell(scores: Sequence[Score] | None) -> TableCell:
-    if not scores:
-        return TableCell("-")
-    score = Score.over_runs(scores)
-    return TableCell(score.number, score.value)
-
-
-def status_table(runs: Sequence[Run]) -> TableData:
+def status_table(runs: Sequence[Run]) -> TextTable:
     """Return a row for each run: folder, state, rounds, seed, command, and why it did not finish."""
     rows = [
         [
@@ -207,10 +205,10 @@ def status_table(runs: Sequence[Run]) -> TableData:
         for run in runs
     ]
     header = ["run", "state", "rounds", "seed", "command that repeats it", "why it did not finish"]
-    return TableData("Runs", header, rows, left=len(header))
+    return TextTable("Runs", header, rows, left=len(header))
 
 
-def settings_table(runs: Sequence[Run]) -> TableData:
+def settings_table(runs: Sequence[Run]) -> TextTable:
     """Return a column for each setting in which runs differ; with more settings than runs a column for each run.
 
     Settings that a run does not have are empty. For a run without ``config.yaml``, of which only overrides are known,
@@ -230,7 +228,7 @@ def settings_table(runs: Sequence[Run]) -> TableData:
     if len(differ) <= len(runs):
         header, rows = ["run", *differ], [list(row) for row in zip(folders, *(row[1:] for row in rows), strict=True)]
     body = [[TableCell(first), *map(text_cell, others)] for first, *others in (rows if differ else [])]
-    return TableData("Settings in which runs differ", header, body, left=len(header))
+    return TextTable("Settings in which runs differ", header, body, left=len(header))
 
 
 def svg(figure: "Figure") -> str:

@@ -22,7 +22,7 @@ from fedssl.plain_values import flatten
 from fedssl.runs.groups import IGNORED, first_of_each_seed, group_runs, is_ignored, same_value
 from fedssl.runs.run import Run, flatten_settings
 from fedssl.safe_io import read_yaml, sanitize
-from fedssl.text_table import TableCell, TableData, TextTable, text_cell, to_csv
+from fedssl.text_table import TableCell, TextTable, text_cell
 
 PAPERS_FOLDER = Path(__file__).parent / "papers"
 # Differences that are not displayed.
@@ -100,58 +100,43 @@ class PaperRow:
         return None if self.ours is None else 100 * self.ours.value - self.number.value
 
 
-@dataclass(frozen=True)
-class PaperTable(TextTable):
-    """A paper's table and ours, in the order of the paper."""
+def paper_table(name: str, runs: Sequence[Run]) -> TextTable:
+    """Compare the finished runs with a paper's table, such as l_dawa.table2; an unknown name is an `InputError`.
 
-    name: str  # such as l_dawa.table2
-    lines: list[PaperRow]
-    others: list[str]  # folders of finished runs that match no number
-
-    def data(self) -> TableData:
-        """Return the cells; accuracies in percent."""
-        header = [*self._keys, "differs", "result", "paper (%)", "ours (%)", "difference", "runs"]
-        notes = {f"finished runs that match no row of {self.name}:": self.others} if self.others else {}
-        return TableData(
-            f"Comparison with {self.name}", header, [*map(self._row, self.lines)], left=len(self._keys) + 2, notes=notes
-        )
-
-    def csv(self) -> str:
-        """Return comma-separated values; accuracies in percent, in full precision."""
-        numbers = ("paper", "paper_std", "ours", "ours_std", "difference")
-        rows: list[list[object]] = [[*self._keys, "differs", "result", *numbers, "runs"]]
-        for line in self.lines:
-            ours = line.ours and 100 * line.ours.value
-            std = line.ours and line.ours.std and 100 * line.ours.std
-            paper = (line.number.value, line.number.std)
-            settings = self._settings(line, max_differences=len(line.differs))
-            rows.append([*settings, *paper, ours, std, line.difference, line.runs])
-        return to_csv(rows)
-
-    @property
-    def _keys(self) -> list[str]:
-        return list(dict.fromkeys(key for line in self.lines for key in line.number.settings))
-
-    def _settings(self, line: PaperRow, *, max_differences: int) -> list[str]:
-        settings = [line.number.settings.get(key, "") for key in self._keys]
-        kind = "" if line.number.encoder_kind == "federated" else f" ({line.number.encoder_kind})"
-        return [*settings, _format_differences(line.differs, max_differences), line.result + kind]
-
-    def _row(self, line: PaperRow) -> list[TableCell]:
-        paper = f"{line.number.value:.2f}" + ("" if line.number.std is None else f" ± {line.number.std:.2f}")
-        ours = line.ours.number if line.ours else NOT_EVALUATED if line.runs else NOT_RUN
-        difference = "" if line.difference is None else f"{round(line.difference, 1) + 0.0:+.1f}"  # + 0.0: no -0.0
-        return [
-            *map(text_cell, self._settings(line, max_differences=MAX_LISTED)),
-            TableCell(paper, line.number.value),
-            TableCell(ours, None if line.ours is None else line.ours.value),
-            TableCell(difference, line.difference),
-            text_cell(str(line.runs or "")),
-        ]
+    The order is that of the paper, and accuracies are in percent.
+    """
+    lines, others = match_runs(name, runs)
+    keys = list(dict.fromkeys(key for line in lines for key in line.number.settings))
+    return TextTable(
+        f"Comparison with {name}",
+        [*keys, "differs", "result", "paper (%)", "ours (%)", "difference", "runs"],
+        [[*(text_cell(line.number.settings.get(key, "")) for key in keys), *_cells_of(line)] for line in lines],
+        left=len(keys) + 2,
+        notes={f"finished runs that match no row of {name}:": others} if others else {},
+        csv_header=[*keys, "differs", "result", "paper", "paper_std", "ours", "ours_std", "difference", "runs"],
+    )
 
 
-def paper_table(name: str, runs: Sequence[Run]) -> PaperTable:
-    """Compare the finished runs with a paper's table, such as l_dawa.table2; an unknown name is an `InputError`."""
+def _cells_of(line: PaperRow) -> list[TableCell]:
+    number, ours = line.number, line.ours
+    kind = "" if number.encoder_kind == "federated" else f" ({number.encoder_kind})"
+    paper = f"{number.value:.2f}" + ("" if number.std is None else f" ± {number.std:.2f}")
+    difference = "" if line.difference is None else f"{round(line.difference, 1) + 0.0:+.1f}"  # + 0.0: no -0.0
+    in_percent = (ours and 100 * ours.value, ours and ours.std and 100 * ours.std)
+    text = ours.number if ours else NOT_EVALUATED if line.runs else NOT_RUN
+    differs = text_cell(_format_differences(line.differs, MAX_LISTED))
+    return [
+        differs._replace(numbers=(_format_differences(line.differs, len(line.differs)),)),
+        text_cell(line.result + kind),
+        TableCell(paper, number.value, numbers=(number.value, number.std)),
+        TableCell(text, None if ours is None else ours.value, numbers=in_percent),
+        TableCell(difference, line.difference, numbers=(line.difference,)),
+        text_cell(str(line.runs or ""))._replace(numbers=(line.runs,)),
+    ]
+
+
+def match_runs(name: str, runs: Sequence[Run]) -> tuple[list[PaperRow], list[str]]:
+    """Return the rows of `paper_table`, and the folders of the finished runs that match no number."""
     experiment, finished = name.replace(".", "/"), [run for run in runs if run.finished and run.settings is not None]
     matched: dict[frozenset[tuple[str, str]], list[tuple[Differences, list[Run]]]] = {}
     lines = []
@@ -162,7 +147,7 @@ def paper_table(name: str, runs: Sequence[Run]) -> PaperTable:
         rows = [_line(number, differs, group) for differs, group in matched[same]]
         lines += rows or [PaperRow(number=number, result=number.results[0], differs={}, runs=0, ours=None)]
     folders = {run.folder for groups in matched.values() for _, group in groups for run in group}
-    return PaperTable(name, lines, [str(run.folder) for run in finished if run.folder not in folders])
+    return lines, [str(run.folder) for run in finished if run.folder not in folders]
 
 
 def _line(number: PaperNumber, differs: Differences, runs: Sequence[Run]) -> PaperRow:

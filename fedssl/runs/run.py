@@ -204,8 +204,10 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
     return list(runs.values())
 
 
-def select_metrics(runs: Sequence[Run], metrics: Sequence[str]) -> list[Run]:
-    """Return the runs with only these results; raises `InputError` for one that none of the finished runs has."""
+def select_metrics(runs: Sequence[Run], metrics: Sequence[str] | None) -> Sequence[Run]:
+    """Return the runs with only these results, None for all; `InputError` for one that none of the runs has."""
+    if not metrics:
+        return runs
     known = dict.fromkeys(name for run in runs for name in run.results)
     unknown = [name for name in metrics if known and name not in known]
     if unknown:

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from fedssl.evaluation.scores import Score
-from fedssl.report.accuracy_table import Row, best_rows, run_table, sweep_table
+from fedssl.report.accuracy_table import (
+    NOT_FINISHED,
+    REPEATS,
+    Row,
+    best_rows,
+    run_results,
+    run_table,
+    sweep_results,
+    sweep_table,
+)
 from fedssl.runs.run import read_run
 
 
@@ -47,19 +56,20 @@ def sweep(tmp_path: Path) -> list[Path]:
 
 
 def test_sweep_groups_by_everything_but_the_seed(sweep: list[Path]):
-    table = sweep_table(sweep)
-    assert table.keys == ["strategy"]  # the other settings do not vary
-    assert list(table.units) == ["knn", "linear"]
-    assert [(row.settings["strategy"], row.runs, row.failed) for row in table.rows] == [
+    header = list(sweep_table(sweep).header)
+    assert header == ["strategy", "knn (%)", "linear (%)", "runs", "failed"]  # the other settings do not vary
+    rows, units, notes = sweep_results(sweep)
+    assert list(units) == ["knn", "linear"]
+    assert [(row.settings["strategy"], row.runs, row.failed) for row in rows] == [
         ("fedavg", 2, 0),
         ("l_dawa", 1, 1),
         ("m_dawa", 0, 1),
     ]
-    assert table.rows[0].metrics == {
+    assert rows[0].metrics == {
         "knn": [Score(0.5), Score(0.7)],
         "linear": [Score(0.6, std=0.01), Score(0.6, std=0.02)],
     }
-    assert table.failed == 3
+    assert len(notes[NOT_FINISHED]) == 3
 
 
 def test_sweep_text(sweep: list[Path], tmp_path: Path):
@@ -78,10 +88,8 @@ def test_sweep_text(sweep: list[Path], tmp_path: Path):
     ]
 
 
-def test_sweep_csv_has_full_precision(sweep: list[Path], tmp_path: Path):
-    sweep_table(sweep).write(tmp_path)
-    with (tmp_path / "results.csv").open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
+def test_sweep_csv_has_full_precision(sweep: list[Path]):
+    rows = list(csv.DictReader(sweep_table(sweep).csv().splitlines()))
     assert list(rows[0]) == ["strategy", "knn_mean", "knn_std", "linear_mean", "linear_std", "runs", "failed"]
     assert float(rows[0]["knn_mean"]) == pytest.approx(0.6, abs=1e-15)
     assert float(rows[0]["knn_std"]) == pytest.approx(np.std([0.5, 0.7], ddof=1), abs=1e-15)
@@ -159,8 +167,11 @@ CHOICES = {
 
 
 def rows(*folders: Path) -> list[tuple[dict[str, str], int]]:
-    table = run_table([read_run(folder) for folder in folders])
-    return [({key: row.settings[key] for key in table.keys}, row.runs) for row in table.rows]
+    runs = [read_run(folder) for folder in folders]
+    keys = run_table(runs).header
+    return [
+        ({key: row.settings[key] for key in keys if key in row.settings}, row.runs) for row in run_results(runs).rows
+    ]
 
 
 MAIN = {"strategy": "l_dawa", "method": "simclr", "encoder": "conv_small"}
@@ -186,16 +197,18 @@ def test_the_same_run_counts_once(tmp_path: Path):
         with_settings(tmp_path / "d", "seed=1", {"seed": 1}, knn=0.5),
         with_settings(tmp_path / "e", "strategy=fedavg seed=1", {"seed": 1}, knn=0.5),
     ]
-    table = run_table([read_run(folder) for folder in folders])
-    assert [(row.runs, values(row)) for row in table.rows] == [(2, [0.8, 0.6]), (1, [0.5])]
-    assert table.repeats == [
+    runs = [read_run(folder) for folder in folders]
+    results, table = run_results(runs), run_table(runs)
+    assert [(row.runs, values(row)) for row in results.rows] == [(2, [0.8, 0.6]), (1, [0.5])]
+    repeats = results.notes[REPEATS]
+    assert repeats == [
         f"{tmp_path / 'b'} repeats {tmp_path / 'a'}",
         f"{tmp_path / 'd'} repeats {tmp_path / 'c'}, with other results",
     ]
     notes = table.text().split("\n")[-4:]
     assert notes[0] == "not counted, because another run has the same settings and seed:"
-    assert notes[2:] == [f"  {line}" for line in table.repeats]
-    assert table.markdown().endswith(f"- {table.repeats[1]}\n")
+    assert notes[2:] == [f"  {line}" for line in repeats]
+    assert table.markdown().endswith(f"- {repeats[1]}\n")
     assert [row["runs"] for row in csv.DictReader(table.csv().splitlines())] == ["2", "1"]
 
 
@@ -232,10 +245,10 @@ def test_runs_that_did_not_finish_are_listed(tmp_path: Path):
     nothing = tmp_path / "d"
     nothing.mkdir()
     (nothing / "run.log").touch()
-    table = run_table([read_run(folder) for folder in (finished, killed, refused, nothing)])
-    assert [(row.runs, row.failed) for row in table.rows] == [(1, 1), (0, 1)]
+    results = run_results([read_run(folder) for folder in (finished, killed, refused, nothing)])
+    assert [(row.runs, row.failed) for row in results.rows] == [(1, 1), (0, 1)]
     ended = "no readable summary.json: it was ended from outside, unless it runs on another machine"
-    assert table.failures == [
+    assert results.notes[NOT_FINISHED] == [
         f"{killed} (rounds=20): {ended}",
         f"{refused} (rounds=0): rounds=0 but it must be 1",
         f"{nothing}: {ended}",

@@ -1,5 +1,6 @@
 """The cost table from hand-made run folders."""
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -83,8 +84,9 @@ def test_seeds_of_finished_runs_make_one_row(tmp_path: Path):
         for seed in (1, 2, 3)
     ]
     stopped = job(tmp_path / "9", "rounds=1 schedule=progressive", line(memory=GIB), status="failed")
-    (row,) = table_of(*folders, stopped).rows
-    assert (row.runs, row.cost.round_seconds, row.cost.flops, row.settings) == (3, 2, 1e9, {})
+    (row,) = csv.DictReader(table_of(*folders, stopped).csv().splitlines())
+    assert (row["runs"], float(row["seconds"]), float(row["flops"])) == ("3", 2, 1e9)
+    assert next(iter(row)) == "memory"  # no setting varies
     assert table_of(stopped).rows == []
     assert table_of(job(tmp_path / "without", "rounds=1")).rows == []
 
