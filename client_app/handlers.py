@@ -23,9 +23,8 @@ from fedssl.config.constraint_table import LOSSLESS
 from fedssl.config.load import parse_client_config
 from fedssl.config.settings import ClientSettings
 from fedssl.errors import InputError, RequestRefused
-from fedssl.fleet.encoders import store_encoder
+from fedssl.fleet.encoders import encoder_quality, store_encoder
 from fedssl.fleet.history import record
-from fedssl.fleet.quality import encoder_quality
 from fedssl.flower_internals import error_reply
 from fedssl.machine.out_of_memory import OUT_OF_MEMORY, is_out_of_memory
 from fedssl.secure_aggregation.client import is_secure, secagg_reply

@@ -10,8 +10,8 @@ from flwr.serverapp import Grid
 
 from fedssl.config.settings import EngineSettings, Settings
 from fedssl.errors import InputError
-from fedssl.fleet.quality import METRICS, mean_quality
-from fedssl.fleet.signature import load_signing_key, sign
+from fedssl.fleet.certificates import load_signing_key, sign
+from fedssl.fleet.encoders import METRICS, mean_quality
 from fedssl.safe_io import read_bytes, sanitize_line
 from fedssl.wire.delivery import EncoderDelivery, read_quality
 from server_app.messaging import ClientMessenger

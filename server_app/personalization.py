@@ -3,7 +3,7 @@
 Every client returns its encoder (`strategies.base.ClientStrategy.personalized_model`): the global model, that of its
 cluster, its own among neighbors, or one with local parts. An unseen client, which never trained, returns the received
 encoder and the one after a few local epochs. Each is evaluated on all test images, and on a subset with the client's
-class frequencies (`fedssl.evaluation.label_matched`).
+class frequencies (`fedssl.evaluation.sampling`).
 """
 
 import logging
@@ -15,8 +15,8 @@ from flwr.app import Message
 
 from fedssl.arrays import Layers
 from fedssl.digests import identity
-from fedssl.evaluation.label_matched import sample_label_matched, subset
 from fedssl.evaluation.protocol import EvaluationInput
+from fedssl.evaluation.sampling import sample_label_matched
 from fedssl.evaluation.scores import Score, mean_over_models
 from fedssl.model_arrays import load_layers
 from fedssl.seeding import torch_generator
@@ -142,4 +142,4 @@ class PersonalizedEvaluator:
         labels = client_data.image_data.labels[torch.from_numpy(client_data.parts[client])]
         generator = torch_generator(self._components.settings.seed, "alike", client)
         rows = sample_label_matched(evaluation_input.test.labels, labels, generator=generator)
-        return self._global_test[key], evaluator.evaluate_final(subset(evaluation_input, rows)) if len(rows) else {}
+        return self._global_test[key], evaluator.evaluate_final(evaluation_input.subset(rows)) if len(rows) else {}

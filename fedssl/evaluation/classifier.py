@@ -5,6 +5,7 @@ the accuracy after the last epoch; test images have no influence on training.
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,13 +19,13 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from fedssl.augmentation import Augmentation
 from fedssl.augmentation.recipe import read_view
 from fedssl.config.constraints import check_arguments
-from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError
-from fedssl.evaluation.features import extract
+from fedssl.evaluation.features import accuracy
 from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
+from fedssl.evaluation.sampling import stratified_sample
 from fedssl.evaluation.scores import ACCURACY
 from fedssl.machine.devices import to_device
-from fedssl.seeding import derive_seed, seed_torch, torch_generator
+from fedssl.seeding import derive_seed, numpy_generator, seed_torch, torch_generator
 from fedssl.training import batches
 
 CPU = torch.device("cpu")
@@ -109,6 +110,20 @@ class ClassifierTraining(EvaluationProtocol):
     def views(self, evaluation_input: EvaluationInput, seed_path: SeedPath) -> "AugmentedViews":
         return AugmentedViews(evaluation_input, transform=self.transform, view=self.view, seed_path=seed_path)
 
+    @abstractmethod
+    def train(self, evaluation_input: EvaluationInput, rows: Tensor, seed_path: SeedPath) -> Tensor:
+        """Train a classifier on the training images at ``rows``, and predict the classes of the test images."""
+
+    def accuracy(self, evaluation_input: EvaluationInput, share: float, seed_path: SeedPath) -> float:
+        """Return the accuracy of a classifier that is trained on a share of the labels."""
+
+        def predict(given: EvaluationInput) -> Tensor:
+            rows = stratified_sample(given.train.labels, share=share, generator=numpy_generator(*seed_path))
+            return self.train(given, rows, seed_path)
+
+        predictions = evaluation_input.predict_once((self, *seed_path), predict)
+        return accuracy(predictions, evaluation_input.test.labels)
+
     def fit(
         self,
         logits: Callable[[Tensor], Tensor],
@@ -181,8 +196,7 @@ class AugmentedViews:
 def make_classifier(encoder: nn.Module, evaluation_input: EvaluationInput) -> nn.Linear:
     """Return a linear classifier of zeros for the output of the encoder, on the device of the evaluation."""
     few = evaluation_input.train.images.subset(torch.arange(2))
-    features = _extract(encoder, few, evaluation_input)
-    return zero_classifier(features.shape[1], evaluation_input)
+    return zero_classifier(evaluation_input.extract(encoder, few).shape[1], evaluation_input)
 
 
 def zero_classifier(in_features: int, evaluation_input: EvaluationInput) -> nn.Linear:
@@ -195,7 +209,7 @@ def zero_classifier(in_features: int, evaluation_input: EvaluationInput) -> nn.L
 
 def predict(network: nn.Module, evaluation_input: EvaluationInput) -> Tensor:
     """Predict the classes of the test images ``(n_test,)`` by encoder and classifier in eval mode."""
-    return predicted_classes(_extract(network, evaluation_input.test.images, evaluation_input))
+    return predicted_classes(evaluation_input.extract(network, evaluation_input.test.images))
 
 
 def predicted_classes(scores: Tensor) -> Tensor:
@@ -206,8 +220,3 @@ def predicted_classes(scores: Tensor) -> Tensor:
             "learning rate of the protocol, or optimizer.lr"
         )
     return scores.argmax(dim=1)
-
-
-def _extract(network: nn.Module, images: ImageSource, evaluation_input: EvaluationInput) -> Tensor:
-    mean, std, device = evaluation_input.mean, evaluation_input.std, evaluation_input.device
-    return extract(network, images, mean=mean, std=std, device=device)

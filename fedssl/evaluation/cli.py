@@ -11,14 +11,14 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.atomic_files import make_subfolder, write_text
@@ -30,23 +30,11 @@ from fedssl.config.load import compose, make_settings
 from fedssl.config.overrides import parse
 from fedssl.config.saved_run import read_settings
 from fedssl.config.settings import DataSettings, Settings
-from fedssl.config.targets import (
-    choice_targets,
-    expand_config_dir_flag,
-    normalize,
-    search_folders,
-    user_encoder,
-)
+from fedssl.config.targets import choice_targets, expand_config_dir_flag, normalize, search_folders, user_encoder
 from fedssl.config.validation import check_types, validate_config
 from fedssl.errors import InputError
-from fedssl.evaluation.protocol import (
-    EvaluationInput,
-    evaluate,
-    evaluation_problem,
-    log_unknown_classes,
-    make_evaluation_input,
-)
-from fedssl.evaluation.scores import Score, format_table, to_flat_dict, units_of
+from fedssl.evaluation.protocol import evaluate, evaluation_problem, log_unknown_classes, make_evaluation_input
+from fedssl.evaluation.scores import format_table, to_flat_dict, units_of
 from fedssl.export import load_encoder, saved_target
 from fedssl.machine.devices import select_device
 from fedssl.safe_io import sanitize
@@ -61,35 +49,52 @@ USAGE = (
 
 def main() -> int:
     """Entry point; returns the exit status, see `run_command`."""
+    return run_with_overrides("fedssl-evaluate", USAGE, run)
+
+
+def run_with_overrides(name: str, usage: str, run: Callable[[Sequence[str]], str]) -> int:
+    """Run a command with overrides and print its text, or the usage; return the exit status, see `run_command`."""
     if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
-        print(USAGE)
+        print(usage)
         return 0 if sys.argv[1:] else 2
-    return run_command(
-        "fedssl-evaluate", lambda: print(sanitize(run(expand_config_dir_flag(sys.argv[1:])), lines=True))
-    )
+    return run_command(name, lambda: print(sanitize(run(expand_config_dir_flag(sys.argv[1:])), lines=True)))
 
 
 def run(overrides: Sequence[str]) -> str:
     """Evaluate an encoder by the overrides, write the JSON file, and return the text to print."""
-    source = {key: str(path_of(value)) for key, _, value in map(_split, overrides) if key in ("run", "encoder")}
-    others = [override for override in overrides if _split(override)[0] not in source]
+    values = dict(override.partition("=")[::2] for override in overrides)
+    source = {key: str(path_of(value)) for key, value in values.items() if key in ("run", "encoder")}
+    others = [override for override in overrides if override.partition("=")[0] not in source]
     file = encoder_file(source)
     settings = compose_evaluation(others, run=Path(source["run"]) if "run" in source else None)
     protocol = settings.evaluation.protocol.instantiate()
     torch.set_num_threads(settings.machine.threads)
     encoder = load_encoder(file, build=user_encoder(saved_target(file), search_folders(others)))
-    explicit_size = any(_split(override)[0] == "dataset.size" for override in overrides)
-    data = match_encoder(encoder, settings.data, explicit_size=explicit_size)
-    evaluation_input = _evaluation_input(encoder, data, device=settings.machine.device)
+    data = match_encoder(encoder, settings.data, explicit_size="dataset.size" in values)
+    evaluation_input = make_evaluation_input(encoder, data, device=select_device(settings.machine.device))
+    if evaluation_input is None:
+        raise InputError(f"{evaluation_problem(data)}, or choose another data set with dataset=")
     log_unknown_classes(evaluation_input)
     left_out = "; ".join(f"{name} is left out: {why}" for name, why in protocol.left_out(evaluation_input).items())
     results = evaluate(protocol, evaluation_input, seed=settings.seed)
     if left_out and not results:
         raise InputError(f"{left_out}; choose evaluation=knn or evaluation=linear")
     name = data.name.rpartition("/")[2]
-    chosen = {"evaluation": "knn", **{key: value for key, _, value in map(_split, others)}}["evaluation"]
-    report = file.parent / "evaluation" / f"{chosen.replace('/', '_')}-{name}.json"
-    _write(report, _content(file, settings, data, evaluation_input, results))
+    report = file.parent / "evaluation" / f"{values.get('evaluation', 'knn').replace('/', '_')}-{name}.json"
+    content = {
+        "encoder": str(file),
+        "evaluation": settings.evaluation.protocol.values,
+        "dataset": asdict(data),
+        "seed": settings.seed,
+        "images": {"train": len(evaluation_input.train.labels), "test": len(evaluation_input.test.labels)},
+        "results": to_flat_dict(results),
+        "units": units_of(results),
+    }
+    try:
+        make_subfolder(file.parent, "evaluation")
+        write_text(report, json.dumps(content, indent=2) + "\n")
+    except (OSError, ValueError) as error:  # the data set's name may be an invalid file name
+        raise InputError(f"{report} cannot be written ({error}); make its folder writable") from error
     return "\n".join([format_table({name: results}), *filter(None, [left_out]), f"written to {report}"])
 
 
@@ -123,27 +128,21 @@ def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Setting
         if "cache" in saved["dataset"]:
             saved["dataset"]["cache"] = "auto"  # nor may a run folder select where files are written
         try:
-            config.dataset = _changed(saved["dataset"], changes)
+            node = OmegaConf.create({"dataset": saved["dataset"]})
+            OmegaConf.set_struct(node, True)  # rejects other names
+            apply_overrides(parse(changes), node)
+            OmegaConf.resolve(node)
         except (HydraException, OmegaConfBaseException) as error:
             raise InputError(
                 f"{' '.join(changes)} does not fit the data set of {run}, which has the settings "
                 f"{', '.join(saved['dataset'])}; add dataset=NAME for another data set"
             ) from error
+        config.dataset = node.dataset
     for key in {"seed", "threads"}.difference(keys):  # both decide bits
         config[key] = saved[key]
     check_types(config, {})
     validate_config(config)
     return make_settings(config, choices, overrides=overrides, resumed=None)
-
-
-def _changed(dataset: Mapping[str, Any], changes: Sequence[str]) -> DictConfig:
-    """Return the settings of a data set, plain values, with changes of them on the command line."""
-    node = OmegaConf.create({"dataset": dict(dataset)})
-    OmegaConf.set_struct(node, True)  # rejects other names
-    apply_overrides(parse(changes), node)
-    OmegaConf.resolve(node)
-    changed: DictConfig = node.dataset
-    return changed
 
 
 def encoder_file(source: Mapping[str, str]) -> Path:
@@ -152,10 +151,9 @@ def encoder_file(source: Mapping[str, str]) -> Path:
         raise InputError("give either run=DIR, the folder of a finished run, or encoder=FILE, its encoder.pt")
     file = Path(source["run"], "encoder.pt") if "run" in source else Path(source["encoder"])
     if not file.is_file():
-        unfinished = "run" in source and Path(source["run"], "config.yaml").is_file()
-        advice = (
-            f"finish the run with fedssl resume={source['run']}" if unfinished else "give the folder of a finished run"
-        )
+        advice = "give the folder of a finished run"
+        if "run" in source and Path(source["run"], "config.yaml").is_file():
+            advice = f"finish the run with fedssl resume={source['run']}"
         several = sorted(file.parent.glob("encoder-*.pt"))
         if several:  # the run has several models
             advice = f"the run has {len(several)} encoders; give one of them: encoder={several[0]}"
@@ -173,36 +171,3 @@ def match_encoder(encoder: Any, data: DataSettings, *, explicit_size: bool) -> D
     if not explicit_size:
         data = data.resized(encoder.size)
     return replace(data, mean=encoder.mean, std=encoder.std)
-
-
-def _evaluation_input(encoder: Any, data: DataSettings, *, device: str) -> EvaluationInput:
-    evaluation_input = make_evaluation_input(encoder, data, device=select_device(device))
-    if evaluation_input is None:
-        raise InputError(f"{evaluation_problem(data)}, or choose another data set with dataset=")
-    return evaluation_input
-
-
-def _content(
-    file: Path, settings: Settings, data: DataSettings, evaluation_input: EvaluationInput, results: Mapping[str, Score]
-) -> dict[str, Any]:
-    return {
-        "encoder": str(file),
-        "evaluation": settings.evaluation.protocol.values,
-        "dataset": asdict(data),
-        "seed": settings.seed,
-        "images": {"train": len(evaluation_input.train.labels), "test": len(evaluation_input.test.labels)},
-        "results": to_flat_dict(results),
-        "units": units_of(results),
-    }
-
-
-def _split(override: str) -> tuple[str, str, str]:
-    return override.partition("=")
-
-
-def _write(file: Path, content: dict[str, Any]) -> None:
-    try:
-        make_subfolder(file.parent.parent, file.parent.name)
-        write_text(file, json.dumps(content, indent=2) + "\n")
-    except (OSError, ValueError) as error:  # the data set's name may be an invalid file name
-        raise InputError(f"{file} cannot be written ({error}); make its folder writable") from error

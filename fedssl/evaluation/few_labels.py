@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,33 +22,9 @@ from fedssl.errors import InputError
 from fedssl.evaluation.features import Features, accuracy
 from fedssl.evaluation.linear_probe import softmax_regression
 from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
+from fedssl.evaluation.sampling import sample_per_class, stratified_sample
 from fedssl.evaluation.scores import ACCURACY, Score
 from fedssl.seeding import numpy_generator
-
-
-def sample_per_class(labels: Tensor, *, per_class: int, generator: np.random.Generator) -> Tensor:
-    """Draw ``per_class`` images of every class that occurs, without replacement.
-
-    ``labels`` are int64, ``(n,)``. The indices are int64, ``(classes * per_class,)``, class after class.
-    """
-    numbers = labels.cpu().numpy()
-    drawn = [
-        generator.choice(np.flatnonzero(numbers == label), per_class, replace=False) for label in np.unique(numbers)
-    ]
-    return torch.from_numpy(np.concatenate(drawn))
-
-
-def stratified_sample(labels: Tensor, *, share: float, generator: np.random.Generator) -> Tensor:
-    """Draw a share of every class without replacement, at least one image of each.
-
-    ``labels`` are int64, ``(n,)``, and ``share`` is in (0, 1]. The indices are int64 and sorted.
-    """
-    classes = labels.cpu().numpy()
-    drawn = []
-    for name in np.unique(classes):
-        indices = np.flatnonzero(classes == name)
-        drawn.append(generator.choice(indices, max(1, round(share * len(indices))), replace=False))
-    return torch.from_numpy(np.sort(np.concatenate(drawn)))
 
 
 def center_and_scale(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,10 +34,6 @@ def center_and_scale(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
     scale = train.square().sum(1).mean().sqrt()
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # all features equal: a collapsed encoder
     return train / scale, test / scale
-
-
-def _name(per_class: int) -> str:
-    return f"linear_{per_class}_per_class"
 
 
 class FewLabels(EvaluationProtocol):
@@ -105,26 +76,30 @@ class FewLabels(EvaluationProtocol):
         check_arguments("evaluation", l2=l2, max_iterations=max_iterations)
         if not labels_per_class and not shares:
             raise InputError("labels_per_class=[] and shares=[] give no result; set one of them, e.g. shares=[0.1]")
-        self.labels_per_class, self.shares, self.draws = tuple(labels_per_class), tuple(shares), draws
-        self.l2, self.max_iterations = l2, max_iterations
+        self.draws, self.l2, self.max_iterations = draws, l2, max_iterations
+        self._numbers = {f"linear_{number}_per_class": number for number in labels_per_class}
+        self._shares = {f"linear_{100 * share:g}_percent": share for share in shares}
 
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
         data, left_out = evaluation_input.features, self.left_out(evaluation_input)
         train, test = center_and_scale(data.train, data.test)
         scaled = replace(data, train=train, test=test)
+        samples: dict[str, tuple[int | str, Callable[..., Tensor]]] = {
+            name: (number, partial(sample_per_class, per_class=number))
+            for name, number in self._numbers.items()
+            if name not in left_out
+        }
+        for name, share in self._shares.items():
+            samples[name] = f"{share:g}", partial(stratified_sample, share=share)
         results = {}
-        for number in self.labels_per_class:
-            if _name(number) not in left_out:
-                sample = partial(sample_per_class, data.train_labels, per_class=number)
-                results[_name(number)] = self._score(scaled, sample, (seed, "few labels", number))
-        for share in self.shares:
-            sample = partial(stratified_sample, data.train_labels, share=share)
-            results[f"linear_{100 * share:g}_percent"] = self._score(scaled, sample, (seed, "few labels", f"{share:g}"))
+        for name, (key, sample) in samples.items():
+            generators = [numpy_generator(seed, "few labels", key, draw) for draw in range(self.draws)]
+            drawn = [sample(data.train_labels, generator=generator) for generator in generators]
+            results[name] = Score.over_draws([self._accuracy(scaled, rows) for rows in drawn])
         return results
 
     def result_units(self, num_classes: int) -> dict[str, str]:
-        names = [_name(number) for number in self.labels_per_class]
-        return dict.fromkeys([*names, *(f"linear_{100 * share:g}_percent" for share in self.shares)], ACCURACY)
+        return dict.fromkeys([*self._numbers, *self._shares], ACCURACY)
 
     def left_out(self, evaluation_input: EvaluationInput) -> dict[str, str]:
         """Return the results for which a class has too few labeled images."""
@@ -132,11 +107,7 @@ class FewLabels(EvaluationProtocol):
         labels, counts = train.labels.unique(return_counts=True)
         rarest, count = int(labels[counts.argmin()]), int(counts.min())
         reason = f"class {train.class_name(rarest)} has {count} labeled training image{'s' * (count > 1)}"
-        return {_name(number): reason for number in self.labels_per_class if number > count}
-
-    def _score(self, data: Features, sample: Callable[..., Tensor], seed_path: tuple[int, str, int | str]) -> Score:
-        drawn = [sample(generator=numpy_generator(*seed_path, draw)) for draw in range(self.draws)]
-        return Score.over_draws([self._accuracy(data, rows) for rows in drawn])
+        return {name: reason for name, number in self._numbers.items() if number > count}
 
     def _accuracy(self, data: Features, rows: Tensor) -> float:
         labels, rows = data.train_labels.to(data.train.device), rows.to(data.train.device)

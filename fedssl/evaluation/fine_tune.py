@@ -10,18 +10,14 @@ The result is that of the last epoch; test images have no influence on it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from torch import Tensor, nn
 
 from fedssl.config.constraints import check_arguments
 from fedssl.evaluation.classifier import ClassifierTraining, SeedPath, make_classifier, predict
-from fedssl.evaluation.features import accuracy
-from fedssl.evaluation.few_labels import stratified_sample
 from fedssl.evaluation.protocol import EvaluationInput
 from fedssl.evaluation.scores import Score
-from fedssl.seeding import numpy_generator
 from fedssl.tuning import plain_copy
 
 
@@ -62,19 +58,12 @@ class FineTune(ClassifierTraining):
         results = {}
         for share in self.shares:
             seed_paths = [(seed, "fine tune", f"{share:g}", draw) for draw in range(self.draws)]
-            accuracies = [self._accuracy(evaluation_input, seed_path, share=share) for seed_path in seed_paths]
+            accuracies = [self.accuracy(evaluation_input, share, seed_path) for seed_path in seed_paths]
             results[self.result_name(share)] = Score.over_draws(accuracies)
         return results
 
-    def _accuracy(self, evaluation_input: EvaluationInput, seed_path: SeedPath, *, share: float) -> float:
-        train_and_predict = partial(self._predict, seed_path=seed_path, share=share)
-        predictions = evaluation_input.predict_once((self, *seed_path), train_and_predict)
-        return accuracy(predictions, evaluation_input.test.labels)
-
-    def _predict(self, evaluation_input: EvaluationInput, seed_path: SeedPath, *, share: float) -> Tensor:
-        train = evaluation_input.train
-        rows = stratified_sample(train.labels, share=share, generator=numpy_generator(*seed_path))
-        few = train.subset(rows)
+    def train(self, evaluation_input: EvaluationInput, rows: Tensor, seed_path: SeedPath) -> Tensor:
+        few = evaluation_input.train.subset(rows)
         assert evaluation_input.encoder is not None
         encoder = plain_copy(evaluation_input.encoder).to(evaluation_input.device)
         classifier = make_classifier(encoder, evaluation_input)
@@ -82,7 +71,7 @@ class FineTune(ClassifierTraining):
         views = self.views(evaluation_input, seed_path)
         network.train()
         self.fit(
-            lambda rows: network(views(few.images[rows])),
+            lambda batch: network(views(few.images[batch])),
             few.labels,
             modules=[encoder, classifier],
             generator=views.generator,

@@ -3,7 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -55,6 +55,8 @@ class EvaluationInput:
     mean: tuple[float, ...]  # per channel, of pixels in [0, 1]
     std: tuple[float, ...]  # per channel, of pixels in [0, 1]
     device: torch.device  # of the encoder
+    full: "EvaluationInput | None" = None  # with the same features and predictions, of which these are a part
+    rows: Tensor | None = None  # of the test images of ``full``; None: all
 
     @property
     def num_classes(self) -> int:
@@ -64,8 +66,24 @@ class EvaluationInput:
     @cached_property
     def features(self) -> Features:
         """Features of all images by the frozen encoder, computed once for all protocols."""
-        train, test = self._represent(self.train.images), self._represent(self.test.images)
+        if self.full is not None:
+            features = self.full.features
+            if self.rows is None:
+                return features
+            return replace(features, test=features.test[self.rows], test_labels=features.test_labels[self.rows])
+        train, test = (
+            pixels(labeled.images) if self.encoder is None else self.extract(self.encoder, labeled.images)
+            for labeled in (self.train, self.test)
+        )
         return Features(train, self.train.labels, test, self.test.labels, num_classes=self.num_classes)
+
+    def extract(self, network: nn.Module, images: ImageSource) -> Tensor:
+        """Return the output of a frozen network for images, see `fedssl.evaluation.features.extract`."""
+        return extract(network, images, mean=self.mean, std=self.std, device=self.device)
+
+    def subset(self, rows: Tensor) -> "EvaluationInput":
+        """Return the evaluation input with only the test images at ``rows``; features and predictions are shared."""
+        return replace(self, test=self.test.subset(rows), full=self, rows=rows)
 
     def predict_once(self, key: Hashable, predict: Callable[["EvaluationInput"], Tensor]) -> Tensor:
         """Return the predicted classes of the test images. Call ``predict`` once per key, for all test images.
@@ -74,9 +92,11 @@ class EvaluationInput:
         identify the protocol and its training. ``predict`` is called again, on the CPU, if the device has too little
         memory.
         """
+        if self.full is not None and self.rows is not None:
+            return self.full.predict_once(key, predict)[self.rows]
         if key not in self._predictions:
             self._predictions[key] = retry_in_chunks(
-                lambda device, _: predict(self if device == self.device else _on_cpu(self)),
+                lambda device, _: predict(self if device == self.device else self._on_cpu()),
                 device=self.device,
                 what="a classifier is trained",
             )
@@ -86,33 +106,9 @@ class EvaluationInput:
     def _predictions(self) -> dict[Hashable, Tensor]:
         return {}
 
-    def _represent(self, images: ImageSource) -> Tensor:
-        if self.encoder is None:
-            return pixels(images)
-        return extract(self.encoder, images, mean=self.mean, std=self.std, device=self.device)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _OnCpu(EvaluationInput):
-    """A copy of an evaluation input on the CPU; it reuses the features of the given one."""
-
-    given: EvaluationInput
-
-    @cached_property
-    def features(self) -> Features:
-        return self.given.features
-
-
-def _on_cpu(given: EvaluationInput) -> _OnCpu:
-    return _OnCpu(
-        encoder=None if given.encoder is None else module_on_cpu(given.encoder),
-        train=given.train,
-        test=given.test,
-        mean=given.mean,
-        std=given.std,
-        device=torch.device(CPU),
-        given=given,
-    )
+    def _on_cpu(self) -> "EvaluationInput":
+        encoder = None if self.encoder is None else module_on_cpu(self.encoder)
+        return replace(self, encoder=encoder, device=torch.device(CPU), full=self, rows=None)
 
 
 def make_evaluation_input(
@@ -128,8 +124,11 @@ def make_evaluation_input(
 def evaluation_problem(data: DataSettings) -> str | None:
     """Return the reason, with a remedy, why the data set cannot evaluate encoders; None if it can."""
     keys = data.reader.values
+    labeled = []
     for split, name in SPLITS.items():
-        if load_labeled(data, split) is not None:
+        images = load_labeled(data, split)
+        if images is not None:
+            labeled.append(images)
             continue
         setting = f"dataset.splits.{split}={source_split(data, split) or 'null'}"
         remedies = [f"set dataset.splits.{split} to a split with labeled images"]
@@ -142,9 +141,7 @@ def evaluation_problem(data: DataSettings) -> str | None:
             remedies += ["name the column of the labels with dataset.label=COLUMN"] if "label" in keys else []
             remedies += ["use one subfolder per class"] if "folders" in keys else []
         return f"the data set has no labeled {name} images ({setting} {reason}); {', or '.join(remedies)}"
-    train, test = load_labeled(data, "train"), load_labeled(data, "test")
-    assert train is not None  # see above
-    assert test is not None
+    train, test = labeled
     only = _only_class(train, test)
     if only is None:
         return None
@@ -214,9 +211,18 @@ class EvaluationProtocol(ABC):
         return {}
 
     def validate(self, evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
-        """Raise an `InputError` if the protocol cannot use the images. Called before the first round."""
-        if self.uses_features:
-            check_feature_memory(evaluation_input, feature_dim=feature_dim)
+        """Raise an `InputError` if the protocol cannot use the images. Called before the first round.
+
+        Features of the training images must fit into memory.
+        """
+        count, available = len(evaluation_input.train.labels), available_memory()
+        needed = 2 * 4 * feature_dim * count  # float32, twice where a protocol scales them
+        if self.uses_features and available is not None and needed > available:
+            raise InputError(
+                f"{count:,} training images with features of length {feature_dim} need {gigabytes(needed)} of memory "
+                f"to be evaluated, and {gigabytes(available)} are available; name another split with "
+                "dataset.splits.train=NAME, set dataset.limit, or choose evaluation=none and final_evaluation=none"
+            )
 
 
 def evaluate(protocol: EvaluationProtocol, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
@@ -234,19 +240,6 @@ def check_protocol(protocol: object) -> EvaluationProtocol:
     return protocol
 
 
-def check_feature_memory(evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
-    """Raise an `InputError` if the features of the training images do not fit into memory."""
-    count = len(evaluation_input.train.labels)
-    needed = 2 * 4 * feature_dim * count  # float32, twice where a protocol scales them
-    available = available_memory()
-    if available is not None and needed > available:
-        raise InputError(
-            f"{count:,} training images with features of length {feature_dim} need {gigabytes(needed)} of memory to be "
-            f"evaluated, and {gigabytes(available)} are available; name another split with dataset.splits.train=NAME, "
-            "set dataset.limit, or choose evaluation=none and final_evaluation=none"
-        )
-
-
 class CombinedProtocol(EvaluationProtocol):
     """All ``protocols`` in order, with their results together. Without any there is no result."""
 
@@ -262,11 +255,8 @@ class CombinedProtocol(EvaluationProtocol):
         return results
 
     def result_units(self, num_classes: int) -> dict[str, str]:
-        return {
-            name: unit
-            for protocol in self.protocols.values()
-            for name, unit in protocol.result_units(num_classes).items()
-        }
+        parts = (protocol.result_units(num_classes) for protocol in self.protocols.values())
+        return {name: unit for part in parts for name, unit in part.items()}
 
     def left_out(self, evaluation_input: EvaluationInput) -> dict[str, str]:
         parts = (protocol.left_out(evaluation_input) for protocol in self.protocols.values())

@@ -12,7 +12,6 @@ one; it changes a copy of the run's encoder.
 
 import copy
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -30,12 +29,10 @@ from fedssl.evaluation.classifier import (
     predicted_classes,
     zero_classifier,
 )
-from fedssl.evaluation.features import accuracy
-from fedssl.evaluation.few_labels import stratified_sample
 from fedssl.evaluation.protocol import EvaluationInput
 from fedssl.evaluation.scores import Score
 from fedssl.machine.devices import to_device
-from fedssl.seeding import numpy_generator, torch_generator
+from fedssl.seeding import torch_generator
 
 
 @dataclass(kw_only=True, eq=False)
@@ -77,17 +74,12 @@ class SGDLinearProbe(ClassifierTraining):
         """Evaluate the encoder; raw pixels only if features are computed once."""
         if evaluation_input.encoder is None and not self.features_cacheable:
             return {}
-        results = {}
-        for share in self.shares:
-            seed_path = (seed, "linear probe", self.name, f"{share:g}")
-            labels = evaluation_input.train.labels
-            rows = stratified_sample(labels, share=share, generator=numpy_generator(*seed_path))
-            train_and_predict = self._on_features if self.features_cacheable else self._on_images
-            predictions = evaluation_input.predict_once(
-                (self, *seed_path), partial(train_and_predict, rows=rows, seed_path=seed_path)
+        return {
+            self.result_name(share): Score(
+                self.accuracy(evaluation_input, share, (seed, "linear probe", self.name, f"{share:g}"))
             )
-            results[self.result_name(share)] = Score(accuracy(predictions, evaluation_input.test.labels))
-        return results
+            for share in self.shares
+        }
 
     def validate(self, evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
         super().validate(evaluation_input, feature_dim=feature_dim)
@@ -95,6 +87,10 @@ class SGDLinearProbe(ClassifierTraining):
 
     def result_name(self, share: float) -> str:
         return self.name if share == 1 else super().result_name(share)
+
+    def train(self, evaluation_input: EvaluationInput, rows: Tensor, seed_path: SeedPath) -> Tensor:
+        train = self._on_features if self.features_cacheable else self._on_images
+        return train(evaluation_input, rows, seed_path)
 
     def _on_features(self, evaluation_input: EvaluationInput, rows: Tensor, seed_path: SeedPath) -> Tensor:
         features = evaluation_input.features
@@ -113,7 +109,11 @@ class SGDLinearProbe(ClassifierTraining):
 
     def _on_images(self, evaluation_input: EvaluationInput, rows: Tensor, seed_path: SeedPath) -> Tensor:
         assert evaluation_input.encoder is not None
-        encoder = self._copy(evaluation_input.encoder).to(evaluation_input.device)
+        self._check_encoder(evaluation_input.encoder)
+        encoder = copy.deepcopy(evaluation_input.encoder).eval().to(evaluation_input.device)
+        if self.features == "map":
+            assert isinstance(encoder, Encoder)
+            encoder.return_feature_map = True
         classifier = make_classifier(encoder, evaluation_input)
         views = self.views(evaluation_input, seed_path)
         batch_norms = [module for module in encoder.modules() if isinstance(module, _BatchNorm)]
@@ -142,12 +142,3 @@ class SGDLinearProbe(ClassifierTraining):
             raise InputError(
                 f"features=map needs an encoder in stages and {type(encoder).__name__} is none; set features=pooled"
             )
-
-    def _copy(self, encoder: nn.Module) -> nn.Module:
-        """Copy the encoder, in eval mode, with the output that ``features`` selects."""
-        self._check_encoder(encoder)
-        copied = copy.deepcopy(encoder).eval()
-        if self.features == "map":
-            assert isinstance(copied, Encoder)
-            copied.return_feature_map = True
-        return copied

@@ -99,4 +99,4 @@ class Transfer(EvaluationProtocol):
         other = make_evaluation_input(None, data, device=evaluation_input.device)
         if other is None:
             raise InputError(f"datasets.{name}: {evaluation_problem(data)}")
-        return replace(evaluation_input, train=other.train, test=other.test)
+        return replace(other, encoder=evaluation_input.encoder, mean=evaluation_input.mean, std=evaluation_input.std)

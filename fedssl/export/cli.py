@@ -9,27 +9,24 @@ beside the encoder. ``precision=int8`` needs images, of the run's data set or of
 ``fedssl-evaluate``.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fedssl.command_line import run_command
 from fedssl.config.literal import path_of
 from fedssl.config.overrides import did_you_mean
-from fedssl.config.targets import SEARCHPATH_KEY, expand_config_dir_flag, search_folders, user_encoder
+from fedssl.config.targets import SEARCHPATH_KEY, search_folders, user_encoder
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
-from fedssl.evaluation.cli import compose_evaluation, encoder_file, match_encoder
+from fedssl.evaluation.cli import compose_evaluation, encoder_file, match_encoder, run_with_overrides
 from fedssl.export.encoder_file import load_encoder, read_content, saved_target
 from fedssl.export.formats import FORMATS, TOLERANCE, check_target, export, export_int8
 from fedssl.export.onnx import BATCH, CALIBRATION, MEASURED, QuantizedModel, check_calibration_size
 from fedssl.export.source import ExportSource
 from fedssl.export.timm_weights import timm_model
 from fedssl.runs.run import read_run
-from fedssl.safe_io import sanitize
 from fedssl.seeding import torch_generator
 
 USAGE = (
@@ -43,10 +40,7 @@ _EXPORT_KEYS = ("run", "encoder", "format", "output", "precision")
 
 def main() -> int:
     """Entry point; returns the exit status, see `run_command`."""
-    if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
-        print(USAGE)
-        return 0 if sys.argv[1:] else 2
-    return run_command("fedssl-export", lambda: print(sanitize(run(expand_config_dir_flag(sys.argv[1:])), lines=True)))
+    return run_with_overrides("fedssl-export", USAGE, run)
 
 
 def run(overrides: Sequence[str]) -> str:

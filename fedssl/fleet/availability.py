@@ -3,7 +3,7 @@
 import datetime
 import json
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,49 +35,25 @@ def check_hours(hours: Hours, now: datetime.datetime) -> None:
         raise RequestRefused(f"this device trains from {start:%H:%M} to {end:%H:%M} only (active_hours)")
 
 
-@dataclass(frozen=True)
-class PowerSupply:
-    """A power supply, by its files in sysfs (see Linux, ABI/testing/sysfs-class-power); empty if unreadable."""
-
-    type: str  # Battery, UPS, Mains, Wireless, USB, ...
-    scope: str  # Device: it supplies a mouse or another device, not this computer
-    status: str  # of a battery: Charging, Discharging, Not charging, Full, Unknown
-    online: str  # 0: no external power; 1 or 2: fixed or programmable voltage
-    present: str  # 0: no battery is inserted
-
-    @classmethod
-    def read(cls, folder: Path) -> "PowerSupply":
-        return cls(**{field.name: _read_attribute(folder / field.name) for field in fields(cls)})
-
-    @property
-    def is_battery(self) -> bool:
-        return self.type in ("Battery", "UPS")
-
-    @property
-    def is_online(self) -> bool:
-        return not self.is_battery and self.online not in ("", "0")
-
-    @property
-    def is_idle(self) -> bool:
-        """Return whether it is a battery that supplies nothing."""
-        return self.present == "0" or self.status in ("Charging", "Not charging", "Full")
-
-
 def check_power(supplies: Path = POWER_SUPPLIES) -> None:
     """Refuse a round on battery; raises `RequestRefused`. A computer without power supplies in sysfs has power.
 
-    A discharging battery outweighs a USB port that is online, which may supply another device.
+    A discharging battery outweighs a USB port that is online, which may supply another device. See Linux,
+    ABI/testing/sysfs-class-power.
     """
-    found = [supply for supply in map(PowerSupply.read, sorted(supplies.glob("*"))) if supply.scope != "Device"]
-    batteries = [supply for supply in found if supply.is_battery]
-    usb = [supply for supply in found if supply.type.startswith("USB")]
+    attributes = ("type", "scope", "status", "online", "present")
+    found = [{name: _read_attribute(folder / name) for name in attributes} for folder in sorted(supplies.glob("*"))]
+    found = [supply for supply in found if supply["scope"] != "Device"]  # which supplies a mouse or another device
+    batteries = [supply for supply in found if supply["type"] in ("Battery", "UPS")]
+    usb = [supply for supply in found if supply["type"].startswith("USB")]
     others = [supply for supply in found if supply not in batteries and supply not in usb]
-    discharging = any(battery.status == "Discharging" and not battery.is_idle for battery in batteries)
-    if any(supply.is_online for supply in others):
+    inserted = [battery for battery in batteries if battery["present"] != "0"]
+    discharging = any(battery["status"] == "Discharging" for battery in inserted)
+    online = usb * (not discharging) + others
+    if any(supply["online"] not in ("", "0") for supply in online):  # 1 or 2: fixed or programmable voltage
         return
-    if not discharging and any(supply.is_online for supply in usb):
-        return
-    if all(battery.is_idle for battery in batteries) if batteries else not others:
+    is_idle = all(battery["status"] in ("Charging", "Not charging", "Full") for battery in inserted)
+    if is_idle if batteries else not others:
         return
     reason = "runs on battery" if discharging or not batteries else "reports no external power"
     raise RequestRefused(f"this device trains on external power only (only_on_power), and {reason}")

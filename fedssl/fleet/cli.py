@@ -22,9 +22,8 @@ import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from fedssl.fleet.address import check_address
 from fedssl.fleet.control import RegisteredDevice, control_api, registered_devices
 from fedssl.fleet.keys import new_private_key, public_key_line, read_public_key
 from fedssl.fleet.kit import make_kit, write_kit
-from fedssl.fleet.watch import FleetView, MetricsServer, Thresholds, as_cell, as_text, make_view
+from fedssl.fleet.watch import FleetView, MetricsServer, Thresholds, as_cell, as_table, as_text, make_view
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import FLEET_FILE, is_locked
 from fedssl.safe_io import read_text, read_yaml, sanitize
@@ -57,16 +56,8 @@ WATCH_RANGES = {
 def main() -> int:
     """Entry point; returns the exit status, see `run_command`."""
     options = _parser().parse_args()
-    commands = {
-        "invite": invite,
-        "add": add,
-        "list": list_devices,
-        "show": show,
-        "watch": watch,
-        "remove": remove,
-        "rotate": rotate,
-    }
-    return run_command("fedssl-fleet", lambda: print(sanitize(commands[options.command](options), lines=True)))
+    command, _ = COMMANDS[options.command]
+    return run_command("fedssl-fleet", lambda: print(sanitize(command(options), lines=True)))
 
 
 def invite(options: argparse.Namespace) -> str:
@@ -125,18 +116,6 @@ def rotate(options: argparse.Namespace) -> str:
     return f"{options.name} is node {node} now; node {device.node_id} is removed"
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceReport:
-    """Record of a device in a run."""
-
-    images: int | None = None
-    free_disk: int | None = None  # MB, when it joined
-    activity: str = ""  # training or late; empty: none of them
-    versions: dict[str, str] = field(default_factory=dict)
-    rounds: int = 0  # in which its update was used
-    last_error: str = ""
-
-
 def list_devices(options: argparse.Namespace) -> str:
     """Return the table of all devices."""
     rows = _rows(options, options.run)
@@ -144,9 +123,7 @@ def list_devices(options: argparse.Namespace) -> str:
         return json.dumps(rows, indent=2)
     if not rows:
         return "no device is registered; create a kit with fedssl-fleet invite, or register a key with fedssl-fleet add"
-    columns = _columns(options)
-    lines = [columns, *([as_cell(row[column]) for column in columns] for row in rows)]
-    return align(lines, left=len(columns))
+    return as_table(rows, _columns(options))
 
 
 def _columns(options: argparse.Namespace) -> list[str]:
@@ -164,8 +141,10 @@ def show(options: argparse.Namespace) -> str:
 
 def watch(options: argparse.Namespace) -> str:
     """Show the devices on the terminal until Ctrl-C."""
-    _check_numbers(options)
-    columns = _columns(options)
+    for name, (low, high) in WATCH_RANGES.items():
+        value = vars(options)[name]
+        if value is not None and not low <= value <= high:
+            raise InputError(f"--{name.replace('_', '-')}={value} is out of range; give a number from {low} to {high}")
     thresholds = Thresholds(
         min_devices=options.min_devices, max_hours=options.max_hours, min_megabytes=options.min_disk
     )
@@ -175,15 +154,8 @@ def watch(options: argparse.Namespace) -> str:
         view = _view(options, thresholds)
         if server is not None:
             server.view = view
-        print(("\x1b[H\x1b[2J" if is_terminal else "") + as_text(view, columns), flush=True)
+        print(("\x1b[H\x1b[2J" if is_terminal else "") + as_text(view, _columns(options)), flush=True)
         time.sleep(options.interval)
-
-
-def _check_numbers(options: argparse.Namespace) -> None:
-    for name, (low, high) in WATCH_RANGES.items():
-        value = vars(options)[name]
-        if value is not None and not low <= value <= high:
-            raise InputError(f"--{name.replace('_', '-')}={value} is out of range; give a number from {low} to {high}")
 
 
 def _view(options: argparse.Namespace, thresholds: Thresholds) -> FleetView:
@@ -199,7 +171,7 @@ def _view(options: argparse.Namespace, thresholds: Thresholds) -> FleetView:
 def _rows(options: argparse.Namespace, run: Path | None) -> list[dict[str, Any]]:
     with _control(options) as control:
         devices = registered_devices(control)
-    reports, rejected = read_reports(run) if run else ({}, {})
+    reports, activities, rejected = read_reports(run) if run else ({}, {}, {})
     rows = []
     for device in devices:
         contact = device.last_contact
@@ -210,18 +182,20 @@ def _rows(options: argparse.Namespace, run: Path | None) -> list[dict[str, Any]]
             "last contact": None if contact is None else contact.isoformat(timespec="seconds"),
         }
         if run:
-            report, reason = reports.get(device.name, DeviceReport()), rejected.get(device.node_id, "")
+            row |= reports.get(device.name) or _report({})
+            reason = rejected.get(device.node_id, "")
+            row["last error"] = reason or row["last error"]
             if row["status"] == "online":
-                row["status"] = "rejected" if reason else report.activity or "online"
-            row |= {"images": report.images, "free MB": report.free_disk, "rounds": report.rounds}
-            row |= {"last error": reason or report.last_error}
-            row |= {package: report.versions.get(package, "") for package in (*COMPARED_PACKAGES, "python")}
+                row["status"] = "rejected" if reason else activities.get(device.name, "online")
         rows.append(row)
     return rows
 
 
-def read_reports(folder: Path) -> tuple[dict[str, DeviceReport], dict[int, str]]:
-    """Return what a run recorded of its devices by name, and why nodes do not take part; raises `InputError`."""
+def read_reports(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str], dict[int, str]]:
+    """Return what a run recorded of its devices by name, which train or are late, and why nodes do not take part.
+
+    Raise an `InputError` for a folder of another run.
+    """
     text = read_text(folder / FLEET_FILE)
     numbers = read_yaml(folder / "devices.json", dict)
     if text is None or numbers is None:
@@ -231,21 +205,26 @@ def read_reports(folder: Path) -> tuple[dict[str, DeviceReport], dict[int, str]]
     errors: dict[int, str] = {}
     for line in read_jsonl(folder / "metrics.jsonl"):
         errors |= {int(client): f"round {line['round']}: {reason}" for client, reason in line["dropped"].items()}
-    activities: dict[int, str] = {}
-    for activity in ("late", "training") if is_locked(folder) else ():
-        activities |= dict.fromkeys(content.get(activity, []), activity)
-    reports = {}
+    reports, activities, active = {}, {}, is_locked(folder)
     for name, device in content["devices"].items():
         number = numbers.get(name)
-        reports[name] = DeviceReport(
-            images=device["images"],
-            free_disk=device.get("free disk"),
-            activity=activities.get(device["node"], ""),
-            versions=device["versions"],
-            rounds=rounds[number],
-            last_error=errors.get(number, ""),
-        )
-    return reports, {int(node): reason for node, reason in content.get("rejected", {}).items()}
+        reports[name] = _report(device, rounds=rounds[number], last_error=errors.get(number, ""))
+        for activity in ("late", "training"):
+            if active and device["node"] in content.get(activity, []):
+                activities[name] = activity
+    return reports, activities, {int(node): reason for node, reason in content.get("rejected", {}).items()}
+
+
+def _report(device: Mapping[str, Any], *, rounds: int = 0, last_error: str = "") -> dict[str, Any]:
+    """Return what a device of `FLEET_FILE` reported, and the rounds in which its update was used."""
+    versions = device.get("versions", {})
+    return {
+        "images": device.get("images"),
+        "free MB": device.get("free disk"),  # when it joined
+        "rounds": rounds,
+        "last error": last_error,
+        **{package: versions.get(package, "") for package in (*COMPARED_PACKAGES, "python")},
+    }
 
 
 def _check_unused(name: str, devices: Sequence[RegisteredDevice]) -> None:
@@ -301,36 +280,41 @@ def _entry(file: Path, table: Mapping[str, Any], name: str, default: str | dict[
     return value
 
 
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], str], Sequence[str]]] = {  # with their arguments
+    "invite": (invite, ("names", "--server", "--with-key", "--output")),
+    "add": (add, ("name", "key")),
+    "list": (list_devices, ("--run", "--json")),
+    "show": (show, ("name", "--run", "--json")),
+    "watch": (watch, ("--run", "--interval", "--port", "--min-devices", "--max-hours", "--min-disk")),
+    "remove": (remove, ("name",)),
+    "rotate": (rotate, ("name", "key")),
+}
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "--address": {"metavar": "HOST:PORT", "help": "Control API of the SuperLink"},
+    "--certificates": {"metavar": "FILE", "help": "ca.crt of the fleet"},
+    "names": {"metavar": "NAME", "nargs": "+"},
+    "name": {"metavar": "NAME"},
+    "key": {"metavar": "KEY.pub", "type": user_path},
+    "--run": {"metavar": "FOLDER", "type": user_path, "help": "run folder with reports of the devices"},
+    "--json": {"action": "store_true"},
+    "--interval": {"metavar": "SECONDS", "type": float, "default": 5.0},
+    "--port": {"metavar": "PORT", "type": int, "help": "of metrics for Prometheus, at 127.0.0.1"},
+    "--min-devices": {"metavar": "K", "type": int, "help": "alert if fewer are online"},
+    "--max-hours": {"metavar": "N", "type": float, "help": "alert for a device without contact"},
+    "--min-disk": {"metavar": "MB", "type": int, "help": "alert if a device or --run has less"},
+    "--server": {"metavar": "HOST:PORT", "required": True, "help": "address for devices"},
+    "--with-key": {"action": "store_true", "help": "create the private key here and register it"},
+    "--output": {"metavar": "FILE", "type": user_path, "help": "default: NAME.kit"},
+}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fedssl-fleet", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    superlink = argparse.ArgumentParser(add_help=False)
-    superlink.add_argument("--address", metavar="HOST:PORT", help="Control API of the SuperLink")
-    superlink.add_argument("--certificates", metavar="FILE", help="ca.crt of the fleet")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("invite", "add", "list", "show", "watch", "remove", "rotate"):
-        command = commands.add_parser(name, parents=[superlink])
-        if name == "invite":
-            command.add_argument("names", metavar="NAME", nargs="+")
-        elif name not in ("list", "watch"):
-            command.add_argument("name", metavar="NAME")
-        if name in ("add", "rotate"):
-            command.add_argument("key", metavar="KEY.pub", type=user_path)
-        if name in ("list", "show", "watch"):
-            command.add_argument(
-                "--run", metavar="FOLDER", type=user_path, help="run folder with reports of the devices"
-            )
-        if name in ("list", "show"):
-            command.add_argument("--json", action="store_true")
-        if name == "watch":
-            command.add_argument("--interval", metavar="SECONDS", type=float, default=5.0)
-            command.add_argument("--port", metavar="PORT", type=int, help="of metrics for Prometheus, at 127.0.0.1")
-            command.add_argument("--min-devices", metavar="K", type=int, help="alert if fewer are online")
-            command.add_argument("--max-hours", metavar="N", type=float, help="alert for a device without contact")
-            command.add_argument("--min-disk", metavar="MB", type=int, help="alert if a device or --run has less")
-        if name == "invite":
-            command.add_argument("--server", metavar="HOST:PORT", required=True, help="address for devices")
-            command.add_argument("--with-key", action="store_true", help="create the private key here and register it")
-            command.add_argument("--output", metavar="FILE", type=user_path, help="default: NAME.kit")
+    for name, (_, arguments) in COMMANDS.items():
+        command = commands.add_parser(name)
+        for argument in ("--address", "--certificates", *arguments):
+            command.add_argument(argument, **_ARGUMENTS[argument])
     return parser

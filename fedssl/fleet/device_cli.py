@@ -35,13 +35,12 @@ from fedssl.fleet.device_files import (
     read_environment,
     write_files,
 )
-from fedssl.fleet.encoders import stored_encoders
+from fedssl.fleet.encoders import METRICS, NUM_IMAGES, encoder_quality, stored_encoders
 from fedssl.fleet.history import FILE, read_history
 from fedssl.fleet.keys import readable_by_others
 from fedssl.fleet.kit import read_kit
 from fedssl.fleet.limits import read_limits
 from fedssl.fleet.proxy import VARIABLES as PROXY_VARIABLES
-from fedssl.fleet.quality import METRICS, NUM_IMAGES, encoder_quality
 from fedssl.safe_io import sanitize
 from fedssl.text_table import align
 
@@ -72,7 +71,7 @@ def setup(options: argparse.Namespace) -> int:
         _check_text(name, path)
     key = device_key(kit, folder)
     checks = list(run_checks(kit, images, folder))
-    print(_table(checks))
+    print(_checks(checks))
     if not all(check.passed for check in checks):
         print("correct what failed, and repeat the command", file=sys.stderr)
         return 1
@@ -93,14 +92,12 @@ def status(options: argparse.Namespace) -> int:
     """Check this device again; returns 1 if a check failed."""
     folder = _folder(_values(options.values, allowed=("folder",)))
     device = read_device(folder)
-    os.environ.update(
-        {name: value for name, value in read_environment(folder).items() if name.lower() in PROXY_VARIABLES}
-    )
-    kit = installed_kit(folder, device)
-    checks = list(run_checks(kit, Path(device["images"]), folder))
+    environment = read_environment(folder)
+    os.environ.update({name: value for name, value in environment.items() if name.lower() in PROXY_VARIABLES})
+    checks = list(run_checks(installed_kit(folder, device), Path(device["images"]), folder))
     states = Path(device["states"])
     _warn_of_readers(folder / KEY)
-    print(f"{_table(checks)}\n\n{_shared(folder)}\n\n{_budgets(folder, states)}\n\n{_history(states)}")
+    print(f"{_checks(checks)}\n\n{_shared(folder)}\n\n{_budgets(folder, states)}\n\n{_history(states)}")
     return 0 if all(check.passed for check in checks) else 1
 
 
@@ -117,11 +114,11 @@ def _budgets(folder: Path, states: Path) -> str:
         start = "A round may start now."
     except RequestRefused as reason:
         start = f"No round starts now: {reason}."
-    rounds, megabytes = limits.max_rounds_per_day, limits.max_megabytes_per_day
-    return (
-        f"{start} In the last 24 hours: {usage.rounds}{'' if rounds is None else f' of {rounds}'} rounds, "
-        f"{usage.bytes / 1e6:.1f}{'' if megabytes is None else f' of {megabytes:g}'} MB sent."
+    rounds, megabytes = (
+        "" if limit is None else f" of {limit:g}" for limit in (limits.max_rounds_per_day, limits.max_megabytes_per_day)
     )
+    sent = f"{usage.bytes / 1e6:.1f}{megabytes} MB sent"
+    return f"{start} In the last 24 hours: {usage.rounds}{rounds} rounds, {sent}."
 
 
 def _history(states: Path) -> str:
@@ -133,7 +130,7 @@ def _history(states: Path) -> str:
         (event["time"], event["event"], ", ".join(f"{k}={v}" for k, v in event.items() if k not in ("time", "event")))
         for event in events[-SHOWN_EVENTS:]
     ]
-    return f"The last events ({FILE}):\n" + sanitize(align(rows, left=3), lines=True)
+    return f"The last events ({FILE}):\n{_table(rows, left=3)}"
 
 
 def encoder(options: argparse.Namespace) -> int:
@@ -144,7 +141,7 @@ def encoder(options: argparse.Namespace) -> int:
         (fields["run_id"], str(fields["round"]), fields["model"], "yes" if fields["signed"] else "no", str(file))
         for file, fields in found
     ]
-    print(sanitize(align([("run", "round", "model", "signed", "file"), *rows], left=5), lines=True))
+    print(_table([("run", "round", "model", "signed", "file"), *rows], left=5))
     if "output" in values:
         print(_copy_encoder(found[-1][0], user_path(values["output"])))
     return 0
@@ -180,7 +177,7 @@ def quality(options: argparse.Namespace) -> int:
     for file, fields in _delivered(device):
         values = encoder_quality(file, Path(device["images"]))
         rows.append((fields["run_id"], str(fields["round"]), *(f"{values[metric]:.3g}" for metric in METRICS)))
-    print(sanitize(align(rows, left=1), lines=True))
+    print(_table(rows, left=1))
     print(
         f"of at most {NUM_IMAGES} local images; a collapsed encoder has ranks near 1, spread near 0, uniformity near 0"
     )
@@ -200,9 +197,12 @@ def start(folder: Path) -> None:
     os.execvpe(program, [program, *arguments, "--port", str(port)], {**ALLOCATOR, **os.environ, "PATH": path})
 
 
-def _table(checks: Sequence[Check]) -> str:
-    rows = [(check.name, "ok" if check.passed else "FAILED", check.result) for check in checks]
-    return sanitize(align(rows, left=3), lines=True)
+def _checks(checks: Sequence[Check]) -> str:
+    return _table([(check.name, "ok" if check.passed else "FAILED", check.result) for check in checks], left=3)
+
+
+def _table(rows: Sequence[Sequence[str]], *, left: int) -> str:
+    return sanitize(align(rows, left=left), lines=True)
 
 
 def _values(arguments: Sequence[str], *, allowed: Sequence[str]) -> dict[str, str]:

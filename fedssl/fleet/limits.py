@@ -1,22 +1,4 @@
-"""Limits of a device for server requests, set by its owner.
-
-The node configuration's ``limits`` names a file that may set any of them, for example::
-
-    memory: 2.0 # GB, of a message, of the images, and of a training step by estimate; never more than the default
-    epochs: 20 # local epochs of a round
-    batch: 256 # images of a step
-    size: 128 # height and width of an image, in pixels
-    threads: 2
-    minutes: 15 # of training, per round
-    active_hours: 22:00-06:00 # of local time, in which a round may start
-    max_rounds_per_day: 10
-    max_megabytes_per_day: 200 # of messages that leave the device
-    only_on_power: true # no round on battery (Linux)
-    share_quality: true # label-free quality of delivered encoders on the local images; default false
-    security_bits: 40 # of secure aggregation at least, for these fractions of the clients of a round:
-    corrupted_fraction: 0.2 # that may collude with the server
-    dropout_fraction: 0.2 # that may drop out
-"""
+"""Limits of a device for server requests, set by its owner in the file ``limits`` of the node configuration."""
 
 import datetime
 import math
@@ -45,22 +27,24 @@ _SHARE = 0.75  # of the available memory
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The limits, see the module docstring. ``memory`` None is three quarters of what is available at the time."""
+    """The limits; the file may set any of them."""
 
+    # GB, of a message, of the images, and of a training step by estimate; never more than three quarters of what is
+    # available at the time, which is the default
     memory: float | None = None
-    epochs: int = 100
-    batch: int = 1024
-    size: int = 512
+    epochs: int = 100  # local epochs of a round
+    batch: int = 1024  # images of a step
+    size: int = 512  # height and width of an image, in pixels
     threads: int = 64
-    minutes: float = 60.0
-    active_hours: str | None = None
+    minutes: float = 60.0  # of training, per round
+    active_hours: str | None = None  # of local time, in which a round may start, such as 22:00-06:00
     max_rounds_per_day: int | None = None
-    max_megabytes_per_day: float | None = None
-    only_on_power: bool = False
-    share_quality: bool = False
-    security_bits: float = 40
-    corrupted_fraction: float = 0.2
-    dropout_fraction: float = 0.2
+    max_megabytes_per_day: float | None = None  # of messages that leave the device
+    only_on_power: bool = False  # no round on battery (Linux)
+    share_quality: bool = False  # label-free quality of delivered encoders on the local images
+    security_bits: float = 40  # of secure aggregation at least, for these fractions of the clients of a round:
+    corrupted_fraction: float = 0.2  # that may collude with the server
+    dropout_fraction: float = 0.2  # that may drop out
 
     def memory_bytes(self) -> int:
         available = available_memory(reusable=grown_memory())
@@ -108,13 +92,13 @@ class Limits:
 
 def read_limits(file: Path) -> Limits:
     """Read the file of limits; raises `InputError`."""
-    limits = read_yaml(file, dict)
+    limits, names = read_yaml(file, dict), [field.name for field in fields(Limits)]
     if limits is None:
-        raise InputError(f"limits={file} does not exist; name a file with {', '.join(_names())}, or leave limits out")
+        raise InputError(f"limits={file} does not exist; name a file with {', '.join(names)}, or leave limits out")
     for key, value in limits.items():
-        if key not in _names():
+        if key not in names:
             raise InputError(
-                f"the limits have {key}; known are {', '.join(_names())}; remove it, or upgrade the server if a newer "
+                f"the limits have {key}; known are {', '.join(names)}; remove it, or upgrade the server if a newer "
                 "version wrote it"
             )
         problem = _problem(key, value)
@@ -133,16 +117,12 @@ def _problem(key: str, value: Any) -> str:
         except ValueError:
             return "a start and an end, such as 22:00-06:00"
         return ""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if key in ("corrupted_fraction", "dropout_fraction"):
-        is_fraction = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
-        return "" if is_fraction else "a number of at least 0 and below 1"
+        return "" if is_number and 0 <= value < 1 else "a number of at least 0 and below 1"
     whole = key in ("epochs", "batch", "size", "threads", "max_rounds_per_day")
-    valid = isinstance(value, int if whole else int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    valid = is_number and 0 < value < math.inf and (isinstance(value, int) or not whole)
     return "" if valid else f"a {'whole ' if whole else ''}number above 0"
-
-
-def _names() -> list[str]:
-    return [field.name for field in fields(Limits)]
 
 
 def _now() -> datetime.datetime:

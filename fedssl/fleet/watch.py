@@ -17,23 +17,16 @@ from fedssl.text_table import align
 
 Row = Mapping[str, Any]  # of a device, as in `fedssl-fleet list --json`
 
-_METRICS = """# HELP fedssl_device_online Whether the device is connected.
-# TYPE fedssl_device_online gauge
-# HELP fedssl_device_training Whether the device trains in a round.
-# TYPE fedssl_device_training gauge
-# HELP fedssl_device_last_contact_seconds Unix time of the last heartbeat.
-# TYPE fedssl_device_last_contact_seconds gauge
-# HELP fedssl_device_images Images that the device reported.
-# TYPE fedssl_device_images gauge
-# HELP fedssl_device_rounds_total Rounds in which an update of the device was used.
-# TYPE fedssl_device_rounds_total counter
-# HELP fedssl_round Last round of the run.
-# TYPE fedssl_round gauge
-# HELP fedssl_bytes_total Bytes of messages of the run, by direction.
-# TYPE fedssl_bytes_total counter
-# HELP fedssl_alerts Number of active alerts.
-# TYPE fedssl_alerts gauge
-"""
+_METRICS = {  # description and type
+    "device_online": ("Whether the device is connected.", "gauge"),
+    "device_training": ("Whether the device trains in a round.", "gauge"),
+    "device_last_contact_seconds": ("Unix time of the last heartbeat.", "gauge"),
+    "device_images": ("Images that the device reported.", "gauge"),
+    "device_rounds_total": ("Rounds in which an update of the device was used.", "counter"),
+    "round": ("Last round of the run.", "gauge"),
+    "bytes_total": ("Bytes of messages of the run, by direction.", "counter"),
+    "alerts": ("Number of active alerts.", "gauge"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +47,6 @@ class FleetView:
     alerts: Sequence[str]
     round: int = 0
     bytes: Mapping[str, int] = field(default_factory=lambda: {"up": 0, "down": 0})
-
-    @property
-    def progress(self) -> str:
-        """Return the progress of the run."""
-        if not self.round:
-            return "no round yet"
-        return f"round {self.round}; {self.bytes['up']:,} bytes received, {self.bytes['down']:,} bytes sent"
 
 
 def make_view(devices: Sequence[Row], run: Path | None, thresholds: Thresholds, now: datetime.datetime) -> FleetView:
@@ -112,29 +98,44 @@ def find_alerts(
 
 def as_text(view: FleetView, columns: Sequence[str]) -> str:
     """Return the view as lines for a terminal."""
-    rows = [columns, *([as_cell(device.get(column)) for column in columns] for device in view.devices)]
-    lines = [f"{view.time:%Y-%m-%d %H:%M:%S}  {view.progress}", *(f"ALERT: {alert}" for alert in view.alerts)]
-    return sanitize("\n".join([*lines, align(rows, left=len(columns))]), lines=True)
+    progress = "no round yet"
+    if view.round:
+        progress = f"round {view.round}; {view.bytes['up']:,} bytes received, {view.bytes['down']:,} bytes sent"
+    lines = [f"{view.time:%Y-%m-%d %H:%M:%S}  {progress}", *(f"ALERT: {alert}" for alert in view.alerts)]
+    return sanitize("\n".join([*lines, as_table(view.devices, columns)]), lines=True)
+
+
+def as_table(devices: Sequence[Row], columns: Sequence[str]) -> str:
+    """Return the table of devices."""
+    rows = [[as_cell(device.get(column)) for column in columns] for device in devices]
+    return align([columns, *rows], left=len(columns))
+
+
+def as_cell(value: Any) -> str:
+    """Return the text of a value in a table."""
+    return "-" if value in (None, "") else str(value)
 
 
 def as_metrics(view: FleetView) -> str:
     """Return the view in the text format of Prometheus."""
     lines = []
+    for name, (description, kind) in _METRICS.items():
+        lines += [f"# HELP fedssl_{name} {description}", f"# TYPE fedssl_{name} {kind}"]
     for device in view.devices:
+        contact = device["last contact"]
+        values = {
+            "online": int(is_online(device)),
+            "training": int(device["status"] == "training"),
+            "last_contact_seconds": contact and f"{datetime.datetime.fromisoformat(contact).timestamp():.0f}",
+            "images": device.get("images"),
+            "rounds_total": device.get("rounds"),
+        }
         labels = f'{{name={json.dumps(device["name"])},node="{device["node"]}"}}'
-        lines.append(f"fedssl_device_online{labels} {int(is_online(device))}")
-        lines.append(f"fedssl_device_training{labels} {int(device['status'] == 'training')}")
-        if device["last contact"] is not None:
-            contact = datetime.datetime.fromisoformat(device["last contact"]).timestamp()
-            lines.append(f"fedssl_device_last_contact_seconds{labels} {contact:.0f}")
-        if device.get("images") is not None:
-            lines.append(f"fedssl_device_images{labels} {device['images']}")
-        if "rounds" in device:
-            lines.append(f"fedssl_device_rounds_total{labels} {device['rounds']}")
+        lines += [f"fedssl_device_{name}{labels} {value}" for name, value in values.items() if value is not None]
     lines.append(f"fedssl_round {view.round}")
     lines += [f'fedssl_bytes_total{{direction="{direction}"}} {count}' for direction, count in view.bytes.items()]
     lines.append(f"fedssl_alerts {len(view.alerts)}")
-    return _METRICS + "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 class MetricsServer:
@@ -177,8 +178,3 @@ def _handler(view: Callable[[], FleetView | None]) -> type[BaseHTTPRequestHandle
             """Log nothing."""
 
     return Handler
-
-
-def as_cell(value: Any) -> str:
-    """Return the text of a value in a table."""
-    return "-" if value in (None, "") else str(value)

@@ -1,7 +1,7 @@
 """Forgetting by aggregation: accuracy of a client's model minus that of the global model after the round.
 
 Both are evaluated by nearest neighbors (`fedssl.evaluation.knn`) on all test images and on a sample with the client's
-label distribution (`fedssl.evaluation.label_matched`). Forgetting is the difference on the sample; a negative one is a
+label distribution (`fedssl.evaluation.sampling`). Forgetting is the difference on the sample; a negative one is a
 gain.
 """
 
@@ -16,8 +16,8 @@ from fedssl.config.settings import DataSettings
 from fedssl.datasets.base import Split, load_federated, subsample_indices
 from fedssl.errors import InputError
 from fedssl.evaluation.knn import KNN
-from fedssl.evaluation.label_matched import sample_label_matched, subset
 from fedssl.evaluation.protocol import EvaluationInput, LabeledImages, evaluation_problem, load_labeled
+from fedssl.evaluation.sampling import sample_label_matched
 from fedssl.evaluation.scores import column_title, mean_and_std
 from fedssl.partition import client_indices
 from fedssl.plots.style import PlotData, axes_over_rounds, by_round, new_figure, strategy_color
@@ -77,7 +77,7 @@ def _measure_round(
             all_images = EvaluationInput(
                 encoder=method.encoder, train=train, test=test, mean=data.mean, std=data.std, device=run.device
             )
-            return _accuracy(all_images), [_accuracy(subset(all_images, rows[client])) for client in clients]
+            return _accuracy(all_images), [_accuracy(all_images.subset(rows[client])) for client in clients]
 
     known = [client for client in snapshot.clients if client in rows and len(rows[client])]  # with test images
     global_all, global_matched = accuracies(run.only_model(snapshot, figure="forgetting"), known)

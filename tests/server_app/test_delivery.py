@@ -12,10 +12,9 @@ import torch
 from fedssl.errors import InputError, RequestRefused
 from fedssl.export import load_encoder
 from fedssl.fleet import device_cli
-from fedssl.fleet.encoders import store_encoder, stored_encoders
+from fedssl.fleet.certificates import load_signing_key, sign
+from fedssl.fleet.encoders import METRICS, encoder_quality, store_encoder, stored_encoders
 from fedssl.fleet.history import read_history
-from fedssl.fleet.quality import METRICS, encoder_quality
-from fedssl.fleet.signature import load_signing_key, sign
 from fedssl.wire.delivery import EncoderDelivery
 from server_app import nodes
 from tests.devices import Devices, context, run_server_app, write_images

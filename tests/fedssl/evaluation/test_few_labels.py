@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fedssl.evaluation.features import Features
-from fedssl.evaluation.few_labels import FewLabels, center_and_scale, sample_per_class
+from fedssl.evaluation.few_labels import FewLabels, center_and_scale
 from fedssl.evaluation.protocol import evaluate
+from fedssl.evaluation.sampling import sample_per_class
 from fedssl.seeding import numpy_generator
 from tests.fedssl.evaluation.made import Given, blobs, results
 

@@ -10,10 +10,10 @@ from torch import nn
 from fedssl.config.load import compose
 from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
-from fedssl.evaluation.few_labels import FewLabels, stratified_sample
+from fedssl.evaluation.few_labels import FewLabels
 from fedssl.evaluation.fine_tune import FineTune
-from fedssl.evaluation.label_matched import subset
 from fedssl.evaluation.protocol import EvaluationInput, LabeledImages, evaluate
+from fedssl.evaluation.sampling import stratified_sample
 
 
 class Brightness(nn.Module):
@@ -123,7 +123,7 @@ def test_subsets_of_the_test_images_share_one_training(monkeypatch):
     evaluate(fine_tuning, whole, seed=0)
     predicted = next(iter(whole._predictions.values()))
     for rows in (torch.tensor([0, 1, 5]), torch.tensor([2, 8])):
-        score = evaluate(fine_tuning, subset(whole, rows), seed=0)["fine_tune_10_percent"]
+        score = evaluate(fine_tuning, whole.subset(rows), seed=0)["fine_tune_10_percent"]
         assert score.value == (predicted[rows] == whole.test.labels[rows]).double().mean()
     assert len(trainings) == 1
     evaluate(fine_tuning, whole, seed=1)

@@ -1,9 +1,9 @@
-"""Label-matched test images of a client."""
+"""Draws of labeled images: the class frequencies of a client."""
 
 import pytest
 import torch
 
-from fedssl.evaluation.label_matched import sample_label_matched
+from fedssl.evaluation.sampling import sample_label_matched
 
 
 def labels(**counts):
