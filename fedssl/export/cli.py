@@ -23,7 +23,7 @@ from fedssl.errors import InputError
 from fedssl.evaluation.cli import compose_evaluation, encoder_file, match_encoder, run_with_overrides
 from fedssl.export.encoder_file import load_encoder, read_content, saved_target
 from fedssl.export.formats import FORMATS, TOLERANCE, check_target, export, export_int8
-from fedssl.export.onnx import BATCH, CALIBRATION, MEASURED, QuantizedModel, check_calibration_size
+from fedssl.export.onnx import BATCH, CALIBRATION, MEASURED, QuantizedModel
 from fedssl.export.source import ExportSource
 from fedssl.export.timm_weights import timm_model
 from fedssl.runs.run import read_run
@@ -48,8 +48,8 @@ def run(overrides: Sequence[str]) -> str:
     options = {key: value for key, _, value in (word.partition("=") for word in overrides) if key in _EXPORT_KEYS}
     options |= {key: str(path_of(options[key])) for key in ("run", "encoder", "output") if key in options}
     others = [override for override in overrides if override.partition("=")[0] not in _EXPORT_KEYS]
-    form, int8 = _format(options), _int8(options, others)
-    file = encoder_file({key: value for key, value in options.items() if key in ("run", "encoder")})
+    int8 = _check(options, others)
+    file, form = encoder_file({key: options[key] for key in ("run", "encoder") if key in options}), options["format"]
     build = user_encoder(saved_target(file), search_folders(others))
     source = ExportSource(
         encoder=load_encoder(file, build=build),
@@ -57,7 +57,8 @@ def run(overrides: Sequence[str]) -> str:
         build=build,
         run=read_run(Path(options["run"])) if "run" in options else None,
     )
-    target = Path(options["output"]) if "output" in options else _default_target(file, form, int8=int8)
+    default = f"{file.stem}{'-int8' if int8 else ''}{FORMATS[form].ending or f'-{form}'}"
+    target = Path(options["output"]) if "output" in options else file.with_name(default)
     if int8:
         check_target(source, form, target)  # before images are read
         return _format_comparison(export_int8(source, target, _images(source, options, others)), target)
@@ -73,25 +74,19 @@ def run(overrides: Sequence[str]) -> str:
     return "\n".join([*lines, *([timm_model(source).code(target)] if form == "timm" else [])])
 
 
-def _format(options: Mapping[str, str]) -> str:
-    listed = ", ".join(FORMATS)
-    if "format" not in options:
+def _check(options: Mapping[str, str], others: Sequence[str]) -> bool:
+    """Check format and precision, and return whether to quantize to int8; only that uses settings of a data set."""
+    listed, form, precision = ", ".join(FORMATS), options.get("format"), options.get("precision", "fp32")
+    if form is None:
         raise InputError(f"the format is missing; add format=NAME, one of {listed}")
-    if options["format"] == "torchscript":
+    if form == "torchscript":
         raise InputError("format=torchscript was removed; choose format=torch_export, or format=onnx for C++ programs")
-    if options["format"] not in FORMATS:
-        near = did_you_mean(options["format"], FORMATS)
-        raise InputError(f"format={options['format']} does not exist{near}; choose one of {listed}")
-    return options["format"]
-
-
-def _int8(options: Mapping[str, str], others: Sequence[str]) -> bool:
-    """Return whether to quantize to int8; without it, settings of a data set are rejected."""
-    precision = options.get("precision", "fp32")
+    if form not in FORMATS:
+        raise InputError(f"format={form} does not exist{did_you_mean(form, FORMATS)}; choose one of {listed}")
     if precision not in ("fp32", "int8"):
         raise InputError(f"precision={precision} is not valid; choose precision=fp32 or precision=int8")
-    if precision == "int8" and options["format"] != "onnx":
-        raise InputError(f"precision=int8 is for format=onnx, not format={options['format']}; choose format=onnx")
+    if precision == "int8" and form != "onnx":
+        raise InputError(f"precision=int8 is for format=onnx, not format={form}; choose format=onnx")
     unused = [override for override in others if override.partition("=")[0] != SEARCHPATH_KEY]
     if precision == "fp32" and unused:
         raise InputError(
@@ -101,16 +96,15 @@ def _int8(options: Mapping[str, str], others: Sequence[str]) -> bool:
     return precision == "int8"
 
 
-def _default_target(file: Path, form: str, *, int8: bool) -> Path:
-    ending = FORMATS[form].ending or f"-{form}"
-    return file.with_name(f"{file.stem}{'-int8' if int8 else ''}{ending}")
-
-
 def _images(source: ExportSource, options: Mapping[str, str], others: Sequence[str]) -> Tensor:
     """Draw the images for int8 from the data set, with the encoder's channels and size."""
     settings = compose_evaluation(others, run=Path(options["run"]) if "run" in options else None)
     images = load_federated(match_encoder(source.encoder, settings.data, explicit_size=False)).images
-    check_calibration_size(len(images))
+    if len(images) < CALIBRATION + MEASURED:
+        raise InputError(
+            f"precision=int8 needs {CALIBRATION} images for calibration and {MEASURED} others to compare with fp32, "
+            f"and the data set has {len(images)}; choose a larger one with dataset=NAME"
+        )
     drawn = torch.randperm(len(images), generator=torch_generator(settings.seed, "export"))
     return images[drawn[: CALIBRATION + MEASURED]]
 

@@ -67,6 +67,9 @@ def save_encoder(
             f"mean={list(mean)} and std={list(std)} need one number for each of the {settings['channels']} channels; "
             "set dataset.mean and dataset.std"
         )
+    tensors = encoder.state_dict()
+    if any(is_gpu(tensor.device) for tensor in tensors.values()):
+        tensors = dict(zip(tensors, copy_to_cpu(list(tensors.values())), strict=True))
     adapters = encoder.adapter_settings if isinstance(encoder, encoders.Encoder) else None
     content = {
         "format": f"{_FORMATS}2" if adapters else FORMAT,
@@ -79,18 +82,11 @@ def save_encoder(
         # after training; they serve the first stages in layer-wise training.
         "weights": {
             name: tensor.clone(memory_format=torch.contiguous_format)
-            for name, tensor in _tensors_on_cpu(encoder).items()
+            for name, tensor in tensors.items()
             if not name.startswith("bridges.")
         },
     }
     atomic_write(Path(path), lambda stream: torch.save(content, stream))
-
-
-def _tensors_on_cpu(encoder: nn.Module) -> dict[str, torch.Tensor]:
-    tensors = encoder.state_dict()
-    if any(is_gpu(tensor.device) for tensor in tensors.values()):
-        return dict(zip(tensors, copy_to_cpu(list(tensors.values())), strict=True))
-    return tensors
 
 
 def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = None) -> nn.Module:
@@ -131,12 +127,10 @@ def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = N
                 check_tensors_like(content["weights"], _build(known, content).state_dict())
         with torch.random.fork_rng(devices=[]):  # weights drawn only to be overwritten
             encoder = _build(build, content)
-        check_tensors_like(content["weights"], encoder.state_dict())
-        encoder.load_state_dict(content["weights"], strict=True)
+        _load(encoder, content)
     except Exception as error:  # a constructor can raise any exception for such settings
-        reason = sanitize(" ".join(str(error).split())[:300])
         raise InputError(
-            f"the weights in {path} do not fit its settings: {reason}; export the encoder again"
+            f"the weights in {path} do not fit its settings: {_reason(error, 300)}; export the encoder again"
         ) from error
     encoder.channels, encoder.size = settings["channels"], settings["size"]
     encoder.mean, encoder.std = tuple(content["mean"]), tuple(content["std"])
@@ -155,16 +149,24 @@ def _build(build: Callable[..., nn.Module], content: Mapping[str, Any]) -> Any:
     return encoder
 
 
+def _load(encoder: nn.Module, content: Mapping[str, Any]) -> None:
+    check_tensors_like(content["weights"], encoder.state_dict())
+    encoder.load_state_dict(content["weights"], strict=True)
+
+
+def _reason(error: Exception, max_chars: int) -> str:
+    return sanitize(" ".join(str(error).split())[:max_chars])
+
+
 def load_weights(path: str | Path, encoder: nn.Module) -> Mapping[str, Any]:
     """Load the weights of an encoder's file into an existing encoder; return its ``size``, ``mean`` and ``std``."""
     content = read_content(Path(path))
     try:
-        check_tensors_like(content["weights"], encoder.state_dict())
-        encoder.load_state_dict(content["weights"], strict=True)
+        _load(encoder, content)
     except Exception as error:  # names and values can have any type
-        reason = sanitize(" ".join(str(error).split())[:300])
         raise InputError(
-            f"{path} holds another encoder than this run's ({reason}); give one with the same settings of encoder"
+            f"{path} holds another encoder than this run's ({_reason(error, 300)}); give one with the same settings of "
+            "encoder"
         ) from error
     return {"size": content["encoder"]["size"], "mean": content["mean"], "std": content["std"]}
 
@@ -181,9 +183,8 @@ def describe_encoder(path: str | Path) -> dict[str, Any]:
     target = str(arguments.pop("_target_", None))
     if _builder(target) is None:
         raise InputError(f"{path} holds the encoder {target}, which is not part of fedssl; give another teacher")
-    values = {"encoder": target.rpartition(".")[2], "arguments": arguments, "mean": content["mean"]}
-    adapters = {key: content[key] for key in ("adapters",) if key in content}
-    return {**values, "std": content["std"], **adapters}
+    shared = {key: value for key, value in content.items() if key in ("mean", "std", "adapters")}
+    return {"encoder": target.rpartition(".")[2], "arguments": arguments, **shared}
 
 
 def saved_target(path: str | Path) -> str:
@@ -215,9 +216,8 @@ def read_content(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}); choose the encoder.pt of a run folder") from error
     except Exception as error:  # a damaged or foreign file can raise any exception
-        reason = sanitize(" ".join(str(error).split())[:200])
         raise InputError(
-            f"{path} is damaged or not an encoder's file ({reason}); choose the encoder.pt of a run folder"
+            f"{path} is damaged or not an encoder's file ({_reason(error, 200)}); choose the encoder.pt of a run folder"
         ) from error
     found = sanitize(content.get("format", ""))[:40] if isinstance(content, dict) else ""
     if found.startswith(_FORMATS) and found not in _KEYS_OF:

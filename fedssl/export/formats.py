@@ -14,15 +14,14 @@ from fedssl.export.encoder_file import load_encoder
 from fedssl.export.huggingface import run_huggingface, write_huggingface
 from fedssl.export.onnx import MEASURED, QuantizedModel, compare, quantize, run_onnx, write_onnx
 from fedssl.export.peft_adapter import run_peft, write_peft
-from fedssl.export.source import ExportSource, represent
+from fedssl.export.source import ExportSource, represent, run_torch_export, write_torch_export
 from fedssl.export.timm_weights import run_timm, write_timm
-from fedssl.export.torch_formats import run_torch_export, write_torch_export
 from fedssl.export.weights import require_packages, write_safetensors
 
 TOLERANCE = 1e-5  # see `difference`
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Format:
     """An export format."""
 
@@ -38,28 +37,21 @@ def _run_safetensors(source: ExportSource, file: Path, images: Tensor) -> Tensor
     return represent(encoder, encoder.preprocess, images)
 
 
+def _write_safetensors(source: ExportSource, file: Path) -> None:
+    write_safetensors(file, source.content)
+
+
+def _run_onnx(source: ExportSource, file: Path, images: Tensor) -> Tensor:
+    return run_onnx(file, images)
+
+
 FORMATS = {
-    "safetensors": Format(
-        ending=".safetensors",
-        packages=("safetensors",),
-        write=lambda source, file: write_safetensors(file, source.content),
-        run=_run_safetensors,
-    ),
-    "onnx": Format(
-        ending=".onnx",
-        packages=("onnx", "onnxscript", "onnxruntime"),
-        write=write_onnx,
-        run=lambda source, file, images: run_onnx(file, images),
-    ),
-    "torch_export": Format(
-        ending=".pt2",
-        packages=(),
-        write=write_torch_export,
-        run=lambda source, file, images: run_torch_export(file, images),
-    ),
-    "timm": Format(ending=".timm.safetensors", packages=("safetensors", "timm"), write=write_timm, run=run_timm),
-    "peft": Format(ending="", packages=("safetensors",), write=write_peft, run=run_peft),
-    "huggingface": Format(ending="", packages=("safetensors", "timm"), write=write_huggingface, run=run_huggingface),
+    "safetensors": Format(".safetensors", ("safetensors",), _write_safetensors, _run_safetensors),
+    "onnx": Format(".onnx", ("onnx", "onnxscript", "onnxruntime"), write_onnx, _run_onnx),
+    "torch_export": Format(".pt2", (), write_torch_export, run_torch_export),
+    "timm": Format(".timm.safetensors", ("safetensors", "timm"), write_timm, run_timm),
+    "peft": Format("", ("safetensors",), write_peft, run_peft),
+    "huggingface": Format("", ("safetensors", "timm"), write_huggingface, run_huggingface),
 }
 
 

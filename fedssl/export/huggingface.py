@@ -18,7 +18,7 @@ from fedssl.evaluation.scores import as_scores, format_table
 from fedssl.export.encoder_file import load_encoder
 from fedssl.export.preprocess import Preprocess
 from fedssl.export.source import ExportSource, represent
-from fedssl.export.timm_weights import TimmModel, default_config, has_timm, timm_model, timm_weights
+from fedssl.export.timm_weights import TimmModel, has_timm, timm_model, timm_weights
 from fedssl.export.weights import write_safetensors, write_weights
 from fedssl.plots.partition import read_partition_table
 from fedssl.runs.run import Run
@@ -97,7 +97,10 @@ def _config(source: ExportSource, timm: TimmModel | None) -> dict[str, Any]:
     ours = {"fedssl": source.metadata_dict()}
     if timm is None:
         return ours
-    encoder, default = source.encoder, default_config(timm.name)
+    from timm import get_pretrained_cfg
+
+    encoder, default = source.encoder, get_pretrained_cfg(timm.name)
+    assert default is not None  # timm has the architecture
     pretrained = {
         "input_size": [encoder.channels, encoder.size, encoder.size],
         "fixed_input_size": encoder.image_size is not None,
@@ -108,7 +111,8 @@ def _config(source: ExportSource, timm: TimmModel | None) -> dict[str, Any]:
         "std": encoder.std,
         "num_classes": 0,
         "custom_load": False,
-        **{key: default[key] for key in ("first_conv", "classifier")},
+        "first_conv": default.first_conv,
+        "classifier": default.classifier,
     }
     return {
         "architecture": timm.name,

@@ -24,9 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from fedssl.errors import InputError
-from fedssl.export.source import ExportSource
-from fedssl.export.torch_formats import exported_program
+from fedssl.export.source import ExportSource, exported_program
 from fedssl.export.weights import KEY
 
 OPSET = 18
@@ -72,15 +70,6 @@ def run_onnx(file: Path, images: Tensor) -> Tensor:
 
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     return torch.from_numpy(session.run([REPRESENTATIONS], {IMAGES: images.numpy()})[0])
-
-
-def check_calibration_size(count: int) -> None:
-    """Raise an `InputError` if the data set has too few images."""
-    if count < CALIBRATION + MEASURED:
-        raise InputError(
-            f"precision=int8 needs {CALIBRATION} images for calibration and {MEASURED} others to compare with fp32, "
-            f"and the data set has {count}; choose a larger one with dataset=NAME"
-        )
 
 
 def quantize(exact: Path, small: Path, images: Tensor, *, dynamic: bool) -> None:

@@ -1,7 +1,12 @@
-"""The source of an export: an encoder, the content of its file, and its run."""
+"""The source of an export: an encoder, the content of its file, and its run.
+
+``format=torch_export`` is the encoder as a program that torch runs without fedssl. It maps uint8 images ``(batch,
+channels, size, size)`` with any batch size to representations.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,3 +66,22 @@ class WithPreprocessing(nn.Module):
         """Return representations ``(batch, feature_dim)``."""
         h: Tensor = self.encoder((images.float() / 255 - self.mean) / self.std)
         return h
+
+
+def exported_program(source: ExportSource) -> torch.export.ExportedProgram:
+    """Return the encoder with its standardization, for any batch size."""
+    shapes = ({0: torch.export.Dim("batch")},)
+    with torch.no_grad():
+        return torch.export.export(WithPreprocessing(source.encoder), (source.random_images(2),), dynamic_shapes=shapes)
+
+
+def write_torch_export(source: ExportSource, file: Path) -> None:
+    """Write the program for ``torch.export.load``."""
+    torch.export.save(exported_program(source), file)
+
+
+def run_torch_export(source: ExportSource, file: Path, images: Tensor) -> Tensor:
+    """Compute the representations ``(batch, feature_dim)`` of images by the file."""
+    with torch.no_grad():
+        h: Tensor = torch.export.load(file).module()(images)
+    return h

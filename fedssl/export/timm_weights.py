@@ -69,7 +69,11 @@ def timm_model(source: ExportSource) -> TimmModel:
             f"encoder is {name}{' with adapters' * ('adapters' in source.content)}; choose format=onnx, torch_export "
             "or safetensors"
         )
-    settings = _all_settings(source)
+    bound = inspect.signature(vars(encoders)[name]).bind(
+        **{key: value for key, value in source.content["encoder"].items() if key != "_target_"}
+    )
+    bound.apply_defaults()  # of settings that are missing in the file
+    settings = bound.arguments
     if name == _TIMM:
         from fedssl.encoders.timm_networks import creation_arguments
 
@@ -106,15 +110,6 @@ def timm_weights(source: ExportSource) -> dict[str, Tensor]:
     return {substitute(name, TO_TIMM_VIT): value for name, value in weights.items()}
 
 
-def default_config(name: str) -> dict[str, Any]:
-    """Return timm's description of an architecture: names of its first convolution and classifier, among others."""
-    import timm
-
-    config: Any = timm.get_pretrained_cfg(name)
-    values: dict[str, Any] = config.to_dict()
-    return values
-
-
 def write_timm(source: ExportSource, file: Path) -> None:
     """Write the weights, with the model's arguments and `ExportSource.metadata_dict` as metadata."""
     model = timm_model(source)
@@ -129,12 +124,3 @@ def run_timm(source: ExportSource, file: Path, images: Tensor) -> Tensor:
     model = timm_model(source).make()
     timm.models.load_checkpoint(model, str(file))
     return represent(model.eval(), source.encoder.preprocess, images)
-
-
-def _all_settings(source: ExportSource) -> dict[str, Any]:
-    """Return the encoder's settings with the defaults of those that are missing in its file."""
-    build = vars(encoders)[source.architecture.rpartition(".")[2]]
-    settings = {key: value for key, value in source.content["encoder"].items() if key != "_target_"}
-    bound = inspect.signature(build).bind(**settings)
-    bound.apply_defaults()
-    return bound.arguments

@@ -1,4 +1,4 @@
-"""Certificates of a fleet's authority, by which devices and operators recognize its server, and signatures of the server.
+"""Certificates of a fleet's authority, by which devices and operators recognize its server, and its signatures.
 
 A signature is ECDSA with the key of the server's TLS certificate, which the authority signed.
 """

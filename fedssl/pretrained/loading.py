@@ -47,8 +47,6 @@ def _read_once(source: str) -> Checkpoint:
     A server builds its method several times. The tensors of the last source stay in memory.
     """
     file = file_of(source)
-    if file is not None and file.is_dir():
-        file /= "encoder.pt"
     found = file.stat() if file is not None and file.is_file() else None
     return _read(source, found and (found.st_ino, found.st_size, found.st_mtime_ns))
 

@@ -36,14 +36,25 @@ def absolute_source(source: str) -> str:
 def read_source(source: str) -> Checkpoint:
     """Return tensors and statistics of a source; raise an `InputError` if it cannot be read."""
     prefix, name = _split(source)
+    if not prefix:
+        return read_checkpoint(file_of(source) or Path(name))
     with torch.random.fork_rng(devices=[]):  # a library may draw weights before it loads others
-        return _READERS[prefix](name) if prefix else _read_path(Path(name))
+        return _READERS[prefix](name)
 
 
 def file_of(source: str) -> Path | None:
-    """Return the file or folder of a source, or None if it names a library's model."""
+    """Return the file of a source, or None if it names a library's model; `InputError` for a folder without one."""
     prefix, name = _split(source)
-    return None if prefix else Path(name)
+    if prefix:
+        return None
+    path = Path(name)
+    if not path.is_dir():
+        return path
+    if not (path / "encoder.pt").is_file():
+        raise InputError(
+            f"encoder.weights={path} is a folder without encoder.pt; set the folder of a finished run, or a file"
+        )
+    return path / "encoder.pt"
 
 
 def _split(source: str) -> tuple[str, str]:
@@ -57,16 +68,6 @@ def _split(source: str) -> tuple[str, str]:
             "a file, a run folder, timm:NAME, torchvision:NAME or hf:REPO"
         )
     return found[1], found[2]
-
-
-def _read_path(path: Path) -> Checkpoint:
-    if path.is_dir():
-        if not (path / "encoder.pt").is_file():
-            raise InputError(
-                f"encoder.weights={path} is a folder without encoder.pt; set the folder of a finished run, or a file"
-            )
-        path /= "encoder.pt"
-    return read_checkpoint(path)
 
 
 def _read_timm(name: str) -> Checkpoint:

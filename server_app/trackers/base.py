@@ -15,14 +15,21 @@ from typing import Any, Protocol
 from omegaconf import DictConfig
 
 from fedssl.config.settings import RecordingSettings
+from fedssl.errors import InputError
 from fedssl.plain_values import flatten
 from fedssl.safe_io import sanitize
 
 log = logging.getLogger("fedssl")
 
-MISSING_PACKAGE = "{} needs the package {}; install it: uv sync --extra {}, or pip install {}"  # error message
 
 _NON_SCALARS = ("round", "units", "dropped", "evaluation")  # keys of a line that are no scalars with their own names
+
+
+def missing_package(name: str, package: str) -> InputError:
+    """Return the error of a tracker whose package is not installed."""
+    return InputError(
+        f"tracker={name} needs the package {package}; install it: uv sync --extra {name}, or pip install {package}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

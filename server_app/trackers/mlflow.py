@@ -4,8 +4,7 @@ import os
 import time
 from collections.abc import Mapping
 
-from fedssl.errors import InputError
-from server_app.trackers.base import MISSING_PACKAGE, TrackedRun
+from server_app.trackers.base import TrackedRun, missing_package
 
 RUN_ID = "fedssl.run_id"  # tag that identifies the run after a resume
 
@@ -29,9 +28,7 @@ class MLflow:
             import mlflow.entities
             import mlflow.tracking
         except ImportError as error:
-            raise InputError(
-                MISSING_PACKAGE.format("tracker=mlflow", "mlflow-skinny", "mlflow", "mlflow-skinny")
-            ) from error
+            raise missing_package("mlflow", "mlflow-skinny") from error
         self._entities, self._client_class = mlflow.entities, mlflow.tracking.MlflowClient
         self._experiment, self._name, self._uri = experiment, run, uri
 

@@ -4,8 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from fedssl.errors import InputError
-from server_app.trackers.base import MISSING_PACKAGE, TrackedRun
+from server_app.trackers.base import TrackedRun, missing_package
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -18,8 +17,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            name = "tensorboard"
-            raise InputError(MISSING_PACKAGE.format(f"tracker={name}", name, name, name)) from error
+            raise missing_package("tensorboard", "tensorboard") from error
         self._make = SummaryWriter
 
     def begin(self, run: TrackedRun) -> None:

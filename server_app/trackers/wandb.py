@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fedssl.errors import InputError
-from server_app.trackers.base import MISSING_PACKAGE, TrackedRun
+from server_app.trackers.base import TrackedRun, missing_package
 
 if TYPE_CHECKING:
     import wandb
@@ -26,7 +26,7 @@ class WandB:
         try:
             import wandb
         except ImportError as error:
-            raise InputError(MISSING_PACKAGE.format("tracker=wandb", "wandb", "wandb", "wandb")) from error
+            raise missing_package("wandb", "wandb") from error
         self._wandb, self._project, self._name, self._mode = wandb, project, run, mode
 
     def begin(self, run: TrackedRun) -> None:
