@@ -94,11 +94,15 @@ def _foreign_answer(server: str, name: str, url: str, answer: str) -> str:
 
 def registered_devices(control: control_internals.ControlHttpClient) -> list[RegisteredDevice]:
     """Return all registered devices by name. Removed devices are left out."""
-    devices = [
-        RegisteredDevice(name=node.name, node_id=node.node_id, status=node.status, last_contact=_last_contact(node))
-        for node in control_internals.list_nodes(control)
-        if node.status != "unregistered"
-    ]
+    devices = []
+    for node in control_internals.list_nodes(control):
+        if node.status != "unregistered":
+            contact = None
+            if node.online_until:  # as many seconds after the last heartbeat as Flower allows
+                heartbeat = node.online_until - control_internals.HEARTBEAT_PATIENCE * node.heartbeat_interval
+                contact = datetime.datetime.fromtimestamp(heartbeat, tz=datetime.UTC)
+            name, status = node.name, node.status
+            devices.append(RegisteredDevice(name=name, node_id=node.node_id, status=status, last_contact=contact))
     return sorted(devices, key=lambda device: (device.name, device.node_id))
 
 
@@ -106,11 +110,3 @@ def registered_names(engine: EngineSettings) -> Mapping[int, str]:
     """Return the names under which the keys of devices were registered, by node id."""
     with control_api(engine) as control:
         return {device.node_id: device.name for device in registered_devices(control) if device.name}
-
-
-def _last_contact(node: control_internals.NodeInfo) -> datetime.datetime | None:
-    """Return the time of the last heartbeat, which is as many seconds before ``online_until`` as Flower allows."""
-    if not node.online_until:
-        return None
-    heartbeat = node.online_until - control_internals.HEARTBEAT_PATIENCE * node.heartbeat_interval
-    return datetime.datetime.fromtimestamp(heartbeat, tz=datetime.UTC)

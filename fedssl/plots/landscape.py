@@ -18,7 +18,6 @@ from fedssl.model_arrays import exchanged_names, load_layers
 from fedssl.plots.style import PlotData, new_figure, strategy_color
 from fedssl.runs.loaded_run import LoadedRun
 from fedssl.runs.run import strategy_of
-from fedssl.runs.snapshots import SnapshotRound
 from fedssl.schedule.phases import phase_at
 from fedssl.schedule.stages import frozen_names, set_active_stages
 from fedssl.seeding import torch_generator
@@ -118,7 +117,9 @@ def compute_landscape(run: LoadedRun) -> Landscape:
             "have; choose another figure, or a run of another method"
         )
     phase = phase_at(run.phases, run.snapshots[-1].round)
-    snapshots = subsample_rounds([snapshot for snapshot in run.snapshots if snapshot.round >= phase.first])
+    snapshots = [snapshot for snapshot in run.snapshots if snapshot.round >= phase.first]
+    evenly = np.linspace(0, len(snapshots) - 1, min(len(snapshots), MAX_ROUNDS)).round().astype(int)
+    snapshots = [snapshots[index] for index in evenly]  # with the first and the last
     first = phase.number == 1
     if len(snapshots) + first < 3:
         raise InputError(
@@ -144,12 +145,6 @@ def compute_landscape(run: LoadedRun) -> Landscape:
         x, y = axes_around(np.stack([*trajectory, *clients.values()]), points=GRID_POINTS, margin=MARGIN)
         grid = np.array([[loss(plane.weights(across, up)) for across in x] for up in y])
         return Landscape(plane, x, y, grid, list(weights), trajectory, [loss(model) for model in models], clients)
-
-
-def subsample_rounds(snapshots: Sequence[SnapshotRound]) -> list[SnapshotRound]:
-    """Return at most `MAX_ROUNDS` evenly spaced rounds with the first and the last."""
-    indices = np.linspace(0, len(snapshots) - 1, min(len(snapshots), MAX_ROUNDS)).round().astype(int)
-    return [snapshots[index] for index in indices]
 
 
 def concat_weights(layers: Layers, names: Sequence[str]) -> np.ndarray:

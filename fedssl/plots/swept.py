@@ -18,6 +18,7 @@ from fedssl.plots.comparisons import line_styles
 from fedssl.plots.style import PlotData, new_figure, plot_band
 from fedssl.runs.groups import RunGroup, group_by_seed
 from fedssl.runs.run import Run
+from fedssl.text_table import text_cell
 
 
 class Sweep(NamedTuple):
@@ -33,7 +34,7 @@ def read_sweep(runs: Sequence[Run], number: int, *, plot: str, what: str, exampl
     """Return a sweep; raises `InputError` unless ``number`` settings vary and are numbers, and without accuracies."""
     groups = group_by_seed([run for run in runs if run.finished])
     settings = groups[0].settings if groups else {}
-    keys = [key for key in settings if all(_is_number(group.settings[key]) for group in groups)]
+    keys = [key for key in settings if all(text_cell(group.settings[key]).value is not None for group in groups)]
     if len(keys) != number:
         found = f"{len(keys)} do ({', '.join(keys)})" if keys else "none does"
         raise InputError(
@@ -114,10 +115,3 @@ def plot_heatmap(runs: Sequence[Run]) -> PlotData:
         axes.set_yticks(range(len(rows)), [f"{value:g}" for value in rows])
         figure.colorbar(image, ax=axes)
     return PlotData(figure, lines)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False

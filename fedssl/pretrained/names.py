@@ -8,7 +8,7 @@ the prefix that leaves most names of the encoder, in its own layout or in one of
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 # Names in a vision transformer: torchvision's, which are this project's, and timm's. # stands for a number.
@@ -73,7 +73,7 @@ class Layout:
     """Names of an architecture in another library."""
 
     name: str
-    rename: Callable[[Collection[str], Collection[str]], dict[str, str]]  # of a checkpoint's and an encoder's names
+    patterns: Sequence[tuple[str, str]] | None  # see `substitute`; None: those of EfficientNet-PyTorch
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,6 @@ class Match:
     unexpected: Sequence[str]  # names in the checkpoint that neither the encoder nor a head has
     ignored: Mapping[str, int]  # number of tensors of each network or head that is not part of the encoder
     alternatives: Sequence[str]  # other prefixes with as many names of the encoder
-
-
-def _substituted(patterns: Sequence[tuple[str, str]]) -> Callable[[Collection[str], Collection[str]], dict[str, str]]:
-    def rename(names: Collection[str], encoder_names: Collection[str]) -> dict[str, str]:
-        return {name: substitute(name, patterns) for name in names}
-
-    return rename
 
 
 def substitute(name: str, patterns: Sequence[tuple[str, str]]) -> str:
@@ -127,14 +120,14 @@ def _from_efficientnet_pytorch(names: Collection[str], encoder_names: Collection
 
 
 LAYOUTS = (
-    Layout("the encoder's names", _substituted(())),
-    Layout("timm's names", _substituted(_FROM_TIMM_VIT)),
-    Layout("DINOv2's names", _substituted(_DINOV2)),
-    Layout("DINOv2's names", _substituted((*_DINOV2, *_FROM_TIMM_VIT))),
-    Layout("torchvision's names", _substituted(TO_TIMM_VIT)),
-    Layout("names of a sequence of torchvision's modules", _substituted(_SEQUENTIAL_RESNET)),
-    Layout("names of a sequence of lightly's modules", _substituted(_LIGHTLY_RESNET)),
-    Layout("names of EfficientNet-PyTorch", _from_efficientnet_pytorch),  # github.com/lukemelas/EfficientNet-PyTorch
+    Layout("the encoder's names", ()),
+    Layout("timm's names", _FROM_TIMM_VIT),
+    Layout("DINOv2's names", _DINOV2),
+    Layout("DINOv2's names", (*_DINOV2, *_FROM_TIMM_VIT)),
+    Layout("torchvision's names", TO_TIMM_VIT),
+    Layout("names of a sequence of torchvision's modules", _SEQUENTIAL_RESNET),
+    Layout("names of a sequence of lightly's modules", _LIGHTLY_RESNET),
+    Layout("names of EfficientNet-PyTorch", None),  # github.com/lukemelas/EfficientNet-PyTorch
 )
 
 
@@ -146,7 +139,9 @@ def known_statistics(names: Collection[str]) -> tuple[float, float] | None:
 
 def match_names(names: Collection[str], encoder_names: Collection[str]) -> Match | None:
     """Find the names of an encoder among those of a checkpoint, both dotted; None if there are none."""
-    stored = _without_wrappers(names)
+    stored = {_WRAPPER.sub("", name): name for name in names}
+    if len(stored) < len(names):  # some would be equal without the components of wrappers
+        stored = {name: name for name in names}
     candidates = sorted(_candidates(stored, encoder_names), key=lambda candidate: candidate[0])
     if not candidates:
         return None
@@ -162,31 +157,24 @@ def match_names(names: Collection[str], encoder_names: Collection[str]) -> Match
     return Match(layout, prefix, sources, unexpected, ignored, list(same))
 
 
-def _without_wrappers(names: Collection[str]) -> dict[str, str]:
-    """Map names without components of wrappers to the names of a checkpoint; unchanged names if some would be equal."""
-    plain = {_WRAPPER.sub("", name): name for name in names}
-    return plain if len(plain) == len(names) else {name: name for name in names}
-
-
 def _candidates(
     names: Collection[str], encoder_names: Collection[str]
 ) -> Iterator[tuple[tuple[object, ...], str, Layout, dict[str, str]]]:
     """Yield every prefix and layout with common names, and first the key by which they are compared."""
     wanted = set(encoder_names)
-    for prefix in _prefixes(names, len(wanted)):
+    counts = Counter(name[: dot.end()] for name in names for dot in re.finditer(r"\.", name))
+    # "" and every prefix, with its dot, that enough names have to contain an encoder.
+    for prefix in ["", *(prefix for prefix, count in counts.items() if 2 * count >= len(wanted))]:
         inner = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
         for order, layout in enumerate(LAYOUTS):
-            renamed = layout.rename(inner, encoder_names)
+            if layout.patterns is None:
+                renamed = _from_efficientnet_pytorch(inner, encoder_names)
+            else:
+                renamed = {name: substitute(name, layout.patterns) for name in inner}
             common = [new for new in renamed.values() if new in wanted]
             if common and len({*common}) == len(common):  # several names must not become one
                 secondary = any(_SECONDARY.fullmatch(part) for part in prefix.split("."))
                 yield (-len(common), secondary, len(prefix), prefix, order), prefix, layout, renamed
-
-
-def _prefixes(names: Collection[str], encoder_size: int) -> list[str]:
-    """Return "" and every prefix, with its dot, that enough names have to contain an encoder."""
-    counts = Counter(name[: dot.end()] for name in names for dot in re.finditer(r"\.", name))
-    return ["", *(prefix for prefix, count in counts.items() if 2 * count >= encoder_size)]
 
 
 def _first(name: str) -> str:

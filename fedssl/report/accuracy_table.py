@@ -24,11 +24,6 @@ RUNNING, PRUNED, NOT_FINISHED, EARLY = "running:", "pruned:", "not finished:", "
 REPEATS = "not counted, because another run has the same settings and seed:"
 
 
-def comparison_key(settings: dict[str, str]) -> Hashable:
-    """Return the settings that define the task."""
-    return frozenset((key, value) for key, value in settings.items() if key.partition(".")[0] in COMPARISON_KEYS)
-
-
 def best_rows(values: Sequence[Sequence[float]], tasks: Sequence[Hashable]) -> set[int]:
     """Return the indices of the best rows of each task (`MARK_CAPTION`), by each row's accuracies over seeds."""
     best = set()
@@ -163,7 +158,10 @@ def make_table(results: Results, *, always: Sequence[str] = ()) -> TextTable:
     settings = [dict.fromkeys(always, "") | row.settings for row in rows]
     keys = varying(settings)
     keys += [key for key in always if key not in keys and {values[key] for values in settings} != {""}]
-    tasks = [comparison_key(row.settings) for row in rows]
+    tasks = [
+        frozenset((key, value) for key, value in row.settings.items() if key.partition(".")[0] in COMPARISON_KEYS)
+        for row in rows
+    ]
     scores = {name: [row.metrics.get(name, []) for row in rows] for name in units}
     best = {
         name: best_rows([[score.value for score in of_row] for of_row in scores[name]], tasks)

@@ -103,13 +103,10 @@ def _count(runs: Sequence[Run]) -> str:
 
 
 def _column_order(data: TextTable) -> list[int]:
-    """Return the columns of a table as the page orders them: those that tell rows apart, numbers, other text."""
-    first = _key_columns(data)
-    return sorted(range(len(data.header)), key=lambda column: column < data.left and column not in first)
+    """Return the columns of a table as the page orders them: those that tell rows apart, numbers, other text.
 
-
-def _key_columns(data: TextTable) -> set[int]:
-    """Select the text columns that distinguish most rows, greedily from the left."""
+    The first are text columns that distinguish most rows, selected greedily from the left.
+    """
     min_columns, max_columns = KEY_COLUMNS
     selected: list[int] = []
 
@@ -121,7 +118,7 @@ def _key_columns(data: TextTable) -> set[int]:
         if len(selected) >= min_columns and num_distinct(best) == num_distinct(selected[0]):
             break  # no other column distinguishes more rows
         selected.append(best)
-    return set(selected)
+    return sorted(range(len(data.header)), key=lambda column: column < data.left and column not in selected)
 
 
 def figures_of_all(runs: Sequence[Run]) -> list[PageImage]:
