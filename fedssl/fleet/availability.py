@@ -90,21 +90,6 @@ def add_usage(states: Path, now: datetime.datetime, *, rounds: int = 0, num_byte
     write_text(states / USAGE_FILE, json.dumps(entries) + "\n")
 
 
-def check_rounds(usage: Usage, *, max_rounds: int) -> None:
-    """Refuse a round if the budget of rounds is used up; raises `RequestRefused`."""
-    if usage.rounds >= max_rounds:
-        raise RequestRefused(f"this device trains in {max_rounds} rounds per day at most (max_rounds_per_day)")
-
-
-def check_bytes(usage: Usage, *, num_bytes: int, max_megabytes: float) -> None:
-    """Refuse a message of ``num_bytes`` beyond the budget of bytes; raises `RequestRefused`."""
-    if usage.bytes + num_bytes > max_megabytes * 1e6:
-        raise RequestRefused(
-            f"this device sends {max_megabytes:g} MB per day at most (max_megabytes_per_day); it sent "
-            f"{usage.bytes / 1e6:.1f} MB, and the update has {num_bytes / 1e6:.1f} MB"
-        )
-
-
 def _entries(states: Path, now: datetime.datetime) -> list[dict[str, Any]]:
     try:
         entries = json.loads(read_text(states / USAGE_FILE) or "[]")

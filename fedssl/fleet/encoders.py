@@ -92,10 +92,8 @@ def stored_encoders(states: Path) -> list[tuple[Path, Mapping[str, Any]]]:
     return sorted(found, key=lambda pair: pair[0].stat().st_mtime)
 
 
-def encoder_quality(
-    file: Path, images: Path, *, folders: Sequence[Path] = (), num_images: int = NUM_IMAGES
-) -> dict[str, float]:
-    """Return `METRICS` of `fedssl.evaluation.collapse_metrics` on at most ``num_images`` local images, always the same.
+def encoder_quality(file: Path, images: Path, *, folders: Sequence[Path] = ()) -> dict[str, float]:
+    """Return `METRICS` of `fedssl.evaluation.collapse_metrics` on at most `NUM_IMAGES` local images, always the same.
 
     ``file`` is of `fedssl.export.save_encoder`, ``images`` a folder, and ``folders`` are config directories with
     further encoders. Raise `InputError` if fewer than two images can be read.
@@ -109,7 +107,7 @@ def encoder_quality(
         "train",
         channels=encoder.channels,
         size=encoder.size,
-        limit=num_images,
+        limit=NUM_IMAGES,
         path=str(images),
         **image_folder.ALL_IMAGES,
         background=encoder.preprocess.background,

@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedssl.errors import InputError, RequestRefused
-from fedssl.fleet.availability import (
-    add_usage,
-    check_bytes,
-    check_hours,
-    check_power,
-    check_rounds,
-    parse_hours,
-    read_usage,
-)
+from fedssl.fleet.availability import Usage, add_usage, check_hours, check_power, parse_hours, read_usage
 from fedssl.machine.memory import available_memory, grown_memory
 from fedssl.safe_io import read_yaml
 
@@ -63,18 +55,23 @@ class Limits:
             check_hours(parse_hours(self.active_hours), _now())
         if self.only_on_power:
             check_power()
-        usage = read_usage(states, _now())
-        if self.max_rounds_per_day is not None:
-            check_rounds(usage, max_rounds=self.max_rounds_per_day)
-        if self.max_megabytes_per_day is not None:
-            check_bytes(usage, num_bytes=usage.largest_message, max_megabytes=self.max_megabytes_per_day)
+        usage, max_rounds = read_usage(states, _now()), self.max_rounds_per_day
+        if max_rounds is not None and usage.rounds >= max_rounds:
+            raise RequestRefused(f"this device trains in {max_rounds} rounds per day at most (max_rounds_per_day)")
+        self._check_bytes(usage, num_bytes=usage.largest_message)
 
     def count_message(self, states: Path, num_bytes: int) -> None:
         """Refuse to send a message, or count it in the folder of states; raises `RequestRefused`."""
-        if self.max_megabytes_per_day is not None:
-            usage = read_usage(states, _now())
-            check_bytes(usage, num_bytes=num_bytes, max_megabytes=self.max_megabytes_per_day)
+        self._check_bytes(read_usage(states, _now()), num_bytes=num_bytes)
         add_usage(states, _now(), num_bytes=num_bytes)
+
+    def _check_bytes(self, usage: Usage, *, num_bytes: int) -> None:
+        limit = self.max_megabytes_per_day
+        if limit is not None and usage.bytes + num_bytes > limit * 1e6:
+            raise RequestRefused(
+                f"this device sends {limit:g} MB per day at most (max_megabytes_per_day); it sent "
+                f"{usage.bytes / 1e6:.1f} MB, and the update has {num_bytes / 1e6:.1f} MB"
+            )
 
     def make_deadline_check(self) -> Callable[[], None]:
         """Return a function that raises `RequestRefused` once the time for a round is up."""

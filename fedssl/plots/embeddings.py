@@ -84,7 +84,7 @@ def _rows(representations: Representations, points: np.ndarray, axes: str) -> li
     ]
 
 
-def tsne(h: np.ndarray, *, seed: int = 0) -> np.ndarray:
+def tsne(h: np.ndarray) -> np.ndarray:
     """Compute the joint t-SNE (van der Maaten and Hinton, 2008) of several models' representations.
 
     ``h`` is ``(models, n, dim)`` with at least 2 points, the result float32 ``(models, n, 2)``. It does not depend on
@@ -98,7 +98,7 @@ def tsne(h: np.ndarray, *, seed: int = 0) -> np.ndarray:
         perplexity=min(30.0, (len(points) - 1) / 3),
         # Equal points have no principal directions.
         init="pca" if np.ptp(points, axis=0).any() else "random",
-        random_state=derive_seed(seed, "t-SNE") % 2**32,
+        random_state=derive_seed(0, "t-SNE") % 2**32,
     )
     with threadpool_limits(limits=1):  # sums of several threads depend on their order
         flat: np.ndarray = reducer.fit_transform(points)
@@ -123,10 +123,10 @@ def on_sphere(h: np.ndarray) -> tuple[np.ndarray, float]:
     return np.divide(points, lengths, out=np.zeros_like(points), where=lengths > 1e-6), share
 
 
-def tsne_points(representations: Representations, *, seed: int = 0) -> np.ndarray:
+def tsne_points(representations: Representations) -> np.ndarray:
     """Compute the t-SNE of all models for at most `MAX_POINTS` points, ``(models, images, 2)``."""
     models, n, _ = representations.h.shape
-    return tsne(representations.h[:, : max(1, min(n, MAX_POINTS // models))], seed=seed)
+    return tsne(representations.h[:, : max(1, min(n, MAX_POINTS // models))])
 
 
 def tsne_figure(representations: Representations, points: np.ndarray, *, round: int) -> "Figure":

@@ -10,10 +10,8 @@ from fedssl.fleet.availability import (
     USAGE_FILE,
     Usage,
     add_usage,
-    check_bytes,
     check_hours,
     check_power,
-    check_rounds,
     parse_hours,
     read_usage,
 )
@@ -56,14 +54,17 @@ def test_the_usage_of_24_hours_is_counted(tmp_path):
     assert read_usage(folder, at(6, day=26)) == Usage()
 
 
-def test_budgets():
-    check_rounds(Usage(rounds=1), max_rounds=2)
+def test_budgets(tmp_path):
+    limits = Limits(max_rounds_per_day=2, max_megabytes_per_day=2)
+    limits.check_start(tmp_path)
+    limits.check_start(tmp_path)
     with pytest.raises(RequestRefused, match="2 rounds per day at most"):
-        check_rounds(Usage(rounds=2), max_rounds=2)
-    check_bytes(Usage(bytes=1_000_000), num_bytes=1_000_000, max_megabytes=2)
+        limits.check_start(tmp_path)
+    limits.count_message(tmp_path, 1_500_000)
     sentence = r"2 MB per day at most \(max_megabytes_per_day\); it sent 1.5 MB, and the update has 0.6 MB"
     with pytest.raises(RequestRefused, match=sentence):
-        check_bytes(Usage(bytes=1_500_000), num_bytes=600_000, max_megabytes=2)
+        limits.count_message(tmp_path, 600_000)
+    limits.count_message(tmp_path, 500_000)
 
 
 def test_no_round_starts_whose_update_could_not_be_sent(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from fedssl.evaluation.early_stopping import EarlyStopping, stop_reason
+from server_app.callbacks.early_stopping import EarlyStopping, stop_reason
 
 
 def ends(values, **rule):
