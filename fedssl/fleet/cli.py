@@ -247,7 +247,6 @@ def _control(options: argparse.Namespace) -> AbstractContextManager[control_inte
 
 
 def _engine(options: argparse.Namespace) -> EngineSettings:
-    """Return the connection to the SuperLink."""
     if options.address is None and options.certificates is None:
         return _connection()
     return EngineSettings(

@@ -122,7 +122,6 @@ def _budgets(folder: Path, states: Path) -> str:
 
 
 def _history(states: Path) -> str:
-    """Return the last events of a device."""
     events = read_history(states)
     if not events:
         return "No server has sent a message yet."
@@ -206,7 +205,6 @@ def _table(rows: Sequence[Sequence[str]], *, left: int) -> str:
 
 
 def _values(arguments: Sequence[str], *, allowed: Sequence[str]) -> dict[str, str]:
-    """Return ``KEY=VALUE`` arguments; raises `InputError` for others."""
     values = {}
     for argument in arguments:
         key, _, value = argument.partition("=")

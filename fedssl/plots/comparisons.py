@@ -176,7 +176,6 @@ def _points_of(run: Run) -> list[EvaluationPoint]:
 
 
 def _evaluated_in_rounds(groups: Sequence[RunGroup]) -> list[str]:
-    """Return the names of the accuracies in lines of rounds."""
     names: dict[str, None] = {}
     for run in (run for group in groups for run in group.runs):
         for scores in map(_accuracies_of, read_jsonl(run.folder / "metrics.jsonl")):

@@ -156,7 +156,6 @@ def tsne_figure(representations: Representations, points: np.ndarray, *, round: 
 
 
 def _marks(representations: Representations) -> list[tuple[str, str]]:
-    """Return marker and legend label of every model."""
     names = [str(name) for name in representations.names]
     first = names[: int(representations.globals)]
     if len(first) <= len(MARKERS):

@@ -28,7 +28,6 @@ _VIT_NAMES = (
 
 
 def _substitution(old: str, new: str) -> tuple[str, str]:
-    """Return the pattern of a name and its replacement."""
     return re.escape(old).replace(r"\^", "^").replace(r"\$", "$").replace(r"\#", r"(\d+)"), new.strip("^$").replace(
         "#", r"\1"
     )

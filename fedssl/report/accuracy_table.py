@@ -134,7 +134,6 @@ def read_results(
 
 
 def _is_known(run: Run, settings: Mapping[str, str]) -> bool:
-    """Return whether the settings of the run are known."""
     if run.summary is None and run.settings is None:
         return False
     return run.finished or not settings or any(settings.values())
