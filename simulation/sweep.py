@@ -25,7 +25,7 @@ from fedssl.config.saved_run import check_saved_overrides
 from fedssl.config.settings import Settings
 from fedssl.config.targets import SEARCHPATH_KEY, search_folders
 from fedssl.errors import InputError, RunError
-from fedssl.report.accuracy_table import NOT_FINISHED, sweep_table
+from fedssl.report.accuracy_table import NOT_FINISHED, sweep_results
 from fedssl.runs.groups import OWN_KEYS
 from fedssl.runs.run import LOCK_FILE, acquire_lock, is_locked, read_run, read_summary, write_summary
 from fedssl.safe_io import checksum_line, corrupt_file_error, read_yaml, sanitize
@@ -332,7 +332,7 @@ def run_hydra_job(run: Runner, *, metric: str | None) -> float | None:
 
 def finish_sweep(folder: Path, jobs: Sequence[Path], *, metric: str | None) -> int:
     """Print and write the table of a sweep. Return the exit status, which is 1 if a job is not finished or pruned."""
-    table = sweep_table(jobs, metric=metric)
+    table = sweep_results(jobs, metric=metric).table()
     try:
         write_text(folder / "results.csv", table.csv())
         write_text(folder / "results.md", table.markdown())

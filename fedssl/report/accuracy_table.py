@@ -64,19 +64,56 @@ class Results(NamedTuple):
     rows: list[Row]
     units: dict[str, str]
     notes: dict[str, list[str]]  # by title: a line for each run
+    always: Sequence[str] = ()  # settings that are displayed even if they do not vary, unless no row has them
+
+    def table(self) -> TextTable:
+        """Return settings that vary, the federated encoder's results over seeds, and the notes; accuracies in percent.
+
+        The deviation of a row with one run is that over the draws of its evaluation.
+        """
+        rows, units = self.rows, self.units
+        settings = [dict.fromkeys(self.always, "") | row.settings for row in rows]
+        keys = varying(settings)
+        keys += [key for key in self.always if key not in keys and {values[key] for values in settings} != {""}]
+        tasks = [
+            frozenset((key, value) for key, value in row.settings.items() if key.partition(".")[0] in COMPARISON_KEYS)
+            for row in rows
+        ]
+        scores = {name: [row.metrics.get(name, []) for row in rows] for name in units}
+        best = {
+            name: best_rows([[score.value for score in of_row] for of_row in scores[name]], tasks)
+            for name, unit in units.items()
+            if unit == ACCURACY  # more of another unit may be worse
+        }
+        cells = [
+            [
+                *(text_cell(row.settings.get(key, "")) for key in keys),
+                *(score_cell(scores[name][index], best=index in best.get(name, ())) for name in units),
+                *(text_cell(str(number)) for number in (row.runs, row.failed)),
+            ]
+            for index, row in enumerate(rows)
+        ]
+        over_draws = [
+            name for name in units if any([score.std is None for score in of] == [False] for of in scores[name])
+        ]
+        notes = {"± in rows with one run is that of its evaluation, over draws of images or over models:": over_draws}
+        return TextTable(
+            "Results",
+            [*keys, *(column_title(name, unit) for name, unit in units.items()), "runs", "failed"],
+            cells,
+            left=len(keys),
+            notes={title: lines for title, lines in (notes | self.notes).items() if lines},
+            mark_caption=MARK_CAPTION,
+            csv_header=[*keys, *(f"{name}_{kind}" for name in units for kind in ("mean", "std")), "runs", "failed"],
+        )
 
 
-def sweep_table(folders: Sequence[Path], *, metric: str | None = None) -> TextTable:
-    """Return the table of the jobs of a sweep, with one row for jobs that differ only in their seed.
+def sweep_results(folders: Sequence[Path], *, metric: str | None = None) -> Results:
+    """Return the results of the jobs of a sweep, with one row for jobs that differ only in their seed.
 
     Jobs whose folder has no readable ``summary.json`` count as failed. ``metric`` is the result by which the sweep
     compares jobs; `fedssl.runs.run.RANKME` has a column only then.
     """
-    return make_table(sweep_results(folders, metric=metric))
-
-
-def sweep_results(folders: Sequence[Path], *, metric: str | None = None) -> Results:
-    """Return the rows of `sweep_table`."""
     runs = [read_run(folder) for folder in folders]
     ignored = {"seed"}
     if any(run.overrides and "engine" not in run.overrides for run in runs):
@@ -88,14 +125,9 @@ def sweep_results(folders: Sequence[Path], *, metric: str | None = None) -> Resu
     )
 
 
-def run_table(runs: Sequence[Run]) -> TextTable:
-    """Return the table of any runs, with one row for runs that agree in `compared_settings`."""
-    return make_table(run_results(runs), always=MAIN)
-
-
 def run_results(runs: Sequence[Run]) -> Results:
-    """Return the rows of `run_table`."""
-    return read_results(runs, compared_settings(runs, always=MAIN))
+    """Return the results of any runs, with one row for runs that agree in `compared_settings`."""
+    return read_results(runs, compared_settings(runs, always=MAIN))._replace(always=MAIN)
 
 
 def read_results(
@@ -145,47 +177,6 @@ def _add_results(results: Mapping[str, Score], row: Row, units: dict[str, str]) 
             name = f"{name}, {score.unit}"
             units.setdefault(name, score.unit)
         row.metrics.setdefault(name, []).append(score)
-
-
-def make_table(results: Results, *, always: Sequence[str] = ()) -> TextTable:
-    """Return settings that vary, the federated encoder's results over seeds, and the notes; accuracies in percent.
-
-    The deviation of a row with one run is that over the draws of its evaluation. ``always`` are settings that are
-    displayed even if they do not vary, unless no row has them.
-    """
-    rows, units = results.rows, results.units
-    settings = [dict.fromkeys(always, "") | row.settings for row in rows]
-    keys = varying(settings)
-    keys += [key for key in always if key not in keys and {values[key] for values in settings} != {""}]
-    tasks = [
-        frozenset((key, value) for key, value in row.settings.items() if key.partition(".")[0] in COMPARISON_KEYS)
-        for row in rows
-    ]
-    scores = {name: [row.metrics.get(name, []) for row in rows] for name in units}
-    best = {
-        name: best_rows([[score.value for score in of_row] for of_row in scores[name]], tasks)
-        for name, unit in units.items()
-        if unit == ACCURACY  # more of another unit may be worse
-    }
-    cells = [
-        [
-            *(text_cell(row.settings.get(key, "")) for key in keys),
-            *(score_cell(scores[name][index], best=index in best.get(name, ())) for name in units),
-            *(text_cell(str(number)) for number in (row.runs, row.failed)),
-        ]
-        for index, row in enumerate(rows)
-    ]
-    over_draws = [name for name in units if any([score.std is None for score in of] == [False] for of in scores[name])]
-    notes = {"± in rows with one run is that of its evaluation, over draws of images or over models:": over_draws}
-    return TextTable(
-        "Results",
-        [*keys, *(column_title(name, unit) for name, unit in units.items()), "runs", "failed"],
-        cells,
-        left=len(keys),
-        notes={title: lines for title, lines in (notes | results.notes).items() if lines},
-        mark_caption=MARK_CAPTION,
-        csv_header=[*keys, *(f"{name}_{kind}" for name in units for kind in ("mean", "std")), "runs", "failed"],
-    )
 
 
 def score_cell(scores: Sequence[Score], *, best: bool = False) -> TableCell:

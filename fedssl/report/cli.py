@@ -23,7 +23,7 @@ from fedssl.atomic_files import write_text
 from fedssl.command_line import run_command
 from fedssl.config.literal import user_path
 from fedssl.errors import InputError
-from fedssl.report.accuracy_table import run_table
+from fedssl.report.accuracy_table import run_results
 from fedssl.report.cost_table import cost_table
 from fedssl.report.paper_table import paper_table, read_table
 from fedssl.runs.run import Run, find_runs, is_locked, run_folders, select_metrics
@@ -132,7 +132,7 @@ def _tables(runs: Sequence[Run], paper: str | None) -> list[TextTable]:
     if paper is not None:
         return [paper_table(paper, runs)]
     costs = cost_table(runs)
-    return [run_table(runs), *([costs] if costs.rows else [])]
+    return [run_results(runs).table(), *([costs] if costs.rows else [])]
 
 
 def _files(out: Path, runs: Sequence[Run], tables: Sequence[TextTable], *, again: float | None) -> dict[Path, str]:

@@ -6,7 +6,7 @@ import pytest
 
 from fedssl.errors import InputError
 from fedssl.export import read_content
-from fedssl.report.accuracy_table import run_table
+from fedssl.report.accuracy_table import run_results
 from fedssl.runs.run import find_runs
 from server_app.checkpoint import latest_checkpoint
 from simulation.run import run
@@ -43,7 +43,10 @@ def test_a_run_ends_early_and_goes_on(folders):
     assert last(early)[0] == 2  # although a checkpoint was due in round 3
     assert f"early_stopping: {reason}; the run stops after round 2 of 3" in (early / "run.log").read_text()
     assert read_content(early / "encoder.pt")["metadata"]["rounds"] == 2  # that the encoder has seen
-    assert f"ended by early_stopping:\n\n  {early}: after 2 of 3 rounds" in run_table(find_runs([folders])).text()
+    assert (
+        f"ended by early_stopping:\n\n  {early}: after 2 of 3 rounds"
+        in run_results(find_runs([folders])).table().text()
+    )
     final = json.loads((early / "summary.json").read_text())["final"]["federated"]
     rounds = [json.loads(line) for line in (early / "metrics.jsonl").read_text().splitlines()]
     assert final == rounds[1]["evaluation"]  # of the last round, whichever was the best

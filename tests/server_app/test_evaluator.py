@@ -16,7 +16,7 @@ from fedssl.errors import InputError
 from fedssl.evaluation.protocol import CombinedProtocol, EvaluationProtocol
 from fedssl.evaluation.scores import ACCURACY, Score
 from fedssl.methods.base import build_method
-from fedssl.report.accuracy_table import run_table, sweep_table
+from fedssl.report.accuracy_table import run_results, sweep_results
 from fedssl.runs.run import read_run
 from server_app.evaluator import Evaluator
 from simulation.run import run
@@ -137,7 +137,7 @@ def test_units_from_the_protocol_to_the_files(tmp_path, capsys):
     assert " cm  plain 25.0 ± 5.0%  " in out
     assert "\naccuracy in %" in out
     assert "\nnorm (cm)" in out
-    header = sweep_table([tmp_path]).text().split("\n")[0]
+    header = sweep_results([tmp_path]).table().text().split("\n")[0]
     assert header.split() == ["norm", "(cm)", "plain", "(%)", "runs", "failed"]
 
 
@@ -160,6 +160,6 @@ def test_test_images_change_nothing_but_what_is_evaluated(tmp_path):
     shown = [[row.pop("spectrum") for row in rows] for rows in health]  # of test images
     assert health[0] == health[1]
     assert shown[0] != shown[1]
-    table = run_table([read_run(folder) for folder in folders])
+    table = run_results([read_run(folder) for folder in folders]).table()
     assert list(table.units) == ["linear_dec_ssl"]
     assert "linear_dec_ssl (%)" in table.text()

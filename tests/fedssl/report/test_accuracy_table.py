@@ -15,9 +15,7 @@ from fedssl.report.accuracy_table import (
     Row,
     best_rows,
     run_results,
-    run_table,
     sweep_results,
-    sweep_table,
 )
 from fedssl.runs.run import read_run
 
@@ -56,7 +54,7 @@ def sweep(tmp_path: Path) -> list[Path]:
 
 
 def test_sweep_groups_by_everything_but_the_seed(sweep: list[Path]):
-    header = list(sweep_table(sweep).header)
+    header = list(sweep_results(sweep).table().header)
     assert header == ["strategy", "knn (%)", "linear (%)", "runs", "failed"]  # the other settings do not vary
     rows, units, notes = sweep_results(sweep)
     assert list(units) == ["knn", "linear"]
@@ -74,7 +72,7 @@ def test_sweep_groups_by_everything_but_the_seed(sweep: list[Path]):
 
 def test_sweep_text(sweep: list[Path], tmp_path: Path):
     # Sample deviation of 0.5 and 0.7: sqrt(2 * 0.1^2 / 1) = 0.1414.
-    assert sweep_table(sweep).text().split("\n") == [
+    assert sweep_results(sweep).table().text().split("\n") == [
         "strategy      knn (%)  linear (%)  runs  failed",
         "fedavg    60.0 ± 14.1  60.0 ± 0.0     2       0",
         "l_dawa           80.0        90.0     1       1",
@@ -89,7 +87,7 @@ def test_sweep_text(sweep: list[Path], tmp_path: Path):
 
 
 def test_sweep_csv_has_full_precision(sweep: list[Path]):
-    rows = list(csv.DictReader(sweep_table(sweep).csv().splitlines()))
+    rows = list(csv.DictReader(sweep_results(sweep).table().csv().splitlines()))
     assert list(rows[0]) == ["strategy", "knn_mean", "knn_std", "linear_mean", "linear_std", "runs", "failed"]
     assert float(rows[0]["knn_mean"]) == pytest.approx(0.6, abs=1e-15)
     assert float(rows[0]["knn_std"]) == pytest.approx(np.std([0.5, 0.7], ddof=1), abs=1e-15)
@@ -112,14 +110,14 @@ def test_one_run_keeps_its_deviation_over_draws(tmp_path: Path):
         job(tmp_path / "1", "strategy=fedavg seed=1", few=0.7, few_std=0.05),
         job(tmp_path / "2", "strategy=eua seed=0", few=0.6, few_std=0.04),
     ]
-    table = sweep_table(folders)
+    table = sweep_results(folders).table()
     both, one = csv.DictReader(table.csv().splitlines())
     assert (float(both["few_std"]), one["few_std"]) == (pytest.approx(0.02**0.5), "0.04")
     assert "60.0 ± 14.1" in table.text()
     assert "60.0 ± 4.0" in table.text()
     note = "\n\n± in rows with one run is that of its evaluation, over draws of images or over models:\n\n  few"
     assert table.text().endswith(note)
-    assert note not in sweep_table(folders[:2]).text()
+    assert note not in sweep_results(folders[:2]).table().text()
 
 
 # --- any runs ---
@@ -168,7 +166,7 @@ CHOICES = {
 
 def rows(*folders: Path) -> list[tuple[dict[str, str], int]]:
     runs = [read_run(folder) for folder in folders]
-    keys = run_table(runs).header
+    keys = run_results(runs).table().header
     return [
         ({key: row.settings[key] for key in keys if key in row.settings}, row.runs) for row in run_results(runs).rows
     ]
@@ -198,7 +196,7 @@ def test_the_same_run_counts_once(tmp_path: Path):
         with_settings(tmp_path / "e", "strategy=fedavg seed=1", {"seed": 1}, knn=0.5),
     ]
     runs = [read_run(folder) for folder in folders]
-    results, table = run_results(runs), run_table(runs)
+    results, table = run_results(runs), run_results(runs).table()
     assert [(row.runs, values(row)) for row in results.rows] == [(2, [0.8, 0.6]), (1, [0.5])]
     repeats = results.notes[REPEATS]
     assert repeats == [

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fedssl.report.accuracy_table import run_table
+from fedssl.report.accuracy_table import run_results
 from fedssl.report.html_page import (
     SCRIPT,
     encoder_table,
@@ -68,7 +68,7 @@ class Elements(HTMLParser):
 
 def page_of(folder: Path, **more: Any) -> str:
     runs = find_runs([folder])
-    return page(runs, [run_table(runs)], **more)
+    return page(runs, [run_results(runs).table()], **more)
 
 
 @pytest.fixture(scope="module")
