@@ -33,10 +33,10 @@ from fedssl.config.settings import EngineSettings
 from fedssl.errors import InputError
 from fedssl.fleet import control_internals
 from fedssl.fleet.address import check_address
-from fedssl.fleet.control import RegisteredDevice, control_api, registered_devices
+from fedssl.fleet.control import control_api, registered_devices
 from fedssl.fleet.keys import new_private_key, public_key_line, read_public_key
 from fedssl.fleet.kit import make_kit, write_kit
-from fedssl.fleet.watch import FleetView, MetricsServer, Thresholds, as_cell, as_table, as_text, make_view
+from fedssl.fleet.watch import FleetView, MetricsServer, Row, Thresholds, as_cell, as_table, as_text, make_view
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import FLEET_FILE, is_locked
 from fedssl.safe_io import read_text, read_yaml, sanitize
@@ -101,19 +101,19 @@ def add(options: argparse.Namespace) -> str:
 def remove(options: argparse.Namespace) -> str:
     """Remove a device. The SuperLink rejects its further requests, also in a running round."""
     with _control(options) as control:
-        device = _device(options.name, registered_devices(control))
-        control_internals.unregister_node(control, device.node_id)
-    return f"{options.name} (node {device.node_id}) is removed; its key cannot be registered again"
+        node = _node(options.name, registered_devices(control))
+        control_internals.unregister_node(control, node)
+    return f"{options.name} (node {node}) is removed; its key cannot be registered again"
 
 
 def rotate(options: argparse.Namespace) -> str:
     """Replace the key of a device. The name stays, so that runs give it the same client id."""
     key = read_public_key(options.key)
     with _control(options) as control:
-        device = _device(options.name, registered_devices(control))
+        old = _node(options.name, registered_devices(control))
         node = control_internals.register_node(control, key, name=options.name)
-        control_internals.unregister_node(control, device.node_id)
-    return f"{options.name} is node {node} now; node {device.node_id} is removed"
+        control_internals.unregister_node(control, old)
+    return f"{options.name} is node {node} now; node {old} is removed"
 
 
 def list_devices(options: argparse.Namespace) -> str:
@@ -170,24 +170,15 @@ def _view(options: argparse.Namespace, thresholds: Thresholds) -> FleetView:
 
 def _rows(options: argparse.Namespace, run: Path | None) -> list[dict[str, Any]]:
     with _control(options) as control:
-        devices = registered_devices(control)
-    reports, activities, rejected = read_reports(run) if run else ({}, {}, {})
-    rows = []
-    for device in devices:
-        contact = device.last_contact
-        row: dict[str, Any] = {
-            "name": device.name,
-            "node": device.node_id,
-            "status": device.status,
-            "last contact": None if contact is None else contact.isoformat(timespec="seconds"),
-        }
-        if run:
-            row |= reports.get(device.name) or _report({})
-            reason = rejected.get(device.node_id, "")
+        rows = registered_devices(control)
+    if run:
+        reports, activities, rejected = read_reports(run)
+        for row in rows:
+            row |= reports.get(row["name"]) or _report({})
+            reason = rejected.get(row["node"], "")
             row["last error"] = reason or row["last error"]
             if row["status"] == "online":
-                row["status"] = "rejected" if reason else activities.get(device.name, "online")
-        rows.append(row)
+                row["status"] = "rejected" if reason else activities.get(row["name"], "online")
     return rows
 
 
@@ -227,15 +218,15 @@ def _report(device: Mapping[str, Any], *, rounds: int = 0, last_error: str = "")
     }
 
 
-def _check_unused(name: str, devices: Sequence[RegisteredDevice]) -> None:
-    if any(device.name == name for device in devices):
+def _check_unused(name: str, devices: Sequence[Row]) -> None:
+    if any(device["name"] == name for device in devices):
         raise InputError(
             f"a device {name} is registered already; choose another name, or replace its key with fedssl-fleet rotate"
         )
 
 
-def _device(name: str, devices: Sequence[RegisteredDevice]) -> RegisteredDevice:
-    named = [device for device in devices if device.name == name or str(device.node_id) == name]
+def _node(name: str, devices: Sequence[Row]) -> int:
+    named: list[int] = [device["node"] for device in devices if name in (device["name"], str(device["node"]))]
     if len(named) != 1:
         found = f"{len(named)} devices" if named else "no device"
         raise InputError(f"{found} {name} registered; give a name or node ID of `fedssl-fleet list`")

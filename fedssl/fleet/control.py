@@ -3,8 +3,8 @@
 import datetime
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -14,16 +14,6 @@ from fedssl.fleet import control_internals
 from fedssl.fleet.address import check_address, is_loopback
 from fedssl.fleet.certificates import read_authority, verification_problem
 from fedssl.fleet.proxy import check_proxies, proxy_problem
-
-
-@dataclass(frozen=True, kw_only=True)
-class RegisteredDevice:
-    """A device whose key is registered. ``name`` is empty if it was registered without one."""
-
-    name: str
-    node_id: int
-    status: str  # registered, online, offline
-    last_contact: datetime.datetime | None  # None: it has never connected
 
 
 @contextmanager
@@ -92,21 +82,25 @@ def _foreign_answer(server: str, name: str, url: str, answer: str) -> str:
     )
 
 
-def registered_devices(control: control_internals.ControlHttpClient) -> list[RegisteredDevice]:
-    """Return all registered devices by name. Removed devices are left out."""
-    devices = []
+def registered_devices(control: control_internals.ControlHttpClient) -> list[dict[str, Any]]:
+    """Return the rows of all registered devices by name, as in `fedssl-fleet list --json`. Removed ones are left out.
+
+    The name is empty if a device was registered without one, the status registered, online or offline, and the last
+    contact None if it has never connected.
+    """
+    rows = []
     for node in control_internals.list_nodes(control):
         if node.status != "unregistered":
             contact = None
             if node.online_until:  # as many seconds after the last heartbeat as Flower allows
                 heartbeat = node.online_until - control_internals.HEARTBEAT_PATIENCE * node.heartbeat_interval
-                contact = datetime.datetime.fromtimestamp(heartbeat, tz=datetime.UTC)
-            name, status = node.name, node.status
-            devices.append(RegisteredDevice(name=name, node_id=node.node_id, status=status, last_contact=contact))
-    return sorted(devices, key=lambda device: (device.name, device.node_id))
+                time = datetime.datetime.fromtimestamp(heartbeat, tz=datetime.UTC)
+                contact = time.isoformat(timespec="seconds")
+            rows.append({"name": node.name, "node": node.node_id, "status": node.status, "last contact": contact})
+    return sorted(rows, key=lambda row: (row["name"], row["node"]))
 
 
 def registered_names(engine: EngineSettings) -> Mapping[int, str]:
     """Return the names under which the keys of devices were registered, by node id."""
     with control_api(engine) as control:
-        return {device.node_id: device.name for device in registered_devices(control) if device.name}
+        return {row["node"]: row["name"] for row in registered_devices(control) if row["name"]}

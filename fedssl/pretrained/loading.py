@@ -74,7 +74,7 @@ def load_pretrained(encoder: Encoder, source: str) -> str:
         )
     tensors, adapted = _fit(encoder, template, checkpoint, match, source=source)
     encoder.load_state_dict({**template, **tensors})
-    changes = [f"{len(tensors)} tensors with {match.layout.name} and the prefix {match.prefix or 'none'}"]
+    changes = [f"{len(tensors)} tensors with {match.layout} and the prefix {match.prefix or 'none'}"]
     if match.alternatives:
         changes.append(f"not used: other networks with the same names ({_listed(match.alternatives)})")
     if match.ignored:

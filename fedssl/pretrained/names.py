@@ -68,18 +68,10 @@ _HEAD = re.compile(
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Names of an architecture in another library."""
-
-    name: str
-    patterns: Sequence[tuple[str, str]] | None  # see `substitute`; None: those of EfficientNet-PyTorch
-
-
-@dataclass(frozen=True)
 class Match:
     """Tensors of a checkpoint that belong to an encoder."""
 
-    layout: Layout
+    layout: str  # of `LAYOUTS`
     prefix: str
     sources: Mapping[str, str]  # names in the checkpoint by names in the encoder
     unexpected: Sequence[str]  # names in the checkpoint that neither the encoder nor a head has
@@ -118,15 +110,17 @@ def _from_efficientnet_pytorch(names: Collection[str], encoder_names: Collection
     return renamed
 
 
-LAYOUTS = (
-    Layout("the encoder's names", ()),
-    Layout("timm's names", _FROM_TIMM_VIT),
-    Layout("DINOv2's names", _DINOV2),
-    Layout("DINOv2's names", (*_DINOV2, *_FROM_TIMM_VIT)),
-    Layout("torchvision's names", TO_TIMM_VIT),
-    Layout("names of a sequence of torchvision's modules", _SEQUENTIAL_RESNET),
-    Layout("names of a sequence of lightly's modules", _LIGHTLY_RESNET),
-    Layout("names of EfficientNet-PyTorch", None),  # github.com/lukemelas/EfficientNet-PyTorch
+# Names of an architecture in other libraries, and how they become an encoder's: patterns of `substitute`, or None for
+# `_from_efficientnet_pytorch`.
+LAYOUTS: tuple[tuple[str, Sequence[tuple[str, str]] | None], ...] = (
+    ("the encoder's names", ()),
+    ("timm's names", _FROM_TIMM_VIT),
+    ("DINOv2's names", _DINOV2),
+    ("DINOv2's names", (*_DINOV2, *_FROM_TIMM_VIT)),
+    ("torchvision's names", TO_TIMM_VIT),
+    ("names of a sequence of torchvision's modules", _SEQUENTIAL_RESNET),
+    ("names of a sequence of lightly's modules", _LIGHTLY_RESNET),
+    ("names of EfficientNet-PyTorch", None),  # github.com/lukemelas/EfficientNet-PyTorch
 )
 
 
@@ -158,18 +152,18 @@ def match_names(names: Collection[str], encoder_names: Collection[str]) -> Match
 
 def _candidates(
     names: Collection[str], encoder_names: Collection[str]
-) -> Iterator[tuple[tuple[object, ...], str, Layout, dict[str, str]]]:
+) -> Iterator[tuple[tuple[object, ...], str, str, dict[str, str]]]:
     """Yield every prefix and layout with common names, and first the key by which they are compared."""
     wanted = set(encoder_names)
     counts = Counter(name[: dot.end()] for name in names for dot in re.finditer(r"\.", name))
     # "" and every prefix, with its dot, that enough names have to contain an encoder.
     for prefix in ["", *(prefix for prefix, count in counts.items() if 2 * count >= len(wanted))]:
         inner = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-        for order, layout in enumerate(LAYOUTS):
-            if layout.patterns is None:
+        for order, (layout, patterns) in enumerate(LAYOUTS):
+            if patterns is None:
                 renamed = _from_efficientnet_pytorch(inner, encoder_names)
             else:
-                renamed = {name: substitute(name, layout.patterns) for name in inner}
+                renamed = {name: substitute(name, patterns) for name in inner}
             common = [new for new in renamed.values() if new in wanted]
             if common and len({*common}) == len(common):  # several names must not become one
                 secondary = any(_SECONDARY.fullmatch(part) for part in prefix.split("."))
