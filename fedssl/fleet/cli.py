@@ -178,12 +178,12 @@ def _rows(options: argparse.Namespace, run: Path | None) -> list[dict[str, Any]]
             reason = rejected.get(row["node"], "")
             row["last error"] = reason or row["last error"]
             if row["status"] == "online":
-                row["status"] = "rejected" if reason else activities.get(row["name"], "online")
+                row["status"] = "rejected" if reason else activities.get(row["node"], "online")
     return rows
 
 
-def read_reports(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str], dict[int, str]]:
-    """Return what a run recorded of its devices by name, which train or are late, and why nodes do not take part.
+def read_reports(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[int, str], dict[int, str]]:
+    """Return what a run recorded of its devices by name, which nodes train or are late, and why nodes do not take part.
 
     Raise an `InputError` for a folder of another run.
     """
@@ -196,13 +196,13 @@ def read_reports(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str
     errors: dict[int, str] = {}
     for line in read_jsonl(folder / "metrics.jsonl"):
         errors |= {int(client): f"round {line['round']}: {reason}" for client, reason in line["dropped"].items()}
-    reports, activities, active = {}, {}, is_locked(folder)
+    activities: dict[int, str] = {}
+    for activity in ("late", "training") if is_locked(folder) else ():
+        activities |= dict.fromkeys(content.get(activity, []), activity)
+    reports = {}
     for name, device in content["devices"].items():
         number = numbers.get(name)
         reports[name] = _report(device, rounds=rounds[number], last_error=errors.get(number, ""))
-        for activity in ("late", "training"):
-            if active and device["node"] in content.get(activity, []):
-                activities[name] = activity
     return reports, activities, {int(node): reason for node, reason in content.get("rejected", {}).items()}
 
 

@@ -53,9 +53,8 @@ def build_fab(app: Path) -> bytes:
     """
     patterns = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["fab-include"]
     files = [file for pattern in patterns for file in app.glob(pattern.removeprefix("/"))]
-    return build_fab_from_files({file.relative_to(app).as_posix(): file for file in (app / "pyproject.toml", *files)})[
-        0
-    ]
+    named = {file.relative_to(app).as_posix(): file for file in (app / "pyproject.toml", *files)}
+    return build_fab_from_files(named)[0]
 
 
 def start_run(control: ControlHttpClient, app: Path, *, overrides: str) -> int:

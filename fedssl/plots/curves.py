@@ -77,10 +77,13 @@ def plot_cosines(folder: Path) -> PlotData | None:
 def _plot_layers(axes: "Axes", lines: Sequence[Mapping[str, Any]], color: str) -> None:
     from matplotlib import colormaps
 
-    names = list(dict.fromkeys(name for line in lines for name in line["cosine"]))
-    shades = colormaps["viridis"](np.linspace(0, 1, len(names)))
-    for shade, name in zip(shades, names, strict=True):
-        values = by_round([{"round": line["round"], **line["cosine"]} for line in lines], name)
+    layers: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        for name, cosine in line["cosine"].items():
+            layers.setdefault(name, []).append({"round": line["round"], "cosine": cosine})
+    shades = colormaps["viridis"](np.linspace(0, 1, len(layers)))
+    for shade, (name, cosines) in zip(shades, layers.items(), strict=True):
+        values = by_round(cosines, "cosine")
         means = list(map(np.mean, values.values()))
         axes.plot(list(values), means, color=shade, linewidth=0.5, label=f"_{name}")  # _: not in the legend
     axes.plot([], [], color=shades[len(shades) // 2], linewidth=0.5, label="layers, the first dark, the last bright")

@@ -126,21 +126,11 @@ def _read_hub(repository: str) -> Checkpoint:
     if checkpoint.mean is not None:
         return checkpoint
     try:
-        config = _hub_file(repository, "config.json", source=source).read_text()[:_MAX_CONFIG_BYTES]
-        statistics = _pretrained_statistics(json.loads(config))
-    except (InputError, ValueError, OSError):  # the weights are usable without it
+        config = json.loads(_hub_file(repository, "config.json", source=source).read_text()[:_MAX_CONFIG_BYTES])
+        mean, std = (tuple(map(float, config["pretrained_cfg"][key])) for key in ("mean", "std"))
+    except (InputError, ValueError, OSError, KeyError, TypeError):  # the weights are usable without it
         return checkpoint
-    return Checkpoint(tensors=checkpoint.tensors, mean=statistics.get("mean"), std=statistics.get("std"))
-
-
-def _pretrained_statistics(config: Any) -> dict[str, tuple[float, ...]]:
-    node = config.get("pretrained_cfg", {}) if isinstance(config, dict) else {}
-    values = {key: node.get(key) for key in ("mean", "std")} if isinstance(node, dict) else {}
-    return {
-        key: tuple(map(float, value))
-        for key, value in values.items()
-        if isinstance(value, list) and value and all(isinstance(item, int | float) for item in value)
-    }
+    return Checkpoint(tensors=checkpoint.tensors, mean=mean or None, std=std or None)
 
 
 def _hub_file(repository: str, name: str, *, source: str) -> Path:

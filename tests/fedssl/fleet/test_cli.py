@@ -173,9 +173,9 @@ def test_a_report_joins_the_files_of_a_run(tmp_path):
     shed = {"images": 3, "free MB": 812, "rounds": 0, "last error": ""}
     assert reports == {"garden": garden | known | versions, "shed": shed | known}
     with acquire_lock(tmp_path):  # the run is active
-        assert cli.read_reports(tmp_path)[1] == {"garden": "training"}
+        assert cli.read_reports(tmp_path)[1] == {5: "training"}
         (tmp_path / "fleet.json").write_text(json.dumps(fleet | {"training": []}))
-        assert cli.read_reports(tmp_path)[1] == {"garden": "late"}
+        assert cli.read_reports(tmp_path)[1] == {5: "late"}
     with pytest.raises(InputError, match="is not the run folder of a fleet"):
         cli.read_reports(tmp_path / "other")
 
