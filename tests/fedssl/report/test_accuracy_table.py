@@ -56,7 +56,7 @@ def sweep(tmp_path: Path) -> list[Path]:
 def test_sweep_groups_by_everything_but_the_seed(sweep: list[Path]):
     header = list(sweep_results(sweep).table().header)
     assert header == ["strategy", "knn (%)", "linear (%)", "runs", "failed"]  # the other settings do not vary
-    rows, units, notes = sweep_results(sweep)
+    rows, units, notes, _ = sweep_results(sweep)
     assert list(units) == ["knn", "linear"]
     assert [(row.settings["strategy"], row.runs, row.failed) for row in rows] == [
         ("fedavg", 2, 0),
