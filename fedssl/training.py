@@ -1,10 +1,9 @@
 """Local training: epochs of a self-supervised method on one client's images, or on the server's images."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,26 +24,11 @@ from fedssl.views import Views, describe_views
 Augment = Callable[[Tensor, torch.Generator], Views]
 
 
-class ViewSampler(Protocol):
-    """Augmentation of images to views, in two steps; see `fedssl.augmentation.Augmentation`."""
-
-    def __call__(self, images: Tensor, generator: torch.Generator) -> Views:
-        """Run both steps."""
-
-    def sample_params(
-        self, sizes: Sequence[int], *, image_shape: Sequence[int], device: torch.device, generator: torch.Generator
-    ) -> Iterable[Any]:
-        """Draw all random parameters for batches of these sizes."""
-
-    def apply(self, images: Tensor, params: Any, *, layout: torch.memory_format) -> Views:
-        """Compute the views of a batch from its parameters."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class LocalTrainer:
     """Training of a method; used by clients, calibration and cost measurement."""
 
-    augment: ViewSampler
+    augment: Augmentation
     optimizer: torch.optim.Optimizer  # of all parameters that the method trains in any phase
     base_lrs: tuple[float, ...]  # of the optimizer's groups, before any factor
     regularizer: Regularizer

@@ -59,9 +59,6 @@ class DiscrepancySum(WeightedSum):
     ``layers_of`` has the names of its layer or factors.
     """
 
-    def set_clients(self, clients: list[int]) -> None:
-        """Ignore the clients: all are one block."""
-
     def start(self, global_layers: GlobalLayers) -> None:
         super().start(global_layers)
         deferrable = [name for name, array in global_layers.layers.items() if is_deferrable(name, array)]

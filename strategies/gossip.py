@@ -26,13 +26,13 @@ from fedssl.arrays import Cosines, GlobalLayers, Layers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
+from strategies.local_only import refuse_shared_training
 from strategies.run_context import RunContext
 from strategies.topology import make_graph, metropolis_weights
 from strategies.topology_plot import MAX_CLIENTS, plot_topology
 from strategies.types import (
     GLOBAL,
     Aggregator,
-    Combination,
     CommunicationSummary,
     RoundOutcome,
     ServerState,
@@ -45,23 +45,20 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedssl")
 
 
-class NeighborAverage:
+class NeighborAverage(WeightedSum):
     """New model of the client ``own``: the weighted sum over itself and its present neighbors.
 
     ``weights`` are W_ij of its neighbors. The weights of missing ones go to the client's own model.
     """
 
-    required_metrics: tuple[str, ...] = ()
-
     def __init__(self, own: int, weights: Mapping[int, float]) -> None:
+        super().__init__()
         self._own, self._weights = own, weights
-        self._sum = WeightedSum()
 
     def start(self, global_layers: GlobalLayers) -> None:
-        """Start a round."""
+        super().start(global_layers)
         self._self_weight = 1.0
         self._own_update: ClientUpdate | None = None
-        self._sum.start(global_layers)
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
         """Add a neighbor's update. The client's own update is added in `finish`."""
@@ -70,17 +67,13 @@ class NeighborAverage:
             return
         weight = self._weights[update.partition_id]
         self._self_weight -= weight
-        self._sum.add_weighted(update, weight)
+        self.add_weighted(update, weight)
 
     def finish(self) -> Layers:
         """Return the mixture. The client's own update must have been added."""
         assert self._own_update is not None
-        self._sum.add_weighted(self._own_update, self._self_weight)
-        return self._sum.finish()
-
-    def combination(self, name: str) -> Combination:
-        """Return the weights W_ij of the last `finish`."""
-        return self._sum.combination(name)
+        self.add_weighted(self._own_update, self._self_weight)
+        return super().finish()
 
 
 class GossipServer(ServerStrategy):
@@ -127,15 +120,7 @@ class GossipServer(ServerStrategy):
         plot_topology(self._graph, folder / "topology.png")
 
     def validate(self, context: RunContext) -> None:
-        for given, setting in (
-            (context.settings.calibration is not None, "calibration=auxiliary"),
-            (context.has_server_optimizer, "server_optimizer"),
-        ):
-            if given:
-                raise InputError(
-                    f"{setting} works on a model that clients share, and with strategy=gossip they share none; set "
-                    f"{setting.partition('=')[0]}=none"
-                )
+        refuse_shared_training(context, strategy="gossip")
         if context.is_deployment and not self._star:
             raise InputError(
                 "strategy=gossip is for simulations: the graph is over all clients, and which devices there will be is "

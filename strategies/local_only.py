@@ -24,15 +24,19 @@ class LocalOnlyServer(ServerStrategy):
         return str(client)
 
     def validate(self, context: RunContext) -> None:
-        if context.settings.calibration is not None:
+        refuse_shared_training(context, strategy="local_only")
+
+
+def refuse_shared_training(context: RunContext, *, strategy: str) -> None:
+    """Raise `InputError` if a setting trains the model that clients share, where they share none."""
+    for given, setting in (
+        (context.settings.calibration is not None, "calibration=auxiliary"),
+        (context.has_server_optimizer, "server_optimizer"),
+    ):
+        if given:
             raise InputError(
-                "calibration=auxiliary trains the model that clients share, but with strategy=local_only they share "
-                "none; set calibration=none"
-            )
-        if context.has_server_optimizer:
-            raise InputError(
-                "server_optimizer takes steps with the model that clients share, but with strategy=local_only they "
-                "share none; set server_optimizer=none"
+                f"{setting} works on a model that clients share, and with strategy={strategy} they share none; set "
+                f"{setting.partition('=')[0]}=none"
             )
 
 

@@ -127,8 +127,8 @@ class WeightedSum:
         return type(self) is WeightedSum
 
     def set_clients(self, clients: list[int]) -> None:
-        """Set the ids of the clients of the round, ascending, which decide the blocks."""
-        self._clients = clients  # shared: a round may have as many sums as clients
+        """Set the ids of the clients of the round, ascending, which decide the blocks, if sums can be merged."""
+        self._clients = clients if self.can_merge else []  # shared: a round may have as many sums as clients
 
     def block_of(self, client: int) -> int:
         """Return the number of the block of a client. Those that are not of the round follow the last block."""

@@ -1,6 +1,5 @@
 """Topologies: graphs by hand, Metropolis weights by hand and in general, how fast clients agree, what is refused."""
 
-import math
 
 import networkx as nx
 import numpy as np
@@ -117,16 +116,12 @@ def test_weights_are_symmetric_and_doubly_stochastic(graph):
 @pytest.mark.parametrize(
     ("kind", "num_clients", "options", "sentence"),
     [
-        ("circle", 4, {}, "strategy.topology=circle is unknown; set strategy.topology to one of ring, grid, star"),
-        ("ring", 0, {}, "num_clients=0 but a topology needs a client"),
         ("random_regular", 4, {"degree": None}, "strategy.topology=random_regular needs strategy.degree"),
         ("random_regular", 4, {"degree": 4}, r"strategy.degree=4 but it must be a whole number from 1 to 3"),
         ("random_regular", 4, {"degree": 0}, "strategy.degree=0 but it must be a whole number from 1"),
         ("random_regular", 5, {"degree": 3}, "strategy.degree=3 with num_clients=5 is not possible"),
         ("random_regular", 8, {"degree": 1}, "none of 100 random graphs is connected with strategy.degree=1;"),
         ("erdos_renyi", 4, {"probability": None}, "strategy.topology=erdos_renyi needs strategy.probability"),
-        ("erdos_renyi", 4, {"probability": 1.5}, "strategy.probability=1.5 must be a number above 0 and at most 1"),
-        ("erdos_renyi", 4, {"probability": math.nan}, "strategy.probability=nan must be a number above 0"),
         (
             "erdos_renyi",
             50,

@@ -118,7 +118,7 @@ def test_wrong_words_get_one_sentence(overrides, sentence):
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("calibration=auxiliary", r"calibration=auxiliary trains .* set calibration=none"),
+        ("calibration=auxiliary", r"calibration=auxiliary works on a model .* set calibration=none"),
         ("server_optimizer=fedadam", r"they share none; set server_optimizer=none"),
     ],
 )
