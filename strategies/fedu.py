@@ -39,9 +39,9 @@ from strategies.types import ClientState, CommunicationSummary
 USE_GLOBAL_PREDICTOR, DISTANCE = "dapu.global", "dapu.distance"  # keys of a client's state besides layers
 
 
-@dataclass(frozen=True, kw_only=True)
-class FedUOptions:
-    """Networks that a client of FedU uploads and uses."""
+@dataclass(kw_only=True, eq=False)
+class FedUClient(ClientStrategy):
+    """Client side of FedU: the networks that a client uploads and uses."""
 
     # "online" or "target": encoder and projector that clients upload, under the names of the online ones.
     aggregate: str = "online"
@@ -52,20 +52,15 @@ class FedUOptions:
     distance: str = "mean_conv_l2"  # d, see `strategies.encoder_divergence`
     predictor_threshold: float = 0.4  # mu of Eq. 3, in the unit of d; 0 is always local
 
-
-class FedUClient(ClientStrategy):
-    """Client side of FedU."""
-
-    def __init__(self, options: FedUOptions) -> None:
-        self.options = options
-        self.starts_from_own_layers = options.update == "target"
+    def __post_init__(self) -> None:
+        self.starts_from_own_layers = self.update == "target"
 
     def validate(self, context: RunContext) -> None:
-        method, options = context.method, self.options
+        method = context.method
         kind = type(method).__name__
-        if not _targets(method) and (options.aggregate, options.update) != ("online", "online"):
+        if not _targets(method) and (self.aggregate, self.update) != ("online", "online"):
             raise InputError(
-                f"strategy.aggregate={options.aggregate} strategy.update={options.update} needs a method with target "
+                f"strategy.aggregate={self.aggregate} strategy.update={self.update} needs a method with target "
                 f"networks and {kind} has none; set both to online, or method=byol"
             )
         if method.target_init == "average":
@@ -73,25 +68,25 @@ class FedUClient(ClientStrategy):
                 "method.target_init=average exchanges target networks beside the online ones, but strategy.aggregate "
                 "and strategy.update select one of the two; set method.target_init=persist, or strategy=fedavg"
             )
-        if method.target_init == "reset" and options.update != "both":
+        if method.target_init == "reset" and self.update != "both":
             raise InputError(
                 "method.target_init=reset makes the target anew every round, against "
-                f"strategy.update={options.update}; "
+                f"strategy.update={self.update}; "
                 "set method.target_init=persist or strategy.update=both"
             )
-        if options.predictor != "global" and _head(method) not in _parts(exchanged_names(method)):
+        if self.predictor != "global" and _head(method) not in _parts(exchanged_names(method)):
             raise InputError(
-                f"strategy.predictor={options.predictor} needs a method that exchanges a predictor or projector and "
+                f"strategy.predictor={self.predictor} needs a method that exchanges a predictor or projector and "
                 f"{kind} exchanges neither; set strategy.predictor=global"
             )
-        if options.predictor == "dapu":
-            distance_names(method, distance=options.distance)
+        if self.predictor == "dapu":
+            distance_names(method, distance=self.distance)
 
     def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
-        options, sources = self.options, self._sources(method, exchanged_names(method))
+        sources = self._sources(method, exchanged_names(method))
         up = {name.partition(".")[0]: source.partition(".")[0] for name, source in sources.items()}
-        local_state = _parts(self._own(method, exchanged_names(method), local_head=options.predictor != "global"))
-        if options.predictor == "dapu":
+        local_state = _parts(self._own(method, exchanged_names(method), local_head=self.predictor != "global"))
+        if self.predictor == "dapu":
             local_state = [f"{part} (if DAPU decides so)" if part == _head(method) else part for part in local_state]
             local_state += ["DAPU's distance and decision"]
         return replace(
@@ -103,7 +98,7 @@ class FedUClient(ClientStrategy):
     def load_start(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> Layers:
         layers = dict(plan.layers)
         if state is not None:
-            if self.options.update != "online":
+            if self.update != "online":
                 layers |= {target: plan.layers[online] for online, target in _targets(method).items()}
             mine = self._own(method, upload_names_of(method, plan), local_head=True)  # without stages frozen since then
             layers |= {name: array for name, array in layers_in_state(state, method).items() if name in mine}
@@ -112,15 +107,14 @@ class FedUClient(ClientStrategy):
     def state_to_save(
         self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: ClientState | None
     ) -> ClientState:
-        options = self.options
-        if options.predictor != "dapu":
+        if self.predictor != "dapu":
             return clone_tensors(
-                method, self._own(method, upload_names_of(method, plan), local_head=options.predictor == "local")
+                method, self._own(method, upload_names_of(method, plan), local_head=self.predictor == "local")
             )
-        distance = encoder_divergence(method, plan.layers, distance=options.distance)
+        distance = encoder_divergence(method, plan.layers, distance=self.distance)
         if not math.isfinite(distance):
             return {}  # training failed: the client keeps its previous state
-        take_global = distance < options.predictor_threshold  # Eq. 3
+        take_global = distance < self.predictor_threshold  # Eq. 3
         decision = {
             USE_GLOBAL_PREDICTOR: torch.tensor(take_global),
             DISTANCE: torch.tensor(distance, dtype=torch.float64),
@@ -136,19 +130,19 @@ class FedUClient(ClientStrategy):
 
     def _own(self, method: SSLMethod, trained: Sequence[str], *, local_head: bool) -> list[str]:
         """Return the names of those trained and local layers that the next download does not overwrite."""
-        update, head, targets = self.options.update, _head(method), set(_targets(method).values())
-        kept = [name for name in local_names(method) if update == "online" or name not in targets]
-        online = [name for name in trained if (local_head if name.startswith(f"{head}.") else update == "target")]
+        head, targets = _head(method), set(_targets(method).values())
+        kept = [name for name in local_names(method) if self.update == "online" or name not in targets]
+        online = [name for name in trained if (local_head if name.startswith(f"{head}.") else self.update == "target")]
         return online + kept
 
     def _sources(self, method: SSLMethod, names: Sequence[str]) -> dict[str, str]:
         """Map the names under which layers are uploaded to their names in the model."""
-        targets = _targets(method) if self.options.aggregate == "target" else {}
+        targets = _targets(method) if self.aggregate == "target" else {}
         return {name: targets.get(name, name) for name in names}
 
 
 class FedU(FedSSLStrategy):
-    r"""Federated averaging with FedU's client side. ``weighting`` as in `FedAvg`, other options in `FedUOptions`.
+    r"""Federated averaging with FedU's client side. ``weighting`` as in `FedAvg`, other options in `FedUClient`.
 
     $$
     f_\phi = \frac{\sum_k n_k f_{\theta_k}}{\sum_k n_k} \qquad
@@ -171,14 +165,14 @@ class FedU(FedSSLStrategy):
         distance: str = "mean_conv_l2",
         predictor_threshold: float = 0.4,
     ) -> None:
-        options = FedUOptions(
+        client = FedUClient(
             aggregate=aggregate,
             update=update,
             predictor=predictor,
             distance=distance,
             predictor_threshold=predictor_threshold,
         )
-        super().__init__(ServerStrategy(make_weighted_mean(weighting)), FedUClient(options))
+        super().__init__(ServerStrategy(make_weighted_mean(weighting)), client)
 
 
 def _targets(method: SSLMethod) -> dict[str, str]:

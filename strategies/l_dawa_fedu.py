@@ -4,12 +4,12 @@ The paper describes it in one sentence, and there is no published code. With Sim
 decides on the projector. See `strategies.fedu`.
 """
 
-from strategies.fedu import FedUClient, FedUOptions
+from strategies.fedu import FedUClient
 from strategies.l_dawa import LDAWA
 
 
 class LDAWAFedU(LDAWA):
-    r"""L-DAWA with FedU's client side. Options as in `LDAWA` and `FedUOptions`.
+    r"""L-DAWA with FedU's client side. Options as in `LDAWA` and `FedUClient`.
 
     $$
     w^{(l)} = \frac{\sum_k n_k \, \delta_k^{(l)} \, w_k^{(l)}}{\sum_k n_k} \qquad
@@ -33,7 +33,7 @@ class LDAWAFedU(LDAWA):
         distance: str = "mean_conv_l2",
         predictor_threshold: float = 0.4,
     ) -> None:
-        options = FedUOptions(
+        client = FedUClient(
             aggregate=aggregate,
             update=update,
             predictor=predictor,
@@ -46,5 +46,5 @@ class LDAWAFedU(LDAWA):
             warmup_rounds=warmup_rounds,
             normalize=normalize,
             scale_at=scale_at,
-            client=FedUClient(options),
+            client=client,
         )
