@@ -23,13 +23,13 @@ from fedssl.arrays import NO_COSINES, GlobalLayers, Layers
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
-from strategies.aggregate import as_reference, validated
+from strategies.aggregate import aggregate
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.gram_matrix import deviation_gram, gram_memory
 from strategies.robust import BatchAggregator
 from strategies.run_context import RunContext
 from strategies.types import AggregatedModel, Combination
-from strategies.update_store import UpdateStore, in_memory
+from strategies.update_store import UpdateStore
 from strategies.weighted_sum import WeightedSum
 
 log = logging.getLogger("fedssl")
@@ -38,40 +38,12 @@ log = logging.getLogger("fedssl")
 def krum(
     global_layers: Layers | GlobalLayers, updates: Sequence[ClientUpdate], *, malicious: int = 1, select: int = 1
 ) -> Layers:
-    """Return the mean of the clients that are `closest` to the others. Arguments as there."""
-    chosen = closest(global_layers, updates, malicious=malicious, select=select)
-    return _mean(as_reference(global_layers), in_memory([update.layers for update in chosen]), list(range(len(chosen))))
-
-
-def closest(
-    global_layers: Layers | GlobalLayers, updates: Sequence[ClientUpdate], *, malicious: int = 1, select: int = 1
-) -> list[ClientUpdate]:
-    """Return the clients, by id, with the smallest sums of squared distances to their K - f - 2 nearest neighbors.
+    """Return the mean of the clients with the smallest sums of squared distances to their K - f - 2 nearest neighbors.
 
     ``global_layers`` and ``updates`` as in `strategies.fedavg.fedavg`. f, ``malicious``, is the number of malicious
     clients, at least 0. ``select`` is that of selected clients, at most all; 1 is Krum, more is Multi-Krum.
     """
-    check_arguments("strategy", malicious=malicious, select=select)
-    reference = as_reference(global_layers)
-    updates = validated(reference, updates)
-    store = in_memory([update.layers for update in updates])
-    return [updates[k] for k in _closest(reference, store, malicious=malicious, select=select)]
-
-
-def _closest(global_layers: GlobalLayers, updates: UpdateStore, *, malicious: int, select: int) -> list[int]:
-    gram = deviation_gram(global_layers.weights(), updates, exact=True)
-    best = np.argsort(scores(gram, malicious=malicious), kind="stable")[:select]
-    return sorted(int(k) for k in best)
-
-
-def _mean(global_layers: GlobalLayers, updates: UpdateStore, chosen: list[int]) -> Layers:
-    """Return the mean of the chosen updates, which are read one by one."""
-    total = WeightedSum()
-    total.set_clients(chosen)
-    total.start(global_layers)
-    for index in chosen:
-        total.add(ClientUpdate(layers=updates.layers(index), partition_id=index), NO_COSINES)
-    return total.finish()
+    return aggregate(global_layers, updates, KrumAggregator(malicious=malicious, select=select), needs_cosines=False)
 
 
 def scores(gram: np.ndarray, *, malicious: int) -> np.ndarray:
@@ -87,7 +59,7 @@ def scores(gram: np.ndarray, *, malicious: int) -> np.ndarray:
 
 
 class KrumAggregator(BatchAggregator):
-    """Krum for one round, with the options of `closest`. ``chosen`` are the clients that the last `finish` selected."""
+    """Krum for one round, with the options of `krum`. ``chosen`` are the clients that the last `finish` selected."""
 
     def __init__(self, *, malicious: int, select: int) -> None:
         super().__init__(self._mean_of_closest)
@@ -114,9 +86,16 @@ class KrumAggregator(BatchAggregator):
                 "only %d updates are left, but Krum with malicious=%d and select=%d needs %d to be safe",
                 *(len(updates), self.malicious, self.select, self.min_safe_updates),
             )
-        chosen = _closest(global_layers, updates, malicious=self.malicious, select=self.select)
-        self.chosen = [self.clients[k] for k in chosen]
-        return _mean(global_layers, updates, chosen)
+        gram = deviation_gram(global_layers.weights(), updates, exact=True)
+        nearest = np.argsort(scores(gram, malicious=self.malicious), kind="stable")[: self.select]
+        indices = sorted(nearest.tolist())
+        self.chosen = [self.clients[index] for index in indices]
+        total = WeightedSum()
+        total.set_clients(indices)
+        total.start(global_layers)
+        for index in indices:  # read one by one
+            total.add(ClientUpdate(layers=updates.layers(index), partition_id=index), NO_COSINES)
+        return total.finish()
 
 
 class KrumServer(ServerStrategy):

@@ -10,16 +10,23 @@ from flwr.serverapp.strategy.multikrum import select_multikrum
 from fedssl.arrays import GlobalLayers, is_weight
 from fedssl.errors import InputError
 from fedssl.wire.records import arrays_to_record
+from strategies.aggregate import aggregate
 from strategies.gram_matrix import deviation_gram
-from strategies.krum import Krum, closest, krum, scores
+from strategies.krum import Krum, KrumAggregator, krum, scores
 from strategies.update_store import in_memory
 from tests.contexts import run_context
 from tests.strategies.test_robust import FIVE, ZERO, clients_of, model, update
 
 
+def chosen_of(start, updates, *, malicious=1, select=1) -> list[int]:
+    aggregator = KrumAggregator(malicious=malicious, select=select)
+    aggregate(start, updates, aggregator, needs_cosines=False)
+    return aggregator.chosen
+
+
 def test_the_chosen_clients_by_hand():
-    assert [chosen.partition_id for chosen in closest(ZERO, FIVE)] == [3]
-    assert [chosen.partition_id for chosen in closest(ZERO, FIVE, select=3)] == [1, 3, 4]
+    assert chosen_of(ZERO, FIVE) == [3]
+    assert chosen_of(ZERO, FIVE, select=3) == [1, 3, 4]
 
 
 def krum_slowly(start, updates, *, malicious, select):
@@ -43,8 +50,7 @@ def test_krum_equals_its_definition(malicious, select):
     for seed in (1, 50, 100):
         clients = clients_of(start, 7, seed=seed)
         chosen, mean = krum_slowly(start, clients, malicious=malicious, select=select)
-        found = closest(start, clients, malicious=malicious, select=select)
-        assert [client.partition_id for client in found] == chosen
+        assert chosen_of(start, clients, malicious=malicious, select=select) == chosen
         result = krum(start, clients, malicious=malicious, select=select)
         for name, array in start.items():
             expected = np.rint(mean[name]) if array.dtype.kind == "i" else mean[name]
@@ -66,7 +72,7 @@ def test_krum_sees_small_differences_between_large_models():
         ]
         clients.sort(key=lambda client: client.partition_id)
         chosen, _ = krum_slowly(start, clients, malicious=1, select=2)
-        assert [client.partition_id for client in closest(start, clients, malicious=1, select=2)] == chosen
+        assert chosen_of(start, clients, malicious=1, select=2) == chosen
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 6, 9])
@@ -86,8 +92,7 @@ def test_krum_chooses_as_flower_does(number, malicious, select):
             contents.append(RecordDict({"arrays": arrays_to_record(deviations), "metrics": metrics}))
         chosen = select_multikrum(contents, num_malicious_nodes=malicious, num_nodes_to_select=select)
         expected = sorted(content["metrics"]["position"] for content in chosen)
-        found = closest(start, clients, malicious=malicious, select=select)
-        assert [client.partition_id for client in found] == expected
+        assert chosen_of(start, clients, malicious=malicious, select=select) == expected
 
 
 def test_scores_are_exact_where_clients_are_nearly_the_same():

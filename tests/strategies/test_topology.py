@@ -1,6 +1,5 @@
 """Topologies: graphs by hand, Metropolis weights by hand and in general, how fast clients agree, what is refused."""
 
-
 import networkx as nx
 import numpy as np
 import pytest
