@@ -35,14 +35,7 @@ from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy, layers_in_state, upload_names_of
 from strategies.fedavg import make_weighted_mean
 from strategies.run_context import RunContext
-from strategies.types import (
-    GLOBAL,
-    AggregatedModel,
-    Aggregator,
-    ClientState,
-    CommunicationSummary,
-    GlobalModel,
-)
+from strategies.types import GLOBAL, AggregatedModel, Aggregator, ClientState, CommunicationSummary, GlobalModel
 from strategies.weighted_sum import WeightedSum
 
 
