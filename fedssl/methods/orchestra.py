@@ -48,17 +48,8 @@ from fedssl.methods.momentum import EMATargetMethod
 from fedssl.views import View, Views
 
 LOCAL_CENTROIDS, CENTROIDS = "local_centroids", "centroids"
-
-
-def sinkhorn_assignment(similarity: Tensor, *, sharpness: float = 25.0, iterations: int = 10) -> Tensor:
-    """Assign vectors softly to clusters of equal size (Sinkhorn-Knopp): ``(n, clusters)``, values in [0, 1].
-
-    The result is the matrix closest to ``exp(sharpness * similarity)`` in relative entropy whose rows sum to 1 and
-    whose columns sum to ``n / clusters``. Columns and rows are normalized in turn, in log space, so that any sharpness
-    is numerically stable. Row sums are exact; column sums become more accurate with each of the ``iterations``. A
-    larger ``sharpness`` gives a harder assignment.
-    """
-    return sinkhorn(sharpness * similarity, epsilon=1.0, iterations=iterations)
+_SHARPNESS = 25.0  # factor of similarities in Sinkhorn-Knopp; a larger one gives a harder assignment
+_SINKHORN_ITERATIONS = 10
 
 
 def farthest_points(points: Tensor, *, count: int) -> Tensor:
@@ -76,7 +67,7 @@ def farthest_points(points: Tensor, *, count: int) -> Tensor:
 
 
 def equal_clusters(points: Tensor, *, clusters: int, iterations: int = 5) -> Tensor:
-    """Compute centroids of clusters of nearly equal size by spherical k-means with `sinkhorn_assignment`.
+    """Compute centroids of clusters of nearly equal size by spherical k-means with `fedssl.losses.sinkhorn`.
 
     ``points`` are ``(n, dim)``, n >= 1; normalized here. With fewer than ``clusters`` vectors some centroids are equal.
     Each of the ``iterations`` assigns the vectors and computes new centroids; an empty cluster keeps its own. Return
@@ -85,7 +76,8 @@ def equal_clusters(points: Tensor, *, clusters: int, iterations: int = 5) -> Ten
     points = F.normalize(points.double(), dim=1)
     centroids = farthest_points(points, count=clusters)
     for _ in range(iterations):
-        nearest = sinkhorn_assignment(points @ centroids.T).argmax(dim=1)
+        similarity = _SHARPNESS * (points @ centroids.T)
+        nearest = sinkhorn(similarity, epsilon=1.0, iterations=_SINKHORN_ITERATIONS).argmax(dim=1)
         sums = F.one_hot(nearest, clusters).double().T @ points
         centroids = torch.where(sums.any(dim=1, keepdim=True), F.normalize(sums, dim=1), centroids)
     return centroids
