@@ -28,8 +28,7 @@ from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.local_only import refuse_shared_training
 from strategies.run_context import RunContext
-from strategies.topology import make_graph, metropolis_weights
-from strategies.topology_plot import MAX_CLIENTS, plot_topology
+from strategies.topology import MAX_CLIENTS, make_graph, metropolis_weights, plot_topology
 from strategies.types import GLOBAL, Aggregator, CommunicationSummary, RoundOutcome, ServerState
 from strategies.weighted_sum import WeightedSum
 

@@ -34,7 +34,6 @@ from strategies.types import Combination
 # Layers in shared memory are read-only, and are only read here.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
-SCALES = ("none", "layer", "model")
 REQUIRED_METRICS = {"uniform": (), "examples": (NUM_EXAMPLES,), "loss": (TRAIN_LOSS,)}
 
 MIN_BLOCK, MAX_BLOCKS = 5, 16
@@ -109,8 +108,6 @@ class WeightedSum:
         self, *, weighting: str = "uniform", scale: str = "none", buffers: str = "average", normalize: bool = False
     ) -> None:
         check_arguments("strategy", owner="LDAWA", weighting=weighting, buffers=buffers)
-        if scale not in SCALES:
-            raise InputError(f"scale={scale} must be {' or '.join(SCALES)}")
         self.weighting, self.scale, self.buffers = weighting, scale, buffers
         self.normalize = normalize
         self._clients: list[int] = []

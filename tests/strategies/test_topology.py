@@ -12,11 +12,12 @@ from strategies.topology import (
     TOPOLOGIES,
     make_graph,
     metropolis_weights,
+    node_positions,
+    plot_topology,
     read_edges,
     second_eigenvalue,
     weight_matrix,
 )
-from strategies.topology_plot import node_positions, plot_topology
 from tests.cases import some
 
 OPTIONS = {"random_regular": {"degree": 3}, "erdos_renyi": {"probability": 0.4}}
