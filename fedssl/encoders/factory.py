@@ -221,7 +221,7 @@ def vit(
             f"encoder.positions=sincos but encoder.width={width} is not a multiple of 4; set encoder.width to a "
             "multiple of 4, or encoder.positions=learned"
         )
-    from fedssl.encoders.torchvision_encoders import ViTEncoder  # here: slow import
+    from fedssl.encoders.torchvision_networks import ViTEncoder  # here: slow import
 
     encoder = ViTEncoder(
         size=size,

@@ -1,14 +1,19 @@
-"""Encoders of torchvision: all classification networks of ``torchvision.models`` without their classifier."""
+"""Encoders of torchvision: its vision transformer, and all its classification networks without their classifier.
+
+Importing torchvision takes two seconds. Modules that other encoders need do not import it.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchvision import models
+from torchvision.models import VisionTransformer
 
 from fedssl.config.overrides import did_you_mean
 from fedssl.encoders.base import Encoder
 from fedssl.encoders.library import Parts, build_library_encoder, run_modules
+from fedssl.encoders.tokens import TokenEncoder, interpolate_positions, sincos_position_embedding
 from fedssl.errors import InputError
 
 _CLASSIFIERS = ("fc", "classifier", "heads", "head")  # names of the classifier in torchvision's networks
@@ -61,7 +66,7 @@ def divide(network: Any) -> Parts | None:
             head=lambda network, x: torch.flatten(network.avgpool(network.features[-1](x)), 1),
             tail=(f"features.{last}",),
         )
-    if isinstance(network, models.VisionTransformer):
+    if isinstance(network, VisionTransformer):
         return Parts(
             stem=_embed,
             stages=tuple(f"encoder.layers.{name}" for name, _ in network.encoder.layers.named_children()),
@@ -96,3 +101,123 @@ def _replace_first_convolution(network: nn.Module, channels: int) -> None:
     path, old = next((path, module) for path, module in network.named_modules() if isinstance(module, nn.Conv2d))
     kernel: Any = {"kernel_size": old.kernel_size, "stride": old.stride, "padding": old.padding}
     network.set_submodule(path, nn.Conv2d(channels, old.out_channels, **kernel, bias=old.bias is not None))
+
+
+class ViTEncoder(TokenEncoder, VisionTransformer):
+    """VisionTransformer of torchvision; its blocks are the stages, the last layer normalization is the tail.
+
+    Parameters as in `fedssl.encoders.factory.vit`. ``fixed_positions``, 0 for the class token, are neither trained,
+    exchanged nor part of the ``state_dict``. Registers are weights after the class token, without position.
+    """
+
+    conv_proj: nn.Conv2d
+    class_token: nn.Parameter
+    register_tokens: nn.Parameter
+    encoder: Any
+    heads: nn.Module
+    patch_embedding = "conv_proj"
+    stages_interchangeable = True
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        patch: int,
+        depth: int,
+        heads: int,
+        width: int,
+        pool: str,
+        fixed_positions: bool,
+        registers: int = 0,
+    ) -> None:
+        super().__init__(
+            image_size=size, patch_size=patch, num_layers=depth, num_heads=heads, hidden_dim=width, mlp_dim=4 * width
+        )
+        self.feature_dim = width
+        self.image_size = size
+        self.heads = nn.Identity()
+        self._pooling, self._registers = pool, registers
+        self.num_prefix_tokens = registers + (pool == "token")
+        if pool == "mean":
+            del self.class_token
+            self.encoder.pos_embedding = nn.Parameter(self.encoder.pos_embedding.detach()[:, 1:].clone())
+        if fixed_positions:
+            patches = sincos_position_embedding(size // patch, width)
+            positions = torch.zeros_like(self.encoder.pos_embedding)
+            positions[0, -len(patches) :] = patches
+            del self.encoder.pos_embedding
+            self.encoder.register_buffer("pos_embedding", positions.detach(), persistent=False)
+        if registers:  # drawn as learned positions, so that they differ from each other
+            self.register_tokens = nn.Parameter(torch.empty(1, registers, width).normal_(std=0.02))
+        self.define_stages(
+            stages=tuple(f"encoder.layers.{name}" for name, _ in self.encoder.layers.named_children()),
+            widths=(width,) * depth,
+            tail=("encoder.ln",),
+        )
+
+    def run_stem(self, images: Tensor) -> Tensor:
+        # One addition for all tokens: with two, the gradients of learned positions have other last bits.
+        placed: Tensor = self._prepend(self._prefix(), self._patches(images)) + self.positions(self._side(images))
+        return placed
+
+    def pool(self, x: Tensor) -> Tensor:
+        # h needs no normalization of other tokens than the class token.
+        h: Tensor = self.encoder.ln(x[:, 0]) if self._pooling == "token" else self.pool_tokens(self.encoder.ln(x))
+        return h
+
+    def positions(self, side: int) -> Tensor:
+        """Return the positions of all tokens of an image of ``side x side`` patches.
+
+        They are ``(1, num_prefix_tokens + side^2, width)``. Those of registers are 0.
+        """
+        stored: Tensor = self.encoder.pos_embedding
+        if side == self.grid and not self._registers:
+            return stored
+        token, patches = stored[:, : -(self.grid**2)], stored[:, -(self.grid**2) :]
+        if side != self.grid:
+            patches = interpolate_positions(patches, side)
+        return torch.cat((token, stored.new_zeros(1, self._registers, self.feature_dim), patches), dim=1)
+
+    def embed(self, images: Tensor, *, hidden: Tensor | None = None, mask_token: Tensor | None = None) -> Tensor:
+        self.check_view_shape(images.shape)
+        patches = self._patches(images)
+        if hidden is not None:
+            assert mask_token is not None
+            patches = torch.where(hidden[..., None], mask_token, patches)
+        return patches + self.positions(self._side(images))[:, self.num_prefix_tokens :]
+
+    def forward_tokens(self, patches: Tensor) -> Tensor:
+        active = self.active_stages
+        if active.frozen:
+            raise InputError(
+                f"{active.frozen} stages of the encoder are frozen, but a masked method trains all stages that run; "
+                "set schedule=end_to_end or schedule=progressive, and tuning=full, norm, bias, lora or adapter with "
+                "tuning.blocks=null"
+            )
+        prefix = self._prefix() + self.positions(self.grid)[:, : self.num_prefix_tokens]
+        tokens = self._prepend(prefix, patches)
+        for number in range(1, active.depth + 1):
+            tokens = self.run_stage(number, tokens)
+        normalized: Tensor = self.encoder.ln(tokens)
+        return normalized
+
+    def pool_tokens(self, tokens: Tensor) -> Tensor:
+        return tokens[:, 0] if self._pooling == "token" else tokens[:, self.num_prefix_tokens :].mean(dim=1)
+
+    def _side(self, images: Tensor) -> int:
+        """Return the number of patches per side of images."""
+        return images.shape[-1] // self.patch_size
+
+    def _patches(self, images: Tensor) -> Tensor:
+        """Return the tokens of patches without positions, row by row: ``(batch, patches, width)``."""
+        patches: Tensor = self.conv_proj(images).flatten(2).transpose(1, 2)
+        return patches
+
+    def _prefix(self) -> Tensor:
+        """Return the class token and the registers without positions, ``(1, num_prefix_tokens, width)``."""
+        tokens: list[Tensor] = [self.class_token] if self._pooling == "token" else []
+        tokens += [self.register_tokens] if self._registers else []
+        return torch.cat(tokens, dim=1) if tokens else self.encoder.pos_embedding[:, :0]
+
+    def _prepend(self, prefix: Tensor, patches: Tensor) -> Tensor:
+        return torch.cat((prefix.expand(patches.shape[0], -1, -1), patches), dim=1) if prefix.shape[1] else patches
