@@ -82,52 +82,27 @@ class Encoder(nn.Module):
     stages (``active_stages.depth``) and trains the last of these (``active_stages.frozen``). Frozen stages are in eval
     mode. `forward_frozen` runs them once for all networks of a method, and `forward` then expects its output instead of
     images.
-
-    Attributes
-    ----------
-    feature_dim : int
-        Length of a representation.
-    channels : int or None
-        Channels of valid images; None if any number is valid.
-    image_size : int or None
-        Height and width of valid images in pixels; None if any size is valid.
-    patch_embedding : str or None
-        Name of the submodule that maps patches to tokens; None if there is none.
-    stage_names : tuple of str
-        Names of the stages among the submodules.
-    bridges : ModuleDict
-        Linear maps from the output of earlier stages to representations, for layer-wise training of encoders whose
-        stages differ in width; see `add_bridges`.
-    adapters : ModuleDict
-        Adapters after stages, by the number of the stage, counted from 1; see `add_adapters`.
-    stages_interchangeable : bool
-        Whether each stage accepts the output of any other.
-    base_names : frozenset of str
-        Layers that no client trains, see `freeze_base`; none by default.
-    low_rank_layers : tuple of LowRankLayer
-        Names of the factors that the tuning added (`fedssl.tuning.lora`); none by default.
-    server_merged_names : frozenset of str
-        Those of the base layers that the server changes, see `fedssl.methods.base.SSLMethod.server_merged_names`.
-    frozen_stages : int
-        Number of stages, from the first, that only have base layers and run once for all networks of a method.
-    return_feature_map : bool
-        Whether `forward` returns the flattened output of the last stage instead of the output of `pool`. Evaluation
-        protocols set it, on a copy.
     """
 
-    feature_dim: int
-    channels: int | None = None
-    image_size: int | None = None
-    patch_embedding: str | None = None
-    stage_names: tuple[str, ...] = ()
+    feature_dim: int  # length of a representation
+    channels: int | None = None  # of valid images; None if any number is valid
+    image_size: int | None = None  # height and width of valid images in pixels; None if any size is valid
+    patch_embedding: str | None = None  # name of the submodule that maps patches to tokens; None if there is none
+    stage_names: tuple[str, ...] = ()  # names of the stages among the submodules
+    # Linear maps from the output of earlier stages to representations, for layer-wise training of encoders whose stages
+    # differ in width; see `add_bridges`.
     bridges: nn.ModuleDict
-    adapters: nn.ModuleDict
-    stages_interchangeable = False
-    base_names: frozenset[str] = frozenset()
-    low_rank_layers: tuple[LowRankLayer, ...] = ()
+    adapters: nn.ModuleDict  # after stages, by the number of the stage, counted from 1; see `add_adapters`
+    stages_interchangeable: bool = False  # whether each stage accepts the output of any other
+    base_names: frozenset[str] = frozenset()  # layers that no client trains, see `freeze_base`
+    low_rank_layers: tuple[LowRankLayer, ...] = ()  # names of the factors that the tuning added (`fedssl.tuning.lora`)
+    # Those of the base layers that the server changes, see `fedssl.methods.base.SSLMethod.server_merged_names`.
     server_merged_names: frozenset[str] = frozenset()
+    # Number of stages, from the first, that only have base layers and run once for all networks of a method.
     frozen_stages: int = 0
-    return_feature_map = False
+    # Whether `forward` returns the flattened output of the last stage instead of the output of `pool`. Evaluation
+    # protocols set it, on a copy.
+    return_feature_map: bool = False
 
     def define_stages(
         self,

@@ -57,18 +57,11 @@ class TokenEncoder(Encoder):
     The patches of an image are ordered row by row. ``forward(images)`` equals
     ``pool_tokens(forward_tokens(embed(images)))`` up to rounding. In training mode `forward` also accepts smaller
     views, see `check_view_shape`.
-
-    Attributes
-    ----------
-    patch_size : int
-        Height and width of a patch in pixels.
-    num_prefix_tokens : int
-        Number of tokens before those of the patches: the class token, if any, and the registers.
     """
 
     image_size: int
-    patch_size: int
-    num_prefix_tokens: int
+    patch_size: int  # height and width of a patch in pixels
+    num_prefix_tokens: int  # number of tokens before those of the patches: the class token, if any, and the registers
 
     @property
     def grid(self) -> int:

@@ -57,70 +57,41 @@ class SSLMethod(nn.Module):
     A method may have a server side. Clients upload the parts named in ``uploaded_parts``, which are not averaged.
     `aggregate_parts` computes the parts named in ``broadcast_parts`` from them, which clients download and do not
     upload. All other parts are exchanged in both directions and aggregated by the strategy.
-
-    Attributes
-    ----------
-    encoder : Encoder
-        Maps images ``(batch, channels, size, size)`` to representations h ``(batch, feature_dim)``.
-    local_parts : tuple of str
-        Parts that never leave the client.
-    uploaded_parts, broadcast_parts : tuple of str
-        Parts that clients send to the method's server side, and parts that the server side sends to clients. Their
-        layers have the names, shapes and dtypes of the newly built method.
-    static_parts : tuple of str
-        Subset of ``broadcast_parts`` that `aggregate_parts` does not change: networks in eval mode. A client downloads
-        them once and caches them.
-    frozen : int
-        Number of encoder stages that are frozen in the current phase, see `fedssl.schedule.stages`.
-    inactive_names : frozenset of str
-        Layers that are not used in the current phase.
-    target_init : {"persist", "reset", "average"} or None
-        State of the target networks at the start of a round, see `fedssl.methods.momentum.EMATargetMethod`; None if the
-        method has no target networks.
-    min_batch_size : int
-        Smallest number of images per step that provides a training signal. The default is 2: a single image has no
-        other image to compare with, and batch normalization maps it to 0.
-    uses_labels : bool
-        Whether `loss` needs the labels of the images.
-    accepted_views : AcceptedViews
-        Views that `loss` accepts; the default are two global views.
-    teacher_sees_views : bool
-        Whether the teacher, if the method has one, encodes the views. Otherwise it encodes the images, see `targets`.
-    masks_patches : bool
-        Whether `loss` calls `fedssl.encoders.tokens.TokenEncoder.forward_tokens`, which does not support frozen stages.
-    regularized_parts : tuple of str
-        Parts whose ``forward`` `loss` calls on the whole global views, in their order, so that a regularizer can use
-        their outputs.
-    cuda_graph_safe : bool
-        Whether `loss` and `on_step_end` run the same operations in every step with the same batch size and the same
-        `step_constants`, on memory that does not move between rounds, so that CUDA graphs can capture them.
-    round, rounds : int
-        The current round, counted from 1, and the number of rounds of the run, for schedules over rounds.
-    seed : int
-        Seed of the run.
-    failure_modes : tuple of FailureMode
-        Failures that `diagnose` detects.
     """
 
-    encoder: Encoder
-    local_parts: tuple[str, ...] = ()
+    encoder: Encoder  # maps images ``(batch, channels, size, size)`` to representations h ``(batch, feature_dim)``
+    local_parts: tuple[str, ...] = ()  # parts that never leave the client
+    # Parts that clients send to the method's server side, and parts that the server side sends to clients. Their layers
+    # have the names, shapes and dtypes of the newly built method.
     uploaded_parts: tuple[str, ...] = ()
     broadcast_parts: tuple[str, ...] = ()
+    # Those of the ``broadcast_parts`` that `aggregate_parts` does not change: networks in eval mode. A client downloads
+    # them once and caches them.
     static_parts: tuple[str, ...] = ()
-    frozen: int = 0
-    inactive_names: frozenset[str] = frozenset()
+    frozen: int = 0  # number of encoder stages that are frozen in the current phase, see `fedssl.schedule.stages`
+    inactive_names: frozenset[str] = frozenset()  # layers that are not used in the current phase
+    # State of the target networks at the start of a round, see `fedssl.methods.momentum.EMATargetMethod`: "persist",
+    # "reset" or "average"; None if the method has no target networks.
     target_init: str | None = None
+    # Smallest number of images per step that provides a training signal. The default is 2: a single image has no other
+    # image to compare with, and batch normalization maps it to 0.
     min_batch_size: int = 2
-    uses_labels: bool = False
-    accepted_views: AcceptedViews = AcceptedViews()
+    uses_labels: bool = False  # whether `loss` needs the labels of the images
+    accepted_views: AcceptedViews = AcceptedViews()  # that `loss` accepts; the default are two global views
+    # Whether the teacher, if the method has one, encodes the views. Otherwise it encodes the images, see `targets`.
     teacher_sees_views: bool = True
+    # Whether `loss` calls `fedssl.encoders.tokens.TokenEncoder.forward_tokens`, which does not support frozen stages.
     masks_patches: bool = False
+    # Parts whose ``forward`` `loss` calls on the whole global views, in their order, so that a regularizer can use
+    # their outputs.
     regularized_parts: tuple[str, ...] = ("encoder", "projector")
+    # Whether `loss` and `on_step_end` run the same operations in every step with the same batch size and the same
+    # `step_constants`, on memory that does not move between rounds, so that CUDA graphs can capture them.
     cuda_graph_safe: bool = True
-    round: int = 1
-    rounds: int = 1
-    seed: int = 0
-    failure_modes: tuple[FailureMode, ...] = ()
+    round: int = 1  # the current round, counted from 1, for schedules over rounds
+    rounds: int = 1  # number of rounds of the run
+    seed: int = 0  # of the run
+    failure_modes: tuple[FailureMode, ...] = ()  # failures that `diagnose` detects
 
     @cached_property
     def named_tensors(self) -> dict[str, Tensor]:

@@ -22,28 +22,17 @@ class RegularizerInput:
 
 
 class Regularizer:
-    """Term of the local loss; the base class adds nothing.
+    """Term of the local loss; the base class adds nothing."""
 
-    Attributes
-    ----------
-    part : str or None
-        Part of the method whose outputs the term needs: "encoder" or "projector".
-    num_views : int
-        Number of views, the first global ones, for which it needs them.
-    uses_initial_encoder : bool
-        Whether it uses the encoder as before the first round, see `SSLMethod.keep_initial_encoder`.
-    supports_frozen_stages : bool
-        Whether it can be used if a schedule trains stages of the encoder and freezes them later. The images of the
-        views are then the output of these stages.
-    cuda_graph_safe : bool
-        Whether `apply` runs the same operations in every step with the same batch size, on memory that does not move
-        until the next `on_train_start`, so that CUDA graphs can capture it.
-    """
-
-    part: str | None = None
-    num_views: int = 2
+    part: str | None = None  # part of the method whose outputs the term needs: "encoder" or "projector"
+    num_views: int = 2  # number of views, the first global ones, for which it needs them
+    # Whether it uses the encoder as before the first round, see `SSLMethod.keep_initial_encoder`.
     uses_initial_encoder: bool = False
+    # Whether it can be used if a schedule trains stages of the encoder and freezes them later. The images of the views
+    # are then the output of these stages.
     supports_frozen_stages: bool = True
+    # Whether `apply` runs the same operations in every step with the same batch size, on memory that does not move
+    # until the next `on_train_start`, so that CUDA graphs can capture it.
     cuda_graph_safe: bool = True
 
     def on_train_start(self, method: SSLMethod) -> None:
