@@ -105,19 +105,15 @@ class LogNormalSpeed(ClientSpeed):
         self._seed, self._sigma_clients, self._sigma_rounds = seed, sigma_clients, sigma_rounds
 
     def speed(self, client: int, round: int) -> Speed:
-        median, computation, bandwidth = self._median, *self._factors(client, round)
+        of_client = numpy_generator(self._seed, "client-speed", client).standard_normal(2)
+        of_round = numpy_generator(self._seed, "client-speed", client, round).standard_normal(2)
+        exponents = self._sigma_clients * of_client + self._sigma_rounds * of_round
+        median, computation, bandwidth = self._median, math.exp(exponents[0]), math.exp(exponents[1])
         return Speed(
             median.flops_per_second * computation,
             median.upload_bytes_per_second * bandwidth,
             median.download_bytes_per_second * bandwidth,
         )
-
-    def _factors(self, client: int, round: int) -> tuple[float, float]:
-        """Return the factors of compute speed and bandwidth."""
-        of_client = numpy_generator(self._seed, "client-speed", client).standard_normal(2)
-        of_round = numpy_generator(self._seed, "client-speed", client, round).standard_normal(2)
-        exponents = self._sigma_clients * of_client + self._sigma_rounds * of_round
-        return math.exp(exponents[0]), math.exp(exponents[1])
 
 
 class TraceSpeed(ClientSpeed):

@@ -68,9 +68,7 @@ def has_nulls(file: Path, column: str, field: str) -> bool:
     opened = _open(file, column)
     if isinstance(opened, pa.Table):
         return any(chunk.field(field).null_count for chunk in opened.column(column).chunks)
-    groups = (opened.metadata.row_group(number) for number in range(opened.metadata.num_row_groups))
-    parts = (group.column(number) for group in groups for number in range(group.num_columns))
-    found = [part.statistics for part in parts if part.path_in_schema == f"{column}.{field}"]
+    found = [part.statistics for part in _stored_parts(opened) if part.path_in_schema == f"{column}.{field}"]
     return any(statistics is not None and statistics.null_count for statistics in found)
 
 
@@ -94,9 +92,13 @@ def column_bytes(file: Path, column: str) -> int:
     opened = _open(file)
     if isinstance(opened, pa.Table):
         return int(opened.select([column]).nbytes) if column in opened.schema.names else 0
-    groups = (opened.metadata.row_group(number) for number in range(opened.metadata.num_row_groups))
-    parts = (group.column(number) for group in groups for number in range(group.num_columns))
+    parts = _stored_parts(opened)
     return sum(part.total_uncompressed_size for part in parts if part.path_in_schema.split(".")[0] == column)
+
+
+def _stored_parts(file: pq.ParquetFile) -> Iterator[pq.ColumnChunkMetaData]:
+    groups = (file.metadata.row_group(number) for number in range(file.metadata.num_row_groups))
+    return (group.column(number) for group in groups for number in range(group.num_columns))
 
 
 def arrow_records(files: Sequence[Path], column: str, rows: np.ndarray) -> FileRecords | None:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from functools import lru_cache, reduce
 from operator import xor
 
+from cryptography.hazmat.primitives.padding import PKCS7
+
 _CHUNK, _SLOT = 16, 20  # bytes
 _FIELD_BITS = 8 * _CHUNK
 _INDEX_BYTES = 4
@@ -20,7 +22,8 @@ _MODULUS = 1 << _FIELD_BITS | 0b10000111  # x^128 + x^7 + x^2 + x + 1
 
 def create_shares(secret: bytes, threshold: int, num: int) -> list[bytes]:
     """Return ``num`` shares of a secret. Any ``threshold`` of them reveal it, and fewer reveal nothing."""
-    chunks = _pad(secret)
+    padder = PKCS7(_FIELD_BITS).padder()
+    chunks = padder.update(secret) + padder.finalize()
     coefficients = [secrets.token_bytes(len(chunks)) for _ in range(threshold - 1)]
     return evaluate(chunks, coefficients, num)
 
@@ -51,7 +54,11 @@ def combine_shares(shares: Sequence[bytes]) -> bytes:
         for weight, value in zip(weights, values, strict=True):
             if weight >> bit & 1:
                 secret ^= value
-    return _unpad(_unpack(secret, slots))
+    unpadder = PKCS7(_FIELD_BITS).unpadder()
+    try:
+        return unpadder.update(_unpack(secret, slots)) + unpadder.finalize()
+    except ValueError as error:
+        raise ValueError("the shares do not reveal a secret") from error
 
 
 @lru_cache(maxsize=256)
@@ -114,16 +121,3 @@ def _pack(chunks: bytes) -> int:
 def _unpack(value: int, slots: int) -> bytes:
     data = value.to_bytes(_SLOT * slots, "big")
     return b"".join(data[start + _SLOT - _CHUNK : start + _SLOT] for start in range(0, len(data), _SLOT))
-
-
-def _pad(secret: bytes) -> bytes:
-    """Return a secret with the padding of PKCS #7."""
-    missing = _CHUNK - len(secret) % _CHUNK
-    return secret + bytes([missing]) * missing
-
-
-def _unpad(padded: bytes) -> bytes:
-    missing = padded[-1]
-    if not 1 <= missing <= _CHUNK or padded[-missing:] != bytes([missing]) * missing:
-        raise ValueError("the shares do not reveal a secret")
-    return padded[:-missing]
