@@ -47,7 +47,7 @@ def _run(options: argparse.Namespace) -> None:
         raise InputError(f"--into {options.into} requires --figures NAME...; add it, or remove --into")
     if options.metrics and options.paper:
         raise InputError("--metrics and --paper exclude each other: a paper has its own metrics; remove one of them")
-    failures = [] if options.figures is None else _figures(options)
+    failures = [] if options.figures is None else figures(options)
     try:
         report(options.folders, out=options.out, paper=options.paper, watch=options.watch, metrics=options.metrics)
     except InputError as error:
@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace) -> None:
         raise InputError("; ".join(failures))
 
 
-def _figures(options: argparse.Namespace) -> list[str]:
+def figures(options: argparse.Namespace) -> list[str]:
     """Write figures of the runs in folders, and return why some are missing.
 
     Figures of several runs go to ``--into``, by default the only folder.

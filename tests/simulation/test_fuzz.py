@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import sys
+from argparse import Namespace
 from dataclasses import replace
 
 import numpy as np
@@ -238,7 +239,7 @@ def resumed(run):
 
 
 def reported(run):
-    report.figures([run], [], into=None, settings=[])
+    report.figures(Namespace(folders=[run], figures=[], into=None, config_dir=[], metrics=None))
     report.report([run], out=run.parent / "table.md")
     report.report([run], out=run.parent / "table.csv")
 
