@@ -48,17 +48,10 @@ def ray_session(
 ) -> Iterator[list[Host]]:
     """Yield the hosts of Ray.
 
-    Parameters
-    ----------
-    gpus : int or None
-        Number of GPUs of this machine for clients. None means all, and is required for a cluster.
-    address : str or None
-        Of a cluster, or "auto" for the cluster of this machine. None starts a private Ray on this machine, which ends
-        with the block or with this process.
-    setting : str
-        Name of the setting with the address, for errors.
-    log_to_driver : bool
-        Print the output of Ray's processes.
+    ``gpus`` is the number of GPUs of this machine for clients; None: all, which a cluster requires. ``address`` is that
+    of a cluster, or "auto" for the cluster of this machine; None starts a private Ray on this machine, which ends with
+    the block or with this process. ``setting`` is the name of the setting with the address, for errors. With
+    ``log_to_driver`` the output of Ray's processes is printed.
     """
     if os.name != "posix":  # Ray's processes could not be found again
         raise InputError("engine=ray needs Linux or macOS; use engine=local")

@@ -187,14 +187,9 @@ def fit_clients(
 ) -> tuple[ClientResources, int]:
     """Return the resources of a client, which runs on one host, and the number of clients that run at once.
 
-    Parameters
-    ----------
-    hosts : sequence of Host
-        With 0 GPUs if clients train on CPUs.
-    client_cpus : int or None
-        None: one per thread, or 1 if the client uses a GPU.
-    client_gpus : float or None
-        None: an equal share, so that every GPU runs the same number of clients, at most ``max_per_gpu``.
+    ``hosts`` have 0 GPUs if clients train on CPUs. Without ``client_cpus`` a client has a CPU per thread, or one if it
+    uses a GPU. Without ``client_gpus`` it has an equal share, so that every GPU runs the same number of clients, at
+    most ``max_per_gpu``.
     """
     cores, gpus = max(host.cpus for host in hosts), max(host.gpus for host in hosts)
     if client_gpus and (client_gpus * GPU_UNITS < 1 or (client_gpus > 1 and client_gpus != int(client_gpus))):

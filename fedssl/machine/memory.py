@@ -20,13 +20,6 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
 
 
-class Cgroup(NamedTuple):
-    """A folder that may have files with limits, and the version of cgroups, which names these files."""
-
-    folder: Path
-    version: int
-
-
 class _Version(NamedTuple):
     """Names of files and statistics of a version of cgroups."""
 
@@ -80,11 +73,12 @@ def _available_in(folder: Path, version: _Version) -> int:
     return limit - used + max(0, sum(stat[name] for name in version.files) - stat[version.mapped])
 
 
-def iter_cgroups(controller: str) -> Iterator[Cgroup]:
-    """Yield the cgroups that limit this process by a controller, e.g. ``cpu``: its own, and all that contain it.
+def iter_cgroups(controller: str) -> Iterator[tuple[Path, int]]:
+    """Yield the folders with limits of this process, and the version of cgroups, which names their files.
 
-    A folder may be missing, because a container's path may be that of its host. Its mount then has only its own
-    cgroup, at the root. Without cgroups (not Linux) there is none.
+    They are of a controller, e.g. ``cpu``: the process's own cgroup, and all that contain it. A folder may be missing,
+    because a container's path may be that of its host. Its mount then has only its own cgroup, at the root. Without
+    cgroups (not Linux) there is none.
     """
     lines: list[str] = []
     with suppress(OSError):
@@ -96,7 +90,7 @@ def iter_cgroups(controller: str) -> Iterator[Cgroup]:
         root, version = (_MOUNT / controller, 1) if controllers else (_MOUNT, 2)
         folder = root / path.strip("/")
         for ancestor in (folder, *folder.parents[: len(folder.parts) - len(root.parts)]):
-            yield Cgroup(ancestor, version)
+            yield ancestor, version
 
 
 def grown_memory() -> int:

@@ -97,21 +97,11 @@ def _snapshot_round(round: int, path: Path) -> SnapshotRound:
     return SnapshotRound(round, models, dict(sorted(clients.items())))
 
 
-class SnapshotWriter:
-    """Writer of the models of a round into a run folder."""
-
-    def __init__(self, folder: Path, round: int) -> None:
-        self._folder, self._round = folder, round
-
-    def observe(self, client: int, layers: Layers) -> None:
-        """Save the layers of a client's update."""
-        save_layers(self._folder, self._round, f"client-{client}", layers)
-
-    def finish(self, models: Mapping[str, Layers], *, used: Collection[int]) -> None:
-        """Save the server's models after the round; remove updates of other clients than ``used``."""
-        names = {f"client-{client}.pt" for client in used}
-        for file in round_folder(self._folder, self._round).glob("client-*.pt"):
-            if file.name not in names:  # of a failed attempt
-                remove(file)
-        for name, layers in models.items():
-            save_layers(self._folder, self._round, f"model-{name}", layers)
+def finish_round(folder: Path, round: int, models: Mapping[str, Layers], *, used: Collection[int]) -> None:
+    """Save the server's models after a round; remove updates of other clients than ``used``."""
+    names = {f"client-{client}.pt" for client in used}
+    for file in round_folder(folder, round).glob("client-*.pt"):
+        if file.name not in names:  # of a failed attempt
+            remove(file)
+    for name, layers in models.items():
+        save_layers(folder, round, f"model-{name}", layers)

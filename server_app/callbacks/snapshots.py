@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fedssl.arrays import Layers
-from fedssl.runs.snapshots import SnapshotWriter
+from fedssl.runs.snapshots import finish_round, save_layers
 from server_app.callbacks.base import Callback, RoundEnd
 
 
@@ -15,11 +15,12 @@ class Snapshots(Callback):
 
     def on_round_start(self, round: int) -> None:
         self.observes = round % self._every == 0 or round == self._rounds
-        self._writer = SnapshotWriter(self._folder, round)
+        self._round = round
 
     def on_update(self, client: int, layers: Layers) -> None:
-        self._writer.observe(client, layers)
+        save_layers(self._folder, self._round, f"client-{client}", layers)
 
     def on_round_end(self, end: RoundEnd) -> None:
         if self.observes:
-            self._writer.finish(end.models, used=[row.client for row in end.result.clients])
+            used = [row.client for row in end.result.clients]
+            finish_round(self._folder, self._round, end.models, used=used)

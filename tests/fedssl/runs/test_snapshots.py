@@ -20,7 +20,7 @@ from fedssl.report.cli import main
 from fedssl.rules import check_rules
 from fedssl.runs.loaded_run import LoadedRun, load_run_folder
 from fedssl.runs.snapshots import (
-    SnapshotWriter,
+    finish_round,
     read_snapshot_layers,
     remove_later_snapshots,
     save_layers,
@@ -151,15 +151,15 @@ def test_damaged_models_are_named(tmp_path: Path):
 
 
 def test_only_what_was_used_of_a_finished_round_counts(tmp_path: Path):
-    snapshot_writer, layers = SnapshotWriter(tmp_path, 3), {"encoder.weight": np.ones(2, dtype=np.float32)}
-    snapshot_writer.observe(0, layers)
-    snapshot_writer.observe(4, layers)
+    layers = {"encoder.weight": np.ones(2, dtype=np.float32)}
+    save_layers(tmp_path, 3, "client-0", layers)
+    save_layers(tmp_path, 3, "client-4", layers)
     with pytest.raises(InputError, match="has no snapshots of models"):
         snapshot_rounds(tmp_path)
-    snapshot_writer.finish({"global": layers}, used=[4])  # client 0 was in an attempt that failed
+    finish_round(tmp_path, 3, {"global": layers}, used=[4])  # client 0 was in an attempt that failed
     (kept,) = snapshot_rounds(tmp_path)
     assert list(kept.clients) == [4]
-    SnapshotWriter(tmp_path, 5).finish({"global": layers}, used=[])
+    finish_round(tmp_path, 5, {"global": layers}, used=[])
     remove_later_snapshots(tmp_path, 3)  # resumed behind round 3
     assert [one.round for one in snapshot_rounds(tmp_path)] == [3]
     assert [place.name for place in (tmp_path / "models").iterdir()] == ["round-000003"]
