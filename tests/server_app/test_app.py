@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from flwr.app import Context, RecordDict
 
+from client_app import handlers
 from fedssl.config.load import compose
 from fedssl.errors import InputError
 from server_app.app import RUN_CONFIG_KEYS, app, overrides_of, without_traceback
+from simulation.grid import LocalGrid
 from tests.cases import some
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,3 +57,19 @@ def test_every_key_stands_for_a_setting(key):
     example |= {"encoder": "resnet18", "dataset": "digits", "partition": "iid", "precision": "bf16", "device": "cpu"}
     overrides = overrides_of({key: example.get(key, "/a/b" if key in ("dataset-path", "resume") else 10)})
     compose([*overrides, "dataset=cifar10"] if key == "dataset-path" else overrides)
+
+
+def test_without_options_the_federation_sets_the_number_of_clients(tmp_path, capsys):
+    """The nodes are a simulation's; test_flwr_run.py has the same run on Flower's runtime."""
+    words = "dataset.limit=60 encoder.width=4 threads=1 evaluation=none final_evaluation=none collapse_images=0"
+    run_config = {"num-server-rounds": 1, "local-epochs": 1, "strategy": "fedavg", "partition-alpha": 0.5}
+    run_config |= {"output-dir": str(tmp_path / "run"), "overrides": f"{words} measure_resources=false"}
+    node = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=DECLARED | run_config)
+    app(LocalGrid(handlers.handle, num_clients=2), node)
+    assert "num_clients=2, as many as the federation has nodes" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["rounds"]) == ("finished", 1)
+    overrides = (tmp_path / "run" / "overrides.yaml").read_text().splitlines()
+    assert {"- rounds=1", "- strategy='fedavg'", "- partition.alpha=0.5"} <= set(overrides)
+    clients = (tmp_path / "run" / "clients.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["client"] for line in clients) == [0, 1]

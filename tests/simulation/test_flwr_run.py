@@ -13,8 +13,8 @@ WORDS = "dataset.limit=60 encoder.width=4 threads=1 evaluation=none final_evalua
 WORDS += " measure_resources=false"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("beside", [nullcontext, pytest.param(busy_machine, marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("beside", [nullcontext, busy_machine])
 def test_without_options_the_federation_sets_the_number_of_clients(tmp_path, beside):
     with beside():
         # Only options that shorten the run. The two SuperNodes are Flower's default.
