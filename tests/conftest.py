@@ -15,7 +15,6 @@ RENDERED = (
     "fedssl/plots",
     "fedssl/report",
     "fedssl/partition/test_partition.py",
-    "fedssl/runs/test_snapshots.py",
     "examples/test_theory.py",
     "strategies/test_gossip.py",
     "strategies/test_topology.py",
@@ -80,6 +79,20 @@ def _seed() -> None:
     """Seed torch's global generator before each test."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_modules() -> None:
+    """Exempt what tests have imported since from garbage collection, too."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """Files are written as always, but not flushed to the disk; no test cuts the power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

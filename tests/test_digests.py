@@ -176,15 +176,8 @@ RESUMED = {
 """Runs over features that are repeated with a pause after this round, and resumed."""
 
 DEFAULT = {
-    *(
-        "l_dawa-client-loss",
-        "fedavg-supervised-fedadam",
-        "fedu-byol",
-        "fedema-byol",
-        "euc-simclr",
-        "eua-simclr-fedyogi",
-    ),
-    *("lw_fedssl", "orchestra", "fedca", "local_only-byol", "featarc-simclr", "per_ssl-byol", "dino-multi-crop"),
+    *("l_dawa-client-loss", "fedavg-supervised-fedadam", "fedu-byol", "euc-simclr"),
+    *("lw_fedssl", "orchestra", "featarc-simclr", "dino-multi-crop"),
 }
 """Runs that together compose every kind of exchange; the others are heavy."""
 

@@ -35,7 +35,7 @@ LOCAL = EngineChoice("local", 1, "")
         pytest.param(["method=byol", "strategy=fedu", "wire_dtype=fp16"], marks=pytest.mark.heavy),  # parts, a state
         pytest.param(["schedule=layer_wise", "method=byol"], marks=pytest.mark.heavy),  # phases
         ["schedule=progressive", "calibration=auxiliary", "calibration.epochs=0"],  # all stages, in every round
-        ["strategy.weighting=examples", "rounds=70", "clients_per_round=2", "checkpoint_every=3"],  # longer numbers
+        ["strategy.weighting=examples", "rounds=11", "clients_per_round=2", "checkpoint_every=3"],  # longer numbers
     ],
     ids=",".join,
 )

@@ -19,6 +19,7 @@ from tests.contexts import run_context
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "experiment")
 # Groups that know nothing of each other.
 FREE = {"augmentation", "engine", "evaluation", "final_evaluation", "lr_schedule", "optimizer", "tracker"}
+DATASETS = ("cifar10", "cifar100", "tiny_imagenet", "stl10", "image_folder", "digits")
 
 
 def choices():
@@ -212,7 +213,7 @@ def test_the_cache_folder_is_absolute_and_the_users_choice(tmp_path):
     assert cache_of(compose_evaluation(["dataset.cache=/mine"], run=tmp_path)) == "/mine"
 
 
-@pytest.mark.parametrize("name", ["cifar10", "cifar100", "tiny_imagenet", "stl10", "image_folder", "digits"])
+@pytest.mark.parametrize("name", some(DATASETS, default=("cifar10", "image_folder", "digits")))
 def test_statistics_follow_the_number_of_channels(name: str) -> None:
     default = compose([f"dataset={name}"]).data
     settings = compose([f"dataset={name}", f"dataset.channels={4 - default.channels}"])

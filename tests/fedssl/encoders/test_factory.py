@@ -18,7 +18,7 @@ from fedssl.errors import InputError
 CONF = Path(__file__).parents[3] / "conf"
 RESNETS = [
     (resnet18, torchvision.models.resnet18),
-    (resnet34, torchvision.models.resnet34),
+    pytest.param(resnet34, torchvision.models.resnet34, marks=pytest.mark.heavy),
     (resnet50, torchvision.models.resnet50),
 ]
 
