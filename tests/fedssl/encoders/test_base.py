@@ -76,3 +76,9 @@ def test_a_frozen_copy_runs_the_stages_of_its_original():
         with first.run_stages(ActiveStages(1)):
             assert [network(ZERO).item() for network in (first, second, encoder)] == [1, 1, 12]
     assert shared(ZERO).item() == 123
+
+
+def test_a_bridge_runs_at_the_depth_of_its_stage_only():
+    encoder = Digits(widths=(2, 1, 1))
+    encoder.add_bridges()
+    assert encoder.stage_range("bridges.1.weight") == (1, 1, float("inf"))

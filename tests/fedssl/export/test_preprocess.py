@@ -149,3 +149,9 @@ def by_transformers(image: Image.Image, form: dict[str, Any]) -> torch.Tensor:
     scaled = TF.resize(pixels_of(image), form["size"]["shortest_edge"], bilinear)
     cropped = TF.center_crop(scaled, [form["crop_size"]["height"], form["crop_size"]["width"]])
     return TF.normalize(cropped * form["rescale_factor"], form["image_mean"], form["image_std"])
+
+
+def test_pixels_are_normalized_by_mean_and_deviation():
+    # 255 is 1, and (1 - 0.5) / 0.25 = 2; 0 is 0, and (0 - 0.5) / 0.25 = -2.
+    images = torch.tensor([255, 0], dtype=torch.uint8).view(2, 1, 1, 1)
+    assert Preprocess(size=1, mean=(0.5,), std=(0.25,))(images).flatten().tolist() == [2, -2]

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedssl.encoders import conv_small
 from fedssl.losses import dino
 from fedssl.methods.base import build_method
-from fedssl.methods.dino import DINO, assignment_entropies
+from fedssl.methods.dino import DINO, Center, assignment_entropies
 from fedssl.methods.heads import MLP, PrototypeHead
 from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.views import LOCAL, View, Views
@@ -245,3 +245,11 @@ def test_without_centering_one_prototype_is_left(tmp_path) -> None:
     )
     assert len(failures) == 1
     assert "all images to one prototype; lower method.center_momentum" in failures[0]
+
+
+def test_the_center_moves_in_train_mode_only():
+    center = Center(2, momentum=0.75)
+    center.eval().update(torch.ones(4, 2))
+    assert center.running_mean.tolist() == [0, 0]
+    center.train().update(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
+    assert center.running_mean.tolist() == [0.5, 1]  # a quarter of the means, 2 and 4

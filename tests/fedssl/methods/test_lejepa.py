@@ -128,3 +128,15 @@ def test_cuda_graphs_are_rejected_with_their_reason(monkeypatch):
 def test_training_without_sigreg_is_reported_as_a_failure(tmp_path):
     (failure,) = failures_after(tmp_path, 4, "method=lejepa", "method.lambd=0")
     assert "nearly the same projection; raise method.lambd" in failure
+
+
+@torch.no_grad()
+def test_projections_too_far_from_each_other_are_a_failure():
+    """The characteristic function of distant projections is 1 at t = 0 and near 0 elsewhere. The integral of
+    exp(-3 t^2 / 2) is sqrt(2 pi / 3) = 1.447, of which the trapezoid rule has 5 / 16 at t = 0."""
+    method, views = make(num_slices=64).eval(), multi_crop(200)
+    last = method.projector[-1]
+    last.weight.copy_(1e3 * last.weight / torch.cat(method.project(lejepa.by_size(views.images))).std(dim=0)[:, None])
+    found = method.diagnose(views)
+    assert found["sigreg_per_image"] == pytest.approx((2 * torch.pi / 3) ** 0.5 - 5 / 16, rel=0.03)
+    assert [mode.diagnostic for mode in method.failure_modes if mode.applies(found)] == ["sigreg_per_image"]

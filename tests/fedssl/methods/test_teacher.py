@@ -221,3 +221,9 @@ def test_the_least_recently_used_files_are_deleted_beyond_the_limit(tmp_path):
             if time.time() - file.stat().st_mtime < 3600:  # used now: order by number
                 os.utime(file, (number, number))
         assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 1000
+
+
+def test_a_cache_belongs_to_one_source_of_images():
+    teacher, features, indices = Counting(), features_of(), torch.arange(4)
+    first, second = (ask(features, teacher, make_images(seed=seed), indices) for seed in (1, 2))
+    assert not torch.equal(first, second)

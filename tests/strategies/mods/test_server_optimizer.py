@@ -1,6 +1,7 @@
 """Server optimisers: by hand, against Flower's strategies of the same names, and what they leave alone."""
 
 from math import sqrt
+from types import SimpleNamespace
 
 import flwr.serverapp.strategy as flower
 import numpy as np
@@ -199,3 +200,11 @@ def test_settings_out_of_range_are_refused_in_one_sentence(overrides, reason):
     with pytest.raises(InputError, match=f"^{reason}$") as refusal:
         compose([f"server_optimizer={name}", f"server_optimizer.{setting}"]).algorithm.server_optimizer.instantiate()
     assert "\n" not in str(refusal.value)
+
+
+def test_the_first_update_of_a_model_is_step_one():
+    old, aggregated = model(0), model(1)
+    start = SimpleNamespace(model=SimpleNamespace(num_updates=0), expected_upload=SimpleNamespace(layers=old))
+    new, _ = FedAdam().finish(aggregated, start, {}, used=1, round=9)
+    assert same(new, FedAdam().step({}, 1, old, aggregated)[1])
+    assert not same(new, FedAdam().step({}, 2, old, aggregated)[1])
