@@ -111,9 +111,6 @@ def test_plain_values(marker):
     assert plain_values(good, "x") == good
 
 
-# --- settings in the file of an encoder ---
-
-
 def encoder_with(file, part, value):
     """Write an encoder's file with a planted value."""
     content = torch.load(teacher_file(), weights_only=True)
@@ -158,9 +155,6 @@ def test_an_encoder_file(reader, marker, tmp_path):
 def test_the_description_of_a_teacher(marker):
     description = {"encoder": "os.mkdir", "arguments": {"channels": 1, "size": 8}, "mean": [0.1], "std": [1.0]}
     refused(lambda: build_teacher(description), marker)
-
-
-# --- settings in a run folder and in a sweep ---
 
 
 @pytest.fixture
@@ -234,9 +228,6 @@ def test_sweep_yaml(marker, tmp_path):
             refused(lambda: plan_jobs(tmp_path, ["seed=0,1"]), marker)
 
 
-# --- messages ---
-
-
 def test_a_task_for_a_device(marker):
     task = json.loads(make_task(compose(["dataset=cifar10", "method=byol"])).text())
     keys = ("encoder.width", "method.projector", "encoder._target_")
@@ -266,9 +257,6 @@ def test_text_of_the_users_own_command_is_resolved_once(monkeypatch):
         ) as caught:
             compose([f"output_dir='{text}'"])
         assert SECRET not in str(caught.value)
-
-
-# --- files without settings ---
 
 
 def text_file(read):
@@ -347,8 +335,6 @@ def test_metadata_of_safetensors_files(marker, tmp_path):
         save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors", {"fedssl": json.dumps({"mean": value, "x": value})})
         not_used(lambda: read_checkpoint(tmp_path / "a.safetensors"), marker)
 
-
-# --- readers ---
 
 # Functions that turn the bytes of others into values, and the modules that call them. A new module needs a row in a
 # test above if its values can be settings; `fedssl.plain_values` is for these.

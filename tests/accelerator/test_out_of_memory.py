@@ -65,9 +65,6 @@ def run_and_log(overrides: list[str], folder: Path) -> str:
     return (folder / "run.log").read_text()
 
 
-# --- a client starts again ---
-
-
 @contextmanager
 def full_at(step: int) -> Iterator[list[int]]:
     """Let the device be full after some operators of a training step, until memory is freed.
@@ -130,9 +127,6 @@ def test_a_retried_client_gives_the_numbers_of_an_undisturbed_run(accelerator, t
     assert_equal(numbers_of(tmp_path / "full"), numbers_of(tmp_path / "undisturbed"))
 
 
-# --- a client is dropped ---
-
-
 def peaks_of(overrides: list[str], folder: Path) -> dict[int, int]:
     """Return the peak memory of the clients of a run by their number of images."""
     peaks, train = {}, worker.train
@@ -191,9 +185,6 @@ def test_without_a_fitting_batch_the_reason_names_a_smaller_encoder(tmp_path):
     expected = "batch_size=10 and precision=fp32 do not fit into accelerator memory; no batch_size fits; set a smaller"
     assert reason == f"{expected} encoder"
     assert tried == [(5, "fp32"), (2, "fp32"), (10, "bf16")]
-
-
-# --- evaluation ---
 
 
 def copy_without_memory() -> list[Tensor]:

@@ -31,9 +31,6 @@ GB = 10**9
 Line = dict[str, Any]
 
 
-# --- one process with the devices ---
-
-
 def memory_of_a_client(folder: Path, num_bytes: int, overrides: list[str]) -> tuple[int, int, int]:
     """Return free memory, memory of a client and number of clients on a device with this memory."""
     gc.collect()  # of earlier tests
@@ -87,9 +84,6 @@ def failures() -> list[str | None]:
 def test_a_full_device_has_not_failed(accelerator):
     assert accelerator(failures).result() == [None, None, "pretend:7 does not exist"]
     assert device_failure(torch.device("cpu")) is None
-
-
-# --- Ray ---
 
 
 @pytest.fixture

@@ -274,9 +274,6 @@ def test_a_step_beyond_memory_is_refused_with_fitting_settings(overrides, allowe
             limit_checks.check_settings(settings, Limits(), num_images=100)
 
 
-# --- the node's configuration ---
-
-
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [

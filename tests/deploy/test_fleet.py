@@ -101,9 +101,6 @@ def refused(running):
     assert "Failed to activate SuperNode" in running.log("stranger")
 
 
-# --- devices that fail ---
-
-
 def rows(run, name="metrics.jsonl"):
     """Return the lines of a file of the run folder."""
     text = (run / name).read_text() if (run / name).exists() else ""
@@ -172,9 +169,6 @@ def test_a_run_survives_failures_of_its_devices(image_folders, tmp_path):
         until((run / "summary.json").exists, "the ServerApp has ended")
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["reason"]) == ("interrupted", "stopped by the SuperLink")
-
-
-# --- servers that fail ---
 
 
 @pytest.mark.heavy

@@ -74,9 +74,6 @@ def one_step(method, optimizer, regularizer, images, generator):
     )
 
 
-# --- FLOPs: two for a multiply-add, two views ---
-
-
 @pytest.mark.parametrize("precision", ["fp32"])
 def test_flops_end_to_end(precision):
     online = 2 * PATCHES + 2 * TRAINED_BLOCK
@@ -127,9 +124,6 @@ def test_parameters():
     assert cost.parameters_in_memory == cost.trained_parameters + stem + block + block + last_batch_norm + projector
 
 
-# --- memory ---
-
-
 def test_memory_by_hand():
     before = torch.zeros(1000)
     with TensorMemory() as memory:
@@ -153,9 +147,6 @@ def test_memory_by_hand():
     assert shared.shape == (10, 100)
 
 
-# --- what is trained, and what travels ---
-
-
 def test_optimizer_state_exists_for_what_is_trained_only():
     method = moco(depth=3)
     optimizer = adam(method)
@@ -168,9 +159,6 @@ def test_optimizer_state_exists_for_what_is_trained_only():
     assert {part.split(".")[1] for part in parts if part.startswith("layers")} == {"encoder_layer_1"}
     moments = sum(state["exp_avg"].numel() for state in optimizer.state.values())
     assert moments == trained
-
-
-# --- a measurement changes nothing ---
 
 
 @pytest.mark.parametrize(("stage", "started"), [((3, 0), True), ((3, 2), False)])

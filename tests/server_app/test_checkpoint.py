@@ -98,8 +98,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path, caplog,
     assert "round-000002.pt cannot be used" in caplog.text
 
 
-# --- content that no round of the run can have produced ---
-
 LAYERS = {"weight": np.ones((2, 3), dtype=np.float32), "counter": np.array(4, dtype=np.int64)}
 METHOD_BROADCAST = {"centre": np.zeros(2, dtype=np.float32)}
 GOOD = GlobalModel(

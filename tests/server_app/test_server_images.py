@@ -106,9 +106,6 @@ def test_what_is_missing_for_an_evaluation_is_said(flat, classes):
         assert evaluation_problem(compose(overrides).data) == message
 
 
-# --- clients and batches that are too small ---
-
-
 @pytest.mark.parametrize(
     ("method", "name"),
     [
@@ -162,6 +159,3 @@ def test_a_federation_of_clients_with_too_few_images_is_refused(owners, tmp_path
         match="no client has the 3 images that BYOL needs, .*=1; lower num_clients=3",
     ):
         run([*owners, "dataset.limit=6", "partition=iid", "method=byol", f"output_dir={tmp_path / 'run'}"])
-
-
-# --- labels that lack images, and images that lack labels ---

@@ -35,9 +35,6 @@ def test_such_an_algorithm_takes_no_more_than_thirty_lines(parts):
     assert sum(len(inspect.getsource(part).splitlines()) for part in parts) <= 30
 
 
-# --- groups ---
-
-
 def separately(folder, group, *, rounds, overrides):
     """Federated averaging in which nobody but the group takes part; the report and the model of every round."""
     federation = Federation(folder, "strategy=fedavg", *overrides)
@@ -69,9 +66,6 @@ def test_two_groups_are_two_separate_federations(tmp_path, overrides):
                 assert rows[row.client].loss == row.loss
     models = federation.state.models
     assert not equal(models["even"].layers, models["odd"].layers)
-
-
-# --- ring ---
 
 
 def slow_cosine(one, other):
@@ -108,9 +102,6 @@ def test_models_on_a_ring_are_means_of_three(tmp_path):
                 np.testing.assert_allclose(array, expected[client][name], rtol=1e-6, atol=1e-7, err_msg=name)
                 assert array.dtype == start[name].dtype
     assert not equal(federation.state.models["0"].layers, federation.state.models["2"].layers)
-
-
-# --- a client that changes its model ---
 
 
 # --- whole runs ---

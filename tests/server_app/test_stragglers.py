@@ -117,9 +117,6 @@ def clients(report):
     return [row.client for row in report.clients]
 
 
-# --- who is waited for ---
-
-
 def test_the_first_to_reply_count_if_more_are_asked():
     """5 of 6 are asked, 3 are needed: those that reply after 1, 2 and 3 looks; client 0 never replies."""
     run = Run(
@@ -141,9 +138,6 @@ def test_a_late_reply_is_counted_and_not_used():
     assert clients(report) == [0, 1, 2]
     assert np.allclose(run.weight, before + np.mean([1, 2, 3]))
     assert not run.exchange.pending
-
-
-# --- too few updates ---
 
 
 def test_a_round_with_too_few_updates_is_repeated():
@@ -172,9 +166,6 @@ def test_the_run_stops_when_no_attempt_has_enough():
         run.round()
     assert run.grid.asked == [(1, 0), (1, 1), (1, 2)] * 2
     assert run.state == ServerState()
-
-
-# --- who is there ---
 
 
 class Hall(SimulatedGrid):
@@ -206,9 +197,6 @@ def test_only_present_clients_are_asked():
         client_manager.wait_for(3)
     grid.there = [4, 3]
     assert client_manager.wait_for(2).nodes == {1: 3, 2: 4}
-
-
-# --- buffered ---
 
 
 def test_a_late_update_counts_the_less_the_older_it_is():
@@ -260,9 +248,6 @@ def test_buffered_needs_clients_that_exchange_the_whole_model():
     run = Run(3, prompt, strategy=FedSSLStrategy(Half(WeightedSum)), buffered=True)
     with pytest.raises(InputError, match="aggregation.buffered=true needs clients that all send and receive the whole"):
         run.round()
-
-
-# --- all at once ---
 
 
 @pytest.mark.parametrize("buffered", [False, True])

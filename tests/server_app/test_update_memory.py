@@ -87,8 +87,6 @@ def test_a_run_that_does_not_fit_is_rejected(tmp_path, monkeypatch):
         check(FedAvg(), over_selection=2, max_norm_ratio=3.0)
 
 
-# --- runs ---
-
 WORDS = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=36", "dataset.test_limit=12", "encoder.width=2"]
 WORDS += ["threads=1", "partition=iid", "evaluate_every=0", "final_evaluation=knn", "collapse_images=0"]
 WORDS += ["measure_resources=false", "augmentation=none", "batch_size=8", "engine=local"]

@@ -65,9 +65,6 @@ def workspace(whole, tmp_path, monkeypatch):
     return tmp_path
 
 
-# --- kinds of damage: functions of the run folder, the sentinel's folder and a generator ---
-
-
 def some_file(run, draw, *ends):
     files = sorted(file for file in run.rglob("*") if file.is_file() and file.name.endswith(ends or ("",)))
     return draw.choice(files)
@@ -229,9 +226,6 @@ def wrong_arrays(run, sentinel, draw):
 
 DAMAGES = [flip, cut, grow, swap, other_kind, folder_elsewhere, bomb, wrong_setting, wrong_word, wrong_line]
 DAMAGES += [wrong_archive, wrong_state, wrong_arrays]
-
-
-# --- uses of the folder ---
 
 
 def resumed(run):

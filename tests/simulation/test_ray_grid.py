@@ -40,9 +40,6 @@ from simulation.sandbox import sandbox_pids
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-# --- a grid over real actors, on a machine with four simulated GPUs; an actor takes seconds to start ---
-
-
 @pytest.fixture(scope="module")
 def hosts():
     with ray_session(gpus=4) as hosts:
@@ -385,8 +382,6 @@ def _burn():
     raise ValueError("the bread is burnt")
 
 
-# --- whole runs ---
-
 TINY = ["num_clients=3", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1", "evaluation=none"]
 TINY += ["final_evaluation=none", "collapse_images=0", "measure_resources=false", "engine=ray"]
 
@@ -453,9 +448,6 @@ def test_an_interrupted_round_leaves_no_processes_or_files(number):
             message = f"fedssl: stopped after round {summary['rounds']}; continue with: fedssl resume="
             assert output.splitlines()[-1].startswith(message)
             assert "Traceback" not in output
-
-
-# --- sandboxes ---
 
 
 def wait_until(condition, *, seconds):

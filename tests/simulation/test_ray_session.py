@@ -112,8 +112,6 @@ def test_a_cluster_is_joined_and_survives_a_lost_host(cluster, tmp_path, monkeyp
         assert len({(location["host"], location["gpu"]) for location in locations}) == 2
 
 
-# --- rejections ---
-
 HERE = {"code of fedssl": "aa", "version of python": "3.11.7", "version of torch": "2.11.0"}
 
 

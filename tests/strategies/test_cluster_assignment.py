@@ -22,8 +22,6 @@ from strategies.types import GLOBAL, GlobalModel, RoundOutcome, ServerState
 from strategies.update_store import in_memory
 from tests.server_app.small import LAYERS, Small
 
-# --- distances and clusters ---
-
 
 def test_feature_distance_by_hand():
     """Cosines 1, 0, -1 and 24 / 25 (of (3, 4) and (4, 3)): minus their mean is -0.24; a vector of length 0 counts 0."""
@@ -69,9 +67,6 @@ def test_average_linkage_by_hand():
     assert cluster_by_cosine(in_memory(deltas), clusters=2) == [0, 1, 1, 1]
 
 
-# --- selection on the client ---
-
-
 class FakeImages:
     """Images whose features are the encoder's weights, each along a separate axis, and whose loss is their sum."""
 
@@ -104,9 +99,6 @@ def test_client_selects_the_model_with_the_nearest_features():
 def test_client_selects_the_model_with_the_smallest_loss():
     assert SelectByLoss(num_images=8).select_model(Small(), PLANS, None, FakeImages()) == 2
     assert SelectByLoss(num_images=8).select_model(Small(), [PLANS[1], PLANS[1]], None, FakeImages()) == 0
-
-
-# --- assignment on the server ---
 
 
 def test_the_server_compares_features():

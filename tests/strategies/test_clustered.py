@@ -29,9 +29,6 @@ def same(one, other):
     return list(one) == list(other) and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-# --- messages ---
-
-
 def played(state, *chosen):
     """A round of averaging by loss with two models, in which clients say that they took these; None: they do not."""
     app = ClientApp()
@@ -101,9 +98,6 @@ def test_an_invalid_selection_drops_the_update(chosen, reason):
     assert state.strategy_state["members"] == {0: "1", 1: "1", 3: "0"}
 
 
-# --- assignment on the server ---
-
-
 # --- one-shot clustering ---
 
 
@@ -128,9 +122,6 @@ def test_updates_are_clustered_once(tmp_path):
     state, report = run_round(exchange, lambda: federation, state)
     assert {row.client: row.model for row in report.clients} == state.strategy_state["members"]
     assert federation.strategy.server.starting_model(state, 4, 77) == "1"  # a newcomer goes where most are
-
-
-# --- whole runs ---
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ def update(partition_id, arrays):
     return ClientUpdate(layers=arrays, partition_id=partition_id)
 
 
-# --- two clients by hand ---
 #
 # theta = (1, 1) in two layers; theta_0 = (1, 0) and theta_1 = (3, 1). delta_0 = (0, 1), delta_1 = (-2, 0), the lengths
 # are 1 and 2. Their mean is (-1, 1/2), of length sqrt(5)/2.
@@ -60,9 +59,6 @@ def test_weights_and_rates_by_hand():
     found = solve(gram, deviation="unit")
     np.testing.assert_allclose(found.weights, [0.5, 0.5], rtol=1e-9)
     assert (found.before, found.after) == (pytest.approx(2 / np.sqrt(5)), pytest.approx(1 / np.sqrt(2)))
-
-
-# --- many clients, slowly ---
 
 
 def flat(layers):
@@ -131,9 +127,6 @@ def run(start, updates, **options):
     return rule
 
 
-# --- special clients ---
-
-
 def test_a_client_equal_to_the_global_model_is_left_out():
     start = model(0)
     updates = in_conflict(start, 3)
@@ -181,9 +174,6 @@ def test_opposite_clients_leave_the_weights_and_average_the_rest(step, second):
     assert found.after == 0
 
 
-# --- properties ---
-
-
 @pytest.mark.parametrize("make", [partial(eua, START, PAIR), EUA])
 @pytest.mark.parametrize(
     ("option", "message"),
@@ -197,9 +187,6 @@ def test_opposite_clients_leave_the_weights_and_average_the_rest(step, second):
 def test_settings_that_cannot_be_are_refused(make, option, message):
     with pytest.raises(InputError, match=message):
         make(**option)
-
-
-# --- a round ---
 
 
 def test_a_round_equals_the_rule_and_records_what_it_found(tmp_path):

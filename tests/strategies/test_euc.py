@@ -32,8 +32,6 @@ from strategies.types import GLOBAL, ServerState
 from tests.contexts import federation_of, run_context
 from tests.federation import Federation, model_of
 
-# --- intervals by hand ---
-
 
 def test_intervals_by_hand():
     # d / numbers: a 10/60 = 0.17, b 20/30 = 0.67, c 8/10 = 0.8, in this order, though c has the least d.
@@ -47,9 +45,6 @@ def test_intervals_by_hand():
         "b": 4,
         "a": 4,
     }
-
-
-# --- discrepancies ---
 
 
 @pytest.mark.parametrize(
@@ -83,9 +78,6 @@ def test_discrepancy_of_clients_that_are_nearly_equal():
     average = np.mean([weight.astype(float) for weight in clients], axis=0)
     expected = np.mean([np.sum((average - weight) ** 2) for weight in clients])
     assert rule.discrepancy["a.weight"] == pytest.approx(expected, rel=1e-5)
-
-
-# --- rounds ---
 
 
 class Blocks(Encoder):
@@ -309,9 +301,6 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, server_optimizer):
         kept = resumed.states
         resumed = toys()
         resumed.state, resumed.states = latest_checkpoint(tmp_path), kept
-
-
-# --- as part of the product ---
 
 
 def test_an_interval_of_one_is_fedavg_bit_for_bit(tmp_path):

@@ -82,9 +82,6 @@ def same(one, other):
     return list(one) == list(other) and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-# --- the mixture ---
-
-
 @pytest.mark.parametrize(
     ("mu", "weight", "statistic", "counter"),
     [
@@ -143,9 +140,6 @@ def test_mixture_equals_the_equation_and_leaves_its_inputs_alone(mu):
     assert same(blend(one, one, mu=mu), one)
 
 
-# --- rounds ---
-
-
 @pytest.mark.parametrize("make", [make_byol, make_simclr])
 def test_lambda_is_set_once_and_mu_every_round(tmp_path, make):
     # With tau = 0.6 lambda is 0.6 / d_1 and mu = min(0.6 d / d_1, 1): after steps of 1/2, 1/8 and 1 that is 0.6, 0.15
@@ -173,9 +167,6 @@ def test_lambda_is_set_once_and_mu_every_round(tmp_path, make):
                 expected = mu * own.astype(float) + (1 - mu) * received.astype(float)
             np.testing.assert_allclose(array, expected, rtol=1e-4, err_msg=f"round {round}: {name}")
         previous = ended
-
-
-# --- stage by stage ---
 
 
 @pytest.mark.parametrize(
@@ -219,9 +210,6 @@ def test_frozen_stages_are_the_servers_calibrated_ones(tmp_path, monkeypatch, ov
     # The server trains the first stage on after clients have frozen it: what they receive is never the same.
     received = {plan.layers[first].tobytes() for plan, *_ in begun}
     assert len(received) == 8
-
-
-# --- options, whole runs ---
 
 
 def test_refused_settings():

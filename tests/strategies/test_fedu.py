@@ -87,9 +87,6 @@ def same(one, other):
     return list(one) == list(other) and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-# --- Table 4 ---
-
-
 @pytest.mark.parametrize(
     ("aggregate", "update", "predictor"),
     [
@@ -128,9 +125,6 @@ def test_every_cell_of_table_4(tmp_path, aggregate, update, predictor):
         previous = ended
 
 
-# --- DAPU ---
-
-
 @pytest.mark.parametrize(("make", "head"), [(make_byol, "predictor"), (make_simclr, "projector")])
 @pytest.mark.parametrize("strategy", [FedU, LDAWAFedU])
 def test_the_decision_of_one_round_holds_in_the_next_one(tmp_path, make, head, strategy):
@@ -160,9 +154,6 @@ def test_the_decision_of_one_round_holds_in_the_next_one(tmp_path, make, head, s
         parts = {name.partition(".")[0] for name in state}
         assert parts == {"dapu", *method.local_parts, *([] if step == 0.125 else [head])}
         previous = ended
-
-
-# --- refused ---
 
 
 class Bare(SSLMethod):
@@ -223,9 +214,6 @@ def test_refused_weightings(strategy, choices):
         strategy(weighting="size")
 
 
-# --- L-DAWA_FedU ---
-
-
 def test_l_dawa_fedu_is_eq_5_on_the_server():
     method, strategy = make_byol(), LDAWAFedU()
     assert strategy.describe_communication(method).required_metrics == (NUM_EXAMPLES,)
@@ -249,6 +237,3 @@ def test_clients_scale_the_networks_that_they_send(tmp_path, aggregate):
     scaled = participate(method, LDAWAFedU(aggregate=aggregate, scale_at="client"), plan, tmp_path / "scaled")[2]
     assert same(scaled, scale_layers(plan.layers, plain))
     assert not same(scaled, plain)
-
-
-# --- whole runs ---

@@ -216,9 +216,6 @@ def test_sums_of_blocks_scale_like_the_whole_sum():
     assert all(np.array_equal(result[name], expected[name]) for name in expected)
 
 
-# --- other strategies ---
-
-
 @pytest.mark.parametrize("weighting", ["uniform", "examples"])
 @pytest.mark.parametrize("fixed_a", [False, True])
 def test_euc_measures_the_discrepancy_of_products(weighting, fixed_a):

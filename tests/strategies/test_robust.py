@@ -61,7 +61,6 @@ def same(one, other):
     )
 
 
-# --- by hand ---
 #
 # Five clients hold the numbers 1, 2, 4, 8 and 100. The median is 4; without 100 it is (2 + 4) / 2 = 3. A share of 0.2
 # cuts off one client at each end, which leaves (2 + 4 + 8) / 3 = 14/3.
@@ -83,9 +82,6 @@ def test_five_clients_by_hand(rule, expected):
     assert median(ZERO, [FIVE[k] for k in (0, 1, 3, 4)])["a"] == 3
 
 
-# --- against other code ---
-
-
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 8, 11])
 @pytest.mark.parametrize("beta", [0.1, 0.2, 0.3, 0.45])
 def test_median_and_trimmed_mean_equal_numpy_and_scipy(number, beta):
@@ -99,9 +95,6 @@ def test_median_and_trimmed_mean_equal_numpy_and_scipy(number, beta):
             expected, expected_trimmed = np.rint(expected), np.rint(expected_trimmed)
         np.testing.assert_allclose(middle[name], expected, rtol=1e-6, atol=1e-7)
         np.testing.assert_allclose(trimmed[name], expected_trimmed, rtol=1e-6, atol=1e-7)
-
-
-# --- poison ---
 
 
 @pytest.mark.parametrize("poisoned", [0, 2, 4])
@@ -130,9 +123,6 @@ def test_one_poisoned_client_does_not_move_the_result(rule, poisoned, factor):
     assert np.abs(mean["fc.weight"]).max() > 20 * np.abs(result["fc.weight"]).max()
 
 
-# --- properties ---
-
-
 # --- refusals ---
 
 
@@ -151,9 +141,6 @@ def test_trimming_needs_a_client_to_trim(beta):
         InputError, match=f"strategy.beta={beta} of clients_per_round={min_clients - 1} is less than one"
     ):
         TrimmedMean(beta=beta).validate(run_context(None, num_clients=10, clients_per_round=min_clients - 1))
-
-
-# --- strategies ---
 
 
 @pytest.mark.parametrize(

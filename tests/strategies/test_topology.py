@@ -45,9 +45,6 @@ def pairs(*overrides):
     return {frozenset(map(int, word)) for word in overrides}
 
 
-# --- graphs ---
-
-
 def test_small_graphs_by_hand():
     assert edges(make("ring", 2)) == pairs("01")
     assert edges(make("ring", 5)) == pairs("01", "12", "23", "34", "40")
@@ -74,9 +71,6 @@ def test_a_file_of_edges(tmp_path):
     file.write_text("# five clients\n0 1  # a neighbour\n\n  2\t1\n3 2\r\n4 3\n")
     assert edges(make_graph("file", 5, file=file)) == pairs("01", "12", "23", "34")
     assert edges(make_graph("file", 5, file=str(file))) == pairs("01", "12", "23", "34")
-
-
-# --- weights ---
 
 
 def test_a_path_of_three_by_hand():
@@ -108,9 +102,6 @@ def test_weights_are_symmetric_and_doubly_stochastic(graph):
     assert all(weight > 0 for row in weights.values() for weight in row.values())
     assert {node: set(row) for node, row in weights.items()} == {node: {node, *graph[node]} for node in graph}
     assert 0 <= second_eigenvalue(matrix) <= 1 + 1e-12
-
-
-# --- what is refused ---
 
 
 @pytest.mark.parametrize(
@@ -168,9 +159,6 @@ def test_a_file_that_is_none(tmp_path):
         make_graph("file", 4, file=tmp_path / "edges")
     with pytest.raises(InputError, match="not a regular file"):
         make_graph("file", 4, file=tmp_path)
-
-
-# --- the figure ---
 
 
 @pytest.mark.parametrize("kind", some(TOPOLOGIES, default=["grid", "file"]))

@@ -35,9 +35,6 @@ def images_of(size: int = SIZE, *, batch: int = 2) -> Tensor:
     return torch.rand(batch, 3, size, size, generator=torch.Generator().manual_seed(1))
 
 
-# --- functions ---
-
-
 def test_gathered_patches_by_hand():
     tokens = torch.tensor([[[10, 11], [20, 21], [30, 31]], [[40, 41], [50, 51], [60, 61]]])
     indices = torch.tensor([[2, 0], [1, 1]])
@@ -74,9 +71,6 @@ def test_positions_are_not_rounded_by_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         inside = interpolate_positions(positions, 2)
     assert torch.equal(inside, interpolate_positions(positions, 2))
-
-
-# --- tokens ---
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -157,9 +151,6 @@ def test_frozen_stages_are_refused_for_parts_of_an_image():
         pytest.raises(InputError, match="^1 stages of the encoder are frozen, but .*; set schedule=end_to_end or"),
     ):
         encoder.forward_tokens(patches)
-
-
-# --- smaller views ---
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -102,9 +102,6 @@ def command(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
     return cli.main()
 
 
-# --- each format, by the reader that it is for ---
-
-
 def test_torch_runs_the_program_on_uint8_images(run: Path, monkeypatch, capsys):
     assert command(monkeypatch, f"run={run}", "format=torch_export") == 0
     file = run / "encoder.pt2"
@@ -258,9 +255,6 @@ def test_formats_that_have_no_adapters_reject_them(tmp_path: Path):
         export(source, "peft", tmp_path / "x")
 
 
-# --- int8 ---
-
-
 def test_int8_is_smaller_and_near_and_its_numbers_are_whole(graph: Path, tmp_path: Path):
     small, encoder = tmp_path / "int8.onnx", load_encoder(graph.with_name("encoder.pt"))
     quantize(graph, small, images_like(encoder, 64), dynamic=False)
@@ -282,9 +276,6 @@ def test_int8_is_smaller_and_near_and_its_numbers_are_whole(graph: Path, tmp_pat
     assert found.mean_cosine == pytest.approx(sum(cosines) / len(cosines), abs=1e-5)
     assert found.min_cosine == pytest.approx(min(cosines), abs=1e-5)
     assert 0.9 < found.min_cosine < 1 - 1e-7
-
-
-# --- errors ---
 
 
 @pytest.mark.parametrize("error", [1e-4, float("nan")])

@@ -157,9 +157,6 @@ def test_targets_belong_to_their_images(monkeypatch):
         torch.testing.assert_close(target, features[row], rtol=1e-4, atol=1e-5)
 
 
-# --- settings ---
-
-
 def test_clients_receive_the_architecture_as_plain_values():
     settings = compose([*WORDS, "dataset=cifar10", "output_dir=/runs/1"])
     text = make_task(settings).text()
@@ -189,8 +186,6 @@ def test_what_does_not_fit_is_refused(tmp_path, overrides, sentence):
         Federation(tmp_path, *overrides)
 
 
-# --- devices ---
-
 DEVICE = ["rounds=3", "local_epochs=1", "encoder.width=4", "dataset=image_folder", "dataset.size=8", "run_id=mine"]
 DEVICE += ["dataset.channels=1", "dataset.mean=[0.5]", "dataset.std=[0.5]", "strategy=fedavg", "batch_size=4"]
 
@@ -203,9 +198,6 @@ def devices(tmp_path, monkeypatch):
     device = context(data_path=images, state_path=tmp_path / "states", client_name="a")
     settings = compose([*DEVICE, *overrides_of("distillation"), f"output_dir={tmp_path / 'run'}"])
     return device, build_run(Devices(device), settings).federation
-
-
-# --- whole runs ---
 
 
 def test_a_federation_downloads_the_teacher_once_and_uploads_no_features(tmp_path):

@@ -57,9 +57,6 @@ def with_entries(method: FedCA, rows: Tensor) -> FedCA:
     return method
 
 
-# --- the loss ---
-
-
 def slowly(z1: Tensor, z2: Tensor, negatives: Tensor, temperature: float) -> float:
     z, n = [*z1, *z2], len(z1)
 
@@ -115,9 +112,6 @@ def test_the_teacher_stays_as_it_is_in_training():
         np.testing.assert_array_equal(array, before[name])
 
 
-# --- the dictionary ---
-
-
 def test_the_queue_by_hand():
     """Three entries: first from two clients, then one more pushes the oldest off; zeros are no entries."""
     e = np.eye(4, dtype=np.float32)
@@ -171,9 +165,6 @@ def test_without_entries_and_alignment_it_is_simclr_bit_for_bit(off):
     for name, parameter in simclr.named_parameters():
         assert torch.equal(parameter, ours.get_parameter(name))
         assert torch.equal(parameter.grad, ours.get_parameter(name).grad), name
-
-
-# --- whole runs ---
 
 
 @pytest.fixture(scope="module")

@@ -64,9 +64,6 @@ def test_relational_by_hand() -> None:
     assert relational(z1, z2, anchors, temperature=1 / math.log(3)).item() == pytest.approx(expected, rel=1e-5)
 
 
-# --- the method ---
-
-
 def make(temperature: float = 0.1) -> FedX:
     torch.manual_seed(0)
     return FedX(conv_small(channels=1, size=8, width=4), projector=HEAD, predictor=HEAD, temperature=temperature)

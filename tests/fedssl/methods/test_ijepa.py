@@ -144,9 +144,6 @@ def test_a_local_predictor_continues_from_its_own_weights():
     assert shared.local_parts == ("predictor",)
 
 
-# --- in a federation ---
-
-
 def test_encoder_and_predictor_are_averaged_and_targets_stay(tmp_path):
     """Two clients, weighted by their numbers of images."""
     settings = ["strategy=fedavg", "num_clients=2", "partition=dirichlet", "partition.alpha=0.3"]
@@ -197,9 +194,6 @@ def test_steps_are_not_captured(tmp_path):
         LocalTrainer.build(settings.training, method)
     shapes = {masked_views(RECIPE, batch=8, seed=seed)[0].mask.visible.shape[1] for seed in range(40)}
     assert len(shapes) > 5
-
-
-# --- failures ---
 
 
 def test_variances_by_hand():

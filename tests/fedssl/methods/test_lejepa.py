@@ -40,9 +40,6 @@ def make(*, lambd: float = 0.05, num_slices: int = 16, num_points: int = 17, t_m
     return LeJEPA(encoder, projector=HEAD, lambd=lambd, num_slices=num_slices, num_points=num_points, t_max=t_max)
 
 
-# --- views and loss ---
-
-
 @pytest.mark.parametrize("num_global", [2, 3])
 def test_prediction_is_its_equation(num_global):
     z = draw(5, 4, 3)
@@ -78,9 +75,6 @@ def test_loss_is_that_of_one_pass_per_size(num_local):
     statistic = sigreg(z, slices=16, generator=torch_generator(0, "directions", 1), num_points=17, t_max=5.0)
     expected = 0.7 * prediction(z, num_global=2) + 0.3 * statistic
     torch.testing.assert_close(method.loss(views), expected, rtol=1e-6, atol=0)
-
-
-# --- directions ---
 
 
 @pytest.fixture
@@ -120,9 +114,6 @@ def test_cuda_graphs_are_rejected_with_their_reason(monkeypatch):
     settings = compose(["method=lejepa", "encoder.width=4", "cuda_graphs=true", "optimizer.fused=true"])
     with pytest.raises(InputError, match="the steps of LeJEPA differ"):
         LocalTrainer.build(settings.training, build_method(settings.model))
-
-
-# --- failures ---
 
 
 def test_training_without_sigreg_is_reported_as_a_failure(tmp_path):

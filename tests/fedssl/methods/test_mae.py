@@ -124,9 +124,6 @@ def test_explained_variance_by_hand():
     assert explained_variance(torch.zeros(2, 1), torch.ones(2, 1)) == 0
 
 
-# --- in a federation ---
-
-
 def test_the_decoder_is_averaged_with_the_encoder(tmp_path):
     """Two clients, weighted by their numbers of images."""
     settings = ["strategy=fedavg", "num_clients=2", "partition=dirichlet", "partition.alpha=0.3"]
@@ -183,9 +180,6 @@ def test_calibration_needs_an_exchanged_decoder(tmp_path):
 def test_what_cannot_work_is_refused_before_the_run(tmp_path, overrides, message):
     with pytest.raises(InputError, match=message):
         Federation(tmp_path, *MAE_ON_DIGITS, *overrides)
-
-
-# --- failures ---
 
 
 def failures_of(method, settings) -> tuple[str, ...]:

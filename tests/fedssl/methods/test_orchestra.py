@@ -77,9 +77,6 @@ def by_axis(centroids: Tensor) -> Tensor:
     return centroids[centroids.argmax(dim=1).argsort()]
 
 
-# --- assignments and clusters ---
-
-
 def test_assignment_by_hand():
     """exp(log 4) = 4 and 1 elsewhere. A 2x2 matrix with rows and columns of sum 1 is ((p, 1-p), (1-p, p)), and scaling
     rows and columns keeps the ratio of the products of its diagonals: p^2 / (1-p)^2 = 4 * 1 / (1 * 1), so p = 2/3."""
@@ -101,9 +98,6 @@ def test_far_apart_by_hand():
     points = torch.tensor([[0.6, 0.8], [0.0, 1.0], [0.0, -1.0], [-0.6, 0.8]])
     points = torch.cat((points, torch.tensor([[1.0, 0.0]])))
     assert farthest_points(points, count=3).tolist() == [[0.0, -1.0], [0.0, 1.0], [1.0, 0.0]]
-
-
-# --- the loss ---
 
 
 def test_consistency_is_its_equation():
@@ -159,9 +153,6 @@ def test_parts_and_who_has_them():
         assert (parameter.grad is None) == name.startswith("target_"), name
 
 
-# --- memory and local centroids ---
-
-
 def test_the_memory_has_the_targets_first_view():
     method = with_centroids(make_method(queue_size=16))
     step(method)
@@ -187,9 +178,6 @@ def test_local_centroids_are_those_of_the_memory():
     centroids = uploaded_centroids(method)
     torch.testing.assert_close(centroids, equal_clusters(method.memory[:15], clusters=3).float())
     torch.testing.assert_close(by_axis(centroids), torch.eye(8)[:3], rtol=0, atol=0.1)
-
-
-# --- the server ---
 
 
 def local(*axes: int) -> np.ndarray:
@@ -218,9 +206,6 @@ def test_the_servers_half_clusters_what_clients_send():
     assert list(made) == ["centroids"]
     assert made["centroids"].dtype == np.float32
     np.testing.assert_array_equal(made["centroids"], clusters_of(received, old))
-
-
-# --- whole runs ---
 
 
 def shared_of(federation: Federation) -> np.ndarray:

@@ -65,9 +65,6 @@ def fill(method: SwAV) -> Tensor:
     return method.queue.clone()
 
 
-# --- loss ---
-
-
 @pytest.mark.parametrize("num_local", [0, 3])
 def test_loss_is_that_of_one_pass_of_the_projector(num_local):
     """All views have cosines with the prototypes, and the global ones codes, each view by itself."""
@@ -102,9 +99,6 @@ def test_codes_have_no_gradient():
     codes = sinkhorn(scores[:2].detach(), epsilon=0.1, iterations=3)
     swav(scores.unbind(), codes.unbind(), temperature=0.2).backward()
     torch.testing.assert_close(weight.grad, found)
-
-
-# --- prototypes ---
 
 
 def test_prototypes_have_unit_length_before_each_step():
@@ -165,9 +159,6 @@ def test_prototypes_are_averaged_by_images_and_normalized_by_clients(tmp_path):
     np.testing.assert_allclose(method.prototypes.weight.detach(), normalized, rtol=1e-5, atol=1e-7)
 
 
-# --- queue ---
-
-
 def test_the_queue_is_first_in_first_out_per_view():
     method = make(queue_size=4)
     batches = [unit(2, 3, 8, seed=seed).float() for seed in range(2)]
@@ -198,9 +189,6 @@ def test_the_queue_is_kept_between_rounds_of_a_client():
     assert torch.equal(method.queue, older)
     method.start_round(first=True)
     assert not method.queue.any()
-
-
-# --- matched prototypes ---
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -248,9 +236,6 @@ def test_a_client_with_permuted_prototypes_gives_the_same_average(tmp_path, monk
     assert len(clients) == 2
     assert np.array_equal(plain["prototypes.weight"], permuted["prototypes.weight"]) == match
     assert np.array_equal(plain["projector.0.weight"], permuted["projector.0.weight"])
-
-
-# --- failures ---
 
 
 def test_distinct_assignments_by_hand():

@@ -51,9 +51,6 @@ def test_the_server_averages_the_projectors_by_numbers_of_images(tmp_path):
     np.testing.assert_allclose(layers[name], expected, rtol=1e-5, atol=1e-7)
 
 
-# --- failures ---
-
-
 def test_rank_by_hand():
     """Deviations of (2, 0), (-2, 0), (0, 1), (0, -1) have squared sums 8 and 2: (8 + 2)^2 / (64 + 4) = 100 / 68."""
     z = torch.tensor([[2.0, 0.0], [-2.0, 0.0], [0.0, 1.0], [0.0, -1.0]]) + 3

@@ -39,9 +39,6 @@ def draw_embeddings(folder: Path) -> list[Path]:
     return [file for name in ("tsne", "sphere") if (file := write_plot(name, folder, folder)) is not None]
 
 
-# --- the sphere ---
-
-
 def test_principal_directions_by_hand():
     # The products of columns sum to diag(1.44, 1.28, 0.72, 0.56): the directions are e1, e2 and e3, and e4 is dropped.
     # (0.6, 0, 0.6, 0.53) keeps (0.6, 0, 0.6) of length 0.85, which becomes (0.71, 0, 0.71).
@@ -57,9 +54,6 @@ def test_principal_directions_by_hand():
     assert points[2, 2] == pytest.approx(-points[3, 2])
 
 
-# --- t-SNE ---
-
-
 def test_tsne_keeps_the_order_and_what_belongs_together():
     """Two classes far apart, of which a second model sees what the first does: neighbours are of one class."""
     centres = np.repeat(np.eye(2, 16), 30, axis=0)
@@ -69,9 +63,6 @@ def test_tsne_keeps_the_order_and_what_belongs_together():
     flat, classes = points.reshape(-1, 2), np.tile(np.repeat([0, 1], 30), 2)
     distances = np.linalg.norm(flat[:, None] - flat[None], axis=2) + 1e9 * np.eye(len(flat))
     assert (classes[distances.argmin(axis=1)] == classes).all()
-
-
-# --- figures ---
 
 
 def test_tsne_figure_has_circles_and_crosses_of_the_same_images():
@@ -85,9 +76,6 @@ def test_tsne_figure_has_circles_and_crosses_of_the_same_images():
         colors = cloud.get_facecolors() if len(cloud.get_facecolors()) > 1 else cloud.get_edgecolors()
         assert len(np.unique(colors, axis=0)) == 10
         np.testing.assert_array_equal(colors[:10], colors[10:20])
-
-
-# --- run folders ---
 
 
 def test_what_is_written_is_read_again(tmp_path):

@@ -110,9 +110,6 @@ def test_feature_distillation_slowly():
     assert not model.initial_encoder.training
 
 
-# --- federations ---
-
-
 @pytest.mark.parametrize("name", ["l2_sp", "feature_distillation"])
 def test_clients_download_the_initial_encoder_once_and_keep_it(tmp_path, name):
     """Two of three clients a round: a client that joins late receives that of before the first round, too."""

@@ -34,9 +34,6 @@ def values(row: Row, name: str = "knn") -> list[float]:
     return [score.value for score in row.metrics[name]]
 
 
-# --- sweeps ---
-
-
 @pytest.fixture
 def sweep(tmp_path: Path) -> list[Path]:
     return [
@@ -118,9 +115,6 @@ def test_one_run_keeps_its_deviation_over_draws(tmp_path: Path):
     note = "\n\n± in rows with one run is that of its evaluation, over draws of images or over models:\n\n  few"
     assert table.text().endswith(note)
     assert note not in sweep_results(folders[:2]).table().text()
-
-
-# --- any runs ---
 
 
 def with_settings(
@@ -251,9 +245,6 @@ def test_runs_that_did_not_finish_are_listed(tmp_path: Path):
         f"{refused} (rounds=0): rounds=0 but it must be 1",
         f"{nothing}: {ended}",
     ]
-
-
-# --- run folders ---
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,6 @@ from tests.methods import WHOLE, overrides_of
 STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
 VIT = ["encoder=vit_tiny", "encoder.depth=3", "encoder.width=12", "encoder.patch=4"]
 
-# --- rounds per stage ---
-
 
 @pytest.mark.parametrize(
     ("rounds", "stages", "shares", "expected"),
@@ -74,8 +72,6 @@ def test_depth_dropout_needs_stages_that_can_be_left_out(tmp_path):
     with pytest.raises(InputError, match="which only a vision transformer supports"):
         run(overrides)
 
-
-# --- encoders in stages ---
 
 ENCODERS = {
     "conv_small": lambda: conv_small(channels=3, size=16, width=4),
@@ -147,9 +143,6 @@ def test_depth_dropout_leaves_frozen_blocks_out_at_its_rate():
     assert all(abs(share - 0.5) < 0.1 for share in kept)  # 4 standard deviations of a fair coin
 
 
-# --- methods in stages ---
-
-
 def settings(*overrides):
     return compose(["rounds=6", "encoder.width=8", "schedule=layer_wise", *overrides]).model
 
@@ -196,9 +189,6 @@ def test_weights_are_handed_on_at_the_beginning_of_a_phase():
         assert name == source or begun[name] is not layers[source]  # its own memory
     off = layer_wise(rounds=6, depth=3, weight_transfer=False)
     assert stages.transfer_weights(layers, off[1]) is layers
-
-
-# --- what travels ---
 
 
 def parts(names):
@@ -264,9 +254,6 @@ def test_a_client_without_its_layers_receives_them_again(tmp_path):
     assert federation.report.dropped == {}
 
 
-# --- every strategy, method and regularizer ---
-
-
 # Their clients do what those of another strategy do.
 PLAIN = ("eua", "fedprox", "krum", "l_dawa_fedu", "loss_weighted", "m_dawa", "median", "trimmed_mean")
 
@@ -297,9 +284,6 @@ def test_every_method_works_layer_wise_with_calibration(tmp_path, kind):
     federation = Federation(tmp_path, *overrides, *calibration)
     assert all(np.isfinite(array).all() for array in federation.run(4).values())
     assert federation.report.dropped == {}
-
-
-# --- whole runs ---
 
 
 def test_a_run_in_stages_is_not_resumed_with_other_rounds(tmp_path):

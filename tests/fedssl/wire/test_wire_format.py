@@ -138,9 +138,6 @@ def test_a_difference_errs_by_its_own_size(array, size, seed):
     assert np.all(np.abs(new.astype(np.float64) - there) <= step * 0.50002 + rounding)
 
 
-# --- what arrives ---
-
-
 def table(wire_dtype, *lines):
     return np.frombuffer(json.dumps([wire_dtype, lines]).encode(), np.uint8)
 

@@ -206,8 +206,6 @@ def test_what_needs_single_updates_is_refused(tmp_path, overrides, reason):
         Federation(tmp_path, *SMALL, *usual, *overrides).run(1)
 
 
-# --- a device obeys nobody ---
-
 SETUP = {
     "stage": "setup",
     "sample_num": 5,

@@ -97,9 +97,6 @@ def clients(report):
     return [row.client for row in report.clients]
 
 
-# --- the end of a round ---
-
-
 def test_a_round_takes_as_long_as_its_slowest_client():
     run = Run([1.0, 4.0, 2.5])
     report = run.round()
@@ -119,9 +116,6 @@ def test_clients_that_arrive_after_the_deadline_do_not_run():
     np.testing.assert_allclose(run.weight, LAYERS["encoder.weight"] + np.mean([1, 4]))
 
 
-# --- lost clients ---
-
-
 def test_a_client_that_goes_offline_is_lost_then():
     """Client 1 takes 4 s and goes offline after 3 s; the round ends then, because client 0 has arrived."""
     run = Run([1.0, 4.0], availability=Online({1: OnlineTimes(((0.0, 3.0),))}))
@@ -138,9 +132,6 @@ def test_a_client_that_drops_out_takes_its_time():
     report = run.round()
     assert (clients(report), report.dropped, report.measured["virtual_time"]) == ([0], {1: DROPPED_OUT}, 4.0)
     assert clients(run.round()) == [0, 1]
-
-
-# --- who is online ---
 
 
 def test_only_clients_that_are_online_are_sampled():
@@ -170,9 +161,6 @@ def test_too_few_clients_for_ever_end_the_run():
         RunError, match=r"after virtual time 0 s, 2 of 2 clients are never online together, .*lower it, or"
     ):
         run.round()
-
-
-# --- buffered ---
 
 
 def test_buffered_rounds_use_late_updates_and_drop_lost_ones():
@@ -206,9 +194,6 @@ def test_a_deadline_of_buffered_rounds_keeps_clients_in_flight():
     assert (report.measured["virtual_time"], [(row.client, row.staleness) for row in report.clients]) == (3.0, [(0, 0)])
 
 
-# --- the same on all engines, and after a resume ---
-
-
 @pytest.mark.parametrize("order", [lambda replies: replies[::-1], lambda replies: sorted(replies, key=id)])
 def test_the_order_of_replies_changes_nothing(order):
     options = {"buffered": True, "min_updates": 2, "clients_per_round": 4}
@@ -235,9 +220,6 @@ def test_a_snapshot_restores_clock_and_messages():
         assert reports[0] == reports[1]
         assert np.array_equal(runs[0].weight, runs[1].weight)
     assert runs[0].exchange._clock > 7
-
-
-# --- a slow transcription ---
 
 
 def expected_round(flying, clock, *, deadline, needed, keeps):

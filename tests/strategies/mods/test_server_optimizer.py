@@ -48,9 +48,6 @@ def moves(optimizer, old, deltas):
     return values
 
 
-# --- by hand ---
-
-
 def test_fedavgm_by_hand():
     # v = 0.5 v - delta, x = x - 0.5 v, from x = 1:
     #   delta -0.4: v = 0.4, x = 0.8    delta -0.2: v = 0.4, x = 0.6    delta 1: v = -0.8, x = 1.0
@@ -78,9 +75,6 @@ def test_fedyogi_by_hand():
     third = second + 0.5625 / (sqrt(3.1875) + 0.5)
     values = moves(FedYogi(lr=0.3, beta_1=0.5, beta_2=0.75, tau=0.5), 1.0, [2.0, 0.5, 3.0])
     assert values == pytest.approx([first, second, third], rel=1e-12)
-
-
-# --- against Flower ---
 
 
 @pytest.mark.parametrize(
@@ -112,9 +106,6 @@ def test_weights_equal_those_of_flowers_strategies(ours, theirs):
             np.testing.assert_allclose(array, flowers[name], rtol=1e-6, atol=1e-6, err_msg=name)
             assert array.dtype == np.float32
     assert not same(mine, client)  # something has happened beside averaging
-
-
-# --- what stays as it is ---
 
 
 @every_optimizer
@@ -166,9 +157,6 @@ def test_layers_that_are_absent_in_a_round_keep_their_moments(kind):
     assert set(rest) == set(part)
     moved = step(moments, 3, first, first)[1]["conv.weight"] - first["conv.weight"]
     assert np.abs(moved).max() > 0  # by the momentum of round 1 alone
-
-
-# --- checkpoints ---
 
 
 # --- as part of the product ---
