@@ -67,10 +67,6 @@ class Augmentation:
                 f"dataset.mean={list(mean)} and dataset.std={list(std)} are not valid; set one mean and one std "
                 "above 0 for each channel"
             )
-        if gpu_augmentation not in ("torch", "triton"):
-            raise InputError(
-                f"gpu_augmentation={gpu_augmentation} is unknown; set gpu_augmentation=torch or gpu_augmentation=triton"
-            )
         if gpu_augmentation == "triton" and (size > KERNEL_SIZE or len(mean) not in KERNEL_CHANNELS):
             raise InputError(
                 f"gpu_augmentation=triton supports views of at most {KERNEL_SIZE} pixels with 1 or 3 channels but "

@@ -96,7 +96,11 @@ class IBOT(DINO):
         target_init: str = "persist",
         patch_weight: float = 1.0,
     ) -> None:
-        _check_encoder(encoder)
+        if not isinstance(encoder, TokenEncoder) or "class_token" not in dict(encoder.named_parameters()):
+            raise InputError(
+                "IBOT needs an encoder with tokens of patches and a class token; set encoder=vit_tiny "
+                "encoder.pool=token"
+            )
         super().__init__(
             encoder,
             projector=projector,
@@ -166,10 +170,3 @@ def _project_patches(projector: MLP, encoder: TokenEncoder, tokens: Tensor) -> T
     patches = tokens[:, encoder.num_prefix_tokens :]
     projections: Tensor = projector(patches.flatten(end_dim=1))  # batch norm expects one axis of vectors
     return projections.view(*patches.shape[:2], -1)
-
-
-def _check_encoder(encoder: Encoder) -> None:
-    if not isinstance(encoder, TokenEncoder) or "class_token" not in dict(encoder.named_parameters()):
-        raise InputError(
-            "IBOT needs an encoder with tokens of patches and a class token; set encoder=vit_tiny encoder.pool=token"
-        )
