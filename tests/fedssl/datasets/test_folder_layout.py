@@ -1,6 +1,7 @@
 """Recognition of splits, owners and classes from the folders of a data set."""
 
 import logging
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,87 @@ def test_a_path_that_is_no_folder(tmp_path: Path, name: str) -> None:
         InputError, match="is not a folder; give the folder that holds your images" + "(; unpack it first)?$"
     ):
         list_split("train", tmp_path / name)
+
+
+def test_a_class_may_have_the_name_of_a_split(tmp_path: Path) -> None:
+    """As in CIFAR-100."""
+    root = touch(tmp_path, "train/1.png", "tulip/1.png", "whale/1.png")
+    assert classes_of(root) == [("train", "tulip", "whale")] * 2
+    assert classes_of(tmp_path, split_folders=False) == [("train", "tulip", "whale")] * 2
+
+
+def test_a_folder_of_one_class_has_no_labels(tmp_path: Path) -> None:
+    assert classes_of(touch(tmp_path / "one", "images/1.png", "images/2.png")) == [(), None]
+    assert classes_of(touch(tmp_path / "each", "train/images/1.png", "test/pictures/2.png")) == [(), ()]
+    root = touch(tmp_path / "mvtec", "train/good/1.png", "test/good/2.png", "test/defect/3.png")
+    assert labeled(root, list_split("train", root)) == {"train/good/1.png": "good"}
+    assert labeled(root, list_split("test", root)) == {"test/defect/3.png": "defect", "test/good/2.png": "good"}
+    assert list_split("train", root).classes == ("defect", "good")
+
+
+def test_wrapping_folders_are_entered(tmp_path: Path) -> None:
+    root = touch(
+        tmp_path, "archive/Pets/cat/1.png", "archive/Pets/cat/old/2.png", "archive/Pets/dog/3.png", "other/x.txt"
+    )
+    assert labeled(root, list_split("train", root)) == {
+        "archive/Pets/cat/1.png": "cat",
+        "archive/Pets/cat/old/2.png": "cat",
+        "archive/Pets/dog/3.png": "dog",
+    }
+    owner = list_split("train", root, folders="owner")
+    assert owner.owner_names == ("archive",)
+    touch(root, "archive/Pets/4.png")
+    with pytest.raises(InputError, match=r"Pets holds 1 loose images beside the subfolders cat, dog; .*=none for no"):
+        list_split("train", root)
+    assert len(list_split("train", root, folders="none").files) == 4
+
+
+def test_classes_are_those_of_all_splits(tmp_path: Path) -> None:
+    root = touch(tmp_path, "train/10/1.png", "train/2/1.png", "test/2/1.png", "test/0/1.png")
+    assert classes_of(root) == [("0", "10", "2")] * 2  # in the order of text
+    assert list_split("train", root).labels.tolist() == [1, 2]
+    (root / "test" / "7").mkdir()
+    assert classes_of(root) == [("0", "10", "2")] * 2
+
+
+def test_spellings_of_a_class(tmp_path: Path) -> None:
+    names = [unicodedata.normalize(form, "café") for form in ("NFC", "NFD")]
+    root = touch(
+        tmp_path / "accents", f"train/{names[0]}/1.png", "train/x/1.png", f"test/{names[1]}/1.png", "test/x/1.png"
+    )
+    assert classes_of(root) == [("café", "x")] * 2  # macOS decomposes accents
+    for name in ("cat", "Cat "):
+        root = touch(tmp_path / name, "train/Cat/1.png", "train/dog/1.png", f"test/{name}/1.png", "test/dog/1.png")
+        with pytest.raises(InputError, match=r"spell a class differently .*; rename"):
+            list_split("train", root)
+    letters = touch(tmp_path / "letters", "train/A/1.png", "train/a/1.png", "test/a/1.png")
+    assert classes_of(letters) == [("A", "a")] * 2
+
+
+def test_splits_inside_classes_are_a_warning(tmp_path: Path) -> None:
+    """As in MVTec AD, whose categories have splits."""
+    root = touch(tmp_path, *(f"{name}/{split}/good/1.png" for name in ("bottle", "cable") for split in SPLITS))
+    (warning,) = list_split("train", root).warnings
+    assert "the folders of splits in bottle, cable are not used as splits, and test images are trained on" in warning
+    assert list_split("train", root, split_folders=False).warnings == ()
+    assert list_split("train", root / "cable").warnings == ()
+
+
+def test_links_between_splits(tmp_path: Path) -> None:
+    root = touch(tmp_path / "data", "train/a/1.png", "train/b/2.png", "test/b/3.png")
+    (root / "test" / "a").symlink_to(root / "train" / "a")
+    assert list_split("train", root).warnings == ()
+    assert list_split("test", root).warnings == (
+        f"1 of the 2 images of {root}/test are also in {root}/train, by links",
+    )
+    same = touch(tmp_path / "same", "train/a/1.png", "train/b/2.png")
+    (same / "test").symlink_to(same / "train")
+    with pytest.raises(InputError, match=r"2 of the 2 images of .*/test are also in .*/train, by links; give other"):
+        list_split("test", same)
+    split = touch(tmp_path / "split", "all/1.png", "all/2.png")
+    for folder, name in (("train/a", "1"), ("train/b", "2"), ("test/a", "2"), ("test/b", "1")):
+        (split / folder).mkdir(parents=True)
+        (split / folder / f"{name}.png").symlink_to(split / "all" / f"{name}.png")
+    (split / "all" / "3.png").touch()
+    (split / "test" / "b" / "3.png").symlink_to(split / "all" / "3.png")
+    assert [len(list_split(name, split, split_folders=True).files) for name in SPLITS] == [2, 3]

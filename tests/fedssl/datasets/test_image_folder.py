@@ -132,3 +132,46 @@ def test_unusable_folders_are_one_sentence(tmp_path: Path) -> None:
         load_federated(own(tmp_path / "float"))
     with pytest.raises(InputError, match=r"dataset\.test_fraction=1"):
         load_split(own(tmp_path / "mixed", test_fraction=1), "test")
+
+
+def test_subfolders_may_be_owners(tmp_path: Path) -> None:
+    for name, values in {"phone-7": [1, 2, 3], "phone-10": [4, 5], ".trash": [9]}.items():
+        for value in values:
+            write(tmp_path / name / f"{value}.png", make_image(value))
+    image_data = load_federated(own(tmp_path, folders="owner"))
+    assert first_pixels(image_data.images) == [4, 5, 1, 2, 3]  # phone-10 before phone-7
+    assert (image_data.owner_names, image_data.owners.tolist()) == (("phone-10", "phone-7"), [0, 0, 1, 1, 1])
+    assert image_data.owners.dtype == torch.int64
+    assert (image_data.labels, image_data.classes) == (None, ())
+    assert load_labeled(own(tmp_path, folders="owner"), "test") is None
+
+
+def test_owners_with_classes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The second owner has no ant; one image of the first is unreadable."""
+    for name, value in (("ann/bee/1.png", 1), ("ann/ant/x/2.png", 2), ("ben/bee/3.png", 3), ("ben/cow/4.png", 4)):
+        write(tmp_path / "train" / name, make_image(value))
+    (tmp_path / "train" / "ann" / "ant" / "0.png").write_bytes(b"")
+    for name, value in (("eve/ant/5.png", 5), ("eve/bee/6.png", 6), ("eve/cow/7.png", 7)):
+        write(tmp_path / "test" / name, make_image(value))
+    settings = own(tmp_path, folders="owner/class")
+    with caplog.at_level(logging.WARNING):
+        image_data = load_federated(settings)
+    assert "1 of 5 images cannot be read" in caplog.text
+    assert first_pixels(image_data.images) == [2, 1, 3, 4]
+    assert (image_data.classes, image_data.labels.tolist()) == (("ant", "bee", "cow"), [0, 1, 1, 2])
+    assert (image_data.owner_names, image_data.owners.tolist()) == (("ann", "ben"), [0, 0, 1, 1])
+    test = load_split(settings, "test")
+    assert (test.classes, test.labels.tolist(), test.owner_names) == (("ant", "bee", "cow"), [0, 1, 2], ("eve",))
+
+
+def test_a_fifth_of_every_class_is_held_out_regardless_of_owners(tmp_path: Path) -> None:
+    for owner in range(5):
+        for name in ("ape", "cat"):
+            for number in range(2):
+                write(tmp_path / f"phone-{owner}" / name / f"{number}.png", make_image(10 * owner + number))
+    settings = own(tmp_path, folders="owner/class")
+    train, test = load_federated(settings), load_split(settings, "test")
+    assert torch.bincount(train.labels).tolist() == [8, 8]
+    assert torch.bincount(test.labels).tolist() == [2, 2]
+    for image_data in (train, test):
+        assert (image_data.images[:][:, 0, 0, 0] // 10).tolist() == image_data.owners.tolist()
