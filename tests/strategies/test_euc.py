@@ -123,21 +123,11 @@ def trained(name, array, *, round, client):
     return (0.9 * array + size * random.uniform(0, 1, array.shape)).astype(array.dtype)
 
 
-class Toys:
+class ToyFederation:
     """A federation of toys whose clients share one model object, as clients of one process do."""
 
-    def __init__(
-        self,
-        strategy,
-        *,
-        num_clients=3,
-        clients_per_round=3,
-        crashes=(),
-        server_optimizer=None,
-        make=Toy,
-        trained=trained,
-    ):
-        self.strategy, self.states, self.method = strategy, {}, make()
+    def __init__(self, strategy, *, num_clients, clients_per_round, crashes=(), server_optimizer=None):
+        self.strategy, self.states, self.method = strategy, {}, Toy()
         self.begun, self.bytes_down, self.bytes_up, self.plans, self.counted = {}, {}, {}, {}, {}
         start = exchanged_layers(self.method)
         app = ClientApp()
@@ -240,7 +230,7 @@ def slowly(start, rounds, *, phi, num_clients, clients_per_round, weighting="uni
 def test_rounds_equal_the_transcription(phi, num_clients, clients_per_round, weighting, crashes):
     counts = {"num_clients": num_clients, "clients_per_round": clients_per_round}
     strategy = EUC(interval=phi, weighting=weighting)
-    toys = Toys(strategy, **counts, crashes=crashes)
+    toys = ToyFederation(strategy, **counts, crashes=crashes)
     expected = slowly(toys.layers, 9, phi=phi, **counts, weighting=weighting, crashes=crashes)
     schedules = []
     before = dict.fromkeys(toys.layers, 1)
@@ -270,7 +260,7 @@ def test_rounds_equal_the_transcription(phi, num_clients, clients_per_round, wei
 
 def test_the_report_counts_the_bytes_that_were_not_sent():
     crashes = ((4, 0),)
-    toys = Toys(EUC(interval=3), num_clients=4, clients_per_round=3, crashes=crashes)
+    toys = ToyFederation(EUC(interval=3), num_clients=4, clients_per_round=3, crashes=crashes)
     whole = sum(array.nbytes for array in toys.layers.values())
     saved_up = saved_down = 0
     for round in range(1, 10):
@@ -289,7 +279,7 @@ def test_the_report_counts_the_bytes_that_were_not_sent():
 @pytest.mark.parametrize("server_optimizer", [None, FedAvgM(momentum=0.5)])
 def test_a_resumed_run_has_the_same_bits(tmp_path, server_optimizer):
     def toys():
-        return Toys(EUC(interval=3), num_clients=4, clients_per_round=2, server_optimizer=server_optimizer)
+        return ToyFederation(EUC(interval=3), num_clients=4, clients_per_round=2, server_optimizer=server_optimizer)
 
     whole, resumed = toys(), toys()
     for _ in range(9):
