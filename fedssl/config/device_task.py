@@ -23,7 +23,6 @@ from fedssl.errors import InputError, RequestRefused
 from fedssl.plain_values import flatten, plain_values
 
 GROUPS = ("augmentation", "encoder", "tuning", "method", "regularizer", "schedule", "optimizer", "strategy")
-ADDED_GROUPS = {"tuning": "full"}  # choices of tasks that an earlier version of a device stored
 ALLOWED_KEYS = ("run_id", "seed", "rounds", "local_epochs", "batch_size", "clip_norm", "precision", "channels_last")
 # What a model needs.
 DATA_KEYS = tuple(f"dataset.{key}" for key in ("channels", "size", "mean", "std", "background", "max_value"))
@@ -162,7 +161,7 @@ def _read(text: str) -> DeviceTask:
         raise RequestRefused("the task must have the keys choices and values")
     if not all(isinstance(part, dict) for part in task.values()):
         raise RequestRefused("the task's choices and values must each be a mapping")
-    return DeviceTask({**ADDED_GROUPS, **task["choices"]}, task["values"])
+    return DeviceTask(**task)
 
 
 def _check_choices(choices: Mapping[str, Any], known: Mapping[str, Sequence[str]]) -> None:

@@ -208,7 +208,7 @@ def vit(
         h is the class token, or the mean over the patches of a transformer without class token.
     positions : {"sincos", "learned"}
         Position embedding: the fixed one of `fedssl.encoders.tokens.sincos_position_embedding`, or
-        trained weights as in torchvision. Encoder files of earlier versions have trained weights.
+        trained weights as in torchvision.
     registers : int
         Number of register tokens (arXiv 2309.16588), which take part in attention but not in h. 0 disables them.
     """

@@ -148,11 +148,3 @@ def test_a_choice_that_the_device_does_not_have(name):
     task["choices"]["method"] = name
     with pytest.raises(RequestRefused, match="is not a choice of this edge client"):
         compose_task(json.dumps(task))
-
-
-def test_an_older_task_gets_defaults_for_newer_groups():
-    """A device compares a run's task with the one that it stored before it was upgraded."""
-    new = make_task(compose([])).text()
-    stored = json.loads(new)
-    del stored["choices"]["tuning"]
-    assert compose_task(json.dumps(stored)) == compose_task(new)
