@@ -21,13 +21,14 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 
 from benchmarks.common import make_parser, time_in_turn
 from fedssl.arrays import Layers
+from fedssl.config.constraint_table import WIRE_DTYPES
 from fedssl.config.load import compose
 from fedssl.flower_internals import set_task_identity
 from fedssl.machine.process import set_allocator_thresholds
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_layers
-from fedssl.wire.records import arrays_to_record, encode_arrays
-from fedssl.wire.wire_format import WIRE_DTYPES, pack, unpack
+from fedssl.wire.records import EXACT, Codec, arrays_to_record
+from fedssl.wire.wire_format import pack, unpack
 
 
 def models() -> tuple[Layers, Layers]:
@@ -77,11 +78,11 @@ def main() -> None:
     seconds = median_seconds(jobs)
     print(f"one pass: {1e3 * seconds['one pass']:.1f} ms of CPU")
     for wire_dtype in WIRE_DTYPES:
-        size, objects = serialize(RecordDict({"arrays": encode_arrays(trained, wire_dtype, start=start)}))
+        size, objects = serialize(RecordDict({"arrays": Codec(wire_dtype).encode(trained, start=start)}))
         packing, unpacking = (seconds[f"{what} {wire_dtype}"] for what in ("pack", "unpack"))
         shown = [f"{1e3 * taken:.1f} ms ({taken / seconds['one pass']:.1f}x)" for taken in (packing, unpacking)]
         print(f"{wire_dtype}: pack {shown[0]}, unpack {shown[1]}; {size / 1e6:.2f} MB in {objects} objects")
-    forms = {"one array per layer": arrays_to_record, "packed": encode_arrays}
+    forms = {"one array per layer": arrays_to_record, "packed": EXACT.encode}
     seconds = median_seconds(
         {name: lambda form=form: serialize(RecordDict({"arrays": form(trained)})) for name, form in forms.items()},
         turns=7,

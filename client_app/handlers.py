@@ -8,7 +8,6 @@ import logging
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from flwr.app import Context, Message, RecordDict
@@ -19,7 +18,6 @@ from client_app.memory_retry import run_with_retry
 from client_app.simulated import is_simulated
 from client_app.simulated_client import SimulatedClient
 from client_app.worker import ClientWorker, release_worker, worker_for
-from fedssl.config.constraint_table import LOSSLESS
 from fedssl.config.load import parse_client_config
 from fedssl.config.settings import ClientSettings
 from fedssl.errors import InputError, RequestRefused
@@ -32,7 +30,7 @@ from fedssl.secure_aggregation.protocol import SECAGG_CONFIG_KEY
 from fedssl.wire.delivery import EncoderDelivery, quality_content
 from fedssl.wire.fingerprint import code_fingerprint
 from fedssl.wire.identity import node_info_reply
-from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan
+from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan, plan_codec
 from fedssl.wire.records import content_bytes
 from strategies.mods.ranks import received_rank
 
@@ -88,7 +86,7 @@ def _personalized_reply(message: Message, context: Context) -> Message:
         return worker.personalized_encoder(plan, client.number, folder, request=request, store=client.store)
 
     encoder = _with_retry(run, client, plan, settings)
-    return Message(encoder.to_content(replace(plan, wire_dtype=LOSSLESS)), reply_to=message)
+    return Message(encoder.to_content(plan), reply_to=message)
 
 
 def _encoder_reply(message: Message, context: Context) -> Message:
@@ -135,7 +133,7 @@ def _train_reply(message: Message, context: Context, on_step_start: StepHook) ->
             "secure_aggregation=secagg_plus"
         )
     plan, update = _train(message, context, on_step_start)
-    content = update.to_content(plan)
+    content = update.to_content(plan, plan_codec(message.content))
     if isinstance(client, EdgeClient):
         _count_sent(client, content, "update sent", round=plan.round)
     return Message(content, reply_to=message)

@@ -21,8 +21,7 @@ from fedssl.config.settings import Settings
 from fedssl.errors import InputError
 from fedssl.model_arrays import exchanged_layers
 from fedssl.runs.run_report import RunReport
-from fedssl.wire.records import encode_arrays, record_bytes
-from fedssl.wire.wire_format import describe_wire_format
+from fedssl.wire.records import EXACT, record_bytes
 from server_app.build import RunComponents, build_run, node_names
 from server_app.callbacks.order import make_callbacks
 from server_app.client_states import ClientStates
@@ -176,7 +175,7 @@ def log_start(components: RunComponents, state: ServerState, folder: Path) -> No
         settings.num_clients,
         f"{len(data.image_data.images)} images" if data else "their own images",
         settings.rounds,
-        record_bytes(encode_arrays(exchanged_layers(components.method), settings.wire_dtype)),
+        record_bytes(components.context.codec.encode(exchanged_layers(components.method))),
         folder,
     )
     if settings.recording.resumed is not None and state.round >= settings.rounds:
@@ -202,11 +201,11 @@ def describe_exchange(components: RunComponents) -> str:
         frozen = "all frozen stages, which calibration changes" if settings.calibration else "frozen stages it lacks"
         staged = f"; of the encoder, upload the trained stages, download these and {frozen}"
     if components.context.base:
-        num_bytes = record_bytes(encode_arrays(components.context.base))
+        num_bytes = record_bytes(EXACT.encode(components.context.base))
         staged += f"; base layers, which tuning={settings.model.tuning.name} freezes, once: {num_bytes} bytes"
     return (
         f"download {summary.download}; upload {summary.upload}; metrics {', '.join(metrics) or 'none'}; "
-        f"local {summary.local_state}; wire format {describe_wire_format(settings.wire_dtype)}{staged}"
+        f"local {summary.local_state}; wire format {components.context.codec.describe()}{staged}"
     )
 
 

@@ -10,8 +10,8 @@ from flwr.app import Message
 
 from fedssl.arrays import Layers, is_weight
 from fedssl.config.aggregation_settings import AggregationSettings
-from fedssl.wire.messages import ARRAYS
-from fedssl.wire.records import content_bytes, decode_arrays
+from fedssl.wire.messages import TrainPlan
+from fedssl.wire.records import content_bytes
 from server_app.policies import LoopPolicy
 from server_app.updates import UpdateReader, ValidUpdate
 from strategies.round_start import ClientAssignment
@@ -33,7 +33,7 @@ def make_policy(settings: AggregationSettings) -> LoopPolicy:
 def rebase(reader: UpdateReader, client: int, *, plan: Message, reply: Message) -> ValidUpdate:
     """Return the update of a reply to an earlier plan, applied to the current model; raises `InvalidUpdate`."""
     current, number = reader.starts[GLOBAL].expected_upload, int(plan.metadata.group_id)
-    start_layers = decode_arrays(plan.content.array_records[ARRAYS], reader.wire_dtype)
+    start_layers = TrainPlan.from_content(plan.content).layers
     start = current.with_layers({name: start_layers[name] for name in current.layers})
     slot = ClientAssignment(client, (GLOBAL,), GLOBAL, tuple(start_layers), content_bytes(plan.content), (GLOBAL,))
     valid = reader.validate(slot, reply, start, number=number)

@@ -101,8 +101,10 @@ def request_personalized_encoders(
         client: federation.strategy.server.candidate_models(state, state.round + 1, client) for client in clients
     }
     plans = PlanBuilder(federation, state, candidates=candidates, extra_models=(), oldest_resumable=0)
-    sent = ((request.attach_to(plan.content), plan.metadata.dst_node_id) for plan in plans.messages)
-    messages = [Message(content, node, "train.personalized") for content, node in sent]
+    messages = [
+        Message(request.attach_to(content), federation.nodes[client], "train.personalized")
+        for client, content in plans.contents.items()
+    ]
     client_of = {federation.nodes[client]: client for client in clients}
     for message, reply in messenger.send_and_receive(messages, timeout=federation.settings.reply_timeout):
         client = client_of[message.metadata.dst_node_id]

@@ -1,18 +1,18 @@
-"""The plans of a round: the model that every client starts from, the layers that it lacks, and the messages."""
+"""The plans of a round: the model that every client starts from, and the layers that it lacks."""
 
 import functools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, RecordDict
 
 from fedssl.arrays import Layers
 from fedssl.availability import Workload
 from fedssl.schedule.phases import phase_at
 from fedssl.wire.fingerprint import code_fingerprint
 from fedssl.wire.messages import BASE, TrainPlan
-from fedssl.wire.records import content_bytes, encode_arrays, layer_bytes, record_bytes
+from fedssl.wire.records import EXACT, Codec, content_bytes, layer_bytes, record_bytes
 from server_app.federation import Federation
 from strategies.mods.base import exchanged_layers
 from strategies.round_start import ClientAssignment, RoundStart, StartingModel, UntrainedLayers
@@ -21,7 +21,7 @@ from strategies.types import GlobalModel, ServerState
 
 
 class PlanBuilder:
-    """Builder of the slots and messages of the round that follows a state, for each client in order.
+    """Builder of the slots of the round that follows a state, and of the contents of its messages, by client in order.
 
     ``candidates`` are the models from which each client selects its start, and ``extra_models`` further models that
     updates go into. ``attempt`` is the number of earlier attempts at the round.
@@ -54,7 +54,8 @@ class PlanBuilder:
         self._models: dict[tuple[str, tuple[str, ...], tuple[Hashable, ...]], Layers] = {}
         self._packed: dict[int, ArrayRecord] = {}  # by the ids of these models
         self.slots: dict[int, ClientAssignment] = {}
-        self.messages = self._plan_clients(candidates, oldest_resumable=oldest_resumable)
+        self.contents: dict[int, RecordDict] = {}
+        self._plan_clients(candidates, oldest_resumable=oldest_resumable)
 
     def _start(self, model: GlobalModel) -> StartingModel:
         context = self._context
@@ -68,8 +69,8 @@ class PlanBuilder:
         sent = context.global_layers(trained if up is None else {layer: trained[layer] for layer in up})
         return StartingModel(model, trained, frozen, up, sent)
 
-    def _plan_clients(self, candidates: Mapping[int, tuple[str, ...]], *, oldest_resumable: int) -> list[Message]:
-        context, federation, messages = self._context, self._federation, []
+    def _plan_clients(self, candidates: Mapping[int, tuple[str, ...]], *, oldest_resumable: int) -> None:
+        context, federation = self._context, self._federation
         plan = TrainPlan(
             round=self._number,
             layers={},
@@ -77,7 +78,6 @@ class PlanBuilder:
             metrics=federation.requested_metrics(self._number),
             oldest_resumable_round=oldest_resumable,
             code_fingerprint=code_fingerprint(),
-            wire_dtype=context.settings.wire_dtype,
             lr_factor=context.lr_factor(self._number),
             evicted_clients=tuple(client for client in candidates if client in self._state.evicted),
         )
@@ -106,8 +106,8 @@ class PlanBuilder:
                     base=sent.base,
                     upload_names=start.upload_names,
                 )
-                contents[key] = self._in_phase(client_plan, start).to_content(self._encode)
-            content = contents[key]
+                contents[key] = self._in_phase(client_plan, start).to_content(context.codec, encode=self._encode)
+            self.contents[client] = content = contents[key]
             self.slots[client] = ClientAssignment(
                 client,
                 names,
@@ -117,8 +117,6 @@ class PlanBuilder:
                 base_bytes=record_bytes(content.array_records[BASE]) if sent.base else 0,
                 variants=variants,
             )
-            messages.append(Message(content, federation.nodes[client], "train", group_id=str(self._number)))
-        return messages
 
     def exchange(self, models: Iterable[str]) -> RoundExchange:
         """Return what the clients exchange, for rules. ``models`` are changed by the round."""
@@ -136,10 +134,10 @@ class PlanBuilder:
             self._models[name, down, variants] = exchanged_layers(self._federation.mods, layers, variants)
         return self._models[name, down, variants]
 
-    def _encode(self, layers: Layers, wire_dtype: str) -> ArrayRecord:
+    def _encode(self, codec: Codec, layers: Layers) -> ArrayRecord:
         """Return the record of a model. It is encoded once for all clients."""
         if id(layers) not in self._packed:
-            self._packed[id(layers)] = encode_arrays(layers, wire_dtype)
+            self._packed[id(layers)] = codec.encode(layers)
         return self._packed[id(layers)]
 
     def _in_phase(self, plan: TrainPlan, start: StartingModel) -> TrainPlan:
@@ -164,34 +162,31 @@ def client_workloads(
     *,
     starts: Mapping[str, StartingModel],
     slots: Mapping[int, ClientAssignment],
-    messages: Sequence[Message],
+    contents: Mapping[int, RecordDict],
 ) -> dict[int, Workload]:
-    """Return the work of every client of a round by node, for virtual time. Slots and messages have the same order.
+    """Return the work of every client of a round by node, for virtual time.
 
     Bytes are those of layers: other contents of messages, such as paths, differ between equal runs.
     """
     context = federation.context
     phase = phase_at(context.phases, number)
-    contents = {id(message.content): message.content for message in messages}
-    bytes_down = {key: layer_bytes(content) for key, content in contents.items()}
-    parts = record_bytes(encode_arrays(context.gathered.layers))
+    distinct = {id(content): content for content in contents.values()}
+    bytes_down = {key: layer_bytes(content) for key, content in distinct.items()}
+    parts = record_bytes(EXACT.encode(context.gathered.layers))
     bytes_up = {
         (name, variants): parts
         + record_bytes(
-            encode_arrays(
-                exchanged_layers(federation.mods, starts[name].expected_upload.layers, variants),
-                context.settings.wire_dtype,
-            )
+            context.codec.encode(exchanged_layers(federation.mods, starts[name].expected_upload.layers, variants))
         )
         for name, variants in {(slot.start, slot.variants) for slot in slots.values()}
     }
     return {
-        message.metadata.dst_node_id: Workload(
+        federation.nodes[client]: Workload(
             client=client,
             round=number,
             flops=federation.client_flops(phase, client),
-            bytes_down=bytes_down[id(message.content)],
+            bytes_down=bytes_down[id(contents[client])],
             bytes_up=bytes_up[slot.start, slot.variants],
         )
-        for (client, slot), message in zip(slots.items(), messages, strict=True)
+        for client, slot in slots.items()
     }

@@ -5,7 +5,9 @@ passes valid updates to the aggregation. Every client is compared with the model
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
+
+from flwr.app import Message
 
 from fedssl.rules import check_rules
 from server_app.exchanges.base import Exchange, Late, Lost, Received, Reply, SentRound, Sum
@@ -21,12 +23,12 @@ from strategies.update_store import UpdateStorage
 
 
 class Round:
-    """The round that follows a state. ``number`` counts from 1, and ``messages`` has one for each client that trains.
+    """The round that follows a state. ``number`` counts from 1.
 
-    ``slots`` are the clients by id, in the order of the messages, and ``starts`` the models that they start from.
-    ``attempt`` is the number of earlier attempts at this round. A resumed run may go back to ``oldest_resumable``.
-    Clients ``in_flight``, which still train for an older plan, and those that are ``offline`` are not sampled.
-    ``observers`` are called with every update that is used.
+    ``slots`` are the clients that train by id, ``contents`` those of the messages to them, and ``starts`` the models
+    that they start from. ``attempt`` is the number of earlier attempts at this round. A resumed run may go back to
+    ``oldest_resumable``. Clients ``in_flight``, which still train for an older plan, and those that are ``offline`` are
+    not sampled. ``observers`` are called with every update that is used.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Round:
             oldest_resumable=oldest_resumable,
             attempt=attempt,
         )
-        self.starts, self.slots, self.messages = plans.starts, plans.slots, plans.messages
+        self.starts, self.slots, self.contents = plans.starts, plans.slots, plans.contents
         self._storage = UpdateStorage(federation.settings.recording.folder)
         self._aggregation = RoundAggregation(
             federation,
@@ -83,6 +85,12 @@ class Round:
         state, result = self.finish(exchange.replies(self.sent))
         return state, exchange.record(result)
 
+    @cached_property
+    def messages(self) -> list[Message]:
+        """Return the message to each client, in their order, for the grid that is in use."""
+        nodes, group = self._federation.nodes, str(self.number)
+        return [Message(content, nodes[client], "train", group_id=group) for client, content in self.contents.items()]
+
     @property
     def sent(self) -> SentRound:
         """Return what an exchange needs to send this round."""
@@ -98,7 +106,7 @@ class Round:
             policy=self._policy,
             timeout=federation.settings.reply_timeout,
             sum_task=self.sum_task,
-            workloads=lambda: workload(slots=self.slots, messages=self.messages),
+            workloads=lambda: workload(slots=self.slots, contents=self.contents),
         )
 
     def sum_task(self) -> SumTask | None:

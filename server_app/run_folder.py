@@ -32,7 +32,7 @@ from fedssl.runs.manifest import (
 from fedssl.runs.run import FLEET_FILE, LOCK_FILE
 from fedssl.runs.snapshots import remove_later_snapshots
 from fedssl.safe_io import MAX_LINES_BYTES, read_text
-from fedssl.wire.records import encode_arrays, record_bytes
+from fedssl.wire.records import EXACT, record_bytes
 from server_app.build import ClientData, RunComponents
 from server_app.checkpoint import (
     StateSchema,
@@ -151,7 +151,7 @@ class RunFolder:
             )
         if digest:
             save_base(folder, base, digest=digest)
-            self.base = {"digest": digest, "bytes": record_bytes(encode_arrays(base))}
+            self.base = {"digest": digest, "bytes": record_bytes(EXACT.encode(base))}
 
     def write_partition(self, client_data: ClientData) -> None:
         """Write ``partition.csv``; raises `InputError` if a resumed run has another partition."""

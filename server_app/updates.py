@@ -184,13 +184,13 @@ class UpdateReader:
         state_rounds: Mapping[int, int],
     ) -> None:
         self._federation, self._state_rounds = federation, state_rounds
-        self.starts, self.number, self.wire_dtype = starts, number, federation.settings.wire_dtype
+        self.starts, self.number = starts, number
         self._expected: dict[tuple[str, tuple[Hashable, ...]], GlobalLayers] = {}
         self.validator = UpdateValidator(
             gathered=federation.context.gathered,
             required_metrics=tuple(required_metrics),
             code_fingerprint=code_fingerprint(),
-            wire_dtype=federation.settings.wire_dtype,
+            codec=federation.context.codec,
             max_examples=federation.settings.aggregation.max_examples,
         )
 

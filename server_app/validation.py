@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from flwr.app import Message
 
 from fedssl.arrays import Cosines, GlobalLayers, Layers
-from fedssl.config.constraint_table import LOSSLESS
 from fedssl.errors import InputError
 from fedssl.wire.messages import NUM_EXAMPLES, SECONDS, TRAIN_LOSS, ClientUpdate, parse_model_index
+from fedssl.wire.records import EXACT, Codec
 
 # Ranges of metrics. Losses of methods and regularizers are far smaller.
 METRIC_RANGES = {TRAIN_LOSS: (-1e6, 1e6), SECONDS: (0.0, 1e7)}
@@ -27,7 +27,7 @@ class UpdateValidator:
     gathered: GlobalLayers  # names, shapes and dtypes of the parts for the method's server side
     required_metrics: tuple[str, ...]
     code_fingerprint: str
-    wire_dtype: str
+    codec: Codec
     max_examples: int | None
 
     def read(
@@ -49,7 +49,7 @@ class UpdateValidator:
         # A shortened layer contains the change by training. Added to the server's own copy of the model, it is not
         # affected by the rounding of the download, and neither is its cosine.
         start = {layer: expected.layers[layer] for layer in downloaded if layer in expected.layers}
-        update = read_update(reply, client, sent_to=node, wire_dtype=self.wire_dtype, start=start)
+        update = read_update(reply, client, sent_to=node, codec=self.codec, start=start)
         check_state_round(update, saved_round)
         cosines = check_update(
             update,
@@ -69,16 +69,16 @@ def read_model_index(reply: Message, *, num_models: int) -> int:
 
 
 def read_update(
-    reply: Message, client: int, *, sent_to: int, wire_dtype: str = LOSSLESS, start: Layers | None = None
+    reply: Message, client: int, *, sent_to: int, codec: Codec = EXACT, start: Layers | None = None
 ) -> ClientUpdate:
     """Return the update in a client's reply to the message for node ``sent_to``; raises `InvalidUpdate`.
 
-    ``wire_dtype`` and ``start`` as in `fedssl.wire.messages.ClientUpdate.from_content`.
+    ``codec`` and ``start`` as in `fedssl.wire.messages.ClientUpdate.from_content`.
     """
     if reply.metadata.src_node_id != sent_to:
         raise InvalidUpdate(f"node {reply.metadata.src_node_id} replied to what was sent to node {sent_to}")
     with _read_errors_as_invalid_update():
-        return ClientUpdate.from_content(reply.content, client, wire_dtype=wire_dtype, start=start)
+        return ClientUpdate.from_content(reply.content, client, codec, start=start)
 
 
 @contextmanager

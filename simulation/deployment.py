@@ -37,8 +37,7 @@ def validate(settings: Settings) -> None:
 
     Files of the SuperLink's machine are not read: its images, and a teacher or weights that are not on this machine.
     """
-    from fedssl.flower_internals import set_task_identity  # slow imports
-    from fedssl.pretrained.sources import file_of
+    from fedssl.pretrained.sources import file_of  # slow imports
     from server_app.build import build_components
     from server_app.round import Round
     from simulation.grid import simulated_clients
@@ -50,7 +49,6 @@ def validate(settings: Settings) -> None:
     client_ids = {f"device-{number}": number for number in range(settings.num_clients)}
     clients = replace(simulated_clients(settings.num_clients), client_ids=client_ids)
     here = replace(settings, machine=replace(settings.machine, device="cpu"))
-    set_task_identity()  # messages of the round name the run
     log.disabled = True  # warnings are logged by the run
     try:
         Round(build_components(here, clients, reads_images=False).federation, ServerState())

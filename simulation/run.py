@@ -94,7 +94,6 @@ class BuiltRun:
 
 def _build(settings: Settings) -> BuiltRun:
     """Build a run on this machine or a Ray cluster; raises `InputError` before anything starts."""
-    from fedssl.flower_internals import set_task_identity
     from fedssl.machine.devices import check_cuda_features, select_device
     from server_app.build import build_components
     from server_app.console import log_to_console
@@ -107,7 +106,6 @@ def _build(settings: Settings) -> BuiltRun:
     if engine.engine == "auto":
         engine = choose_on_gpus(settings) or engine
     server = server_on_gpus(settings) if engine.engine == "ray" else settings
-    set_task_identity()  # rules about what clients exchange plan a round, whose messages name the run
     with log_to_console() as records:
         components = build_components(server, simulated_clients(settings.num_clients))
     if settings.engine.address is None:  # clients train on this machine

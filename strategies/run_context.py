@@ -12,6 +12,7 @@ from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import copy_layers, exchanged_layers, global_layers, names_in_parts, read_layers
 from fedssl.schedule.phases import Phase, phase_at
 from fedssl.schedule.stages import Stages
+from fedssl.wire.records import Codec
 from strategies.types import GlobalModel
 
 
@@ -42,6 +43,11 @@ class RunContext:
     def clients_cache_frozen(self) -> bool:
         """Return whether clients may cache frozen stages. Calibration would change them."""
         return len(self.phases) > 1 and self.settings.calibration is None
+
+    @property
+    def codec(self) -> Codec:
+        """Return the codec of the models that clients and server exchange."""
+        return Codec(self.settings.wire_dtype)
 
     @cached_property
     def stages(self) -> Stages:

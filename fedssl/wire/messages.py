@@ -11,9 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedssl.arrays import Layers
 from fedssl.base_layers import is_digest
-from fedssl.config.constraint_table import LOSSLESS
-from fedssl.wire.records import decode_arrays, encode_arrays
-from fedssl.wire.wire_format import check_wire_dtype
+from fedssl.wire.records import EXACT, Codec
 
 ARRAYS, METHOD_BROADCAST, METHOD_UPLOAD, BASE = "arrays", "method-broadcast", "method-upload", "base"
 CONFIG, METRICS, REPLY_CONFIG, PERSONALIZED = "config", "metrics", "reply-config", "personalized"
@@ -37,7 +35,6 @@ class TrainPlan:
     # Oldest round from which the run may resume; a client deletes states that only earlier rounds need.
     oldest_resumable_round: int
     code_fingerprint: str  # of the server's source code; a client with other code rejects the plan
-    wire_dtype: str = LOSSLESS  # of layers in both directions, see `fedssl.wire.wire_format`
     broadcast: Layers = field(default_factory=dict)  # of the server side of the method, see `SSLMethod`
     lr_factor: float = 1.0  # factor of the optimizer's learning rate
     upload_names: tuple[str, ...] | None = None  # layers to upload; None uploads all exchanged layers
@@ -52,8 +49,10 @@ class TrainPlan:
     # Further models. The client selects one of these or ``layers`` and reports its index.
     candidate_arrays: tuple[Layers, ...] = ()
 
-    def to_content(self, pack: Callable[[Layers, str], ArrayRecord] = encode_arrays) -> RecordDict:
-        """Return the content of the plan's message; ``pack`` encodes models."""
+    def to_content(
+        self, codec: Codec = EXACT, *, encode: Callable[[Codec, Layers], ArrayRecord] = Codec.encode
+    ) -> RecordDict:
+        """Return the content of the plan's message. ``codec`` is for models in both directions."""
         plan = ConfigRecord(
             {
                 "round": self.round,
@@ -61,7 +60,7 @@ class TrainPlan:
                 "oldest-resumable-round": self.oldest_resumable_round,
                 "lr-factor": self.lr_factor,
                 "code-fingerprint": self.code_fingerprint,
-                "wire-dtype": self.wire_dtype,
+                "wire-dtype": codec.wire_dtype,
                 "metrics": _join_names(self.metrics),
             }
         )
@@ -77,30 +76,27 @@ class TrainPlan:
         if self.base_digest:
             plan["base-digest"] = self.base_digest
         content = RecordDict(
-            {ARRAYS: pack(self.layers, self.wire_dtype), METHOD_BROADCAST: encode_arrays(self.broadcast), CONFIG: plan}
+            {ARRAYS: encode(codec, self.layers), METHOD_BROADCAST: EXACT.encode(self.broadcast), CONFIG: plan}
         )
         if self.base:
-            content[BASE] = pack(self.base, LOSSLESS)
+            content[BASE] = encode(EXACT, self.base)
         for number, layers in enumerate(self.candidate_arrays, start=1):
-            content[f"{ARRAYS}-{number}"] = pack(layers, self.wire_dtype)
+            content[f"{ARRAYS}-{number}"] = encode(codec, layers)
         return content
 
     @classmethod
     def from_content(cls, content: RecordDict) -> "TrainPlan":
         """Read the plan from a message's content."""
-        plan = content.config_records[CONFIG]
-        wire_dtype = check_wire_dtype(plan["wire-dtype"])
-        records = content.array_records
+        plan, records, codec = content.config_records[CONFIG], content.array_records, plan_codec(content)
         num_others = len({ARRAYS, METHOD_BROADCAST, BASE} & records.keys())
         candidates = [records[f"{ARRAYS}-{number}"] for number in range(1, len(records) - num_others + 1)]
         return cls(
             round=int(_number(plan["round"])),
-            layers=decode_arrays(records[ARRAYS], wire_dtype),
-            candidate_arrays=tuple(decode_arrays(record, wire_dtype) for record in candidates),
-            broadcast=decode_arrays(records[METHOD_BROADCAST]),
-            base=decode_arrays(records[BASE]) if BASE in records else {},
+            layers=codec.decode(records[ARRAYS]),
+            candidate_arrays=tuple(codec.decode(record) for record in candidates),
+            broadcast=EXACT.decode(records[METHOD_BROADCAST]),
+            base=EXACT.decode(records[BASE]) if BASE in records else {},
             base_digest=_digest(plan.get("base-digest", "")),
-            wire_dtype=wire_dtype,
             settings=str(plan["settings"]),
             metrics=_split_names(plan["metrics"]),
             oldest_resumable_round=int(_number(plan["oldest-resumable-round"])),
@@ -131,10 +127,10 @@ class ClientUpdate:
     # Index of the model that it started from: 0 for ``layers``, otherwise the position in ``candidate_arrays``, from 1.
     model_index: int = 0
 
-    def to_content(self, plan: TrainPlan) -> RecordDict:
+    def to_content(self, plan: TrainPlan, codec: Codec = EXACT) -> RecordDict:
         """Return the content of the reply, with only the metrics that the plan requests.
 
-        Layers that the plan contained are sent as differences if wire_dtype compresses them.
+        Layers that the plan contained are sent as differences if the codec compresses them.
         """
         values = {NUM_EXAMPLES: self.num_examples, TRAIN_LOSS: self.train_loss, SECONDS: self.seconds}
         record = MetricRecord({name: value for name in plan.metrics if (value := values[name]) is not None})
@@ -145,8 +141,8 @@ class ClientUpdate:
         start = (plan.layers, *plan.candidate_arrays)[self.model_index]
         return RecordDict(
             {
-                ARRAYS: encode_arrays(self.layers, plan.wire_dtype, start=start),
-                METHOD_UPLOAD: encode_arrays(self.uploaded_parts),
+                ARRAYS: codec.encode(self.layers, start=start),
+                METHOD_UPLOAD: EXACT.encode(self.uploaded_parts),
                 METRICS: record,
                 REPLY_CONFIG: plan_id,
             }
@@ -154,9 +150,9 @@ class ClientUpdate:
 
     @classmethod
     def from_content(
-        cls, content: RecordDict, partition_id: int, *, wire_dtype: str = LOSSLESS, start: Layers | None = None
+        cls, content: RecordDict, partition_id: int, codec: Codec = EXACT, *, start: Layers | None = None
     ) -> "ClientUpdate":
-        """Read the update from a reply to a plan with this wire dtype; KeyError or ValueError if the reply is invalid.
+        """Read the update from a reply to a plan of this codec; KeyError or ValueError if the reply is invalid.
 
         ``start`` are the layers that the client downloaded, as on the server; differences are added to them.
         """
@@ -175,8 +171,8 @@ class ClientUpdate:
         if examples is not None and not abs(examples) < 2**53:
             raise ValueError(f"metric {NUM_EXAMPLES} is {examples}, which is not a count")
         return cls(
-            layers=decode_arrays(content.array_records[ARRAYS], wire_dtype, start=start),
-            uploaded_parts=decode_arrays(content.array_records[METHOD_UPLOAD]),
+            layers=codec.decode(content.array_records[ARRAYS], start=start),
+            uploaded_parts=EXACT.decode(content.array_records[METHOD_UPLOAD]),
             partition_id=partition_id,
             num_examples=None if examples is None else int(examples),
             train_loss=values.get(TRAIN_LOSS),
@@ -205,6 +201,11 @@ class PersonalizedModelRequest:
         return cls(
             adaptation_epochs=as_count(request["adaptation-epochs"]), after_adaptation=bool(request["after-adaptation"])
         )
+
+
+def plan_codec(content: RecordDict) -> Codec:
+    """Return the codec of the models in a plan's message and in the reply to it."""
+    return Codec(str(content.config_records[CONFIG]["wire-dtype"]))
 
 
 def parse_model_index(content: RecordDict, *, num_models: int) -> int:

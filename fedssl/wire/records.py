@@ -13,13 +13,15 @@ import io
 import json
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import numpy as np
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, RecordDict
 
 from fedssl.arrays import Layers
-from fedssl.config.constraint_table import LOSSLESS
+from fedssl.config.constraint_table import LOSSLESS, WIRE_DTYPES
+from fedssl.errors import InputError
 from fedssl.wire.wire_format import TABLE, TensorSpec, flat_layout, pack, table_text, unpack
 
 CHUNK_BYTES = 5 * 2**20  # size of the chunks of an array in Flower
@@ -100,25 +102,44 @@ def record_to_arrays(record: ArrayRecord) -> Layers:
     }
 
 
-def encode_arrays(layers: Layers, wire_dtype: str = LOSSLESS, *, start: Layers | None = None) -> ArrayRecord:
-    """Encode layers as a record; parameters as in `fedssl.wire.wire_format.pack`."""
-    if wire_dtype == LOSSLESS:
-        return LazyArrayRecord(layers)
-    return arrays_to_record(pack(layers, wire_dtype, start=start))
+@dataclass(frozen=True)
+class Codec:
+    """Codec of the layers that clients and server exchange; raises `InputError` for an unknown dtype."""
+
+    wire_dtype: str = LOSSLESS
+
+    def __post_init__(self) -> None:
+        if self.wire_dtype not in WIRE_DTYPES:
+            raise InputError(f"wire_dtype={self.wire_dtype} is not valid; choose one of {', '.join(WIRE_DTYPES)}")
+
+    def encode(self, layers: Layers, *, start: Layers | None = None) -> ArrayRecord:
+        """Encode layers as a record. ``start`` as in `fedssl.wire.wire_format.pack`."""
+        if self.wire_dtype == LOSSLESS:
+            return LazyArrayRecord(layers)
+        return arrays_to_record(pack(layers, self.wire_dtype, start=start))
+
+    def decode(self, record: ArrayRecord, *, start: Layers | None = None) -> Layers:
+        """Decode the layers of a record. ``start`` as in `fedssl.wire.wire_format.unpack`.
+
+        Raise a ValueError if it has neither the form of `encode` nor, with ``fp32``, one array per layer as Flower's
+        mods produce.
+        """
+        arrays = record_to_arrays(record)
+        is_plain = self.wire_dtype == LOSSLESS and TABLE not in arrays
+        return arrays if is_plain else unpack(arrays, self.wire_dtype, start=start)
+
+    def describe(self) -> str:
+        """Describe how layers are exchanged."""
+        if self.wire_dtype == LOSSLESS:
+            return f"{self.wire_dtype}, exactly"
+        return f"{self.wire_dtype}: kernels and matrices, uploaded as differences to the download; all others exactly"
 
 
-def decode_arrays(record: ArrayRecord, wire_dtype: str = LOSSLESS, *, start: Layers | None = None) -> Layers:
-    """Decode the layers of a record; parameters as in `fedssl.wire.wire_format.unpack`.
-
-    Raise a ValueError if it has neither the form of `encode_arrays` nor, with ``fp32``, one array per layer as Flower's
-    mods produce.
-    """
-    arrays = record_to_arrays(record)
-    return arrays if wire_dtype == LOSSLESS and TABLE not in arrays else unpack(arrays, wire_dtype, start=start)
+EXACT = Codec()  # of layers that never lose bits
 
 
 def restored_content(content: RecordDict) -> RecordDict:
-    """Return a content that was serialized within a process, with the records of `encode_arrays` and their sizes."""
+    """Return a content that was serialized within a process, with the records of `Codec.encode` and their sizes."""
     records = {name: record_to_arrays(record) for name, record in content.array_records.items()}
     lossless = {name: LazyArrayRecord(arrays) for name, arrays in records.items() if TABLE not in arrays}
     return RecordDict({**content, **lossless})

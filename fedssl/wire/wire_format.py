@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from fedssl.arrays import STATISTICS, Layers
-from fedssl.config.constraint_table import LOSSLESS, WIRE_DTYPES
-from fedssl.errors import InputError
+from fedssl.config.constraint_table import LOSSLESS
 
 # Arrays from a network are read-only, and only read here.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -74,20 +73,6 @@ class TensorSpec:
         """Return whether wire dtypes other than ``fp32`` compress the tensor."""
         kernel = len(self.shape) > 1 and 0 not in self.shape
         return kernel and self.dtype == "float32" and self.name.rpartition(".")[2] not in STATISTICS
-
-
-def check_wire_dtype(wire_dtype: object) -> str:
-    """Return a valid wire dtype unchanged; otherwise raise `InputError`."""
-    if wire_dtype not in WIRE_DTYPES:
-        raise InputError(f"wire_dtype={wire_dtype} is not valid; choose one of {', '.join(WIRE_DTYPES)}")
-    return str(wire_dtype)
-
-
-def describe_wire_format(wire_dtype: str) -> str:
-    """Describe the wire format."""
-    if wire_dtype == LOSSLESS:
-        return f"{wire_dtype}, exactly"
-    return f"{wire_dtype}: kernels and matrices, uploaded as differences to the download; all others exactly"
 
 
 def tensor_specs(layers: Layers) -> list[TensorSpec]:

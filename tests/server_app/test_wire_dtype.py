@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from client_app.app import app as client_app
+from fedssl.config.constraint_table import WIRE_DTYPES
 from fedssl.config.load import compose
 from fedssl.wire.messages import TrainPlan
-from fedssl.wire.records import encode_arrays
-from fedssl.wire.wire_format import WIRE_DTYPES
+from fedssl.wire.records import EXACT, Codec
 from server_app.attempts import run_round
 from server_app.build import build_run
 from server_app.exchanges.wall_clock import WallClockExchange
@@ -90,13 +90,13 @@ def test_a_network_gives_numbers_and_bytes_of_one_process(overrides, tmp_path):
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda layers: encode_arrays(layers), "the table of layers is missing"),
-        (lambda layers: encode_arrays(layers, "fp16"), "layers have wire_dtype=fp16 instead of int8"),
+        (lambda layers: EXACT.encode(layers), "the table of layers is missing"),
+        (lambda layers: Codec("fp16").encode(layers), "layers have wire_dtype=fp16 instead of int8"),
         (
-            lambda layers: encode_arrays({**layers, "spy.weight": np.ones((2, 2), np.float32)}, "int8"),
+            lambda layers: Codec("int8").encode({**layers, "spy.weight": np.ones((2, 2), np.float32)}),
             "layer spy.weight",
         ),
-        (lambda layers: encode_arrays({name: a.T for name, a in layers.items()}, "int8"), "has shape"),
+        (lambda layers: Codec("int8").encode({name: a.T for name, a in layers.items()}), "has shape"),
     ],
 )
 def test_an_update_in_another_encoding_is_dropped(damage, reason, tmp_path):

@@ -6,17 +6,13 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, RecordDict
 
+from fedssl.config.constraint_table import WIRE_DTYPES
 from fedssl.config.load import compose
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_layers
-from fedssl.wire.messages import ClientUpdate, TrainPlan
-from fedssl.wire.records import (
-    arrays_to_record,
-    content_bytes,
-    decode_arrays,
-    encode_arrays,
-)
-from fedssl.wire.wire_format import TABLE, WIRE_DTYPES
+from fedssl.wire.messages import ClientUpdate, TrainPlan, plan_codec
+from fedssl.wire.records import EXACT, Codec, arrays_to_record, content_bytes
+from fedssl.wire.wire_format import TABLE
 from tests.cases import some
 from tests.wire import arrived, message_of, objects
 
@@ -45,8 +41,8 @@ def same(one, other):
 
 
 def test_layers_are_handed_over_unpacked_in_one_process():
-    record = encode_arrays(LAYERS)
-    assert np.shares_memory(decode_arrays(record)["encoder.conv.weight"], LAYERS["encoder.conv.weight"])
+    record = EXACT.encode(LAYERS)
+    assert np.shares_memory(EXACT.decode(record)["encoder.conv.weight"], LAYERS["encoder.conv.weight"])
     content_bytes(RecordDict({"arrays": record}))
     assert "_packed" not in record.__dict__
 
@@ -54,15 +50,15 @@ def test_layers_are_handed_over_unpacked_in_one_process():
 @pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
 def test_a_network_brings_what_one_process_hands_over(wire_dtype):
     start = {name: array for name, array in LAYERS.items() if name != "encoder.bn.running_var"}
-    plan = replace(PLAN, wire_dtype=wire_dtype, broadcast=CENTROIDS, layers=start)
+    plan = replace(PLAN, broadcast=CENTROIDS, layers=start)
     update = ClientUpdate(layers=LAYERS, uploaded_parts=CENTROIDS, partition_id=4, num_examples=9)
-    down, up = message_of(plan.to_content()), message_of(update.to_content(plan))
+    codec = Codec(wire_dtype)
+    down, up = message_of(plan.to_content(codec)), message_of(update.to_content(plan, codec))
     here, there = TrainPlan.from_content(down.content), TrainPlan.from_content(arrived(down).content)
     assert same(here.layers, there.layers)
     assert same(there.broadcast, CENTROIDS)  # what a method's server side deals with is not shortened
-    assert there.wire_dtype == wire_dtype
-    options = {"wire_dtype": wire_dtype, "start": start}
-    here, there = (ClientUpdate.from_content(one.content, 4, **options) for one in (up, arrived(up)))
+    assert plan_codec(arrived(down).content) == codec
+    here, there = (ClientUpdate.from_content(one.content, 4, codec, start=start) for one in (up, arrived(up)))
     assert same(here.layers, there.layers)
     assert same(there.uploaded_parts, CENTROIDS)
     if wire_dtype == "fp32":
@@ -73,7 +69,7 @@ def test_a_network_brings_what_one_process_hands_over(wire_dtype):
 def test_a_model_of_many_layers_travels_as_few_arrays(wire_dtype):
     layers = {f"encoder.{number}.weight": np.full((2, 2), number, dtype=np.float32) for number in range(100)}
     layers |= {f"encoder.{number}.num_batches_tracked": np.array(number) for number in range(20)}
-    message = message_of(replace(PLAN, layers=layers, wire_dtype=wire_dtype).to_content())
+    message = message_of(replace(PLAN, layers=layers).to_content(Codec(wire_dtype)))
     there = arrived(message).content["arrays"]
     assert TABLE in there
     assert len(there) == (4 if wire_dtype == "int8" else 3)
@@ -93,9 +89,9 @@ MODELS = {
 def test_the_bytes_that_are_counted_are_those_that_flower_sends(name, wire_dtype):
     layers = exchanged_layers(build_method(compose(MODELS[name]).model))
     start = {name: array * np.array(0.5, dtype=array.dtype) for name, array in layers.items()}
-    plan = replace(PLAN, layers=start, broadcast=CENTROIDS, wire_dtype=wire_dtype)
-    update = ClientUpdate(layers=layers, partition_id=0, num_examples=7).to_content(plan)
-    for content in (plan.to_content(), update):
+    plan = replace(PLAN, layers=start, broadcast=CENTROIDS)
+    update = ClientUpdate(layers=layers, partition_id=0, num_examples=7).to_content(plan, Codec(wire_dtype))
+    for content in (plan.to_content(Codec(wire_dtype)), update):
         message = message_of(content)
         sent = sum(map(len, objects(message).values()))
         assert content_bytes(content) == pytest.approx(sent, rel=0.01)
@@ -104,6 +100,6 @@ def test_the_bytes_that_are_counted_are_those_that_flower_sends(name, wire_dtype
 
 def test_one_array_per_layer_is_read_from_flower_peers():
     stock = ArrayRecord(dict(arrays_to_record(LAYERS)))
-    assert same(decode_arrays(stock), LAYERS)
+    assert same(EXACT.decode(stock), LAYERS)
     with pytest.raises(ValueError, match="the table of layers is missing"):
-        decode_arrays(stock, "int8")
+        Codec("int8").decode(stock)

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from fedssl.config.constraint_table import WIRE_DTYPES
 from fedssl.wire.wire_format import (
     MAX_TABLE_BYTES,
     SCALES,
     TABLE,
     WEIGHTS,
-    WIRE_DTYPES,
     flat_layout,
     pack,
     tensor_specs,

@@ -21,7 +21,7 @@ from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.loaded_run import load_run_folder
 from fedssl.runs.verify import verify_run
 from fedssl.wire.messages import ARRAYS, BASE, CONFIG, TrainPlan
-from fedssl.wire.records import encode_arrays, record_bytes
+from fedssl.wire.records import EXACT, record_bytes
 from server_app.attempts import run_round
 from server_app.build import build_run
 from server_app.checkpoint import latest_checkpoint
@@ -58,7 +58,7 @@ def test_clients_exchange_exactly_the_layers_that_they_train(tmp_path, overrides
         assert message.array_records[ARRAYS].keys() == names
     assert [BASE in plan.array_records for plan in federation.plans] == [True, True, False, False]
     assert federation.plans[0].array_records[BASE].keys() == base
-    assert received == [record_bytes(encode_arrays(before))] * 2
+    assert received == [record_bytes(EXACT.encode(before))] * 2
     assert [row.base_bytes for row in federation.report.clients] == [0, 0]
     for earlier, later in zip(first, federation.report.clients, strict=True):
         assert received[0] < earlier - later.bytes_down < received[0] + 200  # and its place in the message
@@ -102,7 +102,7 @@ def test_a_client_with_another_base_receives_it_again(tmp_path):
             return content
         base = {name: np.array(array) for name, array in TrainPlan.from_content(content).base.items()}
         base["encoder.blocks.0.0.weight"][0] += 1
-        return RecordDict({**content, BASE: encode_arrays(base)})
+        return RecordDict({**content, BASE: EXACT.encode(base)})
 
     dropped, _ = federation.round(tamper)
     assert list(dropped) == [0]
@@ -162,7 +162,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     assert file.stem == layers_digest(base)
 
     summary = json.loads((folder / "summary.json").read_text())
-    size = record_bytes(encode_arrays(base))
+    size = record_bytes(EXACT.encode(base))
     assert summary["base"] == {"digest": file.stem, "bytes": size}
     lines = read_jsonl(folder / "metrics.jsonl")
     assert lines[0]["base"] == {"bytes": 2 * size, "clients": 2}
