@@ -34,9 +34,9 @@ from server_app.devices import adapt_to_edge_clients, log_devices, trains_all_cl
 from server_app.evaluator import Evaluator
 from server_app.exchanges.base import Exchange
 from server_app.exchanges.secure import SecureExchange, with_largest_weight
-from server_app.exchanges.virtual_time import VirtualTime, VirtualTimeExchange, make_virtual_time
+from server_app.exchanges.virtual_time import VirtualTimeExchange, make_virtual_time
 from server_app.exchanges.wall_clock import WallClockExchange
-from server_app.federation import Federation, check_metrics, no_flops, raise_no_server_images
+from server_app.federation import Federation, no_flops, raise_no_server_images
 from server_app.initial_weights import adopt_statistics
 from server_app.messaging import ActivityHook
 from server_app.nodes import (
@@ -47,7 +47,7 @@ from server_app.nodes import (
 )
 from server_app.round import Round
 from server_app.rules import RUN_RULES, SETTINGS_RULES, round_rules
-from server_app.teacher import check_teacher, load_teacher, teacher_is_saved
+from server_app.teacher import load_teacher
 from server_app.update_memory import check_models_fit, check_updates_fit
 from strategies.base import FedSSLStrategy
 from strategies.mods import make_mods
@@ -136,7 +136,6 @@ def build_components(settings: Settings, clients: ClientDirectory, *, reads_imag
     context = make_context(settings, device, client_config=task)
     method = context.method
     strategy: FedSSLStrategy = settings.algorithm.strategy.instantiate()
-    strategy.validate(context)
     method.encoder.check_image_shape((data.channels, data.size, data.size))
     load_images = functools.cache(partial(load_client_images, settings, method))
     check_rules(
@@ -149,7 +148,7 @@ def build_components(settings: Settings, clients: ClientDirectory, *, reads_imag
             result_units=evaluator.result_units if reads_images else None,
         ),
     )
-    virtual = make_virtual_time(settings, is_deployment=bool(task))
+    strategy.server.prepare(context)
     client_data = None
     untrained = frozenset(range(settings.num_clients - settings.unseen_clients, settings.num_clients))
     if not task:
@@ -192,19 +191,16 @@ def build_components(settings: Settings, clients: ClientDirectory, *, reads_imag
         evaluator=evaluator,
         monitor=make_monitor(context, training) if reads_images else None,
         costs=costs,
-        make_exchange=exchange_maker(context, virtual=virtual, costs=costs),
+        make_exchange=exchange_maker(context, costs),
     )
 
 
 def make_context(settings: Settings, device: torch.device, *, client_config: str | None) -> RunContext:
     """Return the facts of a run, with its method; ``client_config`` is that of edge clients, None in a simulation."""
-    check_teacher(settings)
     check_rules(SETTINGS_RULES, settings)
-    check_metrics(settings.algorithm.reported_metrics)
     method = build_method(settings.model).to(device)
     lr_schedule = make_lr_schedule(settings, method)
-    if not teacher_is_saved(settings):
-        load_teacher(method, settings.teacher, data=settings.data)
+    load_teacher(method, settings)
     return RunContext(
         settings=settings,
         method=method,
@@ -226,11 +222,9 @@ def make_client_data(settings: Settings, method: SSLMethod, image_data: ImageDat
     return settings, ClientData(image_data, partition, few_images)
 
 
-def exchange_maker(
-    context: RunContext, *, virtual: VirtualTime | None, costs: TrainingCostMeter | None
-) -> Callable[[Grid, ActivityHook], Exchange]:
+def exchange_maker(context: RunContext, costs: TrainingCostMeter | None) -> Callable[[Grid, ActivityHook], Exchange]:
     """Return the function that makes the exchange of the run."""
-    settings = context.settings
+    settings, virtual = context.settings, make_virtual_time(context)
 
     def make(grid: Grid, on_activity: ActivityHook) -> Exchange:
         if secure := SecureExchange.of(grid, settings, on_activity=on_activity):

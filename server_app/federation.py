@@ -1,6 +1,6 @@
 """The federation of a run: its algorithm, its clients, and which of them train in a round."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from fedssl.arrays import Layers
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError
-from fedssl.rules import Rule
+from fedssl.rules import Problem, Rule
 from fedssl.schedule.phases import Phase
 from fedssl.seeding import numpy_generator
 from fedssl.wire.messages import CLIENT_METRICS
@@ -114,11 +114,12 @@ def _without(client_ids: np.ndarray, excluded: Collection[int]) -> np.ndarray:
     return client_ids[np.isin(client_ids, list(excluded), invert=True)] if excluded else client_ids
 
 
-def check_metrics(metrics: Iterable[str]) -> None:
-    """Refuse unknown metrics; raises `InputError`."""
-    unknown = [name for name in metrics if name not in CLIENT_METRICS]
-    if unknown:
-        raise InputError(f"strategy.reported_metrics has {', '.join(unknown)}; allowed are {', '.join(CLIENT_METRICS)}")
+def metrics_are_known(settings: Settings) -> Problem:
+    """Refuse unknown metrics."""
+    unknown = [name for name in settings.algorithm.reported_metrics if name not in CLIENT_METRICS]
+    if not unknown:
+        return None
+    return f"strategy.reported_metrics has {', '.join(unknown)}; allowed are {', '.join(CLIENT_METRICS)}"
 
 
 def sample_clients(seed: int, round: int, *, num_clients: int, clients_per_round: int, attempt: int = 0) -> list[int]:
@@ -126,3 +127,6 @@ def sample_clients(seed: int, round: int, *, num_clients: int, clients_per_round
     seed_path = ("clients", round, attempt) if attempt else ("clients", round)
     chosen = numpy_generator(seed, *seed_path).choice(num_clients, size=clients_per_round, replace=False)
     return sorted(int(client) for client in chosen)
+
+
+SETTINGS_RULES = (metrics_are_known,)

@@ -1,29 +1,45 @@
 """The teacher of a run, whose weights the server reads from a file, or from the checkpoint of a resumed run."""
 
 import logging
-from pathlib import Path
 
 from fedssl.atomic_files import saved_rounds
-from fedssl.config.settings import DataSettings, Settings
+from fedssl.config.settings import Settings
 from fedssl.errors import InputError
 from fedssl.export import load_weights
 from fedssl.methods.base import TEACHER, SSLMethod
 from fedssl.model_arrays import load_layers, part_name
+from fedssl.rules import Problem
+from strategies.rules import RunParts
 from strategies.types import ServerState
 
 log = logging.getLogger("fedssl")
 
 
-def check_teacher(settings: Settings) -> None:
-    """Raise `InputError` if the teacher's file, from which a method may need the architecture, does not exist.
+def teacher_exists(settings: Settings) -> Problem:
+    """Require the teacher's file, from which a method may need the architecture.
 
     A resumed run does not need it, because its checkpoints have the weights.
     """
     file = settings.teacher
-    if teacher_is_saved(settings):
-        log.info("teacher=%s does not exist; the checkpoint has its weights", file)
-    elif file is not None and not file.exists():
-        raise InputError(f"teacher={file} does not exist; choose the encoder.pt of a run folder")
+    if file is None or file.exists() or teacher_is_saved(settings):
+        return None
+    return f"teacher={file} does not exist; choose the encoder.pt of a run folder"
+
+
+def teacher_is_used(parts: RunParts) -> Problem:
+    """Require a teacher if the method has one, and refuse it otherwise."""
+    name, file = type(parts.method).__name__, parts.settings.teacher
+    if file is not None and TEACHER not in parts.method.static_parts:
+        return (
+            f"teacher={file} but {name} uses no teacher; set method=fedca method.alignment_weight=0.1 or "
+            "method=distillation, or leave teacher out"
+        )
+    if file is None and TEACHER in parts.method.static_parts:
+        return (
+            f"teacher=null but {name} needs a teacher; give teacher=FILE, the encoder.pt of a run on public "
+            "images, or set method.alignment_weight=0"
+        )
+    return None
 
 
 def teacher_is_saved(settings: Settings) -> bool:
@@ -41,21 +57,17 @@ def restore_teacher(method: SSLMethod, state: ServerState) -> None:
         load_layers(method, {name: layer for name, layer in model.broadcast.items() if part_name(name) == TEACHER})
 
 
-def load_teacher(method: SSLMethod, file: Path | None, *, data: DataSettings) -> None:
-    """Load the teacher from its file into the server's method. Clients receive its weights once, and no path."""
-    name = type(method).__name__
-    if TEACHER not in method.static_parts:
-        if file is not None:
-            raise InputError(
-                f"teacher={file} but {name} uses no teacher; set method=fedca method.alignment_weight=0.1 or "
-                "method=distillation, or leave teacher out"
-            )
+def load_teacher(method: SSLMethod, settings: Settings) -> None:
+    """Load the teacher from its file into the server's method. Clients receive its weights once, and no path.
+
+    Raises `InputError` if the file has another encoder, or its teacher was trained on images of other channels.
+    """
+    file, data = settings.teacher, settings.data
+    if file is None or TEACHER not in method.static_parts:
         return
-    if file is None:
-        raise InputError(
-            f"teacher=null but {name} needs a teacher; give teacher=FILE, the encoder.pt of a run on public "
-            "images, or set method.alignment_weight=0"
-        )
+    if teacher_is_saved(settings):
+        log.info("teacher=%s does not exist; the checkpoint has its weights", file)
+        return
     metadata = load_weights(file, method.get_submodule(TEACHER))
     channels = len(metadata["mean"])
     if data.channels not in (1, channels):
@@ -67,3 +79,7 @@ def load_teacher(method: SSLMethod, file: Path | None, *, data: DataSettings) ->
     others = [f"dataset.{key}={here[key]} (there {metadata[key]})" for key in here if here[key] != metadata[key]]
     if others and method.teacher_sees_views:
         log.warning("the teacher of %s was trained with other preprocessing: %s", file, ", ".join(others))
+
+
+SETTINGS_RULES = (teacher_exists,)
+RUN_RULES = (teacher_is_used,)

@@ -211,7 +211,8 @@ def count_rounds(components: RunComponents, update: ClientUpdate) -> list[RoundC
             key = (*layers, *(value.bit_length() // 7 for value in (number, images, *states)))
             if key not in sizes:
                 reply = replace(update, layers=layers, num_examples=images, state_rounds=states)
-                sizes[key] = content_bytes(reply.to_content(TrainPlan.from_content(message.content)))
+                plan, codec = TrainPlan.from_content(message.content), components.context.codec
+                sizes[key] = content_bytes(reply.to_content(plan, codec))
             bytes_up += sizes[key]
         models = {**state.models, **{name: start.model for name, start in attempted.starts.items()}}
         result.append(
@@ -320,7 +321,8 @@ def _measure_aggregation(components: RunComponents, update: ClientUpdate, folder
     def reply(client: int, message: Message) -> Message:
         start = attempted.starts[attempted.slots[client].start]
         changed = replace(update, layers=_changed(start.expected_upload.layers), partition_id=client)
-        return Message(changed.to_content(TrainPlan.from_content(message.content)), reply_to=message)
+        plan, codec = TrainPlan.from_content(message.content), components.context.codec
+        return Message(changed.to_content(plan, codec), reply_to=message)
 
     replies = map(reply, attempted.slots, attempted.messages)
     return _seconds_of(lambda: attempted.finish(in_client_order(replies, attempted.sent))) / number

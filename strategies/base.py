@@ -14,6 +14,7 @@ from typing import Any
 from fedssl.arrays import Layers
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names, move_layers_out
+from fedssl.rules import Problem
 from fedssl.wire.messages import TrainPlan
 from strategies.run_context import RunContext
 from strategies.types import (
@@ -122,8 +123,12 @@ class ServerStrategy:
         """
         return state.strategy_state, {}
 
-    def validate(self, context: RunContext) -> None:
-        """Validate the run and store the properties that the algorithm needs; called first."""
+    def problem(self, context: RunContext) -> Problem:
+        """Return why the algorithm does not support the run."""
+        return None
+
+    def prepare(self, context: RunContext) -> None:
+        """Store the facts of the run that the algorithm needs, after `problem`; `InputError` for an invalid option."""
 
     def plot(self, folder: Path) -> None:
         """Write figures of the algorithm into the folder, before the first round."""
@@ -206,8 +211,9 @@ class ClientStrategy:
         layers = self.layers_to_upload(method, plan)
         return layers if self.change_upload is None else self.change_upload(method, plan, layers)
 
-    def validate(self, context: RunContext) -> None:
-        """Validate the run; raise `InputError` if the algorithm does not support it."""
+    def problem(self, context: RunContext) -> Problem:
+        """Return why the algorithm does not support the run."""
+        return None
 
     def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
         """Return the description of the exchange and the local state, given the default one."""
@@ -220,10 +226,9 @@ class FedSSLStrategy:
     def __init__(self, server: ServerStrategy, client: ClientStrategy | None = None) -> None:
         self.server, self.client = server, client or ClientStrategy()
 
-    def validate(self, context: RunContext) -> None:
-        """Validate the run on both sides; raise `InputError` if the algorithm does not support it."""
-        self.server.validate(context)
-        self.client.validate(context)
+    def problem(self, context: RunContext) -> Problem:
+        """Return why a side of the algorithm does not support the run."""
+        return self.server.problem(context) or self.client.problem(context)
 
     def describe_communication(self, method: SSLMethod) -> CommunicationSummary:
         """Describe the exchanged layers, the metrics and the local state."""

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from sklearn.cluster import AgglomerativeClustering
 
 from fedssl.arrays import Layers, is_weight
-from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, load_layers
+from fedssl.rules import Problem
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, ServerStrategy
 from strategies.gram_matrix import deviation_gram
@@ -157,23 +157,26 @@ class ClusteredServer(ServerStrategy):
         strategy_state: ClusterState = state.strategy_state
         return {client: name for client, name in strategy_state.get("members", {}).items() if name in self.model_names}
 
-    def validate(self, context: RunContext) -> None:
-        self.base_strategy.validate(context)
+    def prepare(self, context: RunContext) -> None:
+        self.base_strategy.prepare(context)
+
+    def problem(self, context: RunContext) -> Problem:
+        if problem := self.base_strategy.problem(context):
+            return problem
         clusters, clients = len(self.model_names), context.settings.num_clients
         if clusters > clients:
-            raise InputError(
-                f"strategy.clusters={clusters} but num_clients={clients}; give at most one for each client"
-            )
+            return f"strategy.clusters={clusters} but num_clients={clients}; give at most one for each client"
         if context.settings.calibration is not None:
-            raise InputError(
+            return (
                 "calibration=auxiliary trains the one model that clients share, and "
                 f"strategy.clusters={clusters} makes several; set calibration=none"
             )
         if set(context.method.broadcast_parts) - set(context.method.static_parts) or context.method.uploaded_parts:
-            raise InputError(
+            return (
                 f"{type(context.method).__name__} has a server side of its own for one model, and "
                 f"strategy.clusters={clusters} makes several; set another method"
             )
+        return None
 
 
 class ClientAssignedClusters(ClusteredServer):
@@ -207,13 +210,15 @@ class ServerAssignedClusters(ClusteredServer):
             nearest[client] = order[argmin([feature_distance(features, views[name]) for name in order])]
         return self._record_assignments(nearest, state)
 
-    def validate(self, context: RunContext) -> None:
-        super().validate(context)
+    def problem(self, context: RunContext) -> Problem:
+        if problem := super().problem(context):
+            return problem
         if not context.server_has_images:
-            raise InputError(
+            return (
                 "strategy.assign_at=server compares models on images of the server's own, and it has none; name a "
                 "data set, or set strategy.assign_at=client"
             )
+        return None
 
 
 class OneShotClusters(ClusteredServer):
@@ -246,20 +251,22 @@ class OneShotClusters(ClusteredServer):
             return {}, {}
         return super().on_round_end(state, outcome)
 
-    def validate(self, context: RunContext) -> None:
-        super().validate(context)
+    def problem(self, context: RunContext) -> Problem:
+        if problem := super().problem(context):
+            return problem
         settings = context.settings
         per_round, clients = settings.clients_per_round, settings.num_clients - settings.unseen_clients
         if self.cluster_round > settings.rounds:
-            raise InputError(
+            return (
                 f"strategy.cluster_round={self.cluster_round} is the round in which clients are sorted, and there are "
                 f"rounds={settings.rounds}; lower strategy.cluster_round or raise rounds"
             )
         if per_round < clients:
-            raise InputError(
+            return (
                 f"strategy.assign_by=update_cosine sorts all clients in round {self.cluster_round}, but "
                 f"clients_per_round={per_round} of num_clients={clients} take part; set clients_per_round={clients}"
             )
+        return None
 
 
 def cluster_by_cosine(deltas: UpdateStore, *, clusters: int) -> list[int]:

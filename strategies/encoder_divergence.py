@@ -13,11 +13,21 @@ import numpy as np
 from torch import nn
 
 from fedssl.arrays import GlobalLayers, Layers
-from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import global_layers, read_layers
+from fedssl.rules import Problem
 
 DISTANCES = ("mean_conv_l2", "squared_l2")
+
+
+def distance_problem(method: SSLMethod, *, distance: str) -> Problem:
+    """Return why there is no distance: nothing of the encoder is trained."""
+    if any(parameter.requires_grad for parameter in method.encoder.parameters()):
+        return None
+    return (
+        f"strategy.distance={distance} measures how far training moves the encoder, of which nothing is trained; "
+        "set another strategy, or strategy.predictor=global if it is fedu"
+    )
 
 
 def distance_names(method: SSLMethod, *, distance: str) -> list[str]:
@@ -29,11 +39,6 @@ def distance_names(method: SSLMethod, *, distance: str) -> list[str]:
     """
     parameters = method.encoder.named_parameters(prefix="encoder")
     trained = [name for name, parameter in parameters if parameter.requires_grad]
-    if not trained:
-        raise InputError(
-            f"strategy.distance={distance} measures how far training moves the encoder, of which nothing is trained; "
-            "set another strategy, or strategy.predictor=global if it is fedu"
-        )
     if distance == "squared_l2":
         return trained
     kernels = {

@@ -28,9 +28,9 @@ from typing import Any, TypedDict
 import numpy as np
 
 from fedssl.arrays import CACHE_TILE, Cosines, GlobalLayers, Layers, is_weight
-from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names
+from fedssl.rules import Problem
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy, layers_in_state, upload_names_of
 from strategies.fedavg import make_weighted_mean
@@ -207,12 +207,13 @@ class EUCServer(ServerStrategy):
             intervals_now = new
         return {"intervals": intervals_now, "averaged": averaged}, strategy_metrics
 
-    def validate(self, context: RunContext) -> None:
+    def problem(self, context: RunContext) -> Problem:
         if self.interval > 1 and context.settings.clients_per_round < 2:
-            raise InputError(
+            return (
                 "strategy=euc compares the clients of a round but "
                 f"clients_per_round={context.settings.clients_per_round}; 2 or more are needed"
             )
+        return None
 
     def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:
         usual = super().describe_communication(usual)

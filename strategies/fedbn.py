@@ -14,9 +14,9 @@ from dataclasses import replace
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedssl.arrays import Layers
-from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, local_names, part_name
+from fedssl.rules import Problem
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
 from strategies.fedavg import make_weighted_mean
@@ -38,9 +38,10 @@ def batch_norm_names(method: SSLMethod) -> list[str]:
 class FedBNClient(ClientStrategy):
     """Client that keeps its batch normalization."""
 
-    def validate(self, context: RunContext) -> None:
+    def problem(self, context: RunContext) -> Problem:
         if not batch_norm_names(context.method):
-            raise InputError("strategy=fedbn but the model trains no batch normalization; use strategy=fedavg")
+            return "strategy=fedbn but the model trains no batch normalization; use strategy=fedavg"
+        return None
 
     def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
         return replace(usual, local_state=", ".join(["its batch norm", *method.local_parts]))

@@ -27,9 +27,10 @@ import torch
 from fedssl.arrays import Layers, is_weight
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, load_and_start_round, local_names
+from fedssl.rules import Problem
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy, layers_in_state, upload_names_of
-from strategies.encoder_divergence import distance_names, encoder_divergence
+from strategies.encoder_divergence import distance_problem, encoder_divergence
 from strategies.fedavg import make_weighted_mean
 from strategies.run_context import RunContext
 from strategies.types import ClientState, CommunicationSummary
@@ -61,8 +62,8 @@ class FedEMAClient(ClientStrategy):
     def __init__(self, *, tau: float, distance: str) -> None:
         self.tau, self.distance = tau, distance
 
-    def validate(self, context: RunContext) -> None:
-        distance_names(context.method, distance=self.distance)
+    def problem(self, context: RunContext) -> Problem:
+        return distance_problem(context.method, distance=self.distance)
 
     def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
         parts = [f"own weights of {usual.download}", *method.local_parts, "distance and lambda"]

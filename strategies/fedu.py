@@ -26,12 +26,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from fedssl.arrays import Layers
-from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names, move_layers_out
+from fedssl.rules import Problem
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy, layers_in_state, upload_names_of
-from strategies.encoder_divergence import distance_names, encoder_divergence
+from strategies.encoder_divergence import distance_problem, encoder_divergence
 from strategies.fedavg import make_weighted_mean
 from strategies.run_context import RunContext
 from strategies.types import ClientState, CommunicationSummary
@@ -55,32 +55,33 @@ class FedUClient(ClientStrategy):
     def __post_init__(self) -> None:
         self.starts_from_own_layers = self.update == "target"
 
-    def validate(self, context: RunContext) -> None:
+    def problem(self, context: RunContext) -> Problem:
         method = context.method
         kind = type(method).__name__
         if not _targets(method) and (self.aggregate, self.update) != ("online", "online"):
-            raise InputError(
+            return (
                 f"strategy.aggregate={self.aggregate} strategy.update={self.update} needs a method with target "
                 f"networks and {kind} has none; set both to online, or method=byol"
             )
         if method.target_init == "average":
-            raise InputError(
+            return (
                 "method.target_init=average exchanges target networks beside the online ones, but strategy.aggregate "
                 "and strategy.update select one of the two; set method.target_init=persist, or strategy=fedavg"
             )
         if method.target_init == "reset" and self.update != "both":
-            raise InputError(
+            return (
                 "method.target_init=reset makes the target anew every round, against "
                 f"strategy.update={self.update}; "
                 "set method.target_init=persist or strategy.update=both"
             )
         if self.predictor != "global" and _head(method) not in _parts(exchanged_names(method)):
-            raise InputError(
+            return (
                 f"strategy.predictor={self.predictor} needs a method that exchanges a predictor or projector and "
                 f"{kind} exchanges neither; set strategy.predictor=global"
             )
         if self.predictor == "dapu":
-            distance_names(method, distance=self.distance)
+            return distance_problem(method, distance=self.distance)
+        return None
 
     def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
         sources = self._sources(method, exchanged_names(method))

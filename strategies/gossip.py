@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedssl.arrays import Cosines, GlobalLayers, Layers, is_weight
-from fedssl.errors import InputError
+from fedssl.rules import Problem
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
-from strategies.local_only import refuse_shared_training
+from strategies.local_only import shared_training_problem
 from strategies.run_context import RunContext
 from strategies.topology import MAX_CLIENTS, make_graph, metropolis_weights, plot_topology
 from strategies.types import GLOBAL, Aggregator, CommunicationSummary, RoundOutcome, ServerState
@@ -112,13 +112,17 @@ class GossipServer(ServerStrategy):
             return
         plot_topology(self._graph, folder / "topology.png")
 
-    def validate(self, context: RunContext) -> None:
-        refuse_shared_training(context, strategy="gossip")
+    def problem(self, context: RunContext) -> Problem:
+        if problem := shared_training_problem(context, strategy="gossip"):
+            return problem
         if context.is_deployment and not self._star:
-            raise InputError(
+            return (
                 "strategy=gossip is for simulations: the graph is over all clients, and which devices there will be is "
                 "not known; set another strategy, or strategy.topology=star"
             )
+        return None
+
+    def prepare(self, context: RunContext) -> None:
         self._global_layers = context.global_layers
         self._graph = make_graph(
             self._topology,

@@ -21,7 +21,7 @@ import numpy as np
 
 from fedssl.arrays import NO_COSINES, GlobalLayers, Layers
 from fedssl.config.constraints import check_arguments
-from fedssl.errors import InputError
+from fedssl.rules import Problem
 from fedssl.wire.messages import ClientUpdate
 from strategies.aggregate import aggregate
 from strategies.base import FedSSLStrategy, ServerStrategy
@@ -101,15 +101,16 @@ class KrumAggregator(BatchAggregator):
 class KrumServer(ServerStrategy):
     """Server side of Krum, which logs the selected clients."""
 
-    def validate(self, context: RunContext) -> None:
+    def problem(self, context: RunContext) -> Problem:
         aggregator = self._make_aggregator()
         assert isinstance(aggregator, KrumAggregator)
         if context.settings.clients_per_round < aggregator.min_safe_updates:
-            raise InputError(
+            return (
                 f"strategy=krum with malicious={aggregator.malicious} and select={aggregator.select} needs "
                 f"clients_per_round of {aggregator.min_safe_updates} or more (2 malicious + 3, and select + malicious) "
                 f"but it is {context.settings.clients_per_round}; raise it or lower these"
             )
+        return None
 
     def after_aggregation(self, done: AggregatedModel) -> tuple[Any, dict[str, Any]]:
         assert isinstance(done.aggregator, KrumAggregator)

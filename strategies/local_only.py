@@ -8,7 +8,7 @@ The server stores a model for every client that has participated in a file. A ro
 participant.
 """
 
-from fedssl.errors import InputError
+from fedssl.rules import Problem
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.run_context import RunContext
 from strategies.types import ServerState
@@ -23,21 +23,22 @@ class LocalOnlyServer(ServerStrategy):
     def starting_model(self, state: ServerState, round: int, client: int) -> str:
         return str(client)
 
-    def validate(self, context: RunContext) -> None:
-        refuse_shared_training(context, strategy="local_only")
+    def problem(self, context: RunContext) -> Problem:
+        return shared_training_problem(context, strategy="local_only")
 
 
-def refuse_shared_training(context: RunContext, *, strategy: str) -> None:
-    """Raise `InputError` if a setting trains the model that clients share, where they share none."""
+def shared_training_problem(context: RunContext, *, strategy: str) -> Problem:
+    """Return why no setting may train the model that clients share, where they share none."""
     for given, setting in (
         (context.settings.calibration is not None, "calibration=auxiliary"),
         (context.has_server_optimizer, "server_optimizer"),
     ):
         if given:
-            raise InputError(
+            return (
                 f"{setting} works on a model that clients share, and with strategy={strategy} they share none; set "
                 f"{setting.partition('=')[0]}=none"
             )
+    return None
 
 
 class LocalOnly(FedSSLStrategy):

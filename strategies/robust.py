@@ -20,6 +20,7 @@ import torch
 from fedssl.arrays import CACHE_TILE, Cosines, GlobalLayers, Layers
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
+from fedssl.rules import Problem
 from fedssl.wire.messages import ClientUpdate
 from strategies.aggregate import aggregate
 from strategies.base import FedSSLStrategy, ServerStrategy
@@ -102,13 +103,14 @@ class TrimmedServer(ServerStrategy):
         self.beta = beta
         super().__init__(partial(BatchAggregator, self._combine))
 
-    def validate(self, context: RunContext) -> None:
+    def problem(self, context: RunContext) -> Problem:
         per_round = context.settings.clients_per_round
         if not int(self.beta * per_round):
-            raise InputError(
+            return (
                 f"strategy.beta={self.beta:g} of clients_per_round={per_round} is less than one "
                 "client, so nobody is trimmed; beta must be at least 1/clients_per_round and below 0.5"
             )
+        return None
 
     def _combine(self, global_layers: GlobalLayers, updates: UpdateStore) -> Layers:
         if not int(self.beta * len(updates)):

@@ -42,6 +42,11 @@ class RoundExchange:
     is_complete: bool  # every client downloads and uploads all layers, and no phase of a schedule leaves any out
 
 
+def strategy_supports_run(parts: RunParts) -> Problem:
+    """Refuse what the algorithm does not support."""
+    return parts.strategy.problem(parts.context)
+
+
 def needs_full_exchange(what: str) -> Rule[RoundExchange]:
     """Return the rule that all clients download and upload one global model completely, which ``what`` needs."""
 

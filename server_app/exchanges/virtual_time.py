@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,9 @@ from fedssl.availability import (
     first_time_online,
 )
 from fedssl.config.settings import Settings
-from fedssl.errors import InputError, RunError
+from fedssl.errors import RunError
 from fedssl.flower_internals import content_from_bytes, content_to_bytes
+from fedssl.rules import Problem
 from fedssl.seeding import numpy_generator
 from fedssl.wire.messages import NO_REPLY
 from fedssl.wire.records import restored_content
@@ -37,6 +37,8 @@ from server_app.exchanges.base import Lost, Received, SentRound, in_client_order
 from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.messaging import replies_of
 from server_app.updates import RoundResult
+from strategies.rules import RunParts
+from strategies.run_context import RunContext
 
 log = logging.getLogger("fedssl")
 
@@ -70,67 +72,86 @@ def sample_delay(work: Workload, *, sigma: float, seed: int) -> float:
     return math.exp(sigma * sum(draws) / math.sqrt(2))
 
 
-def make_virtual_time(settings: Settings, *, is_deployment: bool) -> VirtualTime | None:
-    """Return the model of virtual time, None for wall-clock time; raises `InputError` for invalid settings."""
-    if is_deployment:
-        _forbid_in_deployment(settings)
+def make_virtual_time(context: RunContext) -> VirtualTime | None:
+    """Return the model of virtual time, None for wall-clock time."""
+    settings, seed = context.settings, context.settings.seed
+    speed, buffered = _speed(settings), settings.aggregation.buffered
+    if context.is_deployment or (speed is None and not buffered):
         return None
-    seed, aggregation = settings.seed, settings.aggregation
-    availability: Availability = settings.availability.instantiate(num_clients=settings.num_clients, seed=seed)
-    speed: ClientSpeed | None = settings.client_speed.instantiate(num_clients=settings.num_clients, seed=seed)
-    if speed is not None:
-        _validate_with_speed(settings)
 
-        def client_time(work: Workload) -> float:
-            return client_seconds(work, speed.speed(work.client, work.round))
-    else:
-        _validate_without_speed(settings, availability)
-        if not aggregation.buffered:
-            return None
-        client_time = partial(sample_delay, sigma=aggregation.delay_sigma, seed=seed)
+    def client_time(work: Workload) -> float:
+        if speed is None:
+            return sample_delay(work, sigma=settings.aggregation.delay_sigma, seed=seed)
+        return client_seconds(work, speed.speed(work.client, work.round))
+
     return VirtualTime(
-        availability=availability,
+        availability=_availability(settings),
         client_time=client_time,
         num_clients=settings.num_clients,
         is_in_seconds=speed is not None,
-        keeps_late=aggregation.buffered,
+        keeps_late=buffered,
     )
+
+
+def _speed(settings: Settings) -> ClientSpeed | None:
+    speed: ClientSpeed | None = settings.client_speed.instantiate(num_clients=settings.num_clients, seed=settings.seed)
+    return speed
+
+
+def _availability(settings: Settings) -> Availability:
+    availability: Availability = settings.availability.instantiate(num_clients=settings.num_clients, seed=settings.seed)
+    return availability
 
 
 def _choice(settings: Settings, group: str) -> str:
     return f"{group}={settings.recording.choices.get(group)}"
 
 
-def _forbid_in_deployment(settings: Settings) -> None:
-    for group, none in (("client_speed", "none"), ("availability", "always")):
-        if (chosen := _choice(settings, group)) != f"{group}={none}":
-            raise InputError(
-                f"{chosen} is for simulations: devices have their own speed and come and go; set client_speed=none "
-                "availability=always"
-            )
+def devices_have_own_time(parts: RunParts) -> Problem:
+    """Refuse speeds and availabilities of devices, which have their own."""
+    chosen = [_choice(parts.settings, group) for group in ("client_speed", "availability")]
+    others = [choice for choice in chosen if choice not in ("client_speed=none", "availability=always")]
+    if not (parts.context.is_deployment and others):
+        return None
+    return (
+        f"{others[0]} is for simulations: devices have their own speed and come and go; set client_speed=none "
+        "availability=always"
+    )
 
 
-def _validate_with_speed(settings: Settings) -> None:
-    if not settings.evaluation.measure_resources:
-        raise InputError(
-            f"{_choice(settings, 'client_speed')} computes the time of a client from the FLOPs of its training; set "
-            "measure_resources=true, or client_speed=none"
-        )
+def speed_has_flops(parts: RunParts) -> Problem:
+    """Require the FLOPs of training, from which the times of clients are computed."""
+    settings = parts.settings
+    if parts.context.is_deployment or settings.evaluation.measure_resources or _speed(settings) is None:
+        return None
+    return (
+        f"{_choice(settings, 'client_speed')} computes the time of a client from the FLOPs of its training; set "
+        "measure_resources=true, or client_speed=none"
+    )
 
 
-def _validate_without_speed(settings: Settings, availability: Availability) -> None:
-    deadline = settings.aggregation.round_deadline
-    if not isinstance(availability, Always):
-        raise InputError(
-            f"{_choice(settings, 'availability')} needs virtual time; set client_speed=lognormal, or "
-            "availability=always"
-        )
-    if settings.aggregation.buffered and deadline is not None:
-        raise InputError(
-            f"aggregation.round_deadline={deadline:g} is in seconds of devices, but with aggregation.buffered=true "
-            "simulated clients have virtual delays without unit; set client_speed=lognormal, or set "
-            "aggregation.round_deadline=null"
-        )
+def availability_has_speed(parts: RunParts) -> Problem:
+    """Refuse clients that are offline at times without virtual time."""
+    settings = parts.settings
+    if parts.context.is_deployment or _speed(settings) is not None or isinstance(_availability(settings), Always):
+        return None
+    return f"{_choice(settings, 'availability')} needs virtual time; set client_speed=lognormal, or availability=always"
+
+
+def deadline_has_seconds(parts: RunParts) -> Problem:
+    """Refuse a deadline in seconds for delays without unit."""
+    settings, deadline = parts.settings, parts.settings.aggregation.round_deadline
+    is_given = settings.aggregation.buffered and deadline is not None
+    if parts.context.is_deployment or not is_given or _speed(settings) is not None:
+        return None
+    return (
+        f"aggregation.round_deadline={deadline:g} is in seconds of devices, but with aggregation.buffered=true "
+        "simulated clients have virtual delays without unit; set client_speed=lognormal, or set "
+        "aggregation.round_deadline=null"
+    )
+
+
+RUN_RULES = (devices_have_own_time, speed_has_flops, availability_has_speed, deadline_has_seconds)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, Error, Message
 
 from fedssl.errors import InputError, RunError
 from fedssl.flower_internals import assign_message_id, set_task_identity
-from fedssl.wire.messages import ARRAYS, ClientUpdate, TrainPlan
+from fedssl.wire.messages import ARRAYS, ClientUpdate, TrainPlan, plan_codec
 from server_app.attempts import run_round
 from server_app.buffered import apply_stale_update
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
@@ -64,7 +64,9 @@ class Scripted(SimulatedGrid):
             plan = TrainPlan(
                 round=plan.round + 1, layers={}, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="x"
             )
-        content = ClientUpdate(layers=layers, partition_id=client, num_examples=10).to_content(plan)
+        content = ClientUpdate(layers=layers, partition_id=client, num_examples=10).to_content(
+            plan, plan_codec(message.content)
+        )
         if what == "cut":
             content[ARRAYS] = ArrayRecord({name: FlowerArray(array) for name, array in layers.items()})
             for array in content[ARRAYS].values():

@@ -1,6 +1,7 @@
 """The teacher's file: read into the method, or refused in one sentence before any work."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.export import save_encoder
 from fedssl.methods.base import build_method
+from fedssl.rules import check_rules
 from server_app.build import make_lr_schedule
-from server_app.teacher import load_teacher
+from server_app.teacher import RUN_RULES, SETTINGS_RULES, load_teacher
 from tests.federation import Federation
 
 WORDS = ["method=fedca", "encoder.width=4", "method.alignment_weight=0.1"]
@@ -25,9 +27,11 @@ def save(folder, *overrides):
 
 def give(*overrides):
     settings = compose([*WORDS, *overrides])
+    check_rules(SETTINGS_RULES, settings)
     method = build_method(settings.model)
     make_lr_schedule(settings, method)
-    load_teacher(method, settings.teacher, data=settings.data)
+    check_rules(RUN_RULES, SimpleNamespace(method=method, settings=settings))
+    load_teacher(method, settings)
     return method
 
 

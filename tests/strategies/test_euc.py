@@ -17,6 +17,7 @@ from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import exchanged_layers
+from fedssl.rules import check_rules
 from fedssl.schedule.phases import end_to_end
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
@@ -325,6 +326,6 @@ def test_settings_are_refused_with_the_reason():
     with pytest.raises(InputError, match="^strategy.weighting=loss must be examples or uniform$"):
         EUC(weighting="loss")
     with pytest.raises(InputError, match="clients_per_round=1; 2 or more are needed"):
-        EUC().validate(run_context(Toy(), num_clients=10, clients_per_round=1))
-    EUC(interval=1).validate(run_context(Toy(), num_clients=10, clients_per_round=1))
-    EUC().validate(run_context(Toy(), num_clients=10, clients_per_round=2))
+        check_rules([EUC().problem], run_context(Toy(), num_clients=10, clients_per_round=1))
+    check_rules([EUC(interval=1).problem], run_context(Toy(), num_clients=10, clients_per_round=1))
+    check_rules([EUC().problem], run_context(Toy(), num_clients=10, clients_per_round=2))

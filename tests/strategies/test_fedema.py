@@ -16,6 +16,7 @@ from fedssl.methods.byol import BYOL
 from fedssl.methods.heads import MLP
 from fedssl.methods.simclr import SimCLR
 from fedssl.model_arrays import exchanged_layers, exchanged_names
+from fedssl.rules import check_rules
 from fedssl.wire.messages import TrainPlan
 from strategies.fedema import DISTANCE, LAMBDA, FedEMA, FedEMAClient, blend
 from strategies.fedu import FedUClient
@@ -220,4 +221,4 @@ def test_refused_settings():
     method = make_simclr()
     method.encoder.requires_grad_(False)
     with pytest.raises(InputError, match="of which nothing is trained; set another strategy"):
-        FedEMA().validate(run_context(method, num_clients=10, clients_per_round=2))
+        check_rules([FedEMA().problem], run_context(method, num_clients=10, clients_per_round=2))

@@ -17,6 +17,7 @@ from fedssl.methods.byol import BYOL
 from fedssl.methods.heads import MLP
 from fedssl.methods.simclr import SimCLR
 from fedssl.model_arrays import exchanged_layers, exchanged_names
+from fedssl.rules import check_rules
 from fedssl.wire.messages import NUM_EXAMPLES, ClientUpdate, TrainPlan
 from strategies.fedu import DISTANCE, USE_GLOBAL_PREDICTOR, FedU
 from strategies.l_dawa import l_dawa, scale_layers
@@ -98,7 +99,7 @@ def same(one, other):
 )
 def test_every_cell_of_table_4(tmp_path, aggregate, update, predictor):
     shared_method, shared_strategy = make_byol(), FedU(aggregate=aggregate, update=update, predictor=predictor)
-    shared_strategy.validate(in_pairs(shared_method))
+    check_rules([shared_strategy.problem], in_pairs(shared_method))
     previous = {}
     for round in (1, 2, 3):
         layers = some_layers(shared_method, round)
@@ -187,7 +188,7 @@ def make_bare():
 @pytest.mark.parametrize("strategy", [FedU, LDAWAFedU])
 def test_refused_combinations(strategy, options, make, sentence):
     with pytest.raises(InputError, match=sentence):
-        strategy(**options).validate(in_pairs(make()))
+        check_rules([strategy(**options).problem], in_pairs(make()))
 
 
 @pytest.mark.parametrize(

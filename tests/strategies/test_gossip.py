@@ -26,7 +26,8 @@ def played(strategy, behaviours, state=None, *, number=1, **options):
     """So many rounds among clients that behave in these ways; the state, and the report of the last."""
     grid = make_grid(behaviours)
     federation = small_federation(grid, strategy, **options)
-    strategy.validate(run_context(federation.context.method, clients_per_round=1, num_clients=len(behaviours), seed=3))
+    context = run_context(federation.context.method, clients_per_round=1, num_clients=len(behaviours), seed=3)
+    strategy.server.prepare(context)
     state = state or ServerState()
     for _ in range(number):
         one = Round(federation, state)

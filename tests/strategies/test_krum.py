@@ -9,6 +9,7 @@ from flwr.serverapp.strategy.multikrum import select_multikrum
 
 from fedssl.arrays import GlobalLayers, is_weight
 from fedssl.errors import InputError
+from fedssl.rules import check_rules
 from fedssl.wire.records import arrays_to_record
 from strategies.aggregate import aggregate
 from strategies.gram_matrix import deviation_gram
@@ -126,8 +127,8 @@ def test_settings_of_krum_out_of_range_are_refused():
 )
 def test_krum_needs_enough_clients(malicious, select, min_clients):
     strategy = Krum(malicious=malicious, select=select)
-    strategy.validate(run_context(None, num_clients=10, clients_per_round=min_clients))
+    check_rules([strategy.problem], run_context(None, num_clients=10, clients_per_round=min_clients))
     with pytest.raises(
         InputError, match=f"needs clients_per_round of {min_clients} or more .* but it is {min_clients - 1}"
     ):
-        strategy.validate(run_context(None, num_clients=10, clients_per_round=min_clients - 1))
+        check_rules([strategy.problem], run_context(None, num_clients=10, clients_per_round=min_clients - 1))

@@ -9,6 +9,7 @@ import pytest
 import scipy.stats
 
 from fedssl.errors import InputError
+from fedssl.rules import check_rules
 from fedssl.wire.messages import ClientUpdate
 from strategies.fedavg import fedavg
 from strategies.krum import Krum, krum
@@ -136,11 +137,10 @@ def test_shares_out_of_range_are_refused(beta):
 @pytest.mark.parametrize("beta", [0.1, 0.2, 0.4])
 def test_trimming_needs_a_client_to_trim(beta):
     min_clients = ceil(1 / beta)
-    TrimmedMean(beta=beta).validate(run_context(None, num_clients=10, clients_per_round=min_clients))
-    with pytest.raises(
-        InputError, match=f"strategy.beta={beta} of clients_per_round={min_clients - 1} is less than one"
-    ):
-        TrimmedMean(beta=beta).validate(run_context(None, num_clients=10, clients_per_round=min_clients - 1))
+    check_rules([TrimmedMean(beta=beta).problem], run_context(None, num_clients=10, clients_per_round=min_clients))
+    context = run_context(None, num_clients=10, clients_per_round=min_clients - 1)
+    with pytest.raises(InputError, match=f"beta={beta} of clients_per_round={min_clients - 1} is less than one"):
+        check_rules([TrimmedMean(beta=beta).problem], context)
 
 
 @pytest.mark.parametrize(

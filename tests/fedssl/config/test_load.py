@@ -13,6 +13,7 @@ from fedssl.errors import InputError
 from fedssl.evaluation.cli import compose_evaluation
 from fedssl.machine import process
 from fedssl.methods.base import build_method
+from fedssl.rules import check_rules
 from tests.cases import some
 from tests.contexts import run_context
 
@@ -127,7 +128,7 @@ def test_what_needs_a_shared_model_is_refused_without_one(override, sentence):
     settings = compose(["strategy=local_only", override])
     context = run_context(build_method(settings.model), algorithm=settings.algorithm, calibration=settings.calibration)
     with pytest.raises(InputError, match=sentence) as caught:
-        settings.algorithm.strategy.instantiate().validate(context)
+        check_rules([settings.algorithm.strategy.instantiate().problem], context)
     assert "\n" not in str(caught.value)
 
 

@@ -58,7 +58,7 @@ TEACHER_DIM = 24  # of the teacher's width of 6
 def make_method(*overrides: str) -> Distillation:
     settings = compose([*WORDS, *overrides])
     method = build_method(settings.model)
-    load_teacher(method, settings.teacher, data=settings.data)
+    load_teacher(method, settings)
     assert isinstance(method, Distillation)
     return method
 

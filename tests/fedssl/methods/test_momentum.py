@@ -10,6 +10,7 @@ from fedssl.errors import InputError
 from fedssl.methods.base import build_method
 from fedssl.methods.momentum import EMAMethod
 from fedssl.model_arrays import exchanged_names, local_names
+from fedssl.rules import check_rules
 from fedssl.wire.messages import ARRAYS, TrainPlan
 from fedssl.wire.records import record_to_arrays
 from tests.contexts import run_context
@@ -126,7 +127,7 @@ def test_clients_that_choose_one_of_two_networks_refuse_both(strategy):
     with pytest.raises(
         InputError, match="method.target_init=average exchanges .* set method.target_init=persist, or"
     ) as caught:
-        settings.algorithm.strategy.instantiate().validate(context)
+        check_rules([settings.algorithm.strategy.instantiate().problem], context)
     assert "\n" not in str(caught.value)
 
 
