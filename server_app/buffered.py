@@ -4,18 +4,10 @@ Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation" (FedB
 """
 
 import math
-from dataclasses import replace
-
-from flwr.app import Message
 
 from fedssl.arrays import Layers, is_weight
 from fedssl.config.aggregation_settings import AggregationSettings
-from fedssl.wire.messages import TrainPlan
-from fedssl.wire.records import content_bytes
 from server_app.policies import LoopPolicy
-from server_app.updates import UpdateReader, ValidUpdate
-from strategies.round_start import ClientAssignment
-from strategies.types import GLOBAL
 
 
 def make_policy(settings: AggregationSettings) -> LoopPolicy:
@@ -26,21 +18,8 @@ def make_policy(settings: AggregationSettings) -> LoopPolicy:
         min_replies=settings.min_updates if settings.buffered else None,
         min_updates=settings.min_updates,
         max_retries=settings.max_retries,
-        rebase=rebase if settings.buffered else None,
+        rebase=apply_stale_update if settings.buffered else None,
     )
-
-
-def rebase(reader: UpdateReader, client: int, *, plan: Message, reply: Message) -> ValidUpdate:
-    """Return the update of a reply to an earlier plan, applied to the current model; raises `InvalidUpdate`."""
-    current, number = reader.starts[GLOBAL].expected_upload, int(plan.metadata.group_id)
-    start_layers = TrainPlan.from_content(plan.content).layers
-    start = current.with_layers({name: start_layers[name] for name in current.layers})
-    slot = ClientAssignment(client, (GLOBAL,), GLOBAL, tuple(start_layers), content_bytes(plan.content), (GLOBAL,))
-    valid = reader.validate(slot, reply, start, number=number)
-    staleness = reader.number - number
-    layers = apply_stale_update(valid.update.layers, start=start.layers, current=current.layers, staleness=staleness)
-    update = replace(valid.update, layers=layers)
-    return replace(valid, update=update, cosines=current.cosines_of(layers), staleness=staleness)
 
 
 def apply_stale_update(layers: Layers, *, start: Layers, current: Layers, staleness: int) -> Layers:

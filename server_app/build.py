@@ -136,18 +136,16 @@ def build_components(settings: Settings, clients: ClientDirectory, *, reads_imag
     context = make_context(settings, device, client_config=task)
     method = context.method
     strategy: FedSSLStrategy = settings.algorithm.strategy.instantiate()
-    method.encoder.check_image_shape((data.channels, data.size, data.size))
     load_images = functools.cache(partial(load_client_images, settings, method))
-    check_rules(
-        RUN_RULES,
-        RunParts(
-            context=context,
-            strategy=strategy,
-            regularizer=settings.training.regularizer.instantiate(),
-            has_labels=lambda: load_images().labels is not None,
-            result_units=evaluator.result_units if reads_images else None,
-        ),
+    parts = RunParts(
+        context=context,
+        strategy=strategy,
+        regularizer=settings.training.regularizer.instantiate(),
+        has_labels=lambda: load_images().labels is not None,
+        result_units=evaluator.result_units if reads_images else None,
     )
+    method.encoder.check_image_shape((data.channels, data.size, data.size))
+    check_rules(RUN_RULES, parts)
     strategy.server.prepare(context)
     client_data = None
     untrained = frozenset(range(settings.num_clients - settings.unseen_clients, settings.num_clients))
@@ -179,12 +177,7 @@ def build_components(settings: Settings, clients: ClientDirectory, *, reads_imag
         trains_new_devices=trains_new_devices,
         client_flops=no_flops if costs is None else costs.client_flops,
     )
-    if federation.round_rules:
-        Round(federation.without_training(), ServerState())  # refuses the exchange of parts
-    layers = exchanged_layers(method)
-    check_updates_fit(federation, layers)
-    if settings.recording.resumed is None:  # else models are on the disk already
-        check_models_fit(federation, layers)
+    check_federation(federation)
     return RunComponents(
         federation=federation,
         client_data=client_data,
@@ -193,6 +186,16 @@ def build_components(settings: Settings, clients: ClientDirectory, *, reads_imag
         costs=costs,
         make_exchange=exchange_maker(context, costs),
     )
+
+
+def check_federation(federation: Federation) -> None:
+    """Raise `InputError` for an exchange that rules refuse, and for models that do not fit into memory or on disk."""
+    if federation.round_rules:
+        Round(federation.without_training(), ServerState())
+    layers = exchanged_layers(federation.context.method)
+    check_updates_fit(federation, layers)
+    if federation.settings.recording.resumed is None:  # else models are on the disk already
+        check_models_fit(federation, layers)
 
 
 def make_context(settings: Settings, device: torch.device, *, client_config: str | None) -> RunContext:

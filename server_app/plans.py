@@ -143,7 +143,7 @@ class PlanBuilder:
     def _in_phase(self, plan: TrainPlan, start: StartingModel) -> TrainPlan:
         """Return the plan with the fields of the phase, if there are several phases or frozen stages."""
         phase, num_phases = self._phase, len(self._context.phases)
-        if num_phases > 1 or self._context.method.server_merged_names:
+        if num_phases > 1 or start.frozen:
             plan = replace(plan, upload_names=tuple(start.expected_upload.layers))
         if num_phases == 1 and not phase.frozen:
             return plan
@@ -151,7 +151,6 @@ class PlanBuilder:
             plan,
             num_stages=phase.depth,
             num_frozen_stages=phase.frozen,
-            cache_frozen=self._context.clients_cache_frozen,
             depth_dropout=phase.depth_dropout,
         )
 

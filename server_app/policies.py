@@ -1,13 +1,19 @@
 """When a round ends, how many clients it has, what happens to replies that arrive later, and the rules about these."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
+from fedssl.arrays import Layers
 from fedssl.config.settings import Settings
 from fedssl.rules import Problem
 from strategies.rules import RunParts, needs_full_exchange
 from strategies.types import GLOBAL
+
+
+class Rebase(Protocol):
+    """Applies the update of a client that started from an earlier model to the current one."""
+
+    def __call__(self, layers: Layers, *, start: Layers, current: Layers, staleness: int) -> Layers: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +25,7 @@ class LoopPolicy:
     min_replies: int | None = None  # with which a round ends; None waits for all
     min_updates: int = 1  # that a round needs
     max_retries: int = 0
-    # Returns the update of a late reply, applied to the current model; None: late replies are not used.
-    rebase: Callable[..., Any] | None = None
+    rebase: Rebase | None = None  # of late replies, which are not used if it is None
 
     def for_round(self, clients_per_round: int) -> "LoopPolicy":
         """Return the policy of a round, which may have more clients than earlier ones."""

@@ -184,7 +184,7 @@ class Round:
             self._result.late.append(node if client is None else client)
             return None
         try:
-            valid: ValidUpdate = rebase(self._reader, client, plan=late.plan, reply=late.message)
+            valid = self._reader.read_late(client, plan=late.plan, reply=late.message, rebase=rebase)
         except InvalidUpdate as reason:
             self._result.drop(client, str(reason))
             return None

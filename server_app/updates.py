@@ -10,13 +10,15 @@ from flwr.app import Message
 from fedssl.arrays import Cosines, GlobalLayers
 from fedssl.safe_io import sanitize_line
 from fedssl.wire.fingerprint import code_fingerprint
-from fedssl.wire.messages import ClientUpdate
+from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
 from server_app.federation import Federation
+from server_app.policies import Rebase
 from server_app.validation import UpdateValidator, read_model_index
 from strategies.base import ServerStrategy
 from strategies.mods.base import Mod, exchanged_layers
 from strategies.round_start import ClientAssignment, StartingModel
+from strategies.types import GLOBAL
 from strategies.update_store import UpdateStorage, UpdateStore
 
 
@@ -198,6 +200,18 @@ class UpdateReader:
         """Return the update of a reply to this round's plan, and set its start; raises `InvalidUpdate`."""
         slot.start = slot.candidates[read_model_index(reply, num_models=len(slot.candidates))]
         return self.validate(slot, reply, self.starts[slot.start].expected_upload, number=self.number)
+
+    def read_late(self, client: int, *, plan: Message, reply: Message, rebase: Rebase) -> ValidUpdate:
+        """Return the update of a reply to an earlier plan, applied to the current model; raises `InvalidUpdate`."""
+        current, number = self.starts[GLOBAL].expected_upload, int(plan.metadata.group_id)
+        start_layers = TrainPlan.from_content(plan.content).layers
+        start = current.with_layers({name: start_layers[name] for name in current.layers})
+        slot = ClientAssignment(client, (GLOBAL,), GLOBAL, tuple(start_layers), content_bytes(plan.content), (GLOBAL,))
+        valid = self.validate(slot, reply, start, number=number)
+        staleness = self.number - number
+        layers = rebase(valid.update.layers, start=start.layers, current=current.layers, staleness=staleness)
+        update = replace(valid.update, layers=layers)
+        return replace(valid, update=update, cosines=current.cosines_of(layers), staleness=staleness)
 
     def validate(self, slot: ClientAssignment, reply: Message, expected: GlobalLayers, *, number: int) -> ValidUpdate:
         """Return the update of a reply to the plan of a round; raises `InvalidUpdate`."""

@@ -11,24 +11,6 @@ from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer
 from fedssl.wire.messages import ClientUpdate
 
-__all__ = [
-    "GLOBAL",
-    "AggregatedModel",
-    "Aggregator",
-    "ClientState",
-    "Combination",
-    "CommunicationSummary",
-    "GlobalModel",
-    "LinearAggregator",
-    "LocalData",
-    "Mergeable",
-    "NoState",
-    "RoundOutcome",
-    "ServerState",
-    "TrainAgain",
-    "model_suffix",
-]
-
 ClientState = dict[str, torch.Tensor]
 TrainAgain = Callable[[Regularizer], object]  # trains the method again with a further term in the loss
 

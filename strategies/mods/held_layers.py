@@ -38,7 +38,7 @@ class HeldLayers(Mod):
         return cls(context) if holds else None
 
     def plan(self, plan: TrainPlan) -> TrainPlan:
-        return replace(plan, base_digest=self._digest)
+        return replace(plan, base_digest=self._digest, cache_frozen=self._context.clients_cache_frozen)
 
     def send(self, sent: UntrainedLayers, client: int, at: RoundStart, *, last: int | None) -> UntrainedLayers:
         is_known = client in at.state.last_participation
