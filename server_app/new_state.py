@@ -1,14 +1,38 @@
-"""The models and the state of the server after a round."""
+"""The aggregation of each model in a round, and the models and the state of the server after it."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
+from fedssl.arrays import Layers
 from server_app.client_models import ClientModels, MappedValues
 from server_app.federation import Federation
-from server_app.model_aggregation import ModelAggregation
 from server_app.updates import RoundResult
 from strategies.round_start import ClientAssignment, StartingModel
-from strategies.types import AggregatedModel, GlobalModel, RoundOutcome, ServerState, model_suffix
+from strategies.types import AggregatedModel, Aggregator, GlobalModel, RoundOutcome, ServerState, model_suffix
+from strategies.update_store import CollectingAggregator, UpdateStorage
+
+
+@dataclass(frozen=True)
+class ModelAggregation:
+    """Aggregator of one model, the layers that its clients had received, and the parts that they uploaded."""
+
+    inner: Aggregator  # of the strategy
+    aggregator: Aggregator  # with the mods around it
+    received: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    gathered: list[Layers] = field(default_factory=list)
+
+    @classmethod
+    def new(
+        cls, federation: Federation, start: StartingModel, storage: UpdateStorage, *, round: int, name: str
+    ) -> "ModelAggregation":
+        """Return the aggregation of the model ``name``, which may store updates in ``storage``."""
+        inner = federation.strategy.server.aggregator(round, name)
+        if isinstance(inner, CollectingAggregator):
+            inner.storage = storage
+        aggregator = inner
+        for mod in federation.mods:
+            aggregator = mod.aggregator(aggregator, start, storage, round=round, name=name)
+        return cls(inner, aggregator)
 
 
 def new_model(

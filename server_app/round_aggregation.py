@@ -7,8 +7,7 @@ from fedssl.arrays import Layers
 from server_app.exchanges.base import Sum, TooFewUpdatesError
 from server_app.exchanges.sums import LostSumError
 from server_app.federation import Federation
-from server_app.model_aggregation import ModelAggregation
-from server_app.new_state import new_model, new_state
+from server_app.new_state import ModelAggregation, new_model, new_state
 from server_app.updates import RoundResult, ValidUpdate
 from strategies.round_start import ClientAssignment, StartingModel
 from strategies.types import GLOBAL, Mergeable, ServerState

@@ -1,16 +1,37 @@
-"""The lines of a round in ``metrics.jsonl``, ``clients.jsonl`` and other files."""
+"""The line of a round: its cost and values, the files, the tracker and the console."""
 
+import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fedssl.config.settings import RecordingSettings
 from fedssl.errors import DISK_ERRORS
 from fedssl.runs.manifest import LineFile
+from fedssl.step_cost import TrainingCostMeter
 from server_app.callbacks.base import Callback, RoundEnd
+from server_app.console import PlainConsole, ProgressTracker
+from server_app.trackers.base import SafeTracker
 from server_app.updates import RoundResult
+from strategies.types import ServerState
+
+log = logging.getLogger("fedssl")
+
+
+class Costs(Callback):
+    """Adds the cost of training to the line. ``wait`` returns when nothing else uses the GPU, which is measured."""
+
+    def __init__(self, meter: TrainingCostMeter, *, wait: Callable[[], None]) -> None:
+        self._meter, self._wait = meter, wait
+
+    def on_round_end(self, end: RoundEnd) -> None:
+        self._wait()
+        cost = self._meter(end.phase, [row.client for row in end.result.clients])
+        if cost:
+            end.line["cost"] = dict(cost)
 
 
 class Lines(Callback):
@@ -35,6 +56,34 @@ class Lines(Callback):
         codes = [code for code in DISK_ERRORS if any(os.strerror(code) in reason for reason in reasons)]
         if codes and (self._folder / "clients").is_dir():
             raise OSError(codes[0], os.strerror(codes[0]))
+
+
+class Tracking(Callback):
+    """Logs the settings and the lines of a run in its tracker."""
+
+    def __init__(self, tracker: SafeTracker, settings: RecordingSettings) -> None:
+        self._tracker, self._settings = tracker, settings
+
+    def on_run_start(self, state: ServerState) -> None:
+        self._tracker.begin(self._settings, done=state.round)
+
+    def on_round_end(self, end: RoundEnd) -> None:
+        self._tracker.round(end.line)
+
+
+class Progress(Callback):
+    """Logs a line per round and shows the progress on the screen."""
+
+    def __init__(self, screen: PlainConsole, *, rounds: int) -> None:
+        self._screen, self._progress = screen, ProgressTracker(rounds)
+
+    def on_run_start(self, state: ServerState) -> None:
+        self._screen.set_completed(state.round)
+
+    def on_round_end(self, end: RoundEnd) -> None:
+        snapshot = self._progress.after(end.line, end.evaluation)
+        log.info(snapshot.log_line)
+        self._screen.show(snapshot)
 
 
 def line_of(result: RoundResult, *, seconds: float) -> dict[str, Any]:

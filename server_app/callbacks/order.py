@@ -8,17 +8,14 @@ from server_app.callbacks.background import InBackground, can_evaluate_in_backgr
 from server_app.callbacks.base import Callback, Callbacks
 from server_app.callbacks.checkpoints import Checkpoints
 from server_app.callbacks.collapse import Collapse, CollapseReports
-from server_app.callbacks.costs import Costs
 from server_app.callbacks.delivery import Delivery
 from server_app.callbacks.early_stopping import EarlyStop
 from server_app.callbacks.evaluation import Evaluation
-from server_app.callbacks.lines import Lines
+from server_app.callbacks.lines import Costs, Lines, Progress, Tracking
 from server_app.callbacks.personalized import Personalized
-from server_app.callbacks.progress import Progress
 from server_app.callbacks.results import Results
 from server_app.callbacks.snapshots import Snapshots
 from server_app.callbacks.summary import Summary
-from server_app.callbacks.tracking import Tracking
 from server_app.client_states import ClientStates
 from server_app.console import PlainConsole
 from server_app.fleet_file import FleetFile
