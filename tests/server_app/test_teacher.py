@@ -101,7 +101,7 @@ def test_a_missing_teacher_is_refused_before_images_are_loaded(tmp_path, monkeyp
     def load(*args, **options):
         pytest.fail("images were loaded")
 
-    for name in ("server_app.build.load_federated", "fedssl.evaluation.protocol.load"):
+    for name in ("server_app.build.load_federated", "fedssl.evaluation.protocol.load_split"):
         monkeypatch.setattr(name, load)
     with pytest.raises(InputError, match="/nowhere/encoder.pt does not exist"):
         Federation(tmp_path, *WORDS, "teacher=/nowhere/encoder.pt")
