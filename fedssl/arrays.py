@@ -15,7 +15,6 @@ summed and stored like other layers. Their cosine, however, is that of the produ
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -206,14 +205,22 @@ class GlobalLayers:
         busy core delays no other. Inside ``work`` torch uses one thread, because its own threads synchronize and split
         arrays depending on their number.
         """
+        queue = iter(self._by_size)
+
+        def consume() -> None:
+            for name in queue:  # `ThreadPoolExecutor.map` would wake a thread for every layer
+                work(name)
+
         numbers = sum(array.size for array in self.layers.values())
         threads = torch.get_num_threads()
-        workers = min(threads, 1 + numbers // _NUMBERS_PER_THREAD)
+        others = min(threads - 1, numbers // _NUMBERS_PER_THREAD)
         torch.set_num_threads(1)  # inherited by new threads
         try:
-            with ThreadPoolExecutor(workers) as pool:
-                apply = pool.map if workers > 1 else map
-                deque(apply(work, self._by_size), maxlen=0)  # raises what a thread has raised
+            with ThreadPoolExecutor(max(others, 1)) as pool:
+                running = [pool.submit(consume) for _ in range(others)]
+                consume()
+                for thread in running:
+                    thread.result()
         finally:
             torch.set_num_threads(threads)
 
