@@ -131,13 +131,12 @@ class Round:
 
     def finish(self, received: Iterable[Received]) -> tuple[ServerState, RoundResult]:
         """Aggregate what is received, in its order, and return the next state; raises `TooFewUpdatesError`."""
-        aggregation = self._aggregation
-        aggregation.start()
+        self._aggregation.start()
         collected: CollectedUpdates | None = None
         comparing = [mod for mod in self._federation.mods if mod.compares_updates]
         if comparing or self._routes.clusters:  # these compare all updates before any of them is used
             collected = CollectedUpdates(self._storage, self.starts, mods=comparing)
-        use = aggregation.add if collected is None else collected.add
+        use = self._aggregation.add if collected is None else collected.add
         for item in received:
             valid = self._receive(item)
             del item  # a reply is a whole model: free it before the next one is created
@@ -147,9 +146,9 @@ class Round:
         if collected is not None:
             self._select(collected)
             for valid in collected:
-                aggregation.add(valid)
+                self._aggregation.add(valid)
                 del valid  # its layers may be copies
-        state = aggregation.finish(self.slots)
+        state = self._aggregation.finish(self.slots)
         self._storage.close()
         return state, self._result
 
