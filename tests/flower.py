@@ -1,5 +1,6 @@
 """Plain ``flwr run`` on a SuperLink of its own, which leaves neither processes nor files."""
 
+import json
 import os
 import shutil
 import socket
@@ -104,3 +105,14 @@ def _start_superlink(sandbox: ProcessSandbox, environment: Mapping[str, str], op
         except ConnectionRefusedError:
             time.sleep(0.05)
     raise RuntimeError((sandbox.path / "superlink.log").read_text())
+
+
+def check_run_of_two_nodes(run: Path, log: str) -> None:
+    """Assert that a run had the choices of its run config, and as many clients as the federation has nodes."""
+    assert "num_clients=2, as many as the federation has nodes" in log
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["rounds"]) == ("finished", 1)
+    overrides = (run / "overrides.yaml").read_text().splitlines()
+    assert {"- rounds=1", "- strategy='fedavg'", "- partition.alpha=0.5"} <= set(overrides)
+    clients = (run / "clients.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["client"] for line in clients) == [0, 1]

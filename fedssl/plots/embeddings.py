@@ -66,7 +66,7 @@ def plot_sphere(folder: Path) -> PlotData | None:
             f"representations of {dim} dimensions on their 3 principal directions\n"
             f"({min(shares):.0%} to {max(shares):.0%} of their squared length)"
         )
-    colors = "" if representations.labels is None else "; colours: classes"
+    colors = "" if representations.labels is None else "; colors: classes"
     figure.supxlabel(f"{how}, round {round}{colors}", fontsize="small")
     return PlotData(figure, _rows(representations, np.stack([points for points, _ in spheres]), "xyz"))
 
@@ -149,9 +149,9 @@ def tsne_figure(representations: Representations, points: np.ndarray, *, round: 
         x, y = points[model].T
         axes.scatter(x, y, c=color, marker=mark, s=size, linewidths=edge)
     entries = dict.fromkeys(marks)
-    axes.legend(handles=[Line2D([], [], marker=mark, color="grey", linewidth=0, label=name) for mark, name in entries])
+    axes.legend(handles=[Line2D([], [], marker=mark, color="gray", linewidth=0, label=name) for mark, name in entries])
     colors = "models" if labels is None else "classes"
-    axes.set_xlabel(f"t-SNE of the representations of {used} images, round {round}; colours: {colors}")
+    axes.set_xlabel(f"t-SNE of the representations of {used} images, round {round}; colors: {colors}")
     return figure
 
 

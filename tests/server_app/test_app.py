@@ -15,6 +15,7 @@ from fedssl.errors import InputError
 from server_app.app import RUN_CONFIG_KEYS, app, overrides_of, without_traceback
 from simulation.grid import LocalGrid
 from tests.cases import some
+from tests.flower import check_run_of_two_nodes
 
 ROOT = Path(__file__).resolve().parents[2]
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
@@ -66,10 +67,4 @@ def test_without_options_the_federation_sets_the_number_of_clients(tmp_path, cap
     run_config |= {"output-dir": str(tmp_path / "run"), "overrides": f"{words} measure_resources=false"}
     node = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=DECLARED | run_config)
     app(LocalGrid(handlers.handle, num_clients=2), node)
-    assert "num_clients=2, as many as the federation has nodes" in capsys.readouterr().out
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["status"], summary["rounds"]) == ("finished", 1)
-    overrides = (tmp_path / "run" / "overrides.yaml").read_text().splitlines()
-    assert {"- rounds=1", "- strategy='fedavg'", "- partition.alpha=0.5"} <= set(overrides)
-    clients = (tmp_path / "run" / "clients.jsonl").read_text().splitlines()
-    assert sorted(json.loads(line)["client"] for line in clients) == [0, 1]
+    check_run_of_two_nodes(tmp_path / "run", capsys.readouterr().out)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.busy import busy_machine
 from tests.devices import write_images
-from tests.flower import copy_app, flwr_run
+from tests.flower import check_run_of_two_nodes, copy_app, flwr_run
 
 WORDS = "dataset.limit=60 encoder.width=4 threads=1 evaluation=none final_evaluation=none collapse_images=0"
 WORDS += " measure_resources=false"
@@ -21,13 +21,7 @@ def test_without_options_the_federation_sets_the_number_of_clients(tmp_path, bes
         flat = f"num-server-rounds=1 local-epochs=1 strategy='fedavg' partition-alpha=0.5 output-dir='{tmp_path}/run'"
         outcome = flwr_run(copy_app(tmp_path / "app"), "--run-config", f'{flat} overrides="{WORDS}"')
     assert outcome.status == "finished:completed", outcome.log
-    assert "num_clients=2, as many as the federation has nodes" in outcome.log
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["status"], summary["rounds"]) == ("finished", 1)
-    overrides = (tmp_path / "run" / "overrides.yaml").read_text().splitlines()
-    assert {"- rounds=1", "- strategy='fedavg'", "- partition.alpha=0.5"} <= set(overrides)
-    clients = (tmp_path / "run" / "clients.jsonl").read_text().splitlines()
-    assert sorted(json.loads(line)["client"] for line in clients) == [0, 1]
+    check_run_of_two_nodes(tmp_path / "run", outcome.log)
 
 
 @pytest.mark.heavy

@@ -68,7 +68,7 @@ def test_tsne_keeps_the_order_and_what_belongs_together():
 def test_tsne_figure_has_circles_and_crosses_of_the_same_images():
     labels = np.arange(30) % 10
     (axes,) = tsne_figure(some(labels=labels), round=7).axes
-    assert axes.get_xlabel() == "t-SNE of the representations of 30 images, round 7; colours: classes"
+    assert axes.get_xlabel() == "t-SNE of the representations of 30 images, round 7; colors: classes"
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["global model", "clients' models"]
     clouds = axes.collections
     assert [len(cloud.get_offsets()) for cloud in clouds] == [30, 30, 30]
