@@ -1,1 +1,4 @@
-"""Aggregation algorithms, one per file: the pure rule, and the class with both its sides."""
+"""Aggregation algorithms, one per file: the pure rule, and the class with both its sides.
+
+``conf/strategy/`` describes their settings.
+"""

@@ -36,25 +36,14 @@ from strategies.update_store import UpdateStore
 class ServerStrategy:
     """Server side of an algorithm. By default there is one model, and clients exchange all of it.
 
-    Parameters
-    ----------
-    make_aggregator : callable
-        Return a new aggregator.
-
-    Attributes
-    ----------
-    models_per_client : bool
-        Whether every client has a separate model, named after its id. These models are stored in files.
-    num_comparison_images : int
-        Number of server images on which `on_round_end` compares models; 0 needs none.
-    model_state_type, strategy_state_type : type
-        `typing.TypedDict` of the state of one model, which `after_aggregation` returns, and of the state across models,
-        which `on_round_end` returns. A checkpoint is validated against their annotations: plain types, arrays, and
-        ``dict`` of them. The initial states are empty.
+    ``make_aggregator`` returns a new aggregator.
     """
 
-    models_per_client: bool = False
-    num_comparison_images: int = 0
+    models_per_client: bool = False  # whether every client has a model, named after its id and stored in a file
+    num_comparison_images: int = 0  # number of server images on which `on_round_end` compares models; 0 needs none
+    # `typing.TypedDict` of the state of one model, which `after_aggregation` returns, and of the state across models,
+    # which `on_round_end` returns. A checkpoint is validated against their annotations: plain types, arrays, and
+    # ``dict`` of them. The initial states are empty.
     model_state_type: type = NoState
     strategy_state_type: type = NoState
 
@@ -139,24 +128,14 @@ class ServerStrategy:
 
 
 class ClientStrategy:
-    """Client side of an algorithm. By default it loads the downloaded layers and saves the method's local parts.
+    """Client side of an algorithm. By default it loads the downloaded layers and saves the method's local parts."""
 
-    Attributes
-    ----------
-    trainings_per_round : int
-        Number of trainings in a round, for cost estimates.
-    selects_by_state : bool
-        Whether `select_model` compares models with the client's state. An unseen client, which has none, trains before
-        it selects.
-    starts_from_own_layers : bool
-        Whether a client may start from its own values of the encoder's exchanged layers instead of the downloaded ones.
-    change_upload : callable, optional
-        Return changed layers to upload from those of `layers_to_upload`.
-    """
-
-    trainings_per_round: int = 1
+    trainings_per_round: int = 1  # for cost estimates
+    # Whether `select_model` compares models with the client's state. An unseen client, which has none, trains first.
     selects_by_state: bool = False
+    # Whether a client may start from its own values of the encoder's exchanged layers instead of the downloaded ones.
     starts_from_own_layers: bool = False
+    # Returns changed layers to upload from those of `layers_to_upload`.
     change_upload: Callable[[SSLMethod, TrainPlan, Layers], Layers] | None = None
 
     def select_model(

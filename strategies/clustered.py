@@ -41,20 +41,6 @@ class Clustered(FedSSLStrategy):
 
     with $c_k$ the model of client k, $\mathcal{L}_k(w_c)$ the loss of model c on its images, and d the distance of two
     clusters of updates $\Delta_k$ (without running statistics). The nearest clusters are merged until C remain.
-
-    Parameters
-    ----------
-    clusters : int
-        Number of models, from 1 to the number of clients.
-    assign_by : {"loss", "update_cosine"}
-    rule : str
-        A key of `WEIGHTED_RULES` or `UNWEIGHTED_RULES`, with its default options.
-    weighting : str or None
-        For rules in `WEIGHTED_RULES`; None uses their default.
-    num_images : int
-        On which losses are compared, at least 2.
-    cluster_round : int
-        Round in which updates are clustered, for "update_cosine".
     """
 
     def __init__(

@@ -31,17 +31,6 @@ class FeatARC(FedSSLStrategy):
 
     with $v_k$ the model of client k after its last training, $h_w(x)$ the representation of image x by model w, $w_c$
     the model of cluster c, and $\beta_k$ the weight of a member (``weighting``).
-
-    Parameters
-    ----------
-    clusters : int
-        C, from 1 to the number of clients.
-    assign_at : {"client", "server"}
-        Side that compares models, on its own images. "client": every client downloads all models.
-    num_images : int
-        On which models are compared, at least 2.
-    weighting : {"uniform", "examples"}
-        Weights of the members of a cluster.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class FedBNClient(ClientStrategy):
 
 
 class FedBN(FedSSLStrategy):
-    r"""Federated averaging in which every client keeps its own batch normalization. Parameters as in `FedAvg`.
+    r"""Federated averaging in which every client keeps its own batch normalization.
 
     $$
     w^{(l)} = \sum_k \beta_k w_k^{(l)} \qquad

@@ -55,7 +55,7 @@ def blend(received: Layers, own: Layers, *, mu: float) -> Layers:
 
 
 class FedEMAClient(ClientStrategy):
-    """Client side of FedEMA. Options as in `FedEMA`."""
+    """Client side of FedEMA."""
 
     starts_from_own_layers = True
 
@@ -104,15 +104,6 @@ class FedEMA(FedSSLStrategy):
     $$
 
     with $w_g$ the global weights, and $v_k^{(l)}$ convolution kernel l of the client when its last training began.
-
-    Parameters
-    ----------
-    weighting : {"examples", "uniform"}
-        As in `FedAvg`.
-    tau : float
-        Share of its own weights in a client's second participation, at least 0; 0 always uses the global weights.
-    distance : {"mean_conv_l2", "squared_l2"}
-        d, see `strategies.encoder_divergence`.
     """
 
     def __init__(self, *, weighting: str = "examples", tau: float = 0.7, distance: str = "mean_conv_l2") -> None:

@@ -123,17 +123,7 @@ class LDAWA(FedSSLStrategy):
     and $\mathcal{L}_k$ its mean loss of the last local epoch (``weighting``). With ``normalize`` the divisor is $\sum_k
     \beta_k |\delta_k^{(l)}|$. If one of the two layers is all zero, the cosine is 1.
 
-    Parameters
-    ----------
-    weighting, buffers, normalize
-        As in `l_dawa`. With ``weighting="uniform"`` clients report no metrics.
-    warmup_rounds : int
-        First rounds that are FedAvg weighted by examples; 0 disables them (the paper), 3 is the authors' code.
-    scale_at : {"server", "client"}
-        Side that multiplies the layers by their cosines. The global model is equal up to rounding. With "client" the
-        log contains the cosines of the scaled layers, i.e. absolute values.
-    client : ClientStrategy, optional
-        None uses that of federated averaging.
+    ``client`` replaces the client side of federated averaging.
     """
 
     def __init__(

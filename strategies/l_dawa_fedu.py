@@ -9,7 +9,7 @@ from strategies.l_dawa import LDAWA
 
 
 class LDAWAFedU(LDAWA):
-    r"""L-DAWA with FedU's client side. Options as in `LDAWA` and `FedUClient`.
+    r"""L-DAWA with FedU's client side.
 
     $$
     w^{(l)} = \frac{\sum_k n_k \, \delta_k^{(l)} \, w_k^{(l)}}{\sum_k n_k} \qquad

@@ -99,13 +99,6 @@ class PerSSL(FedSSLStrategy):
 
     with $w_g$ the downloaded global model, $w_k$ the same after the training of client k, and $v_k$ its personalized
     model.
-
-    Parameters
-    ----------
-    weighting : {"examples", "uniform"}
-        As in `FedAvg`.
-    weight : float
-        lambda, at least 0; 0 trains the personalized model independently.
     """
 
     def __init__(self, *, weighting: str = "examples", weight: float = 0.1) -> None:

@@ -90,18 +90,8 @@ class WeightedSum:
     """Weighted average of client models, optionally scaled by their cosines with the global model.
 
     Call `set_clients`, without which all clients are one block, `start`, `add` for each client in order of its id,
-    then `finish`. `start` starts a new round.
-
-    Parameters
-    ----------
-    weighting : {"uniform", "examples", "loss"}
-        beta: 1, the number of examples, or exp(-loss).
-    scale : {"none", "layer", "model"}
-        s: 1, the cosine of each layer, or one cosine over all weights.
-    buffers : {"average", "scale"}
-        Average running statistics, or scale them like weights.
-    normalize : bool
-        Divide the sum by that of beta |s| instead of that of beta.
+    then `finish`. `start` starts a new round. Options as in `strategies.l_dawa.l_dawa`; ``scale`` is s: "none" is 1,
+    "layer" the cosine of each layer, "model" one cosine over all weights.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Functions that build the encoders.
 
-One function per encoder, named as in ``conf/encoder/``. ResNets and vision transformers are torchvision's networks
+One function per encoder, named as in ``conf/encoder/``, which describes the settings; ``channels`` and ``size`` are the
+channels of the images, and their height and width in pixels. ResNets and vision transformers are torchvision's networks
 without the classifier. Their ``state_dict`` has torchvision's names, so weights can be exchanged with torchvision.
 ResNets, with torchvision's random numbers, are written here because torchvision imports torch's compiler: two seconds,
 and 90 MB of each process. By default they have a stem for small images: one 3x3 convolution of stride 1 and no pooling,
@@ -148,20 +149,7 @@ def conv_small(*, channels: int, size: int, width: int = 32, norm: str = "batch"
 
 
 def resnet(*, depth: int, channels: int, size: int, stem: str = "small", norm: str = "batch") -> Encoder:
-    """Build torchvision's ResNet without its classifier: `resnet18`, `resnet34` and `resnet50`.
-
-    Parameters
-    ----------
-    depth : {18, 34, 50}
-        Layers; ``feature_dim`` is 512, 512 and 2048.
-    channels, size : int
-        Channels of the images, and their height and width in pixels.
-    stem : {"small", "imagenet"}
-        "small": 3x3 convolution of stride 1, no pooling. "imagenet": torchvision's 7x7 convolution of stride 2 and max
-        pooling, for images of about 100 pixels and more.
-    norm : {"batch", "group"}
-        As in `normalization`.
-    """
+    """Build torchvision's ResNet of 18, 34 or 50 layers without its classifier; h has 512, 512 or 2048 features."""
     _check_image_size(f"resnet{depth}", channels=channels, size=size, smallest=1)
     check_arguments("encoder", stem=stem)
     encoder = ResNetEncoder(_BLOCKS[depth], bottleneck=depth >= 50, normalize=normalization(norm))
@@ -195,22 +183,7 @@ def vit(
 ) -> Encoder:
     """Build torchvision's VisionTransformer; `vit_tiny`, `vit_small`, `vit_base` have DeiT's sizes (arXiv 2012.12877).
 
-    Parameters
-    ----------
-    channels, size : int
-        Channels of the images, and their height and width in pixels.
-    patch : int
-        Height and width of a patch; must divide ``size``. LW-FedSSL uses 4 for 32x32; 2 suits 8x8.
-    depth, width, heads : int
-        Transformer blocks, length of a token (``feature_dim``), attention heads. The hidden layer of a block is four
-        times as wide as a token. Widths are 192 (tiny), 384 (small) and 768 (base), with 64 for each head.
-    pool : {"token", "mean"}
-        h is the class token, or the mean over the patches of a transformer without class token.
-    positions : {"sincos", "learned"}
-        Position embedding: the fixed one of `fedssl.encoders.tokens.sincos_position_embedding`, or
-        trained weights as in torchvision.
-    registers : int
-        Number of register tokens (arXiv 2309.16588), which take part in attention but not in h. 0 disables them.
+    ``width`` is the length of a token and of h; the hidden layer of a block is four times as wide.
     """
     _check_image_size("vit", channels=channels, size=size, smallest=1)
     check_arguments("encoder", patch=patch, depth=depth, width=width, heads=heads, pool=pool, positions=positions)

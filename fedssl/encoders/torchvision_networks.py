@@ -106,7 +106,7 @@ def _replace_first_convolution(network: nn.Module, channels: int) -> None:
 class ViTEncoder(TokenEncoder, VisionTransformer):
     """VisionTransformer of torchvision; its blocks are the stages, the last layer normalization is the tail.
 
-    Parameters as in `fedssl.encoders.factory.vit`. ``fixed_positions``, 0 for the class token, are neither trained,
+    ``fixed_positions``, 0 for the class token, are neither trained,
     exchanged nor part of the ``state_dict``. Registers are weights after the class token, without position.
     """
 

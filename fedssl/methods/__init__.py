@@ -1,1 +1,1 @@
-"""Self-supervised methods, one per file."""
+"""Self-supervised methods, one per file. ``conf/method/`` describes their settings."""

@@ -29,15 +29,6 @@ class BarlowTwins(ProjectorMethod):
 
     with $z_{ia}^{(v)}$ feature a of the projection of view v of image i, $\mu$ and $\sigma^2$ its mean and variance
     over the batch (divisor n; with ``loss="l_dawa"`` n - 1, and nothing is added), and $\lambda$ the ``lambd``.
-
-    Parameters
-    ----------
-    projector
-        As in `fedssl.methods.heads.ProjectorMethod`.
-    lambd : float
-        Weight of the redundancy term; 0 disables it.
-    loss : {"standard", "l_dawa"}
-        `fedssl.losses.barlow_twins`, or `fedssl.losses.barlow_twins_unbiased`.
     """
 
     min_batch_size = 3

@@ -11,7 +11,7 @@ from fedssl.views import Views
 
 
 class BYOL(EMATargetMethod):
-    r"""BYOL; parameters as in `EMATargetMethod`.
+    r"""BYOL.
 
     $$
     \mathcal{L} = \frac{1}{n} \sum_{i=1}^{n} \left( 2 - 2 \cos(p_i^{(1)}, \bar{z}_i^{(2)}) \right)

@@ -109,23 +109,6 @@ class DINO(EMATargetMethod):
     with $s_i^{(v)}$ and $t_i^{(u)}$ the logits of student and teacher (cosines with the K prototypes) for the V views
     and G global views of image i, c the center, $\mu$ its momentum, r the round of R, $r_w$ the ``warmup_rounds``,
     $\tau_1$ and $m_1$ the values of round 1, and m the decay of the teacher.
-
-    Parameters
-    ----------
-    num_prototypes : int
-        K, the length of the output; at least 2.
-    student_temperature, teacher_temperature : float
-        Temperatures of the softmax; positive.
-    warmup_teacher_temperature : float
-        Teacher's temperature in round 1; it changes linearly to ``teacher_temperature``.
-    warmup_rounds : int
-        Number of rounds of that change; 0 disables it.
-    center_momentum : float
-        Weight of the previous center in each step, in [0, 1]; 1 disables centering.
-    freeze_last_layer_rounds : int
-        Number of first rounds in which prototypes are not trained.
-    encoder, projector, ema_decay, ema_schedule, target_init
-        As in `EMATargetMethod`.
     """
 
     accepted_views = AcceptedViews(max_global=None, local=True, augmentation="multi_crop")

@@ -47,23 +47,9 @@ class Distillation(SSLMethod):
     with $z_i$ the projection of view i, $t_i$ the teacher's feature of its image, of length m, and $D_i$ that feature
     and those of the queue.
 
-    Parameters
-    ----------
-    projector : callable
-        Builds the projector from the lengths of a representation and of the teacher's features, the latter as
-        ``out_dim``, e.g. ``partial(MLP, hidden_dim=512, num_layers=1)``.
-    teacher_encoder : mapping or None
-        Architecture and preprocessing of the teacher as plain values, see `fedssl.export.describe_encoder`. The server
-        reads them from the file of the setting ``teacher``; None is rejected.
-    loss : {"cosine", "mse", "similarity"}
-        `fedssl.losses.teacher_distance`, `fedssl.losses.feature_mse` or `fedssl.losses.similarity_distillation`; the
-        mean over views.
-    queue_size : int
-        Number of features in the queue of ``loss="similarity"``.
-    student_temperature, teacher_temperature : float
-        Those of ``loss="similarity"``; positive.
-    cache_bytes : int
-        Maximum size of the teacher's cached features in a process; 0 computes them in every step.
+    ``projector`` builds the projector from the lengths of a representation and, as ``out_dim``, of the teacher's
+    features. ``teacher_encoder`` are plain values (`fedssl.export.describe_encoder`), which the server reads from the
+    file of the setting ``teacher``; None is rejected.
     """
 
     teacher_sees_views = False

@@ -69,17 +69,6 @@ class FedCA(ProjectorMethod):
     with $z_i$ the projections of the 2n views, j(i) the other view of i, D the dictionary, $h_i$ and $t_i$ the
     representations by the encoder and by the teacher, $\lambda$ the ``alignment_weight``, $U_k$ the normalized
     projections that client k sends, and Q the ``dictionary_capacity``.
-
-    Parameters
-    ----------
-    projector, temperature
-        As in `fedssl.methods.simclr.SimCLR`.
-    sent_per_round : int
-        Number of projections that a client uploads per round; 0 disables the dictionary.
-    dictionary_capacity : int
-        Length of the dictionary; at least ``sent_per_round``.
-    alignment_weight : float
-        Weight of `fedssl.losses.teacher_distance`, >= 0; 0 disables the teacher.
     """
 
     def __init__(

@@ -51,13 +51,6 @@ class FedX(ProjectorMethod):
 
     with C the loss of `fedssl.methods.simclr.SimCLR`, $z^{(v)}$ and $p^{(v)}$ the projections and predictions of view
     v, $g^{(2)}$ the projections of view 2 by the copy, $\tau$ the temperature, and a the anchors.
-
-    Parameters
-    ----------
-    projector, predictor
-        As in `fedssl.methods.simsiam.SimSiam`.
-    temperature : float
-        Temperature of all four terms; positive.
     """
 
     min_batch_size = 3

@@ -20,19 +20,6 @@ class MLP(nn.Sequential):
 
     The papers' heads are special cases: ``num_layers=1`` is the linear head of L-DAWA, ``num_layers=2`` are the
     projectors of SimCLR and BYOL, ``num_layers=3, last_batch_norm=True`` those of SimSiam and MoCo v3.
-
-    Parameters
-    ----------
-    in_features, hidden_dim, out_dim : int
-        Lengths of the input, hidden and output vectors; ``hidden_dim`` is unused with one layer.
-    num_layers : int
-        Number of linear layers.
-    batch_norm : bool
-        Whether batch normalization follows every layer but the last; FedX's heads have none.
-    last_batch_norm : bool
-        Whether batch normalization without scale and shift follows the last layer.
-    activation : {"relu", "gelu"}
-        Function after every layer but the last; DINO and iBOT use GELU.
     """
 
     def __init__(

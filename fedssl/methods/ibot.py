@@ -62,14 +62,6 @@ class IBOT(DINO):
     with $M_i^{(u)}$ the hidden patches of global view u of image i, $\hat{s}_{ij}$ the student's logits of patch j of
     the masked view, $t_{ij}$ the teacher's of the complete view, $c'$ the center of patch tokens, and $\lambda$ the
     ``patch_weight``. A view without hidden patches counts as 0.
-
-    Parameters
-    ----------
-    patch_weight : float
-        Weight of the loss of masked patches; 0 disables it.
-    encoder, projector, num_prototypes, student_temperature, teacher_temperature, warmup_teacher_temperature,
-    warmup_rounds, center_momentum, freeze_last_layer_rounds, ema_decay, ema_schedule, target_init
-        As in `fedssl.methods.dino.DINO`.
     """
 
     encoder: TokenEncoder

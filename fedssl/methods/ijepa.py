@@ -59,17 +59,6 @@ class IJEPA(EMAMethod):
     with $C_i$ the context of image i, $B_{i,k}$ its K target blocks, $f_\theta$ the encoder, g the predictor, e the
     mask token, $\pi_p$ the position of patch p, $s_{i,p}$ its d standardized features by the target encoder
     (`fedssl.methods.momentum.EMATargetMethod`), and $\rho(u)$ the smooth L1 distance.
-
-    Parameters
-    ----------
-    encoder : TokenEncoder
-        Vision transformer.
-    predictor_width, predictor_depth, predictor_heads : int
-        Width, blocks and attention heads of the predictor, see `fedssl.methods.patch_prediction.PatchPredictor`.
-    exchange_predictor : bool
-        Whether the predictor is exchanged and averaged.
-    ema_decay, ema_schedule, target_init
-        As in `fedssl.methods.momentum.EMAMethod`.
     """
 
     encoder: TokenEncoder

@@ -63,18 +63,6 @@ class LeJEPA(ProjectorMethod):
 
     with $z_i^{(v)}$ the projection of view v of image i, of d features, G of the V views global, $a_m$ the M random
     unit vectors (``num_slices``), T the ``t_max``, and $\lambda$ the ``lambd``.
-
-    Parameters
-    ----------
-    projector
-        As in `fedssl.methods.heads.ProjectorMethod`.
-    lambd : float
-        Weight of SIGReg in [0, 1]; the prediction has the weight ``1 - lambd``. 0 disables SIGReg, so that projections
-        collapse.
-    num_slices : int
-        Number of directions per step.
-    num_points, t_max
-        As in `fedssl.losses.epps_pulley`.
     """
 
     min_batch_size = 3

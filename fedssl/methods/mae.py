@@ -61,17 +61,6 @@ class MAE(SSLMethod):
     with $V_i$ and $M_i$ the visible and hidden patches of image i, f the encoder, g the decoder, e the mask token,
     $\pi_p$ the position of patch p, and $t_{i,p}$ its d standardized pixels (divisor d - 1) or, without
     ``normalize_patches``, its pixels.
-
-    Parameters
-    ----------
-    encoder : TokenEncoder
-        Vision transformer.
-    decoder_width, decoder_depth, decoder_heads : int
-        Width, blocks and attention heads of the decoder, see `fedssl.methods.patch_prediction.PatchPredictor`.
-    normalize_patches : bool
-        Whether the pixels of each target patch are standardized.
-    exchange_decoder : bool
-        Whether the decoder is exchanged and averaged.
     """
 
     encoder: TokenEncoder

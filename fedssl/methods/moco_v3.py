@@ -16,7 +16,7 @@ from fedssl.views import Views
 
 
 class MoCoV3(EMATargetMethod):
-    r"""MoCo v3; for other parameters see `EMATargetMethod`.
+    r"""MoCo v3.
 
     $$
     \ell(q, k) = -\frac{1}{n} \sum_{i=1}^{n} \log \frac{\exp(\cos(q_i, k_i) / \tau)}{\sum_{j=1}^{n}
@@ -26,16 +26,6 @@ class MoCoV3(EMATargetMethod):
 
     with $q_i^{(v)}$ the prediction of the online network from view v of image i, $k_i^{(v)}$ the projection of the
     target network, without gradient, $\tau$ the temperature, and c the ``loss_scale``.
-
-    Parameters
-    ----------
-    temperature : float
-        Temperature of the loss; positive.
-    loss_scale : float or None
-        Factor of the loss; positive. None: 2 ``temperature``.
-    train_patches : bool
-        Whether the patch embedding of a vision transformer is trained. MoCo v3 keeps its random initialization for
-        stability. No effect on other encoders.
     """
 
     def __init__(

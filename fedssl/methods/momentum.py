@@ -23,21 +23,8 @@ class EMAMethod(SSLMethod):
     """Online networks, and targets of some of them that are their moving average; a subclass adds the targets.
 
     The target is in train mode like the online network. The moving average covers parameters only and is updated after
-    each step.
-
-    Parameters
-    ----------
-    ema_decay : float
-        Weight of the previous target in each update, in [0, 1]. 0 copies the online network at every step, 1 never
-        changes the target.
-    target_init : {"persist", "reset", "average"}
-        Target at the start of a round. "persist": the target of this client's last participation, and a copy of the
-        online network in its first round. "reset": a copy of the online network in every round. "average": the
-        downloaded target, which is exchanged and aggregated like all other layers and starts as a copy of the untrained
-        online network. If the encoder grows by stages, "persist" and "average" start with a copy of the online network
-        in every stage.
-    ema_schedule : {"constant", "cosine"}
-        Whether ``ema_decay`` is that of all rounds, or that of round 1 and increases to 1 along half a cosine.
+    each step: ``ema_decay`` 0 copies the online network, 1 never changes the target. If the encoder grows by stages,
+    ``target_init`` "persist" and "average" start with a copy of the online network in every stage.
     """
 
     target_encoder: Encoder
@@ -117,15 +104,8 @@ class EMATargetMethod(EMAMethod):
     with $\theta$ the trained online weights, $\xi$ those of the target, m the decay, $\xi_k$ the client's last target
     ($\theta$ in its first round), and $\xi_g$ the server's mean of targets.
 
-    Parameters
-    ----------
-    projector
-        As in `fedssl.methods.heads.ProjectorMethod`.
-    predictor : callable, optional
-        Builds the predictor after the online projector from the length of a projection, which must equal the length of
-        its output. None: the method has none.
-    encoder, ema_decay, target_init, ema_schedule
-        As in `EMAMethod`.
+    ``predictor`` builds the predictor from the length of a projection, which must equal the length of its output; None:
+    the method has none.
     """
 
     min_batch_size = 3

@@ -133,17 +133,6 @@ class Orchestra(EMATargetMethod):
     with $c_g$ the G global centroids, $z_i^{(2)}$ the projection of view 2 of image i, $\bar{z}_i^{(1)}$ the target's
     of view 1, without gradient, $\tilde{z}_i$ the projection of view 1 turned by i mod 4 quarters, and V, b the
     rotation classifier.
-
-    Parameters
-    ----------
-    local_clusters, global_clusters : int
-        L of each client, and G of the federation; at least 1 and 2.
-    queue_size : int
-        Number of the newest target projections that a client clusters; at least ``local_clusters``.
-    temperature : float
-        Temperature of the cluster assignments; positive.
-    encoder, projector, ema_decay, target_init
-        As in `EMATargetMethod`.
     """
 
     uploaded_parts = (LOCAL_CENTROIDS,)

@@ -29,19 +29,6 @@ class SimCLR(ProjectorMethod):
 
     with $z_i$ the projections of the first views (1 to n) and of the second views (n + 1 to 2n) of a batch, j(i) the
     other view of i, and $\tau$ the temperature.
-
-    Parameters
-    ----------
-    projector
-        As in `fedssl.methods.heads.ProjectorMethod`.
-    temperature : float
-        Temperature of the loss; positive.
-    concat_views : bool
-        Whether both views are concatenated into one forward pass, as in SimCLR itself. Batch normalization then uses
-        the statistics of both views together and updates its running statistics once per step. False: each view has a
-        separate forward pass with its own statistics.
-    loss : {"standard", "l_dawa"}
-        `fedssl.losses.nt_xent`, or `fedssl.losses.nt_xent_one_sided`.
     """
 
     def __init__(

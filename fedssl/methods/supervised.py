@@ -24,11 +24,6 @@ class Supervised(SSLMethod):
     $$
 
     with $h_i$ the representation of a view, $y_i$ the class of its image, and W, b the classifier.
-
-    Parameters
-    ----------
-    num_classes : int or None
-        Number of classes of the dataset. None, for datasets without this number, is rejected.
     """
 
     uses_labels = True

@@ -90,26 +90,6 @@ class SwAV(ProjectorMethod):
     with $z_i^{(v)}$ the projection of view v of image i (the first two of the V views are global), $c_k$ the K
     prototypes, $\tau$ the temperature, and $\varepsilon$, ``epsilon``, the regularization of Sinkhorn-Knopp (Eqs. 2, 5
     and 6).
-
-    Parameters
-    ----------
-    projector
-        As in `fedssl.methods.heads.ProjectorMethod`.
-    num_prototypes : int
-        Number of prototypes K; at least 2.
-    temperature : float
-        Divisor of the scores in predictions; positive.
-    epsilon, iterations
-        As in `fedssl.losses.sinkhorn`.
-    freeze_prototypes_rounds : int
-        Number of rounds, from the first, in which prototypes are not trained; 0 disables it.
-    queue_size : int
-        Number of projections of each global view; 0 disables the queue.
-    queue_start_round : int
-        First round that uses the queue. Earlier rounds fill it.
-    match_prototypes : bool
-        Whether a client permutes its prototypes before the upload, so that they match the downloaded ones best. This
-        does not change the client's loss. A client does it itself, also under secure aggregation.
     """
 
     accepted_views = AcceptedViews(min_global=2, max_global=2, local=True, augmentation="multi_crop")

@@ -53,13 +53,6 @@ class VICReg(ProjectorMethod):
 
     with $z_i^{(v)}$ the projection of view v of image i, of d features, and the weights $\lambda$, $\mu$ and $\nu$ of
     invariance, variance and covariance.
-
-    Parameters
-    ----------
-    projector
-        As in `fedssl.methods.heads.ProjectorMethod`.
-    sim_weight, var_weight, cov_weight : float
-        Weights of invariance, variance and covariance, see `fedssl.losses.vicreg`; 0 disables a term.
     """
 
     min_batch_size = 3

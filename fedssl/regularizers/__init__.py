@@ -1,1 +1,1 @@
-"""Regularizers: terms that are added to the local loss of any method."""
+"""Regularizers: terms added to the local loss of any method. ``conf/regularizer/`` describes their settings."""

@@ -43,15 +43,6 @@ class Alignment(Regularizer):
 
     with $\ell$ the loss of the method, $z_v$ and $g_v$ the representations of view v by the encoder and by its copy,
     and $\alpha$ the weight. The second distance is ``cosine``.
-
-    Parameters
-    ----------
-    weight : float
-        alpha of LW-FedSSL; 0 disables the term.
-    distance : {"info_nce", "cosine"}
-        As in `alignment`.
-    temperature : float
-        Temperature of InfoNCE; positive.
     """
 
     def __init__(self, *, weight: float = 0.01, distance: str = "info_nce", temperature: float = 0.2) -> None:

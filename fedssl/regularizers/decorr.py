@@ -42,13 +42,6 @@ class Decorrelation(Regularizer):
 
     with $z_v$ the outputs for view v, of d dimensions, $K_{ij}$ the correlation of two of them over the B images of a
     batch (0 where one is constant), and $\beta$ the weight.
-
-    Parameters
-    ----------
-    weight : float
-        beta; 0 disables the term.
-    part : {"projector", "encoder"}
-        Part of the method whose outputs are decorrelated; not named ``on``, which YAML parses as true.
     """
 
     def __init__(self, *, weight: float = 0.1, part: str = "projector") -> None:

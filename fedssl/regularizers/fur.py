@@ -111,27 +111,8 @@ class FUR(Regularizer):
     $$
 
     with $z_i$ the normalized outputs of a view, $s_j$ as many random points of the sphere, c the ``cost_scale``, and B
-    the images of a batch (the factor 128 / B is 1 with ``reduction="sum"``).
-
-    Parameters
-    ----------
-    weight : float
-        lambda_U; 0 disables the term.
-    variant : {"uot", "tangent_swd"}
-        "uot": Eq. 4. "tangent_swd": the authors' code, which uses ``weight=0.01``; the parameters of `uot_uniformity`
-        are then ignored.
-    part : {"projector", "encoder"}
-        Part of the method whose outputs are spread; the encoder if the method has no projector (supervised). Outputs
-        are those of the method's loss, before any predictor; Orchestra projects only the rotated view 1.
-    reduction : {"mean", "sum"}
-        "sum": as in the paper. "mean": scaled by 128 / batch, 128 being the paper's batch size.
-    cost_scale, tau_a, tau_b, tolerance : float
-        As in `uot_uniformity`.
-    max_iter : int
-        As in `uot_uniformity`.
-    gpu_iter : int
-        Number of solver steps on a GPU, independent of ``tolerance``, because checking convergence would synchronize
-        with the GPU after every step. 0 checks convergence.
+    the images of a batch (the factor 128 / B is 1 with ``reduction="sum"``). Outputs are those of the method's loss,
+    before any predictor; Orchestra projects only the rotated view 1.
     """
 
     def __init__(

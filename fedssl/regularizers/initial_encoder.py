@@ -26,11 +26,6 @@ class L2SP(Regularizer):
     $$
     \mathcal{L}(w, v) = \ell(w, v) + \frac{\alpha}{2} \lVert w - w_0 \rVert^2 + \frac{\beta}{2} \lVert v \rVert^2
     $$
-
-    Parameters
-    ----------
-    alpha, beta : float
-        Weights of both terms, >= 0; 0 disables a term.
     """
 
     def __init__(self, *, alpha: float, beta: float) -> None:
@@ -66,11 +61,6 @@ class FeatureDistillation(Regularizer):
     \mathcal{L} = \ell + \frac{\lambda}{2n} \sum_{i=1}^{2n}
     \left\lVert \frac{h_i}{\lVert h_i \rVert} - \frac{h^0_i}{\lVert h^0_i \rVert} \right\rVert^2
     $$
-
-    Parameters
-    ----------
-    weight : float
-        Weight of `fedssl.losses.teacher_distance`, >= 0; 0 disables the term.
     """
 
     supports_frozen_stages = False

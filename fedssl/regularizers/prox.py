@@ -41,11 +41,6 @@ class Proximal(Regularizer):
 
     with $\ell$ the loss of the method, w the trained weights, $w_g$ the same at the start of training, and $\mu$ the
     weight.
-
-    Parameters
-    ----------
-    weight : float
-        mu; 0 disables the term.
     """
 
     def __init__(self, *, weight: float) -> None:
