@@ -35,8 +35,8 @@ from client_app.worker import worker_for
 from fedssl.config.load import compose, parse_client_config
 from fedssl.training import batches
 from server_app.app import build_run
-from server_app.attempts import run_round
 from server_app.exchanges.wall_clock import WallClockExchange
+from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
 from strategies.types import ClientState, ServerState
 

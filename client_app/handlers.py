@@ -6,17 +6,19 @@ simulated is an edge client.
 
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Context, Message, RecordDict
 
 from client_app.edge_client import EdgeClient, safe_error_message
 from client_app.limit_checks import check_message, check_plan
 from client_app.memory_retry import run_with_retry
-from client_app.simulated import is_simulated
-from client_app.simulated_client import SimulatedClient
+from client_app.simulated import MARKER_KEY, SimulationMarker, is_simulated
+from client_app.state_store import FILE_STORE, StateStore
 from client_app.worker import ClientWorker, release_worker, worker_for
 from fedssl.config.load import parse_client_config
 from fedssl.config.settings import ClientSettings
@@ -25,16 +27,46 @@ from fedssl.fleet.encoders import encoder_quality, store_encoder
 from fedssl.fleet.history import record
 from fedssl.flower_internals import error_reply
 from fedssl.machine.out_of_memory import OUT_OF_MEMORY, is_out_of_memory
+from fedssl.runs.manifest import client_folder
 from fedssl.secure_aggregation.client import is_secure, secagg_reply
 from fedssl.secure_aggregation.protocol import SECAGG_CONFIG_KEY
 from fedssl.wire.delivery import EncoderDelivery, quality_content
-from fedssl.wire.fingerprint import code_fingerprint
-from fedssl.wire.identity import node_info_reply
+from fedssl.wire.device import code_fingerprint
+from fedssl.wire.identity import NodeInfo, node_info_reply
 from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan, plan_codec
 from fedssl.wire.records import content_bytes
 from strategies.mods.ranks import received_rank
 
 log = logging.getLogger("fedssl")
+
+
+@dataclass(frozen=True)
+class SimulatedClient:
+    """A simulated client."""
+
+    number: int  # partition id
+    partitions: int
+    store: StateStore = FILE_STORE
+    engine_retries: bool = False  # see `client_app.simulated.SimulationMarker`
+
+    @classmethod
+    def read(cls, node_config: Mapping[str, Any]) -> "SimulatedClient":
+        marker = node_config.get(MARKER_KEY, SimulationMarker())  # Flower's own runtime sets none
+        return cls(
+            int(node_config["partition-id"]),
+            int(node_config["num-partitions"]),
+            marker.store or FILE_STORE,
+            marker.engine_retries,
+        )
+
+    def state_folder(self, states: Path) -> Path:
+        """Return the folder of the client's state."""
+        return client_folder(states, self.number)
+
+    @property
+    def node_info(self) -> NodeInfo:
+        return NodeInfo(partition=self.number, partitions=self.partitions)
+
 
 StepHook = Callable[[], None]
 

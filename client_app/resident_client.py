@@ -25,8 +25,7 @@ from client_app.resident_folder import SOCKET_NAME_LENGTH, Supervisor, superviso
 from fedssl.digests import identity
 from fedssl.flower_internals import content_from_bytes, context_to_bytes, message_from_bytes, message_to_bytes
 from fedssl.locks import lock
-from fedssl.wire.device import installed_versions
-from fedssl.wire.fingerprint import code_fingerprint
+from fedssl.wire.device import code_fingerprint, installed_versions
 
 IDLE_SECONDS = 1800.0  # without a message, after which the resident process ends and frees its memory
 

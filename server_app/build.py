@@ -27,9 +27,8 @@ from fedssl.schedule.phases import Phase, make_phases
 from fedssl.schedule.stages import check_phases
 from fedssl.step_cost import TrainingCostMeter
 from fedssl.training import LocalTrainer
-from server_app.buffered import make_policy
+from server_app.callbacks.delivery import load_signer
 from server_app.collapse_monitor import CollapseMonitor, ServerFeatureExtractor
-from server_app.delivery import load_signer
 from server_app.devices import adapt_to_edge_clients, log_devices, trains_all_clients
 from server_app.evaluator import Evaluator
 from server_app.exchanges.base import Exchange
@@ -45,6 +44,7 @@ from server_app.nodes import (
     discover_clients,
     no_registered_names,
 )
+from server_app.policies import make_policy
 from server_app.round import Round
 from server_app.rules import RUN_RULES, SETTINGS_RULES, round_rules
 from server_app.teacher import load_teacher

@@ -1,7 +1,7 @@
-"""The plans of a round: the model that every client starts from, and the layers that it lacks."""
+"""The plans of a round: the models that clients start from, the layers that they lack, and where their updates go."""
 
 import functools
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -10,14 +10,50 @@ from flwr.app import ArrayRecord, RecordDict
 from fedssl.arrays import Layers
 from fedssl.availability import Workload
 from fedssl.schedule.phases import phase_at
-from fedssl.wire.fingerprint import code_fingerprint
+from fedssl.wire.device import code_fingerprint
 from fedssl.wire.messages import BASE, TrainPlan
 from fedssl.wire.records import EXACT, Codec, content_bytes, layer_bytes, record_bytes
 from server_app.federation import Federation
+from strategies.base import ServerStrategy
 from strategies.mods.base import exchanged_layers
 from strategies.round_start import ClientAssignment, RoundStart, StartingModel, UntrainedLayers
 from strategies.rules import RoundExchange
 from strategies.types import GlobalModel, ServerState
+
+
+class Routes:
+    """Routes of the updates of a round, which the server side of the strategy decides.
+
+    ``clusters`` are the models among which updates are divided after all have arrived; usually there are none.
+    ``late`` are those that may receive late updates, ``candidates`` those from which each client selects its start, and
+    ``models`` those that the round changes.
+    """
+
+    def __init__(
+        self,
+        server: ServerStrategy,
+        state: ServerState,
+        clients: Sequence[int],
+        *,
+        round: int,
+        clusters: tuple[str, ...],
+        late: tuple[str, ...],
+    ) -> None:
+        self._server, self._state, self._round, self._sampled = server, state, round, frozenset(clients)
+        self.clusters = clusters
+        self.candidates = {client: server.candidate_models(state, round, client) for client in clients}
+        self.models = dict.fromkeys(self.clusters or late)
+        for client, names in self.candidates.items():
+            self.models |= dict.fromkeys(into for name in names for into in self.destinations(client, name))
+
+    def destinations(self, client: int, start: str) -> tuple[str, ...]:
+        """Return the models that a client's update goes into; none if updates are clustered."""
+        if self.clusters:
+            return ()
+        names = dict.fromkeys(self._server.destination_models(self._state, self._round, client, start))
+        if self._server.models_per_client:  # a client that is not sampled keeps its model
+            return tuple(name for name in names if int(name) in self._sampled)
+        return tuple(names)
 
 
 class PlanBuilder:

@@ -13,9 +13,8 @@ from fedssl.rules import check_rules
 from server_app.exchanges.base import Exchange, Late, Lost, Received, Reply, SentRound, Sum
 from server_app.exchanges.sums import SumClient, SumTask
 from server_app.federation import Federation
-from server_app.plans import PlanBuilder, client_workloads
+from server_app.plans import PlanBuilder, Routes, client_workloads
 from server_app.round_aggregation import RoundAggregation, UpdateObserver
-from server_app.routes import Routes
 from server_app.updates import CollectedUpdates, RoundResult, UpdateReader, ValidUpdate
 from server_app.validation import InvalidUpdate
 from strategies.types import GLOBAL, ServerState
@@ -49,7 +48,7 @@ class Round:
         self._federation, self._state, self._attempt = federation, state, attempt
         clients = federation.sample(self.number, attempt=attempt, in_flight=in_flight, offline=offline)
         self._policy = federation.policy.for_round(federation.clients_per_round)
-        self._routes = Routes(server, state, clients, round=self.number, clusters=clusters, policy=self._policy)
+        self._routes = Routes(server, state, clients, round=self.number, clusters=clusters, late=self._policy.models)
         plans = PlanBuilder(
             federation,
             state,

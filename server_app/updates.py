@@ -9,7 +9,7 @@ from flwr.app import Message
 
 from fedssl.arrays import Cosines, GlobalLayers
 from fedssl.safe_io import sanitize_line
-from fedssl.wire.fingerprint import code_fingerprint
+from fedssl.wire.device import code_fingerprint
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
 from server_app.federation import Federation

@@ -34,7 +34,7 @@ from fedssl.training import number_of_batches
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
 from server_app.build import RunComponents, build_run
-from server_app.callbacks.background import can_evaluate_in_background
+from server_app.callbacks.order import can_evaluate_in_background
 from server_app.client_models import ClientModels
 from server_app.exchanges.base import in_client_order
 from server_app.round import Round

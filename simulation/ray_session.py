@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from fedssl.errors import InputError, RunError
 from fedssl.machine.process import OPENMP_ENV, OPENMP_THREADS, available_cores
-from fedssl.wire.fingerprint import code_fingerprint
+from fedssl.wire.device import code_fingerprint
 from server_app.console import log_while_waiting
 from simulation.resources import Host
 from simulation.sandbox import ProcessSandbox, process_sandbox

@@ -117,10 +117,10 @@ def _no_rendering(request: pytest.FixtureRequest) -> Iterator[None]:
         if not request.path.relative_to(Path(__file__).parent).as_posix().startswith(RENDERED):
             patch.setattr("matplotlib.figure.Figure.savefig", lambda figure, stream, **style: stream.write(b"\x89PNG"))
             patch.setattr(
-                "server_app.callbacks.results.save_partition_plot", lambda file, *args, **kwargs: _write_figure(file)
+                "server_app.callbacks.evaluation.save_partition_plot", lambda file, *args, **kwargs: _write_figure(file)
             )
             patch.setattr(
-                "server_app.callbacks.results.write_final_plots",
+                "server_app.callbacks.evaluation.write_final_plots",
                 lambda folder: [_write_figure(folder / "figures" / f"{name}.png") for name in FINAL_PLOTS],
             )
         yield

@@ -6,9 +6,9 @@ from dataclasses import replace
 from fedssl.config.load import compose
 from fedssl.config.settings import Settings
 from fedssl.schedule.phases import end_to_end
-from server_app.buffered import make_policy
 from server_app.federation import Federation
 from server_app.nodes import ClientDirectory
+from server_app.policies import make_policy
 from server_app.rules import round_rules
 from strategies.mods import make_mods
 from strategies.run_context import RunContext

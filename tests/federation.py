@@ -9,12 +9,12 @@ from flwr.clientapp import ClientApp
 from client_app.app import app as client_app
 from fedssl.arrays import Layers
 from fedssl.config.load import compose
-from server_app.attempts import run_round
 from server_app.build import build_run
 from server_app.exchanges.base import in_client_order
 from server_app.messaging import no_activity
 from server_app.round import Round
 from server_app.round_aggregation import UpdateObserver
+from server_app.training_loop import run_round
 from server_app.updates import RoundResult
 from simulation.grid import LocalGrid
 from strategies.base import FedSSLStrategy

@@ -1,4 +1,4 @@
-"""Names of devices, and the versions that a device may have. Imports no torch.
+"""Names of devices, the versions that a device may have, and the fingerprint of the code. Imports no torch.
 
 A device trains with the server's code, which Flower sends with every run, and compares its fingerprint with that of
 every plan. The environment of the device provides Python, Flower and the other dependencies. Its installed ``fedssl``
@@ -11,6 +11,7 @@ provides only the command ``fedssl-device``. Therefore
   an update.
 """
 
+import functools
 import platform
 import re
 import tomllib
@@ -22,6 +23,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from fedssl.digests import new_identity
 from fedssl.errors import InputError, shortened
 
 COMPARED_PACKAGES = ("fedssl", "flwr", "torch", "torchvision")
@@ -87,3 +89,17 @@ def _installed_version(package: str) -> str:
 
 def _meets(found: str, specifier: SpecifierSet) -> bool:
     return bool(found) and specifier.contains(Version(found).base_version)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("client_app", "fedssl", "server_app", "strategies")  # included in Flower's app bundle
+
+
+@functools.cache
+def code_fingerprint() -> str:
+    """Return a hash of all source files of `PACKAGES`, 16 hexadecimal digits."""
+    digest = new_identity()
+    for package in PACKAGES:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
+    return digest.hexdigest()[:16]

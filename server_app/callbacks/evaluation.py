@@ -1,11 +1,16 @@
-"""The evaluation of the models after a round."""
+"""The evaluation of the models after a round, and the results of a finished run: evaluation, encoders and figures."""
+
+from pathlib import Path
 
 from fedssl.evaluation.scores import mean_over_models, to_flat_dict, units_of
-from fedssl.methods.base import SSLMethod
+from fedssl.methods.base import SSLMethod, build_method
+from fedssl.plots.partition import save_partition_plot
+from fedssl.plots.registry import write_final_plots
 from fedssl.schedule.stages import set_active_stages
-from server_app.callbacks.base import Callback, ResultsByModel, RoundEnd
+from server_app.build import ClientData, RunComponents
+from server_app.callbacks.base import Callback, ResultsByModel, RoundEnd, RunEnd
 from server_app.evaluator import Evaluator
-from server_app.models import load_each
+from server_app.models import arrays_by_model, export_encoders, load_each
 
 
 class Evaluation(Callback):
@@ -29,3 +34,40 @@ class Evaluation(Callback):
 def results_by_model(results: ResultsByModel) -> dict[str, dict[str, dict[str, float]]]:
     """Return the results of several models by name, under ``models``. Those of a single model are known already."""
     return {"models": {name: to_flat_dict(scores) for name, scores in results.items()}} if len(results) > 1 else {}
+
+
+class Results(Callback):
+    """Evaluates and exports the models, and draws the figures, when all rounds have been run."""
+
+    def __init__(self, components: RunComponents, folder: Path) -> None:
+        self._components, self._folder = components, folder
+
+    def on_run_end(self, end: RunEnd) -> None:
+        if end.status != "finished":
+            return
+        components, settings, method = self._components, self._components.settings, self._components.method
+        with set_active_stages(method, depth=components.context.phases[-1].depth):
+            models = arrays_by_model(components.context, end.state)
+            untrained = build_method(settings.model).to(components.context.device)
+            baselines = components.evaluator.baselines(untrained)
+            results = components.evaluator.evaluate(load_each(method, models), final=True)
+            export_encoders(self._folder, method, models, settings, rounds=end.state.round)
+        draw_partition(self._folder, components.client_data)
+        write_final_plots(self._folder)
+        end.final = {}
+        if baselines:  # else there are no labeled images
+            federated = mean_over_models(list(results.values()))
+            end.final = {"untrained": baselines["untrained"], "federated": federated, "pixels": baselines["pixels"]}
+            end.models = results
+
+
+def draw_partition(folder: Path, client_data: ClientData | None) -> None:
+    """Draw the partition, if it is known."""
+    if client_data is None:
+        return
+    image_data, partition = client_data.image_data, client_data.partition
+    file = folder / "figures" / "partition.png"
+    if partition.groups is None:
+        save_partition_plot(file, client_data.parts, image_data.labels, image_data.classes)
+    else:
+        save_partition_plot(file, client_data.parts, partition.groups, partition.names, kind=partition.kind)

@@ -1,20 +1,26 @@
-"""All callbacks of a run, in their order."""
+"""All callbacks of a run, in their order.
 
+Those that record a round run while the next one does, if that changes no number and cores are free.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
 from flwr.serverapp import Grid
 
+from fedssl.machine.process import available_cores
 from fedssl.methods.base import build_method
 from server_app.build import RunComponents
-from server_app.callbacks.background import InBackground, can_evaluate_in_background
-from server_app.callbacks.base import Callback, Callbacks
+from server_app.callbacks.base import Callback, Callbacks, RoundEnd, RunEnd
 from server_app.callbacks.checkpoints import Checkpoints
-from server_app.callbacks.collapse import Collapse, CollapseReports
 from server_app.callbacks.delivery import Delivery
 from server_app.callbacks.early_stopping import EarlyStop
-from server_app.callbacks.evaluation import Evaluation
+from server_app.callbacks.evaluation import Evaluation, Results
 from server_app.callbacks.lines import Costs, Lines, Progress, Tracking
+from server_app.callbacks.models import Collapse, CollapseReports, Snapshots
 from server_app.callbacks.personalized import Personalized
-from server_app.callbacks.results import Results
-from server_app.callbacks.snapshots import Snapshots
 from server_app.callbacks.summary import Summary
 from server_app.client_states import ClientStates
 from server_app.console import PlainConsole
@@ -23,6 +29,68 @@ from server_app.messaging import ClientMessenger
 from server_app.nodes import ClientManager
 from server_app.run_folder import RunFolder
 from server_app.trackers.base import SafeTracker
+
+log = logging.getLogger("fedssl")
+
+
+def can_evaluate_in_background(components: RunComponents, client_cores: int | None) -> bool:
+    """Return whether rounds may be evaluated and recorded while the next one runs.
+
+    ``client_cores`` is the number of cores of this machine that clients occupy; None if unknown.
+    """
+    settings = components.settings
+    if components.client_data is None:  # edge clients run elsewhere
+        client_cores = 0
+    return (
+        client_cores is not None
+        and available_cores() - client_cores >= settings.machine.threads
+        # Early stopping decides about the next round by the evaluation.
+        and settings.evaluation.early_stopping.monitor is None
+        # Other training or sampling here would share the random generator and the GPU's memory.
+        and not components.evaluator.trains_network
+        and not any(mod.trains for mod in components.federation.mods)
+    )
+
+
+class InBackground(Callbacks):
+    """Callbacks that record one round after the other, those for which ``due`` returns True in a thread.
+
+    ``threads`` is the number of torch's threads there.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback], *, due: Callable[[int], bool], threads: int) -> None:
+        super().__init__(callbacks)
+        self._due, self._threads = due, threads
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evaluation")
+        self._pending: Future[None] | None = None
+
+    def wait(self) -> None:
+        """Wait until all rounds are recorded; raises the error of the last one."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def on_round_end(self, end: RoundEnd) -> None:
+        """Record a round, now or while the next one runs."""
+        self.wait()
+        if self._due(end.state.round):
+            self._pending = self._executor.submit(self._record, end)
+        else:
+            super().on_round_end(end)
+
+    def on_run_end(self, end: RunEnd) -> None:
+        """Wait for the last round. After an error of another one its own is not raised."""
+        with end.collect_error():
+            if end.error is not None and self._pending is not None and not self._pending.done():
+                log.info("the last round is still being evaluated")
+            self._executor.shutdown()
+            if end.error is None:
+                self.wait()
+        super().on_run_end(end)
+
+    def _record(self, end: RoundEnd) -> None:
+        torch.set_num_threads(self._threads)
+        super().on_round_end(end)
 
 
 def make_callbacks(
@@ -75,7 +143,7 @@ def make_callbacks(
         callbacks.append(EarlyStop(settings.evaluation.early_stopping, path, rounds=settings.rounds))
     callbacks.append(Results(components, path))
     if components.client_data is None and settings.engine.deliver_every is not None:
-        callbacks.append(Delivery(grid, components, clients, path, fleet))
+        callbacks.append(Delivery(grid, components.context, clients, path, fleet))
     if settings.evaluation.personalized:
         callbacks.append(Personalized(ClientMessenger(grid), components, path))
     callbacks.append(Summary(folder, settings, tracker, few_images=few_images, started=started))

@@ -1,21 +1,157 @@
-"""Personalized evaluation of a finished run, see `server_app.personalization`."""
+"""Personalized evaluation at the end of a simulated run, clients that never trained included.
+
+Every client returns its encoder (`strategies.base.ClientStrategy.personalized_model`): the global model, that of its
+cluster, its own among neighbors, or one with local parts. An unseen client, which never trained, returns the received
+encoder and the one after a few local epochs. Each is evaluated on all test images, and on a subset with the client's
+class frequencies (`fedssl.evaluation.sampling`).
+"""
 
 import json
 import logging
-from dataclasses import asdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
+from flwr.app import Message
+
+from fedssl.arrays import Layers
 from fedssl.atomic_files import write_text
-from fedssl.evaluation.scores import format_table, to_flat_dict
+from fedssl.digests import identity
+from fedssl.evaluation.protocol import EvaluationInput
+from fedssl.evaluation.sampling import sample_label_matched
+from fedssl.evaluation.scores import Score, format_table, mean_over_models, to_flat_dict
+from fedssl.model_arrays import load_layers
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.schedule.stages import set_active_stages
+from fedssl.seeding import torch_generator
+from fedssl.wire.messages import PersonalizedModelRequest
 from server_app.build import RunComponents
 from server_app.callbacks.base import Callback, RunEnd
 from server_app.messaging import ClientMessenger
-from server_app.personalization import evaluate_personalized, mean_over_clients
+from server_app.plans import PlanBuilder
 from server_app.run_folder import PERSONALIZED_FILE
+from server_app.validation import InvalidUpdate, check_state_round, read_model_index, read_update
+from strategies.types import ServerState
 
 log = logging.getLogger("fedssl")
+
+PARTICIPANTS, UNSEEN, UNSEEN_ADAPTED = "participants", "unseen clients", "adapted unseen clients"
+
+MAX_CACHED_MODELS = 8  # models whose features and predictions are kept for further clients, such as clusters
+
+Scores = Mapping[str, Score]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PersonalizedResult:
+    """Results of a client's encoder."""
+
+    client: int
+    model: str  # from which the encoder was derived
+    group: str  # PARTICIPANTS, UNSEEN or UNSEEN_ADAPTED
+    global_test: Scores  # on all test images
+    local_test: Scores  # on test images with the client's class frequencies; empty if there are none
+
+
+def evaluate_personalized(
+    messenger: ClientMessenger, components: RunComponents, state: ServerState, *, trained: Collection[int], epochs: int
+) -> list[PersonalizedResult]:
+    """Request and evaluate the encoders of all clients of a simulation with labels, in order of the clients.
+
+    Clients that are not among ``trained`` are unseen clients, which train for ``epochs``.
+    """
+    federation, evaluator = components.federation, PersonalizedEvaluator(components)
+    few_images = components.client_data.few_images if components.client_data else frozenset()
+    unseen = sorted(federation.nodes.keys() - set(trained) - few_images)
+    requests = {
+        PARTICIPANTS: (sorted(federation.nodes.keys() & set(trained)), PersonalizedModelRequest()),
+        UNSEEN: (unseen, PersonalizedModelRequest(adaptation_epochs=epochs)),
+        UNSEEN_ADAPTED: (
+            unseen if epochs else [],
+            PersonalizedModelRequest(adaptation_epochs=epochs, after_adaptation=True),
+        ),
+    }
+    results = []
+    for group, (clients, request) in requests.items():
+        for client, model, layers in request_personalized_encoders(messenger, components, state, clients, request):
+            global_test, local_test = evaluator(client, layers)
+            row = PersonalizedResult(
+                client=client, model=model, group=group, global_test=global_test, local_test=local_test
+            )
+            results.append(row)
+    return sorted(results, key=lambda result: (list(requests).index(result.group), result.client))
+
+
+def mean_over_clients(results: Sequence[PersonalizedResult]) -> dict[str, dict[str, Score]]:
+    """Return means over clients with standard deviations, by group and test images."""
+    columns: dict[str, list[Scores]] = {}
+    for row in results:
+        for name, scores in ((row.group, row.global_test), (f"{row.group}, local test", row.local_test)):
+            if scores:
+                columns.setdefault(name, []).append(scores)
+    return {name: mean_over_models(rows) for name, rows in columns.items()}
+
+
+def request_personalized_encoders(
+    messenger: ClientMessenger,
+    components: RunComponents,
+    state: ServerState,
+    clients: Sequence[int],
+    request: PersonalizedModelRequest,
+) -> Iterator[tuple[int, str, Layers]]:
+    """Yield encoders as they arrive, each with its client and the name of the model that it was derived from."""
+    # Unseen clients train with the optimizer's base learning rate, and the server does not calibrate again.
+    context = replace(components.context, lr_factor=lambda round: 1.0)
+    federation = replace(components.federation.without_training(), context=context)
+    candidates = {
+        client: federation.strategy.server.candidate_models(state, state.round + 1, client) for client in clients
+    }
+    plans = PlanBuilder(federation, state, candidates=candidates, extra_models=(), oldest_resumable=0)
+    messages = [
+        Message(request.attach_to(content), federation.nodes[client], "train.personalized")
+        for client, content in plans.contents.items()
+    ]
+    client_of = {federation.nodes[client]: client for client in clients}
+    for message, reply in messenger.send_and_receive(messages, timeout=federation.settings.reply_timeout):
+        client = client_of[message.metadata.dst_node_id]
+        try:
+            if reply.has_error():
+                raise InvalidUpdate(reply.error.reason)
+            names = candidates[client]
+            update = read_update(reply, client, sent_to=federation.nodes[client])
+            check_state_round(update, state.state_rounds.get(update.partition_id, 0))
+            yield client, names[read_model_index(reply, num_models=len(names))], update.layers
+        except InvalidUpdate as reason:
+            log.warning("client %d returned no encoder: %s", client, reason)
+
+
+class PersonalizedEvaluator:
+    """Evaluates encoders by the final protocol. An encoder that clients share is trained and evaluated once."""
+
+    def __init__(self, components: RunComponents) -> None:
+        self._components = components
+        self._global_test: dict[str, Scores] = {}
+        self._inputs: dict[str, EvaluationInput] = {}  # of the latest models, with their features and predictions
+
+    def __call__(self, client: int, layers: Layers) -> tuple[Scores, Scores]:
+        """Return the results on all test images, and on those with the client's class frequencies."""
+        client_data, evaluator = self._components.client_data, self._components.evaluator
+        assert client_data is not None
+        assert client_data.image_data.labels is not None  # validated before the run
+        key = identity(b"".join(layers[name].tobytes() for name in sorted(layers)))
+        load_layers(self._components.method, layers)
+        evaluation_input = self._inputs.pop(key, None) or evaluator.evaluation_input(self._components.method)
+        assert evaluation_input is not None
+        self._inputs[key] = evaluation_input
+        if len(self._inputs) > MAX_CACHED_MODELS:
+            del self._inputs[next(iter(self._inputs))]
+        if key not in self._global_test:
+            self._global_test[key] = evaluator.evaluate_final(evaluation_input)
+        labels = client_data.image_data.labels[torch.from_numpy(client_data.parts[client])]
+        generator = torch_generator(self._components.settings.seed, "alike", client)
+        rows = sample_label_matched(evaluation_input.test.labels, labels, generator=generator)
+        return self._global_test[key], evaluator.evaluate_final(evaluation_input.subset(rows)) if len(rows) else {}
 
 
 class Personalized(Callback):

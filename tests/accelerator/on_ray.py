@@ -73,11 +73,11 @@ def main() -> None:
     """Run the overrides of the command line with the devices, and draw no figures."""
     _register()
     sys.path.insert(0, str(HOOKS))  # Ray's processes get the path of this one
-    from server_app.callbacks import results
+    from server_app.callbacks import evaluation
     from simulation import ray_grid, ray_session
     from simulation.run import run
 
-    results.write_final_plots = results.save_partition_plot = lambda folder, *args, **kwargs: []
+    evaluation.write_final_plots = evaluation.save_partition_plot = lambda folder, *args, **kwargs: []
     ray_session.available_cores = lambda: int(os.environ[CPUS])
     execute = ray_grid.execute
 

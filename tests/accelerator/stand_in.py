@@ -18,9 +18,9 @@ def prepare() -> None:
     """Select the device for ``device=auto``, and draw no figures at the end of runs."""
     devices.select_device = _select_device
     torch.accelerator.set_device_index = lambda index: None  # of a process; the device is to stay another one
-    from server_app.callbacks import results  # after the patches: functions are imported by name
+    from server_app.callbacks import evaluation  # after the patches: functions are imported by name
 
     def write_nothing(folder: Path, *args: object, **kwargs: object) -> list[Path]:
         return []
 
-    results.write_final_plots = results.save_partition_plot = write_nothing
+    evaluation.write_final_plots = evaluation.save_partition_plot = write_nothing

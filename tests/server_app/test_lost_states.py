@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from fedssl.wire.messages import PersonalizedModelRequest
+from server_app.callbacks.personalized import request_personalized_encoders
 from server_app.messaging import ClientMessenger
-from server_app.personalization import request_personalized_encoders
 from tests.federation import Federation
 from tests.server_app.test_resume_parts import flip
 

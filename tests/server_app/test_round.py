@@ -8,7 +8,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, Re
 from flwr.clientapp import ClientApp
 
 from fedssl.errors import RunError
-from fedssl.wire.fingerprint import code_fingerprint
+from fedssl.wire.device import code_fingerprint
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
 from server_app.federation import sample_clients

@@ -13,12 +13,12 @@ from flwr.app import ArrayRecord, Error, Message
 from fedssl.errors import InputError, RunError
 from fedssl.flower_internals import assign_message_id, set_task_identity
 from fedssl.wire.messages import ARRAYS, ClientUpdate, TrainPlan, plan_codec
-from server_app.attempts import run_round
-from server_app.buffered import apply_stale_update
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from server_app.exchanges.base import TooFewUpdatesError
 from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.nodes import ClientDirectory, ClientManager
+from server_app.policies import apply_stale_update
+from server_app.training_loop import run_round
 from simulation.grid import SimulatedGrid
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.fedavg import FedAvg

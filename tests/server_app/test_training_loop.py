@@ -8,7 +8,7 @@ import pytest
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RunError
 from server_app.build import build_components
-from server_app.callbacks import background, order
+from server_app.callbacks import order
 from server_app.callbacks.lines import Lines
 from server_app.checkpoint import latest_checkpoint
 from server_app.evaluator import Evaluator
@@ -30,7 +30,7 @@ STAGES = [
 UNTRAINED = ["rounds=1", "local_epochs=0", "evaluate_every=0", "final_evaluation=none"]
 WAIT = 60  # seconds after which something is never to come
 
-can_evaluate_in_background = background.can_evaluate_in_background
+can_evaluate_in_background = order.can_evaluate_in_background
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def cores(monkeypatch):
     """Sets how many cores the server believes to have."""
 
     def have(number):
-        monkeypatch.setattr(background, "available_cores", lambda: number)
+        monkeypatch.setattr(order, "available_cores", lambda: number)
 
     have(8)
     return have
@@ -117,7 +117,7 @@ def test_what_cannot_run_beside_a_round_does_not(tmp_path, cores, threads, overr
 def test_cores_must_be_free(tmp_path, monkeypatch, there, threads_each, overlaps):
     """In one process clients take as many cores as they have threads, and the evaluation as many more."""
     found = []
-    monkeypatch.setattr(background, "available_cores", lambda: there)
+    monkeypatch.setattr(order, "available_cores", lambda: there)
     monkeypatch.setattr(
         order, "can_evaluate_in_background", lambda *given: found.append(can_evaluate_in_background(*given)) or False
     )

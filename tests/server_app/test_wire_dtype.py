@@ -11,9 +11,9 @@ from fedssl.config.constraint_table import WIRE_DTYPES
 from fedssl.config.load import compose
 from fedssl.wire.messages import TrainPlan
 from fedssl.wire.records import EXACT, Codec
-from server_app.attempts import run_round
 from server_app.build import build_run
 from server_app.exchanges.wall_clock import WallClockExchange
+from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
 from strategies.types import ServerState
 from tests.federation import TINY, Federation

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedssl.fleet.control_internals import build_fab
-from fedssl.wire.fingerprint import code_fingerprint
+from fedssl.wire.device import code_fingerprint
 from tests.flower import ROOT, copy_app
 
 
@@ -35,7 +35,7 @@ def test_contains_exactly_the_needed_files(bundle):
 
 
 PROGRAM = """
-import pathlib, sys, client_app.app, server_app.app, fedssl.config.load, fedssl.wire.fingerprint
+import pathlib, sys, client_app.app, server_app.app, fedssl.config.load, fedssl.wire.device
 for module in (client_app.app, server_app.app, fedssl.config.load):
     assert pathlib.Path(module.__file__).is_relative_to(pathlib.Path.cwd()), module.__file__
 
@@ -49,7 +49,7 @@ fedssl.partition.iid(data)
 conv_small(channels=1, size=8)
 slow = {"datasets", "flwr_datasets", "matplotlib", "pandas", "ray", "sklearn", "torchvision"} & set(sys.modules)
 assert not slow, slow
-print(fedssl.wire.fingerprint.code_fingerprint())
+print(fedssl.wire.device.code_fingerprint())
 """
 
 

@@ -10,8 +10,8 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from fedssl.wire.messages import ClientUpdate, TrainPlan
-from server_app.attempts import run_round
 from server_app.exchanges.wall_clock import WallClockExchange
+from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
 from simulation.ray_grid import RayGrid
 from simulation.ray_session import ray_session

@@ -9,10 +9,10 @@ from fedssl.errors import InputError
 from fedssl.schedule.stages import set_active_stages
 from fedssl.wire.messages import REPLY_CONFIG, ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
-from server_app.attempts import run_round
 from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.messaging import receive
 from server_app.round import Round
+from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
 from strategies.clustered import Clustered
 from strategies.types import GlobalModel, ServerState

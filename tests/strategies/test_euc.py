@@ -21,10 +21,10 @@ from fedssl.rules import check_rules
 from fedssl.schedule.phases import end_to_end
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
-from server_app.attempts import run_round
 from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.federation import sample_clients
+from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
 from strategies.euc import EUC, DiscrepancySum, averaging_intervals
 from strategies.fedavg import FedAvg

@@ -12,7 +12,7 @@ from fedssl.encoders.base import Encoder
 from fedssl.low_rank_products import FactorPairs
 from fedssl.methods.base import SSLMethod
 from fedssl.wire.messages import TrainPlan
-from server_app.buffered import apply_stale_update
+from server_app.policies import apply_stale_update
 from strategies.encoder_divergence import divergence, encoder_divergence
 from strategies.eua import EUAAggregator
 from strategies.euc import DiscrepancySum, EUCServer

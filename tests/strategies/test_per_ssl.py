@@ -13,8 +13,8 @@ from fedssl.model_arrays import exchanged_layers, exchanged_names, local_names
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.views import Views
 from fedssl.wire.messages import TrainPlan
-from server_app.attempts import run_round
 from server_app.exchanges.wall_clock import WallClockExchange
+from server_app.training_loop import run_round
 from strategies.per_ssl import PERSONAL, PersonalClient, ProximalTo
 from tests.federation import Federation
 from tests.states import load_tensors

@@ -12,12 +12,12 @@ from fedssl.errors import InputError, RequestRefused, RunError
 from fedssl.fleet.limits import Limits
 from fedssl.flower_internals import set_task_identity
 from fedssl.secure_aggregation import client as client_side
-from server_app.attempts import run_round
 from server_app.build import build_run
 from server_app.exchanges.secure import SecureExchange
 from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.messaging import no_activity
 from server_app.round import Round
+from server_app.training_loop import run_round
 from simulation.run import run
 from strategies.types import ServerState
 from tests.devices import Devices, context, write_images

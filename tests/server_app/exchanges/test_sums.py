@@ -5,9 +5,9 @@ import pickle
 import numpy as np
 import pytest
 
-from server_app.attempts import run_round
 from server_app.exchanges.sums import LostSumError, SummedContent
 from server_app.exchanges.wall_clock import WallClockExchange
+from server_app.training_loop import run_round
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.eua import EUA
 from strategies.fedavg import FedAvg

@@ -13,10 +13,10 @@ from fedssl.availability.online import ALWAYS_ONLINE
 from fedssl.errors import RunError
 from fedssl.flower_internals import assign_message_id, set_task_identity
 from fedssl.wire.messages import ClientUpdate, TrainPlan
-from server_app.attempts import run_round
 from server_app.checkpoint import _check_in_flight
 from server_app.exchanges.base import TooFewUpdatesError
 from server_app.exchanges.virtual_time import DROPPED_OUT, OFFLINE, VirtualTime, VirtualTimeExchange
+from server_app.training_loop import run_round
 from simulation.grid import SimulatedGrid
 from strategies.fedavg import FedAvg
 from strategies.types import GLOBAL, ServerState

@@ -22,10 +22,10 @@ from fedssl.runs.loaded_run import load_run_folder
 from fedssl.runs.verify import verify_run
 from fedssl.wire.messages import ARRAYS, BASE, CONFIG, TrainPlan
 from fedssl.wire.records import EXACT, record_bytes
-from server_app.attempts import run_round
 from server_app.build import build_run
 from server_app.checkpoint import latest_checkpoint
 from server_app.exchanges.wall_clock import WallClockExchange
+from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
 from simulation.run import run
 from strategies.types import ServerState

@@ -9,14 +9,14 @@ import torch
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
 from fedssl.wire.messages import PersonalizedModelRequest
-from server_app.messaging import ClientMessenger
-from server_app.personalization import (
+from server_app.callbacks.personalized import (
     PARTICIPANTS,
     UNSEEN,
     UNSEEN_ADAPTED,
     evaluate_personalized,
     request_personalized_encoders,
 )
+from server_app.messaging import ClientMessenger
 from simulation.run import run
 from strategies import cluster_assignment
 from strategies.types import GLOBAL
