@@ -6,7 +6,7 @@
 ``--source`` are images of Tiny ImageNet or CIFAR-10, from which `benchmarks.made_jpegs` makes JPEGs of 224 x 224
 pixels. Everything uses two threads or two processes and is timed in turn. The fastest turns are compared, because
 other programs slow down any turn.
-1. decoding: `read_image` in threads, the images that reach a trivial step of `fedssl.training.train` (target: at least
+1. decoding: `Decoding` in threads, the images that reach a trivial step of `fedssl.training.train` (target: at least
    0.9 of these), and, if they are installed, WebDataset and FFCV. FFCV encodes the images again.
 2. two standardized views, without augmentation: fedssl, `ImageFolder` with a `DataLoader` (target: at least 1.5 times
    as fast), WebDataset.
@@ -43,7 +43,7 @@ from torchvision.datasets import ImageFolder
 from benchmarks.augmentation import MEAN, STD, make_augmentation, pil_transform
 from benchmarks.made_jpegs import SIZE, JpegMaker, write_arrow, write_folder
 from fedssl.datasets import images as storage
-from fedssl.datasets.decoding import read_image
+from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.hub import read
 from fedssl.datasets.images import EncodedImages
 from fedssl.methods.base import SSLMethod
@@ -85,10 +85,11 @@ class TrivialMethod(SSLMethod):
 def decoder(images: EncodedImages) -> Job:
     records = images._records
     pieces = np.array_split(np.random.default_rng(0).permutation(len(records)), len(records) // 8)
+    decoding = Decoding(channels=3, size=SIZE)
 
     def decode(piece: np.ndarray) -> None:
         for index in piece:
-            read_image(records[index], channels=3, size=SIZE)
+            decoding(records[index])
 
     pool = ThreadPoolExecutor(WORKERS)
     return lambda: list(pool.map(decode, pieces))
@@ -201,14 +202,14 @@ def compare(source: Path, *, count: int, turns: int) -> None:
         assert data is not None
         assert isinstance(data.images, EncodedImages)
         with_webdataset, with_ffcv = find_spec("webdataset"), find_spec("ffcv")
-        jobs = {"read_image in threads": decoder(data.images), "fedssl": trivial_training(data.images)}
+        jobs = {"Decoding in threads": decoder(data.images), "fedssl": trivial_training(data.images)}
         if with_webdataset:
             jobs["WebDataset"] = web_dataset(shards, None)
         if with_ffcv:
             jobs["FFCV"] = ffcv_loader(root / "images.beton", root / "files")
         print(f"decoding, {count} images of {SIZE} px, {WORKERS} threads or processes")
         rates = report(jobs, count=count, turns=turns)
-        print(f"  reached {rates['fedssl'] / rates['read_image in threads']:.2f}, target {TRIVIAL}")
+        print(f"  reached {rates['fedssl'] / rates['Decoding in threads']:.2f}, target {TRIVIAL}")
         for title, augment, transform, share in (
             ("two standardized views", standardized, STANDARDIZE, 1),
             ("two views of SimCLR", make_augmentation(SIZE), pil_transform(SIZE), 8),

@@ -49,34 +49,25 @@ class Decoding:
         check_arguments("dataset", **vars(self))
 
     def __call__(self, source: Encoded) -> np.ndarray:
-        """Decode an image, see `read_image`."""
-        return read_image(source, **vars(self))
+        """Decode the first frame of an image as `fedssl.datasets.pixels.to_array` returns it.
 
-
-def read_image(
-    source: Encoded,
-    *,
-    channels: int,
-    size: int,
-    background: int = BACKGROUND,
-    max_value: float | None = None,
-    max_pixels: int = MAX_PIXELS,
-) -> np.ndarray:
-    """Decode the first frame of an image as `fedssl.datasets.pixels.to_array` returns it.
-
-    Exceptions can have any type: the file is not regular, damaged, of no format of `FORMATS`, or has more than
-    ``max_pixels``.
-    """
-    with open_image(source, max_pixels=max_pixels) as image:
-        pixels = image.width * image.height
-        # A JPEG much larger than needed is decoded at 1/2, 1/4 or 1/8 of its size: a phone's image in a fifth of
-        # the time. Twice the target size is enough for the resampling filter. Other formats ignore it.
-        image.draft(None, (2 * size, 2 * size))
-        needed = _BYTES_PER_PIXEL * image.width * image.height + (
-            _BYTES_PER_PIXEL * pixels if "progressive" in image.info else 0
-        )
-        with decode_slot(needed, largest=2 * _BYTES_PER_PIXEL * max_pixels):
-            return to_array(image, channels=channels, size=size, background=background, max_value=max_value)
+        Exceptions can have any type: the file is not regular, damaged, of no format of `FORMATS`, or has more than
+        ``max_pixels``.
+        """
+        with open_image(source, max_pixels=self.max_pixels) as image:
+            needed = _BYTES_PER_PIXEL * image.width * image.height if "progressive" in image.info else 0
+            # A JPEG much larger than needed is decoded at 1/2, 1/4 or 1/8 of its size: a phone's image in a fifth of
+            # the time. Twice the target size is enough for the resampling filter. Other formats ignore it.
+            image.draft(None, (2 * self.size, 2 * self.size))
+            needed += _BYTES_PER_PIXEL * image.width * image.height
+            with decode_slot(needed, largest=2 * _BYTES_PER_PIXEL * self.max_pixels):
+                return to_array(
+                    image,
+                    channels=self.channels,
+                    size=self.size,
+                    background=self.background,
+                    max_value=self.max_value,
+                )
 
 
 def max_file_bytes(max_pixels: int) -> int:
@@ -86,7 +77,7 @@ def max_file_bytes(max_pixels: int) -> int:
 
 @contextmanager
 def open_image(source: Encoded, *, max_pixels: int) -> Iterator[ImageFile.ImageFile]:
-    """Open an image of `FORMATS` with at most ``max_pixels``, without decoding it; exceptions as in `read_image`."""
+    """Open an image of `FORMATS` with at most ``max_pixels``, without decoding it; exceptions as in `Decoding`."""
     stream = (
         BytesIO(source)
         if isinstance(source, bytes)

@@ -18,9 +18,10 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -134,20 +135,55 @@ class Storage(ABC):
         is logged and saved every `DECODE_LOG_INTERVAL` seconds. Images that raise an exception count as unreadable.
         """
         self._start()
-        threads, running = min(THREADS, available_cores()), _RunningBatches(self)
+        threads, first, position = min(THREADS, available_cores()), self.done, self.done
+        running = deque[tuple[int, Future[dict[int, str]]]]()  # batches in order: number of images, and unreadable ones
+        start = last_saved = time.monotonic()
         with ThreadPoolExecutor(threads) as pool:
             try:
-                for batch in self.index.batches(self.done):
+                for batch in self.index.batches(position):
                     self.receive(batch)
-                    running.add(batch, pool)
-                    while len(running.tasks) >= threads:
-                        running.wait()
-                while running.tasks:
-                    running.wait()
+                    running.append((len(batch), pool.submit(self._decode_batch, batch, position)))
+                    position += len(batch)
+                    while len(busy := [task for _, task in running if not task.done()]) >= threads:
+                        wait(busy, return_when=FIRST_COMPLETED)
+                    self._count_finished(running)
+                    if time.monotonic() - last_saved >= DECODE_LOG_INTERVAL:
+                        last_saved = time.monotonic()
+                        self._save_progress()
+                        self._log_progress(first, seconds=last_saved - start)
+                for _, task in running:
+                    task.result()
             finally:  # also after Ctrl-C
-                wait(running.tasks.values())
-                running.save_progress()
+                wait([task for _, task in running])
+                with suppress(BaseException):  # is raised already
+                    self._count_finished(running)
+                self._save_progress()
         self.index.unreadable_warnings(self.unreadable)  # an error if there is nothing else
+
+    def _decode_batch(self, batch: Sequence[Encoded], start: int) -> dict[int, str]:
+        """Decode images from index ``start`` on; return the unreadable ones with their reasons."""
+        unreadable = {}
+        for index, source in enumerate(batch, start):
+            try:
+                image = self.index.decoding(source)
+            except Exception as error:  # a damaged file can raise any exception in the decoder of its format
+                unreadable[index] = unreadable_reason(error)
+            else:
+                self.write(index, image)
+        return unreadable
+
+    def _count_finished(self, running: deque[tuple[int, Future[dict[int, str]]]]) -> None:
+        """Remove the first batches if they are decoded; raises what a thread has raised."""
+        while running and running[0][1].done():
+            self.unreadable |= running[0][1].result()
+            self.done += running.popleft()[0]
+
+    def _log_progress(self, first: int, *, seconds: float) -> None:
+        """Log the number of decoded images and the time for the others; those after ``first`` took ``seconds``."""
+        if self.done > first:
+            rest = seconds / (self.done - first) * (self.count - self.done)
+            remaining = f"{rest:.0f} s" if rest < 120 else f"{rest / 60:.0f} min"
+            log.info("decoding %s of %s images, %s left", f"{self.done:,}", f"{self.count:,}", remaining)
 
     def _store(self) -> ImageSource:
         assert self.folder is not None
@@ -199,7 +235,7 @@ class Storage(ABC):
         except Exception:  # a damaged file can raise any exception
             return 0, {}
 
-    def save_progress(self) -> None:
+    def _save_progress(self) -> None:
         """Write the note, if there is a folder; the images that it counts are on the disk before."""
         if self.folder is not None:
             with cache_errors(self.folder):
@@ -231,62 +267,6 @@ class Storage(ABC):
     @abstractmethod
     def _open(self, columns: Mapping[str, np.ndarray]) -> ImageSource:
         """Open the stored images by the columns of ``about.npz``; raise any exception if they are damaged."""
-
-
-class _RunningBatches:
-    """Batches that threads decode, by the index of their first image."""
-
-    def __init__(self, storage: Storage) -> None:
-        self.tasks: dict[int, Future[dict[int, str]]] = {}
-        self._storage, self._unreadable = storage, dict(storage.unreadable)
-        self._start = self._next = storage.done
-        self._start_time = self._last_logged = time.monotonic()
-
-    def add(self, batch: Sequence[Encoded], pool: ThreadPoolExecutor) -> None:
-        self.tasks[self._next] = pool.submit(self._decode, batch, self._next)
-        self._next += len(batch)
-
-    def _decode(self, batch: Sequence[Encoded], start: int) -> dict[int, str]:
-        """Decode images from index ``start`` on; return the unreadable ones with their reasons."""
-        unreadable = {}
-        for index, source in enumerate(batch, start):
-            try:
-                image = self._storage.index.decoding(source)
-            except Exception as error:  # a damaged file can raise any exception in the decoder of its format
-                unreadable[index] = unreadable_reason(error)
-            else:
-                self._storage.write(index, image)
-        return unreadable
-
-    def wait(self) -> None:
-        """Wait until a batch is decoded, at most `DECODE_LOG_INTERVAL` seconds; raises what a thread has raised."""
-        finished, _ = wait(self.tasks.values(), timeout=DECODE_LOG_INTERVAL, return_when=FIRST_COMPLETED)
-        for task in finished:
-            task.result()
-        self._remove_finished()
-        if time.monotonic() - self._last_logged >= DECODE_LOG_INTERVAL:
-            self._last_logged = time.monotonic()
-            self.save_progress()
-            self._log_progress()
-
-    def save_progress(self) -> None:
-        self._remove_finished()
-        done, unreadable = min(self.tasks, default=self._next), sorted(self._unreadable.items())
-        self._storage.done = done
-        self._storage.unreadable = {index: reason for index, reason in unreadable if index < done}
-        self._storage.save_progress()
-
-    def _remove_finished(self) -> None:
-        for first, task in list(self.tasks.items()):
-            if task.done() and task.exception() is None:
-                self._unreadable |= self.tasks.pop(first).result()
-
-    def _log_progress(self) -> None:
-        done, count = self._storage.done, self._storage.count
-        if done > self._start:
-            seconds = (self._last_logged - self._start_time) / (done - self._start) * (count - done)
-            remaining = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-            log.info("decoding %s of %s images, %s left", f"{done:,}", f"{count:,}", remaining)
 
 
 def sync_and_rename(partial: Path, size: int, final: Path) -> None:

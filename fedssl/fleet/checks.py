@@ -59,7 +59,7 @@ def free_space(folder: Path) -> int:
 
 
 def _check_images(images: Path) -> Check:
-    from fedssl.datasets.decoding import read_image  # slow import
+    from fedssl.datasets.decoding import Decoding  # slow import
 
     if not is_folder(images):
         return Check("images", f"{images} is not a folder", False)
@@ -68,10 +68,11 @@ def _check_images(images: Path) -> Check:
     except InputError as error:
         return Check("images", str(error), False)
     files = [images / path for path in listing.paths]
+    decoding = Decoding(channels=3, size=32)
     sample, unreadable = files[:: max(len(files) // 20, 1)], []  # a round reports the others
     for file in sample:
         try:
-            read_image(file, channels=3, size=32)
+            decoding(file)
         except Exception as error:  # a damaged file can raise anything
             unreadable.append(f"{file.name} ({type(error).__name__})")
     ignored = listing.ignored_kinds()

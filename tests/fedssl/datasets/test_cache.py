@@ -14,7 +14,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,8 +25,9 @@ from PIL import Image
 
 from fedssl.config.load import read_data
 from fedssl.config.settings import DataSettings
-from fedssl.datasets import base, cache, decoding, image_folder, pixel_file, storage
+from fedssl.datasets import base, cache, image_folder, pixel_file, storage
 from fedssl.datasets.base import ImageData, load_split
+from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.image_folder import FolderIndex
 from fedssl.errors import InputError
 
@@ -85,13 +85,13 @@ def same(one: ImageData, other: ImageData) -> bool:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Record of the decoded sources, in any order."""
     seen: list[object] = []
-    original = decoding.read_image
+    original = Decoding.__call__
 
-    def read_image(source: bytes | Path, **form: Any) -> np.ndarray:
+    def decode(decoding: Decoding, source: bytes | Path) -> np.ndarray:
         seen.append(source)
-        return original(source, **form)
+        return original(decoding, source)
 
-    monkeypatch.setattr(decoding, "read_image", read_image)
+    monkeypatch.setattr(Decoding, "__call__", decode)
     return seen
 
 
@@ -188,16 +188,17 @@ def test_a_damaged_file_is_made_again(images, location, decoded, caplog, damage,
 CHILD = """
 import sys, time
 from pathlib import Path
-from fedssl.datasets import cache, decoding, image_folder, storage
+from fedssl.datasets import cache, image_folder, storage
+from fedssl.datasets.decoding import Decoding
 cache.MIN_SECONDS_TO_CACHE, image_folder._BATCH = 0, 2
 storage.DECODE_LOG_INTERVAL, storage.THREADS = 0.01, 2
-original = decoding.read_image
-def slow(source, **form):
+original = Decoding.__call__
+def slow(decoding, source):
     time.sleep({pause})
     with open("{log}", "a") as log:
         log.write(f"{{source}}\\n")
-    return original(source, **form)
-decoding.read_image = slow
+    return original(decoding, source)
+Decoding.__call__ = slow
 form = dict(channels=3, size=8, limit=None, test_fraction=0)
 import hashlib
 for location in sys.argv[1:]:
@@ -267,14 +268,14 @@ def test_a_waiting_process_resumes_the_decoding_of_a_dead_one(images, tmp_path, 
 
 def stop_after(number: int, monkeypatch: pytest.MonkeyPatch, seen: list[object]) -> None:
     """Raise KeyboardInterrupt in a decoding thread after ``number`` further images."""
-    original, end = decoding.read_image, len(seen) + number
+    original, end = Decoding.__call__, len(seen) + number
 
-    def read_image(source: Path, **form: Any) -> np.ndarray:
+    def decode(decoding: Decoding, source: Path) -> np.ndarray:
         if len(seen) >= end:
             raise KeyboardInterrupt
-        return original(source, **form)
+        return original(decoding, source)
 
-    monkeypatch.setattr(decoding, "read_image", read_image)
+    monkeypatch.setattr(Decoding, "__call__", decode)
 
 
 @pytest.mark.parametrize("note", ["whole", "damaged"])
@@ -336,7 +337,7 @@ def test_a_cache_above_64_gib_is_stored_and_mapped(tmp_path, monkeypatch):
     """460,000 images of 3 x 224 x 224 bytes are 69,242,880,000 bytes; 64 GiB are 68,719,476,736. The file is sparse."""
     monkeypatch.setattr(pixel_file, "_reserve", lambda file, size: file.touch() or os.truncate(file, size))
     index = FolderIndex(
-        name="large", count=460_000, decoding=decoding.Decoding(channels=3, size=224), files=[], num_in_files=1, key={}
+        name="large", count=460_000, decoding=Decoding(channels=3, size=224), files=[], num_in_files=1, key={}
     )
     pixels = pixel_file.Pixels(index, tmp_path)
     monkeypatch.setattr(pixels, "_decode", lambda: (pixels._start(), pixels.write(index.count - 1, 7)))

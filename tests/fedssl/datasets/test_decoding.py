@@ -19,7 +19,7 @@ def test_exif_orientation_is_honoured(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # the stored image must be turned by 90 degrees clockwise
     stored.save(tmp_path / "turned.png", exif=exif)
-    assert decoding.read_image(tmp_path / "turned.png", channels=1, size=2).tolist() == [[[3, 1], [4, 2]]]
+    assert decoding.Decoding(channels=1, size=2)(tmp_path / "turned.png").tolist() == [[[3, 1], [4, 2]]]
 
 
 def test_decode_keeps_order_and_reports_what_it_cannot_read() -> None:

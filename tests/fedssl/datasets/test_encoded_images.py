@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from fedssl.datasets import base, cache, decoding, image_folder, pack, storage, tables
+from fedssl.datasets import base, cache, image_folder, pack, storage, tables
 from fedssl.datasets.base import ImageData
+from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.images import EncodedImages, MappedImages, TensorImages
 from fedssl.errors import InputError
 from simulation.run import run
@@ -137,14 +138,14 @@ def test_images_are_copied_only_from_compressed_files(tmp_path, kind):
 def reads(monkeypatch) -> list[object]:
     """Sources that are decoded while pixels or an index are made, and not for the batches of encoded images."""
     seen: list[object] = []
-    original = decoding.read_image
+    original = Decoding.__call__
 
-    def read_image(source, **settings):
+    def decode(decoding, source):
         if not threading.current_thread().name.startswith("decode"):
             seen.append(source)
-        return original(source, **settings)
+        return original(decoding, source)
 
-    monkeypatch.setattr(decoding, "read_image", read_image)
+    monkeypatch.setattr(Decoding, "__call__", decode)
     return seen
 
 
@@ -189,18 +190,18 @@ def test_a_source_cut_during_a_run_is_one_sentence(tmp_path, kind):
 def test_an_interrupted_index_is_continued(tmp_path, monkeypatch, reads, kind):
     write(tmp_path / "data", kind)
     expected = load(tmp_path / "data", kind, None, storage="decoded", test_fraction=0)
-    original = decoding.read_image
+    original = Decoding.__call__
     reads.clear()
 
-    def interrupt(source, **settings):
+    def interrupt(decoding, source):
         if len(reads) >= 30:
             raise KeyboardInterrupt
-        return original(source, **settings)
+        return original(decoding, source)
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "THREADS", 1)
         patch.setattr(image_folder, "_BATCH", 7)
-        patch.setattr(decoding, "read_image", interrupt)
+        patch.setattr(Decoding, "__call__", interrupt)
         with pytest.raises(KeyboardInterrupt):
             load(tmp_path / "data", kind, tmp_path / "cache", storage="encoded", test_fraction=0)
     noted = json.loads((only(tmp_path / "cache") / "note.json").read_text())["done"]

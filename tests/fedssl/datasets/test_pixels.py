@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from fedssl.datasets.decoding import read_image
+from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.pixels import to_array
 from fedssl.errors import InputError
 
@@ -21,7 +21,7 @@ def encoded(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
 def read(content: bytes, **changes: object) -> list:
     """Return the pixels of one channel."""
     form = {"channels": 1, "size": Image.open(io.BytesIO(content)).height, **changes}
-    return read_image(content, **form)[0].tolist()
+    return Decoding(**form)(content)[0].tolist()
 
 
 def tiff(values: np.ndarray, *, sample_format: int = 1, photometric: int = 1, bits: int | None = None) -> bytes:
@@ -69,8 +69,8 @@ def test_transparent_pixels_have_the_background(mode):
     for background in (255, 0, 128):
         form = {"channels": 3, "size": 1, "background": background}
         left, right = (encoded(image.crop((x, 0, x + 1, 1)), **options) for x in (0, 1))
-        assert read_image(left, **form).ravel().tolist() == [first] * 3
-        assert read_image(right, **form).ravel().tolist() == [background] * 3
+        assert Decoding(**form)(left).ravel().tolist() == [first] * 3
+        assert Decoding(**form)(right).ravel().tolist() == [background] * 3
 
 
 def test_color_spaces_of_print_and_of_editors():
@@ -89,7 +89,7 @@ def test_color_spaces_of_print_and_of_editors():
     }
     for name, content in files.items():
         for channels, expected in ((3, [200, 100, 50]), (1, [124])):
-            found = read_image(content, channels=channels, size=16)[:, 8, 8]
+            found = Decoding(channels=channels, size=16)(content)[:, 8, 8]
             assert np.abs(found.astype(int) - expected).max() <= 3, (name, found)
     assert to_array(color.convert("HSV"), channels=1, size=16)[0, 0, 0] in (123, 124)
     bits = Image.fromarray(np.array([[0, 255], [255, 0]], np.uint8)).convert("1")

@@ -13,7 +13,7 @@ import torch
 import torchvision.transforms.functional as TF
 from PIL import Image
 
-from fedssl.datasets.decoding import read_image
+from fedssl.datasets.decoding import Decoding
 from fedssl.errors import InputError
 from fedssl.export import Preprocess, load_encoder
 from fedssl.export.formats import export
@@ -45,7 +45,7 @@ def pixels_of(image: Image.Image) -> torch.Tensor:
 
 def trained_on(content: bytes, *, size: int, channels: int = 3) -> torch.Tensor:
     """Return the pixels of training, in [0, 1]."""
-    return torch.tensor(read_image(content, channels=channels, size=size)) / 255
+    return torch.tensor(Decoding(channels=channels, size=size)(content)) / 255
 
 
 @pytest.mark.parametrize("shape", [(8, 32), (32, 8), (9, 20), (5, 6), (1, 1000), (8, 8)])
