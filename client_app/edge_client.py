@@ -136,7 +136,6 @@ class EdgeClient:
         return named if self.partition is None else self.partition
 
     def state_folder(self, states: Path) -> Path:
-        """Return the folder of the device's state in a run."""
         return states / self.name
 
     @property

@@ -60,7 +60,6 @@ class SimulatedClient:
         )
 
     def state_folder(self, states: Path) -> Path:
-        """Return the folder of the client's state."""
         return client_folder(states, self.number)
 
     @property

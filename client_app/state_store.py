@@ -71,7 +71,6 @@ def read_state(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> ClientState
 
 
 def _max_bytes(template: Mapping[str, torch.Tensor]) -> int:
-    """Return the maximum size of a file: a strategy may save a few models."""
     return 2**24 + 8 * sum(value.nbytes for value in template.values())
 
 

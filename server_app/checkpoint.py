@@ -233,7 +233,6 @@ def _has_type(value: Any, kind: Any) -> bool:
 
 
 def _is_model_name(value: Any) -> bool:
-    """Return whether the value is the name of a model, which file names contain."""
     return isinstance(value, str) and re.fullmatch(r"\w+", value) is not None
 
 

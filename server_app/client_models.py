@@ -56,12 +56,10 @@ class ClientModels(Mapping[str, GlobalModel]):
 
     @classmethod
     def of_checkpoint(cls, folder: Path, parts: Sequence[Part], check: Check) -> "ClientModels":
-        """Return the models among the parts of a checkpoint."""
         models = (part for part in parts if part.path.startswith(f"{CLIENT_MODELS}/"))
         return cls(folder, {Path(part.path).parent.name: part for part in models}, check=check)
 
     def __getitem__(self, name: str) -> GlobalModel:
-        """Return a model, which is read from its file unless it is unsaved."""
         return self._unsaved[name] if name in self._unsaved else self._read(name, self._parts[name])
 
     def __iter__(self) -> Iterator[str]:

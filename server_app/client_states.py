@@ -41,7 +41,6 @@ class ClientStates:
         return min(saved_rounds(self.checkpoints), default=0)
 
     def parts(self, state: ServerState) -> list[Part]:
-        """Return the files of client states that a checkpoint of the state needs."""
         return self._parts.up_to(state.round, without=state.evicted)
 
     def end_round(self, state: ServerState, result: RoundResult) -> tuple[ServerState, RoundResult]:

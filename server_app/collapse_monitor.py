@@ -165,7 +165,6 @@ class CollapseMonitor:
         return {name for name in exchanged_names(self._method) if name.split(".")[0] in self._parts}
 
     def _diagnose(self, layers: Layers) -> dict[str, float]:
-        """Return the method's diagnostics of a global model."""
         method = self._method
         if not method.failure_modes:
             return {}
@@ -183,7 +182,6 @@ class CollapseMonitor:
         return retry_in_chunks(diagnose, device=self._device, what="failures are diagnosed")
 
     def _warn_of_divergence(self, models: Sequence[str]) -> None:
-        """Log one warning for all models without finite metrics."""
         names, self._diverged = [*self._diverged, *models], []
         if names:
             log.warning(

@@ -82,7 +82,6 @@ class ProgressTracker:
         self._times: list[float] = []
 
     def after(self, row: Mapping[str, Any], evaluation: Mapping[str, Score]) -> ProgressSnapshot:
-        """Return the progress after a round, from its line of ``metrics.jsonl`` and its results."""
         self._times.append(row["seconds"])
         return ProgressSnapshot(
             round=row["round"],
@@ -151,7 +150,6 @@ class ProgressBar(PlainConsole):
         self._task = self._bar.add_task("preparing", total=None)
 
     def handler(self) -> logging.Handler:
-        """Return a handler that writes above the bar."""
         return _LogAboveBar(self._console)
 
     def open(self, rounds: int) -> None:

@@ -54,7 +54,6 @@ class Federation:
 
     @property
     def nodes(self) -> Mapping[int, int]:
-        """Return the node ids by client id, which in a simulation is a partition id."""
         return self.directory.nodes
 
     @property
@@ -63,7 +62,6 @@ class Federation:
 
     @cached_property
     def clients(self) -> Mapping[int, int]:
-        """Return the client ids by node id."""
         return {node: client for client, node in self.nodes.items()}
 
     @cached_property
@@ -96,7 +94,6 @@ class Federation:
         return [int(client_ids[index]) for index in indices]
 
     def available_clients(self, in_flight: Collection[int]) -> set[int]:
-        """Return the ids of all clients that may train and are not ``in_flight``."""
         return self.nodes.keys() - self.untrained_clients - set(in_flight)
 
     def num_wanted(self, in_flight: Collection[int]) -> int:
@@ -110,7 +107,6 @@ class Federation:
 
 
 def _without(client_ids: np.ndarray, excluded: Collection[int]) -> np.ndarray:
-    """Return the ids that are not among ``excluded``, in their order."""
     return client_ids[np.isin(client_ids, list(excluded), invert=True)] if excluded else client_ids
 
 

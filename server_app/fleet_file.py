@@ -32,7 +32,6 @@ class FleetFile:
         self._written: dict[str, str] = {}  # content of the files by name
 
     def register(self, clients: ClientDirectory) -> None:
-        """Store edge clients: their ids by name, and what they reported."""
         if not clients.client_ids:
             return
         self._write_changed(DEVICE_NUMBERS_FILE, dict(clients.client_ids))
@@ -49,12 +48,10 @@ class FleetFile:
         self._write_changed(FLEET_FILE, self._content)
 
     def register_activity(self, training: Collection[int], late: Collection[int]) -> None:
-        """Store the nodes that train, and those whose reply is late."""
         self._content |= {"training": sorted(training), "late": sorted(late)}
         self._write_changed(FLEET_FILE, self._content)
 
     def register_quality(self, quality: Mapping[str, float]) -> None:
-        """Store the mean quality of the newest delivered encoder on the images of devices."""
         self._content["quality"] = dict(quality)
         self._write_changed(FLEET_FILE, self._content)
 

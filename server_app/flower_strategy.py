@@ -35,7 +35,6 @@ class FlowerStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return one message for each client that trains."""
         # Nothing is resumed here, so clients need no states of earlier rounds.
         self._round = Round(self._federation, self.state, oldest_resumable=self.state.round)
         return self._round.messages
@@ -60,5 +59,4 @@ class FlowerStrategy(Strategy):
         return None
 
     def summary(self) -> None:
-        """Log the algorithm."""
         log.info("strategy %s", type(self._federation.strategy).__name__)

@@ -198,7 +198,6 @@ class ClientManager:
 def _partition_directory(
     nodes: Sequence[int], replies: _Replies, num_clients: int, *, timeout: float
 ) -> dict[int, int]:
-    """Return node ids by partition id, in order. Node ids differ between runs, partition ids do not."""
     if replies.errors:
         raise InputError(f"a client cannot start: {next(iter(replies.errors.values()))}")
     if len(nodes) != num_clients:
@@ -282,7 +281,6 @@ def _next_number(client_ids: Mapping[str, int]) -> int:
 
 
 def _identify(grid: Grid, nodes: Sequence[int], *, timeout: float) -> Iterator[tuple[int, NodeInfo | str]]:
-    """Yield each node that replies, with its info or an error."""
     messages = [Message(RecordDict(), node, "query.node_info") for node in nodes]
     with log_while_waiting("no reply from clients yet: their processes are still starting"):
         for message, reply in ClientMessenger(grid).send_and_receive(messages, timeout=timeout):

@@ -164,14 +164,12 @@ class PlanBuilder:
         )
 
     def _subset(self, name: str, down: tuple[str, ...], variants: tuple[Hashable, ...]) -> Layers:
-        """Return these layers of a model, the same object for all clients of these variants."""
         if (name, down, variants) not in self._models:
             layers = {layer: self.starts[name].model.layers[layer] for layer in down}
             self._models[name, down, variants] = exchanged_layers(self._federation.mods, layers, variants)
         return self._models[name, down, variants]
 
     def _encode(self, codec: Codec, layers: Layers) -> ArrayRecord:
-        """Return the record of a model. It is encoded once for all clients."""
         if id(layers) not in self._packed:
             self._packed[id(layers)] = codec.encode(layers)
         return self._packed[id(layers)]

@@ -92,7 +92,6 @@ class Round:
 
     @property
     def sent(self) -> SentRound:
-        """Return what an exchange needs to send this round."""
         federation = self._federation
         workload = partial(client_workloads, federation, self.number, starts=self.starts)
         return SentRound(

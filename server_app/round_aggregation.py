@@ -54,12 +54,10 @@ class RoundAggregation:
         return aggregator if isinstance(aggregator, Mergeable) and aggregator.can_merge else None
 
     def start(self) -> None:
-        """Start all aggregators."""
         for name, aggregation in self.models.items():
             aggregation.aggregator.start(self._starts[name].expected_upload)
 
     def add(self, valid: ValidUpdate) -> None:
-        """Add an update to the models that it goes into."""
         slot, update, federation = valid.slot, valid.update, self._federation
         start = self._starts[slot.start]
         layers = {**start.frozen, **update.layers}
@@ -88,7 +86,6 @@ class RoundAggregation:
             self._record(ValidUpdate(slots[client], summed.update, summed.cosines, summed.num_bytes))
 
     def _record(self, valid: ValidUpdate) -> None:
-        """Record an update that was added."""
         slot, update = valid.slot, valid.update
         for name in slot.destinations:
             self.models[name].received[slot.client] = slot.downloaded

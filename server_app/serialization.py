@@ -42,7 +42,6 @@ def to_arrays(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether JSON preserves the value; tuples become lists."""
     if isinstance(value, tuple):
         return all(isinstance(inner, int | str) for inner in value)
     return isinstance(value, int | str)

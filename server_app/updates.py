@@ -48,7 +48,6 @@ class ClientMetrics:
     base_bytes: int = 0  # bytes of base layers among ``bytes_down``
 
     def line(self) -> dict[str, Any]:
-        """Return the line of ``clients.jsonl``."""
         line = asdict(self)
         if self.virtual_seconds is None:
             del line["virtual_seconds"]
@@ -71,7 +70,6 @@ class RoundResult:
     features: dict[str, Any] = field(default_factory=dict)  # by setting: what it guarantees and costs
 
     def drop(self, client: int, reason: str) -> None:
-        """Add a client without a usable update."""
         self.dropped[client] = sanitize_line(reason, max_chars=500)
 
     def clients_by_reason(self) -> dict[str, str]:
@@ -133,7 +131,6 @@ class CollectedUpdates:
         self._measured: dict[int, list[Any]] = {}  # by each mod
 
     def add(self, valid: ValidUpdate) -> None:
-        """Add an update."""
         client, start = valid.slot.client, valid.slot.start
         if start not in self._stores:
             self._stores[start] = self._storage.new_store(self._starts[start].expected_upload)
@@ -240,5 +237,4 @@ class UpdateReader:
 
 
 def _finite(value: float | None) -> float | None:
-    """Return None instead of a value that JSON cannot hold."""
     return value if value is not None and math.isfinite(value) else None

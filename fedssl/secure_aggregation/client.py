@@ -145,7 +145,6 @@ def _check_setup(values: Mapping[str, Any]) -> None:
 
 
 def _check_limits(values: Mapping[str, Any], limits: Limits) -> None:
-    """Refuse fewer security bits than an edge client requires; raises `RequestRefused`."""
     clients, shares, threshold = values["sample_num"], values["share_num"], values["threshold"]
     generator = values.get(MASK_GENERATOR, "mt19937")
     corrupted, dropouts = (

@@ -59,7 +59,6 @@ class SecAggState:
 
     @classmethod
     def read(cls, record: ConfigRecord | None) -> "SecAggState":
-        """Return the state of `to_record`, or that of a client before its first round."""
         names = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in (record or {}).items() if name in names})  # type: ignore[arg-type]  # values of records have no types
 

@@ -224,7 +224,6 @@ class _Round:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """Measure the seconds of a phase."""
         cost, start = self._result.phases.setdefault(name, PhaseCost()), time.monotonic()
         yield
         cost.seconds = time.monotonic() - start

@@ -84,7 +84,6 @@ def _inverse(element: int) -> int:
 
 
 def _multiply(first: int, second: int) -> int:
-    """Return the product of two elements of the field."""
     product = 0
     for bit in reversed(range(second.bit_length())):
         product = _times(product, 2, 1)

@@ -28,7 +28,6 @@ class EncoderDelivery:
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of the file."""
         return identity(self.content)
 
     @property
@@ -37,7 +36,6 @@ class EncoderDelivery:
         return f"fedssl encoder\n{self.run_id}\n{self.round}\n{self.model}\n{self.digest}\n".encode()
 
     def to_content(self) -> RecordDict:
-        """Return the content of the message."""
         record = ConfigRecord(
             {
                 "run-id": self.run_id,

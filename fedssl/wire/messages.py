@@ -190,13 +190,11 @@ class PersonalizedModelRequest:
     after_adaptation: bool = False  # whether to return the encoder after these epochs or before them
 
     def attach_to(self, plan: RecordDict) -> RecordDict:
-        """Return the content of a message with the plan and this request."""
         request = ConfigRecord({"adaptation-epochs": self.adaptation_epochs, "after-adaptation": self.after_adaptation})
         return RecordDict({**plan, PERSONALIZED: request})
 
     @classmethod
     def from_content(cls, content: RecordDict) -> "PersonalizedModelRequest":
-        """Read the request from a message's content."""
         request = content.config_records[PERSONALIZED]
         return cls(
             adaptation_epochs=as_count(request["adaptation-epochs"]), after_adaptation=bool(request["after-adaptation"])
@@ -240,7 +238,6 @@ def _integers(value: object) -> tuple[int, ...]:
 
 
 def _digest(value: object) -> str:
-    """Return a digest of base layers; empty if there are none."""
     if not isinstance(value, str) or (value and not is_digest(value)):
         raise ValueError("the digest of the base layers is invalid")
     return value

@@ -42,7 +42,6 @@ class Array(FlowerArray):
 
     @property
     def data(self) -> bytes:  # type: ignore[override]  # a field in Flower's class, a lazy property here
-        """Serialize the array to ``.npy`` bytes."""
         array = self.numpy()
         file = io.BytesIO()
         header = np.lib.format.header_data_from_array_1_0(array)
@@ -70,11 +69,9 @@ class LazyArrayRecord(ArrayRecord):
 
     @property
     def children(self) -> dict[str, object]:  # type: ignore[override]  # what Flower calls an InflatableObject
-        """Return the flat arrays by id."""
         return self._packed.children  # type: ignore[return-value]  # as above
 
     def deflate(self) -> bytes:
-        """Return the serialized record without its arrays."""
         return self._packed.deflate()
 
     @functools.cached_property
@@ -129,7 +126,6 @@ class Codec:
         return arrays if is_plain else unpack(arrays, self.wire_dtype, start=start)
 
     def describe(self) -> str:
-        """Describe how layers are exchanged."""
         if self.wire_dtype == LOSSLESS:
             return f"{self.wire_dtype}, exactly"
         return f"{self.wire_dtype}: kernels and matrices, uploaded as differences to the download; all others exactly"

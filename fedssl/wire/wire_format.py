@@ -65,12 +65,10 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def is_compressed(self) -> bool:
-        """Return whether wire dtypes other than ``fp32`` compress the tensor."""
         kernel = len(self.shape) > 1 and 0 not in self.shape
         return kernel and self.dtype == "float32" and self.name.rpartition(".")[2] not in STATISTICS
 

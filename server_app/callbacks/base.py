@@ -105,7 +105,6 @@ class Callbacks(Callback):
 
     @property
     def observers(self) -> list[Observer]:
-        """Return the functions that see the updates of the current round."""
         return [callback.on_update for callback in self._callbacks if callback.observes]
 
     def on_round_end(self, end: RoundEnd) -> None:

@@ -36,7 +36,6 @@ class Checkpoints(Callback):
                 self.save()
 
     def save(self) -> None:
-        """Save the last recorded state."""
         state, folder = self._state, self._folder
         for lines in folder.lines.values():  # the lines of a checkpoint's rounds must be on the disk as well
             fsync_file(lines.file)

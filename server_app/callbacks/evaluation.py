@@ -20,7 +20,6 @@ class Evaluation(Callback):
         self._evaluator, self._method = evaluator, method
 
     def on_round_end(self, end: RoundEnd) -> None:
-        """Add the results of the models, and their means, to the line."""
         if not self._evaluator.due(end.state.round):
             return
         with set_active_stages(self._method, depth=end.phase.depth):

@@ -41,7 +41,6 @@ class Lines(Callback):
         self._folder, self._files = folder, files
 
     def on_round_end(self, end: RoundEnd) -> None:
-        """Complete the line of the round, and write all lines."""
         self._check_clients(end.result)
         end.line = line_of(end.result, seconds=end.seconds) | end.line
         lines = {**end.lines, "clients.jsonl": [row.line() for row in end.result.clients], "metrics.jsonl": [end.line]}

@@ -71,7 +71,6 @@ class InBackground(Callbacks):
             pending.result()
 
     def on_round_end(self, end: RoundEnd) -> None:
-        """Record a round, now or while the next one runs."""
         self.wait()
         if self._due(end.state.round):
             self._pending = self._executor.submit(self._record, end)

@@ -65,7 +65,6 @@ class Summary(Callback):
             log.info("%s\nresults are in %s", table, self._folder.path)
 
     def _reason(self, end: RunEnd) -> str | None:
-        """Return why the run ended before its last round."""
         if end.status == "paused":
             return f"paused after round {self._settings.pause_after} of {self._settings.rounds}"
         if end.error is None:
@@ -106,7 +105,6 @@ class Summary(Callback):
 
 
 def _results(end: RunEnd, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the results of the run, and what its last round guarantees."""
     results: dict[str, Any] = {}
     if end.final is not None:
         units = {name: unit for scores in end.final.values() for name, unit in units_of(scores).items()}

@@ -55,7 +55,6 @@ class Late:
     message: Message
 
     def order(self) -> tuple[int, int]:
-        """Return the key by which late replies are sorted: the stalest first."""
         return int(self.plan.metadata.group_id), self.plan.metadata.dst_node_id
 
 

@@ -56,7 +56,6 @@ class SecureExchange(WallClockExchange):
 
     @classmethod
     def of(cls, grid: Grid, settings: Settings, *, on_activity: ActivityHook) -> "SecureExchange | None":
-        """Return the exchange of a run, None if it has no secure aggregation."""
         secure = settings.secure_aggregation
         return None if secure is None else cls(grid, secure, on_activity=on_activity)
 

@@ -50,7 +50,6 @@ class SumTask:
     clients: Mapping[int, SumClient]  # by node
 
     def block_of(self, node: int) -> int:
-        """Return the number of the block of a node's client."""
         return self.aggregator.block_of(self.clients[node].client)
 
     def add(self, aggregator: Mergeable, reply: Message) -> SummedUpdate | str:

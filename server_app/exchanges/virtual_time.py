@@ -254,7 +254,6 @@ class VirtualTimeExchange(WallClockExchange):
             self._held.clear()
 
     def _start(self, sent: SentRound) -> None:
-        """Put the messages of a round in flight."""
         self._lost.clear()
         self._seconds.clear()
         self._clients = sent.clients

@@ -95,11 +95,9 @@ class SafeTracker:
         self._call(partial(self._tracker.begin, run))
 
     def round(self, line: Mapping[str, Any]) -> None:
-        """Log the scalars of a line of ``metrics.jsonl``."""
         self._call(partial(self._tracker.round, line["round"], scalars_of(line)))
 
     def end(self, summary: Mapping[str, Any]) -> None:
-        """Log the final results and the status of a summary."""
         final = flatten_scalars(summary.get("final", {}), "final/")
         self._call(partial(self._tracker.end, summary["status"], round=summary["rounds"], final=final))
         self._works = False

@@ -52,12 +52,10 @@ class MLflow:
             self._client.log_batch(self._run.info.run_id, params=params[start : start + _AT_ONCE])
 
     def round(self, round: int, numbers: Mapping[str, float]) -> None:
-        """Log the metrics in one request."""
         now = int(time.time() * 1000)
         metrics = [self._entities.Metric(name, number, now, round) for name, number in numbers.items()]
         self._client.log_batch(self._run.info.run_id, metrics=metrics)
 
     def end(self, status: str, *, round: int, final: Mapping[str, float]) -> None:
-        """Log the final results and the status."""
         self.round(round, final)
         self._client.set_terminated(self._run.info.run_id, status=_ENDED[status])

@@ -28,12 +28,10 @@ class TensorBoard:
         self._writer.add_text("settings", lines, run.done)
 
     def round(self, round: int, numbers: Mapping[str, float]) -> None:
-        """Log the metrics and flush them."""
         for name, number in numbers.items():
             self._writer.add_scalar(name, number, round)
         self._writer.flush()
 
     def end(self, status: str, *, round: int, final: Mapping[str, float]) -> None:
-        """Log the final results and close the file."""
         self.round(round, final)
         self._writer.close()

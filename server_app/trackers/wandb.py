@@ -48,10 +48,8 @@ class WandB:
         self._run.define_metric("*", step_metric="round")  # its own steps cannot decrease, repeated rounds do
 
     def round(self, round: int, numbers: Mapping[str, float]) -> None:
-        """Log the metrics by wandb's process, which writes or sends them."""
         self._run.log({"round": round, **numbers})
 
     def end(self, status: str, *, round: int, final: Mapping[str, float]) -> None:
-        """Log the final results to the summary and wait until all is written."""
         self._run.summary.update({**final, "status": status, "rounds": round})
         self._run.finish(exit_code=0 if status == "finished" else 1)

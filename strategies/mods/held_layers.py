@@ -33,7 +33,6 @@ class HeldLayers(Mod):
 
     @classmethod
     def make(cls, context: RunContext) -> "HeldLayers | None":
-        """Return the mod; None if clients hold no layers."""
         holds = context.base or context.method.static_parts or context.clients_cache_frozen
         return cls(context) if holds else None
 

@@ -59,7 +59,6 @@ class NormFilter(Mod):
 
     @classmethod
     def make(cls, context: RunContext) -> "NormFilter | None":
-        """Return the filter; None if it is turned off."""
         factor = context.settings.aggregation.max_norm_ratio
         if factor is None:
             return None

@@ -94,7 +94,6 @@ class ProductSum:
         self._aggregation, self._storage, self._seed_path = aggregation, storage, seed_path
 
     def start(self, global_layers: GlobalLayers) -> None:
-        """Start a round."""
         self._global = global_layers.subset(name for name in global_layers.layers if name in global_layers.factors)
         self._models = self._storage.new_store(self._global)
         self._clients: list[int] = []
@@ -173,7 +172,6 @@ class Products(Mod):
 
     @classmethod
     def make(cls, context: RunContext) -> "Products | None":
-        """Return the aggregation of products; None if factors are combined."""
         aggregation = low_rank_aggregation(context.settings)
         return cls(aggregation, seed=context.settings.seed) if aggregation in OF_PRODUCTS else None
 

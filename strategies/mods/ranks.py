@@ -47,7 +47,6 @@ class Ranks(Mod):
 
     @classmethod
     def make(cls, context: RunContext) -> "Ranks | None":
-        """Return the ranks; None without LoRA."""
         return cls(context) if context.method.low_rank_layers else None
 
     def variant(self, client: int, at: RoundStart) -> int | None:

@@ -37,7 +37,6 @@ class ServerOptimizer(Mod):
 
     @classmethod
     def make(cls, context: RunContext) -> "ServerOptimizer | None":
-        """Return the optimizer of the settings; None if it is inactive."""
         optimizer: ServerOptimizer = context.settings.algorithm.server_optimizer.instantiate()
         return optimizer if optimizer.is_active else None
 
