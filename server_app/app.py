@@ -4,6 +4,7 @@ Flower's run config contains the overrides of the command line, see `overrides_o
 """
 
 import logging
+import re
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,28 +45,13 @@ RunConfig = Mapping[str, bool | float | int | str]
 app = ServerApp()
 
 # Flower accepts only keys with a default in pyproject.toml. An empty one leaves the setting unchanged.
-RUN_CONFIG_KEYS = {
-    "experiment": "experiment",
-    "strategy": "strategy",
-    "method": "method",
-    "regularizer": "regularizer",
-    "schedule": "schedule",
-    "encoder": "encoder",
-    "dataset": "dataset",
-    "dataset-path": "dataset.path",
-    "partition": "partition",
-    "partition-alpha": "partition.alpha",
-    "num-clients": "num_clients",
-    "clients-per-round": "clients_per_round",
-    "num-server-rounds": "rounds",
-    "local-epochs": "local_epochs",
-    "batch-size": "batch_size",
-    "optimizer-lr": "optimizer.lr",
-    "precision": "precision",
-    "device": "device",
-    "seed": "seed",
-    "output-dir": "output_dir",
-    "resume": "resume",
+RUN_CONFIG_KEYS = {"num-server-rounds": "rounds"} | {
+    re.sub("[._]", "-", setting): setting
+    for settings in (
+        "experiment strategy method regularizer schedule encoder dataset dataset.path partition partition.alpha",
+        "num_clients clients_per_round local_epochs batch_size optimizer.lr precision device seed output_dir resume",
+    )
+    for setting in settings.split()
 }
 
 

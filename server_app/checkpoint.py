@@ -21,9 +21,7 @@ from strategies.types import GlobalModel, NoState, ServerState
 
 log = logging.getLogger("fedssl")
 
-# Of the run. 1 had one model without a name, 2 another form of client states, 3 other names, 4 client states not in
-# safetensors and no manifests, 5 all client states in one folder and all models in the checkpoint.
-FORMAT = 7
+FORMAT = 7  # of the run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +142,6 @@ def latest_checkpoint(
             if schema is not None:
                 schema.check(state)
             return state
-        except InputError:
-            raise
         except Exception as error:  # reading a foreign file can fail in any way
             problem = " ".join(sanitize(error).split())[:200] or type(error).__name__
             log.warning("checkpoint %s cannot be used (%s); trying the previous one", file, problem)
@@ -173,19 +169,14 @@ def manifest_file(file: Path) -> Path:
 
 
 def _load(file: Path, *, max_bytes: int) -> ServerState:
-    """Read a checkpoint; raises `InputError` for an earlier format, and any exception for an invalid file."""
-    earlier = InputError(
-        f"{file} has the format of an earlier version of fedssl; resume with that version, or start a new run"
-    )
-    if file.with_suffix(".sha256").exists():
-        raise earlier
+    """Read a checkpoint; raises any exception for an invalid file."""
     manifest = read_manifest(manifest_file(file))
     if problems := manifest.problems(file.parent.parent):
         raise ValueError(f"{problems[0]} and {len(problems) - 1} more" if problems[1:] else problems[0])
     saved = read_tensors(file, max_bytes=max_bytes)
     found = saved.pop("format", None)
-    if type(found) is int and found < FORMAT:
-        raise earlier
+    if type(found) is int and found != FORMAT:
+        raise ValueError("it has the format of another version of fedssl; resume with that version")
     if found != FORMAT or manifest.size(f"{file.parent.name}/{file.name}") == 0:
         raise ValueError("it is not a checkpoint")
     return _to_state(saved)
@@ -208,9 +199,9 @@ def _check_in_flight(saved: Any) -> None:
         fields = _require_mapping(entry)
         texts = all(isinstance(fields.get(key), str) for key in ("type", "group", "content"))
         valid &= texts and fields["content"] in contents and fields["group"].isdecimal()
-        valid &= isinstance(node, str) and node.isdecimal() and isinstance(fields.get("lost", ""), str)
-        valid &= is_count(fields.get("client", 0), minimum=0)
-        valid &= isinstance(fields.get("due"), float) and isinstance(fields.get("seconds", 0.0), float)
+        valid &= isinstance(node, str) and node.isdecimal() and isinstance(fields.get("lost"), str)
+        valid &= is_count(fields.get("client"), minimum=0)
+        valid &= isinstance(fields.get("due"), float) and isinstance(fields.get("seconds"), float)
     if not valid:
         raise ValueError("its messages in flight are invalid")
 

@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from statistics import mean
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -33,7 +32,6 @@ log = logging.getLogger("fedssl")
 
 WAITING_INTERVAL = 30.0  # seconds between two warnings of a wait
 _MAX_RECORDS = 10_000  # of the log before a run folder exists
-_RECENT = 5  # rounds of the mean time
 _PER_SECOND = 2  # refresh rate of the bar
 
 
@@ -72,27 +70,6 @@ class ProgressSnapshot:
             short = self.virtual_time < 90
             parts.append(f"virtual time {f'{self.virtual_time:.1f} s' if short else duration(self.virtual_time)}")
         return "  ".join([*parts, f"{self.seconds_per_round:.1f} s/round", self.eta])
-
-
-class ProgressTracker:
-    """Tracks the progress of a run."""
-
-    def __init__(self, rounds: int) -> None:
-        self._rounds = rounds
-        self._times: list[float] = []
-
-    def after(self, row: Mapping[str, Any], evaluation: Mapping[str, Score]) -> ProgressSnapshot:
-        self._times.append(row["seconds"])
-        return ProgressSnapshot(
-            round=row["round"],
-            rounds=self._rounds,
-            loss=row["loss"],
-            cosine=row["model_cosine"],
-            evaluation=evaluation,
-            dropped=len(row["dropped"]),
-            seconds_per_round=mean(self._times[-_RECENT:]),
-            virtual_time=row.get("virtual_time"),
-        )
 
 
 def duration(seconds: float) -> str:

@@ -2,8 +2,10 @@
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -13,12 +15,14 @@ from fedssl.errors import DISK_ERRORS
 from fedssl.runs.manifest import LineFile
 from fedssl.step_cost import TrainingCostMeter
 from server_app.callbacks.base import Callback, RoundEnd
-from server_app.console import PlainConsole, ProgressTracker
+from server_app.console import PlainConsole, ProgressSnapshot
 from server_app.trackers.base import SafeTracker
 from server_app.updates import RoundResult
 from strategies.types import ServerState
 
 log = logging.getLogger("fedssl")
+
+_RECENT = 5  # rounds of the mean time
 
 
 class Costs(Callback):
@@ -74,13 +78,25 @@ class Progress(Callback):
     """Logs a line per round and shows the progress on the screen."""
 
     def __init__(self, screen: PlainConsole, *, rounds: int) -> None:
-        self._screen, self._progress = screen, ProgressTracker(rounds)
+        self._screen, self._rounds = screen, rounds
+        self._seconds: deque[float] = deque(maxlen=_RECENT)
 
     def on_run_start(self, state: ServerState) -> None:
         self._screen.set_completed(state.round)
 
     def on_round_end(self, end: RoundEnd) -> None:
-        snapshot = self._progress.after(end.line, end.evaluation)
+        line = end.line
+        self._seconds.append(line["seconds"])
+        snapshot = ProgressSnapshot(
+            round=line["round"],
+            rounds=self._rounds,
+            loss=line["loss"],
+            cosine=line["model_cosine"],
+            evaluation=end.evaluation,
+            dropped=len(line["dropped"]),
+            seconds_per_round=mean(self._seconds),
+            virtual_time=line.get("virtual_time"),
+        )
         log.info(snapshot.log_line)
         self._screen.show(snapshot)
 

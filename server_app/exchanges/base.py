@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from flwr.app import Message
 
@@ -77,42 +77,40 @@ class SentRound:
     workloads: Callable[[], Mapping[int, Workload]]  # of the clients by node
 
 
-class Exchange(Protocol):
-    """Exchange of all rounds of a run."""
+class Exchange:
+    """Exchange of all rounds of a run, by default with clients that are always online and a run that saves nothing."""
 
     def in_flight(self, *, timeout: float) -> set[int]:
         """Return the nodes whose reply to an earlier plan is still awaited, for at most ``timeout`` seconds."""
-        ...
+        return set()
 
     def offline(self, clients: Callable[[], Collection[int]], *, needed: int, wanted: int) -> frozenset[int]:
         """Return the clients that cannot be sampled, after waiting until ``needed`` others are online.
 
         ``clients`` returns those that are not in flight, and ``wanted`` is the number that a round samples.
         """
-        ...
+        return frozenset()
 
     def replies(self, sent: SentRound) -> Iterator[Received]:
         """Send the messages and yield what is received, replies and sums in order of the clients.
 
         Raises `TooFewUpdatesError`. An item is a whole model: release it before the next one is requested.
         """
-        ...
+        raise NotImplementedError
 
     def record(self, result: RoundResult) -> RoundResult:
         """Return the result of the last round with what this exchange has measured."""
-        ...
+        return result
 
     def flush(self) -> None:
-        """Wait until the states of clients of this process are in their files."""
-        ...
+        """Wait until the states of clients of this process are in their files. Other clients wait themselves."""
 
     def snapshot(self) -> Mapping[str, Any]:
-        """Return what a checkpoint saves of the exchange."""
-        ...
+        """Return what a checkpoint saves of the exchange. Messages to devices are not known to a new process."""
+        return {}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore a `snapshot`."""
-        ...
 
 
 def in_client_order(

@@ -154,15 +154,18 @@ def with_largest_weight(settings: Settings, strategy: FedSSLStrategy, *, images:
 
 
 def single_updates_stay_secret(settings: Settings) -> Problem:
-    """Refuse what needs single updates."""
+    """Refuse what needs single updates, and snapshots, which have the models of single clients."""
     aggregation = settings.aggregation
-    of_updates = settings.privacy or aggregation.buffered or aggregation.max_norm_ratio is not None
-    if not (settings.secure_aggregation and of_updates):
+    if settings.secure_aggregation is None:
         return None
-    return (
-        "secure_aggregation=secagg_plus reveals only the sum of updates; set privacy=none "
-        "aggregation.buffered=false aggregation.max_norm_ratio=null, which need single updates"
-    )
+    if settings.privacy or aggregation.buffered or aggregation.max_norm_ratio is not None:
+        return (
+            "secure_aggregation=secagg_plus reveals only the sum of updates; set privacy=none "
+            "aggregation.buffered=false aggregation.max_norm_ratio=null, which need single updates"
+        )
+    if settings.recording.snapshot_every:
+        return "secure_aggregation=secagg_plus reveals no client's model; set snapshot_every=0"
+    return None
 
 
 def graph_protects_updates(settings: Settings) -> Problem:
@@ -195,32 +198,16 @@ def graph_protects_updates(settings: Settings) -> Problem:
     return None
 
 
-def snapshots_have_no_models(settings: Settings) -> Problem:
-    """Refuse snapshots, which have the models of single clients."""
-    if not (settings.secure_aggregation and settings.recording.snapshot_every):
-        return None
-    return "secure_aggregation=secagg_plus reveals no client's model; set snapshot_every=0"
-
-
 def updates_are_summed(parts: RunParts) -> Problem:
-    """Require a strategy and a method whose updates are summed."""
+    """Require updates that are sums of layers, and wall-clock time: virtual time models one message per round."""
     if not parts.settings.secure_aggregation:
         return None
-    return sum_problem(SETTING, parts, weightings=("uniform", "examples"))
-
-
-def time_is_wall_clock(parts: RunParts) -> Problem:
-    """Refuse virtual time, which models one message per client and round."""
-    if not parts.settings.secure_aggregation or parts.settings.recording.choices.get("client_speed") == "none":
-        return None
+    problem = needs_sums_of_layers(SETTING, parts) or sum_problem(SETTING, parts, weightings=("uniform", "examples"))
+    if problem or parts.settings.recording.choices.get("client_speed") == "none":
+        return problem
     return (
         f"{SETTING} sends four messages per client and round, which virtual time does not model; set client_speed=none"
     )
-
-
-def sums_are_of_layers(parts: RunParts) -> Problem:
-    """Refuse an aggregation of products, which are no sums of layers."""
-    return needs_sums_of_layers(SETTING, parts) if parts.settings.secure_aggregation else None
 
 
 def cost_has_one_message(settings: Settings) -> Problem:
@@ -235,6 +222,6 @@ def round_rules(settings: Settings) -> tuple[Rule[RoundExchange], ...]:
     return () if settings.secure_aggregation is None else (needs_full_exchange(SETTING),)
 
 
-SETTINGS_RULES = (single_updates_stay_secret, graph_protects_updates, snapshots_have_no_models)
-RUN_RULES = (sums_are_of_layers, updates_are_summed, time_is_wall_clock)
+SETTINGS_RULES = (single_updates_stay_secret, graph_protects_updates)
+RUN_RULES = (updates_are_summed,)
 COST_RULES = (cost_has_one_message,)

@@ -103,55 +103,37 @@ def _availability(settings: Settings) -> Availability:
     return availability
 
 
-def _choice(settings: Settings, group: str) -> str:
-    return f"{group}={settings.recording.choices.get(group)}"
+def time_fits_the_clients(parts: RunParts) -> Problem:
+    """Refuse virtual time of devices, which have their own, and what needs virtual time without it."""
+    settings, aggregation = parts.settings, parts.settings.aggregation
+    choices = {group: f"{group}={settings.recording.choices.get(group)}" for group in ("client_speed", "availability")}
+    if parts.context.is_deployment:
+        others = [choice for choice in choices.values() if choice not in ("client_speed=none", "availability=always")]
+        if not others:
+            return None
+        return (
+            f"{others[0]} is for simulations: devices have their own speed and come and go; set client_speed=none "
+            "availability=always"
+        )
+    if _speed(settings) is not None:
+        if settings.evaluation.measure_resources:
+            return None
+        return (
+            f"{choices['client_speed']} computes the time of a client from the FLOPs of its training; set "
+            "measure_resources=true, or client_speed=none"
+        )
+    if not isinstance(_availability(settings), Always):
+        return f"{choices['availability']} needs virtual time; set client_speed=lognormal, or availability=always"
+    if aggregation.buffered and aggregation.round_deadline is not None:
+        return (
+            f"aggregation.round_deadline={aggregation.round_deadline:g} is in seconds of devices, but with "
+            "aggregation.buffered=true simulated clients have virtual delays without unit; set client_speed=lognormal, "
+            "or set aggregation.round_deadline=null"
+        )
+    return None
 
 
-def devices_have_own_time(parts: RunParts) -> Problem:
-    """Refuse speeds and availabilities of devices, which have their own."""
-    chosen = [_choice(parts.settings, group) for group in ("client_speed", "availability")]
-    others = [choice for choice in chosen if choice not in ("client_speed=none", "availability=always")]
-    if not (parts.context.is_deployment and others):
-        return None
-    return (
-        f"{others[0]} is for simulations: devices have their own speed and come and go; set client_speed=none "
-        "availability=always"
-    )
-
-
-def speed_has_flops(parts: RunParts) -> Problem:
-    """Require the FLOPs of training, from which the times of clients are computed."""
-    settings = parts.settings
-    if parts.context.is_deployment or settings.evaluation.measure_resources or _speed(settings) is None:
-        return None
-    return (
-        f"{_choice(settings, 'client_speed')} computes the time of a client from the FLOPs of its training; set "
-        "measure_resources=true, or client_speed=none"
-    )
-
-
-def availability_has_speed(parts: RunParts) -> Problem:
-    """Refuse clients that are offline at times without virtual time."""
-    settings = parts.settings
-    if parts.context.is_deployment or _speed(settings) is not None or isinstance(_availability(settings), Always):
-        return None
-    return f"{_choice(settings, 'availability')} needs virtual time; set client_speed=lognormal, or availability=always"
-
-
-def deadline_has_seconds(parts: RunParts) -> Problem:
-    """Refuse a deadline in seconds for delays without unit."""
-    settings, deadline = parts.settings, parts.settings.aggregation.round_deadline
-    is_given = settings.aggregation.buffered and deadline is not None
-    if parts.context.is_deployment or not is_given or _speed(settings) is not None:
-        return None
-    return (
-        f"aggregation.round_deadline={deadline:g} is in seconds of devices, but with aggregation.buffered=true "
-        "simulated clients have virtual delays without unit; set client_speed=lognormal, or set "
-        "aggregation.round_deadline=null"
-    )
-
-
-RUN_RULES = (devices_have_own_time, speed_has_flops, availability_has_speed, deadline_has_seconds)
+RUN_RULES = (time_fits_the_clients,)
 
 
 @dataclass(frozen=True)
@@ -338,10 +320,4 @@ class VirtualTimeExchange(WallClockExchange):
             message = Message(
                 contents[entry["content"]], dst_node_id=int(node), message_type=entry["type"], group_id=entry["group"]
             )
-            self._held[int(node)] = _InFlight(  # with the values of earlier versions, which saved less
-                entry.get("client", int(node) - FIRST_NODE_ID),
-                entry["due"],
-                entry.get("seconds", 0.0),
-                entry.get("lost", ""),
-                message,
-            )
+            self._held[int(node)] = _InFlight(entry["client"], entry["due"], entry["seconds"], entry["lost"], message)

@@ -1,12 +1,11 @@
 """The exchange with devices, and with simulated clients without virtual time."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
 
-from server_app.exchanges.base import Late, Received, SentRound, in_client_order
+from server_app.exchanges.base import Exchange, Late, Received, SentRound, in_client_order
 from server_app.exchanges.sums import SumTask
 from server_app.messaging import ClientMessenger, replies_of
-from server_app.updates import RoundResult
 
 
 @runtime_checkable
@@ -25,15 +24,12 @@ class SummingGrid(Protocol):
         ...
 
 
-class WallClockExchange(ClientMessenger):
-    """Exchange in wall-clock time; implements `server_app.exchanges.base.Exchange`."""
+class WallClockExchange(ClientMessenger, Exchange):
+    """Exchange in wall-clock time."""
 
     def in_flight(self, *, timeout: float) -> set[int]:
         self.expire(older_than=timeout)
         return self.pending_nodes()
-
-    def offline(self, clients: Callable[[], Collection[int]], *, needed: int, wanted: int) -> frozenset[int]:
-        return frozenset()
 
     def replies(self, sent: SentRound) -> Iterator[Received]:
         if isinstance(self._grid, SummingGrid):
@@ -50,17 +46,6 @@ class WallClockExchange(ClientMessenger):
         """Return the late replies that arrived during the newest exchange, the stalest first."""
         return sorted((Late(*pair) for pair in self.late_replies), key=Late.order)
 
-    def record(self, result: RoundResult) -> RoundResult:
-        return result
-
     def flush(self) -> None:
-        """Wait until the states of clients of this process are in their files. Other clients wait themselves."""
         if isinstance(self._grid, FlushableGrid):
             self._grid.flush()
-
-    def snapshot(self) -> Mapping[str, Any]:
-        """Return nothing: messages to devices are not known to a new process."""
-        return {}
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        pass

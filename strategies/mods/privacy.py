@@ -45,35 +45,27 @@ GUARANTEE = "privacy"  # key of what it guarantees, in the lines of rounds and i
 _WEAK_EPSILON = 10
 
 
-def snapshots_reveal_nobody(settings: Settings) -> Problem:
-    """Refuse snapshots, which have the models of single clients."""
-    if not (settings.privacy and settings.recording.snapshot_every):
-        return None
-    return "privacy=central hides the contribution of a client, which snapshots reveal; set snapshot_every=0"
-
-
-def filter_drops_nobody(settings: Settings) -> Problem:
-    """Refuse the filter of norms, by which clients influence others."""
-    if not (settings.privacy and settings.aggregation.max_norm_ratio is not None):
-        return None
-    return (
-        "aggregation.max_norm_ratio lets clients influence which others are dropped, which privacy=central does "
-        "not account for; set aggregation.max_norm_ratio=null"
-    )
+def contributions_stay_hidden(settings: Settings) -> Problem:
+    """Refuse snapshots, which have the models of single clients, and the filter, by which clients influence others."""
+    if settings.privacy and settings.recording.snapshot_every:
+        return "privacy=central hides the contribution of a client, which snapshots reveal; set snapshot_every=0"
+    if settings.privacy and settings.aggregation.max_norm_ratio is not None:
+        return (
+            "aggregation.max_norm_ratio lets clients influence which others are dropped, which privacy=central does "
+            "not account for; set aggregation.max_norm_ratio=null"
+        )
+    return None
 
 
 def updates_are_summed(parts: RunParts) -> Problem:
-    """Require a strategy and a method whose updates are summed with equal weights."""
-    return sum_problem("privacy=central", parts, weightings=("uniform",)) if parts.settings.privacy else None
-
-
-def statistics_are_frozen(parts: RunParts) -> Problem:
-    """Refuse a model that updates running statistics, which are not released."""
+    """Require updates that are summed with equal weights, and no running statistics, which are not released."""
+    if not parts.settings.privacy:
+        return None
     encoder = parts.method.encoder
     updated = {name for name, _ in encoder.named_buffers()} - encoder.base_names
-    has_statistics = any(name.endswith(("running_mean", "running_var")) for name in updated)
-    if not (parts.settings.privacy and has_statistics):
-        return None
+    problem = sum_problem("privacy=central", parts, weightings=("uniform",))
+    if problem or not any(name.endswith(("running_mean", "running_var")) for name in updated):
+        return problem
     return (
         "privacy=central leaves running statistics out, which the encoder needs; set encoder.norm=group, "
         "encoder=vit_tiny, or a tuning with frozen statistics, such as tuning.freeze_statistics=true"
@@ -92,8 +84,8 @@ class Privacy(Mod):
     """
 
     sees_updates = True
-    settings_rules = (snapshots_reveal_nobody, filter_drops_nobody)
-    run_rules = (updates_are_summed, statistics_are_frozen)
+    settings_rules = (contributions_stay_hidden,)
+    run_rules = (updates_are_summed,)
     round_rules = (needs_full_exchange("privacy=central"),)
 
     def __init__(

@@ -26,18 +26,6 @@ from strategies.weighted_sum import WeightedSum
 _OTHERS = "set tuning.aggregation=factors or tuning.aggregation=freeze_a"
 
 
-def products_replace_sums(parts: RunParts) -> Problem:
-    """Refuse what needs sums of layers together with an aggregation of products."""
-    settings = parts.settings
-    of_sums = {
-        "privacy=central": settings.privacy is not None,
-        "server_optimizer": parts.context.has_server_optimizer,
-        "aggregation.buffered=true": settings.aggregation.buffered,
-    }
-    used = [setting for setting, given in of_sums.items() if given]
-    return needs_sums_of_layers(used[0], parts) if used else None
-
-
 def needs_sums_of_layers(what: str, parts: RunParts) -> Problem:
     """Refuse ``what``, which needs sums of layers, together with an aggregation of products."""
     aggregation = low_rank_aggregation(parts.settings)
@@ -46,12 +34,18 @@ def needs_sums_of_layers(what: str, parts: RunParts) -> Problem:
     return f"{what} needs sums of layers, which tuning.aggregation={aggregation} replaces by products; {_OTHERS}"
 
 
-def products_have_weights(parts: RunParts) -> Problem:
-    """Require a strategy that is a weighted sum for an aggregation of products."""
+def products_are_aggregated(parts: RunParts) -> Problem:
+    """Refuse what needs sums of layers together with an aggregation of products, which needs a weighted sum."""
     settings, aggregation = parts.settings, low_rank_aggregation(parts.settings)
+    of_sums = {
+        "privacy=central": settings.privacy is not None,
+        "server_optimizer": parts.context.has_server_optimizer,
+        "aggregation.buffered=true": settings.aggregation.buffered,
+    }
+    problem = next((needs_sums_of_layers(setting, parts) for setting, given in of_sums.items() if given), None)
     is_linear = isinstance(parts.strategy.server.aggregator(settings.rounds), LinearAggregator)
-    if aggregation not in OF_PRODUCTS or is_linear:
-        return None
+    if problem or aggregation not in OF_PRODUCTS or is_linear:
+        return problem
     return (
         f"strategy={settings.recording.choices['strategy']} is no weighted sum of the clients, which "
         f"tuning.aggregation={aggregation} needs; {_OTHERS}"
@@ -165,7 +159,7 @@ class ProductAggregator:
 class Products(Mod):
     """Wraps the aggregators of a run."""
 
-    run_rules = (products_replace_sums, products_have_weights, changed_weights_fit)
+    run_rules = (products_are_aggregated, changed_weights_fit)
 
     def __init__(self, aggregation: str, *, seed: int) -> None:
         self._aggregation, self._seed = aggregation, seed

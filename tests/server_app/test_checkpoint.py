@@ -8,6 +8,7 @@ import torch
 
 from fedssl.atomic_files import saved_rounds
 from fedssl.errors import InputError
+from fedssl.runs.manifest import Manifest, file_part, write_manifest
 from server_app.checkpoint import StateSchema, latest_checkpoint, save_checkpoint
 from strategies.cluster_assignment import ClusterState
 from strategies.euc import EUCState
@@ -66,11 +67,11 @@ def test_round_trip_keeps_all_that_the_server_carries(tmp_path):
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path):
-    """Earlier versions wrote a checksum and no manifest."""
+    save_checkpoint(tmp_path, ServerState(round=1), keep=1)
     file = tmp_path / "round-000001.pt"
-    torch.save({"format": 4, "round": 1}, file)
-    file.with_suffix(".sha256").write_text("0" * 64)
-    with pytest.raises(InputError, match="round-000001.pt has the format of an earlier version of fedssl; resume with"):
+    torch.save({**torch.load(file), "format": 4}, file)
+    write_manifest(file.with_suffix(".json"), Manifest((file_part(tmp_path.parent, file),)))
+    with pytest.raises(InputError, match="it has the format of another version of fedssl; resume with that version"):
         latest_checkpoint(tmp_path)
 
 
