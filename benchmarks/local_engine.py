@@ -18,9 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from fedssl.machine.process import OPENMP_ENV
 
@@ -30,7 +28,7 @@ import torch
 
 from benchmarks.common import make_parser
 from client_app.app import app as client_app
-from client_app.state_store import FILE_STORE, StateStore, WriteBehind
+from client_app.state_store import WriteBehind
 from client_app.worker import worker_for
 from fedssl.config.load import compose, parse_client_config
 from fedssl.training import batches
@@ -38,7 +36,7 @@ from server_app.app import build_run
 from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
-from strategies.types import ClientState, ServerState
+from strategies.types import ServerState
 
 COMMON = ["encoder=resnet18", "partition=iid", "rounds=1000"]
 
@@ -46,7 +44,7 @@ COMMON = ["encoder=resnet18", "partition=iid", "rounds=1000"]
 class Federation:
     """Rounds of a federation on the local engine."""
 
-    def __init__(self, *overrides: str, store: Any = None) -> None:
+    def __init__(self, *overrides: str, store: WriteBehind | None = None) -> None:
         quiet = ["collapse_images=0", "measure_resources=false", f"output_dir={tempfile.mkdtemp()}"]
         self.settings = compose([*COMMON, *quiet, *overrides])
         self.grid = LocalGrid(client_app, num_clients=self.settings.num_clients, store=store)
@@ -97,32 +95,18 @@ def complete_round(repeats: int = 5) -> None:
     print(f"round, 4 clients: {ours:.2f} s, bare loop {bare:.2f} s, ratio {ratio:.3f}x")
 
 
-class SelectedStore:
-    """The store that is selected at the moment, so that one federation can use several in turn."""
-
-    store: StateStore = FILE_STORE
-
-    def load(self, folder: Path, *, before: int, template: Mapping[str, torch.Tensor]) -> ClientState | None:
-        return self.store.load(folder, before=before, template=template)
-
-    def save(self, folder: Path, state: ClientState, *, round: int, oldest_resumable: int) -> None:
-        self.store.save(folder, state, round=round, oldest_resumable=oldest_resumable)
-
-    def flush(self) -> None:
-        if isinstance(self.store, WriteBehind):
-            self.store.flush()
-
-
 def client_state(repeats: int = 9) -> None:
     """Part 3."""
-    selected = SelectedStore()
-    federation = Federation("local_epochs=0", "method=byol", "num_clients=4", store=selected)
     with WriteBehind() as behind:
-        stores: dict[str, StateStore] = {"background": behind, "files": FILE_STORE}
+        stores = {"background": behind, "files": None}
+        federations = {
+            name: Federation("local_epochs=0", "method=byol", "num_clients=4", store=store)
+            for name, store in stores.items()
+        }
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in stores}
         for _ in range(repeats + 2):
-            for name, selected.store in stores.items():
-                federation()  # the previous round saved into another store
+            for name, federation in federations.items():
+                federation()  # builds the worker
                 cpu, wall = time.process_time(), federation()
                 times[name].append((1e3 * wall / 4, 1e3 * (time.process_time() - cpu) / 4))
     medians = {
