@@ -53,7 +53,7 @@ def fedssl_app(delta: Deltas, images: Callable[[int], int] = one_image) -> Clien
         layers = {"w": delta(context.node_id)}
         update = SimpleNamespace(layers=layers, num_examples=images(context.node_id))
         pair: Any = SimpleNamespace(layers={"w": np.zeros_like(layers["w"])}), update
-        return secagg_reply(message, context, lambda message, context: pair)
+        return secagg_reply(message, context, lambda: pair)
 
     return app
 

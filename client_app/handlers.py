@@ -154,7 +154,7 @@ def _train_reply(message: Message, context: Context, on_step_start: StepHook) ->
     if is_secure(message):
         stage = str(message.content.config_records[SECAGG_CONFIG_KEY].get("stage"))
         limits = client.limits if isinstance(client, EdgeClient) else None
-        reply = secagg_reply(message, context, lambda message, context: _train(message, context, on_step_start), limits)
+        reply = secagg_reply(message, context, lambda: _train(message, context, on_step_start), limits)
         if isinstance(client, EdgeClient):
             _count_sent(client, reply.content, "secure aggregation", stage=stage)
         return reply

@@ -20,8 +20,7 @@ from typing import Any
 
 from flwr.app import Context, Message
 
-from client_app.frames import receive_frame, send_frame
-from client_app.resident_folder import SOCKET_NAME_LENGTH, Supervisor, supervisor_folder
+from client_app.resident_folder import SOCKET_NAME_LENGTH, Supervisor, receive_frame, send_frame, supervisor_folder
 from fedssl.digests import identity
 from fedssl.flower_internals import content_from_bytes, context_to_bytes, message_from_bytes, message_to_bytes
 from fedssl.locks import lock

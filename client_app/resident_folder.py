@@ -1,19 +1,52 @@
-"""Where the resident process of a device listens, and the process with which it ends.
+"""Where the resident process of a device listens, its frames, and the process with which it ends.
 
 ``RUNTIME/fedssl-UID/PID-START/`` is the folder of one supervisor, the process that starts the ClientApps of a
 SuperNode: its id, and its start time, because ids are reused. It contains ``lock``, held while a resident process is
 started, and one socket, named after the app and the node's configuration. Only the user can enter ``fedssl-UID``.
 RUNTIME is ``$XDG_RUNTIME_DIR`` or the folder of temporary files. The device's ``state-path`` is not used, because it
 may be on a file system without sockets, and the path of a socket is limited.
+
+Frames are byte strings over the socket, each after its length. Both ends belong to the same user.
 """
 
 import os
 import shutil
+import socket
 import stat
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+_LENGTH_BYTES = 8
+
+
+def frame_header(data: bytes) -> bytes:
+    """Return what precedes the bytes of a frame."""
+    return len(data).to_bytes(_LENGTH_BYTES, "big")
+
+
+def send_frame(connection: socket.socket, data: bytes) -> None:
+    """Send one frame."""
+    connection.sendall(frame_header(data))
+    connection.sendall(data)
+
+
+def receive_frame(connection: socket.socket) -> bytearray:
+    """Return the next frame; raises `EOFError` if the other end has closed the connection."""
+    return _receive(connection, int.from_bytes(_receive(connection, _LENGTH_BYTES), "big"))
+
+
+def _receive(connection: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    rest = memoryview(data)
+    while rest:
+        received = connection.recv_into(rest)
+        if not received:
+            raise EOFError("the other end has closed the connection")
+        rest = rest[received:]
+    return data
+
 
 MAX_SOCKET_PATH = 100  # bytes; the kernel's limit is 103 (macOS) or 107 (Linux)
 SOCKET_NAME_LENGTH = 16

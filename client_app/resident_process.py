@@ -18,8 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from client_app.frames import frame_header, receive_frame, send_frame
-from client_app.resident_folder import Supervisor
+from client_app.resident_folder import Supervisor, frame_header, receive_frame, send_frame
 
 log = logging.getLogger("fedssl")
 

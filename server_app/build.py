@@ -36,7 +36,7 @@ from server_app.exchanges.secure import SecureExchange, with_largest_weight
 from server_app.exchanges.virtual_time import VirtualTimeExchange, make_virtual_time
 from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.federation import Federation, no_flops, raise_no_server_images
-from server_app.initial_weights import adopt_statistics
+from server_app.initial_weights import adopt_statistics, load_teacher
 from server_app.messaging import ActivityHook
 from server_app.nodes import (
     ClientDirectory,
@@ -47,7 +47,6 @@ from server_app.nodes import (
 from server_app.policies import make_policy
 from server_app.round import Round
 from server_app.rules import RUN_RULES, SETTINGS_RULES, round_rules
-from server_app.teacher import load_teacher
 from server_app.update_memory import check_models_fit, check_updates_fit
 from strategies.base import FedSSLStrategy
 from strategies.mods import make_mods

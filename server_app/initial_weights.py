@@ -1,7 +1,8 @@
-"""Initial weights of a run from a source (``encoder.weights``): statistics of its images, and a copy of the weights.
+"""Weights that a run reads from files: those of its teacher, and its initial ones (``encoder.weights``).
 
-Clients do not receive the source. They receive the initial layers in the first round, as in every run, and the
-statistics as settings of their data.
+Clients do not receive the files. They receive the initial layers in the first round, as in every run, the statistics of
+the source's images as settings of their data, and the teacher's weights once. A resumed run reads the teacher from its
+checkpoint.
 """
 
 import logging
@@ -9,13 +10,91 @@ from pathlib import Path
 
 import torch
 
+from fedssl.atomic_files import saved_rounds
 from fedssl.config.load import with_values
 from fedssl.config.overrides import parse
 from fedssl.config.saved_run import INITIAL_ENCODER_FILE
 from fedssl.config.settings import Settings
+from fedssl.errors import InputError
+from fedssl.export import load_weights
+from fedssl.methods.base import TEACHER, SSLMethod
+from fedssl.model_arrays import load_layers, part_name
 from fedssl.pretrained.loading import initial_statistics, load_pretrained, store_initial_encoder
+from fedssl.rules import Problem
+from strategies.rules import RunParts
+from strategies.types import ServerState
 
 log = logging.getLogger("fedssl")
+
+
+def teacher_exists(settings: Settings) -> Problem:
+    """Require the teacher's file, from which a method may need the architecture.
+
+    A resumed run does not need it, because its checkpoints have the weights.
+    """
+    file = settings.teacher
+    if file is None or file.exists() or teacher_is_saved(settings):
+        return None
+    return f"teacher={file} does not exist; choose the encoder.pt of a run folder"
+
+
+def teacher_is_used(parts: RunParts) -> Problem:
+    """Require a teacher if the method has one, and refuse it otherwise."""
+    name, file = type(parts.method).__name__, parts.settings.teacher
+    if file is not None and TEACHER not in parts.method.static_parts:
+        return (
+            f"teacher={file} but {name} uses no teacher; set method=fedca method.alignment_weight=0.1 or "
+            "method=distillation, or leave teacher out"
+        )
+    if file is None and TEACHER in parts.method.static_parts:
+        return (
+            f"teacher=null but {name} needs a teacher; give teacher=FILE, the encoder.pt of a run on public "
+            "images, or set method.alignment_weight=0"
+        )
+    return None
+
+
+def teacher_is_saved(settings: Settings) -> bool:
+    """Return whether the teacher's file does not exist, and checkpoints of the resumed run have its weights."""
+    file, recording = settings.teacher, settings.recording
+    if file is None or file.exists() or recording.resumed is None or recording.folder is None:
+        return False
+    return bool(saved_rounds(recording.folder / "checkpoints"))
+
+
+def restore_teacher(method: SSLMethod, state: ServerState) -> None:
+    """Load the weights of the teacher from the state of a resumed run into the server's method, if it has any."""
+    model = next(iter(state.models.values()), None)
+    if model is not None:
+        load_layers(method, {name: layer for name, layer in model.broadcast.items() if part_name(name) == TEACHER})
+
+
+def load_teacher(method: SSLMethod, settings: Settings) -> None:
+    """Load the teacher from its file into the server's method. Clients receive its weights once, and no path.
+
+    Raises `InputError` if the file has another encoder, or its teacher was trained on images of other channels.
+    """
+    file, data = settings.teacher, settings.data
+    if file is None or TEACHER not in method.static_parts:
+        return
+    if teacher_is_saved(settings):
+        log.info("teacher=%s does not exist; the checkpoint has its weights", file)
+        return
+    metadata = load_weights(file, method.get_submodule(TEACHER))
+    channels = len(metadata["mean"])
+    if data.channels not in (1, channels):
+        raise InputError(
+            f"the teacher of {file} was trained on images with {channels} channel(s) but dataset.channels="
+            f"{data.channels}; set dataset.channels={channels}, or give another teacher"
+        )
+    here = {"size": data.size, "mean": list(data.mean), "std": list(data.std)}
+    others = [f"dataset.{key}={here[key]} (there {metadata[key]})" for key in here if here[key] != metadata[key]]
+    if others and method.teacher_sees_views:
+        log.warning("the teacher of %s was trained with other preprocessing: %s", file, ", ".join(others))
+
+
+SETTINGS_RULES = (teacher_exists,)
+RUN_RULES = (teacher_is_used,)
 
 
 def adopt_statistics(settings: Settings) -> Settings:

@@ -12,8 +12,8 @@ from server_app import (
     devices,
     evaluator,
     federation,
+    initial_weights,
     policies,
-    teacher,
 )
 from server_app.callbacks import early_stopping
 from server_app.exchanges import secure, virtual_time
@@ -81,7 +81,7 @@ def phases_stay(parts: RunParts) -> Problem:
 
 
 SETTINGS_RULES: Sequence[Rule[Settings]] = (
-    *teacher.SETTINGS_RULES,
+    *initial_weights.SETTINGS_RULES,
     encoder_has_size_of_images,
     *policies.SETTINGS_RULES,
     *secure.SETTINGS_RULES,
@@ -92,7 +92,7 @@ SETTINGS_RULES: Sequence[Rule[Settings]] = (
 COST_RULES: Sequence[Rule[Settings]] = secure.COST_RULES  # about what an estimate of the cost covers
 
 RUN_RULES: Sequence[Rule[RunParts]] = (
-    *teacher.RUN_RULES,
+    *initial_weights.RUN_RULES,
     strategy_supports_run,
     batches_suffice,
     compiled_encoder_is_trained,

@@ -41,8 +41,7 @@ from server_app.checkpoint import (
     manifest_file,
 )
 from server_app.client_models import ClientModels
-from server_app.initial_weights import store_initial_weights
-from server_app.teacher import restore_teacher
+from server_app.initial_weights import restore_teacher, store_initial_weights
 from strategies.types import ServerState
 
 log = logging.getLogger("fedssl")

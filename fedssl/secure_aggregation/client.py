@@ -1,11 +1,17 @@
-"""Client side of secure aggregation: checks of the server's proposal, and the masked update of a training.
+"""The client's side of secure aggregation: checks of the server's proposal, and the four phases of SecAgg+.
 
-The client validates the server's parameters, because masks protect nothing if one node controls them.
+They are in the wire format of Flower 1.41. The functions of the phases get the values of a message's record and return
+those of the reply. What is needed later is in the state, which the context stores between messages.
+
+The client validates the server's parameters, because masks protect nothing if one node controls them. It refuses
+messages that do not follow the protocol (`RequestRefused`).
 """
 
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -13,9 +19,21 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedssl.errors import RequestRefused
 from fedssl.fleet.limits import Limits
-from fedssl.secure_aggregation.client_phases import SecAggState, collect, setup, share_keys, unmask
+from fedssl.secure_aggregation.flower_internals import (
+    bytes_to_private_key,
+    bytes_to_public_key,
+    decrypt,
+    encrypt,
+    generate_key_pairs,
+    generate_shared_key,
+    ndarray_to_bytes,
+    private_key_to_bytes,
+    public_key_to_bytes,
+    share_keys_plaintext_concat,
+    share_keys_plaintext_separate,
+)
 from fedssl.secure_aggregation.graph import SharingGraph, removed_clients
-from fedssl.secure_aggregation.masks import MASK_GENERATORS, SEED_BITS
+from fedssl.secure_aggregation.masks import MASK_GENERATORS, SEED_BITS, add_mask, quantize, rounding_generator
 from fedssl.secure_aggregation.protocol import (
     COLLECT,
     MASK_GENERATOR,
@@ -27,12 +45,170 @@ from fedssl.secure_aggregation.protocol import (
     SECAGG_PARAMETERS,
     SETUP,
     SHARE_KEYS,
+    TARGET_RANGE,
     UNIFORM_WEIGHT,
+    UNMASK,
     delta_of,
 )
+from fedssl.secure_aggregation.shamir import create_shares
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 
 log = logging.getLogger("fedssl")
+
+Record = dict[str, Any]
+
+
+@dataclass
+class SecAggState:
+    """State of a client between the phases. Lists of shares are in the order of ``owners``."""
+
+    phase: str = UNMASK  # the last one
+    node: int = 0
+    sample_num: int = 0
+    share_num: int = 0
+    threshold: int = 0
+    clipping_range: float = 0.0
+    max_weight: float = 0.0
+    mask_generator: str = ""
+    mask_key: bytes = b""  # private keys
+    share_key: bytes = b""
+    mask_public: bytes = b""
+    share_public: bytes = b""
+    seed: bytes = b""  # of the client's own mask
+    neighbors: list[int] = field(default_factory=list)
+    neighbor_mask_publics: list[bytes] = field(default_factory=list)
+    neighbor_secrets: list[bytes] = field(default_factory=list)  # keys of the encrypted shares
+    owners: list[int] = field(default_factory=list)
+    seed_shares: list[bytes] = field(default_factory=list)
+    key_shares: list[bytes] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, record: ConfigRecord | None) -> "SecAggState":
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in (record or {}).items() if name in names})  # type: ignore[arg-type]  # values of records have no types
+
+    def to_record(self) -> ConfigRecord:
+        return ConfigRecord(vars(self))
+
+
+def setup(values: Mapping[str, Any], *, node: int) -> tuple[SecAggState, Record]:
+    """Store validated parameters, and create the key pairs of masks and of shares."""
+    (mask_key, mask_public), (share_key, share_public) = generate_key_pairs(), generate_key_pairs()
+    state = SecAggState(
+        node=node,
+        sample_num=values["sample_num"],
+        share_num=values["share_num"],
+        threshold=values["threshold"],
+        clipping_range=values["clipping_range"],
+        max_weight=values["max_weight"],
+        mask_generator=values.get(MASK_GENERATOR, "mt19937"),
+        mask_key=private_key_to_bytes(mask_key),
+        share_key=private_key_to_bytes(share_key),
+        mask_public=public_key_to_bytes(mask_public),
+        share_public=public_key_to_bytes(share_public),
+    )
+    return state, {"pk1": state.mask_public, "pk2": state.share_public, MASK_GENERATOR: state.mask_generator}
+
+
+def share_keys(state: SecAggState, values: Mapping[str, Any]) -> Record:
+    """Encrypt a share of the own seed and of the private mask key for each neighbor."""
+    publics = _read_publics(state, values)
+    state.seed = os.urandom(32)
+    seed_shares = create_shares(state.seed, state.threshold, state.share_num)
+    key_shares = create_shares(state.mask_key, state.threshold, state.share_num)
+    private, ciphertexts = bytes_to_private_key(state.share_key), []
+    for (node, (mask_public, share_public)), seed_share, key_share in zip(
+        publics.items(), seed_shares, key_shares, strict=False
+    ):
+        if node == state.node:
+            state.owners, state.seed_shares, state.key_shares = [node], [seed_share], [key_share]
+            continue
+        secret = generate_shared_key(private, bytes_to_public_key(share_public))
+        state.neighbors.append(node)
+        state.neighbor_mask_publics.append(mask_public)
+        state.neighbor_secrets.append(secret)
+        ciphertexts.append(encrypt(secret, share_keys_plaintext_concat(state.node, node, seed_share, key_share)))
+    return {"dsts": list(state.neighbors), "ctxts": ciphertexts}
+
+
+def collect(state: SecAggState, values: Mapping[str, Any], train: Callable[[], tuple[np.ndarray, int]]) -> Record:
+    """Store the neighbors' shares, and mask the quantized update of a training with its weight."""
+    senders = _read_shares(state, values)
+    delta, weight = train()
+    vector = np.empty(1 + len(delta), np.uint32)
+    vector[0] = steps = round(weight / state.max_weight * TARGET_RANGE)
+    vector[1:] = quantize(
+        delta,
+        rounding_generator(delta),
+        clipping_range=state.clipping_range,
+        target_range=TARGET_RANGE,
+        weight=steps / TARGET_RANGE,
+    )
+    generator = state.mask_generator
+    add_mask(vector, state.seed, generator=generator, sign=1)
+    private = bytes_to_private_key(state.mask_key)
+    for node, public in zip(state.neighbors, state.neighbor_mask_publics, strict=True):
+        if node in senders:
+            secret = generate_shared_key(private, bytes_to_public_key(public))
+            add_mask(vector, secret, generator=generator, sign=1 if state.node > node else -1)
+    return {"masked_params": [ndarray_to_bytes(vector[:1]), ndarray_to_bytes(vector[1:])]}
+
+
+def unmask(state: SecAggState, values: Mapping[str, Any]) -> Record:
+    """Reveal a share of the seed of each surviving client, and of the mask key of each one that dropped out."""
+    active, dead = values.get("active_nids"), values.get("dead_nids")
+    if not (isinstance(active, list) and isinstance(dead, list)) or set(active) & set(dead):
+        raise RequestRefused("secure aggregation was asked for both shares of a client, which would reveal its update")
+    if state.node not in active or not set(active) | set(dead) <= set(state.owners) or len(active) < state.threshold:
+        raise RequestRefused(
+            f"secure aggregation was asked to unmask {len(active)} clients of which at least {state.threshold} must be "
+            "neighbors that survived, and this client one of them"
+        )
+    seeds, keys = (dict(zip(state.owners, shares, strict=True)) for shares in (state.seed_shares, state.key_shares))
+    reply = {"nids": [*active, *dead], "shares": [seeds[node] for node in active] + [keys[node] for node in dead]}
+    vars(state).update(vars(SecAggState()))  # secrets are used once
+    return reply
+
+
+def _read_publics(state: SecAggState, values: Mapping[str, Any]) -> dict[int, tuple[bytes, bytes]]:
+    """Return the validated public keys of the neighbors and of the client itself, by node."""
+    try:
+        publics = {int(node): (bytes(mask), bytes(share)) for node, (mask, share) in values.items()}
+    except (TypeError, ValueError) as error:
+        raise RequestRefused("secure aggregation sent no pairs of public keys") from error
+    if not state.threshold <= len(publics) <= state.share_num:
+        raise RequestRefused(
+            f"secure aggregation sent the keys of {len(publics)} neighbors, this client included, but "
+            f"{state.threshold} to {state.share_num} are needed"
+        )
+    if publics.get(state.node) != (state.mask_public, state.share_public):
+        raise RequestRefused("secure aggregation sent other keys of this client than its own")
+    if len({key for pair in publics.values() for key in pair}) < 2 * len(publics):
+        raise RequestRefused("secure aggregation sent a public key twice")
+    return publics
+
+
+def _read_shares(state: SecAggState, values: Mapping[str, Any]) -> set[int]:
+    """Store the shares that neighbors sent, and return these neighbors."""
+    senders, ciphertexts = values.get("srcs"), values.get("ctxts")
+    if not (isinstance(senders, list) and isinstance(ciphertexts, list)) or len(senders) != len(ciphertexts):
+        raise RequestRefused("secure aggregation sent no shares of neighbors")
+    if len(set(senders)) < len(senders) or not set(senders) <= set(state.neighbors):
+        raise RequestRefused("secure aggregation sent shares of nodes that are no neighbors")
+    if len(senders) + 1 < state.threshold:
+        raise RequestRefused(
+            f"{len(senders)} neighbors of this client sent shares but {state.threshold - 1} are needed to remove a mask"
+        )
+    secrets = dict(zip(state.neighbors, state.neighbor_secrets, strict=True))
+    for sender, ciphertext in zip(senders, ciphertexts, strict=True):
+        source, destination, seed_share, key_share = share_keys_plaintext_separate(decrypt(secrets[sender], ciphertext))
+        if (source, destination) != (sender, state.node):
+            raise RequestRefused("secure aggregation sent a share of another node than stated")
+        state.owners.append(sender)
+        state.seed_shares.append(seed_share)
+        state.key_shares.append(key_share)
+    return set(senders)
+
 
 STATE = "secaggplus_state"  # name of the record that a client stores between the phases
 
@@ -45,7 +221,7 @@ def is_secure(message: Message) -> bool:
 def secagg_reply(
     message: Message,
     context: Context,
-    train: Callable[[Message, Context], tuple[TrainPlan, ClientUpdate]],
+    train: Callable[[], tuple[TrainPlan, ClientUpdate]],
     limits: Limits | None = None,
 ) -> Message:
     """Return the reply to one phase of the protocol. ``train`` is called in the collect phase.
@@ -68,7 +244,7 @@ def secagg_reply(
         if phase == SHARE_KEYS:
             reply = share_keys(state, values)
         elif phase == COLLECT:
-            reply = collect(state, values, lambda: _weighted_delta(message, context, train, state))
+            reply = collect(state, values, lambda: _weighted_delta(train, state))
         else:
             reply = unmask(state, values)
     state.phase = phase
@@ -76,14 +252,9 @@ def secagg_reply(
     return Message(RecordDict({SECAGG_CONFIG_KEY: ConfigRecord(reply)}), reply_to=message)
 
 
-def _weighted_delta(
-    message: Message,
-    context: Context,
-    train: Callable[[Message, Context], tuple[TrainPlan, ClientUpdate]],
-    state: SecAggState,
-) -> tuple[np.ndarray, int]:
+def _weighted_delta(train: Callable[[], tuple[TrainPlan, ClientUpdate]], state: SecAggState) -> tuple[np.ndarray, int]:
     """Return the change of the layers in a training, and the weight of the client."""
-    plan, update = train(message, context)
+    plan, update = train()
     delta = delta_of(update.layers, plan.layers)
     _check_delta(delta, max_abs=state.clipping_range)
     if state.max_weight == UNIFORM_WEIGHT:

@@ -99,7 +99,7 @@ class Summary(Callback):
             "base": folder.base,  # base layers, which a client receives once; empty without any
             "clients_with_few_images": self._few_images,  # which never train
             "client_states": states,
-            "dropped": dict(Counter(_kind(text) for line in lines for text in line["dropped"].values())),
+            "dropped": dict(Counter(text.split(":")[0] for line in lines for text in line["dropped"].values())),
             "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}},
         }
 
@@ -114,7 +114,3 @@ def _results(end: RunEnd, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         results["personalized"] = end.personalized
     last = lines[-1] if lines else {}
     return results | {key: last[key] for key in (privacy.GUARANTEE, secure.GUARANTEE) if key in last}
-
-
-def _kind(reason: str) -> str:
-    return reason.split(":")[0]

@@ -12,7 +12,7 @@ from fedssl.export import save_encoder
 from fedssl.methods.base import build_method
 from fedssl.rules import check_rules
 from server_app.build import make_lr_schedule
-from server_app.teacher import RUN_RULES, SETTINGS_RULES, load_teacher
+from server_app.initial_weights import RUN_RULES, SETTINGS_RULES, load_teacher
 from tests.federation import Federation
 
 WORDS = ["method=fedca", "encoder.width=4", "method.alignment_weight=0.1"]

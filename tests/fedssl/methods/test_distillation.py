@@ -27,8 +27,8 @@ from fedssl.wire.messages import CONFIG
 from server_app import nodes
 from server_app.build import build_run
 from server_app.checkpoint import latest_checkpoint
+from server_app.initial_weights import load_teacher
 from server_app.round import Round
-from server_app.teacher import load_teacher
 from simulation.run import run
 from strategies.types import GLOBAL, ServerState
 from tests.devices import Devices, ask, context, write_images

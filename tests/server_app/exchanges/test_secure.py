@@ -245,7 +245,7 @@ def test_a_protocol_that_would_reveal_more_is_refused(configs, reason):
     message = Message(RecordDict({client_side.SECAGG_CONFIG_KEY: ConfigRecord(configs)}), 2, "train")
     state = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
     with pytest.raises((RequestRefused, ValueError), match=reason):
-        client_side.secagg_reply(message, state, lambda message, context: pytest.fail("it trained"))
+        client_side.secagg_reply(message, state, lambda: pytest.fail("it trained"))
 
 
 COLLECTED = {"phase": "collect_masked_vectors", "node": 2, "threshold": 2, "owners": [1, 2, 3]}
@@ -270,7 +270,7 @@ def test_shares_that_would_reveal_an_update_stay(active, dead, reason):
     def unmask(active, dead):
         values = {"stage": "unmask", **({} if active is None else {"active_nids": active}), "dead_nids": dead}
         message = Message(RecordDict({client_side.SECAGG_CONFIG_KEY: ConfigRecord(values)}), 2, "train")
-        return client_side.secagg_reply(message, context, lambda message, context: pytest.fail("it trained"))
+        return client_side.secagg_reply(message, context, lambda: pytest.fail("it trained"))
 
     with pytest.raises(RequestRefused, match=reason):
         unmask(active, dead)
@@ -318,7 +318,7 @@ def test_a_device_has_its_own_minimum(values, limits, reason):
 
     def reply(limits):
         state = Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
-        return client_side.secagg_reply(message, state, lambda message, context: pytest.fail("it trained"), limits)
+        return client_side.secagg_reply(message, state, lambda: pytest.fail("it trained"), limits)
 
     if reason:
         with pytest.raises(RequestRefused, match=reason):
