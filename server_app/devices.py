@@ -72,23 +72,20 @@ def _explicit_keys(settings: Settings) -> set[str]:
     return {override.key_or_group for override in parse(settings.recording.overrides)}
 
 
-def devices_have_no_labels(parts: RunParts) -> Problem:
-    """Refuse methods that need labels."""
-    if not (parts.context.is_deployment and parts.method.uses_labels):
-        return None
-    name = type(parts.method).__name__
-    return f"{name} needs labels, and edge clients share no list of classes; set another method"
-
-
-def devices_keep_personalized_models(parts: RunParts) -> Problem:
-    """Refuse to evaluate personalized models."""
+def devices_keep_labels_and_models(parts: RunParts) -> Problem:
+    """Refuse methods that need labels of devices, and to evaluate their personalized models."""
     settings = parts.settings
-    if not (parts.context.is_deployment and (settings.evaluation.personalized or settings.unseen_clients)):
+    if not parts.context.is_deployment:
         return None
-    return (
-        "evaluate_personalized and unseen_clients are for simulations: a device never sends its personalized "
-        "model; set evaluate_personalized=false unseen_clients=0"
-    )
+    if parts.method.uses_labels:
+        name = type(parts.method).__name__
+        return f"{name} needs labels, and edge clients share no list of classes; set another method"
+    if settings.evaluation.personalized or settings.unseen_clients:
+        return (
+            "evaluate_personalized and unseen_clients are for simulations: a device never sends its personalized "
+            "model; set evaluate_personalized=false unseen_clients=0"
+        )
+    return None
 
 
-RUN_RULES = (devices_have_no_labels, devices_keep_personalized_models)
+RUN_RULES = (devices_keep_labels_and_models,)

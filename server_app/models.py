@@ -39,29 +39,28 @@ def load_each(method: SSLMethod, models: Mapping[str, Layers]) -> Iterator[tuple
 def export_encoders(
     folder: Path, method: SSLMethod, models: Mapping[str, Layers], settings: Settings, *, rounds: int
 ) -> dict[str, Path]:
-    """Write the encoder of every model into the folder; return the files by name of the model."""
+    """Write the encoder of every model into the folder; return the files by name of the model.
+
+    Factors are merged into its weights, and written alone as an adapter.
+    """
+    metadata = {
+        "method": settings.model.method.name,
+        "strategy": settings.algorithm.strategy.name,
+        "dataset": settings.data.name,
+        "rounds": rounds,
+        "seed": settings.seed,
+        **pixel_metadata(settings.data.reader.values),
+    }
     files = {}
     for name, loaded in load_each(method, models):
         suffix = model_suffix(name)
-        files[name], adapter = folder / f"encoder{suffix}.pt", folder / f"adapter{suffix}.safetensors"
-        _export(files[name], loaded, settings, adapter=adapter, rounds=rounds)
+        files[name] = folder / f"encoder{suffix}.pt"
+        save_encoder(
+            files[name],
+            merge_adapter(loaded.encoder, folder / f"adapter{suffix}.safetensors"),
+            settings=settings.model.encoder.values,
+            mean=settings.data.mean,
+            std=settings.data.std,
+            metadata=metadata,
+        )
     return files
-
-
-def _export(file: Path, method: SSLMethod, settings: Settings, *, adapter: Path, rounds: int) -> None:
-    """Write the encoder with its factors merged into the weights, and these factors alone."""
-    save_encoder(
-        file,
-        merge_adapter(method.encoder, adapter),
-        settings=settings.model.encoder.values,
-        mean=settings.data.mean,
-        std=settings.data.std,
-        metadata={
-            "method": settings.model.method.name,
-            "strategy": settings.algorithm.strategy.name,
-            "dataset": settings.data.name,
-            "rounds": rounds,
-            "seed": settings.seed,
-            **pixel_metadata(settings.data.reader.values),
-        },
-    )

@@ -49,20 +49,16 @@ class LoopPolicy:
 
 
 def updates_suffice(settings: Settings) -> Problem:
-    """Require no more updates than clients train in a round."""
-    min_updates, per_round = settings.aggregation.min_updates, settings.clients_per_round
-    if min_updates <= per_round:
-        return None
-    return (
-        f"aggregation.min_updates={min_updates} but clients_per_round={per_round}; lower the first or raise the second"
-    )
-
-
-def buffering_selects_no_more(settings: Settings) -> Problem:
-    """Refuse over-selection with buffering, which needs none."""
-    if not (settings.aggregation.buffered and settings.aggregation.over_selection):
-        return None
-    return "aggregation.buffered=true waits for aggregation.min_updates; set aggregation.over_selection=0"
+    """Require no more updates than clients train in a round, and no over-selection with buffering."""
+    aggregation, per_round = settings.aggregation, settings.clients_per_round
+    if aggregation.min_updates > per_round:
+        return (
+            f"aggregation.min_updates={aggregation.min_updates} but clients_per_round={per_round}; lower the first or "
+            "raise the second"
+        )
+    if aggregation.buffered and aggregation.over_selection:
+        return "aggregation.buffered=true waits for aggregation.min_updates; set aggregation.over_selection=0"
+    return None
 
 
 def clients_suffice(parts: RunParts) -> Problem:
@@ -77,7 +73,7 @@ def clients_suffice(parts: RunParts) -> Problem:
     )
 
 
-SETTINGS_RULES = (updates_suffice, buffering_selects_no_more)
+SETTINGS_RULES = (updates_suffice,)
 RUN_RULES = (clients_suffice,)
 ROUND_RULES = (needs_full_exchange("aggregation.buffered=true"),)  # with buffering
 
