@@ -10,6 +10,7 @@ stochastic, so that mixing preserves the mean. Asymptotically every step shrinks
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,22 +50,10 @@ def make_graph(
 ) -> "nx.Graph":
     """Return a connected graph over the clients. ``graph.graph["topology"]`` is its kind.
 
-    Parameters
-    ----------
-    topology : {"ring", "grid", "star", "complete", "random_regular", "erdos_renyi", "file"}
-        grid: as square as possible, row by row, without wraparound; the last row may be shorter. star: every client and
-        `SERVER`. random_regular: every client has ``degree`` neighbors. erdos_renyi: every pair is joined with
-        ``probability``. Random graphs are resampled, up to `MAX_DRAWS` times, until they are connected.
-    num_clients : int
-        At least 1.
-    seed : int
-        Of the run. The same seed gives the same graph with the same version of networkx.
-    degree : int, optional
-        For random_regular.
-    probability : float, optional
-        In (0, 1], for erdos_renyi.
-    file : str or Path, optional
-        For file: a text file with an edge "i j" per line; ``#`` starts a comment.
+    ``topology`` is one of `TOPOLOGIES`. grid: as square as possible, row by row, without wraparound; the last row may
+    be shorter. star: every client and `SERVER`. random_regular: every client has ``degree`` neighbors. erdos_renyi:
+    every pair is joined with ``probability`` in (0, 1]. file: see `read_edges`. Random graphs are resampled, up to
+    `MAX_DRAWS` times, until they are connected; a seed gives the same graph with the same version of networkx.
     """
     import networkx as nx  # here: the import is slow, and few strategies need it
 
@@ -98,8 +87,7 @@ def make_graph(
             f"{num_clients} clients begin to be connected",
         )
     else:
-        graph = nx.Graph()
-        graph.add_nodes_from(range(num_clients))
+        graph = nx.empty_graph(num_clients)
         graph.add_edges_from(_edges(topology, num_clients, file=file))
     graph.graph["topology"] = topology
     return graph
@@ -127,11 +115,7 @@ def mixing_weights(graph: "nx.Graph") -> Weights:
 
 def weight_matrix(weights: Mapping[int, Mapping[int, float]]) -> np.ndarray:
     """Return the weights as a matrix, float64, ``(n, n)``. Row i contains those of client i."""
-    matrix = np.zeros((len(weights), len(weights)))
-    for node, row in weights.items():
-        for other, weight in row.items():
-            matrix[node, other] = weight
-    return matrix
+    return np.array([[row.get(other, 0.0) for other in range(len(weights))] for _, row in sorted(weights.items())])
 
 
 def second_eigenvalue(matrix: np.ndarray) -> float:
@@ -150,19 +134,18 @@ def grid_columns(num_clients: int) -> int:
 
 
 def _edges(topology: str, num_clients: int, *, file: str | Path | None) -> Iterator[tuple[int, int | str]]:
-    last = num_clients - 1
     if topology == "ring":
-        yield from ((client, client + 1) for client in range(last))
+        yield from pairwise(range(num_clients))
         if num_clients > 2:
-            yield (last, 0)
+            yield (num_clients - 1, 0)
     elif topology == "grid":
         columns = grid_columns(num_clients)
-        yield from ((client, client + 1) for client in range(last) if (client + 1) % columns)
+        yield from (pair for pair in pairwise(range(num_clients)) if pair[1] % columns)
         yield from ((client, client + columns) for client in range(num_clients - columns))
     elif topology == "star":
         yield from ((client, SERVER) for client in range(num_clients))
     elif topology == "complete":
-        yield from ((client, other) for client in range(num_clients) for other in range(client))
+        yield from combinations(range(num_clients), 2)
     else:
         yield from read_edges(file, num_clients)
 

@@ -75,19 +75,15 @@ class Aggregator(Protocol):
     @property
     def required_metrics(self) -> tuple[str, ...]:
         """Return the metrics that every client must report."""
-        ...
 
     def start(self, global_layers: GlobalLayers) -> None:
         """Start a round with the global layers, which have the names and shapes of the uploads."""
-        ...
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
         """Add a validated update, with the cosines between it and the layers that its client started from."""
-        ...
 
     def finish(self) -> Layers:
         """Return the new layers, with the names, order, shapes and dtypes of the old ones."""
-        ...
 
 
 @runtime_checkable
@@ -101,23 +97,18 @@ class Mergeable(Aggregator, Protocol):
     @property
     def can_merge(self) -> bool:
         """Return whether `merge` of a sum is the same as `add` of its clients."""
-        ...
 
     def set_clients(self, clients: list[int]) -> None:
         """Set the ids of the clients of the round, ascending. They alone decide the blocks. Called before `start`."""
-        ...
 
     def block_of(self, client: int) -> int:
         """Return the number of the block of a client."""
-        ...
 
     def take_block(self) -> Any:
         """Return and remove the sum of the current block, picklable."""
-        ...
 
     def merge(self, block: Any) -> None:
         """Add the sum of the first clients of a block, before the other ones of that block."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -134,7 +125,6 @@ class LinearAggregator(Aggregator, Protocol):
 
     def combination(self, name: str) -> Combination:
         """Return the combination of the last `finish` for a product, named by its factor B, or for a weight."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -176,8 +166,6 @@ class LocalData(Protocol):
 
     def features(self, method: SSLMethod, max_images: int) -> torch.Tensor:
         """Return the features of at most ``max_images`` images, float32 ``(n, feature_dim)``, on the CPU."""
-        ...
 
     def loss(self, method: SSLMethod, max_images: int) -> float:
         """Return the mean training loss of at most ``max_images`` images, without training."""
-        ...

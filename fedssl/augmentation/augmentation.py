@@ -34,18 +34,11 @@ KERNEL_SIZE, KERNEL_CHANNELS = 64, (1, 3)  # largest images of `fedssl.augmentat
 
 
 class Augmentation:
-    """Computes normalized random views of a batch of images.
+    """Computes normalized random views of a batch of images, ``(image - mean) / std``; global views come first.
 
-    Parameters
-    ----------
-    size : int
-        Height and width in pixels of a view with ``size`` 1.
-    mean, std : sequence of float
-        One number per channel, for images with values in [0, 1]; a view is ``(image - mean) / std``.
-    views : sequence of mapping
-        Recipes: mappings of the fields of `fedssl.augmentation.recipe.ViewRecipe`. Global views come first.
-    gpu_augmentation : {"torch", "triton"}
-        Implementation on a GPU: torch operations, or `fedssl.augmentation.kernel`.
+    ``size`` is the height and width in pixels of a view with ``size`` 1. ``mean`` and ``std`` have one number per
+    channel, for images with values in [0, 1]. ``views`` are recipes: mappings of the fields of
+    `fedssl.augmentation.recipe.ViewRecipe`. ``gpu_augmentation`` "triton" uses `fedssl.augmentation.kernel` on a GPU.
     """
 
     def __init__(
