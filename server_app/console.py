@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -47,6 +47,22 @@ class ProgressSnapshot:
     dropped: int
     seconds_per_round: float
     virtual_time: float | None = None  # seconds; None in wall-clock time
+
+    @classmethod
+    def of_line(
+        cls, line: Mapping[str, Any], evaluation: Mapping[str, Score], *, rounds: int, seconds_per_round: float
+    ) -> "ProgressSnapshot":
+        """Return the progress after a round, from its line of ``metrics.jsonl`` and its results."""
+        return cls(
+            round=line["round"],
+            rounds=rounds,
+            loss=line["loss"],
+            cosine=line["model_cosine"],
+            evaluation=evaluation,
+            dropped=len(line["dropped"]),
+            seconds_per_round=seconds_per_round,
+            virtual_time=line.get("virtual_time"),
+        )
 
     @property
     def results(self) -> list[str]:

@@ -85,17 +85,9 @@ class Progress(Callback):
         self._screen.set_completed(state.round)
 
     def on_round_end(self, end: RoundEnd) -> None:
-        line = end.line
-        self._seconds.append(line["seconds"])
-        snapshot = ProgressSnapshot(
-            round=line["round"],
-            rounds=self._rounds,
-            loss=line["loss"],
-            cosine=line["model_cosine"],
-            evaluation=end.evaluation,
-            dropped=len(line["dropped"]),
-            seconds_per_round=mean(self._seconds),
-            virtual_time=line.get("virtual_time"),
+        self._seconds.append(end.line["seconds"])
+        snapshot = ProgressSnapshot.of_line(
+            end.line, end.evaluation, rounds=self._rounds, seconds_per_round=mean(self._seconds)
         )
         log.info(snapshot.log_line)
         self._screen.show(snapshot)
