@@ -15,8 +15,9 @@ with equal weights, with one model. The paper does not define its weights; these
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,11 +71,14 @@ class NeighborAverage(WeightedSum):
 
 
 class GossipServer(ServerStrategy):
-    """Server side: a model for each client, and a graph, which `validate` makes of number of clients and seed."""
+    """Server side: a model for each client, and a graph of ``make_graph``, given the number of clients and the seed.
 
-    def __init__(self, topology: str, *, degree: int | None, probability: float | None, file: str | None) -> None:
-        self._topology, self._degree, self._probability, self._file = topology, degree, probability, file
-        self.models_per_client = not self._star
+    ``star``: whether the server is the hub, with one model.
+    """
+
+    def __init__(self, make_graph: Callable[..., "nx.Graph"], *, star: bool) -> None:
+        self._make_graph, self._star = make_graph, star
+        self.models_per_client = not star
         self._graph: nx.Graph | None = None
         self._weights: Mapping[int, Mapping[int, float]] = {}
 
@@ -124,23 +128,12 @@ class GossipServer(ServerStrategy):
 
     def prepare(self, context: RunContext) -> None:
         self._global_layers = context.global_layers
-        self._graph = make_graph(
-            self._topology,
-            context.settings.num_clients,
-            seed=context.settings.seed,
-            degree=self._degree,
-            probability=self._probability,
-            file=self._file,
-        )
+        self._graph = self._make_graph(num_clients=context.settings.num_clients, seed=context.settings.seed)
         self._weights = {} if self._star else metropolis_weights(self._graph)
 
     def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:
         usual = super().describe_communication(usual)
         return usual if self._star else replace(usual, download=f"{usual.download}, mixed with those of its neighbors")
-
-    @property
-    def _star(self) -> bool:
-        return self._topology == "star"
 
     def _neighbor_weights(self, client: int) -> Mapping[int, float]:
         """Return the client's neighbors and their weights. A client that joined later has none."""
@@ -188,4 +181,5 @@ class Gossip(FedSSLStrategy):
         probability: float | None = None,
         file: str | None = None,
     ) -> None:
-        super().__init__(GossipServer(topology, degree=degree, probability=probability, file=file))
+        make = partial(make_graph, topology, degree=degree, probability=probability, file=file)
+        super().__init__(GossipServer(make, star=topology == "star"))

@@ -140,15 +140,8 @@ class TeacherFeatures:
     computed in every step. A cache is valid for one source of images and one teacher, as those of a run are; a copy of
     this object starts empty and has no files.
 
-    Parameters
-    ----------
-    size : int
-        Height and width of the teacher's images in pixels.
-    mean, std : sequence of float
-        Statistics of the teacher's standardization, per channel, of pixels in [0, 1]. Gray images become equal channels
-        of a teacher of color images.
-    cache_bytes : int
-        Maximum size of the cache in bytes.
+    ``size`` is the height and width of the teacher's images in pixels; ``mean`` and ``std`` are those of its
+    standardization, per channel, of pixels in [0, 1]. Gray images become equal channels of a teacher of color images.
     """
 
     def __init__(self, *, size: int, mean: tuple[float, ...], std: tuple[float, ...], cache_bytes: int) -> None:
