@@ -199,7 +199,6 @@ def memory_of(device: torch.device) -> Iterator[TensorMemory | AllocatorMemory]:
 
 
 def _storages(tree: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:
-    """Yield key and storage of each tensor in nested containers."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
             storage = leaf.untyped_storage()

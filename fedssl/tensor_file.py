@@ -79,7 +79,6 @@ def tensor_bytes(tensor: "Tensor") -> memoryview:
 
 
 def _checksum(tensors: "Mapping[str, Tensor]") -> str:
-    """Return a checksum of names, dtypes, shapes and values."""
     digest = new_checksum()
     for name, value in sorted(tensors.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())

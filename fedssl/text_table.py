@@ -69,7 +69,6 @@ def escape_latex(text: str) -> str:
 
 
 def _escape(lines: Lines, escape: Callable[[str], str], marked: Positions, mark: str) -> list[list[str]]:
-    """Escape all cells, and format the marked ones by ``mark``."""
     return [
         [mark.format(escape(cell)) if (row, column) in marked else escape(cell) for column, cell in enumerate(line)]
         for row, line in enumerate(lines)

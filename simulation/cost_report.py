@@ -113,7 +113,6 @@ def concurrent_jobs(tasks: Sequence[JobTask], *, limit: int | None) -> int:
 
 
 def _row(jobs: Sequence[Job], cost: CostEstimate, common: Set[str]) -> list[str]:
-    """Return numbers, shared settings and cost of jobs with the same cost."""
     numbers = ", ".join(job.folder.name for job in jobs[:LISTED])
     more = f" and {len(jobs) - LISTED} more" if len(jobs) > LISTED else ""
     shared = set[str].intersection(*(set(job.overrides) for job in jobs)) - common

@@ -119,7 +119,6 @@ def _build(settings: Settings) -> BuiltRun:
 
 
 def _run_here(run: BuiltRun) -> None:
-    """Start the engine, and run."""
     if run.engine.engine == "ray":
         from simulation.ray_grid import run_ray
 

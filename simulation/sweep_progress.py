@@ -56,7 +56,7 @@ class SweepProgress:
     def line(self) -> str:
         """Return the progress of the sweep in one line."""
         parts = [f"{len(self._ended)} of {len(self._folders)} jobs ended", f"{self._failed} failed"]
-        if self._done:
+        if self._done and len(self._ended) < len(self._folders):
             left = max(self._work - self._done, 0.0) * (time.monotonic() - self._start) / self._done
             parts.append(f"about {left:.0f} s left")
         parts += [f"best {name} {score.text} (job {number})" for name, (score, number) in self._best.items()]

@@ -73,13 +73,6 @@ class LogNormalSpeed(ClientSpeed):
     $$
 
     with c and b the median compute speed and bandwidth, and u, v independent, from a standard normal distribution.
-
-    Parameters
-    ----------
-    flops_per_second, upload_bytes_per_second, download_bytes_per_second : float
-        Medians over clients, above 0.
-    sigma_clients, sigma_rounds : float
-        Spread between clients, and between the rounds of a client; 0: all are equal.
     """
 
     def __init__(

@@ -46,15 +46,6 @@ class Diurnal(Availability):
     $$
 
     with $\tau$ the virtual time, P the period and f the fraction.
-
-    Parameters
-    ----------
-    fraction : float
-        Of the period, above 0 and at most 1 (always online).
-    period : float
-        In seconds.
-    dropout : float
-        As in `Availability`.
     """
 
     def __init__(self, *, num_clients: int, seed: int, fraction: float, period: float, dropout: float) -> None:
@@ -71,18 +62,7 @@ class Diurnal(Availability):
 
 
 class Trace(Availability):
-    """Intervals from a CSV file.
-
-    Parameters
-    ----------
-    file : str or Path
-        A CSV file with the columns ``client``, ``start`` and ``end``, in seconds: one line per interval [start, end),
-        in any order. Overlapping intervals are merged. A client without a line is never online.
-    period : float or None
-        Seconds after which all intervals repeat; None: they do not.
-    dropout : float
-        As in `Availability`.
-    """
+    """Intervals from a CSV file, [start, end) in any order. Overlapping ones are merged."""
 
     def __init__(
         self, *, num_clients: int, seed: int, file: str | Path | None, period: float | None, dropout: float

@@ -234,7 +234,6 @@ def _local_choice(group: str, name: str) -> bytes | None:
 
 
 def _hydra_composed(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
-    """Return the config with interpolations, and the choices."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         config = hydra_compose("config", overrides=list(overrides), return_hydra_config=True)

@@ -39,7 +39,6 @@ def _range_of(constraint: Constraint) -> Constraint:
 
 
 def _all(constraint: Constraint, *names: str) -> dict[str, Constraint]:
-    """Return the same constraint for several settings."""
     return dict.fromkeys(names, constraint)
 
 

@@ -333,7 +333,6 @@ def _calibration(config: DictConfig) -> CalibrationSettings | None:
 
 
 def _group(kind: type[Group], config: DictConfig, key: str) -> Group:
-    """Convert a node to a dataclass with the same fields."""
     values: dict[str, Any] = config[key] or {}
     known = [field.name for field in fields(kind)]
     for name in values:

@@ -43,7 +43,6 @@ def control_api(
 
 @contextmanager
 def _http_errors(server: str, names: tuple[str, str], *, url: str) -> Iterator[None]:
-    """Raise HTTP errors as `InputError`."""
     try:
         yield
     except httpx.HTTPStatusError as error:

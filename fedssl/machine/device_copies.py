@@ -60,7 +60,6 @@ def pinned_buffer(size: int, dtype: torch.dtype) -> Tensor:
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the indices of the tensors of each dtype."""
     groups: dict[torch.dtype, list[int]] = {}
     for index, tensor in enumerate(tensors):
         groups.setdefault(tensor.dtype, []).append(index)

@@ -43,13 +43,6 @@ def cosine(round: int, *, rounds: int, phase: Phase, per_stage: bool = False, et
 
     with $\epsilon$ the ``eta_min_factor``, and $r_s$, $R_s$ the first round and the number of rounds of the run or,
     with ``per_stage``, of the phase.
-
-    Parameters
-    ----------
-    per_stage : bool
-        Whether the decay restarts with each phase of the schedule (LW-FedSSL's "cyclic").
-    eta_min_factor : float
-        Final factor, in [0, 1].
     """
     check_arguments("lr_schedule", eta_min_factor=eta_min_factor)
     done = (round - phase.first) / phase.rounds if per_stage else (round - 1) / rounds
@@ -64,13 +57,6 @@ def step(round: int, *, rounds: int, phase: Phase, milestones: Sequence[float], 
     $$
 
     with $c_r$ the number of milestones m with $m R \le r - 1$.
-
-    Parameters
-    ----------
-    milestones : sequence of float
-        Fractions of the run in (0, 1): 0.5 is the first round of its second half.
-    factor : float
-        In (0, 1].
     """
     check_arguments("lr_schedule", milestones=milestones, factor=factor)
     done = round - 1 + 1e-9  # 0.55 * 100 is slightly more than 55 in floating point

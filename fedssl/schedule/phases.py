@@ -75,21 +75,7 @@ def layer_wise(
     $$
 
     with $R_s$ the rounds of phase s (`split_rounds`), and H, P the heads. With ``weight_transfer`` a phase starts with
-    $L_s \leftarrow L_{s-1}$ where shapes are equal.
-
-    Parameters
-    ----------
-    rounds : int
-        Number of rounds of the run.
-    depth : int
-        Number of stages of the encoder.
-    rounds_per_stage : str or sequence of int
-        See `split_rounds`.
-    weight_transfer : bool
-        Whether a new stage starts with the weights of the previous one, if shapes are equal.
-    depth_dropout : float
-        In [0, 1): probability that a frozen stage is skipped in a training step, as in FLL (Guo et al., arXiv
-        2309.05213), which uses 0.5.
+    $L_s \leftarrow L_{s-1}$ where shapes are equal. ``depth_dropout`` is that of FLL (Guo et al., arXiv 2309.05213).
     """
     check_arguments("schedule", depth_dropout=depth_dropout)
     return [
