@@ -21,10 +21,9 @@ from fedssl.datasets.base import ImageData
 from fedssl.datasets.decoding import VERSION, Shape
 from fedssl.datasets.image_index import ImageIndex
 from fedssl.datasets.images import ImageSource
-from fedssl.datasets.pack import Records
-from fedssl.datasets.pixel_file import Pixels
 from fedssl.datasets.sample_checks import range_warnings
 from fedssl.datasets.storage import Storage
+from fedssl.datasets.stores import Pixels, Records
 from fedssl.digests import new_identity
 from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.safe_io import FilePath

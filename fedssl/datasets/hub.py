@@ -16,7 +16,6 @@ from fedssl.config.constraints import check_arguments
 from fedssl.datasets.base import ImageData, stratified_holdout, subsample_indices
 from fedssl.datasets.cache import read_images
 from fedssl.datasets.decoding import MAX_PIXELS, Decoding, Encoded
-from fedssl.datasets.image_column import check_image_column, encoded_images, image_files
 from fedssl.datasets.image_index import ImageIndex
 from fedssl.datasets.labels import missing_labels, read_labels
 from fedssl.datasets.listing import is_file
@@ -25,9 +24,12 @@ from fedssl.datasets.pixels import BACKGROUND
 from fedssl.datasets.splits import HELD_OUT, split_of_word
 from fedssl.datasets.tables import (
     arrow_records,
+    check_image_column,
     column_bytes,
     column_chunks,
     column_of,
+    encoded_images,
+    image_files,
     num_rows,
     require_column,
 )

@@ -1,6 +1,6 @@
 """Images of a data set while they are decoded, and afterwards: in memory, or in a folder of the cache.
 
-The folder has these files, and those of `fedssl.datasets.pixel_file` or `fedssl.datasets.pack`:
+The folder has these files, and those of `fedssl.datasets.stores`:
 
 =============  ============================================================================
 ``lock``       held by the process that decodes; the kernel releases it when the process ends

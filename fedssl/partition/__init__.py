@@ -10,8 +10,15 @@ from fedssl.partition.partition import (
     make_partition,
     server_indices,
 )
-from fedssl.partition.partition_file import from_file, write_partition
-from fedssl.partition.partitioners import dirichlet, iid, natural, pathological, skew
+from fedssl.partition.partitioners import (
+    dirichlet,
+    from_file,
+    iid,
+    natural,
+    pathological,
+    skew,
+    write_partition,
+)
 
 __all__ = [
     "MIN_IMAGES",

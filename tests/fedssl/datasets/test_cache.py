@@ -25,7 +25,7 @@ from PIL import Image
 
 from fedssl.config.load import read_data
 from fedssl.config.settings import DataSettings
-from fedssl.datasets import base, cache, image_folder, pixel_file, storage
+from fedssl.datasets import base, cache, image_folder, storage, stores
 from fedssl.datasets.base import ImageData, load_split
 from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.image_folder import FolderIndex
@@ -335,15 +335,15 @@ def test_free_disk_space_is_checked_before_decoding(images, location, decoded, m
 
 def test_a_cache_above_64_gib_is_stored_and_mapped(tmp_path, monkeypatch):
     """460,000 images of 3 x 224 x 224 bytes are 69,242,880,000 bytes; 64 GiB are 68,719,476,736. The file is sparse."""
-    monkeypatch.setattr(pixel_file, "_reserve", lambda file, size: file.touch() or os.truncate(file, size))
+    monkeypatch.setattr(stores, "_reserve", lambda file, size: file.touch() or os.truncate(file, size))
     index = FolderIndex(
         name="large", count=460_000, decoding=Decoding(channels=3, size=224), files=[], num_in_files=1, key={}
     )
-    pixels = pixel_file.Pixels(index, tmp_path)
+    pixels = stores.Pixels(index, tmp_path)
     monkeypatch.setattr(pixels, "_decode", lambda: (pixels._start(), pixels.write(index.count - 1, 7)))
     made = pixels.make(required=True)
     assert tuple(made.shape) == (460_000, 3, 224, 224)
     assert (tmp_path / "pixels").stat().st_size == 69_242_880_000
-    stored = pixel_file.Pixels(index, tmp_path).read()
+    stored = stores.Pixels(index, tmp_path).read()
     assert stored[-1:].unique().tolist() == [7]
     assert stored[:1].unique().tolist() == [0]

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from fedssl.datasets import decoding, storage
-from fedssl.datasets.pixel_file import Pixels
+from fedssl.datasets.stores import Pixels
 from fedssl.errors import InputError
 from tests.fedssl.datasets.made import Batches, first_pixels, make_image, png
 

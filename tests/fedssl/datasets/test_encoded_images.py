@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from fedssl.datasets import base, cache, image_folder, pack, storage, tables
+from fedssl.datasets import base, cache, image_folder, storage, stores, tables
 from fedssl.datasets.base import ImageData
 from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.images import EncodedImages, MappedImages, TensorImages
@@ -39,7 +39,7 @@ def copy_until_the_disk_is_full(tmp_path, monkeypatch) -> int:
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "THREADS", 1)
-        patch.setattr(pack.os, "write", fill)
+        patch.setattr(stores.os, "write", fill)
         with pytest.raises(InputError, match=r"became full while .* were copied .* which continues the copy"):
             load(tmp_path / "data", "parquet", tmp_path / "cache", storage="encoded", test_fraction=0)
     done: int = json.loads((only(tmp_path / "cache") / "note.json").read_text())["done"]

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from fedssl.datasets import hub, image_folder
-from fedssl.datasets.pixel_file import Pixels
+from fedssl.datasets.stores import Pixels
 from fedssl.errors import InputError
 from fedssl.machine import memory
 from tests.fedssl.datasets.made import Batches
