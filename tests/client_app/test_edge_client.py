@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from flwr.app import Context, RecordDict
+from flwr.app import Array, ArrayRecord, Context, RecordDict
 
 from client_app import limit_checks
 from client_app.edge_client import EdgeClient, safe_error_message
@@ -20,6 +20,7 @@ from fedssl.fleet.limits import Limits, read_limits
 from fedssl.wire.device import installed_versions
 from fedssl.wire.identity import NodeInfo, read_node_info
 from fedssl.wire.messages import CONFIG, ClientUpdate
+from fedssl.wire.wire_format import WEIGHTS
 from server_app import nodes
 from server_app.build import build_run
 from server_app.round import Round
@@ -241,6 +242,18 @@ def test_limits_that_are_none(text, sentence, tmp_path):
     (tmp_path / "limits.yaml").write_text(text)
     with pytest.raises(InputError, match=sentence):
         read_limits(tmp_path / "limits.yaml")
+
+
+def test_quantized_weights_count_as_they_are_decoded(monkeypatch):
+    """600 weights of one byte are decoded to 2,400 bytes; 600 other bytes stay 600."""
+    content = RecordDict({"weights": ArrayRecord({WEIGHTS: Array("int8", (600,), "raw", bytes(600))})})
+    monkeypatch.setattr(Limits, "memory_bytes", lambda limits: 2400)
+    limit_checks.check_message(content, Limits())
+    content["scales"] = ArrayRecord({"scales": Array("uint8", (600,), "raw", bytes(600))})
+    with pytest.raises(RequestRefused, match="the message brings 0.0 MB of memory but this device allows 0.0 MB"):
+        limit_checks.check_message(content, Limits())
+    monkeypatch.setattr(Limits, "memory_bytes", lambda limits: 3000)
+    limit_checks.check_message(content, Limits())
 
 
 STEM = "encoder.stem=imagenet and batch_size"

@@ -94,6 +94,14 @@ def test_cosines_do_not_depend_on_the_factors_of_a_product():
     assert one.weights == pytest.approx({"w": x @ y / np.sqrt((x @ x) * (y @ y))}, rel=1e-12)
 
 
+def test_a_product_counts_with_the_elements_of_its_matrix():
+    """v has 2 numbers and the cosine (1, 0) . (3, 4) / 5 = 0.6; the product of 5 x 2 and 2 x 7 numbers has 35."""
+    pairs = FactorPairs((LowRankLayer("w", "a", "b", 1.5),))
+    start = GlobalLayers({"a": low_rank(0).a, "b": low_rank(0).b, "v": np.array([[1.0, 0]])}, pairs)
+    found = start.cosines_of({"a": low_rank(1).a, "b": low_rank(1).b, "v": np.array([[3.0, 4]])})
+    assert found.mean == pytest.approx((35 * found.weights["w"] + 2 * 0.6) / 37, rel=1e-12)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("factor", ["encoder.fc.lora_A", "encoder.fc.lora_B"])
 def test_a_nonfinite_factor_is_found_beside_zeros(factor, value):

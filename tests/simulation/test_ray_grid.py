@@ -285,6 +285,7 @@ def test_sigterm_while_ray_starts_ends_the_run(seconds):
         assert gone(folder, sandbox)
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_shared_contents_are_stored_once_and_read_without_a_copy(grid, monkeypatch):
     puts, put = [], ray.put
@@ -304,6 +305,7 @@ def test_shared_contents_are_stored_once_and_read_without_a_copy(grid, monkeypat
     assert set(facts(replies, "gpu")) == {-1}  # a client without a GPU share sees no GPU
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_a_failed_client_or_process_does_not_affect_others(grid, caplog):
     first = ask(grid, **{"fail-1": 1, "die-3": 1})

@@ -188,6 +188,11 @@ def test_measured_memory_limits_the_clients_of_a_gpu(memory, expected, capsys):
     assert capsys.readouterr().out == expected + "\n"
 
 
+def test_a_client_with_a_whole_gpu_is_not_measured():
+    client, clients = plan_client_resources([Host(1, 1)], **settings(), measure=lambda: pytest.fail("measured"))
+    assert (client.gpus, clients) == (1, 1)
+
+
 def settings(*, device="auto", threads=1, client_gpus=None):
     return {
         "engine": EngineSettings(name="ray", address=None, client_cpus=None, client_gpus=client_gpus),

@@ -46,6 +46,18 @@ def test_setup_connects_through_the_proxy_of_the_supernode(arguments, proxy, env
     assert len(proxy.connected) == 2
 
 
+def test_a_proxy_of_the_devices_own_connections_is_a_problem(arguments, proxy, environment):
+    environment.setenv("http_proxy", f"http://me:secret@{proxy.address}")
+    status, text = setup(*arguments)
+    assert status == 1
+    command = "export NO_PROXY=127.0.0.1"
+    own = f"http_proxy=http://{proxy.address} would receive the connections within this device (127.0.0.1)"
+    assert f"{own}; run {command}" in text
+    run(command, environment)
+    status, text = setup(*arguments)
+    assert status == 0, text
+
+
 @pytest.mark.parametrize(
     ("status", "sentence"),
     [

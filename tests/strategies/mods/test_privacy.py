@@ -142,3 +142,10 @@ def test_what_it_cannot_cover_is_refused(tmp_path, overrides, reason):
     usual = PRIVATE if "strategy" not in overrides[0] else [PRIVATE[0], PRIVATE[3]]
     with pytest.raises(InputError, match=reason):
         Federation(tmp_path, *SMALL, *usual, *overrides).run(1)
+
+
+def test_statistics_that_the_tuning_freezes_are_allowed(tmp_path):
+    frozen = ["encoder.norm=batch", "tuning=last_blocks", "tuning.freeze_statistics=true"]
+    released = Federation(tmp_path, *SMALL, *PRIVATE, *frozen).run(1)
+    assert released
+    assert not any(name.startswith("encoder.") and "running" in name for name in released)
