@@ -23,6 +23,17 @@ def gather_patches(tokens: Tensor, indices: Tensor) -> Tensor:
     return tokens.gather(1, indices[..., None].expand(-1, -1, tokens.shape[-1]))
 
 
+def attention(projected: Tensor, *, heads: int) -> Tensor:
+    """Return multi-head self-attention before its output projection, ``(batch, tokens, width)``.
+
+    ``projected`` are queries, keys and values of each token, ``(batch, tokens, 3 * width)``. In contrast to
+    `torch.nn.MultiheadAttention` there are no transpositions of the batch, which copy it.
+    """
+    q, k, v = projected.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    attended = F.scaled_dot_product_attention(q, k, v)  # (batch, heads, tokens, width / heads)
+    return attended.transpose(1, 2).flatten(2)
+
+
 def sincos_position_embedding(side: int, width: int) -> Tensor:
     """Return MoCo v3's fixed positions (arXiv 2104.02057) of ``side x side`` patches, row by row: ``(side^2, width)``.
 

@@ -6,6 +6,7 @@ Importing torchvision takes two seconds. Modules that other encoders need do not
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision import models
 from torchvision.models import VisionTransformer
@@ -13,7 +14,7 @@ from torchvision.models import VisionTransformer
 from fedssl.config.overrides import did_you_mean
 from fedssl.encoders.base import Encoder
 from fedssl.encoders.library import Parts, build_library_encoder, run_modules
-from fedssl.encoders.tokens import TokenEncoder, interpolate_positions, sincos_position_embedding
+from fedssl.encoders.tokens import TokenEncoder, attention, interpolate_positions, sincos_position_embedding
 from fedssl.errors import InputError
 
 _CLASSIFIERS = ("fc", "classifier", "heads", "head")  # names of the classifier in torchvision's networks
@@ -41,6 +42,7 @@ def create(name: str, channels: int, size: int) -> nn.Module:
     """Create the network without classifier, with random weights."""
     network: nn.Module = models.get_model(name, **({"image_size": size} if _has_fixed_size(name) else {}))
     _remove_classifier(network)
+    use_fast_attention(network)
     if channels != 3:
         _replace_first_convolution(network, channels)
     return network
@@ -103,6 +105,39 @@ def _replace_first_convolution(network: nn.Module, channels: int) -> None:
     network.set_submodule(path, nn.Conv2d(channels, old.out_channels, **kernel, bias=old.bias is not None))
 
 
+class SelfAttention(nn.MultiheadAttention):
+    """Torch's layer with its weights, faster for self-attention on ``(batch, tokens, width)`` without masks."""
+
+    def __init__(self, layer: nn.MultiheadAttention) -> None:
+        self.__dict__.update(vars(layer))  # draws no new weights
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output and no weights; calls that are not those of torchvision's blocks are torch's."""
+        if need_weights or not query is key is value or key_padding_mask is not None or attn_mask is not None:
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        attended = attention(F.linear(query, self.in_proj_weight, self.in_proj_bias), heads=self.num_heads)
+        return F.linear(attended, self.out_proj.weight, self.out_proj.bias), None
+
+
+def use_fast_attention(network: nn.Module) -> None:
+    """Replace the attention of torchvision's vision transformers by `SelfAttention`."""
+    for path, module in list(network.named_modules()):
+        if type(module) is nn.MultiheadAttention and module.batch_first and not module.dropout:
+            network.set_submodule(path, SelfAttention(module))
+
+
 class ViTEncoder(TokenEncoder, VisionTransformer):
     """VisionTransformer of torchvision; its blocks are the stages, the last layer normalization is the tail.
 
@@ -133,6 +168,7 @@ class ViTEncoder(TokenEncoder, VisionTransformer):
         super().__init__(
             image_size=size, patch_size=patch, num_layers=depth, num_heads=heads, hidden_dim=width, mlp_dim=4 * width
         )
+        use_fast_attention(self)
         self.feature_dim = width
         self.image_size = size
         self.heads = nn.Identity()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fedssl.config.constraints import check_arguments
 from fedssl.config.overrides import did_you_mean
 from fedssl.encoders.base import Encoder, Network
+from fedssl.encoders.tokens import attention
 from fedssl.errors import InputError
 from fedssl.low_rank_products import LowRankLayer
 
@@ -69,21 +70,19 @@ class LoRAAttention(nn.Module):
     lora_A: nn.Parameter
     lora_B: nn.Parameter | None
 
-    def __init__(self, attention: nn.MultiheadAttention, *, rank: int, scale: float) -> None:
+    def __init__(self, layer: nn.MultiheadAttention, *, rank: int, scale: float) -> None:
         super().__init__()
-        self.num_heads, self.scale = attention.num_heads, scale
-        self.in_proj_weight, self.in_proj_bias = attention.in_proj_weight, attention.in_proj_bias
-        _add_factors(self, attention.in_proj_weight, rank=rank)
-        self.out_proj: nn.Linear = attention.out_proj
+        self.num_heads, self.scale = layer.num_heads, scale
+        self.in_proj_weight, self.in_proj_bias = layer.in_proj_weight, layer.in_proj_bias
+        _add_factors(self, layer.in_proj_weight, rank=rank)
+        self.out_proj: nn.Linear = layer.out_proj
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool = False) -> tuple[Tensor, None]:
         """Return the output for tokens ``(batch, tokens, width)``, which are query, key and value, and no weights."""
         x = F.linear(query, self.in_proj_weight, self.in_proj_bias)
         if self.lora_B is not None:
             x = x + self.scale * F.linear(F.linear(query, self.lora_A), self.lora_B)
-        q, k, v = x.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        heads = F.scaled_dot_product_attention(q, k, v)
-        return self.out_proj(heads.transpose(1, 2).flatten(2)), None
+        return self.out_proj(attention(x, heads=self.num_heads)), None
 
 
 LoRALayer = LoRALinear | LoRAConv2d | LoRAAttention
@@ -258,10 +257,10 @@ def _insert(encoder: Encoder, names: Sequence[str], *, rank: int, scale: float) 
             encoder.set_submodule(path, LoRAConv2d(module, rank=rank, scale=scale))
 
 
-def _supported(attention: nn.MultiheadAttention, path: str) -> nn.MultiheadAttention:
-    if not attention.batch_first or attention.dropout or attention.bias_k is not None or attention.add_zero_attn:
+def _supported(layer: nn.MultiheadAttention, path: str) -> nn.MultiheadAttention:
+    if not layer.batch_first or layer.dropout or layer.bias_k is not None or layer.add_zero_attn:
         raise InputError(
             f"tuning=lora does not support the attention {path} of the encoder (dropout, key biases, or another order "
             "of axes); set tuning.targets to other layers"
         )
-    return attention
+    return layer
