@@ -102,6 +102,13 @@ class TokenEncoder(Encoder):
         """
         raise NotImplementedError
 
+    def embed_visible(self, images: Tensor, visible: Tensor) -> Tensor:
+        """Return the tokens by `embed` of the ``visible`` patches, int64 ``(batch, n)``: ``(batch, n, feature_dim)``.
+
+        Encoders may override it, so that other patches are not embedded.
+        """
+        return gather_patches(self.embed(images), visible)
+
     def forward_tokens(self, patches: Tensor) -> Tensor:
         """Prepend the prefix tokens, run the active stages and normalize the tokens.
 

@@ -14,7 +14,13 @@ from torchvision.models import VisionTransformer
 from fedssl.config.overrides import did_you_mean
 from fedssl.encoders.base import Encoder
 from fedssl.encoders.library import Parts, build_library_encoder, run_modules
-from fedssl.encoders.tokens import TokenEncoder, attention, interpolate_positions, sincos_position_embedding
+from fedssl.encoders.tokens import (
+    TokenEncoder,
+    attention,
+    gather_patches,
+    interpolate_positions,
+    sincos_position_embedding,
+)
 from fedssl.errors import InputError
 
 _CLASSIFIERS = ("fc", "classifier", "heads", "head")  # names of the classifier in torchvision's networks
@@ -221,6 +227,18 @@ class ViTEncoder(TokenEncoder, VisionTransformer):
             assert mask_token is not None
             patches = torch.where(hidden[..., None], mask_token, patches)
         return patches + self.positions(self._side(images))[:, self.num_prefix_tokens :]
+
+    def embed_visible(self, images: Tensor, visible: Tensor) -> Tensor:
+        self.check_view_shape(images.shape)
+        side, patch = self._side(images), self.patch_size
+        grid = images.unflatten(3, (side, patch)).unflatten(2, (side, patch))
+        pixels = gather_patches(grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2), visible)
+        if type(self.conv_proj) is nn.Conv2d:  # a third of the time of a convolution of single patches
+            tokens = F.linear(pixels, self.conv_proj.weight.flatten(1), self.conv_proj.bias)
+        else:  # with LoRA
+            tokens = self.conv_proj(pixels.view(-1, images.shape[1], patch, patch)).view(*visible.shape, -1)
+        positions = self.positions(side)[:, self.num_prefix_tokens :]
+        return tokens + gather_patches(positions.expand(len(images), -1, -1), visible)
 
     def forward_tokens(self, patches: Tensor) -> Tensor:
         active = self.active_stages

@@ -126,4 +126,4 @@ class PatchPredictor(nn.Module):
 def encode_visible(encoder: TokenEncoder, view: View) -> tuple[Tensor, Mask]:
     """Return prefix tokens and tokens of the visible patches, ``(batch, prefix + n, feature_dim)``, and the mask."""
     assert view.mask is not None  # see `AcceptedViews`
-    return encoder.forward_tokens(gather_patches(encoder.embed(view.images), view.mask.indices[0])), view.mask
+    return encoder.forward_tokens(encoder.embed_visible(view.images, view.mask.indices[0])), view.mask

@@ -14,6 +14,7 @@ from fedssl.encoders.base import ActiveStages
 from fedssl.encoders.tokens import TokenEncoder, attention, gather_patches, interpolate_positions
 from fedssl.errors import InputError
 from fedssl.evaluation.features import extract
+from fedssl.tuning.lora import lora
 
 WIDTH, PATCH, SIZE = 12, 4, 16  # 4 x 4 patches
 KINDS = [
@@ -196,6 +197,26 @@ def test_hidden_patches_are_the_mask_token_at_their_positions():
         assert torch.equal(masked[image, patch], mask_token + places[patch])
     masked.sum().backward()
     assert mask_token.grad.tolist() == [3.0] * WIDTH
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("size", "lora_rank"), [(SIZE, 0), (8, 0), (SIZE, 2)])
+def test_visible_patches_are_those_of_all(kind: dict, size: int, lora_rank: int):
+    """Values and gradients, in any order, also of a smaller view and with LoRA of the patch embedding."""
+    encoder = vit(**kind).double()
+    if lora_rank:
+        lora(encoder, rank=lora_rank, alpha=1.0, targets=["conv_proj"])
+        torch.nn.init.normal_(encoder.conv_proj.lora_B)  # initially 0
+    images = images_of(size, batch=3).double()
+    visible = torch.rand(3, (size // PATCH) ** 2).argsort(dim=1)[:, :3]
+    results = []
+    for tokens in (encoder.embed_visible(images, visible), TokenEncoder.embed_visible(encoder, images, visible)):
+        encoder.zero_grad()
+        tokens.square().sum().backward()
+        results.append([tokens, *(weight.grad for weight in encoder.parameters() if weight.grad is not None)])
+    assert len(results[0]) > 1
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_frozen_stages_are_refused_for_parts_of_an_image():
