@@ -1,8 +1,8 @@
 """Supervised training of a classifier end to end: Dec-SL (Wang et al., arXiv 2210.10947), the bound with labels.
 
 Its accuracy on the test images is Dec-SL. Dec-SLRep is its encoder under the same evaluation protocols as all other
-encoders. Both views of an image are classified, so that a step processes the same number of images as a self-supervised
-method; the authors classify one view. Images without a label have no loss.
+encoders. All views of an image are classified: two by default, so that a step processes the same number of images as a
+self-supervised method; the authors classify one. Images without a label have no loss.
 """
 
 import torch
@@ -13,20 +13,21 @@ from fedssl.datasets.base import NO_LABEL
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
-from fedssl.views import Views
+from fedssl.views import AcceptedViews, Views
 
 
 class Supervised(SSLMethod):
-    r"""Encoder and linear classifier. Both views are concatenated into one forward pass.
+    r"""Encoder and linear classifier. All V views are concatenated into one forward pass.
 
     $$
-    \mathcal{L} = -\frac{1}{2n} \sum_{i=1}^{2n} \log \operatorname{softmax}(W h_i + b)_{y_i}
+    \mathcal{L} = -\frac{1}{Vn} \sum_{i=1}^{Vn} \log \operatorname{softmax}(W h_i + b)_{y_i}
     $$
 
     with $h_i$ the representation of a view, $y_i$ the class of its image, and W, b the classifier.
     """
 
     uses_labels = True
+    accepted_views = AcceptedViews(min_global=1, max_global=None)
 
     def __init__(self, encoder: Encoder, *, num_classes: int | None) -> None:
         if num_classes is None or num_classes < 1:
@@ -39,10 +40,10 @@ class Supervised(SSLMethod):
         self.classifier = nn.Linear(encoder.feature_dim, num_classes)
 
     def loss(self, views: Views) -> Tensor:
-        """Return the mean cross entropy over both views of the images with a label, 0 if there are none."""
+        """Return the mean cross entropy over the views of the images with a label, 0 if there are none."""
         assert views.labels is not None  # see `uses_labels`
         logits = self.classifier(self.encoder(torch.cat(views.images)))
-        loss = F.cross_entropy(logits.float(), views.labels.repeat(2), ignore_index=NO_LABEL)
+        loss = F.cross_entropy(logits.float(), views.labels.repeat(len(views)), ignore_index=NO_LABEL)
         return torch.where((views.labels != NO_LABEL).any(), loss, torch.zeros_like(loss))
 
     def classify(self, h: Tensor) -> Tensor:

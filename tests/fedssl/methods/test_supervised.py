@@ -37,18 +37,27 @@ def images(*rows):
     return torch.tensor(rows, dtype=torch.float32).reshape(len(rows), 1, 1, 2)
 
 
-def test_the_loss_is_the_mean_cross_entropy_of_both_views():
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_the_loss_is_the_mean_cross_entropy_of_all_views(number):
     generator = torch.Generator().manual_seed(0)
     method = Supervised(Flat(), num_classes=3)
-    view1, view2 = (torch.randn(4, 1, 1, 2, generator=generator) for _ in range(2))
+    views = [torch.randn(4, 1, 1, 2, generator=generator) for _ in range(number)]
     labels = torch.tensor([2, 0, 1, 2])
     weight, bias = method.classifier.weight.double(), method.classifier.bias.double()
     expected = []
-    for view in (view1, view2):
+    for view in views:
         for x, label in zip(view.double().flatten(1), labels, strict=True):
             logits = [float(w @ x + b) for w, b in zip(weight, bias, strict=True)]
             expected.append(math.log(sum(math.exp(logit) for logit in logits)) - logits[label])
-    assert method.loss(Views.of(view1, view2, labels=labels)).item() == pytest.approx(sum(expected) / 8, rel=1e-6)
+    mean = sum(expected) / (4 * number)
+    assert method.loss(Views.of(*views, labels=labels)).item() == pytest.approx(mean, rel=1e-6)
+
+
+def test_a_run_with_one_view(tmp_path):
+    run([*QUICK, "augmentation=none", "augmentation.views=[{}]", "final_evaluation=none", f"output_dir={tmp_path}"])
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["clients"] for line in lines] == [3, 3]
+    assert all(line["model_cosine"] < 1 for line in lines)  # they train
 
 
 def test_images_without_a_label_have_no_loss():
