@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from fedssl.arrays import Layers
-from fedssl.atomic_files import round_file, saved_rounds
+from fedssl.atomic_files import delete_old_rounds, round_file, saved_rounds
 from fedssl.machine.memory import available_memory
 from fedssl.runs.manifest import STATE_SUFFIX
 from fedssl.safe_io import MAX_TENSORS_BYTES, check_tensors_like
@@ -59,9 +59,7 @@ def save_state(folder: Path, state: ClientState, *, round: int, oldest_resumable
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_tensor_file(round_file(folder, round, STATE_SUFFIX), state, checked=True)
-    reachable = [version for version in saved_rounds(folder, STATE_SUFFIX) if version <= oldest_resumable]
-    for version in reachable[:-1]:
-        round_file(folder, version, STATE_SUFFIX).unlink(missing_ok=True)
+    delete_old_rounds(folder, STATE_SUFFIX, oldest_resumable=oldest_resumable)
 
 
 def read_state(file: Path, *, max_bytes: int = MAX_TENSORS_BYTES) -> ClientState:

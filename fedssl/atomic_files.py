@@ -114,6 +114,12 @@ def saved_rounds(folder: Path, kind: str = "pt") -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
+def delete_old_rounds(folder: Path, kind: str, *, oldest_resumable: int) -> None:
+    """Delete versions that no run needs which is resumed from the round ``oldest_resumable`` or later."""
+    for version in [saved for saved in saved_rounds(folder, kind) if saved <= oldest_resumable][:-1]:
+        remove(round_file(folder, version, kind))
+
+
 def new_run_folder() -> Path:
     """Create a new folder ``runs/<date>_<time>``; runs that start in the same second get different folders."""
     base = Path("runs", time.strftime("%Y-%m-%d_%H-%M-%S")).resolve()

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from fedssl.atomic_files import atomic_write, remove, round_file, saved_rounds
+from fedssl.atomic_files import atomic_write, delete_old_rounds, round_file
 from fedssl.errors import RunError
 from fedssl.runs.manifest import CLIENT_MODELS, MODEL_SUFFIX, Part, client_folder, file_part
 from fedssl.safe_io import read_tensors, sanitize
@@ -94,8 +94,7 @@ class ClientModels(Mapping[str, GlobalModel]):
             content = to_serializable(model)
             atomic_write(file, lambda stream, content=content: torch.save(content, stream))  # type: ignore[misc]
             written[name] = file_part(self._folder, file)
-            for version in [saved for saved in saved_rounds(folder, MODEL_SUFFIX) if saved <= oldest_resumable][:-1]:
-                remove(round_file(folder, version, MODEL_SUFFIX))
+            delete_old_rounds(folder, MODEL_SUFFIX, oldest_resumable=oldest_resumable)
         return ClientModels(self._folder, {**self._parts, **written}, check=self._check)
 
     def _read(self, name: str, part: Part) -> GlobalModel:

@@ -13,11 +13,11 @@ from fedssl.evaluation.scores import Score
 from fedssl.rules import Problem
 from fedssl.schedule.phases import Phase
 from server_app.collapse_monitor import CollapseReport
+from server_app.evaluator import ResultsByModel
 from server_app.updates import RoundResult
 from strategies.types import ServerState
 
 Observer = Callable[[int, Layers], None]
-ResultsByModel = Mapping[str, Mapping[str, Score]]  # results by name of the model
 
 
 @dataclass(kw_only=True)

@@ -8,8 +8,8 @@ from fedssl.plots.partition import save_partition_plot
 from fedssl.plots.registry import write_final_plots
 from fedssl.schedule.stages import set_active_stages
 from server_app.build import ClientData, RunComponents
-from server_app.callbacks.base import Callback, ResultsByModel, RoundEnd, RunEnd
-from server_app.evaluator import Evaluator
+from server_app.callbacks.base import Callback, RoundEnd, RunEnd
+from server_app.evaluator import Evaluator, ResultsByModel
 from server_app.models import arrays_by_model, export_encoders, load_each
 
 
