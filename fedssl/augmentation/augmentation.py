@@ -5,6 +5,7 @@ copied to the device at once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from itertools import accumulate, repeat, takewhile
 from typing import Any
@@ -20,14 +21,17 @@ from fedssl.augmentation.view_transforms import (
     Matrices,
     apply_all,
     apply_view,
+    are_large,
     blur_matrices,
     crop_matrices,
 )
 from fedssl.errors import InputError
 from fedssl.machine.devices import is_gpu, to_device
+from fedssl.machine.process import one_thread
 from fedssl.views import GLOBAL, Mask, View, Views
 
 CHUNK = 128  # images per block on a CPU: larger temporaries exceed the cache and cause page faults
+LARGE_CHUNK = 4  # the same of large images, whose chunks are computed in parallel
 MATRIX_BYTES = 2**26  # bytes of matrices that a GPU computes at a time
 SMALLEST = 4  # height and width in pixels of the smallest view of a recipe with its own size
 KERNEL_SIZE, KERNEL_CHANNELS = 64, (1, 3)  # largest images of `fedssl.augmentation.kernel`, and their channels
@@ -191,15 +195,30 @@ class Augmentation:
             made = apply_all(planes.permute(2, 0, 1, 3), views=recipes, params=params.subset(indices))
             self._normalize(made, out=result)
         else:
-            for start in range(0, batch, CHUNK):
-                part = slice(start, start + CHUNK)
-                planes = images[part].transpose(0, 1).contiguous().float().div_(255)
-                for index, recipe, out in zip(indices, recipes, views, strict=True):
-                    drawn, order = params.of(index, part), params.jitter_orders[index]
-                    self._normalize(
-                        apply_view(planes, view=recipe, params=drawn, order=order, size=size), out=out[part]
-                    )
+            self._apply_on_cpu(size, indices, images, params, views)
         return views
+
+    def _apply_on_cpu(
+        self, size: int, indices: list[int], images: Tensor, params: AugmentationParams, views: Sequence[Tensor]
+    ) -> None:
+        """Compute views of this size a few images at a time."""
+        large = are_large(size, *images.shape[2:])
+        chunk, threads = (LARGE_CHUNK, torch.get_num_threads()) if large else (CHUNK, 1)
+
+        def compute(start: int) -> None:
+            part = slice(start, start + chunk)
+            planes = images[part].transpose(0, 1).contiguous().float().div_(255)
+            for index, out in zip(indices, views, strict=True):
+                view, drawn, order = self.recipes[index].view, params.of(index, part), params.jitter_orders[index]
+                self._normalize(apply_view(planes, view=view, params=drawn, order=order, size=size), out=out[part])
+
+        starts = range(0, len(images), chunk)
+        if threads == 1:
+            for start in starts:
+                compute(start)
+        else:  # torch's own threads would wait for each other after each of many short operations
+            with one_thread(), ThreadPoolExecutor(threads) as pool:
+                list(pool.map(compute, starts))
 
     def _normalize(self, planes: Tensor, *, out: Tensor) -> None:
         torch.div(planes.sub_(self._mean), self._std, out=out.transpose(0, 1))

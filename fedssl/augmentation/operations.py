@@ -3,14 +3,17 @@
 Images are float *planes* ``(channels, batch, height, width)`` with values in [0, 1]: the plane of a channel is one
 contiguous block, which makes color operations fast on a CPU. Each operation returns new planes and equals, image by
 image, the function of ``torchvision.transforms.v2.functional`` that its docstring names, on float tensors. Cropping,
-resizing, flipping and blurring are linear and separable: each is a pair of matrix products (`separable`).
+resizing, flipping and blurring are linear and separable: each is a pair of matrix products (`separable`). Their cost is
+cubic in the size; `resized_crops` and `blur` do the same to large images, one at a time.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedssl.machine.devices import is_gpu
 
+TILE = 16  # rows or columns that `blur` computes in one product; larger tiles multiply more zeros
 LUMINANCE = (0.2989, 0.587, 0.114)  # red, green and blue in the gray value (ITU-R BT.601)
 
 
@@ -78,6 +81,39 @@ def blur_weights(sigma: Tensor, *, size: int, radius: int) -> Tensor:
     source = last - (last - (pixel + offset[:, None]).abs()).abs()  # reflect at both borders
     taps = (source[:, :, None] == pixel).to(kernel.dtype)  # (kernel, size, size): which pixel each tap reads
     return (kernel @ taps.flatten(1)).reshape(len(sigma), size, size)
+
+
+def resized_crops(planes: Tensor, boxes: Tensor, *, size: int) -> Tensor:
+    """Crop, resize and flip each image as `crop_weights` does, ``(channels, batch, size, size)``.
+
+    ``boxes`` are top, left, height and width in pixels, and 1 where the image is flipped, ``(5, batch)``.
+    """
+    result = planes.new_empty(*planes.shape[:2], size, size)
+    for index, (top, left, height, width, flip) in enumerate(boxes.T.int().tolist()):
+        crop = planes[None, :, index, top : top + height, left : left + width]
+        made = F.interpolate(crop, (size, size), mode="bilinear", antialias=True)[0]
+        result[:, index] = made.flip(2) if flip else made
+    return result
+
+
+def blur(image: Tensor, sigma: float, *, radius: int) -> Tensor:
+    """Blur one image, ``(channels, height, width)``, as `blur_weights` does; ``sigma`` is above 0.
+
+    Height and width exceed ``radius``. Tiles of `TILE` rows, then columns, are products of overlapping windows with the
+    same banded matrix.
+    """
+    (channels, height, width), window = image.shape, TILE + 2 * radius
+    offset = torch.arange(window) - torch.arange(TILE)[:, None] - radius
+    weights = torch.exp(-0.5 * (offset / max(sigma, 1e-3)).square()) * (offset.abs() <= radius)
+    weights /= weights.sum(1, keepdim=True)
+    padded = F.pad(F.pad(image, [radius] * 4, mode="reflect"), (0, -width % TILE, 0, -height % TILE))
+    rows = []
+    for plane in padded:
+        windows = plane.unfold(0, window, TILE).mT
+        rows.append(weights.expand(len(windows), -1, -1) @ windows)
+    windows = torch.stack(rows).view(-1, padded.shape[2]).unfold(1, window, TILE).transpose(0, 1)
+    columns = windows @ weights.T.expand(len(windows), -1, -1)
+    return columns.transpose(0, 1).reshape(channels, -1, len(windows) * TILE)[:, :height, :width]
 
 
 def luminance(planes: Tensor) -> Tensor:

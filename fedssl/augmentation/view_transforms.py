@@ -9,10 +9,10 @@ crop, flip, color jitter, grayscale, Gaussian blur and solarization, in this ord
 - Blur extends to 3 times the recipe's largest sigma; there is no separate kernel size.
 - Saturation, hue and grayscale are skipped unless there are 3 channels.
 
-`apply_view` is the CPU version: one view after the other, a few images at a time, to stay in the cache. `apply_all` is
+`apply_view` is the CPU version: one view after the other, a few images at a time, to stay in the cache; it crops and
+blurs large images one by one, because the cost of the matrix products is cubic in the image size. `apply_all` is
 the GPU version, where each operation costs a launch: all images at once and, as far as the order of the jitter allows,
-all views of one size. `fedssl.augmentation.kernel` computes a view in one launch. The cost of the matrix products is
-cubic in the image size, which suits images up to about 100 pixels wide.
+all views of one size. `fedssl.augmentation.kernel` computes a view in one launch.
 """
 
 import math
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedssl.augmentation import operations
@@ -28,6 +29,7 @@ from fedssl.augmentation.recipe import Parameters, ViewOptions
 from fedssl.views import Mask
 
 HUE = 3  # index among the jitter operations
+LARGE = 128  # height or width in pixels from which a CPU crops and blurs faster without matrices of the whole width
 
 
 class Matrices(NamedTuple):
@@ -62,6 +64,11 @@ class AugmentationParams:
         )
 
 
+def are_large(*sizes: int) -> bool:
+    """Return whether images and views of these heights and widths are cropped and blurred one at a time on a CPU."""
+    return max(sizes) >= LARGE
+
+
 def crop_matrices(
     view: ViewOptions, params: Parameters, *, height: int, width: int, size: int
 ) -> tuple[Tensor, Tensor]:
@@ -74,7 +81,12 @@ def crop_matrices(
 
 def blur_matrices(view: ViewOptions, sigma: Tensor, *, size: int) -> Tensor:
     """Return the matrices of blur."""
-    return operations.blur_weights(sigma, size=size, radius=min(math.ceil(3 * view.blur_sigma[1]), size - 1))
+    return operations.blur_weights(sigma, size=size, radius=blur_radius(view, size))
+
+
+def blur_radius(view: ViewOptions, size: int) -> int:
+    """Return the pixels to each side that blur reads."""
+    return min(math.ceil(3 * view.blur_sigma[1]), size - 1)
 
 
 def jitter(planes: Tensor, *, view: ViewOptions, params: Parameters, order: Sequence[int]) -> Tensor:
@@ -98,15 +110,25 @@ def apply_view(planes: Tensor, *, view: ViewOptions, params: Parameters, order: 
     ``planes`` are ``(channels, batch, height, width)`` with values in [0, 1]. ``order`` is that of the jitter
     operations, see `AugmentationParams`.
     """
-    rows, columns = crop_matrices(view, params, height=planes.shape[2], width=planes.shape[3], size=size)
-    planes = operations.separable(planes, rows=rows, columns=columns)
+    if are_large(size, *planes.shape[2:]):
+        pad = [view.pad] * 4
+        boxes = torch.stack((params.top + view.pad, params.left + view.pad, params.height, params.width, params.flip))
+        planes = operations.resized_crops(F.pad(planes, pad, mode="reflect") if view.pad else planes, boxes, size=size)
+    else:
+        rows, columns = crop_matrices(view, params, height=planes.shape[2], width=planes.shape[3], size=size)
+        planes = operations.separable(planes, rows=rows, columns=columns)
     planes = jitter(planes, view=view, params=params, order=order)
     if view.gray_prob > 0 and len(planes) == 3:
         planes = operations.saturation(planes, params.color)
     if view.blur_prob > 0:
         chosen = params.sigma.nonzero()[:, 0]
-        weights = blur_matrices(view, params.sigma[chosen], size=size)
-        planes[:, chosen] = operations.separable(planes[:, chosen], rows=weights, columns=weights)
+        if are_large(size):
+            radius = blur_radius(view, size)
+            for index, sigma in zip(chosen.tolist(), params.sigma[chosen].tolist(), strict=True):
+                planes[:, index] = operations.blur(planes[:, index], sigma, radius=radius)
+        else:
+            weights = blur_matrices(view, params.sigma[chosen], size=size)
+            planes[:, chosen] = operations.separable(planes[:, chosen], rows=weights, columns=weights)
     if view.solarize_prob > 0:
         planes = operations.solarize(planes, params.solarize)
     return planes

@@ -1,5 +1,7 @@
 """Two views of a batch."""
 
+import math
+
 import pytest
 import torch
 import torchvision.transforms.v2.functional as F
@@ -8,10 +10,12 @@ from omegaconf import OmegaConf
 
 from fedssl.augmentation import Augmentation
 from fedssl.augmentation import augmentation as module
-from fedssl.augmentation.augmentation import CHUNK
+from fedssl.augmentation.augmentation import CHUNK, LARGE_CHUNK
 from fedssl.augmentation.recipe import UNIFORMS, ViewOptions, parameters
+from fedssl.augmentation.view_transforms import LARGE
 from fedssl.errors import InputError
 from fedssl.machine import devices
+from fedssl.machine.process import one_thread
 from tests.cases import some
 from tests.fedssl.augmentation.made import (
     EVERYTHING,
@@ -31,26 +35,65 @@ from tests.fedssl.augmentation.made import (
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
-def test_views_equal_a_torchvision_pipeline_with_the_same_parameters():
-    images = random_images(40, 3, 20, 20)
-    actual = augmentation(EVERYTHING, {**EVERYTHING, "blur_prob": 0.0})(images, generator(3))
+def torchvision_view(image, one, *, order, size, pad, radius):
+    """Return one view, by torchvision's functions for one image with values in [0, 1]."""
+    image, color = F.pad(image, [pad], padding_mode="reflect"), len(image) == 3
+    top, left, height, width = (int(one[name]) for name in ("top", "left", "height", "width"))
+    image = F.resized_crop(image, top + pad, left + pad, height, width, [size, size])
+    image = F.horizontal_flip(image) if one["flip"] else image
+    factors = [one["brightness"], one["contrast"], one["saturation"], one["hue"]]
+    for step in order:
+        image = JITTER[step](image, factors[step]) if color or step < 2 else image
+    image = image if one["color"] or not color else F.rgb_to_grayscale(image, 3)
+    image = F.gaussian_blur(image, [2 * radius + 1] * 2, [one["sigma"]] * 2) if one["sigma"] else image
+    return F.solarize(image, 0.5) if one["solarize"] else image
+
+
+ALWAYS = {**EVERYTHING, "jitter_prob": 1.0, "gray_prob": 1.0, "blur_prob": 1.0, "solarize_prob": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("count", "shape", "size", "recipe"),
+    [
+        (40, (3, 20, 20), 16, EVERYTHING),
+        (2 * LARGE_CHUNK + 1, (3, 224, 224), 224, EVERYTHING),
+        (6, (3, 200, 301), 129, EVERYTHING),  # most crops are larger than the view, and tiles are incomplete
+        (6, (3, 40, 33), 224, EVERYTHING),
+        (6, (3, 128, 128), 32, EVERYTHING | {"pad": 9}),
+        (6, (3, 224, 224), 17, EVERYTHING),
+        (6, (3, 130, 131), 145, EVERYTHING | {"blur_sigma": [3.0, 9.0]}),
+        (6, (1, 224, 224), 224, EVERYTHING),
+        (1, (3, 224, 224), 224, ALWAYS | {"flip_prob": 1.0}),
+        (3, (3, 224, 224), 224, ALWAYS | {"flip_prob": 0.0, "gray_prob": 0.0}),
+        (3, (3, 224, 224), 224, {}),
+    ],
+)
+def test_views_equal_a_torchvision_pipeline_with_the_same_parameters(count, shape, size, recipe):
+    images, (channels, height, width) = random_images(count, *shape), shape
+    recipes = [recipe, {**recipe, "blur_prob": 0.0}]
+    actual = augmentation(*recipes, size=size, channels=channels)(images, generator(3))
     source = generator(3)
     orders = [torch.randperm(4, generator=source).tolist() for _ in range(2)]
-    uniform = torch.rand(40, 2, UNIFORMS, generator=source, dtype=torch.float64)
-    for index, blur in enumerate((0.5, 0.0)):
-        drawn = parameters(ViewOptions(**{**EVERYTHING, "blur_prob": blur}), uniform[:, index], height=20, width=20)
-        for k in range(40):
+    uniform = torch.rand(count, 2, UNIFORMS, generator=source, dtype=torch.float64)
+    for index, options in enumerate(ViewOptions(**values) for values in recipes):
+        drawn = parameters(options, uniform[:, index], height=height, width=width)
+        radius = min(math.ceil(3 * options.blur_sigma[1]), size - 1)
+        for k in range(count):
             one = {name: float(values[k]) for name, values in drawn._asdict().items()}
-            box = [int(one[name]) for name in ("top", "left", "height", "width")]
-            image = F.resized_crop(images[k] / 255, *box, [16, 16])
-            image = F.horizontal_flip(image) if one["flip"] else image
-            factors = [one["brightness"], one["contrast"], one["saturation"], one["hue"]]
-            for step in orders[index]:
-                image = JITTER[step](image, factors[step])
-            image = image if one["color"] else F.rgb_to_grayscale(image, 3)
-            image = F.gaussian_blur(image, [13, 13], [one["sigma"]] * 2) if one["sigma"] else image
-            image = F.solarize(image, 0.5) if one["solarize"] else image
+            image = torchvision_view(
+                images[k] / 255, one, order=orders[index], size=size, pad=options.pad, radius=radius
+            )
             close(0.2 * actual[index][k], 0.2 * normalized(255 * image[None])[0])  # 0.2: the smallest std
+
+
+def test_large_views_do_not_depend_on_threads():
+    images, make = random_images(2 * LARGE_CHUNK + 1, 3, LARGE, LARGE), augmentation(EVERYTHING, size=LARGE)
+    with one_thread():
+        expected = make(images, generator())
+        torch.set_num_threads(3)
+        for view, other in zip(make(images, generator()), expected, strict=True):
+            assert torch.equal(view, other)
+        assert torch.get_num_threads() == 3
 
 
 def test_same_seed_same_views_and_global_generator_untouched():

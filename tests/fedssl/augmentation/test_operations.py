@@ -105,6 +105,14 @@ def test_blur_equals_torchvision(size, radius):
         close(actual[k], F.gaussian_blur(images[k] / 255, [2 * radius + 1] * 2, [sigma] * 2))
 
 
+@pytest.mark.parametrize(("channels", "height", "width", "radius"), [(3, 64, 80, 6), (1, 37, 50, 36), (2, 33, 31, 0)])
+@pytest.mark.parametrize("sigma", [1e-4, 0.1, 1.0, 7.0])
+def test_blur_of_one_image_equals_torchvision(channels, height, width, radius, sigma):
+    image = random_images(channels, height, width) / 255
+    expected = F.gaussian_blur(image, [2 * radius + 1] * 2, [max(sigma, 1e-3)] * 2)
+    close(operations.blur(image, sigma, radius=radius), expected)
+
+
 @pytest.mark.parametrize("pad", [1, 4, 7])
 def test_crops_that_reach_into_the_border_equal_torchvision(pad):
     images = random_images(40, 3, 8, 12)
