@@ -133,6 +133,7 @@ def report_in_memory(layers: Layers, updates: list[ClientUpdate], repetitions: i
     floor = Seconds(passes * min(each.median for each in copies), passes * min(each.minimum for each in copies))
     print(f"\nK={len(updates)}, in memory{'':20}ms {'passes':>18} {'authors/ours':>18}")
     print(f"{'one pass':24}{floor}")
+    print(f"{'one pass, one thread':24}{Seconds(passes * copies[0].median, passes * copies[0].minimum)}")
     slowest = seconds["L-DAWA, authors' form"]
     for name in ("FedAvg", "Loss", "L-DAWA", "M-DAWA", "L-DAWA, authors' form"):
         own = seconds[name]

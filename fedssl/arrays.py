@@ -48,16 +48,18 @@ def is_weight(name: str, array: np.ndarray) -> bool:
     return array.dtype.kind == "f" and name.rpartition(".")[2] not in STATISTICS
 
 
-def inner_products(w: np.ndarray, g: np.ndarray) -> tuple[float, float]:
-    """Return the inner products w.g and w.w of two floating-point arrays of one shape.
+def inner_products(clients: Sequence[np.ndarray], g: np.ndarray) -> list[tuple[float, float]]:
+    """Return the inner products w.g and w.w for each array w of ``clients``, floating-point and shaped like ``g``.
 
     w.w is finite if and only if all numbers of w are (except for overflow in float64).
     """
-    w, g = w.reshape(-1), g.reshape(-1)
-    wg, ww = _inner_products(w, g, np.result_type(np.float32, g, w))
-    if _SMALLEST_SQUARE < ww < math.inf and abs(wg) < math.inf:
-        return wg, ww
-    return _inner_products(w, g, np.dtype(np.float64))  # squares exceed the range of float32, or w is zero
+    clients, g = [w.reshape(-1) for w in clients], g.reshape(-1)
+    products = _inner_products(clients, g, np.result_type(np.float32, g, *clients))
+    for index, (wg, ww) in enumerate(products):
+        if not (_SMALLEST_SQUARE < ww < math.inf and abs(wg) < math.inf):
+            # Squares exceed the range of float32, or w is zero.
+            products[index] = _inner_products([clients[index]], g, np.dtype(np.float64))[0]
+    return products
 
 
 def cosine_of_products(wg: float, ww: float, gg: float) -> float:
@@ -115,7 +117,7 @@ class GlobalLayers:
 
     @cached_property
     def _squares(self) -> dict[str, float]:
-        return {name: ww for name, (_, ww) in self._measure(self.layers).items()}
+        return {name: ww for name, (_, ww) in self._measure([self.layers])[0].items()}
 
     @cached_property
     def _weight_sizes(self) -> dict[str, int]:
@@ -161,7 +163,7 @@ class GlobalLayers:
                 distances[self.compared_name(name)] = moved.square()
             elif name not in self.factors:
                 difference = np.asarray(array - layers[name])
-                distances[name] = inner_products(difference, difference)[1]
+                distances[name] = inner_products([difference], difference)[0][1]
         return distances
 
     def changes(self, layers: Layers) -> Layers:
@@ -196,7 +198,11 @@ class GlobalLayers:
 
     def cosines_of(self, layers: Layers) -> Cosines:
         """Return the cosines of a client's layers, which passed `check`; reads each array once."""
-        return self._cosines(self._measure(layers))
+        return self.cosines_of_all([layers])[0]
+
+    def cosines_of_all(self, clients: Sequence[Layers]) -> list[Cosines]:
+        """Return `cosines_of` for several clients, with equal bits; reads the global layers once for all."""
+        return [self._cosines(measured) for measured in self._measure(clients)]
 
     def parallel_for(self, work: Callable[[str], None]) -> None:
         """Call ``work(name)`` for each layer, the largest first, on torch's number of threads.
@@ -224,24 +230,24 @@ class GlobalLayers:
         finally:
             torch.set_num_threads(threads)
 
-    def _measure(self, layers: Layers) -> dict[str, tuple[float, float]]:
-        """Return w.g and w.w of a client's floating-point layers, in the order of the global layers."""
+    def _measure(self, clients: Sequence[Layers]) -> list[dict[str, tuple[float, float]]]:
+        """Return w.g and w.w of the floating-point layers of each client, in the order of the global layers."""
         floats = {
             name: self.compared_name(name)
             for name, array in self.layers.items()
             if array.dtype.kind == "f" and name not in self.first_factors
         }
-        products = dict.fromkeys(floats.values(), (0.0, 0.0))
+        products = {name: [(0.0, 0.0)] * len(clients) for name in floats.values()}
 
         def measure(name: str) -> None:
             if name in self.products:
                 initial = self.product(name, self.layers)
-                products[floats[name]] = _product_products(self.product(name, layers), initial)
+                products[floats[name]] = [_product_products(self.product(name, layers), initial) for layers in clients]
             elif name in floats:
-                products[name] = inner_products(layers[name], self.layers[name])
+                products[name] = inner_products([layers[name] for layers in clients], self.layers[name])
 
         self.parallel_for(measure)
-        return products
+        return [{name: pairs[index] for name, pairs in products.items()} for index in range(len(clients))]
 
     def _cosines(self, measured: dict[str, tuple[float, float]]) -> Cosines:
         weights, statistics = {}, {}
@@ -287,20 +293,22 @@ def _product_products(w: LowRank, g: LowRank) -> tuple[float, float]:
     return w.inner(g), w.square()
 
 
-def _inner_products(w: np.ndarray, g: np.ndarray, dtype: np.dtype) -> tuple[float, float]:
+def _inner_products(clients: Sequence[np.ndarray], g: np.ndarray, dtype: np.dtype) -> list[tuple[float, float]]:
     rows = g.size // BLAS_ROW
     end = rows * BLAS_ROW
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        x, y = (array[end:].astype(dtype, copy=False) for array in (w, g))
-        wg, ww = float(x @ y), float(x @ x)
+        y = g[end:].astype(dtype, copy=False)
+        rests = [(float(x @ y), float(x @ x)) for x in (w[end:].astype(dtype, copy=False) for w in clients)]
         if not rows:
-            return wg, ww
-        w, g = (array[:end].reshape(rows, BLAS_ROW) for array in (w, g))
-        sums = np.empty((2, rows), dtype)
+            return rests
+        g, clients = g[:end].reshape(rows, BLAS_ROW), [w[:end].reshape(rows, BLAS_ROW) for w in clients]
+        sums = np.empty((len(clients), 2, rows), dtype)
         for start in range(0, rows, CACHE_TILE // BLAS_ROW):
             tile = slice(start, start + CACHE_TILE // BLAS_ROW)
-            x, y = (array[tile].astype(dtype, copy=False) for array in (w, g))
-            np.vecdot(x, y, out=sums[0, tile])
-            np.vecdot(x, x, out=sums[1, tile])
-        of_rows_wg, of_rows_ww = sums.sum(axis=1, dtype=np.float64).tolist()
-    return of_rows_wg + wg, of_rows_ww + ww
+            y = g[tile].astype(dtype, copy=False)
+            for w, (wg, ww) in zip(clients, sums, strict=True):
+                x = w[tile].astype(dtype, copy=False)
+                np.vecdot(x, y, out=wg[tile])
+                np.vecdot(x, x, out=ww[tile])
+        of_rows = sums.sum(axis=2, dtype=np.float64).tolist()
+    return [(wg + rest_wg, ww + rest_ww) for (wg, ww), (rest_wg, rest_ww) in zip(of_rows, rests, strict=True)]

@@ -6,6 +6,7 @@ from fedssl.arrays import NO_COSINES, GlobalLayers, Layers
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.types import Aggregator, Mergeable
+from strategies.weighted_sum import WeightedSum
 
 
 def aggregate(
@@ -21,11 +22,17 @@ def aggregate(
     if isinstance(aggregator, Mergeable):
         aggregator.set_clients([update.partition_id for update in updates])
     aggregator.start(reference)
-    for update in updates:
-        cosines = reference.cosines_of(update.layers) if needs_cosines else NO_COSINES
+    all_cosines = [NO_COSINES] * len(updates)
+    if needs_cosines:
+        all_cosines = reference.cosines_of_all([update.layers for update in updates])
+    for update, cosines in zip(updates, all_cosines, strict=True):
         if not cosines.finite:
             raise InputError(f"client {update.partition_id}: layer {cosines.first_invalid} has NaN or infinite values")
-        aggregator.add(update, cosines)
+    if type(aggregator) is WeightedSum:  # a subclass may do more with each update
+        aggregator.add_all(updates, all_cosines)
+    else:
+        for update, cosines in zip(updates, all_cosines, strict=True):
+            aggregator.add(update, cosines)
     return aggregator.finish()
 
 

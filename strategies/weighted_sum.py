@@ -19,8 +19,9 @@ Running statistics are averaged with s = 1 (``buffers="average"``), or scaled li
 import math
 import warnings
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -90,8 +91,9 @@ class WeightedSum:
     """Weighted average of client models, optionally scaled by their cosines with the global model.
 
     Call `set_clients`, without which all clients are one block, `start`, `add` for each client in order of its id,
-    then `finish`. `start` starts a new round. Options as in `strategies.l_dawa.l_dawa`; ``scale`` is s: "none" is 1,
-    "layer" the cosine of each layer, "model" one cosine over all weights.
+    then `finish`. `start` starts a new round. `add_all` is faster than `add`, with equal bits. Options as in
+    `strategies.l_dawa.l_dawa`; ``scale`` is s: "none" is 1, "layer" the cosine of each layer, "model" one cosine over
+    all weights.
     """
 
     def __init__(
@@ -134,6 +136,15 @@ class WeightedSum:
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:
         """Add an update that `GlobalLayers.check` validated."""
+        self.add_all([update], [cosines])
+
+    def add_all(self, updates: Sequence[ClientUpdate], all_cosines: Sequence[Cosines]) -> None:
+        """Add updates of clients of the round in order of their ids, tile by tile for all clients of a block."""
+        terms = map(self._term, updates, all_cosines)
+        for _, block in groupby(zip(updates, terms, strict=True), lambda pair: self.block_of(pair[0].partition_id)):
+            self._add_clients(list(block))
+
+    def _term(self, update: ClientUpdate, cosines: Cosines) -> _Term:
         weight, loss = 1.0, math.inf
         if self.weighting == "examples":
             weight = _metric(update, NUM_EXAMPLES, update.num_examples)
@@ -142,11 +153,12 @@ class WeightedSum:
         elif self.weighting == "loss":
             loss = _metric(update, TRAIN_LOSS, update.train_loss)  # Eq. 6
         coefficients = {name: weight * self._scale_of(name, cosines) for name in self._global.layers}
-        self._add_update(update, coefficients, weight=weight, loss=loss)
+        return _Term(update.partition_id, loss, weight, coefficients)
 
     def add_weighted(self, update: ClientUpdate, weight: float) -> None:
         """Add an update with an explicit weight and without scaling. The options do not apply."""
-        self._add_update(update, dict.fromkeys(self._global.layers, weight), weight=weight)
+        coefficients = dict.fromkeys(self._global.layers, weight)
+        self._add_clients([(update, _Term(update.partition_id, math.inf, weight, coefficients))])
 
     def merge(self, block: PartialSum) -> None:
         """Add the sum of the first clients of a block, a result of `take_block`."""
@@ -166,7 +178,8 @@ class WeightedSum:
             self._sum, self._block = self._block, None
         elif self._block is not None:
             block, self._sum = self.take_block(), self._sum.writable()
-            self._add(self._sum, block)
+            own, other = self._sum.add_weights(block)
+            self._add(self._sum, [(block.layers, own, dict.fromkeys(block.layers, other))])
 
     def finish(self) -> Layers:
         """Return the new global layers. Raises `InputError` without any update."""
@@ -196,23 +209,24 @@ class WeightedSum:
             divisor = sum(map(abs, scaled.values())) or divisor
         return Combination(0.0, {client: coefficient / divisor for client, coefficient in scaled.items()})
 
-    def _add_update(
-        self, update: ClientUpdate, coefficients: dict[str, float], *, weight: float, loss: float = math.inf
-    ) -> None:
-        """Add the layers of an update, each times its coefficient, to the sum of its block."""
-        if self._global.products:
-            self._terms.append(_Term(update.partition_id, loss, weight, coefficients))
-        scaled_weights = {name: abs(value) for name, value in coefficients.items()}
-        client = PartialSum(layers=update.layers, scaled_weights=scaled_weights, weight=weight, min_loss=loss)
-        self._add(self._open_block(update.partition_id), client, coefficients)
+    def _add_clients(self, clients: Sequence[tuple[ClientUpdate, _Term]]) -> None:
+        """Add the layers of clients of one block, each times its coefficient, to the sum of the block."""
+        total, addends = self._open_block(clients[0][0].partition_id), []
+        for update, term in clients:
+            if self._global.products:
+                self._terms.append(term)
+            scaled_weights = {name: abs(value) for name, value in term.coefficients.items()}
+            client = PartialSum(layers={}, scaled_weights=scaled_weights, weight=term.weight, min_loss=term.loss)
+            own, other = total.add_weights(client)
+            addends.append((update.layers, own, {name: other * value for name, value in term.coefficients.items()}))
+        self._add(total, addends)
 
-    def _add(self, total: PartialSum, addend: PartialSum, coefficients: Mapping[str, float] | None = None) -> None:
-        """Add the weights of a sum, and its layers times their coefficients; None is 1."""
-        own, other = total.add_weights(addend)
+    def _add(self, total: PartialSum, addends: Sequence[tuple[Layers, float, Mapping[str, float]]]) -> None:
+        """Multiply the layers of a sum by a factor, and add others times their coefficients; repeat."""
 
         def add(name: str) -> None:
-            coefficient = other if coefficients is None else other * coefficients[name]
-            _add_scaled(total.layers[name], addend.layers[name], factor=own, coefficient=coefficient)
+            of_layer = [(layers[name], factor, coefficients[name]) for layers, factor, coefficients in addends]
+            _add_scaled(total.layers[name], of_layer)
 
         self._global.parallel_for(add)
 
@@ -249,16 +263,18 @@ def _loss_weight(loss: float, min_loss: float) -> float:
     return 1.0 if loss == min_loss else math.exp(min_loss - loss)
 
 
-def _add_scaled(total: np.ndarray, layer: np.ndarray, *, factor: float, coefficient: float) -> None:
-    """Multiply a layer of a sum by ``factor``, of which 0 overwrites it, and add another one times ``coefficient``."""
-    tiles = (torch.from_numpy(array.reshape(-1)).split(CACHE_TILE) for array in (total, layer))
-    for sums, addend in zip(*tiles, strict=True):  # tiles stay in the cache between both operations
-        if factor == 0:
-            torch.mul(addend.to(sums.dtype), coefficient, out=sums)
-            continue
-        if factor != 1:
-            sums.mul_(factor)
-        sums.add_(addend, alpha=coefficient)  # one operation that multiplies and adds; NumPy needs two and a buffer
+def _add_scaled(total: np.ndarray, addends: Iterable[tuple[np.ndarray, float, float]]) -> None:
+    """Multiply a layer of a sum by a factor, of which 0 overwrites it, and add another one times its coefficient."""
+    layers, factors, coefficients = zip(*addends, strict=True)
+    tiles = (torch.from_numpy(array.reshape(-1)).split(CACHE_TILE) for array in (total, *layers))
+    for sums, *tile in zip(*tiles, strict=True):  # tiles of the sum stay in the cache
+        for addend, factor, coefficient in zip(tile, factors, coefficients, strict=True):
+            if factor == 0:
+                torch.mul(addend.to(sums.dtype), coefficient, out=sums)
+                continue
+            if factor != 1:
+                sums.mul_(factor)
+            sums.add_(addend, alpha=coefficient)  # multiplies and adds at once; NumPy needs two steps and a buffer
 
 
 def _sum_dtype(array: np.ndarray) -> np.dtype:

@@ -77,6 +77,6 @@ def test_a_squared_norm_above_1e20_is_invalid():
 def test_cosines_of_very_large_and_small_layers(size):
     random = np.random.default_rng(0)
     g, w = random.standard_normal((2, 20_000)).astype(np.float32)
-    (wg, ww), (_, gg) = inner_products(w * np.float32(size), g), inner_products(g, g)
+    [(wg, ww)], [(_, gg)] = inner_products([w * np.float32(size)], g), inner_products([g], g)
     expected = g.astype(float) @ w / sqrt((g.astype(float) @ g) * (w.astype(float) @ w))
     assert cosine_of_products(wg, ww, gg) == pytest.approx(expected, abs=1e-6)
