@@ -56,7 +56,9 @@ class Federation:
         """Run a round, and return its seconds."""
         start = time.perf_counter()
         exchange = WallClockExchange(self.grid)
-        self.state, _ = run_round(exchange, lambda: self.federation, self.state, oldest_resumable=self.state.round)
+        self.state, self.result = run_round(
+            exchange, lambda: self.federation, self.state, oldest_resumable=self.state.round
+        )
         exchange.flush()
         return time.perf_counter() - start
 

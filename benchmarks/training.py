@@ -94,8 +94,9 @@ class Client:
 
     def __init__(self, overrides: Sequence[str], *, num_images: int, device: torch.device, seed: int = 0) -> None:
         self.settings = compose(["dataset=cifar10", *overrides])
-        random = torch.Generator().manual_seed(0)
-        self.images = torch.randint(0, 256, (num_images, 3, 32, 32), dtype=torch.uint8, generator=random).to(device)
+        random, size = torch.Generator().manual_seed(0), self.settings.data.size
+        shape = (num_images, self.settings.data.channels, size, size)
+        self.images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random).to(device)
         self.labels = torch.randint(0, 10, (num_images,), generator=random).to(device)
         self.method = build_method(self.settings.model).to(device)
         layers = exchanged_layers(self.method)
