@@ -25,6 +25,9 @@ class Mask:
     visible: Tensor | None = None
     # Indices of the patches to predict, in blocks, ascending, int64, ``(batch, blocks, m)``. None as above.
     targets: Tensor | None = None
+    # Numbers of the hidden patches, counted over the whole batch, int64, ``(n,)``, see
+    # `fedssl.augmentation.patch_masks.padded_numbers`. None for ``multi_block``.
+    hidden_numbers: Tensor | None = None
 
     @property
     def indices(self) -> tuple[Tensor, Tensor]:

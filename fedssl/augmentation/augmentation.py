@@ -253,11 +253,11 @@ def _per_image(orders: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int]) 
 
 
 def _masks_to_device(masks: list[list[Mask | None]], device: torch.device) -> list[list[Mask | None]]:
-    """Copy the masks of all batches at once; patch indices fit into 16 bits."""
+    """Copy the masks of all batches at once; numbers of patches fit into 32 bits."""
     tensors = [leaf for leaf in tree_leaves(masks) if isinstance(leaf, Tensor)]
     if not tensors:
         return masks
-    packed = to_device(torch.cat([part.flatten().to(torch.int16) for part in tensors]), device)
+    packed = to_device(torch.cat([part.flatten().to(torch.int32) for part in tensors]), device)
     pieces = iter(packed.split([part.numel() for part in tensors]))
     moved: list[list[Mask | None]] = tree_map_only(Tensor, lambda x: next(pieces).view(x.shape).to(x.dtype), masks)
     return moved

@@ -118,7 +118,8 @@ def random_mask(batch: int, patches: int, *, ratio: float, generator: torch.Gene
     order = torch.rand(batch, patches, generator=generator).argsort(dim=1)
     visible, masked = order.split([patches - num_hidden(ratio, patches), num_hidden(ratio, patches)], dim=1)
     hidden = torch.ones(batch, patches, dtype=torch.bool).scatter_(1, visible, False)
-    return Mask(hidden, visible.sort(dim=1).values, masked.sort(dim=1).values[:, None])
+    targets = masked.sort(dim=1).values[:, None]
+    return Mask(hidden, visible.sort(dim=1).values, targets, padded_numbers(hidden))
 
 
 def block_mask(recipe: MaskRecipe, batch: int, *, grid: int, generator: torch.Generator) -> Mask:
@@ -143,7 +144,19 @@ def block_mask(recipe: MaskRecipe, batch: int, *, grid: int, generator: torch.Ge
         fits = (height >= 1) & (width >= 1) & (height < grid) & (width < grid)
         fits &= (more.flatten(1).sum(dim=1) <= limit) & (rest > 0)
         hidden = torch.where(fits[:, None, None], more, hidden)
-    return Mask(hidden.flatten(1))
+    return Mask(hidden.flatten(1), hidden_numbers=padded_numbers(hidden.flatten(1)))
+
+
+def padded_numbers(hidden: Tensor) -> Tensor:
+    """Return the numbers of the hidden patches of ``(batch, patches)``, ``image * patches + patch``, and repetitions.
+
+    The first numbers are repeated up to a multiple of a 16th of all patches, at least one, so that batches have few
+    sizes: each size needs a CUDA graph of its own. Without hidden patches the numbers are those of the first patches.
+    """
+    hidden_numbers = hidden.flatten().nonzero()[:, 0]
+    step = math.ceil(hidden.numel() / 16)
+    size = step * max(1, math.ceil(len(hidden_numbers) / step))
+    return hidden_numbers[torch.arange(size) % len(hidden_numbers)] if len(hidden_numbers) else torch.arange(size)
 
 
 def multi_block_mask(recipe: MaskRecipe, batch: int, *, grid: int, generator: torch.Generator) -> Mask:

@@ -80,7 +80,7 @@ def dino(
 def masked_tokens(
     student: Tensor,
     teacher: Tensor,
-    masked: Tensor,
+    weights: Tensor,
     *,
     center: Tensor,
     student_temperature: float,
@@ -88,25 +88,22 @@ def masked_tokens(
 ) -> Tensor:
     """Return iBOT's loss of masked patches (arXiv 2111.07832, Eq. 2): the student predicts the teacher's output there.
 
-    With P_t and P_s as in `dino`, each image has the mean of ``-sum_k P_t(k) log P_s(k)`` over its masked patches (0
-    without any), and the loss is the mean over images, a scalar >= 0. Eq. 2 sums over patches; the mean is that of the
-    authors' code. All patches are computed and the others set to 0, because selecting the masked ones would synchronize
-    with the device.
+    With P_t and P_s as in `dino`, the loss is the sum of ``-w sum_k P_t(k) log P_s(k)`` over patches of weight w, a
+    scalar >= 0. Eq. 2 sums over the masked patches; in the authors' code the loss is the mean over images of the mean
+    over an image's masked patches: w is 1 / (images * masked patches of the image).
 
     Parameters
     ----------
     student, teacher : Tensor
-        Logits of the patches of the masked and of the complete images, ``(batch, patches, K)``; the teacher's without
-        gradient.
-    masked : Tensor
-        Which patches the student did not see, bool, ``(batch, patches)``.
+        Logits of the same patches of the masked and of the complete images, ``(n, K)``; the teacher's without gradient.
+    weights : Tensor
+        Weights of the patches, ``(n,)``, 0 for patches that are not masked.
     center, student_temperature, teacher_temperature
         As in `dino`.
     """
     targets = _sharpened(teacher, center, teacher_temperature)
-    log_p = F.log_softmax(at_least_float32(student) / student_temperature, dim=2)
-    entropy = torch.where(masked, -(targets * log_p).sum(dim=2), 0)  # Eq. 2
-    return (entropy.sum(dim=1) / masked.sum(dim=1).clamp(min=1)).mean()
+    log_p = F.log_softmax(at_least_float32(student) / student_temperature, dim=1)
+    return -(weights * (targets * log_p).sum(dim=1)).sum()  # Eq. 2
 
 
 def _cross_view_entropy(targets: Tensor, logits: Tensor) -> Tensor:

@@ -6,6 +6,9 @@ views.
 
 Differences from the authors' code, besides those of `fedssl.methods.dino`:
 
+- The heads of student and teacher run on the hidden patches only, so that the center of patch tokens, and statistics of
+  batch normalization, are those of hidden patches. The authors' run on all patches, which takes longer; the other
+  patches have no part in the loss.
 - Class and patch tokens have the same head, temperatures and momentum of the centers (the authors' defaults).
 - The patch loss counts in every epoch and is a mean over images with and without hidden patches, as in the authors'
   code; there the share of hidden patches varies between images as here.
@@ -47,7 +50,8 @@ class IBOT(DINO):
 
     The projector's first outputs are those of the class tokens of the global views; regularizers use them. Patches of
     these views are hidden. If the projector has batch normalization, class tokens and patch tokens have their own
-    statistics in a step.
+    statistics in a step. A few hidden patches are repeated (`fedssl.augmentation.patch_masks.padded_numbers`): they
+    count once in the loss, and each time in c' and in these statistics.
 
     $$
     \mathcal{L} = \mathcal{L}_{\text{DINO}} - \frac{\lambda}{nG} \sum_{i=1}^{n} \sum_{u=1}^{G} \frac{1}{|M_i^{(u)}|}
@@ -57,6 +61,11 @@ class IBOT(DINO):
     $$
     P_s(u, i, j) = \operatorname{softmax}(\hat{s}_{ij}^{(u)} / \tau_s) \qquad
     P_t(u, i, j) = \operatorname{softmax}((t_{ij}^{(u)} - c') / \tau_t)
+    $$
+
+    $$
+    c' \leftarrow \mu \, c' + (1 - \mu) \frac{1}{\sum_{i,u} |M_i^{(u)}|} \sum_{i=1}^{n} \sum_{u=1}^{G}
+    \sum_{j \in M_i^{(u)}} t_{ij}^{(u)}
     $$
 
     with $M_i^{(u)}$ the hidden patches of global view u of image i, $\hat{s}_{ij}$ the student's logits of patch j of
@@ -112,53 +121,64 @@ class IBOT(DINO):
         self.patch_center = Center(num_prototypes, momentum=center_momentum)
 
     def loss(self, views: Views) -> Tensor:
-        images, masked = torch.cat(views.global_images), hidden_patches(views)
-        tokens = self.encoder.forward_tokens(self.encoder.embed(images, hidden=masked, mask_token=self.mask_token))
+        images, (hidden, numbers, weights) = torch.cat(views.global_images), hidden_patches(views)
+        tokens = self.encoder.forward_tokens(self.encoder.embed(images, hidden=hidden, mask_token=self.mask_token))
         h = self.encoder.pool_tokens(tokens)
         if views.local_images:
             h = torch.cat((h, *(self.encoder(local) for local in by_size(views.local_images))))
         student = self.prototypes(self.projector(h)).chunk(len(views))
-        student_patches = self.prototypes(_project_patches(self.projector, self.encoder, tokens))
-        teacher, teacher_patches = self.teacher_token_logits(views)
+        student_patches = self.prototypes(self.projector(_patch_tokens(self.encoder, tokens)[numbers]))
+        teacher, teacher_patches = self.teacher_token_logits(views, numbers)
         loss = dino(student, teacher, center=self.center.running_mean, **self.temperatures)
         patch_loss = masked_tokens(
-            student_patches, teacher_patches, masked, center=self.patch_center.running_mean, **self.temperatures
+            student_patches, teacher_patches, weights, center=self.patch_center.running_mean, **self.temperatures
         )
         self.center.update(torch.cat(teacher))
         self.patch_center.update(teacher_patches)
         return loss + self.patch_weight * patch_loss
 
     def teacher_logits(self, views: Views) -> tuple[Tensor, ...]:
-        return self.teacher_token_logits(views)[0]
+        return self.teacher_token_logits(views, hidden_patches(views)[1])[0]
 
     @torch.no_grad()
-    def teacher_token_logits(self, views: Views) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return the teacher's logits of each global view, ``(batch, K)``, and those of the patches of all of them.
+    def teacher_token_logits(self, views: Views, numbers: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return the teacher's logits of each global view, ``(batch, K)``, and those of patches, ``(n, K)``.
 
-        The latter are ``(views * batch, patches, K)``.
+        ``numbers`` are those of the patches, ``(n,)``, see `hidden_patches`.
         """
         encoder, projector = self.target_encoder, self.target_projector
         tokens = encoder.forward_tokens(encoder.embed(torch.cat(views.global_images)))
         logits = self.target_prototypes(projector(encoder.pool_tokens(tokens)))
-        patches = self.target_prototypes(_project_patches(projector, encoder, tokens))
+        patches = self.target_prototypes(projector(_patch_tokens(encoder, tokens)[numbers]))
         return logits.chunk(len(views.global_images)), patches
 
     def diagnose(self, views: Views) -> dict[str, float]:
         """Return `assignment_entropies` of the teacher's class tokens and of its patch tokens."""
-        patches = at_least_float32(self.teacher_token_logits(views)[1]).flatten(end_dim=1)
-        centered = patches - self.patch_center.running_mean
+        every = torch.arange(hidden_patches(views)[0].numel(), device=views[0].images.device)
+        centered = at_least_float32(self.teacher_token_logits(views, every)[1]) - self.patch_center.running_mean
         single, mean = assignment_entropies(F.softmax(centered / self.teacher_temperature, dim=1))
         own = {"patch_assignment_entropy": single.item(), "patch_prototype_entropy": mean.item()}
         return super().diagnose(views) | own
 
 
-def hidden_patches(views: Views) -> Tensor:
-    """Return which patches of the global views are hidden, bool, ``(views * batch, patches)``."""
-    return torch.cat([view.mask.hidden for view in views if view.mask is not None])
+def hidden_patches(views: Views) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the hidden patches of the global views as a mask, by their numbers, and with their weights in the loss.
+
+    The mask is bool, ``(views * batch, patches)``. Numbers ``(n,)`` count the patches of all images. A weight ``(n,)``
+    is 1 / (images * hidden patches of the image), and 0 for a repeated patch or one that is not hidden.
+    """
+    masks = [view.mask for view in views if view.mask is not None]
+    hidden = torch.cat([mask.hidden for mask in masks])
+    numbers, counted = [], []
+    for view, mask in enumerate(masks):
+        assert mask.hidden_numbers is not None  # see `AcceptedViews`
+        numbers.append(mask.hidden_numbers + view * mask.hidden.numel())
+        counted.append(torch.arange(len(mask.hidden_numbers), device=hidden.device) < mask.hidden.sum())
+    joined = torch.cat(numbers)
+    hidden_of_image = hidden.sum(dim=1)[joined // hidden.shape[1]]
+    return hidden, joined, torch.cat(counted) / (len(hidden) * hidden_of_image.clamp(min=1))
 
 
-def _project_patches(projector: MLP, encoder: TokenEncoder, tokens: Tensor) -> Tensor:
-    """Return the projections of the patch tokens, ``(batch, patches, dim)``."""
-    patches = tokens[:, encoder.num_prefix_tokens :]
-    projections: Tensor = projector(patches.flatten(end_dim=1))  # batch norm expects one axis of vectors
-    return projections.view(*patches.shape[:2], -1)
+def _patch_tokens(encoder: TokenEncoder, tokens: Tensor) -> Tensor:
+    """Return the tokens of patches without those before them, ``(images * patches, feature_dim)``."""
+    return tokens[:, encoder.num_prefix_tokens :].flatten(end_dim=1)

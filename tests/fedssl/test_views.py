@@ -12,23 +12,29 @@ MASKED = (["global"], ["random"])
 
 def test_tensors_and_their_replacements_have_the_same_order():
     images, small = torch.zeros(2, 1, 8, 8), torch.zeros(2, 1, 4, 4)
-    hidden, visible, targets = (
+    hidden, visible, targets, numbers = (
         torch.zeros(2, 9, dtype=torch.bool),
         torch.zeros(2, 4).long(),
         torch.zeros(2, 1, 5).long(),
+        torch.zeros(7).long(),
     )
     views = Views(
-        (View(images, mask=Mask(hidden, visible, targets)), View(images, mask=Mask(hidden)), View(small, "local")),
+        (
+            View(images, mask=Mask(hidden, visible, targets)),
+            View(images, mask=Mask(hidden, hidden_numbers=numbers)),
+            View(small, "local"),
+        ),
         torch.zeros(2).long(),
     )
     numbered = views.with_tensors([x + index for index, x in enumerate(views.tensors(), start=1)])
-    assert [float(x.flatten()[0]) for x in numbered.images] == [1, 5, 7]
+    assert [float(x.flatten()[0]) for x in numbered.images] == [1, 5, 8]
     assert numbered[0].mask.visible.eq(3).all()
     assert numbered[0].mask.targets.eq(4).all()
     assert numbered[1].mask.visible is None
-    assert numbered.labels.eq(8).all()
+    assert numbered[1].mask.hidden_numbers.eq(7).all()
+    assert numbered.labels.eq(9).all()
     assert [view.role for view in numbered] == ["global", "global", "local"]
-    assert len(views.tensors()) == 8
+    assert len(views.tensors()) == 9
     assert [x.shape for x in views.global_images + views.local_images] == [images.shape, images.shape, small.shape]
 
 

@@ -1,9 +1,18 @@
 """Random masks of patches."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from fedssl.augmentation.patch_masks import MaskRecipe, block_mask, multi_block_mask, num_hidden, random_mask
+from fedssl.augmentation.patch_masks import (
+    MaskRecipe,
+    block_mask,
+    multi_block_mask,
+    num_hidden,
+    padded_numbers,
+    random_mask,
+)
 from fedssl.errors import InputError
 from tests.fedssl.augmentation.made import augmentation, generator, random_images
 
@@ -43,6 +52,30 @@ def test_blocks_hide_at_most_their_share_with_their_probability():
     # The shares are uniform in [0.1, 0.5]; rectangles reach them except for a few patches.
     assert 0.2 < masked.mean() <= 0.3
     assert masked.quantile(0.9) > 0.4
+
+
+def test_numbers_of_hidden_patches_are_padded_to_few_sizes():
+    """3 images of 16 patches: sizes are multiples of 3."""
+    hidden = torch.zeros(3, 16, dtype=torch.bool)
+    assert padded_numbers(hidden).tolist() == [0, 1, 2]
+    hidden[0, 5] = True
+    assert padded_numbers(hidden).tolist() == [5, 5, 5]
+    hidden[2, 0] = hidden[2, 15] = True
+    assert padded_numbers(hidden).tolist() == [5, 32, 47]
+    hidden[1, 3] = True
+    assert padded_numbers(hidden).tolist() == [5, 19, 32, 47, 5, 19]
+    assert padded_numbers(hidden | True).tolist() == list(range(48))
+
+
+@pytest.mark.parametrize("draw", [partial(random_mask, ratio=0.75), partial(block_mask, BLOCK)])
+def test_masks_have_the_numbers_of_their_hidden_patches(draw):
+    sizes = set()
+    for seed in range(20):
+        mask = draw(32, **({"patches": 64} if draw.func is random_mask else {"grid": 8}), generator=generator(seed))
+        assert mask.hidden_numbers.unique().tolist() == mask.hidden.flatten().nonzero()[:, 0].tolist()
+        sizes.add(len(mask.hidden_numbers))
+    assert len(sizes) <= 4
+    assert all(size % 128 == 0 for size in sizes)
 
 
 @pytest.mark.parametrize("grid", [4, 8, 14])

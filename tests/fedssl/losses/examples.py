@@ -41,8 +41,9 @@ def unit(z: Tensor) -> Tensor:
     return F.normalize(at_least_float32(z), dim=1)
 
 
-def masked(z: Tensor) -> Tensor:
-    return torch.arange(16, device=z.device).view(2, 8) % 3 == 0
+def patch_weights(z: Tensor) -> Tensor:
+    """Weights of the patches of two images of eight, of which three are masked."""
+    return (torch.arange(16, device=z.device) % 3 == 0) / 6
 
 
 SHARP = {"student_temperature": 0.3, "teacher_temperature": 0.2}
@@ -58,9 +59,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "vicreg": lambda a, b: vicreg(a, b / 2),
     "vicreg of few features": lambda a, b: vicreg(a[:, :8], b[:, :8]),
     "dino": lambda a, b: dino((a, b, a.flip(0)), (b, a), center=center(a), **SHARP),
-    "masked_tokens": lambda a, b: masked_tokens(
-        a.view(2, 8, 32), b.view(2, 8, 32), masked(a), center=center(a), **SHARP
-    ),
+    "masked_tokens": lambda a, b: masked_tokens(a, b, patch_weights(a), center=center(a), **SHARP),
     "swav": lambda a, b: swav((a, b), (sinkhorn(a, epsilon=0.5, iterations=3),), temperature=0.1),
     "sigreg": lambda a, b: sigreg(torch.stack((a, b)), slices=8, generator=directions()),
     "masked_reconstruction": lambda a, b: masked_reconstruction(a.view(2, 8, 32), b.view(2, 8, 32)),

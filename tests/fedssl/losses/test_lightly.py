@@ -102,5 +102,7 @@ def test_masked_tokens() -> None:
     masked = torch.tensor([[1, 0, 1, 1, 0, 0], [0] * 6, [1] * 6, [0, 1, 0, 0, 0, 0]]).bool()
     reference = IBOTPatchLoss(output_dim=20, student_temp=0.2, teacher_temp=0.07)
     reference.center.center.copy_(center)
-    loss = masked_tokens(student, teacher, masked, center=center, student_temperature=0.2, teacher_temperature=0.07)
+    weights = (masked / (4 * masked.sum(dim=1, keepdim=True).clamp(min=1)))[masked]
+    temperatures = {"student_temperature": 0.2, "teacher_temperature": 0.07}
+    loss = masked_tokens(student[masked], teacher[masked], weights, center=center, **temperatures)
     assert_equal(loss, reference(teacher[masked], student[masked], masked.view(4, 2, 3)))

@@ -165,6 +165,14 @@ def slow_masked_tokens(
     return total / len(masked)
 
 
+def masked_loss(student: Tensor, teacher: Tensor, masked: Tensor, **settings) -> Tensor:
+    """The loss of the masked patches of logits ``(batch, patches, K)``, and of another patch of weight 0."""
+    weights = masked.double() / (len(masked) * masked.sum(dim=1, keepdim=True).clamp(min=1))
+    used = masked.clone()
+    used[1, 2] = True
+    return masked_tokens(student[used], teacher[used], weights[used], **settings)
+
+
 def some_masked() -> Tensor:
     return torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0]]).bool()
 
@@ -172,7 +180,7 @@ def some_masked() -> Tensor:
 def test_masked_tokens_is_its_equation() -> None:
     student, teacher = draw(4, 4, 6)
     (center,) = draw(6, seed=2, count=1)
-    loss = masked_tokens(student, teacher, some_masked(), center=center, **TEMPERATURES)
+    loss = masked_loss(student, teacher, some_masked(), center=center, **TEMPERATURES)
     slow = slow_masked_tokens(student, teacher, some_masked(), center, TEMPERATURES)
     assert loss.item() == pytest.approx(slow, rel=1e-12)
 
@@ -185,7 +193,7 @@ def test_masked_tokens_by_hand() -> None:
     student = torch.stack((torch.cat((THREE_QUARTERS, HALF, 9 * EIGHTH)), -logits))
     masked = torch.tensor([[True, True, False], [False, False, False]])
     one = {"student_temperature": 1, "teacher_temperature": 1}
-    loss = masked_tokens(student, teacher, masked, center=torch.ones(2), **one)
+    loss = masked_loss(student, teacher, masked, center=torch.ones(2), **one)
     assert loss.item() == pytest.approx(0.313871, abs=1e-6)
 
 
@@ -194,9 +202,9 @@ def test_masked_tokens_gradient_flows_into_the_students_masked_patches() -> None
     soft = {"student_temperature": 0.7, "teacher_temperature": 0.5}
     fixed = teacher.detach()
     assert torch.autograd.gradcheck(
-        lambda s: masked_tokens(s, fixed, some_masked(), center=center.detach(), **soft), student
+        lambda s: masked_loss(s, fixed, some_masked(), center=center.detach(), **soft), student
     )
-    loss = masked_tokens(student, teacher, some_masked(), center=center, **soft)
+    loss = masked_loss(student, teacher, some_masked(), center=center, **soft)
     assert_gradients(loss, into=[student], not_into=[teacher, center])
     assert student.grad is not None
     assert torch.equal(student.grad.any(dim=2), some_masked())
