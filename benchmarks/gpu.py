@@ -2,7 +2,7 @@
 
     uv run python benchmarks/gpu.py --prepare wheels --data '/my/cifar10-*.parquet'
 
-gathers what that machine lacks, see `gpu_wheels.py`: 18 MB of wheels, and CIFAR-10. Copy this folder to the machine,
+gathers what that machine lacks, see `gpu_wheels.py`: 19 MB of wheels, and CIFAR-10. Copy this folder to the machine,
 with `wheels`, which git should ignore. Its Python is 3.12. There:
 
     python3 -m pip install -q --no-index --no-deps --no-compile --target /tmp/site wheels/*.whl
@@ -26,7 +26,7 @@ d. Learning, the rest, about 200 s (estimate 3 s per round and strategy, thus 30
    52.90 after 10). Then `evaluation=linear`, which is not the paper's probe. The checkpoint has half precision, since a
    machine may return 64 MB at most. Without CIFAR-10 this part is unavailable.
 
-``--device cpu --small`` runs every part on tiny problems in half a minute.
+``--device cpu --small`` runs every part on tiny problems in about a minute.
 """
 
 import gc
