@@ -50,8 +50,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Long tests and fixtures come first: at the end a worker takes over tests of another, and repeats their fixtures.
-    items.sort(key=lambda item: not item.get_closest_marker("slow") and len(item.path.parents))
     if not (config.getoption("--heavy") or config.getoption("--record-digests")):
         for item in items:
             if item.get_closest_marker("heavy"):

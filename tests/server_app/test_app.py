@@ -25,9 +25,11 @@ def test_flower_knows_every_key_and_no_other():
     assert dict.fromkeys([*RUN_CONFIG_KEYS, "overrides"], "") == DECLARED
 
 
-def test_flower_logs_a_wrong_value_in_one_sentence(capsys):
+def test_flower_logs_a_wrong_value_in_one_sentence(capsys, monkeypatch):
     context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={"num-server-rounds": -3})
     flower, text = logging.getLogger("flwr"), io.StringIO()
+    monkeypatch.setattr(flower, "disabled", False)  # libraries that configure logging disable the loggers of others
+    flower.setLevel(logging.INFO)
     handler = logging.StreamHandler(text)
     flower.addHandler(handler)
     try:
