@@ -51,6 +51,7 @@ def test_every_part_runs_and_learning_continues(tmp_path):
     assert {result["round"] for case, result in results["d"].items() if case.endswith(", 4 rounds")} == {4}
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_a_part_with_an_error_fails(tmp_path):
     status, results = check(tmp_path / "run", "--parts", "d", "--continue", str(tmp_path / "checkpoint.0"))
