@@ -6,7 +6,7 @@
 For each number of clients K:
 1. All updates in memory. Times are multiples of one memory pass (read K clients and the global model, write the result,
    at the measured copy bandwidth) and are compared with the form of L-DAWA's authors. Targets: FedAvg and Loss at most
-   1.3 passes, L-DAWA and M-DAWA at most 4 and, with 10 clients, 3.5 times faster than the authors' form.
+   1.4 passes, L-DAWA and M-DAWA at most 3 and, with 10 clients, 3.5 times faster than the authors' form.
 2. Updates that arrive as messages. Time from the last message to the new model (target: at most 10 ms), and memory
    besides the global model and the current message (target: two models).
 3. EUA, which needs all updates at once: time of its parts, memory besides the updates, and for up to 10 clients the

@@ -11,7 +11,7 @@ with `wheels`, which git should ignore. Its Python is 3.12. There:
     python3 -m benchmarks.gpu --data 'wheels/*.parquet' --output NEW --parts d --continue OUT/checkpoint.0
 
 The output has ``gpu.json``, written after every result, ``gpu.log``, and a checkpoint in files of at most 15 MB. Each
-part has a process of its own, which is stopped when its time has ended. A result is a number or a table, or
+part runs in a separate process, which is stopped after its time budget. A result is a number or a table, or
 ``unavailable``: not on this device; ``skipped``: no time was left; ``failed``: an error, whose traceback is in the log.
 With a failure the exit status is 1. Nothing has been measured on a GPU; the estimates are for an H100.
 

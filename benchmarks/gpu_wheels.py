@@ -1,4 +1,4 @@
-"""What `gpu.py` needs on a machine without network: wheels that its Python lacks, or has in another version.
+"""Gather the wheels that `gpu.py` needs on a machine without network.
 
 The machine has Python 3.12 on x86-64 Linux with glibc 2.28 or newer, torch, torchvision, NumPy, SciPy, scikit-learn,
 pandas, pyarrow, Pillow, Matplotlib, safetensors, networkx, threadpoolctl and Jinja2. The versions are those of this

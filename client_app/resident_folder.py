@@ -18,7 +18,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_LENGTH_BYTES = 8
+MAX_SOCKET_PATH = 100  # bytes; the kernel's limit is 103 (macOS) or 107 (Linux)
+SOCKET_NAME_LENGTH = 16
+_LENGTH_BYTES = 8  # of the length of a frame
 
 
 def frame_header(data: bytes) -> bytes:
@@ -46,10 +48,6 @@ def _receive(connection: socket.socket, size: int) -> bytearray:
             raise EOFError("the other end has closed the connection")
         rest = rest[received:]
     return data
-
-
-MAX_SOCKET_PATH = 100  # bytes; the kernel's limit is 103 (macOS) or 107 (Linux)
-SOCKET_NAME_LENGTH = 16
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def padded_numbers(hidden: Tensor) -> Tensor:
     """Return the numbers of the hidden patches of ``(batch, patches)``, ``image * patches + patch``, and repetitions.
 
     The first numbers are repeated up to a multiple of a 16th of all patches, at least one, so that batches have few
-    sizes: each size needs a CUDA graph of its own. Without hidden patches the numbers are those of the first patches.
+    sizes: CUDA graphs are captured per size. Without hidden patches the numbers are those of the first patches.
     """
     hidden_numbers = hidden.flatten().nonzero()[:, 0]
     step = math.ceil(hidden.numel() / 16)

@@ -1,4 +1,4 @@
-"""What is recorded of the models of the server and the clients in some rounds: snapshots and collapse metrics."""
+"""Record snapshots and collapse metrics of the models of the server and the clients in some rounds."""
 
 import logging
 from collections.abc import Callable
