@@ -37,6 +37,7 @@ BLAS_ROW = 1 << 10  # numbers in one BLAS product
 CACHE_TILE = 512 * BLAS_ROW
 
 _NUMBERS_PER_THREAD = 1 << 20
+_SMALL_LAYER = 1 << 16  # numbers; a call with fewer takes about as long as waiting for the interpreter lock
 _SMALLEST_SQUARE = 1e-30
 _MIN_CHANGE = 1e-3  # resolution of the distance of unit vectors whose squares are exact to 1e-7
 # Far above any trained layer; products of larger ones would exceed the range of float32 after few layers.
@@ -205,13 +206,14 @@ class GlobalLayers:
         return [self._cosines(measured) for measured in self._measure(clients)]
 
     def parallel_for(self, work: Callable[[str], None]) -> None:
-        """Call ``work(name)`` for each layer, the largest first, on torch's number of threads.
+        """Call ``work(name)`` for each layer on torch's number of threads.
 
         NumPy and torch release the interpreter lock while they compute. Threads share one queue of layers, so that a
-        busy core delays no other. Inside ``work`` torch uses one thread, because its own threads synchronize and split
-        arrays depending on their number.
+        busy core delays no other. Small layers are left to one thread: two would mostly wait for the lock. Inside
+        ``work`` torch uses one thread, because its own threads synchronize and split arrays depending on their number.
         """
-        queue = iter(self._by_size)
+        large = [name for name in self._by_size if self.layers[name].size >= _SMALL_LAYER]
+        queue = iter(large)
 
         def consume() -> None:
             for name in queue:  # `ThreadPoolExecutor.map` would wake a thread for every layer
@@ -224,6 +226,8 @@ class GlobalLayers:
         try:
             with ThreadPoolExecutor(max(others, 1)) as pool:
                 running = [pool.submit(consume) for _ in range(others)]
+                for name in self._by_size[len(large) :]:
+                    work(name)
                 consume()
                 for thread in running:
                     thread.result()

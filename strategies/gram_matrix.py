@@ -13,9 +13,10 @@ from fedssl.arrays import BLAS_ROW, GlobalLayers, Layers, is_weight
 from fedssl.errors import InputError
 from strategies.update_store import UpdateStore
 
-_TILE = 8 * BLAS_ROW  # numbers of each client in one product; sums in float32 of twice as many may err by 1e-6
-
-_BLOCK = 16  # rows of the Gram matrix in one product, so that little more than its lower triangle is computed
+_PIECE = 8 * BLAS_ROW  # numbers of each client in one product; sums in float32 of twice as many may err by 1e-6
+_MAX_PIECES = 16  # of each client in memory; more do not hide more of the overhead of a call
+_TILE_NUMBERS = 2**22  # of all clients together in memory
+_BLOCK = 32  # rows of the Gram matrix in one product, so that little more than its lower triangle is computed
 
 
 def deviation_gram(weights: GlobalLayers, models: UpdateStore, *, exact: bool = False) -> np.ndarray:
@@ -49,21 +50,30 @@ def deviation_gram(weights: GlobalLayers, models: UpdateStore, *, exact: bool = 
 
 def _lower_triangle(g: np.ndarray, name: str, models: UpdateStore, dtype: np.dtype) -> np.ndarray:
     """Return the (K, K) products of w - g. Entries above the diagonal are undefined."""
-    number, origin = len(models), torch.from_numpy(g)
-    total, part = np.zeros((number, number)), np.zeros((number, number), dtype)
-    buffer, products = torch.from_numpy(np.empty(number * min(_TILE, len(g)), dtype)), torch.from_numpy(part)
-    for tile, arrays in models.tiles(name, _TILE):
+    number, origin, step = len(models), torch.from_numpy(g), _step(len(models))
+    total = np.zeros((number, number))
+    buffer = torch.from_numpy(np.empty(number * min(step, len(g)), dtype))
+    for tile, arrays in models.tiles(name, step):
         y = origin[tile].to(buffer.dtype)
         x = buffer[: number * len(y)].view(number, len(y))
         # Few long calls: threads that release the interpreter lock for each array would wait for each other.
         torch.stack([torch.from_numpy(w).to(x.dtype) for w in arrays], out=x)
         x -= y
+        end = len(y) // _PIECE * _PIECE
+        pieces, rest = x[:, :end].view(number, -1, _PIECE).transpose(0, 1), x[None, :, end:]
         # torch uses one thread here. Results of NumPy's OpenBLAS depend on the number of threads.
-        for first in range(0, number, _BLOCK):
-            end = first + _BLOCK
-            torch.mm(x[first:end], x[:end].T, out=products[first:end, :end])
-        total += part
+        for z in (pieces, rest):
+            for first in range(0, number, _BLOCK):
+                rows = slice(first, first + _BLOCK)
+                products = torch.bmm(z[:, rows], z[:, : rows.stop].transpose(1, 2))
+                total[rows, : rows.stop] += products.sum(0, dtype=torch.float64).numpy()
     return total
+
+
+def _step(number: int) -> int:
+    """Return the numbers of each of these clients in a tile."""
+    pieces = _TILE_NUMBERS // (max(number, 1) * _PIECE)
+    return min(max(pieces, 1), _MAX_PIECES) * _PIECE
 
 
 def factors_of(layers: GlobalLayers, name: str, models: UpdateStore) -> list[Layers]:
@@ -83,8 +93,9 @@ def factors_of(layers: GlobalLayers, name: str, models: UpdateStore) -> list[Lay
 def gram_memory(layers: Layers, number: int, *, exact: bool) -> int:
     """Return about how many bytes `deviation_gram` of this number of updates in a file needs."""
     weights = [array for name, array in layers.items() if is_weight(name, array)]
-    widths = [min(_TILE, array.size) * (8 if exact else max(array.itemsize, 4)) for array in weights]
-    raw = [min(2 * _TILE, array.size) * array.itemsize for array in weights]
+    step = _step(number)
+    widths = [min(step, array.size) * (8 if exact else max(array.itemsize, 4)) for array in weights]
+    raw = [min(step + _PIECE, array.size) * array.itemsize for array in weights]
     tiles = torch.get_num_threads() * number * max(map(sum, zip(widths, raw, strict=True)), default=0)
     matrices = len(weights) + 2 * torch.get_num_threads() + 3  # one for each layer, and those in use
     return tiles + 8 * number**2 * matrices

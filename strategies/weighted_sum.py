@@ -266,8 +266,9 @@ def _loss_weight(loss: float, min_loss: float) -> float:
 def _add_scaled(total: np.ndarray, addends: Iterable[tuple[np.ndarray, float, float]]) -> None:
     """Multiply a layer of a sum by a factor, of which 0 overwrites it, and add another one times its coefficient."""
     layers, factors, coefficients = zip(*addends, strict=True)
-    tiles = (torch.from_numpy(array.reshape(-1)).split(CACHE_TILE) for array in (total, *layers))
-    for sums, *tile in zip(*tiles, strict=True):  # tiles of the sum stay in the cache
+    tensors = [torch.from_numpy(array.reshape(-1)) for array in (total, *layers)]
+    tiles = zip(*(each.split(CACHE_TILE) for each in tensors), strict=True) if total.size > CACHE_TILE else [tensors]
+    for sums, *tile in tiles:  # those of the sum stay in the cache
         for addend, factor, coefficient in zip(tile, factors, coefficients, strict=True):
             if factor == 0:
                 torch.mul(addend.to(sums.dtype), coefficient, out=sums)
