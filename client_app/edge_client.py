@@ -39,7 +39,7 @@ from fedssl.config.literal import user_path
 from fedssl.config.load import BASE_FOLDER
 from fedssl.config.settings import ClientSettings, Component
 from fedssl.config.targets import search_folders, searchpath_override
-from fedssl.datasets.formats import HEIF_SUFFIXES, SUFFIXES
+from fedssl.datasets.formats import SUFFIXES, missing_packages
 from fedssl.datasets.image_folder import ALL_IMAGES, count_files, files_digest
 from fedssl.datasets.listing import is_folder, list_files
 from fedssl.errors import InputError, RequestRefused
@@ -215,8 +215,8 @@ class EdgeClient:
             return len(listing.paths), ""
         if listing.ignored[".parquet"]:
             return 0, "has parquet files in its data-path, but a device reads image files only"
-        if any(listing.ignored[suffix] for suffix in HEIF_SUFFIXES):
-            return 0, "has images in HEIC format only, for which pillow-heif must be installed there"
+        for _, remedy in missing_packages(listing.ignored):
+            return 0, f"has only images that it cannot read: {remedy}"
         return 0, f"has no images in its data-path ({', '.join(SUFFIXES)})"
 
 

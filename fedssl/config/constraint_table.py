@@ -201,7 +201,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         **_all(_optional(_integer(1)), "limit", "test_limit", "num_classes"),
         "max_pixels": _integer(1, 178_956_970),  # Pillow's limit
         "background": _integer(0, 255),
-        "max_value": _optional(Constraint(above=0)),
+        "window": _optional(_list_of(Constraint(minimum=-1e9, maximum=1e9))),
         "test_fraction": _BELOW_ONE,
         "folders": _choice("class", "owner", "owner/class", "none"),
         "split_folders": _choice("auto", True, False),

@@ -25,7 +25,7 @@ from fedssl.plain_values import flatten, plain_values
 GROUPS = ("augmentation", "encoder", "tuning", "method", "regularizer", "schedule", "optimizer", "strategy")
 ALLOWED_KEYS = ("run_id", "seed", "rounds", "local_epochs", "batch_size", "clip_norm", "precision", "channels_last")
 # What a model needs.
-DATA_KEYS = tuple(f"dataset.{key}" for key in ("channels", "size", "mean", "std", "background", "max_value"))
+DATA_KEYS = tuple(f"dataset.{key}" for key in ("channels", "size", "mean", "std", "background", "window"))
 MAPPING_KEYS = ("method.teacher_encoder",)  # settings whose value is a mapping with any keys
 REQUIRED_KEYS = ("run_id", "seed", "rounds", "dataset.size")
 
@@ -33,7 +33,7 @@ _SERVER_KEYS = {"strategy.reported_metrics", "strategy.file", *(f"encoder.{key}"
 
 MAX_TEXT_LENGTH, MAX_LIST_LENGTH, MAX_WORD_LENGTH, MAX_DEPTH = 65_536, 4096, 64, 4
 # Largest integers by the last part of a key.
-MAX_VALUES = {"cache_bytes": 2**40, "depth": 256, "max_value": 2**32, "num_layers": 256, "rounds": 10**6}
+MAX_VALUES = {"cache_bytes": 2**40, "depth": 256, "window": 2**32, "num_layers": 256, "rounds": 10**6}
 MAX_VALUES |= {"seed": 2**63 - 1}
 MAX_OTHER_VALUE = 2**16
 

@@ -2,18 +2,17 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from io import BytesIO
 
 import numpy as np
 from PIL import Image, ImageFile, UnidentifiedImageError
 
 from fedssl.config.constraints import check_arguments
-from fedssl.datasets.formats import FORMATS, HEIF_INSTALLED
-from fedssl.datasets.pixels import BACKGROUND, to_array
+from fedssl.datasets.formats import FORMATS, register_formats
+from fedssl.datasets.pixels import BACKGROUND, check_window, to_array
 from fedssl.machine.memory import decode_slot
 from fedssl.safe_io import FilePath, open_regular_file, sanitize
 
@@ -28,8 +27,7 @@ VERSION = 4  # of decoded pixels and cache files; increase it if the same images
 
 log = logging.getLogger("fedssl")
 
-if HEIF_INSTALLED:
-    import_module("pillow_heif").register_heif_opener(thumbnails=False)
+register_formats()
 
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # the limit here is lower
 warnings.filterwarnings("ignore", "Palette images with Transparency")  # `to_array` respects it
@@ -42,11 +40,12 @@ class Decoding:
     channels: int
     size: int
     background: int = BACKGROUND
-    max_value: float | None = None
+    window: Sequence[float] | None = None
     max_pixels: int = MAX_PIXELS
 
     def __post_init__(self) -> None:
         check_arguments("dataset", **vars(self))
+        check_window(self.window)
 
     def __call__(self, source: Encoded) -> np.ndarray:
         """Decode the first frame of an image as `fedssl.datasets.pixels.to_array` returns it.
@@ -66,7 +65,7 @@ class Decoding:
                     channels=self.channels,
                     size=self.size,
                     background=self.background,
-                    max_value=self.max_value,
+                    window=self.window,
                 )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from fedssl.datasets.base import stratified_holdout
-from fedssl.datasets.formats import HEIF_INSTALLED, HEIF_SUFFIXES, SUFFIXES
+from fedssl.datasets.formats import SUFFIXES, missing_packages
 from fedssl.datasets.listing import Listing, is_folder, list_files, log_once
 from fedssl.datasets.splits import HELD_OUT, matching, split_of
 from fedssl.errors import InputError, shortened
@@ -113,7 +113,8 @@ def _list(root: Path) -> Listing:
     ignored = listing.ignored_kinds()
     if not listing.paths and not listing.repeated:
         found = f" (ignored {ignored})" if ignored else ""
-        raise InputError(f"{root} holds no image{found}; allowed are files ending in {' '.join(SUFFIXES)}")
+        missing = "".join(f"; {remedy}" for _, remedy in missing_packages(listing.ignored))
+        raise InputError(f"{root} holds no image{found}; allowed are files ending in {' '.join(SUFFIXES)}{missing}")
     if ignored:
         log_once(logging.INFO, sanitize(f"{listing.root}: ignored {ignored}"))
     return listing
@@ -121,11 +122,8 @@ def _list(root: Path) -> Listing:
 
 def _warnings(listing: Listing) -> tuple[str, ...]:
     """Return a warning about images that another package could read."""
-    heif = 0 if HEIF_INSTALLED else sum(listing.ignored[suffix] for suffix in HEIF_SUFFIXES)
-    remedy = "install pillow-heif to read them (pip install 'fedssl[heif]')"
-    return (
-        (f"{listing.root}: {heif:,} images ending in {' '.join(HEIF_SUFFIXES)} are ignored; {remedy}",) if heif else ()
-    )
+    missing = missing_packages(listing.ignored)
+    return tuple(f"{listing.root}: {count:,} images are ignored; {remedy}" for count, remedy in missing)
 
 
 def _inner_splits(listing: Listing) -> tuple[str, ...]:

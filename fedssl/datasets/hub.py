@@ -50,7 +50,7 @@ def read(
     owner: str | None = None,
     test_fraction: float = 0.0,
     background: int = BACKGROUND,
-    max_value: float | None = None,
+    window: Sequence[float] | None = None,
     max_pixels: int = MAX_PIXELS,
     cache: str | None = None,
     storage: str = "decoded",
@@ -61,7 +61,7 @@ def read(
     ----------
     split : str
         Name of the split on the Hub, or in the names of the local files.
-    channels, size, background, max_value, limit, max_pixels, cache, storage
+    channels, size, background, window, limit, max_pixels, cache, storage
         As in `fedssl.datasets.image_folder.read`.
     path : str or None
         A parquet or arrow file, a folder of them or a pattern such as ``/data/cifar10-*.parquet``; the network is
@@ -84,7 +84,7 @@ def read(
         None if ``path`` holds no file of this split.
     """
     check_arguments("dataset", test_fraction=test_fraction, storage=storage)
-    decoding = Decoding(channels=channels, size=size, background=background, max_value=max_value, max_pixels=max_pixels)
+    decoding = Decoding(channels=channels, size=size, background=background, window=window, max_pixels=max_pixels)
     if test_fraction and path is None:
         raise InputError(
             f"dataset.test_fraction={test_fraction} is for local files, but dataset.path is null and data sets of the "

@@ -48,7 +48,7 @@ def read(
     split_folders: bool | str = "auto",
     test_fraction: float,
     background: int = BACKGROUND,
-    max_value: float | None = None,
+    window: Sequence[float] | None = None,
     max_pixels: int = MAX_PIXELS,
     cache: str | None = None,
     storage: str = "decoded",
@@ -60,7 +60,7 @@ def read(
     split : str
         Name of a split's folder, or a word for it. Without folders of a test or validation split, labeled images are
         split into "train" and "test" by ``test_fraction``; unlabeled images have no test split.
-    channels, size, background, max_value
+    channels, size, background, window
         As in `fedssl.datasets.pixels.to_array`.
     limit : int or None
         Maximum number of images; the subset is always the same.
@@ -89,7 +89,7 @@ def read(
     check_arguments(
         "dataset", folders=folders, split_folders=split_folders, test_fraction=test_fraction, storage=storage
     )
-    decoding = Decoding(channels=channels, size=size, background=background, max_value=max_value, max_pixels=max_pixels)
+    decoding = Decoding(channels=channels, size=size, background=background, window=window, max_pixels=max_pixels)
     root = user_path(path)
     file_list = list_split(split, root, folders=folders, split_folders=split_folders, test_fraction=test_fraction)
     if file_list is None or not file_list.files:

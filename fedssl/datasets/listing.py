@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from fedssl.datasets.formats import DICOM_DIRECTORY, DICOM_SUFFIX, is_dicom
 from fedssl.errors import InputError
 from fedssl.safe_io import sanitize
 
@@ -149,10 +150,12 @@ class _Walk:
                     links.add(entry.name)
                 if entry.is_dir():
                     is_file[entry.name] = False
-                elif entry.is_file() and _ending(entry.name) in self._suffixes:
+                    continue
+                ending = _ending_by_content(entry)
+                if entry.is_file() and ending in self._suffixes:
                     is_file[entry.name] = True
                 else:
-                    self._listing.ignored[_ending(entry.name)] += 1
+                    self._listing.ignored[ending] += 1
         self._listing.linked |= bool(links)
         for name in sorted(is_file):
             path = f"{folder}/{name}" if folder else name
@@ -207,6 +210,16 @@ def _has(check: Callable[[], bool]) -> bool:
 def _identity(path: str) -> _Identity:
     status = Path(path).stat()
     return status.st_dev, status.st_ino
+
+
+def _ending_by_content(entry: os.DirEntry[str]) -> str:
+    """Return the ending of a file's name in lower case, and that of DICOM for DICOM files without one.
+
+    Scanners and archives name these files ``IM0001``, or by numbers that dots separate.
+    """
+    ending = _ending(entry.name)
+    may_be_dicom = (not ending or ending[1:].isdigit()) and entry.name.upper() != DICOM_DIRECTORY
+    return DICOM_SUFFIX if may_be_dicom and entry.is_file() and is_dicom(entry.path) else ending
 
 
 def _ending(name: str) -> str:

@@ -1,5 +1,7 @@
 """Conversion of an image of any mode to uint8 pixels in the data set's channels and size."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 from PIL.PpmImagePlugin import PpmImageFile
@@ -12,17 +14,24 @@ BACKGROUND = 255  # default of dataset.background
 # Times a value in [0, 1], rounded down. Also the upper 8 bits of a value of 9 to 16 bits divided by its maximum.
 _LEVELS = np.float32(255.999)
 _SIGNED = 2  # sample format of TIFF
+# Keys of `info` of DICOM files, see `fedssl.datasets.dicom`.
+FILE_WINDOW, BIT_RANGE, WHITE_IS_ZERO = "window", "range", "white_is_zero"
 _MAXIMUM = 2**16 - 1  # of PGM
 
 
 def to_array(
-    image: Image.Image, *, channels: int, size: int, background: int = BACKGROUND, max_value: float | None = None
+    image: Image.Image,
+    *,
+    channels: int,
+    size: int,
+    background: int = BACKGROUND,
+    window: Sequence[float] | None = None,
 ) -> np.ndarray:
     """Convert an image to the data set's channels (1 or 3) and size: uint8, ``(channels, size, size)``.
 
     The image is turned upright by its EXIF orientation. Gray becomes RGB by repetition, RGB becomes gray by the luma of
-    ITU-R 601. Values of more than 8 bits are divided by ``max_value``, or by the maximum of their format. Images of
-    another size are scaled by `fedssl.datasets.geometry.fit_image`.
+    ITU-R 601. Gray values of more than 8 bits are scaled to 8 bits: linearly within a window, beyond which they
+    are black or white. Images of another size are scaled by `fedssl.datasets.geometry.fit_image`.
 
     Parameters
     ----------
@@ -30,17 +39,17 @@ def to_array(
         It is loaded, but not changed.
     background : int
         Gray value behind transparent pixels, from 0 (black) to 255 (white).
-    max_value : float or None
-        Value that becomes white in gray images with more than 8 bits, except PGM files that state another one. None for
-        the maximum of the image's format; 32-bit integers and floats have none and are then an `InputError`, and so are
-        negative values.
+    window : sequence of float or None
+        The lowest and the highest value of gray images with more than 8 bits, except PGM files that state a maximum.
+        None for those of the file (DICOM, `fedssl.datasets.dicom`), or 0 and the maximum of the image's format; 32-bit
+        integers and floats have none and are then an `InputError`, and so are negative values.
     """
-    white = white_value(image, max_value)
+    limits = value_limits(image, window)
     image.load()
     if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # not of TIFF, which Pillow has turned
         image = ImageOps.exif_transpose(image)
     if is_deep(image):
-        image = _eight_bits(image, white)
+        image = _eight_bits(image, limits, clip=window is not None)
     elif _tag(image, SAMPLEFORMAT) == _SIGNED:
         raise InputError("signed 8-bit values, which Pillow reads as unsigned; add an offset and save them as unsigned")
     if image.has_transparency_data:
@@ -69,33 +78,50 @@ def states_maximum(image: Image.Image) -> bool:
     return isinstance(arguments, tuple) and arguments[1] != _MAXIMUM
 
 
-def white_value(image: Image.Image, max_value: float | None) -> float | None:
-    """Return the value of white in an `is_deep` image that is not loaded yet; None if its range is unknown."""
-    if max_value is not None and not states_maximum(image):
-        return max_value
+def check_window(window: Sequence[float] | None) -> None:
+    """Raise an `InputError` if ``dataset.window`` is not null or two ascending values."""
+    if window is not None and not (len(window) == 2 and window[0] < window[1]):
+        raise InputError(
+            f"dataset.window=[{', '.join(f'{value:g}' for value in window)}] must be [LOWEST,HIGHEST], two ascending "
+            "values, or null"
+        )
+
+
+def value_limits(image: Image.Image, window: Sequence[float] | None) -> tuple[float, float] | None:
+    """Return the values of black and white in an `is_deep` image that is not loaded yet; None if they are unknown."""
+    if window is not None and not states_maximum(image):
+        return window[0], window[1]
+    of_file: tuple[float, float] | None = image.info.get(FILE_WINDOW) or image.info.get(BIT_RANGE)
+    if of_file is not None:
+        return of_file
     bits = _tag(image, BITSPERSAMPLE)
     if image.mode.startswith("I;16"):
-        return (1 << (bits or 16)) - 1  # 12 bits of TIFF, too
+        return 0, (1 << (bits or 16)) - 1  # 12 bits of TIFF, too
     if image.mode == "I" and isinstance(image, PpmImageFile):
-        return _MAXIMUM  # Pillow divides the values by the file's maximum
+        return 0, _MAXIMUM  # Pillow divides the values by the file's maximum
     if image.mode == "I" and bits == 16:  # signed
-        return 2**15 - 1
+        return 0, 2**15 - 1
     return None
 
 
-def _eight_bits(image: Image.Image, white: float | None) -> Image.Image:
-    """Convert an `is_deep` image to 8-bit gray, with transparency if one of its values is transparent."""
-    if white is None:
+def _eight_bits(image: Image.Image, limits: tuple[float, float] | None, *, clip: bool) -> Image.Image:
+    """Convert an `is_deep` image to 8-bit gray, with transparency if one of its values is transparent.
+
+    Without ``clip``, values below those of the image's format are an `InputError`.
+    """
+    if limits is None:
         raise InputError(
-            f"wrong channels: 32-bit values (mode {image.mode}) of unknown range; set dataset.max_value to the value "
-            "of white, or save it as gray, RGB, RGBA or palette with 8 or 16 bits"
+            f"wrong channels: 32-bit values (mode {image.mode}) of unknown range; set dataset.window to the values of "
+            "black and white, or save it as gray, RGB, RGBA or palette with 8 or 16 bits"
         )
-    values = np.asarray(image)
+    values, (low, high) = np.asarray(image), limits
     lowest = values.min()
-    if not lowest >= 0:  # also NaN
-        raise InputError(f"its lowest value is {lowest}, and pixels are 0 or more; add an offset to its values")
-    levels = np.minimum(values.astype(np.float32) * (_LEVELS / np.float32(white)), 255).astype(np.uint8)
-    gray = Image.fromarray(255 - levels if _tag(image, PHOTOMETRIC_INTERPRETATION) == 0 else levels)  # 0: white is zero
+    if np.isnan(lowest) or (lowest < low and not clip and FILE_WINDOW not in image.info):
+        raise InputError(f"its lowest value is {lowest}; set dataset.window=[LOWEST,HIGHEST], or add an offset")
+    scaled = (values.astype(np.float32) - np.float32(low)) * (_LEVELS / np.float32(high - low))
+    levels = np.clip(scaled, 0, 255).astype(np.uint8)
+    inverted = image.info.get(WHITE_IS_ZERO) or _tag(image, PHOTOMETRIC_INTERPRETATION) == 0  # 0: white is zero
+    gray = Image.fromarray(255 - levels if inverted else levels)
     if "transparency" in image.info:
         gray.putalpha(Image.fromarray(np.where(values == image.info["transparency"], 0, 255).astype(np.uint8)))
     return gray

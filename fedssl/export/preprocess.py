@@ -1,6 +1,6 @@
 """Preprocessing of images for an encoder, with the pixels and the geometry of its training."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +9,16 @@ from PIL import Image
 from torch import Tensor
 
 from fedssl.config.constraints import check_arguments
+from fedssl.datasets.formats import register_formats
 from fedssl.datasets.geometry import fit_tensor
-from fedssl.datasets.pixels import BACKGROUND, to_array
+from fedssl.datasets.pixels import BACKGROUND, check_window, to_array
 from fedssl.errors import InputError
+
+register_formats()  # users open their images themselves
 
 Picture = Tensor | Image.Image
 
-_DEFAULTS: Mapping[str, Any] = {"background": BACKGROUND, "max_value": None}  # settings of the pixels
+_DEFAULTS: Mapping[str, Any] = {"background": BACKGROUND, "window": None}  # settings of the pixels
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Preprocess:
     mean: tuple[float, ...]  # per channel, of pixels in [0, 1]
     std: tuple[float, ...]  # per channel, of pixels in [0, 1]
     background: int = BACKGROUND  # of images of Pillow, as in `to_array`
-    max_value: float | None = None  # of images of Pillow, as in `to_array`
+    window: Sequence[float] | None = None  # of images of Pillow, as in `to_array`
 
     def __call__(self, images: Picture | list[Picture]) -> Tensor:
         """Convert images to float32 ``(batch, channels, size, size)``.
@@ -49,9 +52,7 @@ class Preprocess:
         """Return images as uint8 ``(batch, channels, height, width)``, those of Pillow in the encoder's size."""
         channels = len(self.mean)
         if isinstance(images, Image.Image) and channels in (1, 3):
-            pixels = to_array(
-                images, channels=channels, size=self.size, background=self.background, max_value=self.max_value
-            )
+            pixels = to_array(images, channels=channels, size=self.size, background=self.background, window=self.window)
             return torch.tensor(pixels)[None]
         found, remedy = f"a {type(images).__name__}", "give PIL.Image.open(FILE), or convert them first"
         if isinstance(images, Tensor):
@@ -72,7 +73,8 @@ def pixel_metadata(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pixel_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``background`` and ``max_value`` of an encoder's metadata; `InputError` if they are invalid."""
+    """Return ``background`` and ``window`` of an encoder's metadata; `InputError` if they are invalid."""
     settings = {key: metadata.get(f"dataset.{key}", value) for key, value in _DEFAULTS.items()}
     check_arguments("dataset", **settings)
+    check_window(settings["window"])
     return settings

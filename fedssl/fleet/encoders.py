@@ -111,7 +111,7 @@ def encoder_quality(file: Path, images: Path, *, folders: Sequence[Path] = ()) -
         path=str(images),
         **image_folder.ALL_IMAGES,
         background=encoder.preprocess.background,
-        max_value=encoder.preprocess.max_value,
+        window=encoder.preprocess.window,
     )
     if data is None or len(data.images) < 2:
         raise InputError(f"{images} has fewer than two images that can be read; add images")

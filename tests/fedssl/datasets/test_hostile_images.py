@@ -99,7 +99,7 @@ def test_malicious_images_are_left_out(folder, monkeypatch):
     notice, dark = result.warnings
     assert notice.startswith(f"{len(HARMFUL)} of {len(HARMFUL) + len(HARMLESS)} images cannot be read, the rest is ")
     assert f"and {len(HARMFUL) - 5} more" in notice
-    assert "a sample of 1 images with more than 8 bits is 1,801 of 65,535" in dark  # sixteen.png: 7 * 256 + 9
+    assert "1 images with more than 8 bits are 1,801 to 1,801 of 0 to 65,535" in dark  # sixteen.png: 7 * 256 + 9
 
 
 def test_malicious_images_in_parquet_files_are_left_out(tmp_path, caplog):

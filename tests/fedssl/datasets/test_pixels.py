@@ -120,32 +120,46 @@ def test_values_of_16_bits_become_their_upper_8(content):
 def test_values_are_divided_by_the_given_maximum():
     twelve = np.array([[0, 16], [2048, 4095]], ">u2")
     levels = [[0, 1], [128, 255]]
-    for max_value in (None, 4095, 1023):
-        assert read(b"P5 2 2 4095\n" + twelve.tobytes(), max_value=max_value) == levels
-        assert read(b"P2 2 2 4095\n0 16 2048 4095\n", max_value=max_value) == levels
-    assert read(b"P5 2 2 65535\n" + twelve.tobytes(), max_value=4095) == levels
-    assert read(b"Pf 2 2 -1.0\n" + twelve[::-1].astype("<f4").tobytes(), max_value=4095) == levels
+    for window in (None, [0, 4095], [0, 1023]):
+        assert read(b"P5 2 2 4095\n" + twelve.tobytes(), window=window) == levels
+        assert read(b"P2 2 2 4095\n0 16 2048 4095\n", window=window) == levels
+    assert read(b"P5 2 2 65535\n" + twelve.tobytes(), window=[0, 4095]) == levels
+    assert read(b"Pf 2 2 -1.0\n" + twelve[::-1].astype("<f4").tobytes(), window=[0, 4095]) == levels
     assert read(b"P6 2 2 4095\n" + twelve.repeat(3).tobytes()) == levels
     for content in (
         encoded(Image.fromarray(twelve.astype("<u2"))),
         tiff(twelve),
         tiff(twelve.astype("<i4"), sample_format=2),
     ):
-        assert read(content, max_value=4095) == levels
-    assert read(tiff((twelve / 4095).astype("<f4"), sample_format=3), max_value=1) == levels
-    assert read(encoded(Image.fromarray(twelve.astype(np.uint8))), max_value=4095) == [[0, 16], [0, 255]]  # 8 bits
+        assert read(content, window=[0, 4095]) == levels
+    assert read(tiff((twelve / 4095).astype("<f4"), sample_format=3), window=[0, 1]) == levels
+    assert read(encoded(Image.fromarray(twelve.astype(np.uint8))), window=[0, 4095]) == [[0, 16], [0, 255]]  # 8 bits
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (tiff(np.array([[-1000, 5]], "<i2"), sample_format=2), "its lowest value is -1000"),
-        (tiff(np.array([[-1.5, 5]], "<f4"), sample_format=3), "its lowest value is -1.5"),
-        (tiff(np.array([[np.nan, 5]], "<f4"), sample_format=3), "its lowest value is nan"),
+        (tiff(np.array([[np.nan, 5]], "<f4"), sample_format=3), "wrong channels: 32-bit"),
         (tiff(np.array([[-5, 5]], "i1"), sample_format=2), "signed 8-bit values"),
     ],
-    ids=["int16", "float", "nan", "int8"],
+    ids=["int16", "float", "int8"],
 )
-def test_negative_values_are_refused(content, message):
+def test_values_without_a_range_are_refused(content, message):
     with pytest.raises(InputError, match=message):
-        read(content, max_value=1000)
+        read(content)
+
+
+def test_values_beyond_the_window_are_black_and_white():
+    values = np.array([[-2000, -1000, -500], [0, 500, 999], [1000, 2000, 9000]])
+    levels = [[0, 0, 63], [127, 191, 255], [255, 255, 255]]  # 255.999 (x + 1000) / 2000
+    for kind, sample_format in (("<i2", 2), ("<f4", 3), ("<i4", 2)):
+        assert read(tiff(values.astype(kind), sample_format=sample_format), window=[-1000, 1000]) == levels
+    with pytest.raises(InputError, match="its lowest value is nan"):
+        read(tiff(np.array([[np.nan, 5]], "<f4"), sample_format=3), window=[0, 10])
+
+
+@pytest.mark.parametrize("window", [[5], [5, 5], [9, 1], [0, 1, 2]])
+def test_a_window_has_two_ascending_values(window):
+    with pytest.raises(InputError, match=r"dataset.window=\[.* must be \[LOWEST,HIGHEST\], two ascending values"):
+        Decoding(channels=1, size=2, window=window)

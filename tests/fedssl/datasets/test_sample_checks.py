@@ -29,10 +29,10 @@ def warnings_of(*sources: bytes, **changes: object) -> tuple[str, ...]:
 @pytest.mark.parametrize(("maximum", "bits"), [(4095, 12), (3987, 12), (1023, 10), (16383, 14), (255, 8)])
 def test_a_small_range_of_16_bits_names_the_setting(maximum, bits):
     (warning,) = warnings_of(ramp(99), ramp(maximum), b"damaged")
-    assert f"a sample of 2 images with more than 8 bits is {maximum:,} of 65,535" in warning
-    assert warning.endswith(f"scale them with dataset.max_value={2**bits - 1}")
-    assert warnings_of(ramp(maximum), max_value=2**bits - 1) == ()
-    assert Decoding(channels=1, size=8, max_value=2**bits - 1)(ramp(maximum)).max() >= 248
+    assert f"a sample of 2 images with more than 8 bits are 0 to {maximum:,} of 0 to 65,535" in warning
+    assert warning.endswith(f"set dataset.window=[0,{2**bits - 1}]")
+    assert warnings_of(ramp(maximum), window=[0, 2**bits - 1]) == ()
+    assert Decoding(channels=1, size=8, window=[0, 2**bits - 1])(ramp(maximum)).max() >= 248
 
 
 def test_a_folder_of_16_bits_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -47,7 +47,7 @@ def test_a_folder_of_16_bits_is_logged_once(tmp_path: Path, caplog: pytest.LogCa
             caplog.clear()
             base.forget_images()
             load_federated(data)
-            assert [line for line in caplog.messages if "dataset.max_value=4095" in line] == caplog.messages, again
+            assert [line for line in caplog.messages if "dataset.window=[0,4095]" in line] == caplog.messages, again
 
 
 def test_white_glyphs_without_background_are_a_warning(tmp_path: Path, caplog):

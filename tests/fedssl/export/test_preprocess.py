@@ -71,11 +71,11 @@ def test_images_of_pillow_are_upright_converted_and_unchanged():
 
 
 def test_settings_of_the_pixels_are_those_of_training(tmp_path: Path):
-    settings = {"background": 0, "max_value": 4095, "size": 8}
+    settings = {"background": 0, "window": [-5, 4095], "size": 8}
     file = save(tmp_path / "encoder.pt", metadata=METADATA | pixel_metadata(settings))
     preprocess = load_encoder(file).preprocess
-    assert (preprocess.background, preprocess.max_value) == (0, 4095)
-    assert pixel_metadata({"background": 255, "max_value": None}) == pixel_metadata({}) == {}
+    assert (preprocess.background, preprocess.window) == (0, [-5, 4095])
+    assert pixel_metadata({"background": 255, "window": None}) == pixel_metadata({}) == {}
     save(file, metadata={"dataset.background": 256})
     with pytest.raises(InputError, match="dataset.background=256 must be at most 255"):
         load_encoder(file)

@@ -1,0 +1,265 @@
+"""DICOM files: those of pydicom, which scanners made, and synthetic ones with known values."""
+
+import io
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pydicom
+import pytest
+from PIL import Image
+from pydicom.dataset import Dataset, FileMetaDataset
+from pydicom.encaps import encapsulate
+from pydicom.sequence import Sequence
+from pydicom.uid import (
+    DeflatedExplicitVRLittleEndian,
+    EnhancedCTImageStorage,
+    ExplicitVRLittleEndian,
+    JPEG2000Lossless,
+    RLELossless,
+)
+
+from fedssl.datasets import dicom, formats, image_folder
+from fedssl.datasets.decoding import Decoding, open_image, unreadable_reason
+from fedssl.datasets.listing import list_files
+from fedssl.datasets.sample_checks import range_warnings
+from fedssl.export.preprocess import Preprocess
+
+pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
+
+RAMP = np.array([[0, 1], [1000, 4095]])
+FILES = {file.stem: file for file in (Path(pydicom.__file__).parent / "data" / "test_files").glob("*.dcm")}
+
+
+def make(values: np.ndarray = RAMP, *, bits: int = 12, signed: bool = False, **tags: object) -> bytes:
+    """A file with these values; a keyword is a tag."""
+    dataset = Dataset()
+    dataset.file_meta = FileMetaDataset()
+    dataset.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    dataset.file_meta.MediaStorageSOPClassUID = dataset.SOPClassUID = EnhancedCTImageStorage
+    dataset.file_meta.MediaStorageSOPInstanceUID = dataset.SOPInstanceUID = "1.2.3"
+    dataset.PatientName = "Doe^Jane"
+    dataset.Rows, dataset.Columns = values.shape[:2]
+    dataset.SamplesPerPixel = 3 if values.ndim == 3 else 1
+    dataset.PhotometricInterpretation = "RGB" if values.ndim == 3 else "MONOCHROME2"
+    if values.ndim == 3:
+        dataset.PlanarConfiguration = 0
+    dataset.BitsAllocated = 8 if bits <= 8 else 16
+    dataset.BitsStored, dataset.HighBit, dataset.PixelRepresentation = bits, bits - 1, int(signed)
+    kind = np.dtype(("<i" if signed else "<u") + str(dataset.BitsAllocated // 8))
+    content = values.astype(kind).tobytes()
+    dataset.PixelData = content + bytes(len(content) % 2)
+    dataset["PixelData"].VR = "OW"
+    for name, value in tags.items():
+        if name == "TransferSyntaxUID":
+            dataset.file_meta.TransferSyntaxUID = value
+        else:
+            setattr(dataset, name, value)
+    stream = io.BytesIO()
+    dataset.save_as(stream, enforce_file_format=True)
+    return stream.getvalue()
+
+
+def item(**tags: object) -> Dataset:
+    dataset = Dataset()
+    for name, value in tags.items():
+        setattr(dataset, name, value)
+    return dataset
+
+
+def levels(content: bytes, **settings: object) -> list[list[int]]:
+    return Decoding(channels=1, size=2, **settings)(content)[0].tolist()
+
+
+def opened(content: bytes | str) -> tuple[Image.Image, np.ndarray]:
+    with open_image(content, max_pixels=10**7) as image:
+        return image, np.asarray(image)
+
+
+def test_the_range_is_that_of_the_stored_bits():
+    # 255.999 x / 4095: 0, 0.06, 62.5, 255.999
+    assert levels(make()) == [[0, 0], [62, 255]]
+    assert opened(make())[0].info["range"] == (0, 4095)
+    # from -2048 to 2047: 255.999 (x + 2048) / 4095 = 0, 128.03, 190.5, 255.999
+    assert levels(make(RAMP - [[2048, 1], [1000 - 1000 + 0, 2048]], bits=12, signed=True)) == [[0, 128], [190, 255]]
+    # rescaled to x / 2 - 1024, from -1024 to 1023.5: the same levels
+    assert levels(make(RescaleSlope="0.5", RescaleIntercept="-1024")) == [[0, 0], [62, 255]]
+    # a negative slope reverses the order
+    assert levels(make(RescaleSlope="-1", RescaleIntercept="0")) == [[255, 255], [193, 0]]
+
+
+def test_monochrome1_is_inverted():
+    assert levels(make(PhotometricInterpretation="MONOCHROME1")) == [[255, 255], [193, 0]]
+    assert levels(make(RAMP // 16, bits=8, PhotometricInterpretation="MONOCHROME1")) == [[255, 255], [193, 0]]
+
+
+def test_8_bits_are_unchanged():
+    image, values = opened(make(RAMP // 16, bits=8))
+    assert (image.mode, values.tolist()) == ("L", [[0, 0], [62, 255]])
+
+
+@pytest.mark.parametrize(
+    ("tags", "window"),
+    [
+        # PS3.3 C.11.2.1.2.1: black up to c - 0.5 - (w - 1) / 2, white above c - 0.5 + (w - 1) / 2
+        ({"WindowCenter": "40", "WindowWidth": "400"}, (-160.0, 239.0)),
+        ({"WindowCenter": ["40", "600"], "WindowWidth": ["400", "2000"]}, (-160.0, 239.0)),
+        # C.11.2.1.3.2: c - w / 2 and c + w / 2
+        ({"WindowCenter": "40", "WindowWidth": "400", "VOILUTFunction": "LINEAR_EXACT"}, (-160.0, 240.0)),
+        (
+            {
+                "SharedFunctionalGroupsSequence": Sequence(
+                    [item(FrameVOILUTSequence=Sequence([item(WindowCenter="40", WindowWidth="400")]))]
+                )
+            },
+            (-160.0, 239.0),
+        ),
+    ],
+    ids=["linear", "first of several", "exact", "enhanced"],
+)
+def test_the_window_of_the_file(tags, window):
+    values = np.array([[-1000, -160], [40, 1000]])
+    content = make(values + 1024, RescaleIntercept="-1024", RescaleSlope="1", **tags)
+    image, pixels = opened(content)
+    assert image.info["window"] == window
+    assert pixels.tolist() == values.tolist()
+    middle = int(255.999 * (40 - window[0]) / (window[1] - window[0]))
+    assert levels(content) == [[0, 0], [middle, 255]]
+    assert levels(content, window=[-1000, 1000]) == [[0, 107], [133, 255]]  # 255.999 (x + 1000) / 2000
+
+
+def test_rescale_of_an_enhanced_image():
+    groups = item(PixelValueTransformationSequence=Sequence([item(RescaleSlope="2", RescaleIntercept="-10")]))
+    assert opened(make(PerFrameFunctionalGroupsSequence=Sequence([groups])))[1].tolist() == [[-10, -8], [1990, 8180]]
+
+
+def test_tables_of_values():
+    table = item(LUTDescriptor=[4096, 0, 16], LUTData=(65535 - 16 * np.arange(4096)).astype("<u2").tobytes())
+    for name in ("ModalityLUTSequence", "VOILUTSequence"):
+        assert levels(make(**{name: Sequence([table])})) == [[255, 255], [193, 0]]
+
+
+def test_colors():
+    rgb = np.array([[[255, 0, 0], [0, 255, 0]], [[0, 0, 255], [9, 8, 7]]])
+    pixels = Decoding(channels=3, size=2)(make(rgb, bits=8))
+    assert pixels.transpose(1, 2, 0).tolist() == rgb.tolist()
+    assert Decoding(channels=3, size=2)(make(rgb * 257, bits=16)).transpose(1, 2, 0).tolist() == rgb.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "corner"),
+    [
+        ("CT_small", 175 - 1024),  # stored value and intercept
+        ("MR_small", 905),
+        ("MR_small_RLE", 905),
+        ("MR_small_jp2klossless", 905),
+        ("MR_small_bigendian", 905),
+    ],
+)
+def test_values_of_real_files(name, corner):
+    image, values = opened(FILES[name])
+    assert (image.mode, values[0, 0]) == ("F", corner)
+    expected = pydicom.dcmread(FILES[name])
+    expected = expected.pixel_array.astype(float) * float(expected.get("RescaleSlope", 1)) + float(
+        expected.get("RescaleIntercept", 0)
+    )
+    assert (values == expected).all()
+
+
+def test_every_file_of_pydicom_is_read_or_has_a_reason():
+    reasons, read = {}, set()
+    for name, file in FILES.items():
+        try:
+            assert Decoding(channels=3, size=16)(file).shape == (3, 16, 16)
+            read.add(name)
+        except Exception as error:
+            reasons[name] = unreadable_reason(error)
+    assert len(read) >= 45
+    assert {"examples_palette", "examples_ybr_color", "SC_rgb_rle_32bit", "693_J2KI", "rtdose"} <= read
+    assert {"rtplan", "test-SR", "waveform_ecg"} <= {name for name, why in reasons.items() if why == "it has no pixels"}
+    assert reasons["MR_small_jpeg_ls_lossless"].startswith("JPEG-LS Lossless Image Compression needs a decoder")
+
+
+def test_a_folder_of_a_disc(tmp_path: Path):
+    (tmp_path / "DICOMDIR").write_bytes(make())
+    (tmp_path / "README").write_text("x" * 200)
+    for name in ("IM0001", "1.2.840.113619.2.5", "slice.DCM", "a.ima"):
+        (tmp_path / name).write_bytes(make())
+    (tmp_path / "1.5").write_text("2.5")
+    listing = list_files(tmp_path, formats.SUFFIXES)
+    assert listing.paths == ["1.2.840.113619.2.5", "IM0001", "a.ima", "slice.DCM"]
+    assert dict(listing.ignored) == {"": 2, ".5": 1}
+    data = image_folder.read(
+        "train", channels=1, size=2, limit=None, path=str(tmp_path), folders="none", test_fraction=0.0
+    )
+    assert data.images[:].tolist() == [[[[0, 0], [62, 255]]]] * 4
+
+
+def test_frames_and_values_without_a_window_are_a_warning():
+    decoding = Decoding(channels=1, size=8)
+    frames, contrast = range_warnings([FILES["SC_rgb_rle_2frame"], FILES["CT_small"], FILES["MR_small"]], decoding)
+    assert frames.startswith("1 of a sample of 3 images have several pages or frames, and only the first is used")
+    assert contrast.endswith(
+        "1 images with more than 8 bits are -896 to 1,167 of -33,792 to 31,743, so that they have hardly any contrast; "
+        "set dataset.window=[-896,1167]"
+    )
+    assert range_warnings([FILES["CT_small"]], Decoding(channels=1, size=8, window=[-160, 240])) == ()
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(formats, "INSTALLED", frozenset({"HEIF"}))
+    ((count, remedy),) = formats.missing_packages({".dcm": 3, ".ima": 1, ".heic": 9, ".txt": 5})
+    assert (count, remedy) == (4, "DICOM images need pydicom (pip install 'fedssl[dicom]')")
+
+
+def jpeg2000(size: int) -> bytes:
+    """A codestream that declares this height and width."""
+    stream = io.BytesIO()
+    Image.new("L", (8, 8)).save(stream, "JPEG2000", irreversible=False, no_jp2=True)
+    content = bytearray(stream.getvalue())
+    struct.pack_into(">II", content, content.index(b"\xff\x51") + 6, size, size)
+    return bytes(content)
+
+
+def deflated(megabytes: int) -> bytes:
+    """A file whose data set expands to this size, with a second, harmless transfer syntax before the first."""
+    plain = make()
+    start = 132
+    meta = b"\x02\x00\x10\x00UI" + struct.pack("<H", 20) + b"1.2.840.10008.1.2.1\0"
+    meta += b"\x02\x00\x10\x00UI" + struct.pack("<H", 22) + DeflatedExplicitVRLittleEndian.encode()
+    packer = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
+    return plain[:start] + meta + packer.compress(bytes(2**20 * megabytes)) + packer.flush()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (deflated(64), "its transfer syntax is deflated"),
+        (make(Rows=8_000, Columns=8_000), "8,000 x 8,000 pixels, more than dataset.max_pixels"),
+        (
+            make(TransferSyntaxUID=JPEG2000Lossless, bits=8, PixelData=encapsulate([jpeg2000(60_000)])),
+            r"its frame has another size \(60000, 60000\) than its header \(2, 2\)",
+        ),
+        (make(TransferSyntaxUID=RLELossless, PixelData=encapsulate([bytes(2**20)])), "bytes of run lengths, more than"),
+        (make()[:200], ""),
+        (make(PixelData=bytes(2)), "number of bytes of pixel data is less than expected"),
+    ],
+    ids=["deflated", "large", "codestream", "run lengths", "cut", "short"],
+)
+def test_malicious_files_are_unreadable(content, reason):
+    with pytest.raises(Exception, match=reason):
+        Decoding(channels=1, size=2)(content)
+
+
+def test_nothing_else_of_the_file_is_read():
+    with open_image(make(), max_pixels=100) as image:
+        assert isinstance(image, dicom.DicomImageFile)
+        assert "PatientName" not in image._dataset
+
+
+def test_an_encoder_reads_them_as_in_training():
+    preprocess = Preprocess(size=2, mean=(0.0,), std=(1.0,), window=[-1000, 1000])
+    content = make(RAMP, RescaleIntercept="-1024", RescaleSlope="1")
+    with Image.open(io.BytesIO(content)) as image:
+        assert (preprocess(image)[0, 0] * 255).round().tolist() == levels(content, window=[-1000, 1000])
