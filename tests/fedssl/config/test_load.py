@@ -20,7 +20,7 @@ from tests.contexts import run_context
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "experiment")
 # Groups that know nothing of each other.
 FREE = {"augmentation", "engine", "evaluation", "final_evaluation", "lr_schedule", "optimizer", "tracker"}
-DATASETS = ("cifar10", "cifar100", "tiny_imagenet", "stl10", "image_folder", "digits")
+DATASETS = ("cifar10", "cifar100", "tiny_imagenet", "stl10", "image_folder", "medmnist", "digits")
 
 
 def choices():

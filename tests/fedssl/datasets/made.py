@@ -16,7 +16,7 @@ from fedssl.datasets.image_folder import FolderIndex
 from fedssl.datasets.images import ImageSource
 
 CONF = Path(__file__).parents[3] / "conf" / "dataset"
-NAMES = ["digits", "cifar10", "cifar100", "tiny_imagenet", "stl10", "image_folder"]
+NAMES = ["digits", "cifar10", "cifar100", "tiny_imagenet", "stl10", "image_folder", "medmnist"]
 
 
 def node_of(name: str, **changes: object) -> DictConfig:

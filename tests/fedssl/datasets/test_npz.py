@@ -1,0 +1,130 @@
+"""Arrays of images in NPZ files."""
+
+import io
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl.datasets import npz
+from fedssl.datasets.base import load_split
+from fedssl.errors import InputError
+from tests.fedssl.datasets.made import settings_of
+
+pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
+
+RANDOM = np.random.default_rng(0)
+GRAY = RANDOM.integers(0, 256, (6, 4, 4), dtype=np.uint8)
+RGB = RANDOM.integers(0, 256, (6, 4, 4, 3), dtype=np.uint8)
+
+
+def save(folder: Path, **arrays: np.ndarray) -> str:
+    file = folder / "data.npz"
+    np.savez_compressed(file, **arrays)
+    return str(file)
+
+
+def test_a_file_of_medmnist(tmp_path):
+    path = save(
+        tmp_path,
+        train_images=RGB,
+        val_images=RGB[:2],
+        test_images=RGB[:3],
+        train_labels=np.array([[2], [0], [1], [1], [0], [2]], np.uint8),
+        val_labels=np.zeros((2, 1), np.uint8),
+        test_labels=np.array([[1], [2], [0]], np.uint8),
+    )
+    data = settings_of("medmnist", path=path, size=4)
+    train, test = load_split(data, "train"), load_split(data, "test")
+    assert torch.equal(train.images[:], torch.from_numpy(RGB).permute(0, 3, 1, 2))
+    assert (train.labels.tolist(), test.labels.tolist()) == ([2, 0, 1, 1, 0, 2], [1, 2, 0])
+    assert load_split(settings_of("medmnist", path=path, size=4, limit=3), "train").images.shape == (3, 3, 4, 4)
+
+
+@pytest.mark.parametrize(
+    "images", [GRAY, GRAY[..., None], GRAY[:, None], GRAY.astype(np.uint16) * 257], ids=["3", "4", "first", "uint16"]
+)
+def test_gray_images_in_any_order(tmp_path, images):
+    path = save(tmp_path, x_train=images, y_train=np.arange(6))
+    window = [0, 65535] if images.dtype == np.uint16 else None
+    made = npz.read("train", channels=1, size=4, limit=None, path=path, image="x", label="y", window=window)
+    assert made.images[:][:, 0].tolist() == GRAY.tolist()
+    rgb = npz.read("train", channels=3, size=4, limit=None, path=path, image="x", label=None, window=window)
+    assert rgb.labels is None
+    assert (rgb.images[:] == made.images[:]).all()
+    assert npz.read("test", channels=1, size=4, limit=None, path=path, image="x", label="y") is None
+
+
+def test_signed_values_and_floats_have_a_window(tmp_path):
+    values = np.array([[[-2000, -1000], [0, 1000]]])
+    for kind in (np.int16, np.int64, np.float64):
+        path = save(tmp_path, train_images=values.astype(kind))
+        made = npz.read("train", channels=1, size=2, limit=None, path=path, label=None, window=[-1000, 1000])
+        assert made.images[:].tolist() == [[[[0, 0], [127, 255]]]]  # 255.999 (x + 1000) / 2000
+        with pytest.raises(InputError, match=r"values from -2000 to 1000; set dataset.window=\[LOWEST,HIGHEST\]"):
+            npz.read("train", channels=1, size=2, limit=None, path=path, label=None)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"a": GRAY}, "has no array whose name contains 'images'"),
+        ({"train_images": GRAY[0]}, r"train_images has shape \(4, 4\)"),
+        ({"train_images": np.zeros((2, 4, 4, 4, 1), np.uint8)}, r"train_images has shape \(2, 4, 4, 4, 1\)"),
+        ({"train_images": RGB.astype(np.uint16)}, "train_images has dtype uint16; color images are uint8"),
+        ({"train_images": np.array(["a"] * 16).reshape(1, 4, 4)}, "has dtype <U1"),
+        ({"train_images": GRAY, "train_labels": np.zeros((6, 14), np.uint8)}, "set dataset.label=null"),
+        ({"train_images": GRAY, "train_labels": np.zeros(5, np.uint8)}, "but 6 images have one class each"),
+        ({"train_images": GRAY, "train_images_28": GRAY}, "has several arrays of the split 'train'"),
+    ],
+)
+def test_unsuitable_arrays(tmp_path, arrays, message):
+    with pytest.raises(InputError, match=message):
+        npz.read("train", channels=1, size=4, limit=None, path=save(tmp_path, **arrays))
+
+
+def header(shape: tuple[int, ...]) -> bytes:
+    """An NPY file that declares this shape and has no numbers."""
+    stream = io.BytesIO()
+    np.lib.format.write_array_header_1_0(stream, {"shape": shape, "fortran_order": False, "descr": "|u1"})
+    return stream.getvalue()
+
+
+def zipped(name: str, content: bytes) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(name, content)
+    return stream.getvalue()
+
+
+def pickled() -> bytes:
+    stream = io.BytesIO()
+    np.savez(stream, train_images=np.array([{}], object))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (pickled(), "cannot be read as NPZ .*allow_pickle=False"),
+        (b"not an archive", "cannot be read as NPZ"),
+        (zipped("train_images.npy", header((10**7, 10**4, 10**4))), "needs 1000000.0 GB of memory, more than half"),
+        (zipped("train_images.npy", header((10, 4, 4))), "cannot be read as NPZ"),
+        (zipped("train_images.npy", b"\x93NUMPY\x01\x00" + b"\xff" * 2), "cannot be read as NPZ"),
+    ],
+    ids=["pickle", "text", "bomb", "cut", "header"],
+)
+def test_malicious_files(tmp_path, content, message):
+    file = tmp_path / "data.npz"
+    file.write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        npz.read("train", channels=1, size=4, limit=None, path=str(file), label=None)
+
+
+def test_a_missing_path():
+    with pytest.raises(InputError, match=r"give dataset.path=FILE.npz"):
+        npz.read("train", channels=1, size=4, limit=None, path=None)
+    with pytest.raises(InputError, match="cannot be read as NPZ"):
+        npz.read("train", channels=1, size=4, limit=None, path="/missing.npz")
