@@ -8,19 +8,23 @@ F, or in mode L if they have 8 bits and no transformation. ``info`` has:
 - ``white_is_zero``: whether the file has MONOCHROME1, for mode F. In mode L white is 255.
 
 Nothing else of the file is read, such as names of patients. Pixels need no more memory than rows times columns: a frame
-that declares another size than its file is rejected before it is decoded, and so are files that are deflated as a
-whole.
+that declares another size than its file, or that expands beyond it, is rejected before it is decoded. So are files that
+are deflated as a whole, or whose header has an absurd number of elements or length of a value.
 """
 
 import logging
 import struct
 import warnings
+from io import BytesIO
+from itertools import pairwise
 from typing import IO, Any
 
 import numpy as np
 import pydicom
 from PIL import Image, ImageFile
-from pydicom.encaps import get_frame
+from pydicom.dataelem import RawDataElement
+from pydicom.encaps import encapsulate, generate_fragmented_frames
+from pydicom.filereader import read_sequence_item
 from pydicom.pixels.processing import apply_color_lut, apply_modality_lut, apply_voi
 from pydicom.pixels.utils import pixel_array
 
@@ -28,22 +32,35 @@ from fedssl.datasets.formats import DICOM_MAGIC, DICOM_PREAMBLE
 from fedssl.datasets.pixels import BIT_RANGE, FILE_WINDOW, WHITE_IS_ZERO
 
 FORMAT = "DICOM"
-_DEFLATED = "1.2.840.10008.1.2.1.99"
 _RLE = "1.2.840.10008.1.2.5"
-_LONG = (b"OB", b"OW", b"SQ", b"UN", b"UT")  # kinds of values whose length has 32 bits
 _FLOAT_PIXELS = ("FloatPixelData", "DoubleFloatPixelData")
-_SIZES = {0xFFF7, *range(0xFFC0, 0xFFD0)} - {0xFFC4, 0xFFC8, 0xFFCC}  # markers of JPEG-LS and JPEG with a frame's size
+# Markers of JPEG and JPEG-LS: with a frame's size, of the first scan, and those without a length.
+_SIZES = {0xFFF7, 0xFFDE, *range(0xFFC0, 0xFFD0)} - {0xFFC4, 0xFFC8, 0xFFCC}
+_SCAN = 0xFFDA
+_BARE = {0xFF00, 0xFF01, *range(0xFFD0, 0xFFDA)}
+_CODESTREAM = b"\xff\x4f\xff\x51"  # start of JPEG 2000
 _VALUE_BYTES = 4  # of a run-length encoded value, at most
+_EXPANSION, _NO_OPERATION = 64, 128  # of run lengths: the most bytes per encoded byte, and a byte without meaning
+_HARMLESS = 2**26  # expanded bytes of run lengths
+_MAX_READS = 2**17  # of a header: two or three for each element or item, also in sequences
+_MAX_VALUE = 2**18  # bytes, other than pixels; tables have up to 2**17
+_MAX_TABLE = 2**16  # values of a palette
+_MAX_LIMIT, _MIN_RANGE = 1e30, 1e-30  # of the values of black and white, for 32-bit floats
+_CHARACTER_SET = (b"\x08\0\x05\0", b"\0\x08\0\x05")  # its tag, which pydicom always reads
 _TAGS = ["Rows", "Columns", "SamplesPerPixel", "PhotometricInterpretation", "PlanarConfiguration", "NumberOfFrames"]
 _TAGS += ["BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation", "PixelData", *_FLOAT_PIXELS]
-_TAGS += ["RescaleSlope", "RescaleIntercept", "ModalityLUTSequence", "WindowCenter", "WindowWidth", "VOILUTFunction"]
-_TAGS += ["VOILUTSequence", "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"]
-_TAGS += ["ExtendedOffsetTable", "ExtendedOffsetTableLengths"]
+_GROUPS = ["SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"]
+_GROUP_TAGS = ["RescaleSlope", "RescaleIntercept", "WindowCenter", "WindowWidth", "VOILUTFunction"]  # may be in groups
+_TABLES = ["ModalityLUTSequence", "VOILUTSequence"]
+_TAGS += [*_GROUPS, *_GROUP_TAGS, *_TABLES]
 for _color in ("Red", "Green", "Blue"):
     _TAGS += [f"{_color}PaletteColorLookupTable{part}" for part in ("Descriptor", "Data")]
     _TAGS += [f"Segmented{_color}PaletteColorLookupTableData"]
 
-logging.getLogger("pydicom").setLevel(logging.ERROR)  # it reports each deviation from the standard
+# It reports each deviation from the standard, and a frame that cannot be decoded with a traceback. A filter for all
+# threads, since `warnings.catch_warnings` is for one.
+logging.getLogger("pydicom").setLevel(logging.CRITICAL)
+warnings.filterwarnings("ignore", module="pydicom")
 
 
 class DicomImageFile(ImageFile.ImageFile):
@@ -55,16 +72,13 @@ class DicomImageFile(ImageFile.ImageFile):
         assert self.fp is not None
         if self.fp.read(DICOM_PREAMBLE + len(DICOM_MAGIC))[DICOM_PREAMBLE:] != DICOM_MAGIC:
             raise SyntaxError("it is not DICOM")  # as Pillow expects of a format
-        if _DEFLATED in _transfer_syntaxes(self.fp):
-            raise ValueError("its transfer syntax is deflated; convert it, e.g. with dcmconv +te")
         self.fp.seek(0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self._dataset: Any = pydicom.dcmread(self.fp, specific_tags=_TAGS)
+        self._dataset: Any = pydicom.dcmread(_Limited(self.fp), specific_tags=_TAGS)
         dataset = self._dataset
         if not any(name in dataset for name in (*_FLOAT_PIXELS, "PixelData")) or "Rows" not in dataset:
             raise ValueError("it has no pixels")
-        _add_functional_groups(dataset)
+        _keep_first_items(dataset)
+        _check_header(dataset)
         self._size = int(dataset.Columns), int(dataset.Rows)
         self.n_frames = int(dataset.get("NumberOfFrames") or 1)
         self.info[WHITE_IS_ZERO] = dataset.PhotometricInterpretation == "MONOCHROME1"
@@ -73,20 +87,22 @@ class DicomImageFile(ImageFile.ImageFile):
             return
         low, high, name = _limits(dataset)
         self._mode = "F" if (low, high) != (0, 255) or _transforms(dataset) else "L"
+        if not (-_MAX_LIMIT < low < high < _MAX_LIMIT and high - low > _MIN_RANGE):
+            raise ValueError(f"its values of black and white would be {low:g} and {high:g}")
         if self._mode == "F":
             self.info[name] = low, high
 
     def load(self) -> Any:
         """Decode the first frame."""
         if self._dataset is not None:
-            _check_frame(self._dataset)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                try:
-                    values = _values(self._dataset)
-                except RuntimeError as error:  # with a list of packages
-                    syntax = self._dataset.file_meta.TransferSyntaxUID.name
-                    raise ValueError(f"{syntax} needs a decoder: pip install pylibjpeg pylibjpeg-libjpeg") from error
+            _keep_first_frame(self._dataset)
+            try:
+                values = _values(self._dataset)
+            except RuntimeError as error:  # with a list of packages
+                syntax = self._dataset.file_meta.TransferSyntaxUID.name
+                raise ValueError(
+                    f"{syntax} needs a decoder: pip install pylibjpeg pylibjpeg-libjpeg; or its frame is damaged"
+                ) from error
             if values.shape[:2] != self.size[::-1]:
                 raise ValueError(f"its frame has {values.shape[1]} x {values.shape[0]} pixels")
             if self.mode == "RGB":
@@ -104,44 +120,112 @@ def register() -> None:
     Image.register_open(FORMAT, DicomImageFile)
 
 
-def _transfer_syntaxes(stream: IO[bytes]) -> set[str]:
-    """Return the transfer syntaxes in the file's meta information, which follows; more than one is malformed."""
-    found = set()
-    while len(header := stream.read(8)) == 8:
-        group, element, kind, length = struct.unpack("<HH2sH", header)
-        if group != 2:
-            break
-        if kind in _LONG:
-            (length,) = struct.unpack("<I", stream.read(4))
-        value = stream.read(length)
-        if element == 0x10:
-            found.add(value.rstrip(b"\0 ").decode("ascii", "replace"))
-    return found
+class _Limited:
+    """A stream whose header may need `_MAX_READS`, and that is not read as a whole."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.seek, self.tell, self._read = stream.seek, stream.tell, stream.read
+        self._left, self._in_character_set = _MAX_READS, False
+
+    def read(self, size: int = -1) -> bytes:
+        if size < 0:
+            raise ValueError("its transfer syntax is deflated; convert it, e.g. with dcmconv +te")
+        self._left -= size if self._in_character_set else 1  # each of its bytes may be a name to look up
+        if self._left < 0:
+            raise ValueError("its header or its frame has too many parts")
+        content = self._read(size)
+        starts = size == 8 and content[:4] in _CHARACTER_SET  # with its kind and its length
+        self._in_character_set = starts or (self._in_character_set and size == 4)
+        return content
 
 
-def _add_functional_groups(dataset: Any) -> None:
-    """Copy the window and the rescale of the first frame of an enhanced image to where other images have them."""
-    for groups in ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"):
-        for first in dataset.get(groups, [])[:1]:
-            for group in ("FrameVOILUTSequence", "PixelValueTransformationSequence"):
-                for item in first.get(group, [])[:1]:
-                    dataset.update(item)
+def _keep_first_items(dataset: Any) -> None:
+    """Reduce sequences to their first item, and copy the window and the rescale of an enhanced image's first frame."""
+    for name in _GROUPS:
+        first = _first_item(dataset, name)
+        for group in ("FrameVOILUTSequence", "PixelValueTransformationSequence"):
+            values = _first_item(first, group)
+            for tag in _GROUP_TAGS:
+                if tag in values:
+                    dataset[tag] = values.get_item(tag)
+        dataset.pop(name, None)
+    for name in _TABLES:
+        first = _first_item(dataset, name)
+        dataset.pop(name, None)
+        if first:
+            _check_lengths(first)
+            setattr(dataset, name, [first])
+
+
+def _first_item(dataset: Any, name: str) -> Any:
+    """Return the first item of a sequence, without reading the others; empty if there is none."""
+    element = dataset.get_item(name) if name in dataset else None
+    if element is None or not element.value:
+        return pydicom.Dataset()
+    if not isinstance(element, RawDataElement):
+        return element.value[0]
+    stream: Any = _Limited(BytesIO(element.value))
+    item = read_sequence_item(stream, element.is_implicit_VR, element.is_little_endian, "iso8859")
+    return pydicom.Dataset() if item is None else item
+
+
+def _check_lengths(dataset: Any) -> None:
+    """Raise a `ValueError` for a value of absurd length, before it is split into numbers."""
+    pixels = {pydicom.tag.Tag(name) for name in (*_FLOAT_PIXELS, "PixelData")}
+    for element in dataset.elements():
+        size = len(element.value or b"") if isinstance(element, RawDataElement) else 0
+        if size > _MAX_VALUE and element.tag not in pixels:
+            raise ValueError(f"the value of its tag {element.tag} has {size:,} bytes")
+
+
+def _check_header(dataset: Any) -> None:
+    """Raise a `ValueError` for values that would need too much memory, or give other pixels than those of the file."""
+    _check_lengths(dataset)
+    if "PixelData" in dataset and int(dataset.get("HighBit") or 0) >= int(dataset.BitsStored):
+        raise ValueError(f"its HighBit is {dataset.HighBit}, above BitsStored={dataset.BitsStored}; convert it")
+    for name in ("Red", "Green", "Blue"):
+        table = dataset.get(f"Segmented{name}PaletteColorLookupTableData")
+        if table:
+            _check_segments(table, wide=dataset.RedPaletteColorLookupTableDescriptor[2] > 8)
+
+
+def _check_segments(table: bytes, *, wide: bool) -> None:
+    """Raise a `ValueError` if a segmented palette expands to more than it may have, or refers to itself."""
+    values, position, size = np.frombuffer(table[: len(table) // 2 * 2], "<u2" if wide else "u1").tolist(), 0, 0
+    while position + 1 < len(values):
+        kind, length = values[position : position + 2]
+        position += 2 + (length if kind == 0 else 1)
+        size += length
+        if kind > 1 or size > _MAX_TABLE:
+            raise ValueError("its segmented palette is indirect or too long; convert it to one without segments")
 
 
 def _transforms(dataset: Any) -> bool:
     """Return whether the stored values differ from those of the modality, or from those to show."""
-    if any(dataset.get(name) for name in ("ModalityLUTSequence", "VOILUTSequence", "WindowWidth")):
-        return True
-    return (dataset.get("RescaleSlope") or 1, dataset.get("RescaleIntercept") or 0) != (1, 0)
+    return any(dataset.get(name) for name in (*_TABLES, "WindowWidth")) or _rescale(dataset) != (1, 0)
+
+
+def _rescale(dataset: Any) -> tuple[float, float]:
+    """Return the slope and the intercept, either of which may be missing or empty."""
+    slope, intercept = (_first(dataset.get(name)) for name in ("RescaleSlope", "RescaleIntercept"))
+    return 1.0 if slope is None else slope, intercept or 0.0
+
+
+def _window(dataset: Any) -> tuple[float, float] | None:
+    """Return the lowest and the highest value of the first window; None if there is none."""
+    center, width = (_first(dataset.get(name)) for name in ("WindowCenter", "WindowWidth"))
+    if center is None or width is None or width <= 0:
+        return None
+    if dataset.get("VOILUTFunction") in ("LINEAR_EXACT", "SIGMOID") or width < 1:  # below 1: of small fractions
+        return center - width / 2, center + width / 2
+    return center - 0.5 - (width - 1) / 2, center - 0.5 + max(width - 1, 1) / 2
 
 
 def _limits(dataset: Any) -> tuple[float, float, str]:
     """Return the values of black and white, and their key in ``info``."""
-    center, width = (_first(dataset.get(name)) for name in ("WindowCenter", "WindowWidth"))
-    if center is not None and width is not None and width >= 1:
-        if dataset.get("VOILUTFunction") in ("LINEAR_EXACT", "SIGMOID"):
-            return center - width / 2, center + width / 2, FILE_WINDOW
-        return center - 0.5 - (width - 1) / 2, center - 0.5 + max(width - 1, 1) / 2, FILE_WINDOW
+    window = _window(dataset)
+    if window is not None:
+        return *window, FILE_WINDOW
     if dataset.get("VOILUTSequence"):
         return 0.0, 2.0 ** dataset.VOILUTSequence[0].LUTDescriptor[2] - 1, FILE_WINDOW
     if dataset.get("ModalityLUTSequence"):
@@ -150,67 +234,111 @@ def _limits(dataset: Any) -> tuple[float, float, str]:
         return 0.0, 1.0, BIT_RANGE
     bits, signed = int(dataset.BitsStored), bool(dataset.PixelRepresentation)
     stored = (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1) if signed else (0.0, 2.0**bits - 1)
-    slope, intercept = float(dataset.get("RescaleSlope") or 1), float(dataset.get("RescaleIntercept") or 0)
+    slope, intercept = _rescale(dataset)
     low, high = sorted(slope * value + intercept for value in stored)
     return low, high, BIT_RANGE
 
 
 def _first(value: Any) -> float | None:
     """Return the first value of a tag that may have several."""
-    if value is None or isinstance(value, str):
-        return None
-    values = list(value) if hasattr(value, "__iter__") else [value]
-    return float(values[0]) if values else None
+    if value is None or isinstance(value, str | bytes):
+        return float(value) if value else None  # not a number: the file is unreadable
+    first = next(iter(value), None) if hasattr(value, "__iter__") else value
+    return None if first in (None, "") else float(first)
 
 
-def _check_frame(dataset: Any) -> None:
-    """Raise a `ValueError` if the first encoded frame may need more memory than the declared size."""
-    if "PixelData" not in dataset or not dataset.file_meta.TransferSyntaxUID.is_encapsulated:
+def _keep_first_frame(dataset: Any) -> None:
+    """Drop all but the first encoded frame; a `ValueError` if it may need more memory than the declared size."""
+    if not dataset.file_meta.TransferSyntaxUID.is_encapsulated:
         return
-    frame = get_frame(dataset.PixelData, 0, number_of_frames=int(dataset.get("NumberOfFrames") or 1))
+    if "PixelData" not in dataset:
+        raise ValueError("it has encoded floats")
+    content = dataset.PixelData
+    if int.from_bytes(content[4:8], "little") > _MAX_VALUE:
+        raise ValueError("its offset table is too long")
+    stream: Any = _Limited(BytesIO(content))
+    frames = int(dataset.get("NumberOfFrames") or 1)
+    frame = b"".join(next(generate_fragmented_frames(stream, number_of_frames=frames)))
     rows, columns = int(dataset.Rows), int(dataset.Columns)
     if dataset.file_meta.TransferSyntaxUID == _RLE:
-        most = 2 * _VALUE_BYTES * rows * columns * int(dataset.SamplesPerPixel) + 2**12
-        if len(frame) > most:
-            raise ValueError(f"its frame has {len(frame):,} bytes of run lengths, more than {most:,}")
-        return
-    declared = _codestream_size(frame)
-    if declared != (rows, columns):
-        raise ValueError(f"its frame has another size {declared} than its header {(rows, columns)}")
+        _check_run_lengths(frame, rows * columns, int(dataset.SamplesPerPixel))
+    elif (sizes := _codestream_sizes(frame)) != {(rows, columns)}:
+        found = ", ".join(map(str, sorted(sizes))) or "none"
+        raise ValueError(f"its frame has another size {found} than its header {(rows, columns)}")
+    dataset.PixelData, dataset.NumberOfFrames = encapsulate([frame]), 1
 
 
-def _codestream_size(frame: bytes) -> tuple[int, int] | None:
-    """Return the rows and columns of a JPEG, JPEG-LS or JPEG 2000 frame; None if they are not found."""
-    siz = frame.find(b"\xff\x4f\xff\x51", 0, 2**12)  # start of a JPEG 2000 codestream, maybe in a JP2 file
-    if siz >= 0:
-        right, bottom, left, top = struct.unpack_from(">IIII", frame, siz + 8)
-        return bottom - top, right - left
-    position = 2
+def _check_run_lengths(frame: bytes, pixels: int, samples: int) -> None:
+    """Raise a `ValueError` for a run-length encoded frame that is longer than its pixels, encoded or expanded."""
+    most = 2 * _VALUE_BYTES * pixels * samples + 2**12
+    if len(frame) > most:
+        raise ValueError(f"its frame has {len(frame):,} bytes of run lengths, more than {most:,}")
+    count, *offsets = struct.unpack_from("<16I", frame)
+    for start, end in pairwise([*offsets[:count], len(frame)]):
+        segment, position, size = frame[start:end], 0, 0
+        if len(segment) * _EXPANSION <= _HARMLESS:
+            continue
+        while position < len(segment) and size <= 2 * pixels:
+            head = segment[position]
+            size += 0 if head == _NO_OPERATION else head + 1 if head < _NO_OPERATION else 257 - head
+            position += 1 if head == _NO_OPERATION else head + 2 if head < _NO_OPERATION else 2
+        if size > 2 * pixels:
+            raise ValueError("its run lengths expand to more than its pixels")
+
+
+def _codestream_sizes(frame: bytes) -> set[tuple[int, int]]:
+    """Return all declared rows and columns of a JPEG, JPEG-LS or JPEG 2000 frame; empty if it is malformed.
+
+    Decoders skip what is malformed in different ways, and could find another size.
+    """
+    position = 0
+    while frame[4:8] == b"jP  " and position >= 0 and frame[position + 4 : position + 8] != b"jp2c":  # a JP2 file
+        length = int.from_bytes(frame[position : position + 4], "big")
+        position = position + length if length >= 8 else -1
+    position += 8 if frame[4:8] == b"jP  " else 0
+    if frame[position : position + 4] == _CODESTREAM:
+        right, bottom, left, top = struct.unpack_from(">IIII", frame, position + 8)
+        return {(bottom - top, right - left)}
+    sizes = set[tuple[int, int]]()
+    position = 2 if frame[:2] == b"\xff\xd8" else len(frame)
     while position + 9 <= len(frame):
         marker, length = struct.unpack_from(">HH", frame, position)
+        if marker == _SCAN:
+            return sizes
+        if marker < 0xFF00 or marker in _BARE:
+            break
         if marker in _SIZES:
-            rows, columns = struct.unpack_from(">HH", frame, position + 5)
-            return rows, columns
+            sizes.add(struct.unpack_from(">HH", frame, position + 5))
         position += 2 + length if marker != 0xFFFF else 1
-    return None
+    return set()
 
 
 def _values(dataset: Any) -> np.ndarray:
     """Return the first frame, ``(rows, columns)`` after the modality transformation, or RGB ``(rows, columns, 3)``."""
     values = pixel_array(dataset, index=0)  # YBR becomes RGB
     if dataset.PhotometricInterpretation == "PALETTE COLOR":
-        return apply_color_lut(values, dataset)
+        return apply_color_lut(_clipped(values, dataset.RedPaletteColorLookupTableDescriptor), dataset)
     if values.ndim == 3:
         return values
-    values = apply_modality_lut(values, dataset)
-    if dataset.get("VOILUTSequence") and not dataset.get("WindowWidth"):
-        values = apply_voi(values, dataset)
+    if dataset.get("ModalityLUTSequence"):
+        values = apply_modality_lut(values, dataset)
+    elif (rescale := _rescale(dataset)) != (1, 0):
+        values = values * np.float64(rescale[0]) + rescale[1]
+    if dataset.get("VOILUTSequence") and _window(dataset) is None:
+        values = apply_voi(_clipped(values, dataset.VOILUTSequence[0].LUTDescriptor), dataset)
     return values
+
+
+def _clipped(values: np.ndarray, descriptor: Any) -> np.ndarray:
+    """Replace values beyond a table by its last, since pydicom's index of a table with 8 bits has 8 bits, too."""
+    entries, first = descriptor[0] or _MAX_TABLE, descriptor[1]
+    clipped: np.ndarray = np.minimum(values.astype(np.int32), first + entries - 1)
+    return clipped
 
 
 def _eight_bits(values: np.ndarray, dataset: Any) -> np.ndarray:
     """Return the upper 8 bits of the values of a color image."""
     bits = int(dataset.BitsStored)
-    if dataset.PhotometricInterpretation == "PALETTE COLOR":
-        bits = int(dataset.RedPaletteColorLookupTableDescriptor[2])
-    return values if bits == 8 else values.astype(np.float64) * (255.999 / (2**bits - 1))
+    if dataset.PhotometricInterpretation == "PALETTE COLOR":  # a table may have fewer bits than it states
+        bits = min(int(dataset.RedPaletteColorLookupTableDescriptor[2]), 8 * values.itemsize)
+    return values if bits == 8 else values.astype(np.float32) * np.float32(255.999 / (2**bits - 1))

@@ -72,7 +72,10 @@ def _values(image: ImageFile, window: Sequence[float] | None) -> list[_Values]:
             return []
         pixels, is_dicom = np.asarray(image), image.format == "DICOM"
         certain = is_dicom and (window is not None or FILE_WINDOW in image.info)
-        return [_Values(float(pixels.min()), float(pixels.max()), limits, True, certain)]
+        finite = pixels[np.isfinite(pixels)]
+        if not finite.size:
+            return []
+        return [_Values(float(finite.min()), float(finite.max()), limits, True, certain)]
     if not any(";16" in str(tile.args) for tile in image.tile):
         return []
     return [_Values(0.0, 256.0 * np.asarray(image.convert("RGB")).max() + 255, (0.0, 65535.0), False, False)]

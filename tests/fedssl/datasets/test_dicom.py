@@ -2,7 +2,9 @@
 
 import io
 import struct
+import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from pydicom.uid import (
     EnhancedCTImageStorage,
     ExplicitVRLittleEndian,
     JPEG2000Lossless,
+    JPEGBaseline8Bit,
     RLELossless,
 )
 
@@ -85,6 +88,9 @@ def test_the_range_is_that_of_the_stored_bits():
     assert levels(make(RAMP - [[2048, 1], [1000 - 1000 + 0, 2048]], bits=12, signed=True)) == [[0, 128], [190, 255]]
     # rescaled to x / 2 - 1024, from -1024 to 1023.5: the same levels
     assert levels(make(RescaleSlope="0.5", RescaleIntercept="-1024")) == [[0, 0], [62, 255]]
+    # a slope or an intercept alone, or an empty one: the same levels
+    for tags in ({"RescaleSlope": "2"}, {"RescaleIntercept": "-9"}, {"RescaleSlope": "", "RescaleIntercept": "-9"}):
+        assert levels(make(**tags)) == [[0, 0], [62, 255]]
     # a negative slope reverses the order
     assert levels(make(RescaleSlope="-1", RescaleIntercept="0")) == [[255, 255], [193, 0]]
 
@@ -129,6 +135,18 @@ def test_the_window_of_the_file(tags, window):
     assert levels(content, window=[-1000, 1000]) == [[0, 107], [133, 255]]  # 255.999 (x + 1000) / 2000
 
 
+def test_the_window_of_fractions():
+    # from 0.5 - 0.4 to 0.5 + 0.4; values 0, 0.0002, 0.2, 0.819: 255.999 (0.2 - 0.1) / 0.8 = 32.0, 230.0
+    content = make(RescaleSlope="0.0002", RescaleIntercept="0", WindowCenter="0.5", WindowWidth="0.8")
+    assert levels(content) == [[0, 0], [31, 230]]
+
+
+def test_bits_above_the_stored_ones_are_ignored():
+    assert levels(make(RAMP | 0x8000)) == levels(make())  # such as an overlay
+    with pytest.raises(ValueError, match="its HighBit is 15, above BitsStored=12"):
+        levels(make(RAMP << 4, HighBit=15))
+
+
 def test_rescale_of_an_enhanced_image():
     groups = item(PixelValueTransformationSequence=Sequence([item(RescaleSlope="2", RescaleIntercept="-10")]))
     assert opened(make(PerFrameFunctionalGroupsSequence=Sequence([groups])))[1].tolist() == [[-10, -8], [1990, 8180]]
@@ -145,6 +163,29 @@ def test_colors():
     pixels = Decoding(channels=3, size=2)(make(rgb, bits=8))
     assert pixels.transpose(1, 2, 0).tolist() == rgb.tolist()
     assert Decoding(channels=3, size=2)(make(rgb * 257, bits=16)).transpose(1, 2, 0).tolist() == rgb.tolist()
+
+
+def palette(
+    values: np.ndarray = RAMP // 16, *, bits: int = 8, stated: int = 16, part: str = "", **tags: bytes
+) -> bytes:
+    """A file with the same table for each color."""
+    for color in ("Red", "Green", "Blue"):
+        tags[f"{color}PaletteColorLookupTableDescriptor"] = [256, 0, stated]
+        tags[f"{part}{color}PaletteColorLookupTableData"] = tags["table"]
+    del tags["table"]
+    return make(values, bits=bits, PhotometricInterpretation="PALETTE COLOR", **tags)
+
+
+def test_palettes():
+    inverted = 255 - np.arange(256)
+    wide, narrow = (inverted * 257).astype("<u2").tobytes(), inverted.astype("u1").tobytes()
+    expected = [[255, 255], [193, 0]]
+    assert levels(palette(table=wide)) == expected
+    assert levels(palette(table=narrow, stated=8)) == expected
+    assert levels(palette(table=narrow, stated=16)) == expected  # the table has 8 bits all the same
+    assert levels(palette(RAMP, bits=12, table=narrow, stated=8)) == [[255, 254], [0, 0]]  # beyond: its last color
+    segments = np.array([0, 1, 65535, 1, 255, 0], "<u2").tobytes()  # 65535, then 255 values down to 0
+    assert levels(palette(table=segments, part="Segmented")) == expected
 
 
 @pytest.mark.parametrize(
@@ -222,34 +263,110 @@ def jpeg2000(size: int) -> bytes:
     return bytes(content)
 
 
-def deflated(megabytes: int) -> bytes:
+def baseline(size: int) -> bytes:
+    """A JPEG image of this height and width."""
+    stream = io.BytesIO()
+    Image.new("L", (size, size)).save(stream, "JPEG")
+    return stream.getvalue()
+
+
+def encoded(syntax: str, *frames: bytes, **tags: object) -> bytes:
+    return make(RAMP // 16, bits=8, TransferSyntaxUID=syntax, PixelData=encapsulate(list(frames)), **tags)
+
+
+def element(tag: int, kind: bytes, content: bytes) -> bytes:
+    """An element whose length has 32 bits."""
+    return struct.pack("<HH2sHI", tag >> 16, tag & 0xFFFF, kind, 0, len(content)) + content
+
+
+def with_element(content: bytes) -> bytes:
+    """A file with an element before its rows."""
+    plain = make()
+    start = plain.index(b"\x28\x00\x10\x00US")
+    return plain[:start] + content + plain[start:]
+
+
+def deflated(megabytes: int, further: bytes = b"") -> bytes:
     """A file whose data set expands to this size, with a second, harmless transfer syntax before the first."""
     plain = make()
     start = 132
-    meta = b"\x02\x00\x10\x00UI" + struct.pack("<H", 20) + b"1.2.840.10008.1.2.1\0"
+    meta = further + b"\x02\x00\x10\x00UI" + struct.pack("<H", 20) + b"1.2.840.10008.1.2.1\0"
     meta += b"\x02\x00\x10\x00UI" + struct.pack("<H", 22) + DeflatedExplicitVRLittleEndian.encode()
     packer = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
     return plain[:start] + meta + packer.compress(bytes(2**20 * megabytes)) + packer.flush()
+
+
+SOC_SIZ = b"\xff\x4f\xff\x51" + struct.pack(">HHIIII", 41, 0, 2, 2, 0, 0)  # declares 2 x 2
+SOF = b"\xff\xc0" + struct.pack(">HBHHB", 11, 8, 2, 2, 1) + b"\1\x11\0"  # as well
+JPEG = baseline(300)
+COMMENT = b"\xff\xfe" + struct.pack(">H", 2 + len(SOC_SIZ)) + SOC_SIZ
+BOX = struct.pack(">I4s", 12, b"jP  ") + bytes(4) + struct.pack(">I4s", 8 + len(SOC_SIZ), b"free") + SOC_SIZ
+JP2 = BOX + struct.pack(">I4s", 0, b"jp2c") + jpeg2000(60_000)
+OFFSETS = {name: struct.pack("<QQ", 999, 0) for name in ("ExtendedOffsetTable", "ExtendedOffsetTableLengths")}
+RUNS = struct.pack("<16I", 1, 64, *[0] * 14) + b"\x81\0" * 2**20  # 128 MiB
+EMPTY_ITEM = struct.pack("<HHI", 0xFFFE, 0xE000, 0)
+BOMB = np.array([0, 1, 5] + [1, 65535, 9, 1, 65535, 7] * 100, "<u2").tobytes()
+FLOATS = encoded(JPEG2000Lossless, jpeg2000(2)).replace(b"\xe0\x7f\x10\x00OW", b"\xe0\x7f\x08\x00OF")
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         (deflated(64), "its transfer syntax is deflated"),
+        (deflated(64, element(0x00020009, b"OF", bytes(4))), "its transfer syntax is deflated"),
         (make(Rows=8_000, Columns=8_000), "8,000 x 8,000 pixels, more than dataset.max_pixels"),
         (
-            make(TransferSyntaxUID=JPEG2000Lossless, bits=8, PixelData=encapsulate([jpeg2000(60_000)])),
+            encoded(JPEG2000Lossless, jpeg2000(60_000)),
             r"its frame has another size \(60000, 60000\) than its header \(2, 2\)",
         ),
+        (encoded(JPEG2000Lossless, JP2), r"another size \(60000, 60000\) than"),
+        (encoded(JPEGBaseline8Bit, JPEG[:2] + COMMENT + JPEG[2:]), r"another size \(300, 300\) than"),
+        (encoded(JPEGBaseline8Bit, JPEG[:2] + SOF + JPEG[2:]), r"another size \(2, 2\), \(300, 300\) than"),
+        (encoded(JPEGBaseline8Bit, JPEG[:2] + b"\xff\xd0" + JPEG[2:]), "another size none than"),
+        (FLOATS, "it has encoded floats"),
         (make(TransferSyntaxUID=RLELossless, PixelData=encapsulate([bytes(2**20)])), "bytes of run lengths, more than"),
+        (encoded(RLELossless, RUNS, Rows=1024, Columns=1024), "its run lengths expand to more than its pixels"),
+        (make(TransferSyntaxUID=JPEG2000Lossless, PixelData=EMPTY_ITEM * 2**18), "too many parts"),
+        (with_element(b"\x09\0\x10\0SQ\0\0" + b"\xff" * 4 + EMPTY_ITEM * 2**17), "too many parts|No tag to read"),
+        (with_element(element(0x00080005, b"UT", b"a\\" * 2**20)), "too many parts"),
+        (with_element(element(0x00281050, b"UN", b"1\\" * 2**20)), "has 2,097,152 bytes"),
+        (palette(table=BOMB, part="Segmented"), "its segmented palette is indirect or too long"),
+        (palette(table=np.array([0, 1, 5, 2, 1, 0, 0], "<u2").tobytes(), part="Segmented"), "is indirect or too long"),
+        (make(RescaleSlope="0", RescaleIntercept="5"), "its values of black and white would be 5 and 5"),
+        (make(RescaleSlope="1e300", RescaleIntercept="0"), "would be 0 and 4.095e"),
+        (make(WindowCenter="40", WindowWidth="inf"), "would be -inf and inf"),
+        (with_element(element(0x00281050, b"UN", b"x" * 2**17) + element(0x00281051, b"UN", b"4 ")), "convert"),
         (make()[:200], ""),
         (make(PixelData=bytes(2)), "number of bytes of pixel data is less than expected"),
     ],
-    ids=["deflated", "large", "codestream", "run lengths", "cut", "short"],
 )
 def test_malicious_files_are_unreadable(content, reason):
     with pytest.raises(Exception, match=reason):
         Decoding(channels=1, size=2)(content)
+
+
+def test_the_frame_that_is_checked_is_the_one_that_is_decoded():
+    values = np.array([[9, 8], [7, 6]], np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(values).save(stream, "JPEG2000", irreversible=False, no_jp2=True)
+    content = encoded(JPEG2000Lossless, stream.getvalue(), jpeg2000(60_000), NumberOfFrames=2, **OFFSETS)
+    assert opened(content)[1].tolist() == values.tolist()
+
+
+def test_values_that_are_not_finite_are_no_part_of_a_warning():
+    for value in (np.inf, np.nan):
+        stream = io.BytesIO()
+        Image.fromarray(np.array([[0, value]], np.float32)).save(stream, "TIFF")
+        assert range_warnings([stream.getvalue()], Decoding(channels=1, size=2, window=[0, 1])) == ()
+
+
+def test_threads_leave_the_filter_of_warnings_alone():
+    before, decode = list(warnings.filters), Decoding(channels=1, size=8)
+    files = [FILES[name] for name in ("CT_small", "MR_small_RLE", "MR_small_padded")] * 20
+    with ThreadPoolExecutor(8) as pool:
+        pixels = list(pool.map(decode, files))
+    assert all((one == decode(file)).all() for one, file in zip(pixels, files, strict=True))
+    assert list(warnings.filters) == before
 
 
 def test_nothing_else_of_the_file_is_read():
