@@ -60,13 +60,13 @@ def _lower_triangle(g: np.ndarray, name: str, models: UpdateStore, dtype: np.dty
         torch.stack([torch.from_numpy(w).to(x.dtype) for w in arrays], out=x)
         x -= y
         end = len(y) // _PIECE * _PIECE
-        pieces, rest = x[:, :end].view(number, -1, _PIECE).transpose(0, 1), x[None, :, end:]
+        pieces, rest = x[:, :end].view(number, -1, _PIECE).transpose(0, 1), x[:, end:]
         # torch uses one thread here. Results of NumPy's OpenBLAS depend on the number of threads.
-        for z in (pieces, rest):
-            for first in range(0, number, _BLOCK):
-                rows = slice(first, first + _BLOCK)
-                products = torch.bmm(z[:, rows], z[:, : rows.stop].transpose(1, 2))
-                total[rows, : rows.stop] += products.sum(0, dtype=torch.float64).numpy()
+        for first in range(0, number, _BLOCK):
+            rows = slice(first, first + _BLOCK)
+            products = torch.bmm(pieces[:, rows], pieces[:, : rows.stop].transpose(1, 2))
+            total[rows, : rows.stop] += products.sum(0, dtype=torch.float64).numpy()
+            total[rows, : rows.stop] += torch.mm(rest[rows], rest[: rows.stop].T).numpy()
     return total
 
 
