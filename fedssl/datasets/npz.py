@@ -92,7 +92,10 @@ def read(
 
 @contextmanager
 def _opened(file: Path) -> Iterator[NpzFile]:
-    """Open a file; errors of a damaged one, also inside the block, become an `InputError`."""
+    """Open a file; errors of a damaged one, also inside the block, become an `InputError`.
+
+    Encrypted members raise a RuntimeError, unknown compressions a NotImplementedError.
+    """
     try:
         with open_regular_file(file) as stream, zipfile.ZipFile(stream):
             stream.seek(0)

@@ -116,7 +116,9 @@ def _eight_bits(image: Image.Image, limits: tuple[float, float] | None, *, clip:
         )
     values, (low, high) = np.asarray(image), limits
     lowest = values.min()
-    if np.isnan(lowest) or (lowest < low and not clip and FILE_WINDOW not in image.info):
+    if np.isnan(lowest):
+        raise InputError("it has values that are not a number (NaN); replace them")
+    if lowest < low and not clip and FILE_WINDOW not in image.info:
         raise InputError(f"its lowest value is {lowest}; set dataset.window=[LOWEST,HIGHEST], or add an offset")
     scaled = (values.astype(np.float32) - np.float32(low)) * (_LEVELS / np.float32(high - low))
     levels = np.clip(scaled, 0, 255).astype(np.uint8)
