@@ -345,5 +345,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "num_ops": _integer(1, 64),
         "magnitude": _integer(0, 30),
         "include_own": _BOOL,
+        "gallery": _choice("test", "train"),
+        "recall_at": _list_of(_integer(1)),
     },
 }

@@ -41,7 +41,7 @@ from fedssl.safe_io import sanitize
 
 USAGE = (
     "usage: fedssl-evaluate run=DIR [evaluation=knn|linear|few_labels|probes|semi_supervised|fine_tune|transfer|\n"
-    "       PAPER/linear|PAPER/fine_tune] [dataset=NAME] [dataset.path=PATH] [key=value ...]\n"
+    "       retrieval|PAPER/linear|PAPER/fine_tune] [dataset=NAME] [dataset.path=PATH] [key=value ...]\n"
     "       fedssl-evaluate encoder=FILE dataset=NAME ...\n"
     "       --config-dir FOLDER: folder with the settings of your own encoder or data set"
 )

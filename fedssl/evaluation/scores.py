@@ -10,6 +10,8 @@ from statistics import mean, stdev
 from fedssl.text_table import align
 
 ACCURACY = "accuracy"  # unit of a share of correct predictions in [0, 1], displayed in percent
+FRACTION = "fraction"  # unit of other scores in [0, 1] of which more is better, displayed in percent
+IN_PERCENT = (ACCURACY, FRACTION)
 
 _STD_SUFFIX = "_std"
 
@@ -37,12 +39,12 @@ class Score:
     def number(self) -> str:
         """Display text without the unit."""
         numbers = [self.value] if self.std is None else [self.value, self.std]
-        return " ± ".join(f"{100 * number:.1f}" if self.unit == ACCURACY else f"{number:.4g}" for number in numbers)
+        return " ± ".join(f"{100 * number:.1f}" if self.unit in IN_PERCENT else f"{number:.4g}" for number in numbers)
 
     @property
     def text(self) -> str:
         """Display text with the unit."""
-        return f"{self.number}%" if self.unit == ACCURACY else f"{self.number} {self.unit}".rstrip()
+        return f"{self.number}%" if self.unit in IN_PERCENT else f"{self.number} {self.unit}".rstrip()
 
 
 def mean_and_std(values: Sequence[float]) -> tuple[float, float | None]:
@@ -52,7 +54,7 @@ def mean_and_std(values: Sequence[float]) -> tuple[float, float | None]:
 
 def column_title(name: str, unit: str) -> str:
     """Return the title of a table column, with the unit of its numbers."""
-    return f"{name} ({'%' if unit == ACCURACY else unit})" if unit else name
+    return f"{name} ({'%' if unit in IN_PERCENT else unit})" if unit else name
 
 
 def as_scores(results: Mapping[str, Score | float], units: Mapping[str, str] | None = None) -> dict[str, Score]:

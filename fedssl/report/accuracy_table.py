@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from fedssl.evaluation.scores import ACCURACY, Score, column_title
+from fedssl.evaluation.scores import IN_PERCENT, Score, column_title
 from fedssl.runs.groups import MAIN, compared_settings, first_of_each_seed, group_runs, varying
 from fedssl.runs.run import RANKME, Run, read_run
 from fedssl.text_table import TableCell, TextTable, text_cell
@@ -83,7 +83,7 @@ class Results(NamedTuple):
         best = {
             name: best_rows([[score.value for score in of_row] for of_row in scores[name]], tasks)
             for name, unit in units.items()
-            if unit == ACCURACY  # more of another unit may be worse
+            if unit in IN_PERCENT  # more of another unit may be worse
         }
         cells = [
             [

@@ -11,7 +11,7 @@ from pathlib import Path
 from fedssl.config.settings import EarlyStopping
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import evaluation_problem
-from fedssl.evaluation.scores import ACCURACY
+from fedssl.evaluation.scores import ACCURACY, IN_PERCENT
 from fedssl.rules import Problem
 from fedssl.runs.jsonl import read_jsonl
 from server_app.callbacks.base import Callback, RoundEnd, RunEnd
@@ -55,7 +55,7 @@ def monitor_problem(rule: EarlyStopping, names: Collection[str]) -> Problem:
 def threshold_problem(rule: EarlyStopping, unit: str) -> Problem:
     """Return the sentence of thresholds that a result of this unit cannot reach."""
     for name, value in (("threshold", rule.threshold), ("min_delta", rule.min_delta)):
-        if unit == ACCURACY and value is not None and value > 1:
+        if unit in IN_PERCENT and value is not None and value > 1:
             return (
                 f"early_stopping.{name}={value:g} but {rule.monitor} is in [0, 1]; for {value:g}% set "
                 f"early_stopping.{name}={value / 100:g}"
