@@ -156,10 +156,14 @@ def execute(
 def log_start(components: RunComponents, state: ServerState, folder: Path) -> None:
     """Log the size of the run."""
     settings, data = components.settings, components.client_data
+    images = "their own images"
+    if data:
+        held, count = sum(map(len, data.parts)), len(data.image_data.images)
+        images = f"{count} images" if held == count else f"{held} of {count} images"
     log.info(
         "%d clients, %s, %d rounds; %d bytes of layers per model and direction; output in %s",
         settings.num_clients,
-        f"{len(data.image_data.images)} images" if data else "their own images",
+        images,
         settings.rounds,
         record_bytes(components.context.codec.encode(exchanged_layers(components.method))),
         folder,

@@ -88,4 +88,11 @@ def devices_keep_labels_and_models(parts: RunParts) -> Problem:
     return None
 
 
-RUN_RULES = (devices_keep_labels_and_models,)
+def devices_keep_their_images(parts: RunParts) -> Problem:
+    """Refuse what changes the images of simulated clients."""
+    if not parts.context.is_deployment or parts.settings.partition.imbalance == 1:
+        return None
+    return "imbalance is for simulations: devices train on all of their images; set imbalance=1"
+
+
+RUN_RULES = (devices_keep_labels_and_models, devices_keep_their_images)

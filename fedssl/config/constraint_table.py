@@ -77,6 +77,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
     "": {
         "seed": _integer(0, 2**63 - 1),
         "num_clients": _integer(1, 10_000_000),
+        "imbalance": Constraint(minimum=1, maximum=LARGE),
         **_all(_integer(1), "clients_per_round", "rounds", "checkpoint_every", "keep_checkpoints"),
         **_all(_integer(0), "unseen_clients", "local_epochs", "adaptation_epochs"),
         **_all(_integer(0), "evaluate_every", "collapse_images", "snapshot_every"),
@@ -210,6 +211,8 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
     "partition": {
         **_all(_PATH, "file", "encoder"),
         "alpha": _POSITIVE,
+        "distribution": _choice("lognormal", "power_law"),
+        "spread": Constraint(minimum=0, maximum=10),
         "beta": _FRACTION,
         **_all(_integer(1), "classes_per_client", "components"),
         "clusters": _optional(_integer(1)),
@@ -324,6 +327,8 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "scale_at": _choice("server", "client"),
     },
     "adapter": {"blocks": _optional(_integer(1))},
+    "domain": {"alpha": _optional(_POSITIVE)},
+    "quantity": {"alpha": _optional(_POSITIVE)},
     "LDAWA": {"weighting": _LOSS_WEIGHTING},
     "LDAWAFedU": {"weighting": _LOSS_WEIGHTING},
     "Clustered": {"weighting": _optional(_LOSS_WEIGHTING)},

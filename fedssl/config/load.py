@@ -316,6 +316,7 @@ def _partition(config: DictConfig) -> PartitionSettings:
         seed=config.seed,
         server_fraction=node.share if node.when and node.dataset is None else None,
         cache=config.dataset.get("cache"),
+        imbalance=config.imbalance,
     )
 
 

@@ -15,8 +15,18 @@ from fedssl.plain_values import RUN_KEYS
 
 # Settings of a simulated client, without engine, evaluation and tracking.
 CLIENT_SETTINGS = [
-    *("seed", "num_clients", "rounds", "dataset", "partition", "augmentation", "encoder", "method", "regularizer"),
-    *("tuning", "schedule", "calibration", "optimizer", "strategy", "local_epochs", "batch_size", "clip_norm"),
+    *("seed", "num_clients", "rounds", "dataset", "imbalance", "partition", "augmentation", "encoder", "method"),
+    *(
+        "regularizer",
+        "tuning",
+        "schedule",
+        "calibration",
+        "optimizer",
+        "strategy",
+        "local_epochs",
+        "batch_size",
+        "clip_norm",
+    ),
     *("precision", "channels_last", "gpu_augmentation", "cuda_graphs", "compile"),
     *("device", "threads", "keep_freed_memory", "output_dir", "run_id"),
 ]
@@ -126,6 +136,7 @@ class PartitionSettings:
     seed: int
     server_fraction: float | None  # of the images, which only the server holds, for calibration; None: none
     cache: str | None  # folder for what a partition function computes from the images; None disables it
+    imbalance: float = 1.0  # size of the first class divided by that of the last; 1: all images of all classes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Partitions of images among clients: every image belongs to exactly one."""
 
 from fedssl.config.constraint_table import MIN_IMAGES
+from fedssl.partition.domains import domain
 from fedssl.partition.feature_clustering import feature_clusters
 from fedssl.partition.partition import (
     ImageSubset,
@@ -19,6 +20,7 @@ from fedssl.partition.partitioners import (
     skew,
     write_partition,
 )
+from fedssl.partition.quantity import quantity
 
 __all__ = [
     "MIN_IMAGES",
@@ -27,12 +29,14 @@ __all__ = [
     "PartitionInput",
     "client_indices",
     "dirichlet",
+    "domain",
     "feature_clusters",
     "from_file",
     "iid",
     "make_partition",
     "natural",
     "pathological",
+    "quantity",
     "server_indices",
     "skew",
     "write_partition",

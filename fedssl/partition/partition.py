@@ -1,7 +1,7 @@
 """The partition of a run: the images of every client, and the server's images for its calibration."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from fedssl.config.settings import PartitionSettings
 from fedssl.datasets.base import ImageData
 from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError
+from fedssl.partition.long_tail import long_tail
 from fedssl.seeding import numpy_generator
 
 
@@ -37,6 +38,7 @@ class PartitionInput:
 
     labels: Tensor | None  # int64, ``(n,)``, `NO_LABEL` if unknown; None if the data set has none
     owners: Tensor | None = None  # int64, ``(n,)``, owner of each image; None if unknown
+    owner_names: tuple[str, ...] = ()  # ``owner_names[owner]``; empty if unknown
     images: ImageSubset
     num_clients: int
     seed: int
@@ -55,10 +57,13 @@ class Partition:
     # classes, owners or nothing.
     groups: Tensor | None = None
     kind: str = "group"  # name of a group in table and figure
+    group_names: tuple[str, ...] = ()  # ``group_names[group]``; empty: the kind and the number
 
     @property
     def names(self) -> tuple[str, ...]:
-        return () if self.groups is None else tuple(f"{self.kind} {number}" for number in range(self.groups.max() + 1))
+        if self.groups is None or self.group_names:
+            return self.group_names
+        return tuple(f"{self.kind} {number}" for number in range(self.groups.max() + 1))
 
 
 def client_indices(settings: PartitionSettings, image_data: ImageData) -> list[np.ndarray]:
@@ -70,8 +75,8 @@ def make_partition(settings: PartitionSettings, image_data: ImageData) -> Partit
     """Partition the images among the clients, as a pure function of the run's settings.
 
     The last result is kept: a process that runs server and clients, or several jobs of a sweep, computes it once. The
-    server's images for its calibration (see `server_indices`) belong to no client. Indices and groups refer to
-    ``image_data``.
+    server's images for its calibration (see `server_indices`), and those that `long_tail` leaves out, belong to no
+    client. Indices and groups refer to ``image_data``.
     """
     for known_settings, known_images, partition in _last:
         if known_settings == settings and known_images is image_data:
@@ -87,13 +92,20 @@ _last: list[tuple[PartitionSettings, ImageData, Partition]] = []
 def _partition(settings: PartitionSettings, image_data: ImageData) -> Partition:
     num_images = len(image_data.images)
     rows = np.arange(num_images)
+    reasons = []
     if settings.server_fraction is not None:
         rows = np.delete(rows, server_indices(num_images, share=settings.server_fraction, seed=settings.seed))
+        reasons.append(f"calibration.share={settings.server_fraction:g}")
+    if settings.imbalance > 1:
+        labels = None if image_data.labels is None else image_data.labels[torch.from_numpy(rows)]
+        rows = rows[long_tail(labels, imbalance=settings.imbalance, seed=settings.seed)]
+        reasons.append(f"imbalance={settings.imbalance:g}")
     shared = torch.from_numpy(rows)
     labels, owners = (None if column is None else column[shared] for column in (image_data.labels, image_data.owners))
     data = PartitionInput(
         labels=labels,
         owners=owners,
+        owner_names=image_data.owner_names,
         images=ImageSubset(image_data.images, shared, settings.cache),
         num_clients=settings.num_clients,
         seed=settings.seed,
@@ -102,17 +114,16 @@ def _partition(settings: PartitionSettings, image_data: ImageData) -> Partition:
     try:
         result: list[np.ndarray] | Partition = settings.rule.instantiate(data)
     except InputError as error:
-        if settings.server_fraction is None:
+        if not reasons:
             raise
         raise InputError(
-            f"calibration.share={settings.server_fraction:g} of {num_images} images leaves the clients {len(rows)}; "
-            f"lower it, or: {error}"
+            f"{' and '.join(reasons)} of {num_images} images leaves the clients {len(rows)}; lower it, or: {error}"
         ) from error
     partition = result if isinstance(result, Partition) else Partition(result)
     groups = partition.groups
     if groups is not None:
         groups = torch.full((num_images,), -1).index_copy(0, shared, groups)
-    return Partition([rows[part] for part in partition.client_indices], groups, partition.kind)
+    return replace(partition, client_indices=[rows[part] for part in partition.client_indices], groups=groups)
 
 
 def server_indices(num_images: int, *, share: float, seed: int) -> np.ndarray:

@@ -58,8 +58,8 @@ def iid(data: PartitionInput) -> list[np.ndarray]:
     $$
     """
     check_counts(data)
-    order = _order(data)
-    return _checked(np.array_split(order, data.num_clients), data.num_images)
+    order = image_order(data)
+    return checked(np.array_split(order, data.num_clients), data.num_images)
 
 
 def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balancing: bool = False) -> list[np.ndarray]:
@@ -86,8 +86,8 @@ def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balanci
     check_counts(data)
     check_arguments("partition", alpha=alpha, min_size=min_size)
     num_images, num_clients = data.num_images, data.num_clients
-    labels = _require_labels(data, "dirichlet")
-    order = _labeled_order(data, labels)
+    labels = require_labels(data, "dirichlet")
+    order = labeled_order(data, labels)
     dealt = (num_images - len(order)) // num_clients  # images without a label, at least, of every client
     parts = None
     if min_size * num_clients <= num_images:
@@ -105,7 +105,7 @@ def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balanci
             f"partition.min_size={min_size} of {num_images} images in every draw; "
             "raise partition.alpha, lower num_clients, or set partition.min_size=0: clients with too few never train"
         )
-    return _with_unlabeled([order[rows] for rows in parts], data, labels)
+    return with_unlabeled([order[rows] for rows in parts], data, labels)
 
 
 def dirichlet_rows(
@@ -162,8 +162,8 @@ def pathological(data: PartitionInput, *, classes_per_client: int) -> list[np.nd
     """
     check_counts(data)
     num_clients, seed = data.num_clients, data.seed
-    labels = _require_labels(data, "pathological")
-    order = _labeled_order(data, labels)
+    labels = require_labels(data, "pathological")
+    order = labeled_order(data, labels)
     names, codes, sizes = np.unique(labels[order], return_inverse=True, return_counts=True)
     if not 1 <= classes_per_client <= len(names):
         raise InputError(
@@ -188,7 +188,7 @@ def pathological(data: PartitionInput, *, classes_per_client: int) -> list[np.nd
     # Shard s is of class s modulo C. A client's shards follow each other, so that their classes differ.
     shards = [members[shard % len(names)][shard // len(names)] for shard in range(num_shards)]
     by_client = [shards[first : first + classes_per_client] for first in range(0, num_shards, classes_per_client)]
-    return _with_unlabeled([np.concatenate(own) for own in by_client], data, labels)
+    return with_unlabeled([np.concatenate(own) for own in by_client], data, labels)
 
 
 def skew(data: PartitionInput, *, beta: float) -> list[np.ndarray]:
@@ -207,8 +207,8 @@ def skew(data: PartitionInput, *, beta: float) -> list[np.ndarray]:
     """
     check_counts(data)
     check_arguments("partition", beta=beta)
-    labels = _require_labels(data, "skew")
-    order = _labeled_order(data, labels)
+    labels = require_labels(data, "skew")
+    order = labeled_order(data, labels)
     of_class = [order[labels[order] == name] for name in np.unique(labels[order])]
     cuts = [round((1 - beta) * len(members)) for members in of_class]
     sorted_pool = np.concatenate([members[:cut] for members, cut in zip(of_class, cuts, strict=True)])
@@ -217,7 +217,7 @@ def skew(data: PartitionInput, *, beta: float) -> list[np.ndarray]:
     # The first blocks and the last draws may have one image more, so that sizes differ by at most one.
     blocks = np.array_split(sorted_pool, data.num_clients)
     draws = np.array_split(uniform_pool, data.num_clients)[::-1]
-    return _with_unlabeled([np.concatenate(pair) for pair in zip(blocks, draws, strict=True)], data, labels)
+    return with_unlabeled([np.concatenate(pair) for pair in zip(blocks, draws, strict=True)], data, labels)
 
 
 def natural(data: PartitionInput) -> list[np.ndarray]:
@@ -240,7 +240,7 @@ def natural(data: PartitionInput) -> list[np.ndarray]:
     client_of_owner = numpy_generator(data.seed, "partition", "owners").permutation(len(names)) % num_clients
     client = client_of_owner[codes]
     sizes = np.bincount(client, minlength=num_clients)
-    return _checked(np.split(np.argsort(client, kind="stable"), np.cumsum(sizes)[:-1]), data.num_images)
+    return checked(np.split(np.argsort(client, kind="stable"), np.cumsum(sizes)[:-1]), data.num_images)
 
 
 def from_file(data: PartitionInput, *, file: str | Path | None) -> list[np.ndarray]:
@@ -309,7 +309,8 @@ def check_counts(data: PartitionInput) -> None:
         raise InputError("the data set has no images to be partitioned; check dataset.path and dataset.limit")
 
 
-def _require_labels(data: PartitionInput, name: str) -> np.ndarray:
+def require_labels(data: PartitionInput, name: str) -> np.ndarray:
+    """Return the labels; raise an `InputError` that names the partition if no image has one."""
     if data.labels is None or not (data.labels != NO_LABEL).any():
         raise InputError(
             f"partition={name} divides by class but the images have no labels; give partition=iid, or "
@@ -318,23 +319,25 @@ def _require_labels(data: PartitionInput, name: str) -> np.ndarray:
     return data.labels.numpy()
 
 
-def _order(data: PartitionInput) -> np.ndarray:
+def image_order(data: PartitionInput) -> np.ndarray:
+    """Return all indices in random order."""
     return numpy_generator(data.seed, "partition", "order").permutation(data.num_images)
 
 
-def _labeled_order(data: PartitionInput, labels: np.ndarray) -> np.ndarray:
-    order = _order(data)
+def labeled_order(data: PartitionInput, labels: np.ndarray) -> np.ndarray:
+    """Return the indices of images with a label in random order."""
+    order = image_order(data)
     return np.compress(labels[order] != NO_LABEL, order)
 
 
-def _with_unlabeled(parts: list[np.ndarray], data: PartitionInput, labels: np.ndarray) -> list[np.ndarray]:
+def with_unlabeled(parts: list[np.ndarray], data: PartitionInput, labels: np.ndarray) -> list[np.ndarray]:
     """Return the sorted parts; images without a label are dealt so that their numbers differ by at most one."""
     unlabeled = np.flatnonzero(labels == NO_LABEL)
     dealt = np.array_split(numpy_generator(data.seed, "partition", "no label").permutation(unlabeled), len(parts))
-    return _checked([np.concatenate(pair) for pair in zip(parts, dealt, strict=True)], data.num_images)
+    return checked([np.concatenate(pair) for pair in zip(parts, dealt, strict=True)], data.num_images)
 
 
-def _checked(parts: list[np.ndarray], num_images: int) -> list[np.ndarray]:
+def checked(parts: list[np.ndarray], num_images: int) -> list[np.ndarray]:
     """Return the sorted parts; every image must be in exactly one."""
     if not np.array_equal(np.sort(np.concatenate(parts)), np.arange(num_images)):
         raise InputError(

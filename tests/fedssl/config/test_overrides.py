@@ -84,8 +84,7 @@ def outcome(overrides: list[str]) -> str:
 @pytest.mark.parametrize(
     "numbers",
     [
-        range(8),
-        pytest.param(range(8, 30), marks=pytest.mark.heavy),
+        range(30),  # one of ten lists is valid
         *(pytest.param(range(n, n + 47), marks=pytest.mark.heavy) for n in range(30, 500, 47)),
     ],
     ids=str,

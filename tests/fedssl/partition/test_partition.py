@@ -267,7 +267,7 @@ def test_partitions_by_class_need_labels(kind: str) -> None:
 def test_the_last_check_catches_lost_and_doubled_images() -> None:
     for parts in ([[0, 1], [3, 4]], [[0, 1, 2], [2, 3, 4]]):
         with pytest.raises(InputError, match="exactly one client"):
-            partition.partitioners._checked([np.array(part) for part in parts], 5)
+            partition.partitioners.checked([np.array(part) for part in parts], 5)
 
 
 @pytest.mark.parametrize("kind", ["dirichlet", "pathological", "skew"])

@@ -1,0 +1,80 @@
+"""Domains: every client's images come from one domain, such as photos, sketches or one hospital's scanner.
+
+FedBN (Li et al., ICLR 2021) gives each domain of Digits, Office-Caltech and DomainNet one client, and for its analysis
+equally many clients, with equal parts of the images. FPL (Huang et al., CVPR 2023) draws the number of clients of a
+domain. Here the numbers of clients differ by at most one, as in FedBN: a domain with many images dominates neither the
+rounds nor their sampling.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from fedssl.config.constraints import check_arguments
+from fedssl.errors import InputError
+from fedssl.partition.partition import Partition, PartitionInput
+from fedssl.partition.partitioners import check_counts, dirichlet, iid
+from fedssl.seeding import derive_seed
+
+
+def domain(data: PartitionInput, *, alpha: float | None, min_size: int) -> Partition:
+    r"""Give client k images of domain k mod D; the clients of a domain share its images.
+
+    $$
+    D_k \subseteq \{ i : o_i = k \bmod D \}
+    $$
+
+    with $o_i$ the domain of image i, in the order of their names.
+
+    Parameters
+    ----------
+    alpha : float or None
+        Concentration of the Dirichlet shares by which the clients of one domain divide each class. None for equal
+        numbers of images, at random.
+    min_size : int
+        Minimum number of images of a client.
+    """
+    check_counts(data)
+    check_arguments("partition", owner="domain", alpha=alpha, min_size=min_size)
+    if data.owners is None:
+        raise InputError(
+            "partition=domain needs the domain of every image but the images have none; name their column "
+            "(dataset.owner=COLUMN) or make their folders (dataset.folders=owner/class), or give partition=iid"
+        )
+    codes, owners = np.unique(data.owners.numpy(), return_inverse=True)
+    names = [data.owner_names[code] if data.owner_names else str(code) for code in codes]
+    if data.num_clients < len(names):
+        raise InputError(
+            f"partition=domain with num_clients={data.num_clients} leaves {len(names) - data.num_clients} of "
+            f"{len(names)} domains without a client; set num_clients={len(names)} or more, or partition=natural, which "
+            "gives a client several"
+        )
+    parts: list[np.ndarray] = [np.empty(0, np.int64)] * data.num_clients
+    for number, name in enumerate(names):
+        rows, clients = np.flatnonzero(owners == number), range(number, data.num_clients, len(names))
+        if len(rows) < len(clients) * min_size:
+            raise InputError(
+                f"the domain {name!r} has {len(rows)} images for {len(clients)} of num_clients={data.num_clients} "
+                f"clients, fewer than partition.min_size={min_size} for each; lower num_clients, leave the domain out, "
+                "or lower partition.min_size"
+            )
+        for client, part in zip(clients, _shared(data, rows, len(clients), alpha, min_size), strict=True):
+            parts[client] = rows[part]
+    return Partition(parts, torch.from_numpy(owners), "domain", tuple(names))
+
+
+def _shared(
+    data: PartitionInput, rows: np.ndarray, num_clients: int, alpha: float | None, min_size: int
+) -> list[np.ndarray]:
+    """Divide the images of a domain among its clients."""
+    chosen = torch.from_numpy(rows)
+    part = replace(
+        data,
+        labels=None if data.labels is None else data.labels[chosen],
+        owners=None,
+        images=replace(data.images, rows=data.images.rows[chosen]),
+        num_clients=num_clients,
+        seed=derive_seed(data.seed, "partition", "domain", int(rows[0])),
+    )
+    return iid(part) if alpha is None else dirichlet(part, alpha=alpha, min_size=min_size)
