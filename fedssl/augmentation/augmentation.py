@@ -15,7 +15,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fedssl.augmentation.patch_masks import check_grid, sample_masks
-from fedssl.augmentation.recipe import UNIFORMS, Parameters, parameters, read_recipe
+from fedssl.augmentation.recipe import (
+    FURTHER,
+    FURTHER_UNIFORMS,
+    RGB,
+    UNIFORMS,
+    Parameters,
+    ViewRecipe,
+    parameters,
+    read_recipe,
+)
 from fedssl.augmentation.view_transforms import (
     AugmentationParams,
     Matrices,
@@ -35,6 +44,7 @@ LARGE_CHUNK = 4  # the same of large images, whose chunks are computed in parall
 MATRIX_BYTES = 2**26  # bytes of matrices that a GPU computes at a time
 SMALLEST = 4  # height and width in pixels of the smallest view of a recipe with its own size
 KERNEL_SIZE, KERNEL_CHANNELS = 64, (1, 3)  # largest images of `fedssl.augmentation.kernel`, and their channels
+KERNEL_PARAMETERS = 12  # number of `Parameters` that it reads, the first ones
 
 
 class Augmentation:
@@ -69,7 +79,14 @@ class Augmentation:
                 f"gpu_augmentation=triton supports views of at most {KERNEL_SIZE} pixels with 1 or 3 channels but "
                 f"dataset.size={size} with {len(mean)} channels; set gpu_augmentation=torch"
             )
+        if gpu_augmentation == "triton" and any(recipe.view.uses_further for recipe in recipes):
+            raise InputError(
+                f"gpu_augmentation=triton lacks {', '.join(_used(recipes, FURTHER))}; set gpu_augmentation=torch"
+            )
+        if len(mean) not in (1, 3):
+            _check_color(recipes, channels=len(mean))
         self.channels = len(mean)
+        self.uses_further = any(recipe.view.uses_further for recipe in recipes)
         self.by_kernel = gpu_augmentation == "triton"
         self.sizes = [round(recipe.size * size) for recipe in self.recipes]
         for index, recipe in enumerate(recipes):
@@ -107,6 +124,9 @@ class Augmentation:
             orders.append([torch.randperm(4, generator=generator).tolist() for _ in self.recipes])
             uniforms.append(torch.rand(size, len(self.recipes), UNIFORMS, generator=generator, dtype=torch.float64))
             masks.append([self._sample_mask(index, size, generator) for index in range(len(self.recipes))])
+            if self.uses_further:  # last, so that the draws of other recipes do not change
+                shape = (size, len(self.recipes), FURTHER_UNIFORMS)
+                uniforms[-1] = torch.cat((uniforms[-1], torch.rand(shape, generator=generator, dtype=torch.float64)), 2)
         uniform = torch.cat(uniforms)
         draws = [
             torch.stack(parameters(recipe.view, uniform[:, index], height=height, width=width))
@@ -114,7 +134,7 @@ class Augmentation:
         ]
         numbers = torch.stack(draws, 1).float()
         if is_gpu(device) and self.by_kernel:
-            numbers = torch.cat((numbers, _per_image(orders, sizes)))
+            numbers = torch.cat((numbers[:KERNEL_PARAMETERS], _per_image(orders, sizes)))
         packed = to_device(numbers, device)
         self._mean, self._std = self._mean.to(device), self._std.to(device)
         moved = _masks_to_device(masks, device)
@@ -245,6 +265,23 @@ class Augmentation:
                 f"augmentation.views has pad={widest} but the images have {height}x{width} pixels; set pad to at "
                 f"most {min(height, width) - 1}"
             )
+
+
+def _check_color(recipes: Sequence[ViewRecipe], *, channels: int) -> None:
+    """Reject operations on colors for images with this number of channels."""
+    used = _used(recipes, RGB)
+    if used:
+        others = "" if any(recipe.mask for recipe in recipes) else "augmentation=satellite or microscopy, or "
+        raise InputError(
+            f"the images have {channels} channels but {', '.join(used)} need 3 (RGB); set {others}"
+            f"{' '.join(f'{key}=0' for key in used)}"
+        )
+
+
+def _used(recipes: Sequence[ViewRecipe], names: Sequence[str]) -> list[str]:
+    """Return the keys of these settings that are on."""
+    recipe_keys = enumerate(recipes)
+    return [f"augmentation.views.{k}.{name}" for k, recipe in recipe_keys for name in names if vars(recipe.view)[name]]
 
 
 def _per_image(orders: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int]) -> Tensor:

@@ -116,6 +116,24 @@ def blur(image: Tensor, sigma: float, *, radius: int) -> Tensor:
     return columns.transpose(0, 1).reshape(channels, -1, len(windows) * TILE)[:, :height, :width]
 
 
+def turn(planes: Tensor, turned: Tensor, chosen: Tensor) -> Tensor:
+    """Replace the images by those of ``turned`` where ``chosen`` ``(batch,)`` is 1; 0 elsewhere."""
+    return torch.lerp(planes, turned, chosen[:, None, None])
+
+
+def rotate(planes: Tensor, degrees: Tensor) -> Tensor:
+    """Rotate square images counter-clockwise by ``degrees`` ``(batch,)``: ``rotate`` with bilinear interpolation.
+
+    The size stays; what comes from outside of the image is 0.
+    """
+    cosine, sine = degrees.deg2rad().cos(), degrees.deg2rad().sin()
+    zero = torch.zeros_like(sine)
+    maps = torch.stack((torch.stack((cosine, -sine, zero), 1), torch.stack((sine, cosine, zero), 1)), 1)
+    images = planes.transpose(0, 1)
+    grid = F.affine_grid(maps, list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, mode="bilinear", align_corners=False).transpose(0, 1).contiguous()
+
+
 def luminance(planes: Tensor) -> Tensor:
     """Return gray values ``(...)`` of planes ``(channels, ...)``: weighted for 3 channels, otherwise the mean."""
     if len(planes) != 3:
@@ -131,7 +149,10 @@ def brightness(planes: Tensor, factor: Tensor) -> Tensor:
 
 
 def contrast(planes: Tensor, factor: Tensor) -> Tensor:
-    """Blend with the mean gray by ``factor`` ``(batch,)``: ``adjust_contrast``. 1 changes nothing, 0 is flat gray."""
+    """Blend with the mean gray by ``factor`` ``(batch,)``: ``adjust_contrast``. 1 changes nothing, 0 is flat gray.
+
+    The mean gray is one number for all channels of an image.
+    """
     mean = luminance(planes.mean((2, 3), keepdim=True))  # luminance is linear: its mean is that of the means
     return (planes * factor[:, None, None]).add_(mean * (1 - factor[:, None, None])).clamp_(0, 1)
 
@@ -166,3 +187,30 @@ def hue(planes: Tensor, turns: Tensor) -> Tensor:
 def solarize(planes: Tensor, amount: Tensor) -> Tensor:
     """Invert the values from 0.5 up where ``amount`` ``(batch,)`` is 1: ``solarize``, threshold 0.5. 0: no change."""
     return torch.lerp(planes, torch.minimum(planes, 1 - planes), amount[:, None, None])
+
+
+def gamma(planes: Tensor, exponent: Tensor) -> Tensor:
+    """Raise values in [0, 1] to the power ``exponent`` ``(batch,)``: ``adjust_gamma``. 1 changes nothing."""
+    return planes.clamp(min=0).pow_(exponent[:, None, None])  # a negative value would become NaN
+
+
+def add_noise(planes: Tensor, deviation: Tensor, seed: Tensor) -> Tensor:
+    """Add Gaussian noise with these standard deviations, and clip: ``gaussian_noise``. 0 changes nothing.
+
+    The noise of a pixel is a function of the ``seed`` ``(batch,)`` of its image, integers as floats, and of its index
+    in the image, so that it is the same in every batch and on every device. Two rounds of a hash give 24 random bits,
+    of which the inverse of the normal distribution makes a number with absolute value below 5.5.
+    """
+    channels, _, height, width = planes.shape
+    pixel = torch.arange(channels * height * width, device=planes.device).view(channels, 1, height, width)
+    bits = _hash(_hash(pixel) ^ _hash(seed.long() + 2**31)[:, None, None]) >> 8  # 2^31: no seed is a pixel's index
+    odd = 2 * bits + (1 - 2**24)  # float32 represents it, and its fraction of 2^24 in (-1, 1)
+    normal = (odd.to(planes.dtype) / 2**24).erfinv_().mul_(2**0.5)
+    return normal.mul_(deviation[:, None, None]).add_(planes).clamp_(0, 1)
+
+
+def _hash(x: Tensor) -> Tensor:
+    """Map integers below 2^32 to others, one to one, as the finalizer of MurmurHash3; no product overflows 64 bits."""
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
+    return x ^ (x >> 15)

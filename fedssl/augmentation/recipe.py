@@ -3,7 +3,13 @@
 Distributions are those of torchvision's ``RandomResizedCrop``, ``ColorJitter`` (applied as a whole with one
 probability), ``RandomGrayscale``, ``GaussianBlur`` and ``RandomSolarize``. All parameters are functions of uniform
 random numbers, whose count per image does not depend on the recipe: changing one setting does not change the draws of
-the others, and the parameters of an image do not depend on later images.
+the others, and the parameters of an image do not depend on later images. `FURTHER` settings need `FURTHER_UNIFORMS`
+more, which are drawn after these if a recipe uses one of them.
+
+The exponent of ``gamma`` is drawn from a range, as in nnU-Net (0.7 to 1.5; Isensee et al., Nature Methods 2021) and
+MONAI (0.5 to 4.5), and its logarithm is uniform, as in TorchIO: half and twice the exponent are equally probable. In
+contrast to nnU-Net and MONAI, values are taken to be in [0, 1], not between the extremes of the image. The standard
+deviation of noise is uniform in a range, as in TorchIO, and images are clipped, as by torchvision's ``GaussianNoise``.
 """
 
 import math
@@ -13,6 +19,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedssl.augmentation.patch_masks import MaskRecipe, read_mask
@@ -23,6 +30,10 @@ from fedssl.views import GLOBAL
 CANDIDATES = 10  # crop boxes tried per image before the center crop, as in torchvision
 BOX_UNIFORMS = 2 * CANDIDATES + 2
 UNIFORMS = BOX_UNIFORMS + 10  # random numbers per image and view
+FURTHER = ("vertical_flip_prob", "transpose_prob", "rotation", "gamma_prob", "noise_prob")  # settings; 0 disables them
+FURTHER_UNIFORMS = 8  # random numbers per image and view for these
+RGB = ("saturation", "hue", "gray_prob")  # settings of operations on images with 3 channels
+SEEDS = 2**24  # number of seeds of noise, all of which float32 represents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +56,19 @@ class ViewOptions:
     blur_prob: float = 0.0  # of Gaussian blur
     blur_sigma: Sequence[float] = (0.1, 2.0)  # smallest and largest standard deviation of it, in pixels of the view
     solarize_prob: float = 0.0  # of inverting values of at least 0.5
+    vertical_flip_prob: float = 0.0  # of an upside-down flip
+    # Of exchanging rows and columns, after the flips. All three with 0.5 give the eight symmetries of a square.
+    transpose_prob: float = 0.0
+    rotation: float = 0.0  # largest rotation of the crop in either direction, in degrees, in [0, 180]; corners are 0
+    gamma_prob: float = 0.0  # of raising values in [0, 1] to a power, after the color jitter
+    gamma: Sequence[float] = (0.7, 1.5)  # smallest and largest exponent
+    noise_prob: float = 0.0  # of Gaussian noise, the last operation
+    noise_std: Sequence[float] = (0.0, 0.1)  # smallest and largest standard deviation of it, for values in [0, 1]
+
+    @property
+    def uses_further(self) -> bool:
+        """Whether one of the settings `FURTHER` is on."""
+        return any(vars(self)[name] > 0 for name in FURTHER)
 
 
 RECIPE_KEYS = ("count", "size", "role", "mask")  # fields of a recipe, besides those of its view
@@ -101,12 +125,24 @@ class Parameters(NamedTuple):
     color: Tensor  # saturation of the grayscale step; 0 is gray, 1 changes nothing
     sigma: Tensor  # standard deviation of the blur in pixels of the view; 0 changes nothing
     solarize: Tensor  # 1 where values of at least 0.5 are inverted, else 0
+    vertical: Tensor  # 1 where the view is flipped upside down, else 0
+    transpose: Tensor  # 1 where rows and columns are exchanged, else 0
+    angle: Tensor  # rotation in degrees, counter-clockwise; 0 changes nothing
+    gamma: Tensor  # exponent; 1 changes nothing
+    noise: Tensor  # standard deviation of noise; 0 changes nothing
+    seed: Tensor  # of the noise, an integer below `SEEDS`
 
 
 def parameters(view: ViewOptions, uniform: Tensor, *, height: int, width: int) -> Parameters:
-    """Map uniform numbers in [0, 1), ``(batch, UNIFORMS)``, to the parameters of a view of images of this size."""
+    """Map uniform numbers in [0, 1) to the parameters of a view of images of this size.
+
+    ``uniform`` is ``(batch, UNIFORMS + FURTHER_UNIFORMS)``, or ``(batch, UNIFORMS)`` without settings in `FURTHER`.
+    """
+    if uniform.shape[1] == UNIFORMS:
+        uniform = F.pad(uniform, (0, FURTHER_UNIFORMS))
     boxes, others = uniform[:, :BOX_UNIFORMS], uniform[:, BOX_UNIFORMS:].unbind(1)
-    flip, jitter, brightness, contrast, saturation, hue, gray, blur, sigma, solarize = others
+    flip, jitter, brightness, contrast, saturation, hue, gray, blur, sigma, solarize, *further = others
+    vertical, transpose, angle, gamma, exponent, noise, deviation, seed = further
     jittered = jitter < view.jitter_prob
 
     def factor(number: Tensor, strength: float) -> Tensor:
@@ -122,6 +158,12 @@ def parameters(view: ViewOptions, uniform: Tensor, *, height: int, width: int) -
         color=gray >= view.gray_prob,
         sigma=torch.where(blur < view.blur_prob, _between(sigma, *view.blur_sigma), 0.0),
         solarize=solarize < view.solarize_prob,
+        vertical=vertical < view.vertical_flip_prob,
+        transpose=transpose < view.transpose_prob,
+        angle=_between(angle, -view.rotation, view.rotation),
+        gamma=torch.where(gamma < view.gamma_prob, _between(exponent, *map(math.log, view.gamma)).exp(), 1.0),
+        noise=torch.where(noise < view.noise_prob, _between(deviation, *view.noise_std), 0.0),
+        seed=(seed * SEEDS).floor(),
     )
 
 

@@ -1,13 +1,16 @@
 """Computation of random views from drawn parameters, one view at a time or all at once.
 
 The views are those of SimCLR (Chen et al. 2020, appendix A) and BYOL (Grill et al. 2020, appendix B): random resized
-crop, flip, color jitter, grayscale, Gaussian blur and solarization, in this order. Each image has separate parameters
-(`fedssl.augmentation.recipe`). For equal parameters the pixels equal torchvision's within 1e-5
-(`fedssl.augmentation.operations`). Differences from a torchvision pipeline of one image at a time:
+crop, flip, color jitter, grayscale, Gaussian blur and solarization, in this order. If a recipe has them, an upside-down
+flip, transposition and rotation follow the flip, gamma follows the jitter, and noise is last. Each image has separate
+parameters (`fedssl.augmentation.recipe`). For equal parameters the pixels equal torchvision's within 1e-5, or within
+1e-4 after a rotation (`fedssl.augmentation.operations`). Differences from a torchvision pipeline of one image at a
+time:
 
 - The order of the four jitter operations is drawn once per view and batch, not once per image.
 - Blur extends to 3 times the recipe's largest sigma; there is no separate kernel size.
-- Saturation, hue and grayscale are skipped unless there are 3 channels.
+- Saturation, hue and grayscale are skipped for 1 channel; `fedssl.augmentation.Augmentation` rejects other numbers.
+- Brightness, contrast and gamma have one factor for all channels of an image.
 
 `apply_view` is the CPU version: one view after the other, a few images at a time, to stay in the cache; it crops and
 blurs large images one by one, because the cost of the matrix products is cubic in the image size. `apply_all` is
@@ -44,7 +47,7 @@ class Matrices(NamedTuple):
 class AugmentationParams:
     """Random parameters of a batch."""
 
-    parameters: Tensor  # values of `Parameters` of each view, ``(12, views, batch)``, on the device of the images
+    parameters: Tensor  # values of `Parameters` of each view, ``(18, views, batch)``, on the device of the images
     jitter_orders: Sequence[Sequence[int]]  # of each view; 0 is brightness, 1 contrast, 2 saturation, 3 hue
     masks: Sequence[Mask | None]  # of each view
     matrices: tuple[Matrices, ...] = ()  # matrices of each view if they are precomputed, else empty
@@ -104,6 +107,17 @@ def jitter(planes: Tensor, *, view: ViewOptions, params: Parameters, order: Sequ
     return planes
 
 
+def turn(planes: Tensor, *, view: ViewOptions, params: Parameters) -> Tensor:
+    """Flip views upside down, transpose and rotate them."""
+    if view.vertical_flip_prob > 0:
+        planes = operations.turn(planes, planes.flip(2), params.vertical)
+    if view.transpose_prob > 0:
+        planes = operations.turn(planes, planes.mT, params.transpose)
+    if view.rotation > 0:
+        planes = operations.rotate(planes, params.angle)
+    return planes
+
+
 def apply_view(planes: Tensor, *, view: ViewOptions, params: Parameters, order: Sequence[int], size: int) -> Tensor:
     """Compute one view of each image, ``(channels, batch, size, size)``; skip operations that the recipe disables.
 
@@ -117,7 +131,10 @@ def apply_view(planes: Tensor, *, view: ViewOptions, params: Parameters, order: 
     else:
         rows, columns = crop_matrices(view, params, height=planes.shape[2], width=planes.shape[3], size=size)
         planes = operations.separable(planes, rows=rows, columns=columns)
+    planes = turn(planes, view=view, params=params)
     planes = jitter(planes, view=view, params=params, order=order)
+    if view.gamma_prob > 0:
+        planes = operations.gamma(planes, params.gamma)
     if view.gray_prob > 0 and len(planes) == 3:
         planes = operations.saturation(planes, params.color)
     if view.blur_prob > 0:
@@ -131,6 +148,9 @@ def apply_view(planes: Tensor, *, view: ViewOptions, params: Parameters, order: 
             planes[:, chosen] = operations.separable(planes[:, chosen], rows=weights, columns=weights)
     if view.solarize_prob > 0:
         planes = operations.solarize(planes, params.solarize)
+    if view.noise_prob > 0:
+        chosen = params.noise.nonzero()[:, 0]
+        planes[:, chosen] = operations.add_noise(planes[:, chosen], params.noise[chosen], params.seed[chosen])
     return planes
 
 
@@ -145,18 +165,23 @@ def apply_all(planes: Tensor, *, views: Sequence[ViewOptions], params: Augmentat
     made = [operations.separable(planes, rows=maps.rows, columns=maps.columns) for maps in params.matrices]
     turns = [order.index(HUE) for order in params.jitter_orders]
     drawn = [params.of(index) for index in range(len(views))]
+    made = [turn(x, view=v, params=d) for x, v, d in zip(made, views, drawn, strict=True)]
     each = list(zip(views, drawn, params.jitter_orders, turns, strict=True))
     made = [jitter(x, view=v, params=d, order=o[:at]) for x, (v, d, o, at) in zip(made, each, strict=True)]
     if color and any(view.hue > 0 and view.jitter_prob > 0 for view in views):
         made = list(operations.hue(torch.cat(made, 1), joined.hue).chunk(len(views), 1))
     made = [jitter(x, view=v, params=d, order=o[at + 1 :]) for x, (v, d, o, at) in zip(made, each, strict=True)]
     planes = torch.cat(made, 1)
+    if any(view.gamma_prob > 0 for view in views):
+        planes = operations.gamma(planes, joined.gamma)
     if color and any(view.gray_prob > 0 for view in views):
         planes = operations.saturation(planes, joined.color)
     if any(view.blur_prob > 0 for view in views):
         planes = _blur(planes, params.matrices)
     if any(view.solarize_prob > 0 for view in views):
         planes = operations.solarize(planes, joined.solarize)
+    if any(view.noise_prob > 0 for view in views):
+        planes = operations.add_noise(planes, joined.noise, joined.seed)
     return planes
 
 

@@ -137,7 +137,7 @@ def compose_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]
     config, choices = compose_unresolved(overrides)
     explicit = {override.key_or_group for override in parse(overrides)}
     for key, values in _statistics(OmegaConf.to_container(config)):
-        if key not in explicit:
+        if key not in explicit or len(OmegaConf.select(config, key)) == 1:
             OmegaConf.update(config, key, values)
     try:
         OmegaConf.resolve(config)
@@ -158,7 +158,7 @@ def check_resolved(config: DictConfig) -> None:
 
 
 def _statistics(node: Any, prefix: str = "") -> Iterator[tuple[str, list[float]]]:
-    """Yield mean and standard deviation of each data set whose default is for another number of channels."""
+    """Yield mean and standard deviation of each data set whose value is for another number of channels."""
     if not isinstance(node, dict):
         return
     channels = node.get("channels")

@@ -15,6 +15,7 @@ WIRE_DTYPES = (LOSSLESS, "fp16", "bf16", "int8")  # dtypes of exchanged layers, 
 
 MIN_IMAGES = 2  # of a client: contrastive losses and batch normalization need two images
 MAX_IMAGE_SIZE = 4096  # pixels, of height and width
+MAX_CHANNELS = 64  # of an image
 MAX_INTEGER = 2**31 - 1
 
 
@@ -171,6 +172,10 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "crop_ratio": _range_of(_POSITIVE),
         "pad": _integer(0, MAX_IMAGE_SIZE),
         **_all(_FRACTION, "flip_prob", "jitter_prob", "gray_prob", "blur_prob", "solarize_prob"),
+        **_all(_FRACTION, "vertical_flip_prob", "transpose_prob", "gamma_prob", "noise_prob"),
+        "rotation": Constraint(minimum=0, maximum=180),
+        "gamma": _range_of(_POSITIVE),
+        "noise_std": _range_of(_FRACTION),
         **_all(_NOT_NEGATIVE, "brightness", "contrast", "saturation"),
         "hue": Constraint(minimum=0, maximum=0.5),
         "blur_sigma": _range_of(Constraint(above=0, maximum=MAX_IMAGE_SIZE)),
@@ -196,7 +201,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         **_all(_NAME_OR_NULL, "hub", "label", "owner"),
         **_all(_NAME_OR_NULL, "federated", "train", "test"),  # of dataset.splits
         "image": _NAME,
-        "channels": _choice(1, 3),
+        "channels": _integer(1, MAX_CHANNELS),
         "size": _SIZE,
         **_STATISTICS,
         **_all(_optional(_integer(1)), "limit", "test_limit", "num_classes"),

@@ -117,8 +117,8 @@ def check_channels(dataset: DataSettings | DictConfig) -> None:
     for name, values in (("mean", dataset.mean), ("std", dataset.std)):
         if len(values) != dataset.channels:
             raise InputError(
-                f"dataset.{name}={list(values)} has {len(values)} values but dataset.channels={dataset.channels}; "
-                "give one value per channel"
+                f"dataset.{name}={list(values)} has {len(values)} numbers but dataset.channels={dataset.channels}; set "
+                f"one number per channel, or one for all, such as dataset.{name}=[{values[0]}]"
             )
 
 

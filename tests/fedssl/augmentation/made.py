@@ -21,6 +21,15 @@ EVERYTHING = {
     "blur_prob": 0.5,
     "solarize_prob": 0.3,
 }
+COLORLESS = {"saturation": 0.0, "hue": 0.0, "gray_prob": 0.0}
+FURTHER = {
+    "vertical_flip_prob": 0.5,
+    "transpose_prob": 0.5,
+    "rotation": 20,
+    "gamma_prob": 0.7,
+    "noise_prob": 0.5,
+    "noise_std": [0.01, 0.1],
+}
 JITTER = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)
 
 
@@ -49,15 +58,20 @@ def augmentation(first, second=None, **settings):
     return augmentation_of([first, first if second is None else second], **settings)
 
 
+def statistics(channels):
+    """Return a mean and a standard deviation for each channel, which differ between neighbors."""
+    return [[values[k % 3] for k in range(channels)] for values in ([0.4, 0.5, 0.6], [0.2, 0.25, 0.3])]
+
+
 def augmentation_of(views, *, size=16, channels=3):
-    return ImagesOfViews(size=size, mean=[0.4, 0.5, 0.6][:channels], std=[0.2, 0.25, 0.3][:channels], views=views)
+    mean, std = statistics(channels)
+    return ImagesOfViews(size=size, mean=mean, std=std, views=views)
 
 
 def normalized(images):
-    mean, std = torch.tensor([0.4, 0.5, 0.6])[:, None, None], torch.tensor([0.2, 0.25, 0.3])[:, None, None]
-    channels = images.shape[1]
-    return (images / 255 - mean[:channels]) / std[:channels]
+    mean, std = (torch.tensor(values)[:, None, None] for values in statistics(images.shape[1]))
+    return (images / 255 - mean) / std
 
 
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+def close(actual, expected, *, atol=1e-5):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)

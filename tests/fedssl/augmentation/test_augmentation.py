@@ -1,24 +1,28 @@
 """Two views of a batch."""
 
 import math
+import re
 
 import pytest
 import torch
 import torchvision.transforms.v2.functional as F
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from torchvision.transforms.v2 import InterpolationMode
 
-from fedssl.augmentation import Augmentation
+from fedssl.augmentation import Augmentation, operations
 from fedssl.augmentation import augmentation as module
 from fedssl.augmentation.augmentation import CHUNK, LARGE_CHUNK
-from fedssl.augmentation.recipe import UNIFORMS, ViewOptions, parameters
+from fedssl.augmentation.recipe import FURTHER_UNIFORMS, UNIFORMS, ViewOptions, parameters
 from fedssl.augmentation.view_transforms import LARGE
 from fedssl.errors import InputError
 from fedssl.machine import devices
 from fedssl.machine.process import one_thread
 from tests.cases import some
 from tests.fedssl.augmentation.made import (
+    COLORLESS,
     EVERYTHING,
+    FURTHER,
     JITTER,
     RECIPES,
     augmentation,
@@ -35,18 +39,32 @@ from tests.fedssl.augmentation.made import (
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
+def colorless(image, step, factor):
+    """Return brightness (step 0) or contrast of images with any number of channels, which torchvision rejects."""
+    return (factor * image + (1 - factor) * step * image.mean()).clamp(0, 1)
+
+
 def torchvision_view(image, one, *, order, size, pad, radius):
     """Return one view, by torchvision's functions for one image with values in [0, 1]."""
     image, color = F.pad(image, [pad], padding_mode="reflect"), len(image) == 3
     top, left, height, width = (int(one[name]) for name in ("top", "left", "height", "width"))
     image = F.resized_crop(image, top + pad, left + pad, height, width, [size, size])
     image = F.horizontal_flip(image) if one["flip"] else image
+    image = F.vertical_flip(image) if one["vertical"] else image
+    image = F.vertical_flip(F.rotate(image, 90)) if one["transpose"] else image  # a quarter turn and a flip
+    image = F.rotate(image, one["angle"], InterpolationMode.BILINEAR) if one["angle"] else image
     factors = [one["brightness"], one["contrast"], one["saturation"], one["hue"]]
     for step in order:
-        image = JITTER[step](image, factors[step]) if color or step < 2 else image
+        if color or step < 2:
+            image = (
+                JITTER[step](image, factors[step]) if len(image) in (1, 3) else colorless(image, step, factors[step])
+            )
+    image = F.adjust_gamma(image, one["gamma"])
     image = image if one["color"] or not color else F.rgb_to_grayscale(image, 3)
     image = F.gaussian_blur(image, [2 * radius + 1] * 2, [one["sigma"]] * 2) if one["sigma"] else image
-    return F.solarize(image, 0.5) if one["solarize"] else image
+    image = F.solarize(image, 0.5) if one["solarize"] else image
+    noise, seed = (torch.tensor([one[name]]) for name in ("noise", "seed"))
+    return operations.add_noise(image[:, None], noise, seed)[:, 0] if noise else image
 
 
 ALWAYS = {**EVERYTHING, "jitter_prob": 1.0, "gray_prob": 1.0, "blur_prob": 1.0, "solarize_prob": 1.0}
@@ -66,6 +84,9 @@ ALWAYS = {**EVERYTHING, "jitter_prob": 1.0, "gray_prob": 1.0, "blur_prob": 1.0, 
         (1, (3, 224, 224), 224, ALWAYS | {"flip_prob": 1.0}),
         (3, (3, 224, 224), 224, ALWAYS | {"flip_prob": 0.0, "gray_prob": 0.0}),
         (3, (3, 224, 224), 224, {}),
+        (40, (3, 20, 20), 16, EVERYTHING | FURTHER),
+        (20, (13, 20, 20), 16, EVERYTHING | COLORLESS | FURTHER),
+        (2 * LARGE_CHUNK + 1, (4, 140, 130), 129, EVERYTHING | COLORLESS | FURTHER),
     ],
 )
 def test_views_equal_a_torchvision_pipeline_with_the_same_parameters(count, shape, size, recipe):
@@ -75,6 +96,9 @@ def test_views_equal_a_torchvision_pipeline_with_the_same_parameters(count, shap
     source = generator(3)
     orders = [torch.randperm(4, generator=source).tolist() for _ in range(2)]
     uniform = torch.rand(count, 2, UNIFORMS, generator=source, dtype=torch.float64)
+    if "noise_prob" in recipe:
+        further = torch.rand(count, 2, FURTHER_UNIFORMS, generator=source, dtype=torch.float64)
+        uniform = torch.cat((uniform, further), dim=2)
     for index, options in enumerate(ViewOptions(**values) for values in recipes):
         drawn = parameters(options, uniform[:, index], height=height, width=width)
         radius = min(math.ceil(3 * options.blur_sigma[1]), size - 1)
@@ -83,7 +107,9 @@ def test_views_equal_a_torchvision_pipeline_with_the_same_parameters(count, shap
             image = torchvision_view(
                 images[k] / 255, one, order=orders[index], size=size, pad=options.pad, radius=radius
             )
-            close(0.2 * actual[index][k], 0.2 * normalized(255 * image[None])[0])  # 0.2: the smallest std
+            # 0.2: the smallest std. The position of a rotated pixel has an error of about 1e-5 pixels, and gamma
+            # amplifies errors of small values.
+            close(0.2 * actual[index][k], 0.2 * normalized(255 * image[None])[0], atol=1e-4 if one["angle"] else 1e-5)
 
 
 def test_large_views_do_not_depend_on_threads():
@@ -106,24 +132,28 @@ def test_same_seed_same_views_and_global_generator_untouched():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("channels", [1, 2])
-def test_color_operations_need_three_channels(channels):
-    images = random_images(12, channels, 8, 8)
-    colorless = {**EVERYTHING, "saturation": 0.0, "hue": 0.0, "gray_prob": 0.0}
-    views = augmentation(EVERYTHING, size=8, channels=channels)(images, generator())
-    expected = augmentation(colorless, size=8, channels=channels)(images, generator())
-    assert views[0].shape == (12, channels, 8, 8)
+def test_gray_images_have_no_color_operations():
+    images = random_images(12, 1, 8, 8)
+    views = augmentation(EVERYTHING, size=8, channels=1)(images, generator())
+    expected = augmentation(EVERYTHING | COLORLESS, size=8, channels=1)(images, generator())
+    assert views[0].shape == (12, 1, 8, 8)
     assert torch.equal(views[0], expected[0])
     assert torch.equal(views[1], expected[1])
 
 
 @pytest.mark.parametrize("recipe", some([*NAMES, "everything"], default=("digits_multi_crop", "everything")))
-@pytest.mark.parametrize(("channels", "height", "width", "size"), [(3, 16, 16, 16), (1, 12, 20, 8), (3, 20, 12, 24)])
+@pytest.mark.parametrize(
+    ("channels", "height", "width", "size"), [(3, 16, 16, 16), (1, 12, 20, 8), (3, 20, 12, 24), (5, 20, 12, 16)]
+)
 def test_the_way_of_a_gpu_makes_the_same_views(monkeypatch, recipe, channels, height, width, size):
     """Both views at once, with matrices made for several batches, on a CPU that stands in for a GPU."""
     views = [EVERYTHING, EVERYTHING | {"blur_prob": 0.0, "pad": 2}]
     if recipe != "everything":
         views = recipe_views(recipe)
+    elif size > 8:
+        views = [view | FURTHER for view in views]
+    if channels not in (1, 3):
+        views = [view | COLORLESS for view in views]
     sizes = [5, 4, 4, 7]
     images = random_images(sum(sizes), channels, height, width).split(sizes)
     make = augmentation_of(views, size=size, channels=channels)
@@ -197,6 +227,10 @@ def test_global_views_come_first_and_sizes_are_fractions():
         ([{"pad": 1.5}, {}], r"augmentation.views.0.pad=1.5 must be an integer from 0"),
         ([{"pad": True}, {}], "pad=true must be an integer"),
         ([{"pad": -1}, {}], "pad=-1 must be an integer"),
+        ([{"transpose_prob": 2}, {}], "transpose_prob=2"),
+        ([{"rotation": 190}, {}], "rotation=190 must be at most 180"),
+        ([{"gamma": [0, 1]}, {}], r"gamma=\[0, 1\]"),
+        ([{"noise_std": 0.1}, {}], "noise_std=0.1"),
         ([{"solarise": 0.5}, {}], "solarise is not a setting of a view; use one of: solarize_prob"),
     ],
 )
@@ -211,8 +245,11 @@ def test_bad_statistics(mean, std):
         Augmentation(size=8, mean=mean, std=std, views=[{}, {}])
 
 
-@pytest.mark.parametrize("recipe", NAMES)
-@pytest.mark.parametrize("channels", [3])
+ANY_CHANNELS = ("medical", "microscopy", "satellite")
+SHAPES = [(3, name) for name in NAMES] + [(channels, name) for channels in (1, 13) for name in ANY_CHANNELS]
+
+
+@pytest.mark.parametrize(("channels", "recipe"), SHAPES)
 def test_recipes_make_views(recipe, channels):
     dataset = {"size": 8, "mean": [0.5] * channels, "std": [0.25] * channels}
     config = OmegaConf.create(
@@ -232,3 +269,24 @@ def test_recipes_make_views(recipe, channels):
         assert view.mask is None or view.mask.hidden.shape == (4, 64)
     if len(views) > 1:
         assert torch.equal(views[0].images, views[1].images) == (recipe == "none")
+
+
+@pytest.mark.parametrize("channels", [2, 4, 13])
+def test_colors_of_other_than_three_channels_are_rejected(channels):
+    views = [{"hue": 0.1, "brightness": 0.4}, {"count": 3, "gray_prob": 0.2}, {"blur_prob": 1.0}]
+    remedy = {"augmentation.views.0.hue": 0, "augmentation.views.1.gray_prob": 0}
+    message = (
+        f"the images have {channels} channels but {', '.join(remedy)} need 3 (RGB); set augmentation=satellite or "
+        f"microscopy, or {' '.join(f'{key}=0' for key in remedy)}"
+    )
+    with pytest.raises(InputError, match=re.escape(message)):
+        augmentation_of(views, channels=channels)
+    views[0]["hue"] = views[1]["gray_prob"] = 0
+    images = random_images(3, channels, 16, 16)
+    assert augmentation_of(views, channels=channels)(images, generator())[0].shape == images.shape
+
+
+def test_colors_of_masked_views_are_rejected_without_a_recipe():
+    views = [view | {"count": 1} for view in recipe_views("ibot")]
+    with pytest.raises(InputError, match=r"need 3 \(RGB\); set augmentation.views.0.saturation=0 "):
+        augmentation_of(views, channels=4)

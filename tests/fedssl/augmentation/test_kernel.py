@@ -34,8 +34,9 @@ def test_views_of_the_kernel_are_those_of_a_cpu(forms):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def made(*, size=8, channels=3, way="triton"):
-    return Augmentation(size=size, mean=[0.5] * channels, std=[0.5] * channels, views=[{}, {}], gpu_augmentation=way)
+def made(*, size=8, channels=3, way="triton", **view):
+    statistics = {"mean": [0.5] * channels, "std": [0.5] * channels}
+    return Augmentation(size=size, views=[{}, view], gpu_augmentation=way, **statistics)
 
 
 def test_what_the_kernel_does_not_make_is_refused():
@@ -46,6 +47,10 @@ def test_what_the_kernel_does_not_make_is_refused():
             InputError, match=f"at most 64 pixels with 1 or 3 channels but {found}.*; set gpu_augmentation="
         ):
             made(**wrong)
+    with pytest.raises(
+        InputError, match="triton lacks augmentation.views.1.rotation, .*1.noise_prob; set gpu_augmentation=torch"
+    ):
+        made(rotation=10, noise_prob=0.5)
 
 
 def test_missing_triton_and_large_images_are_refused_on_gpus(monkeypatch):

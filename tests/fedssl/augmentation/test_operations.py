@@ -1,11 +1,14 @@
 """Each operation against torchvision, one image at a time."""
 
+from statistics import NormalDist
+
 import pytest
 import torch
 import torchvision.transforms.v2.functional as F
 from torchvision.transforms.v2 import InterpolationMode
 
 from fedssl.augmentation import operations
+from fedssl.augmentation.recipe import SEEDS
 from tests.fedssl.augmentation.made import close, generator, random_images
 
 
@@ -133,3 +136,51 @@ def test_gray_equals_torchvision():
     images = tricky_images()
     actual = operations.saturation(planes(images), torch.zeros(len(images))).transpose(0, 1)
     close(actual, F.rgb_to_grayscale(images / 255, num_output_channels=3))
+
+
+@pytest.mark.parametrize("channels", [1, 3, 7])
+def test_rotation_and_gamma_equal_torchvision(channels):
+    images, angles = random_images(6, channels, 9, 9), torch.tensor([0.0, 10, -35, 90, 180, -122])
+    rotated = per_image(lambda image, angle: F.rotate(image, angle, InterpolationMode.BILINEAR), images, angles)
+    close(operations.rotate(planes(images), angles).transpose(0, 1), rotated)
+    exponents = torch.tensor([1.0, 0.5, 2.0, 0.7, 1.5, 4.0])
+    close(operations.gamma(planes(images), exponents).transpose(0, 1), per_image(F.adjust_gamma, images, exponents))
+
+
+def test_gamma_of_negative_values_is_not_nan():
+    made = operations.gamma(torch.full((1, 1, 2, 2), -1e-6), torch.tensor([0.7]))
+    assert (made == 0).all()
+
+
+def mixed(x):
+    """Return the hash of an integer below 2^32, by Python's integers."""
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        x = ((x ^ (x >> shift)) * factor) % 2**32
+    return x ^ (x >> 15)
+
+
+def test_noise_is_the_inverse_normal_distribution_of_a_hash():
+    images, deviations, seeds = random_images(3, 2, 4, 4), [0.1, 0.0, 0.02], [0, 5, SEEDS - 1]
+    made = operations.add_noise(planes(images), torch.tensor(deviations), torch.tensor(seeds).float()).transpose(0, 1)
+    for image, deviation, seed, actual in zip(images.double() / 255, deviations, seeds, made, strict=True):
+        bits = [mixed(mixed(pixel) ^ mixed(2**31 + seed)) // 2**8 for pixel in range(32)]
+        # The middle of one of 2^24 intervals of equal probability.
+        normal = [NormalDist().inv_cdf((number + 0.5) / 2**24) for number in bits]
+        close(actual, (image + deviation * torch.tensor(normal).view(2, 4, 4)).clamp(0, 1).float())
+    assert torch.equal(made[1], planes(images).transpose(0, 1)[1])
+
+
+def test_noise_is_normal_and_independent():
+    # Standard errors: of a mean of n numbers 1 / sqrt(n), of their standard deviation 1 / sqrt(2 n), of the fourth
+    # moment sqrt(96 / n), of a correlation 1 / sqrt(n). The largest of m normal numbers is below 5.5 for m < 10^6.
+    count, side = 400, 16
+    gray = torch.full((3, count, side, side), 0.5, dtype=torch.float64)
+    noise = (operations.add_noise(gray, torch.full((count,), 0.05), torch.arange(float(count))) - 0.5) / 0.05
+    n = noise.numel()
+    assert abs(noise.mean()) < 4 / n**0.5
+    assert abs(noise.std() - 1) < 4 / (2 * n) ** 0.5
+    assert abs((noise**4).mean() - 3) < 4 * (96 / n) ** 0.5
+    by_image = noise.transpose(0, 1).flatten(1)
+    for sample in (by_image, by_image.T):
+        correlations = torch.corrcoef(sample).fill_diagonal_(0)
+        assert correlations.abs().max() < 5.5 / sample.shape[1] ** 0.5

@@ -6,11 +6,16 @@ import pytest
 import torch
 from torchvision.transforms.v2 import RandomResizedCrop
 
-from fedssl.augmentation.recipe import BOX_UNIFORMS, UNIFORMS, ViewOptions, crop_boxes, parameters
-from tests.fedssl.augmentation.made import (
-    EVERYTHING,
-    generator,
+from fedssl.augmentation.recipe import (
+    BOX_UNIFORMS,
+    FURTHER_UNIFORMS,
+    SEEDS,
+    UNIFORMS,
+    ViewOptions,
+    crop_boxes,
+    parameters,
 )
+from tests.fedssl.augmentation.made import EVERYTHING, FURTHER, generator
 
 # The random laws.
 
@@ -91,3 +96,36 @@ def test_a_setting_does_not_shift_the_draws_of_the_others():
     assert with_flip.pop("flip").any()
     assert not without.pop("flip").any()
     assert all(torch.equal(with_flip[name], without[name]) for name in without)
+
+
+def test_further_parameters_have_their_probabilities_and_ranges():
+    count = 20_000
+    uniform = torch.rand(count, UNIFORMS + FURTHER_UNIFORMS, generator=generator(), dtype=torch.float64)
+    view = ViewOptions(**{**FURTHER, "transpose_prob": 0.25, "gamma": [0.5, 2.0]})
+    drawn = parameters(view, uniform, height=32, width=32)
+    changed = {"vertical": (0, 0.5), "transpose": (0, 0.25), "gamma": (1, 0.7), "noise": (0, 0.5)}
+    for name, (neutral, probability) in changed.items():
+        share = float((drawn._asdict()[name] != neutral).double().mean())
+        assert abs(share - probability) < 4 * math.sqrt(probability * (1 - probability) / count), name
+    ranges = {  # of uniform numbers; half and twice the exponent are equally probable
+        "angle": (drawn.angle, -20, 20),
+        "gamma": (drawn.gamma[drawn.gamma != 1].log2(), -1, 1),
+        "noise": (drawn.noise[drawn.noise > 0], 0.01, 0.1),
+        "seed": (drawn.seed / SEEDS, 0, 1),
+    }
+    for name, (values, low, high) in ranges.items():
+        assert low <= values.min() < low + 0.01 * (high - low), name
+        assert high >= values.max() > high - 0.01 * (high - low), name
+        assert abs(float(values.mean()) - (low + high) / 2) < 0.01 * (high - low), name
+    assert (drawn.seed.float() == drawn.seed).all()
+    assert (drawn.seed % 1 == 0).all()
+
+
+def test_further_settings_do_not_shift_other_draws():
+    uniform = torch.rand(50, UNIFORMS + FURTHER_UNIFORMS, generator=generator(), dtype=torch.float64)
+    usual = parameters(ViewOptions(**EVERYTHING), uniform[:, :UNIFORMS], height=16, width=16)._asdict()
+    further = parameters(ViewOptions(**EVERYTHING, **FURTHER), uniform, height=16, width=16)._asdict()
+    changed = {name for name, values in usual.items() if not torch.equal(values, further[name])}
+    assert changed == {"vertical", "transpose", "angle", "gamma", "noise", "seed"}
+    neutral = {"vertical": 0, "transpose": 0, "angle": 0, "gamma": 1, "noise": 0}
+    assert all((usual[name] == value).all() for name, value in neutral.items())

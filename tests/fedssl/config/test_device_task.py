@@ -91,7 +91,7 @@ NOT_PLAIN = [
     ("augmentation.views", [0] * 5000, "augmentation.views is longer than 4096 values"),
     ("dataset.mean", ["a", "b", "c"], r"dataset.mean=\['a', 'b', 'c'\] must be a list of numbers from -100000 to"),
     ("dataset.std", [0, 1, 1], r"dataset.std=\[0, 1, 1\] must be a list of numbers above 0 and at"),
-    ("dataset.channels", 4, "dataset.channels=4 must be 1 or 3; the default is 3"),
+    ("dataset.channels", 65, "dataset.channels=65 must be at most 64; the default is 3"),
     ("dataset.path", "/etc", "there is no setting 'dataset.path' that a server may set"),
     ("dataset._target_", "os.mkdir", "there is no setting 'dataset._target_'"),
     ("augmentation._target_", "os.mkdir", "there is no setting 'augmentation._target_'"),

@@ -1,4 +1,5 @@
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -223,3 +224,14 @@ def test_statistics_follow_the_number_of_channels(name: str) -> None:
     check_channels(data)
     assert data.mean == (sum(default.mean) / len(default.mean),) * data.channels
     assert data.std == (sum(default.std) / len(default.std),) * data.channels
+
+
+def test_one_statistic_serves_all_channels() -> None:
+    shape = ["dataset=cifar10", "dataset.path=/images", "dataset.channels=13", "augmentation=satellite"]
+    data = compose([*shape, "dataset.mean=[0.2]", "dataset.std=[0.1]"]).data
+    assert (data.mean, data.std) == ((0.2,) * 13, (0.1,) * 13)
+    wrong = compose([*shape, "dataset.mean=[0.2,0.3,0.4]"]).data
+    remedy = "dataset.mean=[0.2]"
+    with pytest.raises(InputError, match=re.escape(f"set one number per channel, or one for all, such as {remedy}")):
+        check_channels(wrong)
+    check_channels(compose([*shape, remedy]).data)

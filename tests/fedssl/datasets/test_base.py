@@ -26,10 +26,10 @@ def test_yaml_has_static_keys_and_the_reader_others(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"channels": 4}, r"^dataset\.channels=4 must be 1 or 3$"),
+        ({"channels": 65}, r"^dataset\.channels=65 must be at most 64$"),
         (
             {"channels": 1},
-            r"^dataset\.mean=\[0\.4914, 0\.4822, 0\.4465\] has 3 values but dataset\.channels=1; give one",
+            r"^dataset\.mean=\[0\.4914, 0\.4822, 0\.4465\] has 3 numbers but dataset\.channels=1; set one ",
         ),
         (
             {"std": [1.0, 0.0, 1.0]},
