@@ -1,5 +1,7 @@
 """Undocumented names of Hydra 1.3: parsing the command line, and parsing, expanding and applying overrides."""
 
+import copy
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
@@ -26,7 +28,13 @@ __all__ = [
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     """Parse overrides by Hydra's grammar; raise `HydraException` if one is invalid."""
-    return OverridesParser.create().parse_overrides(list(overrides))
+    return [copy.copy(_parse_override(override)) for override in overrides]  # `apply_overrides` changes types
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse_override(override: str) -> Override:
+    """Parse one override, which needs about 1 ms and is done at several places."""
+    return OverridesParser.create().parse_overrides([override])[0]
 
 
 def expand_sweep(overrides: Sequence[str], groups: Mapping[str, Sequence[str]]) -> list[list[str]]:

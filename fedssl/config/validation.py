@@ -69,10 +69,11 @@ def check_types(config: DictConfig, defaults: Mapping[str, Any]) -> None:
     """Raise `InputError` if a value violates the constraint of its setting, or lacks the type of its default."""
     constrained = check_constraints(config, defaults)
     values = dict(flatten(config))
+    parents = {name[:place] for name in values for place, character in enumerate(name) if character == "."}
     for key, default in defaults.items():
         if key in values and key not in constrained:  # an override may delete a key: ~key
             check_type(key, values[key], default)
-        elif any(name.startswith(f"{key}.") for name in values) and default is not None:
+        elif key in parents and default is not None:
             check_type(key, OmegaConf.to_container(OmegaConf.select(config, key)), default)
     for key, value in values.items():
         numbers = value if isinstance(value, list) else [value]
