@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.test_docs import ROOT
 
@@ -37,9 +38,15 @@ def build_site(folder: Path, **config: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site without most of its generated pages."""
-    return build_site(tmp_path_factory.mktemp("site"), exclude_docs="\n".join(UNTESTED))
+def site(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The site without most of its generated pages, which the first of the workers builds."""
+    root = tmp_path_factory.getbasetemp()
+    shared = root if worker_id == "master" else root.parent  # of a worker, or of all
+    with FileLock(shared / "site.lock"):
+        if not (shared / "site").exists():
+            built = build_site(shared / "site.partial", exclude_docs="\n".join(UNTESTED))
+            built.rename(shared / "site")
+    return shared / "site"
 
 
 @pytest.mark.heavy
