@@ -38,7 +38,7 @@ KINDS = {  # by a part of the command
     "SuperNode": b"flower-supernode",
 }
 RUN = ["local_epochs=1", "evaluation=none", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
-RUN += ["dataset=image_folder", "dataset.size=64", "device=cpu", "num_clients=2", "aggregation.min_updates=1"]
+RUN += ["dataset=folder", "dataset.size=64", "device=cpu", "num_clients=2", "aggregation.min_updates=1"]
 
 
 @dataclass

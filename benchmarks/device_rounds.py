@@ -101,7 +101,7 @@ def measure(
         overrides = f"dataset.size=32 dataset.channels=1 dataset.mean=[0.5] dataset.std=[0.5] rounds={rounds} "
         overrides += f"strategy={strategy} "
         overrides += "local_epochs=1 evaluation=none final_evaluation=none collapse_images=0 measure_resources=false"
-        config = f"dataset='image_folder' num-clients={nodes} output-dir='{folder / 'run'}' overrides='{overrides}'"
+        config = f"dataset='folder' num-clients={nodes} output-dir='{folder / 'run'}' overrides='{overrides}'"
         outcome = flower.flwr_run(app, "--run-config", config, devices=devices)
         assert outcome.status == "finished:completed", outcome.log
         rows = read_lines(folder / "run" / "metrics.jsonl")

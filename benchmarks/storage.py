@@ -44,7 +44,7 @@ from benchmarks.augmentation import MEAN, STD, make_augmentation, pil_transform
 from benchmarks.made_jpegs import SIZE, JpegMaker, write_arrow, write_folder
 from fedssl.datasets import images as storage
 from fedssl.datasets.decoding import Decoding
-from fedssl.datasets.hub import read
+from fedssl.datasets.folder import read
 from fedssl.datasets.images import EncodedImages
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer

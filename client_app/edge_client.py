@@ -3,7 +3,7 @@
 The SuperNode's ``--node-config`` has these keys. Only the first is required:
 
 ================  ====================================================================================================
-``data-path``     folder of the images; all images below it are the device's, whatever its subfolders mean
+``data-path``     the images, as in ``dataset.path``: all of them are the device's, whatever subfolders mean
 ``client-name``   name under which the server lists it; the default is the host name
 ``state-path``    folder of the client state; the default is ``fedssl`` in the user's data folder
 ``limits``        file of limits, see `fedssl.fleet.limits`
@@ -20,6 +20,7 @@ The SuperNode's ``--node-config`` has these keys. Only the first is required:
 No message changes any of them.
 """
 
+import glob
 import json
 import logging
 import os
@@ -39,9 +40,8 @@ from fedssl.config.literal import user_path
 from fedssl.config.load import BASE_FOLDER
 from fedssl.config.settings import ClientSettings, Component
 from fedssl.config.targets import search_folders, searchpath_override
-from fedssl.datasets.formats import SUFFIXES, missing_packages
-from fedssl.datasets.image_folder import ALL_IMAGES, count_files, files_digest
-from fedssl.datasets.listing import is_folder, list_files
+from fedssl.datasets.folder import ALL_IMAGES, files_digest, index_all
+from fedssl.datasets.sources import ALLOWED, NoImagesError
 from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet.checks import free_space
 from fedssl.fleet.limits import Limits, read_limits
@@ -161,20 +161,16 @@ class EdgeClient:
 
     def settings(self, text: str) -> ClientSettings:
         """Return the settings for a task; raises `RequestRefused` for a task beyond the limits."""
-        settings = self.accept(text)
-        _bind_run_to_task(settings.states, text, folders=self.folders)
-        self.limits.check_start(self.states)
-        return settings
-
-    def accept(self, text: str) -> ClientSettings:
-        """Return the settings for a task that is not started; raises `RequestRefused` for one beyond the limits."""
         num_images, problem = self._count_images()
         task = read_task(text, states=self.states, folders=self.folders)
         settings = self._with_local_settings(task, num_images=num_images)
         if problem:
             raise RequestRefused(f"the device {problem}")
         ample = check_settings(settings, self.limits, num_images=num_images)
-        return replace(settings, machine=replace(settings.machine, keep_freed_memory=ample))
+        settings = replace(settings, machine=replace(settings.machine, keep_freed_memory=ample))
+        _bind_run_to_task(settings.states, text, folders=self.folders)
+        self.limits.check_start(self.states)
+        return settings
 
     def check_rank(self, rank: int | None) -> None:
         """Refuse factors of a larger rank than ``max-rank``; raises `RequestRefused`. None: the plan has no factors."""
@@ -190,7 +186,7 @@ class EdgeClient:
 
     def num_training_files(self, settings: ClientSettings) -> int:
         """Return the number of files from which a task reads images, also of unreadable ones."""
-        files = count_files(self.data_path)
+        files = index_all(self.data_path).count
         return files if settings.data.limit is None else min(files, settings.data.limit)
 
     def _with_local_settings(self, settings: ClientSettings, *, num_images: int) -> ClientSettings:
@@ -211,17 +207,17 @@ class EdgeClient:
         )
 
     def _count_images(self) -> tuple[int, str]:
-        """Return the number of images, and why there are none; empty if there are."""
-        if not is_folder(self.data_path):
-            return 0, "has no folder of images: its data-path is not a folder"
-        listing = list_files(self.data_path, SUFFIXES)
-        if listing.paths:
-            return len(listing.paths), ""
-        if listing.ignored[".parquet"]:
-            return 0, "has parquet files in its data-path, but a device reads image files only"
-        for _, remedy in missing_packages(listing.ignored):
-            return 0, f"has only images that it cannot read: {remedy}"
-        return 0, f"has no images in its data-path ({', '.join(SUFFIXES)})"
+        """Return the number of images, and why there are none, without paths; empty if there are."""
+        if not self.data_path.exists() and not glob.has_magic(str(self.data_path)):
+            return 0, "has no images: its data-path does not exist"
+        try:
+            return index_all(self.data_path).count, ""
+        except NoImagesError as error:
+            remedy = "; ".join(error.remedies)
+            return 0, f"has no images in its data-path ({remedy or f'allowed are {ALLOWED}'})"
+        except InputError as error:
+            log.error("%s", error)
+            return 0, "cannot use the images in its data-path; its log has the reason"
 
 
 def safe_error_message(error: Exception) -> str:

@@ -42,7 +42,7 @@ SMALLER = {
     "strategy=featarc": ("num_clients=5", "clients_per_round=3"),
     "encoder=resnet18": ("num_clients=2",),
     "encoder=timm": ("partition=iid", "evaluation=none", "final_evaluation=none"),
-    "dataset=image_folder": ("num_clients=2",),
+    "dataset=folder": ("num_clients=2",),
     "seed=0,1,2": ("dataset.limit=100",),
     "snapshot_every=1": ("rounds=3", "dataset.limit=100", f"hydra.sweep.dir=multirun/{Path(RUN).name}"),
     "rounds=200": ("rounds=4", "evaluate_every=1"),

@@ -96,7 +96,6 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         **_all(_PATH, "teacher", "output_dir", "resume"),
         "run_id": _NAME_OR_NULL,
     },
-    "statistics": {"max_clients": _optional(_integer(1)), "measured": _MAPPING_OR_NULL},
     "client_state": {"max_bytes": _optional(_integer(1))},
     "sweep": {
         **_all(_optional(_integer(1)), "jobs", "min_rounds"),
@@ -199,9 +198,8 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
     "dataset": {
         "path": _PATH,
         "cache": _PATH,  # or auto
-        **_all(_NAME_OR_NULL, "hub", "label", "owner"),
+        **_all(_NAME_OR_NULL, "hub", "image", "label", "owner"),
         **_all(_NAME_OR_NULL, "federated", "train", "test"),  # of dataset.splits
-        "image": _NAME,
         "channels": _integer(1, MAX_CHANNELS),
         "size": _SIZE,
         **_STATISTICS,

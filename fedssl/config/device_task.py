@@ -87,7 +87,7 @@ def compose_task(text: str, folders: Sequence[Path] = ()) -> DictConfig:
     """Compose the config of a task, with the edge client's own config ``folders``; refuse an invalid task."""
     task = _read(text)
     _check_choices(task.choices, config_groups(folders))
-    overrides = [*([searchpath_override(folders)] if folders else []), "dataset=image_folder"]
+    overrides = [*([searchpath_override(folders)] if folders else []), "dataset=folder"]
     config, _ = compose_config([*overrides, *(f"{group}={task.choices[group]}" for group in GROUPS)])
     defaults = {key: value for key, value in flatten(config) if _is_allowed_key(key)}
     for key, value in task.values.items():

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from io import BytesIO
 
 import numpy as np
-from PIL import Image, ImageFile, UnidentifiedImageError
+from numpy.lib import format as npy
+from PIL import Image, UnidentifiedImageError
 
 from fedssl.config.constraints import check_arguments
 from fedssl.datasets.formats import FORMATS, register_formats
@@ -75,19 +76,26 @@ def max_file_bytes(max_pixels: int) -> int:
 
 
 @contextmanager
-def open_image(source: Encoded, *, max_pixels: int) -> Iterator[ImageFile.ImageFile]:
+def open_image(source: Encoded, *, max_pixels: int) -> Iterator[Image.Image]:
     """Open an image of `FORMATS` with at most ``max_pixels``, without decoding it; exceptions as in `Decoding`."""
     stream = (
         BytesIO(source)
         if isinstance(source, bytes)
         else open_regular_file(source, max_bytes=max_file_bytes(max_pixels))
     )
-    with stream, Image.open(stream, formats=FORMATS) as image:
+    with stream, _open_array(source) or Image.open(stream, formats=FORMATS) as image:
         if image.width * image.height > max_pixels:
             raise ValueError(
                 f"it has {image.width:,} x {image.height:,} pixels, more than dataset.max_pixels={max_pixels}"
             )
         yield image
+
+
+def _open_array(source: Encoded) -> Image.Image | None:
+    """Return the image of an NPY file; None for other files."""
+    if not isinstance(source, bytes) or not source.startswith(npy.MAGIC_PREFIX):
+        return None
+    return Image.fromarray(npy.read_array(BytesIO(source), allow_pickle=False))
 
 
 def unreadable_reason(error: Exception) -> str:

@@ -14,13 +14,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain, takewhile
-from pathlib import Path
 
 import numpy as np
 
-from fedssl.datasets.base import stratified_holdout
-from fedssl.datasets.formats import SUFFIXES, missing_packages
-from fedssl.datasets.listing import Listing, is_folder, list_files, log_once
+from fedssl.datasets.formats import FORMAT_OF, SUFFIXES
+from fedssl.datasets.image_index import Query
+from fedssl.datasets.listing import Listing, ending_of, log_once
+from fedssl.datasets.sources import Source
 from fedssl.datasets.splits import HELD_OUT, matching, split_of
 from fedssl.errors import InputError, shortened
 from fedssl.safe_io import sanitize
@@ -38,10 +38,7 @@ class FileList:
     owners: np.ndarray | None = None
     owner_names: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-
-    def at(self, indices: np.ndarray) -> "FileList":
-        labels, owners = (None if column is None else column[indices] for column in (self.labels, self.owners))
-        return replace(self, files=[self.files[index] for index in indices], labels=labels, owners=owners)
+    shared: bool = False  # whether the images of the test are a share of these
 
 
 @dataclass(frozen=True)
@@ -59,29 +56,24 @@ class _Part:
         return set(self.names.get("class", ()))
 
 
-def list_split(
-    split: str, root: Path, *, folders: str = "class", split_folders: bool | str = "auto", test_fraction: float = 0.0
-) -> FileList | None:
-    """List the images of a split, sorted by path; None if there are no test images.
-
-    The arguments are those of `fedssl.datasets.image_folder.read`. Raise an `InputError` for a split that does not
-    exist.
-    """
-    listing = _list(root)
-    base, names = _find_splits(listing, split_folders, descend=folders in ("class", "none"))
+def list_split(source: Source, query: Query) -> FileList:
+    """List the images of a split, sorted by path; `InputError` for a split that does not exist."""
+    split, folders, test_fraction = query.split, query.folders, query.test_fraction
+    listing = source.listing
+    base, names = _find_splits(listing, query.split_folders, descend=folders in ("class", "none"))
     below = f"{listing.root}/{base}".rstrip("/")
     parts = {name: _part(listing.below(f"{base}{name}", SUFFIXES), folders, compared=listing.linked) for name in names}
     parts = _without_lone_classes(parts) or {"train": _part(listing, folders)}
-    classes, warnings = _classes(parts.values()), _warnings(listing)
-    warnings += _inner_splits(listing) if split_folders == "auto" and not names else ()
+    classes = _classes(parts.values())
+    warnings = _inner_splits(listing) if query.split_folders == "auto" and not names else ()
     empty = [name for part in parts.values() for name in part.empty]
     empty += [name for name in listing.subfolders(base) if names and name not in names]
-    _log_layout(listing, parts if names else {}, classes, empty)
+    source.log(_layout(listing, parts if names else {}, classes, empty))
 
     train, held_out = matching("train", parts), [name for kind in HELD_OUT for name in matching(kind, parts)]
     chosen = _test_folders(below, parts, classes) if split == "test" else matching(split, parts)
     if train and not held_out and (split == "test" or chosen == train):
-        return _share(_file_list(_joined(parts, train), classes, warnings), test_fraction, is_test=split == "test")
+        return replace(_file_list(_joined(parts, train), classes, warnings), shared=True)
     if not chosen:
         others = [*parts, *(["test (a share of it)"] if train and not held_out else [])]
         raise InputError(
@@ -99,33 +91,6 @@ def list_split(
     return _file_list(part, classes, warnings)
 
 
-def list_images(folder: Path) -> list[str]:
-    """List all images below a folder, whatever its subfolders mean, sorted by path."""
-    return _part(_list(folder), "none").files
-
-
-def _list(root: Path) -> Listing:
-    """List the images below the folder of a data set, and log what is ignored."""
-    if not is_folder(root):
-        archive = "; unpack it first" if root.suffix.lower() in (".zip", ".tar", ".gz", ".tgz", ".rar", ".7z") else ""
-        raise InputError(f"dataset.path: {root} is not a folder; give the folder that holds your images{archive}")
-    listing = list_files(root, SUFFIXES)
-    ignored = listing.ignored_kinds()
-    if not listing.paths and not listing.repeated:
-        found = f" (ignored {ignored})" if ignored else ""
-        missing = "".join(f"; {remedy}" for _, remedy in missing_packages(listing.ignored))
-        raise InputError(f"{root} holds no image{found}; allowed are files ending in {' '.join(SUFFIXES)}{missing}")
-    if ignored:
-        log_once(logging.INFO, sanitize(f"{listing.root}: ignored {ignored}"))
-    return listing
-
-
-def _warnings(listing: Listing) -> tuple[str, ...]:
-    """Return a warning about images that another package could read."""
-    missing = missing_packages(listing.ignored)
-    return tuple(f"{listing.root}: {count:,} images are ignored; {remedy}" for count, remedy in missing)
-
-
 def _inner_splits(listing: Listing) -> tuple[str, ...]:
     """Return a warning about folders of splits inside other folders, whose images are mixed."""
     kinds: dict[str, set[str | None]] = {}
@@ -138,15 +103,17 @@ def _inner_splits(listing: Listing) -> tuple[str, ...]:
     return (line,) if inside else ()
 
 
-def _log_layout(listing: Listing, parts: Mapping[str, _Part], classes: Sequence[str], empty: Sequence[str]) -> None:
-    """Log what was recognized, in one line."""
+def _layout(listing: Listing, parts: Mapping[str, _Part], classes: Sequence[str], empty: Sequence[str]) -> str:
+    """Return what was recognized."""
+    formats = Counter(FORMAT_OF.get(ending_of(path), "DICOM") for path in listing.paths)
+    line = ", ".join(f"{count:,} {name} file{'s'[: count != 1]}" for name, count in formats.most_common())
     found = [f"{name} ({len(part.files):,} images)" for name, part in parts.items()]
-    line = f"splits {', '.join(found)}" if found else f"{len(listing.paths):,} images"
+    line += f"; splits {', '.join(found)}" if found else ""
     line += f"; {len(classes):,} classes ({shortened(classes)})" if classes else "; no classes"
     line += f"; without images: {shortened(sorted(set(empty)))}" if empty else ""
     unused = len(listing.paths) - sum(len(part.files) for part in parts.values()) if parts else 0
     line += f"; {unused:,} images outside the splits are not used" if unused > 0 else ""
-    log_once(logging.INFO, sanitize(f"{listing.root}: {line}"))
+    return line
 
 
 def _test_folders(below: str, parts: Mapping[str, _Part], classes: Sequence[str]) -> list[str]:
@@ -164,13 +131,6 @@ def _test_folders(below: str, parts: Mapping[str, _Part], classes: Sequence[str]
     if chosen and split_of(chosen[0]) != "test":
         log_once(logging.INFO, sanitize(f"{below}: {shortened(chosen)} serves as the test"))
     return chosen
-
-
-def _share(file_list: FileList, test_fraction: float, *, is_test: bool) -> FileList | None:
-    """Return the share for training or for the test; without labels, all is for training."""
-    if file_list.labels is None:
-        return None if is_test else file_list
-    return file_list.at(stratified_holdout(file_list.labels, fraction=test_fraction)[is_test])
 
 
 def _find_splits(listing: Listing, split_folders: bool | str, *, descend: bool) -> tuple[str, list[str]]:

@@ -26,7 +26,8 @@ INSTALLED = frozenset(name for name, package in PACKAGES.items() if find_spec(pa
 _FORMATS |= {name: _FURTHER[name] for name in PACKAGES if name in INSTALLED}
 
 FORMATS = tuple(_FORMATS)  # accepted by their content, regardless of the file's name
-SUFFIXES = tuple(sorted(suffix for suffixes in _FORMATS.values() for suffix in suffixes))  # in lower case
+FORMAT_OF = {suffix: name for name, suffixes in _FORMATS.items() for suffix in suffixes}  # in lower case
+SUFFIXES = tuple(sorted(FORMAT_OF))
 
 DICOM_SUFFIX, DICOM_DIRECTORY = ".dcm", "DICOMDIR"  # the latter lists the files of a disc and has no pixels
 DICOM_PREAMBLE, DICOM_MAGIC = 128, b"DICM"  # the magic number follows 128 bytes

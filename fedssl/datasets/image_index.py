@@ -1,22 +1,40 @@
 """Encoded images of a split, in order, with their labels and owners: what the reader of a format finds."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 
 from fedssl.datasets.decoding import Decoding, Encoded, Shape
+from fedssl.datasets.sample_checks import SAMPLE
 from fedssl.errors import InputError
 from fedssl.safe_io import FilePath, sanitize
 
 _MAX_LISTED = 5  # images listed in a warning
+BATCH = 16  # images per task of a decoding thread; small, since images may be large
+
+
+@dataclass(frozen=True, kw_only=True)
+class Query:
+    """The images to read; see `fedssl.datasets.folder.read`."""
+
+    split: str
+    name: str  # of the images in a cache
+    decoding: Decoding
+    image: str | None
+    label: str | None
+    owner: str | None
+    folders: str
+    split_folders: bool | str
+    test_fraction: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageIndex(ABC):
-    """Encoded images of a split; see `fedssl.datasets.base.ImageData` for the last five fields."""
+    """Encoded images of a split; see `fedssl.datasets.base.ImageData` for the fields from ``labels`` on."""
 
     name: str  # readable part of the name of their folder in a cache
     count: int  # number of the images
@@ -29,6 +47,12 @@ class ImageIndex(ABC):
     owners: np.ndarray | None = None
     owner_names: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    shared: bool = False  # whether the test is a share of the images of this index
+
+    def at(self, rows: np.ndarray) -> Self:
+        """Return the index of the images at ``rows``."""
+        labels, owners = (None if column is None else column[rows] for column in (self.labels, self.owners))
+        return replace(self, count=len(rows), labels=labels, owners=owners)
 
     @property
     def shape(self) -> Shape:
@@ -67,3 +91,26 @@ class ImageIndex(ABC):
         if len(unreadable) == self.count:
             raise InputError(f"none of the {self.count} images can be read: {listed}; check dataset.path")
         return (sanitize(f"{len(unreadable)} of {self.count} images cannot be read, the rest is used: {listed}"),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceIndex(ImageIndex):
+    """Images in their own files, or where a reader has found them in others."""
+
+    images: Sequence[Encoded]
+
+    def at(self, rows: np.ndarray) -> Self:
+        images = [self.images[row] for row in rows]
+        return replace(super().at(rows), files=images, num_in_files=len(rows), images=images)
+
+    def batches(self, start: int) -> Iterator[Sequence[Encoded]]:
+        return (self.images[first : first + BATCH] for first in range(start, self.count, BATCH))
+
+    def sample(self, readable: np.ndarray) -> Iterable[Encoded]:
+        return self.images[:: math.ceil(self.count / SAMPLE)]
+
+    def image_name(self, index: int) -> str:
+        return str(self.images[index])
+
+    def records(self) -> Sequence[Encoded]:
+        return self.images

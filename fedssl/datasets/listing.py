@@ -11,7 +11,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -62,6 +62,11 @@ class Listing:
         )
         return Listing(root, paths, folders=folders)
 
+    def only(self, paths: list[str]) -> "Listing":
+        """Return the listing of some of the files; the others are ignored."""
+        others = Counter(map(ending_of, set(self.paths).difference(paths)))
+        return replace(self, paths=paths, ignored=self.ignored + others)
+
     def ignored_kinds(self) -> str:
         """Return how much of each kind is ignored; empty for nothing."""
         counts = {"hidden files and folders": self.hidden, "broken links": self.broken}
@@ -97,6 +102,23 @@ def is_file(path: Path) -> bool:
 def is_hidden(name: str) -> bool:
     """Return whether a file or folder with this name is hidden."""
     return name.startswith(".") or name.lower() in HIDDEN_NAMES
+
+
+def ending_of(name: str) -> str:
+    """Return the ending of a file's name in lower case; empty if there is none."""
+    stem, _, ending = name.rpartition(".")
+    return f".{ending.lower()}" if stem else ""
+
+
+def ending_by_content(path: str) -> str:
+    """Return the ending of a file's name in lower case, and that of DICOM for DICOM files without one.
+
+    Scanners and archives name these files ``IM0001``, or by numbers that dots separate.
+    """
+    name = path.rpartition("/")[2]
+    ending = ending_of(name)
+    may_be_dicom = (not ending or ending[1:].isdigit()) and name.upper() != DICOM_DIRECTORY
+    return DICOM_SUFFIX if may_be_dicom and is_dicom(path) else ending
 
 
 @cache
@@ -151,7 +173,7 @@ class _Walk:
                 if entry.is_dir():
                     is_file[entry.name] = False
                     continue
-                ending = _ending_by_content(entry)
+                ending = ending_by_content(entry.path)
                 if entry.is_file() and ending in self._suffixes:
                     is_file[entry.name] = True
                 else:
@@ -210,19 +232,3 @@ def _has(check: Callable[[], bool]) -> bool:
 def _identity(path: str) -> _Identity:
     status = Path(path).stat()
     return status.st_dev, status.st_ino
-
-
-def _ending_by_content(entry: os.DirEntry[str]) -> str:
-    """Return the ending of a file's name in lower case, and that of DICOM for DICOM files without one.
-
-    Scanners and archives name these files ``IM0001``, or by numbers that dots separate.
-    """
-    ending = _ending(entry.name)
-    may_be_dicom = (not ending or ending[1:].isdigit()) and entry.name.upper() != DICOM_DIRECTORY
-    return DICOM_SUFFIX if may_be_dicom and entry.is_file() and is_dicom(entry.path) else ending
-
-
-def _ending(name: str) -> str:
-    """Return the ending of a file's name in lower case; empty if there is none."""
-    stem, _, ending = name.rpartition(".")
-    return f".{ending.lower()}" if stem else ""

@@ -1,93 +1,129 @@
 """Arrays of images in an NPZ file of NumPy, such as those of MedMNIST: ``train_images``, ``train_labels``, ...
 
-Images are ``(n, height, width)``, ``(n, height, width, channels)`` or ``(n, channels, height, width)``. The images of a
-split are in the memory of each process.
+Images are ``(n, height, width)``, ``(n, height, width, channels)`` or ``(n, channels, height, width)``. Each becomes an
+NPY file in memory, which is decoded like an image file.
 """
 
+import io
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
+from typing import overload
 
 import numpy as np
-import torch
 from numpy.lib import format as npy
 from numpy.lib.npyio import NpzFile
-from PIL import Image
 
-from fedssl.config.literal import user_path
-from fedssl.datasets.base import NO_LABEL, ImageData, subsample_indices
-from fedssl.datasets.images import TensorImages
-from fedssl.datasets.pixels import check_window, to_array
-from fedssl.datasets.splits import matching
-from fedssl.errors import InputError
+from fedssl.datasets.base import NO_LABEL
+from fedssl.datasets.image_index import Query, SequenceIndex
+from fedssl.datasets.sources import Source
+from fedssl.datasets.splits import HELD_OUT, matching, split_of, split_of_word
+from fedssl.digests import identity
+from fedssl.errors import InputError, shortened
 from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.safe_io import open_regular_file, sanitize
 
 _SHARE = 2  # an array needs at most one part in two of the available memory
 _CHANNELS = (1, 3)
+_IMAGES, _LABELS = ("images", "image", "x"), ("label", "labels", "y")  # parts of the names of arrays
 
 
-def read(
-    split: str,
-    *,
-    channels: int,
-    size: int,
-    limit: int | None,
-    path: str | None,
-    image: str = "images",
-    label: str | None = "labels",
-    window: Sequence[float] | None = None,
-) -> ImageData | None:
-    """Read the images of a split.
-
-    Parameters
-    ----------
-    split : str
-        Name of the split, which is part of the names of its arrays, or a word for it.
-    channels, size, window
-        As in `fedssl.datasets.pixels.to_array`.
-    limit : int or None
-        Maximum number of images; the subset is always the same.
-    path : str
-        The file.
-    image, label : str
-        Further part of the names of the arrays, as in ``train_images`` or ``x_train``. Without ``label``, images have
-        no labels.
-
-    Returns
-    -------
-    ImageData or None
-        None if the file has no images of this split.
-    """
-    check_window(window)
-    if path is None:
-        raise InputError("dataset.path=null but NPZ data sets are read from a file; give dataset.path=FILE.npz")
-    file = user_path(path)
+def index_arrays(source: Source, query: Query) -> "ArrayIndex | None":
+    """Return the images of a file; None if it has none of the split."""
+    files = list(source.files)
+    if len(files) > 1:
+        raise InputError(f"{source.path} holds {len(files)} NPZ files ({shortened(map(str, files))}); give one of them")
+    (file,) = files
     with _opened(file) as archive:
-        name = _array_name(archive, split, image, file=file)
+        names = _array_names(archive, _IMAGES if query.image is None else (query.image,), file=file)
+        shared = query.test_fraction > 0 and not any(split_of(name) in HELD_OUT for name in names)
+        split = "train" if shared and split_of_word(query.split) in HELD_OUT else query.split
+        source.log(f"arrays {shortened(archive.files)}")
+        name = _of_split(split, names, file=file)
         if name is None:
             return None
-        images = _pixels(_load(archive, name, file=file), f"{file}: {name}")
-        rows = subsample_indices(len(images), limit)
-        labels = None
-        label_name = None if label is None else _array_name(archive, split, label, file=file)
-        if label_name is not None:
-            labels = _labels(_load(archive, label_name, file=file), len(images), f"{file}: {label_name}")[rows]
-    if window is None and images.dtype != np.uint8:
-        raise InputError(
-            f"{file}: {name} has dtype {images.dtype} and values from {images.min():g} to {images.max():g}; set "
-            "dataset.window=[LOWEST,HIGHEST], which become black and white"
-        )
-    if images.shape[1:] != (size, size, channels) or images.dtype != np.uint8:
-        made = [
-            to_array(Image.fromarray(each), channels=channels, size=size, window=window) for each in _gray(images[rows])
-        ]
-        tensor = torch.from_numpy(np.stack(made))
-    else:
-        tensor = torch.from_numpy(np.ascontiguousarray(images[rows].transpose(0, 3, 1, 2)))
-    return ImageData(TensorImages(tensor), None if labels is None else torch.from_numpy(labels))
+        shape, dtype = _header(archive, name)
+        _check_pixels(shape, dtype, f"{file}: {name}")
+        if query.decoding.window is None and dtype != np.uint8:
+            images = _load(archive, name, file=file)
+            raise InputError(
+                f"{file}: {name} has dtype {images.dtype} and values from {images.min():g} to {images.max():g}; set "
+                "dataset.window=[LOWEST,HIGHEST], which become black and white"
+            )
+        labels, is_explicit = None, query.image is not None
+        if query.label is not None:
+            parts = (query.label, *(() if is_explicit else _LABELS))
+            label_names = _array_names(archive, parts, file=file, required=is_explicit)
+            label_name = _of_split(split, label_names, file=file)
+            if label_name is not None:
+                labels = _labels(_load(archive, label_name, file=file), shape[0], f"{file}: {label_name}")
+    unlabeled = query.label is not None and labels is None
+    return ArrayIndex(
+        name=query.name,
+        count=shape[0],
+        decoding=query.decoding,
+        files=[file],
+        num_in_files=shape[0],
+        key={"reader": "npz", "image": name},
+        images=_Images(file, name, np.arange(shape[0])),
+        labels=labels,
+        warnings=(f"{file}: {name} has no labels; set dataset.label to a part of their name",) if unlabeled else (),
+        shared=shared,
+    )
+
+
+class ArrayIndex(SequenceIndex):
+    """Images of an array."""
+
+    images: "_Images"
+
+    def at(self, rows: np.ndarray) -> "ArrayIndex":
+        images = _Images(self.images.file, self.images.name, self.images.rows[rows])
+        index = super(SequenceIndex, self).at(rows)
+        return replace(index, images=images, key={**self.key, "rows": identity(images.rows.tobytes())})
+
+    def image_name(self, index: int) -> str:
+        return f"{self.images.file}: {self.images.name}[{self.images.rows[index]}]"
+
+
+class _Images(Sequence[bytes]):
+    """Rows of an array, as NPY files; the array is read when it is used."""
+
+    def __init__(self, file: Path, name: str, rows: np.ndarray) -> None:
+        self.file, self.name, self.rows = file, name, rows
+
+    @cached_property
+    def _array(self) -> np.ndarray:
+        with _opened(self.file) as archive:
+            array = _load(archive, self.name, file=self.file)
+        if array.ndim == 4 and array.shape[3] not in _CHANNELS:
+            array = array.transpose(0, 2, 3, 1)
+        return array
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, slice):
+            return [npy_bytes(self._array[row]) for row in self.rows[index]]
+        return npy_bytes(self._array[self.rows[index]])
+
+
+def npy_bytes(array: np.ndarray) -> bytes:
+    """Return an image ``(height, width)`` or ``(height, width, channels)`` as an NPY file."""
+    stream = io.BytesIO()
+    if array.dtype not in (np.uint8, np.uint16):
+        array = array.astype(np.float32)
+    npy.write_array(stream, array[..., 0] if array.shape[2:] == (1,) else array)
+    return stream.getvalue()
 
 
 @contextmanager
@@ -110,59 +146,63 @@ def _opened(file: Path) -> Iterator[NpzFile]:
         ) from error
 
 
-def _array_name(archive: NpzFile, split: str, part: str, *, file: Path) -> str | None:
-    """Return the name of the array of a split; None if only other splits have one."""
-    names = [name for name in archive.files if part in name.split("_")]
-    if not names:
+def _array_names(archive: NpzFile, parts: Sequence[str], *, file: Path, required: bool = True) -> list[str]:
+    """Return the arrays with one of these parts in their names, that of the first part with any."""
+    found_names = ([name for name in archive.files if part in name.split("_")] for part in parts)
+    names: list[str] = next(filter(None, found_names), [])
+    if not names and required:
+        part = parts[0]
         found = sanitize(", ".join(archive.files[:20]))
         raise InputError(
             f"{file} has no array whose name contains {part!r} (it has {found}); set dataset.image and dataset.label "
             "to a part of their names, e.g. dataset.image=x for x_train, or dataset.label=null"
         )
+    return names
+
+
+def _of_split(split: str, names: Sequence[str], *, file: Path) -> str | None:
+    """Return the array of a split; None if only other splits have one."""
     chosen = matching(split, names)
+    if split_of_word(split) == "train" and not any(map(split_of, names)):
+        chosen = list(names)
     if len(chosen) > 1:
         raise InputError(f"{file} has several arrays of the split {split!r}: {sanitize(', '.join(chosen))}; keep one")
     return chosen[0] if chosen else None
 
 
-def _load(archive: NpzFile, name: str, *, file: Path) -> np.ndarray:
-    """Read an array that fits into the memory; its header is read first."""
+def _header(archive: NpzFile, name: str) -> tuple[tuple[int, ...], np.dtype]:
+    """Return shape and dtype of an array."""
     assert archive.zip is not None  # it is open
     with archive.zip.open(f"{name}.npy") as stream:
         version = npy.read_magic(stream)
         read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, _, dtype = read_header(stream)
+    return shape, dtype
+
+
+def _load(archive: NpzFile, name: str, *, file: Path) -> np.ndarray:
+    """Read an array that fits into the memory; its header is read first."""
+    shape, dtype = _header(archive, name)
     needed, free = dtype.itemsize * int(np.prod(shape, dtype=object)), available_memory()
     if free is not None and _SHARE * needed > free:
         raise InputError(
             f"{file}: {name} needs {gigabytes(needed)} of memory, more than half of the available {gigabytes(free)}; "
-            "use smaller images, or save them as files and use dataset=image_folder"
+            "use smaller images, or save them as files and use dataset=folder"
         )
     array: np.ndarray = archive[name]
     return array
 
 
-def _pixels(array: np.ndarray, name: str) -> np.ndarray:
-    """Return images as ``(n, height, width, channels)``."""
-    if array.ndim == 3:
-        array = array[..., None]
-    elif array.ndim == 4 and array.shape[3] not in _CHANNELS and array.shape[1] in _CHANNELS:
-        array = array.transpose(0, 2, 3, 1)
-    if array.ndim != 4 or array.shape[3] not in _CHANNELS or not array.size:
+def _check_pixels(shape: tuple[int, ...], dtype: np.dtype, name: str) -> None:
+    """Raise an `InputError` unless an array has images."""
+    channels = 1 if len(shape) == 3 else next((each for each in (shape[-1], *shape[1:2]) if each in _CHANNELS), None)
+    if len(shape) not in (3, 4) or channels is None or 0 in shape:
         raise InputError(
-            f"{name} has shape {array.shape}; images are (n, height, width), or with 1 or 3 channels in front of or "
-            "behind the height and width"
+            f"{name} has shape {shape}; images are (n, height, width), or with 1 or 3 channels in front of or behind "
+            "the height and width"
         )
-    if array.dtype.kind not in "uif" or (array.shape[3] == 3 and array.dtype != np.uint8):
-        raise InputError(f"{name} has dtype {array.dtype}; color images are uint8, gray ones integers or floats")
-    return array
-
-
-def _gray(images: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield images in a form that Pillow takes."""
-    if images.dtype not in (np.uint8, np.uint16):
-        images = images.astype(np.float32)
-    return (each[..., 0] if each.shape[2] == 1 else each for each in images)
+    if dtype.kind not in "uif" or (channels == 3 and dtype != np.uint8):
+        raise InputError(f"{name} has dtype {dtype}; color images are uint8, gray ones integers or floats")
 
 
 def _labels(array: np.ndarray, number: int, name: str) -> np.ndarray:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from PIL.ImageFile import ImageFile
 
 from fedssl.datasets.decoding import Decoding, Encoded, open_image
@@ -62,7 +63,7 @@ class _Values(NamedTuple):
     is_certain: bool  # whether its file has a window, or DICOM is cut by one: values beyond it are expected
 
 
-def _values(image: ImageFile, window: Sequence[float] | None) -> list[_Values]:
+def _values(image: Image.Image, window: Sequence[float] | None) -> list[_Values]:
     """Return the values of an image that is not loaded yet, or nothing if it has 8 bits or states its maximum."""
     if states_maximum(image):
         return []
@@ -76,7 +77,7 @@ def _values(image: ImageFile, window: Sequence[float] | None) -> list[_Values]:
         if not finite.size:
             return []
         return [_Values(float(finite.min()), float(finite.max()), limits, True, certain)]
-    if not any(";16" in str(tile.args) for tile in image.tile):
+    if not any(";16" in str(tile.args) for tile in (image.tile if isinstance(image, ImageFile) else ())):
         return []
     return [_Values(0.0, 256.0 * np.asarray(image.convert("RGB")).max() + 255, (0.0, 65535.0), False, False)]
 

@@ -16,11 +16,12 @@ import pyarrow.parquet as pq
 
 from fedssl.datasets.decoding import Encoded
 from fedssl.datasets.images import FileRecords
-from fedssl.errors import InputError
+from fedssl.errors import InputError, shortened
 from fedssl.safe_io import sanitize
 
 CHUNK = 256  # rows read at a time, and images per task of a decoding thread
 _FIELDS = ("bytes", "path")  # of the structs of ``datasets``
+_PATH_COLUMNS = ("path", "file", "file_name", "filename", "file_path", "filepath", "image", "img")  # names of files
 
 
 def num_rows(file: Path) -> int:
@@ -156,6 +157,17 @@ def value_bounds(array: pa.Array) -> np.ndarray | None:
         return None
     bounds = np.frombuffer(array.buffers()[1], np.int64 if wide else np.int32)
     return bounds[array.offset : array.offset + len(array) + 1]
+
+
+def image_column(file: Path) -> str:
+    """Return the only column of images of a file; `InputError` if it has several or none."""
+    schema = schema_of(file)
+    found = [name for name in schema.names if _is_image(schema.field(name).type, text=False)]
+    found = found or [name for name in schema.names if name.lower() in _PATH_COLUMNS]
+    if len(found) != 1:
+        has = f"several columns of images ({shortened(found)})" if found else "no column of images"
+        raise InputError(f"{file} has {has} in {schema.names}; set dataset.image=COLUMN")
+    return str(found[0])
 
 
 def check_image_column(file: Path, column: str, *, others_have_it: bool = False) -> None:

@@ -7,12 +7,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from itertools import chain
 from pathlib import Path
 
 import httpx
 
-from fedssl.datasets.formats import SUFFIXES
-from fedssl.datasets.listing import is_folder, list_files
 from fedssl.errors import InputError
 from fedssl.fleet.certificates import verification_problem
 from fedssl.fleet.kit import Kit
@@ -59,26 +58,26 @@ def free_space(folder: Path) -> int:
 
 
 def _check_images(images: Path) -> Check:
-    from fedssl.datasets.decoding import Decoding  # slow import
+    import numpy as np  # slow imports
 
-    if not is_folder(images):
-        return Check("images", f"{images} is not a folder", False)
+    from fedssl.datasets.folder import index_all
+    from fedssl.datasets.sources import find
+
+    unreadable = []  # of a sample; a round reports the others
     try:
-        listing = list_files(images, SUFFIXES)
+        index = index_all(images)
+        sample = index.at(np.arange(0, index.count, max(index.count // 20, 1)))
+        for number, source in enumerate(chain.from_iterable(sample.batches(0))):
+            try:
+                index.decoding(source)
+            except Exception as error:  # a damaged file can raise anything
+                unreadable.append(f"{Path(sample.image_name(number)).name} ({type(error).__name__})")
     except InputError as error:
         return Check("images", str(error), False)
-    files = [images / path for path in listing.paths]
-    decoding = Decoding(channels=3, size=32)
-    sample, unreadable = files[:: max(len(files) // 20, 1)], []  # a round reports the others
-    for file in sample:
-        try:
-            decoding(file)
-        except Exception as error:  # a damaged file can raise anything
-            unreadable.append(f"{file.name} ({type(error).__name__})")
-    ignored = listing.ignored_kinds()
-    result = f"{len(files)} in {images}" + (f"; unreadable: {', '.join(unreadable)}" if unreadable else "")
-    result += f"; ignored {ignored}" if ignored else ""
-    return Check("images", result, len(files) >= 2 and len(unreadable) < len(sample))
+    result = f"{index.count} in {images}" + (f"; unreadable: {', '.join(unreadable)}" if unreadable else "")
+    ignored = find(str(images)).listing.ignored_kinds()
+    result = "; ".join([result, *([f"ignored {ignored}"] if ignored else []), *index.warnings])
+    return Check("images", result, index.count >= 2 and len(unreadable) < sample.count)
 
 
 def _check_connection(kit: Kit) -> Iterator[Check]:

@@ -98,18 +98,18 @@ def encoder_quality(file: Path, images: Path, *, folders: Sequence[Path] = ()) -
     ``file`` is of `fedssl.export.save_encoder`, ``images`` a folder, and ``folders`` are config directories with
     further encoders. Raise `InputError` if fewer than two images can be read.
     """
-    from fedssl.datasets import image_folder  # slow imports
+    from fedssl.datasets import folder  # slow imports
     from fedssl.evaluation import collapse_metrics
     from fedssl.evaluation.features import extract
 
     encoder = load_delivered(file, folders)
-    data = image_folder.read(
+    data = folder.read(
         "train",
         channels=encoder.channels,
         size=encoder.size,
         limit=NUM_IMAGES,
         path=str(images),
-        **image_folder.ALL_IMAGES,
+        **folder.ALL_IMAGES,
         background=encoder.preprocess.background,
         window=encoder.preprocess.window,
     )

@@ -31,7 +31,7 @@ WORDS = [
     "rounds=3",
     "local_epochs=1",
     "encoder.width=4",
-    "dataset=image_folder",
+    "dataset=folder",
     "dataset.size=8",
     "dataset.channels=1",
 ]
@@ -275,7 +275,7 @@ STEM = "encoder.stem=imagenet and batch_size"
 def test_a_step_beyond_memory_is_refused_with_fitting_settings(overrides, allowed, remedy, monkeypatch):
     """ResNet-18 with its gradients, moments and a copy takes 185 MB, and an image at 64x64 about 40 MB, or 4 with
     ImageNet's stem."""
-    words = ["dataset=image_folder", "dataset.path=none", "dataset.size=64", "encoder=resnet18", *overrides]
+    words = ["dataset=folder", "dataset.path=none", "dataset.size=64", "encoder=resnet18", *overrides]
     settings = client_settings(resolve_config(words)[0], states=Path(), partition=None)
     monkeypatch.setattr(Limits, "memory_bytes", lambda limits: allowed * 10**6)
     with pytest.raises(RequestRefused) as refused:
@@ -349,6 +349,6 @@ def test_what_is_told_of_an_error():
 
 def test_unusable_images_are_named_on_the_device_alone(plan, node, tmp_path, caplog):
     bad = node | {"data_path": tmp_path / "nowhere"}
-    assert refusal(plan, bad) == "the device has no folder of images: its data-path is not a folder"
+    assert refusal(plan, bad) == "the device has no images: its data-path does not exist"
     ask(RecordDict(), context(**bad), "query.node_info")
-    assert f"its data-path is not a folder (data-path={tmp_path / 'nowhere'})" in caplog.text
+    assert f"its data-path does not exist (data-path={tmp_path / 'nowhere'})" in caplog.text

@@ -34,7 +34,7 @@ from strategies.types import ServerState
 from tests.devices import Devices, ask, context, write_images
 from tests.fleet import until
 
-OVERRIDES = ["rounds=3", "local_epochs=1", "encoder.width=4", "dataset=image_folder", "dataset.size=8"]
+OVERRIDES = ["rounds=3", "local_epochs=1", "encoder.width=4", "dataset=folder", "dataset.size=8"]
 OVERRIDES += ["dataset.channels=1", "dataset.mean=[0.5]", "dataset.std=[0.5]", "strategy=fedbn", "run_id=mine"]
 ENDLESS = 100  # local epochs, of which one takes milliseconds; enough for a test to notice that training goes on
 

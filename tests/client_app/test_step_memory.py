@@ -23,7 +23,7 @@ ENCODERS = [
 
 @pytest.mark.parametrize("overrides", ENCODERS, ids=" ".join)
 def test_shapes_are_those_of_torch(overrides, monkeypatch):
-    config, _ = resolve_config(["dataset=image_folder", "dataset.path=none", *overrides])
+    config, _ = resolve_config(["dataset=folder", "dataset.path=none", *overrides])
     settings = client_settings(config, states=Path(), partition=None)
     estimate = estimate_step_memory(settings)
     monkeypatch.setattr(meta_device, "_SHAPES", {})
@@ -42,7 +42,7 @@ def test_shapes_are_those_of_torch(overrides, monkeypatch):
 )
 def test_weights_gradients_moments_and_a_copy_for_kernels(optimizer, tensors):
     """The encoder has 4 blocks of a 3x3 convolution without bias and a normalization with two numbers per channel."""
-    overrides = ["encoder=conv_small", "encoder.width=8", "dataset=image_folder", "dataset.path=none"]
+    overrides = ["encoder=conv_small", "encoder.width=8", "dataset=folder", "dataset.path=none"]
     heads = ["method.projector.num_layers=1", "method.projector.out_dim=16", "method.projector.batch_norm=false"]
     config, _ = resolve_config([*overrides, *heads, *optimizer])
     convolutions = 9 * (3 * 8 + 8 * 16 + 16 * 32 + 32 * 32)

@@ -17,7 +17,7 @@ from simulation.run import run as simulate
 from tests.devices import write_images
 from tests.fleet import PATIENCE, fleet, until
 
-FORM = ["dataset=image_folder", "dataset.size=8", "dataset.channels=1", "dataset.mean=[0.4]", "dataset.std=[0.3]"]
+FORM = ["dataset=folder", "dataset.size=8", "dataset.channels=1", "dataset.mean=[0.4]", "dataset.std=[0.3]"]
 SMALL = [*FORM, "local_epochs=1", "encoder.width=4", "threads=1", "batch_size=8", "device=cpu", "evaluation=none"]
 SMALL += ["final_evaluation=none", "collapse_images=0", "measure_resources=false", "seed=3"]
 
@@ -144,7 +144,7 @@ def test_a_run_survives_failures_of_its_devices(image_folders, tmp_path):
         reason = "it failed with the message brings"
         until(lambda: any(row["dropped"].get("2", "").startswith(reason) for row in rows(run)), "c has refused")
         (rejected,) = json.loads((run / "fleet.json").read_text())["rejected"].values()
-        assert rejected == "has no folder of images: its data-path is not a folder"
+        assert rejected == "has no images: its data-path does not exist"
         until(missed, "a round ends without a, whose resident process hangs")
         signal_clients(signal.SIGKILL)
         before = last()

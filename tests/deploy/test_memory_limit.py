@@ -14,7 +14,7 @@ from tests.memory_cgroup import NoMemoryCgroup, memory_cgroup
 pytestmark = pytest.mark.heavy
 
 MB = 10**6
-RUN = ["dataset=image_folder", "dataset.size=64", "device=cpu", "threads=1", "local_epochs=1"]
+RUN = ["dataset=folder", "dataset.size=64", "device=cpu", "threads=1", "local_epochs=1"]
 RUN += ["evaluation=none", "final_evaluation=none", "collapse_images=0", "measure_resources=false", "num_clients=2"]
 RUN += ["rounds=1", "aggregation.min_updates=1"]
 RESNET = ["encoder=resnet18", "encoder.stem=imagenet", "batch_size=8"]

@@ -46,7 +46,7 @@ def test_flower_logs_a_wrong_value_in_one_sentence(capsys, monkeypatch):
 
 def test_flat_keys_are_settings():
     run_config = DECLARED | {"num-server-rounds": 7, "strategy": "fedavg", "partition-alpha": 0.25, "seed": 0}
-    run_config |= {"dataset-path": "/my data/it's here", "dataset": "image_folder"}
+    run_config |= {"dataset-path": "/my data/it's here", "dataset": "folder"}
     settings = compose(overrides_of(run_config))
     assert (settings.rounds, settings.seed, settings.algorithm.strategy.name) == (7, 0, "FedAvg")
     assert settings.partition.rule.values["alpha"] == 0.25

@@ -21,7 +21,7 @@ from simulation.grid import LocalGrid
 from simulation.run import run as simulate
 from tests.devices import Devices, context, run_server_app, write_images
 
-FORM = ["dataset=image_folder", "dataset.size=8", "dataset.channels=1", "dataset.mean=[0.4]", "dataset.std=[0.3]"]
+FORM = ["dataset=folder", "dataset.size=8", "dataset.channels=1", "dataset.mean=[0.4]", "dataset.std=[0.3]"]
 SMALL = [
     *FORM,
     "local_epochs=1",
@@ -176,11 +176,11 @@ def test_a_registered_name_belongs_to_its_key(places, caplog):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda folder: None, "has no folder of images: its data-path is not a folder"),
-        (lambda folder: folder.mkdir(), "has no images in its data-path (.avif, .bmp, "),
+        (lambda folder: None, "has no images: its data-path does not exist"),
+        (lambda folder: folder.mkdir(), "has no images in its data-path (allowed are .arrow .parquet "),
         (
             lambda folder: write_file(folder / "a.parquet"),
-            "has parquet files in its data-path, but a device reads image files only",
+            "cannot use the images in its data-path; its log has the reason",
         ),
     ],
 )

@@ -235,7 +235,7 @@ def test_a_run_whose_clients_all_fail_ends_with_the_reason(tmp_path, fedssl_in_p
         (["optimizer.lr=-1"], "optimizer.lr=-1 must be a number of at least 0; the default is 0.03"),
         (["partition.alpha=0"], "partition.alpha=0 must be a number above 0; the default is 0.5"),
         (["device=cuda"], "device=cuda but torch has cpu only"),
-        (["dataset=image_folder", "dataset.path=/nowhere"], "/nowhere is not a folder"),
+        (["dataset=folder", "dataset.path=/nowhere"], "/nowhere is not a folder"),
         (["dataset.channels=0"], "dataset.channels=0 must be an integer from 1 to 64; the default is 1"),
         (["method.temperature=0"], "method.temperature=0 must be a number above 0; the default is 0.5"),
     ],

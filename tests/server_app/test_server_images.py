@@ -14,7 +14,7 @@ from fedssl.evaluation.protocol import evaluation_problem
 from simulation.run import run
 from tests.federation import Federation
 
-SMALL = ["dataset=image_folder", "dataset.size=16", "num_clients=3", "rounds=1", "local_epochs=1", "encoder.width=4"]
+SMALL = ["dataset=folder", "dataset.size=16", "num_clients=3", "rounds=1", "local_epochs=1", "encoder.width=4"]
 SMALL += ["threads=1", "measure_resources=false", "collapse_images=0", "final_evaluation=knn"]
 
 
@@ -83,7 +83,7 @@ def test_a_partition_that_is_chosen_stays(flat, tmp_path, word):
 
 
 def test_what_is_missing_for_an_evaluation_is_said(flat, classes):
-    own = ["dataset=image_folder", f"dataset.path={classes}"]
+    own = ["dataset=folder", f"dataset.path={classes}"]
     assert evaluation_problem(compose(own).data) is None
     for overrides, message in (
         (
@@ -95,7 +95,8 @@ def test_what_is_missing_for_an_evaluation_is_said(flat, classes):
         (
             [*own, f"dataset.path={flat}"],
             "the data set has no labeled training images (dataset.splits.train=train names images without "
-            "labels); set dataset.splits.train to a split with labeled images, or use one subfolder per class",
+            "labels); set dataset.splits.train to a split with labeled images, or name the column of the labels with "
+            "dataset.label=COLUMN, or use one subfolder per class",
         ),
         (
             ["dataset=digits", "dataset.splits.train=null"],

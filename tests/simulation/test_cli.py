@@ -49,7 +49,7 @@ def test_a_missing_split_is_refused_before_the_run_folder(tmp_path, monkeypatch,
         write_images(tmp_path / "images" / folder, 4)
 
     def command(split, *overrides):
-        words = [*QUICK, "num_clients=2", "rounds=1", "engine=local", "dataset=image_folder", "dataset.size=8"]
+        words = [*QUICK, "num_clients=2", "rounds=1", "engine=local", "dataset=folder", "dataset.size=8"]
         words += [f"dataset.path={tmp_path / 'images'}", f"output_dir={tmp_path / 'run'}", "final_evaluation=knn"]
         monkeypatch.setattr("sys.argv", ["fedssl", *words, f"dataset.splits.test={split}", *overrides])
         return cli.main(), capsys.readouterr().err

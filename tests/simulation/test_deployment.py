@@ -17,7 +17,7 @@ from tests.flower import free_port
 
 def test_the_engine_sets_defaults_for_devices_which_overrides_replace():
     settings = compose(["engine=deployment"])
-    assert settings.data.name == "image_folder"
+    assert settings.data.name == "folder"
     assert (
         settings.aggregation.min_updates,
         settings.aggregation.max_retries,

@@ -32,7 +32,7 @@ def test_supernodes_train_on_their_own_images(tmp_path):
         nodes.append(f'data-path="{folder}" client-name="{name}" state-path="{tmp_path}/states"')
     overrides = "num_clients=2 dataset.size=8 dataset.channels=1 dataset.mean=[0.5] dataset.std=[0.5]"
     overrides += " encoder.width=4 method=byol"
-    flat = f"dataset='image_folder' num-server-rounds=2 local-epochs=1 output-dir='{tmp_path}/run'"
+    flat = f"dataset='folder' num-server-rounds=2 local-epochs=1 output-dir='{tmp_path}/run'"
     outcome = flwr_run(copy_app(tmp_path / "app"), "--run-config", f'{flat} overrides="{overrides}"', devices=nodes)
     assert outcome.status == "finished:completed", outcome.log
     assert "devices: 0 garden, 1 roof" in outcome.log

@@ -21,7 +21,7 @@ def test_settings_are_composed_once_and_saved_once(tmp_path, monkeypatch):
     write_images(tmp_path / "images", 12)
     composed, resolve = [], load.resolve_config
     monkeypatch.setattr(load, "resolve_config", lambda overrides: composed.append(overrides) or resolve(overrides))
-    data = ["dataset=image_folder", "dataset.path=images", "dataset.channels=3", "dataset.size=8"]
+    data = ["dataset=folder", "dataset.path=images", "dataset.channels=3", "dataset.size=8"]
     data += ["dataset.splits.train=null", "dataset.splits.test=null", "dataset.mean=[0,0,0]", "dataset.std=[1,1,1]"]
     run([*QUICK[:2], *QUICK[3:], "rounds=1", *data])
     assert len(composed) == 1

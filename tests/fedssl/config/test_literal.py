@@ -122,7 +122,7 @@ def test_every_command_reads_a_folder_with_any_name(command, monkeypatch, tmp_pa
     write_images(home / "images" / "b", 8)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(tmp_path)
-    quick = "dataset=image_folder dataset.size=8 num_clients=2 local_epochs=1 rounds=1 threads=1 encoder.width=4"
+    quick = "dataset=folder dataset.size=8 num_clients=2 local_epochs=1 rounds=1 threads=1 encoder.width=4"
     quick += " partition=iid engine=local evaluate_every=0 final_evaluation=none collapse_images=0"
     command(cli.main, *quick.split(), f"dataset.path={home}/images", "dataset.cache=null", "output_dir=~/run")
     again = json.loads((home / "run" / "summary.json").read_text())["command"]

@@ -21,7 +21,7 @@ from tests.contexts import run_context
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and folder.name != "experiment")
 # Groups that know nothing of each other.
 FREE = {"augmentation", "engine", "evaluation", "final_evaluation", "lr_schedule", "optimizer", "tracker"}
-DATASETS = ("cifar10", "cifar100", "tiny_imagenet", "stl10", "image_folder", "medmnist", "digits")
+DATASETS = ("cifar10", "cifar100", "tiny_imagenet", "stl10", "folder", "medmnist", "digits")
 
 
 def choices():
@@ -40,7 +40,7 @@ def choices():
 
 @pytest.mark.parametrize("overrides", some(choices(), default=choices()[::12]), ids=" ".join)
 def test_every_file_composes(overrides):
-    extra = ["dataset.path=/images"] if "dataset=image_folder" in overrides else []
+    extra = ["dataset.path=/images"] if "dataset=folder" in overrides else []
     recording = compose([*overrides, *extra]).recording
     config = recording.config
     assert not OmegaConf.missing_keys(config)
@@ -108,7 +108,7 @@ def test_every_file_composes(overrides):
         (["seed=1", "rounds =3"], r"the command line cannot be parsed at 'rounds =3'; write key=value without a space"),
         (["lr=0.1"], r"there is no setting 'lr'; did you mean optimizer.lr; `fedssl"),
         (["batchsize=3"], r"there is no setting 'batchsize'; did you mean batch_size; `fedssl"),
-        (["dataset.path=/x"], r"there is no setting 'dataset.path', but dataset=.*image_folder.* has it; `fedssl"),
+        (["dataset.path=/x"], r"there is no setting 'dataset.path', but dataset=.*folder.* has it; `fedssl"),
         (["rounds=2", "foo"], r"foo does not have the form key=value; write e.g. rounds=5"),
     ],
 )
@@ -215,7 +215,7 @@ def test_the_cache_folder_is_absolute_and_the_users_choice(tmp_path):
     assert cache_of(compose_evaluation(["dataset.cache=/mine"], run=tmp_path)) == "/mine"
 
 
-@pytest.mark.parametrize("name", some(DATASETS, default=("cifar10", "image_folder", "digits")))
+@pytest.mark.parametrize("name", some(DATASETS, default=("cifar10", "folder", "digits")))
 def test_statistics_follow_the_number_of_channels(name: str) -> None:
     default = compose([f"dataset={name}"]).data
     settings = compose([f"dataset={name}", f"dataset.channels={4 - default.channels}"])

@@ -12,11 +12,11 @@ from PIL import Image
 from fedssl.config.load import read_data
 from fedssl.config.settings import DataSettings
 from fedssl.datasets.decoding import Decoding
-from fedssl.datasets.image_folder import FolderIndex
+from fedssl.datasets.image_index import Query, SequenceIndex
 from fedssl.datasets.images import ImageSource
 
 CONF = Path(__file__).parents[3] / "conf" / "dataset"
-NAMES = ["digits", "cifar10", "cifar100", "tiny_imagenet", "stl10", "image_folder", "medmnist"]
+NAMES = ["digits", "cifar10", "cifar100", "tiny_imagenet", "stl10", "folder", "medmnist"]
 
 
 def node_of(name: str, **changes: object) -> DictConfig:
@@ -27,6 +27,13 @@ def node_of(name: str, **changes: object) -> DictConfig:
 
 def settings_of(name: str, **changes: object) -> DataSettings:
     return read_data(node_of(name, **changes))
+
+
+def query_of(split: str, **changes: object) -> Query:
+    plain = {"image": None, "label": "label", "owner": None, "folders": "class", "split_folders": "auto"}
+    return Query(
+        split=split, name="", **{**plain, "test_fraction": 0.0, "decoding": Decoding(channels=3, size=4), **changes}
+    )
 
 
 def make_image(value: int, *, size: tuple[int, int] = (4, 4), mode: str = "RGB") -> Image.Image:
@@ -54,13 +61,15 @@ def first_pixels(images: ImageSource | np.ndarray) -> list[int]:
     return images[:][:, 0, 0, 0].tolist()
 
 
-class Batches(FolderIndex):
+class Batches(SequenceIndex):
     """Encoded images, as tasks of decoding threads."""
 
     def __init__(self, batches: list, *, channels: int, size: int) -> None:
         form = Decoding(channels=channels, size=size)
         sources = [source for batch in batches for source in batch]
-        super().__init__(name="", count=len(sources), decoding=form, files=sources, num_in_files=len(sources), key={})
+        super().__init__(
+            name="", count=len(sources), decoding=form, files=sources, num_in_files=len(sources), key={}, images=sources
+        )
         self.__dict__["_batches"] = batches
 
     def batches(self, start: int):

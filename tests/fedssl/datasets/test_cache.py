@@ -25,10 +25,10 @@ from PIL import Image
 
 from fedssl.config.load import read_data
 from fedssl.config.settings import DataSettings
-from fedssl.datasets import base, cache, image_folder, storage, stores
+from fedssl.datasets import base, cache, image_index, storage, stores
 from fedssl.datasets.base import ImageData, load_split
 from fedssl.datasets.decoding import Decoding
-from fedssl.datasets.image_folder import FolderIndex
+from fedssl.datasets.image_index import SequenceIndex
 from fedssl.errors import InputError
 
 CONF = Path(__file__).parents[3] / "conf" / "dataset"
@@ -64,7 +64,7 @@ def settings(name: str, **changes: object) -> DataSettings:
 
 
 def folder_of(images: Path, location: Path | None, **changes: object) -> DataSettings:
-    return settings("image_folder", path=str(images), size=8, cache=location and str(location), **changes)
+    return settings("folder", path=str(images), size=8, cache=location and str(location), **changes)
 
 
 def read(data: DataSettings, split: str = "federated") -> ImageData:
@@ -188,9 +188,9 @@ def test_a_damaged_file_is_made_again(images, location, decoded, caplog, damage,
 CHILD = """
 import sys, time
 from pathlib import Path
-from fedssl.datasets import cache, image_folder, storage
+from fedssl.datasets import cache, folder, image_index, storage
 from fedssl.datasets.decoding import Decoding
-cache.MIN_SECONDS_TO_CACHE, image_folder._BATCH = 0, 2
+cache.MIN_SECONDS_TO_CACHE, image_index.BATCH = 0, 2
 storage.DECODE_LOG_INTERVAL, storage.THREADS = 0.01, 2
 original = Decoding.__call__
 def slow(decoding, source):
@@ -202,7 +202,7 @@ Decoding.__call__ = slow
 form = dict(channels=3, size=8, limit=None, test_fraction=0)
 import hashlib
 for location in sys.argv[1:]:
-    images = image_folder.read("train", path="{images}", cache=location, **form)
+    images = folder.read("train", path="{images}", cache=location, **form)
     print(hashlib.sha256(images.images[:].numpy().tobytes()).hexdigest(), images.labels.sum().item(), flush=True)
 """
 
@@ -282,7 +282,7 @@ def stop_after(number: int, monkeypatch: pytest.MonkeyPatch, seen: list[object])
 def test_interrupted_decoding_resumes(images, location, decoded, note):
     expected = read(folder_of(images, None, test_fraction=0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(image_folder, "_BATCH", 2)
+        patch.setattr(image_index, "BATCH", 2)
         patch.setattr(storage, "THREADS", 1)  # with several, one that sleeps may hold the count back
         stop_after(30, patch, decoded)
         with pytest.raises(KeyboardInterrupt):
@@ -336,8 +336,14 @@ def test_free_disk_space_is_checked_before_decoding(images, location, decoded, m
 def test_a_cache_above_64_gib_is_stored_and_mapped(tmp_path, monkeypatch):
     """460,000 images of 3 x 224 x 224 bytes are 69,242,880,000 bytes; 64 GiB are 68,719,476,736. The file is sparse."""
     monkeypatch.setattr(stores, "_reserve", lambda file, size: file.touch() or os.truncate(file, size))
-    index = FolderIndex(
-        name="large", count=460_000, decoding=Decoding(channels=3, size=224), files=[], num_in_files=1, key={}
+    index = SequenceIndex(
+        name="large",
+        count=460_000,
+        decoding=Decoding(channels=3, size=224),
+        files=[],
+        images=[],
+        num_in_files=1,
+        key={},
     )
     pixels = stores.Pixels(index, tmp_path)
     monkeypatch.setattr(pixels, "_decode", lambda: (pixels._start(), pixels.write(index.count - 1, 7)))

@@ -23,8 +23,9 @@ from pydicom.uid import (
     RLELossless,
 )
 
-from fedssl.datasets import dicom, formats, image_folder
+from fedssl.datasets import dicom, formats
 from fedssl.datasets.decoding import Decoding, open_image, unreadable_reason
+from fedssl.datasets.folder import read
 from fedssl.datasets.listing import list_files
 from fedssl.datasets.sample_checks import range_warnings
 from fedssl.export.preprocess import Preprocess
@@ -231,9 +232,7 @@ def test_a_folder_of_a_disc(tmp_path: Path):
     listing = list_files(tmp_path, formats.SUFFIXES)
     assert listing.paths == ["1.2.840.113619.2.5", "IM0001", "a.ima", "slice.DCM"]
     assert dict(listing.ignored) == {"": 2, ".5": 1}
-    data = image_folder.read(
-        "train", channels=1, size=2, limit=None, path=str(tmp_path), folders="none", test_fraction=0.0
-    )
+    data = read("train", channels=1, size=2, limit=None, path=str(tmp_path), folders="none", test_fraction=0.0)
     assert data.images[:].tolist() == [[[[0, 0], [62, 255]]]] * 4
 
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from fedssl.datasets import base, cache, image_folder, storage, stores, tables
+from fedssl.datasets import base, cache, image_index, storage, stores, tables
 from fedssl.datasets.base import ImageData
 from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.images import EncodedImages, MappedImages, TensorImages
@@ -98,7 +98,7 @@ def write(folder: Path, kind: str) -> None:
 def load(folder: Path, kind: str, location: Path | None, split: str = "federated", **changes: object) -> ImageData:
     """Read without the data sets that this process has loaded."""
     base._read_split.cache_clear()
-    name, own = ("image_folder", {}) if kind == "folder" else ("cifar10", {"owner": "who"})
+    name, own = ("folder", {}) if kind == "folder" else ("cifar10", {"owner": "who"})
     settings = {"path": str(folder), "size": 20, "cache": location and str(location), "test_fraction": 0.2}
     result = base.load_split(settings_of(name, **settings | own | changes), split)
     assert result is not None
@@ -200,7 +200,7 @@ def test_an_interrupted_index_is_continued(tmp_path, monkeypatch, reads, kind):
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "THREADS", 1)
-        patch.setattr(image_folder, "_BATCH", 7)
+        patch.setattr(image_index, "BATCH", 7)
         patch.setattr(Decoding, "__call__", interrupt)
         with pytest.raises(KeyboardInterrupt):
             load(tmp_path / "data", kind, tmp_path / "cache", storage="encoded", test_fraction=0)
@@ -258,7 +258,7 @@ RUN = {
 def test_a_run_has_the_same_results_with_both(tmp_path, kind):
     """Clients, calibration, evaluation, collapse metrics and figures: every recorded number, and the encoder."""
     write(tmp_path / "data", kind)
-    name = "image_folder" if kind == "folder" else "cifar10"
+    name = "folder" if kind == "folder" else "cifar10"
     found = []
     for kept_as in ("decoded", "encoded"):
         folder = tmp_path / kept_as

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, PngImagePlugin
 
-from fedssl.datasets import hub, image_folder
+from fedssl.datasets import folder as reader
 from fedssl.datasets.stores import Pixels
 from fedssl.errors import InputError
 from fedssl.machine import memory
@@ -86,7 +86,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def read(path: Path, **settings: object):
-    return image_folder.read("train", channels=3, size=8, limit=None, path=str(path), test_fraction=0, **settings)
+    return reader.read("train", channels=3, size=8, limit=None, path=str(path), test_fraction=0, **settings)
 
 
 def test_malicious_images_are_left_out(folder, monkeypatch):
@@ -107,7 +107,7 @@ def test_malicious_images_in_parquet_files_are_left_out(tmp_path, caplog):
     rows = [*harmful, *HARMLESS.values(), None]
     pq.write_table(pa.table({"img": rows, "label": list(range(len(rows)))}), tmp_path / "train.parquet")
     settings = {"path": str(tmp_path), "hub": "x", "image": "img", "label": "label"}
-    result = hub.read("train", channels=3, size=8, limit=None, **settings)
+    result = reader.read("train", channels=3, size=8, limit=None, **settings)
     kept = range(len(harmful), len(rows) - 1)
     assert result.labels.tolist() == list(kept)
     assert result.warnings[0].startswith(f"{len(harmful) + 1} of {len(rows)} images cannot be read, the rest is used: ")

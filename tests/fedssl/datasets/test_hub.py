@@ -125,7 +125,7 @@ def test_a_missing_label_column_is_logged_and_means_no_labels(tmp_path: Path, ca
     [
         ("train.parquet", b"rubbish", {}, r"train\.parquet cannot be read"),
         ("train.arrow", b"rubbish", {}, r"train\.arrow cannot be read"),
-        ("train.txt", b"", {}, r"holds no \.parquet or \.arrow file"),
+        ("train.txt", b"", {}, r"holds no image \(ignored 1 file: 1 \.txt\); allowed are files ending in \.arrow"),
         (
             "test.parquet",
             table([1], [0]),

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.datasets import npz
 from fedssl.datasets.base import load_split
+from fedssl.datasets.folder import read
 from fedssl.errors import InputError
 from tests.fedssl.datasets.made import settings_of
 
@@ -49,22 +49,22 @@ def test_a_file_of_medmnist(tmp_path):
 def test_gray_images_in_any_order(tmp_path, images):
     path = save(tmp_path, x_train=images, y_train=np.arange(6))
     window = [0, 65535] if images.dtype == np.uint16 else None
-    made = npz.read("train", channels=1, size=4, limit=None, path=path, image="x", label="y", window=window)
+    made = read("train", channels=1, size=4, limit=None, path=path, image="x", label="y", window=window)
     assert made.images[:][:, 0].tolist() == GRAY.tolist()
-    rgb = npz.read("train", channels=3, size=4, limit=None, path=path, image="x", label=None, window=window)
+    rgb = read("train", channels=3, size=4, limit=None, path=path, image="x", label=None, window=window)
     assert rgb.labels is None
     assert (rgb.images[:] == made.images[:]).all()
-    assert npz.read("test", channels=1, size=4, limit=None, path=path, image="x", label="y") is None
+    assert read("test", channels=1, size=4, limit=None, path=path, image="x", label="y") is None
 
 
 def test_signed_values_and_floats_have_a_window(tmp_path):
     values = np.array([[[-2000, -1000], [0, 1000]]])
     for kind in (np.int16, np.int64, np.float64):
         path = save(tmp_path, train_images=values.astype(kind))
-        made = npz.read("train", channels=1, size=2, limit=None, path=path, label=None, window=[-1000, 1000])
+        made = read("train", channels=1, size=2, limit=None, path=path, label=None, window=[-1000, 1000])
         assert made.images[:].tolist() == [[[[0, 0], [127, 255]]]]  # 255.999 (x + 1000) / 2000
         with pytest.raises(InputError, match=r"values from -2000 to 1000; set dataset.window=\[LOWEST,HIGHEST\]"):
-            npz.read("train", channels=1, size=2, limit=None, path=path, label=None)
+            read("train", channels=1, size=2, limit=None, path=path, label=None)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_signed_values_and_floats_have_a_window(tmp_path):
 )
 def test_unsuitable_arrays(tmp_path, arrays, message):
     with pytest.raises(InputError, match=message):
-        npz.read("train", channels=1, size=4, limit=None, path=save(tmp_path, **arrays))
+        read("train", channels=1, size=4, limit=None, path=save(tmp_path, **arrays))
 
 
 def header(shape: tuple[int, ...]) -> bytes:
@@ -101,7 +101,7 @@ def zipped(name: str, content: bytes) -> bytes:
 
 def pickled() -> bytes:
     stream = io.BytesIO()
-    np.savez(stream, train_images=np.array([{}], object))
+    np.savez(stream, train_images=GRAY, train_labels=np.array([{}] * len(GRAY), object))
     return stream.getvalue()
 
 
@@ -120,11 +120,11 @@ def test_malicious_files(tmp_path, content, message):
     file = tmp_path / "data.npz"
     file.write_bytes(content)
     with pytest.raises(InputError, match=message):
-        npz.read("train", channels=1, size=4, limit=None, path=str(file), label=None)
+        read("train", channels=1, size=4, limit=None, path=str(file))
 
 
 def test_a_missing_path():
-    with pytest.raises(InputError, match=r"give dataset.path=FILE.npz"):
-        npz.read("train", channels=1, size=4, limit=None, path=None)
-    with pytest.raises(InputError, match="cannot be read as NPZ"):
-        npz.read("train", channels=1, size=4, limit=None, path="/missing.npz")
+    with pytest.raises(InputError, match=r"give dataset.path=FOLDER_OR_FILE"):
+        read("train", channels=1, size=4, limit=None, path=None)
+    with pytest.raises(InputError, match=r"/missing.npz is not a folder, a file or a pattern"):
+        read("train", channels=1, size=4, limit=None, path="/missing.npz")

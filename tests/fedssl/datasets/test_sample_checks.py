@@ -37,10 +37,11 @@ def test_a_small_range_of_16_bits_names_the_setting(maximum, bits):
 
 def test_a_folder_of_16_bits_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     for number in range(3):
-        (tmp_path / f"{number}.png").write_bytes(ramp(4095))
+        (tmp_path / "files").mkdir(exist_ok=True)
+        (tmp_path / "files" / f"{number}.png").write_bytes(ramp(4095))
     pq.write_table(pa.table({"image": [ramp(4095)] * 3, "label": [0, 1, 1]}), tmp_path / "train.parquet")
     for data in (
-        settings_of("image_folder", path=str(tmp_path), size=8),
+        settings_of("folder", path=str(tmp_path / "files"), size=8),
         settings_of("cifar10", path=str(tmp_path), image="image", size=8),
     ):
         for again in (False, True):
@@ -56,8 +57,8 @@ def test_white_glyphs_without_background_are_a_warning(tmp_path: Path, caplog):
     glyph[:, :4, 3] = 0
     for number in range(4):
         (tmp_path / f"{number}.png").write_bytes(png(Image.fromarray(glyph)))
-    assert load_federated(settings_of("image_folder", path=str(tmp_path), size=8)).images[:].min() == 255
+    assert load_federated(settings_of("folder", path=str(tmp_path), size=8)).images[:].min() == 255
     assert "4 of a sample of 4 images have a single color each" in caplog.text
     assert "set dataset.background, 0 is black" in caplog.text
-    black = load_federated(settings_of("image_folder", path=str(tmp_path), size=8, background=0)).images[:]
+    black = load_federated(settings_of("folder", path=str(tmp_path), size=8, background=0)).images[:]
     assert sorted(black.unique().tolist()) == [0, 255]

@@ -75,7 +75,7 @@ def test_images_named_by_a_column_are_copied_and_dated(tmp_path: Path, monkeypat
 def test_columns_of_all_files_are_checked_before_decoding(tmp_path: Path, monkeypatch) -> None:
     write(tmp_path / "train-0.parquet", img=pa.array(PNGS))
     write(tmp_path / "train-1.parquet", image=pa.array(PNGS))
-    monkeypatch.setattr("fedssl.datasets.hub.encoded_images", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr("fedssl.datasets.table_index.encoded_images", lambda *_: pytest.fail("decoded"))
     message = r"train-1\.parquet has no column 'img' .*; set dataset\.path to files of this data set only$"
     with pytest.raises(InputError, match=message):
         pixels(tmp_path)

@@ -57,7 +57,7 @@ def test_a_device_joins_with_a_kit_and_leaves(running, call, tmp_path, monkeypat
     folder = f"folder={tmp_path / 'device'}"
     status, text = call(device_cli, "setup", "garden.kit", "images=empty", folder)
     assert status == 1
-    assert f"images      FAILED  0 in {tmp_path / 'empty'}" in text
+    assert f"images      FAILED  {tmp_path / 'empty'} holds no image" in text
     assert not (tmp_path / "device").exists()
 
     write_images(tmp_path / "images", 5)

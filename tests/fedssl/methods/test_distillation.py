@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_refused(tmp_path, overrides, sentence):
         Federation(tmp_path, *overrides)
 
 
-DEVICE = ["rounds=3", "local_epochs=1", "encoder.width=4", "dataset=image_folder", "dataset.size=8", "run_id=mine"]
+DEVICE = ["rounds=3", "local_epochs=1", "encoder.width=4", "dataset=folder", "dataset.size=8", "run_id=mine"]
 DEVICE += ["dataset.channels=1", "dataset.mean=[0.5]", "dataset.std=[0.5]", "strategy=fedavg", "batch_size=4"]
 
 

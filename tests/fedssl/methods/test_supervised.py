@@ -125,7 +125,7 @@ def test_images_without_labels_are_refused_before_anything_is_written(tmp_path):
     folder.mkdir()
     for shade in range(6):
         Image.new("L", (8, 8), color=40 * shade).save(folder / f"{shade}.png")
-    overrides = ["dataset=image_folder", f"dataset.path={folder}", "dataset.num_classes=2", "partition=iid"]
+    overrides = ["dataset=folder", f"dataset.path={folder}", "dataset.num_classes=2", "partition=iid"]
     with pytest.raises(InputError, match=r"Supervised needs labels .* dataset.splits.federated=train have none"):
         run([*QUICK, *overrides, f"output_dir={tmp_path / 'run'}"])
     assert not (tmp_path / "run" / "config.yaml").exists()

@@ -87,7 +87,7 @@ def test_a_run_logs_both_accuracies_in_every_round(tmp_path: Path) -> None:
     words = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=90", "encoder.width=4", "threads=1"]
     words += ["evaluate_every=1", "collapse_images=0", "measure_resources=false", "strategy=fedavg"]
     for group in ("evaluation", "final_evaluation"):
-        words += [f"{group}=domains", f"+dataset@{group}.datasets.turned=image_folder"]
+        words += [f"{group}=domains", f"+dataset@{group}.datasets.turned=folder"]
         words += [f"{group}.datasets.turned.path={tmp_path / 'turned'}", f"{group}.datasets.turned.channels=1"]
         words += [f"{group}.datasets.turned.mean=[0.3]", f"{group}.datasets.turned.std=[0.4]"]
     run([*words, f"output_dir={tmp_path / 'run'}"])

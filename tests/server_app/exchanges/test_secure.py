@@ -358,7 +358,7 @@ def test_devices_that_give_sums_only_train_in_a_secure_run(tmp_path):
         for number in range(3)
     ]
     overrides = [
-        "dataset=image_folder",
+        "dataset=folder",
         "dataset.size=8",
         "dataset.channels=1",
         "dataset.mean=[0.5]",

@@ -190,6 +190,6 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
         _ = load_run_folder(folder, []).method
 
 
-FORM = ["dataset=image_folder", "dataset.size=8", "dataset.channels=1", "dataset.mean=[0.4]", "dataset.std=[0.3]"]
+FORM = ["dataset=folder", "dataset.size=8", "dataset.channels=1", "dataset.mean=[0.4]", "dataset.std=[0.3]"]
 DEVICE = [*FORM, "tuning=last_blocks", "local_epochs=1", "encoder.width=4", "threads=1", "batch_size=8", "device=cpu"]
 DEVICE += ["measure_resources=false", "evaluation=none", "final_evaluation=none", "collapse_images=0"]

@@ -1,26 +1,22 @@
-"""Data sets of the Hugging Face Hub, through flwr-datasets or from local parquet and arrow files.
+"""Images in the rows of parquet and arrow files: local ones, or those of the Hub's cache.
 
-Both are read with pyarrow alone, since the Hub's cache of a data set consists of arrow files. The bytes of an image go
-directly to the decoder, without a Python object per row.
+Both are read with pyarrow alone. The bytes of an image go directly to the decoder, without a Python object per row.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from fedssl.config.constraints import check_arguments
-from fedssl.datasets.base import ImageData, stratified_holdout, subsample_indices
-from fedssl.datasets.cache import read_images
-from fedssl.datasets.decoding import MAX_PIXELS, Decoding, Encoded
-from fedssl.datasets.image_index import ImageIndex
+from fedssl.datasets.decoding import Encoded
+from fedssl.datasets.image_index import ImageIndex, Query
 from fedssl.datasets.labels import missing_labels, read_labels
 from fedssl.datasets.listing import is_file
-from fedssl.datasets.local_tables import has_held_out, listed_files, local_files
-from fedssl.datasets.pixels import BACKGROUND
+from fedssl.datasets.sources import Source
+from fedssl.datasets.split_files import files_of_split, has_held_out
 from fedssl.datasets.splits import HELD_OUT, split_of_word
 from fedssl.datasets.tables import (
     arrow_records,
@@ -29,6 +25,7 @@ from fedssl.datasets.tables import (
     column_chunks,
     column_of,
     encoded_images,
+    image_column,
     image_files,
     num_rows,
     require_column,
@@ -37,97 +34,65 @@ from fedssl.digests import identity
 from fedssl.errors import InputError
 
 
-def read(
-    split: str,
-    *,
-    channels: int,
-    size: int,
-    limit: int | None,
-    path: str | None,
-    hub: str,
-    image: str,
-    label: str | None,
-    owner: str | None = None,
-    test_fraction: float = 0.0,
-    background: int = BACKGROUND,
-    window: Sequence[float] | None = None,
-    max_pixels: int = MAX_PIXELS,
-    cache: str | None = None,
-    storage: str = "decoded",
-) -> ImageData | None:
-    """Read one split.
+def index_tables(source: Source, query: Query) -> "TableIndex | None":
+    """Return the images of local files; None if none is of the split."""
+    all_files = sorted(source.files)
+    count = sum(map(num_rows, all_files))
+    source.log(f"{count:,} rows in {len(all_files):,} parquet or arrow file{'s'[: len(all_files) != 1]}")
+    if query.split_folders is False:
+        return index_rows(all_files, query, data_set=all_files, shared=query.test_fraction > 0)
+    shared = query.test_fraction > 0 and not has_held_out(source)
+    held_out = shared and split_of_word(query.split) in HELD_OUT
+    files = files_of_split(source, "train" if held_out else query.split)
+    return index_rows(
+        files, query, data_set=all_files, shared=shared and (held_out or split_of_word(query.split) == "train")
+    )
 
-    Parameters
-    ----------
-    split : str
-        Name of the split on the Hub, or in the names of the local files.
-    channels, size, background, window, limit, max_pixels, cache, storage
-        As in `fedssl.datasets.image_folder.read`.
-    path : str or None
-        A parquet or arrow file, a folder of them or a pattern such as ``/data/cifar10-*.parquet``; the network is
-        not used. None for the Hub.
-    hub : str
-        Name of the data set on the Hub.
-    image : str
-        Name of the column of images.
-    label : str or None
-        Name of the column of labels, see `fedssl.datasets.labels`. None for no labels.
-    owner : str or None
-        Name of the column with the owner of each image, as an integer or a string. None if unknown.
-    test_fraction : float
-        Share of every class of labeled local training images, in [0, 1), that is held out if no file belongs to a
-        test split; 0 holds nothing out.
 
-    Returns
-    -------
-    ImageData or None
-        None if ``path`` holds no file of this split.
-    """
-    check_arguments("dataset", test_fraction=test_fraction, storage=storage)
-    decoding = Decoding(channels=channels, size=size, background=background, window=window, max_pixels=max_pixels)
-    if test_fraction and path is None:
+def index_hub(hub: str, query: Query) -> "TableIndex | None":
+    """Return the images of a data set of the Hub; None if it has none."""
+    if query.test_fraction:
         raise InputError(
-            f"dataset.test_fraction={test_fraction} is for local files, but dataset.path is null and data sets of the "
-            "Hub have their own splits; give dataset.splits.test=NAME, or dataset.path"
+            f"dataset.test_fraction={query.test_fraction} is for local files, but dataset.path is null and data sets "
+            "of the Hub have their own splits; give dataset.splits.test=NAME, or dataset.path"
         )
-    shared = path is not None and test_fraction > 0 and not has_held_out(path)
-    held_out = shared and split_of_word(split) in HELD_OUT
-    files = hub_files(hub, split) if path is None else local_files(path, "train" if held_out else split)
+    files = _hub_files(hub, query.split)
+    # All splits of the data set, without results of operations of ``datasets``.
+    data_set = [file for file in sorted(files[0].parent.glob("*.arrow")) if not file.name.startswith("cache-")]
+    return index_rows(files, query, data_set=data_set, shared=False)
+
+
+def index_rows(files: Sequence[Path], query: Query, *, data_set: Sequence[Path], shared: bool) -> "TableIndex | None":
+    """Return the images of all rows of some files of a data set; None if they have no row."""
     count = sum(num_rows(file) for file in files)
     if not count:
         return None
-
-    data_set = _siblings(files) if path is None else list(listed_files(path))
-    labels, classes = read_labels(files, label, data_set=data_set)
-    warnings = () if label is None or held_out else missing_labels(labels, files, label, split=split)
-    rows = np.arange(count)
-    if shared and (held_out or split_of_word(split) == "train"):
-        rows = stratified_holdout(labels, fraction=test_fraction)[held_out]
-    rows = rows[subsample_indices(len(rows), limit)]
-    if not len(rows):
-        return None
-    owners, owner_names = (None, ()) if owner is None else _owners(files, owner)
+    labels, classes = read_labels(files, query.label, data_set=data_set)
+    warnings: tuple[str, ...] = ()
+    if query.label is not None and not (shared and split_of_word(query.split) in HELD_OUT):
+        warnings = missing_labels(labels, files, query.label, split=query.split)
+    owners, owner_names = (None, ()) if query.owner is None else _owners(files, query.owner)
+    image = image_column(files[0]) if query.image is None else query.image
     named = [path for file in files for path in image_files(file, image)]
-    index = TableIndex(
-        name=f"{hub if path is None else Path(path).name}-{split}-{size}px",
-        count=len(rows),
+    return TableIndex(
+        name=query.name,
+        count=count,
         files=[*files, *filter(is_file, named)],
         num_in_files=count,
-        decoding=decoding,
-        # The rows depend on the labels, whose numbers depend on the names in all files of the data set.
-        key={"reader": "hub", "image": image, "rows": identity(rows.tobytes())},
-        labels=labels[rows],
+        decoding=query.decoding,
+        key={"reader": "hub", "image": image},
+        labels=labels,
         classes=classes,
-        owners=None if owners is None else owners[rows],
+        owners=owners,
         owner_names=owner_names,
         warnings=warnings,
+        shared=shared,
         tables=files,
         column=image,
-        rows=rows,
+        rows=np.arange(count),
         names_files=bool(named),
-        row_name=f"of the split {split!r} in {files[0].parent}",
+        row_name=f"of the split {query.split!r} in {files[0].parent}",
     )
-    return read_images(index, cache=cache, storage=storage)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +104,12 @@ class TableIndex(ImageIndex):
     rows: np.ndarray  # ascending, of all tables one after another
     row_name: str  # of any row, after its number
     names_files: bool  # whether the column names files
+
+    def at(self, rows: np.ndarray) -> "TableIndex":
+        chosen = self.rows[rows]
+        # The rows depend on the labels, whose numbers depend on the names in all files of the data set.
+        key = {**self.key, "rows": identity(chosen.tobytes())}
+        return replace(super().at(rows), rows=chosen, key=key)
 
     def batches(self, start: int) -> Iterator[Sequence[Encoded]]:
         return _encoded(self.tables, self.column, self.rows[start:])
@@ -160,12 +131,7 @@ class TableIndex(ImageIndex):
         return sum(column_bytes(file, self.column) for file in self.tables) * self.count // self.num_in_files
 
 
-def _siblings(files: Sequence[Path]) -> list[Path]:
-    """Return the files of all splits in the Hub's cache, without results of ``datasets``' own operations."""
-    return [file for file in sorted(files[0].parent.glob("*.arrow")) if not file.name.startswith("cache-")]
-
-
-def hub_files(hub: str, split: str) -> list[Path]:
+def _hub_files(hub: str, split: str) -> list[Path]:
     """Return the arrow files of a split in the Hub's cache; download them if needed."""
     from flwr_datasets import FederatedDataset  # slow import, not needed for local files
 

@@ -1,4 +1,4 @@
-"""Local parquet and arrow files of a data set, by split.
+"""Splits of files with many images each: parquet and arrow files.
 
 A file belongs to the split that its name, or else the nearest folder below the data set's path, names; see
 `fedssl.datasets.splits`. If no name is that of a split, all files are training images.
@@ -9,22 +9,21 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from fedssl.config.literal import user_path
-from fedssl.datasets.listing import is_file, is_folder, is_hidden, list_files, log_once
+from fedssl.datasets.listing import log_once
+from fedssl.datasets.sources import Source
 from fedssl.datasets.splits import HELD_OUT, split_of, split_of_word
 from fedssl.errors import InputError, shortened
 from fedssl.safe_io import sanitize
 
-SUFFIXES = (".arrow", ".parquet")
 _SHARD = re.compile(r"(.+)-\d+-of-\d+")  # file names of the Hub
 
 
-def local_files(path: str, split: str) -> list[Path]:
-    """Return the sorted files of ``split`` under ``path``; empty for "test" if there are no test and validation files.
+def files_of_split(source: Source, split: str) -> list[Path]:
+    """Return the sorted files of ``split``; empty for "test" if there are no test and validation files.
 
     ``split`` is a word for a split or another word of the files' names. Raise an `InputError` if it does not exist.
     """
-    names = listed_files(path)
+    names = source.files
     kinds = {file: _split_in(name) for file, name in names.items()}
     # A folder may hold further splits that begin with the same word (train_0).
     files = [file for file, name in names.items() if _shard_of(name) == split.lower()]
@@ -37,20 +36,22 @@ def local_files(path: str, split: str) -> list[Path]:
         if split_of_word(split) in HELD_OUT:
             remedy = "hold out a share with dataset.test_fraction=0.2, or set dataset.splits.test=null for no test"
         raise InputError(
-            sanitize(f"dataset.path={path} has no split {split!r}, only {_sorted_names(names.values())}; {remedy}")
+            sanitize(
+                f"dataset.path={source.path} has no split {split!r}, only {_sorted_names(names.values())}; {remedy}"
+            )
         )
     unnamed = {file: name for file, name in names.items() if kinds[file] is None and file not in files}
     if unnamed and split_of_word(split) == "train":
         log_once(
             logging.INFO,
-            sanitize(f"{path}: not used, because the names are of no split: {_sorted_names(unnamed.values())}"),
+            sanitize(f"{source.path}: not used, because the names are of no split: {_sorted_names(unnamed.values())}"),
         )
     return sorted(files)
 
 
-def has_held_out(path: str) -> bool:
-    """Return whether a file under ``path`` is of a split that is not for training."""
-    return any(_split_in(name) in HELD_OUT for name in listed_files(path).values())
+def has_held_out(source: Source) -> bool:
+    """Return whether a file is of a split that is not for training."""
+    return any(_split_in(name) in HELD_OUT for name in source.listing.paths)
 
 
 def _files_of(split: str, names: Mapping[Path, str], kinds: Mapping[Path, str | None]) -> list[Path]:
@@ -67,39 +68,6 @@ def _files_of(split: str, names: Mapping[Path, str], kinds: Mapping[Path, str | 
                 log_once(logging.INFO, sanitize(f"{_sorted_names(names[file] for file in files)} serves as the test"))
             return files
     return []
-
-
-def listed_files(path: str) -> dict[Path, str]:
-    """Return the files under ``path``, with their names below it."""
-    root = user_path(path)
-    if is_folder(root):
-        listing = list_files(root, SUFFIXES)
-        names, ignored = {root / name: name for name in listing.paths}, listing.ignored_kinds()
-        if ignored:
-            log_once(logging.INFO, sanitize(f"{path}: ignored {ignored}"))
-    elif is_file(root):
-        names, ignored = {root: root.name}, ""
-    else:
-        names, ignored = _matching(root), ""
-    if not names:
-        found = f" (ignored {ignored})" if ignored else ""
-        raise InputError(
-            f"dataset.path={path} holds no .parquet or .arrow file{found}; give a file or a folder of them"
-        )
-    return names
-
-
-def _matching(pattern: Path) -> dict[Path, str]:
-    """Return files that match a pattern, hidden ones only if it is hidden, with their names below its fixed part."""
-    parts = pattern.parts
-    start = next((place for place, part in enumerate(parts) if set(part) & set("*?[")), len(parts) - 1)
-    base, relative = Path(*parts[:start]), "/".join(parts[start:])
-    try:
-        found = {file: str(file.relative_to(base)) for file in base.glob(relative) if file.is_file()}
-    except ValueError:  # no pattern, e.g. *** in some versions of Python
-        return {}
-    hidden = sum(map(is_hidden, parts[start:]))
-    return {file: name for file, name in found.items() if sum(map(is_hidden, name.split("/"))) <= hidden}
 
 
 def _shard_of(name: str) -> str | None:

@@ -23,7 +23,7 @@ def write(path: Path, image: Image.Image) -> None:
 
 
 def own(path: Path, **changes: object) -> DataSettings:
-    return settings_of("image_folder", path=str(path), size=4, **changes)
+    return settings_of("folder", path=str(path), size=4, **changes)
 
 
 def test_loose_images_of_any_kind_have_no_labels(tmp_path: Path) -> None:
@@ -113,11 +113,11 @@ def test_unreadable_files_are_counted_named_and_left_out(tmp_path: Path, caplog:
 
 def test_unusable_folders_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"dataset\.path=null .* give dataset\.path=FOLDER"):
-        load_federated(settings_of("image_folder"))
+        load_federated(settings_of("folder"))
     with pytest.raises(InputError, match="is not a folder"):
         load_federated(own(tmp_path / "nowhere"))
     (tmp_path / "empty" / "class").mkdir(parents=True)
-    with pytest.raises(InputError, match=r"holds no image; allowed are files ending in \.avif \.bmp"):
+    with pytest.raises(InputError, match=r"holds no image; allowed are files ending in \.arrow .* \.avif \.bmp"):
         load_federated(own(tmp_path / "empty"))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "1.png").write_bytes(b"x")

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from fedssl.datasets import listing
-from fedssl.datasets.local_tables import has_held_out, local_files
+from fedssl.datasets.sources import find
+from fedssl.datasets.split_files import files_of_split, has_held_out
 from fedssl.errors import InputError
 
 
@@ -24,7 +25,7 @@ def touch(root: Path, *names: str) -> Path:
 
 
 def found(root: Path, split: str) -> list[str]:
-    return [file.name for file in local_files(str(root), split)]
+    return [file.name for file in files_of_split(find(str(root)), split)]
 
 
 @pytest.mark.parametrize(
@@ -41,14 +42,14 @@ def found(root: Path, split: str) -> list[str]:
 def test_files_and_folders_named_after_splits(tmp_path: Path, train: str, test: str) -> None:
     root = touch(tmp_path, train, test, "README.md", "._train.parquet", ".ipynb_checkpoints/train.parquet")
     assert (found(root, "train"), found(root, "test")) == ([Path(train).name], [Path(test).name])
-    assert has_held_out(str(root))
+    assert has_held_out(find(str(root)))
     everything = str(root / "**" / "*.*") if "/" in train else str(root / "*.*")
-    assert [file.name for file in local_files(everything, "test")] == [Path(test).name]
+    assert [file.name for file in files_of_split(find(everything), "test")] == [Path(test).name]
 
 
 def test_a_split_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     mine = touch(tmp_path / "a", "mine.parquet")
-    assert (found(mine, "train"), found(mine, "test"), has_held_out(str(mine))) == (["mine.parquet"], [], False)
+    assert (found(mine, "train"), found(mine, "test"), has_held_out(find(str(mine)))) == (["mine.parquet"], [], False)
     named = touch(tmp_path / "b", "a_tr.parquet", "a_val.parquet")
     assert (found(named, "a_tr"), found(named, "val")) == (["a_tr.parquet"], ["a_val.parquet"])
     for root, split, message in (
@@ -56,7 +57,6 @@ def test_a_split_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         (mine, "tset", "no split 'tset'"),
         (named, "train", r"no split 'train', only a_tr\.parquet, a_val\.parquet; set dataset\.splits\.federated and "),
         (named, "tset", "no split 'tset'"),
-        (touch(tmp_path / "c", "1.png", "2.png"), "train", r"no \.parquet or \.arrow file \(ignored .*: 2 \.png\)"),
     ):
         with pytest.raises(InputError, match=message):
-            local_files(str(root), split)
+            files_of_split(find(str(root)), split)
