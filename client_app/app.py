@@ -24,6 +24,7 @@ app = ClientApp()
 
 
 @app.query("node_info")
+@app.query("statistics")
 @app.train("personalized")
 @app.train("encoder")
 @app.train()

@@ -161,16 +161,20 @@ class EdgeClient:
 
     def settings(self, text: str) -> ClientSettings:
         """Return the settings for a task; raises `RequestRefused` for a task beyond the limits."""
+        settings = self.accept(text)
+        _bind_run_to_task(settings.states, text, folders=self.folders)
+        self.limits.check_start(self.states)
+        return settings
+
+    def accept(self, text: str) -> ClientSettings:
+        """Return the settings for a task that is not started; raises `RequestRefused` for one beyond the limits."""
         num_images, problem = self._count_images()
         task = read_task(text, states=self.states, folders=self.folders)
         settings = self._with_local_settings(task, num_images=num_images)
         if problem:
             raise RequestRefused(f"the device {problem}")
         ample = check_settings(settings, self.limits, num_images=num_images)
-        settings = replace(settings, machine=replace(settings.machine, keep_freed_memory=ample))
-        _bind_run_to_task(settings.states, text, folders=self.folders)
-        self.limits.check_start(self.states)
-        return settings
+        return replace(settings, machine=replace(settings.machine, keep_freed_memory=ample))
 
     def check_rank(self, rank: int | None) -> None:
         """Refuse factors of a larger rank than ``max-rank``; raises `RequestRefused`. None: the plan has no factors."""

@@ -9,9 +9,11 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from flwr.app import Context, Message, RecordDict
 
 from client_app.edge_client import EdgeClient, safe_error_message
@@ -20,16 +22,19 @@ from client_app.memory_retry import run_with_retry
 from client_app.simulated import MARKER_KEY, SimulationMarker, is_simulated
 from client_app.state_store import FILE_STORE, StateStore
 from client_app.worker import ClientWorker, release_worker, worker_for
-from fedssl.config.load import parse_client_config
+from fedssl.config.load import parse_client_config, parse_client_images
 from fedssl.config.settings import ClientSettings
+from fedssl.datasets.base import forget_images, load_federated
 from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet.encoders import encoder_quality, store_encoder
 from fedssl.fleet.history import record
 from fedssl.flower_internals import error_reply
 from fedssl.machine.out_of_memory import OUT_OF_MEMORY, is_out_of_memory
+from fedssl.partition import client_indices
 from fedssl.runs.manifest import client_folder
 from fedssl.secure_aggregation.client import is_secure, secagg_reply
 from fedssl.secure_aggregation.protocol import SECAGG_CONFIG_KEY
+from fedssl.statistics.exchange import QUERY, answer
 from fedssl.wire.delivery import EncoderDelivery, quality_content
 from fedssl.wire.device import code_fingerprint
 from fedssl.wire.identity import NodeInfo, node_info_reply
@@ -77,13 +82,16 @@ def handle(message: Message, context: Context, *, on_step_start: StepHook = lamb
     """
     try:
         category, _, action = message.metadata.message_type.partition(".")
+        if action == QUERY:
+            summarize = partial(_statistics, message, context, on_step_start)
+            return _update_reply(message, context, summarize, event="statistics sent")
         if category == "query":
             return node_info_reply(message, _client(context).node_info)
         if action == "personalized":
             return _personalized_reply(message, context)
         if action == "encoder":
             return _encoder_reply(message, context)
-        return _train_reply(message, context, on_step_start)
+        return _update_reply(message, context, partial(_train, message, context, on_step_start), event="update sent")
     except Exception as error:  # the server needs a reply for any failure
         return failure_reply(message, context, error)
 
@@ -148,13 +156,15 @@ def _shared_quality(client: EdgeClient, delivery: EncoderDelivery, file: Path) -
     return content
 
 
-def _train_reply(message: Message, context: Context, on_step_start: StepHook) -> Message:
-    """Unpack the plan, train on this node's images and pack the update, or run a phase of secure aggregation."""
+def _update_reply(
+    message: Message, context: Context, work: Callable[[], tuple[TrainPlan, ClientUpdate]], *, event: str
+) -> Message:
+    """Do the work of a plan on this node's images and pack the update, or run a phase of secure aggregation."""
     client = _client(context)
     if is_secure(message):
         stage = str(message.content.config_records[SECAGG_CONFIG_KEY].get("stage"))
         limits = client.limits if isinstance(client, EdgeClient) else None
-        reply = secagg_reply(message, context, lambda: _train(message, context, on_step_start), limits)
+        reply = secagg_reply(message, context, work, limits)
         if isinstance(client, EdgeClient):
             _count_sent(client, reply.content, "secure aggregation", stage=stage)
         return reply
@@ -163,10 +173,10 @@ def _train_reply(message: Message, context: Context, on_step_start: StepHook) ->
             "this device takes part in secure aggregation only (secure-aggregation-only); set "
             "secure_aggregation=secagg_plus"
         )
-    plan, update = _train(message, context, on_step_start)
+    plan, update = work()
     content = update.to_content(plan, plan_codec(message.content))
     if isinstance(client, EdgeClient):
-        _count_sent(client, content, "update sent", round=plan.round)
+        _count_sent(client, content, event, round=plan.round)
     return Message(content, reply_to=message)
 
 
@@ -179,7 +189,28 @@ def _count_sent(client: EdgeClient, content: RecordDict, event: str, **details: 
     record(client.states, event, **details, bytes=num_bytes)
 
 
-def _train(message: Message, context: Context, on_step_start: StepHook) -> tuple[TrainPlan, ClientUpdate]:
+def _statistics(message: Message, context: Context, on_step_start: StepHook) -> tuple[TrainPlan, ClientUpdate]:
+    """Return the sums of this node's images as an update."""
+    client, plan = _client(context), _read_plan(message, context)
+    if isinstance(client, EdgeClient):
+        settings, check_deadline = client.accept(plan.settings), client.limits.make_deadline_check()
+        client.limits.check_now(client.states)
+        forget_images()  # files may have changed since another run
+        images = load_federated(settings.data).images
+
+        def before_step() -> None:
+            on_step_start()
+            check_deadline()
+
+        return answer(plan, images, torch.arange(len(images)), on_step_start=before_step)
+    data, partition = parse_client_images(plan.settings)
+    image_data = load_federated(data)
+    rows = torch.from_numpy(client_indices(partition, image_data)[client.number])
+    return answer(plan, image_data.images, rows, on_step_start=on_step_start)
+
+
+def _read_plan(message: Message, context: Context) -> TrainPlan:
+    """Return the plan of a message within the limits of this node, from a server with the same code."""
     client = _client(context)
     if isinstance(client, EdgeClient):
         check_message(message.content, client.limits)
@@ -188,6 +219,11 @@ def _train(message: Message, context: Context, on_step_start: StepHook) -> tuple
         raise RequestRefused(
             f"the client runs other code ({code_fingerprint()}) than the server ({plan.code_fingerprint})"
         )
+    return plan
+
+
+def _train(message: Message, context: Context, on_step_start: StepHook) -> tuple[TrainPlan, ClientUpdate]:
+    client, plan = _client(context), _read_plan(message, context)
     if isinstance(client, EdgeClient):
         return plan, _train_on_device(plan, client, on_step_start)
     settings = parse_client_config(plan.settings)

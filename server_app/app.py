@@ -32,6 +32,7 @@ from server_app.fleet_file import FleetFile, read_device_ids
 from server_app.messaging import no_activity
 from server_app.nodes import ClientManager, federation_size
 from server_app.run_folder import RunFolder, check_new
+from server_app.statistics import with_statistics
 from server_app.training_loop import TrainingLoop
 from strategies.types import ServerState
 
@@ -106,7 +107,7 @@ def build_new(grid: Grid, settings: Settings) -> RunComponents:
     check_new(recording)
     recording.tracker.instantiate()  # reports a missing package
     device_ids = {} if recording.folder is None else read_device_ids(recording.folder)
-    return build_run(grid, settings, known_client_ids=device_ids)
+    return with_statistics(build_run(grid, settings, known_client_ids=device_ids), lambda: grid)
 
 
 def execute(

@@ -190,10 +190,15 @@ def make_screen(*, terminal: bool) -> PlainConsole:
 
 @contextmanager
 def log_to_console() -> Iterator[list[logging.LogRecord]]:
-    """Log to the console, and yield the records for the log file of a run whose folder does not exist yet."""
-    records = BufferingHandler(_MAX_RECORDS)
-    with _handlers({PlainConsole().handler(): "%(message)s", records: "%(message)s"}):
-        yield records.buffer
+    """Log to the console, and yield the records for the log file of a run whose folder does not exist yet.
+
+    The list is filled at the end.
+    """
+    records: list[logging.LogRecord] = []
+    buffer = BufferingHandler(_MAX_RECORDS)
+    with _handlers({PlainConsole().handler(): "%(message)s", buffer: "%(message)s"}):
+        yield records
+        records += buffer.buffer  # which is cleared when the handler is closed
 
 
 @contextmanager

@@ -98,7 +98,8 @@ def _build(settings: Settings) -> BuiltRun:
     from server_app.build import build_components
     from server_app.console import log_to_console
     from server_app.run_folder import check_new
-    from simulation.grid import simulated_clients
+    from server_app.statistics import with_statistics
+    from simulation.grid import LocalGrid, load_client_app, simulated_clients
 
     check_new(settings.recording)
     settings.recording.tracker.instantiate()  # reports a missing package
@@ -107,7 +108,10 @@ def _build(settings: Settings) -> BuiltRun:
         engine = choose_on_gpus(settings) or engine
     server = server_on_gpus(settings) if engine.engine == "ray" else settings
     with log_to_console() as records:
-        components = build_components(server, simulated_clients(settings.num_clients))
+        components = with_statistics(
+            build_components(server, simulated_clients(settings.num_clients)),
+            lambda: LocalGrid(load_client_app(), num_clients=settings.num_clients),
+        )
     if settings.engine.address is None:  # clients train on this machine
         on_cpus = engine.engine == "ray" and settings.engine.client_gpus == 0
         check_cuda_features(settings.training, select_device("cpu" if on_cpus else machine.device))

@@ -83,8 +83,9 @@ class Augmentation:
             raise InputError(
                 f"gpu_augmentation=triton lacks {', '.join(_used(recipes, FURTHER))}; set gpu_augmentation=torch"
             )
-        if len(mean) not in (1, 3):
-            _check_color(recipes, channels=len(mean))
+        masked = any(recipe.mask for recipe in recipes)
+        choices = "" if masked else "augmentation=satellite or microscopy, or "
+        check_color(_used(recipes, RGB), channels=len(mean), choices=choices)
         self.channels = len(mean)
         self.uses_further = any(recipe.view.uses_further for recipe in recipes)
         self.by_kernel = gpu_augmentation == "triton"
@@ -267,21 +268,22 @@ class Augmentation:
             )
 
 
-def _check_color(recipes: Sequence[ViewRecipe], *, channels: int) -> None:
-    """Reject operations on colors for images with this number of channels."""
-    used = _used(recipes, RGB)
-    if used:
-        others = "" if any(recipe.mask for recipe in recipes) else "augmentation=satellite or microscopy, or "
+def check_color(used: Sequence[str], *, channels: int, choices: str = "") -> None:
+    """Reject settings for RGB that are on for images with another number of channels; 1 channel skips them.
+
+    ``choices`` are further remedies in the message.
+    """
+    if used and channels not in (1, 3):
         raise InputError(
-            f"the images have {channels} channels but {', '.join(used)} need 3 (RGB); set {others}"
+            f"the images have {channels} channels but {', '.join(used)} need 3 (RGB); set {choices}"
             f"{' '.join(f'{key}=0' for key in used)}"
         )
 
 
 def _used(recipes: Sequence[ViewRecipe], names: Sequence[str]) -> list[str]:
     """Return the keys of these settings that are on."""
-    recipe_keys = enumerate(recipes)
-    return [f"augmentation.views.{k}.{name}" for k, recipe in recipe_keys for name in names if vars(recipe.view)[name]]
+    views = [(f"augmentation.views.{index}", vars(each.view)) for index, each in enumerate(recipes) if each.count]
+    return [f"{key}.{name}" for key, view in views for name in names if view[name]]
 
 
 def _per_image(orders: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int]) -> Tensor:

@@ -23,6 +23,7 @@ from fedssl.config.hydra_internals import ChoiceSweep, Override, apply_overrides
 from fedssl.config.literal import user_path
 from fedssl.config.overrides import CONF, check_choices, choices_with, config_groups, parse, suggest_setting
 from fedssl.config.settings import statistic_of_channels
+from fedssl.config.statistics_settings import request_statistics
 from fedssl.config.targets import SEARCHPATH_KEY, add_import_path, check_targets, normalize, search_folders
 from fedssl.config.validation import check_types, validate_config
 from fedssl.errors import InputError
@@ -35,7 +36,7 @@ RESUMABLE_KEYS = {
     *("evaluate_every", "early_stopping", "final_evaluation", "collapse_images", "measure_resources"),
     *("evaluate_personalized", "adaptation_epochs", "aggregation.round_deadline", "aggregation.max_retries"),
     *("checkpoint_every", "keep_checkpoints", "pause_after", "snapshot_every"),
-    *("dataset.cache", "dataset.storage", "calibration.dataset.cache", "calibration.dataset.storage"),
+    *("statistics", "dataset.cache", "dataset.storage", "calibration.dataset.cache", "calibration.dataset.storage"),
 }
 
 
@@ -136,6 +137,7 @@ def compose_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]
     """Return the resolved config, and the choice of every group."""
     config, choices = compose_unresolved(overrides)
     explicit = {override.key_or_group for override in parse(overrides)}
+    request_statistics(config, explicit=explicit)
     for key, values in _statistics(OmegaConf.to_container(config)):
         if key not in explicit or len(OmegaConf.select(config, key)) == 1:
             OmegaConf.update(config, key, values)

@@ -96,6 +96,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         **_all(_PATH, "teacher", "output_dir", "resume"),
         "run_id": _NAME_OR_NULL,
     },
+    "statistics": {"max_clients": _optional(_integer(1)), "measured": _MAPPING_OR_NULL},
     "client_state": {"max_bytes": _optional(_integer(1))},
     "sweep": {
         **_all(_optional(_integer(1)), "jobs", "min_rounds"),

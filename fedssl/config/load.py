@@ -51,6 +51,7 @@ from fedssl.config.settings import (
     Settings,
     TrainingSettings,
 )
+from fedssl.config.statistics_settings import StatisticsSettings, without_requests
 from fedssl.config.targets import normalize
 from fedssl.datasets.splits import same_split
 from fedssl.errors import InputError, shortened
@@ -95,7 +96,8 @@ def load_settings(overrides: Sequence[str]) -> Settings:
             f"resume={folder} is not a run folder: {missing} is missing; set resume to a run folder, or start the run "
             "again"
         )
-    explicit = by_key(overrides)
+    measured = saved["statistics"]["measured"]
+    explicit = by_key(without_requests(overrides) if measured else overrides)
     # The run folder has the initial weights, so that the source is read only for a new run.
     saved_overrides, sources = partition_by_key(saved_overrides, "encoder.weights")
     # A new choice of a group, such as engine=local, replaces the saved one and its settings.
@@ -112,6 +114,7 @@ def load_settings(overrides: Sequence[str]) -> Settings:
         recheck_saved(saved_overrides, folder / "overrides.yaml")
         raise
     config.run_id = saved["run_id"]
+    config.statistics.measured = measured or None
     restore_initial_weights(config, saved, explicit=explicit.keys())
     if config.teacher is not None and "teacher_encoder" in config.method and not Path(config.teacher).exists():
         config.method.teacher_encoder = saved_teacher(saved, folder / "config.yaml")
@@ -175,6 +178,13 @@ def with_run_folder(settings: Settings, folder: Path, *, paths: Mapping[str, str
     overrides = [override for override in settings.recording.overrides if override.partition("=")[0] not in recorded]
     overrides += [f"{key}={quote_value(value)}" for key, value in recorded.items()]
     return with_values(settings, {"output_dir": str(folder)}, overrides=overrides)
+
+
+def parse_client_images(text: str) -> tuple[DataSettings, PartitionSettings]:
+    """Return the data set and the partition of a simulated client, as `parse_client_config`, also without a folder."""
+    config = OmegaConf.create(plain_values(load_plain_yaml(text), "settings", special=None))
+    assert isinstance(config, DictConfig)
+    return read_data(config.dataset), _partition(config)
 
 
 @functools.lru_cache(maxsize=4)
@@ -268,6 +278,7 @@ def make_settings(
             reported_metrics=tuple(config.strategy.get("reported_metrics", ())),
         ),
         calibration=_calibration(config),
+        statistics=_group(StatisticsSettings, config, "statistics"),
         teacher=None if config.teacher is None else Path(config.teacher),
         aggregation=_group(AggregationSettings, config, "aggregation"),
         secure_aggregation=None

@@ -115,6 +115,9 @@ def read_settings(file: Path) -> dict[str, Any] | None:
         _check_kinds(saved, {**numbers, "run_id": str, "method": dict, "encoder": dict})
         if not isinstance(saved["encoder"].get("weights"), str | None):
             raise ValueError("encoder.weights has the wrong type")
+        saved.setdefault("statistics", {"measured": None})  # of an earlier version
+        _check_kinds(saved, {"statistics": dict})
+        _check_kinds(saved["statistics"], {"measured": dict | None}, prefix="statistics.")
         check_run_id(saved["run_id"])
     except (InputError, ValueError, RecursionError) as error:
         raise corrupt_file_error(file, str(error)) from error

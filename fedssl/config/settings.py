@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from fedssl.config.aggregation_settings import AggregationSettings, PrivacySettings, SecureAggregationSettings
+from fedssl.config.statistics_settings import StatisticsSettings
 from fedssl.errors import InputError, error_of_path
 from fedssl.plain_values import RUN_KEYS
 
@@ -309,6 +310,7 @@ class Settings:
     training: TrainingSettings
     algorithm: AlgorithmSettings
     calibration: CalibrationSettings | None
+    statistics: StatisticsSettings
     teacher: Path | None  # encoder file that the server sends to clients as a teacher; None for none
     aggregation: AggregationSettings
     privacy: PrivacySettings | None

@@ -53,7 +53,10 @@ def load_split(data: DataSettings, split: Split) -> ImageData | None:
     """Return the images of one split; the same object for every caller in this process; None if there are none."""
     check_data_settings(data)
     source = source_split(data, split)
-    return None if source is None else _read_split(data, source, data.test_limit if split == "test" else data.limit)
+    if source is None:
+        return None
+    images = replace(data, mean=(), std=())  # which change no stored pixel
+    return _read_split(images, source, data.test_limit if split == "test" else data.limit)
 
 
 def source_split(data: DataSettings, split: Split) -> str | None:

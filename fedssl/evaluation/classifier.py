@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from fedssl.augmentation import Augmentation
-from fedssl.augmentation.recipe import read_view
+from fedssl.augmentation.augmentation import check_color
+from fedssl.augmentation.recipe import RGB, read_view
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.evaluation.features import accuracy
@@ -180,6 +181,8 @@ class AugmentedViews:
         seed_path: SeedPath,
     ) -> None:
         size, mean, std = evaluation_input.train.images.shape[-1], evaluation_input.mean, evaluation_input.std
+        used = [f"evaluation.view.{key}" for key in RGB if view.get(key)]
+        check_color(used, channels=len(mean))
         self._augment = Augmentation(size=size, mean=mean, std=std, views=[dict(view), {}])
         self._transform, self._device = transform, evaluation_input.device
         self.generator = torch_generator(*seed_path)

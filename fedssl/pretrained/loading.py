@@ -109,7 +109,6 @@ def _fit(
     encoder: Encoder, template: Mapping[str, Tensor], checkpoint: Checkpoint, match: Match, *, source: str
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the tensors with the encoder's names, shapes and dtypes, and a description of those that were adapted."""
-    first_kernel = next((name for name, value in template.items() if value.ndim == 4), "")
     tensors: dict[str, Tensor] = {}
     adapted, misshapen, infinite = [], [], []
     values = {name: checkpoint.tensors[stored].detach() for name, stored in match.sources.items()}
@@ -117,7 +116,7 @@ def _fit(
         adapted.append("the class token by its position")
     for name, value in values.items():
         expected = template[name]
-        fitting = adapt_tensor(name, value, encoder, expected, first_kernel=first_kernel)
+        fitting = adapt_tensor(name, value, encoder, expected)
         if fitting is None or fitting.shape != expected.shape:
             misshapen.append(f"{name} {tuple(value.shape)} instead of {tuple(expected.shape)}")
             continue
@@ -166,10 +165,11 @@ def _listed(names: Sequence[str], *, maximum: int = _MAX_LISTED) -> str:
 
 
 def adapt_channels(weight: Tensor, channels: int) -> Tensor:
-    """Convert a kernel ``(out, in, height, width)`` to another number of input channels.
+    """Convert a kernel ``(out, in, height, width)`` to another number of input channels, as timm's `adapt_input_conv`.
 
     One channel has the sum over all, so that a gray image has the same output as three equal channels. Otherwise the
-    channels are repeated and multiplied by in / channels, which keeps the output for equal channels, too.
+    channels are repeated and multiplied by in / channels, which keeps the output for equal channels if channels is a
+    multiple of in.
     """
     before = weight.shape[1]
     if channels == 1:
@@ -214,14 +214,15 @@ def fold_class_position(values: dict[str, Tensor], encoder: Encoder) -> bool:
     return True
 
 
-def adapt_tensor(name: str, value: Tensor, encoder: Encoder, template: Tensor, *, first_kernel: str) -> Tensor | None:
+def adapt_tensor(name: str, value: Tensor, encoder: Encoder, template: Tensor) -> Tensor | None:
     """Return the tensor of a checkpoint with the shape of the encoder's ``template``, or None if it does not fit.
 
-    ``first_kernel`` is the name of the encoder's first convolution.
+    Kernels on images are adapted to their channels. A network may have several, and they may not be its first ones.
     """
     if value.shape == template.shape:
         return value
-    if name == first_kernel and value.ndim == 4 and _without(value, 1) == _without(template, 1):
+    is_kernel = value.ndim == template.ndim == 4 and template.shape[1] == encoder.channels
+    if is_kernel and _without(value, 1) == _without(template, 1):
         return adapt_channels(value, template.shape[1])
     if name in POSITIONS and value.ndim == 3 and value.shape[2] == template.shape[2]:
         side = _patches_per_side(encoder)

@@ -84,6 +84,7 @@ def secure_mean_delta(
     length: int,
     round: int,
     max_weight: int = UNIFORM_WEIGHT,
+    message_type: str = "train",
 ) -> SecureMean:
     """Run the four phases with the nodes of ``contents``, whose deltas have a length; raises `TooFewParticipants`.
 
@@ -96,7 +97,10 @@ def secure_mean_delta(
         graph = graph_for(settings, len(contents))
     except InputError as reason:
         raise TooFewParticipants(str(reason)) from reason
-    return _Round(send, graph, settings, length=length, round=round, max_weight=max_weight).run(contents)
+    protocol = _Round(
+        send, graph, settings, length=length, round=round, max_weight=max_weight, message_type=message_type
+    )
+    return protocol.run(contents)
 
 
 class _Round:
@@ -111,7 +115,9 @@ class _Round:
         length: int,
         round: int,
         max_weight: int,
+        message_type: str,
     ) -> None:
+        self._message_type = message_type
         self._send, self._graph, self._settings, self._round = send, graph, settings, round
         self._max_weight = max_weight
         self._result = SecureMean(graph)
@@ -178,7 +184,7 @@ class _Round:
         for content in contents.values():
             content.config_records[SECAGG_CONFIG_KEY]["stage"] = phase
         messages = [
-            Message(content=content, dst_node_id=node, message_type="train", group_id=str(self._round))
+            Message(content=content, dst_node_id=node, message_type=self._message_type, group_id=str(self._round))
             for node, content in contents.items()
         ]
         for node, content in contents.items():

