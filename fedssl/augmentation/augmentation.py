@@ -34,6 +34,7 @@ from fedssl.augmentation.view_transforms import (
     blur_matrices,
     crop_matrices,
 )
+from fedssl.datasets.raster import maximum
 from fedssl.errors import InputError
 from fedssl.machine.devices import is_gpu, to_device
 from fedssl.machine.process import one_thread
@@ -183,8 +184,9 @@ class Augmentation:
     ) -> Views:
         """Compute the views of each image, float32 ``(batch, channels, size, size)``, on the device of the images.
 
-        ``images`` are uint8, ``(batch, channels, height, width)``, on any device. ``params`` are those of
-        `sample_params` for this batch size, image shape and device. ``layout`` is the memory format of the views.
+        ``images`` are ``(batch, channels, height, width)`` of a dtype of `fedssl.datasets.raster.MAXIMA`, on any
+        device. ``params`` are those of `sample_params` for this batch size, image shape and device. ``layout`` is the
+        memory format of the views.
         """
         computed: list[Tensor] = [images] * len(self.recipes)
         for size in dict.fromkeys(self.sizes):
@@ -212,7 +214,8 @@ class Augmentation:
             contiguous = images.contiguous()
             kernel.apply_views(contiguous, numbers, views=recipes, mean=self._mean, std=self._std, out=result)
         elif params.matrices:
-            planes = images.permute(0, 2, 1, 3).to(torch.float32, memory_format=torch.contiguous_format).div_(255)
+            floats = images.permute(0, 2, 1, 3).to(torch.float32, memory_format=torch.contiguous_format)
+            planes = floats.div_(maximum(images.dtype))
             made = apply_all(planes.permute(2, 0, 1, 3), views=recipes, params=params.subset(indices))
             self._normalize(made, out=result)
         else:
@@ -228,7 +231,7 @@ class Augmentation:
 
         def compute(start: int) -> None:
             part = slice(start, start + chunk)
-            planes = images[part].transpose(0, 1).contiguous().float().div_(255)
+            planes = images[part].transpose(0, 1).contiguous().float().div_(maximum(images.dtype))
             for index, out in zip(indices, views, strict=True):
                 view, drawn, order = self.recipes[index].view, params.of(index, part), params.jitter_orders[index]
                 self._normalize(apply_view(planes, view=view, params=drawn, order=order, size=size), out=out[part])

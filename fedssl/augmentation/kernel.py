@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fedssl.augmentation.recipe import ViewOptions
+from fedssl.datasets.raster import maximum
 
 LARGEST = 64  # height and width of an image and of a view, in pixels
 ROWS = 16  # numbers per image and view: 12 `Parameters`, and the order of the 4 jitter operations
@@ -24,9 +25,9 @@ def apply_views(
 ) -> None:
     """Compute views of one size of each image.
 
-    ``images`` are uint8, ``(batch, channels, height, width)``, with 1 or 3 channels, contiguous. ``numbers`` are
-    float32, ``(ROWS, views, batch)``, contiguous. ``out`` receives view 1 of each image, then view 2 and so on:
-    float32, ``(views * batch, channels, size, size)``, in any layout.
+    ``images`` are ``(batch, channels, height, width)``, with 1 or 3 channels, contiguous, of a dtype of `MAXIMA`.
+    ``numbers`` are float32, ``(ROWS, views, batch)``, contiguous. ``out`` receives view 1 of each image, then view 2
+    and so on: float32, ``(views * batch, channels, size, size)``, in any layout.
     """
     batch, channels, height, width = images.shape
     size = out.shape[-1]
@@ -53,6 +54,7 @@ def apply_views(
             BLUR=view.blur_prob > 0,
             RADIUS=min(math.ceil(3 * view.blur_sigma[1]), size - 1),
             SOLARIZE=view.solarize_prob > 0,
+            MAXIMUM=maximum(images.dtype),
             num_warps=side // 4,
         )
 
@@ -136,7 +138,7 @@ def _view(  # noqa: C901  # a kernel is one function
     images, numbers, mean, std, out, stride, out_image, out_channel, out_row, out_column,
     CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, SIDE: tl.constexpr,
     PAD: tl.constexpr, JITTER: tl.constexpr, HUE: tl.constexpr, GRAY: tl.constexpr, BLUR: tl.constexpr,
-    RADIUS: tl.constexpr, SOLARIZE: tl.constexpr,
+    RADIUS: tl.constexpr, SOLARIZE: tl.constexpr, MAXIMUM: tl.constexpr,
 ):  # fmt: skip
     """One view of one image; row k of its numbers is at ``numbers + k * stride``."""
     image = tl.program_id(0).to(tl.int64)
@@ -150,13 +152,13 @@ def _view(  # noqa: C901  # a kernel is one function
     flip = tl.load(numbers + 4 * stride)
     columns = _resize(tl.load(numbers + stride), tl.load(numbers + 3 * stride), flip, SIZE, WIDTH, PAD, SIDE)
     source = images + image * CHANNELS * HEIGHT * WIDTH + y * WIDTH + x
-    red = _both_sides(rows, tl.load(source, mask=there, other=0).to(tl.float32) / 255, columns)
+    red = _both_sides(rows, tl.load(source, mask=there, other=0).to(tl.float32) / MAXIMUM, columns)
     green, blue = red, red
     if CHANNELS == 3:
         source += HEIGHT * WIDTH
-        green = _both_sides(rows, tl.load(source, mask=there, other=0).to(tl.float32) / 255, columns)
+        green = _both_sides(rows, tl.load(source, mask=there, other=0).to(tl.float32) / MAXIMUM, columns)
         source += HEIGHT * WIDTH
-        blue = _both_sides(rows, tl.load(source, mask=there, other=0).to(tl.float32) / 255, columns)
+        blue = _both_sides(rows, tl.load(source, mask=there, other=0).to(tl.float32) / MAXIMUM, columns)
 
     if JITTER:
         for turn in range(4):

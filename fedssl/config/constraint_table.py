@@ -207,7 +207,9 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         **_all(_optional(_integer(1)), "limit", "test_limit", "num_classes"),
         "max_pixels": _integer(1, 178_956_970),  # Pillow's limit
         "background": _integer(0, 255),
-        "window": _optional(_list_of(Constraint(minimum=-1e9, maximum=1e9))),
+        "window": _optional(_list_of(Constraint(minimum=-(2**32), maximum=2**32))),
+        "percentiles": _optional(_list_of(Constraint(minimum=0, maximum=100))),
+        "dtype": _choice("auto", "uint8", "uint16", "float32"),
         "test_fraction": _BELOW_ONE,
         "folders": _choice("class", "owner", "owner/class", "none"),
         "split_folders": _choice("auto", True, False),

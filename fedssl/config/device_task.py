@@ -25,7 +25,8 @@ from fedssl.plain_values import flatten, plain_values
 GROUPS = ("augmentation", "encoder", "tuning", "method", "regularizer", "schedule", "optimizer", "strategy")
 ALLOWED_KEYS = ("run_id", "seed", "rounds", "local_epochs", "batch_size", "clip_norm", "precision", "channels_last")
 # What a model needs.
-DATA_KEYS = tuple(f"dataset.{key}" for key in ("channels", "size", "mean", "std", "background", "window"))
+_DATA_KEYS = ("channels", "size", "mean", "std", "background", "window", "percentiles")
+DATA_KEYS = tuple(f"dataset.{key}" for key in _DATA_KEYS)
 MAPPING_KEYS = ("method.teacher_encoder",)  # settings whose value is a mapping with any keys
 REQUIRED_KEYS = ("run_id", "seed", "rounds", "dataset.size")
 

@@ -7,18 +7,19 @@ The setting ``dataset.cache`` is the folder of all caches: ``auto`` is ``$XDG_CA
 
 import json
 import logging
-import math
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import PIL
 import torch
 
 from fedssl.config.literal import user_path
 from fedssl.datasets.base import ImageData
-from fedssl.datasets.decoding import VERSION, Shape
+from fedssl.datasets.decoding import VERSION
 from fedssl.datasets.image_index import ImageIndex
 from fedssl.datasets.images import ImageSource
 from fedssl.datasets.sample_checks import range_warnings
@@ -60,18 +61,22 @@ def _read(index: ImageIndex, *, cache: str | None, storage: str) -> tuple[ImageS
     folder = None if cache is None else _folder(cache, index)
     stored: Storage = Pixels(index, folder)
     source = None if storage == "encoded" else stored.read()
-    if source is None and (storage == "encoded" or (storage == "auto" and not has_room(index.shape, folder))):
+    if source is not None:
+        return source, stored
+    index = replace(index, decoding=index.decoding.with_found_dtype(index.sample(np.arange(index.count))))
+    if storage == "encoded" or (storage == "auto" and not has_room(index.num_pixel_bytes, folder)):
         stored = Records(index, None if folder is None else folder.with_name(f"{folder.name}-encoded"))
         source = stored.read()
+    else:
+        stored = Pixels(index, folder)
     return stored.make(required=cache != "auto") if source is None else source, stored
 
 
-def has_room(shape: Shape, folder: Path | None) -> bool:
-    """Return whether decoded images need at most half of the available memory, and of the free disk if in a file.
+def has_room(needed: int, folder: Path | None) -> bool:
+    """Return whether ``needed`` bytes are at most half of the available memory, and of the free disk if in a file.
 
     Images that stay encoded are decoded again in every epoch, which takes longer than to read them from memory.
     """
-    needed = math.prod(shape)
     room = {"available memory": available_memory()}
     if folder is not None:
         existing = next(parent for parent in folder.parents if parent.exists())

@@ -1,30 +1,46 @@
-"""Decoding of encoded images to uint8 pixels in the data set's channels and size."""
+"""Decoding of encoded images to pixels in the data set's channels and size.
+
+An encoded image is a file or its bytes, or one page of a file: a page of TIFF, a frame of DICOM, a slice of a volume.
+"""
 
 import logging
+import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from io import BytesIO
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby, islice
+from typing import NamedTuple
 
 import numpy as np
-from numpy.lib import format as npy
 from PIL import Image, UnidentifiedImageError
 
 from fedssl.config.constraints import check_arguments
 from fedssl.datasets.formats import FORMATS, register_formats
-from fedssl.datasets.pixels import BACKGROUND, check_window, to_array
+from fedssl.datasets.pages import Pages, open_pages
+from fedssl.datasets.pixels import to_array
+from fedssl.datasets.raster import MAXIMA, PixelSettings, Raster, convert, is_wider
+from fedssl.errors import InputError
 from fedssl.machine.memory import decode_slot
-from fedssl.safe_io import FilePath, open_regular_file, sanitize
+from fedssl.safe_io import FilePath, sanitize
 
-Encoded = bytes | FilePath  # the bytes of an image, or its file
+
+class Page(NamedTuple):
+    """One of several images in a file."""
+
+    file: FilePath
+    number: int  # from 0
+
+
+Encoded = bytes | FilePath | Page  # the bytes of an image, its file, or its page
 Shape = tuple[int, int, int, int]  # (images, channels, height, width)
 
 MAX_PIXELS = 50_000_000  # per image, default of dataset.max_pixels
-_MAX_BYTES_PER_PIXEL = 8  # in an uncompressed file
 _BYTES_PER_PIXEL = 16  # in memory: the decoded image, and a turned, a converted and an opaque copy
+_SAMPLE = 16  # images whose dtypes are compared
 THREADS = 8  # maximum number of decoding threads
-VERSION = 4  # of decoded pixels and cache files; increase it if the same images give other pixels
+VERSION = 5  # of decoded pixels and cache files; increase it if the same images give other pixels
 
 log = logging.getLogger("fedssl")
 
@@ -35,67 +51,64 @@ warnings.filterwarnings("ignore", "Palette images with Transparency")  # `to_arr
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoding:
-    """Settings on which the pixels of encoded images depend; see `fedssl.datasets.pixels.to_array`."""
+class Decoding(PixelSettings):
+    """Settings of encoded images; those with more than ``max_pixels`` are unreadable.
 
-    channels: int
-    size: int
-    background: int = BACKGROUND
-    window: Sequence[float] | None = None
+    With ``dtype="auto"``, ``found_dtype`` is that of a sample of the images: images that need a wider one are
+    unreadable. None for no sample: each image has its own dtype.
+    """
+
     max_pixels: int = MAX_PIXELS
+    found_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        check_arguments("dataset", **vars(self))
-        check_window(self.window)
+        super().__post_init__()
+        check_arguments("dataset", max_pixels=self.max_pixels)
+
+    @property
+    def pixel_dtype(self) -> str:
+        """Dtype of all pixels; an `AssertionError` if it is not known."""
+        dtype = self.found_dtype if self.dtype == "auto" else self.dtype
+        assert dtype is not None, "the images have no common dtype"
+        return dtype
+
+    def with_found_dtype(self, sample: Iterable[Encoded]) -> "Decoding":
+        """Return the settings with ``found_dtype`` of a sample of the images, unless the dtype is known."""
+        if self.dtype != "auto" or self.found_dtype is not None:
+            return self
+        found = {str(image.dtype) for image in self.each(islice(sample, _SAMPLE)) if isinstance(image, np.ndarray)}
+        return replace(self, found_dtype=max(found, key=list(MAXIMA).index, default="uint8"))
 
     def __call__(self, source: Encoded) -> np.ndarray:
-        """Decode the first frame of an image as `fedssl.datasets.pixels.to_array` returns it.
+        """Decode an image as `fedssl.datasets.pixels.to_array` returns it.
 
-        Exceptions can have any type: the file is not regular, damaged, of no format of `FORMATS`, or has more than
-        ``max_pixels``.
+        Exceptions can have any type: the file is not regular, damaged, of no known format, or too large.
         """
-        with open_image(source, max_pixels=self.max_pixels) as image:
-            needed = _BYTES_PER_PIXEL * image.width * image.height if "progressive" in image.info else 0
-            # A JPEG much larger than needed is decoded at 1/2, 1/4 or 1/8 of its size: a phone's image in a fifth of
-            # the time. Twice the target size is enough for the resampling filter. Other formats ignore it.
-            image.draft(None, (2 * self.size, 2 * self.size))
-            needed += _BYTES_PER_PIXEL * image.width * image.height
-            with decode_slot(needed, largest=2 * _BYTES_PER_PIXEL * self.max_pixels):
-                return to_array(
-                    image,
-                    channels=self.channels,
-                    size=self.size,
-                    background=self.background,
-                    window=self.window,
-                )
+        with open_source(source, self) as (pages, number):
+            return _decode(pages.page(number), self)
 
-
-def max_file_bytes(max_pixels: int) -> int:
-    """Return the maximum size of an image file."""
-    return _MAX_BYTES_PER_PIXEL * max_pixels + 2**20
+    def each(self, sources: Iterable[Encoded]) -> Iterator[np.ndarray | Exception]:
+        """Yield each decoded image, or the exception in its place. A file is opened once for successive pages."""
+        for file, group in groupby(sources, lambda source: source.file if isinstance(source, Page) else None):
+            if file is None:
+                yield from (_attempt(partial(self, source)) for source in group)
+                continue
+            pages = [source for source in group if isinstance(source, Page)]
+            try:
+                with open_source(pages[0], self) as (opened, _):
+                    while pages:
+                        number = pages.pop(0).number
+                        yield _attempt(lambda: _decode(opened.page(number), self))  # noqa: B023, called at once
+            except Exception as error:  # while the file was opened
+                yield from [error] * len(pages)
 
 
 @contextmanager
-def open_image(source: Encoded, *, max_pixels: int) -> Iterator[Image.Image]:
-    """Open an image of `FORMATS` with at most ``max_pixels``, without decoding it; exceptions as in `Decoding`."""
-    stream = (
-        BytesIO(source)
-        if isinstance(source, bytes)
-        else open_regular_file(source, max_bytes=max_file_bytes(max_pixels))
-    )
-    with stream, _open_array(source) or Image.open(stream, formats=FORMATS) as image:
-        if image.width * image.height > max_pixels:
-            raise ValueError(
-                f"it has {image.width:,} x {image.height:,} pixels, more than dataset.max_pixels={max_pixels}"
-            )
-        yield image
-
-
-def _open_array(source: Encoded) -> Image.Image | None:
-    """Return the image of an NPY file; None for other files."""
-    if not isinstance(source, bytes) or not source.startswith(npy.MAGIC_PREFIX):
-        return None
-    return Image.fromarray(npy.read_array(BytesIO(source), allow_pickle=False))
+def open_source(source: Encoded, decoding: Decoding) -> Iterator[tuple[Pages, int]]:
+    """Open a source, without decoding it; return its file and its number there. Exceptions as in `Decoding`."""
+    file, number = _as_page(source)
+    with open_pages(file, max_pixels=decoding.max_pixels, channels=decoding.channels) as pages:
+        yield pages, number
 
 
 def unreadable_reason(error: Exception) -> str:
@@ -105,3 +118,35 @@ def unreadable_reason(error: Exception) -> str:
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
     kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
     return sanitize(f"{kind}{text}")[:200]
+
+
+def _as_page(source: Encoded) -> tuple[bytes | FilePath, int]:
+    return (source.file, source.number) if isinstance(source, Page) else (source, 0)
+
+
+def _attempt(decode: Callable[[], np.ndarray]) -> np.ndarray | Exception:
+    try:
+        return decode()
+    except Exception as error:  # a damaged file can raise any exception in the decoder of its format
+        return error
+
+
+def _decode(image: Image.Image | Raster, decoding: Decoding) -> np.ndarray:
+    if isinstance(image, Raster):
+        needed = _BYTES_PER_PIXEL * math.prod(image.shape)
+    else:
+        needed = _BYTES_PER_PIXEL * image.width * image.height if "progressive" in image.info else 0
+        # A JPEG much larger than needed is decoded at 1/2, 1/4 or 1/8 of its size: a phone's image in a fifth of the
+        # time. Twice the target size is enough for the resampling filter. Other formats ignore it.
+        image.draft(None, (2 * decoding.size, 2 * decoding.size))
+        needed += _BYTES_PER_PIXEL * image.width * image.height
+    with decode_slot(needed, largest=2 * _BYTES_PER_PIXEL * decoding.max_pixels):
+        pixels = to_array(image, decoding)
+    if decoding.found_dtype is None:
+        return pixels
+    if is_wider(str(pixels.dtype), than=decoding.found_dtype):
+        raise InputError(
+            f"it needs dtype {pixels.dtype}, and a sample of the images {decoding.found_dtype}; set "
+            f"dataset.dtype={pixels.dtype}, or dataset.dtype=uint8 for 8 bits"
+        )
+    return convert(pixels, decoding.found_dtype)

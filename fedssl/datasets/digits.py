@@ -14,6 +14,7 @@ from PIL import Image
 from fedssl.datasets.base import ImageData, stratified_holdout, subsample_indices
 from fedssl.datasets.images import TensorImages
 from fedssl.datasets.pixels import to_array
+from fedssl.datasets.raster import PixelSettings
 from fedssl.errors import InputError
 
 TEST_FRACTION = 0.2  # of every class
@@ -28,7 +29,8 @@ def read(split: str, *, channels: int, size: int, limit: int | None) -> ImageDat
     rows = test if split == "test" else train
     rows = rows[subsample_indices(len(rows), limit)]
     pixels = np.rint(values[rows] * (255 / 16)).astype(np.uint8)
-    images = np.stack([to_array(Image.fromarray(image), channels=channels, size=size) for image in pixels])
+    settings = PixelSettings(channels=channels, size=size)
+    images = np.stack([to_array(Image.fromarray(image), settings) for image in pixels])
     return ImageData(TensorImages(torch.from_numpy(images)), torch.from_numpy(labels[rows]), tuple("0123456789"))
 
 

@@ -27,7 +27,7 @@ from fedssl.datasets.decoding import MAX_PIXELS, Decoding
 from fedssl.datasets.folder_layout import list_split
 from fedssl.datasets.image_index import ImageIndex, Query, SequenceIndex
 from fedssl.datasets.npz import index_arrays
-from fedssl.datasets.pixels import BACKGROUND
+from fedssl.datasets.raster import BACKGROUND
 from fedssl.datasets.sources import ARRAYS, TABLES, Source, find
 from fedssl.datasets.splits import HELD_OUT, split_of_word
 from fedssl.datasets.table_index import index_hub, index_tables
@@ -53,7 +53,9 @@ def read(
     split_folders: bool | str = "auto",
     test_fraction: float = 0.0,
     background: int = BACKGROUND,
+    dtype: str = "auto",
     window: Sequence[float] | None = None,
+    percentiles: Sequence[float] | None = None,
     max_pixels: int = MAX_PIXELS,
     cache: str | None = None,
     storage: str = "decoded",
@@ -64,8 +66,8 @@ def read(
     ----------
     split : str
         Name of the split on the Hub, or in the names of folders, files, or arrays; or a word for it.
-    channels, size, background, window
-        As in `fedssl.datasets.pixels.to_array`.
+    channels, size, background, dtype, window, percentiles
+        See `fedssl.datasets.raster.PixelSettings`.
     limit : int or None
         Maximum number of images; the subset is always the same.
     path : str or None
@@ -103,7 +105,15 @@ def read(
     query = Query(
         split=split,
         name=f"{hub if path is None else Path(path).name}-{split}-{size}px",
-        decoding=Decoding(channels=channels, size=size, background=background, window=window, max_pixels=max_pixels),
+        decoding=Decoding(
+            channels=channels,
+            size=size,
+            background=background,
+            dtype=dtype,
+            window=window,
+            percentiles=percentiles,
+            max_pixels=max_pixels,
+        ),
         image=image,
         label=label,
         owner=owner,

@@ -1,12 +1,13 @@
-"""Image files: the endings of their names, and the formats of Pillow that may decode them.
+"""Image files: the endings of their names, the formats of Pillow that may decode them, and modules for other formats.
 
-None of these formats runs a program or fetches a file. HEIC needs the package pillow-heif, DICOM needs pydicom.
+None of these formats runs a program or fetches a file. Some need a package, which an extra installs.
 """
 
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 
+from fedssl.errors import InputError
 from fedssl.safe_io import FilePath, open_regular_file
 
 _FORMATS = {
@@ -20,14 +21,18 @@ _FORMATS = {
     "AVIF": (".avif",),
     "JPEG2000": (".j2k", ".jp2"),
 }
-_FURTHER = {"HEIF": (".heic", ".heif", ".hif"), "DICOM": (".dcm", ".dic", ".dicom", ".ima")}  # of other packages
-PACKAGES = {"HEIF": "pillow-heif", "DICOM": "pydicom"}  # which `fedssl[heif]` and `fedssl[dicom]` install
+# Formats of other packages than Pillow, which `fedssl[heif]`, `fedssl[dicom]`, ... install.
+_FURTHER = {"HEIF": (".heic", ".heif", ".hif"), "DICOM": (".dcm", ".dic", ".dicom", ".ima")}
+PACKAGES = {"HEIF": "pillow-heif", "DICOM": "pydicom", "TIFF": "tifffile"}
 INSTALLED = frozenset(name for name, package in PACKAGES.items() if find_spec(package.replace("-", "_")) is not None)
-_FORMATS |= {name: _FURTHER[name] for name in PACKAGES if name in INSTALLED}
+_FORMATS |= {name: suffixes for name, suffixes in _FURTHER.items() if name in INSTALLED}
 
-FORMATS = tuple(_FORMATS)  # accepted by their content, regardless of the file's name
-FORMAT_OF = {suffix: name for name, suffixes in _FORMATS.items() for suffix in suffixes}  # in lower case
+FORMATS = tuple(_FORMATS)  # of Pillow: accepted by their content, regardless of the file's name
+_ARRAYS = {"NPY": (".npy",)}  # formats of our modules by their names
+FORMAT_OF = {suffix: name for name, suffixes in (_FORMATS | _ARRAYS).items() for suffix in suffixes}  # in lower case
 SUFFIXES = tuple(sorted(FORMAT_OF))
+HEAD_BYTES = 512  # by which `module_of` recognizes a format
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 
 DICOM_SUFFIX, DICOM_DIRECTORY = ".dcm", "DICOMDIR"  # the latter lists the files of a disc and has no pixels
 DICOM_PREAMBLE, DICOM_MAGIC = 128, b"DICM"  # the magic number follows 128 bytes
@@ -44,13 +49,27 @@ def register_formats() -> None:
 def missing_packages(ignored: Mapping[str, int]) -> list[tuple[int, str]]:
     """Return the number of ignored files, by ending, that each format needs a package for, and what to install."""
     counts = {
-        name: sum(ignored.get(suffix, 0) for suffix in _FURTHER[name]) for name in PACKAGES if name not in INSTALLED
+        name: sum(ignored.get(suffix, 0) for suffix in _FURTHER[name]) for name in _FURTHER if name not in INSTALLED
     }
     return [
         (count, f"{name} images need {PACKAGES[name]} (pip install 'fedssl[{name.lower()}]')")
         for name, count in counts.items()
         if count
     ]
+
+
+def require_package(name: str) -> None:
+    """Raise an `InputError` if the package of a format is missing."""
+    if name not in INSTALLED:
+        raise InputError(f"{name} images of this kind need {PACKAGES[name]}; pip install 'fedssl[{name.lower()}]'")
+
+
+def module_of(head: bytes) -> str | None:
+    """Return the module of this package that opens a file with these first bytes; None for those of Pillow."""
+    if head.startswith(b"\x93NUMPY"):
+        return "npy"
+    is_dicom = head[DICOM_PREAMBLE:].startswith(DICOM_MAGIC)  # whose preamble may be that of TIFF
+    return "tiff" if head.startswith(_TIFF) and not is_dicom else None
 
 
 def is_dicom(file: FilePath) -> bool:

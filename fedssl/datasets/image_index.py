@@ -58,6 +58,11 @@ class ImageIndex(ABC):
     def shape(self) -> Shape:
         return self.count, self.decoding.channels, self.decoding.size, self.decoding.size
 
+    @property
+    def num_pixel_bytes(self) -> int:
+        """Size of the decoded images, whose dtype is known."""
+        return math.prod(self.shape) * np.dtype(self.decoding.pixel_dtype).itemsize
+
     @abstractmethod
     def batches(self, start: int) -> Iterator[Sequence[Encoded]]:
         """Yield the images from index ``start`` on, as tasks of a decoding thread."""

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fedssl.datasets.decoding import THREADS, Decoding, Encoded, unreadable_reason
+from fedssl.datasets.raster import torch_dtype
 from fedssl.errors import InputError
 from fedssl.machine.devices import free_memory, is_gpu
 from fedssl.machine.memory import gigabytes
@@ -38,12 +39,13 @@ log = logging.getLogger("fedssl")
 
 
 class ImageSource(ABC):
-    """Images, uint8 ``(n, channels, height, width)``, on one device.
+    """Images ``(n, channels, height, width)`` of a dtype of `fedssl.datasets.raster.MAXIMA`, on one device.
 
     ``images[rows]`` returns a tensor for indices, int64, or a slice. A copy of all images may not fit into memory.
     """
 
     shape: tuple[int, int, int, int]
+    dtype = torch.uint8
     device = torch.device("cpu")
 
     def __len__(self) -> int:
@@ -52,7 +54,7 @@ class ImageSource(ABC):
     @property
     def nbytes(self) -> int:
         """Size of all images as a tensor."""
-        return math.prod(self.shape)
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @abstractmethod
     def __getitem__(self, rows: Tensor | slice) -> Tensor: ...
@@ -86,7 +88,8 @@ class TensorImages(ImageSource):
 
     def __init__(self, tensor: Tensor) -> None:
         count, channels, height, width = tensor.shape
-        self.tensor, self.shape, self.device = tensor, (count, channels, height, width), tensor.device
+        self.tensor, self.shape = tensor, (count, channels, height, width)
+        self.dtype, self.device = tensor.dtype, tensor.device
 
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
         return self.tensor[rows] if isinstance(rows, slice) else self.tensor.index_select(0, rows.to(self.device))
@@ -118,14 +121,14 @@ class TensorImages(ImageSource):
 class MappedImages(TensorImages):
     """Decoded images in a mapped file, which all processes of a host share. Pages are reread if memory is scarce."""
 
-    def __init__(self, mapped: mmap.mmap, shape: tuple[int, int, int, int]) -> None:
+    def __init__(self, mapped: mmap.mmap, shape: tuple[int, int, int, int], dtype: torch.dtype = torch.uint8) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            super().__init__(torch.frombuffer(mapped, dtype=torch.uint8).view(shape))
+            super().__init__(torch.frombuffer(mapped, dtype=dtype).view(shape))
         self._mapped = mapped
 
     def prefetch(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-        image_bytes = math.prod(self.shape[1:])
+        image_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         waiting: deque[Tensor] = deque()
         for rows in batches:
             self._read_ahead(rows)
@@ -136,7 +139,7 @@ class MappedImages(TensorImages):
 
     def _read_ahead(self, rows: Tensor) -> None:
         """Let the kernel read the pages of some images, without waiting for them."""
-        image_bytes = math.prod(self.shape[1:])
+        image_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         if image_bytes < READ_AHEAD_BYTES:
             return
         for row in rows.tolist():
@@ -155,12 +158,13 @@ class EncodedImages(ImageSource):
     rows : ndarray
         Indices of the readable records, int64, ``(n,)``.
     decoding : Decoding
-        Makes their pixels.
+        Makes their pixels; its ``pixel_dtype`` is known.
     """
 
     def __init__(self, records: Sequence[Encoded], rows: np.ndarray, decoding: Decoding) -> None:
         self.shape = (len(rows), decoding.channels, decoding.size, decoding.size)
         self._records, self._rows, self._decoding = records, rows, decoding
+        self.dtype = torch_dtype(decoding.pixel_dtype)
 
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
         chosen = rows if isinstance(rows, slice) else rows.numpy()
@@ -185,7 +189,7 @@ class EncodedImages(ImageSource):
 
     def _start(self, rows: np.ndarray) -> tuple[np.ndarray, list[Future[None]]]:
         """Start the decoding of some records; return the array and the threads that fill it."""
-        images = np.empty((len(rows), *self.shape[1:]), dtype=np.uint8)
+        images = np.empty((len(rows), *self.shape[1:]), dtype=self._decoding.pixel_dtype)
         pieces = [slice(start, start + _TASK) for start in range(0, len(rows), _TASK)]
         return images, [_pool().submit(self._decode, rows[piece], images[piece]) for piece in pieces]
 

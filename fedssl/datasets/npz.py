@@ -20,6 +20,7 @@ from numpy.lib.npyio import NpzFile
 
 from fedssl.datasets.base import NO_LABEL
 from fedssl.datasets.image_index import Query, SequenceIndex
+from fedssl.datasets.npy import as_images
 from fedssl.datasets.sources import Source
 from fedssl.datasets.splits import HELD_OUT, matching, split_of, split_of_word
 from fedssl.digests import identity
@@ -28,7 +29,6 @@ from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.safe_io import open_regular_file, sanitize
 
 _SHARE = 2  # an array needs at most one part in two of the available memory
-_CHANNELS = (1, 3)
 _IMAGES, _LABELS = ("images", "image", "x"), ("label", "labels", "y")  # parts of the names of arrays
 
 
@@ -47,13 +47,7 @@ def index_arrays(source: Source, query: Query) -> "ArrayIndex | None":
         if name is None:
             return None
         shape, dtype = _header(archive, name)
-        _check_pixels(shape, dtype, f"{file}: {name}")
-        if query.decoding.window is None and dtype != np.uint8:
-            images = _load(archive, name, file=file)
-            raise InputError(
-                f"{file}: {name} has dtype {images.dtype} and values from {images.min():g} to {images.max():g}; set "
-                "dataset.window=[LOWEST,HIGHEST], which become black and white"
-            )
+        _check_pixels(shape, dtype, query.decoding.channels, f"{file}: {name}")
         labels, is_explicit = None, query.image is not None
         if query.label is not None:
             parts = (query.label, *(() if is_explicit else _LABELS))
@@ -69,7 +63,7 @@ def index_arrays(source: Source, query: Query) -> "ArrayIndex | None":
         files=[file],
         num_in_files=shape[0],
         key={"reader": "npz", "image": name},
-        images=_Images(file, name, np.arange(shape[0])),
+        images=_Images(file, name, np.arange(shape[0]), query.decoding.channels),
         labels=labels,
         warnings=(f"{file}: {name} has no labels; set dataset.label to a part of their name",) if unlabeled else (),
         shared=shared,
@@ -82,7 +76,7 @@ class ArrayIndex(SequenceIndex):
     images: "_Images"
 
     def at(self, rows: np.ndarray) -> "ArrayIndex":
-        images = _Images(self.images.file, self.images.name, self.images.rows[rows])
+        images = _Images(self.images.file, self.images.name, self.images.rows[rows], self.images.channels)
         index = super(SequenceIndex, self).at(rows)
         return replace(index, images=images, key={**self.key, "rows": identity(images.rows.tobytes())})
 
@@ -93,16 +87,13 @@ class ArrayIndex(SequenceIndex):
 class _Images(Sequence[bytes]):
     """Rows of an array, as NPY files; the array is read when it is used."""
 
-    def __init__(self, file: Path, name: str, rows: np.ndarray) -> None:
-        self.file, self.name, self.rows = file, name, rows
+    def __init__(self, file: Path, name: str, rows: np.ndarray, channels: int) -> None:
+        self.file, self.name, self.rows, self.channels = file, name, rows, channels
 
     @cached_property
     def _array(self) -> np.ndarray:
         with _opened(self.file) as archive:
-            array = _load(archive, self.name, file=self.file)
-        if array.ndim == 4 and array.shape[3] not in _CHANNELS:
-            array = array.transpose(0, 2, 3, 1)
-        return array
+            return _stack(_load(archive, self.name, file=self.file), self.channels)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -120,9 +111,7 @@ class _Images(Sequence[bytes]):
 def npy_bytes(array: np.ndarray) -> bytes:
     """Return an image ``(height, width)`` or ``(height, width, channels)`` as an NPY file."""
     stream = io.BytesIO()
-    if array.dtype not in (np.uint8, np.uint16):
-        array = array.astype(np.float32)
-    npy.write_array(stream, array[..., 0] if array.shape[2:] == (1,) else array)
+    npy.write_array(stream, array)
     return stream.getvalue()
 
 
@@ -193,16 +182,22 @@ def _load(archive: NpzFile, name: str, *, file: Path) -> np.ndarray:
     return array
 
 
-def _check_pixels(shape: tuple[int, ...], dtype: np.dtype, name: str) -> None:
+def _check_pixels(shape: tuple[int, ...], dtype: np.dtype, channels: int, name: str) -> None:
     """Raise an `InputError` unless an array has images."""
-    channels = 1 if len(shape) == 3 else next((each for each in (shape[-1], *shape[1:2]) if each in _CHANNELS), None)
-    if len(shape) not in (3, 4) or channels is None or 0 in shape:
+    if len(shape) not in (3, 4) or dtype.kind not in "biuf":
         raise InputError(
-            f"{name} has shape {shape}; images are (n, height, width), or with 1 or 3 channels in front of or behind "
-            "the height and width"
+            f"{name} has shape {shape} and has dtype {dtype}; images are numbers (n, height, width), or with channels "
+            "in front of or behind the height and width"
         )
-    if dtype.kind not in "uif" or (channels == 3 and dtype != np.uint8):
-        raise InputError(f"{name} has dtype {dtype}; color images are uint8, gray ones integers or floats")
+    try:
+        _stack(np.broadcast_to(np.zeros((), dtype), shape), channels)
+    except ValueError as error:
+        raise InputError(f"{name}: {error}") from error
+
+
+def _stack(array: np.ndarray, channels: int) -> np.ndarray:
+    """Return images as ``(n, height, width, channels)``; those of three axes are gray."""
+    return as_images(array[..., None] if array.ndim == 3 else array, channels)
 
 
 def _labels(array: np.ndarray, number: int, name: str) -> np.ndarray:

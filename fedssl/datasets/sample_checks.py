@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
-from PIL.ImageFile import ImageFile
 
-from fedssl.datasets.decoding import Decoding, Encoded, open_image
+from fedssl.datasets.decoding import Decoding, Encoded, Page, open_source
 from fedssl.datasets.images import ImageSource
-from fedssl.datasets.pixels import FILE_WINDOW, is_deep, states_maximum, value_limits
+from fedssl.datasets.pixels import deep_raster
+from fedssl.datasets.raster import Raster, limits_of, unit_values
 
 SAMPLE = 64  # images at most
 _SMALL_PART = 4  # the maximum is small if it is below 1/4 of the range
@@ -23,7 +22,7 @@ def constant_warnings(images: ImageSource) -> tuple[str, ...]:
     if images.shape[-1] == 1:
         return ()
     rows = torch.linspace(0, len(images) - 1, min(SAMPLE, len(images))).long()
-    pixels = images[rows].flatten(2)
+    pixels = unit_values(images[rows]).flatten(2)
     constant = int((pixels.amax(dim=2) == pixels.amin(dim=2)).all(dim=1).sum())
     if 2 * constant <= len(rows):
         return ()
@@ -35,22 +34,23 @@ def constant_warnings(images: ImageSource) -> tuple[str, ...]:
 
 
 def range_warnings(sources: Iterable[Encoded], decoding: Decoding) -> tuple[str, ...]:
-    """Return warnings about stacks of images, and about values of more than 8 bits in an unsuitable range.
+    """Return warnings about images of which only the first page is used, and about values in an unsuitable range.
 
-    ``sources`` are encoded images, of which the first `SAMPLE` are read. Files of other formats than TIFF and DICOM are
-    animations if they have several frames.
+    ``sources`` are encoded images, of which the first `SAMPLE` are read.
     """
     stacks, num_read, deep = 0, 0, list[_Values]()
     for source in islice(sources, SAMPLE):
         try:
-            with open_image(source, max_pixels=decoding.max_pixels) as image:
-                stacks += image.format in ("TIFF", "DICOM") and getattr(image, "n_frames", 1) > 1
-                deep += _values(image, decoding.window)
+            with open_source(source, decoding) as (pages, number):
+                stacks += not isinstance(source, Page) and pages.count > 1
+                image = pages.page(number)
+                raster = image if isinstance(image, Raster) else deep_raster(image)
+                deep += [] if raster is None else _values(raster, decoding)
                 num_read += 1
         except Exception:  # unreadable images are in another warning
             continue
     found = f"{stacks} of a sample of {num_read} images have several pages or frames, and only the first is used"
-    return ((f"{found}; save each of them as a file",) if stacks else ()) + _deep_warnings(deep, decoding.window)
+    return ((f"{found}; set dataset.pages=all",) if stacks else ()) + _deep_warnings(deep, decoding)
 
 
 class _Values(NamedTuple):
@@ -59,48 +59,44 @@ class _Values(NamedTuple):
     lowest: float
     highest: float
     limits: tuple[float, float]  # which become black and white
-    is_gray: bool
-    is_certain: bool  # whether its file has a window, or DICOM is cut by one: values beyond it are expected
+    is_certain: bool  # whether there are values beyond them as expected: of a window of the file, of percentiles
+    has_nan: bool
 
 
-def _values(image: Image.Image, window: Sequence[float] | None) -> list[_Values]:
-    """Return the values of an image that is not loaded yet, or nothing if it has 8 bits or states its maximum."""
-    if states_maximum(image):
+def _values(raster: Raster, decoding: Decoding) -> list[_Values]:
+    """Return the values of an image, or nothing if it has 8 bits or states its maximum."""
+    pixels = raster.load()
+    limits = limits_of(raster, pixels, decoding)
+    finite = pixels[np.isfinite(pixels)]
+    if raster.is_fixed or limits is None or pixels.dtype.itemsize == 1 or not finite.size:
         return []
-    if is_deep(image):
-        limits = value_limits(image, window)
-        if limits is None:
-            return []
-        pixels, is_dicom = np.asarray(image), image.format == "DICOM"
-        certain = is_dicom and (window is not None or FILE_WINDOW in image.info)
-        finite = pixels[np.isfinite(pixels)]
-        if not finite.size:
-            return []
-        return [_Values(float(finite.min()), float(finite.max()), limits, True, certain)]
-    if not any(";16" in str(tile.args) for tile in (image.tile if isinstance(image, ImageFile) else ())):
-        return []
-    return [_Values(0.0, 256.0 * np.asarray(image.convert("RGB")).max() + 255, (0.0, 65535.0), False, False)]
+    certain = decoding.percentiles is not None or raster.is_window or (decoding.window is not None and raster.is_wide)
+    return [_Values(float(finite.min()), float(finite.max()), limits, certain, bool(np.isnan(pixels).any()))]
 
 
-def _deep_warnings(deep: Sequence[_Values], window: Sequence[float] | None) -> tuple[str, ...]:
-    if window is not None and not any(values.is_gray for values in deep):
-        return (
-            f"dataset.window={list(window)} is for gray images with more than 8 bits, and a sample of the images has "
-            "none: nothing is scaled",
-        )
-    uncertain = [values for values in deep if not values.is_certain]
-    if not uncertain:
+def _deep_warnings(deep: Sequence[_Values], decoding: Decoding) -> tuple[str, ...]:
+    window = decoding.window
+    if not deep:
+        if window is None and decoding.percentiles is None:
+            return ()
+        name = "percentiles" if window is None else "window"
+        return (f"dataset.{name} is for images with more than 8 bits, and a sample of the images has none",)
+    with_nan = sum(values.has_nan for values in deep)
+    found = f"{with_nan} of a sample of {len(deep)} images have values that are not a number, which become black"
+    return ((found,) if with_nan else ()) + _range_warning([values for values in deep if not values.is_certain])
+
+
+def _range_warning(deep: Sequence[_Values]) -> tuple[str, ...]:
+    if not deep:
         return ()
-    lowest, highest = min(values.lowest for values in uncertain), max(values.highest for values in uncertain)
-    (low, high), is_gray = max((values.limits, values.is_gray) for values in uncertain)
-    found = f"the values in a sample of {len(uncertain)} images with more than 8 bits are {lowest:,g} to {highest:,g}"
+    lowest, highest = min(values.lowest for values in deep), max(values.highest for values in deep)
+    low, high = max(values.limits for values in deep)
+    found = f"the values in a sample of {len(deep)} images with more than 8 bits are {lowest:,g} to {highest:,g}"
     remedy = f"set dataset.window={_suggestion(lowest, highest)}"
     if highest > high:
         return (f"{found}: all above {high:,g} become white; {remedy}",)
     if not 0 < _SMALL_PART * (highest - min(lowest, 0)) < high - low:
         return ()
-    if not is_gray:
-        remedy = "scale them and save them with 8 bits, since Pillow reads the upper 8 bits of color images"
     return (f"{found} of {low:,g} to {high:,g}, so that they have hardly any contrast; {remedy}",)
 
 

@@ -163,11 +163,9 @@ class Storage(ABC):
     def _decode_batch(self, batch: Sequence[Encoded], start: int) -> dict[int, str]:
         """Decode images from index ``start`` on; return the unreadable ones with their reasons."""
         unreadable = {}
-        for index, source in enumerate(batch, start):
-            try:
-                image = self.index.decoding(source)
-            except Exception as error:  # a damaged file can raise any exception in the decoder of its format
-                unreadable[index] = unreadable_reason(error)
+        for index, image in enumerate(self.index.decoding.each(batch), start):
+            if isinstance(image, Exception):
+                unreadable[index] = unreadable_reason(image)
             else:
                 self.write(index, image)
         return unreadable

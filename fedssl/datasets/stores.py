@@ -25,9 +25,11 @@ import numpy as np
 import torch
 
 from fedssl.atomic_files import fsync_folder, map_file
-from fedssl.datasets.decoding import Encoded, max_file_bytes
+from fedssl.datasets.decoding import Encoded, Page
 from fedssl.datasets.image_index import ImageIndex
 from fedssl.datasets.images import EncodedImages, FileRecords, MappedImages, TensorImages
+from fedssl.datasets.pages import max_file_bytes
+from fedssl.datasets.raster import torch_dtype
 from fedssl.datasets.storage import Storage, cache_error, cache_errors, check_memory, stamp, sync_and_rename
 from fedssl.errors import InputError
 from fedssl.machine.memory import gigabytes
@@ -39,12 +41,12 @@ log = logging.getLogger("fedssl")
 
 
 class Pixels(Storage):
-    """Decoded images ``images``, uint8 of the index's shape."""
+    """Decoded images ``images``, of the index's shape and dtype."""
 
     images: np.ndarray
 
     def _start(self) -> None:
-        shape, num_bytes = self.index.shape, math.prod(self.index.shape)
+        shape, dtype, num_bytes = self.index.shape, self.index.decoding.pixel_dtype, self.index.num_pixel_bytes
         if self.folder is None:
             check_memory(
                 num_bytes,
@@ -52,7 +54,7 @@ class Pixels(Storage):
                 "decode them into a file with dataset.cache=auto or dataset.cache=FOLDER, leave them encoded with "
                 "dataset.storage=encoded",
             )
-            self.images = np.empty(shape, dtype=np.uint8)
+            self.images = np.empty(shape, dtype)
             return
         partial = self.file("partial")
         with cache_errors(self.folder):
@@ -62,7 +64,7 @@ class Pixels(Storage):
                 self.file("note.json").unlink(missing_ok=True)
                 partial.unlink(missing_ok=True)
                 _reserve(partial, num_bytes)
-            self.images = np.memmap(partial, dtype=np.uint8, mode="r+", shape=shape)
+            self.images = np.memmap(partial, dtype, mode="r+", shape=shape)
         self.done, self.unreadable = self._noted()
         log.info("decoding %s images into %s (%s)", f"{self.count - self.done:,}", self.folder, gigabytes(num_bytes))
 
@@ -94,15 +96,16 @@ class Pixels(Storage):
         self.drop_unreadable()
         pixels = self.file("pixels")
         sync_and_rename(self.file("partial"), self.images.nbytes, pixels)
-        return {"shape": np.array(self.images.shape), "stamp": np.array(stamp(pixels))}
+        about = {"shape": self.images.shape, "dtype": str(self.images.dtype), "stamp": stamp(pixels)}
+        return {name: np.array(value) for name, value in about.items()}
 
     def _open(self, columns: Mapping[str, np.ndarray]) -> MappedImages:
         pixels = self.file("pixels")
         if columns["stamp"].tolist() != stamp(pixels):
             raise ValueError("its pixels have been changed")
         count, channels, height, width = columns["shape"].tolist()
-        size = count * channels * height * width
-        return MappedImages(map_file(pixels, size=size), (count, channels, height, width))
+        shape, dtype = (count, channels, height, width), torch_dtype(str(columns["dtype"]))
+        return MappedImages(map_file(pixels, size=math.prod(shape) * dtype.itemsize), shape, dtype)
 
 
 def _reserve(file: Path, size: int) -> None:
@@ -191,6 +194,7 @@ class Records(Storage):
         if isinstance(source, bytes):
             return source
         try:
+            assert not isinstance(source, Page)  # its file stays where it is
             return read_bytes(source, max_bytes=max_file_bytes(self.index.decoding.max_pixels))
         except (OSError, ValueError):
             return b""

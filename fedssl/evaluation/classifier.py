@@ -183,6 +183,8 @@ class AugmentedViews:
         size, mean, std = evaluation_input.train.images.shape[-1], evaluation_input.mean, evaluation_input.std
         used = [f"evaluation.view.{key}" for key in RGB if view.get(key)]
         check_color(used, channels=len(mean))
+        if transform is not None and evaluation_input.train.images.dtype != torch.uint8:
+            raise InputError("evaluation.transform needs images of 8 bits; set it to null, or dataset.dtype=uint8")
         self._augment = Augmentation(size=size, mean=mean, std=std, views=[dict(view), {}])
         self._transform, self._device = transform, evaluation_input.device
         self.generator = torch_generator(*seed_path)
@@ -190,7 +192,7 @@ class AugmentedViews:
             seed_torch(derive_seed(*seed_path), device)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return a view of each image, from uint8 ``(batch, channels, height, width)`` on the CPU."""
+        """Return a view of each image, from ``(batch, channels, height, width)`` on the CPU."""
         if self._transform is not None:
             images = torch.stack([self._transform(image) for image in images])
         return self._augment(to_device(images, self._device), self.generator)[0].images

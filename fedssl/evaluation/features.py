@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedssl.datasets.images import ImageSource
+from fedssl.datasets.raster import unit_values
 from fedssl.errors import InputError
 from fedssl.machine.devices import is_gpu, to_device
 from fedssl.machine.out_of_memory import module_on_cpu, retry_in_chunks
@@ -67,7 +68,7 @@ def extract(
         with eval_mode(network):
             for batch in source.chunks(chunk):
                 pixels = batch if is_gpu(batch.device) else to_device(batch, used)
-                computed.append(network((pixels.float() / 255 - center) / scale).float())
+                computed.append(network((unit_values(pixels) - center) / scale).float())
                 if is_gpu(used) and len(computed) * computed[0].nbytes >= BLOCK_BYTES * chunk // batch_size:
                     blocks.append(torch.cat(computed).cpu())
                     computed.clear()
@@ -100,7 +101,7 @@ def pixels(images: ImageSource) -> Tensor:
 
 
 def pixel_values(images: Tensor, *, max_values: int = MAX_PIXELS) -> Tensor:
-    """Return raw pixels in [0, 1] of uint8 images ``(n, channels, height, width)``, float32 ``(n, dim)``.
+    """Return raw pixels in [0, 1] of images ``(n, channels, height, width)``, float32 ``(n, dim)``.
 
     Images with more than ``max_values`` values are averaged over the smallest squares that give no more than that.
     """
@@ -108,7 +109,7 @@ def pixel_values(images: Tensor, *, max_values: int = MAX_PIXELS) -> Tensor:
     side = 1
     while channels * -(-height // side) * -(-width // side) > max_values:
         side += 1
-    return F.avg_pool2d(images.float() / 255, side, ceil_mode=True).flatten(1)  # squares at the border may be cut
+    return F.avg_pool2d(unit_values(images), side, ceil_mode=True).flatten(1)  # squares at the border may be cut
 
 
 def accuracy(predictions: Tensor, labels: Tensor) -> float:

@@ -42,7 +42,7 @@ def _write_safetensors(source: ExportSource, file: Path) -> None:
 
 
 def _run_onnx(source: ExportSource, file: Path, images: Tensor) -> Tensor:
-    return run_onnx(file, images)
+    return run_onnx(file, source.inputs(images))
 
 
 FORMATS = {
@@ -68,9 +68,10 @@ def export(source: ExportSource, form: str, target: Path) -> float:
 def export_int8(source: ExportSource, target: Path, images: Tensor) -> QuantizedModel:
     """Write the encoder as an int8 ONNX graph, quantized from a checked graph in fp32.
 
-    The file ``target``, which `check_target` has checked, is replaced. ``images`` are uint8 ``(n, channels, size,
+    The file ``target``, which `check_target` has checked, is replaced. ``images`` are stored ones ``(n, channels, size,
     size)``, n = ``CALIBRATION + MEASURED``.
     """
+    images = source.inputs(images)
     with staging_folder(target) as folder:
         exact, small = folder / "fp32.onnx", folder / target.name
         max_difference = write_checked(source, "onnx", exact)

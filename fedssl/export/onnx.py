@@ -1,7 +1,7 @@
 """``format=onnx``: a graph in opset 18 that maps ``images`` to ``representations``, in fp32 or int8.
 
-``images`` are uint8 ``(batch, channels, size, size)`` with any batch size, fitted as by `fedssl.datasets.geometry`; the
-graph includes their standardization.
+``images`` are `ExportSource.inputs` with any batch size, fitted as by `fedssl.datasets.geometry`; the graph includes
+their scaling to [0, 1] and their standardization.
 The file's metadata has `ExportSource.metadata_dict` as JSON under ``fedssl``.
 
 With ``precision=int8`` weights need a quarter of the bytes. Convolutions have 8-bit inputs, too; their ranges are
@@ -76,8 +76,8 @@ def quantize(exact: Path, small: Path, images: Tensor, *, dynamic: bool) -> None
     """Quantize the graph ``exact`` to int8 and write it to ``small``.
 
     Weights have 7 bits: sums of products of 8 bits saturate on x86 CPUs without VNNI instructions. ``dynamic``
-    quantizes only matrix products, with inputs quantized at run time; otherwise ``images``, uint8 ``(n, channels, size,
-    size)``, are for calibration.
+    quantizes only matrix products, with inputs quantized at run time; otherwise ``images``, inputs of
+    the graph, are for calibration.
     """
     from onnxruntime import quantization
 

@@ -2,23 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from fedssl.config.constraints import check_arguments
-from fedssl.datasets.formats import register_formats
+from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.geometry import fit_tensor
-from fedssl.datasets.pixels import BACKGROUND, check_window, to_array
+from fedssl.datasets.pixels import to_array
+from fedssl.datasets.raster import BACKGROUND, PixelSettings, unit_values
 from fedssl.errors import InputError
 
-register_formats()  # users open their images themselves
+Picture = Tensor | Image.Image | str | Path
 
-Picture = Tensor | Image.Image
-
-_DEFAULTS: Mapping[str, Any] = {"background": BACKGROUND, "window": None}  # settings of the pixels
+# Settings of the pixels, with their defaults.
+_DEFAULTS: Mapping[str, Any] = {"background": BACKGROUND, "window": None, "percentiles": None}
 
 
 @dataclass(frozen=True)
@@ -26,44 +26,64 @@ class Preprocess:
     """The preprocessing of an encoder's images: scaled to [0, 1], fitted to a size, standardized per channel.
 
     Images of another size are fitted as in training: the shorter side is scaled, and the center cropped
-    (`fedssl.datasets.geometry`). Images of Pillow become pixels by `fedssl.datasets.pixels.to_array`.
+    (`fedssl.datasets.geometry`).
     """
 
     size: int  # height and width in pixels
     mean: tuple[float, ...]  # per channel, of pixels in [0, 1]
     std: tuple[float, ...]  # per channel, of pixels in [0, 1]
-    background: int = BACKGROUND  # of images of Pillow, as in `to_array`
-    window: Sequence[float] | None = None  # of images of Pillow, as in `to_array`
+    background: int = BACKGROUND  # this and the following: see `fedssl.datasets.raster.PixelSettings`
+    window: Sequence[float] | None = None
+    percentiles: Sequence[float] | None = None
+
+    @property
+    def takes_bytes(self) -> bool:
+        """Whether tensors are uint8; otherwise they have the values of the files, of any number of bits."""
+        return self.window is None and self.percentiles is None
 
     def __call__(self, images: Picture | list[Picture]) -> Tensor:
         """Convert images to float32 ``(batch, channels, size, size)``.
 
-        ``images`` are uint8 ``(batch, channels, height, width)``, one image ``(channels, height, width)``, one of
-        Pillow, or a list of images of any sizes.
+        ``images`` are tensors ``(batch, channels, height, width)``, one image ``(channels, height, width)``, one of
+        Pillow, the path of a file, or a list of images of any sizes. Tensors are uint8 or uint16; with a window or
+        percentiles they may have any numbers, which are scaled as those of files.
         """
         if isinstance(images, list | tuple) and images:
             return torch.cat([self(image) for image in images])
-        pixels = self._pixels(images).float() / 255
-        pixels = fit_tensor(pixels, self.size)
+        pixels = fit_tensor(self._unit_values(images), self.size)
         mean, std = (pixels.new_tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
         return (pixels - mean) / std
 
-    def _pixels(self, images: Any) -> Tensor:
-        """Return images as uint8 ``(batch, channels, height, width)``, those of Pillow in the encoder's size."""
+    def scaled(self, images: Tensor) -> Tensor:
+        """Return images ``(batch, channels, height, width)`` as float32 in [0, 1]."""
+        if images.dtype == torch.uint8 or self.takes_bytes:
+            return unit_values(images)
+        values = images.double()
+        if self.window is not None:
+            low, high = self.window
+        else:
+            levels = torch.tensor(self.percentiles, dtype=torch.float64, device=images.device) / 100
+            low, high = torch.quantile(values.flatten(1), levels, dim=1)[..., None, None, None]
+        return ((values - low) / (high - low)).nan_to_num(0).clamp(0, 1).float()
+
+    def _unit_values(self, images: Any) -> Tensor:
+        """Return images as float32 in [0, 1], ``(batch, channels, height, width)``; files in the encoder's size."""
         channels = len(self.mean)
-        if isinstance(images, Image.Image) and channels in (1, 3):
-            pixels = to_array(images, channels=channels, size=self.size, background=self.background, window=self.window)
-            return torch.tensor(pixels)[None]
+        decoding = Decoding(channels=channels, size=self.size, **{name: getattr(self, name) for name in _DEFAULTS})
+        if isinstance(images, Image.Image | str | Path):
+            pixels = to_array(images, decoding) if isinstance(images, Image.Image) else decoding(images)
+            return unit_values(torch.tensor(pixels)[None])
         found, remedy = f"a {type(images).__name__}", "give PIL.Image.open(FILE), or convert them first"
         if isinstance(images, Tensor):
-            if images.dtype == torch.uint8 and images.ndim in (3, 4) and images.shape[-3] == channels:
-                return images if images.ndim == 4 else images[None]
+            allowed = not self.takes_bytes or images.dtype in (torch.uint8, torch.uint16)
+            if allowed and images.ndim in (3, 4) and images.shape[-3] == channels:
+                return self.scaled(images if images.ndim == 4 else images[None])
             found = f"{images.dtype} of shape {tuple(images.shape)}"
             if images.is_floating_point():
                 remedy = "convert values in [0, 1] with (255 * images).round().to(torch.uint8)"
         raise InputError(
             f"images are {found}, but this encoder was trained on torch.uint8 of shape (batch, {channels}, height, "
-            f"width) and also takes a single image, one of Pillow, and a list of images; {remedy}"
+            f"width) and also takes a single image, one of Pillow, the path of a file, and a list of images; {remedy}"
         )
 
 
@@ -73,8 +93,7 @@ def pixel_metadata(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pixel_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``background`` and ``window`` of an encoder's metadata; `InputError` if they are invalid."""
+    """Return the settings of the pixels in an encoder's metadata; `InputError` if they are invalid."""
     settings = {key: metadata.get(f"dataset.{key}", value) for key, value in _DEFAULTS.items()}
-    check_arguments("dataset", **settings)
-    check_window(settings["window"])
+    PixelSettings(channels=1, size=1, **settings)
     return settings

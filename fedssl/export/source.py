@@ -1,7 +1,8 @@
 """The source of an export: an encoder, the content of its file, and its run.
 
-``format=torch_export`` is the encoder as a program that torch runs without fedssl. It maps uint8 images ``(batch,
-channels, size, size)`` with any batch size to representations.
+``format=torch_export`` is the encoder as a program that torch runs without fedssl. It maps images ``(batch, channels,
+size, size)`` with any batch size to representations. They are uint8, or float32 with the values of files if the
+encoder has a window; those of an encoder with percentiles are float32, scaled to [0, 1].
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedssl.datasets.raster import convert, unit_values
 from fedssl.export.preprocess import Preprocess
 from fedssl.runs.run import Run
 from fedssl.seeding import torch_generator
@@ -36,6 +38,14 @@ class ExportSource:
         shape = (count, self.encoder.channels, self.encoder.size, self.encoder.size)
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch_generator(0, "export"))
 
+    def inputs(self, images: Tensor) -> Tensor:
+        """Convert stored images ``(batch, channels, size, size)`` to the inputs of an exported program."""
+        preprocess = self.encoder.preprocess
+        if preprocess.takes_bytes:
+            return torch.from_numpy(convert(images.numpy(), "uint8"))
+        low, high = preprocess.window or (0, 1)
+        return low + (high - low) * unit_values(images)
+
     def metadata_dict(self) -> dict[str, Any]:
         """Return the content without weights, and ``feature_dim``, as JSON values."""
         metadata = {key: value for key, value in self.content.items() if key != "weights"}
@@ -50,7 +60,7 @@ def represent(model: nn.Module, preprocess: Preprocess, images: Tensor) -> Tenso
 
 
 class WithPreprocessing(nn.Module):
-    """An encoder with its standardization, which maps uint8 ``(batch, channels, size, size)`` to representations."""
+    """An encoder with its preprocessing of fitted images, which maps `ExportSource.inputs` to representations."""
 
     mean: Tensor
     std: Tensor
@@ -60,19 +70,23 @@ class WithPreprocessing(nn.Module):
         self.encoder = encoder
         for name, values in (("mean", encoder.mean), ("std", encoder.std)):
             self.register_buffer(name, torch.tensor(values).view(-1, 1, 1))
+        self.limits = encoder.preprocess.window or (0, 1)  # of float32 inputs
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
         """Return representations ``(batch, feature_dim)``."""
-        h: Tensor = self.encoder((images.float() / 255 - self.mean) / self.std)
+        low, high = self.limits
+        pixels = images.float() / 255 if images.dtype == torch.uint8 else ((images - low) / (high - low)).clamp(0, 1)
+        h: Tensor = self.encoder((pixels - self.mean) / self.std)
         return h
 
 
 def exported_program(source: ExportSource) -> torch.export.ExportedProgram:
     """Return the encoder with its standardization, for any batch size."""
     shapes = ({0: torch.export.Dim("batch")},)
+    program = WithPreprocessing(source.encoder)
     with torch.no_grad():
-        return torch.export.export(WithPreprocessing(source.encoder), (source.random_images(2),), dynamic_shapes=shapes)
+        return torch.export.export(program, (source.inputs(source.random_images(2)),), dynamic_shapes=shapes)
 
 
 def write_torch_export(source: ExportSource, file: Path) -> None:
@@ -83,5 +97,5 @@ def write_torch_export(source: ExportSource, file: Path) -> None:
 def run_torch_export(source: ExportSource, file: Path, images: Tensor) -> Tensor:
     """Compute the representations ``(batch, feature_dim)`` of images by the file."""
     with torch.no_grad():
-        h: Tensor = torch.export.load(file).module()(images)
+        h: Tensor = torch.export.load(file).module()(source.inputs(images))
     return h

@@ -65,7 +65,7 @@ class Batches(SequenceIndex):
     """Encoded images, as tasks of decoding threads."""
 
     def __init__(self, batches: list, *, channels: int, size: int) -> None:
-        form = Decoding(channels=channels, size=size)
+        form = Decoding(channels=channels, size=size, dtype="uint8")
         sources = [source for batch in batches for source in batch]
         super().__init__(
             name="", count=len(sources), decoding=form, files=sources, num_in_files=len(sources), key={}, images=sources

@@ -64,7 +64,7 @@ def settings(name: str, **changes: object) -> DataSettings:
 
 
 def folder_of(images: Path, location: Path | None, **changes: object) -> DataSettings:
-    return settings("folder", path=str(images), size=8, cache=location and str(location), **changes)
+    return settings("folder", path=str(images), size=8, dtype="uint8", cache=location and str(location), **changes)
 
 
 def read(data: DataSettings, split: str = "federated") -> ImageData:
@@ -339,7 +339,7 @@ def test_a_cache_above_64_gib_is_stored_and_mapped(tmp_path, monkeypatch):
     index = SequenceIndex(
         name="large",
         count=460_000,
-        decoding=Decoding(channels=3, size=224),
+        decoding=Decoding(channels=3, size=224, dtype="uint8"),
         files=[],
         images=[],
         num_in_files=1,

@@ -17,9 +17,10 @@ from pydicom.uid import (
 )
 
 from fedssl.datasets import dicom, formats
-from fedssl.datasets.decoding import Decoding, open_image, unreadable_reason
+from fedssl.datasets.decoding import Decoding, unreadable_reason
 from fedssl.datasets.folder import read
 from fedssl.datasets.listing import list_files
+from fedssl.datasets.pages import open_pages
 from fedssl.datasets.sample_checks import range_warnings
 from fedssl.export.preprocess import Preprocess
 
@@ -66,11 +67,12 @@ def item(**tags: object) -> Dataset:
 
 
 def levels(content: bytes, **settings: object) -> list[list[int]]:
-    return Decoding(channels=1, size=2, **settings)(content)[0].tolist()
+    return Decoding(channels=1, size=2, dtype="uint8", **settings)(content)[0].tolist()
 
 
 def opened(content: bytes | str) -> tuple[Image.Image, np.ndarray]:
-    with open_image(content, max_pixels=10**7) as image:
+    with open_pages(content, max_pixels=10**7, channels=1) as pages:
+        image = pages.page(0)
         return image, np.asarray(image)
 
 
@@ -225,7 +227,9 @@ def test_a_folder_of_a_disc(tmp_path: Path):
     listing = list_files(tmp_path, formats.SUFFIXES)
     assert listing.paths == ["1.2.840.113619.2.5", "IM0001", "a.ima", "slice.DCM"]
     assert dict(listing.ignored) == {"": 2, ".5": 1}
-    data = read("train", channels=1, size=2, limit=None, path=str(tmp_path), folders="none", test_fraction=0.0)
+    data = read(
+        "train", channels=1, size=2, dtype="uint8", limit=None, path=str(tmp_path), folders="none", test_fraction=0.0
+    )
     assert data.images[:].tolist() == [[[[0, 0], [62, 255]]]] * 4
 
 
@@ -250,7 +254,9 @@ def test_values_that_are_not_finite_are_no_part_of_a_warning():
     for value in (np.inf, np.nan):
         stream = io.BytesIO()
         Image.fromarray(np.array([[0, value]], np.float32)).save(stream, "TIFF")
-        assert range_warnings([stream.getvalue()], Decoding(channels=1, size=2, window=[0, 1])) == ()
+        found = range_warnings([stream.getvalue()], Decoding(channels=1, size=2, window=[0, 1]))
+        assert len(found) == np.isnan(value)
+        assert all("1 images have values that are not a number, which become black" in warning for warning in found)
 
 
 def test_threads_leave_the_filter_of_warnings_alone():
@@ -263,7 +269,8 @@ def test_threads_leave_the_filter_of_warnings_alone():
 
 
 def test_nothing_else_of_the_file_is_read():
-    with open_image(make(), max_pixels=100) as image:
+    with open_pages(make(), max_pixels=100, channels=1) as pages:
+        image = pages.page(0)
         assert isinstance(image, dicom.DicomImageFile)
         assert "PatientName" not in image._dataset
 

@@ -99,7 +99,13 @@ def load(folder: Path, kind: str, location: Path | None, split: str = "federated
     """Read without the data sets that this process has loaded."""
     base._read_split.cache_clear()
     name, own = ("folder", {}) if kind == "folder" else ("cifar10", {"owner": "who"})
-    settings = {"path": str(folder), "size": 20, "cache": location and str(location), "test_fraction": 0.2}
+    settings = {
+        "path": str(folder),
+        "size": 20,
+        "dtype": "uint8",
+        "cache": location and str(location),
+        "test_fraction": 0.2,
+    }
     result = base.load_split(settings_of(name, **settings | own | changes), split)
     assert result is not None
     return result

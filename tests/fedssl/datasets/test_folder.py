@@ -128,7 +128,7 @@ def test_unusable_folders_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="1 loose images beside the subfolders"):
         load_federated(own(tmp_path / "mixed"))
     write(tmp_path / "float" / "1.tif", Image.new("F", (4, 4)))
-    with pytest.raises(InputError, match=r"1\.tif \(wrong channels"):
+    with pytest.raises(InputError, match=r"1\.tif \(its values are float32"):
         load_federated(own(tmp_path / "float"))
     with pytest.raises(InputError, match=r"dataset\.test_fraction=1"):
         load_split(own(tmp_path / "mixed", test_fraction=1), "test")

@@ -39,7 +39,7 @@ def encoded(pixels: torch.Tensor) -> EncodedImages:
     records = [
         record for image in pixels for record in (b"damaged", png(Image.fromarray(image.permute(1, 2, 0).numpy())))
     ]
-    return EncodedImages(records, 2 * np.arange(COUNT) + 1, Decoding(channels=3, size=SIZE))
+    return EncodedImages(records, 2 * np.arange(COUNT) + 1, Decoding(channels=3, size=SIZE, dtype="uint8"))
 
 
 @pytest.mark.parametrize("kind", ["mapped", "encoded"])

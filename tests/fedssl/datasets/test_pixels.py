@@ -9,6 +9,7 @@ from PIL import Image, ImageCms
 
 from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.pixels import to_array
+from fedssl.datasets.raster import PixelSettings
 from fedssl.errors import InputError
 
 
@@ -20,7 +21,7 @@ def encoded(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
 
 def read(content: bytes, **changes: object) -> list:
     """Return the pixels of one channel."""
-    form = {"channels": 1, "size": Image.open(io.BytesIO(content)).height, **changes}
+    form = {"channels": 1, "size": Image.open(io.BytesIO(content)).height, "dtype": "uint8", **changes}
     return Decoding(**form)(content)[0].tolist()
 
 
@@ -42,11 +43,11 @@ def tiff(values: np.ndarray, *, sample_format: int = 1, photometric: int = 1, bi
 
 def test_another_size_scales_the_shorter_side_and_crops_the_center() -> None:
     three = np.repeat(np.array([[10, 20, 30]], dtype=np.uint8), 4, axis=0).repeat(4, axis=1)  # 4 high, 12 wide
-    assert (to_array(Image.fromarray(three), channels=1, size=4) == 20).all()
-    assert (to_array(Image.fromarray(three.T.copy()), channels=1, size=4) == 20).all()
+    assert (to_array(Image.fromarray(three), PixelSettings(channels=1, size=4)) == 20).all()
+    assert (to_array(Image.fromarray(three.T.copy()), PixelSettings(channels=1, size=4)) == 20).all()
     # Half the size: the filter reaches one pixel over the edge of the crop.
-    assert np.abs(to_array(Image.fromarray(three), channels=1, size=2).astype(int) - 20).max() <= 2
-    assert to_array(Image.fromarray(three), channels=3, size=9).shape == (3, 9, 9)
+    assert np.abs(to_array(Image.fromarray(three), PixelSettings(channels=1, size=2)).astype(int) - 20).max() <= 2
+    assert to_array(Image.fromarray(three), PixelSettings(channels=3, size=9)).shape == (3, 9, 9)
 
 
 # Two pixels, the second transparent, in each mode's own form. They are black where the mode has a transparent black.
@@ -67,7 +68,7 @@ def test_transparent_pixels_have_the_background(mode):
     image, options = BLACK[mode]
     first = 255 if mode == "1" else 0
     for background in (255, 0, 128):
-        form = {"channels": 3, "size": 1, "background": background}
+        form = {"channels": 3, "size": 1, "background": background, "dtype": "uint8"}
         left, right = (encoded(image.crop((x, 0, x + 1, 1)), **options) for x in (0, 1))
         assert Decoding(**form)(left).ravel().tolist() == [first] * 3
         assert Decoding(**form)(right).ravel().tolist() == [background] * 3
@@ -91,7 +92,7 @@ def test_color_spaces_of_print_and_of_editors():
         for channels, expected in ((3, [200, 100, 50]), (1, [124])):
             found = Decoding(channels=channels, size=16)(content)[:, 8, 8]
             assert np.abs(found.astype(int) - expected).max() <= 3, (name, found)
-    assert to_array(color.convert("HSV"), channels=1, size=16)[0, 0, 0] in (123, 124)
+    assert to_array(color.convert("HSV"), PixelSettings(channels=1, size=16))[0, 0, 0] in (123, 124)
     bits = Image.fromarray(np.array([[0, 255], [255, 0]], np.uint8)).convert("1")
     assert read(encoded(bits)) == read(encoded(bits, "TIFF")) == [[0, 255], [255, 0]]
 
@@ -140,7 +141,10 @@ def test_values_are_divided_by_the_given_maximum():
     ("content", "message"),
     [
         (tiff(np.array([[-1000, 5]], "<i2"), sample_format=2), "its lowest value is -1000"),
-        (tiff(np.array([[np.nan, 5]], "<f4"), sample_format=3), "wrong channels: 32-bit"),
+        (
+            tiff(np.array([[np.nan, 5]], "<f4"), sample_format=3),
+            "its values are float32, from 5 to 5, without a known range; set dataset.window=",
+        ),
         (tiff(np.array([[-5, 5]], "i1"), sample_format=2), "signed 8-bit values"),
     ],
     ids=["int16", "float", "int8"],
@@ -155,8 +159,9 @@ def test_values_beyond_the_window_are_black_and_white():
     levels = [[0, 0, 63], [127, 191, 255], [255, 255, 255]]  # 255.999 (x + 1000) / 2000
     for kind, sample_format in (("<i2", 2), ("<f4", 3), ("<i4", 2)):
         assert read(tiff(values.astype(kind), sample_format=sample_format), window=[-1000, 1000]) == levels
-    with pytest.raises(InputError, match="it has values that are not a number"):
-        read(tiff(np.array([[np.nan, 5]], "<f4"), sample_format=3), window=[0, 10])
+    assert read(tiff(np.array([[np.nan, 5]], "<f4"), sample_format=3), window=[0, 10], size=1) == [
+        [63]
+    ]  # 255.999 (0 + 0.5) / 4, of both
 
 
 @pytest.mark.parametrize("window", [[5], [5, 5], [9, 1], [0, 1, 2]])

@@ -1,0 +1,75 @@
+"""Arrays of NumPy: one image, or a stack of images."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import IO
+
+import numpy as np
+from numpy.lib import format as npy
+from PIL import Image
+
+from fedssl.datasets.pages import MAX_CHANNELS, Pages, check_shape
+from fedssl.datasets.raster import Raster, percentiles_of
+
+
+class ArrayPages(Pages):
+    """Images of an array ``(n, height, width, channels)``, which may be mapped from a file."""
+
+    def __init__(self, array: np.ndarray, *, max_pixels: int) -> None:
+        _, height, width, channels = array.shape
+        check_shape((height, width, channels), max_pixels=max_pixels)
+        self._array = array
+        self._percentiles = cache(partial(percentiles_of, array))
+
+    @property
+    def count(self) -> int:
+        return len(self._array)
+
+    def page(self, number: int) -> Image.Image | Raster:
+        _, height, width, channels = self._array.shape
+        if self._array.dtype == np.uint8 and channels in (1, 3):  # with the pixels of an image file
+            values = np.ascontiguousarray(self._array[number])
+            return Image.fromarray(values if channels == 3 else values[..., 0])
+        return Raster(
+            shape=(height, width, channels),
+            load=lambda: np.array(self._array[number]),
+            file_percentiles=self._percentiles,
+        )
+
+
+@contextmanager
+def opened(stream: IO[bytes], *, max_pixels: int, channels: int) -> Iterator[Pages]:
+    """Open a file; pickled objects are refused. The arguments are those of `fedssl.datasets.pages.open_pages`."""
+    version = npy.read_magic(stream)
+    read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    shape, is_fortran, dtype = read_header(stream)
+    if dtype.hasobject or dtype.kind not in "biuf":
+        raise ValueError(f"it is an array of {dtype}, and numbers are needed")
+    content = stream.read()
+    if len(content) < math.prod(shape) * dtype.itemsize:
+        raise ValueError("it has been cut")
+    flat = np.frombuffer(content, dtype, count=math.prod(shape))
+    array = flat.reshape(shape, order="F" if is_fortran else "C")
+    yield ArrayPages(as_images(array, channels), max_pixels=max_pixels)
+
+
+def as_images(array: np.ndarray, channels: int) -> np.ndarray:
+    """Return an array of one or several images as ``(n, height, width, channels)``.
+
+    It is ``(height, width)``, with an axis of channels at either end, or one of images before all others. The axis of
+    channels is the last or else the first of the data set's ``channels``, of 1 or 3, or of up to `MAX_CHANNELS`.
+    """
+    if array.ndim == 2:
+        return array[None, :, :, None]
+    if array.ndim not in (3, 4) or not array.size:
+        raise ValueError(f"its shape is {array.shape}, and (height, width) is needed, with or without channels")
+    for allowed in ((channels,), (1, 3) if channels in (1, 3) else (), range(1, MAX_CHANNELS + 1)):
+        for axis in (-1, -3):
+            if array.shape[axis] in allowed:
+                images = np.moveaxis(array, axis, -1)
+                return images if array.ndim == 4 else images[None]
+    if array.ndim == 3:
+        return array[..., None]
+    raise ValueError(f"its shape is {array.shape}, and no axis has at most {MAX_CHANNELS} channels")

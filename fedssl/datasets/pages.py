@@ -1,0 +1,146 @@
+"""Images in an opened file: one, or its pages, frames or slices."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from io import BytesIO
+from typing import IO, Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageFile, UnidentifiedImageError
+
+from fedssl.datasets.formats import FORMATS, HEAD_BYTES, module_of, require_package
+from fedssl.datasets.pixels import is_deep_color
+from fedssl.datasets.raster import Raster
+from fedssl.safe_io import FilePath, open_regular_file
+
+MAX_CHANNELS = 64
+_MAX_BYTES_PER_PIXEL = 8  # in an uncompressed file
+_PAGED = ("TIFF", "DICOM")  # formats of Pillow whose frames are images; those of others are animations
+
+
+class Pages(ABC):
+    """Images of an opened file."""
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """Number of the images."""
+
+    @abstractmethod
+    def page(self, number: int) -> Image.Image | Raster:
+        """Return an image, which is not loaded yet. It is valid until the next one is requested."""
+
+
+class _PillowPages(Pages):
+    """Images of a file that Pillow reads."""
+
+    def __init__(self, image: ImageFile.ImageFile, stream: IO[bytes], *, max_pixels: int) -> None:
+        self._image, self._stream, self._max_pixels = image, stream, max_pixels
+
+    @property
+    def count(self) -> int:
+        image: Any = self._image  # only some formats have frames
+        return int(image.n_frames) if image.format in _PAGED else 1
+
+    def page(self, number: int) -> Image.Image | Raster:
+        image = self._image
+        if number != image.tell():
+            image.seek(number)
+        check_shape((image.height, image.width, 1), max_pixels=self._max_pixels)
+        if is_deep_color(image) and image.format == "TIFF":
+            with _tiff_pages(self._stream, max_pixels=self._max_pixels) as pages:
+                raster: Raster = pages.page(number)
+                return raster
+        if is_deep_color(image) and image.format == "PNG":
+            shape = (image.height, image.width, 4)
+            return Raster(shape=shape, load=lambda: _png_values(self._stream), has_alpha=image.mode != "RGB")
+        return _deep_pixmap(image, self._stream) or image
+
+
+@contextmanager
+def open_pages(source: bytes | FilePath, *, max_pixels: int, channels: int) -> Iterator[Pages]:
+    """Open a file or its bytes, without decoding it.
+
+    ``channels`` are those of the data set, by which the axes of arrays are recognized. Exceptions can have any type, as
+    in `fedssl.datasets.decoding.Decoding`.
+    """
+    with BytesIO(source) if isinstance(source, bytes) else open_regular_file(source) as stream:
+        head = stream.read(HEAD_BYTES)
+        size = stream.seek(0, 2)
+        stream.seek(0)
+        module = module_of(head)
+        if module == "tiff":
+            with _open_tiff(stream, max_pixels=max_pixels) as pages:
+                yield pages
+        elif module is not None:
+            with import_module(f"fedssl.datasets.{module}").opened(
+                stream, max_pixels=max_pixels, channels=channels
+            ) as pages:
+                yield pages
+        elif size > max_file_bytes(max_pixels):  # Pillow may read it as a whole
+            raise ValueError(f"it has {size:,} bytes but the maximum is {max_file_bytes(max_pixels):,}")
+        else:
+            with Image.open(stream, formats=FORMATS) as image:
+                yield _PillowPages(image, stream, max_pixels=max_pixels)
+
+
+def check_shape(shape: tuple[int, int, int], *, max_pixels: int) -> None:
+    """Raise a `ValueError` for an image of absurd height, width or number of channels."""
+    height, width, channels = shape
+    if width * height > max_pixels:
+        raise ValueError(f"it has {width:,} x {height:,} pixels, more than dataset.max_pixels={max_pixels}")
+    if not 0 < channels <= MAX_CHANNELS:
+        raise ValueError(f"it has {channels:,} channels, and {MAX_CHANNELS} are the maximum")
+
+
+def max_file_bytes(max_pixels: int) -> int:
+    """Return the maximum size of an image file."""
+    return _MAX_BYTES_PER_PIXEL * max_pixels + 2**20
+
+
+@contextmanager
+def _open_tiff(stream: IO[bytes], *, max_pixels: int) -> Iterator[Pages]:
+    """Open a TIFF file by Pillow, or by tifffile if it has other channels or numbers than those of Pillow's modes."""
+    try:
+        image = Image.open(stream, formats=["TIFF"])
+    except UnidentifiedImageError:
+        stream.seek(0)
+        with _tiff_pages(stream, max_pixels=max_pixels) as pages:
+            yield pages
+        return
+    with image:
+        yield _PillowPages(image, stream, max_pixels=max_pixels)
+
+
+def _tiff_pages(stream: IO[bytes], *, max_pixels: int) -> Any:
+    require_package("TIFF")
+    return import_module("fedssl.datasets.tiff").opened(stream, max_pixels=max_pixels, channels=0)
+
+
+def _png_values(stream: IO[bytes]) -> np.ndarray:
+    """Return the values of PNG with color of 16 bits, which Pillow would reduce to 8."""
+    from torchvision.io import decode_image  # slow import
+
+    stream.seek(0)
+    content = torch.frombuffer(bytearray(stream.read()), dtype=torch.uint8)
+    values: np.ndarray = decode_image(content, apply_exif_orientation=True).permute(1, 2, 0).numpy()
+    return values
+
+
+def _deep_pixmap(image: ImageFile.ImageFile, stream: IO[bytes]) -> Raster | None:
+    """Return a binary PPM file with color of 16 bits, which Pillow would reduce to 8; None for other files."""
+    arguments = image.tile[0].args if image.format == "PPM" and image.tile else None
+    if image.mode != "RGB" or not isinstance(arguments, tuple) or arguments[1] <= 255:
+        return None
+    if image.tile[0].codec_name != "ppm":
+        raise ValueError("it is plain PPM with more than 8 bits; save it as binary PPM or PNG")
+    shape, offset = (image.height, image.width, 3), image.tile[0].offset
+
+    def load() -> np.ndarray:
+        stream.seek(offset)
+        return np.frombuffer(stream.read(2 * int(np.prod(shape))), ">u2").astype(np.uint16).reshape(shape)
+
+    return Raster(shape=shape, load=load, limits=(0, arguments[1]), is_fixed=True)

@@ -1,0 +1,175 @@
+"""Files with color of 16 bits, many channels or several pages."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+
+from fedssl.datasets import formats
+from fedssl.datasets.decoding import Decoding, Page, unreadable_reason
+from fedssl.errors import InputError
+from fedssl.export import Preprocess
+
+ANY = (ValueError, OSError, InputError, RuntimeError, SyntaxError)
+RANDOM = np.random.default_rng(0)
+BANDS = {"photometric": "minisblack", "planarconfig": "contig"}
+COLOR = RANDOM.integers(0, 65536, (6, 6, 3), dtype=np.uint16)
+
+
+def png(values: np.ndarray) -> bytes:
+    """A PNG file of 16 bits with 2, 3 or 4 channels."""
+    height, width, channels = values.shape
+    lines = b"".join(b"\0" + line.astype(">u2").tobytes() for line in values)
+    head = struct.pack(">IIBBBBB", width, height, 16, {2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    parts = [chunk(b"IHDR", head), chunk(b"IDAT", zlib.compress(lines)), chunk(b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def tiff(values: np.ndarray, **options: object) -> bytes:
+    stream = io.BytesIO()
+    tifffile.imwrite(stream, values, **options)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        png(COLOR),
+        b"P6 6 6 65535\n" + COLOR.astype(">u2").tobytes(),
+        tiff(COLOR, photometric="rgb"),
+        tiff(COLOR, photometric="rgb", compression="lzw"),
+        tiff(COLOR, photometric="rgb", compression="zlib", predictor=True),
+        tiff(COLOR, photometric="rgb", byteorder=">", bigtiff=True),
+        tiff(COLOR.transpose(2, 0, 1).copy(), photometric="rgb", planarconfig="separate"),
+    ],
+    ids=["PNG", "PPM", "TIFF", "LZW", "deflate", "BigTIFF", "planes"],
+)
+def test_color_of_16_bits_keeps_every_value(content):
+    assert np.array_equal(Decoding(channels=3, size=6)(content), COLOR.transpose(2, 0, 1))
+
+
+def test_opacity_of_16_bits():
+    clear, opaque = np.zeros((6, 6, 1), np.uint16), np.full((6, 6, 1), 65535, np.uint16)
+    decoding = Decoding(channels=3, size=6, background=0)
+    for make in (png, lambda values: tiff(values, photometric="rgb", extrasamples=["unassalpha"])):
+        assert decoding(make(np.concatenate([COLOR, clear], axis=2))).max() == 0
+        assert np.array_equal(decoding(make(np.concatenate([COLOR, opaque], axis=2))), COLOR.transpose(2, 0, 1))
+    gray = np.concatenate([COLOR[..., :1], opaque], axis=2)
+    assert np.array_equal(Decoding(channels=1, size=6)(png(gray))[0], COLOR[..., 0])
+
+
+@pytest.mark.parametrize("kind", ["uint8", "uint16", "float32"])
+@pytest.mark.parametrize("config", ["contig", "separate"])
+def test_thirteen_channels(kind, config):
+    values = RANDOM.integers(0, 200, (6, 6, 13)).astype(kind)
+    stored = values if config == "contig" else values.transpose(2, 0, 1).copy()
+    content = tiff(stored, photometric="minisblack", planarconfig=config)
+    settings = {"window": [0, 200]} if kind == "float32" else {}
+    found = Decoding(channels=13, size=6, **settings)(content)
+    assert found.dtype == kind
+    expected = (values / 200).astype(np.float32) if kind == "float32" else values
+    np.testing.assert_allclose(found, expected.transpose(2, 0, 1), rtol=1e-6)
+    with pytest.raises(InputError, match="it has 13 channels but dataset.channels=3"):
+        Decoding(channels=3, size=6, **settings)(content)
+
+
+def test_near_infrared_is_no_opacity():
+    values = RANDOM.integers(0, 65536, (6, 6, 4), dtype=np.uint16)
+    content = tiff(values, **BANDS)
+    assert np.array_equal(Decoding(channels=4, size=6)(content), values.transpose(2, 0, 1))
+    with pytest.raises(InputError, match="it has 4 channels but dataset.channels=3"):
+        Decoding(channels=3, size=6)(content)
+
+
+def test_other_channels_of_images_of_8_bits():
+    rgba = RANDOM.integers(0, 256, (6, 6, 4), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(rgba).save(stream, "PNG")
+    assert np.array_equal(Decoding(channels=4, size=6)(stream.getvalue()), rgba.transpose(2, 0, 1))
+    with pytest.raises(InputError, match="it has 4 channels but dataset.channels=2"):
+        Decoding(channels=2, size=6)(stream.getvalue())
+
+
+@pytest.mark.parametrize("make", [tiff, lambda values: tiff(values, compression="zlib")], ids=["raw", "deflate"])
+def test_pages_of_tiff(tmp_path, make):
+    stack = RANDOM.integers(0, 65536, (5, 8, 8), dtype=np.uint16)
+    (tmp_path / "stack.tif").write_bytes(make(stack))
+    found = list(Decoding(channels=1, size=8).each(Page(tmp_path / "stack.tif", number) for number in (4, 0, 2, 5)))
+    assert all(np.array_equal(image[0], stack[number]) for image, number in zip(found, (4, 0, 2), strict=False))
+    assert isinstance(found[3], EOFError)
+
+
+def test_a_mixture_has_the_widest_dtype_of_a_sample():
+    stream = io.BytesIO()
+    Image.fromarray(np.full((6, 6, 3), 200, np.uint8)).save(stream, "PNG")
+    eight, sixteen = stream.getvalue(), png(COLOR)
+    decoding = Decoding(channels=3, size=6).with_found_dtype([eight, b"damaged", sixteen])
+    assert (decoding.pixel_dtype, decoding(eight).max(), decoding(sixteen).dtype) == ("uint16", 200 * 257, np.uint16)
+    narrow = Decoding(channels=3, size=6).with_found_dtype([eight])
+    assert narrow(eight).dtype == np.uint8
+    with pytest.raises(
+        InputError, match="it needs dtype uint16, and a sample of the images uint8; set dataset.dtype=u"
+    ):
+        narrow(sixteen)
+    reduced = Decoding(channels=3, size=6, dtype="uint8")(sixteen)
+    assert np.array_equal(reduced, (COLOR.transpose(2, 0, 1) // 256))
+
+
+def test_a_missing_package_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(formats, "INSTALLED", frozenset())
+    with pytest.raises(InputError, match=r"need tifffile; pip install 'fedssl\[tiff\]'"):
+        Decoding(channels=13, size=6)(tiff(np.zeros((6, 6, 13), np.uint16), **BANDS))
+
+
+def test_pillow_reduces_color_of_16_bits_so_that_a_path_is_needed(tmp_path):
+    (tmp_path / "deep.png").write_bytes(png(COLOR))
+    preprocess = Preprocess(size=6, mean=(0.0,) * 3, std=(1.0,) * 3)
+    with pytest.raises(InputError, match="Pillow reduces color of 16 bits to 8; give the path"):
+        preprocess(Image.open(tmp_path / "deep.png"))
+    np.testing.assert_allclose(preprocess(tmp_path / "deep.png")[0], COLOR.transpose(2, 0, 1) / 65535, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (
+            tiff(np.zeros((6, 6, 65), np.uint16), **BANDS),
+            "it has 65 channels, and 64 are the maximum",
+        ),
+        (
+            tiff(np.zeros((6, 6, 13), np.complex64), **BANDS),
+            "its values are not those of an image",
+        ),
+        (b"P3 1 1 4095\n1 2 3\n", "it is plain PPM with more than 8 bits"),
+        (png(COLOR)[:60], ""),
+        (tiff(COLOR, photometric="rgb")[:-20], ""),
+    ],
+    ids=["channels", "complex", "plain PPM", "cut PNG", "cut TIFF"],
+)
+def test_unsuitable_files_have_a_reason(content, reason):
+    with pytest.raises(ANY) as raised:
+        Decoding(channels=3, size=6)(content)
+    assert reason in unreadable_reason(raised.value)
+
+
+def test_a_declared_size_is_checked_before_decoding():
+    content = bytearray(tiff(np.zeros((6, 6, 13), np.uint16), **BANDS))
+    with tifffile.TiffFile(io.BytesIO(content)) as file:
+        tags = file.pages[0].tags
+        offsets = [tags[name].valueoffset for name in ("ImageWidth", "ImageLength")]
+    for offset in offsets:
+        struct.pack_into("<H", content, offset, 60_000)
+    with pytest.raises(ValueError, match="it has 60,000 x 60,000 pixels, more than dataset.max_pixels"):
+        Decoding(channels=13, size=6)(bytes(content))
+    for offset in offsets:
+        struct.pack_into("<H", content, offset, 7_000)
+    with pytest.raises(ValueError, match="its pixels are not in the file"):
+        Decoding(channels=13, size=6)(bytes(content))
