@@ -32,7 +32,7 @@ from fedssl.model_arrays import (
     read_layers,
     read_once,
 )
-from fedssl.partition import client_indices
+from fedssl.partition import client_indices, shifted
 from fedssl.regularizers.base import CombinedRegularizer, Regularizer
 from fedssl.schedule.stages import frozen_names, set_active_stages
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
@@ -70,7 +70,10 @@ class ClientWorker:
         self.device = configure_process(settings.machine)
         image_data = load_federated(settings.data)
         self.images = image_data.images.place(self.device)
-        self.client_indices = None if settings.partition is None else client_indices(settings.partition, image_data)
+        self.client_indices = None
+        if (partition := settings.partition) is not None:
+            self.client_indices = client_indices(partition, image_data)
+            self.images = shifted(self.images, self.client_indices, partition)
         self.client_strategy: ClientStrategy = settings.strategy.instantiate().client
         self.method = build_method(settings.model).to(self.device)
         cache = settings.data.reader.values.get("cache")

@@ -20,7 +20,7 @@ from fedssl.errors import InputError
 from fedssl.machine.process import configure_process
 from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import exchanged_layers
-from fedssl.partition import Partition, make_partition
+from fedssl.partition import Partition, make_partition, parameter_table
 from fedssl.rules import check_rules
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import Phase, make_phases
@@ -66,6 +66,8 @@ class ClientData:
     image_data: ImageData
     partition: Partition
     few_images: frozenset[int] = frozenset()  # clients with too few images, which never train
+    # Parameters of the feature shift of every client, with a header; empty without one.
+    shifts: Sequence[Sequence[str]] = ()
 
     @property
     def parts(self) -> list[np.ndarray]:
@@ -221,7 +223,12 @@ def make_client_data(settings: Settings, method: SSLMethod, image_data: ImageDat
         settings = default_unlabeled_partition(settings)
     partition = make_partition(settings.partition, image_data)
     few_images = clients_with_few_images(settings, partition.client_indices, method)
-    return settings, ClientData(image_data, partition, few_images)
+    return settings, ClientData(
+        image_data,
+        partition,
+        few_images,
+        parameter_table(settings.partition, channels=settings.data.channels),
+    )
 
 
 def exchange_maker(context: RunContext, costs: TrainingCostMeter | None) -> Callable[[Grid, ActivityHook], Exchange]:

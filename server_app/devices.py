@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from fedssl.config.load import with_partition, with_values
 from fedssl.config.overrides import parse
-from fedssl.config.settings import DataSettings, Settings
+from fedssl.config.settings import DataSettings, FeatureShift, Settings
 from fedssl.errors import InputError
 from fedssl.rules import Problem
 from server_app.nodes import ClientDirectory
@@ -90,9 +90,13 @@ def devices_keep_labels_and_models(parts: RunParts) -> Problem:
 
 def devices_keep_their_images(parts: RunParts) -> Problem:
     """Refuse what changes the images of simulated clients."""
-    if not parts.context.is_deployment or parts.settings.partition.imbalance == 1:
+    partition = parts.settings.partition
+    if not parts.context.is_deployment or (partition.imbalance == 1 and partition.feature_shift == FeatureShift()):
         return None
-    return "imbalance is for simulations: devices train on all of their images; set imbalance=1"
+    return (
+        "imbalance and feature_shift are for simulations: devices train on their images as they are; set imbalance=1 "
+        "and every strength of feature_shift to 0"
+    )
 
 
 RUN_RULES = (devices_keep_labels_and_models, devices_keep_their_images)

@@ -32,6 +32,7 @@ from fedssl.runs.manifest import (
 from fedssl.runs.run import FLEET_FILE, LOCK_FILE
 from fedssl.runs.snapshots import remove_later_snapshots
 from fedssl.safe_io import MAX_LINES_BYTES, read_text
+from fedssl.text_table import to_csv
 from fedssl.wire.records import EXACT, record_bytes
 from server_app.build import ClientData, RunComponents
 from server_app.checkpoint import (
@@ -50,7 +51,8 @@ PERSONALIZED_FILE = "personalized.json"
 
 # Files of a run, besides encoders, checkpoints and figures.
 RUN_FILES = (
-    *(LOCK_FILE, "run.log", "config.yaml", "overrides.yaml", "choices.yaml", "partition.csv"),
+    *(LOCK_FILE, "run.log", "config.yaml", "overrides.yaml", "choices.yaml"),
+    *("partition.csv", "feature_shift.csv"),
     *(DEVICE_NUMBERS_FILE, FLEET_FILE, INITIAL_ENCODER_FILE, "summary.json", *JSONL_FILES),
     *("representations.npz", PERSONALIZED_FILE),
 )
@@ -165,6 +167,8 @@ class RunFolder:
                 "since the run started; restore them, or start a new run"
             )
         write_text(file, text)
+        if client_data.shifts:
+            write_text(self.path / "feature_shift.csv", to_csv(client_data.shifts))
 
     def restore(self, schema: StateSchema | None = None) -> ServerState:
         """Return the state of the newest valid checkpoint, and remove everything that was written after it.

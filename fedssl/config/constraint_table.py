@@ -215,6 +215,10 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "split_folders": _choice("auto", True, False),
         "storage": _choice("decoded", "encoded", "auto"),
     },
+    "feature_shift": {
+        **_all(_FRACTION, "brightness", "contrast", "color", "noise"),
+        "blur": Constraint(minimum=0, maximum=10),
+    },
     "partition": {
         **_all(_PATH, "file", "encoder"),
         "alpha": _POSITIVE,

@@ -43,6 +43,7 @@ from fedssl.config.settings import (
     EarlyStopping,
     EngineSettings,
     EvaluationSettings,
+    FeatureShift,
     MachineSettings,
     ModelSettings,
     PartitionSettings,
@@ -328,6 +329,7 @@ def _partition(config: DictConfig) -> PartitionSettings:
         server_fraction=node.share if node.when and node.dataset is None else None,
         cache=config.dataset.get("cache"),
         imbalance=config.imbalance,
+        feature_shift=_group(FeatureShift, config, "feature_shift"),
     )
 
 

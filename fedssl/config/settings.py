@@ -16,18 +16,9 @@ from fedssl.plain_values import RUN_KEYS
 
 # Settings of a simulated client, without engine, evaluation and tracking.
 CLIENT_SETTINGS = [
-    *("seed", "num_clients", "rounds", "dataset", "imbalance", "partition", "augmentation", "encoder", "method"),
-    *(
-        "regularizer",
-        "tuning",
-        "schedule",
-        "calibration",
-        "optimizer",
-        "strategy",
-        "local_epochs",
-        "batch_size",
-        "clip_norm",
-    ),
+    *("seed", "num_clients", "rounds", "dataset", "imbalance", "feature_shift", "partition", "augmentation", "encoder"),
+    *("method", "regularizer", "tuning", "schedule", "calibration", "optimizer", "strategy"),
+    *("local_epochs", "batch_size", "clip_norm"),
     *("precision", "channels_last", "gpu_augmentation", "cuda_graphs", "compile"),
     *("device", "threads", "keep_freed_memory", "output_dir", "run_id"),
 ]
@@ -129,6 +120,17 @@ def statistic_of_channels(values: Sequence[float], channels: int) -> tuple[float
 
 
 @dataclass(frozen=True, kw_only=True)
+class FeatureShift:
+    """Strengths of the differences between the images of clients, see `fedssl.partition.feature_shift`; 0: none."""
+
+    brightness: float = 0.0
+    contrast: float = 0.0
+    color: float = 0.0
+    blur: float = 0.0
+    noise: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class PartitionSettings:
     """Partition of the images among clients, by a function of `fedssl.partition`."""
 
@@ -138,6 +140,7 @@ class PartitionSettings:
     server_fraction: float | None  # of the images, which only the server holds, for calibration; None: none
     cache: str | None  # folder for what a partition function computes from the images; None disables it
     imbalance: float = 1.0  # size of the first class divided by that of the last; 1: all images of all classes
+    feature_shift: FeatureShift = FeatureShift()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from fedssl.config.constraint_table import MIN_IMAGES
 from fedssl.partition.domains import domain
 from fedssl.partition.feature_clustering import feature_clusters
+from fedssl.partition.feature_shift import parameter_table, shifted
 from fedssl.partition.partition import (
     ImageSubset,
     Partition,
@@ -35,9 +36,11 @@ __all__ = [
     "iid",
     "make_partition",
     "natural",
+    "parameter_table",
     "pathological",
     "quantity",
     "server_indices",
+    "shifted",
     "skew",
     "write_partition",
 ]

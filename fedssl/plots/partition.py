@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LEGEND = 10  # classes in a legend; more get a color scale
+MAX_NOTES = 40  # more have no room
 MAX_BARS = 1000  # of more clients, a figure shows this many at equal distances
 
 
@@ -38,12 +39,21 @@ def save_partition_plot(
     classes: Sequence[str] = (),
     *,
     kind: str = "class",
+    notes: Sequence[str] = (),
 ) -> None:
-    """Write a PNG file with one bar per client, divided by class; parameters as in `partition_table`."""
+    """Write a PNG file with one bar per client, divided by class; parameters as in `partition_table`.
+
+    ``notes`` about each client stand beside its bar, if there are few clients.
+    """
     counts, names = _counts(parts, labels, classes)
     if labels is None:
         counts = np.array([[len(part)] for part in parts])
-    write_png(_figure(counts, names, kind), path, dpi=120)
+    figure = _figure(counts, names, kind)
+    if 0 < len(notes) <= MAX_NOTES:
+        axes, sizes = figure.axes[0], counts.sum(axis=1)
+        for client, note in enumerate(notes):
+            axes.annotate(note, (sizes[client], client), (4, 0), textcoords="offset points", va="center", fontsize=6)
+    write_png(figure, path, dpi=120)
 
 
 def plot_partition(folder: Path) -> PlotData | None:

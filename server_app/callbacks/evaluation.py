@@ -12,6 +12,8 @@ from server_app.callbacks.base import Callback, RoundEnd, RunEnd
 from server_app.evaluator import Evaluator, ResultsByModel
 from server_app.models import arrays_by_model, export_encoders, load_each
 
+MAX_NOTED = 9  # first values of a feature shift in the figure; images may have many channels
+
 
 class Evaluation(Callback):
     """Evaluates the models of a round by loading them into ``method``, which nothing else uses at that time."""
@@ -66,7 +68,10 @@ def draw_partition(folder: Path, client_data: ClientData | None) -> None:
         return
     image_data, partition = client_data.image_data, client_data.partition
     file = folder / "figures" / "partition.png"
+    names, *rows = [line[1:MAX_NOTED] for line in client_data.shifts] or [[]]
+    notes = [", ".join(f"{name} {value}" for name, value in zip(names, row, strict=True)) for row in rows]
     if partition.groups is None:
-        save_partition_plot(file, client_data.parts, image_data.labels, image_data.classes)
+        save_partition_plot(file, client_data.parts, image_data.labels, image_data.classes, notes=notes)
     else:
-        save_partition_plot(file, client_data.parts, partition.groups, partition.names, kind=partition.kind)
+        groups, kind = partition.groups, partition.kind
+        save_partition_plot(file, client_data.parts, groups, partition.names, kind=kind, notes=notes)
