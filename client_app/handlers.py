@@ -30,7 +30,7 @@ from fedssl.fleet.encoders import encoder_quality, store_encoder
 from fedssl.fleet.history import record
 from fedssl.flower_internals import error_reply
 from fedssl.machine.out_of_memory import OUT_OF_MEMORY, is_out_of_memory
-from fedssl.partition import client_indices
+from fedssl.partition import client_indices, shifted
 from fedssl.runs.manifest import client_folder
 from fedssl.secure_aggregation.client import is_secure, secagg_reply
 from fedssl.secure_aggregation.protocol import SECAGG_CONFIG_KEY
@@ -205,8 +205,9 @@ def _statistics(message: Message, context: Context, on_step_start: StepHook) -> 
         return answer(plan, images, torch.arange(len(images)), on_step_start=before_step)
     data, partition = parse_client_images(plan.settings)
     image_data = load_federated(data)
-    rows = torch.from_numpy(client_indices(partition, image_data)[client.number])
-    return answer(plan, image_data.images, rows, on_step_start=on_step_start)
+    parts = client_indices(partition, image_data)
+    images, rows = shifted(image_data.images, parts, partition), torch.from_numpy(parts[client.number])
+    return answer(plan, images, rows, on_step_start=on_step_start)
 
 
 def _read_plan(message: Message, context: Context) -> TrainPlan:

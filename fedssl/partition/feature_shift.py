@@ -137,7 +137,7 @@ def blurred(images: Tensor, sigma: Tensor, *, radius: int) -> Tensor:
     radius = min(radius, images.shape[2] - 1, images.shape[3] - 1)
     places = torch.arange(-radius, radius + 1, dtype=torch.float64)
     weights = torch.exp(-(places**2) / (2 * sigma.clamp(min=1e-3)[:, None] ** 2))
-    weights = (weights / weights.sum(dim=1, keepdim=True)).float().to(images.device).view(len(images), -1, 1, 1)
+    weights = (weights / weights.sum(dim=1, keepdim=True)).float().to(images.device)[:, :, None, None]
     for dim, border in ((2, (0, 0, radius, radius)), (3, (radius, radius, 0, 0))):
         padded, size = F.pad(images, border, mode="reflect"), images.shape[dim]
         images = torch.zeros_like(images)
