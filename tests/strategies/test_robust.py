@@ -41,19 +41,15 @@ def model(seed, dtype=np.float32):
 
 def clients_of(start, number, *, spread=0.1, seed=1):
     """Updates that differ from ``start`` by random steps, in client order."""
-    return [
-        ClientUpdate(
-            layers={
-                name: np.asarray(
-                    array + (seed + k if array.dtype.kind == "i" else spread * model(seed + k)[name]), array.dtype
-                )
-                for name, array in start.items()
-            },
-            partition_id=k,
-            num_examples=10,
-        )
-        for k in range(number)
-    ]
+    updates = []
+    for k in range(number):
+        step = model(seed + k)
+        layers = {
+            name: np.asarray(array + (seed + k if array.dtype.kind == "i" else spread * step[name]), array.dtype)
+            for name, array in start.items()
+        }
+        updates.append(ClientUpdate(layers=layers, partition_id=k, num_examples=10))
+    return updates
 
 
 def same(one, other):
