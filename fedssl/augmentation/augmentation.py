@@ -277,8 +277,9 @@ def check_color(used: Sequence[str], *, channels: int, choices: str = "") -> Non
     ``choices`` are further remedies in the message.
     """
     if used and channels not in (1, 3):
+        names = dict.fromkeys(key.rpartition(".")[2] for key in used)
         raise InputError(
-            f"the images have {channels} channels but {', '.join(used)} need 3 (RGB); set {choices}"
+            f"the images have {channels} channels but {', '.join(names)} of views need 3 (RGB); set {choices}"
             f"{' '.join(f'{key}=0' for key in used)}"
         )
 

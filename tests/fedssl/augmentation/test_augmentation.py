@@ -276,7 +276,7 @@ def test_colors_of_other_than_three_channels_are_rejected(channels):
     views = [{"hue": 0.1, "brightness": 0.4}, {"count": 3, "gray_prob": 0.2}, {"blur_prob": 1.0}]
     remedy = {"augmentation.views.0.hue": 0, "augmentation.views.1.gray_prob": 0}
     message = (
-        f"the images have {channels} channels but {', '.join(remedy)} need 3 (RGB); set augmentation=satellite or "
+        f"the images have {channels} channels but hue, gray_prob of views need 3 (RGB); set augmentation=satellite or "
         f"microscopy, or {' '.join(f'{key}=0' for key in remedy)}"
     )
     with pytest.raises(InputError, match=re.escape(message)):

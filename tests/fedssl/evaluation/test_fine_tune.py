@@ -97,7 +97,7 @@ def test_the_encoder_learns_as_well():
 def test_colors_of_multispectral_images_are_rejected():
     images = LabeledImages(TensorImages(torch.zeros(4, 5, 4, 4, dtype=torch.uint8)), torch.arange(4) % 2)
     given = replace(evaluation_input(Brightness(1.0, 1.0)), train=images, test=images, mean=(0.5,) * 5, std=(0.5,) * 5)
-    with pytest.raises(InputError, match="5 channels but evaluation.view.hue need 3 .*; set evaluation.view.hue=0$"):
+    with pytest.raises(InputError, match="5 channels but hue of views need 3 .*; set evaluation.view.hue=0$"):
         evaluate(protocol(view={"hue": 0.1, "saturation": 0.0}), given, seed=0)
 
 
