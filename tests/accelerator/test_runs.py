@@ -52,6 +52,8 @@ EVALUATION_RUNS = {
 }
 OTHER_RUNS = {
     **{f"regularizer-{name}": [f"regularizer={name}"] for name in REGULARIZERS},
+    "views-medical": ["augmentation=medical"],
+    "views-satellite": ["augmentation=satellite"],
     "regularizer-fur-converged": ["regularizer=fur", "regularizer.gpu_iter=0"],
     "regularizer-tangent": ["regularizer=fur", "regularizer.variant=tangent_swd"],
     "vit-progressive-calibrated": [*VIT, "schedule=progressive", "calibration=auxiliary"],
@@ -112,3 +114,9 @@ def test_a_run_gives_the_numbers_of_the_cpu(accelerator, name, tmp_path):
 @pytest.mark.heavy
 def test_other_code_for_accelerators_gives_nearly_the_same_numbers(accelerator, tmp_path):
     compare(accelerator, tmp_path, ["augmentation=simclr", *RGB], atol=1e-4)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("recipe", ["medical", "microscopy"])
+def test_further_operations_give_nearly_the_same_numbers(accelerator, recipe, tmp_path):
+    compare(accelerator, tmp_path, [f"augmentation={recipe}"], atol=1e-4)
