@@ -4,9 +4,10 @@ import logging
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedssl.config.settings import DataSettings, EvaluationSettings, Settings
+from fedssl.datasets.base import NO_LABEL
 from fedssl.encoders.base import Encoder
 from fedssl.evaluation.features import accuracy, pixel_values
 from fedssl.evaluation.protocol import (
@@ -53,23 +54,23 @@ class Evaluator:
 
         Results that the images cannot give are logged.
         """
-        evaluation_input = make_evaluation_input(encoder, self._data, device=self._device)
-        if evaluation_input is None:
-            return
-        log_unknown_classes(evaluation_input)
-        protocols = (self._protocol, self._final_protocol)
-        left_out = {name: why for protocol in protocols for name, why in protocol.left_out(evaluation_input).items()}
-        for name, why in left_out.items():
+        evaluated = [(protocol, self._input(protocol, encoder)) for protocol in (self._protocol, self._final_protocol)]
+        labeled = next((subject for protocol, subject in evaluated if subject and protocol.needs_labels), None)
+        if labeled is not None:
+            log_unknown_classes(labeled)
+        reasons = [protocol.left_out(subject) for protocol, subject in evaluated if subject]
+        for name, why in {name: why for part in reasons for name, why in part.items()}.items():
             log.warning("%s is left out: %s", name, why)
-        self._protocol.validate(evaluation_input, feature_dim=encoder.feature_dim)
-        # The final comparison includes raw pixels.
-        longest = max(encoder.feature_dim, pixel_values(evaluation_input.test.images[:2]).shape[1])
-        self._final_protocol.validate(evaluation_input, feature_dim=longest)
+        for protocol, subject in evaluated:
+            if subject is not None:
+                # The final comparison includes raw pixels.
+                pixels = pixel_values(subject.test.images[:2]).shape[1] if protocol is self._final_protocol else 0
+                protocol.validate(subject, feature_dim=max(encoder.feature_dim, pixels))
 
     def result_units(self, *, final: bool = False) -> dict[str, str]:
         """Return the units of the results of a round, or of the final ones, by name. Empty without labeled images."""
         protocol = self._final_protocol if final else self._protocol
-        evaluation_input = make_evaluation_input(None, self._data, device=self._device)
+        evaluation_input = self._input(protocol, None)
         if evaluation_input is None:
             return {}
         units, left_out = protocol.result_units(evaluation_input.num_classes), protocol.left_out(evaluation_input)
@@ -77,7 +78,8 @@ class Evaluator:
 
     @property
     def trains_network(self) -> bool:
-        return self._protocol.trains_network and evaluation_problem(self._data) is None
+        needs_labels = self._protocol.needs_labels
+        return self._protocol.trains_network and evaluation_problem(self._data, needs_labels=needs_labels) is None
 
     def due(self, round: int) -> bool:
         return self._every > 0 and (round % self._every == 0 or round == self._rounds)
@@ -89,20 +91,23 @@ class Evaluator:
 
     def baselines(self, untrained: SSLMethod) -> ResultsByModel:
         """Return the final results of the untrained encoder and of raw pixels, on the same draws."""
-        raw = make_evaluation_input(None, self._data, device=self._device)
+        raw = self._input(self._final_protocol, None)
         if raw is None:
             return {}
         return {"untrained": self._evaluate(self._final_protocol, untrained), "pixels": self.evaluate_final(raw)}
 
     def evaluation_input(self, method: SSLMethod) -> EvaluationInput | None:
-        """Return the method's encoder and the images; None without labeled images for training and test."""
-        return make_evaluation_input(method.encoder, self._data, device=self._device)
+        """Return the method's encoder and the images of the final protocol; None without any for training and test."""
+        return self._input(self._final_protocol, method.encoder)
 
     def evaluate_final(self, evaluation_input: EvaluationInput) -> dict[str, Score]:
         return evaluate(self._final_protocol, evaluation_input, seed=self._seed)
 
+    def _input(self, protocol: EvaluationProtocol, encoder: nn.Module | None) -> EvaluationInput | None:
+        return make_evaluation_input(encoder, self._data, device=self._device, needs_labels=protocol.needs_labels)
+
     def _evaluate(self, protocol: EvaluationProtocol, method: SSLMethod) -> dict[str, Score]:
-        evaluation_input = self.evaluation_input(method)
+        evaluation_input = self._input(protocol, method.encoder)
         if evaluation_input is None:
             return {}
         results = evaluate(protocol, evaluation_input, seed=self._seed)
@@ -117,14 +122,20 @@ class Evaluator:
                 return torch.cat(known) if known else None
 
             logits = retry_in_chunks(classify, device=self._device, chunk=len(h), what="images are classified")
-            if logits is not None:
-                results["classifier"] = Score(accuracy(logits.argmax(dim=1), evaluation_input.test.labels))
+            labels = evaluation_input.test.labels
+            has_label = labels != NO_LABEL
+            if logits is not None and has_label.any():
+                results["classifier"] = Score(accuracy(logits.argmax(dim=1)[has_label], labels[has_label]))
         return results
 
 
 def no_evaluation_reason(settings: Settings) -> str | None:
-    """Return why nothing is evaluated; None if the server has labeled images."""
-    return NO_SERVER_DATA if settings.data.federated is None else evaluation_problem(settings.data)
+    """Return why nothing is evaluated; None if the server has images for a protocol."""
+    if settings.data.federated is None:
+        return NO_SERVER_DATA
+    evaluation = settings.evaluation
+    protocols = [check_protocol(each.instantiate()) for each in (evaluation.protocol, evaluation.final_protocol)]
+    return evaluation_problem(settings.data, needs_labels=all(protocol.needs_labels for protocol in protocols))
 
 
 def personalized_models_have_labels(parts: RunParts) -> Problem:

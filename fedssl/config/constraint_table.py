@@ -362,6 +362,8 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "magnitude": _integer(0, 30),
         "include_own": _BOOL,
         "gallery": _choice("test", "train"),
+        "columns": _optional(_list_of(_NAME)),
+        "file": _PATH,
         "recall_at": _list_of(_integer(1)),
     },
 }

@@ -14,7 +14,7 @@ with the same source split share one object, so that nothing is decoded twice.
 import logging
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from fedssl.datasets.sample_checks import constant_warnings
 from fedssl.errors import InputError
 from fedssl.safe_io import sanitize
 from fedssl.seeding import numpy_generator
+
+if TYPE_CHECKING:
+    from fedssl.datasets.image_index import ImageIndex
 
 Split = Literal["federated", "train", "test"]
 
@@ -47,6 +50,7 @@ class ImageData:
     owners: torch.Tensor | None = None  # int64, ``(n,)``, such as writers, devices or hospitals; None if unknown
     owner_names: tuple[str, ...] = ()  # ``owner_names[owner]``; empty if unknown
     warnings: tuple[str, ...] = ()  # such as unreadable files; logged by every process that loads the images
+    origin: "tuple[ImageIndex, np.ndarray] | None" = None  # what was read, and the rows of its images; None if unknown
 
 
 def load_split(data: DataSettings, split: Split) -> ImageData | None:

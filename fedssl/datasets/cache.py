@@ -54,7 +54,7 @@ def read_images(index: ImageIndex, *, cache: str | None, storage: str) -> ImageD
     labels, owners = (
         None if column is None else torch.from_numpy(column[readable]) for column in (index.labels, index.owners)
     )
-    return ImageData(source, labels, index.classes, owners, index.owner_names, warnings)
+    return ImageData(source, labels, index.classes, owners, index.owner_names, warnings, (index, readable))
 
 
 def _read(index: ImageIndex, *, cache: str | None, storage: str) -> tuple[ImageSource, Storage]:

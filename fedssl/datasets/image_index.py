@@ -79,6 +79,10 @@ class ImageIndex(ABC):
     def records(self) -> Sequence[Encoded] | None:
         """Return the images where they are; None if they must be copied to be found again."""
 
+    def values(self, name: str) -> Sequence[Any]:
+        """Return a further value of every image, such as its targets; `InputError` if the source has no such values."""
+        raise InputError(f"{self.name} has no column {name!r}, because its images are files; give a CSV file")
+
     def num_bytes(self) -> int:
         """Return the approximate size of a copy of the images."""
         return 0

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +30,7 @@ from fedssl.datasets.tables import (
     image_files,
     num_rows,
     require_column,
+    row_values,
 )
 from fedssl.digests import identity
 from fedssl.errors import InputError
@@ -126,6 +128,9 @@ class TableIndex(ImageIndex):
 
     def records(self) -> Sequence[Encoded] | None:
         return arrow_records(self.tables, self.column, self.rows)
+
+    def values(self, name: str) -> Sequence[Any]:
+        return row_values(self.tables, name, self.rows)
 
     def num_bytes(self) -> int:
         return sum(column_bytes(file, self.column) for file in self.tables) * self.count // self.num_in_files

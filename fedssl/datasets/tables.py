@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -62,6 +63,17 @@ def column_of(file: Path, column: str) -> pa.Array:
     with _reading(file):
         table = opened if isinstance(opened, pa.Table) else opened.read(columns=[column])
         return table.column(column).combine_chunks()
+
+
+def row_values(files: Sequence[Path], column: str, rows: np.ndarray) -> list[Any]:
+    """Return the values of a column at ascending ``rows`` of all files one after another."""
+    values: list[Any] = []
+    bounds = np.cumsum([0, *map(num_rows, files)])
+    for file, start, end in zip(files, bounds, bounds[1:], strict=False):
+        require_column(file, column, "name one of these")
+        wanted = rows[np.searchsorted(rows, start) : np.searchsorted(rows, end)] - start
+        values += column_of(file, column).take(pa.array(wanted)).to_pylist()
+    return values
 
 
 def children(file: Path, column: str, field: str) -> list[pa.Array]:

@@ -34,14 +34,16 @@ from fedssl.config.targets import choice_targets, expand_config_dir_flag, normal
 from fedssl.config.validation import check_types, validate_config
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import evaluate, evaluation_problem, log_unknown_classes, make_evaluation_input
-from fedssl.evaluation.scores import format_table, to_flat_dict, units_of
+from fedssl.evaluation.scores import Score, column_title, format_table, to_flat_dict, units_of
 from fedssl.export import load_encoder, saved_target
 from fedssl.machine.devices import select_device
 from fedssl.safe_io import sanitize
+from fedssl.text_table import align
 
 USAGE = (
     "usage: fedssl-evaluate run=DIR [evaluation=knn|linear|few_labels|probes|semi_supervised|fine_tune|transfer|\n"
-    "       retrieval|PAPER/linear|PAPER/fine_tune] [dataset=NAME] [dataset.path=PATH] [key=value ...]\n"
+    "       retrieval|multi_label|regression|PAPER/linear|PAPER/fine_tune]\n"
+    "       [dataset=NAME] [dataset.path=PATH] [key=value ...]\n"
     "       fedssl-evaluate encoder=FILE dataset=NAME ...\n"
     "       --config-dir FOLDER: folder with the settings of your own encoder or data set"
 )
@@ -71,10 +73,14 @@ def run(overrides: Sequence[str]) -> str:
     torch.set_num_threads(settings.machine.threads)
     encoder = load_encoder(file, build=user_encoder(saved_target(file), search_folders(others)))
     data = match_encoder(encoder, settings.data, explicit_size="dataset.size" in values)
-    evaluation_input = make_evaluation_input(encoder, data, device=select_device(settings.machine.device))
+    device, needs_labels = select_device(settings.machine.device), protocol.needs_labels
+    evaluation_input = make_evaluation_input(encoder, data, device=device, needs_labels=needs_labels)
     if evaluation_input is None:
-        raise InputError(f"{evaluation_problem(data)}, or choose another data set with dataset=")
-    log_unknown_classes(evaluation_input)
+        problem = evaluation_problem(data, needs_labels=needs_labels)
+        raise InputError(f"{problem}, or choose another data set with dataset=")
+    if needs_labels:
+        log_unknown_classes(evaluation_input)
+    protocol.validate(evaluation_input, feature_dim=encoder.feature_dim)
     left_out = "; ".join(f"{name} is left out: {why}" for name, why in protocol.left_out(evaluation_input).items())
     results = evaluate(protocol, evaluation_input, seed=settings.seed)
     if left_out and not results:
@@ -89,13 +95,32 @@ def run(overrides: Sequence[str]) -> str:
         "images": {"train": len(evaluation_input.train.labels), "test": len(evaluation_input.test.labels)},
         "results": to_flat_dict(results),
         "units": units_of(results),
+        "parts": {name: dict(score.parts) for name, score in results.items() if score.parts},
     }
     try:
         make_subfolder(file.parent, "evaluation")
         write_text(report, json.dumps(content, indent=2) + "\n")
     except (OSError, ValueError) as error:  # the data set's name may be an invalid file name
         raise InputError(f"{report} cannot be written ({error}); make its folder writable") from error
-    return "\n".join([format_table({name: results}), *filter(None, [left_out]), f"written to {report}"])
+    return "\n".join(
+        [format_table({name: results}), *_tables_of_parts(results), *filter(None, [left_out]), f"written to {report}"]
+    )
+
+
+def _tables_of_parts(results: Mapping[str, Score]) -> list[str]:
+    """Return a table of the parts of all scores that have some, e.g. with a line for each class."""
+    having = {name: score for name, score in results.items() if score.parts}
+    if not having:
+        return []
+    names = dict.fromkeys(part for score in having.values() for part in score.parts)
+    columns = {
+        column_title(name, score.unit): {
+            part: replace(score, value=value, parts={}) for part, value in score.parts.items()
+        }
+        for name, score in having.items()
+    }
+    lines = [[part, *(of[part].number if part in of else "-" for of in columns.values())] for part in names]
+    return ["", align([["", *columns], *lines], left=1)]
 
 
 def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Settings:

@@ -7,6 +7,8 @@ result every time. On CIFAR-10 it agrees with 100 epochs of SGD to 0.1 point. Te
 solution. `fedssl.evaluation.sgd_linear_probe` has the papers' probes.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,17 +22,32 @@ from fedssl.evaluation.scores import ACCURACY, Score
 def softmax_regression(
     x: Tensor, labels: Tensor, *, num_classes: int, l2: float, max_iterations: int = 300
 ) -> tuple[Tensor, Tensor]:
-    """Minimize mean cross-entropy + l2 / 2 * ||weight||^2 by L-BFGS, starting from zero.
+    """Minimize mean cross-entropy + l2 / 2 * ||weight||^2, see `fit_linear`.
+
+    ``labels`` are int64 ``(n,)`` on the device of ``x``. Return the weight ``(dim, num_classes)`` and the bias
+    ``(num_classes,)``.
+    """
+
+    def loss(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels)
+
+    return fit_linear(x, loss, outputs=num_classes, l2=l2, max_iterations=max_iterations)
+
+
+def fit_linear(
+    x: Tensor, loss: Callable[[Tensor], Tensor], *, outputs: int, l2: float, max_iterations: int
+) -> tuple[Tensor, Tensor]:
+    """Minimize a convex loss of x weight + bias, plus l2 / 2 * ||weight||^2, by L-BFGS, starting from zero.
 
     With more images than features, L-BFGS runs in coordinates in which the second moment of the features is about the
     identity. The minimum is the same and needs a tenth of the iterations, usually fewer than 100.
 
-    ``x`` are features ``(n, dim)``, ``labels`` int64 ``(n,)`` on the same device. ``l2=0`` disables the penalty; the
-    bias is not penalized. Return the weight ``(dim, num_classes)`` and the bias ``(num_classes,)``.
+    ``x`` are features ``(n, dim)``; ``loss`` maps ``(n, outputs)`` to a number. ``l2=0`` disables the penalty; the bias
+    is not penalized. Return the weight ``(dim, outputs)`` and the bias ``(outputs,)``.
     """
     dim = x.shape[1]
-    u = x.new_zeros(dim, num_classes, requires_grad=True)
-    bias = x.new_zeros(num_classes, requires_grad=True)
+    u = x.new_zeros(dim, outputs, requires_grad=True)
+    bias = x.new_zeros(outputs, requires_grad=True)
     factor = _cholesky_factor(x, l2=l2) if len(x) > dim else None
 
     def weight() -> Tensor:
@@ -48,9 +65,9 @@ def softmax_regression(
     def closure() -> Tensor:
         optimizer.zero_grad()
         w = weight()
-        loss = F.cross_entropy(torch.addmm(bias, x, w), labels) + l2 / 2 * w.square().sum()
-        loss.backward()
-        return loss
+        objective = loss(torch.addmm(bias, x, w)) + l2 / 2 * w.square().sum()
+        objective.backward()
+        return objective
 
     optimizer.step(closure)
     return weight().detach(), bias.detach()

@@ -6,11 +6,13 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedssl.config.settings import DataSettings
 from fedssl.datasets.base import NO_LABEL, Split, load_split, source_split
+from fedssl.datasets.image_index import ImageIndex
 from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError, shortened
 from fedssl.evaluation.features import Features, extract, pixels
@@ -28,11 +30,12 @@ log = logging.getLogger("fedssl")
 
 @dataclass(frozen=True, eq=False)
 class LabeledImages:
-    """Images ``(n, channels, height, width)`` with labels, int64 ``(n,)``."""
+    """Images ``(n, channels, height, width)`` with labels, int64 ``(n,)``; `NO_LABEL` if no label is needed."""
 
     images: ImageSource
     labels: Tensor
     classes: tuple[str, ...] = ()  # ``classes[label]``; empty if unknown
+    origin: tuple[ImageIndex, np.ndarray] | None = None  # what was read, and the rows of these images; None if unknown
 
     def class_name(self, label: int) -> str:
         """Return the name of a class for a message, or its number if it has no name."""
@@ -40,7 +43,8 @@ class LabeledImages:
 
     def subset(self, rows: Tensor) -> "LabeledImages":
         """Return the images at ``rows``, int64, with their labels."""
-        return LabeledImages(self.images.subset(rows), self.labels[rows], self.classes)
+        origin = None if self.origin is None else (self.origin[0], self.origin[1][rows.numpy()])
+        return replace(self, images=self.images.subset(rows), labels=self.labels[rows], origin=origin)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -112,26 +116,30 @@ class EvaluationInput:
 
 
 def make_evaluation_input(
-    encoder: nn.Module | None, data: DataSettings, *, device: torch.device
+    encoder: nn.Module | None, data: DataSettings, *, device: torch.device, needs_labels: bool = True
 ) -> EvaluationInput | None:
-    """Join the encoder and the labeled images of the data set; None if they are too few, see `evaluation_problem`."""
-    train, test = load_labeled(data, "train"), load_labeled(data, "test")
-    if train is None or test is None or _only_class(train, test) is not None:
+    """Join the encoder and the images of the data set; None if they are too few, see `evaluation_problem`.
+
+    Only images with labels are used if the protocol ``needs_labels``.
+    """
+    train, test = (load_labeled(data, split, needs_labels=needs_labels) for split in SPLITS)
+    if train is None or test is None or (needs_labels and _only_class(train, test) is not None):
         return None
     return EvaluationInput(encoder=encoder, train=train, test=test, mean=data.mean, std=data.std, device=device)
 
 
-def evaluation_problem(data: DataSettings) -> str | None:
+def evaluation_problem(data: DataSettings, *, needs_labels: bool = True) -> str | None:
     """Return the reason, with a remedy, why the data set cannot evaluate encoders; None if it can."""
     keys = data.reader.values
     labeled = []
     for split, name in SPLITS.items():
-        images = load_labeled(data, split)
+        images = load_labeled(data, split, needs_labels=needs_labels)
         if images is not None:
             labeled.append(images)
             continue
         setting = f"dataset.splits.{split}={source_split(data, split) or 'null'}"
-        remedies = [f"set dataset.splits.{split} to a split with labeled images"]
+        labels = "labeled " * needs_labels
+        remedies = [f"set dataset.splits.{split} to a split with {labels}images"]
         if load_split(data, split) is None:
             reason = "names no images"
             if split == "test" and keys.get("test_fraction") == 0:
@@ -140,10 +148,10 @@ def evaluation_problem(data: DataSettings) -> str | None:
             reason = "names images without labels"
             remedies += ["name the column of the labels with dataset.label=COLUMN"] if "label" in keys else []
             remedies += ["use one subfolder per class"] if "folders" in keys else []
-        return f"the data set has no labeled {name} images ({setting} {reason}); {', or '.join(remedies)}"
+        return f"the data set has no {labels}{name} images ({setting} {reason}); {', or '.join(remedies)}"
     train, test = labeled
     only = _only_class(train, test)
-    if only is None:
+    if only is None or not needs_labels:
         return None
     return (
         f"all labeled images of the data set are of the class {train.class_name(only)}, so that nothing can be "
@@ -169,14 +177,15 @@ def log_unknown_classes(evaluation_input: EvaluationInput) -> None:
         )
 
 
-def load_labeled(data: DataSettings, split: Split) -> LabeledImages | None:
-    """Load the images of a split that have a label; None if there are none."""
+def load_labeled(data: DataSettings, split: Split, *, needs_labels: bool = True) -> LabeledImages | None:
+    """Load the images of a split that have a label, or all if none is needed; None if there are none."""
     image_data = load_split(data, split)
-    if image_data is None or image_data.labels is None:
+    if image_data is None or (needs_labels and image_data.labels is None):
         return None
-    images = LabeledImages(image_data.images, image_data.labels, image_data.classes)
-    rows = (image_data.labels != NO_LABEL).nonzero().flatten()
-    return images if len(rows) == len(image_data.labels) else images.subset(rows)
+    labels = torch.full((len(image_data.images),), NO_LABEL) if image_data.labels is None else image_data.labels
+    images = LabeledImages(image_data.images, labels, image_data.classes, image_data.origin)
+    rows = (labels != NO_LABEL).nonzero().flatten()
+    return images if not needs_labels or len(rows) == len(labels) else images.subset(rows)
 
 
 class EvaluationProtocol(ABC):
@@ -193,10 +202,13 @@ class EvaluationProtocol(ABC):
         GPU, so it is not run beside training.
     uses_features : bool
         Whether it uses `EvaluationInput.features`. Their memory is checked before the first round.
+    needs_labels : bool
+        Whether it uses `LabeledImages.labels`. Images without a label are evaluated otherwise.
     """
 
     trains_network: bool = False
     uses_features: bool = True
+    needs_labels: bool = True
 
     @abstractmethod
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> Mapping[str, Score | float]:
@@ -247,6 +259,7 @@ class CombinedProtocol(EvaluationProtocol):
         self.protocols = {name: check_protocol(protocol) for name, protocol in protocols.items()}
         self.trains_network = any(protocol.trains_network for protocol in self.protocols.values())
         self.uses_features = any(protocol.uses_features for protocol in self.protocols.values())
+        self.needs_labels = not protocols or any(protocol.needs_labels for protocol in self.protocols.values())
 
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
         results: dict[str, Score] = {}

@@ -4,13 +4,14 @@ Files store a result as a plain number under its name, and its standard deviatio
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import mean, stdev
 
 from fedssl.text_table import align
 
 ACCURACY = "accuracy"  # unit of a share of correct predictions in [0, 1], displayed in percent
 FRACTION = "fraction"  # unit of other scores in [0, 1] of which more is better, displayed in percent
+ERROR = "error"  # unit of results of which less is better, in the unit of their targets
 IN_PERCENT = (ACCURACY, FRACTION)
 
 _STD_SUFFIX = "_std"
@@ -23,12 +24,18 @@ class Score:
     value: float
     unit: str = ACCURACY  # or the displayed one, empty if there is none
     std: float | None = None  # over draws or models; None for one draw or model
+    parts: Mapping[str, float] = field(default_factory=dict, hash=False)  # such as those of classes, by their names
 
     @classmethod
     def over_draws(cls, values: Sequence[float], unit: str = ACCURACY) -> "Score":
         """Return the score of several draws or models, see `mean_and_std`."""
         average, std = mean_and_std(values)
         return cls(average, unit, std)
+
+    @classmethod
+    def over_parts(cls, parts: Mapping[str, float], unit: str) -> "Score":
+        """Return the mean of parts, without a deviation."""
+        return cls(mean(parts.values()), unit, parts=parts if len(parts) > 1 else {})
 
     @classmethod
     def over_runs(cls, scores: Sequence["Score"]) -> "Score":

@@ -60,6 +60,7 @@ class Transfer(EvaluationProtocol):
             )
         self.protocol = check_protocol(Component(protocol).instantiate())
         self.trains_network, self.uses_features = self.protocol.trains_network, self.protocol.uses_features
+        self.needs_labels = self.protocol.needs_labels
         self.datasets = {name: read_data(OmegaConf.create(dict(node))) for name, node in datasets.items()}
         self.include_own = include_own
 
@@ -85,7 +86,8 @@ class Transfer(EvaluationProtocol):
             self.protocol.validate(evaluation_input, feature_dim=feature_dim)
         for name in self.datasets:
             other = self._with_dataset(name, evaluation_input)
-            log_unknown_classes(other)
+            if self.needs_labels:
+                log_unknown_classes(other)
             self.protocol.validate(other, feature_dim=feature_dim)
 
     def _with_dataset(self, name: str, evaluation_input: EvaluationInput) -> EvaluationInput:
@@ -96,7 +98,8 @@ class Transfer(EvaluationProtocol):
                 f"the encoder needs images with {channels} channel(s) but datasets.{name}.channels={data.channels}; "
                 f"set datasets.{name}.channels={channels} to convert the images"
             )
-        other = make_evaluation_input(None, data, device=evaluation_input.device)
+        needs_labels = self.protocol.needs_labels
+        other = make_evaluation_input(None, data, device=evaluation_input.device, needs_labels=needs_labels)
         if other is None:
-            raise InputError(f"datasets.{name}: {evaluation_problem(data)}")
+            raise InputError(f"datasets.{name}: {evaluation_problem(data, needs_labels=needs_labels)}")
         return replace(other, encoder=evaluation_input.encoder, mean=evaluation_input.mean, std=evaluation_input.std)

@@ -11,7 +11,7 @@ from pathlib import Path
 from fedssl.config.settings import EarlyStopping
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import evaluation_problem
-from fedssl.evaluation.scores import ACCURACY, IN_PERCENT
+from fedssl.evaluation.scores import ACCURACY, ERROR, IN_PERCENT
 from fedssl.rules import Problem
 from fedssl.runs.jsonl import read_jsonl
 from server_app.callbacks.base import Callback, RoundEnd, RunEnd
@@ -53,7 +53,9 @@ def monitor_problem(rule: EarlyStopping, names: Collection[str]) -> Problem:
 
 
 def threshold_problem(rule: EarlyStopping, unit: str) -> Problem:
-    """Return the sentence of thresholds that a result of this unit cannot reach."""
+    """Return the sentence of a unit of which less is better, or of thresholds that such a result cannot reach."""
+    if unit == ERROR:
+        return f"early_stopping.monitor={rule.monitor} is an error; choose a result of which more is better"
     for name, value in (("threshold", rule.threshold), ("min_delta", rule.min_delta)):
         if unit in IN_PERCENT and value is not None and value > 1:
             return (
@@ -99,7 +101,7 @@ def monitor_is_a_result(parts: RunParts) -> Problem:
             f"early_stopping.monitor={rule.monitor} would stop a schedule of {phases} stages before its last; set "
             "early_stopping.monitor=null or schedule=end_to_end"
         )
-    problem = evaluation_problem(settings.data)
+    problem = None if parts.result_units() else evaluation_problem(settings.data)
     if problem:
         return f"early_stopping.monitor={rule.monitor} needs evaluations; {problem}"
     units = {**parts.result_units(), **({"classifier": ACCURACY} if parts.method.uses_labels else {})}

@@ -1,0 +1,217 @@
+"""Targets of images other than one class: several labels, or numbers.
+
+They are in columns of parquet and arrow files, in arrays of NPZ files, or in a CSV file. The first column of a CSV file
+has the images' files, below the folder of the CSV file; if none is there, their names, with or without ending.
+
+A target is a number, and unknown if it is null, blank or NaN. A column with lists has a target for each place of the
+list, or, for labels, for each class: lists of names or class numbers, of any length, or names between bars, of which
+blank means none.
+"""
+
+import csv
+import io
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedssl.config.literal import user_path
+from fedssl.datasets.listing import log_once
+from fedssl.errors import InputError, shortened
+from fedssl.evaluation.protocol import EvaluationInput, LabeledImages
+from fedssl.safe_io import read_text, sanitize
+
+_MAX_CSV_BYTES = 2**30
+_REMEDY = "name other columns with evaluation.columns=[NAME,...]"
+_BOOLS = {"true": 1.0, "false": 0.0}
+
+Column = tuple[np.ndarray, tuple[str, ...]]  # targets, float64 ``(n, t)``, and their names
+Convert = Callable[[str, Sequence[Any]], Column]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Targets of the training and test images, NaN if unknown."""
+
+    train: Tensor  # float64, ``(n_train, t)``
+    test: Tensor  # float64, ``(n_test, t)``
+    names: tuple[str, ...]  # of the ``t`` targets
+
+
+def read_targets(
+    evaluation_input: EvaluationInput, *, columns: Sequence[str] | None, file: str | None, convert: Convert
+) -> Targets:
+    """Read the targets of all images of an evaluation.
+
+    Parameters
+    ----------
+    columns : sequence of str or None
+        Names of the columns; None for all of a CSV file.
+    file : str or None
+        The CSV file; None for the columns of the data set.
+    convert : callable
+        `as_numbers` or `as_labels`: from the name and the values of a column of both splits to targets and their names.
+    """
+    if not columns and file is None:
+        raise InputError(
+            "evaluation.columns=null names no targets; set evaluation.columns=[NAME,...] to columns of the data set, "
+            "or evaluation.file=FILE.csv"
+        )
+    splits = (evaluation_input.train, evaluation_input.test)
+    if file is None:
+        raw = {name: [_values(split, name) for split in splits] for name in columns or ()}
+    else:
+        raw = _read_csv(user_path(file), splits, columns)
+    count, parts = len(splits[0].labels), []
+    for name, (train, test) in raw.items():
+        matrix, titles = convert(name, [*train, *test])
+        parts.append((matrix, titles if len(titles) > 1 else (name,)))
+    targets = torch.from_numpy(np.concatenate([matrix for matrix, _ in parts], axis=1))
+    if (bad := targets.isinf()).any():
+        raise InputError(f"the targets {shortened(raw)} have {int(bad.sum())} infinite values; correct them")
+    titles = tuple(title for _, titles in parts for title in titles)
+    return Targets(targets[:count], targets[count:], titles)
+
+
+def varying(targets: Tensor) -> Tensor:
+    """Return which columns of ``(n, t)`` have different known values, bool ``(t,)``."""
+    lowest, highest = targets.nan_to_num(nan=math.inf).amin(dim=0), targets.nan_to_num(nan=-math.inf).amax(dim=0)
+    return lowest < highest
+
+
+def as_numbers(name: str, values: Sequence[Any]) -> Column:
+    """Convert numbers, or lists of equal length, to targets."""
+    width = max((len(value) for value in values if _is_list(value)), default=1)
+    rows = [list(value) if _is_list(value) else [value] * width if _is_unknown(value) else [value] for value in values]
+    wrong = next((row for row in rows if len(row) != width), None)
+    if wrong is not None:
+        raise InputError(f"the column {name!r} has {width} and {len(wrong)} targets per image; {_REMEDY}")
+    numbers = np.array([[_number(name, value) for value in row] for row in rows], dtype=np.float64)
+    return numbers.reshape(len(rows), width), tuple(f"{name}_{number}" for number in range(width))
+
+
+def as_labels(name: str, values: Sequence[Any]) -> Column:
+    """Convert labels to 0, 1 or NaN for each class; -1 is unknown, too."""
+    if any(isinstance(value, str) and "|" in value for value in values):
+        values = [value.split("|") if isinstance(value, str) else value for value in values]
+    lists = [value for value in values if _is_list(value)]
+    if not lists or _are_indicators(lists):
+        matrix, titles = as_numbers(name, values)
+        matrix = np.where(matrix == -1, np.nan, matrix)
+        wrong = matrix[~np.isin(matrix, (0, 1)) & ~np.isnan(matrix)]
+        if len(wrong):
+            raise InputError(
+                f"the column {name!r} has the value {wrong[0]:g}, but labels are 0, 1, or null and -1 for unknown; "
+                f"{_REMEDY}, or evaluation=regression"
+            )
+        return matrix, titles
+    items = [[item.strip() if isinstance(item, str) else item for item in value] for value in lists]
+    kinds = {type(item) for value in items for item in value}
+    if len(kinds) > 1 or not kinds <= {str, int}:
+        raise InputError(f"the column {name!r} has lists of other things than class names or numbers; {_REMEDY}")
+    classes = sorted({item for value in items for item in value} - {""})
+    matrix = np.full((len(values), len(classes)), np.nan)
+    known = np.array([_is_list(value) for value in values])
+    matrix[known] = [[item in value for item in classes] for value in map(set, items)]
+    return matrix, tuple(map(str, classes))
+
+
+def _are_indicators(lists: Sequence[Sequence[Any]]) -> bool:
+    """Return whether lists have a place for each class, not the numbers or names of classes."""
+    items = {item for value in lists for item in value}
+    same_length = len({len(value) for value in lists}) == 1
+    return any(isinstance(item, float) for item in items) or (same_length and items <= {None, 0, 1, -1})
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple | np.ndarray)
+
+
+def _is_unknown(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+def _number(name: str, value: Any) -> float:
+    if _is_unknown(value):
+        return math.nan
+    try:
+        return float(_BOOLS.get(value.strip().lower(), value) if isinstance(value, str) else value)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            sanitize(f"the column {name!r} has the value {str(value)[:40]!r}, but targets are numbers; {_REMEDY}")
+        ) from error
+
+
+def _values(images: LabeledImages, name: str) -> Sequence[Any]:
+    """Return a column of the data set."""
+    if images.origin is None:
+        raise InputError(
+            f"evaluation.columns={name} but the data set has no columns; use dataset.path=FILES of parquet, or give "
+            "evaluation.file=FILE.csv"
+        )
+    index, rows = images.origin
+    values = index.values(name)
+    return [values[row] for row in rows]
+
+
+def _read_csv(
+    file: Path, splits: Sequence[LabeledImages], columns: Sequence[str] | None
+) -> dict[str, list[Sequence[Any]]]:
+    """Return columns of a CSV file for each split, None for images that it does not have."""
+    text = read_text(file, max_bytes=_MAX_CSV_BYTES)
+    if text is None:
+        raise InputError(f"evaluation.file={file} does not exist; give a CSV file with the targets of the images")
+    reader = csv.DictReader(io.StringIO(text.removeprefix("\ufeff")))
+    key, *others = reader.fieldnames or [""]
+    missing = [name for name in columns or () if name not in others]
+    if missing or not others:
+        raise InputError(sanitize(f"{file} has no column {shortened(missing)} after the first; it has {others}"))
+    rows = list(reader)
+    table = _by_image(file, [(row[key] or "").strip() for row in rows], splits)
+    found = [[table.get(name) for name in _files(split)] for split in splits]
+    for split, numbers in zip(("training", "test"), found, strict=True):
+        unknown = numbers.count(None)
+        if unknown == len(numbers):
+            raise InputError(
+                sanitize(f"{file} has no row of the {len(numbers)} {split} images; its first column has the files")
+            )
+        if unknown:
+            log_once(logging.WARNING, f"{file} has no row for {unknown} of {len(numbers)} {split} images: not used")
+    return {
+        name: [[None if row is None else rows[row][name] for row in numbers] for numbers in found]
+        for name in columns or others
+    }
+
+
+def _by_image(file: Path, names: Sequence[str], splits: Sequence[LabeledImages]) -> Mapping[str, int]:
+    """Return the row of each image file that a CSV file names: by its path, or else by its name."""
+    twice = [name for name, number in Counter(names).items() if number > 1]
+    if twice:
+        raise InputError(sanitize(f"{file} has several rows of {shortened(twice)}; keep one row per image"))
+    images = [name for split in splits for name in _files(split)]
+    by_path = {str((file.parent / name).absolute()): row for row, name in enumerate(names)}
+    if any(image in by_path for image in images):
+        return by_path
+    by_name = {Path(name).name: row for row, name in enumerate(names)}
+    by_stem = {Path(name).stem: row for row, name in enumerate(names)}
+    found = {image: by_name.get(Path(image).name, by_stem.get(Path(image).stem)) for image in images}
+    repeated = [names[row] for row, number in Counter(found.values()).items() if row is not None and number > 1]
+    if repeated:
+        raise InputError(
+            sanitize(f"several images have the names {shortened(repeated)} of {file}; give paths from its folder")
+        )
+    return {image: row for image, row in found.items() if row is not None}
+
+
+def _files(images: LabeledImages) -> list[str]:
+    if images.origin is None:
+        raise InputError("evaluation.file is for images in files, which the data set has none of")
+    index, rows = images.origin
+    return [str(Path(index.image_name(row)).absolute()) for row in rows]

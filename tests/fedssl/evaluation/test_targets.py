@@ -1,0 +1,138 @@
+"""Targets in columns of parquet files and in CSV files, in the forms that people write."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from fedssl.datasets.base import forget_images
+from fedssl.errors import InputError
+from fedssl.evaluation.protocol import evaluation_problem, make_evaluation_input
+from fedssl.evaluation.targets import as_labels, as_numbers, read_targets, varying
+from tests.fedssl.datasets.made import make_image, png, settings_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected", "names"),
+    [
+        ([0, 1, None, -1], [[0], [1], [NAN], [NAN]], ["x_0"]),
+        ([True, False], [[1], [0]], ["x_0"]),
+        (["1", "0.0", "", "False"], [[1], [0], [NAN], [0]], ["x_0"]),
+        ([[0, 1, 1], [1, 0, -1], None], [[0, 1, 1], [1, 0, NAN], [NAN] * 3], ["x_0", "x_1", "x_2"]),
+        ([[0.0, NAN], [1.0, 0.0]], [[0, NAN], [1, 0]], ["x_0", "x_1"]),
+        ([[4], [], [0, 4], None], [[0, 1], [0, 0], [1, 1], [NAN, NAN]], ["0", "4"]),
+        ([["cat"], [" dog", "cat"], []], [[1, 0], [1, 1], [0, 0]], ["cat", "dog"]),
+        (["Mass|Nodule", "Mass", "", None], [[1, 1], [1, 0], [0, 0], [NAN, NAN]], ["Mass", "Nodule"]),
+        (list(np.array([[0, 1], [1, 1]], dtype=np.uint8)), [[0, 1], [1, 1]], ["x_0", "x_1"]),
+    ],
+)
+def test_labels_have_many_forms(values, expected, names):
+    matrix, titles = as_labels("x", values)
+    np.testing.assert_array_equal(matrix, expected)
+    assert list(titles) == names
+
+
+def test_numbers_have_many_forms():
+    matrix, titles = as_numbers("x", [1, None, "2.5", "", NAN, True])
+    np.testing.assert_array_equal(matrix[:, 0], [1, NAN, 2.5, NAN, NAN, 1])
+    assert titles == ("x_0",)
+    matrix, _ = as_numbers("x", [[1, 2], None, (3, None)])
+    np.testing.assert_array_equal(matrix, [[1, 2], [NAN, NAN], [3, NAN]])
+
+
+@pytest.mark.parametrize(
+    ("convert", "values", "message"),
+    [
+        (as_labels, [0, 1, 2], "value 2, but labels are 0, 1, or null .* evaluation=regression"),
+        (as_labels, [0, 0.5], "value 0.5"),
+        (as_labels, ["cat", "dog"], "value 'cat', but targets are numbers"),
+        (as_labels, [["a"], [1, 2, 3]], "lists of other things"),
+        (as_numbers, ["1,5"], "value '1,5'"),
+        (as_numbers, [[1, 2], [1, 2, 3]], "3 and 2 targets per image"),
+        (as_numbers, [[1, 2], 3], "2 and 1 targets per image"),
+    ],
+)
+def test_other_values_are_refused(convert, values, message):
+    with pytest.raises(InputError, match=message):
+        convert("x", values)
+
+
+def test_varying():
+    targets = torch.tensor([[1, NAN, NAN, 1, NAN], [1, 2, NAN, NAN, 1], [1, 3, NAN, NAN, 2.0]])
+    assert varying(targets).tolist() == [False, True, False, False, True]
+
+
+def images_in_folders(folder: Path, *names: str) -> None:
+    for number, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (4, 4), number).save(folder / name)
+
+
+def read_csv(folder: Path, text: str, *, columns=None):
+    (folder / "t.csv").write_text(text)
+    forget_images()
+    data = settings_of("image_folder", path=str(folder), size=4, folders="none")
+    subject = make_evaluation_input(None, data, device=torch.device("cpu"), needs_labels=False)
+    assert subject is not None
+    return read_targets(subject, columns=columns, file=str(folder / "t.csv"), convert=as_numbers)
+
+
+def test_csv_files_name_images_by_path_or_by_name(tmp_path: Path):
+    images_in_folders(tmp_path, "train/a.png", "train/b.png", "test/a.png")
+    by_path = "\ufefffile,x,y\ntrain/b.png,2,\ntest/a.png,3,30\ntrain/a.png,1,10\n"
+    result = read_csv(tmp_path, by_path)
+    np.testing.assert_array_equal(result.train, [[1, 10], [2, NAN]])
+    np.testing.assert_array_equal(result.test, [[3, 30]])
+    assert result.names == ("x", "y")
+    assert read_csv(tmp_path, by_path, columns=["y"]).names == ("y",)
+    with pytest.raises(InputError, match=r"several images have the names a.png of .*t.csv; give paths from its folder"):
+        read_csv(tmp_path, "file,x\na.png,1\nb.png,2\n")
+    (tmp_path / "test/a.png").rename(tmp_path / "test/c.png")
+    result = read_csv(tmp_path, "id,x\na,1\nb,2\nc,3\n")
+    assert (result.train[:, 0].tolist(), result.test[:, 0].tolist()) == ([1, 2], [3])
+
+
+@pytest.mark.parametrize(
+    ("text", "columns", "message"),
+    [
+        ("file,x\nother.png,1\n", None, "has no row of the 2 training images; its first column has the files"),
+        ("file,x\ntrain/a.png,1\ntrain/a.png,2\n", None, "several rows of train/a.png; keep one row per image"),
+        ("file,x\ntrain/a.png,1\n", ["z"], r"has no column z after the first; it has \['x'\]"),
+        ("file\ntrain/a.png\n", None, "has no column"),
+        ("", None, "has no column"),
+        ("file,x\ntrain/a.png,inf\ntest/a.png,1\n", None, "x have 1 infinite values"),
+    ],
+)
+def test_other_csv_files_are_refused(tmp_path: Path, text: str, columns, message: str):
+    images_in_folders(tmp_path, "train/a.png", "train/b.png", "test/a.png")
+    with pytest.raises(InputError, match=message):
+        read_csv(tmp_path, text, columns=columns)
+
+
+def test_columns_are_those_of_the_readable_images(tmp_path: Path):
+    """Image 1 of the training images is damaged, and image 0 of the test images."""
+    image = png(make_image(1))
+    for split, contents in (("train", [image, b"?", image, image]), ("valid", [b"?", image])):
+        numbers = [10.0 * place for place in range(len(contents))]
+        table = pa.table({"image": [{"bytes": content} for content in contents], "x": numbers})
+        pq.write_table(table, tmp_path / f"{split}.parquet")
+    data = settings_of("tiny_imagenet", path=str(tmp_path), label=None)
+    assert "no labeled training images" in str(evaluation_problem(data))
+    assert evaluation_problem(data, needs_labels=False) is None
+    subject = make_evaluation_input(None, data, device=torch.device("cpu"), needs_labels=False)
+    result = read_targets(subject, columns=["x"], file=None, convert=as_numbers)
+    assert (result.train[:, 0].tolist(), result.test[:, 0].tolist()) == ([0, 20, 30], [10])
+    some = read_targets(subject.subset(torch.tensor([0])), columns=["x"], file=None, convert=as_numbers)
+    assert some.test.tolist() == [[10]]
+    with pytest.raises(InputError, match="has no column 'y'"):
+        read_targets(subject, columns=["y"], file=None, convert=as_numbers)
+    with pytest.raises(InputError, match=r"evaluation.columns=null names no targets; set evaluation.columns"):
+        read_targets(subject, columns=None, file=None, convert=as_numbers)
