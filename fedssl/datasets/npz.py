@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.lib import format as npy
@@ -82,6 +82,16 @@ class ArrayIndex(SequenceIndex):
 
     def image_name(self, index: int) -> str:
         return f"{self.images.file}: {self.images.name}[{self.images.rows[index]}]"
+
+    def values(self, name: str) -> Sequence[Any]:
+        file, rows, split = self.images.file, self.images.rows, split_of(self.images.name)
+        with _opened(file) as archive:
+            names = _array_names(archive, (name,), file=file)
+            chosen = _of_split(split, names, file=file) if split else names[0]
+            values = None if chosen is None else _load(archive, chosen, file=file)
+        if values is None or len(values) <= rows.max():
+            raise InputError(f"{file} has no array {name!r} for each of {self.images.name}; name another one")
+        return list(values[rows])
 
 
 class _Images(Sequence[bytes]):
@@ -207,6 +217,6 @@ def _labels(array: np.ndarray, number: int, name: str) -> np.ndarray:
     if array.shape != (number,) or array.dtype.kind not in "ui":
         raise InputError(
             f"{name} has shape {array.shape} and dtype {array.dtype}, but {number} images have one class each; set "
-            "dataset.label=null for images with several labels"
+            "dataset.label=null for images with several labels, which evaluation=multi_label uses"
         )
     return np.maximum(array.astype(np.int64), NO_LABEL)

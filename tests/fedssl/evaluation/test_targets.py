@@ -79,7 +79,7 @@ def images_in_folders(folder: Path, *names: str) -> None:
 def read_csv(folder: Path, text: str, *, columns=None):
     (folder / "t.csv").write_text(text)
     forget_images()
-    data = settings_of("image_folder", path=str(folder), size=4, folders="none")
+    data = settings_of("folder", path=str(folder), size=4, folders="none")
     subject = make_evaluation_input(None, data, device=torch.device("cpu"), needs_labels=False)
     assert subject is not None
     return read_targets(subject, columns=columns, file=str(folder / "t.csv"), convert=as_numbers)
@@ -115,6 +115,26 @@ def test_other_csv_files_are_refused(tmp_path: Path, text: str, columns, message
     images_in_folders(tmp_path, "train/a.png", "train/b.png", "test/a.png")
     with pytest.raises(InputError, match=message):
         read_csv(tmp_path, text, columns=columns)
+
+
+def test_arrays_of_labels_are_those_of_the_split(tmp_path: Path):
+    """ChestMNIST's form: ``(n, 14)`` labels beside the images, in an order that ``limit`` selects from."""
+    images = np.arange(10 * 16, dtype=np.uint8).reshape(10, 4, 4)
+    labels = np.array([[number % 2, number > 4] for number in range(10)], dtype=np.uint8)
+    arrays = {"train_images": images, "train_labels": labels, "test_images": images[:3], "test_labels": labels[7:]}
+    np.savez(tmp_path / "chest.npz", **arrays)
+    data = settings_of(
+        "medmnist", path=str(tmp_path / "chest.npz"), label=None, size=4, channels=1, limit=4, mean=[0], std=[1]
+    )
+    subject = make_evaluation_input(None, data, device=torch.device("cpu"), needs_labels=False)
+    result = read_targets(subject, columns=["labels"], file=None, convert=as_labels)
+    numbers = subject.train.images[:][:, 0, 0, 0] // 16  # of the images that the limit leaves
+    assert len(numbers) == 4
+    np.testing.assert_array_equal(result.train, labels[numbers.numpy()])
+    np.testing.assert_array_equal(result.test, labels[7:])
+    assert result.names == ("labels_0", "labels_1")
+    with pytest.raises(InputError, match="has no array whose name contains 'tags'"):
+        read_targets(subject, columns=["tags"], file=None, convert=as_labels)
 
 
 def test_columns_are_those_of_the_readable_images(tmp_path: Path):
