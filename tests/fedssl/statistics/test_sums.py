@@ -135,6 +135,12 @@ def test_sums_that_no_images_have(changes, reason):
     assert reason in replace(sums, **changes(sums)).problem(pixels=4)
 
 
+def test_a_histogram_of_one_channel_that_lacks_a_pixel():
+    sums = summed(images_of("uint8"))
+    sums.histogram[1, np.flatnonzero(sums.histogram[1])[0]] -= 1
+    assert "another number of pixels" in sums.problem(pixels=25)
+
+
 def test_no_images_with_sums():
     sums = replace(summed(images_of("uint8"), []), sums=(1, 0, 0))
     assert sums.problem(pixels=25) == "sent sums of no images"
