@@ -14,7 +14,6 @@ from fedssl.errors import InputError
 
 FEDERATED = "federated"
 KEYS = ("dataset.mean", "dataset.std")
-MEASURED_KEYS = (*KEYS, "augmentation.mean", "augmentation.std")  # with those that follow them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,3 +48,10 @@ def request_statistics(config: DictConfig, *, explicit: Collection[str]) -> None
 def without_requests(overrides: Collection[str]) -> list[str]:
     """Return the overrides other than requests, for a resumed run, which has been measured."""
     return [word for word in overrides if word not in {f"{key}={FEDERATED}" for key in KEYS}]
+
+
+def measured_keys(saved: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return the settings that a saved run has measured: the statistics, and what follows them."""
+    node = (saved or {}).get("statistics")
+    is_measured = isinstance(node, Mapping) and node.get("measured")
+    return (*KEYS, "augmentation.mean", "augmentation.std") if is_measured else ()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from fedssl.config.compose import RESUMABLE_KEYS
-from fedssl.config.statistics_settings import FEDERATED, MEASURED_KEYS
+from fedssl.config.statistics_settings import FEDERATED
 from fedssl.plain_values import flatten
 from fedssl.runs.run import Run
 
@@ -68,21 +68,15 @@ def compared_settings(
     """
     given = (key for run in runs for key in run.overrides if not is_ignored(key, ignored))
     keys = list(dict.fromkeys([*always, *given]))
-    return lambda run: {key: FEDERATED if key in _measured_keys(run) else run.value(key) for key in keys}
+    return lambda run: {key: FEDERATED if key in run.measured_keys else run.value(key) for key in keys}
 
 
 def all_compared_settings(run: Run) -> dict[str, str]:
     """Return all settings of a run that may change a result; its folder if the settings are unknown."""
     if not run.settings:
         return {"": str(run.folder)}
-    ignored = {*IGNORED, *_measured_keys(run)}
+    ignored = {*IGNORED, *run.measured_keys}
     return {key: repr(value) for key, value in flatten(run.settings) if not is_ignored(key, ignored)}
-
-
-def _measured_keys(run: Run) -> Sequence[str]:
-    """Return the settings that a run has measured, which may depend on its seed."""
-    node = (run.settings or {}).get("statistics")
-    return MEASURED_KEYS if isinstance(node, dict) and node.get("measured") else ()
 
 
 def is_ignored(key: str, ignored: Set[str] = IGNORED) -> bool:

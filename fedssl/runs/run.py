@@ -15,6 +15,7 @@ from fedssl.atomic_files import write_text
 from fedssl.config.literal import plain_override, shell_command
 from fedssl.config.overrides import config_groups
 from fedssl.config.saved_run import read_overrides
+from fedssl.config.statistics_settings import FEDERATED, measured_keys
 from fedssl.digests import checksum
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY, Score, as_scores
@@ -37,7 +38,7 @@ class Run:
     """A run in any status."""
 
     folder: Path
-    overrides: dict[str, str]  # by key
+    overrides: dict[str, str]  # by key; of measured statistics their request
     command_overrides: tuple[str, ...]  # as they were typed, to repeat the run
     choices: dict[str, str]  # by config group; without ``choices.yaml`` only those among the overrides
     settings: dict[str, Any] | None  # as plain values; None if they were rejected
@@ -171,6 +172,11 @@ class Run:
         """Return the seed; the default is 0."""
         return self.value("seed") or "0"
 
+    @property
+    def measured_keys(self) -> Sequence[str]:
+        """Return the settings that the run has measured, which may depend on its seed."""
+        return measured_keys(self.settings)
+
     def value(self, key: str) -> str:
         """Return a setting as on the command line, or the choice of a group; empty if the run has no such setting."""
         if key in self.choices:
@@ -225,6 +231,8 @@ def read_run(folder: Path) -> Run:
         key.lstrip("+"): value
         for key, _, value in (sanitize(plain_override(word)).partition("=") for word in command_overrides)
     }
+    if measured := measured_keys(settings):
+        own = {key: value for key, value in own.items() if key not in measured} | {measured[0]: FEDERATED}
     choices = _read_choices(folder / "choices.yaml")
     choices = choices or {key: value for key, value in own.items() if key in config_groups()}
     names = {sanitize(group): sanitize(name) for group, name in choices.items()}

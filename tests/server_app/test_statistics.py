@@ -17,6 +17,7 @@ from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError, RunError
 from fedssl.export import load_encoder
 from fedssl.fleet.history import read_history
+from fedssl.report.accuracy_table import sweep_results
 from fedssl.runs.groups import group_by_seed
 from fedssl.runs.run import read_run
 from fedssl.statistics.exchange import LAYER, answer
@@ -138,6 +139,8 @@ def test_runs_that_differ_in_seed_and_numbers_are_one_group(tmp_path):
     assert found[0].value("dataset.mean") != found[1].value("dataset.mean")
     (group,) = group_by_seed(found)
     assert len(group.runs) == 2
+    assert len(sweep_results([run.folder for run in found]).rows) == 1
+    assert found[0].overrides["dataset.mean"] == "federated"
 
 
 def test_offline_clients_are_not_asked(caplog):
