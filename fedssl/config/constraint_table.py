@@ -209,6 +209,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "background": _integer(0, 255),
         "window": _optional(_list_of(Constraint(minimum=-(2**32), maximum=2**32))),
         "percentiles": _optional(_list_of(Constraint(minimum=0, maximum=100))),
+        "pages": _choice("auto", "first", "all", "channels"),
         "dtype": _choice("auto", "uint8", "uint16", "float32"),
         "test_fraction": _BELOW_ONE,
         "folders": _choice("class", "owner", "owner/class", "none"),

@@ -18,7 +18,7 @@ from PIL import Image, UnidentifiedImageError
 
 from fedssl.config.constraints import check_arguments
 from fedssl.datasets.formats import FORMATS, register_formats
-from fedssl.datasets.pages import Pages, open_pages
+from fedssl.datasets.pages import Pages, open_pages, stacked
 from fedssl.datasets.pixels import to_array
 from fedssl.datasets.raster import MAXIMA, PixelSettings, Raster, convert, is_wider
 from fedssl.errors import InputError
@@ -31,6 +31,10 @@ class Page(NamedTuple):
 
     file: FilePath
     number: int  # from 0
+    depth: int = 1  # number of successive pages that are the channels of the image
+
+    def __str__(self) -> str:
+        return f"{self.file}[{self.number}]"
 
 
 Encoded = bytes | FilePath | Page  # the bytes of an image, its file, or its page
@@ -84,8 +88,8 @@ class Decoding(PixelSettings):
 
         Exceptions can have any type: the file is not regular, damaged, of no known format, or too large.
         """
-        with open_source(source, self) as (pages, number):
-            return _decode(pages.page(number), self)
+        with open_source(source, self) as (_, image):
+            return _decode(image, self)
 
     def each(self, sources: Iterable[Encoded]) -> Iterator[np.ndarray | Exception]:
         """Yield each decoded image, or the exception in its place. A file is opened once for successive pages."""
@@ -95,20 +99,20 @@ class Decoding(PixelSettings):
                 continue
             pages = [source for source in group if isinstance(source, Page)]
             try:
-                with open_source(pages[0], self) as (opened, _):
+                with open_pages(file, max_pixels=self.max_pixels, channels=self.channels) as opened:
                     while pages:
-                        number = pages.pop(0).number
-                        yield _attempt(lambda: _decode(opened.page(number), self))  # noqa: B023, called at once
+                        page = pages.pop(0)
+                        yield _attempt(lambda: _decode(_picture(opened, page.number, page.depth), self))  # noqa: B023, called at once
             except Exception as error:  # while the file was opened
                 yield from [error] * len(pages)
 
 
 @contextmanager
-def open_source(source: Encoded, decoding: Decoding) -> Iterator[tuple[Pages, int]]:
-    """Open a source, without decoding it; return its file and its number there. Exceptions as in `Decoding`."""
-    file, number = _as_page(source)
+def open_source(source: Encoded, decoding: Decoding) -> Iterator[tuple[Pages, Image.Image | Raster]]:
+    """Open a source, without decoding it; yield its file and the image. Exceptions as in `Decoding`."""
+    file, number, depth = source if isinstance(source, Page) else (source, 0, 1)
     with open_pages(file, max_pixels=decoding.max_pixels, channels=decoding.channels) as pages:
-        yield pages, number
+        yield pages, _picture(pages, number, depth)
 
 
 def unreadable_reason(error: Exception) -> str:
@@ -120,8 +124,8 @@ def unreadable_reason(error: Exception) -> str:
     return sanitize(f"{kind}{text}")[:200]
 
 
-def _as_page(source: Encoded) -> tuple[bytes | FilePath, int]:
-    return (source.file, source.number) if isinstance(source, Page) else (source, 0)
+def _picture(pages: Pages, number: int, depth: int) -> Image.Image | Raster:
+    return pages.page(number) if depth == 1 else stacked(pages, number, depth)
 
 
 def _attempt(decode: Callable[[], np.ndarray]) -> np.ndarray | Exception:

@@ -27,6 +27,7 @@ from fedssl.datasets.decoding import MAX_PIXELS, Decoding
 from fedssl.datasets.folder_layout import list_split
 from fedssl.datasets.image_index import ImageIndex, Query, SequenceIndex
 from fedssl.datasets.npz import index_arrays
+from fedssl.datasets.page_index import with_pages
 from fedssl.datasets.raster import BACKGROUND
 from fedssl.datasets.sources import ARRAYS, TABLES, Source, find
 from fedssl.datasets.splits import HELD_OUT, split_of_word
@@ -52,6 +53,7 @@ def read(
     folders: str = "class",
     split_folders: bool | str = "auto",
     test_fraction: float = 0.0,
+    pages: str = "auto",
     background: int = BACKGROUND,
     dtype: str = "auto",
     window: Sequence[float] | None = None,
@@ -66,6 +68,8 @@ def read(
     ----------
     split : str
         Name of the split on the Hub, or in the names of folders, files, or arrays; or a word for it.
+    pages : {"auto", "first", "all", "channels"}
+        The images of files with several, see `fedssl.datasets.page_index`.
     channels, size, background, dtype, window, percentiles
         See `fedssl.datasets.raster.PixelSettings`.
     limit : int or None
@@ -99,9 +103,8 @@ def read(
     ImageData or None
         None if there is no such split.
     """
-    check_arguments(
-        "dataset", folders=folders, split_folders=split_folders, test_fraction=test_fraction, storage=storage
-    )
+    check_arguments("dataset", folders=folders, split_folders=split_folders, test_fraction=test_fraction)
+    check_arguments("dataset", storage=storage, pages=pages)
     query = Query(
         split=split,
         name=f"{hub if path is None else Path(path).name}-{split}-{size}px",
@@ -120,6 +123,7 @@ def read(
         folders=folders,
         split_folders=split_folders,
         test_fraction=test_fraction,
+        pages=pages,
     )
     if path is not None:
         index = index_path(path, query, containers_first=hub is not None)
@@ -174,7 +178,7 @@ def _index_files(source: Source, query: Query) -> SequenceIndex:
     found = list_split(source, query)
     if query.label is None:
         found = replace(found, labels=None, classes=())
-    return SequenceIndex(
+    index = SequenceIndex(
         name=query.name,
         count=len(found.files),
         decoding=query.decoding,
@@ -183,3 +187,4 @@ def _index_files(source: Source, query: Query) -> SequenceIndex:
         images=found.files,
         **vars(found),
     )
+    return with_pages(index, found.files, query.pages)

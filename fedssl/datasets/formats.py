@@ -31,6 +31,8 @@ FORMATS = tuple(_FORMATS)  # of Pillow: accepted by their content, regardless of
 _ARRAYS = {"NPY": (".npy",)}  # formats of our modules by their names
 FORMAT_OF = {suffix: name for name, suffixes in (_FORMATS | _ARRAYS).items() for suffix in suffixes}  # in lower case
 SUFFIXES = tuple(sorted(FORMAT_OF))
+VOLUMES = frozenset({"NPY"})  # formats of stacks of images
+SEVERAL = VOLUMES | {"TIFF", "DICOM"}  # formats with pages; those of others are animations
 HEAD_BYTES = 512  # by which `module_of` recognizes a format
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 

@@ -30,6 +30,7 @@ class Query:
     folders: str
     split_folders: bool | str
     test_fraction: float
+    pages: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from io import BytesIO
 from typing import IO, Any
@@ -11,14 +12,13 @@ import numpy as np
 import torch
 from PIL import Image, ImageFile, UnidentifiedImageError
 
-from fedssl.datasets.formats import FORMATS, HEAD_BYTES, module_of, require_package
-from fedssl.datasets.pixels import is_deep_color
+from fedssl.datasets.formats import FORMATS, HEAD_BYTES, SEVERAL, module_of, require_package
+from fedssl.datasets.pixels import is_deep_color, raster_of
 from fedssl.datasets.raster import Raster
 from fedssl.safe_io import FilePath, open_regular_file
 
 MAX_CHANNELS = 64
 _MAX_BYTES_PER_PIXEL = 8  # in an uncompressed file
-_PAGED = ("TIFF", "DICOM")  # formats of Pillow whose frames are images; those of others are animations
 
 
 class Pages(ABC):
@@ -43,7 +43,7 @@ class _PillowPages(Pages):
     @property
     def count(self) -> int:
         image: Any = self._image  # only some formats have frames
-        return int(image.n_frames) if image.format in _PAGED else 1
+        return int(image.n_frames) if image.format in SEVERAL else 1
 
     def page(self, number: int) -> Image.Image | Raster:
         image = self._image
@@ -85,6 +85,20 @@ def open_pages(source: bytes | FilePath, *, max_pixels: int, channels: int) -> I
         else:
             with Image.open(stream, formats=FORMATS) as image:
                 yield _PillowPages(image, stream, max_pixels=max_pixels)
+
+
+def stacked(pages: Pages, first: int, depth: int) -> Raster:
+    """Return successive pages as the channels of one image; they are read at once."""
+    if first + depth > pages.count:
+        raise ValueError(f"it has {pages.count} pages, which are no multiple of dataset.channels={depth}")
+    layers, raster = [], None
+    for number in range(first, first + depth):
+        image = pages.page(number)
+        raster = image if isinstance(image, Raster) else raster_of(image)
+        layers.append(raster.load().reshape(*raster.shape[:2], -1))
+    values = np.concatenate(layers, axis=2)
+    assert raster is not None  # the depth is above 0
+    return replace(raster, shape=values.shape, load=lambda: values)
 
 
 def check_shape(shape: tuple[int, int, int], *, max_pixels: int) -> None:

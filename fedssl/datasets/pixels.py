@@ -25,10 +25,13 @@ def to_array(image: Image.Image | Raster, settings: PixelSettings) -> np.ndarray
     are images for other numbers of channels than 1 and 3, which must have as many. Images of another size are scaled by
     `fedssl.datasets.geometry.fit_image`.
     """
-    raster = image if isinstance(image, Raster) else _raster(image, settings.channels)
+    raster = image if isinstance(image, Raster) else deep_raster(image)
+    if raster is None and settings.channels not in (1, 3):
+        assert isinstance(image, Image.Image)  # otherwise it is its own raster
+        raster = raster_of(image)
     if raster is not None:
         return raster_to_array(raster, settings)
-    assert not isinstance(image, Raster)  # it would be its own raster
+    assert isinstance(image, Image.Image)
     levels = _levels(image, channels=settings.channels, size=settings.size, background=settings.background)
     return levels if settings.dtype == "auto" else convert(levels, settings.dtype)
 
@@ -60,14 +63,14 @@ def is_deep_color(image: Image.Image) -> bool:
     return deep and image.mode in ("RGB", "RGBA", "LA")
 
 
-def _raster(image: Image.Image, channels: int) -> Raster | None:
-    """Return an image of Pillow as a `Raster` if it has more than 8 bits, or is for other than 1 or 3 channels."""
+def raster_of(image: Image.Image) -> Raster:
+    """Return an image, which is not loaded yet, as a `Raster` with its own channels."""
     raster = deep_raster(image)
-    if raster is None and channels not in (1, 3):
-        image = _upright(image)
-        image = image if image.mode in _MODES else image.convert("RGBA" if image.has_transparency_data else "RGB")
-        return Raster(shape=(image.height, image.width, len(image.getbands())), load=lambda: np.asarray(image))
-    return raster
+    if raster is not None:
+        return raster
+    image = _upright(image)
+    image = image if image.mode in _MODES else image.convert("RGBA" if image.has_transparency_data else "RGB")
+    return Raster(shape=(image.height, image.width, len(image.getbands())), load=lambda: np.asarray(image))
 
 
 def _levels(image: Image.Image, *, channels: int, size: int, background: int) -> np.ndarray:

@@ -41,9 +41,8 @@ def range_warnings(sources: Iterable[Encoded], decoding: Decoding) -> tuple[str,
     stacks, num_read, deep = 0, 0, list[_Values]()
     for source in islice(sources, SAMPLE):
         try:
-            with open_source(source, decoding) as (pages, number):
+            with open_source(source, decoding) as (pages, image):
                 stacks += not isinstance(source, Page) and pages.count > 1
-                image = pages.page(number)
                 raster = image if isinstance(image, Raster) else deep_raster(image)
                 deep += [] if raster is None else _values(raster, decoding)
                 num_read += 1

@@ -1,0 +1,78 @@
+"""Files with several images: the pages of TIFF, the frames of DICOM, the slices of volumes.
+
+The setting ``dataset.pages``:
+
+============  =========================================================================
+``auto``      all of formats of volumes and videos (`VOLUMES`), the first of other files
+``first``     the first of each file
+``all``       all, each an image
+``channels``  all; as many successive ones as ``dataset.channels`` are one image
+============  =========================================================================
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from fedssl.datasets.decoding import THREADS, Decoding, Page
+from fedssl.datasets.formats import FORMAT_OF, SEVERAL, VOLUMES
+from fedssl.datasets.image_index import ImageIndex, SequenceIndex
+from fedssl.datasets.pages import open_pages
+from fedssl.digests import identity
+from fedssl.machine.process import available_cores
+from fedssl.safe_io import FilePath
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageIndex(SequenceIndex):
+    """Images that are pages of files."""
+
+    images: Sequence[Page]
+
+    def at(self, rows: np.ndarray) -> Self:
+        """Return the index of the images at ``rows``."""
+        images = [self.images[row] for row in rows]
+        key = {**self.key, "pages": identity(repr([(str(file), *page) for file, *page in images]).encode())}
+        files = list(dict.fromkeys(page.file for page in images))
+        return replace(ImageIndex.at(self, rows), images=images, files=files, num_in_files=len(rows), key=key)
+
+
+def with_pages(index: SequenceIndex, files: Sequence[FilePath], pages: str) -> SequenceIndex:
+    """Return the index of the pages of ``files``, which are the images of ``index``; unchanged if each has one."""
+    decoding = index.decoding
+    depth = decoding.channels if pages == "channels" else 1
+    with ThreadPoolExecutor(min(THREADS, available_cores())) as pool:
+        counts = list(pool.map(lambda file: _count(file, pages, decoding), files))
+    if depth == 1 and max(counts, default=1) == 1:
+        return index
+    images = [
+        Page(file, number, depth)
+        for file, count in zip(files, counts, strict=True)
+        for number in range(0, max(count, 1), depth)
+    ]
+    numbers = np.repeat(np.arange(len(files)), [-(-max(count, 1) // depth) for count in counts])
+    expanded = vars(ImageIndex.at(index, numbers)) | {"images": images}
+    return PageIndex(**expanded).at(np.arange(len(images)))
+
+
+def _count(file: FilePath, pages: str, decoding: Decoding) -> int:
+    """Return the number of pages that are used; 1 of a file that cannot be opened."""
+    path = Path(file)
+    form = FORMAT_OF.get(path.suffix.lower(), "DICOM")  # whose names may have any ending
+    if pages == "first" or form not in (VOLUMES if pages == "auto" else SEVERAL):
+        return 1
+    try:
+        return _cached_count(str(file), path.stat().st_mtime_ns, decoding.max_pixels, decoding.channels)
+    except Exception:  # a damaged file can raise any exception; it is reported when it is decoded
+        return 1
+
+
+@lru_cache(maxsize=2**17)  # every split lists its files
+def _cached_count(file: str, modified: int, max_pixels: int, channels: int) -> int:
+    with open_pages(file, max_pixels=max_pixels, channels=channels) as opened:
+        return opened.count

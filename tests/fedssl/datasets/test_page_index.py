@@ -1,0 +1,70 @@
+"""Pages of files as images of a folder: their order, classes, splits, caches and storages."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+
+from fedssl.datasets import folder
+from simulation.run import run
+
+STACK = np.random.default_rng(0).integers(0, 65536, (6, 8, 8), dtype=np.uint16)
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """Two classes with a stack of six pages each, and a file with one."""
+    for name, values in (("cat", STACK), ("dog", STACK[::-1])):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        tifffile.imwrite(tmp_path / "data" / name / "a.tif", values)
+    tifffile.imwrite(tmp_path / "data" / "dog" / "b.tif", STACK[0])
+    return tmp_path / "data"
+
+
+def read(path: Path, pages: str, *, split: str = "train", channels: int = 1, **settings: object):
+    return folder.read(split, channels=channels, size=8, limit=None, path=str(path), pages=pages, **settings)
+
+
+@pytest.mark.parametrize("storage", ["decoded", "encoded"])
+def test_all_pages_are_images(images, storage, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedssl.datasets.cache.MIN_SECONDS_TO_CACHE", 0)
+    for _ in range(2):  # the second time from the cache
+        made = read(images, "all", storage=storage, cache=str(tmp_path / "cache"))
+        assert made.labels.tolist() == [0] * 6 + [1] * 7
+        assert np.array_equal(made.images[:].numpy()[:, 0], np.concatenate([STACK, STACK[::-1], STACK[:1]]))
+        assert made.warnings == ()
+    first = read(images, "first", storage=storage, cache=str(tmp_path / "cache"))
+    assert np.array_equal(first.images[:].numpy()[:, 0], STACK[[0, 5, 0]])
+    assert "2 of a sample of 3 images have several pages or frames, and only the first is used" in first.warnings[0]
+
+
+def test_successive_pages_are_channels(images):
+    made = read(images, "channels", channels=3)
+    assert made.labels.tolist() == [0, 0, 1, 1]
+    assert np.array_equal(made.images[0:1].numpy()[0], STACK[:3])
+    assert np.array_equal(made.images[2:3].numpy()[0], STACK[::-1][:3])
+    assert "b.tif[0] (it has 1 pages, which are no multiple of dataset.channels=3)" in made.warnings[0]
+
+
+def test_stacks_of_arrays_are_volumes(tmp_path):
+    np.save(tmp_path / "volume.npy", np.repeat(np.repeat(STACK, 16, 1), 16, 2).repeat(20, 0))  # 120 x 128 x 128
+    made = read(tmp_path, "auto", folders="none")
+    assert len(made.images) == 120
+    assert len(read(tmp_path, "first", folders="none").images) == 1
+
+
+def test_a_damaged_file_is_reported_once(images):
+    (images / "cat" / "c.tif").write_bytes(b"II*\0damaged")
+    made = read(images, "all")
+    assert len(made.images) == 13
+    assert made.warnings[0].startswith("1 of 14 images cannot be read, the rest is used: ")
+
+
+def test_a_run_uses_all_pages(images, tmp_path):
+    data = {"path": images, "pages": "all", "channels": 1, "size": 8, "mean": "[0.5]", "std": "[0.3]"}
+    own = {"num_clients": 2, "rounds": 1, "batch_size": 4, "encoder.width": 4, "threads": 1, "engine": "local"}
+    own |= {"dataset": "folder", "output_dir": tmp_path / "run", **{f"dataset.{key}": data[key] for key in data}}
+    run([f"{key}={value}" for key, value in own.items()])
+    rows = (tmp_path / "run" / "partition.csv").read_text().splitlines()[1:]
+    assert sum(int(row.split(",")[1]) for row in rows) == 10  # of 13: a fifth of each class is held out
