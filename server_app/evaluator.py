@@ -14,7 +14,9 @@ from fedssl.evaluation.protocol import (
     EvaluationInput,
     EvaluationProtocol,
     check_protocol,
+    domain_result,
     evaluate,
+    evaluate_domains,
     evaluation_problem,
     log_unknown_classes,
     make_evaluation_input,
@@ -74,7 +76,9 @@ class Evaluator:
         if evaluation_input is None:
             return {}
         units, left_out = protocol.result_units(evaluation_input.num_classes), protocol.left_out(evaluation_input)
-        return {name: unit for name, unit in units.items() if name not in left_out}
+        units = {name: unit for name, unit in units.items() if name not in left_out}
+        domains = evaluation_input.test.domains()
+        return units | {domain_result(name, domain): unit for domain in domains for name, unit in units.items()}
 
     @property
     def trains_network(self) -> bool:
@@ -94,7 +98,10 @@ class Evaluator:
         raw = self._input(self._final_protocol, None)
         if raw is None:
             return {}
-        return {"untrained": self._evaluate(self._final_protocol, untrained), "pixels": self.evaluate_final(raw)}
+        return {
+            "untrained": self._evaluate(self._final_protocol, untrained),
+            "pixels": self._scores(self._final_protocol, raw),
+        }
 
     def evaluation_input(self, method: SSLMethod) -> EvaluationInput | None:
         """Return the method's encoder and the images of the final protocol; None without any for training and test."""
@@ -106,11 +113,14 @@ class Evaluator:
     def _input(self, protocol: EvaluationProtocol, encoder: nn.Module | None) -> EvaluationInput | None:
         return make_evaluation_input(encoder, self._data, device=self._device, needs_labels=protocol.needs_labels)
 
+    def _scores(self, protocol: EvaluationProtocol, evaluation_input: EvaluationInput) -> dict[str, Score]:
+        return evaluate_domains(protocol, evaluation_input, seed=self._seed)
+
     def _evaluate(self, protocol: EvaluationProtocol, method: SSLMethod) -> dict[str, Score]:
         evaluation_input = self._input(protocol, method.encoder)
         if evaluation_input is None:
             return {}
-        results = evaluate(protocol, evaluation_input, seed=self._seed)
+        results = self._scores(protocol, evaluation_input)
         if method.uses_labels:
             h = evaluation_input.features.test
 

@@ -35,7 +35,7 @@ def literal_values(overrides: Iterable[str], *, sweep: bool = False) -> list[str
 def _literal(override: str, *, sweep: bool) -> str:
     key, equals, text = override.partition("=")
     name = key.lstrip("+")
-    if not equals or not is_text(name):
+    if not equals or not is_text(name) or (text.startswith("[") and _allows_lists(name)):
         return override
     if text.startswith("="):
         raise InputError(f"{override} has two equals signs; write {key}={text.lstrip('=')}")
@@ -57,6 +57,11 @@ def is_text(key: str) -> bool:
     """Return whether a setting is a path or a name, by its dotted key."""
     constraint = constraint_of(key)
     return key in _OF_HYDRA or (constraint is not None and constraint.is_text)
+
+
+def _allows_lists(key: str) -> bool:
+    constraint = constraint_of(key)
+    return constraint is not None and constraint.list_of is not None
 
 
 def plain_override(override: str) -> str:

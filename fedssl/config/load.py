@@ -237,12 +237,18 @@ def read_data(node: DictConfig) -> DataSettings:
             f"dataset.splits.train={train} and dataset.splits.test={test} are the same images: every classifier is "
             "right on them; set dataset.splits.test to another split, or to null for no test"
         )
-    not_for_reader = ("splits", "limit", "test_limit", "mean", "std", "num_classes")
+    not_for_reader = ("splits", "limit", "test_limit", "mean", "std", "num_classes", "held_out")
+    held_out = node.get("held_out")
+    held_out = [] if held_out is None else [held_out] if isinstance(held_out, str) else list(held_out)
+    reader = _component(node, without=not_for_reader)
+    if held_out and "test_fraction" in reader.values:  # all of their images are for the test, and none of the others
+        reader = Component({**reader.values, "test_fraction": 0.0})
     return _read(
         DataSettings,
         node,
         name=str(node.get("hub") or node["_target_"].split(".")[-2]),
-        reader=_component(node, without=not_for_reader),
+        reader=reader,
+        held_out=tuple(held_out),
         federated=node.splits.federated,
         train=train,
         test=test,

@@ -21,8 +21,10 @@ import torch
 
 from fedssl.config.constraints import check_arguments
 from fedssl.config.settings import DataSettings, check_channels
+from fedssl.datasets.held_out import domain_rows
 from fedssl.datasets.images import ImageSource
 from fedssl.datasets.sample_checks import constant_warnings
+from fedssl.datasets.selected_images import SelectedImages
 from fedssl.errors import InputError
 from fedssl.safe_io import sanitize
 from fedssl.seeding import numpy_generator
@@ -56,10 +58,12 @@ class ImageData:
 def load_split(data: DataSettings, split: Split) -> ImageData | None:
     """Return the images of one split; the same object for every caller in this process; None if there are none."""
     check_data_settings(data)
-    source = source_split(data, split)
+    source = source_split(data, split) or (data.train if data.held_out else None)
     if source is None:
         return None
     images = replace(data, mean=(), std=())  # which change no stored pixel
+    if data.held_out:
+        return _read_domains(images, source, split == "test")
     return _read_split(images, source, data.test_limit if split == "test" else data.limit)
 
 
@@ -89,6 +93,7 @@ def check_data_settings(data: DataSettings) -> None:
 def forget_images() -> None:
     """Read all images again at the next call, because files have changed."""
     _read_split.cache_clear()
+    _read_domains.cache_clear()
 
 
 def subsample_indices(count: int, limit: int | None) -> np.ndarray:
@@ -117,6 +122,33 @@ def stratified_holdout(labels: np.ndarray, *, fraction: float) -> tuple[np.ndarr
     drawn = [indices[:size] for indices, size in zip(members, quota, strict=True)]
     test = np.concatenate([labeled[:0], *drawn])
     return np.setdiff1d(np.arange(len(labels)), test), np.sort(test)
+
+
+@lru_cache(maxsize=4)
+def _read_domains(data: DataSettings, source: str, is_test: bool) -> ImageData | None:
+    """Return the images of the domains that are held out, or those of the others.
+
+    The test has those of its own split, or if there are none, of the training split.
+    """
+    for name in dict.fromkeys([source, data.train or source] if is_test else [source]):
+        image_data = _read_split(data, name, data.test_limit if is_test and name == data.test else data.limit)
+        if image_data is None:
+            continue
+        rows = domain_rows(image_data.owners, image_data.owner_names, data.held_out, held_out=is_test)
+        if is_test and name != data.test:
+            rows = rows[subsample_indices(len(rows), data.test_limit)]
+        if len(rows):
+            return select(image_data, torch.from_numpy(rows))
+    return None
+
+
+def select(image_data: ImageData, rows: torch.Tensor) -> ImageData:
+    """Return some of the images, which are not copied."""
+    labels, owners = (None if column is None else column[rows] for column in (image_data.labels, image_data.owners))
+    labels = None if labels is None or (labels == NO_LABEL).all() else labels
+    origin = None if image_data.origin is None else (image_data.origin[0], image_data.origin[1][rows.numpy()])
+    images = SelectedImages(image_data.images, rows)
+    return replace(image_data, images=images, labels=labels, owners=owners, origin=origin)
 
 
 @lru_cache(maxsize=4)

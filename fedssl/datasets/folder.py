@@ -77,15 +77,15 @@ def read(
     path : str or None
         A file, a folder or a pattern such as ``/data/cifar10-*.parquet``; the network is not used. None for the Hub.
     hub : str or None
-        Name of the data set on the Hub.
+        Name of the data set on the Hub, with the name of its subset behind a colon, if it has several.
     image : str or None
         Name of the column of images, or part of the name of the arrays. None for the only one.
     label : str or None
         Name of the column or arrays of labels, see `fedssl.datasets.labels`. None for no labels, also of folders.
     owner : str or None
         Name of the column with the owner of each image, as an integer or a string. None if unknown.
-    folders : {"class", "owner", "owner/class", "none"}
-        Meaning of the subfolders, see the module.
+    folders : {"class", "owner", "owner/class", "domain", "domain/class", "none"}
+        Meaning of the subfolders, see the module. A domain is an owner.
     split_folders : bool or "auto"
         Whether the folders in ``path`` are splits; "auto" decides by their names. False reads the files of all splits.
     test_fraction : float
@@ -120,7 +120,7 @@ def read(
         image=image,
         label=label,
         owner=owner,
-        folders=folders,
+        folders=folders.replace("domain", "owner"),
         split_folders=split_folders,
         test_fraction=test_fraction,
         pages=pages,

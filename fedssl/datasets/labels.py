@@ -126,7 +126,7 @@ def _read(file: Path, column: str) -> LabelColumn:
             f"dataset.label={column} is of type {kind} in {file} ({several}); one class per image is needed, as an "
             f"integer or a name: give another column, or {_OFF}"
         ) from error
-    names = _class_names(schema_of(file), column)
+    names = class_names(schema_of(file), column)
     known = len(names) > values.max(initial=NO_LABEL)  # others describe another column
     return LabelColumn(file, np.where(values < 0, NO_LABEL, values), names if names and known else None)
 
@@ -171,7 +171,7 @@ def _buffer(array: pa.Array, dtype: type) -> np.ndarray:
     return np.frombuffer(array.buffers()[1] or b"", dtype)[array.offset : array.offset + len(array)]
 
 
-def _class_names(schema: pa.Schema, column: str) -> tuple[str, ...]:
+def class_names(schema: pa.Schema, column: str) -> tuple[str, ...]:
     """Return the class names in the Hub's metadata of the file; empty if there are none."""
     try:
         described = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))

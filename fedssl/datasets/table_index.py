@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from fedssl.datasets.decoding import Encoded
 from fedssl.datasets.image_index import ImageIndex, Query
-from fedssl.datasets.labels import missing_labels, read_labels
+from fedssl.datasets.labels import class_names, missing_labels, read_labels
 from fedssl.datasets.listing import is_file
 from fedssl.datasets.sources import Source
 from fedssl.datasets.split_files import files_of_split, has_held_out
@@ -31,6 +31,7 @@ from fedssl.datasets.tables import (
     num_rows,
     require_column,
     row_values,
+    schema_of,
 )
 from fedssl.digests import identity
 from fedssl.errors import InputError
@@ -142,7 +143,9 @@ def _hub_files(hub: str, split: str) -> list[Path]:
 
     try:
         # Not shuffled, so that rows are in the order of the Hub's files and of a local copy.
-        dataset = FederatedDataset(dataset=hub, partitioners={}, shuffle=False).load_split(split)
+        name, _, subset = hub.partition(":")
+        chosen = {"subset": subset} if subset else {}
+        dataset = FederatedDataset(dataset=name, partitioners={}, shuffle=False, **chosen).load_split(split)
     except Exception as error:  # network, Hub and cache raise different exceptions
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
@@ -166,8 +169,9 @@ def _owners(files: Sequence[Path], column: str) -> tuple[np.ndarray, tuple[str, 
             f"dataset.owner={column} has no value in {values.count(None)} of {len(values)} rows, first row "
             f"{values.index(None)} of {files[0].parent}; give every image an owner, or dataset.owner=null"
         )
-    names, owners = np.unique(values, return_inverse=True)
-    return owners, tuple(str(name) for name in names)
+    numbers, owners = np.unique(values, return_inverse=True)
+    names = dict(enumerate(class_names(schema_of(files[0]), column)))
+    return owners, tuple(str(names.get(number, number)) for number in numbers.tolist())
 
 
 def _encoded(files: Sequence[Path], column: str, rows: np.ndarray) -> Iterator[list[Encoded]]:

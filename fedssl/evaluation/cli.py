@@ -33,7 +33,7 @@ from fedssl.config.settings import DataSettings, Settings
 from fedssl.config.targets import choice_targets, expand_config_dir_flag, normalize, search_folders, user_encoder
 from fedssl.config.validation import check_types, validate_config
 from fedssl.errors import InputError
-from fedssl.evaluation.protocol import evaluate, evaluation_problem, log_unknown_classes, make_evaluation_input
+from fedssl.evaluation.protocol import evaluate_domains, evaluation_problem, log_unknown_classes, make_evaluation_input
 from fedssl.evaluation.scores import Score, column_title, format_table, to_flat_dict, units_of
 from fedssl.export import load_encoder, saved_target
 from fedssl.machine.devices import select_device
@@ -82,7 +82,7 @@ def run(overrides: Sequence[str]) -> str:
         log_unknown_classes(evaluation_input)
     protocol.validate(evaluation_input, feature_dim=encoder.feature_dim)
     left_out = "; ".join(f"{name} is left out: {why}" for name, why in protocol.left_out(evaluation_input).items())
-    results = evaluate(protocol, evaluation_input, seed=settings.seed)
+    results = evaluate_domains(protocol, evaluation_input, seed=settings.seed)
     if left_out and not results:
         raise InputError(f"{left_out}; choose evaluation=knn or evaluation=linear")
     name = data.name.rpartition("/")[2]

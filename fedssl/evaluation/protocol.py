@@ -25,6 +25,8 @@ from fedssl.safe_io import sanitize
 # Splits that an evaluation needs, with their names in messages.
 SPLITS: dict[Split, str] = {"train": "training", "test": "test"}
 
+MAX_DOMAINS = 12  # of the test, of which each is evaluated: owners may be thousands of writers
+
 log = logging.getLogger("fedssl")
 
 
@@ -35,6 +37,8 @@ class LabeledImages:
     images: ImageSource
     labels: Tensor
     classes: tuple[str, ...] = ()  # ``classes[label]``; empty if unknown
+    owners: Tensor | None = None  # as in `fedssl.datasets.base.ImageData`
+    owner_names: tuple[str, ...] = ()
     origin: tuple[ImageIndex, np.ndarray] | None = None  # what was read, and the rows of these images; None if unknown
 
     def class_name(self, label: int) -> str:
@@ -44,7 +48,16 @@ class LabeledImages:
     def subset(self, rows: Tensor) -> "LabeledImages":
         """Return the images at ``rows``, int64, with their labels."""
         origin = None if self.origin is None else (self.origin[0], self.origin[1][rows.numpy()])
-        return replace(self, images=self.images.subset(rows), labels=self.labels[rows], origin=origin)
+        owners = None if self.owners is None else self.owners[rows]
+        images, labels = self.images.subset(rows), self.labels[rows]
+        return replace(self, images=images, labels=labels, owners=owners, origin=origin)
+
+    def domains(self) -> dict[str, Tensor]:
+        """Return the rows of each domain by its name, if there are several and at most `MAX_DOMAINS`."""
+        if self.owners is None or not 1 < len(found := self.owners.unique().tolist()) <= MAX_DOMAINS:
+            return {}
+        names = self.owner_names or tuple(map(str, range(found[-1] + 1)))
+        return {sanitize(names[owner]): (self.owners == owner).nonzero().flatten() for owner in found}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -183,7 +196,14 @@ def load_labeled(data: DataSettings, split: Split, *, needs_labels: bool = True)
     if image_data is None or (needs_labels and image_data.labels is None):
         return None
     labels = torch.full((len(image_data.images),), NO_LABEL) if image_data.labels is None else image_data.labels
-    images = LabeledImages(image_data.images, labels, image_data.classes, image_data.origin)
+    images = LabeledImages(
+        image_data.images,
+        labels,
+        image_data.classes,
+        image_data.owners,
+        image_data.owner_names,
+        image_data.origin,
+    )
     rows = (labels != NO_LABEL).nonzero().flatten()
     return images if not needs_labels or len(rows) == len(labels) else images.subset(rows)
 
@@ -240,6 +260,20 @@ class EvaluationProtocol(ABC):
 def evaluate(protocol: EvaluationProtocol, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
     """Run a protocol and return its results as scores."""
     return as_scores(protocol(evaluation_input, seed=seed))
+
+
+def evaluate_domains(protocol: EvaluationProtocol, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
+    """Run a protocol on all test images, and on those of each domain, see `domain_result`."""
+    results = evaluate(protocol, evaluation_input, seed=seed)
+    for domain, rows in evaluation_input.test.domains().items():
+        scores = evaluate(protocol, evaluation_input.subset(rows), seed=seed)
+        results |= {domain_result(name, domain): score for name, score in scores.items()}
+    return results
+
+
+def domain_result(name: str, domain: str) -> str:
+    """Return the name of a result on the test images of one domain."""
+    return f"{name}_{domain}"
 
 
 def check_protocol(protocol: object) -> EvaluationProtocol:

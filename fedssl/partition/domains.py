@@ -40,7 +40,7 @@ def domain(data: PartitionInput, *, alpha: float | None, min_size: int) -> Parti
     if data.owners is None:
         raise InputError(
             "partition=domain needs the domain of every image but the images have none; name their column "
-            "(dataset.owner=COLUMN) or make their folders (dataset.folders=owner/class), or give partition=iid"
+            "(dataset.owner=COLUMN) or make their folders (dataset.folders=domain/class), or give partition=iid"
         )
     codes, owners = np.unique(data.owners.numpy(), return_inverse=True)
     names = [data.owner_names[code] if data.owner_names else str(code) for code in codes]

@@ -16,7 +16,8 @@ from fedssl.datasets.image_index import Query, SequenceIndex
 from fedssl.datasets.images import ImageSource
 
 CONF = Path(__file__).parents[3] / "conf" / "dataset"
-NAMES = ["digits", "cifar10", "cifar100", "tiny_imagenet", "stl10", "folder", "medmnist"]
+NAMES = ["digits", "cifar10", "cifar100", "tiny_imagenet", "stl10", "folder", "medmnist", "domainnet", "pacs", "svhn"]
+NAMES += ["imagenet100", "mini_imagenet"]
 
 
 def node_of(name: str, **changes: object) -> DictConfig:

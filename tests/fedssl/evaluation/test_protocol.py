@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from fedssl.evaluation.protocol import (
     EvaluationProtocol,
     LabeledImages,
     evaluate,
+    evaluate_domains,
     evaluation_problem,
     log_unknown_classes,
     make_evaluation_input,
@@ -55,6 +57,24 @@ def test_features_are_computed_once_for_all_protocols():
     probes = CombinedProtocol(protocols={"a": KNN(), "b": LinearProbe(), "c": FewLabels(labels_per_class=[1])})
     assert len(probes(evaluation_input(encoder), seed=0)) == 3
     assert encoder.seen == 4 + 3
+
+
+def test_every_domain_of_the_test_has_its_results():
+    """Of the test images 0, 1, 2, domain ``b`` has image 1, and ``a`` the others."""
+    encoder = Counting()
+    whole = evaluation_input(encoder)
+    owned = replace(whole, test=replace(whole.test, labels=torch.tensor([0, 0, 0]), owners=torch.tensor([0, 2, 0])))
+    owned = replace(owned, test=replace(owned.test, owner_names=("a", "no image", "b")))
+    results = evaluate_domains(KNN(k=1), owned, seed=0)
+    assert {name: score.value for name, score in results.items()} == {
+        "knn": pytest.approx(2 / 3),
+        "knn_a": 1,
+        "knn_b": 0,
+    }
+    assert encoder.seen == 4 + 3
+    assert evaluate_domains(KNN(k=1), whole, seed=0).keys() == {"knn"}
+    many = replace(owned.test, owners=torch.arange(3))
+    assert list(many.domains()) == ["a", "no image", "b"]
 
 
 def loaded(monkeypatch: pytest.MonkeyPatch, train: list[int], test: list[int], classes: tuple[str, ...] = ()) -> None:
