@@ -14,7 +14,7 @@ class SelectedImages(ImageSource):
 
     def __init__(self, source: ImageSource, rows: Tensor) -> None:
         self.source, self.rows = source, rows.to(source.device)
-        self.shape, self.device = (len(rows), *source.shape[1:]), source.device
+        self.shape, self.dtype, self.device = (len(rows), *source.shape[1:]), source.dtype, source.device
 
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
         chosen = self.rows[rows if isinstance(rows, slice) else rows.to(self.device)]

@@ -32,7 +32,7 @@ _WIDTH = 3  # of the blur's window on each side, in standard deviations
 
 
 def shifted(images: ImageSource, parts: Sequence[np.ndarray], settings: PartitionSettings) -> ImageSource:
-    """Return the images as their clients have them; ``parts`` are the indices of each client's images."""
+    """Return the images as their clients have them. ``parts`` are the indices of each client's images."""
     shift, seed = settings.feature_shift, settings.seed
     if shift == FeatureShift():
         return images
