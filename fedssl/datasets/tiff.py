@@ -48,7 +48,7 @@ class _TiffPages(Pages):
 def opened(stream: IO[bytes], *, max_pixels: int, channels: int) -> Iterator[Pages]:
     """Open a file; the arguments are those of `fedssl.datasets.pages.open_pages`."""
     stream.seek(0)
-    with tifffile.TiffFile(stream) as file:
+    with tifffile.TiffFile(stream, name="image.tif") as file:  # a stream of a descriptor has no name
         yield _TiffPages(file, max_pixels=max_pixels)
 
 

@@ -56,6 +56,14 @@ def test_color_of_16_bits_keeps_every_value(content):
     assert np.array_equal(Decoding(channels=3, size=6)(content), COLOR.transpose(2, 0, 1))
 
 
+def test_tiff_is_read_by_its_path(tmp_path):
+    file = tmp_path / "image.tif"
+    for values in (COLOR, COLOR[..., [0, 1, 2, 1, 0]]):
+        file.write_bytes(tiff(values, photometric="rgb"))
+        found = Decoding(channels=values.shape[2], size=6)(file)
+        assert np.array_equal(found, values.transpose(2, 0, 1))
+
+
 def test_opacity_of_16_bits():
     clear, opaque = np.zeros((6, 6, 1), np.uint16), np.full((6, 6, 1), 65535, np.uint16)
     decoding = Decoding(channels=3, size=6, background=0)
