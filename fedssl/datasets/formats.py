@@ -22,18 +22,23 @@ _FORMATS = {
     "JPEG2000": (".j2k", ".jp2"),
 }
 # Formats of other packages than Pillow, which `fedssl[heif]`, `fedssl[dicom]`, ... install.
-_FURTHER = {"HEIF": (".heic", ".heif", ".hif"), "DICOM": (".dcm", ".dic", ".dicom", ".ima")}
-PACKAGES = {"HEIF": "pillow-heif", "DICOM": "pydicom", "TIFF": "tifffile"}
+_OF_PILLOW = {"HEIF": (".heic", ".heif", ".hif"), "DICOM": (".dcm", ".dic", ".dicom", ".ima")}
+_OF_MODULES = {"NIFTI": (".nii", ".nii.gz")}
+_FURTHER = _OF_PILLOW | _OF_MODULES
+PACKAGES = {"HEIF": "pillow-heif", "DICOM": "pydicom", "TIFF": "tifffile", "NIFTI": "nibabel"}
 INSTALLED = frozenset(name for name, package in PACKAGES.items() if find_spec(package.replace("-", "_")) is not None)
-_FORMATS |= {name: suffixes for name, suffixes in _FURTHER.items() if name in INSTALLED}
+_FORMATS |= {name: suffixes for name, suffixes in _OF_PILLOW.items() if name in INSTALLED}
 
 FORMATS = tuple(_FORMATS)  # of Pillow: accepted by their content, regardless of the file's name
-_ARRAYS = {"NPY": (".npy",)}  # formats of our modules by their names
+_ARRAYS = {"NPY": (".npy",)} | {name: suffixes for name, suffixes in _OF_MODULES.items() if name in INSTALLED}
 FORMAT_OF = {suffix: name for name, suffixes in (_FORMATS | _ARRAYS).items() for suffix in suffixes}  # in lower case
 SUFFIXES = tuple(sorted(FORMAT_OF))
-VOLUMES = frozenset({"NPY"})  # formats of stacks of images
+DOUBLE_SUFFIXES = (".nii.gz",)
+VOLUMES = frozenset({"NPY", "NIFTI"})  # formats of stacks of images
 SEVERAL = VOLUMES | {"TIFF", "DICOM"}  # formats with pages; those of others are animations
 HEAD_BYTES = 512  # by which `module_of` recognizes a format
+GZIP = b"\x1f\x8b"  # of NIfTI
+_NIFTI = ((344, b"n+1"), (344, b"ni1"), (4, b"n+2"), (4, b"ni2"))  # places and magic numbers
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 
 DICOM_SUFFIX, DICOM_DIRECTORY = ".dcm", "DICOMDIR"  # the latter lists the files of a disc and has no pixels
@@ -70,6 +75,8 @@ def module_of(head: bytes) -> str | None:
     """Return the module of this package that opens a file with these first bytes; None for those of Pillow."""
     if head.startswith(b"\x93NUMPY"):
         return "npy"
+    if head.startswith(GZIP) or any(head.startswith(magic, place) for place, magic in _NIFTI):
+        return "nifti"
     is_dicom = head[DICOM_PREAMBLE:].startswith(DICOM_MAGIC)  # whose preamble may be that of TIFF
     return "tiff" if head.startswith(_TIFF) and not is_dicom else None
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from fedssl.datasets.formats import DICOM_DIRECTORY, DICOM_SUFFIX, is_dicom
+from fedssl.datasets.formats import DICOM_DIRECTORY, DICOM_SUFFIX, DOUBLE_SUFFIXES, is_dicom
 from fedssl.errors import InputError
 from fedssl.safe_io import sanitize
 
@@ -105,9 +105,11 @@ def is_hidden(name: str) -> bool:
 
 
 def ending_of(name: str) -> str:
-    """Return the ending of a file's name in lower case; empty if there is none."""
-    stem, _, ending = name.rpartition(".")
-    return f".{ending.lower()}" if stem else ""
+    """Return the ending of a file's name in lower case, such as ``.png`` or ``.nii.gz``; empty if there is none."""
+    lower = name.lower()
+    double = next((ending for ending in DOUBLE_SUFFIXES if lower.endswith(ending)), None)
+    stem, _, ending = lower.rpartition(".")
+    return double or (f".{ending}" if stem else "")
 
 
 def ending_by_content(path: str) -> str:

@@ -22,6 +22,7 @@ import numpy as np
 from fedssl.datasets.decoding import THREADS, Decoding, Page
 from fedssl.datasets.formats import FORMAT_OF, SEVERAL, VOLUMES
 from fedssl.datasets.image_index import ImageIndex, SequenceIndex
+from fedssl.datasets.listing import ending_of
 from fedssl.datasets.pages import open_pages
 from fedssl.digests import identity
 from fedssl.machine.process import available_cores
@@ -63,7 +64,7 @@ def with_pages(index: SequenceIndex, files: Sequence[FilePath], pages: str) -> S
 def _count(file: FilePath, pages: str, decoding: Decoding) -> int:
     """Return the number of pages that are used; 1 of a file that cannot be opened."""
     path = Path(file)
-    form = FORMAT_OF.get(path.suffix.lower(), "DICOM")  # whose names may have any ending
+    form = FORMAT_OF.get(ending_of(path.name), "DICOM")  # whose names may have any ending
     if pages == "first" or form not in (VOLUMES if pages == "auto" else SEVERAL):
         return 1
     try:

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from PIL import Image, ImageFile, UnidentifiedImageError
 
-from fedssl.datasets.formats import FORMATS, HEAD_BYTES, SEVERAL, module_of, require_package
+from fedssl.datasets.formats import FORMATS, HEAD_BYTES, PACKAGES, SEVERAL, module_of, require_package
 from fedssl.datasets.pixels import is_deep_color, raster_of
 from fedssl.datasets.raster import Raster
 from fedssl.safe_io import FilePath, open_regular_file
 
 MAX_CHANNELS = 64
+_MAX_PAGES = 2**20  # of a file
 _MAX_BYTES_PER_PIXEL = 8  # in an uncompressed file
 
 
@@ -76,6 +77,8 @@ def open_pages(source: bytes | FilePath, *, max_pixels: int, channels: int) -> I
             with _open_tiff(stream, max_pixels=max_pixels) as pages:
                 yield pages
         elif module is not None:
+            if module.upper() in PACKAGES:
+                require_package(module.upper())
             with import_module(f"fedssl.datasets.{module}").opened(
                 stream, max_pixels=max_pixels, channels=channels
             ) as pages:
@@ -108,6 +111,12 @@ def check_shape(shape: tuple[int, int, int], *, max_pixels: int) -> None:
         raise ValueError(f"it has {width:,} x {height:,} pixels, more than dataset.max_pixels={max_pixels}")
     if not 0 < channels <= MAX_CHANNELS:
         raise ValueError(f"it has {channels:,} channels, and {MAX_CHANNELS} are the maximum")
+
+
+def check_count(count: int) -> None:
+    """Raise a `ValueError` for an absurd number of images."""
+    if not 0 < count <= _MAX_PAGES:
+        raise ValueError(f"it has {count:,} images, and {_MAX_PAGES:,} are the maximum")
 
 
 def max_file_bytes(max_pixels: int) -> int:

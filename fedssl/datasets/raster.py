@@ -20,7 +20,7 @@ BACKGROUND = 255  # default of dataset.background
 MAXIMA = {"uint8": 255, "uint16": 65535, "float32": 1}  # by dtype, from the narrowest
 # Times a value in [0, 1], rounded down: the upper 8 bits of a value of 9 to 16 bits divided by its maximum.
 _LEVELS = np.float32(255.999)
-_PERCENTILE_VALUES = 2**22
+PERCENTILE_VALUES = 2**22  # of which percentiles are computed
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R 601, as Pillow's
 
 
@@ -171,8 +171,8 @@ def unit_values(images: Tensor) -> Tensor:
 
 
 def percentiles_of(values: np.ndarray, percentiles: tuple[float, float]) -> tuple[float, float]:
-    """Return two percentiles of finite values, of which at most `_PERCENTILE_VALUES` at equal distances are used."""
-    part = values.reshape(-1)[:: -(-values.size // _PERCENTILE_VALUES)]
+    """Return two percentiles of finite values, of which at most `PERCENTILE_VALUES` at equal distances are used."""
+    part = values.reshape(-1)[:: -(-values.size // PERCENTILE_VALUES)]
     finite = part[np.isfinite(part)]
     if not finite.size:
         return 0.0, 1.0
