@@ -181,6 +181,7 @@ def with_run_folder(settings: Settings, folder: Path, *, paths: Mapping[str, str
     return with_values(settings, {"output_dir": str(folder)}, overrides=overrides)
 
 
+@functools.lru_cache(maxsize=4)
 def parse_client_images(text: str) -> tuple[DataSettings, PartitionSettings]:
     """Return the data set and the partition of a simulated client, as `parse_client_config`, also without a folder."""
     config = OmegaConf.create(plain_values(load_plain_yaml(text), "settings", special=None))

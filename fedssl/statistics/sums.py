@@ -21,9 +21,10 @@ import numpy as np
 import torch
 
 from fedssl.datasets.images import ImageSource
+from fedssl.datasets.raster import MAXIMA
 from fedssl.errors import InputError
 
-DTYPES = ("uint8", "uint16", "float32")
+DTYPES = tuple(MAXIMA)
 BINS = 1024  # of a histogram; values of uint8 fall into different ones
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 
@@ -64,7 +65,7 @@ class ImageSums:
 
     def to_limbs(self) -> np.ndarray:
         """Return all integers as limbs from 0 to 2^22 - 1, the lowest first, float64, as long as `num_limbs`."""
-        counts = np.array([self.images, *self.clients, *self.histogram.ravel().tolist()], object)
+        counts = np.concatenate(([self.images, *self.clients], self.histogram.ravel()))
         sums = np.array([*self.sums, *self.squares], object)
         limbs = [(counts >> LIMB_BITS * place) % LIMB for place in range(_COUNT_LIMBS)]
         limbs += [(sums >> LIMB_BITS * place) % LIMB for place in range(_SUM_LIMBS)]
@@ -73,16 +74,16 @@ class ImageSums:
     @classmethod
     def from_limbs(cls, limbs: np.ndarray, *, channels: int) -> "ImageSums":
         """Return the integers of limbs, or of a sum of several clients' limbs."""
-        numbers = limbs.astype(np.int64)
-        num_counts = 1 + len(DTYPES) + channels * BINS
-        counts = _joined(numbers[: _COUNT_LIMBS * num_counts].reshape(_COUNT_LIMBS, -1))
-        sums = _joined(numbers[_COUNT_LIMBS * num_counts :].reshape(_SUM_LIMBS, -1))
+        num_kinds = len(DTYPES)
+        count_limbs, sum_limbs = np.split(limbs.astype(np.int64), [_COUNT_LIMBS * (1 + num_kinds + channels * BINS)])
+        counts = _joined(count_limbs.reshape(_COUNT_LIMBS, -1))
+        sums = _joined(sum_limbs.reshape(_SUM_LIMBS, -1).astype(object)).tolist()
         return cls(
-            images=counts[0],
-            clients=tuple(counts[1 : 1 + len(DTYPES)]),
+            images=int(counts[0]),
+            clients=tuple(counts[1 : 1 + num_kinds].tolist()),
             sums=tuple(sums[:channels]),
             squares=tuple(sums[channels:]),
-            histogram=np.array(counts[1 + len(DTYPES) :], np.int64).reshape(channels, BINS),
+            histogram=counts[1 + num_kinds :].reshape(channels, BINS),
         )
 
     def problem(self, *, pixels: int, clients: int = 1) -> str:
@@ -190,6 +191,7 @@ def _added(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
     return tuple(one + other for one, other in zip(first, second, strict=True))
 
 
-def _joined(limbs: np.ndarray) -> list[int]:
+def _joined(limbs: np.ndarray) -> np.ndarray:
     """Return the integers of limbs, ``(limbs, n)``."""
-    return [sum(limb << LIMB_BITS * place for place, limb in enumerate(column)) for column in limbs.T.tolist()]
+    integers: np.ndarray = sum(row << LIMB_BITS * place for place, row in enumerate(limbs))
+    return integers
