@@ -199,7 +199,8 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
     "dataset": {
         "path": _PATH,
         "cache": _PATH,  # or auto
-        **_all(_NAME_OR_NULL, "hub", "image", "label", "owner"),
+        **_all(_NAME_OR_NULL, "hub", "image", "label", "owner", "group", "split_column"),
+        "skip_missing": _BOOL,
         **_all(_NAME_OR_NULL, "federated", "train", "test"),  # of dataset.splits
         "channels": _integer(1, MAX_CHANNELS),
         "size": _SIZE,

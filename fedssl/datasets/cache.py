@@ -51,10 +51,9 @@ def read_images(index: ImageIndex, *, cache: str | None, storage: str) -> ImageD
     readable = stored.readable
     warnings = index.warnings + index.unreadable_warnings(stored.unreadable)
     warnings += range_warnings(index.sample(readable), index.decoding)
-    labels, owners = (
-        None if column is None else torch.from_numpy(column[readable]) for column in (index.labels, index.owners)
-    )
-    return ImageData(source, labels, index.classes, owners, index.owner_names, warnings, (index, readable))
+    columns = (index.labels, index.owners, index.groups)
+    labels, owners, groups = (None if column is None else torch.from_numpy(column[readable]) for column in columns)
+    return ImageData(source, labels, index.classes, owners, index.owner_names, groups, warnings, (index, readable))
 
 
 def _read(index: ImageIndex, *, cache: str | None, storage: str) -> tuple[ImageSource, Storage]:

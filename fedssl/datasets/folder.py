@@ -13,6 +13,7 @@
 Images are sorted by path. The other kinds are described in `fedssl.datasets.table_index` and `fedssl.datasets.npz`.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,8 @@ from fedssl.datasets.base import NO_LABEL, ImageData, stratified_holdout, subsam
 from fedssl.datasets.cache import file_line, read_images
 from fedssl.datasets.decoding import MAX_PIXELS, Decoding
 from fedssl.datasets.folder_layout import list_split
-from fedssl.datasets.image_index import ImageIndex, Query, SequenceIndex
+from fedssl.datasets.image_index import FOLDER, ImageIndex, Query, SequenceIndex, grouped_by_folder
+from fedssl.datasets.listing import log_once
 from fedssl.datasets.npz import index_arrays
 from fedssl.datasets.page_index import with_pages
 from fedssl.datasets.raster import BACKGROUND
@@ -33,10 +35,12 @@ from fedssl.datasets.sources import ARRAYS, TABLES, Source, find
 from fedssl.datasets.splits import HELD_OUT, split_of_word
 from fedssl.datasets.table_index import index_hub, index_tables
 from fedssl.digests import new_identity
-from fedssl.errors import InputError
+from fedssl.errors import InputError, shortened
+from fedssl.safe_io import sanitize
 
 # Arguments of `read` for all images of a path, without labels, as on a device.
 ALL_IMAGES: Mapping[str, Any] = {"folders": "none", "split_folders": False, "test_fraction": 0.0, "label": None}
+_NO_COLUMNS: Mapping[str, Any] = dict.fromkeys(("image", "owner", "group", "split_column"))
 
 
 def read(
@@ -50,6 +54,9 @@ def read(
     image: str | None = None,
     label: str | None = "label",
     owner: str | None = None,
+    group: str | None = None,
+    split_column: str | None = None,
+    skip_missing: bool = True,
     folders: str = "class",
     split_folders: bool | str = "auto",
     test_fraction: float = 0.0,
@@ -84,6 +91,13 @@ def read(
         Name of the column or arrays of labels, see `fedssl.datasets.labels`. None for no labels, also of folders.
     owner : str or None
         Name of the column with the owner of each image, as an integer or a string. None if unknown.
+    group : str or None
+        Name of the column with the group of each image, such as a patient, as an integer or a string; "folder" for the
+        folder of its file. Images of one group are on one side of the holdout. None for no groups.
+    split_column : str or None
+        Name of the column with the split of each image, if all files have it. None for none.
+    skip_missing : bool
+        Whether image files that a column names and that do not exist are a warning; otherwise they are an error.
     folders : {"class", "owner", "owner/class", "domain", "domain/class", "none"}
         Meaning of the subfolders, see the module. A domain is an owner.
     split_folders : bool or "auto"
@@ -120,6 +134,9 @@ def read(
         image=image,
         label=label,
         owner=owner,
+        group=group,
+        split_column=split_column,
+        skip_missing=skip_missing,
         folders=folders.replace("domain", "owner"),
         split_folders=split_folders,
         test_fraction=test_fraction,
@@ -139,15 +156,40 @@ def read(
 def index_path(path: str, query: Query, *, containers_first: bool = False) -> ImageIndex | None:
     """Return the images of ``query.split`` in a path; None if there are none."""
     source = find(path, containers_first=containers_first)
-    indexers = {TABLES: index_tables, ARRAYS: index_arrays}
-    index = indexers.get(source.kind, _index_files)(source, query)
+    index = _index(source, query)
     if index is None:
         return None
     if index.shared:
         labels = np.full(index.count, NO_LABEL) if index.labels is None else index.labels
         is_test = split_of_word(query.split) in HELD_OUT
-        index = index.at(stratified_holdout(labels, fraction=query.test_fraction)[is_test])
+        index = index.at(stratified_holdout(labels, fraction=query.test_fraction, groups=index.groups)[is_test])
+    elif index.groups is not None and split_of_word(query.split) in HELD_OUT:
+        index = replace(index, warnings=index.warnings + _common_groups(source, index, query))
+    if index.groups is not None:
+        number = len(np.unique(index.groups))
+        log_once(logging.INFO, sanitize(f"{path}: {query.split}: {index.count:,} images in {number:,} groups"))
     return replace(index, warnings=source.warnings + index.warnings) if index.count else None
+
+
+def _index(source: Source, query: Query) -> ImageIndex | None:
+    indexers = {TABLES: index_tables, ARRAYS: index_arrays}
+    return indexers.get(source.kind, _index_files)(source, query)
+
+
+def _common_groups(source: Source, test: ImageIndex, query: Query) -> tuple[str, ...]:
+    """Return a warning if the given splits for training and for the test have images of the same groups."""
+    try:
+        train = _index(source, replace(query, split="train"))
+    except InputError:  # there is no such split
+        return ()
+    common = sorted(test.present_groups & (set() if train is None else train.present_groups))
+    line = (
+        f"{source.path}: {len(common):,} groups ({shortened(common)}) have images in the training and in {query.split}"
+    )
+    line += (
+        ", so that results are too good; set dataset.split_folders=false dataset.split_column=null to hold out groups"
+    )
+    return (line,) if common else ()
 
 
 def index_all(path: Path) -> ImageIndex:
@@ -176,6 +218,14 @@ def _index_files(source: Source, query: Query) -> SequenceIndex:
             "and dataset.folders=owner if its subfolders are owners"
         )
     found = list_split(source, query)
+    groups: dict[str, Any] = {}
+    if query.group == FOLDER:
+        groups = grouped_by_folder(found.files, Path(source.listing.root))
+    elif query.group is not None:
+        raise InputError(
+            f"dataset.group={query.group} is a column, but {source.path} holds image files; set dataset.group=folder "
+            f"if the images of a folder are a group, or dataset.path to a CSV file with columns path and {query.group}"
+        )
     if query.label is None:
         found = replace(found, labels=None, classes=())
     index = SequenceIndex(
@@ -185,6 +235,7 @@ def _index_files(source: Source, query: Query) -> SequenceIndex:
         num_in_files=len(found.files),
         key={"reader": "folder"},
         images=found.files,
+        **groups,
         **vars(found),
     )
     return with_pages(index, found.files, query.pages)

@@ -1,19 +1,24 @@
 """Encoded images of a split, in order, with their labels and owners: what the reader of a format finds."""
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from fedssl.datasets.decoding import Decoding, Encoded, Shape
+from fedssl.datasets.images import RecordSequence
 from fedssl.datasets.sample_checks import SAMPLE
+from fedssl.digests import identity
 from fedssl.errors import InputError
 from fedssl.safe_io import FilePath, sanitize
 
 _MAX_LISTED = 5  # images listed in a warning
+FOLDER = "folder"  # value of dataset.group: the folder of a file is its group
 BATCH = 16  # images per task of a decoding thread; small, since images may be large
 
 
@@ -27,6 +32,9 @@ class Query:
     image: str | None
     label: str | None
     owner: str | None
+    group: str | None
+    split_column: str | None
+    skip_missing: bool
     folders: str
     split_folders: bool | str
     test_fraction: float
@@ -47,13 +55,22 @@ class ImageIndex(ABC):
     classes: tuple[str, ...] = ()
     owners: np.ndarray | None = None
     owner_names: tuple[str, ...] = ()
+    groups: np.ndarray | None = None
+    group_names: tuple[str, ...] = ()  # ``group_names[group]``
     warnings: tuple[str, ...] = ()
     shared: bool = False  # whether the test is a share of the images of this index
 
     def at(self, rows: np.ndarray) -> Self:
         """Return the index of the images at ``rows``."""
-        labels, owners = (None if column is None else column[rows] for column in (self.labels, self.owners))
-        return replace(self, count=len(rows), labels=labels, owners=owners)
+        labels, owners, groups = (
+            None if column is None else column[rows] for column in (self.labels, self.owners, self.groups)
+        )
+        return replace(self, count=len(rows), labels=labels, owners=owners, groups=groups)
+
+    @property
+    def present_groups(self) -> set[str]:
+        """Names of the groups of the images."""
+        return set() if self.groups is None else {self.group_names[group] for group in np.unique(self.groups)}
 
     @property
     def shape(self) -> Shape:
@@ -105,11 +122,14 @@ class ImageIndex(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceIndex(ImageIndex):
-    """Images in their own files, or where a reader has found them in others."""
+    """Images in their own files, or records of other files."""
 
-    images: Sequence[Encoded]
+    images: Sequence[Encoded]  # files, or a `RecordSequence`
 
     def at(self, rows: np.ndarray) -> Self:
+        if isinstance(self.images, RecordSequence):
+            chosen = identity(str(self.key.get("rows")).encode() + rows.tobytes())
+            return replace(super().at(rows), images=self.images.at(rows), key={**self.key, "rows": chosen})
         images = [self.images[row] for row in rows]
         return replace(super().at(rows), files=images, num_in_files=len(rows), images=images)
 
@@ -120,7 +140,14 @@ class SequenceIndex(ImageIndex):
         return self.images[:: math.ceil(self.count / SAMPLE)]
 
     def image_name(self, index: int) -> str:
-        return str(self.images[index])
+        return self.images.name_of(index) if isinstance(self.images, RecordSequence) else str(self.images[index])
 
     def records(self) -> Sequence[Encoded]:
         return self.images
+
+
+def grouped_by_folder(files: Sequence[FilePath], root: Path) -> dict[str, Any]:
+    """Return the groups of files by their folders below ``root``, with their names."""
+    folders = [os.path.relpath(Path(file).parent, root) for file in files]
+    names, groups = np.unique(folders, return_inverse=True)
+    return {"groups": groups, "group_names": tuple(names.tolist())}

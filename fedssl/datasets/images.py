@@ -204,7 +204,19 @@ class EncodedImages(ImageSource):
                 ) from error
 
 
-class FileRecords(Sequence[bytes]):
+class RecordSequence(Sequence[bytes], ABC):
+    """Encoded images that are read when they are used."""
+
+    @abstractmethod
+    def at(self, rows: np.ndarray) -> "RecordSequence":
+        """Return the images at ``rows``."""
+
+    @abstractmethod
+    def name_of(self, index: int) -> str:
+        """Return the place of an image."""
+
+
+class FileRecords(RecordSequence):
     """Byte strings in files, read when they are used.
 
     The files stay open, so that a replaced file does not change them. Reading, in place of a mapping, returns an error
@@ -226,6 +238,12 @@ class FileRecords(Sequence[bytes]):
         weakref.finalize(self, _close, self._descriptors)
         for file in files:
             self._descriptors.append(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+
+    def at(self, rows: np.ndarray) -> "FileRecords":
+        return FileRecords(self._files, self._file_numbers[rows], self._offsets[rows], self._lengths[rows])
+
+    def name_of(self, index: int) -> str:
+        return f"byte {self._offsets[index]} of {self._files[self._file_numbers[index]]}"
 
     def __len__(self) -> int:
         return len(self._offsets)

@@ -9,7 +9,6 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
@@ -20,10 +19,10 @@ from numpy.lib.npyio import NpzFile
 
 from fedssl.datasets.base import NO_LABEL
 from fedssl.datasets.image_index import Query, SequenceIndex
+from fedssl.datasets.images import RecordSequence
 from fedssl.datasets.npy import as_images
 from fedssl.datasets.sources import Source
 from fedssl.datasets.splits import HELD_OUT, matching, split_of, split_of_word
-from fedssl.digests import identity
 from fedssl.errors import InputError, shortened
 from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.safe_io import open_regular_file, sanitize
@@ -32,7 +31,7 @@ _SHARE = 2  # an array needs at most one part in two of the available memory
 _IMAGES, _LABELS = ("images", "image", "x"), ("label", "labels", "y")  # parts of the names of arrays
 
 
-def index_arrays(source: Source, query: Query) -> "ArrayIndex | None":
+def index_arrays(source: Source, query: Query) -> SequenceIndex | None:
     """Return the images of a file; None if it has none of the split."""
     files = list(source.files)
     if len(files) > 1:
@@ -75,14 +74,6 @@ class ArrayIndex(SequenceIndex):
 
     images: "_Images"
 
-    def at(self, rows: np.ndarray) -> "ArrayIndex":
-        images = _Images(self.images.file, self.images.name, self.images.rows[rows], self.images.channels)
-        index = super(SequenceIndex, self).at(rows)
-        return replace(index, images=images, key={**self.key, "rows": identity(images.rows.tobytes())})
-
-    def image_name(self, index: int) -> str:
-        return f"{self.images.file}: {self.images.name}[{self.images.rows[index]}]"
-
     def values(self, name: str) -> Sequence[Any]:
         file, rows, split = self.images.file, self.images.rows, split_of(self.images.name)
         with _opened(file) as archive:
@@ -94,11 +85,17 @@ class ArrayIndex(SequenceIndex):
         return list(values[rows])
 
 
-class _Images(Sequence[bytes]):
+class _Images(RecordSequence):
     """Rows of an array, as NPY files; the array is read when it is used."""
 
     def __init__(self, file: Path, name: str, rows: np.ndarray, channels: int) -> None:
         self.file, self.name, self.rows, self.channels = file, name, rows, channels
+
+    def at(self, rows: np.ndarray) -> "_Images":
+        return _Images(self.file, self.name, self.rows[rows], self.channels)
+
+    def name_of(self, index: int) -> str:
+        return f"{self.file}: {self.name}[{self.rows[index]}]"
 
     @cached_property
     def _array(self) -> np.ndarray:

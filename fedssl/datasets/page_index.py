@@ -58,6 +58,8 @@ def with_pages(index: SequenceIndex, files: Sequence[FilePath], pages: str) -> S
     ]
     numbers = np.repeat(np.arange(len(files)), [-(-max(count, 1) // depth) for count in counts])
     expanded = vars(ImageIndex.at(index, numbers)) | {"images": images}
+    if index.groups is None:  # the pages of a file are alike
+        expanded |= {"groups": numbers, "group_names": tuple(map(str, files))}
     return PageIndex(**expanded).at(np.arange(len(images)))
 
 

@@ -5,6 +5,7 @@ the Hub the others.
 """
 
 import logging
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,14 @@ from fedssl.datasets.listing import (
     list_files,
     log_once,
 )
-from fedssl.errors import InputError
+from fedssl.errors import InputError, shortened
 from fedssl.safe_io import sanitize
 
 IMAGES, TABLES, ARRAYS = "images", "tables", "arrays"
-_CONTAINERS = {".arrow": TABLES, ".parquet": TABLES, ".npz": ARRAYS}  # kinds of files by ending
-ALLOWED = " ".join((*_CONTAINERS, *SUFFIXES))
-_ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".rar", ".7z")
+_CONTAINERS = {".arrow": TABLES, ".parquet": TABLES, ".tar": TABLES, ".npz": ARRAYS}  # kinds of files by ending
+_MANIFESTS = dict.fromkeys((".csv", ".tsv"), TABLES)  # only if the path names them
+ALLOWED = " ".join((*_CONTAINERS, *_MANIFESTS, *SUFFIXES))
+_ARCHIVES = (".zip", ".gz", ".bz2", ".xz", ".zst", ".tgz", ".rar", ".7z")
 
 
 class NoImagesError(InputError):
@@ -75,10 +77,10 @@ def find(path: str, *, containers_first: bool = False) -> Source:
     """Return the files of ``path``; `InputError` if there are none. ``containers_first`` reads images last."""
     root = user_path(path)
     endings = {*SUFFIXES, *_CONTAINERS}
-    listing = list_files(root, endings) if is_folder(root) else _matching(root, endings)
+    listing = list_files(root, endings) if is_folder(root) else _matching(root, endings | _MANIFESTS.keys())
     of_kind: dict[str, list[str]] = {}
     for name in listing.paths:
-        of_kind.setdefault(_CONTAINERS.get(ending_of(name), IMAGES), []).append(name)
+        of_kind.setdefault((_CONTAINERS | _MANIFESTS).get(ending_of(name), IMAGES), []).append(name)
     kinds = (TABLES, ARRAYS, IMAGES) if containers_first else (IMAGES, TABLES, ARRAYS)
     kind = next((kind for kind in kinds if kind in of_kind), None)
     if kind is None and not listing.repeated:
@@ -92,7 +94,8 @@ def _no_images(path: str, listing: Listing) -> NoImagesError:
             f"dataset.path: {path} is not a folder, a file or a pattern with matches; give what holds your images", ()
         )
     remedies = [remedy for _, remedy in missing_packages(listing.ignored)]
-    remedies += ["unpack archives first"] if any(ending in _ARCHIVES for ending in listing.ignored) else []
+    if any(ending in _ARCHIVES for ending in listing.ignored):
+        remedies.append("unpack archives first, .tar.gz with gunzip")
     ignored = listing.ignored_kinds()
     found = f" (ignored {ignored})" if ignored else ""
     message = f"{path} holds no image{found}; allowed are files ending in {ALLOWED}"
@@ -101,6 +104,18 @@ def _no_images(path: str, listing: Listing) -> NoImagesError:
 
 def _matching(pattern: Path, endings: Collection[str]) -> Listing:
     """Return a file, or those that match a pattern, hidden ones only if it is hidden; the root is its fixed part."""
+    listing = Listing(str(pattern.parent))
+    if braces := re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", pattern.name):
+        first, last = int(braces[2]), int(braces[3])
+        names = [f"{braces[1]}{n:0{len(braces[2])}}{braces[4]}" for n in range(first, min(last, first + 10**6) + 1)]
+        missing = [name for name in names if not is_file(pattern.parent / name)]
+        if missing:
+            raise InputError(
+                f"dataset.path={pattern} names {len(names)} files, of which {len(missing)} do not exist, such as "
+                f"{shortened(missing)}; correct the numbers"
+            )
+        listing.paths = names
+        return listing
     parts = pattern.parts
     start = next((place for place, part in enumerate(parts) if set(part) & set("*?[")), len(parts) - 1)
     if is_file(pattern):
@@ -111,7 +126,7 @@ def _matching(pattern: Path, endings: Collection[str]) -> Listing:
     except (OSError, ValueError):  # a name above 255 bytes; no pattern, e.g. *** in some versions of Python
         found = []
     hidden = sum(map(is_hidden, parts[start:]))
-    listing = Listing(str(base))
+    listing.root = str(base)
     for name in sorted(found, key=lambda name: name.replace("/", "\0")):
         if is_file(base / name) and sum(map(is_hidden, name.split("/"))) <= hidden:
             ending = ending_by_content(f"{base}/{name}")

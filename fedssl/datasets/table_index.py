@@ -1,6 +1,7 @@
-"""Images in the rows of parquet and arrow files: local ones, or those of the Hub's cache.
+"""Images in the rows of tables: parquet and arrow files, also of the Hub's cache, shards, and CSV files with paths.
 
-Both are read with pyarrow alone. The bytes of an image go directly to the decoder, without a Python object per row.
+All are tables of pyarrow. The bytes of an image go directly to the decoder, without a Python object per row. Images of
+a column of text are files.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,12 +14,13 @@ import numpy as np
 import pyarrow as pa
 
 from fedssl.datasets.decoding import Encoded
-from fedssl.datasets.image_index import ImageIndex, Query
+from fedssl.datasets.image_index import FOLDER, ImageIndex, Query, SequenceIndex, grouped_by_folder
 from fedssl.datasets.labels import class_names, missing_labels, read_labels
 from fedssl.datasets.listing import is_file
+from fedssl.datasets.shards import is_shard
 from fedssl.datasets.sources import Source
 from fedssl.datasets.split_files import files_of_split, has_held_out
-from fedssl.datasets.splits import HELD_OUT, split_of_word
+from fedssl.datasets.splits import HELD_OUT, matching, split_of_word
 from fedssl.datasets.tables import (
     arrow_records,
     check_image_column,
@@ -28,31 +30,50 @@ from fedssl.datasets.tables import (
     encoded_images,
     image_column,
     image_files,
+    named_files,
     num_rows,
     require_column,
     row_values,
     schema_of,
 )
 from fedssl.digests import identity
-from fedssl.errors import InputError
+from fedssl.errors import InputError, shortened
 
 
-def index_tables(source: Source, query: Query) -> "TableIndex | None":
+def index_tables(source: Source, query: Query) -> ImageIndex | None:
     """Return the images of local files; None if none is of the split."""
-    all_files = sorted(source.files)
-    count = sum(map(num_rows, all_files))
-    source.log(f"{count:,} rows in {len(all_files):,} parquet or arrow file{'s'[: len(all_files) != 1]}")
+    files = sorted(source.files)
+    count = sum(map(num_rows, files))
+    kinds = ", ".join(sorted({file.suffix.lower() for file in files}))
+    source.log(f"{count:,} rows in {len(files):,} {kinds} file{'s'[: len(files) != 1]}")
+    kind, fraction = split_of_word(query.split), query.test_fraction
     if query.split_folders is False:
-        return index_rows(all_files, query, data_set=all_files, shared=query.test_fraction > 0)
-    shared = query.test_fraction > 0 and not has_held_out(source)
-    held_out = shared and split_of_word(query.split) in HELD_OUT
-    files = files_of_split(source, "train" if held_out else query.split)
-    return index_rows(
-        files, query, data_set=all_files, shared=shared and (held_out or split_of_word(query.split) == "train")
-    )
+        return index_rows(files, query, data_set=files, shared=fraction > 0)
+    if query.split_column is not None and all(query.split_column in schema_of(file).names for file in files):
+        return _index_by_column(source, files, query, query.split_column)
+    shared = fraction > 0 and not has_held_out(source)
+    held_out = shared and kind in HELD_OUT
+    chosen = files_of_split(source, "train" if held_out else query.split)
+    return index_rows(chosen, query, data_set=files, shared=shared and (held_out or kind == "train"))
 
 
-def index_hub(hub: str, query: Query) -> "TableIndex | None":
+def _index_by_column(source: Source, files: Sequence[Path], query: Query, column: str) -> ImageIndex | None:
+    """Return the rows whose split a column has; None if none is of the test."""
+    splits = np.array([str(value).strip() for file in files for value in column_of(file, column).to_pylist()])
+    names, kind = np.unique(splits).tolist(), split_of_word(query.split)
+    shared = query.test_fraction > 0 and not any(matching(held_out, names) for held_out in HELD_OUT)
+    wanted = ["train"] if shared and kind in HELD_OUT else [query.split]
+    wanted += HELD_OUT if query.split == "test" and not shared else []
+    chosen = next(filter(None, (matching(split, names) for split in wanted)), [])
+    if not chosen and query.split != "test":
+        raise InputError(
+            f"{source.path}: the column {column} has no split {query.split!r}, only {shortened(names)}; name one of "
+            "them in dataset.splits, or set dataset.split_column=null if it has no splits"
+        )
+    return index_rows(files, query, data_set=files, shared=shared, chosen=np.isin(splits, chosen)) if chosen else None
+
+
+def index_hub(hub: str, query: Query) -> ImageIndex | None:
     """Return the images of a data set of the Hub; None if it has none."""
     if query.test_fraction:
         raise InputError(
@@ -65,37 +86,93 @@ def index_hub(hub: str, query: Query) -> "TableIndex | None":
     return index_rows(files, query, data_set=data_set, shared=False)
 
 
-def index_rows(files: Sequence[Path], query: Query, *, data_set: Sequence[Path], shared: bool) -> "TableIndex | None":
-    """Return the images of all rows of some files of a data set; None if they have no row."""
-    count = sum(num_rows(file) for file in files)
+def index_rows(
+    files: Sequence[Path], query: Query, *, data_set: Sequence[Path], shared: bool, chosen: np.ndarray | None = None
+) -> ImageIndex | None:
+    """Return the images of the rows of some files of a data set, or the ``chosen``; None if they have no row."""
+    known = _columns(files, query, data_set=data_set, shared=shared)
+    count = len(known["labels"])
     if not count:
         return None
-    labels, classes = read_labels(files, query.label, data_set=data_set)
-    warnings: tuple[str, ...] = ()
-    if query.label is not None and not (shared and split_of_word(query.split) in HELD_OUT):
-        warnings = missing_labels(labels, files, query.label, split=query.split)
-    owners, owner_names = (None, ()) if query.owner is None else _owners(files, query.owner)
     image = image_column(files[0]) if query.image is None else query.image
-    named = [path for file in files for path in image_files(file, image)]
-    return TableIndex(
-        name=query.name,
-        count=count,
-        files=[*files, *filter(is_file, named)],
-        num_in_files=count,
-        decoding=query.decoding,
-        key={"reader": "hub", "image": image},
-        labels=labels,
-        classes=classes,
-        owners=owners,
-        owner_names=owner_names,
-        warnings=warnings,
-        shared=shared,
-        tables=files,
-        column=image,
-        rows=np.arange(count),
-        names_files=bool(named),
-        row_name=f"of the split {query.split!r} in {files[0].parent}",
-    )
+    known |= {"name": query.name, "count": count, "decoding": query.decoding, "num_in_files": count, "shared": shared}
+    known["key"] = {"reader": "hub", "image": image}
+    paths = [named_files(file, image) for file in files]
+    if all(part is not None for part in paths):
+        images = [path or Path() for part in paths for path in part or ()]
+        return _existing(
+            RowIndex(files=images, images=images, tables=files, rows=np.arange(count), **known), query, chosen
+        )
+    index: ImageIndex
+    if all(map(is_shard, files)) and (records := arrow_records(files, image, np.arange(count))) is not None:
+        index = RowIndex(files=files, images=records, tables=files, rows=np.arange(count), **known)
+    else:
+        named = [path for file in files for path in image_files(file, image)]
+        index = TableIndex(
+            files=[*files, *filter(is_file, named)],
+            tables=files,
+            column=image,
+            rows=np.arange(count),
+            names_files=bool(named),
+            row_name=f"of the split {query.split!r} in {files[0].parent}",
+            **known,
+        )
+    return index if chosen is None else index.at(np.flatnonzero(chosen))
+
+
+def _columns(files: Sequence[Path], query: Query, *, data_set: Sequence[Path], shared: bool) -> dict[str, Any]:
+    """Return labels, owners, groups and warnings of all rows, as fields of an index."""
+    labels, classes = read_labels(files, query.label, data_set=data_set)
+    known: dict[str, Any] = {"labels": labels, "classes": classes}
+    if query.label is not None and not (shared and split_of_word(query.split) in HELD_OUT):
+        known["warnings"] = missing_labels(labels, files, query.label, split=query.split)
+    if query.owner is not None:
+        known["owners"], known["owner_names"] = _numbered(files, query.owner, "owner")
+    if query.group is not None and (query.group != FOLDER or FOLDER in schema_of(files[0]).names):
+        known["groups"], known["group_names"] = _numbered(files, query.group, "group")
+    return known
+
+
+def _existing(index: "RowIndex", query: Query, chosen: np.ndarray | None) -> "RowIndex":
+    """Return the images whose files exist, each once; `InputError` if some do not and this is not allowed."""
+    images, table = index.files, index.tables[0]
+    if query.group == FOLDER and index.groups is None:
+        index = replace(index, **grouped_by_folder(images, table.parent))
+    missing = [row for row, image in enumerate(images) if not is_file(Path(image))]
+    first = {image: row for row, image in reversed(list(enumerate(images)))}
+    rows = np.array(sorted({*first.values()} - {*missing}), dtype=np.int64)
+    warnings: tuple[str, ...] = ()
+    if missing:
+        line = (
+            f"{len(missing):,} of the {len(images):,} image files that {table} names do not exist, such as "
+            f"{shortened(str(images[row]) for row in missing)}"
+        )
+        if not query.skip_missing or not len(rows):
+            raise InputError(
+                f"{line}; correct the paths, which begin at {table.parent}, or use the others with "
+                "dataset.skip_missing=true"
+            )
+        warnings += (f"{line}: the others are used",)
+    repeated = len(images) - len(first)
+    if repeated:
+        again = next(image for row, image in enumerate(images) if first[image] != row)
+        warnings += (f"{table} names {repeated:,} image files again, such as {again}: their first rows are used",)
+    rows = rows if chosen is None else rows[chosen[rows]]
+    return replace(index, warnings=index.warnings + warnings).at(rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowIndex(SequenceIndex):
+    """Images that rows of tables name or locate."""
+
+    tables: Sequence[Path]
+    rows: np.ndarray  # ascending, of all tables one after another
+
+    def at(self, rows: np.ndarray) -> "RowIndex":
+        return replace(super().at(rows), rows=self.rows[rows])
+
+    def values(self, name: str) -> Sequence[Any]:
+        return row_values(self.tables, name, self.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,23 +232,24 @@ def _hub_files(hub: str, split: str) -> list[Path]:
     return [Path(file["filename"]) for file in dataset.cache_files]
 
 
-def _owners(files: Sequence[Path], column: str) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return the owner index of every row ``(n,)`` and the owners' names, the sorted values of the column."""
-    remedy = "set dataset.owner to the column with the owners of the images, or dataset.owner=null if there is none"
+def _numbered(files: Sequence[Path], column: str, what: str) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Return the number of the owner or group of every row ``(n,)`` and their names, sorted."""
+    setting = f"dataset.{what}={column}"
+    remedy = f"set dataset.{what} to the column with the {what}s of the images, or dataset.{what}=null if there is none"
     for file in files:
         kind = require_column(file, column, remedy).field(column).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise InputError(f"dataset.owner={column} is of type {kind}; an integer or string column is needed")
+            raise InputError(f"{setting} is of type {kind}; an integer or string column is needed")
     values = [value for file in files for value in column_of(file, column).to_pylist()]
     if None in values:
         raise InputError(
-            f"dataset.owner={column} has no value in {values.count(None)} of {len(values)} rows, first row "
-            f"{values.index(None)} of {files[0].parent}; give every image an owner, or dataset.owner=null"
+            f"{setting} has no value in {values.count(None)} of {len(values)} rows, first row {values.index(None)} of "
+            f"{files[0].parent}; give every image {'an' if what == 'owner' else 'a'} {what}, or dataset.{what}=null"
         )
-    numbers, owners = np.unique(values, return_inverse=True)
+    codes, numbers = np.unique(values, return_inverse=True)
     names = dict(enumerate(class_names(schema_of(files[0]), column)))
-    return owners, tuple(str(names.get(number, number)) for number in numbers.tolist())
+    return numbers, tuple(str(names.get(code, code)) for code in codes.tolist())
 
 
 def _encoded(files: Sequence[Path], column: str, rows: np.ndarray) -> Iterator[list[Encoded]]:

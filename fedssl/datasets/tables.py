@@ -17,6 +17,9 @@ import pyarrow.parquet as pq
 
 from fedssl.datasets.decoding import Encoded
 from fedssl.datasets.images import FileRecords
+from fedssl.datasets.manifest import SUFFIXES as MANIFEST_SUFFIXES
+from fedssl.datasets.manifest import csv_table, named_file
+from fedssl.datasets.shards import ANY_IMAGE, PLACE, is_shard, shard_table
 from fedssl.errors import InputError, shortened
 from fedssl.safe_io import sanitize
 
@@ -74,6 +77,15 @@ def row_values(files: Sequence[Path], column: str, rows: np.ndarray) -> list[Any
         wanted = rows[np.searchsorted(rows, start) : np.searchsorted(rows, end)] - start
         values += column_of(file, column).take(pa.array(wanted)).to_pylist()
     return values
+
+
+def named_files(file: Path, column: str) -> list[Path | None] | None:
+    """Return the files that a column of text names, None for empty rows; None for another column."""
+    schema = schema_of(file, column)
+    if column not in schema.names or not is_text(_value_type(schema.field(column).type)):
+        return None
+    values = column_of(file, column).to_pylist()
+    return [named_file(value, file.parent) if value else None for value in values]
 
 
 def children(file: Path, column: str, field: str) -> list[pa.Array]:
@@ -137,9 +149,15 @@ def arrow_records(files: Sequence[Path], column: str, rows: np.ndarray) -> FileR
 
 
 def _places(file: Path, column: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return offset and length of every image in an arrow file; None if they are compressed, or not there."""
-    if file.suffix.lower() == ".parquet":
+    """Return offset and length of every image in a tar or arrow file; None if they are compressed, or not there."""
+    suffix = file.suffix.lower()
+    if suffix == ".parquet" or suffix in MANIFEST_SUFFIXES:
         return None
+    if is_shard(file):
+        check_image_column(file, column)
+        places = column_of(file, column)  # nulls of samples without an image are empty records
+        starts, sizes = (np.array(places.field(name).fill_null(0)) for name in ("offset", "length"))
+        return starts, np.where(np.array(places.is_valid()), sizes, 0)
     with _reading(file):
         mapped = pa.memory_map(str(file)).read_buffer()
         table = _table(mapped)
@@ -174,6 +192,8 @@ def value_bounds(array: pa.Array) -> np.ndarray | None:
 def image_column(file: Path) -> str:
     """Return the only column of images of a file; `InputError` if it has several or none."""
     schema = schema_of(file)
+    if ANY_IMAGE in schema.names:
+        return ANY_IMAGE
     found = [name for name in schema.names if _is_image(schema.field(name).type, text=False)]
     found = found or [name for name in schema.names if name.lower() in _PATH_COLUMNS]
     if len(found) != 1:
@@ -229,7 +249,7 @@ def image_files(file: Path, column: str) -> list[Path]:
 
 
 def _source(value: bytes | str | None, folder: Path) -> Encoded:
-    return folder / value if isinstance(value, str) and value else bytes(value or b"")
+    return named_file(value, folder) if isinstance(value, str) and value else bytes(value or b"")
 
 
 def _values(array: pa.Array) -> list[bytes | str | None]:
@@ -245,7 +265,7 @@ def _values(array: pa.Array) -> list[bytes | str | None]:
 def _is_image(kind: pa.DataType, *, text: bool = True) -> bool:
     kind = _value_type(kind)
     if pa.types.is_struct(kind):
-        return any(field.name in _FIELDS and _is_image(field.type) for field in kind)
+        return kind == PLACE or any(field.name in _FIELDS and _is_image(field.type) for field in kind)
     return is_bytes(kind) or _is_byte_list(kind) or (text and is_text(kind))
 
 
@@ -261,8 +281,13 @@ def _value_type(kind: pa.DataType) -> pa.DataType:
 def _open(file: Path, column: str | None = None) -> pq.ParquetFile | pa.Table:
     """Open a parquet file, or the table of an arrow file, memory-mapped; it must have only one such column."""
     with _reading(file):
-        if file.suffix.lower() == ".parquet":
+        suffix = file.suffix.lower()
+        if suffix == ".parquet":
             opened = pq.ParquetFile(file, memory_map=True, pre_buffer=False)  # otherwise the whole file is read
+        elif is_shard(file):
+            opened = shard_table(file)
+        elif suffix in MANIFEST_SUFFIXES:
+            opened = csv_table(file)
         else:
             opened = _table(pa.memory_map(str(file)).read_buffer())
     names = (opened.schema if isinstance(opened, pa.Table) else opened.schema_arrow).names
@@ -286,4 +311,4 @@ def _reading(file: Path) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError) as error:
         reason = sanitize(" ".join(str(error).split())[:300])
-        raise InputError(f"{file} cannot be read ({reason}); give parquet or arrow files in dataset.path") from error
+        raise InputError(f"{file} cannot be read ({reason}); check dataset.path") from error

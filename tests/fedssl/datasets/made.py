@@ -32,6 +32,7 @@ def settings_of(name: str, **changes: object) -> DataSettings:
 
 def query_of(split: str, **changes: object) -> Query:
     plain = {"image": None, "label": "label", "owner": None, "folders": "class", "split_folders": "auto"}
+    plain |= {"group": None, "split_column": None, "skip_missing": False}
     return Query(
         split=split, name="", **{**plain, "test_fraction": 0.0, "decoding": Decoding(channels=3, size=4), **changes}
     )

@@ -1,0 +1,50 @@
+"""Tables of CSV files, and image files that a column of a table names."""
+
+import codecs
+import os
+from functools import lru_cache
+from pathlib import Path
+
+import pyarrow as pa
+from pyarrow import csv
+
+from fedssl.safe_io import MAX_LINES_BYTES, read_bytes
+
+SUFFIXES = (".csv", ".tsv")
+
+
+def csv_table(file: Path) -> pa.Table:
+    """Return the table of a file whose columns are separated by commas, semicolons or tabs."""
+    return _table(file, file.stat().st_mtime_ns)
+
+
+def named_file(value: str, folder: Path) -> Path:
+    """Return the file that a table in ``folder`` names; Windows writes backslashes."""
+    path = folder / value.strip()
+    return folder / value.strip().replace("\\", os.sep) if "\\" in value and not path.exists() else path
+
+
+@lru_cache(maxsize=4)
+def _table(file: Path, _modified: int) -> pa.Table:
+    text = _decoded(read_bytes(file, max_bytes=MAX_LINES_BYTES)).lstrip()
+    first = text.partition("\n")[0]
+    delimiter = max(",;\t", key=first.count)
+    table = csv.read_csv(
+        pa.BufferReader(text.encode()),
+        parse_options=csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+        convert_options=csv.ConvertOptions(strings_can_be_null=True),
+    )
+    names = [name.strip() for name in table.column_names]
+    if len({*names}) < len(names):
+        raise pa.ArrowInvalid(f"two of its columns {', '.join(names)} have the same name")
+    return table.rename_columns(names)
+
+
+def _decoded(content: bytes) -> str:
+    """Return text in UTF-8, or as Excel saves it: in UTF-16 or Windows' code page of Western Europe."""
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return content.decode("utf-16", errors="replace")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return content.decode("cp1252", errors="replace")

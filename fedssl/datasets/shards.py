@@ -1,0 +1,103 @@
+"""Tar shards of WebDataset as tables: one row per sample, whose files have names that begin with its key.
+
+``n01/0001.jpg`` and ``n01/0001.cls`` are the sample ``n01/0001``. Its images are read where they are in the file, and
+its small texts (`_TEXTS`) become columns, as do the values of a ``json``. Nothing is extracted or unpickled, and links
+and other special members are left out, so that the names of members have no effect on the file system.
+"""
+
+import json
+import os
+import tarfile
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from fedssl.datasets.formats import SUFFIXES as IMAGE_SUFFIXES
+from fedssl.datasets.listing import ending_of
+
+ANY_IMAGE = "__image__"  # column of the images of all endings, if no sample has two
+PLACE = pa.struct([("offset", pa.int64()), ("length", pa.int64())])  # of an image in the file
+_TEXTS = ("cls", "txt", "json", "id", "label")
+_MAX_TEXT, _MAX_ENDINGS = 2**20, 64
+
+
+def is_shard(file: Path) -> bool:
+    """Return whether a file is a shard by its name."""
+    return file.suffix.lower() == ".tar"
+
+
+def shard_table(file: Path) -> pa.Table:
+    """Return the samples of a file, which is read once; `pyarrow.ArrowInvalid` if it is damaged."""
+    return _table(file, file.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=1024)
+def _table(file: Path, _modified: int) -> pa.Table:
+    try:
+        with tarfile.open(file, "r:") as archive:
+            members = [member for member in archive if member.isreg() and not member.issparse()]
+    except (tarfile.TarError, ValueError, OverflowError) as error:
+        raise pa.ArrowInvalid(f"it is no uncompressed tar file: {error}") from error
+    samples: dict[str, dict[str, tarfile.TarInfo]] = {}
+    keyed = _keyed([member.name.removeprefix("./") for member in members])
+    for (key, ending), member in zip(keyed, members, strict=True):
+        if not Path(key).name.startswith("."):
+            samples.setdefault(key, {})[ending] = member
+    rows, num_images = [], 0
+    for row, number in _rows(file, samples):
+        rows.append(row)
+        num_images = max(num_images, number)
+    names = dict.fromkeys(name for row in rows for name in row)
+    if num_images > 1:
+        names.pop(ANY_IMAGE)
+    return pa.table({name: _column([row.get(name) for row in rows]) for name in names})
+
+
+def _keyed(names: list[str]) -> list[tuple[str, str]]:
+    """Return key and ending of each name: parted at the first dot, as in WebDataset, or the last if keys have dots."""
+    parts = [(folder + slash, *base.partition(".")) for folder, slash, base in (name.rpartition("/") for name in names)]
+    if len({ending for *_, ending in parts}) > _MAX_ENDINGS:
+        parts = [(folder, *(stem + dot + ending).rpartition(".")) for folder, stem, dot, ending in parts]
+    return [(folder + stem, ending.lower()) for folder, stem, _, ending in parts]
+
+
+def _rows(file: Path, samples: Mapping[str, Mapping[str, tarfile.TarInfo]]) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield the columns of each sample, and its number of images."""
+    with file.open("rb") as stream:
+        for key, members in samples.items():
+            row: dict[str, Any] = {"__key__": key, "folder": key.rpartition("/")[0]}
+            images = [name for name in members if ending_of(f"x.{name}") in IMAGE_SUFFIXES]
+            row |= {name: {"offset": members[name].offset_data, "length": members[name].size} for name in images}
+            for name in members.keys() & {*_TEXTS}:
+                content = os.pread(stream.fileno(), min(members[name].size, _MAX_TEXT), members[name].offset_data)
+                text = content.decode(errors="replace").strip()
+                row |= _scalars(text) if name == "json" else {name: text}
+            if "label" not in row and "cls" in row:
+                row["label"] = row["cls"]
+            row |= {ANY_IMAGE: row[images[0]]} if images else {}
+            yield row, len(images)
+
+
+def _scalars(text: str) -> dict[str, Any]:
+    """Return the single values of a JSON object."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    kinds = (str, int, float, bool)
+    return {name: value for name, value in found.items() if isinstance(value, kinds)} if isinstance(found, dict) else {}
+
+
+def _column(values: list[Any]) -> pa.Array:
+    """Return a column of places, of integers if all texts are, or of texts."""
+    if any(isinstance(value, dict) for value in values):
+        return pa.array(values, PLACE)
+    if all(value is None or (str(value).isascii() and str(value).removeprefix("-").isdigit()) for value in values):
+        values = [None if value is None else int(value) for value in values]
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, OverflowError):
+        return pa.array([None if value is None else str(value) for value in values])

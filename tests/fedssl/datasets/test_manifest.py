@@ -1,0 +1,143 @@
+"""CSV files that name images, with labels, groups and splits."""
+
+import codecs
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fedssl.datasets import base
+from fedssl.datasets.base import ImageData, load_federated, load_split
+from fedssl.errors import InputError
+from tests.fedssl.datasets.made import first_pixels, make_image, png, settings_of
+
+pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """Files 0.png to 9.png in a folder with a space, whose first pixels are 10 times their numbers."""
+    (tmp_path / "my images").mkdir()
+    for number in range(10):
+        (tmp_path / "my images" / f"{number}.png").write_bytes(png(make_image(10 * number)))
+    return tmp_path
+
+
+def read(folder: Path, text: str | bytes, split: str = "train", **changes: object) -> ImageData | None:
+    (folder / "list.csv").write_bytes(text.encode() if isinstance(text, str) else text)
+    base.forget_images()
+    settings = {"path": str(folder / "list.csv"), "size": 4, "cache": None, "test_fraction": 0.0}
+    return load_split(settings_of("folder", **settings | changes), split)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "path,label\nmy images/1.png,cat\nmy images/2.png,dog\n",
+        codecs.BOM_UTF8 + b"path,label\r\n\r\nmy images/1.png,cat\r\n\r\nmy images/2.png,dog\r\n\r\n",
+        'label;path;note\ncat;"my images/1.png";"a;b"\ndog; my images/2.png ;\n',
+        "path\tlabel\nmy images\\1.png\tcat\nmy images\\2.png\tdog",
+        'path , label\n"my images/1.png",cat\n./my images/../my images/2.png,dog\n',
+        "path,label\nmy images/1.png,cat\nmy images/2.png,dog\n".encode("utf-16"),
+    ],
+    ids=["plain", "windows", "semicolons", "backslashes", "spaces", "excel"],
+)
+def test_files_as_people_write_them(images: Path, text: str | bytes) -> None:
+    data = read(images, text)
+    assert first_pixels(data.images) == [10, 20]
+    assert (data.classes, data.labels.tolist()) == (("cat", "dog"), [0, 1])
+
+
+def test_labels_are_numbers_names_or_missing(images: Path) -> None:
+    lines = [f"my images/{number}.png" for number in range(4)]
+    for written, labels, classes in (
+        (["3", "0", "1", "0"], [3, 0, 1, 0], ()),
+        (["3.0", "", "1.0", "nan"], [3, -1, 1, -1], ()),
+        (["b", "", "a", "NaN"], [1, -1, 0, -1], ("a", "b")),
+    ):
+        rows = [f"{line},{label}" for line, label in zip(lines, written, strict=True)]
+        data = read(images, "\n".join(["path,label", *rows]))
+        assert (data.labels.tolist(), data.classes) == (labels, classes)
+    assert read(images, "path\n" + "\n".join(lines)).labels is None
+
+
+def test_missing_files_are_counted_and_may_be_skipped(images: Path) -> None:
+    text = "path,label\nmy images/1.png,a\ngone/2.png,b\n,a\nmy images/3.png,b\n"
+    message = r"^2 of the 4 image files that .*list\.csv names do not exist, such as .*gone/2\.png.*; correct the paths"
+    with pytest.raises(InputError, match=message) as caught:
+        read(images, text)
+    setting, value = str(caught.value).partition("dataset.")[2].split("=")
+    data = read(images, text, **{setting: value == "true"})
+    assert (first_pixels(data.images), data.labels.tolist()) == ([10, 30], [0, 1])
+    assert any("do not exist" in warning and "the others are used" in warning for warning in data.warnings)
+    with pytest.raises(InputError, match="1 of the 1 image files"):
+        read(images, "path\nnowhere.png\n", skip_missing=True)
+
+
+def test_repeated_files_are_used_once(images: Path) -> None:
+    """As in lists of boxes, which have a line per object."""
+    data = read(images, "path,label\nmy images/1.png,a\nmy images/2.png,b\nmy images/1.png,b\n")
+    assert (first_pixels(data.images), data.labels.tolist()) == ([10, 20], [0, 1])
+    assert any("names 1 image files again, such as" in warning for warning in data.warnings)
+
+
+def test_a_column_has_the_splits(images: Path) -> None:
+    text = "path,label,split\n" + "".join(
+        f"my images/{number}.png,{number % 2},{split}\n" for number, split in enumerate(["train"] * 6 + ["valid"] * 4)
+    )
+    train, test = read(images, text), read(images, text, "test")
+    assert (first_pixels(train.images), first_pixels(test.images)) == ([0, 10, 20, 30, 40, 50], [60, 70, 80, 90])
+    assert len(read(images, text, split_column=None).images) == 10
+    with pytest.raises(InputError, match=r"the column split has no split 'train', only a, b; .*split_column=null"):
+        read(images, "path,split\nmy images/1.png,a\nmy images/2.png,b\n")
+    assert load_federated(settings_of("folder", path=str(images / "list.csv"), split_column=None)).labels is None
+
+
+def test_no_group_is_on_both_sides(images: Path) -> None:
+    """Ten images of five patients, each with an image of both classes: the share 0.4 of each class are two patients."""
+    text = "path,label,patient\n" + "".join(f"my images/{n}.png,{n % 2},p{n // 2}\n" for n in range(10))
+    train, test = (read(images, text, split, group="patient", test_fraction=0.4) for split in ("train", "test"))
+    assert sorted(first_pixels(train.images) + first_pixels(test.images)) == list(range(0, 100, 10))
+    patients = [{pixel // 20 for pixel in first_pixels(data.images)} for data in (train, test)]
+    assert patients[0].isdisjoint(patients[1])
+    assert np.bincount(test.labels).tolist() == [2, 2]
+    assert train.groups.dtype.is_floating_point is False
+    assert len(train.groups.unique()) == 3
+
+
+def test_groups_of_given_splits_are_compared(images: Path) -> None:
+    text = "path,split,patient\n" + "".join(
+        f"my images/{number}.png,{'train' if number < 6 else 'test'},{number % 5}\n" for number in range(10)
+    )
+    warnings = read(images, text, "test", group="patient").warnings
+    assert any("4 groups (1, 2, 3, 4) have images in the training and in test" in warning for warning in warnings)
+    with pytest.raises(InputError, match=r"no column 'who' .*dataset\.group=null"):
+        read(images, text, group="who")
+    with pytest.raises(InputError, match=r"dataset\.group=patient has no value in 1 of 2 .*give every image a group"):
+        read(images, "path,patient\nmy images/1.png,p\nmy images/2.png,\n", group="patient")
+
+
+def test_a_parquet_file_of_paths(images: Path) -> None:
+    paths = [f"my images/{number}.png" for number in (4, 2)]
+    pq.write_table(pa.table({"file_name": paths, "label": ["a", "b"]}), images / "train.parquet")
+    data = load_federated(settings_of("folder", path=str(images / "train.parquet"), size=4, cache=None))
+    assert first_pixels(data.images) == [40, 20]
+    data = load_federated(settings_of("folder", path=str(images / "train.parquet"), size=4, storage="encoded"))
+    assert first_pixels(data.images) == [40, 20]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"list\.csv cannot be read"),
+        ("a,b\n1,2\n", r"no column of images in \['a', 'b'\]; set dataset\.image=COLUMN"),
+        ("path,label\nmy images/1.png,a,b\n", r"list\.csv cannot be read .*3"),
+        ("path,path\na,b\n", r"two of its columns path, path have the same name"),
+    ],
+)
+def test_unusable_files_are_one_sentence(images: Path, text: str | bytes, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        read(images, text)
+    assert "\n" not in str(caught.value)

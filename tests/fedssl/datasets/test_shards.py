@@ -1,0 +1,140 @@
+"""Tar shards of WebDataset."""
+
+import io
+import json
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from fedssl.datasets import base
+from fedssl.datasets.base import ImageData, load_split
+from fedssl.datasets.images import EncodedImages
+from fedssl.errors import InputError
+from tests.fedssl.datasets.made import first_pixels, make_image, png, settings_of
+
+pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
+
+
+def shard(file: Path, members: Mapping[str, bytes], mode: str = "w") -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(file, mode) as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+
+
+def samples(*values: int, folder: str = "") -> dict[str, bytes]:
+    """Return samples whose first pixel and class are known."""
+    members = {}
+    for value in values:
+        members |= {f"{folder}{value:04d}.png": png(make_image(value)), f"{folder}{value:04d}.cls": b"%d" % (value % 3)}
+    return members
+
+
+def read(path: Path | str, split: str = "train", **changes: object) -> ImageData | None:
+    base.forget_images()
+    settings = {"path": str(path), "size": 4, "cache": None, "test_fraction": 0.0}
+    return load_split(settings_of("folder", **settings | changes), split)
+
+
+def test_shards_of_splits(tmp_path: Path) -> None:
+    shard(tmp_path / "train-000.tar", samples(1, 2))
+    shard(tmp_path / "train-001.tar", samples(5, 3))
+    shard(tmp_path / "val-000.tar", samples(7))
+    for storage in ("decoded", "encoded"):
+        train = read(tmp_path, storage=storage)
+        assert (first_pixels(train.images), train.labels.tolist()) == ([1, 2, 5, 3], [1, 2, 2, 0])
+        assert isinstance(train.images, EncodedImages) == (storage == "encoded")
+    assert first_pixels(read(tmp_path, "test").images) == [7]
+    assert first_pixels(read(f"{tmp_path}/train-{{000..001}}.tar").images) == [1, 2, 5, 3]
+    assert first_pixels(read(f"{tmp_path}/train-001.tar").images) == [5, 3]
+    with pytest.raises(InputError, match=r"names 4 files, of which 2 do not exist, such as train-002\.tar, train-003"):
+        read(f"{tmp_path}/train-{{000..003}}.tar")
+    limited = read(tmp_path, limit=3, storage="encoded")
+    assert first_pixels(limited.images) == first_pixels(read(tmp_path, limit=3).images)
+
+
+def test_labels_and_groups_of_a_json(tmp_path: Path) -> None:
+    members = {}
+    for number, (name, patient) in enumerate([("cat", "p1"), ("dog", "p2"), ("cat", "p1")]):
+        members[f"{name}/{number}.jpg.png"] = png(make_image(number))
+        members[f"{name}/{number}.json"] = json.dumps({"species": name, "patient": patient, "boxes": [1, 2]}).encode()
+    shard(tmp_path / "train.tar", members)
+    data = read(tmp_path, label="species", group="patient")
+    assert ([data.classes[label] for label in data.labels], data.groups.tolist()) == (["cat", "dog", "cat"], [0, 1, 0])
+    data = read(tmp_path, label="folder", group="folder")
+    assert ([data.classes[label] for label in data.labels], data.groups.tolist()) == (["cat", "dog", "cat"], [0, 1, 0])
+
+
+def test_several_images_of_a_sample_need_a_choice(tmp_path: Path) -> None:
+    members = {"1.png": png(make_image(1)), "1.seg.png": png(make_image(90)), "2.png": png(make_image(2))}
+    shard(tmp_path / "train.tar", members)
+    with pytest.raises(InputError, match=r"several columns of images \(png, seg\.png\) .*; set dataset\.image=COLUMN"):
+        read(tmp_path)
+    assert first_pixels(read(tmp_path, image="png").images) == [1, 2]
+    data = read(tmp_path, image="seg.png")
+    assert first_pixels(data.images) == [90]  # the other sample has none
+    assert any("1 of 2 images cannot be read" in warning for warning in data.warnings)
+    with pytest.raises(InputError, match=r"has no column 'jpg'"):
+        read(tmp_path, image="jpg")
+
+
+def test_keys_with_dots_and_images_of_other_formats(tmp_path: Path) -> None:
+    members = {f"./img.v1.{number}.png": png(make_image(number)) for number in range(1, 101)}
+    members["img.v1.101.BMP"] = png(make_image(101))
+    shard(tmp_path / "train.tar", members)
+    assert first_pixels(read(tmp_path).images) == list(range(1, 102))
+
+
+def test_malicious_members_are_harmless(tmp_path: Path) -> None:
+    (tmp_path / "secret.png").write_bytes(png(make_image(9)))
+    file = tmp_path / "data" / "train.tar"
+    shard(file, {"../../escape.png": png(make_image(1)), "/etc/absolute.png": png(make_image(2)), "1.pyd": b"cos\n"})
+    with tarfile.open(file, "a") as archive:
+        for kind, name in (
+            (tarfile.SYMTYPE, "link.png"),
+            (tarfile.LNKTYPE, "hard.png"),
+            (tarfile.FIFOTYPE, "pipe.png"),
+        ):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, str(tmp_path / "secret.png")
+            archive.addfile(info)
+    before = sorted(tmp_path.rglob("*"))
+    data = read(file)
+    assert first_pixels(data.images) == [1, 2]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"no tar", r"train\.tar cannot be read \(it is no uncompressed tar file"),
+        (None, r"train\.tar cannot be read \(it is no uncompressed tar file"),
+        (b"", r"train\.tar cannot be read|no column|names no images"),
+    ],
+    ids=["text", "compressed", "empty"],
+)
+def test_unusable_shards_are_one_sentence(tmp_path: Path, content: bytes | None, message: str) -> None:
+    if content is None:
+        shard(tmp_path / "train.tar", samples(1), "w:gz")
+    else:
+        (tmp_path / "train.tar").write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        read(tmp_path)
+
+
+def test_a_shard_that_is_cut_is_refused(tmp_path: Path) -> None:
+    shard(tmp_path / "train.tar", samples(1, 2, 3))
+    content = (tmp_path / "train.tar").read_bytes()
+    (tmp_path / "train.tar").write_bytes(content[:2000])
+    with pytest.raises(InputError, match=r"train\.tar cannot be read \(it is no uncompressed tar file: unexpected end"):
+        read(tmp_path)
+
+
+def test_compressed_shards_have_a_remedy(tmp_path: Path) -> None:
+    shard(tmp_path / "train.tar.gz", samples(1), "w:gz")
+    with pytest.raises(InputError, match=r"holds no image .*1 \.gz\).*; unpack archives first, \.tar\.gz with gunzip"):
+        read(tmp_path)
