@@ -170,11 +170,12 @@ def _read_domains(data: DataSettings, source: str, is_test: bool) -> ImageData |
 
 def select(image_data: ImageData, rows: torch.Tensor) -> ImageData:
     """Return some of the images, which are not copied."""
-    labels, owners = (None if column is None else column[rows] for column in (image_data.labels, image_data.owners))
+    columns = (image_data.labels, image_data.owners, image_data.groups)
+    labels, owners, groups = (None if column is None else column[rows] for column in columns)
     labels = None if labels is None or (labels == NO_LABEL).all() else labels
     origin = None if image_data.origin is None else (image_data.origin[0], image_data.origin[1][rows.numpy()])
     images = SelectedImages(image_data.images, rows)
-    return replace(image_data, images=images, labels=labels, owners=owners, origin=origin)
+    return replace(image_data, images=images, labels=labels, owners=owners, groups=groups, origin=origin)
 
 
 @lru_cache(maxsize=4)
