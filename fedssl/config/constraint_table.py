@@ -367,6 +367,8 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "gallery": _choice("test", "train"),
         "columns": _optional(_list_of(_NAME)),
         "file": _PATH,
+        "masks": _NAME,
+        "ignore_index": _optional(_integer(0, 255)),
         "recall_at": _list_of(_integer(1)),
     },
 }

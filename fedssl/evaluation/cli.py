@@ -42,7 +42,7 @@ from fedssl.text_table import align
 
 USAGE = (
     "usage: fedssl-evaluate run=DIR [evaluation=knn|linear|few_labels|probes|semi_supervised|fine_tune|transfer|\n"
-    "       retrieval|multi_label|regression|PAPER/linear|PAPER/fine_tune]\n"
+    "       retrieval|multi_label|regression|segmentation|PAPER/linear|PAPER/fine_tune]\n"
     "       [dataset=NAME] [dataset.path=PATH] [key=value ...]\n"
     "       fedssl-evaluate encoder=FILE dataset=NAME ...\n"
     "       --config-dir FOLDER: folder with the settings of your own encoder or data set"

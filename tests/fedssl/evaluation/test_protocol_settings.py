@@ -22,7 +22,7 @@ from tests.fedssl.evaluation.made import Given, blobs, results
 
 FOLDER = Path(__file__).resolve().parents[3] / "conf" / "evaluation"
 TRANSFERS = ("transfer", "domains", "stl10", "table3", "four")  # they need data sets
-TARGETS = ("multi_label", "regression")  # they need targets
+TARGETS = ("multi_label", "regression", "segmentation")  # they need targets
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,0 +1,186 @@
+"""Linear segmentation: a 1x1 convolution on the frozen encoder's last feature map.
+
+Logits are scaled to the size of the images (bilinear), as in DINOv2's linear evaluation, for the test. DINOv2 trains at
+this size by AdamW. Here logits are scaled to nearest pixels for training, so that the loss is that of logistic
+regression on the cells of the map, with the shares of the classes in each cell as labels. It is minimized to
+convergence on standardized features by L-BFGS.
+
+Intersection over union is computed over all pixels of all test images. The mean is over classes that are in a mask or
+a prediction, as in mmsegmentation. Ignored pixels count for nothing. A class of the test masks that no training mask
+has is never predicted: its value is 0.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedssl.config.constraints import check_arguments
+from fedssl.datasets.image_index import ImageIndex
+from fedssl.encoders.base import Encoder
+from fedssl.encoders.tokens import TokenEncoder
+from fedssl.errors import InputError
+from fedssl.evaluation.linear_probe import fit_linear, standardize
+from fedssl.evaluation.masks import check_separate, read_masks
+from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol, LabeledImages
+from fedssl.evaluation.scores import FRACTION, Score
+from fedssl.machine.memory import available_memory, gigabytes
+
+_CHUNK = 64  # images whose logits have the size of images at a time
+
+
+class FeatureMap(nn.Module):
+    """Maps images to the output of an encoder's last stage, ``(batch, dim, height, width)``; tokens are a square."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        if not isinstance(encoder, Encoder) or not encoder.stage_names:
+            raise InputError(
+                f"evaluation=segmentation needs an encoder in stages and {type(encoder).__name__} has none"
+            )
+        self.encoder = encoder
+
+    def forward(self, images: Tensor) -> Tensor:
+        if isinstance(self.encoder, TokenEncoder):
+            x = self.encoder.forward_tokens(self.encoder.embed(images))
+        else:
+            x = self.encoder.run_stem(images)
+            for number in range(1, self.encoder.active_stages.depth + 1):
+                x = self.encoder.run_stage(number, x)
+        if x.ndim == 3:  # tokens after a class token and registers, if any
+            side = math.isqrt(x.shape[1])
+            return x[:, x.shape[1] - side**2 :].transpose(1, 2).unflatten(2, (side, side))
+        return x if x.shape[2] == x.shape[3] else x.permute(0, 3, 1, 2)  # channels last, as of timm's Swin
+
+
+def class_counts(masks: Tensor, side: int, classes: Tensor) -> Tensor:
+    """Return how many pixels of each class are in each cell of a map of ``side x side``: ``(n * side^2, classes)``.
+
+    ``masks`` are uint8 ``(n, size, size)``; pixels of none of the sorted ``classes`` do not count.
+    """
+    size, number = masks.shape[-1], len(classes)
+    cell = torch.arange(size) * side // size
+    counts = []
+    for chunk in masks.split(_CHUNK):
+        place = torch.searchsorted(classes, chunk.contiguous()).clamp_max(number - 1)
+        image = torch.arange(len(chunk))[:, None, None]
+        index = ((image * side + cell[:, None]) * side + cell) * number + place
+        known = classes[place] == chunk
+        counts.append(torch.bincount(index[known], minlength=len(chunk) * side**2 * number))
+    return torch.cat(counts).view(-1, number).float()
+
+
+def confusion(predicted: Tensor, masks: Tensor) -> Tensor:
+    """Return the number of pixels by their class (rows) and their predicted class, int64 ``(256, 256)``."""
+    return torch.bincount(256 * masks.flatten().long() + predicted.flatten().long(), minlength=256**2).view(256, 256)
+
+
+class Segmentation(EvaluationProtocol):
+    r"""Mean intersection over union as ``segmentation_miou``, and ``segmentation_pixel_accuracy``.
+
+    $$
+    \min_{W, b} \; -\frac{1}{\sum_{ic} n_{ic}} \sum_{i, c} n_{ic} \log \operatorname{softmax}(W x_i + b)_c
+    + \frac{\lambda}{2} \lVert W \rVert_F^2 \qquad \text{IoU}_c = \frac{|P_c \cap M_c|}{|P_c \cup M_c|}
+    $$
+
+    with $x_i$ the standardized features of cell i of a map, $n_{ic}$ the number of its pixels of class c, and $P_c$,
+    $M_c$ the pixels of all test images that are predicted as class c, and that are of it.
+
+    Parameters
+    ----------
+    masks : str
+        A folder, or a column, see `fedssl.evaluation.masks.read_masks`.
+    ignore_index : int or None
+        Class of pixels that are not used. None uses all.
+    l2 : float
+        Penalty on the weights.
+    max_iterations : int
+        Maximum number of L-BFGS iterations.
+    """
+
+    trains_network, uses_features, needs_labels = True, False, False
+
+    def __init__(
+        self, *, masks: str = "masks", ignore_index: int | None = 255, l2: float = 1e-4, max_iterations: int = 300
+    ) -> None:
+        check_arguments("evaluation", masks=masks, ignore_index=ignore_index, l2=l2, max_iterations=max_iterations)
+        self.masks, self.ignore_index, self.l2, self.max_iterations = masks, ignore_index, l2, max_iterations
+        self._read: dict[tuple[int, bytes], tuple[ImageIndex | None, Tensor]] = {}  # decoded once for all rounds
+
+    def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
+        """Evaluate the encoder; raw pixels have no feature map."""
+        if evaluation_input.encoder is None:
+            return {}
+        network = FeatureMap(evaluation_input.encoder)
+        train, test = self._masks(evaluation_input.train), self._masks(evaluation_input.test)
+        classes = self._classes(train)
+        maps, test_maps = (
+            evaluation_input.extract(network, labeled.images)
+            for labeled in (evaluation_input.train, evaluation_input.test)
+        )
+        _, dim, side, _ = maps.shape
+        counts = class_counts(train, side, classes)
+        cells, test_cells = (x.permute(0, 2, 3, 1).reshape(-1, dim) for x in (maps, test_maps))
+        known = counts.sum(dim=1) > 0
+        x, x_test = standardize(cells[known], test_cells)
+        share = counts[known] / counts.sum()
+
+        def loss(logits: Tensor) -> Tensor:
+            return -(share * logits.log_softmax(dim=1)).sum()
+
+        w, bias = fit_linear(x, loss, outputs=len(classes), l2=self.l2, max_iterations=self.max_iterations)
+        logits = torch.addmm(bias, x_test, w).view(len(test), side, side, -1).permute(0, 3, 1, 2)
+        pixels = torch.zeros(256, 256, dtype=torch.int64)
+        for chunk, expected in zip(logits.split(_CHUNK), test.split(_CHUNK), strict=True):
+            scaled = F.interpolate(chunk, expected.shape[1:], mode="bilinear")
+            used = (
+                torch.ones_like(expected, dtype=torch.bool)
+                if self.ignore_index is None
+                else expected != self.ignore_index
+            )
+            pixels += confusion(classes[scaled.argmax(dim=1)][used], expected[used])
+        return _scores(pixels)
+
+    def result_units(self, num_classes: int) -> dict[str, str]:
+        return dict.fromkeys(("segmentation_miou", "segmentation_pixel_accuracy"), FRACTION)
+
+    def validate(self, evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
+        train, test = evaluation_input.train, evaluation_input.test
+        check_separate(train, test, self.masks)
+        if len(self._classes(self._masks(train))) < 2 or not len(self._classes(self._masks(test))):
+            raise InputError(
+                f"the masks of evaluation.masks={self.masks} have a single class in training images, or none in test "
+                f"images, beside evaluation.ignore_index={self.ignore_index}; set evaluation.ignore_index=null if 255 "
+                "is a class"
+            )
+        if evaluation_input.encoder is not None:
+            one = evaluation_input.extract(FeatureMap(evaluation_input.encoder), train.images.subset(torch.arange(1)))
+            needed, available = 2 * one.nbytes * (len(train.labels) + len(test.labels)), available_memory()
+            if available is not None and needed > available:
+                raise InputError(
+                    f"feature maps of all images need {gigabytes(needed)} of memory, and {gigabytes(available)} are "
+                    "available; set dataset.limit and dataset.test_limit"
+                )
+
+    def _masks(self, images: LabeledImages) -> Tensor:
+        index, rows = images.origin or (None, torch.empty(0).numpy())
+        key = id(index), rows.tobytes()
+        if key not in self._read:
+            self._read[key] = index, read_masks(images, self.masks)
+        return self._read[key][1]
+
+    def _classes(self, masks: Tensor) -> Tensor:
+        """Return the classes of masks, uint8, without the ignored one."""
+        found = masks.unique()
+        return found if self.ignore_index is None else found[found != self.ignore_index]
+
+
+def _scores(pixels: Tensor) -> dict[str, Score]:
+    """Return the results of a confusion matrix."""
+    right, union = pixels.diagonal().double(), pixels.sum(dim=0) + pixels.sum(dim=1) - pixels.diagonal()
+    parts = {str(name): (right[name] / union[name]).item() for name in union.nonzero().flatten().tolist()}
+    if not parts:
+        return {}
+    accuracy = Score((right.sum() / pixels.sum()).item(), FRACTION)
+    return {"segmentation_miou": Score.over_parts(parts, FRACTION), "segmentation_pixel_accuracy": accuracy}

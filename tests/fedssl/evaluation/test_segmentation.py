@@ -1,0 +1,156 @@
+"""Linear segmentation by hand, against slow transcriptions and scikit-learn, and its masks."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from sklearn.metrics import jaccard_score
+
+from fedssl.datasets.base import forget_images
+from fedssl.encoders import conv_small
+from fedssl.errors import InputError
+from fedssl.evaluation.masks import read_masks
+from fedssl.evaluation.protocol import EvaluationInput, make_evaluation_input
+from fedssl.evaluation.scores import units_of
+from fedssl.evaluation.segmentation import FeatureMap, Segmentation, _scores, class_counts, confusion
+from tests.fedssl.datasets.made import settings_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def saved(array: np.ndarray, kind: str = "PNG", *, mode: str | None = None) -> bytes:
+    stream = io.BytesIO()
+    image = Image.fromarray(array)
+    (image if mode is None else image.convert(mode)).save(stream, kind)
+    return stream.getvalue()
+
+
+def scene(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """An image of 20 x 16 pixels whose left side is dark (class 0) and whose right side is bright (class 7)."""
+    edge = 6 + seed % 5
+    mask = np.zeros((16, 20), np.uint8)
+    mask[:, edge:] = 7
+    mask[:, edge : edge + 1] = 255  # ignored
+    noise = np.random.default_rng(seed).integers(0, 30, (16, 20))
+    return (noise + 200 * (mask > 0)).astype(np.uint8), mask
+
+
+def write(folder: Path, *, count: int = 6, mask_of=scene) -> EvaluationInput:
+    for split in ("train", "test"):
+        for seed in range(count):
+            image, mask = scene(seed)[0], mask_of(seed)[1]
+            for kind, content in (("images", saved(image)), ("masks", saved(mask))):
+                (folder / kind / split).mkdir(parents=True, exist_ok=True)
+                (folder / kind / split / f"{seed}.png").write_bytes(content)
+    return subject_of(folder / "images")
+
+
+def subject_of(path: Path, **changes: object) -> EvaluationInput:
+    forget_images()
+    torch.manual_seed(0)
+    settings = {"path": str(path), "folders": "none", "label": None, "size": 16, "channels": 1}
+    data = settings_of("folder", **settings, mean=[0.5], std=[0.25], **changes)
+    encoder = conv_small(channels=1, size=16, width=4)
+    subject = make_evaluation_input(encoder, data, device=torch.device("cpu"), needs_labels=False)
+    assert subject is not None
+    return subject
+
+
+def test_class_counts_equal_a_slow_loop():
+    masks = torch.randint(0, 4, (3, 7, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    classes = torch.tensor([0, 3], dtype=torch.uint8)  # 1 and 2 do not count
+    expected = torch.zeros(3, 3, 3, 2)
+    for image in range(3):
+        for row in range(7):
+            for column in range(7):
+                for number, name in enumerate(classes):
+                    if masks[image, row, column] == name:
+                        expected[image, row * 3 // 7, column * 3 // 7, number] += 1
+    assert torch.equal(class_counts(masks, 3, classes), expected.view(-1, 2))
+
+
+def test_iou_by_hand_and_by_scikit_learn():
+    # Pixels (true, predicted): 0 0, 0 0, 0 1, 1 1, 2 1. IoU of 0: 2 of 3, of 1: 1 of 3, of 2: 0 of 1; 3 of 5 are right.
+    true, predicted = torch.tensor([0, 0, 0, 1, 2]).byte(), torch.tensor([0, 0, 1, 1, 1]).byte()
+    scores = _scores(confusion(predicted, true))
+    assert scores["segmentation_miou"].parts == pytest.approx({"0": 2 / 3, "1": 1 / 3, "2": 0})
+    assert scores["segmentation_miou"].value == pytest.approx(1 / 3)
+    assert scores["segmentation_pixel_accuracy"].value == pytest.approx(3 / 5)
+    expected = jaccard_score(true, predicted, average="macro")
+    assert scores["segmentation_miou"].value == pytest.approx(expected)
+
+
+def test_masks_have_the_square_of_their_images(tmp_path: Path):
+    subject = write(tmp_path)
+    masks = read_masks(subject.train, str(tmp_path / "masks"))
+    assert masks.shape == (6, 16, 16)
+    for number in range(6):  # 20 x 16: the square are the columns 2 to 17, which are not scaled
+        assert torch.equal(masks[number], torch.from_numpy(scene(number)[1][:, 2:18]))
+    halves = subject.test.subset(torch.tensor([3, 1]))
+    with pytest.raises(InputError, match="'y' does not exist|has no column 'y'"):
+        read_masks(halves, "y")
+
+
+def test_both_sides_are_found_from_folders_and_columns(tmp_path: Path):
+    subject = write(tmp_path)
+    protocol = Segmentation(masks=str(tmp_path / "masks"))
+    protocol.validate(subject, feature_dim=4)
+    scores = protocol(subject, seed=0)
+    assert units_of(scores) == protocol.result_units(0)
+    assert set(scores["segmentation_miou"].parts) == {"0", "7"}
+    assert scores["segmentation_pixel_accuracy"].value > 0.8
+    for split in ("train", "test"):
+        scenes = [scene(seed) for seed in range(6)]
+        rows = [{"image": {"bytes": saved(image)}, "mask": {"bytes": saved(mask)}} for image, mask in scenes]
+        (tmp_path / "table").mkdir(exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "table" / f"{split}.parquet")
+    of_table = subject_of(tmp_path / "table", image="image")
+    assert Segmentation(masks="mask")(of_table, seed=0) == scores
+
+
+@pytest.mark.parametrize(
+    ("mask_of", "message"),
+    [
+        (lambda seed: (None, np.zeros((16, 20), np.uint8)), "a single class in training images"),
+        (lambda seed: (None, np.full((16, 20), 255, np.uint8)), "set evaluation.ignore_index=null if 255 is a class"),
+        (lambda seed: (None, np.zeros((8, 10), np.uint8)), "has 10 x 8 pixels, but the image has 20 x 16; save masks"),
+        (lambda seed: (None, np.zeros((16, 20, 3), np.uint8)), "it has mode RGB, but pixels are class numbers"),
+        (lambda seed: (None, np.full((16, 20), 300, np.uint16)), "one class from 0 to 255 for each pixel"),
+    ],
+)
+def test_unsuitable_masks_are_refused(tmp_path: Path, mask_of, message: str):
+    subject = write(tmp_path, count=2, mask_of=mask_of)
+    with pytest.raises(InputError, match=message):
+        Segmentation(masks=str(tmp_path / "masks")).validate(subject, feature_dim=4)
+
+
+def test_every_image_has_its_own_mask(tmp_path: Path):
+    subject = write(tmp_path, count=2)
+    folder = tmp_path / "masks"
+    (folder / "train" / "1.png").unlink()
+    with pytest.raises(InputError, match=r"no mask for 1 of 2 images .*1.png\); give each mask the name of its image"):
+        read_masks(subject.train, str(folder))
+    # In a folder without subfolders, the masks of training and test images would be the same.
+    (tmp_path / "flat").mkdir()
+    (folder / "train" / "0.png").rename(tmp_path / "flat" / "0.png")
+    (folder / "test" / "1.png").rename(tmp_path / "flat" / "1.png")
+    with pytest.raises(InputError, match="training and test images have the same masks"):
+        Segmentation(masks=str(tmp_path / "flat")).validate(subject, feature_dim=4)
+
+
+def test_tokens_are_a_square_after_the_prefix():
+    class Tokens(type(conv_small(channels=1, size=8, width=4))):
+        def run_stage(self, number, x):
+            return x
+
+        def run_stem(self, images):
+            return torch.arange(5.0).view(1, 5, 1)
+
+    encoder = conv_small(channels=1, size=8, width=4)
+    encoder.__class__ = Tokens
+    assert FeatureMap(encoder)(torch.zeros(1, 1, 8, 8)).tolist() == [[[[1, 2], [3, 4]]]]
