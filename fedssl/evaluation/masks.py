@@ -78,7 +78,7 @@ def check_separate(train: LabeledImages, test: LabeledImages, where: str) -> Non
 def _mask_files(folder: Path, images: Sequence[str]) -> list[Path]:
     """Return the mask of each image: that with the longest common end of its path."""
     masks = {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.*"))}
-    found, missing = [], []
+    found, missing = list[Path](), list[Path]()
     for image in images:
         parts = PurePath(image).with_suffix("").parts
         ends = ("/".join(parts[start:]) for start in range(len(parts)))
@@ -105,8 +105,7 @@ def _open_mask(source: Any, decoding: Decoding) -> Image.Image:
         content: Encoded | None = source.get("bytes") if isinstance(source, dict) else source
         if not isinstance(content, bytes | Path):
             raise InputError("it has no bytes of an image")
-        with open_source(content, decoding) as (pages, number):
-            page = pages.page(number)
+        with open_source(content, decoding) as (_, page):
             if isinstance(page, Raster):
                 values = page.load()
             elif page.mode not in _MODES:
@@ -121,8 +120,7 @@ def _open_mask(source: Any, decoding: Decoding) -> Image.Image:
 
 def _displayed_size(source: Encoded, decoding: Decoding) -> tuple[int, int]:
     """Return width and height of an image that is turned upright."""
-    with open_source(source, decoding) as (pages, number):
-        page = pages.page(number)
+    with open_source(source, decoding) as (_, page):
         if isinstance(page, Raster):
             return page.shape[1], page.shape[0]
         turned = page.getexif().get(ExifTags.Base.Orientation, 1) >= _TRANSPOSED

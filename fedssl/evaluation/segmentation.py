@@ -42,6 +42,8 @@ class FeatureMap(nn.Module):
         self.encoder = encoder
 
     def forward(self, images: Tensor) -> Tensor:
+        """Return the feature map of each image."""
+        x: Tensor
         if isinstance(self.encoder, TokenEncoder):
             x = self.encoder.forward_tokens(self.encoder.embed(images))
         else:
@@ -50,7 +52,7 @@ class FeatureMap(nn.Module):
                 x = self.encoder.run_stage(number, x)
         if x.ndim == 3:  # tokens after a class token and registers, if any
             side = math.isqrt(x.shape[1])
-            return x[:, x.shape[1] - side**2 :].transpose(1, 2).unflatten(2, (side, side))
+            x = x[:, x.shape[1] - side**2 :].transpose(1, 2).unflatten(2, (side, side))
         return x if x.shape[2] == x.shape[3] else x.permute(0, 3, 1, 2)  # channels last, as of timm's Swin
 
 
@@ -172,7 +174,7 @@ class Segmentation(EvaluationProtocol):
 
     def _classes(self, masks: Tensor) -> Tensor:
         """Return the classes of masks, uint8, without the ignored one."""
-        found = masks.unique()
+        found: Tensor = masks.unique()
         return found if self.ignore_index is None else found[found != self.ignore_index]
 
 
