@@ -23,6 +23,7 @@ from fedssl.config.constraints import check_arguments
 from fedssl.config.settings import DataSettings, check_channels
 from fedssl.datasets.held_out import domain_rows
 from fedssl.datasets.images import ImageSource
+from fedssl.datasets.raster import MAXIMA
 from fedssl.datasets.sample_checks import constant_warnings
 from fedssl.datasets.selected_images import SelectedImages
 from fedssl.errors import InputError
@@ -46,7 +47,7 @@ _FIXED_SEED = 0
 class ImageData:
     """Images with their labels and owners, if known."""
 
-    images: ImageSource  # uint8, ``(n, channels, height, width)``; `TensorImages` for those of a tensor
+    images: ImageSource  # ``(n, channels, height, width)``; `TensorImages` for those of a tensor
     labels: torch.Tensor | None  # int64, ``(n,)``, `NO_LABEL` if unknown; None if no image has a label
     classes: tuple[str, ...] = ()  # names, ``classes[label]``; empty if unknown
     owners: torch.Tensor | None = None  # int64, ``(n,)``, such as writers, devices or hospitals; None if unknown
@@ -187,6 +188,12 @@ def _read_split(data: DataSettings, source: str, limit: int | None) -> ImageData
         raise InputError(
             f"{data.reader.name} returns images as {type(image_data.images).__name__}; return "
             "fedssl.datasets.images.TensorImages(images)"
+        )
+    dtype = str(image_data.images.dtype).removeprefix("torch.")
+    if dtype not in MAXIMA:
+        raise InputError(
+            f"{data.reader.name} returns images of dtype {dtype}; return {', '.join(MAXIMA)}, of which white is "
+            f"{', '.join(map(str, MAXIMA.values()))}"
         )
     for warning in (*image_data.warnings, *constant_warnings(image_data.images)):
         log.warning("%s", sanitize(warning))

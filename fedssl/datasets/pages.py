@@ -1,5 +1,6 @@
 """Images in an opened file: one, or its pages, frames or slices."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from fedssl.datasets.raster import Raster
 from fedssl.safe_io import FilePath, open_regular_file
 
 MAX_CHANNELS = 64
+logging.getLogger("PIL.TiffImagePlugin").setLevel(logging.CRITICAL)  # it reports what tifffile then reads
 _MAX_PAGES = 2**20  # of a file
 _MAX_BYTES_PER_PIXEL = 8  # in an uncompressed file
 
