@@ -1,11 +1,12 @@
-"""DICOM files as a format of Pillow, read by pydicom: the first frame, in gray or RGB.
+"""DICOM files as a format of Pillow, read by pydicom: their frames, in gray or RGB.
 
 Gray values are those after the modality transformation (rescale slope and intercept, such as Hounsfield units), in mode
 F, or in mode L if they have 8 bits and no transformation. ``info`` has:
 
 - ``window``: the lowest and the highest value of the file's first window (VOI), if it has one, see PS3.3 C.11.2.1.2;
 - ``range``: otherwise, the lowest and the highest value that its bits can hold;
-- ``white_is_zero``: whether the file has MONOCHROME1, for mode F. In mode L white is 255.
+- ``white_is_zero``: whether the file has MONOCHROME1, for mode F. In mode L white is 255;
+- ``raster``: color of more than 8 bits, which the image has reduced to 8. Palettes have 8 bits.
 
 Nothing else of the file is read, such as names of patients. Pixels need no more memory than rows times columns: a frame
 that declares another size than its file, or that expands beyond it, is rejected before it is decoded. So are files that
@@ -15,6 +16,9 @@ are deflated as a whole, or whose header has an absurd number of elements or len
 import logging
 import struct
 import warnings
+from collections.abc import Iterator
+from copy import copy
+from functools import partial
 from io import BytesIO
 from itertools import pairwise
 from typing import IO, Any
@@ -29,7 +33,9 @@ from pydicom.pixels.processing import apply_color_lut, apply_modality_lut, apply
 from pydicom.pixels.utils import pixel_array
 
 from fedssl.datasets.formats import DICOM_MAGIC, DICOM_PREAMBLE
-from fedssl.datasets.pixels import BIT_RANGE, FILE_WINDOW, WHITE_IS_ZERO
+from fedssl.datasets.pages import Successive, check_count
+from fedssl.datasets.pixels import BIT_RANGE, FILE_WINDOW, RASTER, WHITE_IS_ZERO
+from fedssl.datasets.raster import Raster
 
 FORMAT = "DICOM"
 _RLE = "1.2.840.10008.1.2.5"
@@ -43,6 +49,7 @@ _VALUE_BYTES = 4  # of a run-length encoded value, at most
 _EXPANSION, _NO_OPERATION = 64, 128  # of run lengths: the most bytes per encoded byte, and a byte without meaning
 _HARMLESS = 2**26  # expanded bytes of run lengths
 _MAX_READS = 2**17  # of a header: two or three for each element or item, also in sequences
+_BYTES_PER_READ = 2**10  # of a file with many frames
 _MAX_VALUE = 2**18  # bytes, other than pixels; tables have up to 2**17
 _MAX_TABLE = 2**16  # values of a palette
 _MAX_LIMIT, _MIN_RANGE = 1e30, 1e-30  # of the values of black and white, for 32-bit floats
@@ -77,13 +84,26 @@ class DicomImageFile(ImageFile.ImageFile):
         dataset = self._dataset
         if not any(name in dataset for name in (*_FLOAT_PIXELS, "PixelData")) or "Rows" not in dataset:
             raise ValueError("it has no pixels")
+        self._groups = _Groups(dataset)
         _keep_first_items(dataset)
         _check_header(dataset)
         self._size = int(dataset.Columns), int(dataset.Rows)
         self.n_frames = int(dataset.get("NumberOfFrames") or 1)
-        self.info[WHITE_IS_ZERO] = dataset.PhotometricInterpretation == "MONOCHROME1"
+        check_count(self.n_frames)
+        if dataset.file_meta.TransferSyntaxUID.is_encapsulated:
+            self._frames = Successive(partial(_encoded_frames, dataset.get("PixelData"), self.n_frames))
+        self._show(0)
+
+    def _show(self, frame: int) -> None:
+        """Set the mode and the values of black and white of a frame."""
+        self._frame, self._is_loaded, dataset = frame, False, self._dataset
+        self._groups.copy(frame, dataset)
+        self.info = {WHITE_IS_ZERO: dataset.PhotometricInterpretation == "MONOCHROME1"}
         if dataset.SamplesPerPixel != 1 or dataset.PhotometricInterpretation == "PALETTE COLOR":
             self._mode = "RGB"
+            if dataset.PhotometricInterpretation != "PALETTE COLOR" and (bits := int(dataset.BitsStored)) > 8:
+                shape, limits = (self.height, self.width, 3), (0, 2**bits - 1)
+                self.info[RASTER] = Raster(shape=shape, load=self._decoded, limits=limits)
             return
         low, high, name = _limits(dataset)
         self._mode = "F" if (low, high) != (0, 255) or _transforms(dataset) else "L"
@@ -92,27 +112,42 @@ class DicomImageFile(ImageFile.ImageFile):
         if self._mode == "F":
             self.info[name] = low, high
 
+    def seek(self, frame: int) -> None:
+        """Go to a frame; an `EOFError` if there is none with this number."""
+        if self._seek_check(frame):
+            self._show(frame)
+
+    def tell(self) -> int:
+        """Return the number of the frame."""
+        return self._frame
+
     def load(self) -> Any:
-        """Decode the first frame."""
-        if self._dataset is not None:
-            _keep_first_frame(self._dataset)
-            try:
-                values = _values(self._dataset)
-            except RuntimeError as error:  # with a list of packages
-                syntax = self._dataset.file_meta.TransferSyntaxUID.name
-                raise ValueError(
-                    f"{syntax} needs a decoder: pip install pylibjpeg pylibjpeg-libjpeg; or its frame is damaged"
-                ) from error
-            if values.shape[:2] != self.size[::-1]:
-                raise ValueError(f"its frame has {values.shape[1]} x {values.shape[0]} pixels")
+        """Decode the frame."""
+        if not self._is_loaded:
+            values = self._decoded()
             if self.mode == "RGB":
                 values = _eight_bits(values, self._dataset)
             elif self.mode == "L" and self.info[WHITE_IS_ZERO]:
                 values = 255 - values
             dtype = np.float32 if self.mode == "F" else np.uint8
             self.im = Image.fromarray(np.ascontiguousarray(values.astype(dtype, copy=False))).im
-            self._dataset = None
+            self._is_loaded = True
         return Image.Image.load(self)
+
+    def _decoded(self) -> np.ndarray:
+        dataset, number = self._dataset, self._frame
+        if dataset.file_meta.TransferSyntaxUID.is_encapsulated:
+            dataset, number = _only_frame(dataset, self._frames[number]), 0
+        try:
+            values = _values(dataset, number)
+        except RuntimeError as error:  # with a list of packages
+            syntax = dataset.file_meta.TransferSyntaxUID.name
+            raise ValueError(
+                f"{syntax} needs a decoder: pip install pylibjpeg pylibjpeg-libjpeg; or its frame is damaged"
+            ) from error
+        if values.shape[:2] != self.size[::-1]:
+            raise ValueError(f"its frame has {values.shape[1]} x {values.shape[0]} pixels")
+        return values
 
 
 def register() -> None:
@@ -121,11 +156,13 @@ def register() -> None:
 
 
 class _Limited:
-    """A stream whose header may need `_MAX_READS`, and that is not read as a whole."""
+    """A stream whose header may need `_MAX_READS`, and more for many frames, and that is not read as a whole."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self.seek, self.tell, self._read = stream.seek, stream.tell, stream.read
-        self._left, self._in_character_set = _MAX_READS, False
+        start = stream.tell()
+        self._left, self._in_character_set = _MAX_READS + (stream.seek(0, 2) - start) // _BYTES_PER_READ, False
+        stream.seek(start)
 
     def read(self, size: int = -1) -> bytes:
         if size < 0:
@@ -139,34 +176,60 @@ class _Limited:
         return content
 
 
+class _Groups:
+    """Windows and rescale values of an enhanced image: those of the file, of all frames, and of each frame."""
+
+    def __init__(self, dataset: Any) -> None:
+        shared, each = (dataset.get_item(name) if name in dataset else None for name in _GROUPS)
+        self._common = {tag: dataset.get_item(tag) for tag in _GROUP_TAGS if tag in dataset}
+        self._common |= _group_values(next(_items(shared), None))
+        self._each = Successive(partial(_items, each))
+        for name in _GROUPS:
+            dataset.pop(name, None)
+
+    def copy(self, frame: int, dataset: Any) -> None:
+        """Let a data set have the values of a frame."""
+        values = self._common | _group_values(self._each[frame])
+        for tag in _GROUP_TAGS:
+            dataset.pop(tag, None)
+            if tag in values:
+                dataset[tag] = values[tag]
+        _check_lengths(dataset)
+
+
+def _group_values(item: Any) -> dict[str, Any]:
+    """Return the window and the rescale values in an item of a sequence of groups."""
+    values: dict[str, Any] = {}
+    for name in ("FrameVOILUTSequence", "PixelValueTransformationSequence"):
+        group = None if item is None or name not in item else next(_items(item.get_item(name)), None)
+        values |= {} if group is None else {tag: group.get_item(tag) for tag in _GROUP_TAGS if tag in group}
+    return values
+
+
 def _keep_first_items(dataset: Any) -> None:
-    """Reduce sequences to their first item, and copy the window and the rescale of an enhanced image's first frame."""
-    for name in _GROUPS:
-        first = _first_item(dataset, name)
-        for group in ("FrameVOILUTSequence", "PixelValueTransformationSequence"):
-            values = _first_item(first, group)
-            for tag in _GROUP_TAGS:
-                if tag in values:
-                    dataset[tag] = values.get_item(tag)
-        dataset.pop(name, None)
+    """Reduce sequences of tables to their first item."""
     for name in _TABLES:
-        first = _first_item(dataset, name)
+        first = next(_items(dataset.get_item(name)), None) if name in dataset else None
         dataset.pop(name, None)
         if first:
             _check_lengths(first)
             setattr(dataset, name, [first])
 
 
-def _first_item(dataset: Any, name: str) -> Any:
-    """Return the first item of a sequence, without reading the others; empty if there is none."""
-    element = dataset.get_item(name) if name in dataset else None
+def _items(element: Any) -> Iterator[Any]:
+    """Yield the items of a sequence, without reading those after them; nothing for None."""
     if element is None or not element.value:
-        return pydicom.Dataset()
+        return
     if not isinstance(element, RawDataElement):
-        return element.value[0]
-    stream: Any = _Limited(BytesIO(element.value))
-    item = read_sequence_item(stream, element.is_implicit_VR, element.is_little_endian, "iso8859")
-    return pydicom.Dataset() if item is None else item
+        yield from element.value
+        return
+    stream = BytesIO(element.value)
+    while stream.tell() < len(element.value):
+        limited: Any = _Limited(stream)
+        item = read_sequence_item(limited, element.is_implicit_VR, element.is_little_endian, "iso8859")
+        if item is None:
+            return
+        yield item
 
 
 def _check_lengths(dataset: Any) -> None:
@@ -247,25 +310,30 @@ def _first(value: Any) -> float | None:
     return None if first in (None, "") else float(first)
 
 
-def _keep_first_frame(dataset: Any) -> None:
-    """Drop all but the first encoded frame; a `ValueError` if it may need more memory than the declared size."""
-    if not dataset.file_meta.TransferSyntaxUID.is_encapsulated:
-        return
-    if "PixelData" not in dataset:
+def _encoded_frames(content: bytes | None, count: int) -> Iterator[bytes]:
+    """Yield the encoded frames of a file."""
+    if content is None:
         raise ValueError("it has encoded floats")
-    content = dataset.PixelData
     if int.from_bytes(content[4:8], "little") > _MAX_VALUE:
         raise ValueError("its offset table is too long")
     stream: Any = _Limited(BytesIO(content))
-    frames = int(dataset.get("NumberOfFrames") or 1)
-    frame = b"".join(next(generate_fragmented_frames(stream, number_of_frames=frames)))
+    for parts in generate_fragmented_frames(stream, number_of_frames=count):
+        yield b"".join(parts)
+
+
+def _only_frame(dataset: Any, frame: bytes | None) -> Any:
+    """Return a data set with one encoded frame; a `ValueError` if it may need more memory than the declared size."""
+    if frame is None:
+        raise ValueError("its frame is missing")
     rows, columns = int(dataset.Rows), int(dataset.Columns)
     if dataset.file_meta.TransferSyntaxUID == _RLE:
         _check_run_lengths(frame, rows * columns, int(dataset.SamplesPerPixel))
     elif (sizes := _codestream_sizes(frame)) != {(rows, columns)}:
         found = ", ".join(map(str, sorted(sizes))) or "none"
         raise ValueError(f"its frame has another size {found} than its header {(rows, columns)}")
-    dataset.PixelData, dataset.NumberOfFrames = encapsulate([frame]), 1
+    alone = copy(dataset)
+    alone.PixelData, alone.NumberOfFrames = encapsulate([frame]), 1
+    return alone
 
 
 def _check_run_lengths(frame: bytes, pixels: int, samples: int) -> None:
@@ -313,9 +381,9 @@ def _codestream_sizes(frame: bytes) -> set[tuple[int, int]]:
     return set()
 
 
-def _values(dataset: Any) -> np.ndarray:
-    """Return the first frame, ``(rows, columns)`` after the modality transformation, or RGB ``(rows, columns, 3)``."""
-    values = pixel_array(dataset, index=0)  # YBR becomes RGB
+def _values(dataset: Any, number: int) -> np.ndarray:
+    """Return a frame, ``(rows, columns)`` after the modality transformation, or RGB ``(rows, columns, 3)``."""
+    values = pixel_array(dataset, index=number)  # YBR becomes RGB
     if dataset.PhotometricInterpretation == "PALETTE COLOR":
         return apply_color_lut(_clipped(values, dataset.RedPaletteColorLookupTableDescriptor), dataset)
     if values.ndim == 3:

@@ -2,12 +2,13 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from io import BytesIO
-from typing import IO, Any
+from itertools import islice
+from typing import IO, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ _MAX_PAGES = 2**20  # of a file
 _MAX_BYTES_PER_PIXEL = 8  # in an uncompressed file
 
 
+Value = TypeVar("Value")
+
+
 class Pages(ABC):
     """Images of an opened file."""
 
@@ -35,6 +39,35 @@ class Pages(ABC):
     @abstractmethod
     def page(self, number: int) -> Image.Image | Raster:
         """Return an image, which is not loaded yet. It is valid until the next one is requested."""
+
+
+class Successive(Generic[Value]):
+    """Values of an iterator by their number, from 0; at little cost if they are requested in this order."""
+
+    def __init__(self, start: Callable[[], Iterator[Value]]) -> None:
+        self._start = start
+        self._values, self._number = start(), -1
+        self._value: Value | None = None
+        self._error: Exception | None = None
+
+    def __getitem__(self, number: int) -> Value | None:
+        """Return a value; None after the last. What the iterator has raised is raised for all numbers after it."""
+        if number < self._number:
+            self._restart()
+        if self._error is not None:
+            raise self._error
+        if number > self._number:
+            skipped, self._number = number - self._number - 1, number
+            try:
+                self._value = next(islice(self._values, skipped, None), None)
+            except Exception as error:
+                self._error = error
+                raise
+        return self._value
+
+    def _restart(self) -> None:
+        self._values, self._number = self._start(), -1
+        self._value = self._error = None
 
 
 class _PillowPages(Pages):

@@ -12,7 +12,7 @@ from fedssl.errors import InputError
 
 _SIGNED = 2  # sample format of TIFF
 # Keys of `info` of DICOM files, see `fedssl.datasets.dicom`.
-FILE_WINDOW, BIT_RANGE, WHITE_IS_ZERO = "window", "range", "white_is_zero"
+FILE_WINDOW, BIT_RANGE, WHITE_IS_ZERO, RASTER = "window", "range", "white_is_zero", "raster"
 _MAXIMUM = 2**16 - 1  # of PGM
 _MODES = ("L", "LA", "RGB", "RGBA", "CMYK")  # with one byte per channel
 
@@ -37,7 +37,10 @@ def to_array(image: Image.Image | Raster, settings: PixelSettings) -> np.ndarray
 
 
 def deep_raster(image: Image.Image) -> Raster | None:
-    """Return a gray image with more than 8 bits, which is not loaded yet, as a `Raster`; None for other images."""
+    """Return an image with more than 8 bits, gray or of DICOM, as a `Raster`, not loaded yet; None for other images."""
+    if isinstance(image, ImageFile) and RASTER in image.info:  # not in its copies
+        raster: Raster = image.info[RASTER]
+        return raster
     if not (image.mode in ("I", "F") or image.mode.startswith("I;16")):
         return None
     window, limits = image.info.get(FILE_WINDOW), _format_limits(image)

@@ -1,6 +1,7 @@
 """DICOM files: those of pydicom, which scanners made, and synthetic ones with known values."""
 
 import io
+import struct
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,17 +11,20 @@ import pydicom
 import pytest
 from PIL import Image
 from pydicom.dataset import Dataset, FileMetaDataset
+from pydicom.encaps import encapsulate
 from pydicom.sequence import Sequence
 from pydicom.uid import (
     EnhancedCTImageStorage,
     ExplicitVRLittleEndian,
+    RLELossless,
 )
 
 from fedssl.datasets import dicom, formats
-from fedssl.datasets.decoding import Decoding, unreadable_reason
+from fedssl.datasets.decoding import Decoding, Page, unreadable_reason
 from fedssl.datasets.folder import read
 from fedssl.datasets.listing import list_files
 from fedssl.datasets.pages import open_pages
+from fedssl.datasets.pixels import deep_raster
 from fedssl.datasets.sample_checks import range_warnings
 from fedssl.export.preprocess import Preprocess
 
@@ -158,7 +162,97 @@ def test_colors():
     rgb = np.array([[[255, 0, 0], [0, 255, 0]], [[0, 0, 255], [9, 8, 7]]])
     pixels = Decoding(channels=3, size=2)(make(rgb, bits=8))
     assert pixels.transpose(1, 2, 0).tolist() == rgb.tolist()
-    assert Decoding(channels=3, size=2)(make(rgb * 257, bits=16)).transpose(1, 2, 0).tolist() == rgb.tolist()
+
+
+def test_color_of_16_bits_keeps_every_value():
+    rgb = np.random.default_rng(0).integers(0, 65536, (2, 2, 3), dtype=np.uint16)
+    content = make(rgb, bits=16)
+    assert np.array_equal(Decoding(channels=3, size=2)(content), rgb.transpose(2, 0, 1))
+    reduced = Decoding(channels=3, size=2, dtype="uint8")(content)
+    assert np.array_equal(reduced, rgb.transpose(2, 0, 1) // 256)
+    with Image.open(io.BytesIO(content)) as image:  # for others than this package, as before
+        assert np.array_equal(np.asarray(image), rgb // 256)
+        cropped = image.crop((0, 0, 1, 1))
+    assert Decoding(channels=3, size=2)(make(rgb // 16, bits=12)).max() <= 65535
+    assert deep_raster(cropped) is None
+
+
+def stack(frames: np.ndarray, **tags: object) -> bytes:
+    """A file with several frames ``(n, rows, columns)``."""
+    values = frames.astype("<u2")
+    return make(values[0], NumberOfFrames=len(values), PixelData=values.tobytes(), **tags)
+
+
+def windows(*centers: float) -> Sequence:
+    """Groups of frames with windows of the width 401: center - 200.5 to center + 199.5."""
+    window = [{"WindowCenter": str(center), "WindowWidth": "401"} for center in centers]
+    return Sequence([item(FrameVOILUTSequence=Sequence([item(**tags)])) for tags in window])
+
+
+def test_frames_are_pages_in_any_order(tmp_path: Path):
+    frames = np.random.default_rng(0).integers(0, 4096, (5, 4, 4), dtype=np.uint16)
+    (tmp_path / "a.dcm").write_bytes(stack(frames))
+    numbers = (4, 0, 1, 1, 3, 5)
+    decoding = Decoding(channels=1, size=4, window=[0, 65535])
+    *found, beyond = decoding.each(Page(tmp_path / "a.dcm", number) for number in numbers)
+    assert all(np.array_equal(image[0], frames[number]) for image, number in zip(found, numbers, strict=False))
+    assert isinstance(beyond, EOFError)
+
+
+@pytest.mark.parametrize("name", ["SC_rgb_rle_2frame", "SC_rgb_rle_16bit_2frame", "SC_rgb_rle_32bit_2frame"])
+def test_frames_of_real_files(name):
+    expected = pydicom.dcmread(FILES[name]).pixel_array
+    kind = {1: "uint8", 2: "uint16", 4: "float32"}[expected.itemsize]
+    found = list(Decoding(channels=3, size=100).each(Page(FILES[name], number) for number in (0, 1, 0)))
+    for image, number in zip(found, (0, 1, 0), strict=True):
+        values = expected[number].transpose(2, 0, 1)
+        assert image.dtype == kind
+        np.testing.assert_allclose(image, values / (2**32 - 1) if kind == "float32" else values, rtol=1e-6)
+    assert not np.array_equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("undefined", [False, True])
+def test_every_frame_has_its_own_window(tmp_path: Path, undefined):
+    frames = np.stack([np.full((4, 4), value) for value in (0, 1000, 2000)])
+    groups = windows(0, 1000, 2000)
+    groups.is_undefined_length = undefined
+    shared = windows(5)[0]
+    shared.PixelValueTransformationSequence = Sequence([item(RescaleSlope="1", RescaleIntercept="0")])
+    content = stack(frames, PerFrameFunctionalGroupsSequence=groups, SharedFunctionalGroupsSequence=Sequence([shared]))
+    (tmp_path / "a.dcm").write_bytes(content)
+    found = Decoding(channels=1, size=4, dtype="float32").each(Page(tmp_path / "a.dcm", n) for n in (0, 2, 1, 0))
+    assert all(np.allclose(image, 200.5 / 400) for image in found)  # center - (center - 200.5), by the width
+    with open_pages(content, max_pixels=100, channels=1) as pages:
+        assert pages.count == 3
+        assert [pages.page(number).info["window"][0] for number in (1, 0, 2)] == [799.5, -200.5, 1799.5]
+
+
+def test_frames_without_groups_have_the_common_window():
+    content = stack(
+        np.zeros((3, 4, 4)), SharedFunctionalGroupsSequence=windows(5), PerFrameFunctionalGroupsSequence=windows(1000)
+    )
+    with open_pages(content, max_pixels=100, channels=1) as pages:
+        assert [pages.page(number).info["window"][0] for number in range(3)] == [799.5, -195.5, -195.5]
+
+
+def test_time_is_not_quadratic_in_the_number_of_frames(tmp_path: Path, monkeypatch):
+    reads = []
+    read = dicom.read_sequence_item
+    monkeypatch.setattr(dicom, "read_sequence_item", lambda *arguments: reads.append(1) or read(*arguments))
+    encoded = [struct.pack("<16I", 1, 64, *[0] * 14) + bytes([253, number]) for number in range(200)]  # 4 repeats
+    content = make(
+        np.zeros((2, 2)),
+        bits=8,
+        NumberOfFrames=200,
+        TransferSyntaxUID=RLELossless,
+        PixelData=encapsulate(encoded),
+        PerFrameFunctionalGroupsSequence=windows(*range(200)),
+    )
+    (tmp_path / "a.dcm").write_bytes(content)
+    pages = [Page(tmp_path / "a.dcm", number) for number in range(200)]
+    found = list(Decoding(channels=1, size=2, dtype="float32").each(pages))
+    np.testing.assert_allclose([image.mean() for image in found], 200.5 / 400, rtol=1e-6)
+    assert len(reads) <= 2 * 200 + 2  # each frame's group and its window, and the first frame's again
 
 
 def palette(

@@ -10,7 +10,7 @@ from PIL import Image
 from pydicom.encaps import encapsulate
 from pydicom.uid import DeflatedExplicitVRLittleEndian, JPEG2000Lossless, JPEGBaseline8Bit, RLELossless
 
-from fedssl.datasets.decoding import Decoding
+from fedssl.datasets.decoding import Decoding, Page
 from tests.fedssl.datasets.test_dicom import RAMP, make, opened, palette
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
@@ -98,6 +98,7 @@ FLOATS = encoded(JPEG2000Lossless, jpeg2000(2)).replace(b"\xe0\x7f\x10\x00OW", b
         (make(RescaleSlope="1e300", RescaleIntercept="0"), "would be 0 and 4.095e"),
         (make(WindowCenter="40", WindowWidth="inf"), "would be -inf and inf"),
         (with_element(element(0x00281050, b"UN", b"x" * 2**17) + element(0x00281051, b"UN", b"4 ")), "convert"),
+        (make(NumberOfFrames=2**31 - 1), "it has 2,147,483,647 images, and 1,048,576 are the maximum"),
         (make()[:200], ""),
         (make(PixelData=bytes(2)), "number of bytes of pixel data is less than expected"),
     ],
@@ -113,3 +114,11 @@ def test_the_frame_that_is_checked_is_the_one_that_is_decoded():
     Image.fromarray(values).save(stream, "JPEG2000", irreversible=False, no_jp2=True)
     content = encoded(JPEG2000Lossless, stream.getvalue(), jpeg2000(60_000), NumberOfFrames=2, **OFFSETS)
     assert opened(content)[1].tolist() == values.tolist()
+
+
+def test_every_frame_is_checked_before_it_is_decoded(tmp_path):
+    good = jpeg2000(2)
+    content = encoded(JPEG2000Lossless, good, jpeg2000(60_000), good, NumberOfFrames=3)
+    (tmp_path / "a.dcm").write_bytes(content)
+    found = list(Decoding(channels=1, size=2).each(Page(tmp_path / "a.dcm", number) for number in range(3)))
+    assert "another size (60000, 60000) than" in str(found[1])

@@ -11,6 +11,7 @@ from PIL import Image
 
 from fedssl.datasets import formats
 from fedssl.datasets.decoding import Decoding, Page, unreadable_reason
+from fedssl.datasets.pages import Successive
 from fedssl.errors import InputError
 from fedssl.export import Preprocess
 
@@ -181,3 +182,21 @@ def test_a_declared_size_is_checked_before_decoding():
         struct.pack_into("<H", content, offset, 7_000)
     with pytest.raises(ValueError, match="its pixels are not in the file"):
         Decoding(channels=13, size=6)(bytes(content))
+
+
+def test_successive_values_repeat_what_was_raised():
+    started = []
+
+    def values():
+        started.append(1)
+        yield from range(10)
+        raise ValueError("damaged")
+
+    successive = Successive(values)
+    assert [successive[number] for number in (0, 1, 1, 5, 9, 2)] == [0, 1, 1, 5, 9, 2]
+    assert len(started) == 2
+    for number in (10, 10, 11, 12):
+        with pytest.raises(ValueError, match="damaged"):
+            successive[number]
+    assert (successive[3], len(started)) == (3, 3)
+    assert Successive(lambda: iter([7]))[1] is None
