@@ -1,5 +1,6 @@
 """Arrays of NumPy: one image, or a stack of images."""
 
+import io
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,6 +54,13 @@ def opened(stream: IO[bytes], *, max_pixels: int, channels: int) -> Iterator[Pag
     flat = np.frombuffer(content, dtype, count=math.prod(shape))
     array = flat.reshape(shape, order="F" if is_fortran else "C")
     yield ArrayPages(as_images(array, channels), max_pixels=max_pixels)
+
+
+def npy_bytes(array: np.ndarray) -> bytes:
+    """Return an image ``(height, width)`` or ``(height, width, channels)`` as a file."""
+    stream = io.BytesIO()
+    npy.write_array(stream, array)
+    return stream.getvalue()
 
 
 def as_images(array: np.ndarray, channels: int) -> np.ndarray:

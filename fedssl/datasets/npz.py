@@ -4,7 +4,6 @@ Images are ``(n, height, width)``, ``(n, height, width, channels)`` or ``(n, cha
 NPY file in memory, which is decoded like an image file.
 """
 
-import io
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from numpy.lib.npyio import NpzFile
 from fedssl.datasets.base import NO_LABEL
 from fedssl.datasets.image_index import Query, SequenceIndex
 from fedssl.datasets.images import RecordSequence
-from fedssl.datasets.npy import as_images
+from fedssl.datasets.npy import as_images, npy_bytes
 from fedssl.datasets.sources import Source
 from fedssl.datasets.splits import HELD_OUT, matching, split_of, split_of_word
 from fedssl.errors import InputError, shortened
@@ -113,13 +112,6 @@ class _Images(RecordSequence):
         if isinstance(index, slice):
             return [npy_bytes(self._array[row]) for row in self.rows[index]]
         return npy_bytes(self._array[self.rows[index]])
-
-
-def npy_bytes(array: np.ndarray) -> bytes:
-    """Return an image ``(height, width)`` or ``(height, width, channels)`` as an NPY file."""
-    stream = io.BytesIO()
-    npy.write_array(stream, array)
-    return stream.getvalue()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Columns of parquet and arrow files, read by pyarrow alone.
 
-A column of encoded images has bytes, paths, or the structs of ``datasets`` with both. A path is absolute or begins at
+A column of images has bytes, paths, the structs of ``datasets`` with both, or its arrays: nested lists of numbers,
+``(height, width)``, with channels in front or behind. A path is absolute or begins at
 the folder of the file. It may lead anywhere: the files of ``dataset.path`` are the user's own. Only regular files are
 opened.
 """
@@ -19,6 +20,7 @@ from fedssl.datasets.decoding import Encoded
 from fedssl.datasets.images import FileRecords
 from fedssl.datasets.manifest import SUFFIXES as MANIFEST_SUFFIXES
 from fedssl.datasets.manifest import csv_table, named_file
+from fedssl.datasets.npy import npy_bytes
 from fedssl.datasets.shards import ANY_IMAGE, PLACE, is_shard, shard_table
 from fedssl.errors import InputError, shortened
 from fedssl.safe_io import sanitize
@@ -223,6 +225,10 @@ def check_image_column(file: Path, column: str, *, others_have_it: bool = False)
 def encoded_images(array: pa.Array, folder: Path) -> list[Encoded]:
     """Return the encoded images of a column in a file of ``folder``, or their files; no bytes for an empty row."""
     array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+    array = array.storage if isinstance(array, pa.ExtensionArray) else array
+    if _is_numbers(array.type):
+        dtype = _number_type(array.type)
+        return [_array_file(value, dtype) for value in array.to_pylist()]
     if not pa.types.is_struct(array.type):
         return [_source(value, folder) for value in _values(array)]
     names = [field.name for field in array.type]
@@ -248,6 +254,14 @@ def image_files(file: Path, column: str) -> list[Path]:
     return [path for path in paths if isinstance(path, Path)]
 
 
+def _array_file(value: list[Any] | None, dtype: np.dtype) -> bytes:
+    """Return nested lists as an NPY file; no bytes if they are no array, such as rows of different lengths."""
+    try:
+        return b"" if value is None else npy_bytes(np.array(value, dtype))
+    except (TypeError, ValueError, OverflowError):
+        return b""
+
+
 def _source(value: bytes | str | None, folder: Path) -> Encoded:
     return named_file(value, folder) if isinstance(value, str) and value else bytes(value or b"")
 
@@ -264,9 +278,31 @@ def _values(array: pa.Array) -> list[bytes | str | None]:
 
 def _is_image(kind: pa.DataType, *, text: bool = True) -> bool:
     kind = _value_type(kind)
+    if _is_numbers(kind):
+        return True
     if pa.types.is_struct(kind):
         return kind == PLACE or any(field.name in _FIELDS and _is_image(field.type) for field in kind)
     return is_bytes(kind) or _is_byte_list(kind) or (text and is_text(kind))
+
+
+def _is_numbers(kind: pa.DataType) -> bool:
+    """Return whether a type is one of arrays with two or three axes, as nested lists."""
+    depth = 0
+    while _is_list(kind):
+        kind, depth = kind.value_type, depth + 1
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    return depth in (2, 3) and is_number
+
+
+def _number_type(kind: pa.DataType) -> np.dtype:
+    while _is_list(kind):
+        kind = kind.value_type
+    dtype: np.dtype = np.dtype(kind.to_pandas_dtype())
+    return dtype
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return any(test(kind) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
 
 
 def _is_byte_list(kind: pa.DataType) -> bool:
@@ -275,6 +311,8 @@ def _is_byte_list(kind: pa.DataType) -> bool:
 
 
 def _value_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type of the values of a dictionary, or that in which values of ``datasets``' types are stored."""
+    kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 

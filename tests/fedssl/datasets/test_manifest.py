@@ -10,6 +10,7 @@ import pytest
 
 from fedssl.datasets import base
 from fedssl.datasets.base import ImageData, load_federated, load_split
+from fedssl.datasets.folder import files_digest, index_all
 from fedssl.errors import InputError
 from tests.fedssl.datasets.made import first_pixels, make_image, png, settings_of
 
@@ -141,3 +142,13 @@ def test_unusable_files_are_one_sentence(images: Path, text: str | bytes, messag
     with pytest.raises(InputError, match=message) as caught:
         read(images, text)
     assert "\n" not in str(caught.value)
+
+
+def test_a_device_notices_that_a_named_file_has_changed(images: Path) -> None:
+    (images / "list.csv").write_text("path\nmy images/1.png\nmy images/2.png\ngone.png\n")
+    assert index_all(images / "list.csv").count == 2
+    before = files_digest(images / "list.csv")
+    (images / "my images" / "3.png").write_bytes(b"not named")
+    assert files_digest(images / "list.csv") == before
+    (images / "my images" / "1.png").write_bytes(png(make_image(99, size=(5, 5))))
+    assert files_digest(images / "list.csv") != before

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -79,3 +80,34 @@ def test_columns_of_all_files_are_checked_before_decoding(tmp_path: Path, monkey
     message = r"train-1\.parquet has no column 'img' .*; set dataset\.path to files of this data set only$"
     with pytest.raises(InputError, match=message):
         pixels(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_columns_of_arrays_as_datasets_writes_them(tmp_path: Path, kind: str) -> None:
+    import datasets
+
+    values = np.random.default_rng(0).integers(0, 256, (3, 4, 4, 3), dtype=np.uint8)
+    for name, feature, arrays in (
+        ("channels last", datasets.Array3D(shape=(4, 4, 3), dtype="uint8"), values),
+        ("channels first", datasets.Array3D(shape=(3, 4, 4), dtype="uint8"), values.transpose(0, 3, 1, 2)),
+        ("gray", datasets.Array2D(shape=(4, 4), dtype="uint8"), values[..., 0]),
+        ("lists", datasets.Sequence(datasets.Sequence(datasets.Value("uint8"))), values[..., 0]),
+    ):
+        features = datasets.Features({"pixels": feature, "label": datasets.Value("int64")})
+        made = datasets.Dataset.from_dict({"pixels": arrays.tolist(), "label": [0, 1, 0]}, features=features)
+        folder = tmp_path / name
+        folder.mkdir()
+        made.to_parquet(folder / "train.parquet") if kind == "parquet" else made.save_to_disk(folder / "train")
+        expected = values if "channels" in name else np.repeat(values[..., :1], 3, axis=3)
+        for storage in ("decoded", "encoded"):
+            base.forget_images()
+            changes = {"path": str(folder), "size": 4, "cache": None, "test_fraction": 0.0, "storage": storage}
+            data = load_federated(settings_of("folder", **changes))
+            assert np.array_equal(data.images[:], expected.transpose(0, 3, 1, 2)), name
+            assert data.labels.tolist() == [0, 1, 0]
+
+
+def test_arrays_of_other_shapes_are_unreadable(tmp_path: Path) -> None:
+    column = pa.array([[[1, 2], [3, 4]], [[1, 2], [3]], None, [[1, None], [3, 4]]], pa.list_(pa.list_(pa.uint8())))
+    write(tmp_path / "train.parquet", img=column)
+    assert pixels(tmp_path) == [1]
