@@ -121,7 +121,11 @@ def adopt_statistics(settings: Settings) -> Settings:
         source,
         " ".join(f"dataset.{key}={values}" for key, values in adopted.items()) or "none, both are overridden",
     )
-    return with_values(settings, {"dataset": {**recording.config.dataset, **adopted}})
+    config = recording.config
+    views = {key: value for key, value in adopted.items() if config.augmentation[key] == config.dataset[key]}
+    return with_values(
+        settings, {"dataset": {**config.dataset, **adopted}, "augmentation": {**config.augmentation, **views}}
+    )
 
 
 def store_initial_weights(settings: Settings, folder: Path) -> None:

@@ -133,7 +133,8 @@ def restore_initial_weights(config: DictConfig, saved: Mapping[str, Any], *, exp
         OmegaConf.update(config, "encoder.weights", source, force_add=True)
     for key in ("mean", "std"):
         if f"dataset.{key}" not in explicit:
-            OmegaConf.update(config, f"dataset.{key}", saved["dataset"][key], merge=False)
+            for group in ("dataset", "augmentation"):
+                OmegaConf.update(config, f"{group}.{key}", saved[group][key], merge=False)
 
 
 def saved_teacher(saved: Mapping[str, Any], file: Path) -> Any:

@@ -148,6 +148,8 @@ def test_overridden_statistics_take_precedence(source, overrides, mean, std, cap
     with caplog.at_level(logging.INFO, logger="fedssl"):
         settings = adopt_statistics(compose([f"encoder.weights={source}", *overrides]))
     assert (settings.data.mean, settings.data.std) == (mean, std)
+    views = settings.recording.config.augmentation
+    assert (tuple(views.mean), tuple(views.std)) == (mean, std)
     (line,) = caplog.messages
     assert ("dataset.mean=[0.4]" in line, "dataset.std=[0.2]" in line) == (mean == (0.4,), std == (0.2,))
 
