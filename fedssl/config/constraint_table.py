@@ -207,6 +207,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         **_STATISTICS,
         **_all(_optional(_integer(1)), "limit", "test_limit", "num_classes"),
         "max_pixels": _integer(1, 178_956_970),  # Pillow's limit
+        "video_interval": Constraint(minimum=0.001, maximum=86_400),  # seconds
         "background": _integer(0, 255),
         "window": _optional(_list_of(Constraint(minimum=-(2**32), maximum=2**32))),
         "percentiles": _optional(_list_of(Constraint(minimum=0, maximum=100))),

@@ -7,7 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
@@ -63,11 +63,12 @@ class Decoding(PixelSettings):
     """
 
     max_pixels: int = MAX_PIXELS
+    video_interval: float = 1.0
     found_dtype: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_arguments("dataset", max_pixels=self.max_pixels)
+        check_arguments("dataset", max_pixels=self.max_pixels, video_interval=self.video_interval)
 
     @property
     def pixel_dtype(self) -> str:
@@ -99,7 +100,7 @@ class Decoding(PixelSettings):
                 continue
             pages = [source for source in group if isinstance(source, Page)]
             try:
-                with open_pages(file, max_pixels=self.max_pixels, channels=self.channels) as opened:
+                with _open(file, self) as opened:
                     while pages:
                         page = pages.pop(0)
                         yield _attempt(lambda: _decode(_picture(opened, page.number, page.depth), self))  # noqa: B023, called at once
@@ -111,8 +112,17 @@ class Decoding(PixelSettings):
 def open_source(source: Encoded, decoding: Decoding) -> Iterator[tuple[Pages, Image.Image | Raster]]:
     """Open a source, without decoding it; yield its file and the image. Exceptions as in `Decoding`."""
     file, number, depth = source if isinstance(source, Page) else (source, 0, 1)
-    with open_pages(file, max_pixels=decoding.max_pixels, channels=decoding.channels) as pages:
+    with _open(file, decoding) as pages:
         yield pages, _picture(pages, number, depth)
+
+
+def _open(file: bytes | FilePath, decoding: Decoding) -> AbstractContextManager[Pages]:
+    return open_pages(
+        file,
+        max_pixels=decoding.max_pixels,
+        channels=decoding.channels,
+        video_interval=decoding.video_interval,
+    )
 
 
 def unreadable_reason(error: Exception) -> str:

@@ -69,6 +69,7 @@ def read(
     window: Sequence[float] | None = None,
     percentiles: Sequence[float] | None = None,
     max_pixels: int = MAX_PIXELS,
+    video_interval: float = 1.0,
     cache: str | None = None,
     storage: str = "decoded",
 ) -> ImageData | None:
@@ -110,6 +111,8 @@ def read(
         0 holds nothing out.
     max_pixels : int
         Maximum number of pixels of an image; larger images count as unreadable.
+    video_interval : float
+        Seconds between two frames of a video.
     cache : str or None
         Folder of decoded images, see `fedssl.datasets.cache`.
     storage : {"decoded", "encoded", "auto"}
@@ -133,6 +136,7 @@ def read(
             window=window,
             percentiles=percentiles,
             max_pixels=max_pixels,
+            video_interval=video_interval,
         ),
         image=image,
         label=label,

@@ -23,9 +23,12 @@ _FORMATS = {
 }
 # Formats of other packages than Pillow, which `fedssl[heif]`, `fedssl[dicom]`, ... install.
 _OF_PILLOW = {"HEIF": (".heic", ".heif", ".hif"), "DICOM": (".dcm", ".dic", ".dicom", ".ima")}
-_OF_MODULES = {"NIFTI": (".nii", ".nii.gz")}
+_OF_MODULES = {
+    "NIFTI": (".nii", ".nii.gz"),
+    "VIDEO": (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"),
+}
 _FURTHER = _OF_PILLOW | _OF_MODULES
-PACKAGES = {"HEIF": "pillow-heif", "DICOM": "pydicom", "TIFF": "tifffile", "NIFTI": "nibabel"}
+PACKAGES = {"HEIF": "pillow-heif", "DICOM": "pydicom", "TIFF": "tifffile", "NIFTI": "nibabel", "VIDEO": "av"}
 INSTALLED = frozenset(name for name, package in PACKAGES.items() if find_spec(package.replace("-", "_")) is not None)
 _FORMATS |= {name: suffixes for name, suffixes in _OF_PILLOW.items() if name in INSTALLED}
 
@@ -34,11 +37,15 @@ _ARRAYS = {"NPY": (".npy",)} | {name: suffixes for name, suffixes in _OF_MODULES
 FORMAT_OF = {suffix: name for name, suffixes in (_FORMATS | _ARRAYS).items() for suffix in suffixes}  # in lower case
 SUFFIXES = tuple(sorted(FORMAT_OF))
 DOUBLE_SUFFIXES = (".nii.gz",)
-VOLUMES = frozenset({"NPY", "NIFTI"})  # formats of stacks of images
+VOLUMES = frozenset({"NPY", "NIFTI", "VIDEO"})  # formats of stacks of images
 SEVERAL = VOLUMES | {"TIFF", "DICOM"}  # formats with pages; those of others are animations
 HEAD_BYTES = 512  # by which `module_of` recognizes a format
 GZIP = b"\x1f\x8b"  # of NIfTI
 _NIFTI = ((344, b"n+1"), (344, b"ni1"), (4, b"n+2"), (4, b"ni2"))  # places and magic numbers
+# Containers of FFmpeg by their magic numbers. That of MP4 is also that of AVIF and HEIC, by its brand.
+_CONTAINERS = {b"\x1aE\xdf\xa3": "matroska", b"\0\0\1\xba": "mpeg", b"\0\0\1\xb3": "mpegvideo"}
+_MP4 = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
+_IMAGE_BRANDS = (b"avi", b"he", b"hevx", b"mif", b"msf")
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 
 DICOM_SUFFIX, DICOM_DIRECTORY = ".dcm", "DICOMDIR"  # the latter lists the files of a disc and has no pixels
@@ -78,7 +85,18 @@ def module_of(head: bytes) -> str | None:
     if head.startswith(GZIP) or any(head.startswith(magic, place) for place, magic in _NIFTI):
         return "nifti"
     is_dicom = head[DICOM_PREAMBLE:].startswith(DICOM_MAGIC)  # whose preamble may be that of TIFF
+    if video_container(head) is not None and not is_dicom:
+        return "video"
     return "tiff" if head.startswith(_TIFF) and not is_dicom else None
+
+
+def video_container(head: bytes) -> str | None:
+    """Return FFmpeg's name of the container that begins with these bytes; None for other files."""
+    if head.startswith(b"RIFF") and head[8:12] == b"AVI ":
+        return "avi"
+    if head[4:8] in _MP4 and not (head[4:8] == b"ftyp" and head[8:12].startswith(_IMAGE_BRANDS)):
+        return "mov"
+    return _CONTAINERS.get(head[:4])
 
 
 def is_dicom(file: FilePath) -> bool:

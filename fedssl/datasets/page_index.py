@@ -70,12 +70,14 @@ def _count(file: FilePath, pages: str, decoding: Decoding) -> int:
     if pages == "first" or form not in (VOLUMES if pages == "auto" else SEVERAL):
         return 1
     try:
-        return _cached_count(str(file), path.stat().st_mtime_ns, decoding.max_pixels, decoding.channels)
+        return _cached_count(
+            str(file), path.stat().st_mtime_ns, decoding.max_pixels, decoding.channels, decoding.video_interval
+        )
     except Exception:  # a damaged file can raise any exception; it is reported when it is decoded
         return 1
 
 
 @lru_cache(maxsize=2**17)  # every split lists its files
-def _cached_count(file: str, modified: int, max_pixels: int, channels: int) -> int:
-    with open_pages(file, max_pixels=max_pixels, channels=channels) as opened:
+def _cached_count(file: str, modified: int, max_pixels: int, channels: int, interval: float) -> int:
+    with open_pages(file, max_pixels=max_pixels, channels=channels, video_interval=interval) as opened:
         return opened.count

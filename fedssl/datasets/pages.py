@@ -97,11 +97,13 @@ class _PillowPages(Pages):
 
 
 @contextmanager
-def open_pages(source: bytes | FilePath, *, max_pixels: int, channels: int) -> Iterator[Pages]:
+def open_pages(
+    source: bytes | FilePath, *, max_pixels: int, channels: int, video_interval: float = 1.0
+) -> Iterator[Pages]:
     """Open a file or its bytes, without decoding it.
 
-    ``channels`` are those of the data set, by which the axes of arrays are recognized. Exceptions can have any type, as
-    in `fedssl.datasets.decoding.Decoding`.
+    ``channels`` are those of the data set, by which the axes of arrays are recognized, and ``video_interval`` has the
+    seconds between two frames. Exceptions can have any type, as in `fedssl.datasets.decoding.Decoding`.
     """
     with BytesIO(source) if isinstance(source, bytes) else open_regular_file(source) as stream:
         head = stream.read(HEAD_BYTES)
@@ -114,9 +116,8 @@ def open_pages(source: bytes | FilePath, *, max_pixels: int, channels: int) -> I
         elif module is not None:
             if module.upper() in PACKAGES:
                 require_package(module.upper())
-            with import_module(f"fedssl.datasets.{module}").opened(
-                stream, max_pixels=max_pixels, channels=channels
-            ) as pages:
+            options = {"interval": video_interval} if module == "video" else {"channels": channels}
+            with import_module(f"fedssl.datasets.{module}").opened(stream, max_pixels=max_pixels, **options) as pages:
                 yield pages
         elif size > max_file_bytes(max_pixels):  # Pillow may read it as a whole
             raise ValueError(f"it has {size:,} bytes but the maximum is {max_file_bytes(max_pixels):,}")
