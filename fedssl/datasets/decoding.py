@@ -42,7 +42,7 @@ Shape = tuple[int, int, int, int]  # (images, channels, height, width)
 
 MAX_PIXELS = 50_000_000  # per image, default of dataset.max_pixels
 _BYTES_PER_PIXEL = 16  # in memory: the decoded image, and a turned, a converted and an opaque copy
-_SAMPLE = 16  # images whose dtypes are compared
+_SAMPLE = 16  # images whose dtypes are compared, at equal distances
 THREADS = 8  # maximum number of decoding threads
 VERSION = 5  # of decoded pixels and cache files; increase it if the same images give other pixels
 
@@ -81,7 +81,9 @@ class Decoding(PixelSettings):
         """Return the settings with ``found_dtype`` of a sample of the images, unless the dtype is known."""
         if self.dtype != "auto" or self.found_dtype is not None:
             return self
-        found = {str(image.dtype) for image in self.each(islice(sample, _SAMPLE)) if isinstance(image, np.ndarray)}
+        listed = list(islice(sample, 4 * _SAMPLE))
+        images = self.each(listed[:: -(-len(listed) // _SAMPLE) or 1])  # also of the last classes
+        found = {str(image.dtype) for image in images if isinstance(image, np.ndarray)}
         return replace(self, found_dtype=max(found, key=list(MAXIMA).index, default="uint8"))
 
     def __call__(self, source: Encoded) -> np.ndarray:
@@ -103,7 +105,7 @@ class Decoding(PixelSettings):
                 with _open(file, self) as opened:
                     while pages:
                         page = pages.pop(0)
-                        yield _attempt(lambda: _decode(_picture(opened, page.number, page.depth), self))  # noqa: B023, called at once
+                        yield _attempt(lambda: _decode(_picture(opened, page.number, page.depth, self), self))  # noqa: B023, called at once
             except Exception as error:  # while the file was opened
                 yield from [error] * len(pages)
 
@@ -113,7 +115,7 @@ def open_source(source: Encoded, decoding: Decoding) -> Iterator[tuple[Pages, Im
     """Open a source, without decoding it; yield its file and the image. Exceptions as in `Decoding`."""
     file, number, depth = source if isinstance(source, Page) else (source, 0, 1)
     with _open(file, decoding) as pages:
-        yield pages, _picture(pages, number, depth)
+        yield pages, _picture(pages, number, depth, decoding)
 
 
 def _open(file: bytes | FilePath, decoding: Decoding) -> AbstractContextManager[Pages]:
@@ -134,8 +136,8 @@ def unreadable_reason(error: Exception) -> str:
     return sanitize(f"{kind}{text}")[:200]
 
 
-def _picture(pages: Pages, number: int, depth: int) -> Image.Image | Raster:
-    return pages.page(number) if depth == 1 else stacked(pages, number, depth)
+def _picture(pages: Pages, number: int, depth: int, decoding: Decoding) -> Image.Image | Raster:
+    return pages.page(number) if depth == 1 else stacked(pages, number, depth, max_pixels=decoding.max_pixels)
 
 
 def _attempt(decode: Callable[[], np.ndarray]) -> np.ndarray | Exception:

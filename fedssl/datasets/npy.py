@@ -11,7 +11,7 @@ import numpy as np
 from numpy.lib import format as npy
 from PIL import Image
 
-from fedssl.datasets.pages import MAX_CHANNELS, Pages, check_shape
+from fedssl.datasets.pages import MAX_CHANNELS, Pages, check_shape, max_file_bytes
 from fedssl.datasets.raster import Raster, percentiles_of
 
 
@@ -48,6 +48,11 @@ def opened(stream: IO[bytes], *, max_pixels: int, channels: int) -> Iterator[Pag
     shape, is_fortran, dtype = read_header(stream)
     if dtype.hasobject or dtype.kind not in "biuf":
         raise ValueError(f"it is an array of {dtype}, and numbers are needed")
+    _, height, width, depth = as_images(np.broadcast_to(np.zeros((), dtype), shape), channels).shape
+    check_shape((height, width, depth), max_pixels=max_pixels)
+    if (needed := math.prod(shape) * dtype.itemsize) > max_file_bytes(max_pixels):  # it is read as a whole
+        found = f"it has {needed:,} bytes but the maximum is {max_file_bytes(max_pixels):,}"
+        raise ValueError(f"{found}; save its images as several files, or as NPZ")
     content = stream.read()
     if len(content) < math.prod(shape) * dtype.itemsize:
         raise ValueError("it has been cut")

@@ -15,11 +15,12 @@ import torch
 from PIL import Image, ImageFile, UnidentifiedImageError
 
 from fedssl.datasets.formats import FORMATS, HEAD_BYTES, PACKAGES, SEVERAL, module_of, require_package
-from fedssl.datasets.pixels import is_deep_color, raster_of
+from fedssl.datasets.pixels import is_deep_color, is_misread, raster_of
 from fedssl.datasets.raster import Raster
 from fedssl.safe_io import FilePath, open_regular_file
 
 MAX_CHANNELS = 64
+_MAX_SAMPLES = 4  # per pixel of an image with as many pixels as are allowed; of smaller ones more
 logging.getLogger("PIL.TiffImagePlugin").setLevel(logging.CRITICAL)  # it reports what tifffile then reads
 _MAX_PAGES = 2**20  # of a file
 _MAX_BYTES_PER_PIXEL = 8  # in an uncompressed file
@@ -73,8 +74,8 @@ class Successive(Generic[Value]):
 class _PillowPages(Pages):
     """Images of a file that Pillow reads."""
 
-    def __init__(self, image: ImageFile.ImageFile, stream: IO[bytes], *, max_pixels: int) -> None:
-        self._image, self._stream, self._max_pixels = image, stream, max_pixels
+    def __init__(self, image: ImageFile.ImageFile, stream: IO[bytes], *, max_pixels: int, channels: int) -> None:
+        self._image, self._stream, self._max_pixels, self._channels = image, stream, max_pixels, channels
 
     @property
     def count(self) -> int:
@@ -86,13 +87,19 @@ class _PillowPages(Pages):
         if number != image.tell():
             image.seek(number)
         check_shape((image.height, image.width, 1), max_pixels=self._max_pixels)
-        if is_deep_color(image) and image.format == "TIFF":
+        # Pillow drops bands beyond the third and divides by opacity, which may be another band.
+        if image.format == "TIFF" and (self._channels not in (1, 3) or is_misread(image)):
             with _tiff_pages(self._stream, max_pixels=self._max_pixels) as pages:
                 raster: Raster = pages.page(number)
                 return raster
         if is_deep_color(image) and image.format == "PNG":
             shape = (image.height, image.width, 4)
-            return Raster(shape=shape, load=lambda: _png_values(self._stream), has_alpha=image.mode != "RGB")
+            key = image.info.get("transparency")
+            return Raster(
+                shape=shape,
+                load=lambda: _png_values(self._stream, key),
+                has_alpha=image.mode != "RGB" or key is not None,
+            )
         return _deep_pixmap(image, self._stream) or image
 
 
@@ -111,7 +118,7 @@ def open_pages(
         stream.seek(0)
         module = module_of(head)
         if module == "tiff":
-            with _open_tiff(stream, max_pixels=max_pixels) as pages:
+            with _open_tiff(stream, max_pixels=max_pixels, channels=channels) as pages:
                 yield pages
         elif module is not None:
             if module.upper() in PACKAGES:
@@ -123,10 +130,12 @@ def open_pages(
             raise ValueError(f"it has {size:,} bytes but the maximum is {max_file_bytes(max_pixels):,}")
         else:
             with Image.open(stream, formats=FORMATS) as image:
-                yield _PillowPages(image, stream, max_pixels=max_pixels)
+                if image.format == "JPEG2000" and image.mode not in ("L", "I;16"):
+                    _check_depth(stream)
+                yield _PillowPages(image, stream, max_pixels=max_pixels, channels=channels)
 
 
-def stacked(pages: Pages, first: int, depth: int) -> Raster:
+def stacked(pages: Pages, first: int, depth: int, *, max_pixels: int) -> Raster:
     """Return successive pages as the channels of one image; they are read at once."""
     if first + depth > pages.count:
         raise ValueError(f"it has {pages.count} pages, which are no multiple of dataset.channels={depth}")
@@ -134,7 +143,9 @@ def stacked(pages: Pages, first: int, depth: int) -> Raster:
     for number in range(first, first + depth):
         image = pages.page(number)
         raster = image if isinstance(image, Raster) else raster_of(image)
-        layers.append(raster.load().reshape(*raster.shape[:2], -1))
+        check_shape((*raster.shape[:2], depth * raster.shape[2]), max_pixels=max_pixels)
+        layer = raster.load()  # whose height and width are interchanged if it is turned upright
+        layers.append(layer[..., None] if layer.ndim == 2 else layer)
     values = np.concatenate(layers, axis=2)
     assert raster is not None  # the depth is above 0
     return replace(raster, shape=values.shape, load=lambda: values)
@@ -147,6 +158,9 @@ def check_shape(shape: tuple[int, int, int], *, max_pixels: int) -> None:
         raise ValueError(f"it has {width:,} x {height:,} pixels, more than dataset.max_pixels={max_pixels}")
     if not 0 < channels <= MAX_CHANNELS:
         raise ValueError(f"it has {channels:,} channels, and {MAX_CHANNELS} are the maximum")
+    if width * height * channels > _MAX_SAMPLES * max_pixels:
+        found = f"{channels} channels of {width:,} x {height:,} pixels"
+        raise ValueError(f"it has {found}, more than {_MAX_SAMPLES} times dataset.max_pixels={max_pixels}")
 
 
 def check_count(count: int) -> None:
@@ -161,7 +175,7 @@ def max_file_bytes(max_pixels: int) -> int:
 
 
 @contextmanager
-def _open_tiff(stream: IO[bytes], *, max_pixels: int) -> Iterator[Pages]:
+def _open_tiff(stream: IO[bytes], *, max_pixels: int, channels: int) -> Iterator[Pages]:
     """Open a TIFF file by Pillow, or by tifffile if it has other channels or numbers than those of Pillow's modes."""
     try:
         image = Image.open(stream, formats=["TIFF"])
@@ -171,7 +185,7 @@ def _open_tiff(stream: IO[bytes], *, max_pixels: int) -> Iterator[Pages]:
             yield pages
         return
     with image:
-        yield _PillowPages(image, stream, max_pixels=max_pixels)
+        yield _PillowPages(image, stream, max_pixels=max_pixels, channels=channels)
 
 
 def _tiff_pages(stream: IO[bytes], *, max_pixels: int) -> Any:
@@ -179,14 +193,28 @@ def _tiff_pages(stream: IO[bytes], *, max_pixels: int) -> Any:
     return import_module("fedssl.datasets.tiff").opened(stream, max_pixels=max_pixels, channels=0)
 
 
-def _png_values(stream: IO[bytes]) -> np.ndarray:
-    """Return the values of PNG with color of 16 bits, which Pillow would reduce to 8."""
+def _check_depth(stream: IO[bytes]) -> None:
+    """Raise a `ValueError` for color of JPEG 2000 with more than 8 bits, which Pillow would reduce."""
+    position = stream.tell()
+    stream.seek(0)
+    content = stream.read()
+    stream.seek(position)
+    start = content.find(b"\xff\x4f\xff\x51")  # of the header, which has the bits of the first channel
+    if 0 <= start < len(content) - 42 and (bits := content[start + 42] % 128 + 1) > 8:
+        raise ValueError(f"it is JPEG 2000 with {bits} bits of color; save it as TIFF or PNG")
+
+
+def _png_values(stream: IO[bytes], transparent: tuple[int, ...] | None) -> np.ndarray:
+    """Return the values of PNG with color of 16 bits, which Pillow would reduce to 8; opacity instead of a color."""
     from torchvision.io import decode_image  # slow import
 
     stream.seek(0)
     content = torch.frombuffer(bytearray(stream.read()), dtype=torch.uint8)
     values: np.ndarray = decode_image(content, apply_exif_orientation=True).permute(1, 2, 0).numpy()
-    return values
+    if transparent is None:
+        return values
+    opacity = (values != transparent).any(axis=2, keepdims=True) * np.iinfo(values.dtype).max
+    return np.concatenate([values, opacity.astype(values.dtype)], axis=2)
 
 
 def _deep_pixmap(image: ImageFile.ImageFile, stream: IO[bytes]) -> Raster | None:

@@ -11,6 +11,7 @@ from fedssl.datasets.raster import PixelSettings, Raster, convert, raster_to_arr
 from fedssl.errors import InputError
 
 _SIGNED = 2  # sample format of TIFF
+_PALETTE = 3  # photometric interpretation of TIFF
 # Keys of `info` of DICOM files, see `fedssl.datasets.dicom`.
 FILE_WINDOW, BIT_RANGE, WHITE_IS_ZERO, RASTER = "window", "range", "white_is_zero", "raster"
 _MAXIMUM = 2**16 - 1  # of PGM
@@ -64,6 +65,13 @@ def is_deep_color(image: Image.Image) -> bool:
     tiles = image.tile if isinstance(image, ImageFile) else []
     deep = any(";16" in str(tile.args) for tile in tiles) or (_tag(image, BITSPERSAMPLE) or 8) > 8
     return deep and image.mode in ("RGB", "RGBA", "LA")
+
+
+def is_misread(image: Image.Image) -> bool:
+    """Return whether Pillow changes the values of a TIFF file: deep color, colors of 16 bits, unsigned 32 bits."""
+    bits, is_unsigned = _tag(image, BITSPERSAMPLE) or 8, (_tag(image, SAMPLEFORMAT) or 1) == 1
+    is_palette = _tag(image, PHOTOMETRIC_INTERPRETATION) == _PALETTE
+    return is_deep_color(image) or (bits > 8 and is_palette) or (bits == 32 and is_unsigned)
 
 
 def raster_of(image: Image.Image) -> Raster:

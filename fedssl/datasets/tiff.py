@@ -16,6 +16,12 @@ from fedssl.datasets.raster import Raster
 
 _EXPANSION = 2000  # decoded bytes per byte of the file, at most; deflate reaches 1032
 _ALPHA = (1, 2)  # kinds of extra samples
+_ORIENTATION = 274
+_FLIPS = {2: (1,), 3: (0, 1), 4: (0,), 6: (1,), 7: (0, 1), 8: (0,)}  # axes by orientation, after a transposition
+_OTHER = (3, 8, 9, 10)  # kinds of color: palette, CIELAB, ICCLAB, ITULAB
+_JPEG = (6, 7, 33007, 34892)
+# Formats of images, whose own declared size nothing limits.
+_REFUSED = tifffile.TIFF.IMAGE_COMPRESSIONS.difference(_JPEG) | {tifffile.COMPRESSION.LERC}
 
 
 class _TiffPages(Pages):
@@ -34,6 +40,9 @@ class _TiffPages(Pages):
             raise ValueError("its values are not those of an image")
         if math.prod(shape) * page.dtype.itemsize > _EXPANSION * self._file.filehandle.size:
             raise ValueError("its pixels are not in the file")
+        if page.photometric in _OTHER or page.compression in _REFUSED:
+            kind = f"colors {page.photometric.name}" if page.photometric in _OTHER else page.compression.name
+            raise ValueError(f"it has {kind}; save it as RGB, with deflate, LZW or zstd")
         extra = page.extrasamples
         return Raster(
             shape=shape,
@@ -56,4 +65,5 @@ def _values(page: Any) -> np.ndarray:
     values: np.ndarray = page.asarray(maxworkers=1)
     if values.ndim == 3 and page.planarconfig == tifffile.PLANARCONFIG.SEPARATE:
         values = values.transpose(1, 2, 0)
-    return values
+    orientation = page.tags.valueof(_ORIENTATION, 1)
+    return np.flip(values.swapaxes(0, 1) if orientation > 4 else values, _FLIPS.get(orientation, ()))

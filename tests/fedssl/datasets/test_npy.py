@@ -81,3 +81,14 @@ def test_malicious_files_have_a_reason(content, reason):
     with pytest.raises(ANY) as raised:
         Decoding(channels=3, size=8)(content)
     assert reason in unreadable_reason(raised.value)
+
+
+def test_large_files_are_not_read(tmp_path):
+    """The reader holds a file in memory, so that its size is limited by ``max_pixels``."""
+    for shape, reason in (((40_000, 40_000), "it has 40,000 x 40,000 pixels"), ((2_000, 100, 100), "save its images")):
+        file = tmp_path / "large.npy"
+        with file.open("wb") as stream:
+            np.lib.format.write_array_header_1_0(stream, {"descr": "<u2", "fortran_order": False, "shape": shape})
+            stream.truncate(stream.tell() + 2 * int(np.prod(shape)))
+        with pytest.raises(ValueError, match=reason):
+            Decoding(channels=1, size=8, max_pixels=10_000)(file)

@@ -4,6 +4,7 @@ import io
 import struct
 import zlib
 
+import imagecodecs
 import numpy as np
 import pytest
 import tifffile
@@ -179,7 +180,7 @@ def test_a_declared_size_is_checked_before_decoding():
     with pytest.raises(ValueError, match="it has 60,000 x 60,000 pixels, more than dataset.max_pixels"):
         Decoding(channels=13, size=6)(bytes(content))
     for offset in offsets:
-        struct.pack_into("<H", content, offset, 7_000)
+        struct.pack_into("<H", content, offset, 3_900)
     with pytest.raises(ValueError, match="its pixels are not in the file"):
         Decoding(channels=13, size=6)(bytes(content))
 
@@ -200,3 +201,82 @@ def test_successive_values_repeat_what_was_raised():
             successive[number]
     assert (successive[3], len(started)) == (3, 3)
     assert Successive(lambda: iter([7]))[1] is None
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("channels", [1, 3, 5])
+def test_orientation_of_every_tiff_is_that_of_pillow(orientation, channels):
+    values = RANDOM.integers(0, 256, (6, 6, channels), dtype=np.uint8)
+    tags = [(274, "H", 1, orientation, True)]
+    options = {**BANDS, "extratags": tags} if channels > 1 else {"photometric": "minisblack", "extratags": tags}
+    deep = values if channels > 1 else values[..., 0]
+    found = Decoding(channels=channels, size=6)(tiff(deep.astype(np.uint16) * 257, **options))
+    for plane, band in zip(found, values.transpose(2, 0, 1), strict=True):
+        content = tiff(band.copy(), photometric="minisblack", extratags=tags)
+        assert np.array_equal(plane // 257, np.asarray(Image.open(io.BytesIO(content)).copy()))
+
+
+@pytest.mark.parametrize("extra", ["unspecified", "assocalpha", "unassalpha"])
+@pytest.mark.parametrize("bands", [4, 5])
+def test_bands_of_8_bits_beside_red_green_and_blue(extra, bands):
+    """Near infrared is neither dropped nor taken for opacity."""
+    values = RANDOM.integers(0, 256, (6, 6, bands), dtype=np.uint8)
+    content = tiff(values, photometric="rgb", extrasamples=[extra] * (bands - 3))
+    assert np.array_equal(Decoding(channels=bands, size=6)(content), values.transpose(2, 0, 1))
+
+
+def test_two_bands_of_8_bits():
+    values = RANDOM.integers(0, 256, (6, 6, 2), dtype=np.uint8)
+    assert np.array_equal(Decoding(channels=2, size=6)(tiff(values, **BANDS)), values.transpose(2, 0, 1))
+
+
+def test_unsigned_values_of_32_bits():
+    values = np.uint32(3_000_000_000) + RANDOM.integers(0, 1000, (6, 6), dtype=np.uint32)
+    window = [3_000_000_000, 3_000_001_000]
+    found = Decoding(channels=1, size=6, window=window)(tiff(values, photometric="minisblack"))
+    np.testing.assert_allclose(found[0], (values - np.uint32(3_000_000_000)) / 1000, atol=1e-6)
+
+
+def test_a_transparent_color_of_16_bits():
+    values = COLOR.copy()
+    values[0, 0] = values[2, 3]
+    content = png(values)
+    key = b"tRNS" + values[2, 3].astype(">u2").tobytes()
+    content = content[:33] + struct.pack(">I", 6) + key + struct.pack(">I", zlib.crc32(key)) + content[33:]
+    expected = np.where((values == values[2, 3]).all(axis=2), 0, values.transpose(2, 0, 1))
+    assert np.array_equal(Decoding(channels=3, size=6, background=0)(content), expected)
+
+
+def test_colors_that_would_be_misread():
+    palette = np.zeros((3, 65536), np.uint16)
+    with pytest.raises(ValueError, match="it has colors PALETTE; save it as RGB"):
+        Decoding(channels=3, size=6)(tiff(COLOR[..., 0].copy(), photometric="palette", colormap=palette))
+    with pytest.raises(ValueError, match="it has colors CIELAB; save it as RGB"):
+        Decoding(channels=3, size=6)(tiff(COLOR, photometric="cielab"))
+    with pytest.raises(ValueError, match="it is JPEG 2000 with 16 bits of color; save it as TIFF or PNG"):
+        Decoding(channels=3, size=6)(imagecodecs.jpeg2k_encode(COLOR, level=0))
+
+
+@pytest.mark.parametrize("depth", [1, 64])
+def test_channels_of_large_images_are_limited(tmp_path, depth):
+    """A file of kilobytes would need gigabytes."""
+    file = tmp_path / "image.tif"
+    stored = np.zeros((64, 20, 20), np.uint16)
+    options = {"planarconfig": "separate"} if depth == 1 else {}
+    tifffile.imwrite(file, stored, photometric="minisblack", compression="zlib", **options)
+    source = Page(file, 0, depth) if depth > 1 else file
+    assert Decoding(channels=64, size=4, max_pixels=6400)(source).shape == (64, 4, 4)  # 64 * 20 * 20 / 4
+    with pytest.raises(ValueError, match="64 channels of 20 x 20 pixels, more than 4 times dataset.max_pixels=6399"):
+        Decoding(channels=64, size=4, max_pixels=6399)(source)
+
+
+def test_images_inside_tiff_may_declare_any_size():
+    content = tiff(RANDOM.integers(0, 9, (16, 16, 5), dtype=np.uint16), compression="jpegxl", **BANDS)
+    with pytest.raises(ValueError, match="it has JPEGXL; save it as RGB, with deflate, LZW or zstd"):
+        Decoding(channels=5, size=6)(content)
+
+
+def test_the_last_class_is_in_the_sample_of_dtypes():
+    gray = [np.zeros((6, 6), np.uint8), np.zeros((6, 6), np.uint16)]
+    first, last = (tiff(values, photometric="minisblack") for values in gray)
+    assert Decoding(channels=1, size=6).with_found_dtype([first] * 60 + [last] * 4).found_dtype == "uint16"
