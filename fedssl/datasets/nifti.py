@@ -10,7 +10,7 @@ import logging
 import math
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import IO, Any
 
@@ -134,12 +134,18 @@ def opened(stream: IO[bytes], *, max_pixels: int, channels: int) -> Iterator[Pag
             if end > min(_EXPANSION * size, _MAX_EXPANDED):
                 raise ValueError(f"it has {size:,} bytes, and its header declares {end:,}")
             copy.write(head)
-            while (missing := end - copy.tell()) > 0 and (part := source.read(min(missing, _PART))):
-                copy.write(part)
+            with suppress(EOFError):  # it has been cut, see below
+                _copy(source, copy, end)
         content = copy if is_packed else stream
         if content.seek(0, 2) < end:
             raise ValueError("it has been cut")
         yield _Slices(header, content, max_pixels=max_pixels, channels=channels)
+
+
+def _copy(source: IO[bytes], copy: IO[bytes], end: int) -> None:
+    """Copy until there are ``end`` bytes."""
+    while (missing := end - copy.tell()) > 0 and (part := source.read(min(missing, _PART))):
+        copy.write(part)
 
 
 def _header(head: bytes) -> Any:

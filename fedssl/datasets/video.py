@@ -20,6 +20,7 @@ from fedssl.datasets.raster import Raster
 
 _BYTES_PER_PAGE = 16  # of the file, at least
 _MAX_SKIPPED = 16  # pages that are decoded rather than searched
+_INDEXED = ("mov", "avi", "matroska")  # MPEG has no index, and its times after a search may be wrong
 _EPSILON = 1e-6  # seconds, by which rounded times may differ
 
 
@@ -90,8 +91,8 @@ class _Frames(Pages):
         """Yield the frames from a number on."""
         first = self._open()
         frames = self._decoded()
-        if number:
-            with suppress(av.error.FFmpegError):  # by the position of a key frame before it, if there is an index
+        if number and self._kind in _INDEXED:
+            with suppress(av.error.FFmpegError):  # to a key frame before it
                 self._container.seek(int((first + number * self._interval) / self._video.time_base), stream=self._video)
             head = next(frames, None)
             if head is None or head[0] > first + number * self._interval:
@@ -113,7 +114,9 @@ class _Frames(Pages):
                 continue
             for frame in frames:
                 time = _time(frame)
-                if time is not None and not frame.is_corrupt:
+                if time is None:
+                    raise ValueError("its frames have no times; convert it to MP4")
+                if not frame.is_corrupt:
                     yield time, frame
 
 

@@ -191,7 +191,7 @@ DIM, BITS, OFFSET = 40, 70, 108  # places in the header of NIfTI-1
     [
         (PLAIN[:-1], "it has been cut"),
         (gzip.compress(PLAIN[:-1]), "it has been cut"),
-        (gzip.compress(PLAIN)[:-40], ""),
+        (gzip.compress(PLAIN)[:-40], "it has been cut"),
         (PLAIN[:300], ""),
         (gzip.compress(b"x" * 999), "it is no NIfTI file that holds its values"),
         (changed(PLAIN, place=344, kind="3s", value=b"ni1"), "convert .hdr and .img to .nii"),

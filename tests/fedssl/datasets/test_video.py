@@ -88,6 +88,19 @@ def test_later_frames_are_not_decoded_from_the_start(tmp_path, monkeypatch):
     assert len(times) <= 30  # of 460: from the key frame before, of which there is one in ten
 
 
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_a_searched_frame_is_the_one_in_order(kind):
+    content = video([number / 25 for number in range(250)], [20 + 4 * number // 5 for number in range(250)], kind)
+
+    def frames(numbers: list[int]) -> list[np.ndarray]:
+        with open_pages(content, max_pixels=10**6, channels=1, video_interval=0.2) as pages:
+            return [np.asarray(pages.page(number)) for number in numbers]
+
+    expected = frames(list(range(49)))
+    for number in (48, 20, 33):
+        assert np.array_equal(frames([number])[0], expected[number])
+
+
 def test_rotation(tmp_path):
     plain = video(STEADY)
     start = plain.index(b"tkhd") + 44  # after version, times, track, duration, layer and volume
