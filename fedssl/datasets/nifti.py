@@ -130,7 +130,7 @@ def opened(stream: IO[bytes], *, max_pixels: int, channels: int) -> Iterator[Pag
         head = source.read(_MAX_HEADER)
         header = _header(head)
         end = _start(header) + math.prod(header.get_data_shape()) * header.get_data_dtype().itemsize
-        if is_packed:
+        if isinstance(source, gzip.GzipFile):
             if end > min(_EXPANSION * size, _MAX_EXPANDED):
                 raise ValueError(f"it has {size:,} bytes, and its header declares {end:,}")
             copy.write(head)
@@ -142,7 +142,7 @@ def opened(stream: IO[bytes], *, max_pixels: int, channels: int) -> Iterator[Pag
         yield _Slices(header, content, max_pixels=max_pixels, channels=channels)
 
 
-def _copy(source: IO[bytes], copy: IO[bytes], end: int) -> None:
+def _copy(source: gzip.GzipFile, copy: IO[bytes], end: int) -> None:
     """Copy until there are ``end`` bytes."""
     while (missing := end - copy.tell()) > 0 and (part := source.read(min(missing, _PART))):
         copy.write(part)
