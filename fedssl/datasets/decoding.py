@@ -137,7 +137,30 @@ def unreadable_reason(error: Exception) -> str:
 
 
 def _picture(pages: Pages, number: int, depth: int, decoding: Decoding) -> Image.Image | Raster:
-    return pages.page(number) if depth == 1 else stacked(pages, number, depth, max_pixels=decoding.max_pixels)
+    if depth > 1:
+        return stacked(pages, number, depth, max_pixels=decoding.max_pixels)
+    image = pages.page(number)
+    if decoding.channels not in (1, 3) and pages.count > 1:
+        _check_page(image, count=pages.count, channels=decoding.channels)
+    return image
+
+
+def _check_page(image: Image.Image | Raster, *, count: int, channels: int) -> None:
+    """Raise an `InputError` for a page with one of several channels: tifffile stores an array as pages by default."""
+    height, width, found = (
+        image.shape if isinstance(image, Raster) else (image.height, image.width, len(image.getbands()))
+    )
+    if found > 1:
+        return
+    if width == channels != height:
+        remedy = "if its last axis has channels, save it with photometric='minisblack', planarconfig='contig'"
+    elif count % channels == 0:
+        remedy = "set dataset.pages=channels"
+    else:
+        remedy = "set dataset.channels=1, with one number in dataset.mean and dataset.std"
+    raise InputError(
+        f"it has {count} pages of 1 channel, {width} x {height} pixels, but dataset.channels={channels}; {remedy}"
+    )
 
 
 def _attempt(decode: Callable[[], np.ndarray]) -> np.ndarray | Exception:

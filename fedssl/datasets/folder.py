@@ -43,6 +43,10 @@ ALL_IMAGES: Mapping[str, Any] = {"folders": "none", "split_folders": False, "tes
     "label": None,
     "skip_missing": True,
 }
+_NOTHING_HELD_OUT = (
+    "no group was held out, so that there are no test images: each class needs images of other groups for training; "
+    "name smaller groups (dataset.group=COLUMN), or hold out images of all groups (dataset.group=null)"
+)
 _NO_COLUMNS: Mapping[str, Any] = dict.fromkeys(("image", "owner", "group", "split_column"))
 
 
@@ -169,10 +173,13 @@ def index_path(path: str, query: Query, *, containers_first: bool = False) -> Im
     if index.shared:
         labels = np.full(index.count, NO_LABEL) if index.labels is None else index.labels
         is_test = split_of_word(query.split) in HELD_OUT
-        index = index.at(stratified_holdout(labels, fraction=query.test_fraction, groups=index.groups)[is_test])
+        rows = stratified_holdout(labels, fraction=query.test_fraction, groups=index.groups)[is_test]
+        if index.groups is not None and index.labels is not None and not len(rows):
+            log_once(logging.WARNING, sanitize(f"{path}: {_NOTHING_HELD_OUT}"))
+        index = index.at(rows)
     elif index.groups is not None and split_of_word(query.split) in HELD_OUT:
         index = replace(index, warnings=index.warnings + _common_groups(source, index, query))
-    if index.groups is not None:
+    if index.groups is not None and index.count:
         number = len(np.unique(index.groups))
         log_once(logging.INFO, sanitize(f"{path}: {query.split}: {index.count:,} images in {number:,} groups"))
     return replace(index, warnings=source.warnings + index.warnings) if index.count else None

@@ -3,8 +3,10 @@
 import math
 import os
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -112,8 +114,10 @@ class ImageIndex(ABC):
         """
         if not unreadable:
             return ()
-        reasons = list(unreadable.items())[:_MAX_LISTED]
-        listed = "; ".join(f"{self.image_name(index)} ({reason})" for index, reason in reasons)
+        indices = defaultdict[str, list[int]](list)  # by reason, which is often the same
+        for index, reason in islice(unreadable.items(), _MAX_LISTED):
+            indices[reason].append(index)
+        listed = "; ".join(f"{', '.join(map(self.image_name, rows))} ({reason})" for reason, rows in indices.items())
         listed += f"; and {len(unreadable) - _MAX_LISTED} more" if len(unreadable) > _MAX_LISTED else ""
         if len(unreadable) == self.count:
             raise InputError(f"none of the {self.count} images can be read: {listed}; check dataset.path")

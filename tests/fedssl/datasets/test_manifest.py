@@ -108,6 +108,15 @@ def test_no_group_is_on_both_sides(images: Path) -> None:
     assert len(train.groups.unique()) == 3
 
 
+def test_groups_that_are_classes_are_not_held_out(images: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = "path,label\n" + "".join(f"my images/{n}.png,{n % 2}\n" for n in range(10))
+    changes = {"group": "label", "test_fraction": 0.4}
+    assert read(images, text, "test", **changes) is None
+    assert len(read(images, text, **changes).images) == 10
+    assert [record.levelname for record in caplog.records if "no group was held out" in record.message] == ["WARNING"]
+    assert "0 images" not in caplog.text
+
+
 def test_groups_of_given_splits_are_compared(images: Path) -> None:
     text = "path,split,patient\n" + "".join(
         f"my images/{number}.png,{'train' if number < 6 else 'test'},{number % 5}\n" for number in range(10)

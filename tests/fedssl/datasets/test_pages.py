@@ -91,6 +91,18 @@ def test_thirteen_channels(kind, config):
         Decoding(channels=3, size=6, **settings)(content)
 
 
+def test_pages_instead_of_channels():
+    """As tifffile writes an array of more than four channels by default."""
+    decoding = Decoding(channels=13, size=6)
+    for shape, message in (
+        ((13, 6, 6), "13 pages of 1 channel, 6 x 6 pixels, but dataset.channels=13; set dataset.pages=channels"),
+        ((6, 6, 13), r"6 pages of 1 channel, 13 x 6 pixels, .*save it with photometric='minisblack', planarconfig="),
+        ((5, 6, 6), "5 pages of 1 channel, .*set dataset.channels=1"),
+    ):
+        with pytest.raises(InputError, match=message):
+            decoding(tiff(np.zeros(shape, np.uint16)))
+
+
 def test_near_infrared_is_no_opacity():
     values = RANDOM.integers(0, 65536, (6, 6, 4), dtype=np.uint16)
     content = tiff(values, **BANDS)
