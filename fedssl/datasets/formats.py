@@ -46,6 +46,7 @@ _NIFTI = ((344, b"n+1"), (344, b"ni1"), (4, b"n+2"), (4, b"ni2"))  # places and 
 _CONTAINERS = {b"\x1aE\xdf\xa3": "matroska", b"\0\0\1\xba": "mpeg", b"\0\0\1\xb3": "mpegvideo"}
 _MP4 = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 _IMAGE_BRANDS = (b"avi", b"he", b"hevx", b"mif", b"msf")
+_COMMON = (b"\xff\xd8\xff", b"\x89PNG\r\n")  # JPEG and PNG
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 
 DICOM_SUFFIX, DICOM_DIRECTORY = ".dcm", "DICOMDIR"  # the latter lists the files of a disc and has no pixels
@@ -80,6 +81,8 @@ def require_package(name: str) -> None:
 
 def module_of(head: bytes) -> str | None:
     """Return the module of this package that opens a file with these first bytes; None for those of Pillow."""
+    if head.startswith(_COMMON):  # at once, because most images are small
+        return None
     if head.startswith(b"\x93NUMPY"):
         return "npy"
     if head.startswith(GZIP) or any(head.startswith(magic, place) for place, magic in _NIFTI):

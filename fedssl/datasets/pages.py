@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
-from io import BytesIO
+from io import SEEK_END, BytesIO
 from itertools import islice
 from typing import IO, Any, Generic, TypeVar
 
@@ -92,7 +92,7 @@ class _PillowPages(Pages):
             with _tiff_pages(self._stream, max_pixels=self._max_pixels) as pages:
                 raster: Raster = pages.page(number)
                 return raster
-        if is_deep_color(image) and image.format == "PNG":
+        if image.format == "PNG" and is_deep_color(image):
             shape = (image.height, image.width, 4)
             key = image.info.get("transparency")
             return Raster(
@@ -114,7 +114,7 @@ def open_pages(
     """
     with BytesIO(source) if isinstance(source, bytes) else open_regular_file(source) as stream:
         head = stream.read(HEAD_BYTES)
-        size = stream.seek(0, 2)
+        size = stream.seek(0, SEEK_END)
         stream.seek(0)
         module = module_of(head)
         if module == "tiff":

@@ -86,8 +86,6 @@ def raster_of(image: Image.Image) -> Raster:
 
 def _levels(image: Image.Image, *, channels: int, size: int, background: int) -> np.ndarray:
     """Convert an image of 8 bits to 1 or 3 channels and a size, uint8 ``(channels, size, size)``."""
-    if is_deep_color(image):
-        raise InputError("Pillow reduces color of 16 bits to 8; give the path of the file")
     image = _upright(image)
     if _tag(image, SAMPLEFORMAT) == _SIGNED:
         raise InputError("signed 8-bit values, which Pillow reads as unsigned; add an offset and save them as unsigned")

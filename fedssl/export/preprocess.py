@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.geometry import fit_tensor
-from fedssl.datasets.pixels import to_array
+from fedssl.datasets.pixels import is_deep_color, to_array
 from fedssl.datasets.raster import BACKGROUND, PixelSettings, unit_values
 from fedssl.errors import InputError
 
@@ -71,6 +71,8 @@ class Preprocess:
         channels = len(self.mean)
         decoding = Decoding(channels=channels, size=self.size, **{name: getattr(self, name) for name in _DEFAULTS})
         if isinstance(images, Image.Image | str | Path):
+            if isinstance(images, Image.Image) and is_deep_color(images):
+                raise InputError("Pillow reduces color of 16 bits to 8; give the path of the file")
             pixels = to_array(images, decoding) if isinstance(images, Image.Image) else decoding(images)
             return unit_values(torch.tensor(pixels)[None])
         found, remedy = f"a {type(images).__name__}", "give PIL.Image.open(FILE), or convert them first"
