@@ -20,7 +20,7 @@ from fedssl.config.constraints import check_arguments
 from fedssl.datasets.formats import FORMATS, register_formats
 from fedssl.datasets.pages import Pages, open_pages, stacked
 from fedssl.datasets.pixels import to_array
-from fedssl.datasets.raster import MAXIMA, PixelSettings, Raster, convert, is_wider
+from fedssl.datasets.raster import PixelSettings, Raster, convert, widest
 from fedssl.errors import InputError
 from fedssl.machine.memory import decode_slot
 from fedssl.safe_io import FilePath, sanitize
@@ -84,7 +84,7 @@ class Decoding(PixelSettings):
         listed = list(islice(sample, 4 * _SAMPLE))
         images = self.each(listed[:: -(-len(listed) // _SAMPLE) or 1])  # also of the last classes
         found = {str(image.dtype) for image in images if isinstance(image, np.ndarray)}
-        return replace(self, found_dtype=max(found, key=list(MAXIMA).index, default="uint8"))
+        return replace(self, found_dtype=widest(found))
 
     def __call__(self, source: Encoded) -> np.ndarray:
         """Decode an image as `fedssl.datasets.pixels.to_array` returns it.
@@ -183,7 +183,7 @@ def _decode(image: Image.Image | Raster, decoding: Decoding) -> np.ndarray:
         pixels = to_array(image, decoding)
     if decoding.found_dtype is None:
         return pixels
-    if is_wider(str(pixels.dtype), than=decoding.found_dtype):
+    if widest([str(pixels.dtype), decoding.found_dtype]) != decoding.found_dtype:
         raise InputError(
             f"it needs dtype {pixels.dtype}, and a sample of the images {decoding.found_dtype}; set "
             f"dataset.dtype={pixels.dtype}, or dataset.dtype=uint8 for 8 bits"

@@ -43,8 +43,6 @@ class ArrayPages(Pages):
 @contextmanager
 def opened(stream: IO[bytes], *, max_pixels: int, channels: int) -> Iterator[Pages]:
     """Open a file; pickled objects are refused. The arguments are those of `fedssl.datasets.pages.open_pages`."""
-    version = npy.read_magic(stream)
-    read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     shape, is_fortran, dtype = read_header(stream)
     if dtype.hasobject or dtype.kind not in "biuf":
         raise ValueError(f"it is an array of {dtype}, and numbers are needed")
@@ -59,6 +57,15 @@ def opened(stream: IO[bytes], *, max_pixels: int, channels: int) -> Iterator[Pag
     flat = np.frombuffer(content, dtype, count=math.prod(shape))
     array = flat.reshape(shape, order="F" if is_fortran else "C")
     yield ArrayPages(as_images(array, channels), max_pixels=max_pixels)
+
+
+def read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Return shape, whether the order is that of Fortran, and dtype of the array of a file."""
+    is_first = npy.read_magic(stream) == (1, 0)
+    header: tuple[tuple[int, ...], bool, np.dtype] = (
+        npy.read_array_header_1_0(stream) if is_first else npy.read_array_header_2_0(stream)
+    )
+    return header
 
 
 def npy_bytes(array: np.ndarray) -> bytes:

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
-from numpy.lib import format as npy
 from numpy.lib.npyio import NpzFile
 
 from fedssl.datasets.base import NO_LABEL
 from fedssl.datasets.image_index import Query, SequenceIndex
 from fedssl.datasets.images import RecordSequence
-from fedssl.datasets.npy import as_images, npy_bytes
+from fedssl.datasets.npy import as_images, npy_bytes, read_header
 from fedssl.datasets.sources import Source
 from fedssl.datasets.splits import HELD_OUT, matching, split_of, split_of_word
 from fedssl.errors import InputError, shortened
@@ -162,8 +161,6 @@ def _header(archive: NpzFile, name: str) -> tuple[tuple[int, ...], np.dtype]:
     """Return shape and dtype of an array."""
     assert archive.zip is not None  # it is open
     with archive.zip.open(f"{name}.npy") as stream:
-        version = npy.read_magic(stream)
-        read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, _, dtype = read_header(stream)
     return shape, dtype
 

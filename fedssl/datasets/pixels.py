@@ -26,14 +26,12 @@ def to_array(image: Image.Image | Raster, settings: PixelSettings) -> np.ndarray
     are images for other numbers of channels than 1 and 3, which must have as many. Images of another size are scaled by
     `fedssl.datasets.geometry.fit_image`.
     """
-    raster = image if isinstance(image, Raster) else deep_raster(image)
-    if raster is None and settings.channels not in (1, 3):
-        assert isinstance(image, Image.Image)  # otherwise it is its own raster
-        raster = raster_of(image)
+    if isinstance(image, Raster):
+        return raster_to_array(image, settings)
+    raster = deep_raster(image) if settings.channels in (1, 3) else raster_of(image)
     if raster is not None:
         return raster_to_array(raster, settings)
-    assert isinstance(image, Image.Image)
-    levels = _levels(image, channels=settings.channels, size=settings.size, background=settings.background)
+    levels = _levels(image, settings)
     return levels if settings.dtype == "auto" else convert(levels, settings.dtype)
 
 
@@ -84,22 +82,22 @@ def raster_of(image: Image.Image) -> Raster:
     return Raster(shape=(image.height, image.width, len(image.getbands())), load=lambda: np.asarray(image))
 
 
-def _levels(image: Image.Image, *, channels: int, size: int, background: int) -> np.ndarray:
+def _levels(image: Image.Image, settings: PixelSettings) -> np.ndarray:
     """Convert an image of 8 bits to 1 or 3 channels and a size, uint8 ``(channels, size, size)``."""
     image = _upright(image)
     if _tag(image, SAMPLEFORMAT) == _SIGNED:
         raise InputError("signed 8-bit values, which Pillow reads as unsigned; add an offset and save them as unsigned")
     if image.has_transparency_data:
-        image = _composite(image, background)
+        image = _composite(image, settings.background)
     if image.mode == "LAB":  # Pillow converts it to RGB only
         image = image.convert("RGB")
-    mode = "L" if channels == 1 else "RGB"
+    mode = "L" if settings.channels == 1 else "RGB"
     if image.mode != mode:
         image = image.convert(mode)
-    image = fit_image(image, size)
+    image = fit_image(image, settings.size)
     # A third of the time of `numpy.asarray` with a transposition, which is half of that of decoding.
     content = b"".join([band.tobytes() for band in image.split()])
-    return np.frombuffer(content, dtype=np.uint8).reshape(channels, size, size)
+    return np.frombuffer(content, dtype=np.uint8).reshape(settings.channels, settings.size, settings.size)
 
 
 def _upright(image: Image.Image) -> Image.Image:

@@ -4,7 +4,7 @@ They are stored as uint8, uint16 or float32 with the `MAXIMA` below: a stored nu
 1]. 16 bits keep every value of integers of up to 16 bits, and one part in 65,535 of a window.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -137,10 +137,9 @@ def narrowest_dtype(values: np.ndarray) -> str:
     return "uint16" if values.dtype.kind in "ui" and values.dtype.itemsize <= 2 else "float32"
 
 
-def is_wider(dtype: str, than: str) -> bool:
-    """Return whether a dtype of `MAXIMA` keeps more than another."""
-    order = list(MAXIMA)
-    return order.index(dtype) > order.index(than)
+def widest(dtypes: Iterable[str]) -> str:
+    """Return the dtype of `MAXIMA` that keeps the values of all ``dtypes``."""
+    return max(dtypes, key=list(MAXIMA).index, default="uint8")
 
 
 def convert(images: np.ndarray, dtype: str) -> np.ndarray:

@@ -42,7 +42,8 @@ def read_masks(images: LabeledImages, where: str) -> Tensor:
     else:
         values = index.values(where)
         sources = [values[row] for row in rows]
-    masks, chosen = [], {int(row): place for place, row in enumerate(rows)}
+    masks = np.empty((len(rows), decoding.size, decoding.size), np.uint8)
+    chosen = {int(row): place for place, row in enumerate(rows)}
     for row, image in enumerate(chain.from_iterable(index.batches(0))):
         if row not in chosen:
             continue
@@ -61,8 +62,8 @@ def read_masks(images: LabeledImages, where: str) -> Tensor:
             )
         left, top, side = center_square(*size)
         box, side_out = (left, top, left + side, top + side), (decoding.size, decoding.size)
-        masks.append(np.asarray(mask.resize(side_out, Image.Resampling.NEAREST, box=box)))
-    return torch.from_numpy(np.stack(masks))
+        masks[chosen[row]] = np.asarray(mask.resize(side_out, Image.Resampling.NEAREST, box=box))
+    return torch.from_numpy(masks)
 
 
 def check_separate(train: LabeledImages, test: LabeledImages, where: str) -> None:

@@ -156,13 +156,20 @@ def model_card(source: ExportSource, *, in_timm: bool) -> str:
         f"center cropped, to {encoder.feature_dim} numbers. It has no classifier. Made with fedssl.",
         "**License:** not specified. Add it here and in the metadata at the top of this file.",
         "## Use\n\n" + (_TIMM if in_timm else _OURS),
-        f"Pixels are divided by 255. Then the mean {list(encoder.mean)} is subtracted and the result divided by "
+        f"{_scaling(encoder.preprocess)}. Then the mean {list(encoder.mean)} is subtracted and the result divided by "
         f"{list(encoder.std)}, per channel.",
         "## Training\n\n" + _table(_training(source)),
     ]
     if source.run is not None:
         parts += _results(source.run)
     return "\n\n".join(parts) + "\n"
+
+
+def _scaling(preprocess: Preprocess) -> str:
+    if preprocess.takes_bytes:
+        return "Pixels are divided by 255"
+    limits = f"the percentiles {list(preprocess.percentiles or ())}" if preprocess.window is None else preprocess.window
+    return f"Values of more than 8 bits are scaled from {limits} of an image to [0, 1], and others divided by 255"
 
 
 def _training(source: ExportSource) -> dict[str, str]:

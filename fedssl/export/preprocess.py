@@ -12,7 +12,7 @@ from torch import Tensor
 from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.geometry import fit_tensor
 from fedssl.datasets.pixels import is_deep_color, to_array
-from fedssl.datasets.raster import BACKGROUND, PixelSettings, unit_values
+from fedssl.datasets.raster import BACKGROUND, PixelSettings, percentiles_of, unit_values
 from fedssl.errors import InputError
 
 Picture = Tensor | Image.Image | str | Path
@@ -59,12 +59,11 @@ class Preprocess:
         if images.dtype == torch.uint8 or self.takes_bytes:
             return unit_values(images)
         values = images.double()
-        if self.window is not None:
-            low, high = self.window
-        else:
-            levels = torch.tensor(self.percentiles, dtype=torch.float64, device=images.device) / 100
-            low, high = torch.quantile(values.flatten(1), levels, dim=1)[..., None, None, None]
-        return ((values - low) / (high - low)).nan_to_num(0).clamp(0, 1).float()
+        lowest, highest = self.percentiles or (0, 100)
+        limits = [self.window or percentiles_of(image.cpu().numpy(), (lowest, highest)) for image in values]
+        low, high = values.new_tensor(limits).T[..., None, None, None]
+        unit: Tensor = (values - low) / (high - low)
+        return unit.nan_to_num(0).clamp(0, 1).float()
 
     def _unit_values(self, images: Any) -> Tensor:
         """Return images as float32 in [0, 1], ``(batch, channels, height, width)``; files in the encoder's size."""

@@ -28,7 +28,7 @@ class ImageSubset:
         return len(self.rows)
 
     def chunks(self, size: int) -> Iterator[Tensor]:
-        """Yield the images in order, uint8 ``(m, channels, height, width)``, ``size`` at a time."""
+        """Yield the images in order, ``(m, channels, height, width)``, ``size`` at a time."""
         return self.source.prefetch(self.rows.split(size))
 
 

@@ -91,6 +91,8 @@ def test_masks_have_the_square_of_their_images(tmp_path: Path):
     assert masks.shape == (6, 16, 16)
     for number in range(6):  # 20 x 16: the square are the columns 2 to 17, which are not scaled
         assert torch.equal(masks[number], torch.from_numpy(scene(number)[1][:, 2:18]))
+    few = subject.train.subset(torch.tensor([3, 1]))
+    assert torch.equal(read_masks(few, str(tmp_path / "masks")), masks[[3, 1]])
     halves = subject.test.subset(torch.tensor([3, 1]))
     with pytest.raises(InputError, match="'y' does not exist|has no column 'y'"):
         read_masks(halves, "y")

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,18 @@ def test_settings_of_the_pixels_are_those_of_training(tmp_path: Path):
     save(file, metadata={"dataset.background": 256})
     with pytest.raises(InputError, match="dataset.background=256 must be at most 255"):
         load_encoder(file)
+
+
+def test_percentiles_of_tensors_are_those_of_files():
+    values = np.random.default_rng(0).normal(size=(2, 50, 50)).astype(np.float32)
+    values[:, :3] = np.nan
+    preprocess = replace(GRAY, percentiles=(10, 90))
+    (black,) = preprocess.scaled(torch.from_numpy(values[:1, None, :3]))
+    assert not black.any()
+    for number, scaled in enumerate(preprocess.scaled(torch.from_numpy(values[:, None]))):
+        low, high = np.percentile(values[number, 3:].reshape(-1), (10, 90))
+        expected = np.nan_to_num((values[number].astype(np.float64) - low) / (high - low)).clip(0, 1)
+        assert np.abs(scaled[0].numpy() - expected).max() < 1e-6
 
 
 @pytest.mark.parametrize(
