@@ -52,6 +52,7 @@ register_formats()
 
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # the limit here is lower
 warnings.filterwarnings("ignore", "Palette images with Transparency")  # `to_array` respects it
+warnings.filterwarnings("ignore", "Corrupt EXIF data")  # of TIFF, whose magic number DICOM may have; pixels are checked
 
 
 @dataclass(frozen=True, kw_only=True)

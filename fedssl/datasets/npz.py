@@ -203,6 +203,7 @@ def _labels(array: np.ndarray, number: int, name: str) -> np.ndarray:
     if array.shape != (number,) or array.dtype.kind not in "ui":
         raise InputError(
             f"{name} has shape {array.shape} and dtype {array.dtype}, but {number} images have one class each; set "
-            "dataset.label=null for images with several labels, which evaluation=multi_label uses"
+            "dataset.label=null for images with several labels, which evaluation=multi_label with "
+            "evaluation.columns=[labels] uses"
         )
     return np.maximum(array.astype(np.int64), NO_LABEL)

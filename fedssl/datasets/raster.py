@@ -199,7 +199,7 @@ def _checked_limits(raster: Raster, values: np.ndarray, settings: PixelSettings)
     limits = limits_of(raster, values, settings)
     if limits is None:
         raise InputError(
-            f"its values are {values.dtype}, from {np.nanmin(values):g} to {np.nanmax(values):g}, without a known "
+            f"its values are {values.dtype.name}, from {np.nanmin(values):g} to {np.nanmax(values):g}, without a known "
             "range; set dataset.window=[LOWEST,HIGHEST], or dataset.percentiles=[0.5,99.5] for a range of each file"
         )
     is_format = settings.window is None and settings.percentiles is None and not raster.is_window

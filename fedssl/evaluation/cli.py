@@ -190,8 +190,8 @@ def match_encoder(encoder: Any, data: DataSettings, *, explicit_size: bool) -> D
     """Set the encoder's statistics, and its image size unless ``explicit_size``, in the settings of a data set."""
     if data.channels != encoder.channels:
         raise InputError(
-            f"the encoder needs images with {encoder.channels} channel(s) but dataset.channels="
-            f"{data.channels}; add dataset.channels={encoder.channels} to convert the images"
+            f"the encoder needs images with {encoder.channels} channel(s) but dataset.channels={data.channels}; add "
+            f"dataset.channels={encoder.channels}, which converts between gray and RGB only"
         )
     if not explicit_size:
         data = data.resized(encoder.size)

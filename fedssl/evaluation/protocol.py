@@ -157,6 +157,8 @@ def evaluation_problem(data: DataSettings, *, needs_labels: bool = True) -> str 
             reason = "names no images"
             if split == "test" and keys.get("test_fraction") == 0:
                 remedies.append("hold out a share of the training images with dataset.test_fraction=0.2")
+            elif split == "test" and not needs_labels and "folders" in keys:  # only labeled images are held out
+                remedies.append("divide the files into folders train and test")
         else:
             reason = "names images without labels"
             remedies += ["name the column of the labels with dataset.label=COLUMN"] if "label" in keys else []

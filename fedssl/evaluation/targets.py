@@ -62,7 +62,7 @@ def read_targets(
     if not columns and file is None:
         raise InputError(
             "evaluation.columns=null names no targets; set evaluation.columns=[NAME,...] to columns of the data set, "
-            "or evaluation.file=FILE.csv"
+            "or evaluation.file=FILE.csv, and likewise of final_evaluation"
         )
     splits = (evaluation_input.train, evaluation_input.test)
     if file is None:

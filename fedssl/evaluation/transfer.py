@@ -96,7 +96,7 @@ class Transfer(EvaluationProtocol):
         if data.channels != channels:
             raise InputError(
                 f"the encoder needs images with {channels} channel(s) but datasets.{name}.channels={data.channels}; "
-                f"set datasets.{name}.channels={channels} to convert the images"
+                f"set datasets.{name}.channels={channels}, which converts between gray and RGB only"
             )
         needs_labels = self.protocol.needs_labels
         other = make_evaluation_input(None, data, device=evaluation_input.device, needs_labels=needs_labels)

@@ -105,6 +105,8 @@ def test_what_is_missing_for_an_evaluation_is_said(flat, classes):
         ),
     ):
         assert evaluation_problem(compose(overrides).data) == message
+    unlabeled = compose([*own, f"dataset.path={flat}"]).data
+    assert "or divide the files into folders train and test" in evaluation_problem(unlabeled, needs_labels=False)
 
 
 @pytest.mark.parametrize(
