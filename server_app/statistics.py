@@ -144,7 +144,9 @@ def ask(grid: Grid, components: RunComponents, clients: Sequence[int]) -> _Answe
     for message, reply in send([Message(content, node, MESSAGE_TYPE, group_id="0") for node in client_of]):
         client = client_of[message.metadata.dst_node_id]
         try:
-            sums = _read(reply, client, channels=data.channels)
+            if reply.has_error():
+                raise ValueError(f"failed: {reply.error.reason}")
+            sums = read_answer(ClientUpdate.from_content(reply.content, client), channels=data.channels)
             if problem := sums.problem(pixels=pixels) or _too_many(sums, settings.aggregation.max_examples):
                 raise ValueError(problem)
         except Exception as error:  # whatever a peer may have put into a message
@@ -153,12 +155,6 @@ def ask(grid: Grid, components: RunComponents, clients: Sequence[int]) -> _Answe
         del answers.dropped[client]
         answers.add(client, sums, pixels=pixels)
     return answers
-
-
-def _read(reply: Message, client: int, *, channels: int) -> ImageSums:
-    if reply.has_error():
-        raise ValueError(f"failed: {reply.error.reason}")
-    return read_answer(ClientUpdate.from_content(reply.content, client), channels=channels)
 
 
 def _too_many(sums: ImageSums, max_examples: int | None) -> str:

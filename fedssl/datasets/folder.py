@@ -39,7 +39,10 @@ from fedssl.errors import InputError, shortened
 from fedssl.safe_io import sanitize
 
 # Arguments of `read` for all images of a path, without labels, as on a device.
-ALL_IMAGES: Mapping[str, Any] = {"folders": "none", "split_folders": False, "test_fraction": 0.0} | {
+ALL_IMAGES: Mapping[str, Any] = {
+    "folders": "none",
+    "split_folders": False,
+    "test_fraction": 0.0,
     "label": None,
     "skip_missing": True,
 }
@@ -47,7 +50,6 @@ _NOTHING_HELD_OUT = (
     "no group was held out, so that there are no test images: each class needs images of other groups for training; "
     "name smaller groups (dataset.group=COLUMN), or hold out images of all groups (dataset.group=null)"
 )
-_NO_COLUMNS: Mapping[str, Any] = dict.fromkeys(("image", "owner", "group", "split_column"))
 
 
 def read(
@@ -208,7 +210,7 @@ def _common_groups(source: Source, test: ImageIndex, query: Query) -> tuple[str,
 
 def index_all(path: Path) -> ImageIndex:
     """Return all images of a path, as on a device; `InputError` if there are none."""
-    query = Query(split="train", name="", decoding=Decoding(channels=3, size=32), **_NO_COLUMNS, **ALL_IMAGES)
+    query = Query(split="train", name="", decoding=Decoding(channels=3, size=32), **ALL_IMAGES)
     index = index_path(str(path), query)
     if index is None:
         raise InputError(f"{path} holds no images")

@@ -31,11 +31,11 @@ class Query:
     split: str
     name: str  # of the images in a cache
     decoding: Decoding
-    image: str | None
+    image: str | None = None
     label: str | None
-    owner: str | None
-    group: str | None
-    split_column: str | None
+    owner: str | None = None
+    group: str | None = None
+    split_column: str | None = None
     skip_missing: bool
     folders: str
     split_folders: bool | str

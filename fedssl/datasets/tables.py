@@ -1,9 +1,8 @@
 """Columns of parquet and arrow files, read by pyarrow alone.
 
 A column of images has bytes, paths, the structs of ``datasets`` with both, or its arrays: nested lists of numbers,
-``(height, width)``, with channels in front or behind. A path is absolute or begins at
-the folder of the file. It may lead anywhere: the files of ``dataset.path`` are the user's own. Only regular files are
-opened.
+``(height, width)``, with channels in front or behind. A path is absolute or begins at the folder of the file. It may
+lead anywhere: the files of ``dataset.path`` are the user's own. Only regular files are opened.
 """
 
 from collections.abc import Iterator, Sequence
@@ -226,8 +225,8 @@ def encoded_images(array: pa.Array, folder: Path) -> list[Encoded]:
     """Return the encoded images of a column in a file of ``folder``, or their files; no bytes for an empty row."""
     array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
     array = array.storage if isinstance(array, pa.ExtensionArray) else array
-    if _is_numbers(array.type):
-        dtype = _number_type(array.type)
+    dtype = _array_type(array.type)
+    if dtype is not None:
         return [_array_file(value, dtype) for value in array.to_pylist()]
     if not pa.types.is_struct(array.type):
         return [_source(value, folder) for value in _values(array)]
@@ -278,31 +277,18 @@ def _values(array: pa.Array) -> list[bytes | str | None]:
 
 def _is_image(kind: pa.DataType, *, text: bool = True) -> bool:
     kind = _value_type(kind)
-    if _is_numbers(kind):
-        return True
     if pa.types.is_struct(kind):
         return kind == PLACE or any(field.name in _FIELDS and _is_image(field.type) for field in kind)
-    return is_bytes(kind) or _is_byte_list(kind) or (text and is_text(kind))
+    return is_bytes(kind) or _is_byte_list(kind) or _array_type(kind) is not None or (text and is_text(kind))
 
 
-def _is_numbers(kind: pa.DataType) -> bool:
-    """Return whether a type is one of arrays with two or three axes, as nested lists."""
-    depth = 0
-    while _is_list(kind):
+def _array_type(kind: pa.DataType) -> np.dtype | None:
+    """Return the dtype of arrays with two or three axes, as nested lists; None for another type."""
+    depth, tests = 0, (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    while any(test(kind) for test in tests):
         kind, depth = kind.value_type, depth + 1
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-    return depth in (2, 3) and is_number
-
-
-def _number_type(kind: pa.DataType) -> np.dtype:
-    while _is_list(kind):
-        kind = kind.value_type
-    dtype: np.dtype = np.dtype(kind.to_pandas_dtype())
-    return dtype
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return any(test(kind) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
+    return np.dtype(kind.to_pandas_dtype()) if depth in (2, 3) and is_number else None
 
 
 def _is_byte_list(kind: pa.DataType) -> bool:

@@ -28,6 +28,7 @@ from fedssl.datasets.images import ImageSource
 from fedssl.datasets.selected_images import SelectedImages
 from fedssl.seeding import derive_seed, numpy_generator
 
+_FROM_0 = ("blur", "noise")  # parameters whose neutral value is 0; that of others is 1
 _WIDTH = 3  # of the blur's window on each side, in standard deviations
 
 
@@ -40,9 +41,8 @@ def shifted(images: ImageSource, parts: Sequence[np.ndarray], settings: Partitio
     for client, part in enumerate(parts):
         clients[torch.from_numpy(part)] = client
     parameters = client_parameters(shift, len(parts), channels=images.shape[1], seed=seed)
-    neutral = dict.fromkeys(("contrast", "brightness", "color"), 1.0)
     padded = {
-        name: torch.from_numpy(np.concatenate([values, np.full_like(values[:1], neutral.get(name, 0.0))]))
+        name: torch.from_numpy(np.concatenate([values, np.full_like(values[:1], name not in _FROM_0)]))
         for name, values in parameters.items()
     }
     return ShiftedImages(images, torch.arange(len(images)), clients, padded, shift, seed)
@@ -58,7 +58,7 @@ def client_parameters(settings: FeatureShift, num_clients: int, *, channels: int
         if strength:
             size = (num_clients, channels if name == "color" else 1)
             uniform = numpy_generator(seed, "feature shift", name).random(size)
-            drawn[name] = strength * uniform if name in ("blur", "noise") else 1 + strength * (2 * uniform - 1)
+            drawn[name] = strength * uniform if name in _FROM_0 else 1 + strength * (2 * uniform - 1)
     return drawn
 
 

@@ -23,12 +23,7 @@ _HALF = LIMB // 2
 def make_plan(settings: str, *, code_fingerprint: str) -> TrainPlan:
     """Return the plan of the query. ``settings`` are those of training."""
     return TrainPlan(
-        round=0,
-        layers={},
-        settings=settings,
-        metrics=(),
-        oldest_resumable_round=0,
-        code_fingerprint=code_fingerprint,
+        round=0, layers={}, settings=settings, metrics=(), oldest_resumable_round=0, code_fingerprint=code_fingerprint
     )
 
 
