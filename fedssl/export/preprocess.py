@@ -9,10 +9,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from fedssl.datasets.decoding import Decoding
+from fedssl.datasets.decoding import Decoding, Page
 from fedssl.datasets.geometry import fit_tensor
+from fedssl.datasets.pages import open_pages
 from fedssl.datasets.pixels import is_deep_color, to_array
-from fedssl.datasets.raster import BACKGROUND, PixelSettings, percentiles_of, unit_values
+from fedssl.datasets.raster import BACKGROUND, PixelSettings, Raster, percentiles_of, unit_values
 from fedssl.errors import InputError
 
 Picture = Tensor | Image.Image | str | Path
@@ -72,7 +73,9 @@ class Preprocess:
         if isinstance(images, Image.Image | str | Path):
             if isinstance(images, Image.Image) and is_deep_color(images):
                 raise InputError("Pillow reduces color of 16 bits to 8; give the path of the file")
-            pixels = to_array(images, decoding) if isinstance(images, Image.Image) else decoding(images)
+            pixels = (
+                to_array(images, decoding) if isinstance(images, Image.Image) else decoding(_source(images, decoding))
+            )
             return unit_values(torch.tensor(pixels)[None])
         found, remedy = f"a {type(images).__name__}", "give PIL.Image.open(FILE), or convert them first"
         if isinstance(images, Tensor):
@@ -86,6 +89,17 @@ class Preprocess:
             f"images are {found}, but this encoder was trained on torch.uint8 of shape (batch, {channels}, height, "
             f"width) and also takes a single image, one of Pillow, the path of a file, and a list of images; {remedy}"
         )
+
+
+def _source(file: str | Path, decoding: Decoding) -> str | Path | Page:
+    """Return all pages of a file as an image if they are its channels, as with ``dataset.pages=channels``."""
+    if decoding.channels not in (1, 3):
+        with open_pages(file, max_pixels=decoding.max_pixels, channels=decoding.channels) as pages:
+            if pages.count == decoding.channels:
+                page = pages.page(0)
+                if (page.shape[2] if isinstance(page, Raster) else len(page.getbands())) == 1:
+                    return Page(file, 0, decoding.channels)
+    return file
 
 
 def pixel_metadata(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 import timm
 import torch
 import torchvision.transforms.functional as TF
@@ -81,6 +82,17 @@ def test_settings_of_the_pixels_are_those_of_training(tmp_path: Path):
     save(file, metadata={"dataset.background": 256})
     with pytest.raises(InputError, match="dataset.background=256 must be at most 255"):
         load_encoder(file)
+
+
+def test_pages_are_the_channels_of_an_encoder_of_as_many(tmp_path: Path):
+    values = np.random.default_rng(0).integers(0, 65536, (5, 6, 6), dtype=np.uint16)
+    preprocess = Preprocess(size=6, mean=(0.0,) * 5, std=(1.0,) * 5)
+    for name, options in (("pages.tif", {}), ("bands.tif", {"photometric": "minisblack", "planarconfig": "separate"})):
+        tifffile.imwrite(tmp_path / name, values, **options)
+        assert torch.equal(preprocess(tmp_path / name), torch.tensor(values / 65535, dtype=torch.float32)[None])
+    tifffile.imwrite(tmp_path / "more.tif", values.repeat(2, axis=0))
+    with pytest.raises(InputError, match="10 pages of 1 channel"):
+        preprocess(tmp_path / "more.tif")
 
 
 def test_percentiles_of_tensors_are_those_of_files():
