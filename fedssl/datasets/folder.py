@@ -201,8 +201,6 @@ def _common_groups(source: Source, test: ImageIndex, query: Query) -> tuple[str,
     common = sorted(test.present_groups & (set() if train is None else train.present_groups))
     line = (
         f"{source.path}: {len(common):,} groups ({shortened(common)}) have images in the training and in {query.split}"
-    )
-    line += (
         ", so that results are too good; set dataset.split_folders=false dataset.split_column=null to hold out groups"
     )
     return (line,) if common else ()

@@ -127,7 +127,7 @@ def _opened(file: Path) -> Iterator[NpzFile]:
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
         if isinstance(error, InputError):
             raise
-        reason = sanitize(getattr(error, "strerror", None) or error)[:200]
+        reason = sanitize((error.strerror if isinstance(error, OSError) else None) or error)[:200]
         raise InputError(
             f"dataset.path: {file} cannot be read as NPZ ({reason}); check the path, or download it again"
         ) from error

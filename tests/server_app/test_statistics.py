@@ -28,7 +28,7 @@ from server_app.build import build_components
 from server_app.statistics import with_statistics
 from simulation.grid import LocalGrid, simulated_clients
 from simulation.run import run
-from strategies.mods.privacy import epsilon
+from strategies.mods.privacy import Privacy, epsilon
 from tests.devices import Devices, context, run_server_app, write_images
 
 SMALL = ["num_clients=4", "rounds=1", "local_epochs=1", "dataset.limit=60", "partition=iid", "encoder.width=4"]
@@ -173,11 +173,8 @@ def test_differential_privacy_weights_clients_equally_and_adds_noise():
     assert 0 < abs(settings.data.mean[0] - first) < 4 * noise
     assert 0 < abs(settings.data.std[0] ** 2 + settings.data.mean[0] ** 2 - second) < 4 * noise
     for each, releases in ((settings, 4), (compose([*SMALL, *overrides]), 3)):
-        mod = next(
-            mod
-            for mod in build_components(each, simulated_clients(40)).federation.mods
-            if hasattr(mod, "privacy_spent")
-        )
+        mods = build_components(each, simulated_clients(40)).federation.mods
+        mod = next(mod for mod in mods if isinstance(mod, Privacy))
         assert mod.privacy_spent(3)["epsilon"] == epsilon(releases, 0.1, settings.privacy.delta)
 
 

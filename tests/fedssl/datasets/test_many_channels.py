@@ -1,4 +1,4 @@
-"""Runs on images of 13 channels with 12 bits: training, evaluation, resume, and the encoder's preprocessing."""
+"""Runs on images of 13 channels with 12 bits: training, evaluation, and the encoder's preprocessing."""
 
 import json
 from pathlib import Path
