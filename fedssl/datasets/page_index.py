@@ -19,14 +19,15 @@ from typing import Self
 
 import numpy as np
 
-from fedssl.datasets.decoding import THREADS, Decoding, Page
+from fedssl.datasets.decoding import THREADS, Decoding, Page, unreadable_reason
 from fedssl.datasets.formats import FORMAT_OF, SEVERAL, VOLUMES
 from fedssl.datasets.image_index import ImageIndex, SequenceIndex
 from fedssl.datasets.listing import ending_of
 from fedssl.datasets.pages import open_pages
 from fedssl.digests import identity
+from fedssl.errors import shortened
 from fedssl.machine.process import available_cores
-from fedssl.safe_io import FilePath
+from fedssl.safe_io import FilePath, sanitize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,12 @@ def with_pages(index: SequenceIndex, files: Sequence[FilePath], pages: str) -> S
     """Return the index of the pages of ``files``, which are the images of ``index``; unchanged if each has one."""
     decoding = index.decoding
     depth = decoding.channels if pages == "channels" else 1
+    uncounted = list[str]()
     with ThreadPoolExecutor(min(THREADS, available_cores())) as pool:
-        counts = list(pool.map(lambda file: _count(file, pages, decoding), files))
+        counts = list(pool.map(lambda file: _count(file, pages, decoding, uncounted), files))
+    if uncounted:
+        line = f"the pages of {len(uncounted)} files cannot be counted, and only the first is used: "
+        index = replace(index, warnings=(*index.warnings, sanitize(line + shortened(sorted(uncounted)))))
     if depth == 1 and max(counts, default=1) == 1:
         return index
     images = [
@@ -63,8 +68,8 @@ def with_pages(index: SequenceIndex, files: Sequence[FilePath], pages: str) -> S
     return PageIndex(**expanded).at(np.arange(len(images)))
 
 
-def _count(file: FilePath, pages: str, decoding: Decoding) -> int:
-    """Return the number of pages that are used; 1 of a file that cannot be opened."""
+def _count(file: FilePath, pages: str, decoding: Decoding, uncounted: list[str]) -> int:
+    """Return the number of pages that are used; 1 of a file that cannot be opened, or is added to ``uncounted``."""
     path = Path(file)
     form = FORMAT_OF.get(ending_of(path.name), "DICOM")  # whose names may have any ending
     if pages == "first" or form not in (VOLUMES if pages == "auto" else SEVERAL):
@@ -73,11 +78,21 @@ def _count(file: FilePath, pages: str, decoding: Decoding) -> int:
         return _cached_count(
             str(file), path.stat().st_mtime_ns, decoding.max_pixels, decoding.channels, decoding.video_interval
         )
+    except _CountError as error:
+        uncounted.append(f"{file} ({error})")
     except Exception:  # a damaged file can raise any exception; it is reported when it is decoded
-        return 1
+        pass
+    return 1
+
+
+class _CountError(Exception):
+    """The pages of a file that can be opened cannot be counted."""
 
 
 @lru_cache(maxsize=2**17)  # every split lists its files
 def _cached_count(file: str, modified: int, max_pixels: int, channels: int, interval: float) -> int:
     with open_pages(file, max_pixels=max_pixels, channels=channels, video_interval=interval) as opened:
-        return opened.count
+        try:
+            return opened.count
+        except Exception as error:  # as above
+            raise _CountError(unreadable_reason(error)) from error

@@ -61,6 +61,16 @@ def test_a_damaged_file_is_reported_once(images):
     assert made.warnings[0].startswith("1 of 14 images cannot be read, the rest is used: ")
 
 
+def test_pages_that_cannot_be_counted_are_a_warning(images, monkeypatch):
+    def fail(pages):
+        raise ValueError("absurd times")
+
+    monkeypatch.setattr("fedssl.datasets.pages._PillowPages.count", property(fail))
+    (warning,) = read(images / "cat", "all", folders="none").warnings[:1]
+    assert warning.startswith("the pages of 1 files cannot be counted, and only the first is used: ")
+    assert warning.endswith("a.tif (absurd times)")
+
+
 def test_a_run_uses_all_pages(images, tmp_path):
     data = {"path": images, "pages": "all", "channels": 1, "size": 8, "mean": "[0.5]", "std": "[0.3]"}
     own = {"num_clients": 2, "rounds": 1, "batch_size": 4, "encoder.width": 4, "threads": 1, "engine": "local"}
