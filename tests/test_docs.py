@@ -57,7 +57,7 @@ def setting_keys() -> set[str]:
         for file in (CONF / group).rglob("*.yaml"):
             text = file.read_text()
             keys |= set(nested_keys(yaml.safe_load(text), "" if "@package _global_" in text else f"{group}."))
-    return keys
+    return keys | {f"final_{key}" for key in keys if key.startswith("evaluation.")}
 
 
 @pytest.mark.parametrize("command", sorted({command for page in PAGES for command in commands(page)}))

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from importlib import import_module
 from io import SEEK_END, BytesIO
 from itertools import islice
@@ -17,12 +18,12 @@ from PIL import Image, ImageFile, UnidentifiedImageError
 from fedssl.datasets.formats import FORMATS, HEAD_BYTES, PACKAGES, SEVERAL, module_of, require_package
 from fedssl.datasets.pixels import is_deep_color, is_misread, raster_of
 from fedssl.datasets.raster import Raster
+from fedssl.datasets.tiff_chain import MAX_PAGES, image_pages
 from fedssl.safe_io import FilePath, open_regular_file
 
 MAX_CHANNELS = 64
 _MAX_SAMPLES = 4  # per pixel of an image with as many pixels as are allowed; of smaller ones more
 logging.getLogger("PIL.TiffImagePlugin").setLevel(logging.CRITICAL)  # it reports what tifffile then reads
-_MAX_PAGES = 2**20  # of a file
 _MAX_BYTES_PER_PIXEL = 8  # in an uncompressed file
 
 
@@ -80,17 +81,26 @@ class _PillowPages(Pages):
     @property
     def count(self) -> int:
         image: Any = self._image  # only some formats have frames
+        if image.format == "TIFF":
+            return len(self._numbers)
         return int(image.n_frames) if image.format in SEVERAL else 1
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        """Numbers of the images among the pages of TIFF."""
+        return image_pages(self._stream)
 
     def page(self, number: int) -> Image.Image | Raster:
         image = self._image
+        if number and image.format == "TIFF":
+            number = self._numbers[number]
         if number != image.tell():
             image.seek(number)
         check_shape((image.height, image.width, 1), max_pixels=self._max_pixels)
         # Pillow drops bands beyond the third and divides by opacity, which may be another band.
         if image.format == "TIFF" and (self._channels not in (1, 3) or is_misread(image)):
             with _tiff_pages(self._stream, max_pixels=self._max_pixels) as pages:
-                raster: Raster = pages.page(number)
+                raster: Raster = pages.raster(number)
                 return raster
         if image.format == "PNG" and is_deep_color(image):
             shape = (image.height, image.width, 4)
@@ -165,8 +175,8 @@ def check_shape(shape: tuple[int, int, int], *, max_pixels: int) -> None:
 
 def check_count(count: int) -> None:
     """Raise a `ValueError` for an absurd number of images."""
-    if not 0 < count <= _MAX_PAGES:
-        raise ValueError(f"it has {count:,} images, and {_MAX_PAGES:,} are the maximum")
+    if not 0 < count <= MAX_PAGES:
+        raise ValueError(f"it has {count:,} images, and {MAX_PAGES:,} are the maximum")
 
 
 def max_file_bytes(max_pixels: int) -> int:

@@ -11,6 +11,7 @@ from fedssl.datasets.raster import PixelSettings, Raster, convert, raster_to_arr
 from fedssl.errors import InputError
 
 _SIGNED = 2  # sample format of TIFF
+NO_DATA = 42113  # tag of GDAL
 _PALETTE = 3  # photometric interpretation of TIFF
 # Keys of `info` of DICOM files, see `fedssl.datasets.dicom`.
 FILE_WINDOW, BIT_RANGE, WHITE_IS_ZERO, RASTER = "window", "range", "white_is_zero", "raster"
@@ -66,10 +67,11 @@ def is_deep_color(image: Image.Image) -> bool:
 
 
 def is_misread(image: Image.Image) -> bool:
-    """Return whether Pillow changes the values of a TIFF file: deep color, colors of 16 bits, unsigned 32 bits."""
+    """Return whether Pillow changes values of a TIFF file: deep color, 16-bit palette, uint32, pixels without data."""
     bits, is_unsigned = _tag(image, BITSPERSAMPLE) or 8, (_tag(image, SAMPLEFORMAT) or 1) == 1
     is_palette = _tag(image, PHOTOMETRIC_INTERPRETATION) == _PALETTE
-    return is_deep_color(image) or (bits > 8 and is_palette) or (bits == 32 and is_unsigned)
+    has_no_data = _tag(image, NO_DATA) is not None
+    return is_deep_color(image) or (bits > 8 and is_palette) or (bits == 32 and is_unsigned) or has_no_data
 
 
 def raster_of(image: Image.Image) -> Raster:

@@ -126,15 +126,15 @@ def raster_to_array(raster: Raster, settings: PixelSettings) -> np.ndarray:
         np.asarray(fit_image(Image.fromarray(np.ascontiguousarray(channel)), settings.size))
         for channel in _to_channels(channels, settings.channels)
     ]
-    dtype = settings.dtype if settings.dtype != "auto" else raster.dtype or narrowest_dtype(values)
+    dtype = settings.dtype if settings.dtype != "auto" else raster.dtype or narrowest_dtype(values.dtype)
     return convert(np.stack(fitted), dtype)
 
 
-def narrowest_dtype(values: np.ndarray) -> str:
-    """Return the narrowest dtype of `MAXIMA` that keeps the values after scaling."""
-    if values.dtype in (np.uint8, np.bool_):
+def narrowest_dtype(dtype: np.dtype) -> str:
+    """Return the narrowest dtype of `MAXIMA` that keeps values of a dtype after scaling."""
+    if dtype in (np.uint8, np.bool_):
         return "uint8"
-    return "uint16" if values.dtype.kind in "ui" and values.dtype.itemsize <= 2 else "float32"
+    return "uint16" if dtype.kind in "ui" and dtype.itemsize <= 2 else "float32"
 
 
 def widest(dtypes: Iterable[str]) -> str:

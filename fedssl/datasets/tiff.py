@@ -1,18 +1,22 @@
 """Pages of TIFF files that Pillow cannot read or would reduce to 8 bits: color of 16 bits, many channels.
 
-Read by tifffile; some compressions need imagecodecs.
+Read by tifffile with imagecodecs, without which it would expand damaged data without a limit.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import IO, Any
 
+import imagecodecs  # noqa: F401, see above
 import numpy as np
 import tifffile
 
 from fedssl.datasets.pages import Pages, check_shape
-from fedssl.datasets.raster import Raster
+from fedssl.datasets.pixels import NO_DATA
+from fedssl.datasets.raster import Raster, narrowest_dtype
+from fedssl.datasets.tiff_chain import image_pages
 
 _EXPANSION = 2000  # decoded bytes per byte of the file, at most; deflate reaches 1032
 _ALPHA = (1, 2)  # kinds of extra samples
@@ -25,14 +29,22 @@ _REFUSED = tifffile.TIFF.IMAGE_COMPRESSIONS.difference(_JPEG) | {tifffile.COMPRE
 
 
 class _TiffPages(Pages):
-    def __init__(self, file: tifffile.TiffFile, *, max_pixels: int) -> None:
-        self._file, self._max_pixels = file, max_pixels
+    def __init__(self, file: tifffile.TiffFile, stream: IO[bytes], *, max_pixels: int) -> None:
+        self._file, self._stream, self._max_pixels = file, stream, max_pixels
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        return image_pages(self._stream)
 
     @property
     def count(self) -> int:
-        return len(self._file.pages)
+        return len(self._numbers)
 
     def page(self, number: int) -> Raster:
+        return self.raster(self._numbers[number] if number else 0)
+
+    def raster(self, number: int) -> Raster:
+        """Return a page by its number in the file."""
         page: Any = self._file.pages[number]
         shape = (page.imagelength, page.imagewidth, page.samplesperpixel)
         check_shape(shape, max_pixels=self._max_pixels)
@@ -43,10 +55,11 @@ class _TiffPages(Pages):
         if page.photometric in _OTHER or page.compression in _REFUSED:
             kind = f"colors {page.photometric.name}" if page.photometric in _OTHER else page.compression.name
             raise ValueError(f"it has {kind}; save it as RGB, with deflate, LZW or zstd")
-        extra = page.extrasamples
+        extra, no_data = page.extrasamples, _no_data(page)
         return Raster(
             shape=shape,
-            load=lambda: _values(page),
+            load=lambda: _values(page) if no_data is None else _without(_values(page), no_data),
+            dtype=narrowest_dtype(page.dtype),
             limits=(0, 2**page.bitspersample - 1) if page.dtype.kind == "u" and page.bitspersample <= 16 else None,
             white_is_zero=page.photometric == tifffile.PHOTOMETRIC.MINISWHITE,
             has_alpha=bool(extra) and int(extra[-1]) in _ALPHA,
@@ -58,7 +71,21 @@ def opened(stream: IO[bytes], *, max_pixels: int, channels: int) -> Iterator[Pag
     """Open a file; the arguments are those of `fedssl.datasets.pages.open_pages`."""
     stream.seek(0)
     with tifffile.TiffFile(stream, name="image.tif") as file:  # a stream of a descriptor has no name
-        yield _TiffPages(file, max_pixels=max_pixels)
+        yield _TiffPages(file, stream, max_pixels=max_pixels)
+
+
+def _no_data(page: Any) -> float | None:
+    """Return the value of pixels without data, in GDAL's tag; None if there is none."""
+    try:
+        return float(str(page.tags.valueof(NO_DATA, "")).strip("\0 "))
+    except ValueError:
+        return None
+
+
+def _without(values: np.ndarray, no_data: float) -> np.ndarray:
+    """Replace pixels without data by NaN."""
+    floats = values.astype(np.float64 if values.dtype.itemsize > 2 else np.float32)
+    return np.where(values == no_data, np.nan, floats)
 
 
 def _values(page: Any) -> np.ndarray:

@@ -19,7 +19,7 @@ from fedssl.errors import InputError
 Picture = Tensor | Image.Image | str | Path
 
 # Settings of the pixels, with their defaults.
-_DEFAULTS: Mapping[str, Any] = {"background": BACKGROUND, "window": None, "percentiles": None}
+_DEFAULTS: Mapping[str, Any] = {"background": BACKGROUND, "window": None, "percentiles": None, "dtype": "auto"}
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Preprocess:
     background: int = BACKGROUND  # this and the following: see `fedssl.datasets.raster.PixelSettings`
     window: Sequence[float] | None = None
     percentiles: Sequence[float] | None = None
+    dtype: str = "auto"
 
     @property
     def takes_bytes(self) -> bool:

@@ -73,6 +73,15 @@ def test_images_of_pillow_are_upright_converted_and_unchanged():
     assert GRAY(opened(turned)).mul(255).round().tolist() == [[[[30, 10], [40, 20]]]]
 
 
+def test_a_file_has_the_dtype_of_training(tmp_path: Path):
+    Image.fromarray(np.array([[0, 300], [511, 65535]], np.uint16)).save(tmp_path / "deep.png")
+    settings = pixel_metadata({"dtype": "uint8"})
+    preprocess = load_encoder(save(tmp_path / "encoder.pt", metadata=METADATA | settings)).preprocess
+    assert (Preprocess(2, (0.0,), (1.0,), dtype=preprocess.dtype)(tmp_path / "deep.png") * 255).tolist() == [
+        [[[0, 1], [1, 255]]]
+    ]
+
+
 def test_settings_of_the_pixels_are_those_of_training(tmp_path: Path):
     settings = {"background": 0, "window": [-5, 4095], "size": 8}
     file = save(tmp_path / "encoder.pt", metadata=METADATA | pixel_metadata(settings))

@@ -1,0 +1,68 @@
+"""Pages of TIFF files: images in full size, damaged chains, and many pages."""
+
+import io
+import struct
+import time
+
+import numpy as np
+import pytest
+import tifffile
+
+from fedssl.datasets.decoding import Decoding, Page
+from fedssl.datasets.tiff_chain import image_pages
+
+STACK = np.random.default_rng(0).integers(0, 65536, (4, 16, 16), dtype=np.uint16)
+
+
+def written(**options: object) -> io.BytesIO:
+    """A pyramid of two images: each in full size, at half of it, and a mask."""
+    stream = io.BytesIO()
+    with tifffile.TiffWriter(stream, **options) as file:
+        for image in STACK[:2]:
+            file.write(image, contiguous=False)
+            file.write(image[::2, ::2], subfiletype=1, contiguous=False)
+            file.write(image > 9, subfiletype=4, contiguous=False)
+    return stream
+
+
+@pytest.mark.parametrize("options", [{}, {"bigtiff": True}, {"byteorder": ">"}, {"byteorder": ">", "bigtiff": True}])
+def test_reduced_pages_and_masks_are_no_images(tmp_path, options):
+    assert image_pages(written(**options)) == [0, 3]
+    (tmp_path / "pyramid.tif").write_bytes(written(**options).getvalue())
+    found = list(Decoding(channels=1, size=16).each(Page(tmp_path / "pyramid.tif", number) for number in (1, 0)))
+    assert np.array_equal(found[0][0], STACK[1])
+    assert np.array_equal(found[1][0], STACK[0])
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"II*\0\x08\0\0\0", [0]),
+        (b"II*\0\x08\0\0\0\0\0\x08\0\0\0" + bytes(8), [0]),  # a loop
+        (b"II*\0\xff\xff\xff\xff" + bytes(8), [0]),  # beyond the end
+        (b"II*\0\x08\0\0\0\xff\xff" + bytes(40), [0]),  # more entries than bytes
+    ],
+    ids=["cut", "loop", "beyond", "entries"],
+)
+def test_damaged_chains_end(content, expected):
+    assert image_pages(io.BytesIO(content.ljust(16, b"\0"))) == expected
+
+
+def test_a_hundred_thousand_pages_are_counted_at_once():
+    empty = b"".join(struct.pack("<HI", 0, 8 + 6 * number) for number in range(1, 100_000))
+    start = time.process_time()
+    assert len(image_pages(io.BytesIO(b"II*\0\x08\0\0\0" + empty + bytes(6)))) == 100_000
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize("kind", ["uint16", "int16", "float32"])
+def test_pixels_without_data_are_black_and_no_part_of_percentiles(kind):
+    values = (STACK[0] // 64).astype(kind)
+    missing = 65535 if kind == "uint16" else -9999
+    values[:4] = missing
+    stream = io.BytesIO()
+    tifffile.imwrite(stream, values, extratags=[(42113, "s", 0, str(missing), True)])
+    found = Decoding(channels=1, size=16, percentiles=[0, 100], dtype="float32")(stream.getvalue())
+    low, high = values[4:].min(), values[4:].max()
+    assert not found[0, :4].any()
+    np.testing.assert_allclose(found[0, 4:], (values[4:].astype(float) - low) / (float(high) - low), atol=1e-6)
