@@ -18,9 +18,11 @@ from PIL import Image
 from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.raster import unit_values
 from fedssl.errors import InputError
-from fedssl.export import Preprocess, load_encoder
+from fedssl.export import Preprocess, load_encoder, read_content
 from fedssl.export.formats import export
+from fedssl.export.huggingface import model_card
 from fedssl.export.preprocess import pixel_metadata
+from fedssl.export.source import ExportSource
 from tests.fedssl.export.test_encoder_file import METADATA, save
 from tests.fedssl.export.test_formats import VIT, source_of
 
@@ -102,6 +104,20 @@ def test_pages_are_the_channels_of_an_encoder_of_as_many(tmp_path: Path):
     tifffile.imwrite(tmp_path / "more.tif", values.repeat(2, axis=0))
     with pytest.raises(InputError, match="10 pages of 1 channel"):
         preprocess(tmp_path / "more.tif")
+
+
+@pytest.mark.parametrize(
+    ("settings", "stated"),
+    [
+        ({}, "Pixels are divided by 255. Then the mean"),
+        ({"window": [0, 4095]}, "Values of more than 8 bits are scaled from [0, 4095] of an image to [0, 1], and"),
+        ({"percentiles": [1, 99]}, "are scaled from the percentiles [1, 99] of an image to [0, 1], and others"),
+    ],
+    ids=["bytes", "window", "percentiles"],
+)
+def test_model_cards_state_the_scaling(tmp_path: Path, settings: dict[str, Any], stated: str):
+    file = save(tmp_path / "encoder.pt", metadata=METADATA | pixel_metadata(settings))
+    assert stated in model_card(ExportSource(encoder=load_encoder(file), content=read_content(file)), in_timm=False)
 
 
 def test_percentiles_of_tensors_are_those_of_files():
