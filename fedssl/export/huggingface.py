@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedssl.config.literal import public_overrides, shell_command
@@ -82,8 +83,9 @@ def run_huggingface(source: ExportSource, folder: Path, images: Tensor) -> Tenso
 
         model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     form = json.loads((folder / PREPROCESSING).read_text(encoding="utf-8"))
-    mean, std = tuple(form["image_mean"]), tuple(form["image_std"])
-    return represent(model, Preprocess(size=form["crop_size"]["height"], mean=mean, std=std), images)
+    mean, std = (torch.tensor(form[key]).view(-1, 1, 1) for key in ("image_mean", "image_std"))
+    pixels = source.inputs(images) * (form["rescale_factor"] if form["do_rescale"] else 1)
+    return represent(model, lambda values: (values - mean) / std, pixels)
 
 
 def _timm(source: ExportSource) -> TimmModel | None:
@@ -127,7 +129,10 @@ def _config(source: ExportSource, timm: TimmModel | None) -> dict[str, Any]:
 
 def _preprocessing(source: ExportSource) -> dict[str, Any]:
     """Return ``preprocessor_config.json`` with the keys of transformers, for the geometry of training."""
-    encoder = source.encoder
+    encoder, scales_files = source.encoder, source.encoder.preprocess.percentiles is not None
+    low, high = encoder.preprocess.window or (0, 255)
+    # Without the clip of a window: (x / (high - low) - low / (high - low) - mean) / std.
+    shift = low / (high - low)
     return {
         "image_processor_type": "BitImageProcessor",
         "do_convert_rgb": encoder.channels == 3,
@@ -136,10 +141,10 @@ def _preprocessing(source: ExportSource) -> dict[str, Any]:
         "resample": 2,  # bilinear
         "do_center_crop": True,
         "crop_size": {"height": encoder.size, "width": encoder.size},
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
+        "do_rescale": not scales_files,  # by percentiles of each file, which the model card states
+        "rescale_factor": 1 / (high - low),
         "do_normalize": True,
-        "image_mean": encoder.mean,
+        "image_mean": [mean + shift for mean in encoder.mean],
         "image_std": encoder.std,
     }
 

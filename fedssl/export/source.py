@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.datasets.raster import convert, unit_values
-from fedssl.export.preprocess import Preprocess
 from fedssl.runs.run import Run
 from fedssl.seeding import torch_generator
 
@@ -52,7 +51,7 @@ class ExportSource:
         return {**metadata, "feature_dim": self.encoder.feature_dim}
 
 
-def represent(model: nn.Module, preprocess: Preprocess, images: Tensor) -> Tensor:
+def represent(model: nn.Module, preprocess: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
     """Compute the representations of uint8 images by a model in eval mode, after ``preprocess``."""
     with torch.no_grad():
         h: Tensor = model(preprocess(images))

@@ -207,6 +207,7 @@ DIM, BITS, OFFSET = 40, 70, 108  # places in the header of NIfTI-1
         (changed(PLAIN, place=116, kind="<f", value=np.inf), ""),  # intercept
         (nifti(np.zeros((1, 1, 2**15 - 1, 40), np.uint8)), "it has 1,310,680 images, and 1,048,576 are the maximum"),
     ],
+    ids=range(17),
 )
 def test_malicious_files_have_a_reason(content, reason):
     with pytest.raises(ANY) as raised:

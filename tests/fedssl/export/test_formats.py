@@ -23,11 +23,13 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError, RunError
 from fedssl.export import cli, formats, load_encoder, read_content, save_encoder, weights
 from fedssl.export.formats import FORMATS, export
-from fedssl.export.onnx import compare, quantize
+from fedssl.export.onnx import compare, quantize, run_onnx
+from fedssl.export.preprocess import pixel_metadata
 from fedssl.export.source import ExportSource
 from fedssl.export.timm_weights import timm_model
 from fedssl.runs.run import read_run
 from tests.cases import some
+from tests.fedssl.export.test_encoder_file import save
 
 SMALL = {"_target_": "fedssl.encoders.conv_small", "channels": 3, "size": 8, "width": 4}
 VIT = {
@@ -228,6 +230,24 @@ def test_other_hub_folders_are_loaded_by_fedssl_and_have_cards(run: Path, monkey
 def test_every_format_has_every_architecture(form: str, settings: dict[str, Any], tmp_path: Path):
     source = source_of(tmp_path, settings)
     assert export(source, form, tmp_path / f"encoder{FORMATS[form].ending}") <= 1e-5
+
+
+@pytest.mark.parametrize("form", ["onnx", "torch_export", "huggingface"])
+def test_an_encoder_with_a_window_takes_the_values_of_files(form: str, tmp_path: Path):
+    file = save(tmp_path / "encoder.pt", metadata=pixel_metadata({"window": [-1000, 3000]}))
+    source = ExportSource(encoder=load_encoder(file), content=read_content(file))
+    target = tmp_path / f"exported{FORMATS[form].ending}"
+    assert export(source, form, target) <= formats.TOLERANCE
+    values = torch.randint(-1000, 3001, (3, 3, 16, 16), generator=torch.Generator().manual_seed(0)).float()
+    if form == "onnx":
+        found = run_onnx(target, values)
+    elif form == "torch_export":
+        found = torch.export.load(target).module()(values)
+    else:
+        by = json.loads((target / "preprocessor_config.json").read_text())
+        mean, std = (torch.tensor(by[key]).view(3, 1, 1) for key in ("image_mean", "image_std"))
+        found = source.encoder((values * by["rescale_factor"] - mean) / std)
+    torch.testing.assert_close(found, ours(source.encoder, values), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", some(("safetensors", "onnx", "torch_export", "huggingface"), default=("safetensors",)))
