@@ -31,7 +31,7 @@ from fedssl.runs.manifest import (
 )
 from fedssl.runs.run import FLEET_FILE, LOCK_FILE
 from fedssl.runs.snapshots import remove_later_snapshots
-from fedssl.safe_io import MAX_LINES_BYTES, read_text
+from fedssl.safe_io import MAX_LINES_BYTES, read_text, sanitize_line
 from fedssl.text_table import to_csv
 from fedssl.wire.records import EXACT, record_bytes
 from server_app.build import ClientData, RunComponents
@@ -47,12 +47,12 @@ from strategies.types import ServerState
 
 log = logging.getLogger("fedssl")
 
-PERSONALIZED_FILE = "personalized.json"
+PERSONALIZED_FILE, IMAGES_FILE = "personalized.json", "images.txt"
 
 # Files of a run, besides encoders, checkpoints and figures.
 RUN_FILES = (
     *(LOCK_FILE, "run.log", "config.yaml", "overrides.yaml", "choices.yaml"),
-    *("partition.csv", "feature_shift.csv"),
+    *("partition.csv", "feature_shift.csv", IMAGES_FILE),
     *(DEVICE_NUMBERS_FILE, FLEET_FILE, INITIAL_ENCODER_FILE, "summary.json", *JSONL_FILES),
     *("representations.npz", PERSONALIZED_FILE),
 )
@@ -167,8 +167,21 @@ class RunFolder:
                 "since the run started; restore them, or start a new run"
             )
         write_text(file, text)
+        if image_data.origin is not None:
+            self._check_images(image_data.origin[0].describe_files())
         if client_data.shifts:
             write_text(self.path / "feature_shift.csv", to_csv(client_data.shifts))
+
+    def _check_images(self, found: str) -> None:
+        """Write what the image files are; raises `InputError` if they have changed since the run started."""
+        file = self.path / IMAGES_FILE
+        saved = read_text(file) if self._settings.resumed is not None else None
+        if saved is not None and saved.strip() != found:
+            raise InputError(
+                f"the clients' images are in {found}, and were in {sanitize_line(saved)} when the run started; restore "
+                "the files, or start a new run"
+            )
+        write_text(file, f"{found}\n")
 
     def restore(self, schema: StateSchema | None = None) -> ServerState:
         """Return the state of the newest valid checkpoint, and remove everything that was written after it.

@@ -15,7 +15,7 @@ import numpy as np
 from fedssl.datasets.decoding import Decoding, Encoded, Shape
 from fedssl.datasets.images import RecordSequence
 from fedssl.datasets.sample_checks import SAMPLE
-from fedssl.digests import identity
+from fedssl.digests import identity, new_identity
 from fedssl.errors import InputError
 from fedssl.safe_io import FilePath, sanitize
 
@@ -82,6 +82,15 @@ class ImageIndex(ABC):
     def num_pixel_bytes(self) -> int:
         """Size of the decoded images, whose dtype is known."""
         return math.prod(self.shape) * np.dtype(self.decoding.pixel_dtype).itemsize
+
+    def describe_files(self) -> str:
+        """Return number, size and a digest of the names and sizes of the files, which are equal in a copy elsewhere."""
+        hashed, num_bytes = new_identity(), 0
+        for file in map(Path, self.files):
+            size = file.stat().st_size
+            hashed.update(f"{file.name}\0{size}\n".encode(errors="surrogateescape"))
+            num_bytes += size
+        return f"{len(self.files):,} files, {num_bytes:,} bytes, digest {hashed.hexdigest()[:16]}"
 
     @abstractmethod
     def batches(self, start: int) -> Iterator[Sequence[Encoded]]:

@@ -1,12 +1,14 @@
 """Pages of files as images of a folder: their order, classes, splits, caches and storages."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tifffile
 
-from fedssl.datasets import folder
+from fedssl.datasets import base, folder
+from fedssl.errors import InputError
 from simulation.run import run
 
 STACK = np.random.default_rng(0).integers(0, 65536, (6, 8, 8), dtype=np.uint16)
@@ -80,3 +82,16 @@ def test_a_run_uses_all_pages(images, tmp_path):
     assert (
         sum(int(row.split(",")[1]) for row in rows) == 12
     )  # of 13: pages of a file are a group, and the file of one page is held out
+
+
+def test_a_resumed_run_has_the_same_image_files(images, tmp_path):
+    own = {"dataset": "folder", "dataset.path": images, "dataset.pages": "all", "dataset.size": 8, "engine": "local"}
+    own |= {"dataset.channels": 1, "dataset.mean": "[0.5]", "dataset.std": "[0.3]", "encoder.width": 4, "threads": 1}
+    own |= {"num_clients": 2, "rounds": 2, "pause_after": 1, "batch_size": 4, "output_dir": tmp_path / "run"}
+    run([f"{key}={value}" for key, value in own.items()])
+    copy = shutil.copytree(images, tmp_path / "copy")
+    tifffile.imwrite(images / "dog" / "a.tif", STACK[:, :, :7])
+    base.forget_images()  # as in a new process
+    with pytest.raises(InputError, match=r"images are in 2 files, .* and were in 2 files, .* restore the files, or"):
+        run([f"resume={tmp_path / 'run'}"])
+    run([f"resume={tmp_path / 'run'}", f"dataset.path={copy}"])
