@@ -14,13 +14,11 @@ are deflated as a whole, or whose header has an absurd number of elements or len
 """
 
 import logging
-import struct
 import warnings
 from collections.abc import Iterator
 from copy import copy
 from functools import partial
 from io import BytesIO
-from itertools import pairwise
 from typing import IO, Any
 
 import numpy as np
@@ -32,6 +30,7 @@ from pydicom.filereader import read_sequence_item
 from pydicom.pixels.processing import apply_color_lut, apply_modality_lut, apply_voi
 from pydicom.pixels.utils import pixel_array
 
+from fedssl.datasets.dicom_checks import MAX_TABLE, check_run_lengths, check_segments, codestream_sizes
 from fedssl.datasets.formats import DICOM_MAGIC, DICOM_PREAMBLE
 from fedssl.datasets.pages import Successive, check_count
 from fedssl.datasets.pixels import BIT_RANGE, FILE_WINDOW, RASTER, WHITE_IS_ZERO
@@ -40,18 +39,9 @@ from fedssl.datasets.raster import Raster
 FORMAT = "DICOM"
 _RLE = "1.2.840.10008.1.2.5"
 _FLOAT_PIXELS = ("FloatPixelData", "DoubleFloatPixelData")
-# Markers of JPEG and JPEG-LS: with a frame's size, of the first scan, and those without a length.
-_SIZES = {0xFFF7, 0xFFDE, *range(0xFFC0, 0xFFD0)} - {0xFFC4, 0xFFC8, 0xFFCC}
-_SCAN = 0xFFDA
-_BARE = {0xFF00, 0xFF01, *range(0xFFD0, 0xFFDA)}
-_CODESTREAM = b"\xff\x4f\xff\x51"  # start of JPEG 2000
-_VALUE_BYTES = 4  # of a run-length encoded value, at most
-_EXPANSION, _NO_OPERATION = 64, 128  # of run lengths: the most bytes per encoded byte, and a byte without meaning
-_HARMLESS = 2**26  # expanded bytes of run lengths
 _MAX_READS = 2**17  # of a header: two or three for each element or item, also in sequences
 _BYTES_PER_READ = 2**10  # of a file with many frames
 _MAX_VALUE = 2**18  # bytes, other than pixels; tables have up to 2**17
-_MAX_TABLE = 2**16  # values of a palette
 _MAX_LIMIT, _MIN_RANGE = 1e30, 1e-30  # of the values of black and white, for 32-bit floats
 _CHARACTER_SET = (b"\x08\0\x05\0", b"\0\x08\0\x05")  # its tag, which pydicom always reads
 _TAGS = ["Rows", "Columns", "SamplesPerPixel", "PhotometricInterpretation", "PlanarConfiguration", "NumberOfFrames"]
@@ -249,18 +239,7 @@ def _check_header(dataset: Any) -> None:
     for name in ("Red", "Green", "Blue"):
         table = dataset.get(f"Segmented{name}PaletteColorLookupTableData")
         if table:
-            _check_segments(table, wide=dataset.RedPaletteColorLookupTableDescriptor[2] > 8)
-
-
-def _check_segments(table: bytes, *, wide: bool) -> None:
-    """Raise a `ValueError` if a segmented palette expands to more than it may have, or refers to itself."""
-    values, position, size = np.frombuffer(table[: len(table) // 2 * 2], "<u2" if wide else "u1").tolist(), 0, 0
-    while position + 1 < len(values):
-        kind, length = values[position : position + 2]
-        position += 2 + (length if kind == 0 else 1)
-        size += length
-        if kind > 1 or size > _MAX_TABLE:
-            raise ValueError("its segmented palette is indirect or too long; convert it to one without segments")
+            check_segments(table, wide=dataset.RedPaletteColorLookupTableDescriptor[2] > 8)
 
 
 def _transforms(dataset: Any) -> bool:
@@ -327,58 +306,13 @@ def _only_frame(dataset: Any, frame: bytes | None) -> Any:
         raise ValueError("its frame is missing")
     rows, columns = int(dataset.Rows), int(dataset.Columns)
     if dataset.file_meta.TransferSyntaxUID == _RLE:
-        _check_run_lengths(frame, rows * columns, int(dataset.SamplesPerPixel))
-    elif (sizes := _codestream_sizes(frame)) != {(rows, columns)}:
+        check_run_lengths(frame, rows * columns, int(dataset.SamplesPerPixel))
+    elif (sizes := codestream_sizes(frame)) != {(rows, columns)}:
         found = ", ".join(map(str, sorted(sizes))) or "none"
         raise ValueError(f"its frame has another size {found} than its header {(rows, columns)}")
     alone = copy(dataset)
     alone.PixelData, alone.NumberOfFrames = encapsulate([frame]), 1
     return alone
-
-
-def _check_run_lengths(frame: bytes, pixels: int, samples: int) -> None:
-    """Raise a `ValueError` for a run-length encoded frame that is longer than its pixels, encoded or expanded."""
-    most = 2 * _VALUE_BYTES * pixels * samples + 2**12
-    if len(frame) > most:
-        raise ValueError(f"its frame has {len(frame):,} bytes of run lengths, more than {most:,}")
-    count, *offsets = struct.unpack_from("<16I", frame)
-    for start, end in pairwise([*offsets[:count], len(frame)]):
-        segment, position, size = frame[start:end], 0, 0
-        if len(segment) * _EXPANSION <= _HARMLESS:
-            continue
-        while position < len(segment) and size <= 2 * pixels:
-            head = segment[position]
-            size += 0 if head == _NO_OPERATION else head + 1 if head < _NO_OPERATION else 257 - head
-            position += 1 if head == _NO_OPERATION else head + 2 if head < _NO_OPERATION else 2
-        if size > 2 * pixels:
-            raise ValueError("its run lengths expand to more than its pixels")
-
-
-def _codestream_sizes(frame: bytes) -> set[tuple[int, int]]:
-    """Return all declared rows and columns of a JPEG, JPEG-LS or JPEG 2000 frame; empty if it is malformed.
-
-    Decoders skip what is malformed in different ways, and could find another size.
-    """
-    position = 0
-    while frame[4:8] == b"jP  " and position >= 0 and frame[position + 4 : position + 8] != b"jp2c":  # a JP2 file
-        length = int.from_bytes(frame[position : position + 4], "big")
-        position = position + length if length >= 8 else -1
-    position += 8 if frame[4:8] == b"jP  " else 0
-    if frame[position : position + 4] == _CODESTREAM:
-        right, bottom, left, top = struct.unpack_from(">IIII", frame, position + 8)
-        return {(bottom - top, right - left)}
-    sizes = set[tuple[int, int]]()
-    position = 2 if frame[:2] == b"\xff\xd8" else len(frame)
-    while position + 9 <= len(frame):
-        marker, length = struct.unpack_from(">HH", frame, position)
-        if marker == _SCAN:
-            return sizes
-        if marker < 0xFF00 or marker in _BARE:
-            break
-        if marker in _SIZES:
-            sizes.add(struct.unpack_from(">HH", frame, position + 5))
-        position += 2 + length if marker != 0xFFFF else 1
-    return set()
 
 
 def _values(dataset: Any, number: int) -> np.ndarray:
@@ -399,7 +333,7 @@ def _values(dataset: Any, number: int) -> np.ndarray:
 
 def _clipped(values: np.ndarray, descriptor: Any) -> np.ndarray:
     """Replace values beyond a table by its last, since pydicom's index of a table with 8 bits has 8 bits, too."""
-    entries, first = descriptor[0] or _MAX_TABLE, descriptor[1]
+    entries, first = descriptor[0] or MAX_TABLE, descriptor[1]
     clipped: np.ndarray = np.minimum(values.astype(np.int32), first + entries - 1)
     return clipped
 
