@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from PIL import Image, ImageFile, UnidentifiedImageError
 
+from fedssl.config.constraint_table import MAX_CHANNELS
 from fedssl.datasets.formats import FORMATS, HEAD_BYTES, PACKAGES, SEVERAL, module_of, require_package
 from fedssl.datasets.pixels import is_deep_color, is_misread, raster_of
 from fedssl.datasets.raster import Raster
 from fedssl.datasets.tiff_chain import MAX_PAGES, image_pages
 from fedssl.safe_io import FilePath, open_regular_file
 
-MAX_CHANNELS = 64
 _MAX_SAMPLES = 4  # per pixel of an image with as many pixels as are allowed; of smaller ones more
 logging.getLogger("PIL.TiffImagePlugin").setLevel(logging.CRITICAL)  # it reports what tifffile then reads
 _MAX_BYTES_PER_PIXEL = 8  # in an uncompressed file
