@@ -11,7 +11,8 @@ import numpy as np
 from numpy.lib import format as npy
 from PIL import Image
 
-from fedssl.datasets.pages import MAX_CHANNELS, Pages, check_shape, max_file_bytes
+from fedssl.config.constraint_table import MAX_CHANNELS
+from fedssl.datasets.pages import Pages, check_shape, max_file_bytes
 from fedssl.datasets.raster import Raster, percentiles_of
 
 
