@@ -135,7 +135,7 @@ def sharing(device: str, small: bool, attempt: Attempt) -> None:
     counts, seconds = ((1, 2), 0.5) if small else ((1, 2, 4, 8), 4.0)
     chosen = ["batch_size=8"] if small else ["encoder=resnet18", "batch_size=64"]
     context, connections = multiprocessing.get_context("forkserver"), []
-    multiprocessing.set_forkserver_preload([__name__])  # this process has a server of its own
+    multiprocessing.set_forkserver_preload([__name__])  # each process starts its own fork server
     for _ in range(counts[-1]):
         own, theirs = context.Pipe()
         context.Process(target=share, args=(theirs, device, chosen), daemon=True).start()

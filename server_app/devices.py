@@ -94,7 +94,7 @@ def devices_keep_their_images(parts: RunParts) -> Problem:
     if not parts.context.is_deployment or (partition.imbalance == 1 and partition.feature_shift == FeatureShift()):
         return None
     return (
-        "imbalance and feature_shift are for simulations: devices train on their images as they are; set imbalance=1 "
+        "imbalance and feature_shift are for simulations, and devices train on their original images; set imbalance=1 "
         "and every strength of feature_shift to 0"
     )
 

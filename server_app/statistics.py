@@ -48,7 +48,7 @@ _CONSTANT = 1e-6  # standard deviation of a constant channel, after rounding
 
 @dataclass
 class _Answers:
-    """What clients sent, and why others did not. ``centered`` is the sum of their means relative to 1/2."""
+    """Sums of the clients that answered, and reasons of the others. ``centered`` sums their means relative to 1/2."""
 
     total: ImageSums
     centered: np.ndarray  # float64, (2, channels): of values and of their squares

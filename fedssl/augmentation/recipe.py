@@ -67,7 +67,7 @@ class ViewOptions:
 
     @property
     def uses_further(self) -> bool:
-        """Whether one of the settings `FURTHER` is on."""
+        """Return whether a setting of `FURTHER` is above 0."""
         return any(vars(self)[name] > 0 for name in FURTHER)
 
 

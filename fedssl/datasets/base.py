@@ -155,7 +155,7 @@ def _drawn_groups(
 def _read_domains(data: DataSettings, source: str, is_test: bool) -> ImageData | None:
     """Return the images of the domains that are held out, or those of the others.
 
-    The test has those of its own split, or if there are none, of the training split.
+    Test images come from the test split, or from the training split if the test split has none.
     """
     for name in dict.fromkeys([source, data.train or source] if is_test else [source]):
         image_data = _read_split(data, name, data.test_limit if is_test and name == data.test else data.limit)

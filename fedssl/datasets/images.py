@@ -215,6 +215,19 @@ class RecordSequence(Sequence[bytes], ABC):
     def name_of(self, index: int) -> str:
         """Return the place of an image."""
 
+    @abstractmethod
+    def read(self, index: int) -> bytes:
+        """Read an encoded image."""
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, slice):
+            return [self.read(position) for position in range(*index.indices(len(self)))]
+        return self.read(index)
+
 
 class FileRecords(RecordSequence):
     """Byte strings in files, read when they are used.
@@ -248,13 +261,8 @@ class FileRecords(RecordSequence):
     def __len__(self) -> int:
         return len(self._offsets)
 
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[bytes]: ...
-    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        if isinstance(index, slice):
-            return [self[position] for position in range(*index.indices(len(self)))]
+    def read(self, index: int) -> bytes:
+        """Read an encoded image; an OSError if its file has been cut."""
         number, length = int(self._file_numbers[index]), int(self._lengths[index])
         content = os.pread(self._descriptors[number], length, int(self._offsets[index]))
         if len(content) != length:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.lib.npyio import NpzFile
@@ -103,13 +103,8 @@ class _Images(RecordSequence):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[bytes]: ...
-    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        if isinstance(index, slice):
-            return [npy_bytes(self._array[row]) for row in self.rows[index]]
+    def read(self, index: int) -> bytes:
+        """Return a row as an NPY file."""
         return npy_bytes(self._array[self.rows[index]])
 
 

@@ -40,7 +40,7 @@ class Preprocess:
 
     @property
     def takes_bytes(self) -> bool:
-        """Whether tensors are uint8; otherwise they have the values of the files, of any number of bits."""
+        """Return whether tensors are uint8 or uint16; with a window or percentiles they have the values of files."""
         return self.window is None and self.percentiles is None
 
     def __call__(self, images: Picture | list[Picture]) -> Tensor:

@@ -87,7 +87,7 @@ class ImageSums:
         )
 
     def problem(self, *, pixels: int, clients: int = 1) -> str:
-        """Return why no ``clients`` with images of so many ``pixels`` have these sums, a predicate; empty if they may.
+        """Return why the sums are impossible for ``clients`` and images of ``pixels``, as a predicate; empty otherwise.
 
         The histogram bounds both sums, and the mean of the squares is at least the square of the mean.
         """

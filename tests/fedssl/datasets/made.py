@@ -76,3 +76,11 @@ class Batches(SequenceIndex):
 
     def batches(self, start: int):
         return iter(self._batches)
+
+
+def touch(root: Path, *names: str) -> Path:
+    """Make empty files and their folders below a folder."""
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    return root

@@ -1,31 +1,19 @@
 """Recognition of splits, owners and classes from the folders of a data set."""
 
-import logging
 import unicodedata
 from pathlib import Path
 
 import pytest
 
-from fedssl.datasets import listing
 from fedssl.datasets.folder import index_path
 from fedssl.datasets.image_index import ImageIndex
 from fedssl.errors import InputError
-from tests.fedssl.datasets.made import query_of
+from tests.fedssl.datasets.made import query_of, touch
 
 SPLITS = ("train", "test")
 
 
-@pytest.fixture(autouse=True)
-def log_again(caplog: pytest.LogCaptureFixture) -> None:
-    listing.log_once.cache_clear()
-    caplog.set_level(logging.INFO)
-
-
-def touch(root: Path, *names: str) -> Path:
-    for name in names:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).touch()
-    return root
+pytestmark = pytest.mark.usefixtures("log_again")
 
 
 def list_split(split: str, root: Path, **changes: object) -> ImageIndex | None:

@@ -1,27 +1,15 @@
 """Splits of local parquet and arrow files, by their names."""
 
-import logging
 from pathlib import Path
 
 import pytest
 
-from fedssl.datasets import listing
 from fedssl.datasets.sources import find
 from fedssl.datasets.split_files import files_of_split, has_held_out
 from fedssl.errors import InputError
+from tests.fedssl.datasets.made import touch
 
-
-@pytest.fixture(autouse=True)
-def log_again(caplog: pytest.LogCaptureFixture) -> None:
-    listing.log_once.cache_clear()
-    caplog.set_level(logging.INFO)
-
-
-def touch(root: Path, *names: str) -> Path:
-    for name in names:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).touch()
-    return root
+pytestmark = pytest.mark.usefixtures("log_again")
 
 
 def found(root: Path, split: str) -> list[str]:
