@@ -1,7 +1,6 @@
 """The report as one HTML page without external resources, readable without scripts; its markup is ``page.html.j2``.
 
-Text of run folders is escaped. The Content-Security-Policy allows only the script that sorts tables, by its hash, and
-images inside the page: figures are SVG images, which a browser isolates from the page.
+Text of run folders is escaped. Figures are SVG images, which a browser isolates from the page.
 """
 
 import io
@@ -11,28 +10,22 @@ from base64 import b64encode
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
-from markupsafe import Markup
-
-from fedssl.digests import new_identity
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, column_title
+from fedssl.pages import render
 from fedssl.plots.registry import PLOTS
 from fedssl.plots.style import sanitize_texts
 from fedssl.report.accuracy_table import score_cell
 from fedssl.runs.groups import OWN_KEYS, RunGroup, group_by_seed
 from fedssl.runs.run import Run
-from fedssl.safe_io import sanitize
 from fedssl.text_table import TableCell, TextTable, text_cell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STYLE, SCRIPT = ((Path(__file__).parent / f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
 KEY_COLUMNS = (2, 4)  # minimum and maximum number of text columns before the numbers; the others follow the numbers
 LONG_TEXT = 40  # characters from which on a text may be broken
 # Caption of a run's plot, and the file with its numbers.
@@ -63,36 +56,19 @@ class PageImage:
 
 def page(runs: Sequence[Run], tables: Sequence[TextTable], *, again: float | None = None) -> str:
     """Return the page of results. It reloads itself after ``again`` seconds; None: never."""
-    digest = b64encode(new_identity(SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     encoders = encoder_table(runs)
     shown = [*tables, *([encoders] if encoders.rows else [])]
-    return _template().render(
-        policy=Markup(f"{policy}; base-uri 'none'; form-action 'none'"),
-        style=Markup(STYLE),
-        script=Markup(SCRIPT),
+    return render(
+        "report/page.html.j2",
         again=None if again is None else max(1, round(again)),
         count=_count(runs),
         tables=[table.without_constants() for table in shown],
         figures_of_all=figures_of_all(runs),
         further_tables=[*([settings_table(runs)] if len(runs) > 1 else []), status_table(runs)],
         figures_of_each=figures_of_each(runs),
+        order=_column_order,
+        long_text=LONG_TEXT,
     )
-
-
-@cache
-def _template() -> Template:
-    """Return the template, which escapes all text and replaces control characters."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        finalize=lambda value: value if isinstance(value, Markup) else sanitize(value),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.globals.update(LONG_TEXT=LONG_TEXT, repr=repr, order=_column_order)
-    return environment.get_template("page.html.j2")
 
 
 def _count(runs: Sequence[Run]) -> str:
